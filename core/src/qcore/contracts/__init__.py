@@ -1,0 +1,38 @@
+"""Op contracts: what a quantized linear, convolution or embedding must compute, and how that is checked.
+
+Each contract is one file: a frozen request, the semantics, a float64/int64 reference in torch ops on CPU, a
+tolerance, and a generator of test cases.
+"""
+
+from __future__ import annotations
+
+from .base import GIVEN_NAMES, Case, Contract, Problem, Request, Verdict
+from .conv2d import CONV2D, Conv2dRequest
+from .embedding import EMBEDDING, EmbeddingRequest
+from .linear import LINEAR, LinearRequest
+
+CONTRACTS: dict[str, Contract] = {contract.name: contract for contract in (LINEAR, CONV2D, EMBEDDING)}
+"""Every contract by name."""
+
+
+def contract_of(request: Request) -> Contract:
+    """The contract that a request belongs to."""
+    return CONTRACTS[request.contract]
+
+
+__all__ = [
+    "CONTRACTS",
+    "CONV2D",
+    "EMBEDDING",
+    "GIVEN_NAMES",
+    "LINEAR",
+    "Case",
+    "Contract",
+    "Conv2dRequest",
+    "EmbeddingRequest",
+    "LinearRequest",
+    "Problem",
+    "Request",
+    "Verdict",
+    "contract_of",
+]

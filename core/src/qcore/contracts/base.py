@@ -1,0 +1,261 @@
+"""What the three contracts share: requests, problems, verdicts, and the error bound of a quantized product."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ..activations import DynamicInt8, OutputInt8, StaticInt8, dynamic_parameters
+from ..formats import Format, ZeroPoint
+from ..qtensor import QTensor, dequantize_codes
+from ..schemes import Scheme
+
+GIVEN_NAMES = ("x_scale", "x_zero_point", "out_scale", "out_zero_point")
+"""Keyword arguments of a kernel call that carry per-token parameters, each of shape ``(tokens,)``; only for requests
+whose activation or output says ``per_token``."""
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-23}
+_FLOAT32_SUM = 2.0**-20
+"""Relative error allowed to a float32 accumulation, on the sum of absolute values."""
+_NEAR_TIE = 2.0**-12
+"""Codes whose exact value lies this close to a half may round either way: division or reciprocal, both are right."""
+
+
+class Request(Protocol):
+    """What every request can say about itself, whatever its contract."""
+
+    contract: ClassVar[str]
+    device: torch.device
+    out_dtype: torch.dtype
+    weight: Format
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    def signature(self) -> tuple[Any, ...]: ...
+    def small(self) -> Request: ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs with a known answer. Tensors are on CPU; ``given`` holds the per-token parameters by `GIVEN_NAMES`."""
+
+    request: Any
+    x: Tensor
+    weight: QTensor
+    bias: Tensor | None = None
+    given: dict[str, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> Problem:
+        """A copy of the inputs on ``device``, keeping the strides of x."""
+        return replace(
+            self,
+            x=_keep_strides(self.x, device),
+            weight=self.weight.to(device),
+            bias=None if self.bias is None else self.bias.to(device),
+            given={name: value.to(device) for name, value in self.given.items()},
+        )
+
+
+def _keep_strides(x: Tensor, device: torch.device) -> Tensor:
+    moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return moved.copy_(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test case: ``build(seed)`` makes the `Problem` for ``device``."""
+
+    id: str
+    contract: str
+    scheme: str
+    make: Callable[[torch.Generator, torch.device], Problem] = field(repr=False)
+
+    def build(self, seed: int, device: torch.device | str = "cpu") -> Problem:
+        """Fresh inputs (on CPU) for a request on ``device``; the same seed gives the same numbers."""
+        generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(self.id.encode()))
+        return self.make(generator, torch.device(device))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether an output is within tolerance, and by how much: ``worst`` is error / allowed, above 1 is wrong."""
+
+    ok: bool
+    worst: float
+    message: str
+
+
+class Contract(ABC):
+    """One op: its hook, its reference, its tolerance and its cases."""
+
+    name: ClassVar[str]
+    request: ClassVar[type]
+
+    @property
+    def hook(self) -> str:
+        """The name of the hook specification that a plugin answers."""
+        return f"qcore_{self.name}"
+
+    @abstractmethod
+    def reference(self, problem: Problem) -> Tensor:
+        """The exact result: float64, or int8 codes where the request asks for int8 output."""
+
+    @abstractmethod
+    def allowed(self, problem: Problem) -> Tensor:
+        """The largest error allowed, elementwise, float64; codes for int8 output."""
+
+    @abstractmethod
+    def cases(self, schemes: Iterable[Scheme], dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+        """Every case of the contract for these schemes and activation dtypes."""
+
+    @abstractmethod
+    def request_for(self, scheme: Scheme, device: torch.device, dtype: torch.dtype, n: int, k: int) -> Any:
+        """A plain request of this contract, as ``explain`` and ``tune`` need one."""
+
+    @abstractmethod
+    def probe(self, request: Any, seed: int = 0) -> list[Problem]:
+        """Small problems for a request: what a kernel must get right before it serves."""
+
+    def judge(self, problem: Problem, result: Any) -> Verdict:
+        """Compare a kernel's result with the reference: type, shape, dtype, device, then every element."""
+        expected = self.reference(problem)
+        wrong = _wrong_form(problem.request, expected, result)
+        if wrong:
+            return Verdict(False, float("inf"), wrong)
+        if not expected.numel():
+            return Verdict(True, 0.0, "empty")
+        return _compare(expected, self.allowed(problem), result.detach().cpu(), problem.request.out_dtype)
+
+
+def _wrong_form(request: Any, expected: Tensor, result: Any) -> str:
+    if not isinstance(result, Tensor):
+        return f"returned {type(result).__name__} instead of a tensor"
+    if tuple(result.shape) != tuple(expected.shape):
+        return f"returned shape {tuple(result.shape)} instead of {tuple(expected.shape)}"
+    if result.dtype != request.out_dtype:
+        return f"returned dtype {result.dtype} instead of {request.out_dtype}"
+    if result.device.type != request.device.type:
+        return f"returned a tensor on {result.device} instead of {request.device}"
+    return ""
+
+
+def _compare(expected: Tensor, allowed: Tensor, result: Tensor, dtype: torch.dtype) -> Verdict:
+    actual = result.double()
+    rounded = expected if dtype == torch.int8 else expected.to(dtype).double()
+    # Where rounding to the result's dtype overflows, Inf is the right answer; both sides must say so.
+    same = (actual == rounded) | (actual.isnan() & rounded.isnan())
+    error = torch.where(same, 0.0, (actual - expected).abs())
+    ratio = torch.where(same, 0.0, error / allowed).nan_to_num(nan=float("inf"))
+    worst = float(ratio.max())
+    where = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
+    text = (
+        f"at {where}: got {float(actual[where]):.6g}, expected {float(expected[where]):.6g}, "
+        f"allowed error {float(allowed[where]):.3g}; {int((ratio > 1).sum())} of {ratio.numel()} elements are off"
+    )
+    return Verdict(worst <= 1.0, worst, text)
+
+
+def exact_weight(weight: QTensor) -> Tensor:
+    """The dense weight in float64, from codes, scales and zero points."""
+    return weight.dequantize(torch.float64)
+
+
+def weight_magnitude(weight: QTensor) -> Tensor:
+    """``(|q| + |z|) * s`` (or ``|q| s + |z|``) in float64: what the rounding errors of a kernel are relative to."""
+    k = weight.shape[1]
+    scale, zero = weight.scale.double().abs(), weight.integer_zero()
+    added = weight.zero.double().abs() if weight.format.zero is ZeroPoint.FLOAT and weight.zero is not None else None
+    minus = None if zero is None else -zero.double().abs()
+    return dequantize_codes(weight.codes().double().abs(), scale, minus, added, weight.format.group(k))
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Exactly quantized activations of shape ``(rows, K)``: codes and zero point as float64 whole numbers."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    near_tie: Tensor
+
+    def values(self) -> Tensor:
+        return (self.codes - self.zero) * self.scale
+
+
+def quantize_rows(problem: Problem, rows: Tensor) -> Quantized | None:
+    """Quantize ``rows`` (rows, K) as the request asks, in float32 as the contract says; None for float activations."""
+    activation = problem.request.activation
+    if activation is None:
+        return None
+    if isinstance(activation, DynamicInt8):
+        scale, zero = dynamic_parameters(rows, activation.symmetric)
+    else:
+        scale, zero = _given_parameters(activation, problem.given, "x", rows)
+    z = torch.zeros_like(scale) if zero is None else zero
+    if rows.dtype == torch.int8:
+        return Quantized(rows.double(), scale.double(), z.double(), torch.zeros(rows.shape, dtype=torch.bool))
+    steps = rows.float() / scale
+    codes = (torch.round(steps) + z).clamp(-128, 127).double()
+    near = ((steps - torch.floor(steps)) - 0.5).abs() < _NEAR_TIE
+    return Quantized(codes, scale.double(), z.double(), near)
+
+
+def _given_parameters(
+    part: StaticInt8 | OutputInt8, given: dict[str, Tensor], prefix: str, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    if part.per_token:
+        return given[f"{prefix}_scale"].float().reshape(-1, 1), given[f"{prefix}_zero_point"].float().reshape(-1, 1)
+    scale = torch.full((rows.shape[0], 1), float(part.scale or 1.0))
+    return scale, torch.full_like(scale, float(part.zero_point))
+
+
+def exact_product(problem: Problem, rows: Tensor, weight: Tensor) -> Tensor:
+    """``A(rows) @ weight^T`` in float64; ``rows`` (rows, K), ``weight`` (N, K) dense."""
+    quantized = quantize_rows(problem, rows)
+    values = rows.double() if quantized is None else quantized.values()
+    return values @ weight.t()
+
+
+def product_error(problem: Problem, rows: Tensor, dense: Tensor, magnitude: Tensor) -> Tensor:
+    """The error allowed to ``A(rows) @ W^T`` before the result is rounded, ``(rows, N)`` float64.
+
+    A float32 sum may err by 2**-20 of the sum of absolute values. Float activations narrower than float32 may meet a
+    weight rounded to their own dtype: such errors are independent, hence the root of the sum of squares. Quantized
+    activations whose exact value lies next to a tie may take either code, each worth one step times its weight.
+    """
+    quantized = quantize_rows(problem, rows)
+    if quantized is None:
+        values = rows.double()
+        narrow = 4 * _ROUNDING[rows.dtype] * ((values**2) @ (magnitude**2).t()).sqrt()
+        return narrow + _FLOAT32_SUM * (values.abs() @ magnitude.t())
+    sums = ((quantized.codes.abs() + quantized.zero.abs()) * quantized.scale) @ magnitude.t()
+    ties = (quantized.near_tie.double() * quantized.scale) @ dense.abs().t()
+    return _FLOAT32_SUM * sums + ties
+
+
+def finish_reference(problem: Problem, y: Tensor) -> Tensor:
+    """Requantize ``y`` (rows, N) where the request asks for int8 output."""
+    output = problem.request.output
+    if output is None:
+        return y
+    scale, zero = _given_parameters(output, problem.given, "out", y)
+    return (torch.round(y / scale.double()) + zero.double()).clamp(-128, 127).to(torch.int8)
+
+
+def finish_allowed(problem: Problem, y: Tensor, error: Tensor) -> Tensor:
+    """The error allowed to the finished result: one more rounding, or one code plus the error in codes."""
+    request = problem.request
+    if request.output is None:
+        return error + 2 * _ROUNDING[request.out_dtype] * y.abs() + torch.finfo(request.out_dtype).smallest_normal
+    scale, _ = _given_parameters(request.output, problem.given, "out", y)
+    return 1.0 + torch.floor(error / scale.double())

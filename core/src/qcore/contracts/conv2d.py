@@ -1,0 +1,231 @@
+"""The contract ``conv2d``: a quantized 2-D convolution, defined as `linear` over im2col columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..activations import Activation, OutputInt8
+from ..errors import FormatError
+from ..formats import Format
+from ..qtensor import QTensor
+from ..schemes import Scheme
+from .base import (
+    Case,
+    Contract,
+    Problem,
+    exact_product,
+    exact_weight,
+    finish_allowed,
+    finish_reference,
+    product_error,
+    weight_magnitude,
+)
+from .inputs import Draw
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Conv2dRequest:
+    """What a kernel for `conv2d` is asked to serve.
+
+    **Fields:** as `LinearRequest`, with ``in_channels``, ``out_channels``, ``kernel_size``, ``stride``, ``padding``,
+    ``dilation`` as (height, width), and ``groups``. Raises `FormatError` where the sizes do not fit each other.
+    """
+
+    contract: ClassVar[str] = "conv2d"
+
+    device: torch.device
+    x_dtype: torch.dtype
+    out_dtype: torch.dtype
+    in_channels: int
+    out_channels: int
+    kernel_size: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    groups: int
+    weight: Format
+    activation: Activation | None
+    output: OutputInt8 | None
+    bias: bool
+    training: bool
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.in_channels % self.groups or self.out_channels % self.groups:
+            raise FormatError(
+                f"conv2d: groups={self.groups} must divide in_channels={self.in_channels} "
+                f"and out_channels={self.out_channels}."
+            )
+        if any(getattr(part, "per_token", False) for part in (self.activation, self.output)):
+            raise FormatError("conv2d: per-token parameters given with each call are for linear only; use per-tensor.")
+
+    @property
+    def n(self) -> int:
+        """Output channels: the rows of the weight."""
+        return self.out_channels
+
+    @property
+    def k(self) -> int:
+        """Columns of the weight: kernel height * kernel width * input channels of one group."""
+        return self.kernel_size[0] * self.kernel_size[1] * (self.in_channels // self.groups)
+
+    def signature(self) -> tuple[Any, ...]:
+        """What a verdict on a kernel depends on; sizes are kept, because convolution kernels specialise on them."""
+        activation = self.activation.blank() if hasattr(self.activation, "blank") else self.activation
+        geometry = (self.kernel_size, self.stride, self.padding, self.dilation, self.groups)
+        channels = (self.in_channels, self.out_channels)
+        form = (str(self.weight), activation, self.output and self.output.blank(), self.bias)
+        return (self.contract, self.x_dtype, self.out_dtype, geometry, channels, *form)
+
+    def small(self) -> Conv2dRequest:
+        """The request itself without training: a few pixels of input already make the problem small."""
+        return replace(self, training=False)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    name: str
+    x: tuple[int, int, int, int]
+    out: int
+    kernel: Pair
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    groups: int = 1
+    bias: bool = False
+    channels_last: bool = False
+
+
+_SHAPES: tuple[_Shape, ...] = (
+    _Shape("1x1", (2, 8, 5, 5), 12, (1, 1)),
+    _Shape("1x1-strided", (1, 8, 6, 7), 5, (1, 1), stride=(2, 2), bias=True),
+    _Shape("3x3", (2, 4, 7, 6), 8, (3, 3), padding=(1, 1), bias=True),
+    _Shape("3x3-odd", (1, 3, 9, 9), 5, (3, 3), stride=(2, 1), padding=(1, 0)),
+    _Shape("5x5-dilated", (1, 2, 12, 11), 4, (5, 5), padding=(4, 4), dilation=(2, 2)),
+    _Shape("1x7", (1, 4, 5, 12), 3, (1, 7), padding=(0, 3)),
+    _Shape("grouped", (2, 6, 6, 6), 4, (3, 3), padding=(1, 1), groups=2, bias=True),
+    _Shape("depthwise", (1, 6, 8, 8), 6, (3, 3), padding=(1, 1), groups=6),
+    _Shape("wide", (1, 16, 4, 4), 20, (3, 3), padding=(1, 1)),
+    _Shape("channels-last", (2, 8, 6, 5), 8, (3, 3), padding=(1, 1), channels_last=True),
+    _Shape("batch-0", (0, 4, 6, 6), 8, (3, 3)),
+)
+
+_SCHEMES = ("w8a16", "w8a16-asym", "w4a16-g32", "w4a16-g32-asym", "w8a8", "w8a8-asym", "w8a8-static", "w4a8-g32-asym")
+
+
+class Conv2dContract(Contract):
+    """``y = conv2d(A(x), W) + bias``.
+
+    - ``x``: ``(B, IC, H, W)``, ``y``: ``(B, OC, OH, OW)`` of ``out_dtype``; the weight is ``(OC, KH*KW*IC/groups)``
+      with columns in (KH, KW, IC) order, quantized like any `(N, K)` weight.
+    - The semantics are those of `linear` over im2col columns. A token is one column: the receptive field of one
+      output position in one channel group.
+    - Padding is the value 0, which is the zero point in the int8 domain.
+    - Errors: a channel count of x other than IC, an image smaller than the (dilated) kernel.
+    """
+
+    name: ClassVar[str] = "conv2d"
+    request: ClassVar[type] = Conv2dRequest
+
+    def reference(self, problem: Problem) -> Tensor:
+        return finish_reference(problem, _exact(problem)).reshape(_output_shape(problem)).movedim(-1, 1)
+
+    def allowed(self, problem: Problem) -> Tensor:
+        dense, size = exact_weight(problem.weight), weight_magnitude(problem.weight)
+        error = torch.cat([product_error(problem, c, w, m) for c, w, m in _per_group(problem, dense, size)], dim=1)
+        return finish_allowed(problem, _exact(problem), error).reshape(_output_shape(problem)).movedim(-1, 1)
+
+    def request_for(self, scheme: Scheme, device: torch.device, dtype: torch.dtype, n: int, k: int) -> Conv2dRequest:
+        return _request(scheme, device, dtype, _Shape("plain", (1, k, 1, 1), n, (1, 1)))
+
+    def cases(self, schemes: Iterable[Scheme], dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+        wanted, dtypes = {str(scheme.blank()) for scheme in schemes}, tuple(dtypes)
+        for text in (*_SCHEMES, "w8a8-static-o8"):
+            if text in wanted or text == "w4a8-g32-asym":
+                for dtype in dtypes:
+                    for shape in _SHAPES:
+                        yield self._case(Scheme.parse(text), dtype, shape)
+
+    def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:
+        def make(generator: torch.Generator, device: torch.device) -> Problem:
+            draw = Draw(generator)
+            request = _request(draw.fill(scheme), device, dtype, shape)
+            return _problem(draw, request, shape)
+
+        name = f"conv2d[{scheme}-{str(dtype).removeprefix('torch.')}-{shape.name}]"
+        return Case(name, self.name, str(scheme), make)
+
+    def probe(self, request: Any, seed: int = 0) -> list[Problem]:
+        draw = Draw(torch.Generator().manual_seed(seed))
+        reach = [d * (k - 1) + 1 for d, k in zip(request.dilation, request.kernel_size, strict=True)]
+        sides = [max(r - 2 * p, 1) + 3 for r, p in zip(reach, request.padding, strict=True)]
+        shape = _Shape("probe", (2, request.in_channels, sides[0], sides[1]), request.out_channels, (1, 1))
+        return [_problem(draw, request, shape)]
+
+
+def _request(scheme: Scheme, device: torch.device, dtype: torch.dtype, shape: _Shape) -> Conv2dRequest:
+    geometry = (shape.kernel, shape.stride, shape.padding, shape.dilation, shape.groups)
+    out = torch.int8 if scheme.output else dtype
+    quantization = (scheme.weight, scheme.activation, scheme.output)
+    return Conv2dRequest(device, dtype, out, shape.x[1], shape.out, *geometry, *quantization, shape.bias, False)
+
+
+def _problem(draw: Draw, request: Conv2dRequest, shape: _Shape) -> Problem:
+    weight = draw.weight(request.n, request.k, request.weight)
+    x = draw.activations(shape.x, request.x_dtype, "normal", "dense")
+    if shape.channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return Problem(request, x, weight, draw.bias(request.n, "same" if request.bias else "none", request.x_dtype))
+
+
+def im2col(x: Tensor, request: Conv2dRequest) -> Tensor:
+    """``(B, IC, H, W)`` to columns ``(B * OH * OW, groups, KH*KW*IC/groups)`` in (KH, KW, IC) order; padding is 0."""
+    kh, kw = request.kernel_size
+    batch, channels, height, width = x.shape
+    if batch == 0:
+        return x.new_zeros(0, request.groups, request.k)
+    columns = torch.nn.functional.unfold(
+        x, request.kernel_size, dilation=request.dilation, padding=request.padding, stride=request.stride
+    )
+    parts = columns.view(batch, request.groups, channels // request.groups, kh * kw, -1)
+    return parts.permute(0, 4, 1, 3, 2).reshape(-1, request.groups, request.k)
+
+
+def output_size(request: Conv2dRequest, height: int, width: int) -> Pair:
+    """(OH, OW) of a convolution, by the formula of `torch.nn.Conv2d`."""
+    sizes = zip((height, width), request.kernel_size, request.stride, request.padding, request.dilation, strict=True)
+    oh, ow = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
+    return oh, ow
+
+
+def dense_kernel(weight: QTensor, request: Conv2dRequest, dtype: torch.dtype) -> Tensor:
+    """The dequantized weight as torch's convolutions take it: ``(OC, IC/groups, KH, KW)``."""
+    kh, kw = request.kernel_size
+    return weight.dequantize(dtype).view(request.n, kh, kw, -1).permute(0, 3, 1, 2)
+
+
+def _per_group(problem: Problem, *weights: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    request = problem.request
+    columns, size = im2col(problem.x.float(), request).to(problem.x.dtype), request.out_channels // request.groups
+    for group in range(request.groups):
+        yield (columns[:, group], *(w[group * size : (group + 1) * size] for w in weights))
+
+
+def _exact(problem: Problem) -> Tensor:
+    dense = exact_weight(problem.weight)
+    y = torch.cat([exact_product(problem, columns, w) for columns, w in _per_group(problem, dense)], dim=1)
+    return y if problem.bias is None else y + problem.bias.double()
+
+
+def _output_shape(problem: Problem) -> tuple[int, ...]:
+    batch, _, height, width = problem.x.shape
+    return (batch, *output_size(problem.request, height, width), problem.request.out_channels)
+
+
+CONV2D = Conv2dContract()

@@ -1,0 +1,132 @@
+"""The contract ``embedding``: gather rows of a quantized table and dequantize only those."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..formats import Format
+from ..qtensor import QTensor
+from ..schemes import Scheme
+from .base import Case, Contract, Problem, exact_weight, weight_magnitude
+from .inputs import Draw, small_k, small_n
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """What a kernel for `embedding` is asked to serve.
+
+    **Fields:** ``device``; ``out_dtype``; ``num_embeddings``: V, rows of the table; ``embedding_dim``: D;
+    ``weight``: the `Format`, with one scale per row or per group of D.
+    """
+
+    contract: ClassVar[str] = "embedding"
+
+    device: torch.device
+    out_dtype: torch.dtype
+    num_embeddings: int
+    embedding_dim: int
+    weight: Format
+
+    @property
+    def n(self) -> int:
+        """V: the rows of the weight."""
+        return self.num_embeddings
+
+    @property
+    def k(self) -> int:
+        """D: the columns of the weight."""
+        return self.embedding_dim
+
+    def signature(self) -> tuple[Any, ...]:
+        """What a verdict on a kernel depends on: everything but the device and the exact sizes."""
+        form = (small_n(self.n), small_k(self.k, self.weight))
+        return (self.contract, self.out_dtype, str(self.weight), form)
+
+    def small(self) -> EmbeddingRequest:
+        """The same request for a small table whose sizes leave the same remainders."""
+        return replace(self, num_embeddings=small_n(self.n), embedding_dim=small_k(self.k, self.weight))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    name: str
+    indices: tuple[int, ...]
+    v: int
+    d: int
+    weights: str = "skewed"
+    dtype: torch.dtype = torch.int64
+
+
+_SHAPES: tuple[_Shape, ...] = (
+    _Shape("one", (1,), 20, 64),
+    _Shape("scalar", (), 20, 64),
+    _Shape("empty", (0,), 20, 64),
+    _Shape("batched", (3, 7), 33, 96),
+    _Shape("odd-d", (5,), 12, 77),
+    _Shape("d-5", (5,), 3, 5),
+    _Shape("ragged", (6,), 16, 168),
+    _Shape("many", (300,), 129, 64),
+    _Shape("int32-indices", (9,), 20, 64, dtype=torch.int32),
+    _Shape("extreme-codes", (9,), 20, 160, weights="codes"),
+    _Shape("zero-groups", (9,), 20, 128, weights="zeros"),
+)
+
+
+class EmbeddingContract(Contract):
+    """``y = W[indices]`` with W the dequantized table ``(V, D)``.
+
+    - ``indices``: int64 or int32 of any shape; ``y``: ``(*indices.shape, D)`` of ``out_dtype``.
+    - Only the rows asked for are dequantized; each value is computed in float32 and rounded once.
+    - Errors: an index outside 0..V-1 raises `IndexError` (on accelerators, a device-side assertion).
+    """
+
+    name: ClassVar[str] = "embedding"
+    request: ClassVar[type] = EmbeddingRequest
+
+    def reference(self, problem: Problem) -> Tensor:
+        return exact_weight(problem.weight)[problem.x.long()]
+
+    def allowed(self, problem: Problem) -> Tensor:
+        out = problem.request.out_dtype
+        rounding = 2 * torch.finfo(out).eps * self.reference(problem).abs()
+        computing = 2.0**-20 * weight_magnitude(problem.weight)[problem.x.long()]
+        return rounding + computing + torch.finfo(out).smallest_normal
+
+    def request_for(self, scheme: Scheme, device: torch.device, dtype: torch.dtype, n: int, k: int) -> EmbeddingRequest:
+        return EmbeddingRequest(device, dtype, n, k, scheme.weight)
+
+    def cases(self, schemes: Iterable[Scheme], dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+        dtypes = tuple(dtypes)
+        for scheme in (s for s in schemes if s.activation is None):
+            for dtype in dtypes:
+                for shape in _SHAPES:
+                    yield self._case(scheme, dtype, shape)
+
+    def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:
+        def make(generator: torch.Generator, device: torch.device) -> Problem:
+            draw = Draw(generator)
+            weight = draw.weight(shape.v, shape.d, scheme.weight, shape.weights, scheme.quantizer)
+            request = self.request_for(scheme, device, dtype, shape.v, shape.d)
+            return _problem(draw, request, weight, shape.indices, shape.dtype)
+
+        name = f"embedding[{scheme}-{str(dtype).removeprefix('torch.')}-{shape.name}]"
+        return Case(name, self.name, str(scheme), make)
+
+    def probe(self, request: Any, seed: int = 0) -> list[Problem]:
+        draw = Draw(torch.Generator().manual_seed(seed))
+        weight = draw.weight(request.n, request.k, request.weight)
+        return [_problem(draw, request, weight, (2, 3), torch.int64)]
+
+
+def _problem(
+    draw: Draw, request: EmbeddingRequest, weight: QTensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> Problem:
+    return Problem(request, draw.whole(0, request.n - 1, *shape).to(dtype), weight)
+
+
+EMBEDDING = EmbeddingContract()

@@ -1,0 +1,133 @@
+"""Random inputs for the cases: skewed weights, awkward shapes, extreme values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..activations import OutputInt8, StaticInt8
+from ..formats import Format, ZeroPoint
+from ..qtensor import QTensor
+from ..quantize import quantize
+from ..schemes import Scheme
+from .base import Problem
+
+_SMALL = 256
+
+
+def small_n(n: int) -> int:
+    """A small N with the same remainder by 64 as ``n``: what tells a kernel's tail handling apart."""
+    return n if n <= 64 else 64 + n % 64
+
+
+def small_k(k: int, weight: Format) -> int:
+    """A small K with the same remainders as ``k`` by 256 and by the group size."""
+    period = max(_SMALL, 2 * weight.group(1) if weight.group_size else 0)
+    return k if k <= period else period + k % period
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One shape class: leading dimensions of x, N, K, and what is unusual about the inputs."""
+
+    name: str
+    lead: tuple[int, ...]
+    n: int
+    k: int
+    bias: Literal["none", "same", "float32"] = "none"
+    strides: Literal["dense", "columns", "rows"] = "dense"
+    weights: Literal["skewed", "codes", "zeros", "tiny", "narrow"] = "skewed"
+    inputs: Literal["normal", "large", "zero-rows", "outliers"] = "normal"
+
+
+class Draw:
+    """Draws problems from one random generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def whole(self, low: int, high: int, *shape: int) -> Tensor:
+        """Whole numbers in ``low..high``, both included."""
+        return torch.randint(low, high + 1, shape, generator=self.generator)
+
+    def fill(self, scheme: Scheme) -> Scheme:
+        """Give numbers to a static activation or output that has none."""
+        activation, output = scheme.activation, scheme.output
+        if isinstance(activation, StaticInt8) and not activation.is_given:
+            activation = StaticInt8(0.021, int(self.whole(-40, 40)))
+        if output is not None and not output.is_given:
+            output = OutputInt8(0.05, int(self.whole(-20, 20)))
+        return replace(scheme, activation=activation, output=output)
+
+    def weight(self, n: int, k: int, fmt: Format, kind: str = "skewed", quantizer: str = "") -> QTensor:
+        """A quantized weight whose values lean to one side by group, so that a wrong zero point shows at once."""
+        if kind == "codes":
+            return self._codes(n, k, fmt)
+        lean = self.normal(n, 1) * 0.03 + 0.04
+        dense = self.normal(n, k) * 0.05 + lean
+        if kind == "zeros":
+            dense[:, : max(1, fmt.group(k))] = 0
+            dense[::2] = 0
+        if kind == "tiny":
+            dense *= 1e-4
+        fast = "absmax" if fmt.zero is ZeroPoint.NONE else "minmax"
+        narrow = torch.bfloat16 if kind == "narrow" else torch.float32
+        return quantize(dense, fmt, quantizer if quantizer not in ("", "mse") else fast, scale_dtype=narrow)
+
+    def _codes(self, n: int, k: int, fmt: Format) -> QTensor:
+        low, high = fmt.code_range
+        codes, groups = self.whole(low, high, n, k).to(torch.int8), (fmt.groups(k), n)
+        scale = torch.rand(*groups, generator=self.generator) * 0.01 + 0.001
+        zero = None
+        if fmt.zero is ZeroPoint.INT:
+            zero = self.whole(low, high, *groups).to(torch.int8)
+        elif fmt.zero is ZeroPoint.FLOAT:
+            zero = self.normal(*groups) * 0.05
+        return QTensor.from_codes(codes, scale, zero, fmt)
+
+    def activations(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str, strides: str) -> Tensor:
+        """x of ``shape``; its last dimension is K. Leans to one side too, so that a dropped correction shows."""
+        if dtype == torch.int8:
+            return self.whole(-128, 127, *shape).to(torch.int8)
+        x = self.normal(*shape) + 0.3
+        if kind == "large":
+            x *= 100.0 if dtype == torch.float16 else 1e4
+        if kind == "zero-rows":
+            x[::2] = 0
+        if kind == "outliers":
+            x[..., ::61] *= 50
+        return _with_strides(x.to(dtype), strides)
+
+    def linear(self, request: Any, shape: Shape, quantizer: str = "", dtype: torch.dtype = torch.float32) -> Problem:
+        """A problem for a linear request."""
+        weight = self.weight(shape.n, shape.k, request.weight, shape.weights, quantizer)
+        x = self.activations((*shape.lead, shape.k), request.x_dtype, shape.inputs, shape.strides)
+        return Problem(request, x, weight, self.bias(shape.n, shape.bias, dtype), self.given(request, x))
+
+    def bias(self, n: int, kind: str, dtype: torch.dtype) -> Tensor | None:
+        if kind == "none":
+            return None
+        return self.normal(n).to(torch.float32 if kind == "float32" else dtype)
+
+    def given(self, request: Any, x: Tensor) -> dict[str, Tensor]:
+        """Per-token parameters, where the request has any."""
+        tokens, given = x.shape[:-1].numel(), {}
+        for prefix, part in (("x", request.activation), ("out", request.output)):
+            if getattr(part, "per_token", False):
+                given[f"{prefix}_scale"] = torch.rand(tokens, generator=self.generator) * 0.02 + 0.005
+                given[f"{prefix}_zero_point"] = self.whole(-30, 30, tokens).to(torch.int32)
+        return given
+
+
+def _with_strides(x: Tensor, strides: str) -> Tensor:
+    if strides == "columns":
+        return torch.stack((x, x), dim=-1)[..., 0]
+    if strides == "rows":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    return x

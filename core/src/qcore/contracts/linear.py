@@ -1,0 +1,163 @@
+"""The contract ``linear``: ``y = A(x) @ W^T + bias`` with a quantized W."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..activations import Activation, OutputInt8
+from ..formats import Format
+from ..schemes import Scheme
+from .base import (
+    Case,
+    Contract,
+    Problem,
+    exact_product,
+    exact_weight,
+    finish_allowed,
+    finish_reference,
+    product_error,
+    weight_magnitude,
+)
+from .inputs import Draw, Shape, small_k, small_n
+
+
+@dataclass(frozen=True)
+class LinearRequest:
+    """What a kernel for `linear` is asked to serve.
+
+    **Fields:** ``device`` and ``x_dtype`` of the input (int8 where x arrives as codes); ``out_dtype``; ``n``, ``k``:
+    output and input features; ``rows``: M where it is known, None = any; ``weight``: the `Format`; ``activation``:
+    None for float activations; ``output``: None for a float result; ``bias``: whether one is added; ``training``:
+    gradients with respect to x are needed (qcore supplies them, by multiplying with the dequantized weight).
+    """
+
+    contract: ClassVar[str] = "linear"
+
+    device: torch.device
+    x_dtype: torch.dtype
+    out_dtype: torch.dtype
+    n: int
+    k: int
+    rows: int | None
+    weight: Format
+    activation: Activation | None
+    output: OutputInt8 | None
+    bias: bool
+    training: bool
+
+    def signature(self) -> tuple[Any, ...]:
+        """What a verdict on a kernel depends on: everything but the device, the exact sizes and given numbers."""
+        activation = self.activation.blank() if hasattr(self.activation, "blank") else self.activation
+        output = self.output and self.output.blank()
+        form = (small_n(self.n), small_k(self.k, self.weight))
+        return (self.contract, self.x_dtype, self.out_dtype, str(self.weight), activation, output, self.bias, form)
+
+    def small(self) -> LinearRequest:
+        """The same request for a small weight whose sizes leave the same remainders."""
+        return replace(self, n=small_n(self.n), k=small_k(self.k, self.weight), rows=None, training=False)
+
+
+_ROWS = (0, 1, 2, 15, 16, 17, 31, 33, 256)
+_SHAPES: tuple[Shape, ...] = (
+    *(Shape(f"rows-{m}", (m,), 32, 256) for m in _ROWS),
+    Shape("m-above-k", (40,), 16, 8),
+    Shape("m-above-k-wide", (300,), 32, 256),
+    Shape("k-odd", (3,), 20, 77),
+    Shape("k-5", (3,), 8, 5),
+    Shape("k-ragged", (4,), 32, 168),
+    Shape("k-aligned-16", (4,), 16, 48),
+    *(Shape(f"n-{n}", (5,), n, 128) for n in (1, 3, 12, 20, 129)),
+    Shape("vector", (), 16, 64),
+    Shape("batched", (2, 5), 20, 64),
+    Shape("batched-4d", (2, 1, 3), 20, 64),
+    Shape("bias", (3,), 20, 64, bias="same"),
+    Shape("bias-float32", (3,), 20, 64, bias="float32"),
+    Shape("bias-ragged", (17,), 12, 77, bias="same"),
+    Shape("strided-columns", (6,), 16, 64, strides="columns"),
+    Shape("strided-rows", (6,), 16, 64, strides="rows"),
+    Shape("strided-odd", (6,), 16, 77, strides="columns"),
+    Shape("extreme-codes", (5,), 20, 160, weights="codes"),
+    Shape("zero-groups", (4,), 16, 256, weights="zeros"),
+    Shape("tiny-scales", (4,), 16, 128, weights="tiny"),
+    Shape("narrow-scales", (4,), 16, 128, weights="narrow"),
+    Shape("large-x", (4,), 16, 256, inputs="large"),
+    Shape("zero-rows", (4,), 16, 64, inputs="zero-rows"),
+    Shape("outliers", (4,), 16, 256, inputs="outliers"),
+    Shape("deep", (2,), 48, 2048),
+)
+
+_TOKEN_SCHEMES = ("w4a8-g32-asym-token", "w4a8-g32-asym-token-o8t")
+
+
+class LinearContract(Contract):
+    """``y = A(x) @ W^T + bias``.
+
+    - ``x``: ``(..., K)``, ``W`` = the dequantized weight ``(N, K)``, ``bias``: ``(N,)`` of any float dtype,
+      ``y``: ``(..., N)`` of ``out_dtype``. x may be non-contiguous; an x without rows gives an empty result.
+    - Float activations: products accumulated in float32 or better.
+    - Int8 activations: ``A(x) = s_x (q_x - z_x)`` per token. Exact int32 accumulation of the codes per group;
+      scales and zero-point corrections in float32.
+    - The bias is added before the single rounding to ``out_dtype``.
+    - Int8 output: ``clamp(round(y / s) + z, -128, 127)``, half to even, one code of tolerance.
+    - Errors: a last dimension of x other than K, a bias of another shape.
+    """
+
+    name: ClassVar[str] = "linear"
+    request: ClassVar[type] = LinearRequest
+
+    def reference(self, problem: Problem) -> Tensor:
+        rows = problem.x.reshape(-1, problem.request.k)
+        y = _exact(problem, rows)
+        return finish_reference(problem, y).reshape(*problem.x.shape[:-1], problem.request.n)
+
+    def allowed(self, problem: Problem) -> Tensor:
+        rows = problem.x.reshape(-1, problem.request.k)
+        error = product_error(problem, rows, exact_weight(problem.weight), weight_magnitude(problem.weight))
+        allowed = finish_allowed(problem, _exact(problem, rows), error)
+        return allowed.reshape(*problem.x.shape[:-1], problem.request.n)
+
+    def request_for(self, scheme: Scheme, device: torch.device, dtype: torch.dtype, n: int, k: int) -> LinearRequest:
+        x_dtype = torch.int8 if getattr(scheme.activation, "per_token", False) else dtype
+        out = torch.int8 if scheme.output else dtype
+        return LinearRequest(
+            device, x_dtype, out, n, k, None, scheme.weight, scheme.activation, scheme.output, False, False
+        )
+
+    def cases(self, schemes: Iterable[Scheme], dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+        dtypes = tuple(dtypes)
+        for scheme in (*schemes, *map(Scheme.parse, _TOKEN_SCHEMES)):
+            for dtype in dtypes:
+                for shape in _SHAPES:
+                    yield self._case(scheme, dtype, shape)
+
+    def _case(self, scheme: Scheme, dtype: torch.dtype, shape: Shape) -> Case:
+        def make(generator: torch.Generator, device: torch.device) -> Problem:
+            draw = Draw(generator)
+            filled = draw.fill(scheme)
+            request = self.request_for(filled, device, dtype, shape.n, shape.k)
+            return draw.linear(replace(request, bias=shape.bias != "none"), shape, filled.quantizer, dtype)
+
+        name = f"linear[{scheme.blank()}-{str(dtype).removeprefix('torch.')}-{shape.name}]"
+        return Case(name, self.name, str(scheme.blank()), make)
+
+    def probe(self, request: Any, seed: int = 0) -> list[Problem]:
+        draw = Draw(torch.Generator().manual_seed(seed))
+        # One row, a few, and more rows than columns: the three row counts at which dispatch inside kernels changes.
+        rows = (1, 5, min(request.k + 3, 80))
+        return [
+            draw.linear(request, Shape("probe", (m,), request.n, request.k, "same" if request.bias else "none"))
+            for m in rows
+        ]
+
+
+def _exact(problem: Problem, rows: Tensor) -> Tensor:
+    y = exact_product(problem, rows, exact_weight(problem.weight))
+    return y if problem.bias is None else y + problem.bias.double()
+
+
+LINEAR = LinearContract()

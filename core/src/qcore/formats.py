@@ -1,0 +1,295 @@
+"""What the bytes of a quantized weight mean: element type, groups, zero point and layout.
+
+A `Format` says everything needed to read the bytes back and never depends on a device. Codes are signed integers
+(int4: -8..7, int8: -128..127) of a logical weight of shape ``(N, K)`` = (output features, input features); each
+group of ``group_size`` consecutive codes along K shares a scale and, where there is one, a zero point, both of
+shape ``(G, N)`` with ``G = ceil(K / group_size)``.
+
+A `Layout` says how codes become a tensor. Two are built in, `PLAIN` and `PLAIN_INT32`; plugins add more through
+the hook ``qcore_formats``.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .errors import FormatError, did_you_mean
+
+ElementType = Literal["int4", "int8"]
+
+_CODE_RANGE: dict[str, tuple[int, int]] = {"int4": (-8, 7), "int8": (-128, 127)}
+
+
+class ZeroPoint(enum.Enum):
+    """How a group's zero point enters the weight ``w``, given its code ``q`` and scale ``s``."""
+
+    NONE = "none"
+    """``w = q * s``"""
+    INT = "int"
+    """``w = (q - z) * s``, z int8 in the domain of the codes"""
+    FLOAT = "float"
+    """``w = q * s + z``, z in the scale's dtype"""
+
+
+_ZERO_SUFFIX = {ZeroPoint.NONE: "", ZeroPoint.INT: "-asym", ZeroPoint.FLOAT: "-fzp"}
+
+
+class Layout(ABC):
+    """How the codes of one weight become one tensor, and back.
+
+    A third party subclasses this, sets ``name`` and ``dtypes``, and returns an instance from ``qcore_formats``.
+    ``decode(encode(codes), k)`` must equal ``codes`` bit for bit, on every device, and both must work on ``meta``.
+    """
+
+    name: str
+    """How the layout is spelled behind the slash of a format: lower case, digits, underscores."""
+    dtypes: tuple[str, ...] = ("int4",)
+    """The element types it can hold."""
+
+    def for_dtype(self, dtype: str) -> Layout:
+        """The layout that holds ``dtype``; raises `FormatError` where there is none."""
+        if dtype not in self.dtypes:
+            raise FormatError(
+                f"layout {self.name!r} cannot hold {dtype} codes; it holds {', '.join(self.dtypes)}.\n"
+                f"Use layout 'plain', which holds every element type."
+            )
+        return self
+
+    @abstractmethod
+    def encode(self, codes: Tensor) -> Tensor:
+        """Pack signed int8 codes of shape ``(N, K)``; the result's first dimension is N."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, k: int) -> Tensor:
+        """Unpack to signed int8 codes of shape ``(N, k)``."""
+
+    @abstractmethod
+    def check(self, data: Tensor, n: int, k: int) -> None:
+        """Raise `FormatError` unless dtype and shape of ``data`` can hold ``(n, k)`` codes."""
+
+    def encode_zero(self, zero: Tensor) -> Tensor:
+        """Store an integer zero point; default: as it is. ``(G, N)`` int8 to ``(G, N)`` int8."""
+        return zero
+
+    def decode_zero(self, zero: Tensor) -> Tensor:
+        """The inverse of `encode_zero`."""
+        return zero
+
+    def __repr__(self) -> str:
+        return f"<Layout {self.name}>"
+
+    def __reduce__(self) -> tuple[Callable[[str], Layout], tuple[str]]:
+        # A layout is pickled by name, so that a format read back compares equal to the registered one.
+        return find_layout, (self.name,)
+
+
+def _expect(data: Tensor, dtype: torch.dtype, shape: tuple[int, int], layout: str) -> None:
+    if data.dtype != dtype or tuple(data.shape) != shape:
+        raise FormatError(
+            f"data has dtype {data.dtype} and shape {tuple(data.shape)};\n"
+            f"layout {layout!r} needs {dtype} and {shape} for this weight."
+        )
+
+
+def _pad_columns(codes: Tensor, multiple: int) -> Tensor:
+    missing = -codes.shape[1] % multiple
+    return torch.nn.functional.pad(codes, (0, missing)) if missing else codes
+
+
+def pack_nibbles(low: Tensor, high: Tensor) -> Tensor:
+    """Two integer tensors into uint8: ``low`` in bits 0-3, ``high`` in bits 4-7. Only their low four bits count."""
+    return ((low & 15) | ((high & 15) << 4)).to(torch.uint8)
+
+
+def unpack_nibbles(data: Tensor) -> tuple[Tensor, Tensor]:
+    """The (low, high) nibbles of a uint8 tensor, sign-extended from four bits to int8."""
+    signed = data.view(torch.int8)
+    return (signed << 4) >> 4, signed >> 4
+
+
+def interleave(even: Tensor, odd: Tensor) -> Tensor:
+    """``(N, J)`` and ``(N, J)`` to ``(N, 2J)``: columns even[0], odd[0], even[1], ..."""
+    return torch.stack((even, odd), dim=-1).flatten(-2)
+
+
+class _PlainInt8(Layout):
+    name = "plain"
+    dtypes = ("int8",)
+
+    def encode(self, codes: Tensor) -> Tensor:
+        return codes.to(torch.int8)
+
+    def decode(self, data: Tensor, k: int) -> Tensor:
+        return data
+
+    def check(self, data: Tensor, n: int, k: int) -> None:
+        _expect(data, torch.int8, (n, k), self.name)
+
+
+class _Plain(Layout):
+    """int8: int8 ``(N, K)``. int4: uint8 ``(N, ceil(K/2))``, two's complement, low nibble = even k, pad code 0."""
+
+    name = "plain"
+    dtypes = ("int4", "int8")
+    _int8 = _PlainInt8()
+
+    def for_dtype(self, dtype: str) -> Layout:
+        return self._int8 if dtype == "int8" else super().for_dtype(dtype)
+
+    def encode(self, codes: Tensor) -> Tensor:
+        codes = _pad_columns(codes, 2)
+        return pack_nibbles(codes[:, 0::2], codes[:, 1::2])
+
+    def decode(self, data: Tensor, k: int) -> Tensor:
+        return interleave(*unpack_nibbles(data))[:, :k]
+
+    def check(self, data: Tensor, n: int, k: int) -> None:
+        _expect(data, torch.uint8, (n, (k + 1) // 2), self.name)
+
+
+class _PlainInt32(Layout):
+    """int4 only: int32 ``(N, ceil(K/8))``, eight unsigned codes q+8, lowest bits = lowest k, pad code 8."""
+
+    name = "plain_int32"
+    dtypes = ("int4",)
+
+    def encode(self, codes: Tensor) -> Tensor:
+        unsigned = _pad_columns(codes, 8) + 8
+        if not codes.shape[1]:
+            return unsigned.to(torch.int32)
+        # Little-endian: four bytes of two nibbles each are, bit for bit, one word with the lowest k lowest.
+        return pack_nibbles(unsigned[:, 0::2], unsigned[:, 1::2]).contiguous().view(torch.int32)
+
+    def decode(self, data: Tensor, k: int) -> Tensor:
+        # Flipping the top bit of each nibble turns offset binary (q + 8) into two's complement.
+        return interleave(*unpack_nibbles(data.contiguous().view(torch.uint8) ^ 0x88))[:, :k]
+
+    def check(self, data: Tensor, n: int, k: int) -> None:
+        _expect(data, torch.int32, (n, (k + 7) // 8), self.name)
+
+    def encode_zero(self, zero: Tensor) -> Tensor:
+        return zero + 8
+
+    def decode_zero(self, zero: Tensor) -> Tensor:
+        return zero - 8
+
+
+PLAIN: Layout = _Plain()
+PLAIN_INT32: Layout = _PlainInt32()
+
+_LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (PLAIN, PLAIN_INT32)}
+
+load_plugin_layouts: Callable[[], object] | None = None
+"""Set by `qcore.plugins`: an unknown layout name is looked for in installed plugins before it is an error."""
+
+
+def register_layout(layout: Layout) -> None:
+    """Make ``layout`` known by its name; raises `FormatError` for a bad name or one that another layout holds."""
+    name = getattr(layout, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise FormatError(f"layout name {name!r} must be lower-case letters, digits and underscores.")
+    if _LAYOUTS.setdefault(name, layout) is not layout and type(_LAYOUTS[name]) is not type(layout):
+        raise FormatError(f"layout name {name!r} is taken by {type(_LAYOUTS[name]).__qualname__}; choose another.")
+
+
+def find_layout(name: str) -> Layout:
+    """The registered layout called ``name``; looks into installed plugins before it raises `FormatError`."""
+    if name not in _LAYOUTS and load_plugin_layouts is not None:
+        load_plugin_layouts()
+    if name not in _LAYOUTS:
+        raise FormatError(
+            f"unknown layout {name!r}; known: {', '.join(sorted(_LAYOUTS))}.{did_you_mean(name, _LAYOUTS)}\n"
+            f"A third-party layout needs its plugin installed."
+        )
+    return _LAYOUTS[name]
+
+
+_TEXT = re.compile(r"(?P<dtype>[a-z]+[0-9]+)(-g(?P<group>[0-9]+))?(-(?P<zero>asym|fzp))?(/(?P<layout>\w+))?")
+
+
+@dataclass(frozen=True)
+class Format:
+    """The meaning of a quantized weight's bytes; ``str(format)`` is e.g. ``int4-g128-asym/plain``.
+
+    **Fields:** ``dtype``: ``"int4"`` or ``"int8"``. ``group_size``: codes along K that share a scale, None = one
+    group per output channel. ``zero``: see `ZeroPoint`. ``layout``: how the codes are stored.
+
+    Raises `FormatError` for an element type, group size or layout that qcore does not know.
+    """
+
+    dtype: ElementType
+    group_size: int | None = None
+    zero: ZeroPoint = ZeroPoint.NONE
+    layout: Layout = field(default=PLAIN)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _CODE_RANGE:
+            raise FormatError(
+                f"unknown element type {self.dtype!r}; qcore knows {' and '.join(_CODE_RANGE)}."
+                f"{did_you_mean(str(self.dtype), _CODE_RANGE)}"
+            )
+        g = self.group_size
+        if g is not None and (isinstance(g, bool) or not isinstance(g, int) or g < 1):
+            raise FormatError(f"group_size is {g!r}; it must be a positive integer, or None for per-channel.")
+        if not isinstance(self.zero, ZeroPoint):
+            raise FormatError(f"zero is {self.zero!r}; it must be a qcore.ZeroPoint.")
+        if not isinstance(self.layout, Layout):
+            raise FormatError(f"layout is {self.layout!r}; it must be a Layout such as qcore.PLAIN.")
+        self.layout.for_dtype(self.dtype)
+
+    @classmethod
+    def parse(cls, text: str) -> Format:
+        """Read what ``str(format)`` wrote. A missing ``/layout`` means ``/plain``."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise FormatError(
+                f"cannot read the format {text!r}.\n"
+                f"It is written int4|int8[-gGROUP][-asym|-fzp][/layout], for example int4-g128-asym/plain."
+            )
+        zero = {None: ZeroPoint.NONE, "asym": ZeroPoint.INT, "fzp": ZeroPoint.FLOAT}[match["zero"]]
+        group = None if match["group"] is None else int(match["group"])
+        return cls(match["dtype"], group, zero, find_layout(match["layout"] or PLAIN.name))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        group = "" if self.group_size is None else f"-g{self.group_size}"
+        return f"{self.dtype}{group}{_ZERO_SUFFIX[self.zero]}/{self.layout.name}"
+
+    @property
+    def bits(self) -> int:
+        """Bits per code: 4 or 8."""
+        return 4 if self.dtype == "int4" else 8
+
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """Smallest and largest code, both included."""
+        return _CODE_RANGE[self.dtype]
+
+    @property
+    def codec(self) -> Layout:
+        """The layout specialised to this element type: what encodes and decodes."""
+        return self.layout.for_dtype(self.dtype)
+
+    def group(self, k: int) -> int:
+        """Codes per group along a K of ``k``: `group_size`, or all of them per channel."""
+        return max(k, 1) if self.group_size is None else self.group_size
+
+    def groups(self, k: int) -> int:
+        """G, the number of groups along a K of ``k``; the last one may be ragged."""
+        return 1 if self.group_size is None else -(-k // self.group_size)
+
+    def with_layout(self, layout: Layout) -> Format:
+        """The same codes in another layout."""
+        return replace(self, layout=layout)
+
+
+def grouped_int4(group_size: int, symmetric: bool = True, layout: Layout = PLAIN) -> Format:
+    """Grouped int4: ``Format("int4", group_size)``, with an integer zero point unless ``symmetric``."""
+    return Format("int4", group_size, ZeroPoint.NONE if symmetric else ZeroPoint.INT, layout)

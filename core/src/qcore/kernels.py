@@ -1,0 +1,114 @@
+"""What a plugin answers with: `Kernel`, and `Offer` or `Refusal`."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .qtensor import QTensor
+
+Packed = Mapping[str, Tensor]
+"""A packed weight: tensors by name, on the kernel's device."""
+
+
+class Rank(enum.IntEnum):
+    """How good an offer is. Fine-tune by adding a small number: ``Rank.NATIVE + 5``.
+
+    Be honest: a kernel that is slower than the fallback on this machine offers below `FALLBACK`.
+    """
+
+    EMULATED = 0
+    """Runs on a software device: right, slow, only on request."""
+    FALLBACK = 1000
+    """Torch ops."""
+    OFFLOAD = 2000
+    """Runs on a device other than the tensors', copying activations to and fro."""
+    NATIVE = 3000
+    """Runs where the tensors are."""
+
+
+EMULATED, FALLBACK, OFFLOAD, NATIVE = Rank
+
+
+class Kernel(ABC):
+    """One way to serve one request. A plugin subclasses this; an instance may be shared by many layers and threads.
+
+    A kernel keeps no weight: what it needs of one is in the tensors that `pack` returns.
+    """
+
+    name: str
+    """``plugin.kernel``, e.g. ``"cuda.w4a16"``. Packed tensors are shared between kernels of equal `packing`."""
+
+    @property
+    def packing(self) -> str:
+        """What `pack` produces; kernels that say the same here can read each other's packed tensors."""
+        return self.name
+
+    @abstractmethod
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        """The weight as this kernel wants it, as tensors on ``weight.device``; ``weight`` is in a neutral layout."""
+
+    @abstractmethod
+    def unpack(self, packed: Packed) -> QTensor:
+        """The inverse of `pack`, bit for bit: ``unpack(pack(w)) == w`` in data, scale, zero, shape and format."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        """Run it: x, packed weight and bias to the contract's result.
+
+        ``given`` holds per-token parameters (``x_scale``, ``x_zero_point``, ``out_scale``, ``out_zero_point``, each of
+        shape ``(tokens,)``) and is empty unless the request's activation or output says ``per_token``; a kernel that
+        refuses such requests may leave it out of its signature. An embedding kernel gets the indices as x.
+        """
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {getattr(self, 'name', '?')}>"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A plugin can serve the request.
+
+    **Fields:** ``kernel``; ``rank``: a `Rank`, fine-tuned by a small int; ``note``: a sentence for the decision table.
+    """
+
+    kernel: Kernel
+    rank: int = Rank.NATIVE
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A plugin cannot serve the request; ``reason`` is a sentence that a user can act on."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Available:
+    """A plugin's device is here.
+
+    **Fields:** ``device``: what it is, in words; ``driver``: driver and toolchain versions (part of the key under which
+    verdicts on kernels are kept); ``details``: anything else ``qcore doctor`` should show.
+    """
+
+    device: str = ""
+    driver: str = ""
+    details: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """A plugin's device is not here, or cannot be used.
+
+    **Fields:** ``reason``: a sentence with the remedy; ``broken``: True where the hardware is present but something is
+    wrong with it (driver, toolchain), which is worth one warning; False is silent.
+    """
+
+    reason: str
+    broken: bool = False

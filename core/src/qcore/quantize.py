@@ -1,0 +1,267 @@
+"""Weight quantizers: float weight ``(N, K)`` in, `QTensor` out.
+
+"Symmetric int4" means at least four things in the field, so a quantizer has a name and the name is stored:
+
+- ``absmax``: ``s = max|w| / 7`` (int8: ``/ 127``); codes -7..7 (-127..127). Zero NONE.
+- ``absmax_full``: ``s = max(max(w)/7, min(w)/-8)``: the negative end may use -8 (-128). Zero NONE.
+- ``minmax``: ``s = (max - min) / 15`` (``/ 255``) over ``[min(w, 0), max(w, 0)]``; zero INT. For zero FLOAT the
+  range need not hold 0 and ``z = min + 8 s`` (``+ 128 s``).
+- ``mse``: searches, per group, the fraction of the full range that minimises the squared error. Any zero.
+
+Arithmetic is float32. The scale (and a FLOAT zero) is rounded to its stored dtype before the codes are computed;
+codes round half to even. An all-zero group dequantizes to exact zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import FormatError, did_you_mean
+from .formats import Format, ZeroPoint
+from .qtensor import SCALE_DTYPES, QTensor
+
+_CHUNK_ELEMENTS = 1 << 19
+"""Elements quantized at a time (2 MiB of float32), so that the many passes over a chunk stay in a core's cache."""
+
+_CLIPS = tuple(1.0 - 0.03 * i for i in range(15))
+"""Fractions of the full range that ``mse`` tries: 1.00, 0.97, ... 0.58."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What a chunk is quantized to."""
+
+    low: int
+    high: int
+    zero: ZeroPoint
+    scale_dtype: torch.dtype
+
+    def round_scale(self, scale: Tensor) -> Tensor:
+        """Round to the stored dtype, floored at its smallest normal so that no code divides by zero."""
+        tiny = torch.finfo(self.scale_dtype).smallest_normal
+        return scale.clamp_min(tiny).to(self.scale_dtype).float()
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Per-group scale and zero, both ``(rows, G, 1)`` float32; ``zero`` is 0 where the format has none."""
+
+    scale: Tensor
+    zero: Tensor
+
+
+_Range = tuple[Tensor, Tensor]
+
+
+def _symmetric(scale: Tensor, target: _Target) -> _Parameters:
+    empty = scale == 0
+    rounded = torch.where(empty, torch.ones_like(scale), target.round_scale(scale))
+    return _Parameters(rounded, torch.zeros_like(rounded))
+
+
+def _affine(low: Tensor, high: Tensor, target: _Target) -> _Parameters:
+    span = high - low
+    scale = torch.where(span == 0, torch.ones_like(span), target.round_scale(span / (target.high - target.low)))
+    if target.zero is ZeroPoint.INT:
+        zero = torch.round(target.low - low / scale).clamp_(target.low, target.high)
+        return _Parameters(scale, zero)
+    # A constant group keeps its value in the zero point, exactly: code 0 then means z.
+    zero = torch.where(span == 0, low, low - target.low * scale)
+    return _Parameters(scale, zero.to(target.scale_dtype).float())
+
+
+def _range(groups: Tensor, zero: ZeroPoint) -> _Range:
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    if zero is ZeroPoint.FLOAT:
+        return low, high
+    return low.clamp_max(0), high.clamp_min(0)
+
+
+def _absmax(span: _Range, target: _Target) -> _Parameters:
+    low, high = span
+    return _symmetric(torch.maximum(-low, high) / target.high, target)
+
+
+def _absmax_full(span: _Range, target: _Target) -> _Parameters:
+    low, high = span
+    return _symmetric(torch.maximum(high / target.high, low / target.low), target)
+
+
+def _minmax(span: _Range, target: _Target) -> _Parameters:
+    return _affine(*span, target)
+
+
+def _codes(groups: Tensor, p: _Parameters, target: _Target, low: int) -> Tensor:
+    """Codes as float32, ``(rows, G, g)``."""
+    if target.zero is ZeroPoint.FLOAT:
+        scaled = (groups - p.zero).div_(p.scale).round_()
+    else:
+        scaled = (groups / p.scale).round_().add_(p.zero)
+    return scaled.clamp_(low, target.high)
+
+
+def _squared_error(groups: Tensor, p: _Parameters, target: _Target) -> Tensor:
+    codes = _codes(groups, p, target, target.low)
+    if target.zero is ZeroPoint.FLOAT:
+        restored = codes.mul_(p.scale).add_(p.zero)
+    else:
+        restored = codes.sub_(p.zero).mul_(p.scale)
+    return torch.linalg.vector_norm(restored.sub_(groups), dim=-1, keepdim=True)
+
+
+def _mse(groups: Tensor, target: _Target) -> _Parameters:
+    low, high = _range(groups, target.zero)
+    best: Tensor | None = None
+    for clip in _CLIPS:
+        shrunk = _shrink(low, high, clip, target)
+        error = _squared_error(groups, shrunk, target)
+        if best is None:
+            best, scale, zero = error, shrunk.scale, shrunk.zero
+        else:
+            better = error < best
+            best = torch.where(better, error, best)
+            scale, zero = torch.where(better, shrunk.scale, scale), torch.where(better, shrunk.zero, zero)
+    return _Parameters(scale, zero)
+
+
+def _shrink(low: Tensor, high: Tensor, clip: float, target: _Target) -> _Parameters:
+    if target.zero is ZeroPoint.NONE:
+        return _absmax_full((low * clip, high * clip), target)
+    if target.zero is ZeroPoint.INT:
+        return _affine(low * clip, high * clip, target)
+    cut = (high - low) * (1 - clip) / 2
+    return _affine(low + cut, high - cut, target)
+
+
+@dataclass(frozen=True)
+class _Quantizer:
+    parameters: Callable[[Tensor, _Target], _Parameters]
+    zeros: tuple[ZeroPoint, ...]
+    full_range: bool = True
+
+
+_SYMMETRIC, _AFFINE = (ZeroPoint.NONE,), (ZeroPoint.INT, ZeroPoint.FLOAT)
+
+_QUANTIZERS: dict[str, _Quantizer] = {
+    "absmax": _Quantizer(lambda groups, t: _absmax(_range(groups, t.zero), t), _SYMMETRIC, full_range=False),
+    "absmax_full": _Quantizer(lambda groups, t: _absmax_full(_range(groups, t.zero), t), _SYMMETRIC),
+    "minmax": _Quantizer(lambda groups, t: _minmax(_range(groups, t.zero), t), _AFFINE),
+    "mse": _Quantizer(_mse, (*_SYMMETRIC, *_AFFINE)),
+}
+
+QUANTIZERS: tuple[str, ...] = tuple(_QUANTIZERS)
+"""The names of the quantizers."""
+
+
+def default_quantizer(format: Format) -> str:
+    """``mse`` for 4 bits; for 8 bits ``absmax`` or, with a zero point, ``minmax``."""
+    if format.bits == 4:
+        return "mse"
+    return "absmax" if format.zero is ZeroPoint.NONE else "minmax"
+
+
+def check_quantizer(quantizer: str, format: Format) -> str:
+    """``quantizer`` itself; raises `FormatError` where it is unknown or cannot make ``format``'s zero point."""
+    if quantizer not in _QUANTIZERS:
+        raise FormatError(
+            f"unknown quantizer {quantizer!r}; known: {', '.join(QUANTIZERS)}.{did_you_mean(quantizer, QUANTIZERS)}"
+        )
+    if format.zero not in _QUANTIZERS[quantizer].zeros:
+        fitting = ", ".join(name for name, q in _QUANTIZERS.items() if format.zero in q.zeros)
+        raise FormatError(
+            f"quantizer {quantizer!r} does not make zero points of kind {format.zero.name}.\n"
+            f"For {format} use one of: {fitting}."
+        )
+    return quantizer
+
+
+def quantize(
+    weight: Tensor,
+    format: Format | str,
+    quantizer: str | None = None,
+    *,
+    scale_dtype: torch.dtype | None = None,
+    name: str = "weight",
+) -> QTensor:
+    """Quantize a dense weight.
+
+    **Arguments:**
+
+    - ``weight``: floating point, ``(N, K)``; on any device, or on ``meta``.
+    - ``format``: a `Format` or its text, e.g. ``"int4-g128-asym/plain"``.
+    - ``quantizer``: a name from `QUANTIZERS`; default ``mse`` for 4 bits, ``absmax`` or ``minmax`` for 8.
+    - ``scale_dtype``: float32, bfloat16 or float16; default the weight's dtype (float32 for float64).
+    - ``name``: what errors call the tensor.
+
+    Raises `FormatError` for NaN or Inf in the weight, a wrong shape or dtype, or a quantizer that does not fit.
+    """
+    fmt = Format.parse(format) if isinstance(format, str) else format
+    chosen = check_quantizer(quantizer or default_quantizer(fmt), fmt)
+    stored = scale_dtype or (weight.dtype if weight.dtype in SCALE_DTYPES else torch.float32)
+    _check_weight(weight, stored, name)
+    weight = weight.detach()
+    with torch.no_grad():
+        parts = [_quantize_rows(rows, fmt, chosen, stored, name) for rows in _row_chunks(weight)]
+    codes, scale, zero = (torch.cat(columns) if columns[0] is not None else None for columns in zip(*parts, strict=True))
+    zero = zero.t().contiguous() if zero is not None else None
+    return QTensor.from_codes(codes, scale.t().contiguous(), zero, fmt, chosen)
+
+
+def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
+    if weight.dim() != 2 or not weight.dtype.is_floating_point:
+        raise FormatError(
+            f"cannot quantize {name}: dtype {weight.dtype}, shape {tuple(weight.shape)}.\n"
+            f"A weight is floating point of shape (N, K) = (output features, input features)."
+        )
+    if scale_dtype not in SCALE_DTYPES:
+        raise FormatError(f"scale_dtype is {scale_dtype}; it must be float32, bfloat16 or float16.")
+
+
+def _row_chunks(weight: Tensor) -> tuple[Tensor, ...]:
+    rows = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
+    return torch.split(weight, rows) if weight.shape[0] else (weight,)
+
+
+def _quantize_rows(
+    rows: Tensor, fmt: Format, quantizer: str, scale_dtype: torch.dtype, name: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    n, k = rows.shape
+    groups, target = _grouped(rows.float(), fmt), _Target(*fmt.code_range, fmt.zero, scale_dtype)
+    if not groups.numel():
+        parameters = _Parameters(*(rows.new_full((n, fmt.groups(k), 1), v, dtype=torch.float32) for v in (1.0, 0.0)))
+    else:
+        parameters = _QUANTIZERS[quantizer].parameters(groups, target)
+    _check_finite(parameters, rows, scale_dtype, name)
+    low = target.low if _QUANTIZERS[quantizer].full_range else -target.high
+    codes = _codes(groups, parameters, target, low).to(torch.int8).reshape(n, -1)[:, :k]
+    return codes, parameters.scale.squeeze(-1).to(scale_dtype), _stored_zero(parameters, target)
+
+
+def _grouped(rows: Tensor, fmt: Format) -> Tensor:
+    """``(n, K)`` to ``(n, G, g)``; a ragged last group is filled with its own last value, which changes no range."""
+    n, k = rows.shape
+    missing = fmt.groups(k) * fmt.group(k) - k if k else 0
+    if missing:
+        rows = torch.cat([rows, rows[:, -1:].expand(n, missing)], dim=1)
+    return rows.view(n, fmt.groups(k), -1) if rows.numel() else rows.view(n, fmt.groups(k), 0)
+
+
+def _stored_zero(parameters: _Parameters, target: _Target) -> Tensor | None:
+    if target.zero is ZeroPoint.NONE:
+        return None
+    dtype = torch.int8 if target.zero is ZeroPoint.INT else target.scale_dtype
+    return parameters.zero.squeeze(-1).to(dtype)
+
+
+def _check_finite(parameters: _Parameters, rows: Tensor, scale_dtype: torch.dtype, name: str) -> None:
+    if rows.device.type == "meta" or torch.isfinite(parameters.scale + parameters.zero).all():
+        return
+    if not torch.isfinite(rows).all():
+        raise FormatError(
+            f"{name} holds NaN or Inf, which has no quantized form.\nRepair the weight, or exclude this layer."
+        )
+    raise FormatError(f"{name} is too large for scales in {scale_dtype}.\nPass scale_dtype=torch.float32.")
