@@ -5,7 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["CheckpointError", "ConformanceError", "FormatError", "PluginError", "QcoreError", "UnsupportedError"]
+__all__ = [
+    "CheckpointError",
+    "ConformanceError",
+    "FormatError",
+    "PluginError",
+    "QcoreError",
+    "QcoreWarning",
+    "UnsupportedError",
+]
 
 
 class QcoreError(Exception):
@@ -30,6 +38,10 @@ class CheckpointError(QcoreError, ValueError):
 
 class ConformanceError(QcoreError, AssertionError):
     """A kernel broke its contract; the text holds the case and the numbers."""
+
+
+class QcoreWarning(UserWarning):
+    """Something is wrong that did not stop qcore: a broken plugin, an unknown name, a slow path."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -173,7 +173,7 @@ class QTensor:
 
     def map(self, fn: Any) -> QTensor:
         """Apply ``fn`` to each tensor; it must keep dtype and shape."""
-        return replace(self, **{name: fn(t) for name, t in self.tensors().items()})
+        return self._with(**{name: fn(t) for name, t in self.tensors().items()})
 
     def narrow(self, dim: int, start: int, length: int) -> QTensor:
         """Rows (``dim`` 0) or columns (``dim`` 1) ``start .. start+length``.
@@ -187,10 +187,15 @@ class QTensor:
         stop = start + length
         if dim == 0:
             zero = None if self.zero is None else self.zero[:, start:stop]
-            return replace(
-                self, data=self.data[start:stop], scale=self.scale[:, start:stop], zero=zero, shape=(length, self.shape[1])
+            return self._with(
+                data=self.data[start:stop], scale=self.scale[:, start:stop], zero=zero, shape=(length, self.shape[1])
             )
         return self._narrow_columns(start, stop)
+
+    def _with(self, **changes: Any) -> QTensor:
+        # Not dataclasses.replace: a subclass that fetches its tensors late must come out as a plain QTensor.
+        same = {name: getattr(self, name) for name in QTensor.__dataclass_fields__ if name not in changes}
+        return QTensor(**same, **changes)
 
     def _narrow_columns(self, start: int, stop: int) -> QTensor:
         k, g = self.shape[1], self.format.group_size
@@ -267,7 +272,7 @@ def _cat_rows(tensors: Sequence[QTensor]) -> QTensor:
     data = torch.cat([t.data for t in tensors])
     scale = torch.cat([t.scale for t in tensors], dim=1)
     zero = None if first.zero is None else torch.cat([t.zero for t in tensors if t.zero is not None], dim=1)
-    return replace(first, data=data, scale=scale, zero=zero, shape=(sum(t.shape[0] for t in tensors), first.shape[1]))
+    return first._with(data=data, scale=scale, zero=zero, shape=(sum(t.shape[0] for t in tensors), first.shape[1]))
 
 
 def _cat_columns(tensors: Sequence[QTensor]) -> QTensor:

@@ -215,7 +215,7 @@ def _given_parameters(
 ) -> tuple[Tensor, Tensor]:
     if part.per_token:
         return given[f"{prefix}_scale"].float().reshape(-1, 1), given[f"{prefix}_zero_point"].float().reshape(-1, 1)
-    scale = torch.full((rows.shape[0], 1), float(part.scale or 1.0))
+    scale = torch.full((rows.shape[0], 1), float(part.scale or 1.0), dtype=torch.float32)
     return scale, torch.full_like(scale, float(part.zero_point))
 
 

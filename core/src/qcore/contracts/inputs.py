@@ -50,7 +50,8 @@ class Draw:
         self.generator = generator
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator)
+        # The dtype is said because a user may have changed torch's default.
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float32)
 
     def whole(self, low: int, high: int, *shape: int) -> Tensor:
         """Whole numbers in ``low..high``, both included."""
@@ -83,7 +84,7 @@ class Draw:
     def _codes(self, n: int, k: int, fmt: Format) -> QTensor:
         low, high = fmt.code_range
         codes, groups = self.whole(low, high, n, k).to(torch.int8), (fmt.groups(k), n)
-        scale = torch.rand(*groups, generator=self.generator) * 0.01 + 0.001
+        scale = torch.rand(*groups, generator=self.generator, dtype=torch.float32) * 0.01 + 0.001
         zero = None
         if fmt.zero is ZeroPoint.INT:
             zero = self.whole(low, high, *groups).to(torch.int8)
@@ -120,7 +121,7 @@ class Draw:
         tokens, given = x.shape[:-1].numel(), {}
         for prefix, part in (("x", request.activation), ("out", request.output)):
             if getattr(part, "per_token", False):
-                given[f"{prefix}_scale"] = torch.rand(tokens, generator=self.generator) * 0.02 + 0.005
+                given[f"{prefix}_scale"] = torch.rand(tokens, generator=self.generator, dtype=torch.float32) * 0.02 + 0.005
                 given[f"{prefix}_zero_point"] = self.whole(-30, 30, tokens).to(torch.int32)
         return given
 

@@ -1,0 +1,174 @@
+"""A quantized weight on its way to a kernel: resolved, packed once, shared by layers that are tied."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .decision import Decision, Stage
+from .errors import QcoreWarning
+from .kernels import Kernel
+from .plugins import Guarded
+from .qtensor import QTensor
+from .resolver import report_failure, resolve
+
+Fn = Callable[[Tensor], Tensor]
+
+
+class WeightStore:
+    """One weight, neutral or packed. Tied layers share a store, so that they share memory and move together.
+
+    Once a kernel has packed the weight the neutral form is dropped; `neutral` unpacks it on demand.
+    """
+
+    def __init__(self, weight: QTensor) -> None:
+        self.set(weight)
+
+    def set(self, weight: QTensor) -> None:
+        """Take another weight; everything packed before is void."""
+        self.shape, self.format, self.quantizer = weight.shape, weight.format, weight.quantizer
+        self.device = weight.device
+        self._neutral: QTensor | None = weight
+        self._packs: dict[str, tuple[Kernel, dict[str, Tensor]]] = {}
+        self._recent: dict[str, weakref.ref[Tensor]] = {}
+        self.version = getattr(self, "version", 0) + 1
+
+    def neutral(self) -> QTensor:
+        """The weight in its neutral format. While an earlier answer is alive its tensors are handed out again."""
+        if self._neutral is not None:
+            return self._neutral
+        alive = {name: tensor for name, ref in self._recent.items() if (tensor := ref()) is not None}
+        if alive and len(alive) == len(self._recent):
+            zero = alive.get("zero")
+            return QTensor(alive["data"], alive["scale"], zero, self.shape, self.format, self.quantizer)
+        kernel, packed = next(iter(self._packs.values()))
+        weight = kernel.unpack(packed)
+        self._recent = {name: weakref.ref(tensor) for name, tensor in weight.tensors().items()}
+        return weight
+
+    def packed_for(self, kernel: Kernel) -> dict[str, Tensor]:
+        """The weight packed for ``kernel``; kernels of equal `Kernel.packing` share the tensors."""
+        if kernel.packing not in self._packs:
+            self._packs[kernel.packing] = (kernel, kernel.pack(self.neutral()))
+            self._neutral = None
+        return self._packs[kernel.packing][1]
+
+    def keep_only(self, packings: set[str]) -> None:
+        """Drop packed forms that no layer uses any more."""
+        if packings & self._packs.keys():
+            self._packs = {name: pack for name, pack in self._packs.items() if name in packings}
+
+    def move(self, fn: Fn, device: torch.device) -> None:
+        """Bring the weight to ``device`` through ``fn``, which `torch.nn.Module` applies to its tensors."""
+        if device == self.device and device.type != "meta":
+            return
+        self.set(self.neutral().map(lambda t: _moved(t, fn, device)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"weight": self.neutral().map(Tensor.detach)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.set(state["weight"])
+
+
+def _moved(tensor: Tensor, fn: Fn, device: torch.device) -> Tensor:
+    # From meta there are no numbers to copy: fn is to_empty's, which makes fresh memory.
+    return fn(tensor).to(tensor.dtype) if tensor.device.type == "meta" else tensor.to(device)
+
+
+class WeightView(QTensor):
+    """What ``module.weight`` gives: a `QTensor` that answers shape, dtype and device at once and unpacks on demand."""
+
+    def __init__(self, store: WeightStore, dtype: torch.dtype) -> None:
+        known = {"shape": store.shape, "format": store.format, "quantizer": store.quantizer}
+        for name, value in {**known, "_store": store, "_dtype": dtype}.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("data", "scale", "zero"):
+            raise AttributeError(f"a quantized weight has no attribute {name!r}; dequantize() gives a dense tensor.")
+        weight = self.__dict__["_store"].neutral()
+        for part in ("data", "scale", "zero"):
+            object.__setattr__(self, part, getattr(weight, part))
+        return self.__dict__[name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the layer computes in."""
+        return self.__dict__["_dtype"]  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        return self.__dict__["_store"].device  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> Any:
+        return QTensor, (self.data, self.scale, self.zero, self.shape, self.format, self.quantizer)
+
+
+@dataclass
+class Bound:
+    """A kernel with its packed weight, ready to call. ``proven``: a first call has gone through."""
+
+    decision: Decision
+    kernel: Kernel
+    packed: dict[str, Tensor]
+    proven: bool = False
+
+    @property
+    def request(self) -> Any:
+        return self.decision.request
+
+
+def bind(store: WeightStore, request: Any) -> Bound:
+    """Resolve ``request`` and pack the weight; a kernel that fails to pack is taken out of use and the next one serves."""
+    while True:
+        decision = resolve(request)
+        kernel = decision.kernel
+        assert kernel is not None
+        try:
+            return Bound(decision, kernel, store.packed_for(kernel))
+        except Guarded as error:
+            if _last_resort(decision):
+                raise
+            take_out_of_use(decision, f"pack raised {type(error).__name__}: {error}")
+
+
+def call_first(store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor]) -> tuple[Bound, Tensor]:
+    """The first call of a kernel, guarded: where it raises, the next kernel is bound and called instead."""
+    while True:
+        try:
+            result = call(bound)
+        except Guarded as error:
+            if _last_resort(bound.decision):
+                raise
+            take_out_of_use(bound.decision, f"its first call raised {type(error).__name__}: {error}")
+            bound = bind(store, bound.request)
+        else:
+            bound.proven = True
+            return bound, result
+
+
+def _last_resort(decision: Decision) -> bool:
+    """Whether no other candidate could serve, so that the selected kernel's own error is the answer."""
+    return all(c.stage != Stage.OUTRANKED.value for c in decision.candidates)
+
+
+def take_out_of_use(decision: Decision, reason: str) -> None:
+    """Record that the selected kernel failed, and say so once."""
+    served = decision.selected
+    assert served is not None and decision.kernel is not None
+    report_failure(decision.request, decision.kernel, reason)
+    warnings.warn(
+        f"kernel {served.kernel!r} of {served.dist} {served.version} is out of use for {decision.request.weight}: {reason}\n"
+        f"The next one serves; 'qcore doctor' says more.",
+        QcoreWarning,
+        stacklevel=4,
+    )
+

@@ -1,0 +1,67 @@
+"""Cheap looks at the machine: which accelerator is here, and which plugin would serve it.
+
+Reads device files and the PCI tree only; opens no driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+_DISPLAY, _ACCELERATOR = "0x03", "0x12"
+_VENDORS = {
+    "0x10de": ("NVIDIA GPU", ("cuda", "vulkan")),
+    "0x1002": ("AMD GPU", ("cuda", "vulkan")),
+    "0x8086": ("Intel GPU", ("xpu", "vulkan")),
+    "0x1ae0": ("Google TPU", ("xla",)),
+}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator that was seen: ``name`` in words, ``plugins`` that could serve it, best first, ``seen``: where."""
+
+    name: str
+    plugins: tuple[str, ...]
+    seen: str
+
+    def hint(self, installed: set[str]) -> str | None:
+        """What to install for it, or None where one of its plugins is here."""
+        if installed.intersection(self.plugins):
+            return None
+        return f"{self.name} present ({self.seen}), but no plugin for it: pip install qcore-{self.plugins[0]}"
+
+
+def look(root: Path = Path("/")) -> tuple[Hardware, ...]:
+    """Accelerators below ``root`` (a test gives its own tree)."""
+    found = [*_pci(root / "sys/bus/pci/devices"), *_device_files(root)]
+    return tuple({hardware.name: hardware for hardware in reversed(found)}.values())
+
+
+@lru_cache(maxsize=1)
+def present() -> tuple[Hardware, ...]:
+    """Accelerators of this machine; looked for once per process."""
+    return look()
+
+
+def _pci(devices: Path) -> list[Hardware]:
+    found = []
+    for device in sorted(devices.glob("*")) if devices.is_dir() else ():
+        vendor, kind = (_word(device / name) for name in ("vendor", "class"))
+        if vendor in _VENDORS and kind.startswith((_DISPLAY, _ACCELERATOR)):
+            found.append(Hardware(*_VENDORS[vendor], f"PCI {device.name}"))
+    return found
+
+
+def _word(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _device_files(root: Path) -> list[Hardware]:
+    # Containers often hide the PCI tree and pass the device file only.
+    files = {"dev/nvidia0": "0x10de", "dev/kfd": "0x1002", "dev/accel0": "0x1ae0"}
+    return [Hardware(*_VENDORS[vendor], f"/{name}") for name, vendor in files.items() if (root / name).exists()]

@@ -1,0 +1,239 @@
+"""What the quantized modules share: binding to a kernel, moving, saving, copying.
+
+A module holds its weight in a `WeightStore`, packed for the kernel that serves it. Every place where tensors leave the
+module (``state_dict``, pickle, ``deepcopy``, ``module.weight``) gives the neutral format; every place where they come in
+(``load_state_dict``, ``to``) binds anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..activations import OutputInt8, StaticInt8
+from ..autograd import call_differentiably
+from ..binding import Bound, WeightStore, WeightView, bind, call_first
+from ..decision import Decision
+from ..errors import FormatError
+from ..qtensor import QTensor
+from ..schemes import Scheme
+
+_M = TypeVar("_M", bound="QuantizedModule")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_PARTS = ("data", "scale", "zero")
+_PREFIX = "packed_"
+
+
+class QuantizedModule(nn.Module):
+    """Base of the quantized modules; see `QuantizedLinear`, `QuantizedConv2d`, `QuantizedEmbedding`."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, store: WeightStore, scheme: Scheme, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        if scheme.needs_calibration:
+            raise FormatError(
+                f"scheme {str(scheme)!r} needs numbers: give them as StaticInt8(scale, zero_point) or "
+                f"OutputInt8(scale, zero_point),\nor let qcore.quantize_(model, scheme, calibration=batches) find them."
+            )
+        self.scheme = replace(scheme, weight=store.format)
+        self._store = store
+        self._dtype = dtype if dtype in _FLOATS else torch.float32
+        self.register_parameter("bias", _parameter(bias, store.device))
+        self._bounds: dict[tuple[torch.dtype, bool], Bound] = {}
+        self._primary: Bound | None = None
+        self._bind_primary()
+
+    # What the three modules say about themselves.
+
+    def _request(self, x_dtype: torch.dtype, training: bool) -> Any:
+        raise NotImplementedError
+
+    # Binding.
+
+    @property
+    def weight(self) -> QTensor:
+        """The weight as a `QTensor`: unpacked on demand; its ``dtype`` is the one this layer computes in."""
+        return WeightView(self._store, self._dtype)
+
+    @property
+    def decision(self) -> Decision | None:
+        """Which kernel serves this layer and why; None on ``meta``, where nothing is bound."""
+        return None if self._primary is None else self._primary.decision
+
+    def _bind_primary(self) -> None:
+        """Bind for the layer's own dtype. On ``meta`` there is nothing to pack yet."""
+        self._bounds.clear()
+        self._primary = None
+        if self._store.device.type != "meta":
+            self._primary = self._bound_for(self._dtype, False)
+        self._show_packed()
+
+    def _bound_for(self, x_dtype: torch.dtype, training: bool) -> Bound:
+        key = (x_dtype, training)
+        if key not in self._bounds:
+            self._keep(key, bind(self._store, self._request(x_dtype, training)))
+        return self._bounds[key]
+
+    def _keep(self, key: tuple[torch.dtype, bool], bound: Bound) -> None:
+        self._bounds[key] = bound
+        if key == (self._dtype, False):
+            self._primary = bound
+        self._show_packed()
+
+    def _show_packed(self) -> None:
+        """Show the packed tensors as buffers, for whoever counts memory or traces; they are never saved."""
+        for name in [name for name in self._buffers if name.startswith(_PREFIX)]:
+            del self._buffers[name]
+            self._non_persistent_buffers_set.discard(name)
+        for bound in self._bounds.values():
+            for key, tensor in bound.packed.items():
+                self.register_buffer(_buffer_name(bound, key), tensor, persistent=False)
+
+    # Running.
+
+    def _run(self, x: Tensor) -> Tensor:
+        """Everything but the shortest way: first calls, gradients, autocast, other dtypes, traces."""
+        if torch.compiler.is_compiling():
+            return self._run_traced(x)
+        dtype = self._compute_dtype(x)
+        x = x if dtype == x.dtype or not x.is_floating_point() else x.to(dtype)
+        training = self._needs_grad(x)
+        bound = self._bound_for(dtype, training)
+        if bound.proven:
+            return self._call(bound, x, training)
+        fresh, result = call_first(self._store, bound, lambda b: self._call(b, x, training))
+        if fresh is not bound:
+            self._keep((dtype, training), fresh)
+        return result
+
+    def _run_traced(self, x: Tensor) -> Tensor:
+        dtype = self._compute_dtype(x)
+        # Packing cannot happen inside a trace: a dtype that is not bound yet runs in the layer's own.
+        bound = self._bounds.get((dtype, False)) or self._primary
+        if bound is None:
+            raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
+        packed = {key: self._buffers[_buffer_name(bound, key)] for key in bound.packed}
+        own = getattr(bound.request, "x_dtype", x.dtype)
+        result = self._call(replace(bound, packed=packed), x.to(own), self._needs_grad(x))  # type: ignore[arg-type]
+        return result.to(dtype) if result.is_floating_point() else result
+
+    def _call(self, bound: Bound, x: Tensor, training: bool) -> Tensor:
+        bias = self._parameters["bias"]
+        if training:
+            return call_differentiably(x, bias, bound.kernel, bound.packed, bound.request)
+        return bound.kernel(x, bound.packed, bias)
+
+    def _compute_dtype(self, x: Tensor) -> torch.dtype:
+        kind = x.device.type
+        if x.is_floating_point() and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return x.dtype
+
+    def _needs_grad(self, x: Tensor) -> bool:
+        bias = self._parameters["bias"]
+        wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+        return wanted and self.scheme.output is None
+
+    # Moving, copying, saving.
+
+    def _apply(self: _M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _M:
+        # Packed tensors must not see fn: .half() would round their scales. A sample tells what fn does.
+        sample = fn(torch.empty(0, dtype=self._dtype, device=self._store.device))
+        for name in [name for name in self._buffers if name.startswith(_PREFIX)]:
+            del self._buffers[name]
+        super()._apply(fn, recurse)
+        self._dtype = sample.dtype if sample.dtype in _FLOATS else self._dtype
+        self._store.move(fn, sample.device)
+        self._bind_primary()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        shown = {name: value for name, value in self._buffers.items() if not name.startswith(_PREFIX)}
+        kept = {name for name in self._non_persistent_buffers_set if not name.startswith(_PREFIX)}
+        changed = {"_buffers": shown, "_non_persistent_buffers_set": kept, "_bounds": {}, "_primary": None}
+        return {**self.__dict__, **changed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind_primary()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in self._store.neutral().tensors().items():
+            destination[f"{prefix}weight.{name}"] = tensor
+        for name, value in self._given_numbers():
+            destination[prefix + name] = value
+
+    def _given_numbers(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, part in (("input", self.scheme.activation), ("output", self.scheme.output)):
+            if isinstance(part, (StaticInt8, OutputInt8)) and part.scale is not None:
+                # float64 holds a Python float exactly.
+                yield f"{prefix}_scale", torch.tensor(part.scale, dtype=torch.float64)
+                yield f"{prefix}_zero_point", torch.tensor(part.zero_point, dtype=torch.int32)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = [f"{prefix}weight.{part}" for part in _PARTS] + [prefix + name for name, _ in self._given_numbers()]
+        found = {key: state_dict[key] for key in own if key in state_dict}
+        rest = {key: value for key, value in state_dict.items() if key not in found}
+        super()._load_from_state_dict(
+            rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        wanted = [key for key in own if not key.endswith("weight.zero") or self.scheme.weight.zero.name != "NONE"]
+        missing = [key for key in wanted if key not in found]
+        missing_keys += missing
+        if not any(key.startswith(f"{prefix}weight.") for key in missing) and found:
+            self._load_found(found, prefix, bool(local_metadata.get("assign_to_params_buffers")), error_msgs)
+
+    def _load_found(self, found: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
+        parts = {part: found.get(f"{prefix}weight.{part}") for part in _PARTS}
+        try:
+            weight = QTensor(**parts, shape=self._store.shape, format=self._store.format, quantizer=self._store.quantizer)  # type: ignore[arg-type]
+            scheme = self._scheme_with(found, prefix)
+        except FormatError as error:
+            error_msgs.append(f"{prefix}weight: {error}")
+            return
+        # As with any parameter: assign takes the tensors themselves, otherwise they are copied to where the layer is.
+        taken = weight if assign else weight.map(lambda t: t.detach().to(self._store.device, copy=True))
+        self.scheme = scheme
+        self._store.set(taken)
+        self._bind_primary()
+
+    def _scheme_with(self, found: dict[str, Tensor], prefix: str) -> Scheme:
+        scheme = self.scheme
+        for field, name in (("activation", "input"), ("output", "output")):
+            scale, zero = (found.get(f"{prefix}{name}_{part}") for part in ("scale", "zero_point"))
+            if scale is not None and zero is not None:
+                numbers = replace(getattr(scheme, field), scale=float(scale), zero_point=int(zero))
+                scheme = replace(scheme, **{field: numbers})
+        return scheme
+
+
+def _buffer_name(bound: Bound, key: str) -> str:
+    return f"{_PREFIX}{bound.kernel.packing}_{key}".replace(".", "_")
+
+
+def _parameter(bias: Tensor | None, device: torch.device) -> nn.Parameter | None:
+    if bias is None or isinstance(bias, nn.Parameter):
+        return bias
+    return nn.Parameter(bias.to(device), requires_grad=bias.requires_grad)
+
+
+def adopt(module: QuantizedModule, original: nn.Module) -> None:
+    """Carry over what a float module has beside its weight: mode and hooks."""
+    module.train(original.training)
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
+        getattr(module, name).update(getattr(original, name))

@@ -1,0 +1,143 @@
+"""`QuantizedConv2d`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..binding import WeightStore
+from ..contracts import Conv2dRequest
+from ..errors import FormatError
+from ..qtensor import QTensor
+from ..quantize import quantize
+from ..schemes import Scheme
+from .base import QuantizedModule, adopt
+
+Pair = tuple[int, int]
+
+
+class QuantizedConv2d(QuantizedModule):
+    """A 2-D convolution with a quantized weight; stands in for `torch.nn.Conv2d`.
+
+    ``x``: ``(B, in_channels, H, W)`` or ``(in_channels, H, W)``. The weight is a `QTensor` of shape
+    ``(out_channels, KH*KW*in_channels/groups)``, columns in (KH, KW, IC) order.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        scheme: Scheme,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        in_channels: int,
+        kernel_size: Pair,
+        stride: Pair = (1, 1),
+        padding: Pair = (0, 0),
+        dilation: Pair = (1, 1),
+        groups: int = 1,
+        outer_padding: tuple[int, ...] = (),
+        padding_mode: str = "zeros",
+    ) -> None:
+        self.in_channels, self.out_channels = in_channels, store.shape[0]
+        self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
+        self.groups, self.padding_mode, self._outer_padding = groups, padding_mode, outer_padding
+        expected = kernel_size[0] * kernel_size[1] * in_channels // groups
+        if store.shape[1] != expected:
+            raise FormatError(
+                f"weight has shape {tuple(store.shape)}; this convolution needs KH*KW*IC/groups = {expected} columns."
+            )
+        super().__init__(store, scheme, bias, dtype)
+
+    @classmethod
+    def from_float(cls, module: nn.Conv2d, scheme: Scheme | str, *, name: str = "weight") -> QuantizedConv2d:
+        """Quantize a `torch.nn.Conv2d`, whatever its padding mode."""
+        wanted = Scheme.parse(scheme)
+        flat = module.weight.detach().permute(0, 2, 3, 1).reshape(module.out_channels, -1)
+        weight = quantize(flat, wanted.weight, wanted.quantizer, name=name)
+        padding, outer = _paddings(module)
+        made = cls(
+            WeightStore(weight),
+            wanted,
+            module.bias,
+            module.weight.dtype,
+            in_channels=module.in_channels,
+            kernel_size=_pair(module.kernel_size),
+            stride=_pair(module.stride),
+            padding=padding,
+            dilation=_pair(module.dilation),
+            groups=module.groups,
+            outer_padding=outer,
+            padding_mode=module.padding_mode,
+        )
+        adopt(made, module)
+        return made
+
+    @classmethod
+    def from_qtensor(
+        cls,
+        weight: QTensor,
+        bias: Tensor | None = None,
+        scheme: Scheme | str | None = None,
+        *,
+        in_channels: int,
+        kernel_size: int | Pair,
+        stride: int | Pair = 1,
+        padding: int | Pair = 0,
+        dilation: int | Pair = 1,
+        groups: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> QuantizedConv2d:
+        """Wrap a quantized weight ``(OC, KH*KW*IC/groups)``, columns in (KH, KW, IC) order."""
+        return cls(
+            WeightStore(weight),
+            Scheme(weight.format) if scheme is None else Scheme.parse(scheme),
+            bias,
+            dtype or weight.dtype,
+            in_channels=in_channels,
+            kernel_size=_pair(kernel_size),
+            stride=_pair(stride),
+            padding=_pair(padding),
+            dilation=_pair(dilation),
+            groups=groups,
+        )
+
+    def _request(self, x_dtype: torch.dtype, training: bool) -> Conv2dRequest:
+        scheme, out = self.scheme, torch.int8 if self.scheme.output else x_dtype
+        geometry = (self.kernel_size, self.stride, self.padding, self.dilation, self.groups)
+        return Conv2dRequest(
+            self._store.device, x_dtype, out, self.in_channels, self.out_channels, *geometry,
+            scheme.weight, scheme.activation, scheme.output, self.bias is not None, training,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer. Raises `FormatError` where x does not have ``in_channels`` channels."""
+        if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
+            raise FormatError(
+                f"x has shape {tuple(x.shape)}; it must be (B, {self.in_channels}, H, W) or ({self.in_channels}, H, W)."
+            )
+        if x.dim() == 3:
+            return self.forward(x.unsqueeze(0)).squeeze(0)
+        if self._outer_padding:
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            x = nn.functional.pad(x, self._outer_padding, mode=mode)
+        return self._run(x)
+
+    def extra_repr(self) -> str:
+        """The line that ``print(model)`` shows."""
+        served = self.decision.kernel.name if self.decision and self.decision.kernel else "not bound"
+        shape = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
+        return f"{shape}, scheme={self.scheme}, kernel={served}"
+
+
+def _pair(value: int | tuple[int, ...]) -> Pair:
+    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+
+
+def _paddings(module: nn.Conv2d) -> tuple[Pair, tuple[int, ...]]:
+    """What the contract pads (zeros, both sides alike) and what must be padded before it."""
+    if module.padding_mode == "zeros" and not isinstance(module.padding, str):
+        return _pair(module.padding), ()
+    if module.padding == "valid":
+        return (0, 0), ()
+    return (0, 0), tuple(module._reversed_padding_repeated_twice)

@@ -1,0 +1,73 @@
+"""`QuantizedEmbedding`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..binding import WeightStore
+from ..contracts import EmbeddingRequest
+from ..errors import UnsupportedError
+from ..qtensor import QTensor
+from ..quantize import quantize
+from ..schemes import Scheme
+from .base import QuantizedModule, adopt
+
+
+class QuantizedEmbedding(QuantizedModule):
+    """Looks rows up in a quantized table and dequantizes only those; stands in for `torch.nn.Embedding`.
+
+    ``indices``: int64 or int32 of any shape; result: ``(*indices.shape, embedding_dim)`` of the layer's dtype.
+    An index out of range raises `IndexError`. Only the weight part of a scheme applies.
+    """
+
+    def __init__(
+        self, store: WeightStore, scheme: Scheme, dtype: torch.dtype, padding_idx: int | None = None
+    ) -> None:
+        self.num_embeddings, self.embedding_dim = store.shape
+        self.padding_idx = padding_idx
+        super().__init__(store, Scheme(scheme.weight, scheme.quantizer), None, dtype)
+
+    @classmethod
+    def from_float(cls, module: nn.Embedding, scheme: Scheme | str, *, name: str = "weight") -> QuantizedEmbedding:
+        """Quantize a `torch.nn.Embedding`. Raises `UnsupportedError` for ``max_norm``, which rewrites the table."""
+        if module.max_norm is not None:
+            raise UnsupportedError("an embedding with max_norm rewrites its table while it runs; it cannot be quantized.")
+        wanted = Scheme.parse(scheme)
+        weight = quantize(module.weight, wanted.weight, wanted.quantizer, name=name)
+        made = cls(WeightStore(weight), wanted, module.weight.dtype, module.padding_idx)
+        adopt(made, module)
+        return made
+
+    @classmethod
+    def from_qtensor(
+        cls, weight: QTensor, *, dtype: torch.dtype | None = None, padding_idx: int | None = None
+    ) -> QuantizedEmbedding:
+        """Wrap a quantized table ``(V, D)``; ``dtype``: of the result, default the scale's."""
+        return cls(WeightStore(weight), Scheme(weight.format), dtype or weight.dtype, padding_idx)
+
+    def _request(self, x_dtype: torch.dtype, training: bool) -> EmbeddingRequest:
+        sizes = (self.num_embeddings, self.embedding_dim)
+        return EmbeddingRequest(self._store.device, self._dtype, *sizes, self.scheme.weight)
+
+    def _compute_dtype(self, x: Tensor) -> torch.dtype:
+        # Lookups run in the layer's own dtype, whatever autocast says: as torch.nn.Embedding does.
+        return self._dtype
+
+    def _needs_grad(self, x: Tensor) -> bool:
+        return False
+
+    def _run_traced(self, x: Tensor) -> Tensor:
+        return super()._run_traced(x).to(self._dtype)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Look up rows."""
+        bound = self._primary
+        if bound is None or not bound.proven or torch.compiler.is_compiling():
+            return self._run(indices)
+        return bound.kernel(indices, bound.packed, None)
+
+    def extra_repr(self) -> str:
+        """The line that ``print(model)`` shows."""
+        served = self.decision.kernel.name if self.decision and self.decision.kernel else "not bound"
+        return f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.scheme}, kernel={served}"

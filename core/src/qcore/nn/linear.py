@@ -1,0 +1,86 @@
+"""`QuantizedLinear`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..binding import WeightStore
+from ..contracts import LinearRequest
+from ..errors import FormatError
+from ..qtensor import QTensor
+from ..quantize import quantize
+from ..schemes import Scheme
+from .base import QuantizedModule, adopt
+
+
+class QuantizedLinear(QuantizedModule):
+    """``y = A(x) @ W^T + bias`` with a quantized weight; stands in for `torch.nn.Linear`.
+
+    ``x``: ``(..., in_features)`` of any float dtype; ``y``: ``(..., out_features)`` of x's dtype (int8 codes under a
+    scheme with ``-o8``). Make one with `from_float` or `from_qtensor`.
+    """
+
+    def __init__(self, store: WeightStore, scheme: Scheme, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.out_features, self.in_features = store.shape
+        super().__init__(store, scheme, bias, dtype)
+
+    @classmethod
+    def from_float(cls, module: nn.Linear, scheme: Scheme | str, *, name: str = "weight") -> QuantizedLinear:
+        """Quantize a `torch.nn.Linear`. Raises `FormatError` for NaN or Inf in the weight, naming ``name``."""
+        wanted = Scheme.parse(scheme)
+        weight = quantize(module.weight, wanted.weight, wanted.quantizer, name=name)
+        made = cls(WeightStore(weight), wanted, module.bias, module.weight.dtype)
+        adopt(made, module)
+        return made
+
+    @classmethod
+    def from_qtensor(
+        cls,
+        weight: QTensor,
+        bias: Tensor | None = None,
+        scheme: Scheme | str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> QuantizedLinear:
+        """Wrap a quantized weight ``(N, K)``.
+
+        ``scheme``: for its activation and output; default float activations. ``dtype``: to compute in, default the
+        scale's.
+        """
+        wanted = Scheme(weight.format) if scheme is None else Scheme.parse(scheme)
+        if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+            raise FormatError(f"bias has shape {tuple(bias.shape)}; this weight needs ({weight.shape[0]},).")
+        return cls(WeightStore(weight), wanted, bias, dtype or weight.dtype)
+
+    def _request(self, x_dtype: torch.dtype, training: bool) -> LinearRequest:
+        scheme, out = self.scheme, torch.int8 if self.scheme.output else x_dtype
+        sizes = (self.out_features, self.in_features, None)
+        return LinearRequest(
+            self._store.device, x_dtype, out, *sizes, scheme.weight, scheme.activation, scheme.output,
+            self.bias is not None, training,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer. Raises `FormatError` where the last dimension of x is not ``in_features``."""
+        if x.shape[-1] != self.in_features:
+            raise FormatError(
+                f"x has shape {tuple(x.shape)}; its last dimension must be in_features = {self.in_features}."
+            )
+        bound = self._primary
+        if (
+            bound is None
+            or not bound.proven
+            or x.dtype is not self._dtype
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(x.device.type)
+            or torch.compiler.is_compiling()
+        ):
+            return self._run(x)
+        return bound.kernel(x, bound.packed, self._parameters["bias"])
+
+    def extra_repr(self) -> str:
+        """The line that ``print(model)`` shows."""
+        served = self.decision.kernel.name if self.decision and self.decision.kernel else "not bound"
+        return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme}, kernel={served}"
+

@@ -1,0 +1,269 @@
+"""Choosing a kernel for a request, and explaining the choice.
+
+Order: the user's order, then rank tier, then measured time where ``qcore tune`` has one for every offer of the tier,
+else the fine rank, then the name. The first offer in that order that passes verification serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import hardware, settings, tuning, verify
+from .contracts import contract_of
+from .decision import Candidate, Decision, Stage
+from .errors import PluginError, QcoreWarning, UnsupportedError, did_you_mean
+from .kernels import Kernel, Offer, Refusal
+from .plugins import BUILTIN, Guarded, PluginStatus, State, registry
+from .settings import Settings
+
+_TIER = 1000
+_CACHE_LIMIT = 8192
+
+_lock = threading.RLock()
+_decisions: dict[Any, Decision] = {}
+_failures: dict[tuple[str, str, Any], str] = {}
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """One offer of one plugin, with what it is ordered by."""
+
+    status: PluginStatus
+    offer: Offer
+    milliseconds: float | None
+
+    def candidate(self, stage: Stage, reason: str = "") -> Candidate:
+        return Candidate(
+            self.status.name,
+            self.offer.kernel.name,
+            stage.value,
+            reason or self.offer.note,
+            int(self.offer.rank),
+            self.milliseconds,
+            self.status.dist,
+            self.status.version,
+        )
+
+
+def resolve(
+    request: Any,
+    *,
+    backends: str | Iterable[str] | None = None,
+    disable: str | Iterable[str] | None = None,
+    strict: bool | None = None,
+    verify: str | None = None,
+) -> Decision:
+    """Choose a kernel for a `LinearRequest`, `Conv2dRequest` or `EmbeddingRequest`.
+
+    The arguments are those of `using` and beat every other setting. Raises `UnsupportedError`, with the decision table
+    as its text, where nobody can serve the request, or under ``strict`` where only the fallback can; `PluginError`
+    where a plugin that the user named is broken.
+    """
+    decision = decide(request, settings.current(backends=backends, disable=disable, strict=strict, verify=verify))
+    if decision.kernel is None:
+        raise UnsupportedError(f"no kernel can serve this request.\n{decision}")
+    return decision
+
+
+def decide(request: Any, wanted: Settings) -> Decision:
+    """The decision under given settings, from the cache where it is there. ``kernel`` is None where nobody can serve."""
+    key = (request, wanted, registry.generation)
+    found = _decisions.get(key)
+    if found is None:
+        with _lock:
+            found = _decide(request, wanted)
+            if len(_decisions) >= _CACHE_LIMIT:
+                _decisions.clear()
+            _decisions[key] = found
+        _tell_observers(found, wanted)
+    if wanted.strict:
+        _enforce_strict(found, wanted)
+    return found
+
+
+def forget() -> None:
+    """Drop every cached decision and failure, e.g. after ``qcore tune`` wrote new figures."""
+    with _lock:
+        _decisions.clear()
+        _failures.clear()
+
+
+def report_failure(request: Any, kernel: Kernel, reason: str) -> None:
+    """Take a kernel out of use for requests of this form: it failed while packing or at its first call."""
+    with _lock:
+        _failures[_plugin_key(kernel, request)] = reason
+        _decisions.clear()
+
+
+def _plugin_key(kernel: Kernel, request: Any) -> tuple[str, str, Any]:
+    return (kernel.name, str(request.device), request.signature())
+
+
+def _decide(request: Any, wanted: Settings) -> Decision:
+    order = wanted.order(request.contract)
+    offers: list[_Offered] = []
+    others: list[Candidate] = []
+    for name in registry.entries():
+        status = registry.status(name, wanted.disable)
+        _fail_if_named_and_broken(status, order)
+        if status.state is State.AVAILABLE:
+            for answer in _ask(status, request):
+                (offers if isinstance(answer, _Offered) else others).append(answer)  # type: ignore[attr-defined]
+        else:
+            others.append(_plain(status, str(status.state), status.reason))
+    ranked = _rank(offers, order)
+    rows, kernel = _select(ranked, request, wanted, order)
+    hints = (*_unknown_names(wanted), *_ties(ranked, rows), *_hardware_hints())
+    return Decision(request, (*rows, *others), kernel, hints)
+
+
+def _plain(status: PluginStatus, stage: str, reason: str) -> Candidate:
+    return Candidate(status.name, "", stage, reason, dist=status.dist, version=status.version)
+
+
+def _ask(status: PluginStatus, request: Any) -> Sequence[_Offered | Candidate]:
+    """A plugin's offers, or the one row that says why there are none."""
+    hook = contract_of(request).hook
+    try:
+        answer = registry.call(status.name, hook, request=request)
+    except Guarded as error:
+        return [_plain(status, Stage.OFFER_FAILED.value, f"{hook} raised {type(error).__name__}: {error}")]
+    if answer is None and not registry.implements(status.name, hook):
+        return [_plain(status, Stage.REFUSED.value, f"has no kernels for {request.contract}")]
+    if isinstance(answer, Refusal) and answer.reason:
+        return [_plain(status, Stage.REFUSED.value, answer.reason)]
+    offers = list(answer) if isinstance(answer, (list, tuple)) else [answer]
+    if not offers or not all(isinstance(offer, Offer) for offer in offers):
+        return [_plain(status, Stage.OFFER_FAILED.value, f"{hook} returned {answer!r}, not an Offer or Refusal(reason)")]
+    return [_Offered(status, offer, tuning.measured(request, status, offer.kernel)) for offer in offers]
+
+
+def kernels_of(name: str) -> Callable[[Any], list[Kernel]]:
+    """A function that asks one plugin for its kernels for a request."""
+    status = registry.status(name)
+    return lambda request: [o.offer.kernel for o in _ask(status, request) if isinstance(o, _Offered)]
+
+
+def offers_for(request: Any, disabled: frozenset[str] = frozenset()) -> list[tuple[PluginStatus, Offer]]:
+    """Every offer of every available plugin, unranked and unverified; what ``qcore tune`` and ``bench`` measure."""
+    found = []
+    for name in registry.entries():
+        status = registry.status(name, disabled)
+        if status.state is State.AVAILABLE:
+            found += [(status, o.offer) for o in _ask(status, request) if isinstance(o, _Offered)]
+    return found
+
+
+def _rank(offers: list[_Offered], order: Sequence[str]) -> list[_Offered]:
+    tiers: dict[int, list[_Offered]] = {}
+    for offered in offers:
+        tiers.setdefault(_tier(offered), []).append(offered)
+    timed = {tier for tier, members in tiers.items() if all(o.milliseconds is not None for o in members)}
+
+    def key(offered: _Offered) -> tuple[Any, ...]:
+        name, tier = offered.status.name, _tier(offered)
+        place = order.index(name) if name in order else len(order)
+        merit = (offered.milliseconds or 0.0) if tier in timed else -float(offered.offer.rank)
+        return (place, -tier, merit, name, offered.offer.kernel.name)
+
+    return sorted(offers, key=key)
+
+
+def _tier(offered: _Offered) -> int:
+    # Fine tuning goes both ways: NATIVE - 5 is still native.
+    return (int(offered.offer.rank) + _TIER // 2) // _TIER
+
+
+def _select(
+    ranked: list[_Offered], request: Any, wanted: Settings, order: Sequence[str]
+) -> tuple[list[Candidate], Kernel | None]:
+    rows: list[Candidate] = []
+    chosen: _Offered | None = None
+    for offered in ranked:
+        if chosen is not None:
+            rows.append(offered.candidate(Stage.OUTRANKED, _why_outranked(offered, chosen, order)))
+            continue
+        stage, reason = _trial(offered, request, wanted)
+        rows.append(offered.candidate(stage, reason))
+        chosen = offered if stage is Stage.SELECTED else None
+    return rows, chosen.offer.kernel if chosen else None
+
+
+def _trial(offered: _Offered, request: Any, wanted: Settings) -> tuple[Stage, str]:
+    kernel, status = offered.offer.kernel, offered.status
+    failure = _failures.get(_plugin_key(kernel, request))
+    if failure is not None:
+        return Stage.FAILED_IN_USE, failure
+    result = verify.check(status, kernel, request, kernels_of(status.name), wanted.verify)
+    if not result.ok:
+        _warn_once(f"kernel {kernel.name!r} of {status.dist} {status.version} failed verification: {result.reason}")
+        return Stage.FAILED_VERIFICATION, result.reason
+    return Stage.SELECTED, ""
+
+
+def _why_outranked(offered: _Offered, chosen: _Offered, order: Sequence[str]) -> str:
+    if chosen.status.name in order and offered.status.name != chosen.status.name:
+        why = f"{chosen.status.name} comes first in your order"
+    elif _tier(offered) == _tier(chosen) and None not in (offered.milliseconds, chosen.milliseconds):
+        why = f"{chosen.offer.kernel.name} measured faster"
+    else:
+        why = f"{chosen.offer.kernel.name} ranks higher"
+    return f"{why}; {offered.offer.note}" if offered.offer.note else why
+
+
+def _ties(ranked: list[_Offered], rows: list[Candidate]) -> Iterable[str]:
+    best = next((o for o, row in zip(ranked, rows, strict=True) if row.stage == Stage.SELECTED.value), None)
+    for other in ranked if best else ():
+        same = other.offer.rank == best.offer.rank and other.milliseconds == best.milliseconds  # type: ignore[union-attr]
+        if same and other.status.name != best.status.name:  # type: ignore[union-attr]
+            yield (
+                f"{best.status.name} and {other.status.name} offer the same rank; the name decided. "  # type: ignore[union-attr]
+                f"Set QCORE_BACKENDS, or run 'qcore tune'."
+            )
+
+
+def _unknown_names(wanted: Settings) -> Iterable[str]:
+    known = registry.entries()
+    for name in sorted(wanted.named() - known.keys()):
+        text = f"no plugin is called {name!r}; installed: {', '.join(sorted(known))}.{did_you_mean(name, known)}"
+        _warn_once(text)
+        yield text
+
+
+def _hardware_hints() -> Iterable[str]:
+    installed = set(registry.entries())
+    return filter(None, (seen.hint(installed) for seen in hardware.present()))
+
+
+def _fail_if_named_and_broken(status: PluginStatus, order: Sequence[str]) -> None:
+    if status.broken and status.name in order:
+        raise PluginError(
+            f"plugin {status.name!r} ({status.dist} {status.version}), which you asked for, is broken.\n"
+            f"{status.state}: {status.reason}\nRun 'qcore doctor', or take it out of the order of backends."
+        ) from registry.error(status.name)
+
+
+def _enforce_strict(decision: Decision, wanted: Settings) -> None:
+    order = wanted.order(decision.request.contract)
+    if decision.is_fallback and order[:1] != (BUILTIN,):
+        raise UnsupportedError(f"strict: only the fallback to torch ops can serve this request.\n{decision}")
+
+
+def _tell_observers(decision: Decision, wanted: Settings) -> None:
+    for name in registry.entries():
+        if registry.status(name, wanted.disable).state is State.AVAILABLE:
+            with contextlib.suppress(*Guarded):
+                registry.call(name, "qcore_decided", decision=decision)
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, QcoreWarning, stacklevel=2)
+

@@ -1,0 +1,140 @@
+"""Settings: which backends, in which order, how strict. Argument beats `using` beats `configure` beats environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .errors import QcoreError, did_you_mean
+
+CONTRACT_NAMES = ("linear", "conv2d", "embedding")
+_VERIFY_MODES = ("off", "once", "always")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings in force.
+
+    **Fields:** ``backends``: (contract or ``"*"``, plugin names in the order wanted) pairs; ``disable``: plugins that are
+    neither imported nor asked; ``strict``: a fallback to torch ops is an error; ``verify``: ``off``, ``once`` (per
+    kernel, version, device and driver; kept on disk) or ``always`` (once per process).
+    """
+
+    backends: tuple[tuple[str, Names], ...] = ()
+    disable: frozenset[str] = frozenset()
+    strict: bool = False
+    verify: str = "once"
+
+    def order(self, contract: str) -> Names:
+        """The plugin names that the user put in order for ``contract``."""
+        table = dict(self.backends)
+        return table.get(contract, table.get("*", ()))
+
+    def named(self) -> set[str]:
+        """Every plugin name that appears anywhere."""
+        return {name for _, names in self.backends for name in names} | set(self.disable)
+
+
+def parse_backends(value: str | Iterable[str]) -> tuple[tuple[str, Names], ...]:
+    """``"cuda,torch"``, ``"linear=xla;*=torch"`` or a sequence of names. Raises `QcoreError` for an unknown contract."""
+    if not isinstance(value, str):
+        return (("*", tuple(value)),)
+    rules = []
+    for rule in filter(None, (part.strip() for part in value.split(";"))):
+        contract, _, names = rule.rpartition("=")
+        contract = contract.strip() or "*"
+        if contract not in (*CONTRACT_NAMES, "*"):
+            raise QcoreError(
+                f"backends {value!r}: unknown contract {contract!r}.{did_you_mean(contract, CONTRACT_NAMES)}\n"
+                f"Write names such as 'cuda,torch', or rules such as 'linear=xla;*=torch'."
+            )
+        rules.append((contract, _names(names)))
+    return tuple(rules)
+
+
+def _names(text: str | Iterable[str]) -> Names:
+    parts = text.split(",") if isinstance(text, str) else text
+    return tuple(name.strip() for name in parts if name.strip())
+
+
+def parse_flag(name: str, text: str) -> bool:
+    """A strict boolean: ``bool("0")`` would be True. Raises `QcoreError` for anything unclear."""
+    word = text.strip().lower()
+    if word not in (*_TRUE, *_FALSE):
+        raise QcoreError(f"{name}={text!r} is not a yes or a no.\nWrite one of {', '.join(_TRUE + _FALSE[:-1])}.")
+    return word in _TRUE
+
+
+def _changes(
+    backends: str | Iterable[str] | None = None,
+    disable: str | Iterable[str] | None = None,
+    strict: bool | None = None,
+    verify: str | None = None,
+) -> dict[str, Any]:
+    """Only what was said, in the form that `Settings` holds it."""
+    if verify is not None and verify not in _VERIFY_MODES:
+        raise QcoreError(f"verify is {verify!r}; it must be one of {', '.join(_VERIFY_MODES)}.")
+    said = {
+        "backends": None if backends is None else parse_backends(backends),
+        "disable": None if disable is None else frozenset(_names(disable)),
+        "strict": strict,
+        "verify": verify,
+    }
+    return {name: value for name, value in said.items() if value is not None}
+
+
+_ENVIRONMENT = ("QCORE_BACKENDS", "QCORE_DISABLE", "QCORE_STRICT", "QCORE_VERIFY")
+
+
+def _environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    backends, disable, strict, verify = (environ.get(name) or None for name in _ENVIRONMENT)
+    return _changes(backends, disable, None if strict is None else parse_flag("QCORE_STRICT", strict), verify)
+
+
+_configured: dict[str, Any] = {}
+_context: ContextVar[Mapping[str, Any] | None] = ContextVar("qcore_settings", default=None)
+
+
+def current(**arguments: Any) -> Settings:
+    """The settings in force here; ``arguments`` are those of `using` and beat everything."""
+    layers = (_environment(), _configured, _context.get() or {}, _changes(**arguments))
+    return replace(Settings(), **{name: value for layer in layers for name, value in layer.items()})
+
+
+def configure(
+    *,
+    backends: str | Iterable[str] | None = None,
+    disable: str | Iterable[str] | None = None,
+    strict: bool | None = None,
+    verify: str | None = None,
+) -> None:
+    """Set defaults for the process; beats the environment. Only what is passed changes."""
+    _configured.update(_changes(backends, disable, strict, verify))
+
+
+@contextlib.contextmanager
+def using(
+    backends: str | Iterable[str] | None = None,
+    *,
+    disable: str | Iterable[str] | None = None,
+    strict: bool | None = None,
+    verify: str | None = None,
+) -> Iterator[Settings]:
+    """Settings for a block, in this thread or task only; blocks nest.
+
+    ``backends``: plugin names in the order wanted, e.g. ``"vulkan"``, ``"cuda,torch"``, ``"linear=xla;*=torch"``; others
+    come after them by rank. Layers that are already bound keep their kernels.
+    """
+    merged = {**(_context.get() or {}), **_changes(backends, disable, strict, verify)}
+    token = _context.set(merged)
+    try:
+        yield current()
+    finally:
+        _context.reset(token)

@@ -1,0 +1,108 @@
+"""Measured times of kernels, as ``qcore tune`` writes and the resolver reads them.
+
+A record is kept per request (without its row count), plugin version, kernel, device and driver: milliseconds by row
+count. Where a request does not say how many rows it has, the geometric mean over the measured row counts decides.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ._cache import read, write
+from .contracts.inputs import Draw, Shape
+from .kernels import Kernel
+from .plugins import PluginStatus
+from .verify import undisturbed
+
+ROWS = (1, 16, 256)
+"""The row counts that are measured by default: decoding, small batches, prompts."""
+
+_known: dict[str, dict[int, float] | None] = {}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Milliseconds of one kernel by row count; ``stored`` is False where the cache could not be written."""
+
+    plugin: str
+    kernel: str
+    milliseconds: dict[int, float]
+    stored: bool
+
+
+def measured(request: Any, status: PluginStatus, kernel: Kernel) -> float | None:
+    """The measured time for this request, in milliseconds; None where it was never tuned."""
+    if request.contract != "linear":
+        return None
+    key = _key(request, status, kernel)
+    if key not in _known:
+        record = read("tuning", key)
+        _known[key] = None if record is None else {int(m): float(ms) for m, ms in record["milliseconds"].items()}
+    times = _known[key]
+    if not times:
+        return None
+    if request.rows is None:
+        return math.exp(statistics.fmean(math.log(ms) for ms in times.values()))
+    return times[min(times, key=lambda m: abs(m - request.rows))]
+
+
+def _key(request: Any, status: PluginStatus, kernel: Kernel) -> str:
+    anonymous = replace(request, rows=None, bias=False, training=False)
+    parts = (status.name, status.dist, status.version, kernel.name, status.device, status.driver, torch.__version__)
+    return "|".join(map(str, (*parts, request.device, request.n, request.k, anonymous.signature())))
+
+
+def measure(
+    request: Any, offers: Iterable[tuple[PluginStatus, Kernel]], rows: Iterable[int] = ROWS, seconds: float = 0.3
+) -> list[Measurement]:
+    """Time every kernel on the full-sized request and store the figures; ``request`` is a `LinearRequest`."""
+    offers, found = list(offers), []
+    with undisturbed():
+        timings = {m: _times(replace(request, rows=None), [k for _, k in offers], m, seconds) for m in rows}
+    for index, (status, kernel) in enumerate(offers):
+        times = {m: timings[m][index] for m in timings}
+        key = _key(request, status, kernel)
+        _known[key] = times
+        stored = write("tuning", key, milliseconds={str(m): ms for m, ms in times.items()})
+        found.append(Measurement(status.name, kernel.name, times, stored))
+    return found
+
+
+def _times(request: Any, kernels: list[Kernel], rows: int, seconds: float) -> list[float]:
+    problem = Draw(torch.Generator().manual_seed(0)).linear(request, Shape("tune", (rows,), request.n, request.k))
+    here = problem.to(request.device)
+    calls = []
+    for kernel in kernels:
+        packed = kernel.pack(here.weight)
+        calls.append(lambda k=kernel, p=packed: k(here.x, p, here.bias, **here.given))
+    return interleaved_medians(calls, request.device, seconds)
+
+
+def interleaved_medians(calls: list[Callable[[], Any]], device: torch.device, seconds: float = 0.3) -> list[float]:
+    """Median milliseconds of each call. The calls take turns, so that a slow moment of the machine hits all alike."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    deadline = time.perf_counter() + seconds * max(1, len(calls))
+    while time.perf_counter() < deadline or len(times[0]) < 5:
+        for call, own in zip(calls, times, strict=True):
+            synchronize(device)
+            start = time.perf_counter()
+            call()
+            synchronize(device)
+            own.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(own) for own in times]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, where it works behind the caller's back."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize()
+
