@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .errors import FormatError
 from .qtensor import QTensor
 
 Packed = Mapping[str, Tensor]
@@ -68,6 +70,41 @@ class Kernel(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {getattr(self, 'name', '?')}>"
+
+
+class RowsKernel(Kernel):
+    """A `Kernel` for ``linear`` that sees x as a matrix: a subclass writes `run` and sets ``n``, ``k``, ``out_dtype``.
+
+    Leading dimensions of x, an x without rows and a wrong K are dealt with here, at the price of a few attribute reads.
+    """
+
+    n: int
+    """Output features."""
+    k: int
+    """Input features."""
+    out_dtype: torch.dtype
+    """The dtype of the result."""
+
+    @abstractmethod
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        """The product for x ``(M, K)`` of any strides; M is at least 1 outside of a trace. Returns ``(M, N)``."""
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        """Run on x ``(..., K)``, giving ``(..., N)``; raises `FormatError` for another K."""
+        shape = x.shape
+        if not shape or shape[-1] != self.k:
+            raise self._wrong_input(x)
+        if not x.numel() and self.k and not torch.compiler.is_compiling():
+            return x.new_empty((*shape[:-1], self.n), dtype=self.out_dtype)
+        if len(shape) == 2:
+            return self.run(x, packed, bias, **given)
+        return self.run(x.reshape(-1, self.k), packed, bias, **given).reshape(*shape[:-1], self.n)
+
+    def _wrong_input(self, x: Tensor) -> FormatError:
+        return FormatError(
+            f"{self.name}: x has shape {tuple(x.shape)}; its last dimension must be K={self.k}.\n"
+            f"The weight is (N, K) = ({self.n}, {self.k})."
+        )
 
 
 @dataclass(frozen=True)

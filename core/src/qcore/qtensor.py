@@ -244,7 +244,7 @@ def dequantize_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, added: T
     groups = scale.shape[0]
     ragged = groups * group - k
     values = torch.nn.functional.pad(codes, (0, ragged)) if ragged else codes
-    weight = values.to(scale.dtype).view(n, groups, -1) if groups else values.to(scale.dtype).view(n, 0, 0)
+    weight = values.to(scale.dtype).view(n, groups, values.shape[1] // groups if groups else 0)
     if zero is not None:
         weight = weight - zero.t().to(scale.dtype).unsqueeze(-1)
     weight = weight * scale.t().unsqueeze(-1)

@@ -212,7 +212,10 @@ def dense_kernel(weight: QTensor, request: Conv2dRequest, dtype: torch.dtype) ->
 
 def _per_group(problem: Problem, *weights: Tensor) -> Iterator[tuple[Tensor, ...]]:
     request = problem.request
-    columns, size = im2col(problem.x.float(), request).to(problem.x.dtype), request.out_channels // request.groups
+    # Codes are shifted around the unfolding, so that padding with 0 gives the zero point.
+    zero = float(getattr(request.activation, "zero_point", 0)) if problem.x.dtype == torch.int8 else 0.0
+    columns = (im2col(problem.x.float() - zero, request) + zero).to(problem.x.dtype)
+    size = request.out_channels // request.groups
     for group in range(request.groups):
         yield (columns[:, group], *(w[group * size : (group + 1) * size] for w in weights))
 

@@ -1,0 +1,1 @@
+"""The built-in plugin ``torch``: serves every request, on any device, with torch's own ops."""

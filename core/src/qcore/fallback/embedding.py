@@ -1,0 +1,40 @@
+"""``torch.plain.embedding``: gathers the rows asked for, whatever their layout, and dequantizes only those."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..contracts import EmbeddingRequest
+from ..kernels import Packed
+from .weights import NeutralKernel
+
+
+class PlainEmbedding(NeutralKernel):
+    """`embedding` in plain torch ops: int32 or int64 indices of any shape to ``(*indices.shape, D)``."""
+
+    def __init__(self, request: EmbeddingRequest) -> None:
+        super().__init__("torch.plain.embedding", request.weight, request.n, request.k)
+        self.out_dtype = request.out_dtype
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:
+        """Raises `IndexError` on a CPU for an index outside 0..V-1; accelerators assert on the device."""
+        del bias  # an embedding has none
+        if torch.compiler.is_compiling():
+            return self._gather(x, packed)
+        try:
+            return self._gather(x, packed)
+        except IndexError as error:
+            raise IndexError(_out_of_range(x, self.n)) from error
+
+    def _gather(self, x: Tensor, packed: Packed) -> Tensor:
+        indices, zero = x.reshape(-1), packed.get("zero")
+        data, scale = packed["data"].index_select(0, indices), packed["scale"].index_select(1, indices)
+        zero = None if zero is None else zero.index_select(1, indices)
+        rows = self.reader.in_order(self.reader.dense(data, scale, zero, self.out_dtype))
+        return rows.reshape(*x.shape, self.k)
+
+
+def _out_of_range(indices: Tensor, size: int) -> str:
+    low, high = (int(v) for v in indices.aminmax())
+    return f"embedding: indices span {low}..{high}, but the table has {size} rows.\nThey must lie in 0..{size - 1}."

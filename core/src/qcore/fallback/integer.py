@@ -1,0 +1,147 @@
+"""Integer activations in torch ops: quantizing x, an exact product, and the epilogue.
+
+Codes are centred first, ``q - z``, at most 255 in size. A float32 matrix product of whole numbers is exact as long as
+every partial sum stays within 2**24, so groups of K longer than that allows are cut into parts whose products
+are added in int32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..activations import (
+    INT8_MAX,
+    INT8_MIN,
+    Activation,
+    DynamicInt8,
+    OutputInt8,
+    StaticInt8,
+    dynamic_parameters,
+    quantize_int8,
+)
+from ..formats import Format, ZeroPoint
+from ..kernels import Packed
+from .weights import WeightReader
+
+EXACT = 1 << 24
+"""float32 holds every whole number up to this one."""
+
+_PRODUCTS = 1 << 23
+"""Elements of the per-group products that may exist at a time: 32 MiB of float32."""
+_TRACED_ROWS = 256
+"""The M that chunks are sized for under a trace, where the real one is not known."""
+_MOST_ROWS = 1024
+"""Longer inputs are cut, where M is known and groups multiply the size of the products."""
+
+Given = dict[str, Tensor]
+Parameter = Tensor | float
+
+
+def parameters(part: StaticInt8 | OutputInt8, given: Given, prefix: str) -> tuple[Parameter, Parameter]:
+    """Scale and zero point: numbers, or per-token tensors ``(tokens, 1)`` float32 that came with the call."""
+    if part.per_token:
+        scale, zero = given[f"{prefix}_scale"], given[f"{prefix}_zero_point"]
+        return scale.reshape(-1, 1).float(), zero.reshape(-1, 1).float()
+    return float(part.scale if part.scale is not None else 1.0), float(part.zero_point)
+
+
+def centred_activations(activation: Activation, x: Tensor, given: Given) -> tuple[Tensor, Parameter]:
+    """Quantize x ``(..., K)``: ``q - z``, whole numbers in float32, and the scale ``(..., 1)`` or a number."""
+    zero: Parameter | None
+    scale: Parameter
+    if isinstance(activation, DynamicInt8):
+        scale, zero = dynamic_parameters(x, activation.symmetric)
+    else:
+        scale, zero = parameters(activation, given, "x")
+    if x.dtype == torch.int8:
+        return x.float() - (0.0 if zero is None else zero), scale
+    codes = torch.round(x.float() / scale)
+    if zero is None:
+        return codes.clamp(INT8_MIN, INT8_MAX), scale
+    return (codes + zero).clamp(INT8_MIN, INT8_MAX) - zero, scale
+
+
+def activation_bound(activation: Activation) -> int:
+    """The largest size of a centred activation code."""
+    symmetric = activation.symmetric if isinstance(activation, DynamicInt8) else False
+    return 128 if symmetric else 255
+
+
+def weight_bound(format: Format) -> int:
+    """The largest size of a centred weight code."""
+    low, high = format.code_range
+    return high - low if format.zero is ZeroPoint.INT else -low
+
+
+def exact_groups(x: Tensor, w: Tensor, bound: int) -> Tensor:
+    """Exact products per group: x ``(H, M, G, g)``, w ``(H, n, G, g)``, whole numbers in float32, to ``(H, G, M, n)``.
+
+    ``bound``: the largest product of two elements.
+    """
+    length = x.shape[-1]
+    parts = -(-length * bound // EXACT)
+    x, w = x.transpose(1, 2), w.permute(0, 2, 3, 1)
+    if parts == 1:
+        return torch.matmul(x, w)
+    step = -(-length // parts)
+    total = torch.matmul(x[..., :step], w[..., :step, :]).to(torch.int32)
+    for start in range(step, length, step):
+        total += torch.matmul(x[..., start : start + step], w[..., start : start + step, :]).to(torch.int32)
+    return total.float()
+
+
+def integer_product(reader: WeightReader, x: Tensor, packed: Packed, bound: int) -> Tensor:
+    """``sum over groups of scale * exact product`` in float32: x ``(H, M, K)`` to ``(H, M, N/H)``.
+
+    ``x``: centred codes in the reader's order; H: channel groups of a convolution, each with its own rows of the
+    weight; ``bound``: the largest size of a centred activation code.
+    """
+    heads, rows = x.shape[0], x.shape[1]
+    known = rows if type(rows) is int and not torch.compiler.is_compiling() else _TRACED_ROWS
+    if known > _MOST_ROWS and reader.groups > 1:
+        parts = torch.split(x, _MOST_ROWS, dim=1)
+        return torch.cat([integer_product(reader, part, packed, bound) for part in parts], dim=1)
+    if reader.padding:
+        x = torch.nn.functional.pad(x, (0, reader.padding))
+    x = x.reshape(heads, rows, reader.groups, reader.group)
+    if heads > 1:
+        return _chunk_product(reader, x, packed["data"], packed["scale"], packed.get("zero"), bound)
+    elements = _PRODUCTS * reader.k // max(1, reader.groups * known)
+    return joined([_chunk_product(reader, x, *chunk, bound) for chunk in reader.chunks(packed, elements)])
+
+
+def _chunk_product(
+    reader: WeightReader, x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bound: int
+) -> Tensor:
+    heads = x.shape[0]
+    w = reader.centred(data, zero, torch.float32)
+    w = w.view(heads, data.shape[0] // heads, reader.groups, reader.group)
+    products = exact_groups(x, w, bound * weight_bound(reader.format))
+    y = products * _per_group(scale, heads)
+    if zero is not None and reader.format.zero is ZeroPoint.FLOAT:
+        y = y + x.sum(-1).transpose(1, 2).unsqueeze(-1) * _per_group(zero, heads)
+    return y.squeeze(1) if reader.groups == 1 else y.sum(1)
+
+
+def _per_group(parameter: Tensor, heads: int) -> Tensor:
+    """``(G, N)`` to float32 ``(H, G, 1, N/H)``."""
+    groups, n = parameter.shape
+    return parameter.float().reshape(groups, heads, 1, n // heads).transpose(0, 1)
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Chunks of output columns, next to each other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def finish(
+    y: Tensor, scale: Parameter, bias: Tensor | None, output: OutputInt8 | None, dtype: torch.dtype, given: Given
+) -> Tensor:
+    """The epilogue on float32 ``(..., N)``: activation scale, bias, one rounding to ``dtype`` or to int8 codes."""
+    y = y * scale
+    if bias is not None:
+        y = y + bias.float()
+    if output is None:
+        return y.to(dtype)
+    return quantize_int8(y, *parameters(output, given, "out"))

@@ -1,0 +1,88 @@
+"""``torch.plain.conv2d``: float activations through torch's convolution, integer ones through im2col."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..activations import DynamicInt8
+from ..contracts import Conv2dRequest
+from ..contracts.conv2d import im2col, output_size
+from ..errors import FormatError
+from ..kernels import Packed
+from .integer import activation_bound, centred_activations, finish, integer_product
+from .plain_linear import compute_dtype
+from .weights import NeutralKernel
+
+
+class PlainConv2d(NeutralKernel):
+    """`conv2d` in plain torch ops; the weight is dequantized whole, convolution weights being small."""
+
+    def __init__(self, request: Conv2dRequest) -> None:
+        super().__init__("torch.plain.conv2d", request.weight, request.n, request.k)
+        self.request, self.out_dtype = request, request.out_dtype
+        self.compute = compute_dtype(request.device, request.x_dtype, request.out_dtype)
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
+        """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
+        check_image(self.name, x, self.request)
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self(x, packed, bias)
+        return self._float(x, packed, bias) if self.request.activation is None else self._integer(x, packed, bias)
+
+    def _float(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        r = self.request
+        x, fused = x.to(self.compute), bias if bias is not None and bias.dtype == self.compute else None
+        y = F.conv2d(x, self._kernel(x, packed), fused, r.stride, r.padding, r.dilation, r.groups)
+        if bias is not None and fused is None:
+            wide = torch.promote_types(self.compute, torch.float32)
+            y = y.to(wide) + bias.to(wide).view(-1, 1, 1)
+        return y.to(self.out_dtype)
+
+    def _kernel(self, x: Tensor, packed: Packed) -> Tensor:
+        """The dense weight ``(OC, IC/groups, KH, KW)``, in the memory format of x."""
+        dense = torch.cat([self._rows(*chunk) for chunk in self.reader.chunks(packed)])
+        kernel = dense.view(self.n, *self.request.kernel_size, -1).permute(0, 3, 1, 2)
+        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        return kernel if last else kernel.contiguous()
+
+    def _rows(self, data: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        return self.reader.in_order(self.reader.dense(data, scale, zero, self.compute))
+
+    def _integer(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        r = self.request
+        assert r.activation is not None
+        if isinstance(r.activation, DynamicInt8):
+            codes, scale = centred_activations(r.activation, columns(x.float(), r), {})
+        else:
+            codes, scale = centred_activations(r.activation, x, {})
+            codes = columns(codes, r)
+        codes = self.reader.reorder(codes).transpose(0, 1)
+        y = integer_product(self.reader, codes, packed, activation_bound(r.activation)).transpose(0, 1)
+        y = y * scale
+        y = finish(y.flatten(1), 1.0, bias, r.output, self.out_dtype, {})
+        return image(y, x, r)
+
+
+def check_image(name: str, x: Tensor, request: Conv2dRequest) -> None:
+    """Raise `FormatError` unless x is ``(B, IC, H, W)``."""
+    if x.dim() != 4 or x.shape[1] != request.in_channels:
+        raise FormatError(
+            f"{name}: x has shape {tuple(x.shape)}; it must be (B, IC, H, W) with IC={request.in_channels} channels."
+        )
+
+
+def columns(x: Tensor, request: Conv2dRequest) -> Tensor:
+    """Float x ``(B, IC, H, W)`` to columns ``(B * OH * OW, groups, K)``; a 1x1 kernel needs no unfolding."""
+    if request.kernel_size != (1, 1) or request.padding != (0, 0):
+        return im2col(x, request)
+    sh, sw = request.stride
+    return x[:, :, ::sh, ::sw].movedim(1, -1).reshape(-1, request.groups, request.k)
+
+
+def image(y: Tensor, x: Tensor, request: Conv2dRequest) -> Tensor:
+    """Rows ``(B * OH * OW, OC)`` back to ``(B, OC, OH, OW)``."""
+    size = output_size(request, x.shape[2], x.shape[3])
+    return y.view(x.shape[0], *size, request.n).movedim(-1, 1)

@@ -1,0 +1,77 @@
+"""``torch.plain.linear``: every format, activation and device, in plain torch ops that a compiler can fuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..contracts import LinearRequest
+from ..formats import ZeroPoint
+from ..kernels import Packed, RowsKernel
+from .integer import activation_bound, centred_activations, finish, integer_product, joined
+from .weights import NeutralKernel
+
+
+def compute_dtype(device: torch.device, x_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
+    """What a product of float activations runs in.
+
+    bfloat16 and float16 stay as they are, since their products accumulate in float32; but float16 on a CPU, whose
+    matrix product is 4 to 14 times slower than the others, and results wider than x are computed in float32.
+    """
+    if x_dtype == torch.float64:
+        return x_dtype
+    native = x_dtype == torch.bfloat16 or (x_dtype == torch.float16 and device.type != "cpu")
+    return x_dtype if native and out_dtype == x_dtype else torch.float32
+
+
+class PlainLinear(NeutralKernel, RowsKernel):
+    """`linear` in plain torch ops, a chunk of output rows at a time."""
+
+    def __init__(self, request: LinearRequest) -> None:
+        super().__init__("torch.plain.linear", request.weight, request.n, request.k)
+        self.activation, self.output, self.out_dtype = request.activation, request.output, request.out_dtype
+        self.compute = compute_dtype(request.device, request.x_dtype, request.out_dtype)
+        # Scaling the result is cheaper, and codes are exact in bfloat16 where a scaled weight is not; but their
+        # products would overflow float16.
+        one_scale = self.reader.groups == 1 and self.format.zero is not ZeroPoint.FLOAT
+        self.scale_after = one_scale and self.compute != torch.float16
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        # Autocast would run the products in a narrower dtype than the contract allows.
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.run(x, packed, bias, **given)
+        if self.activation is None:
+            return self._float(x, packed, bias)
+        return self._integer(x, packed, bias, given)
+
+    def _float(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        x = self.reader.reorder(x.to(self.compute))
+        wide = torch.promote_types(self.compute, torch.float32)
+        fused = bias is not None and bias.dtype == self.compute and not self.scale_after
+        if bias is not None and fused:
+            biases = iter(torch.split(bias, self.reader.chunk_rows(packed["data"])))
+            return joined([F.linear(x, w, next(biases)) for w in self._dense(packed)]).to(self.out_dtype)
+        y = joined([F.linear(x, w) for w in self._dense(packed)])
+        if self.scale_after:
+            y = y.to(wide) * packed["scale"].to(wide)
+        if bias is not None:
+            y = y.to(wide) + bias.to(wide)
+        return y.to(self.out_dtype)
+
+    def _dense(self, packed: Packed) -> Iterator[Tensor]:
+        """Chunks of the weight, ``(rows, K)``, without its scale where that is applied to the result."""
+        for data, scale, zero in self.reader.chunks(packed):
+            if self.scale_after:
+                yield self.reader.centred(data, zero, self.compute).flatten(1)[:, : self.k]
+            else:
+                yield self.reader.dense(data, scale, zero, self.compute)
+
+    def _integer(self, x: Tensor, packed: Packed, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
+        assert self.activation is not None
+        codes, scale = centred_activations(self.activation, self.reader.reorder(x), given)
+        y = integer_product(self.reader, codes.unsqueeze(0), packed, activation_bound(self.activation)).squeeze(0)
+        return finish(y, scale, bias, self.output, self.out_dtype, given)

@@ -1,0 +1,51 @@
+"""The entry point of the built-in plugin: which kernels the fallback has for a request, best first."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
+from ..hookspecs import hookimpl
+from ..kernels import FALLBACK, Available, Offer
+from .embedding import PlainEmbedding
+from .plain_conv2d import PlainConv2d
+from .plain_linear import PlainLinear
+
+_NOTE = "plain torch ops"
+
+
+@hookimpl
+def qcore_probe() -> Available:
+    """Always here: torch itself is the device's driver."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return Available(f"any torch device; CPU {capability}", f"torch {torch.__version__}, CPU {capability}")
+
+
+@hookimpl
+def qcore_linear(request: LinearRequest) -> list[Offer]:
+    """Fast CPU kernels where they are right, then plain torch ops."""
+    return list(_linear(request))
+
+
+@hookimpl
+def qcore_conv2d(request: Conv2dRequest) -> list[Offer]:
+    """Plain torch ops."""
+    return list(_conv2d(request))
+
+
+@hookimpl
+def qcore_embedding(request: EmbeddingRequest) -> list[Offer]:
+    """Plain torch ops."""
+    return [Offer(PlainEmbedding(request), FALLBACK, _NOTE)]
+
+
+@lru_cache(maxsize=1024)
+def _linear(request: LinearRequest) -> tuple[Offer, ...]:
+    return (Offer(PlainLinear(request), FALLBACK, _NOTE),)
+
+
+@lru_cache(maxsize=1024)
+def _conv2d(request: Conv2dRequest) -> tuple[Offer, ...]:
+    return (Offer(PlainConv2d(request), FALLBACK, _NOTE),)

@@ -1,0 +1,124 @@
+"""Reading a neutral weight a few output rows at a time, so that the dense weight is never whole in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError
+from ..formats import PLAIN, PLAIN_INT32, Format, ZeroPoint, unpack_nibbles
+from ..kernels import Kernel, Packed
+from ..qtensor import QTensor
+
+_CACHED = 1 << 20
+"""Elements of a chunk on a CPU: 4 MiB of float32, so that the passes over it stay in the cache."""
+_TRACED = 1 << 24
+"""Elements of a chunk elsewhere and under a trace: 64 MiB of float32, so that graphs and launches stay few."""
+_FEWEST_ROWS = 64
+"""Below this many output rows a matrix product runs at a fraction of its speed."""
+
+
+class WeightReader:
+    """Decodes rows of a neutral weight of ``format`` and width ``k``, in an order of K that is cheap to decode.
+
+    Two int4 codes share a byte. Putting them side by side costs a slow interleaving store per weight, so a plain int4
+    weight is read as all even columns of a group, then all odd ones; `reorder` brings x into the same order.
+    """
+
+    def __init__(self, format: Format, k: int) -> None:
+        self.format, self.k = format, k
+        self.groups, self.group = format.groups(k), format.group(k)
+        self.padding = self.groups * self.group - k if k else 0
+        unit = {PLAIN: 2, PLAIN_INT32: 8}.get(format.layout, 0) if format.dtype == "int4" else 0
+        self.halves = unit > 0 and k > 0 and k % unit == 0 and self.group % 2 == 0 and not self.padding
+
+    def reorder(self, x: Tensor) -> Tensor:
+        """Bring x ``(..., K)`` into the order of columns that `codes` has."""
+        if not self.halves:
+            return x
+        split = x.reshape(*x.shape[:-1], self.groups, self.group // 2, 2)
+        return split.transpose(-1, -2).reshape(x.shape)
+
+    def in_order(self, weight: Tensor) -> Tensor:
+        """The inverse of `reorder`: a dense weight ``(rows, K)`` with its columns as they are numbered."""
+        if not self.halves:
+            return weight
+        return weight.view(-1, self.groups, 2, self.group // 2).transpose(-1, -2).reshape(weight.shape)
+
+    def codes(self, data: Tensor) -> Tensor:
+        """The codes of some rows, int8 ``(rows, G, g)``; a ragged last group is filled with code 0."""
+        n = data.shape[0]
+        if self.halves:
+            offset_binary = self.format.layout is PLAIN_INT32
+            data = data.contiguous().view(torch.uint8) ^ 0x88 if offset_binary else data
+            halves = [part.view(n, self.groups, self.group // 2) for part in unpack_nibbles(data)]
+            return torch.stack(halves, dim=2).view(n, self.groups, self.group)
+        codes = self.format.codec.decode(data, self.k)
+        if self.padding:
+            codes = torch.nn.functional.pad(codes, (0, self.padding))
+        return codes.reshape(n, self.groups, self.group if self.k else 0)
+
+    def centred(self, data: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Codes minus their integer zero points, ``(rows, G, g)``: whole numbers up to 255, exact in any float dtype.
+
+        The filling of a ragged group holds minus the zero point.
+        """
+        values = self.codes(data).to(dtype)
+        if zero is not None and self.format.zero is ZeroPoint.INT:
+            values = values - self.format.codec.decode_zero(zero).t().to(dtype).unsqueeze(-1)
+        return values
+
+    def dense(self, data: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The weight ``(rows, K)``, computed in float32 (float64) and rounded once to ``dtype``."""
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        weight = self.centred(data, zero, compute) * scale.t().to(compute).unsqueeze(-1)
+        if zero is not None and self.format.zero is ZeroPoint.FLOAT:
+            weight = weight + zero.t().to(compute).unsqueeze(-1)
+        return weight.to(dtype).reshape(data.shape[0], self.groups * self.group)[:, : self.k]
+
+    def chunk_rows(self, data: Tensor, most: int | None = None) -> int:
+        """Output rows per chunk."""
+        elements = _chunk_elements(data) if most is None else min(most, _chunk_elements(data))
+        return max(_FEWEST_ROWS, elements // max(1, self.k))
+
+    def chunks(self, packed: Packed, most: int | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """(data, scale, zero) of consecutive rows, at most about ``most`` weights each."""
+        data, scale, zero = packed["data"], packed["scale"], packed.get("zero")
+        step = self.chunk_rows(data, most)
+        for start in range(0, max(1, data.shape[0]), step):
+            rows = slice(start, start + step)
+            yield data[rows], scale[:, rows], None if zero is None else zero[:, rows]
+
+
+def _chunk_elements(data: Tensor) -> int:
+    return _CACHED if data.device.type == "cpu" and not torch.compiler.is_compiling() else _TRACED
+
+
+class NeutralKernel(Kernel):
+    """A kernel that works on the neutral tensors themselves: packing copies nothing, so tied weights share storage."""
+
+    def __init__(self, name: str, format: Format, n: int, k: int) -> None:
+        self.name, self.format, self.n, self.k = name, format, n, k
+        self.reader = WeightReader(format, k)
+
+    @property
+    def packing(self) -> str:
+        return "torch.plain"
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        check_weight(self.name, weight, self.format, self.n, self.k)
+        return weight.tensors()
+
+    def unpack(self, packed: Packed) -> QTensor:
+        return QTensor(packed["data"], packed["scale"], packed.get("zero"), (self.n, self.k), self.format)
+
+
+def check_weight(name: str, weight: QTensor, format: Format, n: int, k: int) -> None:
+    """Raise `FormatError` unless ``weight`` is what a kernel was made for."""
+    if weight.format != format or tuple(weight.shape) != (n, k):
+        raise FormatError(
+            f"{name} was made for {format} of shape {(n, k)};\n"
+            f"it cannot pack {weight.format} of shape {tuple(weight.shape)}."
+        )
