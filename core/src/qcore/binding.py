@@ -48,7 +48,8 @@ class WeightStore:
             zero = alive.get("zero")
             return QTensor(alive["data"], alive["scale"], zero, self.shape, self.format, self.quantizer)
         kernel, packed = next(iter(self._packs.values()))
-        weight = kernel.unpack(packed)
+        # Kernels are shared by many weights and do not carry the name of the quantizer.
+        weight = kernel.unpack(packed)._with(quantizer=self.quantizer)
         self._recent = {name: weakref.ref(tensor) for name, tensor in weight.tensors().items()}
         return weight
 

@@ -1,0 +1,106 @@
+"""qcore: quantize once, run on any accelerator, and always know why it ran there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+import torch as _torch
+
+from . import hookspecs, nn
+from . import ops as _ops
+from ._version import __version__
+from .activations import DynamicInt8, OutputInt8, StaticInt8
+from .contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
+from .decision import Decision
+from .errors import (
+    CheckpointError,
+    ConformanceError,
+    FormatError,
+    PluginError,
+    QcoreError,
+    QcoreWarning,
+    UnsupportedError,
+)
+from .explain import explain
+from .formats import PLAIN, PLAIN_INT32, Format, Layout, ZeroPoint, find_layout, grouped_int4
+from .functional import conv2d, embedding, linear
+from .hookspecs import hookimpl
+from .kernels import EMULATED, FALLBACK, NATIVE, OFFLOAD, Available, Kernel, Offer, Rank, Refusal, Unavailable
+from .model import Report, quantize_, report
+from .plugins import PluginStatus, plugins
+from .qtensor import QTensor
+from .quantize import quantize
+from .resolver import resolve
+from .schemes import Scheme
+from .settings import configure, using
+
+if _TYPE_CHECKING:
+    from .checkpoint import load_, save
+
+__all__ = [
+    "EMULATED",
+    "FALLBACK",
+    "NATIVE",
+    "OFFLOAD",
+    "PLAIN",
+    "PLAIN_INT32",
+    "Available",
+    "CheckpointError",
+    "ConformanceError",
+    "Conv2dRequest",
+    "Decision",
+    "DynamicInt8",
+    "EmbeddingRequest",
+    "Format",
+    "FormatError",
+    "Kernel",
+    "Layout",
+    "LinearRequest",
+    "Offer",
+    "OutputInt8",
+    "PluginError",
+    "PluginStatus",
+    "QTensor",
+    "QcoreError",
+    "QcoreWarning",
+    "Rank",
+    "Refusal",
+    "Report",
+    "Scheme",
+    "StaticInt8",
+    "Unavailable",
+    "UnsupportedError",
+    "ZeroPoint",
+    "__version__",
+    "configure",
+    "conv2d",
+    "embedding",
+    "explain",
+    "grouped_int4",
+    "hookimpl",
+    "hookspecs",
+    "linear",
+    "load_",
+    "nn",
+    "plugins",
+    "quantize",
+    "quantize_",
+    "report",
+    "resolve",
+    "save",
+    "using",
+]
+
+
+def __getattr__(name: str) -> _Any:
+    # Checkpoints need safetensors, which many programs never touch: imported when first asked for.
+    if name in ("save", "load_"):
+        from . import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module 'qcore' has no attribute {name!r}")
+
+
+# What torch.load(weights_only=True) may build: a QTensor and what it is made of.
+_torch.serialization.add_safe_globals([QTensor, Format, ZeroPoint, find_layout, _torch.Size])

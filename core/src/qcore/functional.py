@@ -1,0 +1,174 @@
+"""Functional forms: `linear`, `conv2d` and `embedding` on a `QTensor`, and the cache of packed weights behind them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .activations import Activation, OutputInt8, StaticInt8
+from .autograd import call_differentiably
+from .binding import Bound, WeightStore, bind, call_first
+from .contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
+from .errors import FormatError
+from .qtensor import QTensor
+
+Pair = tuple[int, int]
+
+
+class PackedCache:
+    """Bound kernels by the identity and version of the tensors they were packed from.
+
+    Weak: an entry goes when its first tensor does. A tensor that is changed in place is packed anew.
+    """
+
+    def __init__(self) -> None:
+        from torch.utils.weak import WeakTensorKeyDictionary
+
+        self._entries: Any = WeakTensorKeyDictionary()
+        self._lock = threading.RLock()
+
+    def store(self, tensors: tuple[Tensor | None, ...], extra: Hashable, build: Callable[[], QTensor]) -> StoreEntry:
+        """The store for ``tensors`` read as ``extra`` says; ``build`` makes its `QTensor` where there is none."""
+        first = tensors[0]
+        assert first is not None
+        if any(t is not None and t.is_inference() for t in tensors):
+            # Inference tensors carry no version: a change in place would go unnoticed.
+            return StoreEntry(build())
+        versions = tuple(None if t is None else (id(t), t._version) for t in tensors)
+        with self._lock:
+            entries: dict[Any, StoreEntry] = self._entries.setdefault(first, {})
+            for stale in [key for key in entries if key[0][0] != versions[0]]:
+                del entries[stale]
+            key = (versions, extra)
+            if key not in entries:
+                entries[key] = StoreEntry(build())
+            return entries[key]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class StoreEntry:
+    """A weight and the kernels bound to it, by request."""
+
+    def __init__(self, weight: QTensor) -> None:
+        # Aliases, so that holding the entry does not keep the caller's own tensors, its key, alive.
+        self._store = WeightStore(weight.map(Tensor.detach))
+        self._bounds: dict[Any, Bound] = {}
+
+    def run(self, request: Any, x: Tensor, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
+        """Bind on the first call, then call."""
+        bound = self._bounds.get(request) or bind(self._store, request)
+        training = bool(getattr(request, "training", False))
+
+        def call(b: Bound) -> Tensor:
+            if training:
+                return call_differentiably(x, bias, b.kernel, b.packed, request)
+            return b.kernel(x, b.packed, bias, **given)
+
+        if bound.proven:
+            return call(bound)
+        bound, result = call_first(self._store, bound, call)
+        self._bounds[request] = bound
+        return result
+
+
+_cache = PackedCache()
+
+
+def entry_for(weight: QTensor) -> StoreEntry:
+    """The cached store of a `QTensor`."""
+    tensors = (weight.data, weight.scale, weight.zero)
+    return _cache.store(tensors, (weight.format, tuple(weight.shape), weight.quantizer), lambda: weight)
+
+
+def linear(
+    x: Tensor,
+    weight: QTensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    output: OutputInt8 | None = None,
+    out_dtype: torch.dtype | None = None,
+    x_scale: Tensor | None = None,
+    x_zero_point: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    out_zero_point: Tensor | None = None,
+) -> Tensor:
+    """``A(x) @ W^T + bias`` by the best kernel for the weight's device; see the contract ``linear``.
+
+    **Arguments:** ``x``: ``(..., K)``, float, or int8 codes under a `StaticInt8` activation; ``weight``: ``(N, K)``;
+    ``bias``: ``(N,)``. ``out_dtype``: default x's (float32 for int8 x). ``x_scale``, ``x_zero_point``, ``out_scale``,
+    ``out_zero_point``: ``(tokens,)``, for an activation or output that says ``per_token``.
+
+    The packed weight is cached, weakly, by the identity and version of the weight's tensors.
+    """
+    check_linear(x, weight, bias)
+    given = given_parameters(activation, output, x_scale, x_zero_point, out_scale, out_zero_point)
+    out = torch.int8 if output else out_dtype or (torch.float32 if x.dtype == torch.int8 else x.dtype)
+    training = torch.is_grad_enabled() and output is None and (x.requires_grad or bool(bias is not None and bias.requires_grad))
+    n, k = weight.shape
+    sizes = (x.dtype, out, n, k, None)
+    request = LinearRequest(weight.device, *sizes, weight.format, activation, output, bias is not None, training)
+    return entry_for(weight).run(request, x, bias, given)
+
+
+def check_linear(x: Tensor, weight: QTensor, bias: Tensor | None) -> None:
+    """Raise `FormatError` unless the shapes fit."""
+    n, k = weight.shape
+    if x.dim() < 1 or x.shape[-1] != k:
+        raise FormatError(f"x has shape {tuple(x.shape)}; its last dimension must be K = {k} of the weight.")
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise FormatError(f"bias has shape {tuple(bias.shape)}; this weight needs ({n},).")
+
+
+def given_parameters(
+    activation: Activation | None, output: OutputInt8 | None, *tensors: Tensor | None
+) -> dict[str, Tensor]:
+    """Match per-token parameters with what activation and output ask for; `FormatError` where they disagree."""
+    names = ("x_scale", "x_zero_point", "out_scale", "out_zero_point")
+    given = {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
+    wanted = [name for name in names[:2] if isinstance(activation, StaticInt8) and activation.per_token]
+    wanted += [name for name in names[2:] if output is not None and output.per_token]
+    if sorted(given) != sorted(wanted):
+        raise FormatError(
+            f"per-token parameters given: {', '.join(given) or 'none'}; wanted: {', '.join(wanted) or 'none'}.\n"
+            f"Say per_token=True in StaticInt8 or OutputInt8 to pass them with each call."
+        )
+    return given
+
+
+def conv2d(
+    x: Tensor,
+    weight: QTensor,
+    bias: Tensor | None = None,
+    *,
+    kernel_size: Pair,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+    groups: int = 1,
+    activation: Activation | None = None,
+    output: OutputInt8 | None = None,
+) -> Tensor:
+    """A quantized convolution; see the contract ``conv2d``. ``x``: ``(B, IC, H, W)``, ``weight``: ``(OC, KH*KW*IC/groups)``."""
+    if x.dim() != 4:
+        raise FormatError(f"x has shape {tuple(x.shape)}; it must be (B, IC, H, W).")
+    geometry = (x.shape[1], weight.shape[0], kernel_size, stride, padding, dilation, groups)
+    out = torch.int8 if output else x.dtype
+    quantization = (weight.format, activation, output)
+    training = torch.is_grad_enabled() and output is None and x.requires_grad
+    request = Conv2dRequest(weight.device, x.dtype, out, *geometry, *quantization, bias is not None, training)
+    if weight.shape[1] != request.k:
+        raise FormatError(f"weight has {weight.shape[1]} columns; this convolution needs KH*KW*IC/groups = {request.k}.")
+    return entry_for(weight).run(request, x, bias, {})
+
+
+def embedding(indices: Tensor, weight: QTensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Rows of a quantized table ``(V, D)``; see the contract ``embedding``. ``out_dtype``: default the scale's."""
+    request = EmbeddingRequest(weight.device, out_dtype or weight.dtype, *weight.shape, weight.format)
+    return entry_for(weight).run(request, indices, None, {})

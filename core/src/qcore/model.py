@@ -1,0 +1,357 @@
+"""`quantize_` a model in place, and `report` what became of every layer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from .calibration import Calibration, calibrate
+from .decision import format_table
+from .errors import FormatError, QcoreWarning, UnsupportedError, did_you_mean
+from .nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
+from .nn.base import QuantizedModule, adopt
+from .schemes import Scheme
+
+QUANTIZED, EXCLUDED, REFUSED = "quantized", "excluded", "refused"
+
+Patterns = str | Iterable[str]
+_SUPPORTED: dict[type[nn.Module], Any] = {
+    nn.Linear: QuantizedLinear,
+    nn.Conv2d: QuantizedConv2d,
+    nn.Embedding: QuantizedEmbedding,
+}
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What became of one layer.
+
+    **Fields:** ``name``; ``kind``: class name; ``state``: ``quantized``, ``excluded`` or ``refused``; ``reason``;
+    ``scheme``; ``plugin`` and ``kernel`` that serve it; ``bytes_before``: of the float weight; ``bytes_after``: of what
+    is held now.
+    """
+
+    name: str
+    kind: str
+    state: str
+    reason: str = ""
+    scheme: str = ""
+    plugin: str = ""
+    kernel: str = ""
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every layer that holds a weight; ``str(report)`` is a table."""
+
+    layers: tuple[LayerReport, ...]
+
+    def __iter__(self) -> Iterator[LayerReport]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, name: str) -> LayerReport:
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(f"no layer is called {name!r}.{did_you_mean(name, [layer.name for layer in self.layers])}")
+
+    def by_state(self, state: str) -> tuple[LayerReport, ...]:
+        """The layers that were ``quantized``, ``excluded`` or ``refused``."""
+        return tuple(layer for layer in self.layers if layer.state == state)
+
+    def kernels(self) -> dict[str, int]:
+        """How many layers each kernel serves."""
+        counts: dict[str, int] = {}
+        for layer in self.by_state(QUANTIZED):
+            counts[layer.kernel] = counts.get(layer.kernel, 0) + 1
+        return counts
+
+    def __str__(self) -> str:
+        rows = [
+            (r.name, r.kind, r.state, r.scheme, r.kernel, _size(r.bytes_before), _size(r.bytes_after), r.reason)
+            for r in self.layers
+        ]
+        header = ("layer", "kind", "state", "scheme", "kernel", "before", "after", "why")
+        states = dict.fromkeys((QUANTIZED, EXCLUDED, REFUSED, *(r.state for r in self.layers)))
+        counts = ", ".join(f"{len(self.by_state(s))} {s}" for s in states)
+        before, after = (sum(getattr(r, name) for r in self.layers) for name in ("bytes_before", "bytes_after"))
+        total = f"{len(self.layers)} layers: {counts}; {_size(before)} before, {_size(after)} after"
+        return "\n".join([*format_table(header, rows), total])
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Plain values."""
+        return [vars(layer) for layer in self.layers]
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB" if count >= 2**17 else f"{count / 2**10:.1f} KiB"
+
+
+def quantize_(
+    model: nn.Module,
+    scheme: str | Scheme | Mapping[str, str | Scheme],
+    *,
+    include: Patterns | None = None,
+    exclude: Patterns = (),
+    calibration: Calibration | None = None,
+) -> Report:
+    """Quantize a model in place: every `torch.nn.Linear`, `Conv2d` and `Embedding` becomes its quantized counterpart.
+
+    **Arguments:**
+
+    - ``scheme``: e.g. ``"w4a16-g128"``, or a mapping from patterns to schemes; the first pattern that matches decides.
+    - ``include``, ``exclude``: patterns of layer names: a full name, a glob, or its last parts (``"lm_head"`` matches
+      ``model.lm_head``).
+    - ``calibration``: batches, or a function of the model, for schemes with static activations.
+
+    Returns a `Report` of every layer that holds a weight: quantized, excluded, or refused with the reason. Tied weights
+    stay tied: they are quantized together or not at all. Where anything raises (NaN in a weight, a calibration that
+    fails), the model is left as it was.
+    """
+    plan = _Plan(model, _rules(scheme), _patterns(include), _patterns(exclude))
+    plan.check_model()
+    schemes = calibrate(model, {name: s for name, s in plan.schemes.items() if s.needs_calibration}, calibration)
+    made = plan.build({**plan.schemes, **schemes})
+    for (parent, child), module in plan.placements(made):
+        setattr(parent, child, module)
+    return Report(tuple(plan.rows(made)))
+
+
+def _rules(scheme: str | Scheme | Mapping[str, str | Scheme]) -> list[tuple[str, Scheme]]:
+    mapping = scheme if isinstance(scheme, Mapping) else {"*": scheme}
+    return [(pattern, Scheme.parse(value)) for pattern, value in mapping.items()]
+
+
+def _patterns(patterns: Patterns | None) -> tuple[str, ...] | None:
+    if patterns is None:
+        return None
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a layer's name is a pattern's full name, glob, or ends in its dotted parts."""
+    return fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
+
+
+class _Plan:
+    """What will happen to every layer, decided before anything is touched."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rules: list[tuple[str, Scheme]],
+        include: tuple[str, ...] | None,
+        exclude: tuple[str, ...] | None,
+    ) -> None:
+        self.model, self.rules, self.include, self.exclude = model, rules, include, exclude or ()
+        self.layers = {name: module for name, module in model.named_modules() if _holds_weight(module)}
+        self.schemes: dict[str, Scheme] = {}
+        self.left: dict[str, tuple[str, str]] = {}
+        for name, module in self.layers.items():
+            verdict = self._verdict(name, module)
+            if isinstance(verdict, Scheme):
+                self.schemes[name] = verdict
+            else:
+                self.left[name] = verdict
+        self.ties = self._tie_groups()
+        self._warn_about_patterns()
+
+    def check_model(self) -> None:
+        if type(self.model) in _SUPPORTED:
+            kind = _SUPPORTED[type(self.model)].__name__
+            raise UnsupportedError(
+                f"the model itself is a {type(self.model).__name__}, which cannot be replaced in place.\n"
+                f"Use qcore.nn.{kind}.from_float(model, scheme)."
+            )
+
+    def _verdict(self, name: str, module: nn.Module) -> Scheme | tuple[str, str]:
+        if isinstance(module, QuantizedModule):
+            return REFUSED, f"already quantized as {module.scheme}"
+        pattern = next((p for p in self.exclude if matches(name, p)), None)
+        if pattern is not None:
+            return EXCLUDED, f"matches exclude pattern {pattern!r}"
+        if self.include is not None and not any(matches(name, p) for p in self.include):
+            return EXCLUDED, "matches no include pattern"
+        scheme = next((s for pattern, s in self.rules if matches(name, pattern)), None)
+        if scheme is None:
+            return EXCLUDED, "matches no pattern of the scheme mapping"
+        reason = _unsupported(module) or self._reads_weight(name) or _unfit(scheme)
+        return (REFUSED, reason) if reason else scheme
+
+    def _reads_weight(self, name: str) -> str:
+        """Why a parent would break: some modules use a child's weight instead of calling the child."""
+        parent = self.model.get_submodule(name.rpartition(".")[0])
+        if isinstance(parent, nn.MultiheadAttention):
+            return "torch.nn.MultiheadAttention reads this weight itself instead of calling the layer"
+        return ""
+
+    def _tie_groups(self) -> dict[str, str]:
+        """Layer name to the name of the first layer with the same weight. Half-quantizable ties are given up whole."""
+        owners: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(name)
+        ties: dict[str, str] = {}
+        for names in owners.values():
+            layers = [name.removesuffix(".weight") for name in names]
+            if len(layers) > 1 and any(layer in self.schemes for layer in layers):
+                self._tie(self._distinct(layers), ties)
+        return ties
+
+    def _distinct(self, layers: list[str]) -> list[str]:
+        # One module reachable under two names is one layer, not a tie; named_modules shows it once.
+        seen: dict[int, str] = {}
+        for layer in layers:
+            module = self.layers.get(layer) or _submodule(self.model, layer)
+            seen.setdefault(id(module) if module is not None else id(layer), layer)
+        return list(seen.values())
+
+    def _tie(self, layers: list[str], ties: dict[str, str]) -> None:
+        if len(layers) < 2:
+            return
+        formats = {self.schemes[layer].weight for layer in layers if layer in self.schemes}
+        outside = [layer for layer in layers if layer not in self.schemes]
+        if not outside and len(formats) == 1:
+            ties.update({layer: layers[0] for layer in layers})
+            return
+        for layer in set(layers) & self.schemes.keys():
+            other = next(name for name in (outside or layers) if name != layer)
+            why = "which stays float" if outside else "which has another weight format"
+            self.left[layer] = (REFUSED, f"its weight is tied to {other!r}, {why}; treat both alike, or untie them")
+            del self.schemes[layer]
+
+    def _warn_about_patterns(self) -> None:
+        for pattern in (*self.exclude, *(self.include or ()), *(p for p, _ in self.rules)):
+            if not any(matches(name, pattern) for name in self.layers):
+                hint = did_you_mean(pattern, self.layers)
+                warnings.warn(f"pattern {pattern!r} matches no layer.{hint}", QcoreWarning, stacklevel=4)
+
+    def build(self, schemes: Mapping[str, Scheme]) -> dict[str, QuantizedModule]:
+        """Quantize every planned layer beside the original."""
+        made: dict[str, QuantizedModule] = {}
+        for name, scheme in schemes.items():
+            first = self.ties.get(name, name)
+            if first in made:
+                made[name] = _share(made[first], self.layers[name], scheme)
+            else:
+                made[name] = _SUPPORTED[_base(self.layers[name])].from_float(self.layers[name], scheme, name=name)
+        return made
+
+    def placements(self, made: Mapping[str, QuantizedModule]) -> Iterator[tuple[tuple[nn.Module, str], nn.Module]]:
+        """Every place a replaced layer sits, including places that share one module."""
+        by_id = {id(self.layers[name]): module for name, module in made.items()}
+        places = [
+            ((parent, child), by_id[id(module)])
+            for parent in self.model.modules()
+            for child, module in parent._modules.items()
+            if id(module) in by_id
+        ]
+        return iter(places)
+
+    def rows(self, made: Mapping[str, QuantizedModule]) -> Iterator[LayerReport]:
+        for name, module in self.layers.items():
+            before = _weight_bytes(module)
+            if name in made:
+                yield replace(_row(name, made[name]), bytes_before=before)
+            else:
+                state, reason = self.left[name]
+                yield LayerReport(name, type(module).__name__, state, reason, bytes_before=before, bytes_after=before)
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _holds_weight(module: nn.Module) -> bool:
+    own = module.parameters(recurse=False)
+    return isinstance(module, QuantizedModule) or any(p.dim() >= 2 and p.is_floating_point() for p in own)
+
+
+def _base(module: nn.Module) -> type[nn.Module]:
+    return next(base for base in _SUPPORTED if isinstance(module, base))
+
+
+def _unsupported(module: nn.Module) -> str:
+    """Why a module has no quantized counterpart; empty where it has one."""
+    kind = type(module).__name__
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "its weight is parametrized; remove the parametrization first"
+    base = next((base for base in _SUPPORTED if isinstance(module, base)), None)
+    if base is None:
+        return f"qcore has no contract for {kind}; it quantizes Linear, Conv2d and Embedding"
+    if type(module).forward is not base.forward:  # type: ignore[attr-defined]
+        return f"{kind} overrides the forward of {base.__name__}, which quantization would lose"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return "an embedding with max_norm rewrites its table while it runs"
+    return ""
+
+
+def _unfit(scheme: Scheme) -> str:
+    if scheme.output is not None:
+        return "-o8 makes a layer return int8 codes, which the next layer cannot read; use it on single modules"
+    if getattr(scheme.activation, "per_token", False):
+        return "per-token parameters come with each call; use qcore.linear"
+    return ""
+
+
+def _share(made: QuantizedModule, module: nn.Module, scheme: Scheme) -> QuantizedModule:
+    """A layer tied to one that is quantized already: it shares the weight's store."""
+    store, dtype = made._store, module.weight.dtype
+    if isinstance(module, nn.Embedding):
+        tied: QuantizedModule = QuantizedEmbedding(store, scheme, dtype, module.padding_idx)  # type: ignore[arg-type]
+    elif isinstance(module, nn.Linear):
+        tied = QuantizedLinear(store, scheme, module.bias, dtype)  # type: ignore[arg-type]
+    else:
+        raise FormatError("convolutions with tied weights are not supported; exclude them.")
+    adopt(tied, module)
+    return tied
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    if isinstance(module, QuantizedModule):
+        n, k = module._store.shape
+        return int(n * k * module._dtype.itemsize)
+    return sum(p.numel() * p.element_size() for p in module.parameters(recurse=False) if p.dim() >= 2)
+
+
+def _row(name: str, module: QuantizedModule) -> LayerReport:
+    decision = module.decision
+    served = decision.selected if decision else None
+    held = {id(t): t.numel() * t.element_size() for b in module._bounds.values() for t in b.packed.values()}
+    return LayerReport(
+        name,
+        type(module).__name__,
+        QUANTIZED,
+        served.reason if served else "on meta: bound when its weights are loaded",
+        str(module.scheme.blank()),
+        served.plugin if served else "",
+        served.kernel if served else "",
+        _weight_bytes(module),
+        sum(held.values()),
+    )
+
+
+def report(model: nn.Module) -> Report:
+    """What serves every layer of a model that holds a weight: plugin, kernel, why, bytes before and after."""
+    rows = []
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            rows.append(_row(name, module))
+        elif _holds_weight(module):
+            size = _weight_bytes(module)
+            rows.append(LayerReport(name, type(module).__name__, "float", "", "", "torch", "", size, size))
+    return Report(tuple(rows))
+
