@@ -10,8 +10,8 @@ import enum
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pluggy
@@ -64,8 +64,8 @@ class PluginStatus:
     """What became of one plugin.
 
     **Fields:** ``name``; ``dist`` and ``version`` of the distribution it came from; ``state``; ``reason``: empty when
-    available; ``device`` and ``driver``: what its probe found; ``seconds``: time to import, register and probe it;
-    ``broken``: whether something is wrong, as opposed to not applicable here.
+    available; ``device``, ``driver`` and ``details``: what its probe found; ``seconds``: time to import, register and
+    probe it; ``broken``: whether something is wrong, as opposed to not applicable here.
     """
 
     name: str
@@ -77,6 +77,12 @@ class PluginStatus:
     driver: str = ""
     seconds: float = 0.0
     broken: bool = False
+    details: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def probe_mark(name: str, dist: str, version: str) -> str:
+    """The key of the crash mark that stands while a plugin is probed."""
+    return f"probe {name} {dist} {version}"
 
 
 @dataclass
@@ -223,7 +229,7 @@ class Registry:
             raise PluginError("it implements no hook; mark its functions with @qcore.hookimpl.")
 
     def _probe(self, entry: _Entry) -> PluginStatus:
-        mark = f"probe {entry.name} {entry.dist} {entry.version}"
+        mark = probe_mark(entry.name, entry.dist, entry.version)
         if entry.name != BUILTIN and crashed(mark):
             return entry.set(
                 State.PROBE_FAILED,
@@ -241,7 +247,8 @@ class Registry:
 
 def _probed(entry: _Entry, found: Any) -> PluginStatus:
     if isinstance(found, Available):
-        return entry.set(State.AVAILABLE, device=found.device, driver=found.driver)
+        details = dict(found.details or {})
+        return entry.set(State.AVAILABLE, device=found.device, driver=found.driver, details=details)
     if isinstance(found, Unavailable) and found.reason:
         return entry.set(State.UNAVAILABLE, found.reason, broken=found.broken)
     return entry.set(State.PROBE_FAILED, f"its probe returned {found!r} instead of Available or Unavailable(reason).")
