@@ -131,6 +131,8 @@ class Registry:
     def _add(self, entry: _Entry) -> None:
         assert self._entries is not None
         holder = self._entries.get(entry.name)
+        if holder is not None and entry.name == BUILTIN and entry.dist == holder.dist:
+            return  # core's own entry point; the fallback is here even where core's metadata is not
         if holder is not None:
             reason = f"the name {entry.name!r} is taken by {holder.dist} {holder.version}; uninstall one of the two."
             self._extra.append(entry.set(State.NAME_CONFLICT, reason))
