@@ -7,15 +7,18 @@ half to even; "per token" means one scale per row of the last dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .errors import FormatError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 INT8_MIN, INT8_MAX = -128, 127
-_SMALLEST = torch.finfo(torch.float32).smallest_normal
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,6 @@ class DynamicInt8:
     symmetric: bool = True
 
 
-_G = TypeVar("_G", bound="_GivenInt8")
-
-
 @dataclass(frozen=True)
 class _GivenInt8:
     scale: float | None = None
@@ -42,17 +42,25 @@ class _GivenInt8:
         kind = type(self).__name__
         if self.per_token and self.scale is not None:
             raise FormatError(f"{kind}: per-token scales are tensors, given with each call; leave scale out.")
-        if self.scale is not None and not 0.0 < float(self.scale) < float("inf"):
-            raise FormatError(f"{kind}: scale is {self.scale!r}; it must be positive and finite.")
-        if not INT8_MIN <= int(self.zero_point) <= INT8_MAX:
-            raise FormatError(f"{kind}: zero_point is {self.zero_point!r}; int8 codes allow {INT8_MIN}..{INT8_MAX}.")
+        if self.scale is None and self.zero_point != 0:
+            raise FormatError(f"{kind}: zero_point {self.zero_point!r} needs a scale; give both numbers or neither.")
+        if self.scale is not None:
+            # Plain numbers, so that equality, hashing and the text form see the same value.
+            object.__setattr__(self, "scale", float(self.scale))
+            if not _SMALLEST <= self.scale <= _LARGEST:
+                raise FormatError(f"{kind}: scale is {self.scale!r}; it must be positive and finite in float32.")
+        if self.zero_point != int(self.zero_point) or not INT8_MIN <= int(self.zero_point) <= INT8_MAX:
+            raise FormatError(
+                f"{kind}: zero_point is {self.zero_point!r}; it must be a whole number in {INT8_MIN}..{INT8_MAX}."
+            )
+        object.__setattr__(self, "zero_point", int(self.zero_point))
 
     @property
     def is_given(self) -> bool:
         """Whether the numbers are known: a scale is set, or they come per token with each call."""
         return self.per_token or self.scale is not None
 
-    def blank(self: _G) -> _G:
+    def blank(self) -> Self:
         """The same kind without its numbers."""
         return replace(self, scale=None, zero_point=0)
 
@@ -76,6 +84,8 @@ Activation = DynamicInt8 | StaticInt8
 
 def dynamic_parameters(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor | None]:
     """Per-token scale, float32 ``(..., 1)``, and zero point, float32 of whole numbers (None if ``symmetric``)."""
+    if not x.shape[-1]:  # nothing to reduce: a row without values is a row of zeros
+        x = x.new_zeros((*x.shape[:-1], 1))
     if symmetric:
         scale = x.abs().amax(-1, keepdim=True).float() / INT8_MAX
         return _usable(scale), None
@@ -99,7 +109,12 @@ def quantize_int8(x: Tensor, scale: Tensor | float, zero_point: Tensor | float |
 
 
 def static_from_range(low: float, high: float) -> tuple[float, int]:
-    """The (scale, zero point) that cover ``[min(low, 0), max(high, 0)]`` with int8 codes."""
+    """The (scale, zero point) that cover ``[min(low, 0), max(high, 0)]`` with int8 codes.
+
+    Raises `FormatError` for a range that is not finite in float32.
+    """
     low, high = min(low, 0.0), max(high, 0.0)
-    scale = (high - low) / (INT8_MAX - INT8_MIN) or 1.0
+    if not high - low <= _LARGEST:
+        raise FormatError(f"the range {low}..{high} is not finite; activations that hold NaN or Inf have no scale.")
+    scale = max((high - low) / (INT8_MAX - INT8_MIN), _SMALLEST) if high > low else 1.0
     return scale, max(INT8_MIN, min(INT8_MAX, round(INT8_MIN - low / scale)))

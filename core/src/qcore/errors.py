@@ -46,5 +46,6 @@ class QcoreWarning(UserWarning):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A closing hint for an error about an unknown name: ``" Did you mean 'x'?"``, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1) or difflib.get_close_matches(word.lower(), names, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

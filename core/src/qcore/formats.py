@@ -16,7 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,6 +86,13 @@ class Layout(ABC):
     def __repr__(self) -> str:
         return f"<Layout {self.name}>"
 
+    def __eq__(self, other: object) -> bool:
+        # A plugin may make a new instance each time it is asked; formats that name it must still be equal.
+        return type(other) is type(self) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def __reduce__(self) -> tuple[Callable[[str], Layout], tuple[str]]:
         # A layout is pickled by name, so that a format read back compares equal to the registered one.
         return find_layout, (self.name,)
@@ -125,10 +132,10 @@ class _PlainInt8(Layout):
     dtypes = ("int8",)
 
     def encode(self, codes: Tensor) -> Tensor:
-        return codes.to(torch.int8)
+        return codes.to(torch.int8).contiguous()
 
     def decode(self, data: Tensor, k: int) -> Tensor:
-        return data
+        return data[:, :k]
 
     def check(self, data: Tensor, n: int, k: int) -> None:
         _expect(data, torch.int8, (n, k), self.name)
@@ -192,11 +199,19 @@ load_plugin_layouts: Callable[[], object] | None = None
 
 
 def register_layout(layout: Layout) -> None:
-    """Make ``layout`` known by its name; raises `FormatError` for a bad name or one that another layout holds."""
+    """Make ``layout`` known by its name.
+
+    Raises `FormatError` for anything but a `Layout`, a bad name, one that another layout holds, or element types that
+    qcore does not know.
+    """
+    if not isinstance(layout, Layout):
+        raise FormatError(f"{layout!r} is no layout: subclass qcore.Layout and register an instance of it.")
     name = getattr(layout, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise FormatError(f"layout name {name!r} must be lower-case letters, digits and underscores.")
-    if _LAYOUTS.setdefault(name, layout) is not layout and type(_LAYOUTS[name]) is not type(layout):
+    if not layout.dtypes or not set(layout.dtypes) <= set(_CODE_RANGE):
+        raise FormatError(f"layout {name!r} holds {layout.dtypes!r}; dtypes is a tuple of {' and '.join(_CODE_RANGE)}.")
+    if _LAYOUTS.setdefault(name, layout) != layout:
         raise FormatError(f"layout name {name!r} is taken by {type(_LAYOUTS[name]).__qualname__}; choose another.")
 
 
@@ -212,7 +227,12 @@ def find_layout(name: str) -> Layout:
     return _LAYOUTS[name]
 
 
-_TEXT = re.compile(r"(?P<dtype>[a-z]+[0-9]+)(-g(?P<group>[0-9]+))?(-(?P<zero>asym|fzp))?(/(?P<layout>\w+))?")
+_TEXT = re.compile(r"(?P<dtype>[a-z]+[0-9]+)(-g(?P<group>[0-9]{1,18}))?(-(?P<zero>asym|fzp))?(/(?P<layout>\w+))?")
+
+
+def match_text(pattern: re.Pattern[str], text: object) -> re.Match[str] | None:
+    """The match of all of ``text``; None also for what is no text at all."""
+    return pattern.fullmatch(text) if isinstance(text, str) else None
 
 
 @dataclass(frozen=True)
@@ -237,7 +257,7 @@ class Format:
                 f"{did_you_mean(str(self.dtype), _CODE_RANGE)}"
             )
         g = self.group_size
-        if g is not None and (isinstance(g, bool) or not isinstance(g, int) or g < 1):
+        if g is not None and (type(g) is not int or g < 1):
             raise FormatError(f"group_size is {g!r}; it must be a positive integer, or None for per-channel.")
         if not isinstance(self.zero, ZeroPoint):
             raise FormatError(f"zero is {self.zero!r}; it must be a qcore.ZeroPoint.")
@@ -248,7 +268,7 @@ class Format:
     @classmethod
     def parse(cls, text: str) -> Format:
         """Read what ``str(format)`` wrote. A missing ``/layout`` means ``/plain``."""
-        match = _TEXT.fullmatch(text)
+        match = match_text(_TEXT, text)
         if match is None:
             raise FormatError(
                 f"cannot read the format {text!r}.\n"
@@ -278,12 +298,16 @@ class Format:
         return self.layout.for_dtype(self.dtype)
 
     def group(self, k: int) -> int:
-        """Codes per group along a K of ``k``: `group_size`, or all of them per channel."""
-        return max(k, 1) if self.group_size is None else self.group_size
+        """Codes per group along a K of ``k``: `group_size`, or all of them per channel or where K is shorter."""
+        return max(k, 1) if self.group_size is None else min(self.group_size, max(k, 1))
 
     def groups(self, k: int) -> int:
         """G, the number of groups along a K of ``k``; the last one may be ragged."""
         return 1 if self.group_size is None else -(-k // self.group_size)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Pickled bytes are input like any other: they go through the same checks.
+        self.__init__(**state)  # type: ignore[misc]
 
     def with_layout(self, layout: Layout) -> Format:
         """The same codes in another layout."""

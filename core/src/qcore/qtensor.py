@@ -13,6 +13,7 @@ from .errors import FormatError
 from .formats import Format, Layout, ZeroPoint
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INT8_MAX = 127
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -46,8 +47,14 @@ class QTensor:
     quantizer: str | None = None
 
     def __post_init__(self) -> None:
+        if len(self.shape) != 2:
+            raise FormatError(f"shape is {tuple(self.shape)}; a quantized weight has shape (N, K).")
         object.__setattr__(self, "shape", torch.Size(self.shape))
         self.validate()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A pickle is input like any other: what it holds is validated before a kernel sees it.
+        QTensor.__init__(self, **state)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,9 +73,11 @@ class QTensor:
         format: Format,
         quantizer: str | None = None,
     ) -> QTensor:
-        """Build from signed int8 codes ``(N, K)``, scale ``(G, N)`` and zero ``(G, N)`` in the domain of the codes."""
-        if codes.dim() != 2:
-            raise FormatError(f"codes have shape {tuple(codes.shape)}; they must be (N, K).")
+        """Build from signed int8 codes ``(N, K)``, scale ``(G, N)`` and zero ``(G, N)`` in the domain of the codes.
+
+        Raises `FormatError`, also for codes outside the range of the format's element type.
+        """
+        _check_codes(codes, format)
         stored = format.codec.encode_zero(zero) if zero is not None and format.zero is ZeroPoint.INT else zero
         shape = (int(codes.shape[0]), int(codes.shape[1]))
         return cls(format.codec.encode(codes), scale, stored, shape, format, quantizer)
@@ -107,7 +116,10 @@ class QTensor:
 
     def validate(self) -> None:
         """Raise `FormatError` unless dtypes, shapes, scales and ranges fit the format."""
+        if not isinstance(self.format, Format):
+            raise FormatError(f"format is {self.format!r}; it must be a qcore.Format, or Format.parse(text).")
         n, k = self.shape
+        _check_tensors(self.tensors())
         self.format.codec.check(self.data, n, k)
         groups = (self.format.groups(k), n)
         _check_parameter("scale", self.scale, SCALE_DTYPES, groups)
@@ -161,7 +173,7 @@ class QTensor:
 
     def convert(self, layout: Layout) -> QTensor:
         """The same codes, scales and zero points in another layout; nothing is requantized."""
-        if layout is self.format.layout:
+        if layout == self.format.layout:
             return self
         target = self.format.with_layout(layout)
         zero = self.integer_zero() if self.format.zero is ZeroPoint.INT else self.zero
@@ -169,6 +181,10 @@ class QTensor:
 
     def to(self, device: torch.device | str) -> QTensor:
         """A copy on ``device``; dtypes never change."""
+        if isinstance(device, torch.dtype):
+            raise FormatError(
+                f"a QTensor cannot be cast to {device}: its dtypes are part of its format.\nUse dequantize({device})."
+            )
         return self.map(lambda t: t.to(device))
 
     def map(self, fn: Any) -> QTensor:
@@ -186,10 +202,9 @@ class QTensor:
             raise FormatError(f"narrow(dim={dim}, {start}, {length}) leaves the weight of shape {tuple(self.shape)}.")
         stop = start + length
         if dim == 0:
-            zero = None if self.zero is None else self.zero[:, start:stop]
-            return self._with(
-                data=self.data[start:stop], scale=self.scale[:, start:stop], zero=zero, shape=(length, self.shape[1])
-            )
+            zero = None if self.zero is None else self.zero[:, start:stop].contiguous()
+            scale = self.scale[:, start:stop].contiguous()
+            return self._with(data=self.data[start:stop], scale=scale, zero=zero, shape=(length, self.shape[1]))
         return self._narrow_columns(start, stop)
 
     def _with(self, **changes: Any) -> QTensor:
@@ -207,9 +222,10 @@ class QTensor:
             if cut % g and cut != k:
                 below, above = cut // g * g, min(cut // g * g + g, k)
                 raise FormatError(
-                    f"cannot cut K at {cut}: groups of {g} codes share a scale.\nThe nearest legal cuts are {below} and {above}."
+                    f"cannot cut K at {cut}: groups of {g} codes share a scale.\n"
+                    f"The nearest legal cuts are {below} and {above}."
                 )
-        groups = slice(start // g, -(-stop // g))
+        groups = slice(-(-start // g), -(-stop // g))  # an empty cut at the ragged end has no group
         part = None if zero is None else zero[groups]
         return QTensor.from_codes(codes, self.scale[groups], part, self.format, self.quantizer)
 
@@ -226,13 +242,15 @@ class QTensor:
         for other in tensors[1:]:
             if other.format != first.format or other.shape[1 - dim] != first.shape[1 - dim]:
                 raise FormatError(
-                    f"cannot join {first.format} {tuple(first.shape)} and {other.format} {tuple(other.shape)} along dim {dim}."
+                    f"cannot join {first.format} {tuple(first.shape)} and {other.format} {tuple(other.shape)}\n"
+                    f"along dim {dim}: formats and the other dimension must be equal."
                 )
         return _cat_rows(tensors) if dim == 0 else _cat_columns(tensors)
 
     def __repr__(self) -> str:
         made = f", quantizer={self.quantizer!r}" if self.quantizer else ""
-        return f"QTensor({tuple(self.shape)}, {str(self.format)!r}, scale={self.scale.dtype}, device={str(self.device)!r}{made})"
+        where = f"scale={self.scale.dtype}, device={str(self.device)!r}"
+        return f"QTensor({tuple(self.shape)}, {str(self.format)!r}, {where}{made})"
 
 
 def dequantize_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, added: Tensor | None, group: int) -> Tensor:
@@ -244,20 +262,43 @@ def dequantize_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, added: T
     groups = scale.shape[0]
     ragged = groups * group - k
     values = torch.nn.functional.pad(codes, (0, ragged)) if ragged else codes
-    weight = values.to(scale.dtype).view(n, groups, values.shape[1] // groups if groups else 0)
+    weight = values.to(scale.dtype).reshape(n, groups, group)
     if zero is not None:
         weight = weight - zero.t().to(scale.dtype).unsqueeze(-1)
     weight = weight * scale.t().unsqueeze(-1)
     if added is not None:
         weight = weight + added.t().to(scale.dtype).unsqueeze(-1)
-    return weight.reshape(n, groups * group if k else 0)[:, :k]
+    return weight.reshape(n, groups * group)[:, :k]
+
+
+def _check_tensors(tensors: dict[str, Tensor]) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise FormatError(f"{name} is a {type(value).__name__}; it must be a torch.Tensor.")
+    devices = {name: str(value.device) for name, value in tensors.items()}
+    if len(set(devices.values())) > 1:
+        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise FormatError(f"a quantized weight is on one device; got {where}.")
+
+
+def _check_codes(codes: Tensor, format: Format) -> None:
+    if codes.dim() != 2 or codes.dtype != torch.int8:
+        raise FormatError(
+            f"codes have dtype {codes.dtype} and shape {tuple(codes.shape)};\nthey must be int8 of shape (N, K)."
+        )
+    low, high = format.code_range
+    if high < INT8_MAX and codes.numel() and has_values(codes):
+        found_low, found_high = (int(v) for v in torch.aminmax(codes))
+        if found_low < low or found_high > high:
+            raise FormatError(f"codes span {found_low}..{found_high}; {format.dtype} allows {low}..{high}.")
 
 
 def _check_parameter(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, int]) -> None:
     if value.dtype not in dtypes or tuple(value.shape) != shape:
         allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise FormatError(
-            f"{name} has dtype {value.dtype} and shape {tuple(value.shape)};\nthis format needs {allowed} and (G, N) = {shape}."
+            f"{name} has dtype {value.dtype} and shape {tuple(value.shape)};\n"
+            f"this format needs {allowed} and (G, N) = {shape}."
         )
 
 
@@ -272,22 +313,38 @@ def _cat_rows(tensors: Sequence[QTensor]) -> QTensor:
     data = torch.cat([t.data for t in tensors])
     scale = torch.cat([t.scale for t in tensors], dim=1)
     zero = None if first.zero is None else torch.cat([t.zero for t in tensors if t.zero is not None], dim=1)
-    return first._with(data=data, scale=scale, zero=zero, shape=(sum(t.shape[0] for t in tensors), first.shape[1]))
+    shape = (sum(t.shape[0] for t in tensors), first.shape[1])
+    return QTensor(data, scale, zero, shape, first.format, _common_quantizer(tensors))
+
+
+def _common_quantizer(tensors: Sequence[QTensor]) -> str | None:
+    names = {t.quantizer for t in tensors}
+    return names.pop() if len(names) == 1 else None
 
 
 def _cat_columns(tensors: Sequence[QTensor]) -> QTensor:
-    first, g = tensors[0], tensors[0].format.group_size
+    first, g, quantizer = tensors[0], tensors[0].format.group_size, _common_quantizer(tensors)
     zeros = [t.integer_zero() if t.format.zero is ZeroPoint.INT else t.zero for t in tensors]
     codes = torch.cat([t.codes() for t in tensors], dim=1)
     if g is None:
-        same = all(torch.equal(t.scale, first.scale) for t in tensors)
-        same = same and all(z is None or torch.equal(z, zeros[0]) for z in zeros)  # type: ignore[arg-type]
-        if not same:
-            raise FormatError("cannot join per-channel weights along K: their scales differ.\nRequantize the joined weight.")
-        return QTensor.from_codes(codes, first.scale, zeros[0], first.format, first.quantizer)
+        if not all(_equal(t.scale, first.scale) and _equal(z, zeros[0]) for t, z in zip(tensors, zeros, strict=True)):
+            raise FormatError(
+                "cannot join per-channel weights along K: their scales differ.\nRequantize the joined weight."
+            )
+        return QTensor.from_codes(codes, first.scale, zeros[0], first.format, quantizer)
     for part in tensors[:-1]:
         if part.shape[1] % g:
-            raise FormatError(f"cannot join along K: a part has K={part.shape[1]}, which does not end at a group of {g}.")
+            raise FormatError(
+                f"cannot join along K: a part has K={part.shape[1]}, which does not end at a group of {g}.\n"
+                f"Only the last part may; narrow the others, or requantize the joined weight."
+            )
     scale = torch.cat([t.scale for t in tensors])
     zero = None if zeros[0] is None else torch.cat([z for z in zeros if z is not None])
-    return QTensor.from_codes(codes, scale, zero, first.format, first.quantizer)
+    return QTensor.from_codes(codes, scale, zero, first.format, quantizer)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two parameters are the same; those without values (meta) are taken to be."""
+    if a is None or b is None or a.dtype != b.dtype:
+        return a is b
+    return not has_values(a) or torch.equal(a, b)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .errors import FormatError, did_you_mean
 from .formats import Format, ZeroPoint
-from .qtensor import SCALE_DTYPES, QTensor
+from .qtensor import SCALE_DTYPES, QTensor, has_values
 
 _CHUNK_ELEMENTS = 1 << 19
 """Elements quantized at a time (2 MiB of float32), so that the many passes over a chunk stay in a core's cache."""
@@ -106,11 +106,10 @@ def _codes(groups: Tensor, p: _Parameters, target: _Target, low: int) -> Tensor:
 
 def _squared_error(groups: Tensor, p: _Parameters, target: _Target) -> Tensor:
     codes = _codes(groups, p, target, target.low)
-    if target.zero is ZeroPoint.FLOAT:
-        restored = codes.mul_(p.scale).add_(p.zero)
-    else:
-        restored = codes.sub_(p.zero).mul_(p.scale)
-    return torch.linalg.vector_norm(restored.sub_(groups), dim=-1, keepdim=True)
+    affine = target.zero is ZeroPoint.FLOAT
+    restored = codes.mul_(p.scale).add_(p.zero) if affine else codes.sub_(p.zero).mul_(p.scale)
+    error: Tensor = torch.linalg.vector_norm(restored.sub_(groups), dim=-1, keepdim=True)
+    return error
 
 
 def _mse(groups: Tensor, target: _Target) -> _Parameters:
@@ -206,9 +205,10 @@ def quantize(
     weight = weight.detach()
     with torch.no_grad():
         parts = [_quantize_rows(rows, fmt, chosen, stored, name) for rows in _row_chunks(weight)]
-    codes, scale, zero = (torch.cat(columns) if columns[0] is not None else None for columns in zip(*parts, strict=True))
-    zero = zero.t().contiguous() if zero is not None else None
-    return QTensor.from_codes(codes, scale.t().contiguous(), zero, fmt, chosen)
+    codes = torch.cat([part[0] for part in parts])
+    scale = torch.cat([part[1] for part in parts]).t().contiguous()
+    zeros = [part[2] for part in parts if part[2] is not None]
+    return QTensor.from_codes(codes, scale, torch.cat(zeros).t().contiguous() if zeros else None, fmt, chosen)
 
 
 def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
@@ -229,39 +229,53 @@ def _row_chunks(weight: Tensor) -> tuple[Tensor, ...]:
 def _quantize_rows(
     rows: Tensor, fmt: Format, quantizer: str, scale_dtype: torch.dtype, name: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    n, k = rows.shape
-    groups, target = _grouped(rows.float(), fmt), _Target(*fmt.code_range, fmt.zero, scale_dtype)
-    if not groups.numel():
-        parameters = _Parameters(*(rows.new_full((n, fmt.groups(k), 1), v, dtype=torch.float32) for v in (1.0, 0.0)))
+    k = rows.shape[1]
+    target = _Target(*fmt.code_range, fmt.zero, scale_dtype)
+    if not k:
+        parts = [_empty_part(rows, fmt.groups(k))]
     else:
-        parameters = _QUANTIZERS[quantizer].parameters(groups, target)
-    _check_finite(parameters, rows, scale_dtype, name)
-    low = target.low if _QUANTIZERS[quantizer].full_range else -target.high
-    codes = _codes(groups, parameters, target, low).to(torch.int8).reshape(n, -1)[:, :k]
-    return codes, parameters.scale.squeeze(-1).to(scale_dtype), _stored_zero(parameters, target)
+        parts = [_quantize_part(groups, target, quantizer) for groups in _grouped(rows.float(), fmt)]
+    codes = torch.cat([part for part, _ in parts], dim=1)
+    scale, zero = (torch.cat([getattr(p, name) for _, p in parts], dim=1).squeeze(-1) for name in ("scale", "zero"))
+    _check_finite(scale + zero, rows, scale_dtype, name)
+    return codes, scale.to(scale_dtype), _stored_zero(zero, target)
 
 
-def _grouped(rows: Tensor, fmt: Format) -> Tensor:
-    """``(n, K)`` to ``(n, G, g)``; a ragged last group is filled with its own last value, which changes no range."""
+def _empty_part(rows: Tensor, groups: int) -> tuple[Tensor, _Parameters]:
+    n = rows.shape[0]
+    scale = rows.new_ones((n, groups, 1), dtype=torch.float32)
+    return rows.new_empty((n, 0), dtype=torch.int8), _Parameters(scale, torch.zeros_like(scale))
+
+
+def _quantize_part(groups: Tensor, target: _Target, quantizer: str) -> tuple[Tensor, _Parameters]:
+    rule = _QUANTIZERS[quantizer]
+    parameters = rule.parameters(groups, target)
+    codes = _codes(groups, parameters, target, target.low if rule.full_range else -target.high)
+    return codes.to(torch.int8).flatten(1), parameters
+
+
+def _grouped(rows: Tensor, fmt: Format) -> list[Tensor]:
+    """``(n, K)`` to ``(n, G, g)``, and a ragged last group apart, as ``(n, 1, rest)``: filling would bend ``mse``."""
     n, k = rows.shape
-    missing = fmt.groups(k) * fmt.group(k) - k if k else 0
-    if missing:
-        rows = torch.cat([rows, rows[:, -1:].expand(n, missing)], dim=1)
-    return rows.view(n, fmt.groups(k), -1) if rows.numel() else rows.view(n, fmt.groups(k), 0)
+    g = fmt.group(k)
+    whole = k // g * g
+    parts = [rows[:, :whole].reshape(n, k // g, g)]
+    return parts if whole == k else [*parts, rows[:, whole:].unsqueeze(1)]
 
 
-def _stored_zero(parameters: _Parameters, target: _Target) -> Tensor | None:
+def _stored_zero(zero: Tensor, target: _Target) -> Tensor | None:
     if target.zero is ZeroPoint.NONE:
         return None
     dtype = torch.int8 if target.zero is ZeroPoint.INT else target.scale_dtype
-    return parameters.zero.squeeze(-1).to(dtype)
+    return zero.to(dtype)
 
 
-def _check_finite(parameters: _Parameters, rows: Tensor, scale_dtype: torch.dtype, name: str) -> None:
-    if rows.device.type == "meta" or torch.isfinite(parameters.scale + parameters.zero).all():
+def _check_finite(parameters: Tensor, rows: Tensor, scale_dtype: torch.dtype, name: str) -> None:
+    if not has_values(rows) or torch.isfinite(parameters).all():
         return
     if not torch.isfinite(rows).all():
         raise FormatError(
             f"{name} holds NaN or Inf, which has no quantized form.\nRepair the weight, or exclude this layer."
         )
-    raise FormatError(f"{name} is too large for scales in {scale_dtype}.\nPass scale_dtype=torch.float32.")
+    remedy = "Rescale the weight" if scale_dtype == torch.float32 else "Pass scale_dtype=torch.float32"
+    raise FormatError(f"{name} is too large for scales in {scale_dtype}.\n{remedy}, or exclude this layer.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from .activations import Activation, DynamicInt8, OutputInt8, StaticInt8
 from .errors import FormatError, did_you_mean
-from .formats import PLAIN, Format, ZeroPoint, find_layout
+from .formats import PLAIN, Format, ZeroPoint, find_layout, match_text
 from .quantize import check_quantizer, default_quantizer
 
 SCHEMES: tuple[str, ...] = (
@@ -38,10 +38,13 @@ SCHEMES: tuple[str, ...] = (
 )
 """The schemes that the conformance kit runs: every row of the table in the design, with and without zero points."""
 
-_GRAMMAR = "w4|w8 a16|a8 [-gGROUP] [-asym|-fzp] [-aasym|-static] [-o8] [@QUANTIZER] [/LAYOUT]"
-_NUMBERS = r"(\((?P<{0}_scale>[0-9.e+-]+),(?P<{0}_zero>-?[0-9]+)\))?"
+_GRAMMAR = (
+    "w4|w8 a16|a8 [-gGROUP] [-asym|-fzp] [-aasym|-static[(SCALE,ZERO)]|-token] [-o8[(SCALE,ZERO)]|-o8t] "
+    "[@QUANTIZER] [/LAYOUT]"
+)
+_NUMBERS = r"(\((?P<{0}_scale>[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?),(?P<{0}_zero>-?[0-9]{{1,3}})\))?"
 _TEXT = re.compile(
-    r"w(?P<bits>4|8)a(?P<abits>16|8)(-g(?P<group>[0-9]+))?(-(?P<zero>asym|fzp))?"
+    r"w(?P<bits>4|8)a(?P<abits>16|8)(-g(?P<group>[0-9]{1,18}))?(-(?P<zero>asym|fzp))?"
     r"(-(?P<activation>aasym|static|token)" + _NUMBERS.format("a") + r")?"
     r"(?P<output>-o8(?P<o_token>t)?" + _NUMBERS.format("o") + r")?"
     r"(@(?P<quantizer>\w+))?(/(?P<layout>\w+))?"
@@ -72,12 +75,12 @@ class Scheme:
         """Read a scheme's text; a `Scheme` passes through. Raises `FormatError` that lists what is possible."""
         if isinstance(text, Scheme):
             return text
-        match = _TEXT.fullmatch(text)
+        match = match_text(_TEXT, text)
         if match is None:
             raise _unreadable(text)
         parts = match.groupdict()
         if parts["abits"] == "16" and (parts["activation"] or parts["output"]):
-            raise _unreadable(text, "a16 means float activations; -aasym, -static and -o8 go with a8.")
+            raise _unreadable(text, "a16 means float activations; -aasym, -static, -token and -o8 go with a8.")
         zero = {None: ZeroPoint.NONE, "asym": ZeroPoint.INT, "fzp": ZeroPoint.FLOAT}[parts["zero"]]
         group = None if parts["group"] is None else int(parts["group"])
         layout = find_layout(parts["layout"] or PLAIN.name)
@@ -89,7 +92,7 @@ class Scheme:
         group = "" if fmt.group_size is None else f"-g{fmt.group_size}"
         zero = {ZeroPoint.NONE: "", ZeroPoint.INT: "-asym", ZeroPoint.FLOAT: "-fzp"}[fmt.zero]
         quantizer = "" if self.quantizer == default_quantizer(fmt) else f"@{self.quantizer}"
-        layout = "" if fmt.layout is PLAIN else f"/{fmt.layout.name}"
+        layout = "" if fmt.layout == PLAIN else f"/{fmt.layout.name}"
         bits = 16 if self.activation is None else 8
         return f"w{fmt.bits}a{bits}{group}{zero}{self._activation_text()}{self._output_text()}{quantizer}{layout}"
 

@@ -22,7 +22,8 @@ whose activation or output says ``per_token``."""
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-23}
+ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-23}
+"""Half a unit in the last place, relative (a whole one for float32; results in float64 are held to float32)."""
 _FLOAT32_SUM = 2.0**-20
 """Relative error allowed to a float32 accumulation, on the sum of absolute values."""
 _NEAR_TIE = 2.0**-12
@@ -153,9 +154,9 @@ def _compare(expected: Tensor, allowed: Tensor, result: Tensor, dtype: torch.dty
     actual = result.double()
     rounded = expected if dtype == torch.int8 else expected.to(dtype).double()
     # Where rounding to the result's dtype overflows, Inf is the right answer; both sides must say so.
-    same = (actual == rounded) | (actual.isnan() & rounded.isnan())
+    same = (actual == rounded) | (actual.isnan() & rounded.isnan()) | _overflows(expected, allowed, actual, dtype)
     error = torch.where(same, 0.0, (actual - expected).abs())
-    ratio = torch.where(same, 0.0, error / allowed).nan_to_num(nan=float("inf"))
+    ratio = torch.where(same, 0.0, error / allowed).nan_to_num(nan=float("inf"), posinf=float("inf"))
     worst = float(ratio.max())
     where = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
     text = (
@@ -163,6 +164,14 @@ def _compare(expected: Tensor, allowed: Tensor, result: Tensor, dtype: torch.dty
         f"allowed error {float(allowed[where]):.3g}; {int((ratio > 1).sum())} of {ratio.numel()} elements are off"
     )
     return Verdict(worst <= 1.0, worst, text)
+
+
+def _overflows(expected: Tensor, allowed: Tensor, actual: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where Inf came out and a sum within the allowed error would have rounded to it."""
+    if not dtype.is_floating_point:
+        return torch.zeros_like(actual, dtype=torch.bool)
+    furthest = (expected + allowed * expected.sign()).to(dtype).double()
+    return actual.isinf() & (actual == furthest)
 
 
 def exact_weight(weight: QTensor) -> Tensor:
@@ -206,8 +215,15 @@ def quantize_rows(problem: Problem, rows: Tensor) -> Quantized | None:
         return Quantized(rows.double(), scale.double(), z.double(), torch.zeros(rows.shape, dtype=torch.bool))
     steps = rows.float() / scale
     codes = (torch.round(steps) + z).clamp(-128, 127).double()
-    near = ((steps - torch.floor(steps)) - 0.5).abs() < _NEAR_TIE
+    near = _near_tie(steps)
+    if activation == DynamicInt8(symmetric=False) and rows.shape[-1]:
+        # A zero point that may round either way decides whether the outermost codes are clipped, by one step.
+        near |= _near_tie(rows.float().amin(-1, keepdim=True).clamp_max(0) / scale) & (codes.abs() >= 127)
     return Quantized(codes, scale.double(), z.double(), near)
+
+
+def _near_tie(steps: Tensor) -> Tensor:
+    return ((steps - torch.floor(steps)) - 0.5).abs() < _NEAR_TIE
 
 
 def _given_parameters(
@@ -236,7 +252,7 @@ def product_error(problem: Problem, rows: Tensor, dense: Tensor, magnitude: Tens
     quantized = quantize_rows(problem, rows)
     if quantized is None:
         values = rows.double()
-        narrow = 4 * _ROUNDING[rows.dtype] * ((values**2) @ (magnitude**2).t()).sqrt()
+        narrow = 4 * ROUNDING[rows.dtype] * ((values**2) @ (magnitude**2).t()).sqrt()
         return narrow + _FLOAT32_SUM * (values.abs() @ magnitude.t())
     sums = ((quantized.codes.abs() + quantized.zero.abs()) * quantized.scale) @ magnitude.t()
     ties = (quantized.near_tie.double() * quantized.scale) @ dense.abs().t()
@@ -256,6 +272,6 @@ def finish_allowed(problem: Problem, y: Tensor, error: Tensor) -> Tensor:
     """The error allowed to the finished result: one more rounding, or one code plus the error in codes."""
     request = problem.request
     if request.output is None:
-        return error + 2 * _ROUNDING[request.out_dtype] * y.abs() + torch.finfo(request.out_dtype).smallest_normal
+        return error + 2 * ROUNDING[request.out_dtype] * y.abs() + torch.finfo(request.out_dtype).smallest_normal
     scale, _ = _given_parameters(request.output, problem.given, "out", y)
     return 1.0 + torch.floor(error / scale.double())

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..formats import Format
 from ..qtensor import QTensor
 from ..schemes import Scheme
-from .base import Case, Contract, Problem, exact_weight, weight_magnitude
+from .base import ROUNDING, Case, Contract, Problem, exact_weight, weight_magnitude
 from .inputs import Draw, small_k, small_n
 
 
@@ -93,7 +93,7 @@ class EmbeddingContract(Contract):
 
     def allowed(self, problem: Problem) -> Tensor:
         out = problem.request.out_dtype
-        rounding = 2 * torch.finfo(out).eps * self.reference(problem).abs()
+        rounding = 2 * ROUNDING[out] * self.reference(problem).abs()
         computing = 2.0**-20 * weight_magnitude(problem.weight)[problem.x.long()]
         return rounding + computing + torch.finfo(out).smallest_normal
 

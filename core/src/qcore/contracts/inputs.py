@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,8 +25,8 @@ def small_n(n: int) -> int:
 
 
 def small_k(k: int, weight: Format) -> int:
-    """A small K with the same remainders as ``k`` by 256 and by the group size."""
-    period = max(_SMALL, 2 * weight.group(1) if weight.group_size else 0)
+    """A small K with the same remainders by 256 and by the group size as ``k``, and two groups where k has more."""
+    period = _SMALL if weight.group_size is None else math.lcm(_SMALL, 2 * weight.group_size)
     return k if k <= period else period + k % period
 
 
@@ -73,7 +74,7 @@ class Draw:
         lean = self.normal(n, 1) * 0.03 + 0.04
         dense = self.normal(n, k) * 0.05 + lean
         if kind == "zeros":
-            dense[:, : max(1, fmt.group(k))] = 0
+            dense[:, : fmt.group_size or 0] = 0
             dense[::2] = 0
         if kind == "tiny":
             dense *= 1e-4
@@ -93,7 +94,7 @@ class Draw:
         return QTensor.from_codes(codes, scale, zero, fmt)
 
     def activations(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str, strides: str) -> Tensor:
-        """x of ``shape``; its last dimension is K. Leans to one side too, so that a dropped correction shows."""
+        """Draw x of ``shape``; its last dimension is K. Leans to one side too, so that a dropped correction shows."""
         if dtype == torch.int8:
             return self.whole(-128, 127, *shape).to(torch.int8)
         x = self.normal(*shape) + 0.3
@@ -121,7 +122,9 @@ class Draw:
         tokens, given = x.shape[:-1].numel(), {}
         for prefix, part in (("x", request.activation), ("out", request.output)):
             if getattr(part, "per_token", False):
-                given[f"{prefix}_scale"] = torch.rand(tokens, generator=self.generator, dtype=torch.float32) * 0.02 + 0.005
+                given[f"{prefix}_scale"] = (
+                    torch.rand(tokens, generator=self.generator, dtype=torch.float32) * 0.02 + 0.005
+                )
                 given[f"{prefix}_zero_point"] = self.whole(-30, 30, tokens).to(torch.int32)
         return given
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..activations import Activation, OutputInt8
+from ..activations import Activation, OutputInt8, StaticInt8
 from ..formats import Format
 from ..schemes import Scheme
 from .base import (
@@ -52,7 +52,7 @@ class LinearRequest:
 
     def signature(self) -> tuple[Any, ...]:
         """What a verdict on a kernel depends on: everything but the device, the exact sizes and given numbers."""
-        activation = self.activation.blank() if hasattr(self.activation, "blank") else self.activation
+        activation = self.activation.blank() if isinstance(self.activation, StaticInt8) else self.activation
         output = self.output and self.output.blank()
         form = (small_n(self.n), small_k(self.k, self.weight))
         return (self.contract, self.x_dtype, self.out_dtype, str(self.weight), activation, output, self.bias, form)
@@ -111,12 +111,12 @@ class LinearContract(Contract):
     request: ClassVar[type] = LinearRequest
 
     def reference(self, problem: Problem) -> Tensor:
-        rows = problem.x.reshape(-1, problem.request.k)
+        rows = _rows(problem)
         y = _exact(problem, rows)
         return finish_reference(problem, y).reshape(*problem.x.shape[:-1], problem.request.n)
 
     def allowed(self, problem: Problem) -> Tensor:
-        rows = problem.x.reshape(-1, problem.request.k)
+        rows = _rows(problem)
         error = product_error(problem, rows, exact_weight(problem.weight), weight_magnitude(problem.weight))
         allowed = finish_allowed(problem, _exact(problem, rows), error)
         return allowed.reshape(*problem.x.shape[:-1], problem.request.n)
@@ -129,8 +129,9 @@ class LinearContract(Contract):
         )
 
     def cases(self, schemes: Iterable[Scheme], dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
-        dtypes = tuple(dtypes)
-        for scheme in (*schemes, *map(Scheme.parse, _TOKEN_SCHEMES)):
+        schemes, dtypes = tuple(schemes), tuple(dtypes)
+        given = _TOKEN_SCHEMES if any(scheme.activation for scheme in schemes) else ()
+        for scheme in dict.fromkeys((*schemes, *map(Scheme.parse, given))):
             for dtype in dtypes:
                 for shape in _SHAPES:
                     yield self._case(scheme, dtype, shape)
@@ -153,6 +154,10 @@ class LinearContract(Contract):
             draw.linear(request, Shape("probe", (m,), request.n, request.k, "same" if request.bias else "none"))
             for m in rows
         ]
+
+
+def _rows(problem: Problem) -> Tensor:
+    return problem.x.reshape(problem.x.shape[:-1].numel(), problem.request.k)
 
 
 def _exact(problem: Problem, rows: Tensor) -> Tensor:
