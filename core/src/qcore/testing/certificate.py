@@ -1,0 +1,126 @@
+"""What a run of the kit found out about one plugin."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..decision import format_table
+from .results import Outcome, Result, count, summary_line
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The outcome of every case and law for one plugin on one device.
+
+    **Fields:** ``backend``: the plugin's name; ``dist``, ``version``: its distribution; ``state``, ``reason``: what became
+    of it when it was brought up; ``device``: the torch device tested; ``hardware``, ``driver``: what its probe found;
+    ``qcore``, ``torch``: versions; ``seed``: the random numbers (pass it again to reproduce them); ``date``: UTC;
+    ``cases``, ``laws``: see `Result`; ``seconds``.
+
+    ``str(certificate)`` is a summary table.
+    """
+
+    backend: str
+    dist: str
+    version: str
+    state: str
+    reason: str
+    device: str
+    hardware: str
+    driver: str
+    qcore: str
+    torch: str
+    seed: int
+    date: str
+    cases: tuple[Result, ...] = ()
+    laws: tuple[Result, ...] = ()
+    seconds: float = 0.0
+    broken: bool = field(default=False)
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """Cases, then laws."""
+        return (*self.cases, *self.laws)
+
+    @property
+    def available(self) -> bool:
+        """Whether the plugin came up, so that there was something to test."""
+        return self.state == "available"
+
+    @property
+    def failures(self) -> list[Result]:
+        """Every case and law that failed."""
+        return [result for result in self.results if result.outcome is Outcome.FAILED]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plugin came up and nothing failed. One that is unavailable here has shown nothing: False."""
+        return self.available and not self.failures
+
+    @property
+    def counts(self) -> Counter[Outcome]:
+        """Cases and laws by outcome."""
+        return count(self.results)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        lists = {name: [result.to_json() for result in getattr(self, name)] for name in ("cases", "laws")}
+        counts = {outcome.value: self.counts[outcome] for outcome in Outcome}
+        return {**vars(self), **lists, "ok": self.ok, "counts": counts}
+
+    def write_json(self, path: str | Path) -> None:
+        """Write everything, one object."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def write_html(self, path: str | Path) -> None:
+        """Write a page that needs no other file."""
+        from .page import render
+
+        Path(path).write_text(render([self]), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return "\n".join([*self.header(), *self._body(), self.closing()])
+
+    def header(self) -> list[str]:
+        """Plugin, device, versions and seed."""
+        hardware = f" ({self.hardware})" if self.hardware else ""
+        return [
+            f"{self.backend} ({self.dist} {self.version}) on {self.device}{hardware}",
+            f"qcore {self.qcore}, torch {self.torch}, seed {self.seed}, {self.date}",
+        ]
+
+    def closing(self) -> str:
+        """The line that scripts read; refusals and known gaps count as skipped, being neither passed nor failed."""
+        n = self.counts
+        passed, failed = n[Outcome.PASSED], n[Outcome.FAILED]
+        return summary_line(passed, failed, n.total() - passed - failed)
+
+    def _body(self) -> Iterator[str]:
+        if not self.available:
+            yield f"{self.state}: {self.reason}"
+            return
+        columns = ("passed", "failed", "refused", "gap", "skipped")
+        groups = [*_by_contract(self.cases), *_by_contract(self.laws, laws=True)]
+        rows = [(name, *(str(found[Outcome(c)]) for c in columns), _worst(results)) for name, results, found in groups]
+        yield from format_table(("", *columns, "worst error / allowed"), rows)
+        yield from (f"FAILED {result.id}: {result.reason}" for result in self.failures[:20])
+        if len(self.failures) > 20:
+            yield f"... and {len(self.failures) - 20} failures more"
+
+
+def _by_contract(results: Iterable[Result], *, laws: bool = False) -> Iterator[tuple[str, list[Result], Counter[Outcome]]]:
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(f"law {result.law}" if laws else result.contract, []).append(result)
+    for name, members in groups.items():
+        yield name, members, count(members)
+
+
+def _worst(results: Iterable[Result]) -> str:
+    worst = max((result.worst for result in results if result.outcome is Outcome.PASSED), default=0.0)
+    return f"{worst:.3f}" if worst else ""

@@ -1,0 +1,139 @@
+"""Checking one case: ask the plugin, and put every kernel it offers to the test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contracts import Problem
+from ..kernels import Kernel
+from ..plugins import Guarded
+from ..verify import difference, same_bits
+from .questions import Question
+from .results import Outcome, Result
+from .target import Target
+from .watch import Watch
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The law that a kernel broke on a case, and how."""
+
+    law: str
+    text: str
+
+
+class Broken(Exception):
+    """Carries a `Fault` out of a trial."""
+
+    def __init__(self, law: str, text: str) -> None:
+        super().__init__(text)
+        self.fault = Fault(law, text)
+
+
+def check_case(target: Target, question: Question) -> Result:
+    """The outcome of one case for one plugin; known gaps are not considered here."""
+    start, case = time.perf_counter(), question.case
+
+    def result(outcome: Outcome, reason: str = "", law: str = "", **more: Any) -> Result:
+        seconds = time.perf_counter() - start
+        return Result(case.id, law, case.contract, case.scheme, outcome, reason, seconds=seconds, **more)
+
+    problem = question.on(target.device)
+    answer = target.ask(problem.request)
+    if answer.broken:
+        return result(Outcome.FAILED, answer.reason, "refusals")
+    if not answer.kernels:
+        return result(Outcome.REFUSED, answer.reason)
+    here, worst = problem.to(target.device), 0.0
+    names = tuple(str(getattr(kernel, "name", kernel)) for kernel in answer.kernels)
+    for kernel in answer.kernels:
+        try:
+            worst = max(worst, try_kernel(target, kernel, question, here))
+        except Broken as broken:
+            found = float("inf") if broken.fault.law == "results" else worst
+            text = f"{getattr(kernel, 'name', kernel)}: {broken.fault.text}"
+            return result(Outcome.FAILED, text, broken.fault.law, kernels=names, worst=found)
+    return result(Outcome.PASSED, kernels=names, worst=worst)
+
+
+def try_kernel(target: Target, kernel: Kernel, question: Question, here: Problem) -> float:
+    """Pack, unpack, run and judge; returns error / allowed of the worst element, raises `Broken`."""
+    check_origin(target, kernel)
+    packed = packed_and_back(kernel, here)
+    output = run_watched(target, kernel, here, packed)
+    verdict = question.judge(here, output)
+    if not verdict.ok:
+        raise Broken("results", f"wrong result for x of shape {tuple(here.x.shape)}: {verdict.message}")
+    return verdict.worst
+
+
+def check_origin(target: Target, kernel: Kernel) -> None:
+    """A plugin offers kernels of its own, under names of its own."""
+    if not isinstance(kernel, Kernel):
+        raise Broken("origin", f"offered a {type(kernel).__name__}, which is no qcore.Kernel")
+    name = getattr(kernel, "name", None)
+    if not isinstance(name, str) or not name.startswith(f"{target.name}."):
+        raise Broken("origin", f"the kernel is called {name!r}; a kernel of this plugin is called '{target.name}.something'")
+    if not target.is_fallback and type(kernel).__module__.startswith("qcore."):
+        raise Broken("origin", f"offers qcore's own {type(kernel).__qualname__} as if it were the plugin's")
+
+
+def packed_and_back(kernel: Kernel, here: Problem) -> dict[str, Tensor]:
+    """Pack the problem's weight; unpacking must give every bit back."""
+    packed = _guarded("pack", lambda: kernel.pack(here.weight))
+    back = _guarded("unpack", lambda: kernel.unpack(packed))
+    lost = difference(back, here.weight)
+    if lost:
+        raise Broken("pack", f"unpack(pack(w)) is not w: {lost}")
+    elsewhere = {key: str(t.device) for key, t in packed.items() if t.device.type != here.weight.device.type}
+    if elsewhere:
+        raise Broken("pack", f"pack left tensors on another device than the weight's: {elsewhere}")
+    return packed
+
+
+def run_watched(target: Target, kernel: Kernel, here: Problem, packed: Mapping[str, Tensor]) -> Any:
+    """Call the kernel; it may neither change its inputs nor hand the work back to qcore."""
+    inputs = _tensors(here, packed)
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
+    with Watch(is_fallback=target.is_fallback) as watch:
+        output = _guarded("its call", lambda: kernel(here.x, packed, here.bias, **here.given))
+    if watch.entered:
+        raise Broken("no-fallback", f"falls back secretly: while it ran it entered qcore's {watch.entered[0]}")
+    changed = [name for name, tensor in inputs.items() if not same_bits(tensor, before[name])]
+    if changed:
+        raise Broken("inputs", f"changed its input in place: {', '.join(changed)}")
+    return output
+
+
+def _tensors(here: Problem, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    named = {"x": here.x, **here.given, **{f"packed {key}": value for key, value in packed.items()}}
+    return named if here.bias is None else {**named, "bias": here.bias}
+
+
+def _guarded(step: str, call: Any) -> Any:
+    try:
+        return call()
+    except Guarded as error:
+        raise Broken("raises", f"{step} raised {type(error).__name__}: {first_lines(error)}") from error
+
+
+def first_lines(error: BaseException, most: int = 400) -> str:
+    """An exception's text, cut to what fits a report."""
+    text = str(error).strip()
+    return text if len(text) <= most else f"{text[:most]} ..."
+
+
+def resized(problem: Problem, rows: int) -> Problem:
+    """The same problem with ``rows`` rows (images, indices): those it has, repeated as needed."""
+    from dataclasses import replace
+
+    have = max(1, problem.x.shape[0])
+    index = torch.arange(rows) % have
+    given = {name: value[index] for name, value in problem.given.items()}
+    return replace(problem, x=problem.x[index], given=given)

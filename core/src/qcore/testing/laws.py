@@ -1,0 +1,175 @@
+"""The laws: what must hold beside right numbers, each under a name of its own.
+
+Some are checked along with every case (`EVERYWHERE`), some once per contract and scheme on a sample of its cases
+(`laws_kernel`), some once per plugin (`laws_plugin`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..contracts import Case, Problem
+from ..kernels import Kernel
+from .check import Broken, packed_and_back
+from .questions import Question
+from .results import Outcome, Result
+from .target import Target
+
+EVERYWHERE = {
+    "results": "results are within the tolerance of the contract",
+    "raises": "pack, unpack and calls do not raise for what was offered",
+    "pack": "unpack(pack(w)) gives back w, bit for bit",
+    "inputs": "x, bias and packed weight are left as they were",
+    "no-fallback": "the plugin's own kernel does the work, and hands none of it back to qcore",
+    "origin": "kernels come from the plugin and bear its name",
+    "refusals": "what is not served is refused with a reason",
+}
+
+_PREFERRED = ("rows-17", "3x3", "batched", "k-aligned-16", "rows-1", "1x1", "one")
+
+
+class NotHere(Exception):
+    """A law that cannot be tried here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An offered case of one contract and scheme, ready to run: ``packs`` holds a packed weight per kernel."""
+
+    question: Question
+    here: Problem
+    kernels: Sequence[Kernel]
+    packs: Sequence[dict[str, Tensor]]
+
+
+KernelLaw = Callable[[Target, Sample, Kernel, dict[str, Tensor]], None]
+SchemeLaw = Callable[[Target, Sample], None]
+PluginLaw = Callable[[Target, "Samples"], None]
+
+
+@dataclass(frozen=True)
+class Law:
+    """One law: ``statement`` says what must hold; exactly one of the checks is set, and raises `Broken` or `NotHere`."""
+
+    name: str
+    statement: str
+    kernel: KernelLaw | None = None
+    scheme: SchemeLaw | None = None
+    plugin: PluginLaw | None = None
+
+
+@dataclass(frozen=True)
+class LawItem:
+    """A law to be checked on one contract and scheme, or on the plugin as a whole."""
+
+    law: Law
+    contract: str = ""
+    scheme: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.law.name}[{self.contract}-{self.scheme}]" if self.contract else f"{self.law.name}[plugin]"
+
+
+class Samples:
+    """One sample per contract and scheme, found when first asked for."""
+
+    def __init__(self, target: Target, cases: Iterable[Case], seed: int) -> None:
+        self._target, self._seed = target, seed
+        self._families: dict[tuple[str, str], list[Case]] = {}
+        for case in cases:
+            self._families.setdefault((case.contract, case.scheme), []).append(case)
+        self._found: dict[tuple[str, str], Sample | str] = {}
+
+    @property
+    def families(self) -> list[tuple[str, str]]:
+        """Every (contract, scheme) there are cases of."""
+        return list(self._families)
+
+    def get(self, contract: str, scheme: str) -> Sample:
+        """The sample; raises `NotHere` where the plugin refuses every case, `Broken` where it cannot even pack one."""
+        key = (contract, scheme)
+        if key not in self._found:
+            self._found[key] = self._find(key)
+        found = self._found[key]
+        if isinstance(found, str):
+            raise NotHere(found)
+        return found
+
+    def any(self) -> Sample:
+        """A sample of whatever the plugin offers."""
+        for family in self._families:
+            try:
+                return self.get(*family)
+            except NotHere:
+                continue
+        raise NotHere("the plugin offers no kernel for any case")
+
+    def _find(self, key: tuple[str, str]) -> Sample | str:
+        reason = "there are no cases of it"
+        for case in sorted(self._families.get(key, ()), key=_preference):
+            question = Question(case, self._seed)
+            answer = self._target.ask(question.on(self._target.device).request)
+            if answer.kernels:
+                here = question.on(self._target.device).to(self._target.device)
+                return Sample(question, here, answer.kernels, [packed_and_back(k, here) for k in answer.kernels])
+            reason = answer.reason
+        return f"the plugin refuses it: {reason}"
+
+
+def _preference(case: Case) -> int:
+    shape = case.id.rstrip("]")
+    return next((i for i, name in enumerate(_PREFERRED) if shape.endswith(f"-{name}")), len(_PREFERRED))
+
+
+def law_items(laws: Iterable[Law], families: Iterable[tuple[str, str]]) -> list[LawItem]:
+    """Every check to be made of these laws."""
+    families = list(families)
+    items = []
+    for law in laws:
+        items += [LawItem(law)] if law.plugin else [LawItem(law, *family) for family in families]
+    return items
+
+
+def check_law(target: Target, samples: Samples, item: LawItem) -> Result:
+    """The outcome of one check; known gaps are not considered here."""
+    start, outcome, reason = time.perf_counter(), Outcome.PASSED, ""
+    try:
+        _apply(target, samples, item)
+    except NotHere as skip:
+        outcome, reason = Outcome.SKIPPED, str(skip)
+    except Broken as broken:
+        outcome, reason = Outcome.FAILED, broken.fault.text
+    seconds = time.perf_counter() - start
+    return Result(item.id, item.law.name, item.contract, item.scheme, outcome, reason, seconds=seconds)
+
+
+def _apply(target: Target, samples: Samples, item: LawItem) -> None:
+    law = item.law
+    if law.plugin is not None:
+        law.plugin(target, samples)
+        return
+    sample = samples.get(item.contract, item.scheme)
+    if law.scheme is not None:
+        law.scheme(target, sample)
+    for kernel, packed in zip(sample.kernels, sample.packs, strict=True):
+        if law.kernel is not None:
+            law.kernel(target, sample, kernel, packed)
+
+
+def everywhere(results: Sequence[Result]) -> list[Result]:
+    """What the cases together say about the laws that are checked along with each of them."""
+    ran = [result for result in results if result.outcome in (Outcome.PASSED, Outcome.FAILED)]
+    return [_together(name, ran) for name in EVERYWHERE if ran]
+
+
+def _together(law: str, ran: Sequence[Result]) -> Result:
+    broken = [result for result in ran if result.outcome is Outcome.FAILED and result.law == law]
+    if not broken:
+        return Result(f"{law}[every case]", law, "", "", Outcome.PASSED)
+    text = f"broken in {len(broken)} of {len(ran)} cases, first in {broken[0].id}: {broken[0].reason}"
+    return Result(f"{law}[every case]", law, "", "", Outcome.FAILED, text)

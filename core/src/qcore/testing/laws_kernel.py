@@ -1,0 +1,212 @@
+"""Laws on a kernel: fakes, opcheck, compilation, determinism, threads, empty inputs, two devices, the decision."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import nn, settings
+from ..contracts import Problem
+from ..decision import Decision
+from ..kernels import Kernel
+from ..plugins import Guarded
+from ..qtensor import QTensor
+from ..resolver import resolve
+from ..schemes import Scheme
+from ..verify import same_bits
+from .check import Broken, first_lines, resized
+from .laws import Law, NotHere, Sample
+from .target import Target
+from .watch import OwnOps
+
+_THREADS, _CALLS = 8, 3
+_COMPILED_ROWS = (3, 17, 1)
+Packed = dict[str, Tensor]
+
+
+def _call(law: str, what: str, kernel: Kernel, here: Problem, packed: Packed) -> Any:
+    return _guard(law, what, lambda: kernel(here.x, packed, here.bias, **here.given))
+
+
+def _guard(law: str, what: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Guarded as error:
+        raise Broken(law, f"{what} raised {type(error).__name__}: {first_lines(error)}") from error
+
+
+def fakes(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """Run under fake tensors: shape, dtype and device must be those of the real result."""
+    from torch._subclasses import FakeTensorMode
+
+    here = sample.here
+    real = _call("fake", f"{kernel.name}", kernel, here, packed)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake_here = replace(here, x=mode.from_tensor(here.x), bias=_faked(mode, here.bias), given=_all_faked(mode, here.given))
+        fake = _call("fake", f"{kernel.name} under fake tensors", kernel, fake_here, _all_faked(mode, packed))
+    for what in ("shape", "dtype", "device"):
+        mine, true = getattr(fake, what), getattr(real, what)
+        if mine != true:
+            raise Broken("fake", f"{kernel.name}: its fake says {what} {mine}, the real result has {true}")
+
+
+def _faked(mode: Any, tensor: Tensor | None) -> Any:
+    return None if tensor is None else mode.from_tensor(tensor)
+
+
+def _all_faked(mode: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def opcheck(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """`torch.library.opcheck` for every op that the kernel calls and torch does not own."""
+    with OwnOps() as seen:
+        _call("opcheck", kernel.name, kernel, sample.here, packed)
+    if not seen.calls:
+        raise NotHere(f"{kernel.name} calls no op of its own, only torch's")
+    for op, (args, kwargs) in seen.calls.items():
+        _guard("opcheck", f"{kernel.name}: opcheck of {op}", lambda o=op, a=args, k=kwargs: torch.library.opcheck(o, a, k))
+
+
+def compiles(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """One graph without breaks serves 3 and 17 rows; 1 row may have one of its own."""
+    graphs: list[Any] = []
+    call = _compiled(kernel, packed, sample.here.bias, graphs)
+    for rows in _COMPILED_ROWS:
+        problem = resized(sample.question.on(target.device), rows)
+        here = problem.to(target.device)
+        what = f"{kernel.name}: torch.compile(fullgraph=True, dynamic=True) with {rows} rows"
+        result = _guard("compile", what, lambda h=here: call(h.x, h.given))
+        verdict = sample.question.contract.judge(problem, result)
+        if not verdict.ok:
+            raise Broken("compile", f"{what} gave a wrong result: {verdict.message}")
+        if rows == _COMPILED_ROWS[1] and len(graphs) > 1:
+            raise Broken("compile", f"{kernel.name}: 3 and 17 rows took {len(graphs)} graphs; rows must be dynamic")
+
+
+def _compiled(kernel: Kernel, packed: Packed, bias: Tensor | None, graphs: list[Any]) -> Callable[..., Any]:
+    from torch._dynamo import lookup_backend, reset  # type: ignore[attr-defined]
+
+    reset()  # type: ignore[no-untyped-call]
+    eager = lookup_backend("aot_eager")
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return eager(graph, inputs)
+
+    def call(x: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return kernel(x, packed, bias, **given)
+
+    return torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+
+
+def deterministic(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """The same input gives the same bits."""
+    first, second = (_call("determinism", kernel.name, kernel, sample.here, packed) for _ in range(2))
+    if not same_bits(first, second):
+        raise Broken("determinism", f"{kernel.name}: two calls with the same input differ in {_differing(first, second)}")
+
+
+def _differing(a: Tensor, b: Tensor) -> str:
+    return f"{int((a.cpu() != b.cpu()).sum())} of {a.numel()} elements"
+
+
+def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """Eight threads share the kernel and its packed weight."""
+    alone = _call("threads", kernel.name, kernel, sample.here, packed)
+    start, found = threading.Barrier(_THREADS), []
+
+    def work() -> None:
+        with torch.no_grad():  # grad mode is a thread's own
+            start.wait()
+            try:
+                found.extend(kernel(sample.here.x, packed, sample.here.bias, **sample.here.given) for _ in range(_CALLS))
+            except Guarded as error:
+                found.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(_THREADS)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for result in found:
+        if isinstance(result, BaseException):
+            raise Broken("threads", f"{kernel.name}: in {_THREADS} threads it raised {type(result).__name__}: {result}")
+        if not same_bits(result, alone):
+            raise Broken("threads", f"{kernel.name}: a result from one of {_THREADS} threads differs from one alone")
+
+
+def empty(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """An x without rows gives a result without rows."""
+    problem = resized(sample.question.on(target.device), 0)
+    result = _call("empty", f"{kernel.name} with no rows", kernel, problem.to(target.device), packed)
+    verdict = sample.question.contract.judge(problem, result)
+    if not verdict.ok:
+        raise Broken("empty", f"{kernel.name} with no rows: {verdict.message}")
+
+
+def two_devices(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """With two devices of a kind, each gives its own result while the other one is current."""
+    del packed
+    kind = target.device.type
+    if kind == "cpu" or not torch.accelerator.is_available() or torch.accelerator.device_count() < 2:
+        raise NotHere(f"there is only one {kind} device")
+    second = torch.device(kind, 1 - (target.device.index or 0))
+    problem = sample.question.on(second)
+    here = problem.to(second)
+    answer = target.ask(problem.request)
+    for other in answer.kernels:
+        result = _guard("devices", f"{other.name} on {second}", lambda o=other: o(here.x, o.pack(here.weight), here.bias, **here.given))
+        verdict = sample.question.judge(problem, result)
+        if not verdict.ok or result.device != second:
+            raise Broken("devices", f"{kernel.name} on {second}: on {result.device}, {verdict.message}")
+
+
+def decided(target: Target, sample: Sample) -> None:
+    """Asked for by name, the plugin serves a module: its decision says so after the first call, and the result is right."""
+    here = sample.here
+    with settings.using(target.name, verify="always"):
+        if here.given:  # per-token parameters come with each call: modules do not take them
+            _expect(target, _guard("decision", "resolving", lambda: resolve(here.request)))
+            return
+        module = _guard("decision", "making a module", lambda: _module(here))
+        result = _guard("decision", "calling the module", lambda: module(here.x))
+    _expect(target, module.decision)
+    verdict = sample.question.judge(here, result)
+    if not verdict.ok:
+        raise Broken("decision", f"the module gave a wrong result: {verdict.message}")
+
+
+def _expect(target: Target, decision: Decision) -> None:
+    if decision.plugin != target.name:
+        rows = [f"{c.kernel or c.plugin} {c.stage}: {c.reason}" for c in decision.candidates if c.plugin == target.name]
+        raise Broken("decision", f"{decision.plugin or 'nobody'} served instead of {target.name}: {'; '.join(rows)}")
+
+
+def _module(here: Problem) -> Any:
+    request, weight = here.request, QTensor(**{**vars(here.weight), "quantizer": None})
+    if request.contract == "embedding":
+        return nn.QuantizedEmbedding.from_qtensor(weight, dtype=request.out_dtype)
+    scheme = Scheme(weight.format, "", request.activation, request.output)
+    if request.contract == "linear":
+        return nn.QuantizedLinear.from_qtensor(weight, here.bias, scheme, dtype=request.x_dtype)
+    names = ("in_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+    geometry = {name: getattr(request, name) for name in names}
+    return nn.QuantizedConv2d.from_qtensor(weight, here.bias, scheme, dtype=request.x_dtype, **geometry)
+
+
+LAWS = (
+    Law("decision", "asked for by name, the plugin serves a module, and the decision says so", scheme=decided),
+    Law("fake", "under fake tensors, shape, dtype and device are those of the real result", kernel=fakes),
+    Law("opcheck", "torch.library.opcheck passes for the plugin's own ops", kernel=opcheck),
+    Law("compile", "torch.compile(fullgraph=True, dynamic=True): one graph serves any number of rows", kernel=compiles),
+    Law("determinism", "the same input gives the same bits", kernel=deterministic),
+    Law("threads", "eight threads share a kernel and get equal results", kernel=threads),
+    Law("empty", "an x without rows gives a result without rows", kernel=empty),
+    Law("devices", "two devices of a kind each give right results", kernel=two_devices),
+)

@@ -1,0 +1,175 @@
+"""Running the kit: `run` for one plugin, and the `Kit` that pytest and the matrix drive case by case."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from .._version import __version__
+from ..contracts import Case
+from . import laws_kernel, laws_plugin
+from .certificate import Certificate
+from .check import check_case
+from .gaps import Gaps, read_gaps
+from .laws import LawItem, Samples, check_law, everywhere, law_items
+from .questions import Question, cases, selects
+from .results import Outcome, Result
+from .target import Target
+
+LAWS = (*laws_plugin.LAWS, *laws_kernel.LAWS)
+
+Progress = Callable[[int, int, str], None]
+"""Called before each step with (steps done, steps in all, id)."""
+
+
+def fresh_seed() -> int:
+    """A random seed; the certificate tells it."""
+    return secrets.randbelow(1 << 31)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No gradients and no warnings: what a kernel warns of is not the kit's subject, and must not become an error."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Kit:
+    """The cases and laws for one plugin, and what became of those that ran."""
+
+    def __init__(
+        self,
+        backend: str,
+        *,
+        device: str | None = None,
+        seed: int | None = None,
+        schemes: Iterable[str] | None = None,
+        contracts: Iterable[str] | None = None,
+        select: str | Iterable[str] | None = None,
+        gaps: str | Path | None = None,
+    ) -> None:
+        self.seed = fresh_seed() if seed is None else seed
+        patterns = [select] if isinstance(select, str) else select if select is None else list(select)
+        with quiet():
+            self.target = Target(backend, device)
+        every = cases(schemes, contracts)
+        self.cases: list[Case] = [case for case in every if selects(patterns, case.id)]
+        self.samples = Samples(self.target, every, self.seed)
+        self.laws: list[LawItem] = [i for i in law_items(LAWS, self.samples.families) if selects(patterns, i.id)]
+        self.complete = all(limit is None for limit in (schemes, contracts, select))
+        self.gaps = _gaps(self.target, gaps)
+        self.results: list[Result] = []
+        self.law_results: list[Result] = []
+        self._start = time.perf_counter()
+
+    def run_case(self, question: Question) -> Result:
+        """Check one case."""
+        with quiet():
+            result = self._settle(check_case(self.target, question))
+        self.results.append(result)
+        return result
+
+    def run_law(self, item: LawItem) -> Result:
+        """Check one law."""
+        with quiet():
+            result = self._settle(check_law(self.target, self.samples, item))
+        self.law_results.append(result)
+        return result
+
+    def _settle(self, result: Result) -> Result:
+        """Hold a result against the list of known gaps."""
+        known = self.gaps.reason(result.id)
+        if known is None or result.outcome in (Outcome.REFUSED, Outcome.SKIPPED):
+            return result
+        self.gaps.used(result.id)
+        if result.outcome is Outcome.FAILED:
+            return replace(result, outcome=Outcome.GAP, reason=f"{known} ({result.reason})")
+        stale = f"listed in {self.gaps.source} as a known gap, but it passes. Take it off the list."
+        return replace(result, outcome=Outcome.FAILED, law="gaps", reason=stale)
+
+    def gaps_result(self) -> Result:
+        """Whether every gap on the list was needed."""
+        ids = [result.id for result in (*self.results, *self.law_results)]
+        wrong = self.gaps.unneeded(ids, complete=self.complete)
+        outcome = Outcome.FAILED if wrong else Outcome.PASSED
+        return Result("gaps[plugin]", "gaps", "", "", outcome, "\n".join(wrong))
+
+    def certificate(self) -> Certificate:
+        """What was found out so far."""
+        status, target = self.target.status, self.target
+        laws = [*everywhere(self.results), *self.law_results]
+        if target.available:
+            laws += [self.gaps_result()] if self.gaps.known else []
+        else:
+            laws = [self.status_result()] if status.broken else []
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        return Certificate(
+            target.name, status.dist, status.version, str(status.state), status.reason, str(target.device),
+            status.device, status.driver, __version__, torch.__version__, self.seed, now,
+            tuple(self.results), tuple(laws), time.perf_counter() - self._start, status.broken,
+        )  # fmt: skip
+
+    def status_result(self) -> Result:
+        """That the plugin came up; one whose device is not here has not broken any law."""
+        status = self.target.status
+        if self.target.available:
+            return Result("status[plugin]", "status", "", "", Outcome.PASSED)
+        outcome = Outcome.FAILED if status.broken else Outcome.SKIPPED
+        return Result("status[plugin]", "status", "", "", outcome, f"{status.state}: {status.reason}")
+
+
+def _gaps(target: Target, given: str | Path | None) -> Gaps:
+    path = Path(given) if given else target.gaps_file()
+    return read_gaps(path) if path else Gaps()
+
+
+def run(
+    backend: str,
+    *,
+    device: str | None = None,
+    seed: int | None = None,
+    schemes: Iterable[str] | None = None,
+    contracts: Iterable[str] | None = None,
+    select: str | Iterable[str] | None = None,
+    gaps: str | Path | None = None,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> Certificate:
+    """Run the conformance kit for one installed plugin.
+
+    **Arguments:**
+
+    - ``backend``: the plugin's name.
+    - ``device``: the torch device to test on; default: what the plugin's probe says (``Available(details={"device":
+      "cuda:0"})``), else the torch device of the plugin's name, else the CPU.
+    - ``seed``: of the random inputs; default a fresh one, which the certificate tells.
+    - ``schemes``, ``contracts``: only these; default all.
+    - ``select``: only cases and laws whose id fits one of these globs, or holds one of these words.
+    - ``gaps``: the file of known gaps; default ``qcore_gaps.toml`` beside the plugin's module.
+    - ``jobs``: processes that share the cases.
+    - ``progress``: called with (steps done, steps in all, id of the next).
+
+    Raises `ConformanceError` for an unknown plugin, contract or a list of gaps that cannot be read. A plugin that is broken
+    or not available here gives a certificate that says so.
+    """
+    del jobs
+    kit = Kit(backend, device=device, seed=seed, schemes=schemes, contracts=contracts, select=select, gaps=gaps)
+    if kit.target.available:
+        total = len(kit.cases) + len(kit.laws)
+        tell = progress or (lambda _done, _total, _id: None)
+        for done, case in enumerate(kit.cases):
+            tell(done, total, case.id)
+            kit.run_case(Question(case, kit.seed))
+        for done, item in enumerate(kit.laws, len(kit.cases)):
+            tell(done, total, item.id)
+            kit.run_law(item)
+    return kit.certificate()

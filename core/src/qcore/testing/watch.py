@@ -1,0 +1,75 @@
+"""Watching a kernel run: whether it hands its work back to qcore, and which ops it dispatches.
+
+A kernel of a plugin that calls `qcore.linear`, resolves, or runs a kernel of the built-in fallback would pass every test
+of its numbers without having computed any. Whatever way it got hold of those functions, running them enters their code,
+which a profile function sees.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_HOUSE = str(Path(__file__).resolve().parents[1])
+_FORBIDDEN_MODULES = ("resolver.py", "functional.py", "binding.py", "ops.py", "model.py")
+_KERNEL_METHODS = ("__call__", "run", "qcore_linear", "qcore_conv2d", "qcore_embedding")
+_OWN = ("aten", "prim", "prims", "quantized", "onednn", "mkldnn", "mkldnn_prepacked", "inductor", "higher_order", "rngprims",
+        "debugprims", "_c10d_functional", "c10d", "c10d_functional", "profiler", "xnnpack", "_quantized", "qcore",
+        "quantized_decomposed", "torchvision", "sparse", "static_runtime", "symm_mem", "fsdp", "cuda", "mkl", "mps",
+        "tensorexpr", "_test", "streams")  # fmt: skip
+
+
+class Watch:
+    """Sees which of qcore's own ways to compute a result are entered while it is active."""
+
+    def __init__(self, *, is_fallback: bool) -> None:
+        self._is_fallback = is_fallback
+        self._known: dict[CodeType, bool] = {}
+        self.entered: list[str] = []
+
+    def __enter__(self) -> Watch:
+        self.entered = []
+        self._before = sys.getprofile()
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        sys.setprofile(self._before)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+    def _see(self, frame: FrameType, event: str, _argument: object) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        forbidden = self._known.get(code)
+        if forbidden is None:
+            forbidden = self._known[code] = self._forbids(code)
+        if forbidden:
+            self.entered.append(f"{Path(code.co_filename).relative_to(_HOUSE)}:{code.co_name}")
+
+    def _forbids(self, code: CodeType) -> bool:
+        if not code.co_filename.startswith(_HOUSE):
+            return False
+        parts = Path(code.co_filename).relative_to(_HOUSE).parts
+        if parts[0] == "fallback":
+            return code.co_name in _KERNEL_METHODS and not self._is_fallback
+        return parts[0] in _FORBIDDEN_MODULES or parts[0] == "nn"
+
+
+class OwnOps(TorchDispatchMode):
+    """Collects the calls of ops that are not torch's: those a plugin registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in _OWN:
+            self.calls.setdefault(func, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
