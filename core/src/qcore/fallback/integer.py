@@ -138,10 +138,13 @@ def joined(parts: list[Tensor]) -> Tensor:
 def finish(
     y: Tensor, scale: Parameter, bias: Tensor | None, output: OutputInt8 | None, dtype: torch.dtype, given: Given
 ) -> Tensor:
-    """The epilogue on float32 ``(..., N)``: activation scale, bias, one rounding to ``dtype`` or to int8 codes."""
-    y = y * scale
+    """The epilogue: ``y * scale + bias`` in float32, one rounding to ``dtype`` or to int8 codes.
+
+    ``y``: float32 ``(..., N)``, overwritten.
+    """
+    y = y.mul_(scale)
     if bias is not None:
-        y = y + bias.float()
+        y = y.add_(bias.float())
     if output is None:
         return y.to(dtype)
     return quantize_int8(y, *parameters(output, given, "out"))

@@ -61,8 +61,7 @@ class PlainConv2d(NeutralKernel):
             codes = columns(codes, r)
         codes = self.reader.reorder(codes).transpose(0, 1)
         y = integer_product(self.reader, codes, packed, activation_bound(r.activation)).transpose(0, 1)
-        y = y * scale
-        y = finish(y.flatten(1), 1.0, bias, r.output, self.out_dtype, {})
+        y = finish((y * scale).flatten(1), 1.0, bias, r.output, self.out_dtype, {})
         return image(y, x, r)
 
 

@@ -9,6 +9,7 @@ import torch
 from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
 from ..hookspecs import hookimpl
 from ..kernels import FALLBACK, Available, Offer
+from . import cpu_int8, cpu_w4a16
 from .embedding import PlainEmbedding
 from .plain_conv2d import PlainConv2d
 from .plain_linear import PlainLinear
@@ -43,7 +44,13 @@ def qcore_embedding(request: EmbeddingRequest) -> list[Offer]:
 
 @lru_cache(maxsize=1024)
 def _linear(request: LinearRequest) -> tuple[Offer, ...]:
-    return (Offer(PlainLinear(request), FALLBACK, _NOTE),)
+    offers = [Offer(PlainLinear(request), FALLBACK, _NOTE)]
+    if not cpu_w4a16.refusal(request):
+        offers.insert(0, Offer(cpu_w4a16.CpuW4A16(request), FALLBACK + 10, "ATen int4 product, bfloat16 product from 80 rows on"))
+    int8 = cpu_int8.kernel(request)
+    if int8 is not None:
+        offers.insert(0, Offer(int8, FALLBACK + 10, "oneDNN int8 product"))
+    return tuple(offers)
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,229 @@
+"""``torch.cpu.w8a8``, ``torch.cpu.w4a8`` and ``torch.cpu.w8a16``: kernels on oneDNN's int8 product.
+
+With ``x = s_x (q_x - z_x)`` per token and ``W = s q + added`` per group (an integer zero point z means added = -s z)::
+
+    y = s_x * (sum over groups of s * (q_x @ q)  +  xsum @ added  -  z_x * colsum) + bias
+
+where xsum holds the sums of q_x per group and colsum the sums of W along K. Float activations are served too,
+and exactly: a row is written as a whole number times a power of two, in three or four signed digits of eight bits, and
+each digit is one row of the int8 product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..activations import INT8_MAX, INT8_MIN, Activation, DynamicInt8, dynamic_parameters
+from ..contracts import LinearRequest
+from ..formats import ZeroPoint
+from ..kernels import Packed, RowsKernel
+from ..qtensor import QTensor
+from . import onednn
+from .integer import Given, Parameter, finish, parameters
+from .weights import check_weight
+
+_MOST_ROWS = 1024
+"""Longer inputs are cut, so that float32 copies of x and y stay small."""
+
+
+class CpuInt8(RowsKernel):
+    """What the kernels share: the packed weight.
+
+    Packed: ``weight_<i>``: the prepacked codes of group i (int4 ones as int8); ``scale`` and ``zero``: as they are;
+    ``scale32``: the scale in float32 where it is not already; ``added`` ``(G, N)`` float32 where there is a zero point;
+    ``colsum`` ``(N,)`` float32.
+    """
+
+    def __init__(self, name: str, request: LinearRequest) -> None:
+        self.name, self.format, self.n, self.k = name, request.weight, request.n, request.k
+        self.activation, self.output, self.out_dtype = request.activation, request.output, request.out_dtype
+        self.groups, self.group = self.format.groups(self.k), self.format.group(self.k)
+
+    @property
+    def packing(self) -> str:
+        return "torch.cpu.int8"
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        check_weight(self.name, weight, self.format, self.n, self.k)
+        parts = torch.split(weight.codes(), self.group, dim=1)
+        packed = {f"weight_{i}": onednn.prepack(part) for i, part in enumerate(parts)}
+        scale, zero = weight.scale.float(), weight.integer_zero()
+        colsum = (torch.stack([part.sum(1) for part in parts]) * scale).sum(0)
+        packed["scale"] = weight.scale
+        if scale is not weight.scale:
+            packed["scale32"] = scale
+        if weight.zero is not None:
+            packed["zero"] = weight.zero
+            packed["added"] = weight.zero.float() if zero is None else -zero.float() * scale
+            colsum = colsum + sum(part.shape[1] * a for part, a in zip(parts, packed["added"], strict=True))
+        return {**packed, "colsum": colsum}
+
+    def unpack(self, packed: Packed) -> QTensor:
+        codes = torch.cat([onednn.codes_of(weight) for weight in self._weights(packed)], dim=1)
+        data = self.format.codec.encode(codes.contiguous())
+        return QTensor(data, packed["scale"], packed.get("zero"), (self.n, self.k), self.format)
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        # Autocast would round the float32 parts of the sum.
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return self.run(x, packed, bias, **given)
+        if x.shape[0] > _MOST_ROWS and not torch.compiler.is_compiling():
+            return torch.cat([self.run(p, packed, bias, **g) for p, g in _pieces(x, given)])
+        return self._rows(x, packed, bias, given)
+
+    def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
+        raise NotImplementedError
+
+    def _weights(self, packed: Packed) -> list[Tensor]:
+        return [packed[f"weight_{i}"] for i in range(self.groups)]
+
+    def _product(self, codes: Tensor, packed: Packed) -> Tensor:
+        multiply = onednn.traced_product if torch.compiler.is_compiling() else onednn.product
+        return multiply(codes, self._weights(packed), _scale32(packed))
+
+    def _sums(self, values: Tensor, packed: Packed) -> Tensor | None:
+        """Sums of float32 whole numbers ``(M, K)`` per group, ``(M, G)``, where a zero point needs them."""
+        if "added" not in packed:
+            return None
+        if self.groups == 1:
+            return values.sum(-1, keepdim=True)
+        ragged = self.groups * self.group - self.k
+        values = torch.nn.functional.pad(values, (0, ragged)) if ragged else values
+        return values.reshape(values.shape[0], self.groups, self.group).sum(-1)
+
+
+class CpuInt8Activations(CpuInt8):
+    """int8 activations of every kind, int4 or int8 weights, any groups and zero points; a float or an int8 result."""
+
+    def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
+        assert self.activation is not None
+        values, scale, zero = quantized(self.activation, x, given)
+        sums = self._sums(values, packed)
+        y = self._product(_unsigned(values), packed)
+        if sums is not None:
+            y = y.addmm_(sums, packed["added"])
+        if isinstance(zero, Tensor):
+            y = y.addmm_(zero, packed["colsum"].unsqueeze(0), alpha=-1.0)
+        elif zero:
+            y = y.sub_(packed["colsum"], alpha=zero)
+        return finish(y, scale, bias, self.output, self.out_dtype, given)
+
+
+class CpuOneScale(CpuInt8Activations):
+    """The same for one activation scale and no zero point of the weight: the op's own epilogue rounds once."""
+
+    def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
+        dynamic = isinstance(self.activation, DynamicInt8)
+        if torch.compiler.is_compiling() or (dynamic and x.shape[0] > 1):
+            return super()._rows(x, packed, bias, given)
+        assert self.activation is not None
+        values, scale, zero = _one_token(x) if dynamic else quantized(self.activation, x, given)
+        assert isinstance(scale, float)
+        bias = None if bias is None else bias.float()
+        weight, weight_scale = packed["weight_0"], _scale32(packed)[0]
+        return onednn.product_scaled(
+            _unsigned(values), scale, int(zero or 0), weight, weight_scale, bias, self.out_dtype
+        )
+
+
+class CpuFloatActivations(CpuInt8):
+    """Float activations times int8 weights, as an exact integer product of their digits."""
+
+    def __init__(self, name: str, request: LinearRequest) -> None:
+        super().__init__(name, request)
+        self.digits = 4 if request.x_dtype == torch.float32 else 3
+
+    def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
+        values, scale = whole_numbers(x, 8 * self.digits - 2)
+        y = self._product(digit_rows(values, self.digits), packed)
+        parts = y.view(self.digits, x.shape[0], self.n)
+        y = parts[0]
+        for i in range(1, self.digits):
+            y = y.add_(parts[i], alpha=256.0**i)
+        sums = self._sums(values, packed)
+        if sums is not None:
+            y = y.addmm_(sums, packed["added"])
+        return finish(y, scale, bias, None, self.out_dtype, given)
+
+
+def quantized(activation: Activation, x: Tensor, given: Given) -> tuple[Tensor, Parameter, Parameter | None]:
+    """Codes of x ``(M, K)`` as float32, their scale and zero point (None where there is none)."""
+    values = x.float()
+    scale: Parameter
+    zero: Parameter | None
+    if isinstance(activation, DynamicInt8):
+        scale, zero = dynamic_parameters(values, activation.symmetric)
+    else:
+        scale, zero = parameters(activation, given, "x")
+    if x.dtype == torch.int8:
+        return values, scale, zero
+    values = (values / scale if values is x else values.div_(scale)).round_()
+    if zero is None:
+        return values, scale, zero  # at most 127 by construction
+    return values.add_(zero).clamp_(INT8_MIN, INT8_MAX), scale, zero
+
+
+def _one_token(x: Tensor) -> tuple[Tensor, float, float]:
+    """`quantized` for a single row, symmetric: the scale as a number saves a dozen small ops."""
+    values = x.float()
+    largest = float(values.abs().amax())
+    scale = max(largest / INT8_MAX, torch.finfo(torch.float32).smallest_normal) if largest else 1.0
+    return (values / scale).round_(), scale, 0.0
+
+
+def _unsigned(codes: Tensor) -> Tensor:
+    """Codes as float32 to uint8, plus 128: flipping the top bit adds it. Through int8, which is a fast conversion."""
+    return codes.to(torch.int8).view(torch.uint8).bitwise_xor_(onednn.OFFSET)
+
+
+def whole_numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """``x = values * scale`` per row: values are whole numbers up to ``2**bits`` in float32, the scale a power of two.
+
+    bfloat16 values are exact as long as they are above ``2**(8 - bits)`` of the row's largest; smaller ones err by at most
+    ``2**-(bits + 1)`` of it. A row that holds NaN or Inf gets the scale NaN.
+    """
+    values = x.float()
+    largest = values.abs().amax(-1, keepdim=True)
+    exponent = torch.frexp(largest).exponent.clamp_(-96, 128)
+    one = torch.ones_like(largest)
+    up, down = torch.ldexp(one, bits - exponent), torch.ldexp(one, exponent - bits)
+    values = values * up if values is x else values.mul_(up)
+    return values.round_(), down + (largest - largest)
+
+
+def digit_rows(values: Tensor, digits: int) -> Tensor:
+    """Whole numbers ``(M, K)`` to rows of signed base-256 digits, lowest first: uint8 ``(digits * M, K)``, each + 128.
+
+    Adding 128 to every digit at once turns signed digits into the bytes of an unsigned number.
+    """
+    shifted = values.to(torch.int32) + _SHIFTS[digits]
+    return torch.cat([(shifted >> 8 * i).to(torch.uint8) for i in range(digits)])
+
+
+_SHIFTS = {3: 0x808080, 4: 0x80808080 - (1 << 32)}
+
+
+def _scale32(packed: Packed) -> Tensor:
+    return packed["scale32"] if "scale32" in packed else packed["scale"]
+
+
+def _pieces(x: Tensor, given: Given) -> list[tuple[Tensor, Given]]:
+    rows = torch.split(x, _MOST_ROWS)
+    cut = {name: torch.split(value, _MOST_ROWS) for name, value in given.items()}
+    return [(part, {name: values[i] for name, values in cut.items()}) for i, part in enumerate(rows)]
+
+
+def kernel(request: LinearRequest) -> CpuInt8 | None:
+    """The kernel for ``request``, None where there is none."""
+    fmt, activation = request.weight, request.activation
+    if request.device.type != "cpu" or not onednn.is_exact(fmt.bits):
+        return None
+    if activation is None:
+        return CpuFloatActivations("torch.cpu.w8a16", request) if fmt.bits == 8 and request.k else None
+    name = f"torch.cpu.w{fmt.bits}a8"
+    one_group = fmt.groups(request.k) == 1 and fmt.zero is ZeroPoint.NONE
+    one_scale = activation == DynamicInt8() or (not isinstance(activation, DynamicInt8) and not activation.per_token)
+    fused = request.output is None and request.out_dtype in (torch.float32, torch.bfloat16)
+    return (CpuOneScale if one_group and one_scale and fused else CpuInt8Activations)(name, request)

@@ -1,0 +1,81 @@
+"""The byte layout of ``aten::_weight_int4pack_mm_for_cpu``, learnt from the op itself.
+
+The layout depends on the instruction set that torch picked and is documented nowhere, so it is read off once per
+process by packing weights whose codes are the digits of their own positions. Where N is a multiple of 64 it is
+always of one kind: blocks of B columns (B = 64 on AVX-512, 32 on AVX2, 16 otherwise); inside a block, B/2 bytes per k;
+byte j holds column ``low[j]`` in its low nibble and column ``high[j]`` in its high one. Anything else is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+COLUMNS = 64
+"""N is padded to a multiple of this, which makes the layout uniform."""
+_CHUNK = 1 << 21
+"""Codes packed at a time: the op takes int32, four bytes each."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Blocks of ``size`` columns; a byte holds columns j and j + size/2, or 2j and 2j + 1 where ``pairs``."""
+
+    size: int
+    pairs: bool
+
+    def nibbles(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Unsigned codes ``(blocks, K, size/2)``, int8: those in the low and those in the high nibbles."""
+        k = packed.shape[1] * 2
+        blocks = packed.view(-1, k, self.size // 2)
+        return (blocks & 15).view(torch.int8), (blocks >> 4).view(torch.int8)
+
+    def halves(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of ``columns`` ``(A, N)`` shaped ``(blocks, A, size/2)``, one per nibble."""
+        rows, half = columns.shape[0], self.size // 2
+        if self.pairs:
+            split = columns.view(rows, -1, half, 2).transpose(0, 1)
+            return split[..., 0], split[..., 1]
+        halves = columns.view(rows, -1, 2, half).transpose(0, 1)
+        return halves[:, :, 0], halves[:, :, 1]
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Signed codes ``(N, K)``, N a multiple of 64, to the op's uint8 ``(N, K/2)``."""
+        rows = max(COLUMNS, _CHUNK // max(1, codes.shape[1]) // COLUMNS * COLUMNS)
+        return torch.cat([_pack(part.int() + 8) for part in torch.split(codes, rows)])
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The signed codes ``(N, K)`` again."""
+        n, k = packed.shape[0], packed.shape[1] * 2
+        columns = torch.empty(k, n, dtype=torch.int8)
+        for view, nibbles in zip(self.halves(columns), self.nibbles(packed), strict=True):
+            view.copy_(nibbles)
+        return columns.sub_(8).t().contiguous()
+
+
+def _pack(unsigned: Tensor) -> Tensor:
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 2)
+
+
+@lru_cache(maxsize=1)
+def block_layout() -> BlockLayout | None:
+    """The layout on this machine; None where the op is missing or packs in a way that is not understood."""
+    if not hasattr(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu"):
+        return None
+    n, k = 3 * COLUMNS, 32
+    position = torch.arange(n * k, dtype=torch.int32).view(n, k)
+    digits = [_pack(position >> shift & 15).int() for shift in (0, 4, 8, 12)]
+    low = sum((d & 15) << 4 * i for i, d in enumerate(digits)).flatten()
+    high = sum((d >> 4) << 4 * i for i, d in enumerate(digits)).flatten()
+    return next((layout for layout in _CANDIDATES if _holds(layout, position, low, high)), None)
+
+
+_CANDIDATES = tuple(BlockLayout(size, pairs) for size in (64, 32, 16) for pairs in (False, True))
+
+
+def _holds(layout: BlockLayout, position: Tensor, low: Tensor, high: Tensor) -> bool:
+    expected = layout.halves(position.t().contiguous())
+    return all(torch.equal(e.flatten(), found) for e, found in zip(expected, (low, high), strict=True))
