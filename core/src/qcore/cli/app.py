@@ -1,0 +1,105 @@
+"""The parser of the whole command, and what happens around every command: errors, warnings, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from .. import _version
+from ..errors import QcoreError
+from . import bench, conformance, doctor, explain, inspect, new_plugin, plugins, quantize, tune
+from .output import FAILED, INTERRUPTED, WRONG_USAGE, plain_warnings, show, stdout_kept_clean
+
+_COMMANDS: tuple[Any, ...] = (doctor, plugins, explain, quantize, inspect, bench, tune, conformance, new_plugin)
+
+_EXIT_CODES = "exit codes: 0 done; 1 a check failed; 2 wrong usage or bad input; 130 stopped with Ctrl-C"
+_EXAMPLE = """\
+examples:
+  qcore doctor
+  qcore quantize model.safetensors small.safetensors --scheme w4a16-g128
+  qcore explain w4a16-g128 --device cpu
+"""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions and examples, and gives long names of options their own column."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        super().__init__(prog, **{"max_help_position": 30, **settings})
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if action.nargs == argparse.PARSER:  # argparse forgets that commands are indented once more
+            self._action_max_length += 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``qcore`` with all of its commands."""
+    parser = argparse.ArgumentParser(
+        prog="qcore",
+        description="Quantize once, run on any accelerator, and always know why it ran there.",
+        epilog=f"{_EXAMPLE}\n{_EXIT_CODES}",
+        formatter_class=_Help,
+    )
+    parser.add_argument("--version", action="version", version=f"qcore {_version.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        _add(commands, command)
+    return parser
+
+
+def _add(commands: Any, command: Any) -> None:
+    examples = "\n".join(f"  {line}" for line in command.EXAMPLES)
+    parser = commands.add_parser(
+        command.NAME,
+        help=command.HELP,
+        description=command.__doc__,
+        epilog=f"examples:\n{examples}\n\n{_EXIT_CODES}",
+        formatter_class=_Help,
+    )
+    command.add(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=command.run)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the ``qcore`` command and return its exit code."""
+    try:
+        parsed = build_parser().parse_args(arguments)
+    except SystemExit as ended:  # argparse has printed help or what is wrong
+        return ended.code if isinstance(ended.code, int) else WRONG_USAGE
+    except QcoreError as error:
+        return _report(error, debug=False)
+    return _run(parsed)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    try:
+        with plain_warnings():
+            with stdout_kept_clean(parsed.json):
+                outcome = parsed.run(parsed)
+            show(outcome, parsed.json)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone, as in `qcore plugins | head -1`; what is still buffered must not be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (QcoreError, OSError) as error:
+        return _report(error, parsed.debug)
+    return int(outcome.code)
+
+
+def _report(error: BaseException, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    else:
+        print(f"qcore: {error}", file=sys.stderr)
+    return WRONG_USAGE

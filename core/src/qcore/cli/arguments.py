@@ -1,0 +1,104 @@
+"""Arguments that several commands share, and how their texts are read."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import Any
+
+_DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+}
+MEASURED = ("w8a16", "w4a16-g128", "w8a8", "w4a8-g32")
+"""The schemes that are measured where none is named."""
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def dtype(text: str) -> Any:
+    """A float dtype by its name in torch, or its short one: ``bf16``."""
+    import torch
+
+    name = _DTYPES.get(text.removeprefix("torch."))
+    if name is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_DTYPES)}")
+    return getattr(torch, name)
+
+
+def device(text: str) -> Any:
+    """A torch device: ``cpu``, ``cuda:1``."""
+    import torch
+
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a torch device, such as cpu, cuda:0 or xpu") from None
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    value = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return value
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between: ``1,16,256``."""
+    return tuple(count(part.strip()) for part in text.split(","))
+
+
+def byte_count(text: str) -> int:
+    """A size with a unit: ``4GB``, ``512MiB``, ``1000``."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    value = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4GB, 512MiB or 1000000")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A duration above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """``--n`` and ``--k``."""
+    parser.add_argument("--n", type=count, default=4096, help="output features (default: %(default)s)")
+    parser.add_argument("--k", type=count, default=4096, help="input features (default: %(default)s)")
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """``--device`` and ``--dtype``."""
+    parser.add_argument("--device", type=device, default="cpu", help="torch device (default: %(default)s)")
+    parser.add_argument("--dtype", type=dtype, default="bfloat16", help="of the activations (default: %(default)s)")
+
+
+def add_measured(parser: argparse.ArgumentParser) -> None:
+    """What ``bench`` and ``tune`` measure: ``--scheme``, ``--rows``, ``--seconds``."""
+    add_repeatable(parser, "--scheme", str, f"scheme to measure (default: {' '.join(MEASURED)})")
+    parser.add_argument("--rows", type=counts, default="1,16,256", help="row counts of x, M (default: %(default)s)")
+    parser.add_argument("--seconds", type=seconds, default=0.3, help="per kernel and row count (default: %(default)s)")
+
+
+def add_repeatable(parser: argparse.ArgumentParser, flag: str, kind: Callable[[str], Any], text: str) -> None:
+    """An option that may be given several times."""
+    parser.add_argument(flag, type=kind, action="append", default=[], help=f"{text}; may be repeated")
+
+
+def short_dtype(value: Any) -> str:
+    """``bfloat16`` for `torch.bfloat16`."""
+    return str(value).removeprefix("torch.")

@@ -1,0 +1,61 @@
+"""Time every kernel that can serve a layer here against the dense layer of the same dtype.
+
+The calls take turns and the median counts. The ratio says how many times as fast as dense a kernel is. GB/s is what
+the kernel moves (packed weight, x and result) per second; the last column is its share of the memory bandwidth that
+was measured just before. Weights that fit a cache can exceed 100 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from . import arguments
+from .output import Outcome, Table, size
+
+NAME = "bench"
+HELP = "time the kernels against the dense layer"
+EXAMPLES = (
+    "qcore bench --n 1024 --k 1024 --rows 1,16",
+    "qcore bench --scheme w4a16-g128 --scheme w8a8 --dtype float32 --json",
+)
+_HEADER = ("scheme", "rows", "kernel", "ms", "dense ms", "ratio", "weight", "GB/s", "of memory")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``qcore bench``."""
+    arguments.add_measured(parser)
+    arguments.add_sizes(parser)
+    arguments.add_place(parser)
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Measure, one weight after the other."""
+    import torch
+
+    from .measuring import cases, left_out_notes
+    from .timing import bandwidth, time_case
+
+    measured = cases(args.scheme, [(args.n, args.k)], args.device, args.dtype)
+    speed = bandwidth(args.device)
+    rows = [row for case in measured for m in args.rows for row in time_case(case, m, args.seconds, speed)]
+    place = f"{arguments.short_dtype(args.dtype)} on {args.device}, {torch.get_num_threads()} threads"
+    head = f"N={args.n} K={args.k}, {place}, memory {speed / 1e9:.1f} GB/s"
+    data = {"n": args.n, "k": args.k, "dtype": arguments.short_dtype(args.dtype), "device": str(args.device)}
+    data |= {"threads": torch.get_num_threads(), "bytes_per_second": speed, "rows": rows}
+    table = Table(_HEADER, [_cells(row) for row in rows], right=frozenset({1, 3, 4, 5, 6, 7, 8}))
+    return Outcome(data, [head, "", table, *left_out_notes(measured)])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        row["scheme"],
+        str(row["m"]),
+        row["kernel"],
+        f"{row['milliseconds']:.3f}",
+        f"{row['dense_milliseconds']:.3f}",
+        f"{row['ratio']:.2f}x",
+        size(row["weight_bytes"]),
+        f"{row['bytes_per_second'] / 1e9:.1f}",
+        f"{row['of_bandwidth']:.0%}",
+    )

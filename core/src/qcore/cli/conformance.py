@@ -1,0 +1,59 @@
+"""Run the conformance kit on a plugin: every contract, scheme, dtype and shape, and the laws. Exits with 1 if it fails.
+
+Needs pytest: pip install 'qcore[testing]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import arguments
+from .output import FAILED, OK, Outcome
+from .progress import Progress
+
+NAME = "conformance"
+HELP = "prove that a plugin keeps the contracts"
+EXAMPLES = (
+    "qcore conformance torch --scheme w8a16 --contract linear",
+    "qcore conformance vulkan --output conformance.json --html conformance.html",
+)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``qcore conformance``."""
+    parser.add_argument("backend", metavar="NAME", help="the plugin's name, as in 'qcore plugins'")
+    parser.add_argument("--device", type=arguments.device, help="torch device (default: the plugin's own)")
+    parser.add_argument("--seed", type=int, help="of the random inputs (default: a fresh one, which is printed)")
+    arguments.add_repeatable(parser, "--contract", str, "linear, conv2d or embedding (default: all)")
+    arguments.add_repeatable(parser, "--scheme", str, "e.g. w4a16-g128 (default: all)")
+    arguments.add_repeatable(parser, "--select", str, "only cases and laws whose id fits a glob or holds a word")
+    gaps = "known gaps, with their reasons (default: qcore_gaps.toml beside the plugin's module)"
+    parser.add_argument("--gaps", type=Path, metavar="FILE", help=gaps)
+    parser.add_argument("--jobs", type=arguments.count, default=1, help="processes that share the cases (default: 1)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as a page with a matrix")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Run the kit."""
+    from .. import testing
+
+    with Progress("checking", unit="steps").shown() as progress:
+        certificate = testing.run(
+            args.backend,
+            device=str(args.device) if args.device else None,
+            seed=args.seed,
+            schemes=args.scheme or None,
+            contracts=args.contract or None,
+            select=args.select or None,
+            gaps=args.gaps,
+            jobs=args.jobs,
+            progress=progress,
+        )
+    if args.output:
+        certificate.write_json(args.output)
+    if args.html:
+        certificate.write_html(args.html)
+    written = [f"written: {path}" for path in (args.output, args.html) if path]
+    return Outcome(certificate.to_json(), [str(certificate), *written], OK if certificate.ok else FAILED)

@@ -1,0 +1,100 @@
+"""Look for problems: plugins, devices, settings, cache. Each plugin is probed in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from . import arguments
+from .output import FAILED, OK, Outcome, Table
+
+NAME = "doctor"
+HELP = "plugins, devices, problems and what to do about them"
+EXAMPLES = ("qcore doctor", "qcore doctor --timeout 60 --json")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``qcore doctor``."""
+    text = "seconds that each plugin gets (default: %(default)s)"
+    parser.add_argument("--timeout", type=arguments.seconds, default=10.0, metavar="SECONDS", help=text)
+    at_once = min(4, os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=arguments.count, default=at_once, help="probes at once (default: %(default)s)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something found: a ``problem`` makes the command exit with 1, a note does not; ``remedy``: what to do."""
+
+    about: str
+    text: str
+    remedy: str = ""
+    problem: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.about}: {self.text}" + (f"\n    -> {self.remedy}" if self.remedy else "")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Examine everything."""
+    from . import health
+
+    wanted, findings = health.settings_in_force()
+    statuses = health.examine(wanted.disable, args.timeout, args.jobs)
+    findings += health.plugin_findings(statuses)
+    findings += health.name_findings(wanted, statuses)
+    findings += health.cache_findings()
+    findings += health.hardware_findings(statuses)
+    return _outcome(health.machine(), health.settings_table(wanted), statuses, findings)
+
+
+_Texts = dict[str, str]
+
+
+def _outcome(machine: _Texts, settings: list[_Texts], statuses: list[Any], found: list[Finding]) -> Outcome:
+    from .probing import as_json
+
+    problems, notes = ([f for f in found if f.problem is kind] for kind in (True, False))
+    data = {
+        "ok": not problems,
+        **machine,
+        "settings": settings,
+        "plugins": [as_json(status) for status in statuses],
+        "problems": [_finding_json(f) for f in problems],
+        "notes": [_finding_json(f) for f in notes],
+    }
+    facts = "\n".join(f"{name:<9} {value}" for name, value in machine.items())
+    parts: list[str | Table] = [facts, "", _settings(settings), "", plugin_table(statuses), ""]
+    parts += [*_listed("problem", problems), *_listed("note", notes), *([] if problems else ["No problems found."])]
+    return Outcome(data, parts, FAILED if problems else OK)
+
+
+def _finding_json(finding: Finding) -> dict[str, str]:
+    return {"about": finding.about, "text": finding.text, "remedy": finding.remedy}
+
+
+def _settings(settings: list[dict[str, str]]) -> Table:
+    return Table(("setting", "value", "from"), [(s["name"], s["value"], s["source"]) for s in settings])
+
+
+def plugin_table(statuses: list[Any]) -> Table:
+    """One row per plugin."""
+    rows = [
+        (s.name, str(s.state), f"{s.dist} {s.version}", s.device, s.driver, f"{s.seconds:.2f}", _why(s))
+        for s in statuses
+    ]
+    header = ("plugin", "state", "version", "device", "driver", "seconds", "why")
+    return Table(header, rows, state=1, right=frozenset({5}))
+
+
+def _why(status: Any) -> str:
+    """The reason, or what else the probe had to say."""
+    return status.reason or ", ".join(f"{name}={value}" for name, value in status.details.items())
+
+
+def _listed(kind: str, findings: list[Finding]) -> list[str]:
+    if not findings:
+        return []
+    head = f"{len(findings)} {kind}{'s' if len(findings) > 1 else ''}:"
+    return [head, *(f"  {finding}" for finding in findings), ""]

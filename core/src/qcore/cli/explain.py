@@ -1,0 +1,64 @@
+"""Show which kernel would serve a quantized layer, and for every other plugin why not. Exits with 1 if none would."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from . import arguments
+from .output import FAILED, OK, Outcome, Table
+
+NAME = "explain"
+HELP = "which kernel would serve, and why not the others"
+EXAMPLES = (
+    "qcore explain w4a16-g128",
+    "qcore explain w8a8 --device cpu --n 11008 --k 4096 --rows 1 --dtype float32",
+    "qcore explain w8a16 --contract embedding --json",
+)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``qcore explain``."""
+    parser.add_argument("scheme", metavar="SCHEME", help="what the layer is quantized to, e.g. w4a16-g128")
+    arguments.add_sizes(parser)
+    arguments.add_place(parser)
+    contracts = ("linear", "conv2d", "embedding")
+    parser.add_argument("--contract", choices=contracts, default="linear", help="the op (default: %(default)s)")
+    parser.add_argument("--rows", type=arguments.count, help="rows of x, M (default: any number)")
+    parser.add_argument("--backends", metavar="NAMES", help="plugins in the order wanted, e.g. cuda,torch")
+    parser.add_argument("--disable", metavar="NAMES", help="plugins to leave out, e.g. vulkan,xla")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Decide, and show the decision."""
+    from .. import explain
+
+    said = {"backends": args.backends, "disable": args.disable}
+    decision = explain(
+        args.scheme,
+        device=args.device,
+        n=args.n,
+        k=args.k,
+        contract=args.contract,
+        dtype=args.dtype,
+        rows=args.rows,
+        **{name: value for name, value in said.items() if value is not None},
+    )
+    return Outcome(decision.to_json(), parts(decision), OK if decision.kernel else FAILED)
+
+
+def parts(decision: Any) -> list[str | Table]:
+    """A decision as a sentence, a table and hints."""
+    from ..decision import describe
+
+    served = decision.selected
+    head = f"{served.kernel} ({served.dist} {served.version})" if served else "nobody can serve this"
+    rows = [(c.plugin, c.kernel, c.stage, c.rank_text, _why(c)) for c in decision.candidates]
+    table = Table(("plugin", "kernel", "stage", "rank", "why"), rows, state=2)
+    return [f"{describe(decision.request)}: {head}", table, *(f"hint: {hint}" for hint in decision.hints)]
+
+
+def _why(candidate: Any) -> str:
+    if candidate.milliseconds is None:
+        return str(candidate.reason)
+    return f"{candidate.reason} [{candidate.milliseconds:.3g} ms measured]".lstrip()

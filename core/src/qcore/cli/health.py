@@ -1,0 +1,130 @@
+"""What ``qcore doctor`` examines: the machine, the settings, the plugins, the cache."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+
+from .. import __version__, _cache, hardware, settings
+from ..errors import QcoreError, did_you_mean
+from ..plugins import BUILTIN, PROBE_SECONDS, PluginStatus, State, registry
+from .doctor import Finding
+from .probing import probe_all
+
+_SETTINGS = {
+    "backends": "QCORE_BACKENDS",
+    "disable": "QCORE_DISABLE",
+    "strict": "QCORE_STRICT",
+    "verify": "QCORE_VERIFY",
+}
+
+
+def machine() -> dict[str, str]:
+    """Versions, interpreter, platform, cache directory."""
+    return {
+        "qcore": __version__,
+        "torch": importlib.metadata.version("torch"),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        "cache": f"{_cache.cache_dir()} ({'writable' if cache_writable() else 'not writable'})",
+    }
+
+
+def cache_writable() -> bool:
+    """Whether a record can really be stored; permissions alone do not tell on a read-only file system."""
+    stored = _cache.write("doctor", "writable?")
+    _cache.remove("doctor", "writable?")
+    return stored
+
+
+def settings_in_force() -> tuple[settings.Settings, list[Finding]]:
+    """The settings; where the environment cannot be read, the defaults and what is wrong with it."""
+    try:
+        return settings.current(), []
+    except QcoreError as error:
+        return settings.Settings(), [Finding("settings", str(error), "Correct or unset the environment variable.")]
+
+
+def settings_table(wanted: settings.Settings) -> list[dict[str, str]]:
+    """Each setting with its value and where it comes from."""
+    values = {
+        "backends": "; ".join(f"{contract}={','.join(names)}" for contract, names in wanted.backends) or "by rank",
+        "disable": ", ".join(sorted(wanted.disable)) or "none",
+        "strict": "yes" if wanted.strict else "no",
+        "verify": wanted.verify,
+    }
+    rows = [{"name": n, "value": v, "source": _source(_SETTINGS[n])} for n, v in values.items()]
+    return [*rows, {"name": "cache", "value": str(_cache.cache_dir()), "source": _source("QCORE_CACHE_DIR")}]
+
+
+def _source(variable: str) -> str:
+    return variable if os.environ.get(variable) else "default"
+
+
+def examine(disabled: frozenset[str], seconds: float, at_once: int) -> list[PluginStatus]:
+    """The status of every plugin. Only the built-in one is brought up in this process."""
+    # Asked as if all were disabled, so that nothing is imported; a verdict that needs no import is kept.
+    listed = registry.statuses(frozenset(registry.entries()))
+    known = [_without_import(status) for status in listed]
+    asked = [s for s in known if s.state is State.BLOCKED and s.name not in disabled]
+    probed = probe_all(asked, seconds, at_once)
+    return [probed.get(s.name, s) if s.state is State.BLOCKED else s for s in known]
+
+
+def _without_import(status: PluginStatus) -> PluginStatus:
+    entry = registry.entries()[status.name]
+    return entry.status if status.state is State.BLOCKED and entry.status is not None else status
+
+
+def plugin_findings(statuses: list[PluginStatus]) -> list[Finding]:
+    """A problem for each broken plugin, a note for each slow one."""
+    broken = [Finding(s.name, f"{s.state}: {s.reason}", _remedy(s)) for s in statuses if s.broken]
+    slow = [s for s in statuses if not s.broken and s.seconds > PROBE_SECONDS]
+    limit = f"programs give up after {PROBE_SECONDS:g} seconds"
+    return broken + [Finding(s.name, f"took {s.seconds:.0f} seconds; {limit}.", _disable(s)) for s in slow]
+
+
+def _remedy(status: PluginStatus) -> str:
+    if status.state in (State.WRONG_API, State.NAME_CONFLICT):
+        return ""  # the reason says it
+    if status.state is State.UNAVAILABLE:
+        return _disable(status)
+    if status.state is State.REGISTRATION_FAILED:
+        return f"Upgrade it: pip install --upgrade {status.dist}. {_disable(status)}"
+    if "did not end within" in status.reason:
+        return f"Check the device's driver, or allow more time with --timeout. {_disable(status)}"
+    return f"Install it again: pip install --force-reinstall {status.dist}. {_disable(status)}"
+
+
+def _disable(status: PluginStatus) -> str:
+    return f"To do without it: QCORE_DISABLE={status.name}"
+
+
+def name_findings(wanted: settings.Settings, statuses: list[PluginStatus]) -> list[Finding]:
+    """A problem for each name in the settings that no plugin has."""
+    known = {status.name for status in statuses}
+    return [
+        Finding(
+            "settings",
+            f"no plugin is called {name!r}.{did_you_mean(name, known)}",
+            f"Installed: {', '.join(sorted(known))}",
+        )
+        for name in sorted(wanted.named() - known)
+    ]
+
+
+def cache_findings() -> list[Finding]:
+    """A note where nothing can be kept."""
+    if cache_writable():
+        return []
+    text = f"{_cache.cache_dir()} cannot be written: kernels are checked again in every process, and tuning is lost."
+    return [Finding("cache", text, "Set QCORE_CACHE_DIR to a directory that can.", problem=False)]
+
+
+def hardware_findings(statuses: list[PluginStatus]) -> list[Finding]:
+    """A note for each accelerator that is here without a plugin."""
+    installed = {s.name for s in statuses if s.name != BUILTIN}
+    hints = (seen.hint(installed) for seen in hardware.present())
+    return [Finding("hardware", hint, problem=False) for hint in hints if hint]

@@ -1,0 +1,25 @@
+"""Show what a checkpoint holds: every tensor with its format, shape and bytes. Reads the headers only."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .output import Outcome
+
+NAME = "inspect"
+HELP = "what a checkpoint holds"
+EXAMPLES = ("qcore inspect model.safetensors", "qcore inspect folder-of-shards --json")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``qcore inspect``."""
+    parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="a safetensors file, or a directory of shards")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Read the headers."""
+    from .. import checkpoint
+
+    inventory = checkpoint.inspect(args.path)
+    return Outcome(inventory.to_json(), [str(inventory)])

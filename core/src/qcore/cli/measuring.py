@@ -1,0 +1,53 @@
+"""What ``bench`` and ``tune`` share: the kernels to measure, made sure of first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UnsupportedError
+from ..explain import plain_request
+from ..kernels import Kernel
+from ..plugins import PluginStatus
+from ..resolver import kernels_of, offers_for
+from ..settings import current
+from ..verify import check
+from .arguments import MEASURED
+
+
+@dataclass(frozen=True)
+class Case:
+    """One weight to measure: ``request`` without a row count, and every kernel that can serve it."""
+
+    scheme: str
+    request: Any
+    kernels: tuple[tuple[PluginStatus, Kernel], ...]
+    left_out: tuple[tuple[str, str], ...]
+    """(kernel, why) of those that failed their check: a wrong answer has no speed."""
+
+
+def cases(schemes: Sequence[str], sizes: Iterable[tuple[int, int]], device: Any, dtype: Any) -> list[Case]:
+    """A case per scheme and size (N, K). Raises `UnsupportedError` where nobody serves one."""
+    pairs = [(scheme, n, k) for n, k in sizes for scheme in schemes or MEASURED]
+    return [_case(scheme, plain_request(scheme, device=device, n=n, k=k, dtype=dtype)) for scheme, n, k in pairs]
+
+
+def _case(scheme: str, request: Any) -> Case:
+    wanted = current()
+    kernels, left_out = [], []
+    for status, offer in offers_for(request, wanted.disable):
+        verdict = check(status, offer.kernel, request, kernels_of(status.name), wanted.verify)
+        if verdict.ok:
+            kernels.append((status, offer.kernel))
+        else:
+            left_out.append((offer.kernel.name, verdict.reason))
+    if not kernels:
+        see = f"Why: qcore explain {scheme} --device {request.device}"
+        raise UnsupportedError(f"no kernel serves {scheme} on {request.device}.\n{see}")
+    return Case(scheme, request, tuple(kernels), tuple(left_out))
+
+
+def left_out_notes(measured: Iterable[Case]) -> list[str]:
+    """A line for each kernel that was not measured."""
+    return [f"not measured: {name} ({why})" for case in measured for name, why in case.left_out]

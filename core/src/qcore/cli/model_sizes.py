@@ -1,0 +1,21 @@
+"""Which weights a checkpoint holds, for ``qcore tune --model``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..checkpoint import inspect
+from ..errors import QcoreError
+
+
+def model_sizes(path: Path) -> dict[str, list[tuple[int, int]]]:
+    """The distinct sizes (N, K) of the quantized weights, by scheme. Raises `QcoreError` where there are none."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for tensor in inspect(path).quantized:
+        n, k = tensor.shape
+        sizes = found.setdefault(tensor.scheme, [])
+        if (n, k) not in sizes:
+            sizes.append((n, k))
+    if not found:
+        raise QcoreError(f"{path} holds no quantized weight.\nMake one: qcore quantize {path} OUT --scheme w4a16-g128")
+    return found

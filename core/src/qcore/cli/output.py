@@ -1,0 +1,172 @@
+"""What a command prints: one JSON document, rich tables on a terminal, plain text anywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: done; a check failed; wrong usage or bad input; Ctrl-C."""
+
+STYLES = {
+    "available": "green",
+    "selected": "green",
+    "quantized": "green",
+    "passed": "green",
+    "blocked": "dim",
+    "outranked": "dim",
+    "unavailable": "dim",
+    "excluded": "dim",
+    "copied": "dim",
+    "refused": "yellow",
+    "note": "yellow",
+}
+"""How the words that say what became of something look on a terminal; other states are red."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of text. ``state``: the index of the column whose words `STYLES` colours; ``right``: numeric columns."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    state: int | None = None
+    right: frozenset[int] = frozenset()
+
+    def plain(self) -> str:
+        """Aligned columns without any markup."""
+        from ..decision import format_table
+
+        rows = [tuple(self.header), *(tuple(row) for row in self.rows)]
+        widths = {i: max(len(row[i]) for row in rows) for i in self.right}
+        padded = [[cell.rjust(widths.get(i, 0)) for i, cell in enumerate(row)] for row in rows]
+        return "\n".join(format_table(padded[0], padded[1:]))
+
+    def rich(self) -> Any:
+        """The same as a `rich.table.Table`."""
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+        for i, name in enumerate(self.header):
+            wraps = i == len(self.header) - 1
+            table.add_column(
+                name,
+                justify="right" if i in self.right else "left",
+                no_wrap=not wraps,
+                overflow="fold" if wraps else "ellipsis",
+            )
+        for row in self.rows:
+            table.add_row(*(Text(cell, style=self._style(i, cell)) for i, cell in enumerate(row)))
+        return table
+
+    def _style(self, column: int, cell: str) -> str:
+        return STYLES.get(cell, "red") if column == self.state and cell else ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a command. ``data``: for ``--json``; ``parts``: for people; ``code``: to exit with."""
+
+    data: Any
+    parts: Sequence[str | Table] = ()
+    code: int = OK
+
+
+def show(outcome: Outcome, as_json: bool) -> None:
+    """Print an outcome to standard output."""
+    if as_json:
+        print(json.dumps(outcome.data, indent=2, default=str))
+    elif is_terminal(sys.stdout):
+        _show_rich(outcome)
+    else:
+        for part in outcome.parts:
+            print(part.plain() if isinstance(part, Table) else part)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person looks at ``stream``."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _show_rich(outcome: Outcome) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for part in outcome.parts:
+        if isinstance(part, Table):
+            console.print(part.rich())
+        else:
+            console.print(part, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def stdout_kept_clean(wanted: bool) -> Iterator[None]:
+    """Send whatever plugins and libraries print meanwhile to standard error, so that stdout holds JSON alone."""
+    if not wanted:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        if _is_descriptor_1(sys.stdout):
+            stack.enter_context(_descriptor_redirected())
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+def _is_descriptor_1(stream: TextIO) -> bool:
+    try:
+        return stream.fileno() == 1
+    except (OSError, ValueError):
+        return False  # captured in memory, e.g. by a test
+
+
+@contextlib.contextmanager
+def _descriptor_redirected() -> Iterator[None]:
+    # Native libraries write to the descriptor, not to sys.stdout.
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Show a warning as its text: the line of qcore's source that raised it helps no user of a command."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        yield
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    del line
+    from ..errors import QcoreWarning
+
+    where = "" if issubclass(category, QcoreWarning) else f" ({category.__name__}, {filename}:{lineno})"
+    print(f"warning: {message}{where}", file=file or sys.stderr)
+
+
+def size(count: float) -> str:
+    """Bytes in words: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

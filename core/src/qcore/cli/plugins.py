@@ -1,0 +1,29 @@
+"""List the plugins that are installed and whether each can be used here."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+
+from .output import Outcome
+
+NAME = "plugins"
+HELP = "list of installed plugins"
+EXAMPLES = ("qcore plugins", "qcore plugins --json")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """``qcore plugins`` has no arguments of its own."""
+
+
+def run(_args: argparse.Namespace) -> Outcome:
+    """Bring every plugin up in this process, as a program would."""
+    from .. import plugins
+    from ..errors import QcoreWarning
+    from .doctor import plugin_table
+    from .probing import as_json
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QcoreWarning)  # the table says the same
+        statuses = plugins()
+    return Outcome([as_json(status) for status in statuses], [plugin_table(statuses)])

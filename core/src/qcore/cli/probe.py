@@ -1,0 +1,51 @@
+"""Probing one plugin in this process; what ``qcore doctor`` runs in a process of its own for each plugin.
+
+A watchdog of the C library's ends the process when time is up, even where a probe hangs in native code and holds the
+interpreter's lock, and writes down where it hung.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from .. import _cache
+from ..plugins import probe_mark, registry
+
+
+def probe(name: str) -> dict[str, Any]:
+    """Import, register and probe one plugin, whether or not its probe once ended a process."""
+    entry = registry.entries()[name]
+    _cache.remove("running", probe_mark(name, entry.dist, entry.version))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the status says the same
+        return dataclasses.asdict(registry.status(name))
+
+
+def watched(name: str, seconds: float, trace: Path) -> dict[str, Any]:
+    """`probe`, given ``seconds``; a hang or a crash leaves its Python stack in the file ``trace``."""
+    # So that the watchdog is the one that bites. (The name qcore.plugins is also that of a function.)
+    sys.modules["qcore.plugins"].PROBE_SECONDS = 2 * seconds  # type: ignore[attr-defined]
+    with trace.open("w", encoding="utf-8") as file:
+        faulthandler.enable(file)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=file)
+        try:
+            return probe(name)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()
+
+
+def main() -> None:
+    """``NAME SECONDS RESULT TRACE`` from the command line; the status goes to the file RESULT, as JSON."""
+    name, seconds, result, trace = sys.argv[1:]
+    found = watched(name, float(seconds), Path(trace))
+    Path(result).write_text(json.dumps(found, default=str), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # threads that the plugin left behind must not keep this process

@@ -1,0 +1,147 @@
+"""Probing many plugins, each in a process of its own, a few at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from .. import _cache
+from ..plugins import PluginStatus, State, probe_mark
+
+_STARTUP = 60.0
+"""Seconds that a process may take to import torch, on top of the plugin's own limit."""
+_POLL = 0.02
+_CHILD = "import sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); from qcore.cli.probe import main; main()"
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+
+
+def probe_all(plugins: Iterable[PluginStatus], seconds: float, at_once: int) -> dict[str, PluginStatus]:
+    """The status of each plugin by name; nothing of a plugin is imported here."""
+    waiting, done = deque(plugins), {}
+    with TemporaryDirectory(prefix="qcore-doctor-") as folder, contextlib.ExitStack() as ending:
+        running: list[_Child] = []
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                running.append(_Child(waiting.popleft(), seconds, Path(folder) / str(len(waiting))))
+                ending.callback(running[-1].kill)
+            time.sleep(_POLL)
+            for child in [c for c in running if c.ended()]:
+                running.remove(child)
+                done[child.plugin.name] = child.status()
+    return done
+
+
+class _Child:
+    """One process that probes one plugin."""
+
+    def __init__(self, plugin: PluginStatus, seconds: float, folder: Path) -> None:
+        self.plugin, self.seconds = plugin, seconds
+        self._result, self._trace, self._output = (folder / end for end in ("result", "trace", "output"))
+        folder.mkdir()
+        # The very same search path as here: what this process discovered is what that one imports.
+        arguments = [json.dumps(sys.path), plugin.name, str(seconds), str(self._result), str(self._trace)]
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, arguments of our own making
+                [sys.executable, "-c", _CHILD, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that what a probe starts can be ended with it
+            )
+        self._started = time.monotonic()
+
+    def ended(self) -> bool:
+        late = time.monotonic() - self._started > self.seconds + _STARTUP
+        if late:
+            self.kill()
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End the process and whatever it started."""
+        with contextlib.suppress(OSError):
+            if hasattr(os, "killpg"):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            elif self._process.poll() is None:
+                self._process.kill()
+        self._process.wait()
+
+    def status(self) -> PluginStatus:
+        """What the process reported, or what its end says."""
+        try:
+            found = json.loads(self._result.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return self._dead()
+        return PluginStatus(**{**found, "state": State(found["state"])})
+
+    def _dead(self) -> PluginStatus:
+        trace = _text(self._trace)
+        if "Timeout (" in trace or self._process.returncode == -int(getattr(signal, "SIGKILL", 9)):
+            return self._hung(trace)
+        mark = probe_mark(self.plugin.name, self.plugin.dist, self.plugin.version)
+        state, doing = State.IMPORT_FAILED, "imported"
+        if _cache.crashed(mark):
+            state, doing = State.PROBE_FAILED, "probed"
+        how = _how_it_ended(self._process.returncode)
+        last = "" if trace else _last_line(_text(self._output))
+        return self._broken(state, f"the process {how} while it was {doing}{_where(trace)}{last}")
+
+    def _hung(self, trace: str) -> PluginStatus:
+        # Being slow once is no reason to keep a plugin out of later processes, as a crash is.
+        _cache.remove("running", probe_mark(self.plugin.name, self.plugin.dist, self.plugin.version))
+        probing = "qcore_probe" in trace
+        state = State.PROBE_FAILED if probing else State.IMPORT_FAILED
+        doing = "its probe" if probing else "its import"
+        return self._broken(state, f"{doing} did not end within {self.seconds:g} seconds{_where(trace)}", self.seconds)
+
+    def _broken(self, state: State, reason: str, seconds: float = 0.0) -> PluginStatus:
+        p = self.plugin
+        return PluginStatus(p.name, p.dist, p.version, state, reason, seconds=seconds, broken=True)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
+
+
+def _where(trace: str) -> str:
+    """The innermost line of the plugin's own in a stack, e.g. `` (in qcore_probe, /x/plugin.py:12)``."""
+    skipped = (str(Path(__file__).parents[1]), str(Path(sys.modules["pluggy"].__file__ or "").parent))
+    library = sysconfig.get_path("stdlib")
+    for frame in _FRAME.finditer(trace):
+        file = frame["file"]
+        inner = file.startswith(library) and "site-packages" not in file
+        if not (inner or file.startswith((*skipped, "<frozen"))):
+            return f" (in {frame['function']}, {file}:{frame['line']})"
+    return ""
+
+
+def _last_line(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return f": {lines[-1]}" if lines else ""
+
+
+def as_json(status: PluginStatus) -> dict[str, Any]:
+    """Plain values of a status."""
+    return {**vars(status), "state": str(status.state), "seconds": round(status.seconds, 4)}

@@ -1,0 +1,51 @@
+"""A progress bar on standard error, silent where that is no terminal; standard output is for results."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .output import is_terminal
+
+
+@dataclass
+class Progress:
+    """``title``: what is going on; ``unit``: ``bytes``, or what is counted."""
+
+    title: str
+    unit: str = "bytes"
+    _update: Callable[[int, int, str], None] | None = field(default=None, init=False)
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        """``done`` of ``total`` units; ``name``: what is being worked on."""
+        if self._update is not None:
+            self._update(done, total, name)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[Progress]:
+        """Draw the bar while the block runs, and wipe it away then."""
+        if not is_terminal(sys.stderr):
+            yield self
+            return
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+
+        with Bar(*self._columns(), console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=None, name="")
+            self._update = lambda done, total, name: bar.update(task, completed=done, total=total, name=name)
+            try:
+                yield self
+            finally:
+                self._update = None
+
+    def _columns(self) -> list[Any]:
+        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.table import Column
+
+        counted = DownloadColumn(binary_units=True) if self.unit == "bytes" else MofNCompleteColumn()
+        # The name gives way where the terminal is narrow.
+        name = TextColumn("{task.fields[name]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1))
+        return [TextColumn(self.title), BarColumn(), counted, TimeRemainingColumn(), name]

@@ -1,0 +1,79 @@
+"""Quantize a safetensors checkpoint, shard by shard; peak memory is about one shard."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from . import arguments
+from .output import Outcome, Table, size
+from .progress import Progress
+
+NAME = "quantize"
+HELP = "quantize a checkpoint on disk"
+EXAMPLES = (
+    "qcore quantize model.safetensors small.safetensors --scheme w4a16-g128 --exclude lm_head",
+    "qcore quantize folder-of-shards small --scheme w8a16 --max-shard-size 2GB --json",
+)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``qcore quantize``."""
+    parser.add_argument("source", type=Path, metavar="IN", help="a safetensors file, or a directory of shards")
+    parser.add_argument("target", type=Path, metavar="OUT", help="a file, or a directory, as IN is")
+    parser.add_argument("--scheme", required=True, help="e.g. w8a16, w4a16-g128-asym, w4a8-g32")
+    layers = "layers by name, glob (model.*.mlp.*) or last parts of the name (lm_head)"
+    arguments.add_repeatable(parser, "--exclude", str, f"keep these {layers}")
+    arguments.add_repeatable(parser, "--include", str, f"quantize only these {layers}")
+    shard = "split OUT into files of at most this size (default: %(default)s)"
+    parser.add_argument("--max-shard-size", type=arguments.byte_count, default="4GB", metavar="SIZE", help=shard)
+    parser.add_argument("--dtype", type=arguments.dtype, help="of scales and kept tensors (default: as they are)")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Quantize, drawing a progress bar."""
+    from .. import checkpoint
+
+    with Progress("quantizing").shown() as progress:
+        rows = checkpoint.quantize_checkpoint(
+            args.source,
+            args.target,
+            args.scheme,
+            include=args.include or None,
+            exclude=args.exclude,
+            progress=progress,
+            max_shard_size=args.max_shard_size,
+            overwrite=args.overwrite,
+            dtype=args.dtype,
+        )
+    return _outcome(args, rows)
+
+
+def _outcome(args: argparse.Namespace, rows: list[Any]) -> Outcome:
+    before, after = (sum(getattr(row, name) for row in rows) for name in ("bytes_before", "bytes_after"))
+    actions = Counter(row.action for row in rows)
+    data = {
+        "source": str(args.source),
+        "target": str(args.target),
+        "scheme": args.scheme,
+        "tensors": [{**vars(row), "shape": list(row.shape)} for row in rows],
+        "actions": dict(actions),
+        "bytes_before": before,
+        "bytes_after": after,
+    }
+    share = f" ({after / before:.0%})" if before else ""
+    counts = ", ".join(f"{number} {action}" for action, number in actions.items())
+    total = f"{len(rows)} tensors: {counts}; {size(before)} -> {size(after)}{share}, written to {args.target}"
+    return Outcome(data, [_table(rows), total])
+
+
+def _table(rows: list[Any]) -> Table:
+    header = ("tensor", "shape", "result", "before", "after", "scheme or why not")
+    cells = [
+        (r.name, "x".join(map(str, r.shape)), r.action, size(r.bytes_before), size(r.bytes_after), r.reason)
+        for r in rows
+    ]
+    return Table(header, cells, state=2, right=frozenset({3, 4}))

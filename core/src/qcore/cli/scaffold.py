@@ -1,0 +1,89 @@
+"""Rendering a plugin package from ``templates/``."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import shutil
+import sys
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from .. import __version__
+from ..errors import QcoreError
+from ..plugins import registry
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_RESERVED = {"all", "cuda", "qcore", "testing", "torch", "vulkan", "xla", "xpu"}
+"""Names of qcore's own plugins and extras, whether or not they are installed."""
+
+_FILES = {
+    "pyproject.toml.txt": "pyproject.toml",
+    "README.md.txt": "README.md",
+    "gitignore.txt": ".gitignore",
+    "src/init.py.txt": "src/{module}/__init__.py",
+    "src/plugin.py.txt": "src/{module}/plugin.py",
+    "src/kernels.py.txt": "src/{module}/kernels.py",
+    "src/gaps.toml.txt": "src/{module}/qcore_gaps.toml",
+    "tests/test_plugin.py.txt": "tests/test_{name}_plugin.py",
+}
+"""Template to file. Templates end in ``.txt``, so that no tool takes them for code of this repository."""
+
+
+def check_name(name: str) -> None:
+    """Raise `QcoreError` unless a new plugin may be called ``name``."""
+    if not _NAME.fullmatch(name) or len(name) > 40:
+        raise QcoreError(f"{name!r} cannot name a plugin.{_suggestion(name)}\n{_RULE}")
+    if keyword.iskeyword(name) or name in sys.stdlib_module_names:
+        raise QcoreError(f"{name!r} is a word or a module of Python.\nChoose another name, such as my_{name}.")
+    if name in _RESERVED:
+        raise QcoreError(f"{name!r} is a name of qcore's own.\nChoose another name, such as my_{name}.")
+    holder = registry.entries().get(name)
+    if holder is not None:
+        where = f"{holder.dist} {holder.version}"
+        raise QcoreError(f"a plugin {name!r} is installed: {where}.\nChoose another name, or uninstall it.")
+
+
+_RULE = "Use lower-case letters, digits and single underscores, a letter first, at most 40 characters."
+
+
+def _suggestion(name: str) -> str:
+    plain = re.sub(r"[^a-z0-9]+", "_", name.lower().removeprefix("qcore")).strip("_0123456789")[:40].rstrip("_")
+    return f" Did you mean {plain!r}?" if _NAME.fullmatch(plain) else ""
+
+
+def render(name: str) -> dict[str, str]:
+    """The text of every file of the package, by its path."""
+    module = f"qcore_{name}"
+    minimum = ".".join(__version__.split(".")[:2])
+    words = {"name": name, "module": module, "dist": module.replace("_", "-"), "minimum": minimum}
+    templates = files(__package__) / "templates"
+    texts = {path: templates.joinpath(source).read_text(encoding="utf-8") for source, path in _FILES.items()}
+    return {path.format(**words): Template(text).substitute(words) for path, text in texts.items()}
+
+
+def write(texts: dict[str, str], directory: Path) -> None:
+    """Write all files or none; raises `QcoreError` where ``directory`` holds anything."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise QcoreError(f"{directory} exists and is not an empty directory.\nGive another one with --directory.")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".qcore-new-", dir=directory.parent))
+    try:
+        for path, text in texts.items():
+            (draft / path).parent.mkdir(parents=True, exist_ok=True)
+            (draft / path).write_text(text, encoding="utf-8", newline="\n")
+        _publish(draft, directory)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _publish(draft: Path, directory: Path) -> None:
+    if not directory.exists():
+        draft.chmod(0o755)  # mkdtemp lets nobody else in
+        draft.rename(directory)
+        return
+    # It may be somebody's current directory, so it is filled rather than replaced.
+    for child in draft.iterdir():
+        child.rename(directory / child.name)

@@ -1,0 +1,84 @@
+"""The measurements of ``qcore bench``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..contracts import Problem
+from ..contracts.inputs import Draw, Shape
+from ..kernels import Kernel
+from ..tuning import interleaved_medians, synchronize
+from ..verify import undisturbed
+from .measuring import Case
+
+_PROBE_BYTES = 1 << 28
+"""Well beyond the caches of most machines."""
+
+
+def bandwidth(device: torch.device, tries: int = 5) -> float:
+    """Bytes per second that the device can read: the best of several sums over a large tensor."""
+    with undisturbed():
+        block = torch.zeros(_PROBE_BYTES // 4, dtype=torch.float32, device=device)
+        return _PROBE_BYTES / min(_seconds(block.sum, device) for _ in range(tries))
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def time_case(case: Case, rows: int, seconds: float, speed: float) -> list[dict[str, Any]]:
+    """A row for each kernel of ``case`` at ``rows`` rows of x; ``speed``: of the memory, in bytes per second."""
+    request = case.request
+    with undisturbed():
+        problem = Draw(torch.Generator().manual_seed(0)).linear(request, Shape("bench", (rows,), request.n, request.k))
+        here = problem.to(request.device)
+        packs = [kernel.pack(here.weight) for _, kernel in case.kernels]
+        calls = [_call(kernel, here, packed) for (_, kernel), packed in zip(case.kernels, packs, strict=True)]
+        dense, *times = interleaved_medians([_dense(here), *calls], request.device, seconds)
+    around = rows * (request.k * request.x_dtype.itemsize + request.n * request.out_dtype.itemsize)
+    return [
+        _row(case.scheme, rows, kernel.name, (ms, dense), _bytes(packed), around, speed)
+        for (_, kernel), packed, ms in zip(case.kernels, packs, times, strict=True)
+    ]
+
+
+def _call(kernel: Kernel, here: Problem, packed: dict[str, torch.Tensor]) -> Callable[[], Any]:
+    return lambda: kernel(here.x, packed, here.bias, **here.given)
+
+
+def _dense(here: Problem) -> Callable[[], Any]:
+    """The layer that was there before: same dtype as x (bfloat16 where x arrives as codes)."""
+    dtype = here.x.dtype if here.x.is_floating_point() else torch.bfloat16
+    x, weight = here.x.to(dtype), here.weight.dequantize(dtype)
+    return lambda: F.linear(x, weight)
+
+
+def _bytes(packed: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in packed.values())
+
+
+def _row(
+    scheme: str, m: int, kernel: str, times: tuple[float, float], weight: int, around: int, speed: float
+) -> dict[str, Any]:
+    ms, dense = times
+    moved = (weight + around) / (ms / 1e3)
+    return {
+        "scheme": scheme,
+        "m": m,
+        "kernel": kernel,
+        "milliseconds": ms,
+        "dense_milliseconds": dense,
+        "ratio": dense / ms,
+        "weight_bytes": weight,
+        "bytes_per_second": moved,
+        "of_bandwidth": moved / speed,
+    }
