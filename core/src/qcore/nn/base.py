@@ -168,6 +168,14 @@ class QuantizedModule(nn.Module):
             destination[f"{prefix}weight.{name}"] = tensor
         for name, value in self._given_numbers():
             destination[prefix + name] = value
+        self._describe_weight(getattr(destination, "_metadata", {}).get(prefix[:-1]))
+
+    def _describe_weight(self, notes: dict[str, Any] | None) -> None:
+        """Leave in the metadata of a state dict what its tensors mean, so that it can be saved without the model."""
+        if notes is not None:
+            store = self._store
+            described = {"format": str(store.format), "shape": list(store.shape), "quantizer": store.quantizer}
+            notes["qcore"] = {**described, "scheme": str(self.scheme.blank())}
 
     def _given_numbers(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in (("input", self.scheme.activation), ("output", self.scheme.output)):

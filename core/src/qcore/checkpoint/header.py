@@ -1,0 +1,196 @@
+"""The head of a safetensors file: which tensors it holds, of which dtype and shape, at which bytes.
+
+Read and written here rather than by the safetensors library because a checkpoint is written as a stream, a tensor at a
+time, and because tensors are read without mapping the whole file, whose pages would count as memory. The library still
+has the last word on what is valid: see `archive`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ..errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+"""Element types by their name in the file."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+MAX_HEADER = 100_000_000
+"""Bytes of the longest header that the safetensors library accepts."""
+MAX_SIZE = 1 << 48
+"""No dimension and no number of elements is larger: arithmetic with shapes cannot overflow."""
+
+DOWNLOAD_AGAIN = "The file is truncated or damaged: copy or download it again."
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+def problem(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN, tensor: str = "") -> CheckpointError:
+    """The error that says what is wrong with a file, in which tensor, and what to do."""
+    where = f"{path}: tensor {tensor[:200]!r}" if tensor else f"{path}"
+    return CheckpointError(f"{where}: {what}\n{remedy}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor as it is stored."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Entry(Part):
+    """A stored tensor and where it is. ``start``: of its first byte in the file."""
+
+    start: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the head of a file says. ``metadata``: its texts; ``entries``: its tensors by name."""
+
+    metadata: dict[str, str]
+    entries: dict[str, Entry]
+
+
+def parse_json(text: bytes, path: Path, what: str) -> dict[str, Any]:
+    """Read a JSON object from a file that is not trusted; a key that occurs twice is an error."""
+    try:
+        tree = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise problem(path, f"its {what} is no valid JSON: {str(error)[:200]}.") from None
+    if not isinstance(tree, dict):
+        raise problem(path, f"its {what} is a JSON {type(tree).__name__}; it must be an object.")
+    return tree
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {counts.most_common(1)[0][0][:80]!r} occurs twice")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def read_header(file: BinaryIO, path: Path) -> Header:
+    """Read and check the head of an open safetensors file. Raises `CheckpointError`."""
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(8)
+    if head.startswith(_PICKLES):
+        raise problem(
+            path,
+            "this is a pickle or zip archive of torch.save, not safetensors.",
+            "qcore never unpickles. Load it with torch.load(path, weights_only=True) and save it with safetensors.",
+        )
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or length > size - 8 or length > MAX_HEADER:
+        raise problem(path, f"it is {size} bytes long, which cannot hold a header of {length} bytes.")
+    tree = parse_json(file.read(length), path, "header")
+    metadata = _metadata(tree.pop("__metadata__", {}), path)
+    entries = {name: _entry(name, value, 8 + length, path) for name, value in tree.items()}
+    _check_layout(entries.values(), 8 + length, size, path)
+    return Header(metadata, entries)
+
+
+def _metadata(value: Any, path: Path) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise problem(path, "its __metadata__ must map names to texts.")
+    return value
+
+
+def is_size(value: Any) -> bool:
+    """Whether ``value`` can be a dimension or an offset."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
+
+
+def is_shape(value: Any) -> bool:
+    """Whether ``value`` is a list of sizes whose product, zeros aside, stays in bounds too."""
+    if not isinstance(value, list) or len(value) > 64 or not all(is_size(n) for n in value):
+        return False
+    product: int = math.prod(n for n in value if n)
+    return product <= MAX_SIZE
+
+
+def _entry(name: str, value: Any, base: int, path: Path) -> Entry:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise problem(path, "its header entry must hold dtype, shape and data_offsets.", tensor=name)
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise problem(path, f"dtype {str(dtype)[:40]!r} is not known; known: {known}.", "Upgrade qcore.", name)
+    if not is_shape(shape):
+        raise problem(path, f"shape {str(shape)[:80]} is impossible.", tensor=name)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_size(n) for n in offsets):
+        raise problem(path, f"data_offsets {str(offsets)[:80]} are impossible.", tensor=name)
+    entry = Entry(name, DTYPES[dtype], tuple(shape), base + offsets[0])
+    if offsets[1] - offsets[0] != entry.nbytes:
+        span = offsets[1] - offsets[0]
+        raise problem(
+            path, f"{dtype} of shape {shape} needs {entry.nbytes} bytes; its offsets span {span}.", tensor=name
+        )
+    return entry
+
+
+def _check_layout(entries: Iterable[Entry], base: int, size: int, path: Path) -> None:
+    """Tensors follow each other without gap or overlap, and end where the file ends."""
+    end = base
+    for entry in sorted(entries, key=lambda e: (e.start, e.nbytes)):
+        if entry.start != end:
+            raise problem(path, f"its bytes start at {entry.start}, where {end} is expected.", tensor=entry.name)
+        end += entry.nbytes
+    if end != size:
+        raise problem(path, f"it is {size} bytes long; its header describes {end}.")
+
+
+def build_header(parts: Iterable[Part], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The head of a file, and where each tensor starts in it.
+
+    Wide element types come first, as the library does it, so that every tensor is aligned.
+    """
+    ordered = sorted(parts, key=lambda p: -p.dtype.itemsize)
+    tree: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts, offset = {}, 0
+    for part in ordered:
+        stop = offset + part.nbytes
+        tree[part.name] = {"dtype": NAMES[part.dtype], "shape": list(part.shape), "data_offsets": [offset, stop]}
+        starts[part.name], offset = offset, stop
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}

@@ -1,0 +1,117 @@
+"""`inspect` a checkpoint: what is in it, read from its headers alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..decision import format_table
+from ..errors import did_you_mean
+from .archive import Archive
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint.
+
+    **Fields:** ``name``; ``kind``: the format of a quantized weight, otherwise the dtype; ``shape``: logical;
+    ``quantizer`` and ``scheme``: empty for tensors that are not quantized; ``nbytes``: of all its parts, 0 for an
+    alias; ``shard``: the file; ``alias_of``: the name under which a tied tensor is stored, or empty.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    quantizer: str
+    scheme: str
+    nbytes: int
+    shard: str
+    alias_of: str = ""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether this is a quantized weight."""
+        return bool(self.scheme)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a checkpoint holds; ``str(inventory)`` is a table.
+
+    **Fields:** ``path``; ``version``: of the qcore that wrote it, empty for a foreign file; ``tensors``; ``shards``:
+    names of its files.
+    """
+
+    path: str
+    version: str
+    tensors: tuple[TensorInfo, ...]
+    shards: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[TensorInfo]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        for tensor in self.tensors:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(f"no tensor is called {name!r}.{did_you_mean(name, [t.name for t in self.tensors])}")
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors; files add their headers."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def quantized(self) -> tuple[TensorInfo, ...]:
+        """The quantized weights."""
+        return tuple(tensor for tensor in self.tensors if tensor.is_quantized)
+
+    def __str__(self) -> str:
+        header = ("tensor", "kind", "shape", "quantizer", "scheme", "bytes", "shard", "tied to")
+        rows = [
+            (t.name, t.kind, "x".join(map(str, t.shape)), t.quantizer, t.scheme, f"{t.nbytes:,}", t.shard, t.alias_of)
+            for t in self.tensors
+        ]
+        wrote = f"written by qcore {self.version}" if self.version else "not written by qcore"
+        files = f"{len(self.shards)} file{'s' if len(self.shards) != 1 else ''}"
+        total = f"{len(self)} tensors, {len(self.quantized)} quantized; {self.total_bytes:,} bytes in {files}; {wrote}"
+        return "\n".join([*format_table(header, rows), total])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        tensors = [{**asdict(t), "shape": list(t.shape)} for t in self.tensors]
+        totals = {"total_bytes": self.total_bytes, "quantized": len(self.quantized)}
+        return {"path": self.path, "version": self.version, "shards": list(self.shards), **totals, "tensors": tensors}
+
+
+def inspect(path: str | os.PathLike[str]) -> Inventory:
+    """List what a safetensors file or sharded directory holds, quantized or not. Reads headers only.
+
+    Raises `CheckpointError` for a file whose headers are truncated, inconsistent or hostile.
+    """
+    with Archive.open(Path(path)) as archive:
+        weights = [_weight(archive, name) for name in archive.records]
+        plain = [_plain(archive, name) for name in archive.plain_names()]
+        tensors = sorted([*weights, *plain], key=lambda t: t.name)
+        return Inventory(str(path), archive.version, tuple(tensors), tuple(file.name for file in archive.files))
+
+
+def _weight(archive: Archive, name: str) -> TensorInfo:
+    record, alias = archive.records[name], archive.aliases.get(name, "")
+    stored = archive.records[alias or name].part_names
+    size = 0 if alias else sum(archive.entries[part].nbytes for part in stored)
+    shard = archive.shards[stored[0]].name
+    quantizer, scheme = record.quantizer or "", str(record.scheme)
+    return TensorInfo(name, str(record.format), record.shape, quantizer, scheme, size, shard, alias)
+
+
+def _plain(archive: Archive, name: str) -> TensorInfo:
+    entry, alias = archive.entry(name), archive.aliases.get(name, "")
+    kind, shard = str(entry.dtype).removeprefix("torch."), archive.shards[entry.name].name
+    return TensorInfo(name, kind, entry.shape, "", "", 0 if alias else entry.nbytes, shard, alias)

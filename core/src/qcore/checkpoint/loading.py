@@ -1,0 +1,190 @@
+"""`load_` a checkpoint into a fresh model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..binding import WeightStore
+from ..errors import CheckpointError, FormatError
+from ..model import LayerReport, Report, report
+from ..nn.base import QuantizedModule
+from ..qtensor import QTensor
+from ..schemes import Scheme
+from .archive import Archive
+from .header import problem
+from .matching import Match, Swap, match
+from .modules import rebuild, weight_place
+from .values import as_bytes
+
+
+@dataclass(frozen=True)
+class LoadReport(Report):
+    """The `Report` of the loaded model. ``missing``, ``unexpected``: names, empty unless ``strict=False``."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lists = {"missing": self.missing, "unexpected": self.unexpected}
+        return "\n".join([super().__str__(), *(f"{k}: {', '.join(v)}" for k, v in lists.items() if v)])
+
+
+def load_(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    device: torch.device | str | None = None,
+) -> LoadReport:
+    """Load a checkpoint in place: layers whose weights are quantized there become their quantized counterparts.
+
+    **Arguments:**
+
+    - ``model``: fresh, of the architecture that was saved: float, quantized, or on ``meta``. Its devices and dtypes
+      hold: weights are packed for the device that a layer is on, and computed with in the layer's dtype.
+    - ``path``: a ``.safetensors`` file, or a directory with one or with shards and an index.
+    - ``strict``: missing or unexpected tensors are an error; otherwise the report lists them.
+    - ``device``: where tensors on ``meta`` go; default the CPU.
+
+    A weight that the model cannot use quantized (a layer of a class qcore has no contract for) is turned back to
+    float; the report says so. Tied weights are tied again. Returns the report of the model. Raises `CheckpointError`;
+    the model is then as it was, because everything is validated, read and packed before the first layer is replaced.
+    """
+    with Archive.open(Path(path)) as archive:
+        found = match(model, archive)
+        if strict:
+            _check_complete(found, archive)
+        loader = _Loader(model, archive, found, torch.device(device or "cpu"))
+        loader.prepare()
+    loader.commit()
+    layers = tuple(_explained(row, found) for row in report(model))
+    return LoadReport(layers, tuple(found.missing), tuple(found.unexpected))
+
+
+def _explained(row: LayerReport, found: Match) -> LayerReport:
+    dense = found.dense.get(f"{row.name}.weight" if row.name else "weight")
+    return replace(row, reason=f"turned back to float: {dense.reason}") if dense else row
+
+
+def _check_complete(found: Match, archive: Archive) -> None:
+    if not found.missing and not found.unexpected:
+        return
+    lines = [
+        f"{kind} in {where}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}."
+        for kind, where, names in (
+            ("missing", "the checkpoint", found.missing),
+            ("not wanted", "the model", found.unexpected),
+        )
+        if names
+    ]
+    raise CheckpointError(
+        "\n".join(
+            [f"{archive.path}: its tensors are not those of the model.", *lines, "Pass strict=False to load the rest."]
+        )
+    )
+
+
+class _Loader:
+    """Reads and builds everything beside the model, then puts it in place without a step that can fail."""
+
+    def __init__(self, model: nn.Module, archive: Archive, found: Match, device: torch.device) -> None:
+        self.model, self.archive, self.found, self.device = model, archive, found, device
+        self.stores: dict[tuple[str, torch.device], WeightStore] = {}
+        self.modules: dict[int, QuantizedModule] = {}
+        self.values: dict[int, tuple[Tensor, Tensor]] = {}
+        self.replaced: dict[int, Tensor] = {}
+
+    def prepare(self) -> None:
+        """Read all values, validate them, build and bind the quantized layers. Leaves the model alone."""
+        weights = {swap.owner: self.archive.quantized(swap.owner) for swap in self.found.swaps}
+        schemes = [self._scheme(swap) for swap in self.found.swaps]
+        for name, value in self._plain_values():
+            self._stage(name, value)
+        self._tie()
+        for swap, scheme in zip(self.found.swaps, schemes, strict=True):
+            if id(swap.module) not in self.modules:
+                self.modules[id(swap.module)] = rebuild(swap.module, self._store(swap, weights), scheme)
+
+    def _plain_values(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.found.plain:
+            yield name, self.archive.read(name)
+        for name in self.found.dense:
+            yield name, _dense(self.archive.quantized(self.found.dense[name].source), self.found.slots[name])
+
+    def _stage(self, name: str, value: Tensor) -> None:
+        slot = self.found.slots[name]
+        value = value.to(slot.dtype).contiguous()
+        _, earlier = self.values.setdefault(id(slot), (slot, value))
+        if earlier is not value and as_bytes(earlier) != as_bytes(value):
+            # What the model ties must be equal in the file, or one of the two would be lost.
+            remedy = "Untie them in the model first."
+            raise problem(self.archive.path, "the model ties it to a tensor that has other values here.", remedy, name)
+        if slot.device.type == "meta" and id(slot) not in self.replaced:
+            value = value.to(self.device)
+            self.replaced[id(slot)] = (
+                nn.Parameter(value, slot.requires_grad) if isinstance(slot, nn.Parameter) else value
+            )
+
+    def _tie(self) -> None:
+        """Parameters that are one in the file become one in the model."""
+        for name, target in self.archive.aliases.items():
+            mine, other = self.found.slots.get(name), self.found.slots.get(target)
+            if isinstance(mine, nn.Parameter) and isinstance(other, nn.Parameter) and _alike(mine, other):
+                self.replaced[id(mine)] = self.replaced.get(id(other), other)
+
+    def _scheme(self, swap: Swap) -> Scheme:
+        """The scheme with its calibrated numbers."""
+        scheme = swap.record.scheme
+        for field, prefix in swap.numbers().items():
+            scale, zero = self.archive.read(f"{prefix}_scale"), self.archive.read(f"{prefix}_zero_point")
+            try:
+                part = replace(getattr(scheme, field), scale=float(scale), zero_point=int(zero))
+            except FormatError as error:
+                raise problem(self.archive.path, str(error), tensor=f"{prefix}_scale") from None
+            scheme = replace(scheme, **{field: part})
+        return scheme
+
+    def _store(self, swap: Swap, weights: dict[str, QTensor]) -> WeightStore:
+        device = weight_place(swap.module)[0]
+        device = self.device if device.type == "meta" else device
+        key = (swap.owner, device)
+        if key not in self.stores:
+            self.stores[key] = WeightStore(weights[swap.owner].to(device))
+        return self.stores[key]
+
+    def commit(self) -> None:
+        """Put everything in place."""
+        with torch.no_grad():
+            for slot, value in self.values.values():
+                if slot.device.type != "meta":
+                    slot.copy_(value)
+        for parent in list(self.model.modules()):
+            for name, child in list(parent._modules.items()):  # noqa: SLF001
+                if child is not None and id(child) in self.modules:
+                    setattr(parent, name, self.modules[id(child)])
+        if id(self.model) in self.modules:
+            self.model.__dict__.update(self.modules[id(self.model)].__dict__)
+        for module in self.model.modules():
+            for held in (module._parameters, module._buffers):  # noqa: SLF001
+                new: dict[str, Any] = {key: self.replaced[id(t)] for key, t in held.items() if id(t) in self.replaced}
+                held.update(new)
+
+
+def _alike(mine: nn.Parameter, other: nn.Parameter) -> bool:
+    return mine is not other and (mine.device, mine.dtype) == (other.device, other.dtype)
+
+
+def _dense(weight: QTensor, slot: Tensor) -> Tensor:
+    """The float weight in the shape of its slot; convolutions from their (KH, KW, IC) columns."""
+    dense = weight.dequantize(torch.float32)
+    if slot.dim() == 2:
+        return dense
+    o, i, h, w = slot.shape
+    return dense.reshape(o, h, w, i).permute(0, 3, 1, 2)

@@ -1,0 +1,204 @@
+"""Hold a checkpoint against a model: what goes where, what is missing, what does not fit. Reads no values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..activations import OutputInt8, StaticInt8
+from ..errors import CheckpointError
+from ..nn.base import QuantizedModule
+from .archive import Archive
+from .header import Entry
+from .modules import weight_identity, weight_shape, why_not
+from .records import Record
+
+_NUMBERS = {"scale": (torch.float64, torch.float32), "zero_point": (torch.int32, torch.int64, torch.int8)}
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A layer that becomes quantized. ``owner``: name of the stored weight; ``record``: with this layer's scheme."""
+
+    layer: str
+    module: nn.Module
+    record: Record
+    owner: str
+
+    def numbers(self) -> dict[str, str]:
+        """The calibrated numbers that the scheme needs: the field of the scheme to the prefix of their names."""
+        parts = {
+            "activation": (self.record.scheme.activation, "input"),
+            "output": (self.record.scheme.output, "output"),
+        }
+        return {
+            name: f"{self.layer}.{prefix}" if self.layer else prefix
+            for name, (part, prefix) in parts.items()
+            if isinstance(part, (StaticInt8, OutputInt8)) and not part.per_token
+        }
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Why a quantized weight, called ``source`` in the file, is turned back to float."""
+
+    source: str
+    reason: str
+
+
+@dataclass
+class Match:
+    """The plan of a load.
+
+    **Fields:** ``swaps``: layers that become quantized; ``dense``: slots that take a quantized weight turned back to
+    float; ``plain``: slots that take a stored tensor; ``slots``: the model's own tensors by name; ``missing``,
+    ``unexpected``: names.
+    """
+
+    swaps: list[Swap] = field(default_factory=list)
+    dense: dict[str, Dense] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=list)
+    slots: dict[str, Tensor] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def match(model: nn.Module, archive: Archive) -> Match:
+    """Plan a load. Raises `CheckpointError` where shapes or dtypes do not fit."""
+    layers = dict(model.named_modules(remove_duplicate=False))
+    found = Match()
+    for record in archive.records.values():
+        _place(model, layers, record, archive, found)
+    found.swaps += list(_tied_swaps(model, layers, found.swaps, archive))
+    swapped = {id(swap.module) for swap in found.swaps}
+    found.slots = dict(_slots(layers, swapped))
+    _complete_dense(found, archive)
+    _match_plain(found, archive, layers)
+    problems = [*_swap_problems(found, archive), *_slot_problems(found, archive)]
+    if problems:
+        raise _unfit(archive, problems)
+    return found
+
+
+def _place(model: nn.Module, layers: dict[str, nn.Module], record: Record, archive: Archive, found: Match) -> None:
+    layer, _, attribute = record.name.rpartition(".")
+    module = layers.get(layer)
+    if module is None or attribute != "weight" or getattr(module, "weight", None) is None:
+        found.unexpected += _stored_names(record, archive)
+        return
+    reason = why_not(model, layer)
+    if reason:
+        found.dense[record.name] = Dense(record.name, reason)
+    else:
+        found.swaps.append(Swap(layer, module, record, archive.aliases.get(record.name, record.name)))
+
+
+def _stored_names(record: Record, archive: Archive) -> tuple[str, ...]:
+    return (record.name,) if record.name in archive.aliases else record.part_names
+
+
+def _tied_swaps(model: nn.Module, layers: dict[str, nn.Module], swaps: list[Swap], archive: Archive) -> Iterator[Swap]:
+    """Layers that the model ties to a quantized one and that the file, as is usual, does not name."""
+    by_weight = {weight_identity(swap.module): swap for swap in swaps}
+    named = {swap.layer for swap in swaps}
+    for layer, module in layers.items():
+        if layer in named or not isinstance(module, (nn.Linear, nn.Embedding, nn.Conv2d, QuantizedModule)):
+            continue
+        swap = by_weight.get(weight_identity(module))
+        name = f"{layer}.weight"
+        absent = name not in archive.entries and name not in archive.aliases
+        if swap is not None and absent and not why_not(model, layer):
+            yield Swap(layer, module, swap.record, swap.owner)
+
+
+def _slots(layers: dict[str, nn.Module], swapped: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and saved buffers by name, but for the weights that are replaced."""
+    for layer, module in layers.items():
+        lasting = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}  # noqa: SLF001
+        for key, tensor in {**module._parameters, **lasting}.items():  # noqa: SLF001
+            if tensor is not None and not (key == "weight" and id(module) in swapped):
+                yield (f"{layer}.{key}" if layer else key), tensor
+
+
+def _complete_dense(found: Match, archive: Archive) -> None:
+    """Drop what has no slot; add parameters that the model ties to a quantized weight and cannot use as such."""
+    for name in found.dense.keys() - found.slots.keys():
+        del found.dense[name]
+        found.unexpected += _stored_names(archive.records[name], archive)
+    by_weight = {weight_identity(swap.module): swap for swap in found.swaps}
+    for name, slot in found.slots.items():
+        swap = by_weight.get(id(slot))
+        if swap is not None and name not in archive.entries and name not in archive.aliases and name not in found.dense:
+            found.dense[name] = Dense(swap.owner, f"the model ties it to {swap.layer!r} and reads it itself")
+
+
+def _match_plain(found: Match, archive: Archive, layers: dict[str, nn.Module]) -> None:
+    prefixes = [prefix for swap in found.swaps for prefix in swap.numbers().values()]
+    numbers = {f"{prefix}_{part}" for prefix in prefixes for part in _NUMBERS}
+    stored = set(archive.plain_names())
+    found.plain = [name for name in found.slots if name in stored]
+    found.unexpected += sorted(stored - found.slots.keys() - numbers)
+    filled = {id(found.slots[name]) for name in (*found.plain, *found.dense)}
+    found.missing += [name for name, slot in found.slots.items() if id(slot) not in filled]
+    found.missing += _unfilled(found, layers)
+
+
+def _unfilled(found: Match, layers: dict[str, nn.Module]) -> Iterator[str]:
+    """What only the file could give values to, and does not: quantized layers it does not name, buffers on meta."""
+    swapped = {id(swap.module) for swap in found.swaps}
+    for layer, module in layers.items():
+        if isinstance(module, QuantizedModule):
+            if id(module) not in swapped:
+                yield f"{layer}.weight.data"
+            continue
+        for key in module._non_persistent_buffers_set:  # noqa: SLF001
+            buffer = module._buffers.get(key)  # noqa: SLF001
+            if buffer is not None and buffer.device.type == "meta":
+                yield f"{layer}.{key}" if layer else key
+
+
+def _swap_problems(found: Match, archive: Archive) -> Iterator[str]:
+    for swap in found.swaps:
+        expected = weight_shape(swap.module)
+        if swap.record.shape != expected:
+            yield f"{swap.record.name!r} has shape {swap.record.shape}; {swap.layer!r} needs {expected}"
+        for prefix in swap.numbers().values():
+            yield from _number_problems(archive, prefix)
+
+
+def _number_problems(archive: Archive, prefix: str) -> Iterator[str]:
+    for part, dtypes in _NUMBERS.items():
+        name = f"{prefix}_{part}"
+        entry = archive.entries.get(name)
+        if entry is None:
+            yield f"{name!r} is missing, which the scheme of its layer needs"
+        elif entry.dtype not in dtypes or entry.shape != ():
+            yield f"{name!r} is {entry.dtype} of shape {entry.shape}; it must be one {dtypes[0]}"
+
+
+def _slot_problems(found: Match, archive: Archive) -> Iterator[str]:
+    for name in found.plain:
+        slot, entry = found.slots[name], archive.entry(name)
+        if entry.shape != tuple(slot.shape):
+            yield f"{name!r} has shape {entry.shape}; the model needs {tuple(slot.shape)}"
+        elif not _convertible(entry, slot):
+            yield f"{name!r} is {entry.dtype}; the model needs {slot.dtype}"
+    for name in found.dense:
+        slot, shape = found.slots[name], archive.records[found.dense[name].source].shape
+        if slot.dim() not in (2, 4) or shape != (slot.shape[0], slot.shape[1:].numel()):
+            yield f"{name!r} has shape {shape}; the model needs {tuple(slot.shape)}"
+
+
+def _convertible(entry: Entry, slot: Tensor) -> bool:
+    return entry.dtype == slot.dtype or (entry.dtype.is_floating_point and slot.dtype.is_floating_point)
+
+
+def _unfit(archive: Archive, problems: list[str]) -> CheckpointError:
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return CheckpointError(
+        f"{archive.path}: tensor {problems[0]}{more}.\n"
+        f"The checkpoint is of another model: build the model with the configuration it was saved from."
+    )

@@ -1,0 +1,109 @@
+"""Quantized modules made from the modules of a fresh model: geometry from there, weight from the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..binding import WeightStore
+from ..model import _base, _unsupported
+from ..nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
+from ..nn.base import QuantizedModule, adopt
+from ..nn.conv2d import _paddings, _pair
+from ..schemes import Scheme
+
+# ruff: noqa: SLF001 - these modules and the quantized ones are two ends of one thing
+
+
+def why_not(model: nn.Module, layer: str) -> str:
+    """Why a layer has no quantized counterpart; empty where it has one."""
+    module = model.get_submodule(layer)
+    if isinstance(module, QuantizedModule):
+        return ""
+    if not layer:
+        return f"the model itself is a {type(module).__name__}, which cannot be replaced in place"
+    if isinstance(model.get_submodule(layer.rpartition(".")[0]), nn.MultiheadAttention):
+        return "torch.nn.MultiheadAttention reads this weight itself instead of calling the layer"
+    return _unsupported(module)
+
+
+def weight_shape(module: nn.Module) -> tuple[int, int]:
+    """The logical shape (N, K) that a layer's quantized weight has."""
+    if isinstance(module, QuantizedModule):
+        n, k = module._store.shape
+        return n, k
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0], weight.shape[1:].numel()
+
+
+def weight_identity(module: nn.Module) -> int:
+    """Equal for layers whose weights are tied."""
+    return id(module._store if isinstance(module, QuantizedModule) else module.weight)
+
+
+def weight_place(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where a layer's weight is, and what the layer computes in."""
+    if isinstance(module, QuantizedModule):
+        return module._store.device, module._dtype
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.device, weight.dtype
+
+
+def rebuild(module: nn.Module, store: WeightStore, scheme: Scheme) -> QuantizedModule:
+    """The quantized counterpart of ``module`` with another weight; shares its bias, mode and hooks."""
+    dtype = weight_place(module)[1]
+    made = _BUILDERS[_kind(module)](module, store, scheme, dtype)
+    adopt(made, module)
+    return made
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    if not isinstance(module, QuantizedModule):
+        return _base(module)
+    return next(kind for kind in _BUILDERS if isinstance(module, kind))
+
+
+def _linear(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.dtype) -> QuantizedModule:
+    return QuantizedLinear(store, scheme, module._parameters["bias"], dtype)
+
+
+def _embedding(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.dtype) -> QuantizedModule:
+    assert isinstance(module, (nn.Embedding, QuantizedEmbedding))
+    return QuantizedEmbedding(store, scheme, dtype, module.padding_idx)
+
+
+def _conv2d(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.dtype) -> QuantizedModule:
+    assert isinstance(module, (nn.Conv2d, QuantizedConv2d))
+    if isinstance(module, nn.Conv2d):
+        padding, outer = _paddings(module)
+    else:
+        padding, outer = module.padding, module._outer_padding
+    return QuantizedConv2d(
+        store,
+        scheme,
+        module._parameters["bias"],
+        dtype,
+        in_channels=module.in_channels,
+        kernel_size=_pair(module.kernel_size),
+        stride=_pair(module.stride),
+        padding=padding,
+        dilation=_pair(module.dilation),
+        groups=module.groups,
+        outer_padding=outer,
+        padding_mode=module.padding_mode,
+    )
+
+
+_Builder = Callable[[nn.Module, WeightStore, Scheme, torch.dtype], QuantizedModule]
+_BUILDERS: dict[type[nn.Module], _Builder] = {
+    nn.Linear: _linear,
+    nn.Embedding: _embedding,
+    nn.Conv2d: _conv2d,
+    QuantizedLinear: _linear,
+    QuantizedEmbedding: _embedding,
+    QuantizedConv2d: _conv2d,
+}

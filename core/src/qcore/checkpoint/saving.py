@@ -1,0 +1,151 @@
+"""`save` a model with quantized layers, or a state dict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..formats import Format
+from ..qtensor import QTensor
+from ..schemes import Scheme
+from .header import NAMES, Part
+from .records import Record
+from .writing import Aliases, Unit, explained, plan_shards, shard_limit, write_directory, write_file
+
+_PARTS = ("data", "scale", "zero")
+
+
+def save(
+    model_or_state: nn.Module | Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str | None = None,
+) -> None:
+    """Write a checkpoint in the neutral format.
+
+    **Arguments:**
+
+    - ``model_or_state``: a model; its ``state_dict()``; or a mapping from names to tensors and `QTensor`.
+    - ``path``: a name that ends in ``.safetensors`` is one file; anything else is a directory, made if missing.
+    - ``max_shard_size``: bytes, or a text such as ``"5GB"``: a directory is split into shards of at most this size.
+
+    Tied tensors are stored once. What stood at ``path`` is replaced when everything is written. Raises
+    `CheckpointError` for what cannot be stored (a tensor on ``meta``, a value that is no tensor) and where the file
+    system refuses; nothing is then left behind, and what stood there is untouched.
+    """
+    target = Path(os.path.realpath(path))
+    limit = shard_limit(max_shard_size)
+    single = target.suffix == ".safetensors" and not target.is_dir()
+    if single and limit is not None:
+        raise CheckpointError(
+            f"{path} names one file, which max_shard_size cannot split.\nGive the name of a directory."
+        )
+    units, aliases = _collect(_state_of(model_or_state))
+    with explained(target):
+        if single:
+            write_file(target, units, aliases, lambda _: None)
+        else:
+            write_directory(target, plan_shards(units, limit), aliases, lambda _: None)
+
+
+def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor | tuple[QTensor, Scheme]]:
+    """Plain tensors by name, and quantized weights with their schemes."""
+    state: Mapping[str, Any] = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
+    weights = {**_described_weights(state), **_whole_weights(state)}
+    taken = {f"{name}.{part}" for name in weights for part in _PARTS} | weights.keys()
+    plain = {name: _checked(name, value) for name, value in state.items() if name not in taken}
+    for name in plain:
+        if name.endswith(".scale") and f"{name.removesuffix('scale')}data" in plain:
+            raise CheckpointError(
+                f"cannot save {name!r}: nothing says the format of this quantized weight.\n"
+                f"Pass the model or its unchanged state_dict(), or QTensors."
+            )
+    return {**plain, **weights}
+
+
+def _whole_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]]:
+    return {name: (value, Scheme(value.format)) for name, value in state.items() if isinstance(value, QTensor)}
+
+
+def _described_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]]:
+    """The weights whose layers left their format in the metadata that torch keeps with a state dict."""
+    weights = {}
+    for prefix, notes in getattr(state, "_metadata", {}).items():
+        name = f"{prefix}.weight" if prefix else "weight"
+        if "qcore" in notes and f"{name}.data" in state:
+            weights[name] = _weight(state, name, notes["qcore"])
+    return weights
+
+
+def _weight(state: Mapping[str, Any], name: str, note: Mapping[str, Any]) -> tuple[QTensor, Scheme]:
+    data, scale, zero = (state.get(f"{name}.{part}") for part in _PARTS)
+    fmt = Format.parse(note["format"])
+    weight = QTensor(data, scale, zero, tuple(note["shape"]), fmt, note["quantizer"])  # type: ignore[arg-type]
+    return weight, Scheme.parse(note["scheme"])
+
+
+def _checked(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise CheckpointError(
+            f"cannot save {name!r}: it is a {type(value).__name__}, and safetensors holds tensors only.\n"
+            f"Leave it out of the state dict, or store it beside the checkpoint."
+        )
+    if value.layout != torch.strided or value.dtype not in NAMES:
+        kind = f"{value.dtype}, {value.layout}"
+        raise CheckpointError(
+            f"cannot save {name!r}: safetensors has no form for {kind}.\nConvert it to a dense float tensor."
+        )
+    if value.device.type == "meta":
+        raise _no_values(name)
+    return value
+
+
+def _no_values(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot save {name!r}: it is on the meta device and has no values.\nLoad its weights first."
+    )
+
+
+def _collect(state: Mapping[str, Tensor | tuple[QTensor, Scheme]]) -> tuple[list[Unit], Aliases]:
+    """One unit for each tensor that is stored, and the names that stand for one of them."""
+    owners: dict[Any, str] = {}
+    units, targets, records = [], {}, {}
+    for name, value in state.items():
+        record = Record.of(name, *value) if isinstance(value, tuple) else None
+        owner = owners.setdefault(_identity(name, value), name)
+        if owner == name:
+            units.append(_unit(name, value, record))
+            continue
+        targets[name] = owner
+        if record is not None:
+            records[name] = record
+    return units, Aliases(targets, records)
+
+
+def _identity(name: str, value: Tensor | tuple[QTensor, Scheme]) -> Any:
+    """Equal for tensors that are the same memory read in the same way."""
+    if isinstance(value, tuple):
+        return tuple(_memory(f"{name}.{part}", tensor) for part, tensor in value[0].tensors().items())
+    return _memory(name, value)
+
+
+def _memory(name: str, tensor: Tensor) -> Any:
+    if tensor.device.type == "meta":
+        raise _no_values(name)
+    if not tensor.numel():
+        return name
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
+
+
+def _unit(name: str, value: Tensor | tuple[QTensor, Scheme], record: Record | None) -> Unit:
+    tensors = (
+        {f"{name}.{part}": t for part, t in value[0].tensors().items()} if isinstance(value, tuple) else {name: value}
+    )
+    parts = tuple(Part(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items())
+    return Unit(name, parts, lambda: list(tensors.values()), record)

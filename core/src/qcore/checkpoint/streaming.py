@@ -1,0 +1,298 @@
+"""`quantize_checkpoint`: quantize the weights of a checkpoint on disk, one tensor in memory at a time.
+
+The sizes of all results follow from shapes alone, so the shards are planned, named and headed before a value is read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, FormatError, QcoreWarning, did_you_mean
+from ..formats import ZeroPoint
+from ..model import EXCLUDED, QUANTIZED, REFUSED, Patterns, matches
+from ..qtensor import SCALE_DTYPES, QTensor
+from ..quantize import quantize
+from ..schemes import Scheme
+from .archive import Archive
+from .header import Entry, Part, problem
+from .records import Record
+from .writing import Aliases, Unit, explained, new_directory, plan_shards, shard_limit, write_directory, write_file
+
+COPIED = "copied"
+Progress = Callable[[int, int, str], object]
+
+_SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WEIGHT_FILES = {
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".pkl"),
+    *(".onnx", ".onnx_data", ".gguf", ".ot", ".tflite"),
+}
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What became of one tensor.
+
+    **Fields:** ``name``; ``shape``; ``action``: ``quantized``, ``copied`` (not a weight that qcore quantizes),
+    ``excluded`` (by pattern) or ``refused``; ``reason``: the scheme, or why not; ``bytes_before``, ``bytes_after``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    action: str
+    reason: str
+    bytes_before: int
+    bytes_after: int = 0
+
+
+def quantize_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    scheme: str | Scheme | Mapping[str, str | Scheme],
+    *,
+    include: Patterns | None = None,
+    exclude: Patterns = (),
+    progress: Progress | None = None,
+    max_shard_size: int | str | None = "5GB",
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> list[TensorReport]:
+    """Quantize a float safetensors file or sharded directory into another, without ever holding it in memory.
+
+    Every floating-point ``*.weight`` with two dimensions (linear layers, embeddings, ``lm_head``) or four
+    (convolutions) is quantized; biases, norms and everything else are copied, and so are the files beside the weights
+    (configuration, tokenizer). Which classes the model uses is not known here: `load_` turns back to float what no
+    layer can use.
+
+    **Arguments:**
+
+    - ``source``, ``target``: a ``.safetensors`` file or a directory; ``target`` appears when all of it is written.
+    - ``scheme``: e.g. ``"w4a16-g128"``, or a mapping from patterns to schemes; the first pattern that matches decides.
+    - ``include``, ``exclude``: patterns of layer or tensor names, as for `quantize_`.
+    - ``progress``: called with (bytes read, bytes in all, name) after each tensor.
+    - ``max_shard_size``: of the files of a directory.
+    - ``dtype``: of scales and of the float tensors that are copied; default as they are.
+    - ``overwrite``: replace a target that exists.
+
+    Returns a report of every tensor. Raises `CheckpointError`, also for NaN or Inf in a weight, naming it; then nothing
+    is left behind.
+    """
+    plan = _Plan(scheme, _tuple(include), _tuple(exclude) or (), dtype)
+    source, target = Path(source), Path(os.path.realpath(target))
+    limit = shard_limit(max_shard_size)
+    _check_target(source, target, overwrite=overwrite)
+    with Archive.open(source) as archive, explained(target):
+        if archive.records:
+            raise problem(source, "it is quantized already.", "Quantize the float checkpoint it was made from.")
+        plan.warn_about_patterns([*archive.entries, *archive.aliases])
+        job = _Job(archive, plan, progress)
+        units = [job.unit(archive.entries[name]) for name in archive.entries]
+        aliases = _aliases(archive, units)
+        if target.suffix == ".safetensors":
+            _into_file(target, units, aliases, job)
+        else:
+            _into_directory(source, target, plan_shards(units, limit), aliases, job, overwrite=overwrite)
+        return job.rows
+
+
+def _tuple(patterns: Patterns | None) -> tuple[str, ...] | None:
+    if patterns is None:
+        return None
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _aliases(archive: Archive, units: Iterable[Unit]) -> Aliases:
+    """What was tied in the source stays tied, quantized or not."""
+    records = {unit.name: unit.record for unit in units if unit.record is not None}
+    tied = {n: replace(records[target], name=n) for n, target in archive.aliases.items() if target in records}
+    return Aliases(archive.aliases, tied)
+
+
+class _Plan:
+    """Which tensors are quantized, and how."""
+
+    def __init__(
+        self,
+        scheme: str | Scheme | Mapping[str, str | Scheme],
+        include: tuple[str, ...] | None,
+        exclude: tuple[str, ...],
+        dtype: torch.dtype | None,
+    ) -> None:
+        mapping = scheme if isinstance(scheme, Mapping) else {"*": scheme}
+        self.rules = [(pattern, _usable(value)) for pattern, value in mapping.items()]
+        self.include, self.exclude, self.dtype = include, exclude, dtype
+        if dtype is not None and dtype not in SCALE_DTYPES:
+            raise FormatError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
+
+    def decide(self, entry: Entry, names: Sequence[str]) -> Scheme | tuple[str, str]:
+        """The scheme of a tensor that goes by these names, or what happens to it instead and why."""
+        reason = _not_a_weight(entry)
+        if reason:
+            return COPIED, reason
+        pattern = next((p for p in self.exclude if _any_matches(names, p)), None)
+        if pattern is not None:
+            return EXCLUDED, f"matches exclude pattern {pattern!r}"
+        if self.include is not None and not any(_any_matches(names, p) for p in self.include):
+            return EXCLUDED, "matches no include pattern"
+        scheme = next((s for pattern, s in self.rules if _any_matches(names, pattern)), None)
+        if scheme is None:
+            return EXCLUDED, "matches no pattern of the scheme mapping"
+        reason = _unfit(entry)
+        return (REFUSED, reason) if reason else scheme
+
+    def warn_about_patterns(self, names: Iterable[str]) -> None:
+        """A pattern that matches nothing is a slip of the hand."""
+        known = list(names)
+        for pattern in (*self.exclude, *(self.include or ()), *(p for p, _ in self.rules)):
+            if not any(_matches(name, pattern) for name in known):
+                hint = did_you_mean(pattern, [name.removesuffix(".weight") for name in known])
+                warnings.warn(f"pattern {pattern!r} matches no tensor.{hint}", QcoreWarning, stacklevel=3)
+
+    def copied_dtype(self, entry: Entry) -> torch.dtype:
+        """The dtype in which a tensor is copied: integers and 8-bit floats stay what they are."""
+        return self.dtype if self.dtype is not None and entry.dtype in _SOURCES else entry.dtype
+
+
+def _usable(text: str | Scheme) -> Scheme:
+    scheme = Scheme.parse(text)
+    if scheme.needs_calibration or scheme.output is not None or getattr(scheme.activation, "per_token", False):
+        raise FormatError(
+            f"scheme {str(scheme)!r} needs numbers from running the model, which a checkpoint alone does not give.\n"
+            f"Use qcore.quantize_(model, scheme, calibration=batches) and qcore.save."
+        )
+    return scheme
+
+
+def _any_matches(names: Sequence[str], pattern: str) -> bool:
+    return any(_matches(name, pattern) for name in names)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return matches(name, pattern) or matches(name.removesuffix(".weight"), pattern)
+
+
+def _not_a_weight(entry: Entry) -> str:
+    if not entry.dtype.is_floating_point:
+        return f"dtype {str(entry.dtype).removeprefix('torch.')}"
+    if entry.name.rpartition(".")[2] != "weight":
+        return "not named *.weight"
+    if len(entry.shape) not in (2, 4):
+        return f"{len(entry.shape)}-D; linear, embedding and convolution weights have 2 or 4 dimensions"
+    return ""
+
+
+def _unfit(entry: Entry) -> str:
+    if entry.dtype not in _SOURCES:
+        return f"{str(entry.dtype).removeprefix('torch.')} values mean something only with scales of their own"
+    return "" if all(entry.shape) else "it is empty"
+
+
+class _Job:
+    """One run: makes the units, keeps the rows and reports progress."""
+
+    def __init__(self, archive: Archive, plan: _Plan, progress: Progress | None) -> None:
+        self.archive, self.plan, self.progress = archive, plan, progress
+        self.rows: list[TensorReport] = []
+        self.total = sum(entry.nbytes for entry in archive.entries.values())
+        self.done = 0
+        self.tied: dict[str, list[str]] = {}
+        for name, target in archive.aliases.items():
+            self.tied.setdefault(target, []).append(name)
+
+    def unit(self, entry: Entry) -> Unit:
+        """What is written for a tensor, and its row."""
+        verdict = self.plan.decide(entry, [entry.name, *self.tied.get(entry.name, ())])
+        unit = self._quantized(entry, verdict) if isinstance(verdict, Scheme) else self._copied(entry)
+        action, reason = (QUANTIZED, str(verdict)) if isinstance(verdict, Scheme) else verdict
+        self.rows.append(TensorReport(entry.name, entry.shape, action, reason, entry.nbytes, unit.nbytes))
+        return unit
+
+    def _copied(self, entry: Entry) -> Unit:
+        dtype = self.plan.copied_dtype(entry)
+        return Unit(entry.name, (Part(entry.name, dtype, entry.shape),), lambda: [self._read(entry).to(dtype)])
+
+    def _quantized(self, entry: Entry, scheme: Scheme) -> Unit:
+        made = _outline(entry, scheme, self.plan.dtype)
+        parts = tuple(Part(f"{entry.name}.{p}", t.dtype, tuple(t.shape)) for p, t in made.tensors().items())
+
+        def fetch() -> Sequence[Tensor]:
+            return list(self._quantize(self._read(entry), scheme, entry.name).tensors().values())
+
+        return Unit(entry.name, parts, fetch, Record.of(entry.name, made, scheme))
+
+    def _read(self, entry: Entry) -> Tensor:
+        return self.archive.read(entry.name)
+
+    def _quantize(self, weight: Tensor, scheme: Scheme, name: str) -> QTensor:
+        flat = weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1).flatten(1)
+        try:
+            return quantize(flat, scheme.weight, scheme.quantizer, scale_dtype=self.plan.dtype, name=name)
+        except FormatError as error:
+            raise CheckpointError(f"{self.archive.shards[name]}: {error}") from error
+
+    def advance(self, unit: Unit) -> None:
+        """Called when a unit is written."""
+        self.done += self.archive.entries[unit.name].nbytes
+        if self.progress is not None:
+            self.progress(self.done, self.total, unit.name)
+
+
+def _outline(entry: Entry, scheme: Scheme, dtype: torch.dtype | None) -> QTensor:
+    """The quantized weight without values: what its tensors will be."""
+    fmt, shape = scheme.weight, (entry.shape[0], math.prod(entry.shape[1:]))
+    scale_dtype = dtype or (entry.dtype if entry.dtype in SCALE_DTYPES else torch.float32)
+    groups = (fmt.groups(shape[1]), shape[0])
+    scale = torch.empty(groups, dtype=scale_dtype, device="meta")
+    zero = {ZeroPoint.NONE: None, ZeroPoint.INT: scale.to(torch.int8), ZeroPoint.FLOAT: scale}[fmt.zero]
+    return QTensor.from_codes(torch.empty(shape, dtype=torch.int8, device="meta"), scale, zero, fmt, scheme.quantizer)
+
+
+def _check_target(source: Path, target: Path, *, overwrite: bool) -> None:
+    origin = Path(os.path.realpath(source))
+    if target == origin or target in origin.parents or (origin.is_dir() and origin in target.parents):
+        raise problem(target, f"it is, holds or lies in the source {source}.", "Write to another place.")
+    if not target.exists():
+        return
+    if not overwrite:
+        raise problem(target, "it exists already.", "Choose another target, or pass overwrite=True.")
+    if target.is_dir() != (target.suffix != ".safetensors"):
+        raise problem(target, "it exists and is of another kind (file, directory).", "Choose another target.")
+    if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
+        # A slip of the hand must not replace somebody's documents by a checkpoint.
+        raise problem(target, "it exists and holds no checkpoint, so it is not overwritten.", "Choose another target.")
+
+
+def _into_file(target: Path, units: Sequence[Unit], aliases: Aliases, job: _Job) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_file(target, units, aliases, job.advance)
+
+
+def _into_directory(
+    source: Path, target: Path, shards: Sequence[Sequence[Unit]], aliases: Aliases, job: _Job, *, overwrite: bool
+) -> None:
+    with new_directory(target, overwrite=overwrite) as temporary:
+        if source.is_dir():
+            for file in _side_files(source):
+                place = temporary / file.relative_to(source)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, place)
+        write_directory(temporary, shards, aliases, job.advance)
+
+
+def _side_files(directory: Path) -> Iterator[Path]:
+    """Configuration, tokenizer and the like: files that hold no weights and are not hidden."""
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from _side_files(path)
+        elif path.is_file() and path.suffix not in _WEIGHT_FILES and not path.name.endswith(".index.json"):
+            yield path
