@@ -7,27 +7,32 @@ counts as the identity.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .contracts.conv2d import dense_kernel
-from .kernels import Kernel
+from .kernels import Kernel, Packed
 from .qtensor import QTensor
 
 _CHUNK_ELEMENTS = 1 << 23
 """Weights dequantized at a time in the backward pass, so that the dense weight is never whole in memory."""
+
+_NOTHING: dict[str, Tensor] = {}
 
 
 class _Frozen(torch.autograd.Function):
     """Calls a kernel; differentiates it with respect to x and bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kernel: Kernel, packed: dict[str, Tensor], request: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, kernel: Kernel, packed: Packed, request: Any, given: Mapping[str, Tensor]
+    ) -> Tensor:
         ctx.kernel, ctx.packed, ctx.request, ctx.shape = kernel, packed, request, x.shape
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-        return kernel(x, packed, bias)
+        return kernel(x, packed, bias, **given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -38,12 +43,14 @@ class _Frozen(torch.autograd.Function):
             dx = _input_gradient(grad, weight, ctx.request, ctx.shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             dbias = _bias_gradient(grad, ctx.request.contract).to(ctx.bias_dtype)
-        return dx, dbias, None, None, None
+        return dx, dbias, None, None, None, None
 
 
-def call_differentiably(x: Tensor, bias: Tensor | None, kernel: Kernel, packed: dict[str, Tensor], request: Any) -> Tensor:
-    """``kernel(x, packed, bias)``, differentiable with respect to x and bias."""
-    return _Frozen.apply(x, bias, kernel, packed, request)  # type: ignore[no-any-return]
+def call_differentiably(
+    x: Tensor, bias: Tensor | None, kernel: Kernel, packed: Packed, request: Any, given: Mapping[str, Tensor] = _NOTHING
+) -> Tensor:
+    """``kernel(x, packed, bias, **given)``, differentiable with respect to x and bias."""
+    return _Frozen.apply(x, bias, kernel, packed, request, given)  # type: ignore[no-any-return]
 
 
 def _input_gradient(grad: Tensor, weight: QTensor, request: Any, shape: torch.Size) -> Tensor:
@@ -61,4 +68,4 @@ def _input_gradient(grad: Tensor, weight: QTensor, request: Any, shape: torch.Si
 
 
 def _bias_gradient(grad: Tensor, contract: str) -> Tensor:
-    return grad.sum((0, 2, 3)) if contract == "conv2d" else grad.flatten(0, -2).sum(0)
+    return grad.sum((0, 2, 3)) if contract == "conv2d" else grad.reshape(-1, grad.shape[-1]).sum(0)

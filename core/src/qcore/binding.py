@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from .decision import Decision, Stage
-from .errors import QcoreWarning
+from .errors import PluginError, QcoreWarning
 from .kernels import Kernel
-from .plugins import Guarded
+from .plugins import BUILTIN, Guarded
 from .qtensor import QTensor
-from .resolver import report_failure, resolve
+from .resolver import report_failure, resolve, withdraw_failure
+from .settings import current
 
 Fn = Callable[[Tensor], Tensor]
 
@@ -24,11 +25,13 @@ Fn = Callable[[Tensor], Tensor]
 class WeightStore:
     """One weight, neutral or packed. Tied layers share a store, so that they share memory and move together.
 
-    Once a kernel has packed the weight the neutral form is dropped; `neutral` unpacks it on demand.
+    Once a kernel has packed the weight the neutral form is dropped; `neutral` unpacks it on demand. ``users`` are the
+    layers that share the store: they bind anew when the weight changes under them.
     """
 
     def __init__(self, weight: QTensor) -> None:
         self.set(weight)
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def set(self, weight: QTensor) -> None:
         """Take another weight; everything packed before is void."""
@@ -37,7 +40,6 @@ class WeightStore:
         self._neutral: QTensor | None = weight
         self._packs: dict[str, tuple[Kernel, dict[str, Tensor]]] = {}
         self._recent: dict[str, weakref.ref[Tensor]] = {}
-        self.version = getattr(self, "version", 0) + 1
 
     def neutral(self) -> QTensor:
         """The weight in its neutral format. While an earlier answer is alive its tensors are handed out again."""
@@ -56,7 +58,9 @@ class WeightStore:
     def packed_for(self, kernel: Kernel) -> dict[str, Tensor]:
         """The weight packed for ``kernel``; kernels of equal `Kernel.packing` share the tensors."""
         if kernel.packing not in self._packs:
-            self._packs[kernel.packing] = (kernel, kernel.pack(self.neutral()))
+            # Inference tensors could never be used where gradients are recorded.
+            with torch.inference_mode(False), torch.no_grad():
+                self._packs[kernel.packing] = (kernel, kernel.pack(self.neutral()))
             self._neutral = None
         return self._packs[kernel.packing][1]
 
@@ -65,22 +69,26 @@ class WeightStore:
         if packings & self._packs.keys():
             self._packs = {name: pack for name, pack in self._packs.items() if name in packings}
 
-    def move(self, fn: Fn, device: torch.device) -> None:
-        """Bring the weight to ``device`` through ``fn``, which `torch.nn.Module` applies to its tensors."""
-        if device == self.device and device.type != "meta":
-            return
+    def move(self, fn: Fn, device: torch.device) -> bool:
+        """Bring the weight to ``device`` through ``fn``, which `torch.nn.Module` applies to its tensors.
+
+        Returns whether anything moved.
+        """
+        if device == self.device:
+            return False
         self.set(self.neutral().map(lambda t: _moved(t, fn, device)))
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         return {"weight": self.neutral().map(Tensor.detach)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.set(state["weight"])
+        WeightStore.__init__(self, state["weight"])
 
 
 def _moved(tensor: Tensor, fn: Fn, device: torch.device) -> Tensor:
-    # From meta there are no numbers to copy: fn is to_empty's, which makes fresh memory.
-    return fn(tensor).to(tensor.dtype) if tensor.device.type == "meta" else tensor.to(device)
+    # From meta there are no numbers to copy: fn is to_empty's. What fresh memory holds need not be a valid weight.
+    return torch.zeros_like(fn(tensor), dtype=tensor.dtype) if tensor.device.type == "meta" else tensor.to(device)
 
 
 class WeightView(QTensor):
@@ -138,22 +146,44 @@ def bind(store: WeightStore, request: Any) -> Bound:
         except Guarded as error:
             if _last_resort(decision):
                 raise
-            take_out_of_use(decision, f"pack raised {type(error).__name__}: {error}")
+            _fail_if_named(decision, error)
+            reason = f"pack raised {type(error).__name__}: {error}"
+            report_failure(request, kernel, reason)
+            _warn_out_of_use(decision, reason)
 
 
 def call_first(store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor]) -> tuple[Bound, Tensor]:
-    """The first call of a kernel, guarded: where it raises, the next kernel is bound and called instead."""
-    while True:
-        try:
-            result = call(bound)
-        except Guarded as error:
-            if _last_resort(bound.decision):
-                raise
-            take_out_of_use(bound.decision, f"its first call raised {type(error).__name__}: {error}")
-            bound = bind(store, bound.request)
-        else:
-            bound.proven = True
-            return bound, result
+    """The first call of a kernel, guarded: where it raises, the next kernel is bound and called instead.
+
+    Where that one cannot do it either, the input is at fault: the first error is raised and the kernel stays in use.
+    """
+    try:
+        result = call(bound)
+    except Guarded as error:
+        if _last_resort(bound.decision):
+            raise
+        return _call_next(store, bound, call, error)
+    bound.proven = True
+    return bound, result
+
+
+def _call_next(
+    store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor], error: BaseException
+) -> tuple[Bound, Tensor]:
+    reason = f"its first call raised {type(error).__name__}: {error}"
+    report_failure(bound.request, bound.kernel, reason)
+    try:
+        fresh, result = call_first(store, bind(store, bound.request), call)
+    except Guarded:
+        withdraw_failure(bound.request, bound.kernel)
+        raise error from None
+    try:
+        _fail_if_named(bound.decision, error)
+    except PluginError:
+        withdraw_failure(bound.request, bound.kernel)
+        raise
+    _warn_out_of_use(bound.decision, reason)
+    return fresh, result
 
 
 def _last_resort(decision: Decision) -> bool:
@@ -161,15 +191,24 @@ def _last_resort(decision: Decision) -> bool:
     return all(c.stage != Stage.OUTRANKED.value for c in decision.candidates)
 
 
-def take_out_of_use(decision: Decision, reason: str) -> None:
-    """Record that the selected kernel failed, and say so once."""
+def _fail_if_named(decision: Decision, error: BaseException) -> None:
+    """A plugin that the user asked for by name fails loudly instead of giving way."""
     served = decision.selected
-    assert served is not None and decision.kernel is not None
-    report_failure(decision.request, decision.kernel, reason)
+    assert served is not None
+    if served.plugin != BUILTIN and served.plugin in current().order(decision.request.contract):
+        raise PluginError(
+            f"kernel {served.kernel!r} of plugin {served.plugin!r}, which you asked for, failed.\n"
+            f"{type(error).__name__}: {error}\nTake it out of the order of backends to let the next one serve."
+        ) from error
+
+
+def _warn_out_of_use(decision: Decision, reason: str) -> None:
+    served = decision.selected
+    assert served is not None
     warnings.warn(
         f"kernel {served.kernel!r} of {served.dist} {served.version} is out of use for {decision.request.weight}: {reason}\n"
         f"The next one serves; 'qcore doctor' says more.",
         QcoreWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,14 @@ class _Range:
     """The smallest and largest value that entered a layer."""
 
     def __init__(self) -> None:
-        self.low, self.high, self.seen = 0.0, 0.0, False
+        self.low, self.high, self.seen, self.finite = 0.0, 0.0, False, True
 
-    def watch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0]
+    def watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next(iter((*args, *kwargs.values())), None)
         if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
             low, high = (float(v) for v in x.detach().aminmax())
+            # min() and max() would pass over NaN.
+            self.finite = self.finite and math.isfinite(low) and math.isfinite(high)
             self.low, self.high, self.seen = min(self.low, low), max(self.high, high), True
 
 
@@ -54,7 +57,9 @@ def calibrate(
 
 def _observe(model: nn.Module, names: Iterable[str], calibration: Calibration) -> dict[str, _Range]:
     ranges = {name: _Range() for name in names}
-    hooks = [model.get_submodule(name).register_forward_pre_hook(r.watch) for name, r in ranges.items()]
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(r.watch, with_kwargs=True) for name, r in ranges.items()
+    ]
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
@@ -84,7 +89,7 @@ def _run(model: nn.Module, calibration: Calibration) -> None:
 def _filled(name: str, scheme: Scheme, found: _Range) -> Scheme:
     if not found.seen:
         raise FormatError(f"layer {name!r} saw no input during calibration.\nExclude it, or calibrate with batches that reach it.")
-    if not (abs(found.low) < float("inf") and abs(found.high) < float("inf")):
+    if not found.finite:
         raise FormatError(f"layer {name!r} saw NaN or Inf during calibration.")
     return replace(scheme, activation=StaticInt8(*static_from_range(found.low, found.high)))
 

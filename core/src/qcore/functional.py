@@ -15,6 +15,7 @@ from .binding import Bound, WeightStore, bind, call_first
 from .contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
 from .errors import FormatError
 from .qtensor import QTensor
+from .settings import current
 
 Pair = tuple[int, int]
 
@@ -38,43 +39,58 @@ class PackedCache:
         if any(t is not None and t.is_inference() for t in tensors):
             # Inference tensors carry no version: a change in place would go unnoticed.
             return StoreEntry(build())
-        versions = tuple(None if t is None else (id(t), t._version) for t in tensors)
+        key = (*(None if t is None else (id(t), t._version) for t in tensors), extra)
         with self._lock:
             entries: dict[Any, StoreEntry] = self._entries.setdefault(first, {})
-            for stale in [key for key in entries if key[0][0] != versions[0]]:
-                del entries[stale]
-            key = (versions, extra)
-            if key not in entries:
-                entries[key] = StoreEntry(build())
-            return entries[key]
+            entry = entries.get(key)
+            if entry is None or not entry.made_from(tensors):
+                _drop_stale(entries, key[0])
+                entry = entries[key] = StoreEntry(build(), tensors)
+            return entry
 
     def __len__(self) -> int:
         return len(self._entries)
 
 
-class StoreEntry:
-    """A weight and the kernels bound to it, by request."""
+def _drop_stale(entries: dict[Any, StoreEntry], first: Any) -> None:
+    """Drop what was packed from an earlier version of the first tensor, or from tensors that are gone."""
+    for key in [key for key, entry in entries.items() if key[0] != first or not entry.is_alive()]:
+        del entries[key]
 
-    def __init__(self, weight: QTensor) -> None:
+
+class StoreEntry:
+    """A weight and the kernels bound to it, by request and settings."""
+
+    def __init__(self, weight: QTensor, tensors: tuple[Tensor | None, ...] = ()) -> None:
+        from torch.utils.weak import TensorWeakRef
+
         # Aliases, so that holding the entry does not keep the caller's own tensors, its key, alive.
         self._store = WeightStore(weight.map(Tensor.detach))
         self._bounds: dict[Any, Bound] = {}
+        self._made_from = [None if t is None else TensorWeakRef(t) for t in tensors]
+
+    def made_from(self, tensors: tuple[Tensor | None, ...]) -> bool:
+        """Whether these are the very tensors; another one may have got the id of one that is gone."""
+        return all((ref and ref()) is t for ref, t in zip(self._made_from, tensors, strict=True))
+
+    def is_alive(self) -> bool:
+        """Whether every tensor it was made from still exists."""
+        return all(ref is None or ref() is not None for ref in self._made_from)
 
     def run(self, request: Any, x: Tensor, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
-        """Bind on the first call, then call."""
-        bound = self._bounds.get(request) or bind(self._store, request)
-        training = bool(getattr(request, "training", False))
-
-        def call(b: Bound) -> Tensor:
-            if training:
-                return call_differentiably(x, bias, b.kernel, b.packed, request)
-            return b.kernel(x, b.packed, bias, **given)
-
+        """Bind on the first call under these settings, then call."""
+        key = (request, current())
+        bound = self._bounds.get(key) or bind(self._store, request)
         if bound.proven:
-            return call(bound)
-        bound, result = call_first(self._store, bound, call)
-        self._bounds[request] = bound
+            return _call(bound, x, bias, given)
+        self._bounds[key], result = call_first(self._store, bound, lambda b: _call(b, x, bias, given))
         return result
+
+
+def _call(bound: Bound, x: Tensor, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
+    if getattr(bound.request, "training", False):
+        return call_differentiably(x, bias, bound.kernel, bound.packed, bound.request, given)
+    return bound.kernel(x, bound.packed, bias, **given)
 
 
 _cache = PackedCache()
@@ -110,16 +126,22 @@ def linear(
     check_linear(x, weight, bias)
     given = given_parameters(activation, output, x_scale, x_zero_point, out_scale, out_zero_point)
     out = torch.int8 if output else out_dtype or (torch.float32 if x.dtype == torch.int8 else x.dtype)
-    training = torch.is_grad_enabled() and output is None and (x.requires_grad or bool(bias is not None and bias.requires_grad))
     n, k = weight.shape
-    sizes = (x.dtype, out, n, k, None)
+    sizes, training = (x.dtype, out, n, k, None), _needs_grad(x, bias, output)
     request = LinearRequest(weight.device, *sizes, weight.format, activation, output, bias is not None, training)
     return entry_for(weight).run(request, x, bias, given)
 
 
+def _needs_grad(x: Tensor, bias: Tensor | None, output: OutputInt8 | None) -> bool:
+    wanted = x.requires_grad or (bias is not None and bias.requires_grad)
+    return wanted and output is None and torch.is_grad_enabled()
+
+
 def check_linear(x: Tensor, weight: QTensor, bias: Tensor | None) -> None:
-    """Raise `FormatError` unless the shapes fit."""
+    """Raise `FormatError` unless the shapes fit and everything is on one device."""
     n, k = weight.shape
+    if x.device != weight.device:
+        raise FormatError(f"x is on {x.device}, the weight on {weight.device}; bring both to one device.")
     if x.dim() < 1 or x.shape[-1] != k:
         raise FormatError(f"x has shape {tuple(x.shape)}; its last dimension must be K = {k} of the weight.")
     if bias is not None and tuple(bias.shape) != (n,):
@@ -161,7 +183,7 @@ def conv2d(
     geometry = (x.shape[1], weight.shape[0], kernel_size, stride, padding, dilation, groups)
     out = torch.int8 if output else x.dtype
     quantization = (weight.format, activation, output)
-    training = torch.is_grad_enabled() and output is None and x.requires_grad
+    training = _needs_grad(x, bias, output)
     request = Conv2dRequest(weight.device, x.dtype, out, *geometry, *quantization, bias is not None, training)
     if weight.shape[1] != request.k:
         raise FormatError(f"weight has {weight.shape[1]} columns; this convolution needs KH*KW*IC/groups = {request.k}.")

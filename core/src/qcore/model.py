@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from .calibration import Calibration, calibrate
 from .decision import format_table
@@ -34,7 +35,7 @@ class LayerReport:
 
     **Fields:** ``name``; ``kind``: class name; ``state``: ``quantized``, ``excluded`` or ``refused``; ``reason``;
     ``scheme``; ``plugin`` and ``kernel`` that serve it; ``bytes_before``: of the float weight; ``bytes_after``: of what
-    is held now.
+    is held now; ``tied_to``: the layer whose weight it shares, which the totals count once.
     """
 
     name: str
@@ -46,6 +47,7 @@ class LayerReport:
     kernel: str = ""
     bytes_before: int = 0
     bytes_after: int = 0
+    tied_to: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,18 @@ class Report:
         header = ("layer", "kind", "state", "scheme", "kernel", "before", "after", "why")
         states = dict.fromkeys((QUANTIZED, EXCLUDED, REFUSED, *(r.state for r in self.layers)))
         counts = ", ".join(f"{len(self.by_state(s))} {s}" for s in states)
-        before, after = (sum(getattr(r, name) for r in self.layers) for name in ("bytes_before", "bytes_after"))
-        total = f"{len(self.layers)} layers: {counts}; {_size(before)} before, {_size(after)} after"
+        total = f"{len(self.layers)} layers: {counts}; {_size(self.bytes_before)} before, {_size(self.bytes_after)} after"
         return "\n".join([*format_table(header, rows), total])
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of all float weights; tied ones count once."""
+        return sum(layer.bytes_before for layer in self.layers if not layer.tied_to)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of all weights as they are held now; tied ones count once."""
+        return sum(layer.bytes_after for layer in self.layers if not layer.tied_to)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Plain values."""
@@ -168,8 +179,8 @@ class _Plan:
         self._warn_about_patterns()
 
     def check_model(self) -> None:
-        if type(self.model) in _SUPPORTED:
-            kind = _SUPPORTED[type(self.model)].__name__
+        if isinstance(self.model, tuple(_SUPPORTED)):
+            kind = _SUPPORTED[_base(self.model)].__name__
             raise UnsupportedError(
                 f"the model itself is a {type(self.model).__name__}, which cannot be replaced in place.\n"
                 f"Use qcore.nn.{kind}.from_float(model, scheme)."
@@ -219,14 +230,16 @@ class _Plan:
     def _tie(self, layers: list[str], ties: dict[str, str]) -> None:
         if len(layers) < 2:
             return
-        formats = {self.schemes[layer].weight for layer in layers if layer in self.schemes}
+        formats = {(s.weight, s.quantizer) for layer in layers if (s := self.schemes.get(layer))}
         outside = [layer for layer in layers if layer not in self.schemes]
-        if not outside and len(formats) == 1:
+        convolutions = any(isinstance(self.layers.get(layer), nn.Conv2d) for layer in layers)
+        if not outside and len(formats) == 1 and not convolutions:
             ties.update({layer: layers[0] for layer in layers})
             return
-        for layer in set(layers) & self.schemes.keys():
+        why = "which stays float" if outside else "which has another weight format"
+        why = "and convolutions cannot share a quantized weight" if convolutions and not outside else why
+        for layer in [layer for layer in layers if layer in self.schemes]:
             other = next(name for name in (outside or layers) if name != layer)
-            why = "which stays float" if outside else "which has another weight format"
             self.left[layer] = (REFUSED, f"its weight is tied to {other!r}, {why}; treat both alike, or untie them")
             del self.schemes[layer]
 
@@ -262,7 +275,8 @@ class _Plan:
         for name, module in self.layers.items():
             before = _weight_bytes(module)
             if name in made:
-                yield replace(_row(name, made[name]), bytes_before=before)
+                first = self.ties.get(name, name)
+                yield replace(_row(name, made[name]), bytes_before=before, tied_to="" if first == name else first)
             else:
                 state, reason = self.left[name]
                 yield LayerReport(name, type(module).__name__, state, reason, bytes_before=before, bytes_after=before)
@@ -276,8 +290,11 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _holds_weight(module: nn.Module) -> bool:
-    own = module.parameters(recurse=False)
-    return isinstance(module, QuantizedModule) or any(p.dim() >= 2 and p.is_floating_point() for p in own)
+    if isinstance(module, (QuantizedModule, *_SUPPORTED)):
+        return True
+    # The tensors behind a parametrized weight belong to the layer that they are for.
+    own = () if isinstance(module, ParametrizationList) else module.parameters(recurse=False)
+    return any(is_lazy(p) or (p.dim() >= 2 and p.is_floating_point()) for p in own)
 
 
 def _base(module: nn.Module) -> type[nn.Module]:
@@ -287,13 +304,18 @@ def _base(module: nn.Module) -> type[nn.Module]:
 def _unsupported(module: nn.Module) -> str:
     """Why a module has no quantized counterpart; empty where it has one."""
     kind = type(module).__name__
-    if torch.nn.utils.parametrize.is_parametrized(module):
+    if is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
     base = next((base for base in _SUPPORTED if isinstance(module, base)), None)
     if base is None:
         return f"qcore has no contract for {kind}; it quantizes Linear, Conv2d and Embedding"
-    if type(module).forward is not base.forward:  # type: ignore[attr-defined]
+    if type(module).forward is not base.forward or "forward" in vars(module):  # type: ignore[attr-defined]
         return f"{kind} overrides the forward of {base.__name__}, which quantization would lose"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is no parameter but computed (weight_norm, pruning); make it permanent first"
+    if is_lazy(weight):
+        return "its weight is not initialized yet; run the model once first"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "an embedding with max_norm rewrites its table while it runs"
     return ""
@@ -324,7 +346,8 @@ def _weight_bytes(module: nn.Module) -> int:
     if isinstance(module, QuantizedModule):
         n, k = module._store.shape
         return int(n * k * module._dtype.itemsize)
-    return sum(p.numel() * p.element_size() for p in module.parameters(recurse=False) if p.dim() >= 2)
+    own = module.parametrizations.parameters() if is_parametrized(module) else module.parameters(recurse=False)
+    return sum(p.numel() * p.element_size() for p in own if not is_lazy(p) and p.dim() >= 2)
 
 
 def _row(name: str, module: QuantizedModule) -> LayerReport:
@@ -346,12 +369,26 @@ def _row(name: str, module: QuantizedModule) -> LayerReport:
 
 def report(model: nn.Module) -> Report:
     """What serves every layer of a model that holds a weight: plugin, kernel, why, bytes before and after."""
-    rows = []
+    rows: list[LayerReport] = []
+    owners: dict[int, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedModule):
-            rows.append(_row(name, module))
-        elif _holds_weight(module):
-            size = _weight_bytes(module)
-            rows.append(LayerReport(name, type(module).__name__, "float", "", "", "torch", "", size, size))
+        if not _holds_weight(module):
+            continue
+        first = owners.setdefault(id(_weight_owner(module)), name)
+        row = _row(name, module) if isinstance(module, QuantizedModule) else _float_row(name, module)
+        rows.append(replace(row, tied_to="" if first == name else first))
     return Report(tuple(rows))
+
+
+def _weight_owner(module: nn.Module) -> object:
+    """What tied layers have in common."""
+    if isinstance(module, QuantizedModule):
+        return module._store
+    weight = module._parameters.get("weight")
+    return module if weight is None else weight
+
+
+def _float_row(name: str, module: nn.Module) -> LayerReport:
+    size = _weight_bytes(module)
+    return LayerReport(name, type(module).__name__, "float", plugin="torch", bytes_before=size, bytes_after=size)
 

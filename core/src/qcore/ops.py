@@ -262,6 +262,7 @@ def _conv_request(
     n, k = _check_q8csw(op, x, weights, scales, sums)
     _require(x.dim() == 4, op, f"x has shape {tuple(x.shape)}; it must be (B, IC, H, W).")
     *pairs, groups = geometry
+    _require(all(len(p) in (1, 2) for p in pairs), op, "kernel_size, stride, padding and dilation take one or two ints.")
     kernel, stride, padding, dilation = ((int(p[0]), int(p[-1])) for p in pairs)
     sizes = (x.shape[1], n, kernel, stride, padding, dilation, groups)
     request = Conv2dRequest(x.device, x.dtype, x.dtype, *sizes, _Q8CSW, activation, None, bias is not None, False)
@@ -354,6 +355,8 @@ def _qga4w(
 ) -> Tensor:
     shape = _check_qga4w(op, x, weights, group_size, scales, zeros)
     fmt = Format("int4", group_size, ZeroPoint.INT)
+
+    _require(not zeros.is_floating_point(), op, f"weight_zeros have dtype {zeros.dtype}; they must be integers.")
 
     def build() -> QTensor:
         odd, even = unpack_nibbles(weights ^ 0x88)

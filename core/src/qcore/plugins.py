@@ -97,6 +97,7 @@ class _Entry:
     plugin: Any = None
     error: BaseException | None = None
     status: PluginStatus | None = None
+    told: bool = False
 
     def set(self, state: State, reason: str = "", error: BaseException | None = None, **found: Any) -> PluginStatus:
         self.error = error
@@ -121,30 +122,30 @@ class Registry:
         """Every plugin by name, without importing any."""
         with self._lock:
             if self._entries is None:
+                found = [*_builtin(), *_scan()] if self._given is None else self._given
                 self._entries = {}
-                for entry in _builtin() if self._given is None else ():
-                    self._entries[entry.name] = entry
-                for entry in _scan() if self._given is None else self._given:
-                    self._add(entry)
+                for entry in found:
+                    self._add(self._entries, entry)
             return self._entries
 
-    def _add(self, entry: _Entry) -> None:
-        assert self._entries is not None
-        holder = self._entries.get(entry.name)
+    def _add(self, entries: dict[str, _Entry], entry: _Entry) -> None:
+        holder = entries.get(entry.name)
         if holder is not None and entry.name == BUILTIN and entry.dist == holder.dist:
             return  # core's own entry point; the fallback is here even where core's metadata is not
-        if holder is not None:
-            reason = f"the name {entry.name!r} is taken by {holder.dist} {holder.version}; uninstall one of the two."
-            self._extra.append(entry.set(State.NAME_CONFLICT, reason))
-            return
         if entry.group != ENTRY_POINT_GROUP:
             reason = f"made for {entry.group}, this qcore speaks {ENTRY_POINT_GROUP}; upgrade {_older(entry)}."
             entry.set(State.WRONG_API, reason)
-        self._entries[entry.name] = entry
+        if holder is None:
+            entries[entry.name] = entry
+            return
+        reason = f"the name {entry.name!r} is taken by {holder.dist} {holder.version}; uninstall one of the two."
+        self._extra.append(entry.set(State.NAME_CONFLICT, reason))
 
     def add(self, name: str, plugin: Any, dist: str = "", version: str = "") -> None:
-        """Register a plugin object directly, as tests and notebooks do."""
+        """Register a plugin object directly, as tests and notebooks do; one of the same name gives way."""
         with self._lock:
+            if name in self.entries():
+                self.remove(name)
             self.entries()[name] = _Entry(name, dist or name, version or "0", lambda: plugin)
             self.generation += 1
 
@@ -161,19 +162,32 @@ class Registry:
         entry = self.entries()[name]
         if name in disabled and name != BUILTIN:
             return PluginStatus(name, entry.dist, entry.version, State.BLOCKED, "disabled by the user")
-        with self._lock:
-            if entry.status is None:
-                start = time.perf_counter()
-                status = self._bring_up(entry)
-                entry.status = replace(status, seconds=time.perf_counter() - start)
-                _warn_if_broken(status)
+        if not entry.told:
+            with self._lock:
+                self._settle(entry)
         assert entry.status is not None
         return entry.status
+
+    def _settle(self, entry: _Entry) -> None:
+        """Find out the status of a plugin, and say once what is wrong with it."""
+        if entry.status is None:
+            start = time.perf_counter()
+            status = self._bring_up(entry)
+            entry.status = replace(status, seconds=time.perf_counter() - start)
+        if not entry.told:
+            entry.told = True
+            for status in (entry.status, *(s for s in self._extra if s.name == entry.name)):
+                _warn_if_broken(status)
 
     def statuses(self, disabled: frozenset[str] = frozenset()) -> list[PluginStatus]:
         """Every plugin's status, the built-in one last."""
         names = sorted(self.entries(), key=lambda name: (name == BUILTIN, name))
-        return [*(self.status(name, disabled) for name in names), *self._extra]
+        return [*(self.status(name, disabled) for name in names), *self.conflicts()]
+
+    def conflicts(self) -> tuple[PluginStatus, ...]:
+        """The plugins whose name another one holds."""
+        self.entries()
+        return tuple(self._extra)
 
     def error(self, name: str) -> BaseException | None:
         """The exception that broke a plugin, for chaining."""
@@ -225,7 +239,9 @@ class Registry:
         callers = self._manager.get_hookcallers(plugin) or []
         known = [name for name in dir(hookspecs) if name.startswith("qcore_")]
         for caller in callers:
-            if not caller.has_spec():
+            # A plugin may mark a hook of a newer qcore as optional, as pluggy's own check allows.
+            asked = any(i.plugin is plugin and not i.optionalhook for i in caller.get_hookimpls())
+            if asked and not caller.has_spec():
                 raise PluginError(f"unknown hook {caller.name!r}.{did_you_mean(caller.name, known)}")
         if not callers:
             raise PluginError("it implements no hook; mark its functions with @qcore.hookimpl.")
@@ -282,7 +298,7 @@ def _words(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r})"
     text = str(error).strip()
-    return text if isinstance(error, (PluginError, TimeoutError)) else f"{type(error).__name__}: {text}"
+    return text if text and isinstance(error, (PluginError, TimeoutError)) else f"{type(error).__name__}: {text}"
 
 
 def _warn_if_broken(status: PluginStatus) -> None:
@@ -319,11 +335,17 @@ def _scan() -> list[_Entry]:
     found = []
     for point in importlib_metadata.entry_points():
         if point.group.startswith(_GROUP_PREFIX):
-            dist = point.dist
-            name, version = (dist.name, dist.version) if dist is not None else ("?", "?")
-            found.append(_Entry(point.name, name, version, point.load, point.group))
+            found.append(_Entry(point.name, *_provider(point), point.load, point.group))
     # Entry points of this API first: where names clash, the plugin that works should hold the name.
     return sorted(found, key=lambda e: (e.group != ENTRY_POINT_GROUP, e.dist, e.name))
+
+
+def _provider(point: Any) -> tuple[str, str]:
+    """Name and version of the distribution behind an entry point."""
+    try:
+        return str(point.dist.name), str(point.dist.version)
+    except Exception:  # noqa: BLE001 - half-removed installations raise in many ways
+        return "?", "?"
 
 
 registry = Registry()

@@ -74,16 +74,23 @@ def resolve(
 def decide(request: Any, wanted: Settings) -> Decision:
     """The decision under given settings, from the cache where it is there. ``kernel`` is None where nobody can serve."""
     key = (request, wanted, registry.generation)
-    found = _decisions.get(key)
-    if found is None:
-        with _lock:
-            found = _decide(request, wanted)
-            if len(_decisions) >= _CACHE_LIMIT:
-                _decisions.clear()
-            _decisions[key] = found
-        _tell_observers(found, wanted)
+    found = _decisions.get(key) or _decide_once(key, request, wanted)
     if wanted.strict:
         _enforce_strict(found, wanted)
+    return found
+
+
+def _decide_once(key: Any, request: Any, wanted: Settings) -> Decision:
+    with _lock:
+        # Another thread may have decided the same while this one waited.
+        found = _decisions.get(key)
+        if found is not None:
+            return found
+        found = _decide(request, wanted)
+        if len(_decisions) >= _CACHE_LIMIT:
+            _decisions.clear()
+        _decisions[key] = found
+    _tell_observers(found, wanted)
     return found
 
 
@@ -101,6 +108,13 @@ def report_failure(request: Any, kernel: Kernel, reason: str) -> None:
         _decisions.clear()
 
 
+def withdraw_failure(request: Any, kernel: Kernel) -> None:
+    """Take `report_failure` back: no other kernel could do better, so the input was at fault."""
+    with _lock:
+        _failures.pop(_plugin_key(kernel, request), None)
+        _decisions.clear()
+
+
 def _plugin_key(kernel: Kernel, request: Any) -> tuple[str, str, Any]:
     return (kernel.name, str(request.device), request.signature())
 
@@ -113,13 +127,14 @@ def _decide(request: Any, wanted: Settings) -> Decision:
         status = registry.status(name, wanted.disable)
         _fail_if_named_and_broken(status, order)
         if status.state is State.AVAILABLE:
-            for answer in _ask(status, request):
+            for answer in _ask(status, request, order):
                 (offers if isinstance(answer, _Offered) else others).append(answer)  # type: ignore[attr-defined]
         else:
             others.append(_plain(status, str(status.state), status.reason))
+    others += [_plain(status, str(status.state), status.reason) for status in registry.conflicts()]
     ranked = _rank(offers, order)
     rows, kernel = _select(ranked, request, wanted, order)
-    hints = (*_unknown_names(wanted), *_ties(ranked, rows), *_hardware_hints())
+    hints = (*_setting_hints(wanted), *_ties(ranked, rows, order), *_hardware_hints(), *_device_hints(request))
     return Decision(request, (*rows, *others), kernel, hints)
 
 
@@ -127,21 +142,41 @@ def _plain(status: PluginStatus, stage: str, reason: str) -> Candidate:
     return Candidate(status.name, "", stage, reason, dist=status.dist, version=status.version)
 
 
-def _ask(status: PluginStatus, request: Any) -> Sequence[_Offered | Candidate]:
+def _ask(status: PluginStatus, request: Any, order: Sequence[str] = ()) -> Sequence[_Offered | Candidate]:
     """A plugin's offers, or the one row that says why there are none."""
     hook = contract_of(request).hook
     try:
         answer = registry.call(status.name, hook, request=request)
     except Guarded as error:
-        return [_plain(status, Stage.OFFER_FAILED.value, f"{hook} raised {type(error).__name__}: {error}")]
+        return [_defective(status, f"{hook} raised {type(error).__name__}: {error}", order, error)]
     if answer is None and not registry.implements(status.name, hook):
         return [_plain(status, Stage.REFUSED.value, f"has no kernels for {request.contract}")]
     if isinstance(answer, Refusal) and answer.reason:
         return [_plain(status, Stage.REFUSED.value, answer.reason)]
     offers = list(answer) if isinstance(answer, (list, tuple)) else [answer]
-    if not offers or not all(isinstance(offer, Offer) for offer in offers):
-        return [_plain(status, Stage.OFFER_FAILED.value, f"{hook} returned {answer!r}, not an Offer or Refusal(reason)")]
+    if not offers or not all(map(_is_offer, offers)):
+        return [_defective(status, f"{hook} returned {answer!r}, not an Offer(kernel) or Refusal(reason)", order)]
     return [_Offered(status, offer, tuning.measured(request, status, offer.kernel)) for offer in offers]
+
+
+def _is_offer(answer: Any) -> bool:
+    """Whether an answer is an `Offer` that can be ranked and shown."""
+    return (
+        isinstance(answer, Offer)
+        and isinstance(answer.kernel, Kernel)
+        and isinstance(getattr(answer.kernel, "name", None), str)
+        and isinstance(answer.rank, int)
+    )
+
+
+def _defective(status: PluginStatus, reason: str, order: Sequence[str], error: BaseException | None = None) -> Candidate:
+    """The row of a plugin whose answer is a defect: worth one warning, or an error where the user named the plugin."""
+    if status.name in order:
+        raise PluginError(
+            f"plugin {status.name!r} ({status.dist} {status.version}), which you asked for, is broken.\n{reason}"
+        ) from error
+    _warn_once(f"plugin {status.name!r} ({status.dist} {status.version}) is passed over: {reason}")
+    return _plain(status, Stage.OFFER_FAILED.value, reason)
 
 
 def kernels_of(name: str) -> Callable[[Any], list[Kernel]]:
@@ -217,28 +252,38 @@ def _why_outranked(offered: _Offered, chosen: _Offered, order: Sequence[str]) ->
     return f"{why}; {offered.offer.note}" if offered.offer.note else why
 
 
-def _ties(ranked: list[_Offered], rows: list[Candidate]) -> Iterable[str]:
+def _ties(ranked: list[_Offered], rows: list[Candidate], order: Sequence[str]) -> Iterable[str]:
     best = next((o for o, row in zip(ranked, rows, strict=True) if row.stage == Stage.SELECTED.value), None)
-    for other in ranked if best else ():
-        same = other.offer.rank == best.offer.rank and other.milliseconds == best.milliseconds  # type: ignore[union-attr]
-        if same and other.status.name != best.status.name:  # type: ignore[union-attr]
+    if best is None or best.status.name in order:
+        return
+    for other in ranked:
+        same = other.offer.rank == best.offer.rank and other.milliseconds == best.milliseconds
+        if same and other.status.name != best.status.name and other.status.name not in order:
             yield (
-                f"{best.status.name} and {other.status.name} offer the same rank; the name decided. "  # type: ignore[union-attr]
+                f"{best.status.name} and {other.status.name} offer the same rank; the name decided. "
                 f"Set QCORE_BACKENDS, or run 'qcore tune'."
             )
 
 
-def _unknown_names(wanted: Settings) -> Iterable[str]:
+def _setting_hints(wanted: Settings) -> Iterable[str]:
+    """Names in the settings that mean nothing; each is warned about once."""
     known = registry.entries()
     for name in sorted(wanted.named() - known.keys()):
-        text = f"no plugin is called {name!r}; installed: {', '.join(sorted(known))}.{did_you_mean(name, known)}"
-        _warn_once(text)
-        yield text
+        yield _warn_once(
+            f"no plugin is called {name!r}; installed: {', '.join(sorted(known))}.{did_you_mean(name, known)}"
+        )
+    if BUILTIN in wanted.disable:
+        yield _warn_once(f"the built-in plugin {BUILTIN!r} cannot be disabled; strict=True refuses what it would serve.")
 
 
 def _hardware_hints() -> Iterable[str]:
     installed = set(registry.entries())
     return filter(None, (seen.hint(installed) for seen in hardware.present()))
+
+
+def _device_hints(request: Any) -> Iterable[str]:
+    if not verify.can_run_on(request.device):
+        yield f"torch cannot use {str(request.device)!r} on this machine: no kernel was checked."
 
 
 def _fail_if_named_and_broken(status: PluginStatus, order: Sequence[str]) -> None:
@@ -262,8 +307,9 @@ def _tell_observers(decision: Decision, wanted: Settings) -> None:
                 registry.call(name, "qcore_decided", decision=decision)
 
 
-def _warn_once(text: str) -> None:
+def _warn_once(text: str) -> str:
     if text not in _warned:
         _warned.add(text)
         warnings.warn(text, QcoreWarning, stacklevel=2)
+    return text
 

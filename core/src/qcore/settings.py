@@ -6,7 +6,8 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from .errors import QcoreError, did_you_mean
@@ -45,7 +46,7 @@ class Settings:
 def parse_backends(value: str | Iterable[str]) -> tuple[tuple[str, Names], ...]:
     """``"cuda,torch"``, ``"linear=xla;*=torch"`` or a sequence of names. Raises `QcoreError` for an unknown contract."""
     if not isinstance(value, str):
-        return (("*", tuple(value)),)
+        return (("*", _names(value)),)
     rules = []
     for rule in filter(None, (part.strip() for part in value.split(";"))):
         contract, _, names = rule.rpartition("=")
@@ -79,23 +80,43 @@ def _changes(
     verify: str | None = None,
 ) -> dict[str, Any]:
     """Only what was said, in the form that `Settings` holds it."""
-    if verify is not None and verify not in _VERIFY_MODES:
-        raise QcoreError(f"verify is {verify!r}; it must be one of {', '.join(_VERIFY_MODES)}.")
     said = {
         "backends": None if backends is None else parse_backends(backends),
         "disable": None if disable is None else frozenset(_names(disable)),
-        "strict": strict,
-        "verify": verify,
+        "strict": None if strict is None else _flag(strict),
+        "verify": None if verify is None else _mode("verify", verify),
     }
     return {name: value for name, value in said.items() if value is not None}
+
+
+def _flag(value: object) -> bool:
+    # "0" is a true value: a text that reaches an argument must not turn strict on.
+    if not isinstance(value, bool):
+        raise QcoreError(f"strict is {value!r}; it must be True or False.")
+    return value
+
+
+def _mode(name: str, value: str) -> str:
+    if value not in _VERIFY_MODES:
+        raise QcoreError(
+            f"{name} is {value!r}; it must be one of {', '.join(_VERIFY_MODES)}.{did_you_mean(value, _VERIFY_MODES)}"
+        )
+    return value
 
 
 _ENVIRONMENT = ("QCORE_BACKENDS", "QCORE_DISABLE", "QCORE_STRICT", "QCORE_VERIFY")
 
 
-def _environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    backends, disable, strict, verify = (environ.get(name) or None for name in _ENVIRONMENT)
-    return _changes(backends, disable, None if strict is None else parse_flag("QCORE_STRICT", strict), verify)
+def _environment() -> dict[str, Any]:
+    return _read(tuple(map(os.environ.get, _ENVIRONMENT)))
+
+
+@lru_cache(maxsize=8)
+def _read(texts: tuple[str | None, ...]) -> dict[str, Any]:
+    """What the variables say; an empty one says nothing. Callers must not change the answer."""
+    backends, disable, strict, verify = (text or None for text in texts)
+    flag = None if strict is None else parse_flag("QCORE_STRICT", strict)
+    return _changes(backends, disable, flag, None if verify is None else _mode("QCORE_VERIFY", verify))
 
 
 _configured: dict[str, Any] = {}
@@ -104,8 +125,16 @@ _context: ContextVar[Mapping[str, Any] | None] = ContextVar("qcore_settings", de
 
 def current(**arguments: Any) -> Settings:
     """The settings in force here; ``arguments`` are those of `using` and beat everything."""
-    layers = (_environment(), _configured, _context.get() or {}, _changes(**arguments))
-    return replace(Settings(), **{name: value for layer in layers for name, value in layer.items()})
+    context = _context.get()
+    if not (arguments or context or _configured):
+        return _merged(tuple(_environment().items()))
+    said = {**_environment(), **_configured, **(context or {}), **_changes(**arguments)}
+    return _merged(tuple(said.items()))
+
+
+@lru_cache(maxsize=256)
+def _merged(said: tuple[tuple[str, Any], ...]) -> Settings:
+    return Settings(**dict(said))
 
 
 def configure(

@@ -43,14 +43,22 @@ def measured(request: Any, status: PluginStatus, kernel: Kernel) -> float | None
         return None
     key = _key(request, status, kernel)
     if key not in _known:
-        record = read("tuning", key)
-        _known[key] = None if record is None else {int(m): float(ms) for m, ms in record["milliseconds"].items()}
+        _known[key] = _times_of(read("tuning", key))
     times = _known[key]
     if not times:
         return None
     if request.rows is None:
         return math.exp(statistics.fmean(math.log(ms) for ms in times.values()))
     return times[min(times, key=lambda m: abs(m - request.rows))]
+
+
+def _times_of(record: dict[str, Any] | None) -> dict[int, float] | None:
+    """Milliseconds by row count; None for a record that is missing or damaged."""
+    try:
+        times = {int(m): float(ms) for m, ms in (record or {})["milliseconds"].items()}
+    except (KeyError, AttributeError, TypeError, ValueError):
+        return None
+    return times if all(0 < ms < math.inf for ms in times.values()) else None
 
 
 def _key(request: Any, status: PluginStatus, kernel: Kernel) -> str:
@@ -76,7 +84,8 @@ def measure(
 
 
 def _times(request: Any, kernels: list[Kernel], rows: int, seconds: float) -> list[float]:
-    problem = Draw(torch.Generator().manual_seed(0)).linear(request, Shape("tune", (rows,), request.n, request.k))
+    shape = Shape("tune", (rows,), request.n, request.k, "same" if request.bias else "none")
+    problem = Draw(torch.Generator().manual_seed(0)).linear(request, shape)
     here = problem.to(request.device)
     calls = []
     for kernel in kernels:
@@ -87,6 +96,8 @@ def _times(request: Any, kernels: list[Kernel], rows: int, seconds: float) -> li
 
 def interleaved_medians(calls: list[Callable[[], Any]], device: torch.device, seconds: float = 0.3) -> list[float]:
     """Median milliseconds of each call. The calls take turns, so that a slow moment of the machine hits all alike."""
+    if not calls:
+        return []
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call()

@@ -29,7 +29,8 @@ class Check:
     reason: str = ""
 
 
-_seen: dict[str, Check] = {}
+_seen: dict[tuple[str, str], Check] = {}
+_usable: set[torch.device] = set()
 
 
 def forget() -> None:
@@ -41,13 +42,25 @@ def check(
     status: PluginStatus, kernel: Kernel, request: Any, ask: Callable[[Any], list[Kernel]], mode: str = "once"
 ) -> Check:
     """Check ``kernel`` for ``request``; ``ask`` gets the plugin's kernels for another request."""
-    if mode == "off" or request.device.type == "meta":
+    if mode == "off" or request.device.type == "meta" or not can_run_on(request.device):
         return Check(True)
     key = verdict_key(status, kernel, request)
-    if key not in _seen:
-        stored = _stored(key) if mode == "once" else None
-        _seen[key] = stored or _run(key, kernel, request, ask)
-    return _seen[key]
+    if (key, mode) not in _seen:
+        stored = _stored(key, mode)
+        _seen[key, mode] = stored or _run(key, kernel, request, ask)
+    return _seen[key, mode]
+
+
+def can_run_on(device: torch.device) -> bool:
+    """Whether torch can put a tensor on ``device`` here; `explain` is also asked about devices of other machines."""
+    if device not in _usable:
+        try:
+            with undisturbed():
+                torch.empty(1, device=device)
+        except Guarded:
+            return False
+        _usable.add(device)
+    return True
 
 
 def verdict_key(status: PluginStatus, kernel: Kernel, request: Any) -> str:
@@ -56,10 +69,10 @@ def verdict_key(status: PluginStatus, kernel: Kernel, request: Any) -> str:
     return "|".join(map(str, (*parts, torch.__version__, request.signature())))
 
 
-def _stored(key: str) -> Check | None:
+def _stored(key: str, mode: str) -> Check | None:
     if crashed(f"verify {key}"):
         return Check(False, "ended an earlier process while it was checked; clear QCORE_CACHE_DIR to try again")
-    return Check(True) if read("verdicts", key) else None
+    return Check(True) if mode == "once" and read("verdicts", key) else None
 
 
 def _run(key: str, kernel: Kernel, request: Any, ask: Callable[[Any], list[Kernel]]) -> Check:

@@ -26,6 +26,15 @@ _M = TypeVar("_M", bound="QuantizedModule")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("data", "scale", "zero")
 _PREFIX = "packed_"
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 class QuantizedModule(nn.Module):
@@ -46,12 +55,19 @@ class QuantizedModule(nn.Module):
         self.register_parameter("bias", _parameter(bias, store.device))
         self._bounds: dict[tuple[torch.dtype, bool], Bound] = {}
         self._primary: Bound | None = None
+        store.users.add(self)
         self._bind_primary()
 
     # What the three modules say about themselves.
 
     def _request(self, x_dtype: torch.dtype, training: bool) -> Any:
         raise NotImplementedError
+
+    def _out_dtype(self, x_dtype: torch.dtype) -> torch.dtype:
+        """int8 codes under ``-o8``, else x's dtype; an x of int8 codes gives the layer's own."""
+        if self.scheme.output:
+            return torch.int8
+        return x_dtype if x_dtype.is_floating_point else self._dtype
 
     # Binding.
 
@@ -71,7 +87,14 @@ class QuantizedModule(nn.Module):
         self._primary = None
         if self._store.device.type != "meta":
             self._primary = self._bound_for(self._dtype, False)
+            # A dtype that is no longer computed in leaves nothing behind.
+            self._store.keep_only({b.kernel.packing for user in self._store.users for b in user._bounds.values()})
         self._show_packed()
+
+    def _bind_all(self) -> None:
+        """Bind every layer that shares the weight: it is another one now."""
+        for user in list(self._store.users):
+            user._bind_primary()
 
     def _bound_for(self, x_dtype: torch.dtype, training: bool) -> Bound:
         key = (x_dtype, training)
@@ -130,6 +153,8 @@ class QuantizedModule(nn.Module):
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         kind = x.device.type
+        if not x.is_floating_point() and not (x.dtype == torch.int8 and isinstance(self.scheme.activation, StaticInt8)):
+            raise FormatError(f"x has dtype {x.dtype}; it must be floating, or int8 codes under a static scheme.")
         if x.is_floating_point() and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return x.dtype
@@ -148,8 +173,10 @@ class QuantizedModule(nn.Module):
             del self._buffers[name]
         super()._apply(fn, recurse)
         self._dtype = sample.dtype if sample.dtype in _FLOATS else self._dtype
-        self._store.move(fn, sample.device)
-        self._bind_primary()
+        if self._store.move(fn, sample.device):
+            self._bind_all()
+        else:
+            self._bind_primary()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,6 +187,7 @@ class QuantizedModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._store.users.add(self)
         self._bind_primary()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -218,7 +246,7 @@ class QuantizedModule(nn.Module):
         taken = weight if assign else weight.map(lambda t: t.detach().to(self._store.device, copy=True))
         self.scheme = scheme
         self._store.set(taken)
-        self._bind_primary()
+        self._bind_all()
 
     def _scheme_with(self, found: dict[str, Tensor], prefix: str) -> Scheme:
         scheme = self.scheme
@@ -243,5 +271,6 @@ def _parameter(bias: Tensor | None, device: torch.device) -> nn.Parameter | None
 def adopt(module: QuantizedModule, original: nn.Module) -> None:
     """Carry over what a float module has beside its weight: mode and hooks."""
     module.train(original.training)
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
+    for name in _HOOKS:
         getattr(module, name).update(getattr(original, name))
+    module._is_full_backward_hook = original._is_full_backward_hook

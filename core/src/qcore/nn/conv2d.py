@@ -103,7 +103,7 @@ class QuantizedConv2d(QuantizedModule):
         )
 
     def _request(self, x_dtype: torch.dtype, training: bool) -> Conv2dRequest:
-        scheme, out = self.scheme, torch.int8 if self.scheme.output else x_dtype
+        scheme, out = self.scheme, self._out_dtype(x_dtype)
         geometry = (self.kernel_size, self.stride, self.padding, self.dilation, self.groups)
         return Conv2dRequest(
             self._store.device, x_dtype, out, self.in_channels, self.out_channels, *geometry,
@@ -127,6 +127,7 @@ class QuantizedConv2d(QuantizedModule):
         """The line that ``print(model)`` shows."""
         served = self.decision.kernel.name if self.decision and self.decision.kernel else "not bound"
         shape = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
+        shape += f", padding={self.padding}, dilation={self.dilation}, groups={self.groups}"
         return f"{shape}, scheme={self.scheme}, kernel={served}"
 
 
@@ -140,4 +141,7 @@ def _paddings(module: nn.Conv2d) -> tuple[Pair, tuple[int, ...]]:
         return _pair(module.padding), ()
     if module.padding == "valid":
         return (0, 0), ()
-    return (0, 0), tuple(module._reversed_padding_repeated_twice)
+    left, right, top, bottom = module._reversed_padding_repeated_twice
+    if module.padding_mode == "zeros" and (left, top) == (right, bottom):
+        return (top, left), ()
+    return (0, 0), (left, right, top, bottom)

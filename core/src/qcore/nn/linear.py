@@ -54,7 +54,7 @@ class QuantizedLinear(QuantizedModule):
         return cls(WeightStore(weight), wanted, bias, dtype or weight.dtype)
 
     def _request(self, x_dtype: torch.dtype, training: bool) -> LinearRequest:
-        scheme, out = self.scheme, torch.int8 if self.scheme.output else x_dtype
+        scheme, out = self.scheme, self._out_dtype(x_dtype)
         sizes = (self.out_features, self.in_features, None)
         return LinearRequest(
             self._store.device, x_dtype, out, *sizes, scheme.weight, scheme.activation, scheme.output,
@@ -63,7 +63,7 @@ class QuantizedLinear(QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer. Raises `FormatError` where the last dimension of x is not ``in_features``."""
-        if x.shape[-1] != self.in_features:
+        if not x.dim() or x.shape[-1] != self.in_features:
             raise FormatError(
                 f"x has shape {tuple(x.shape)}; its last dimension must be in_features = {self.in_features}."
             )

@@ -1,0 +1,116 @@
+"""Every test starts from plain settings, an empty cache on disk and the plugins that are installed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from types import ModuleType
+
+import pytest
+import torch
+
+import qcore
+from qcore import resolver, settings, tuning, verify
+from qcore.fallback import plugin as builtin
+from qcore.kernels import Kernel, Offer
+from qcore.plugins import registry
+from qcore.qtensor import QTensor
+
+_versions = itertools.count(1)
+_PLAIN = {"linear": "qcore_linear", "conv2d": "qcore_conv2d", "embedding": "qcore_embedding"}
+
+
+@pytest.fixture(autouse=True)
+def isolated(monkeypatch, tmp_path_factory):
+    """No settings from outside, a cache of its own; verdicts, decisions and plugins as before afterwards."""
+    for name in [name for name in os.environ if name.startswith("QCORE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / f"cache{next(_versions)}"))
+    known = set(registry.entries())
+    memory = (settings._configured, tuning._known, resolver._warned)
+    saved = [(store, store.copy()) for store in memory]
+    yield
+    for name in set(registry.entries()) - known:
+        registry.remove(name)
+    for store, content in saved:
+        store.clear()
+        store.update(content)
+    resolver.forget()
+    # What was found out about the built-in kernels stays, so that each is checked once per session.
+    for key in [key for key in verify._seen if not key[0].startswith("torch|qcore|")]:
+        del verify._seen[key]
+
+
+class StubKernel(Kernel):
+    """Computes what the fallback computes, on bytes of its own: every packed tensor is stored back to front."""
+
+    def __init__(self, name, request, fault=None):
+        self.name, self.fault = name, fault
+        self.inner = getattr(builtin, _PLAIN[request.contract])(request=request)[-1].kernel
+        self.calls = self.packs = 0
+
+    def pack(self, weight: QTensor):
+        self.packs += 1
+        if self.fault == "pack":
+            raise RuntimeError("cannot pack")
+        return {name: tensor.flip(0) for name, tensor in self.inner.pack(weight).items()}
+
+    def unpack(self, packed):
+        if self.fault == "lossy":
+            packed = {**packed, "scale": packed["scale"] * 2}
+        return self.inner.unpack({name: tensor.flip(0) for name, tensor in packed.items()})
+
+    def __call__(self, x, packed, bias, **given):
+        self.calls += 1
+        if self.fault == "call":
+            raise RuntimeError("no such instruction")
+        y = self.inner(x, {name: tensor.flip(0) for name, tensor in packed.items()}, bias, **given)
+        return y + 1 if self.fault == "wrong" else y
+
+
+@pytest.fixture
+def stub():
+    """The class `StubKernel`."""
+    return StubKernel
+
+
+@pytest.fixture
+def add_plugin():
+    """``add_plugin(name, linear=..., probe=...)`` registers a plugin in this process; hooks by name without qcore_."""
+
+    def add(name, version=None, **hooks):
+        plugin = ModuleType(name)
+        vars(plugin).update({f"qcore_{hook}": qcore.hookimpl(function) for hook, function in hooks.items()})
+        # A version of its own, so that no verdict of another test is taken for this one's.
+        registry.add(name, plugin, f"qcore-{name}", version or f"0.{next(_versions)}")
+        return plugin
+
+    return add
+
+
+@pytest.fixture
+def add_kernel(add_plugin):
+    """``add_kernel(name, rank, fault)`` adds a plugin whose `StubKernel` serves every contract; gives its kernels."""
+
+    def add(name, rank=qcore.NATIVE, fault=None, note=""):
+        made = {}
+
+        def offer(request):
+            return Offer(made.setdefault(request, StubKernel(f"{name}.stub", request, fault)), rank, note)
+
+        add_plugin(name, linear=lambda request: offer(request), conv2d=lambda request: offer(request),
+                   embedding=lambda request: offer(request))  # fmt: skip
+        return made
+
+    return add
+
+
+@pytest.fixture
+def request_of():
+    """``request_of("w4a16-g32", n=16, k=64)``: a plain request on the CPU."""
+    from qcore.explain import plain_request
+
+    def make(scheme="w4a16-g32", *, n=16, k=64, dtype=torch.float32, **more):
+        return plain_request(scheme, n=n, k=k, dtype=dtype, **more)
+
+    return make

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import qcore
+from qcore import resolver, tuning
+from qcore.errors import PluginError, QcoreWarning, UnsupportedError
+from qcore.kernels import EMULATED, FALLBACK, NATIVE, OFFLOAD, Offer, Refusal
+from qcore.plugins import registry
+
+
+def stages(decision):
+    return {c.plugin: c.stage for c in decision.candidates}
+
+
+def test_the_fallback_serves_where_nothing_else_is(request_of):
+    decision = qcore.resolve(request_of())
+    assert decision.is_fallback
+    assert decision.kernel.name == decision.selected.kernel
+
+
+def test_the_higher_rank_serves(add_kernel, request_of):
+    add_kernel("b-native", NATIVE, note="fast")
+    add_kernel("a-offload", OFFLOAD, note="copies")
+    decision = qcore.resolve(request_of())
+    assert decision.plugin == "b-native"
+    assert stages(decision)["a-offload"] == "outranked"
+    reasons = {c.plugin: c.reason for c in decision.candidates}
+    assert reasons["a-offload"] == "b-native.stub ranks higher; copies"
+    assert reasons["b-native"] == "fast"
+
+
+def test_fine_ranks_decide_inside_a_tier(add_kernel, request_of):
+    add_kernel("a", NATIVE)
+    add_kernel("b", NATIVE + 5)
+    add_kernel("c", NATIVE - 5)
+    decision = qcore.resolve(request_of())
+    assert [c.plugin for c in decision.candidates][:4] == ["b", "a", "c", "torch"]
+    assert decision.hints == ()
+
+
+def test_an_emulated_device_stands_below_the_fallback_unless_named(add_kernel, request_of):
+    add_kernel("soft", EMULATED)
+    assert qcore.resolve(request_of()).plugin == "torch"
+    assert qcore.resolve(request_of(), backends="soft").plugin == "soft"
+
+
+def test_the_users_order_beats_rank(add_kernel, request_of):
+    add_kernel("fast", NATIVE)
+    add_kernel("slow", FALLBACK - 50)
+    decision = qcore.resolve(request_of(), backends="slow,torch")
+    order = list(dict.fromkeys(c.plugin for c in decision.candidates))
+    assert order == ["slow", "torch", "fast"]
+    reason = next(c.reason for c in decision.candidates if c.plugin == "fast")
+    assert reason == "slow comes first in your order"
+
+
+def test_orders_by_contract(add_kernel, request_of):
+    add_kernel("fast", NATIVE)
+    wanted = {"backends": "linear=torch"}
+    assert qcore.resolve(request_of(), **wanted).plugin == "torch"
+    assert qcore.resolve(request_of("w8a16", contract="embedding"), **wanted).plugin == "fast"
+
+
+def test_a_disabled_plugin_is_not_asked(add_plugin, request_of):
+    add_plugin("mine", linear=lambda request: pytest.fail("asked"))
+    decision = qcore.resolve(request_of(), disable="mine")
+    assert stages(decision)["mine"] == "blocked"
+
+
+def test_ties_are_told_and_the_name_decides(add_kernel, request_of):
+    add_kernel("b", NATIVE)
+    add_kernel("a", NATIVE)
+    decision = qcore.resolve(request_of())
+    assert decision.plugin == "a"
+    assert decision.hints == ("a and b offer the same rank; the name decided. Set QCORE_BACKENDS, or run 'qcore tune'.",)
+
+
+def test_an_order_leaves_no_tie(add_kernel, request_of):
+    add_kernel("b", NATIVE)
+    add_kernel("a", NATIVE)
+    assert qcore.resolve(request_of(), backends="b").hints == ()
+    assert qcore.resolve(request_of(), backends="b").plugin == "b"
+
+
+def test_measured_times_decide_inside_a_tier(add_kernel, request_of, monkeypatch):
+    for name, rank in (("a", NATIVE + 5), ("b", NATIVE)):
+        add_kernel(name, rank)
+    times = {"a.stub": 2.0, "b.stub": 1.0}
+    monkeypatch.setattr(tuning, "measured", lambda request, status, kernel: times.get(kernel.name))
+    decision = qcore.resolve(request_of())
+    assert decision.plugin == "b"
+    assert next(c.reason for c in decision.candidates if c.plugin == "a") == "b.stub measured faster"
+    assert "[1 ms measured]" in str(decision)
+
+
+def test_a_tier_with_a_kernel_that_was_not_measured_goes_by_rank(add_kernel, request_of, monkeypatch):
+    for name, rank in (("a", NATIVE + 5), ("b", NATIVE)):
+        add_kernel(name, rank)
+    times = {"b.stub": 1.0}
+    monkeypatch.setattr(tuning, "measured", lambda request, status, kernel: times.get(kernel.name))
+    assert qcore.resolve(request_of()).plugin == "a"
+
+
+def test_measured_times_do_not_lift_a_kernel_over_a_tier(add_kernel, request_of, monkeypatch):
+    add_kernel("a", NATIVE)
+    monkeypatch.setattr(tuning, "measured", lambda request, status, kernel: 9.0 if kernel.name == "a.stub" else 0.1)
+    assert qcore.resolve(request_of()).plugin == "a"
+
+
+def test_several_offers_of_one_plugin_are_ranked_one_by_one(add_plugin, stub, request_of):
+    def offers(request):
+        return [Offer(stub("mine.slow", request), NATIVE - 1), Offer(stub("mine.fast", request), NATIVE)]
+
+    add_plugin("mine", linear=offers)
+    decision = qcore.resolve(request_of())
+    assert [c.kernel for c in decision.candidates][:2] == ["mine.fast", "mine.slow"]
+
+
+def test_refusals_carry_their_reason(add_plugin, request_of):
+    add_plugin("mine", linear=lambda request: Refusal("needs K to be a multiple of 128"))
+    row = next(c for c in qcore.resolve(request_of()).candidates if c.plugin == "mine")
+    assert (row.stage, row.reason) == ("refused", "needs K to be a multiple of 128")
+
+
+def test_a_plugin_without_the_contract_refuses(add_plugin, request_of):
+    add_plugin("mine", conv2d=lambda request: pytest.fail("asked"))
+    row = next(c for c in qcore.resolve(request_of()).candidates if c.plugin == "mine")
+    assert (row.stage, row.reason) == ("refused", "has no kernels for linear")
+
+
+class _Nameless:
+    pass
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, False, True, [], [None], "no", Refusal(""), Offer(None), Offer(_Nameless()), [Refusal("not in a list")]],
+)
+def test_an_answer_that_says_nothing_is_flagged_once(add_plugin, request_of, answer):
+    add_plugin("mine", linear=lambda request: answer)
+    with pytest.warns(QcoreWarning, match=r"'mine' .* is passed over: qcore_linear returned"):
+        decision = qcore.resolve(request_of())
+    assert stages(decision)["mine"] == "offer failed"
+    assert decision.plugin == "torch"
+
+
+def test_a_rank_that_is_no_number_is_flagged(add_plugin, stub, request_of):
+    add_plugin("mine", linear=lambda request: Offer(stub("mine.k", request), "high"))
+    with pytest.warns(QcoreWarning, match="passed over"):
+        assert qcore.resolve(request_of()).plugin == "torch"
+
+
+@pytest.mark.parametrize("error", [ValueError("bad maths"), SystemExit(2)])
+def test_an_offer_that_raises_is_passed_over_with_one_warning(add_plugin, request_of, error):
+    def offer(request):
+        raise error
+
+    add_plugin("mine", linear=offer)
+    with pytest.warns(QcoreWarning, match=f"qcore_linear raised {type(error).__name__}"):
+        decision = qcore.resolve(request_of())
+    assert stages(decision)["mine"] == "offer failed"
+    qcore.resolve(request_of())  # and no second warning
+
+
+def test_an_offer_that_raises_in_a_named_plugin_fails_loudly(add_plugin, request_of):
+    def offer(request):
+        raise ValueError("bad maths")
+
+    add_plugin("mine", linear=offer)
+    with pytest.raises(PluginError, match="qcore_linear raised ValueError: bad maths") as caught:
+        qcore.resolve(request_of(), backends="mine")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_strict_turns_the_fallback_into_an_error_whose_text_is_the_table(add_plugin, request_of):
+    add_plugin("mine", linear=lambda request: Refusal("only on Tuesdays"))
+    with pytest.raises(UnsupportedError, match="strict: only the fallback") as caught:
+        qcore.resolve(request_of(), strict=True)
+    assert str(qcore.resolve(request_of())) in str(caught.value)
+    assert "only on Tuesdays" in str(caught.value)
+
+
+def test_strict_takes_what_is_no_fallback(add_kernel, request_of):
+    add_kernel("mine")
+    assert qcore.resolve(request_of(), strict=True).plugin == "mine"
+
+
+def test_strict_takes_the_fallback_where_it_was_asked_for(request_of):
+    assert qcore.resolve(request_of(), strict=True, backends="torch").is_fallback
+    with pytest.raises(UnsupportedError), qcore.using("linear=torch;*=xla", strict=True), pytest.warns(QcoreWarning):
+        qcore.resolve(request_of("w8a16", contract="embedding"))
+
+
+def test_nobody_is_an_error_with_the_table(monkeypatch, request_of):
+    monkeypatch.setattr(resolver, "_ask", lambda status, request, order=(): [])
+    with pytest.raises(UnsupportedError, match="no kernel can serve this request"):
+        qcore.resolve(request_of())
+
+
+def test_decisions_are_cached_by_request_and_settings(add_plugin, request_of):
+    asked = []
+
+    def offer(request):
+        asked.append(request)
+        return Refusal("no")
+
+    add_plugin("mine", linear=offer)
+    first = qcore.resolve(request_of())
+    assert qcore.resolve(request_of()) is first
+    assert len(asked) == 1
+    assert qcore.resolve(request_of(), backends="torch") is not first
+    qcore.resolve(request_of(n=32))
+    assert [request.n for request in asked] == [16, 16, 32]
+
+
+def test_a_new_plugin_voids_the_cache(add_kernel, request_of):
+    assert qcore.resolve(request_of()).plugin == "torch"
+    add_kernel("mine")
+    assert qcore.resolve(request_of()).plugin == "mine"
+    registry.remove("mine")
+    assert qcore.resolve(request_of()).plugin == "torch"
+
+
+def test_the_cache_is_bounded(monkeypatch, request_of):
+    monkeypatch.setattr(resolver, "_CACHE_LIMIT", 2)
+    for n in (16, 32, 48):
+        qcore.resolve(request_of(n=n), verify="off")
+    assert len(resolver._decisions) <= 2
+
+
+def test_observers_hear_of_each_fresh_decision_once(add_plugin, request_of):
+    heard = []
+    add_plugin("ear", decided=lambda decision: heard.append(decision))
+
+    def deaf(decision):
+        raise RuntimeError("no")
+
+    add_plugin("broken-ear", decided=deaf)
+    decision = qcore.resolve(request_of())
+    qcore.resolve(request_of())
+    assert heard == [decision]
+
+
+def test_threads_decide_once(add_plugin, request_of):
+    heard, barrier = [], threading.Barrier(6)
+    add_plugin("ear", decided=lambda decision: heard.append(decision))
+
+    def work():
+        barrier.wait()
+        qcore.resolve(request_of())
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(heard) == 1
+
+
+def test_a_kernel_that_failed_in_use_is_passed_over_until_forgotten(add_kernel, request_of):
+    add_kernel("mine")
+    first = qcore.resolve(request_of())
+    resolver.report_failure(request_of(), first.kernel, "pack raised X")
+    second = qcore.resolve(request_of())
+    assert (second.plugin, stages(second)["mine"]) == ("torch", "failed in use")
+    assert "pack raised X" in str(second)
+    assert qcore.resolve(request_of("w8a16")).plugin == "mine"
+    resolver.withdraw_failure(request_of(), first.kernel)
+    assert qcore.resolve(request_of()).plugin == "mine"
+    resolver.report_failure(request_of(), first.kernel, "pack raised X")
+    resolver.forget()
+    assert qcore.resolve(request_of()).plugin == "mine"
+
+
+def test_hints_about_hardware_without_its_plugin(monkeypatch, request_of):
+    from qcore import hardware
+
+    monkeypatch.setattr(hardware, "present", lambda: (hardware.Hardware("Some GPU", ("somewhere",), "PCI 1"),))
+    assert "hint: Some GPU present (PCI 1), but no plugin for it: pip install qcore-somewhere" in str(
+        qcore.resolve(request_of())
+    )
+
+
+def test_plugins_whose_name_is_taken_are_rows_too(monkeypatch, request_of):
+    lost = registry.status("torch")
+    monkeypatch.setattr(registry, "_extra", [lost.__class__("x", "late", "3", "name conflict", "taken by early")])
+    assert any((c.stage, c.dist) == ("name conflict", "late") for c in qcore.resolve(request_of()).candidates)
+
+
+def test_a_device_of_another_machine_is_decided_without_a_check(request_of):
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has one")
+    decision = qcore.resolve(request_of(device="cuda"))
+    assert decision.plugin == "torch"
+    assert decision.hints[-1] == "torch cannot use 'cuda' on this machine: no kernel was checked."
+
+
+def test_offers_for_lists_every_offer(add_kernel, add_plugin, request_of):
+    add_kernel("mine")
+    add_plugin("no", linear=lambda request: Refusal("no"))
+    names = [offer.kernel.name for _, offer in resolver.offers_for(request_of())]
+    assert "mine.stub" in names
+    assert any(name.startswith("torch.") for name in names)
+    assert all(status.name != "mine" for status, _ in resolver.offers_for(request_of(), frozenset({"mine"})))
