@@ -26,7 +26,9 @@ def test_each_error_is_a_qcore_error_and_the_builtin_that_fits(name, builtin):
 
 
 def test_all_lists_every_public_class():
-    classes = {name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__}
+    classes = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
     assert set(errors.__all__) == classes
 
 
