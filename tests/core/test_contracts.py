@@ -553,7 +553,8 @@ def loop_columns(x: torch.Tensor, r: Conv2dRequest) -> list[list[list[float]]]:
     """Receptive fields by index arithmetic, columns in (KH, KW, IC) order: [position][group][column]."""
     b, c, h, w = x.shape
     per, values = c // r.groups, x.tolist()
-    oh, ow = ((s + 2 * p - d * (k - 1) - 1) // t + 1 for s, p, d, k, t in zip((h, w), r.padding, r.dilation, r.kernel_size, r.stride, strict=True))  # fmt: skip
+    sizes = zip((h, w), r.padding, r.dilation, r.kernel_size, r.stride, strict=True)
+    oh, ow = ((s + 2 * p - d * (k - 1) - 1) // t + 1 for s, p, d, k, t in sizes)
     found = []
     for i in range(b):
         for top in range(oh):
@@ -586,7 +587,8 @@ class TestConv2d:
             found = CONV2D.reference(problem)
             assert found.shape == expected.shape, case.id
             assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9), case.id
-            right = torch.nn.functional.conv2d(problem.x.float(), kernel.float(), problem.bias if bias is None else bias.float(), **geometry(r))  # fmt: skip
+            narrow = None if bias is None else bias.float()
+            right = torch.nn.functional.conv2d(problem.x.float(), kernel.float(), narrow, **geometry(r))
             verdict = CONV2D.judge(problem, right.to(dtype))
             assert verdict.worst <= 0.75, f"{case.id}: {verdict.message}"
 
@@ -691,7 +693,8 @@ class TestConv2d:
             assert output_size(r, *size) == tuple(expected)
 
     def request(self, **changes):
-        fields = dict(zip(("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"), (6, 4, (3, 2), (1, 1), (0, 0), (1, 1), 2), strict=True))  # fmt: skip
+        fields = {"in_channels": 6, "out_channels": 4, "kernel_size": (3, 2), "groups": 2}
+        fields |= {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
         form = {"weight": Format("int8"), "activation": None, "output": None, "bias": False, "training": True}
         return Conv2dRequest(CPU, torch.float32, torch.float32, **{**fields, **form, **changes})
 
