@@ -33,7 +33,8 @@ class Finding:
     problem: bool = True
 
     def __str__(self) -> str:
-        return f"{self.about}: {self.text}" + (f"\n    -> {self.remedy}" if self.remedy else "")
+        text = self.text.replace("\n", "\n    ")
+        return f"{self.about}: {text}" + (f"\n    -> {self.remedy}" if self.remedy else "")
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -65,7 +66,7 @@ def _outcome(machine: _Texts, settings: list[_Texts], statuses: list[Any], found
         "notes": [_finding_json(f) for f in notes],
     }
     facts = "\n".join(f"{name:<9} {value}" for name, value in machine.items())
-    parts: list[str | Table] = [facts, "", _settings(settings), "", plugin_table(statuses), ""]
+    parts: list[str | Table] = [facts, "", _settings(settings), "", plugin_table(statuses, brief=True), ""]
     parts += [*_listed("problem", problems), *_listed("note", notes), *([] if problems else ["No problems found."])]
     return Outcome(data, parts, FAILED if problems else OK)
 
@@ -78,19 +79,19 @@ def _settings(settings: list[dict[str, str]]) -> Table:
     return Table(("setting", "value", "from"), [(s["name"], s["value"], s["source"]) for s in settings])
 
 
-def plugin_table(statuses: list[Any]) -> Table:
-    """One row per plugin."""
-    rows = [
-        (s.name, str(s.state), f"{s.dist} {s.version}", s.device, s.driver, f"{s.seconds:.2f}", _why(s))
-        for s in statuses
-    ]
-    header = ("plugin", "state", "version", "device", "driver", "seconds", "why")
-    return Table(header, rows, state=1, right=frozenset({5}))
+def plugin_table(statuses: list[Any], *, brief: bool = False) -> Table:
+    """One row per plugin; ``brief``: what is wrong with one is said elsewhere."""
+    rows = [(s.name, str(s.state), f"{s.dist} {s.version}", f"{s.seconds:.2f}", _what(s, brief)) for s in statuses]
+    return Table(
+        ("plugin", "state", "version", "seconds", "device and driver, or why not"), rows, state=1, right=frozenset({3})
+    )
 
 
-def _why(status: Any) -> str:
-    """The reason, or what else the probe had to say."""
-    return status.reason or ", ".join(f"{name}={value}" for name, value in status.details.items())
+def _what(status: Any, brief: bool) -> str:
+    if status.broken and brief:
+        return "see below"
+    found = (status.device, status.driver, *(f"{name}={value}" for name, value in status.details.items()))
+    return str(status.reason) or "; ".join(filter(None, found))
 
 
 def _listed(kind: str, findings: list[Finding]) -> list[str]:

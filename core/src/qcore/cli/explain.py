@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from . import arguments
-from .output import FAILED, OK, Outcome, Table
+from .output import FAILED, OK, Outcome, Table, no_warnings
 
 NAME = "explain"
 HELP = "which kernel would serve, and why not the others"
@@ -34,16 +34,17 @@ def run(args: argparse.Namespace) -> Outcome:
     from .. import explain
 
     said = {"backends": args.backends, "disable": args.disable}
-    decision = explain(
-        args.scheme,
-        device=args.device,
-        n=args.n,
-        k=args.k,
-        contract=args.contract,
-        dtype=args.dtype,
-        rows=args.rows,
-        **{name: value for name, value in said.items() if value is not None},
-    )
+    with no_warnings():
+        decision = explain(
+            args.scheme,
+            device=args.device,
+            n=args.n,
+            k=args.k,
+            contract=args.contract,
+            dtype=args.dtype,
+            rows=args.rows,
+            **{name: value for name, value in said.items() if value is not None},
+        )
     return Outcome(decision.to_json(), parts(decision), OK if decision.kernel else FAILED)
 
 

@@ -91,11 +91,11 @@ def _remedy(status: PluginStatus) -> str:
         return ""  # the reason says it
     if status.state is State.UNAVAILABLE:
         return _disable(status)
-    if status.state is State.REGISTRATION_FAILED:
-        return f"Upgrade it: pip install --upgrade {status.dist}. {_disable(status)}"
     if "did not end within" in status.reason:
         return f"Check the device's driver, or allow more time with --timeout. {_disable(status)}"
-    return f"Install it again: pip install --force-reinstall {status.dist}. {_disable(status)}"
+    if status.reason.startswith(("ModuleNotFoundError", "ImportError", "OSError")):
+        return f"Install it again: pip install --force-reinstall {status.dist}. {_disable(status)}"
+    return f"Tell its authors, or upgrade it: pip install --upgrade {status.dist}. {_disable(status)}"
 
 
 def _disable(status: PluginStatus) -> str:

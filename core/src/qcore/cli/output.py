@@ -54,7 +54,7 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+        table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
         for i, name in enumerate(self.header):
             wraps = i == len(self.header) - 1
             table.add_column(
@@ -113,18 +113,8 @@ def stdout_kept_clean(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with contextlib.ExitStack() as stack:
-        if _is_descriptor_1(sys.stdout):
-            stack.enter_context(_descriptor_redirected())
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+    with _descriptor_redirected(), contextlib.redirect_stdout(sys.stderr):
         yield
-
-
-def _is_descriptor_1(stream: TextIO) -> bool:
-    try:
-        return stream.fileno() == 1
-    except (OSError, ValueError):
-        return False  # captured in memory, e.g. by a test
 
 
 @contextlib.contextmanager
@@ -138,6 +128,16 @@ def _descriptor_redirected() -> Iterator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    """Keep qcore's own warnings away, where the result says the same."""
+    from ..errors import QcoreWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QcoreWarning)
+        yield
 
 
 @contextlib.contextmanager

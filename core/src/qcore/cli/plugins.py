@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 
-from .output import Outcome
+from .output import Outcome, no_warnings
 
 NAME = "plugins"
 HELP = "list of installed plugins"
@@ -19,11 +18,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(_args: argparse.Namespace) -> Outcome:
     """Bring every plugin up in this process, as a program would."""
     from .. import plugins
-    from ..errors import QcoreWarning
     from .doctor import plugin_table
     from .probing import as_json
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", QcoreWarning)  # the table says the same
+    with no_warnings():
         statuses = plugins()
     return Outcome([as_json(status) for status in statuses], [plugin_table(statuses)])

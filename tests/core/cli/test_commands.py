@@ -1,0 +1,164 @@
+"""Every command in a process of its own, with and without --json, and every example that --help shows."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from qcore import resolver
+from qcore.cli import app
+from qcore.cli.output import FAILED, OK, WRONG_USAGE
+
+SMALL = ("--n", "64", "--k", "128", "--rows", "1,3", "--seconds", "0.001")
+
+# name: (arguments, exit code, something that the text for people says)
+COMMANDS = {
+    "doctor": ((), OK, "No problems found."),
+    "plugins": ((), OK, "available"),
+    "explain": (("w4a16-g128", "--rows", "1"), OK, "selected"),
+    "quantize": (("model.safetensors", "small.safetensors", "--scheme", "w4a16-g32", "--overwrite"), OK, "5 tensors:"),
+    "inspect": (("model.safetensors",), OK, "layers.0.weight"),
+    "bench": (("--scheme", "w8a16", *SMALL), OK, "torch.plain.linear"),
+    "tune": (("--scheme", "w8a16", *SMALL), OK, "1 weights measured"),
+    "conformance": (
+        ("torch", "--scheme", "w8a16", "--contract", "embedding", "--select", "embedding["),
+        OK,
+        "0 failed",
+    ),
+    "new-plugin": (("acme", "--directory"), OK, "pip install"),
+}
+
+
+def test_the_table_names_every_command():
+    assert [command.NAME for command in app._COMMANDS] == list(COMMANDS)
+
+
+def test_every_command_in_a_process_of_its_own(spawn, model):
+    lines = []
+    for name, (arguments, _, _) in COMMANDS.items():
+        for json_flag in ((), ("--json",)):
+            place = (f"new{len(json_flag)}",) if name == "new-plugin" else ()
+            lines.append((name, *arguments, *place, *json_flag))
+    for line, done in zip(lines, spawn(*lines), strict=True):
+        _, code, text = COMMANDS[line[0]]
+        assert done.returncode == code, (line, done.stdout, done.stderr)
+        assert done.stderr == "", line
+        if "--json" in line:
+            assert json.loads(done.stdout) is not None
+        else:
+            assert text in done.stdout, line
+
+
+NOT_RUN = {
+    "qcore conformance vulkan --output conformance.json --html conformance.html": "needs the plugin",
+    "qcore conformance torch --scheme w8a16 --contract linear": "the kit has tests of its own",
+    "qcore doctor --timeout 60 --json": "differs from the first in numbers only",
+}
+
+
+def test_the_examples_of_help_work(run, model, monkeypatch):
+    monkeypatch.chdir(model)
+    monkeypatch.setenv("HOME", str(model))
+    examples = [line for command in app._COMMANDS for line in command.EXAMPLES]
+    assert set(examples) >= NOT_RUN.keys()
+    for line in examples:
+        if line in NOT_RUN:
+            continue
+        words = [word.replace("~", str(model)) for word in shlex.split(line)[1:]]
+        quick = ("--seconds", "0.001", "--n", "64", "--k", "64") if words[0] in ("bench", "tune") else ()
+        code, out, err = run(*words, *quick)
+        assert code == OK, (line, out, err)
+        assert "--json" not in words or json.loads(out)
+
+
+def test_help_shows_examples_and_exit_codes(run):
+    code, out, _ = run("--help")
+    assert code == OK
+    for command in app._COMMANDS:
+        assert f"\n    {command.NAME} " in out
+        _, text, _ = run(command.NAME, "--help")
+        assert all(f"  {line}" in text for line in command.EXAMPLES)
+        assert "exit codes: 0 done" in text
+
+
+def test_version(run):
+    code, out, _ = run("--version")
+    assert code == OK
+    assert out.startswith("qcore 26.")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "text"),
+    [
+        ("", WRONG_USAGE, "required: COMMAND"),
+        ("expplain", WRONG_USAGE, "invalid choice"),
+        ("explain", WRONG_USAGE, "SCHEME"),
+        ("explain w4a16-g12x", WRONG_USAGE, "Did you mean 'w4a16-g128'?"),
+        ("explain w8a16 --dtype int3", WRONG_USAGE, "bfloat16"),
+        ("explain w8a16 --device tpu9000", WRONG_USAGE, "is not a torch device"),
+        ("explain w8a16 --n 0", WRONG_USAGE, "whole number from 1"),
+        ("explain w8a16 --disable", WRONG_USAGE, "expected one argument"),
+        ("inspect nowhere.safetensors", WRONG_USAGE, "nowhere.safetensors"),
+        ("quantize nowhere out --scheme w8a16", WRONG_USAGE, "nowhere"),
+        ("quantize a b --scheme w8a16 --max-shard-size huge", WRONG_USAGE, "4GB"),
+        ("tune --seconds -1", WRONG_USAGE, "above 0"),
+        ("conformance nobody", WRONG_USAGE, "nobody"),
+        ("new-plugin My-Chip", WRONG_USAGE, "Did you mean 'my_chip'?"),
+    ],
+)
+def test_what_is_wrong_is_said_on_stderr(run, tmp_path, monkeypatch, line, code, text):
+    monkeypatch.chdir(tmp_path)
+    assert run(*shlex.split(line))[0] == code
+    found, out, err = run(*shlex.split(line))
+    assert (found, out) == (code, "")
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(run):
+    code, out, err = run("explain", "w4", "--debug")
+    assert (code, out) == (WRONG_USAGE, "")
+    assert "Traceback" in err
+
+
+def test_ctrl_c(run, monkeypatch):
+    def interrupted(_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app.plugins, "run", interrupted)
+    code, _, err = run("plugins")
+    assert (code, err) == (130, "stopped\n")
+
+
+def test_a_reader_that_leaves_is_no_accident(tmp_path):
+    command = f"{sys.executable} -m qcore plugins | true"
+    done = subprocess.run(command, check=False, shell=True, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr == ""
+
+
+def test_explain_exits_with_1_where_nobody_serves(run, monkeypatch):
+    monkeypatch.setattr(resolver, "offers_for", list)
+    monkeypatch.setattr(resolver, "_ask", lambda status, *_: [resolver._plain(status, "refused", "not today")])
+    code, out, _ = run("explain", "w8a16", "--n", "8", "--k", "8")
+    assert code == FAILED
+    assert "nobody can serve this" in out
+    assert "not today" in out
+
+
+def test_explain_obeys_its_settings(run_json, add_kernel):
+    add_kernel("fast")
+    arguments = ("explain", "w8a16", "--n", "16", "--k", "64")
+    assert run_json(*arguments)[1]["plugin"] == "fast"
+    assert run_json(*arguments, "--backends", "torch")[1]["plugin"] == "torch"
+    _, decision = run_json(*arguments, "--disable", "fast")
+    assert [row["stage"] for row in decision["candidates"] if row["plugin"] == "fast"] == ["blocked"]
+
+
+def test_a_plugin_that_prints_does_not_spoil_the_json(spawn, install):
+    folder = install("noisy", "import os\nprint('python')\nos.system('echo native')\nraise ValueError('no')\n")
+    (done,) = spawn(["explain", "w8a16", "--json"], PYTHONPATH=str(folder))
+    assert json.loads(done.stdout)["plugin"] == "torch"
+    assert "python" in done.stderr
+    assert "native" in done.stderr

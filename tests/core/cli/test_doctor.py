@@ -1,0 +1,142 @@
+"""`qcore doctor` with every plugin broken, each in its own way."""
+
+import json
+
+import pytest
+
+from qcore import _cache, hardware
+from qcore.cli import health, probing
+from qcore.cli.doctor import Finding
+from qcore.plugins import PluginStatus, State, probe_mark
+
+PROBE = "import os, time, qcore\n@qcore.hookimpl\ndef qcore_probe():\n    "
+
+PLUGINS = {
+    # name: (code, state, a part of the reason)
+    "raises": ("import no_such_module_xyz\n", "import failed", "no_such_module_xyz"),
+    "exits": ("import sys\nprint('bye')\nsys.exit(3)\n", "import failed", "sys.exit(3)"),
+    "stops": ("import os\nos.abort()\n", "import failed", "SIGABRT while it was imported (in <module>"),
+    "hangs": (PROBE + "time.sleep(1000)\n", "probe failed", "within 2 seconds (in qcore_probe"),
+    "aborts": (PROBE + "os.abort()\n", "probe failed", "SIGABRT while it was probed (in qcore_probe"),
+    "leaves": (PROBE + "print('last words'); os._exit(7)\n", "probe failed", "exit code 7"),
+    "nothing": (PROBE + "return None\n", "probe failed", "returned None"),
+    "misspelt": (PROBE.replace("probe", "porbe") + "pass\n", "registration failed", "'qcore_probe'"),
+    "sick": (PROBE + "return qcore.Unavailable('driver too old', broken=True)\n", "unavailable", "driver too old"),
+}
+
+
+@pytest.fixture
+def every_kind(install):
+    for name, (code, _, _) in PLUGINS.items():
+        folder = install(name, code)
+    install("good", PROBE + "print('banner')\n    return qcore.Available('GPU 9', 'driver 1', {'memory': '8 GiB'})\n")
+    install("away", PROBE + "return qcore.Unavailable('no such device here')\n")
+    install("off", "raise SystemExit('a disabled plugin was imported')\n")
+    install("future", "raise SystemExit('a plugin of another API was imported')\n", group="qcore.plugins.v2")
+    install("good", "raise SystemExit('the second of two was imported')\n", dist="qcore-impostor")
+    return str(folder)
+
+
+def test_every_plugin_broken(spawn, every_kind, tmp_path):
+    settings = {"QCORE_DISABLE": "off", "QCORE_BACKENDS": "goood", "PYTHONPATH": every_kind}
+    (done,) = spawn(["doctor", "--timeout", "2", "--jobs", "3", "--json"], **settings)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    plugins = {(p["name"], p["dist"]): p for p in found["plugins"]}
+    for name, (_, state, reason) in PLUGINS.items():
+        status = plugins[name, f"qcore-{name}"]
+        assert (status["state"], status["broken"]) == (state, True), status
+        assert reason in status["reason"]
+    good = plugins["good", "qcore-good"]
+    assert (good["state"], good["device"], good["driver"], good["details"]) == (
+        "available", "GPU 9", "driver 1", {"memory": "8 GiB"},
+    )  # fmt: skip
+    assert plugins["away", "qcore-away"]["broken"] is False
+    assert plugins["off", "qcore-off"]["state"] == "blocked"
+    assert plugins["future", "qcore-future"]["state"] == "wrong API"
+    assert "upgrade qcore." in plugins["future", "qcore-future"]["reason"]
+    assert plugins["good", "qcore-impostor"]["state"] == "name conflict"
+    assert plugins["torch", "qcore"]["state"] == "available"
+    about = {problem["about"] for problem in found["problems"]}
+    assert about == {*PLUGINS, "future", "good", "settings"}
+    remedies = {p["about"]: p["remedy"] for p in found["problems"]}
+    assert "pip install --force-reinstall qcore-raises" in remedies["raises"]
+    assert "QCORE_DISABLE=aborts" in remedies["aborts"]
+    assert "--timeout" in remedies["hangs"]
+    sources = {s["name"]: (s["value"], s["source"]) for s in found["settings"]}
+    assert sources["disable"] == ("off", "QCORE_DISABLE")
+    assert sources["strict"] == ("no", "default")
+
+
+def test_crash_mark_stands_until_the_plugin_is_mended(spawn, install, monkeypatch):
+    folder = install("shaky", PROBE + "os.abort()\n")
+    mark = probe_mark("shaky", "qcore-shaky", "1.0")
+    (first,) = spawn(["doctor", "--timeout", "20"], PYTHONPATH=str(folder))
+    assert first.returncode == 1
+    assert "-> Tell its authors" in first.stdout
+    assert "see below" in first.stdout
+    assert _cache.crashed(mark)
+    (listed,) = spawn(["plugins", "--json"], PYTHONPATH=str(folder))
+    shaky = next(p for p in json.loads(listed.stdout) if p["name"] == "shaky")
+    assert "qcore doctor" in shaky["reason"]
+    install("shaky", PROBE + "return qcore.Available('mended')\n")
+    (second,) = spawn(["doctor", "--timeout", "20"], PYTHONPATH=str(folder))
+    assert second.returncode == 0, second.stdout
+    assert "No problems found." in second.stdout
+    assert not _cache.crashed(mark)
+
+
+def test_settings_that_cannot_be_read_are_a_problem(run_json, monkeypatch):
+    monkeypatch.setenv("QCORE_STRICT", "maybe")
+    code, found = run_json("doctor")
+    assert code == 1
+    assert "QCORE_STRICT='maybe'" in found["problems"][0]["text"]
+
+
+def test_cache_that_cannot_be_written_is_a_note(run, monkeypatch):
+    monkeypatch.setenv("QCORE_CACHE_DIR", "/dev/null/nowhere")
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert "(not writable)" in out
+    assert "Set QCORE_CACHE_DIR" in out
+
+
+def test_hardware_without_its_plugin_is_a_note_with_the_command(monkeypatch):
+    seen = hardware.Hardware("Some GPU", ("cuda", "vulkan"), "PCI 01")
+    monkeypatch.setattr(hardware, "present", lambda: (seen,))
+    (note,) = health.hardware_findings([PluginStatus("torch", "qcore", "1", State.AVAILABLE)])
+    assert not note.problem
+    assert "pip install qcore-cuda" in note.text
+    assert not health.hardware_findings([PluginStatus("vulkan", "v", "1", State.UNAVAILABLE)])
+
+
+def test_a_slow_probe_is_a_problem():
+    slow = PluginStatus("slow", "qcore-slow", "1", State.AVAILABLE, seconds=12.0)
+    (finding,) = health.plugin_findings([slow])
+    assert "took 12 seconds" in finding.text
+
+
+def test_lines_of_a_finding_are_indented():
+    assert str(Finding("x", "a\nb", "c")) == "x: a\n    b\n    -> c"
+
+
+def test_a_process_that_never_starts_is_ended(monkeypatch):
+    monkeypatch.setattr(probing, "_STARTUP", -1.0)
+    monkeypatch.setattr(probing, "_CHILD", "import time; time.sleep(60)")
+    status = PluginStatus("stuck", "qcore-stuck", "1", State.BLOCKED)
+    found = probing.probe_all([status], 1.0, 1)["stuck"]
+    assert found.broken
+    assert "did not end within 1 seconds" in found.reason
+
+
+def test_names_the_exit_of_a_process():
+    assert probing._how_it_ended(3) == "ended with exit code 3"
+    assert probing._how_it_ended(-11) == "was ended by SIGSEGV"
+    assert probing._how_it_ended(-99) == "was ended by signal 99"
+
+
+def test_where_skips_frames_of_python_and_qcore():
+    frames = {json.__file__: "x", probing.__file__: "y", "/p/plugin.py": "z"}
+    trace = "".join(f'  File "{file}", line 3 in {function}\n' for file, function in frames.items())
+    assert probing._where(trace) == " (in z, /p/plugin.py:3)"
+    assert not probing._where("")

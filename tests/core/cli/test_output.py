@@ -1,0 +1,129 @@
+"""Tables, terminals, sizes, warnings and progress."""
+
+import argparse
+import io
+import os
+import sys
+import warnings
+
+import pytest
+
+from qcore import QcoreWarning
+from qcore.cli import arguments, output, progress
+from qcore.cli.output import Outcome, Table, show, size
+
+TABLE = Table(("name", "state", "ms"), [("a", "available", "1.5"), ("longer", "broken", "10.25")], 1, frozenset({2}))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def on_terminal(monkeypatch):
+    """Make standard output and error a terminal of 80 columns; gives what is written there."""
+
+    def make():
+        stream = Terminal()
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        for name, value in {"TERM": "xterm-256color", "COLUMNS": "80"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        return stream
+
+    return make
+
+
+def test_plain_table():
+    assert TABLE.plain().splitlines() == [
+        "name    state         ms",
+        "a       available    1.5",
+        "longer  broken     10.25",
+    ]
+
+
+def test_plain_text_where_there_is_no_terminal(capsys):
+    show(Outcome(None, ["head", TABLE]), as_json=False)
+    assert capsys.readouterr().out == f"head\n{TABLE.plain()}\n"
+
+
+def test_colours_on_a_terminal(on_terminal):
+    terminal = on_terminal()
+    show(Outcome(None, ["[not markup]", TABLE]), as_json=False)
+    text = terminal.getvalue()
+    assert "[not markup]" in text
+    assert "\x1b[32mavailable" in text
+    assert "\x1b[31mbroken" in text
+
+
+def test_a_dumb_terminal_is_none(on_terminal, monkeypatch):
+    terminal = on_terminal()
+    monkeypatch.setenv("TERM", "dumb")
+    assert not output.is_terminal(terminal)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (3 << 30, "3.00 GiB")]
+)
+def test_sizes(count, text):
+    assert size(count) == text
+
+
+def test_what_others_print_goes_to_stderr(capfd):
+    with output.stdout_kept_clean(True):
+        print("python")
+        os.system("echo native")
+    print("result")
+    out, err = capfd.readouterr()
+    assert out == "result\n"
+    assert {"python", "native"} <= set(err.split())
+
+
+def test_warnings_are_their_text(capsys):
+    with warnings.catch_warnings(), output.plain_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("something is slow", QcoreWarning, stacklevel=1)
+        warnings.warn("from elsewhere", UserWarning, stacklevel=1)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "warning: something is slow"
+    assert second.startswith("warning: from elsewhere (UserWarning, ")
+
+
+@pytest.mark.parametrize("unit", ["bytes", "steps"])
+def test_progress_on_a_terminal(on_terminal, unit):
+    terminal = on_terminal()
+    with progress.Progress("working", unit).shown() as bar:
+        bar(1, 2, "[layer]")
+        bar(2, 2, "last")
+    assert "working" in terminal.getvalue()
+
+
+def test_progress_is_silent_elsewhere(capsys):
+    with progress.Progress("working").shown() as bar:
+        bar(1, 2, "x")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("4GB", 4 * 10**9), ("512MiB", 512 << 20), ("1000", 1000), ("1.5k", 1500), ("2 TB", 2 * 10**12)]
+)
+def test_byte_counts(text, count):
+    assert arguments.byte_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1GB", "GB", "4XB", "nan"])
+def test_wrong_byte_counts(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        arguments.byte_count(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "x", "nan", "inf", "-2"])
+def test_wrong_seconds(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        arguments.seconds(text)
+
+
+def test_counts():
+    assert arguments.counts("1, 16,256") == (1, 16, 256)
