@@ -7,6 +7,7 @@ module (``state_dict``, pickle, ``deepcopy``, ``module.weight``) gives the neutr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from ..activations import OutputInt8, StaticInt8
 from ..autograd import call_differentiably
 from ..binding import Bound, WeightStore, WeightView, bind, call_first
 from ..decision import Decision
-from ..errors import FormatError
+from ..errors import FormatError, QcoreWarning
 from ..qtensor import QTensor
 from ..schemes import Scheme
 
@@ -85,6 +86,8 @@ class QuantizedModule(nn.Module):
         """Bind for the layer's own dtype. On ``meta`` there is nothing to pack yet."""
         self._bounds.clear()
         self._primary = None
+        # Asking torch about autocast on a device that knows none (meta, vulkan) is an error.
+        self._autocasts = torch.amp.is_autocast_available(self._store.device.type)
         if self._store.device.type != "meta":
             self._primary = self._bound_for(self._dtype, False)
             # A dtype that is no longer computed in leaves nothing behind.
@@ -155,7 +158,7 @@ class QuantizedModule(nn.Module):
         kind = x.device.type
         if not x.is_floating_point() and not (x.dtype == torch.int8 and isinstance(self.scheme.activation, StaticInt8)):
             raise FormatError(f"x has dtype {x.dtype}; it must be floating, or int8 codes under a static scheme.")
-        if x.is_floating_point() and torch.is_autocast_enabled(kind):
+        if x.is_floating_point() and self._autocasts and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return x.dtype
 
@@ -242,6 +245,9 @@ class QuantizedModule(nn.Module):
         except FormatError as error:
             error_msgs.append(f"{prefix}weight: {error}")
             return
+        if self._store.device.type == "meta" and not assign:
+            text = f"for {prefix}weight: copying to a layer on meta is a no-op; pass assign=True, or call to_empty first."
+            warnings.warn(text, QcoreWarning, stacklevel=2)
         # As with any parameter: assign takes the tensors themselves, otherwise they are copied to where the layer is.
         taken = weight if assign else weight.map(lambda t: t.detach().to(self._store.device, copy=True))
         self.scheme = scheme

@@ -73,7 +73,7 @@ class QuantizedLinear(QuantizedModule):
             or not bound.proven
             or x.dtype is not self._dtype
             or torch.is_grad_enabled()
-            or torch.is_autocast_enabled(x.device.type)
+            or (self._autocasts and torch.is_autocast_enabled(x.device.type))
             or torch.compiler.is_compiling()
         ):
             return self._run(x)
