@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..qtensor import QTensor
@@ -68,7 +67,6 @@ class Archive:
     def _add(self, path: Path, handle: BinaryIO) -> None:
         self._handles[path] = handle
         header = read_header(handle, path)
-        _ask_library(path)
         notes = read_notes(header.metadata, path)
         self.version = max(self.version, notes.version)
         for name, entry in header.entries.items():
@@ -140,15 +138,6 @@ def _merge(into: dict[str, _T], new: dict[str, _T], path: Path) -> None:
     for name, value in new.items():
         if into.setdefault(name, value) != value:
             raise problem(path, "its metadata differs from that in another shard.", _REWRITE, name)
-
-
-def _ask_library(path: Path) -> None:
-    """What we accept the safetensors library accepts too, so that every other tool can read it."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            file.keys()
-    except (SafetensorError, ValueError, RuntimeError) as error:
-        raise problem(path, f"the safetensors library refuses it: {error}.") from None
 
 
 def find_files(path: Path) -> tuple[list[Path], tuple[Path, dict[str, str]] | None]:

@@ -1,8 +1,8 @@
 """The head of a safetensors file: which tensors it holds, of which dtype and shape, at which bytes.
 
-Read and written here rather than by the safetensors library because a checkpoint is written as a stream, a tensor at a
-time, and because tensors are read without mapping the whole file, whose pages would count as memory. The library still
-has the last word on what is valid: see `archive`.
+Read and written here rather than by the safetensors library, which maps whole files (a checkpoint larger than memory
+is then refused by the system), writes only what is in memory as a whole, and needs numpy for it. What is accepted here
+the library accepts as well; the tests hold both to that.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ MAX_SIZE = 1 << 48
 """No dimension and no number of elements is larger: arithmetic with shapes cannot overflow."""
 
 DOWNLOAD_AGAIN = "The file is truncated or damaged: copy or download it again."
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
@@ -113,26 +115,35 @@ def read_header(file: BinaryIO, path: Path) -> Header:
     """Read and check the head of an open safetensors file. Raises `CheckpointError`."""
     size = os.fstat(file.fileno()).st_size
     head = file.read(8)
-    if head.startswith(_PICKLES):
-        raise problem(
-            path,
-            "this is a pickle or zip archive of torch.save, not safetensors.",
-            "qcore never unpickles. Load it with torch.load(path, weights_only=True) and save it with safetensors.",
-        )
     length = int.from_bytes(head, "little")
     if len(head) < 8 or length > size - 8 or length > MAX_HEADER:
-        raise problem(path, f"it is {size} bytes long, which cannot hold a header of {length} bytes.")
+        raise _no_header(head, length, size, path)
     tree = parse_json(file.read(length), path, "header")
     metadata = _metadata(tree.pop("__metadata__", {}), path)
+    _check_names(tree, path)
     entries = {name: _entry(name, value, 8 + length, path) for name, value in tree.items()}
     _check_layout(entries.values(), 8 + length, size, path)
     return Header(metadata, entries)
 
 
+def _no_header(head: bytes, length: int, size: int, path: Path) -> CheckpointError:
+    if head.startswith(_PICKLES):
+        remedy = "qcore never unpickles. Load it with torch.load(path, weights_only=True) and save it with safetensors."
+        return problem(path, "this is a pickle or zip archive of torch.save, not safetensors.", remedy)
+    return problem(path, f"it is {size} bytes long, which cannot hold a header of {length} bytes.")
+
+
 def _metadata(value: Any, path: Path) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise problem(path, "its __metadata__ must map names to texts.")
+    _check_names([*value, *value.values()], path)
     return value
+
+
+def _check_names(names: Iterable[str], path: Path) -> None:
+    for name in names:
+        if _SURROGATE.search(name):
+            raise problem(path, "its name is no valid text.", tensor=name)
 
 
 def is_size(value: Any) -> bool:

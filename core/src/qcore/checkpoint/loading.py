@@ -76,19 +76,23 @@ def _explained(row: LayerReport, found: Match) -> LayerReport:
 def _check_complete(found: Match, archive: Archive) -> None:
     if not found.missing and not found.unexpected:
         return
-    lines = [
-        f"{kind} in {where}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}."
-        for kind, where, names in (
-            ("missing", "the checkpoint", found.missing),
-            ("not wanted", "the model", found.unexpected),
-        )
-        if names
-    ]
     raise CheckpointError(
-        "\n".join(
-            [f"{archive.path}: its tensors are not those of the model.", *lines, "Pass strict=False to load the rest."]
-        )
+        f"{archive.path}: its tensors are not those of the model.\n"
+        f"Missing in the checkpoint: {_some(found.missing)}.\n"
+        f"Not wanted by the model: {_some(found.unexpected)}.\n"
+        f"Build the model that was saved, or pass strict=False to load the rest.{_remedy(found)}"
     )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (", ".join(names[:5]) or "none") + more
+
+
+def _remedy(found: Match) -> str:
+    if not found.volatile:
+        return ""
+    return f"\nNo checkpoint holds the buffer {found.volatile[0]!r}: build the model on a real device instead of meta."
 
 
 class _Loader:
@@ -97,20 +101,22 @@ class _Loader:
     def __init__(self, model: nn.Module, archive: Archive, found: Match, device: torch.device) -> None:
         self.model, self.archive, self.found, self.device = model, archive, found, device
         self.stores: dict[tuple[str, torch.device], WeightStore] = {}
+        self.weights: dict[str, QTensor] = {}
         self.modules: dict[int, QuantizedModule] = {}
         self.values: dict[int, tuple[Tensor, Tensor]] = {}
         self.replaced: dict[int, Tensor] = {}
 
     def prepare(self) -> None:
         """Read all values, validate them, build and bind the quantized layers. Leaves the model alone."""
-        weights = {swap.owner: self.archive.quantized(swap.owner) for swap in self.found.swaps}
+        owners = dict.fromkeys(swap.owner for swap in self.found.swaps)
+        self.weights = {owner: self.archive.quantized(owner) for owner in owners}
         schemes = [self._scheme(swap) for swap in self.found.swaps]
         for name, value in self._plain_values():
             self._stage(name, value)
         self._tie()
         for swap, scheme in zip(self.found.swaps, schemes, strict=True):
             if id(swap.module) not in self.modules:
-                self.modules[id(swap.module)] = rebuild(swap.module, self._store(swap, weights), scheme)
+                self.modules[id(swap.module)] = rebuild(swap.module, self._store(swap), scheme)
 
     def _plain_values(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.found.plain:
@@ -151,13 +157,15 @@ class _Loader:
             scheme = replace(scheme, **{field: part})
         return scheme
 
-    def _store(self, swap: Swap, weights: dict[str, QTensor]) -> WeightStore:
+    def _store(self, swap: Swap) -> WeightStore:
         device = weight_place(swap.module)[0]
         device = self.device if device.type == "meta" else device
-        key = (swap.owner, device)
-        if key not in self.stores:
-            self.stores[key] = WeightStore(weights[swap.owner].to(device))
-        return self.stores[key]
+        if (swap.owner, device) not in self.stores:
+            # Given up here, so that the neutral form goes when the weight is packed. Tied layers may be on two devices.
+            others = (store for (owner, _), store in self.stores.items() if owner == swap.owner)
+            weight = self.weights.pop(swap.owner, None) or next(others).neutral()
+            self.stores[swap.owner, device] = WeightStore(weight.to(device))
+        return self.stores[swap.owner, device]
 
     def commit(self) -> None:
         """Put everything in place."""
@@ -170,7 +178,8 @@ class _Loader:
                 if child is not None and id(child) in self.modules:
                     setattr(parent, name, self.modules[id(child)])
         if id(self.model) in self.modules:
-            self.model.__dict__.update(self.modules[id(self.model)].__dict__)
+            # Nothing holds the root that could hold another: it takes over the state.
+            self.model.__setstate__(self.modules[id(self.model)].__getstate__())  # type: ignore[no-untyped-call]
         for module in self.model.modules():
             for held in (module._parameters, module._buffers):  # noqa: SLF001
                 new: dict[str, Any] = {key: self.replaced[id(t)] for key, t in held.items() if id(t) in self.replaced}

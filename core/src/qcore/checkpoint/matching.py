@@ -55,7 +55,7 @@ class Match:
 
     **Fields:** ``swaps``: layers that become quantized; ``dense``: slots that take a quantized weight turned back to
     float; ``plain``: slots that take a stored tensor; ``slots``: the model's own tensors by name; ``missing``,
-    ``unexpected``: names.
+    ``unexpected``: names; ``volatile``: buffers on meta that are never saved, part of ``missing``.
     """
 
     swaps: list[Swap] = field(default_factory=list)
@@ -64,6 +64,7 @@ class Match:
     slots: dict[str, Tensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    volatile: list[str] = field(default_factory=list)
 
 
 def match(model: nn.Module, archive: Archive) -> Match:
@@ -143,18 +144,22 @@ def _match_plain(found: Match, archive: Archive, layers: dict[str, nn.Module]) -
     found.unexpected += sorted(stored - found.slots.keys() - numbers)
     filled = {id(found.slots[name]) for name in (*found.plain, *found.dense)}
     found.missing += [name for name, slot in found.slots.items() if id(slot) not in filled]
-    found.missing += _unfilled(found, layers)
+    found.volatile = list(_volatile(layers))
+    found.missing += [*_unnamed(found, layers), *found.volatile]
 
 
-def _unfilled(found: Match, layers: dict[str, nn.Module]) -> Iterator[str]:
-    """What only the file could give values to, and does not: quantized layers it does not name, buffers on meta."""
+def _unnamed(found: Match, layers: dict[str, nn.Module]) -> Iterator[str]:
+    """Layers that are quantized in the model and not in the file."""
     swapped = {id(swap.module) for swap in found.swaps}
     for layer, module in layers.items():
-        if isinstance(module, QuantizedModule):
-            if id(module) not in swapped:
-                yield f"{layer}.weight.data"
-            continue
-        for key in module._non_persistent_buffers_set:  # noqa: SLF001
+        if isinstance(module, QuantizedModule) and id(module) not in swapped:
+            yield f"{layer}.weight.data" if layer else "weight.data"
+
+
+def _volatile(layers: dict[str, nn.Module]) -> Iterator[str]:
+    for layer, module in layers.items():
+        unsaved = module._non_persistent_buffers_set  # noqa: SLF001
+        for key in () if isinstance(module, QuantizedModule) else sorted(unsaved):
             buffer = module._buffers.get(key)  # noqa: SLF001
             if buffer is not None and buffer.device.type == "meta":
                 yield f"{layer}.{key}" if layer else key

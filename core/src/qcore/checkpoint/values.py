@@ -19,7 +19,11 @@ from .records import Record
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; the caller keeps the tensor alive. Needs no numpy."""
     size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+    return (
+        memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+        if size
+        else memoryview(bytearray())
+    )
 
 
 def storable(tensor: Tensor) -> Tensor:

@@ -1,0 +1,266 @@
+"""`quantize_checkpoint` and `inspect`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import qcore
+from qcore import CheckpointError, FormatError, QcoreWarning
+from qcore.checkpoint import Inventory, inspect, load_, quantize_checkpoint, save
+
+
+@pytest.fixture
+def source(zoo, tmp_path) -> Path:
+    """A sharded float directory with the files that stand beside weights."""
+    torch.manual_seed(0)
+    directory = tmp_path / "source"
+    state = {name: t.detach() for name, t in zoo.Text().state_dict().items() if name != "head.weight"}
+    save(state, directory, max_shard_size=7000)
+    (directory / "config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text('"tokens"')
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text("[]")
+    (directory / "pytorch_model.bin").write_text("weights")
+    (directory / ".git").mkdir()
+    return directory
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32-asym", "w4a8-g32", "w4a16-g32-fzp", "w4a16/plain_int32"])
+def test_the_result_is_that_of_quantizing_the_model(zoo, source, tmp_path, scheme):
+    quantize_checkpoint(source, tmp_path / "out", scheme, max_shard_size="3KB")
+    fresh, model = zoo.Text(), zoo.Text()
+    load_(fresh, tmp_path / "out")
+    load_(model, source)
+    qcore.quantize_(model, scheme)
+    assert fresh.head._store is fresh.embed._store
+    assert torch.equal(fresh(zoo.inputs(zoo.Text)), model(zoo.inputs(zoo.Text)))
+
+
+def test_convolutions(zoo, tmp_path):
+    model = zoo.Image().eval()
+    save(model, tmp_path / "in.safetensors")
+    rows = quantize_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "w8a16-g32")
+    qcore.quantize_(model, "w8a16-g32")
+    fresh = zoo.Image().eval()
+    load_(fresh, tmp_path / "out.safetensors")
+    assert torch.equal(fresh(zoo.inputs(zoo.Image)), model(zoo.inputs(zoo.Image)))
+    assert {r.name: r.shape for r in rows if r.action == "quantized"}["first.weight"] == (8, 3, 3, 3)
+
+
+def test_files_rows_and_progress(source, tmp_path):
+    seen = []
+    rows = quantize_checkpoint(
+        source,
+        tmp_path / "out",
+        "w4a16-g32",
+        exclude=["embed"],
+        progress=lambda *a: seen.append(a),
+        max_shard_size=3000,
+    )
+    files = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file())
+    weights = [name for name in files if name.startswith("model")]
+    assert set(files) - set(weights) == {"config.json", "tokenizer.json", "1_Pooling/config.json"}
+    assert len(weights) > 2
+    actions = {row.name: (row.action, row.reason) for row in rows}
+    assert actions["embed.weight"] == ("excluded", "matches exclude pattern 'embed'")
+    assert actions["up.weight"] == ("quantized", "w4a16-g32")
+    assert actions["norm.weight"][0] == actions["up.bias"][0] == "copied"
+    assert "1-D" in actions["norm.weight"][1]
+    assert [name for _, _, name in seen] == [row.name for row in rows]
+    total = sum(row.bytes_before for row in rows)
+    assert seen[-1][:2] == (total, total)
+    assert sum(row.bytes_after for row in rows) == inspect(tmp_path / "out").total_bytes < total
+
+
+def test_rules_include_and_dtype(source, tmp_path):
+    rows = quantize_checkpoint(
+        source, tmp_path / "a", {"up": "w8a16", "*": "w4a16"}, include=["up", "down.weight"], dtype=torch.bfloat16
+    )
+    actions = {row.name: (row.action, row.reason) for row in rows}
+    assert actions["up.weight"] == ("quantized", "w8a16")
+    assert actions["down.weight"] == ("quantized", "w4a16")
+    assert actions["embed.weight"] == ("excluded", "matches no include pattern")
+    tensors = {info.name: info for info in inspect(tmp_path / "a")}
+    assert tensors["norm.weight"].kind == tensors["embed.weight"].kind == "bfloat16"
+    rows = quantize_checkpoint(source, tmp_path / "b", {"up": "w8a16"})
+    assert {row.name: row.reason for row in rows}["down.weight"] == "matches no pattern of the scheme mapping"
+    with pytest.warns(QcoreWarning, match=r"'dwon' matches no tensor. Did you mean 'down'"):
+        quantize_checkpoint(source, tmp_path / "c", "w8a16", exclude="dwon")
+
+
+def test_tensors_of_other_kinds(tmp_path):
+    state = {
+        "f8.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn),
+        "int.weight": torch.zeros(4, 4, dtype=torch.int32),
+        "empty.weight": torch.zeros(0, 4),
+        "conv1d.weight": torch.zeros(2, 3, 4),
+        "double.weight": torch.ones(4, 4, dtype=torch.float64),
+        "table": torch.zeros(4, 4),
+    }
+    safetensors.torch.save_file(state, tmp_path / "in.safetensors")
+    rows = {
+        r.name: r for r in quantize_checkpoint(tmp_path / "in.safetensors", tmp_path / "d" / "out.safetensors", "w8a16")
+    }
+    assert {name: row.action for name, row in rows.items()} == {
+        "f8.weight": "refused",
+        "int.weight": "copied",
+        "empty.weight": "refused",
+        "conv1d.weight": "copied",
+        "double.weight": "quantized",
+        "table": "copied",
+    }
+    assert "scales of their own" in rows["f8.weight"].reason
+    found = safetensors.torch.load_file(tmp_path / "d" / "out.safetensors")
+    assert found["f8.weight"].dtype == torch.float8_e4m3fn
+    assert found["double.weight.scale"].dtype == torch.float32
+
+
+def test_ties_of_the_source_stay(zoo, tmp_path):
+    save(zoo.Text(), tmp_path / "in.safetensors")
+    rows = quantize_checkpoint(tmp_path / "in.safetensors", tmp_path / "a.safetensors", "w8a16")
+    assert "head.weight" not in [row.name for row in rows]
+    assert inspect(tmp_path / "a.safetensors")["head.weight"].alias_of == "embed.weight"
+    rows = quantize_checkpoint(tmp_path / "in.safetensors", tmp_path / "b.safetensors", "w8a16", exclude="head")
+    assert {row.name: row.action for row in rows}["embed.weight"] == "excluded"
+    load_(zoo.Text(), tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("target", ["out", "out.safetensors"])
+def test_a_weight_that_is_not_finite_leaves_nothing(source, tmp_path, value, target):
+    shard = next(p for p in source.glob("*.safetensors") if "down.weight" in safetensors.torch.load_file(p))
+    tensors = safetensors.torch.load_file(shard)
+    tensors["down.weight"][3, 3] = value
+    safetensors.torch.save_file(tensors, shard)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"model-.*safetensors: down.weight holds NaN or Inf"):
+        quantize_checkpoint(source, tmp_path / target, "w4a16-g32")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_interrupt_leaves_nothing(source, tmp_path):
+    def stop(done, total, name):
+        raise KeyboardInterrupt
+
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, tmp_path / "out", "w8a16", progress=stop)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_existing_targets(source, tmp_path):
+    out = tmp_path / "out"
+    quantize_checkpoint(source, out, "w8a16")
+    (out / "old.txt").write_text("")
+    with pytest.raises(CheckpointError, match="exists already"):
+        quantize_checkpoint(source, out, "w4a16")
+    quantize_checkpoint(source, out, "w4a16", overwrite=True)
+    assert {info.scheme for info in inspect(out).quantized} == {"w4a16"}
+    assert not (out / "old.txt").exists()
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    (documents / "thesis.txt").write_text("years")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        quantize_checkpoint(source, documents, "w4a16", overwrite=True)
+    (tmp_path / "x.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match="another kind"):
+        quantize_checkpoint(source, tmp_path / "x.safetensors", "w4a16", overwrite=True)
+    for target in (source, tmp_path, source / "inside"):
+        with pytest.raises(CheckpointError, match="in the source"):
+            quantize_checkpoint(source, target, "w4a16", overwrite=True)
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
+
+
+def test_what_cannot_be_done_is_said(source, tmp_path):
+    for scheme in ("w8a8-static", "w8a8-o8", "w8a8-token"):
+        with pytest.raises(FormatError, match="running the model"):
+            quantize_checkpoint(source, tmp_path / "out", scheme)
+    with pytest.raises(FormatError, match="dtype is"):
+        quantize_checkpoint(source, tmp_path / "out", "w8a16", dtype=torch.int8)
+    quantize_checkpoint(source, tmp_path / "out", "w8a16")
+    with pytest.raises(CheckpointError, match="quantized already"):
+        quantize_checkpoint(tmp_path / "out", tmp_path / "again", "w8a16")
+    assert not (tmp_path / "again").exists()
+
+
+_PEAK = """
+import re, sys, torch
+from pathlib import Path
+from qcore.checkpoint import quantize_checkpoint
+def peak():  # of this program; ru_maxrss would start at that of the process that started it
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+torch.set_num_threads(1)
+quantize_checkpoint(sys.argv[1] + "/warm", sys.argv[1] + "/warmed", "w8a16")
+before = peak()
+quantize_checkpoint(sys.argv[1] + "/in", sys.argv[1] + "/out", "w8a16", max_shard_size="32MB")
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux")
+def test_peak_memory_is_about_one_tensor(tmp_path):
+    save({"a.weight": torch.randn(64, 64)}, tmp_path / "warm")
+    state = {f"l{i}.weight": torch.empty(2048, 2048).uniform_(-1, 1) for i in range(12)}  # 16 MiB each, 192 MiB
+    save(state, tmp_path / "in", max_shard_size="200MB")
+    del state
+    done = subprocess.run([sys.executable, "-c", _PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
+    peak = int(done.stdout) / 1024
+    print(f"peak above the libraries: {peak:.0f} MiB for a checkpoint of 192 MiB")
+    assert 4 < peak < 64
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) == 2
+
+
+# inspect.
+
+
+def test_an_inventory(zoo, tmp_path):
+    save(zoo.quantized("w8a8"), tmp_path / "d", max_shard_size=2000)
+    inventory = inspect(tmp_path / "d")
+    assert isinstance(inventory, Inventory)
+    info = inventory["up.weight"]
+    assert (info.kind, info.shape, info.quantizer, info.scheme) == ("int8/plain", (40, 33), "absmax", "w8a8")
+    assert info.nbytes == 40 * 33 + 40 * 4
+    assert inventory["norm.bias"].kind == "float32"
+    assert info.shard in inventory.shards
+    assert len(inventory) == len(list(inventory)) == 8
+    text = str(inventory)
+    assert "up.weight" in text
+    assert f"written by qcore {qcore.__version__}" in text
+    tree = json.loads(json.dumps(inventory.to_json()))
+    assert tree["quantized"] == 4
+    assert tree["tensors"][0]["shape"] == [33]
+    with pytest.raises(KeyError, match=r"Did you mean 'up.weight'"):
+        inventory["upp.weight"]
+
+
+def test_a_foreign_file(tmp_path):
+    safetensors.torch.save_file({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / "m.safetensors")
+    inventory = inspect(tmp_path / "m.safetensors")
+    assert inventory.version == ""
+    assert "not written by qcore" in str(inventory)
+    assert inventory["a"].kind == "bfloat16"
+
+
+def test_headers_only(tmp_path):
+    """A sparse file of 64 GiB is listed at once."""
+    shape = [1 << 17, 1 << 17]
+    text = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 << 34]}}).encode()
+    with (tmp_path / "m.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + (4 << 34))
+    assert inspect(tmp_path / "m.safetensors").total_bytes == 4 << 34
+
+
+def test_a_directory_with_another_name_for_its_file(tmp_path):
+    save({"a": torch.zeros(2)}, tmp_path / "d")
+    (tmp_path / "d" / "model.safetensors").rename(tmp_path / "d" / "other.safetensors")
+    assert inspect(tmp_path / "d").shards == ("other.safetensors",)
+    load_(nn.Identity(), tmp_path / "d", strict=False)
