@@ -65,7 +65,7 @@ def _outcome(args: argparse.Namespace, rows: list[Any]) -> Outcome:
         "bytes_after": after,
     }
     share = f" ({after / before:.0%})" if before else ""
-    counts = ", ".join(f"{number} {action}" for action, number in actions.items())
+    counts = ", ".join(f"{number} {action}" for action, number in actions.most_common())
     total = f"{len(rows)} tensors: {counts}; {size(before)} -> {size(after)}{share}, written to {args.target}"
     return Outcome(data, [_table(rows), total])
 

@@ -1,0 +1,84 @@
+"""`qcore bench` and `qcore tune`."""
+
+import pytest
+import torch
+
+from qcore import QcoreError, UnsupportedError
+from qcore.cli import measuring, timing
+from qcore.cli.model_sizes import model_sizes
+
+QUICK = ("--n", "64", "--k", "128", "--rows", "1,3", "--seconds", "0.001")
+
+
+def test_bench_measures_every_kernel_at_every_row_count(run_json, add_kernel):
+    add_kernel("fast")
+    code, found = run_json("bench", "--scheme", "w8a16", "--dtype", "float32", *QUICK)
+    assert code == 0
+    assert {row["m"] for row in found["rows"]} == {1, 3}
+    assert "fast.stub" in {row["kernel"] for row in found["rows"]}
+    for row in found["rows"]:
+        assert row["ratio"] == pytest.approx(row["dense_milliseconds"] / row["milliseconds"])
+        assert row["of_bandwidth"] == pytest.approx(row["bytes_per_second"] / found["bytes_per_second"])
+        assert row["weight_bytes"] >= 64 * 128
+
+
+def test_bench_takes_per_token_codes(run_json):
+    code, found = run_json("bench", "--scheme", "w4a8-g32-asym-token", *QUICK)
+    assert code == 0
+    assert found["rows"]
+
+
+def test_a_kernel_that_is_wrong_is_not_measured(run, add_kernel):
+    add_kernel("bad", fault="wrong")
+    code, out, _ = run("bench", "--scheme", "w8a16", *QUICK)
+    assert code == 0
+    assert "not measured: bad.stub (wrong result" in out
+
+
+def test_nobody_to_measure(monkeypatch):
+    monkeypatch.setattr(measuring, "offers_for", lambda *_: [])
+    with pytest.raises(UnsupportedError, match="qcore explain w8a16 --device cpu"):
+        measuring.cases(["w8a16"], [(8, 8)], torch.device("cpu"), torch.float32)
+
+
+def test_bandwidth_is_a_speed(monkeypatch):
+    monkeypatch.setattr(timing, "_PROBE_BYTES", 1 << 20)
+    assert 1e7 < timing.bandwidth(torch.device("cpu")) < 1e13
+
+
+def test_tune_changes_the_decision_and_says_so(run_json, run, add_kernel, monkeypatch):
+    """The kernel that claims the higher rank is the slower one; once measured, the other serves."""
+    made = add_kernel("claims", rank=3001)
+    add_kernel("quick", rank=3000)
+    times = {"claims.stub": 2.0, "quick.stub": 1.0}
+    monkeypatch.setattr("qcore.tuning._times", lambda _r, kernels, *_: [times.get(k.name, 9.0) for k in kernels])
+    code, found = run_json("tune", "--scheme", "w8a16", *QUICK)
+    assert made
+    assert code == 0
+    (weight,) = found["weights"]
+    assert (weight["before"], weight["after"], weight["changed"]) == ("claims.stub", "quick.stub", True)
+    assert found["stored"]
+    code, out, _ = run("tune", "--scheme", "w8a16", *QUICK)
+    assert "quick.stub, as before" in out
+    assert run_json("explain", "w8a16", "--n", "64", "--k", "128")[1]["plugin"] == "quick"
+
+
+def test_tune_says_where_figures_are_lost(run, monkeypatch):
+    monkeypatch.setenv("QCORE_CACHE_DIR", "/dev/null/nowhere")
+    code, out, _ = run("tune", "--scheme", "w8a16", *QUICK)
+    assert code == 1
+    assert "NOT kept" in out
+
+
+def test_tune_takes_sizes_from_a_checkpoint(run_json, model, monkeypatch):
+    monkeypatch.chdir(model)
+    assert run_json("quantize", "model.safetensors", "small.safetensors", "--scheme", "w4a16-g32")[0] == 0
+    assert model_sizes(model / "small.safetensors") == {"w4a16-g32": [(64, 128), (32, 64)]}
+    code, found = run_json("tune", "--model", "small.safetensors", "--rows", "1", "--seconds", "0.001")
+    assert code == 0
+    assert [(w["scheme"], w["n"], w["k"]) for w in found["weights"]] == [("w4a16-g32", 64, 128), ("w4a16-g32", 32, 64)]
+
+
+def test_a_float_checkpoint_has_nothing_to_tune(model):
+    with pytest.raises(QcoreError, match="qcore quantize"):
+        model_sizes(model / "model.safetensors")

@@ -1,0 +1,43 @@
+"""`qcore quantize` and `qcore inspect` on small files."""
+
+
+def test_report_names_every_tensor_and_the_totals(run, run_json, model):
+    source, target = model / "model.safetensors", model / "out.safetensors"
+    code, found = run_json("quantize", source, target, "--scheme", "w8a16", "--exclude", "lm_head")
+    assert code == 0
+    actions = {tensor["name"]: tensor["action"] for tensor in found["tensors"]}
+    assert actions == {
+        "layers.0.weight": "quantized",
+        "layers.1.weight": "quantized",
+        "layers.0.bias": "copied",
+        "norm.weight": "copied",
+        "lm_head.weight": "excluded",
+    }
+    assert found["bytes_before"] > found["bytes_after"] > 0
+    kinds = {t["name"]: t["scheme"] for t in run_json("inspect", target)[1]["tensors"]}
+    assert kinds["layers.0.weight"] == "w8a16"
+    assert not kinds["lm_head.weight"]
+
+
+def test_text(run, model):
+    code, out, _ = run("quantize", model / "model.safetensors", model / "o.safetensors", "--scheme", "w4a16-g32")
+    assert code == 0
+    assert "5 tensors: 3 quantized, 2 copied; " in out
+    assert "written to" in out
+
+
+def test_include_and_dtype(run_json, model):
+    arguments = ("quantize", model / "folder-of-shards", model / "out", "--scheme", "w8a16", "--include", "layers.*")
+    code, found = run_json(*arguments, "--dtype", "bf16", "--max-shard-size", "20KB")
+    assert code == 0
+    assert found["actions"]["quantized"] == 2
+    assert {t["kind"] for t in run_json("inspect", model / "out")[1]["tensors"]} >= {"bfloat16"}
+
+
+def test_target_that_exists(run, model):
+    arguments = ("quantize", model / "model.safetensors", model / "out.safetensors", "--scheme", "w8a16")
+    assert run(*arguments)[0] == 0
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert "out.safetensors" in err
+    assert run(*arguments, "--overwrite")[0] == 0
