@@ -131,8 +131,8 @@ class QuantizedModule(nn.Module):
         training = self._needs_grad(x)
         bound = self._bound_for(dtype, training)
         if bound.proven:
-            return self._call(bound, x, training)
-        fresh, result = call_first(self._store, bound, lambda b: self._call(b, x, training))
+            return self._call(bound, bound.packed, x, training)
+        fresh, result = call_first(self._store, bound, lambda b: self._call(b, b.packed, x, training))
         if fresh is not bound:
             self._keep((dtype, training), fresh)
         return result
@@ -143,16 +143,16 @@ class QuantizedModule(nn.Module):
         bound = self._bounds.get((dtype, False)) or self._primary
         if bound is None:
             raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
-        packed = {key: self._buffers[_buffer_name(bound, key)] for key in bound.packed}
+        packed: Any = {key: self._buffers[_buffer_name(bound, key)] for key in bound.packed}
         own = getattr(bound.request, "x_dtype", x.dtype)
-        result = self._call(replace(bound, packed=packed), x.to(own), self._needs_grad(x))  # type: ignore[arg-type]
+        result = self._call(bound, packed, x.to(own), self._needs_grad(x))
         return result.to(dtype) if result.is_floating_point() else result
 
-    def _call(self, bound: Bound, x: Tensor, training: bool) -> Tensor:
+    def _call(self, bound: Bound, packed: dict[str, Tensor], x: Tensor, training: bool) -> Tensor:
         bias = self._parameters["bias"]
         if training:
-            return call_differentiably(x, bias, bound.kernel, bound.packed, bound.request)
-        return bound.kernel(x, bound.packed, bias)
+            return call_differentiably(x, bias, bound.kernel, packed, bound.request)
+        return bound.kernel(x, packed, bias)
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         kind = x.device.type

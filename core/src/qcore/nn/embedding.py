@@ -62,8 +62,7 @@ class QuantizedEmbedding(QuantizedModule):
 
     def forward(self, indices: Tensor) -> Tensor:
         """Look up rows."""
-        bound = self._primary
-        if bound is None or not bound.proven or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (bound := self._primary) is None or not bound.proven:
             return self._run(indices)
         return bound.kernel(indices, bound.packed, None)
 

@@ -67,14 +67,14 @@ class QuantizedLinear(QuantizedModule):
             raise FormatError(
                 f"x has shape {tuple(x.shape)}; its last dimension must be in_features = {self.in_features}."
             )
-        bound = self._primary
+        # Compiling comes first: what a trace does not look at cannot make it trace again.
         if (
-            bound is None
+            torch.compiler.is_compiling()
+            or (bound := self._primary) is None
             or not bound.proven
             or x.dtype is not self._dtype
             or torch.is_grad_enabled()
             or (self._autocasts and torch.is_autocast_enabled(x.device.type))
-            or torch.compiler.is_compiling()
         ):
             return self._run(x)
         return bound.kernel(x, bound.packed, self._parameters["bias"])
