@@ -1,0 +1,70 @@
+"""Reading Markdown: fenced blocks, sections, anchors and links."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *GUIDES]
+
+_FENCE = re.compile(r"^```(?P<kind>[a-z]*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^(#{1,6}) (.+)$", re.MULTILINE)
+_LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+_VARY = "<!-- figures vary -->"
+_NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^>]+) -->\s*$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block.
+
+    ``follows``: only blank lines stand between it and the block before. ``not_run``: why it is not run.
+    ``vary``: the numbers in its output differ from run to run.
+    """
+
+    kind: str
+    body: str
+    line: int
+    follows: bool
+    not_run: str
+    vary: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    text, found, end = page.read_text("utf-8"), [], 0
+    for match in _FENCE.finditer(text):
+        before = text[end : match.start()]
+        reason = _NOT_RUN.search(before)
+        line = text.count("\n", 0, match.start()) + 1
+        why = reason["reason"] if reason else ""
+        follows, vary = bool(end) and not before.strip(), before.rstrip().endswith(_VARY)
+        found.append(Block(match["kind"], match["body"], line, follows, why, vary))
+        end = match.end()
+    return found
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text("utf-8"))
+
+
+def sections(page: Path) -> dict[str, str]:
+    """The text under each heading, up to the next heading of any level."""
+    text = page.read_text("utf-8")
+    plain = _FENCE.sub(lambda block: "x" * len(block[0]), text)  # comments in code are no headings
+    heads = list(_HEADING.finditer(plain))
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    return {head[2]: text[head.end() : end] for head, end in zip(heads, ends, strict=True)}
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    plain = (re.sub(r"[^\w\- ]", "", head.lower().replace("`", "")) for head in sections(page))
+    return {head.replace(" ", "-") for head in plain}
+
+
+def links(page: Path) -> list[str]:
+    return _LINK.findall(prose(page))
