@@ -94,7 +94,7 @@ class RowsKernel(Kernel):
         shape = x.shape
         if not shape or shape[-1] != self.k:
             raise self._wrong_input(x)
-        if not x.numel() and self.k and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not x.numel() and self.k:
             return x.new_empty((*shape[:-1], self.n), dtype=self.out_dtype)
         if len(shape) == 2:
             return self.run(x, packed, bias, **given)

@@ -39,6 +39,7 @@ class CpuInt8(RowsKernel):
         self.name, self.format, self.n, self.k = name, request.weight, request.n, request.k
         self.activation, self.output, self.out_dtype = request.activation, request.output, request.out_dtype
         self.groups, self.group = self.format.groups(self.k), self.format.group(self.k)
+        self._traced = onednn.traced_product()
 
     @property
     def packing(self) -> str:
@@ -69,7 +70,7 @@ class CpuInt8(RowsKernel):
         if torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
                 return self.run(x, packed, bias, **given)
-        if x.shape[0] > _MOST_ROWS and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and x.shape[0] > _MOST_ROWS:
             return torch.cat([self.run(p, packed, bias, **g) for p, g in _pieces(x, given)])
         return self._rows(x, packed, bias, given)
 
@@ -80,7 +81,7 @@ class CpuInt8(RowsKernel):
         return [packed[f"weight_{i}"] for i in range(self.groups)]
 
     def _product(self, codes: Tensor, packed: Packed) -> Tensor:
-        multiply = onednn.traced_product if torch.compiler.is_compiling() else onednn.product
+        multiply = self._traced if torch.compiler.is_compiling() else onednn.int8_product
         return multiply(codes, self._weights(packed), _scale32(packed))
 
     def _sums(self, values: Tensor, packed: Packed) -> Tensor | None:
@@ -116,7 +117,8 @@ class CpuOneScale(CpuInt8Activations):
 
     def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
         dynamic = isinstance(self.activation, DynamicInt8)
-        if torch.compiler.is_compiling() or (dynamic and x.shape[0] > 1):
+        # A number can be read from a plain tensor only: not from a fake one, nor in a graph.
+        if torch.compiler.is_compiling() or type(x) is not Tensor or (dynamic and x.shape[0] > 1):
             return super()._rows(x, packed, bias, given)
         assert self.activation is not None
         values, scale, zero = _one_token(x) if dynamic else quantized(self.activation, x, given)
@@ -181,8 +183,8 @@ def _unsigned(codes: Tensor) -> Tensor:
 def whole_numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """``x = values * scale`` per row: values are whole numbers up to ``2**bits`` in float32, the scale a power of two.
 
-    bfloat16 values are exact as long as they are above ``2**(8 - bits)`` of the row's largest; smaller ones err by at most
-    ``2**-(bits + 1)`` of it. A row that holds NaN or Inf gets the scale NaN.
+    bfloat16 values are exact as long as they are above ``2**(8 - bits)`` of the row's largest; smaller ones err by at
+    most ``2**-bits`` of it. A row that holds NaN or Inf gets the scale NaN.
     """
     values = x.float()
     largest = values.abs().amax(-1, keepdim=True)

@@ -1,8 +1,8 @@
 """``torch.cpu.w4a16``: bfloat16 x and grouped int4 weights on a CPU.
 
 Few rows go through ``aten::_weight_int4pack_mm_for_cpu``, which reads 4 bits per weight but multiplies row by row.
-From `_CROSSOVER` rows on, the same packed bytes are dequantized a few columns at a time, in the cache, and go through the
-bfloat16 matrix product.
+From `_CROSSOVER` rows on, the same packed bytes are dequantized a few columns at a time, in the cache, and go through
+the bfloat16 matrix product.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..contracts import LinearRequest
-from ..formats import ZeroPoint
+from ..formats import Format, ZeroPoint
 from ..kernels import Packed, RowsKernel
 from ..qtensor import QTensor
 from .int4_blocks import COLUMNS, BlockLayout, block_layout
-from .ops import op
+from .ops import int4_product, op
 from .weights import check_weight
 
-GROUP_SIZES = (32, 64, 128, 256)
+GROUP_SIZES = (256, 128, 64, 32)
 _CROSSOVER = 80
 """Measured at 4096 x 4096 on AVX-512: the op costs 0.092 ms per row, the product 4.1 ms and 0.04 per row."""
 _CHUNK = 1 << 21
@@ -27,11 +27,13 @@ _CHUNK = 1 << 21
 
 
 class CpuW4A16(RowsKernel):
-    """bfloat16 x, int4 weight with groups of 32, 64, 128 or 256 that divide K, any zero point, any N.
+    """bfloat16 x, int4 weight, any zero point, any N, groups that divide K and are multiples of 32.
 
-    Packed: ``weight`` uint8 ``(N', K/2)``, ``params`` bfloat16 ``(G, N', 2)`` of scale and added zero, with N' = N
-    rounded up to 64; ``zero`` int8 ``(G, N')``, the codes' zero point, where there is one; and the neutral ``scale`` (and
-    float zero as ``added``) only where bfloat16 cannot hold them.
+    The op takes groups of 32, 64, 128 or 256; parameters of larger ones, and of per-channel weights, are repeated.
+
+    Packed: ``weight`` uint8 ``(N', K/2)``, ``params`` bfloat16 ``(G', N', 2)`` of scale and added zero, with N' = N
+    rounded up to 64; ``zero`` int8 ``(G', N')``, the zero point of the codes, where there is one; and the neutral
+    ``scale`` (and float zero as ``added``) only where bfloat16 cannot hold them.
     """
 
     name = "torch.cpu.w4a16"
@@ -39,68 +41,69 @@ class CpuW4A16(RowsKernel):
     def __init__(self, request: LinearRequest) -> None:
         self.format, self.n, self.k = request.weight, request.n, request.k
         self.out_dtype = torch.bfloat16
-        self.group = self.format.group(self.k)
+        self.group, self.float_zero = op_group(self.format, self.k), self.format.zero is ZeroPoint.FLOAT
+        self.repeats = self.format.group(self.k) // self.group
+        self._traced = op(w4a16, _fake)  # here, because a trace cannot register it
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         check_weight(self.name, weight, self.format, self.n, self.k)
-        more = -self.n % COLUMNS
-        scale, zero, packed = weight.scale, weight.integer_zero(), {"weight": _layout().pack(_padded(weight.codes(), more))}
-        added = torch.zeros_like(scale)
+        packed = {"weight": _layout().pack(F.pad(weight.codes(), (0, 0, 0, -self.n % COLUMNS)))}
+        scale, zero, added = weight.scale, weight.integer_zero(), torch.zeros_like(weight.scale)
         if zero is not None:
-            added, packed["zero"] = -zero.float() * scale.float(), F.pad(zero, (0, more))
+            added, packed["zero"] = -zero.float() * scale.float(), self._widened(zero.unsqueeze(-1)).squeeze(-1)
         elif weight.zero is not None:
             added = weight.zero
-        packed["params"] = F.pad(torch.stack((scale.bfloat16(), added.bfloat16()), -1), (0, 0, 0, more))
+        packed["params"] = self._widened(torch.stack((scale.bfloat16(), added.bfloat16()), -1))
         if scale.dtype != torch.bfloat16:
             packed["scale"] = scale
             if self.format.zero is ZeroPoint.FLOAT:
                 packed["added"] = added
         return packed
 
+    def _widened(self, parameters: Tensor) -> Tensor:
+        """``(G, N, p)`` to the op's groups and columns, ``(G', N', p)``."""
+        return F.pad(parameters.repeat_interleave(self.repeats, 0), (0, 0, 0, -self.n % COLUMNS))
+
     def unpack(self, packed: Packed) -> QTensor:
-        params = packed["params"][:, : self.n].unbind(-1)
+        params = packed["params"][:: self.repeats, : self.n].unbind(-1)
         scale = packed["scale"] if "scale" in packed else params[0].contiguous()
         zero = None
         if self.format.zero is ZeroPoint.INT:
-            zero = packed["zero"][:, : self.n].contiguous()
+            zero = packed["zero"][:: self.repeats, : self.n].contiguous()
         elif self.format.zero is ZeroPoint.FLOAT:
             zero = packed["added"] if "added" in packed else params[1].contiguous()
         codes = _layout().unpack(packed["weight"])[: self.n]
         return QTensor.from_codes(codes, scale, zero, self.format)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
-        call = _w4a16_op() if torch.compiler.is_compiling() else w4a16
-        float_zero = self.format.zero is ZeroPoint.FLOAT
-        y: Tensor = call(x, packed["weight"], packed["params"], packed.get("zero"), bias, self.group, self.n, float_zero)
-        return y
+        call = self._traced if torch.compiler.is_compiling() else w4a16
+        zero = packed.get("zero")
+        return call(x, self.n, packed["weight"], packed["params"], zero, bias, self.group, self.float_zero)
 
 
 def w4a16(
     x: Tensor,
+    n: int,
     weight: Tensor,
     params: Tensor,
     zero: Tensor | None,
     bias: Tensor | None,
     group: int,
-    n: int,
     float_zero: bool,
 ) -> Tensor:
-    """x ``(M, K)`` bfloat16 to ``(M, n)``; see `CpuW4A16` for the rest."""
+    """Multiply x ``(M, K)`` bfloat16 to ``(M, n)``; see `CpuW4A16` for the packed weight."""
     if x.shape[0] >= _CROSSOVER:
         y = _product(x, weight, params, zero, group, float_zero)
     else:
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, group, params)
+        assert int4_product is not None  # nothing is offered without it
+        y = int4_product(x.contiguous(), weight, group, params)
     if y.shape[1] != n:
         y = y[:, :n].contiguous()
     return y if bias is None else (y + bias).to(torch.bfloat16)
 
 
-def _w4a16_op():  # type: ignore[no-untyped-def]
-    schema = (
-        "w4a16(Tensor x, Tensor weight, Tensor params, Tensor? zero, Tensor? bias, int group, int n, bool float_zero) "
-        "-> Tensor"
-    )
-    return op(schema, w4a16, lambda x, weight, params, zero, bias, group, n, float_zero: x.new_empty(x.shape[0], n))
+def _fake(x: Tensor, n: int, *_packed: object) -> Tensor:
+    return x.new_empty(x.shape[0], n)
 
 
 def _product(x: Tensor, weight: Tensor, params: Tensor, zero: Tensor | None, group: int, float_zero: bool) -> Tensor:
@@ -135,23 +138,29 @@ def _dequantize(
         groups *= scale
 
 
-def _padded(codes: Tensor, rows: int) -> Tensor:
-    return F.pad(codes, (0, 0, 0, rows)) if rows else codes
-
-
 def _layout() -> BlockLayout:
     layout = block_layout()
     assert layout is not None  # nothing is offered without one
     return layout
 
 
-def refusal(request: LinearRequest) -> str:
-    """Why ``torch.cpu.w4a16`` cannot serve ``request``; empty where it can."""
+def kernel(request: LinearRequest) -> CpuW4A16 | None:
+    """The kernel for ``request``, None where there is none."""
     fmt = request.weight
-    if request.device.type != "cpu" or request.activation is not None or fmt.dtype != "int4":
-        return "it is for float activations and int4 weights on a CPU"
-    if request.x_dtype != torch.bfloat16 or request.out_dtype != torch.bfloat16:
-        return "the op is fast for bfloat16 only"
-    if fmt.group(request.k) not in GROUP_SIZES or request.k % fmt.group(request.k):
-        return "the op takes groups of 32, 64, 128 or 256 that divide K"
-    return "" if block_layout() is not None else "torch packs int4 weights in a way that is not understood here"
+    bfloat16 = request.x_dtype == request.out_dtype == torch.bfloat16
+    if request.device.type != "cpu" or request.activation is not None or fmt.dtype != "int4" or not bfloat16:
+        return None  # for other x the op runs scalar code, 50 times slower
+    if not op_group(fmt, request.k) or int4_product is None or block_layout() is None:
+        return None
+    return CpuW4A16(request)
+
+
+def op_group(fmt: Format, k: int) -> int:
+    """The largest group size that the op takes and whose groups fit into the format's; 0 where there is none.
+
+    A zero point enters the op rounded to bfloat16. Those errors average out between groups, not between repetitions.
+    """
+    group = fmt.group(k)
+    if not k or k % group or (group > GROUP_SIZES[0] and fmt.zero is not ZeroPoint.NONE):
+        return 0
+    return next((size for size in GROUP_SIZES if group % size == 0), 0)

@@ -14,6 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .ops import int4_pack
+
 COLUMNS = 64
 """N is padded to a multiple of this, which makes the layout uniform."""
 _CHUNK = 1 << 21
@@ -57,19 +59,20 @@ class BlockLayout:
 
 
 def _pack(unsigned: Tensor) -> Tensor:
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 2)
+    assert int4_pack is not None  # `block_layout` has looked
+    return int4_pack(unsigned, 2)  # the 2 means something on GPUs only
 
 
 @lru_cache(maxsize=1)
 def block_layout() -> BlockLayout | None:
     """The layout on this machine; None where the op is missing or packs in a way that is not understood."""
-    if not hasattr(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu"):
+    if int4_pack is None:
         return None
     n, k = 3 * COLUMNS, 32
     position = torch.arange(n * k, dtype=torch.int32).view(n, k)
     digits = [_pack(position >> shift & 15).int() for shift in (0, 4, 8, 12)]
-    low = sum((d & 15) << 4 * i for i, d in enumerate(digits)).flatten()
-    high = sum((d >> 4) << 4 * i for i, d in enumerate(digits)).flatten()
+    low = torch.stack([(d & 15) << 4 * i for i, d in enumerate(digits)]).sum(0).flatten()
+    high = torch.stack([(d >> 4) << 4 * i for i, d in enumerate(digits)]).sum(0).flatten()
     return next((layout for layout in _CANDIDATES if _holds(layout, position, low, high)), None)
 
 
@@ -78,4 +81,4 @@ _CANDIDATES = tuple(BlockLayout(size, pairs) for size in (64, 32, 16) for pairs 
 
 def _holds(layout: BlockLayout, position: Tensor, low: Tensor, high: Tensor) -> bool:
     expected = layout.halves(position.t().contiguous())
-    return all(torch.equal(e.flatten(), found) for e, found in zip(expected, (low, high), strict=True))
+    return all(torch.equal(e.flatten().long(), found) for e, found in zip(expected, (low, high), strict=True))

@@ -1,13 +1,13 @@
 """oneDNN's int8 product: ``onednn::qlinear_pointwise`` on a weight prepacked once, exact to its float32 result.
 
-Three faults of the op are kept out here (torch 2.9 to 2.13): int8 activations run a slow reference, so they are given as
-uint8 = code + 128 with zero point 128; a zero point of the weight is ignored without a word, so none is passed;
+Three faults of the op are kept out here (torch 2.9 to 2.13): int8 activations run a slow reference, so they are given
+as uint8 = code + 128 with zero point 128; a zero point of the weight is ignored without a word, so none is passed;
 and on a CPU without VNNI instructions pairs of products saturate at 16 bits, which `is_exact` finds out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -22,7 +22,7 @@ OFFSET = 128
 @lru_cache(maxsize=4)
 def is_exact(weight_bits: int) -> bool:
     """Whether the op is here and gets the most extreme codes of ``weight_bits`` right on this CPU."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")):
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")):  # type: ignore[no-untyped-call]
         return False
     low, high = -(1 << (weight_bits - 1)), (1 << (weight_bits - 1)) - 1
     codes = torch.full((33, 200), high, dtype=torch.int8)
@@ -30,7 +30,7 @@ def is_exact(weight_bits: int) -> bool:
     x = torch.full((3, 200), 255, dtype=torch.uint8)
     x[1] = 0
     expected = (x.double() - OFFSET) @ codes.double().t()
-    return torch.equal(product(x, [prepack(codes)], torch.ones(1, 33)).double(), expected)
+    return torch.equal(int8_product(x, [prepack(codes)], torch.ones(1, 33)).double(), expected)
 
 
 def prepack(codes: Tensor) -> Tensor:
@@ -44,17 +44,18 @@ def codes_of(packed: Tensor) -> Tensor:
     return packed.to_dense().t()
 
 
-def product(x: Tensor, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
+def int8_product(x: Tensor, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
     """Sum over groups of ``scale * ((x - 128) @ W^T)``.
 
-    ``x``: uint8 ``(M, K)``; ``weights``: one prepacked tensor per group of K; ``scale``: float32 ``(G, N)``; the result is
-    float32 ``(M, N)``: int32 accumulation within a group, float32 between groups.
+    ``x``: uint8 ``(M, K)``; ``weights``: one prepacked tensor per group of K; ``scale``: float32 ``(G, N)``.
+    The result is float32 ``(M, N)``: int32 accumulation within a group, float32 between groups.
     """
     none = _no_zero_points(scale.shape[1])
     parts = _columns(x, weights)
     y = _first(parts[0], weights[0], scale[0], none)
     for part, weight, s in zip(parts[1:], weights[1:], scale[1:], strict=True):
-        _binary()(part, 1.0, OFFSET, weight, s, none, y, None, 1.0, 0, torch.float32, 1.0, 0, "sum", 1.0, "none", [], "")
+        end: tuple[object, ...] = (None, 1.0, 0, torch.float32, 1.0, 0, "sum", 1.0, "none", [], "")
+        _binary()(part, 1.0, OFFSET, weight, s, none, y, *end)
     return y
 
 
@@ -69,15 +70,12 @@ def product_scaled(
 ) -> Tensor:
     """One group and one activation scale: ``x_scale * scale * ((x - 128 - zero point) @ W^T) + bias``, rounded once."""
     none, zero = _no_zero_points(scale.shape[0]), OFFSET + x_zero_point
-    y: Tensor = _unary()(x, x_scale, zero, weight, scale, none, bias, 1.0, 0, dtype, "none", [], "")
-    return y
+    return _unary()(x, x_scale, zero, weight, scale, none, bias, 1.0, 0, dtype, "none", [], "")
 
 
-def traced_product(x: Tensor, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """`product` as the op ``qcore_torch::int8_product``, for graphs."""
-    made = op("int8_product(Tensor x, Tensor[] weights, Tensor scale) -> Tensor", product, _fake_product)
-    y: Tensor = made(x, list(weights), scale)
-    return y
+def traced_product() -> Callable[..., Tensor]:
+    """`int8_product` as the op ``qcore_torch::int8_product``, for graphs; to be asked for before tracing."""
+    return op(int8_product, _fake_product)
 
 
 def _fake_product(x: Tensor, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
@@ -97,17 +95,16 @@ def _columns(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _first(x: Tensor, weight: Tensor, scale: Tensor, none: Tensor) -> Tensor:
-    y: Tensor = _unary()(x, 1.0, OFFSET, weight, scale, none, None, 1.0, 0, torch.float32, "none", [], "")
-    return y
+    return _unary()(x, 1.0, OFFSET, weight, scale, none, None, 1.0, 0, torch.float32, "none", [], "")
 
 
 @lru_cache(maxsize=1)
-def _unary():  # type: ignore[no-untyped-def]
+def _unary() -> Callable[..., Tensor]:
     return torch.ops.onednn.qlinear_pointwise.default
 
 
 @lru_cache(maxsize=1)
-def _binary():  # type: ignore[no-untyped-def]
+def _binary() -> Callable[..., Tensor]:
     return torch.ops.onednn.qlinear_pointwise.binary
 
 

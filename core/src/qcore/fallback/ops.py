@@ -11,25 +11,30 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NAMESPACE = "qcore_torch"
+
+int4_pack: Callable[..., Tensor] | None = getattr(torch, "_convert_weight_to_int4pack_for_cpu", None)
+"""int32 codes 0..15 ``(N, K)`` to the packed form that `int4_product` takes."""
+int4_product: Callable[..., Tensor] | None = getattr(torch, "_weight_int4pack_mm_for_cpu", None)
+"""x ``(M, K)``, packed weight, group size, bfloat16 (scale, added zero) ``(G, N, 2)`` to ``(M, N)``."""
+int8_product: Callable[..., Tensor] | None = getattr(torch, "_weight_int8pack_mm", None)
+"""x ``(M, K)``, int8 weight ``(N, K)``, scale ``(N,)`` of x's dtype to ``(M, N)``."""
 
 
 @lru_cache(maxsize=1)
 def _library() -> torch.library.Library:
-    return torch.library.Library(NAMESPACE, "FRAGMENT")
+    return torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-_MADE: dict[str, Any] = {}
-
-
-def op(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The op ``qcore_torch::<schema>``, registered at its first use: ``function`` on CPU, ``fake`` for tracing."""
-    name = schema.partition("(")[0]
-    if name not in _MADE:
-        library = _library()
-        library.define(schema)
-        library.impl(name, function, "CPU")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-        _MADE[name] = getattr(getattr(torch.ops, NAMESPACE), name).default
-    return _MADE[name]
+@lru_cache(maxsize=16)
+def op(function: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` as the CPU op ``qcore_torch::<its name>``, registered at first use; ``fake`` serves tracing."""
+    name, library = function.__name__, _library()
+    library.define(name + torch.library.infer_schema(function, mutates_args=()))  # type: ignore[no-untyped-call]
+    for key in ("CPU", "MkldnnCPU"):  # the second takes over where an argument is a weight prepacked by oneDNN
+        library.impl(name, function, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    made: Any = getattr(getattr(torch.ops, NAMESPACE), name)
+    return made.default  # type: ignore[no-any-return]

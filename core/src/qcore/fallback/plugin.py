@@ -45,11 +45,12 @@ def qcore_embedding(request: EmbeddingRequest) -> list[Offer]:
 @lru_cache(maxsize=1024)
 def _linear(request: LinearRequest) -> tuple[Offer, ...]:
     offers = [Offer(PlainLinear(request), FALLBACK, _NOTE)]
-    if not cpu_w4a16.refusal(request):
-        offers.insert(0, Offer(cpu_w4a16.CpuW4A16(request), FALLBACK + 10, "ATen int4 product, bfloat16 product from 80 rows on"))
     int8 = cpu_int8.kernel(request)
     if int8 is not None:
-        offers.insert(0, Offer(int8, FALLBACK + 10, "oneDNN int8 product"))
+        offers.insert(0, Offer(int8, FALLBACK + 10, "oneDNN int8 product, exact"))
+    int4 = cpu_w4a16.kernel(request)
+    if int4 is not None:
+        offers.insert(0, Offer(int4, FALLBACK + 20, "ATen int4 product; from 80 rows on dequantized in the cache"))
     return tuple(offers)
 
 
