@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from typing import Any
 
 _DTYPES = {
@@ -89,14 +88,14 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 def add_measured(parser: argparse.ArgumentParser) -> None:
     """What ``bench`` and ``tune`` measure: ``--scheme``, ``--rows``, ``--seconds``."""
-    add_repeatable(parser, "--scheme", str, f"scheme to measure (default: {' '.join(MEASURED)})")
+    add_repeatable(parser, "--scheme", f"scheme to measure (default: {' '.join(MEASURED)})")
     parser.add_argument("--rows", type=counts, default="1,16,256", help="row counts of x, M (default: %(default)s)")
     parser.add_argument("--seconds", type=seconds, default=0.3, help="per kernel and row count (default: %(default)s)")
 
 
-def add_repeatable(parser: argparse.ArgumentParser, flag: str, kind: Callable[[str], Any], text: str) -> None:
+def add_repeatable(parser: argparse.ArgumentParser, flag: str, text: str, metavar: str | None = None) -> None:
     """An option that may be given several times."""
-    parser.add_argument(flag, type=kind, action="append", default=[], help=f"{text}; may be repeated")
+    parser.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{text}; may be repeated")
 
 
 def short_dtype(value: Any) -> str:

@@ -1,7 +1,4 @@
-"""Run the conformance kit on a plugin: every contract, scheme, dtype and shape, and the laws. Exits with 1 if it fails.
-
-Needs pytest: pip install 'qcore[testing]'.
-"""
+"""Prove that a plugin keeps the contracts: every scheme, dtype and shape, and the laws. Exits with 1 if one fails."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backend", metavar="NAME", help="the plugin's name, as in 'qcore plugins'")
     parser.add_argument("--device", type=arguments.device, help="torch device (default: the plugin's own)")
     parser.add_argument("--seed", type=int, help="of the random inputs (default: a fresh one, which is printed)")
-    arguments.add_repeatable(parser, "--contract", str, "linear, conv2d or embedding (default: all)")
-    arguments.add_repeatable(parser, "--scheme", str, "e.g. w4a16-g128 (default: all)")
-    arguments.add_repeatable(parser, "--select", str, "only cases and laws whose id fits a glob or holds a word")
+    arguments.add_repeatable(parser, "--contract", "linear, conv2d or embedding (default: all)")
+    arguments.add_repeatable(parser, "--scheme", "e.g. w4a16-g128 (default: all)")
+    arguments.add_repeatable(parser, "--select", "only cases and laws whose id fits a glob or holds a word", "PATTERN")
     gaps = "known gaps, with their reasons (default: qcore_gaps.toml beside the plugin's module)"
     parser.add_argument("--gaps", type=Path, metavar="FILE", help=gaps)
     parser.add_argument("--jobs", type=arguments.count, default=1, help="processes that share the cases (default: 1)")

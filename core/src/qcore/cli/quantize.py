@@ -24,9 +24,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="IN", help="a safetensors file, or a directory of shards")
     parser.add_argument("target", type=Path, metavar="OUT", help="a file, or a directory, as IN is")
     parser.add_argument("--scheme", required=True, help="e.g. w8a16, w4a16-g128-asym, w4a8-g32")
-    layers = "layers by name, glob (model.*.mlp.*) or last parts of the name (lm_head)"
-    arguments.add_repeatable(parser, "--exclude", str, f"keep these {layers}")
-    arguments.add_repeatable(parser, "--include", str, f"quantize only these {layers}")
+    what = "names of layers, globs (model.*.mlp.*) or last parts of names (lm_head)"
+    many: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "PATTERN", "default": []}
+    parser.add_argument("--exclude", help=f"what to keep as it is: {what}", **many)
+    parser.add_argument("--include", help="what to quantize, where that is not everything: likewise", **many)
     shard = "split OUT into files of at most this size (default: %(default)s)"
     parser.add_argument("--max-shard-size", type=arguments.byte_count, default="4GB", metavar="SIZE", help=shard)
     parser.add_argument("--dtype", type=arguments.dtype, help="of scales and kept tensors (default: as they are)")
