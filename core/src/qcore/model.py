@@ -35,7 +35,8 @@ class LayerReport:
 
     **Fields:** ``name``; ``kind``: class name; ``state``: ``quantized``, ``excluded`` or ``refused``; ``reason``;
     ``scheme``; ``plugin`` and ``kernel`` that serve it; ``bytes_before``: of the float weight; ``bytes_after``: of what
-    is held now; ``tied_to``: the layer whose weight it shares, which the totals count once.
+    is held now; ``tied_to``: the layer whose weight it shares; ``bytes_shared``: how much of ``bytes_after`` a layer
+    above it holds already, which the totals count once.
     """
 
     name: str
@@ -48,6 +49,7 @@ class LayerReport:
     bytes_before: int = 0
     bytes_after: int = 0
     tied_to: str = ""
+    bytes_shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Report:
     @property
     def bytes_after(self) -> int:
         """Bytes of all weights as they are held now; tied ones count once."""
-        return sum(layer.bytes_after for layer in self.layers if not layer.tied_to)
+        return sum(layer.bytes_after - layer.bytes_shared for layer in self.layers)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Plain values."""
@@ -234,7 +236,7 @@ class _Plan:
         outside = [layer for layer in layers if layer not in self.schemes]
         convolutions = any(isinstance(self.layers.get(layer), nn.Conv2d) for layer in layers)
         if not outside and len(formats) == 1 and not convolutions:
-            ties.update({layer: layers[0] for layer in layers})
+            ties.update(dict.fromkeys(layers, layers[0]))
             return
         why = "which stays float" if outside else "which has another weight format"
         why = "and convolutions cannot share a quantized weight" if convolutions and not outside else why
@@ -272,14 +274,17 @@ class _Plan:
         return iter(places)
 
     def rows(self, made: Mapping[str, QuantizedModule]) -> Iterator[LayerReport]:
+        ledger = _Ledger()
         for name, module in self.layers.items():
             before = _weight_bytes(module)
             if name in made:
-                first = self.ties.get(name, name)
-                yield replace(_row(name, made[name]), bytes_before=before, tied_to="" if first == name else first)
+                # Ties are those of the float model: what it held is counted once too.
+                row = ledger.entered(_row(name, made[name]), made[name])
+                yield replace(row, bytes_before=before)
             else:
                 state, reason = self.left[name]
-                yield LayerReport(name, type(module).__name__, state, reason, bytes_before=before, bytes_after=before)
+                row = LayerReport(name, type(module).__name__, state, reason, bytes_before=before, bytes_after=before)
+                yield ledger.entered(row, module)
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:
@@ -346,14 +351,12 @@ def _weight_bytes(module: nn.Module) -> int:
     if isinstance(module, QuantizedModule):
         n, k = module._store.shape
         return int(n * k * module._dtype.itemsize)
-    own = module.parametrizations.parameters() if is_parametrized(module) else module.parameters(recurse=False)
-    return sum(p.numel() * p.element_size() for p in own if not is_lazy(p) and p.dim() >= 2)
+    return sum(_held(module).values())
 
 
 def _row(name: str, module: QuantizedModule) -> LayerReport:
     decision = module.decision
     served = decision.selected if decision else None
-    held = {id(t): t.numel() * t.element_size() for b in module._bounds.values() for t in b.packed.values()}
     return LayerReport(
         name,
         type(module).__name__,
@@ -363,29 +366,43 @@ def _row(name: str, module: QuantizedModule) -> LayerReport:
         served.plugin if served else "",
         served.kernel if served else "",
         _weight_bytes(module),
-        sum(held.values()),
+        sum(_held(module).values()),
     )
 
 
 def report(model: nn.Module) -> Report:
     """What serves every layer of a model that holds a weight: plugin, kernel, why, bytes before and after."""
-    rows: list[LayerReport] = []
-    owners: dict[int, str] = {}
+    ledger, rows = _Ledger(), []
     for name, module in model.named_modules():
-        if not _holds_weight(module):
-            continue
-        first = owners.setdefault(id(_weight_owner(module)), name)
-        row = _row(name, module) if isinstance(module, QuantizedModule) else _float_row(name, module)
-        rows.append(replace(row, tied_to="" if first == name else first))
+        if _holds_weight(module):
+            row = _row(name, module) if isinstance(module, QuantizedModule) else _float_row(name, module)
+            rows.append(ledger.entered(row, module))
     return Report(tuple(rows))
 
 
-def _weight_owner(module: nn.Module) -> object:
-    """What tied layers have in common."""
+class _Ledger:
+    """What the layers of a table hold, so that nothing is counted twice."""
+
+    def __init__(self) -> None:
+        self.owners: dict[int, str] = {}
+        self.seen: set[int] = set()
+
+    def entered(self, row: LayerReport, module: nn.Module) -> LayerReport:
+        """The row, with what it shares with those before it."""
+        weight = module._store if isinstance(module, QuantizedModule) else module._parameters.get("weight")
+        first = self.owners.setdefault(id(module if weight is None else weight), row.name)
+        held = _held(module)
+        shared = sum(size for key, size in held.items() if key in self.seen)
+        self.seen |= held.keys()
+        return replace(row, tied_to="" if first == row.name else first, bytes_shared=shared)
+
+
+def _held(module: nn.Module) -> dict[int, int]:
+    """Bytes of each tensor that stands for a layer's weight."""
     if isinstance(module, QuantizedModule):
-        return module._store
-    weight = module._parameters.get("weight")
-    return module if weight is None else weight
+        return {id(t): t.numel() * t.element_size() for b in module._bounds.values() for t in b.packed.values()}
+    own = module.parametrizations.parameters() if is_parametrized(module) else module.parameters(recurse=False)
+    return {id(p): p.numel() * p.element_size() for p in own if not is_lazy(p) and p.dim() >= 2}
 
 
 def _float_row(name: str, module: nn.Module) -> LayerReport:
