@@ -1,6 +1,11 @@
 """`qcore doctor` with every plugin broken, each in its own way."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -127,6 +132,21 @@ def test_a_process_that_never_starts_is_ended(monkeypatch):
     found = probing.probe_all([status], 1.0, 1)["stuck"]
     assert found.broken
     assert "did not end within 1 seconds" in found.reason
+
+
+def test_ctrl_c_ends_the_probes_and_marks_nobody(install):
+    folder = install("hangs", PROBE + "print('probing', flush=True); time.sleep(1000)\n")
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "qcore", "doctor", "--timeout", "100"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as doctor:
+        running = _cache.cache_dir() / "running"
+        deadline = time.monotonic() + 60
+        while not list(running.glob("*.json")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        doctor.send_signal(signal.SIGINT)
+        _, err = doctor.communicate(timeout=30)
+    assert (doctor.returncode, err) == (130, "stopped\n")
+    assert not list(running.glob("*.json"))
 
 
 def test_names_the_exit_of_a_process():

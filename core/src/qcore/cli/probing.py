@@ -70,12 +70,19 @@ class _Child:
 
     def kill(self) -> None:
         """End the process and whatever it started."""
+        ours = self._process.poll() is None
         with contextlib.suppress(OSError):
             if hasattr(os, "killpg"):
                 os.killpg(self._process.pid, signal.SIGKILL)
             elif self._process.poll() is None:
                 self._process.kill()
         self._process.wait()
+        if ours:
+            self._forgive()
+
+    def _forgive(self) -> None:
+        """A process that was ended from here, for being slow or by Ctrl-C, did not crash."""
+        _cache.remove("running", probe_mark(self.plugin.name, self.plugin.dist, self.plugin.version))
 
     def status(self) -> PluginStatus:
         """What the process reported, or what its end says."""
@@ -98,8 +105,7 @@ class _Child:
         return self._broken(state, f"the process {how} while it was {doing}{_where(trace)}{last}")
 
     def _hung(self, trace: str) -> PluginStatus:
-        # Being slow once is no reason to keep a plugin out of later processes, as a crash is.
-        _cache.remove("running", probe_mark(self.plugin.name, self.plugin.dist, self.plugin.version))
+        self._forgive()
         probing = "qcore_probe" in trace
         state = State.PROBE_FAILED if probing else State.IMPORT_FAILED
         doing = "its probe" if probing else "its import"
