@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from qcore import _cache, hardware
-from qcore.cli import health, probing
+from qcore import Available, _cache, hardware
+from qcore.cli import health, probe, probing
 from qcore.cli.doctor import Finding
 from qcore.plugins import PluginStatus, State, probe_mark
 
@@ -160,3 +160,14 @@ def test_where_skips_frames_of_python_and_qcore():
     trace = "".join(f'  File "{file}", line 3 in {function}\n' for file, function in frames.items())
     assert probing._where(trace) == " (in z, /p/plugin.py:3)"
     assert not probing._where("")
+
+
+def test_what_runs_in_the_process_of_a_probe(add_plugin, tmp_path, monkeypatch):
+    add_plugin("here", version="1.0", probe=lambda: Available("GPU 9"))
+    monkeypatch.setattr(sys.modules["qcore.plugins"], "PROBE_SECONDS", 10.0)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    result = tmp_path / "result"
+    monkeypatch.setattr(sys, "argv", ["probe", "here", "30", str(result), str(tmp_path / "trace")])
+    probe.main()
+    found = json.loads(result.read_text())
+    assert (found["name"], found["state"], found["device"]) == ("here", "available", "GPU 9")
