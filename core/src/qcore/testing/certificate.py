@@ -17,9 +17,9 @@ from .results import Outcome, Result, count, summary_line
 class Certificate:
     """The outcome of every case and law for one plugin on one device.
 
-    **Fields:** ``backend``: the plugin's name; ``dist``, ``version``: its distribution; ``state``, ``reason``: what became
-    of it when it was brought up; ``device``: the torch device tested; ``hardware``, ``driver``: what its probe found;
-    ``qcore``, ``torch``: versions; ``seed``: the random numbers (pass it again to reproduce them); ``date``: UTC;
+    **Fields:** ``backend``: the plugin's name; ``dist``, ``version``: its distribution; ``state``, ``reason``: what
+    became of it when it was brought up; ``device``: the torch device tested; ``hardware``, ``driver``: what its probe
+    found; ``qcore``, ``torch``: versions; ``seed``: of the random inputs (pass it again to repeat them); ``date``: UTC;
     ``cases``, ``laws``: see `Result`; ``seconds``.
 
     ``str(certificate)`` is a summary table.
@@ -113,7 +113,9 @@ class Certificate:
             yield f"... and {len(self.failures) - 20} failures more"
 
 
-def _by_contract(results: Iterable[Result], *, laws: bool = False) -> Iterator[tuple[str, list[Result], Counter[Outcome]]]:
+def _by_contract(
+    results: Iterable[Result], *, laws: bool = False
+) -> Iterator[tuple[str, list[Result], Counter[Outcome]]]:
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(f"law {result.law}" if laws else result.contract, []).append(result)

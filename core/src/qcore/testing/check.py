@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Fault:
     text: str
 
 
-class Broken(Exception):
+class BrokenLawError(Exception):
     """Carries a `Fault` out of a trial."""
 
     def __init__(self, law: str, text: str) -> None:
@@ -52,48 +53,56 @@ def check_case(target: Target, question: Question) -> Result:
         return result(Outcome.REFUSED, answer.reason)
     here, worst = problem.to(target.device), 0.0
     names = tuple(str(getattr(kernel, "name", kernel)) for kernel in answer.kernels)
-    for kernel in answer.kernels:
-        try:
-            worst = max(worst, try_kernel(target, kernel, question, here))
-        except Broken as broken:
-            found = float("inf") if broken.fault.law == "results" else worst
-            text = f"{getattr(kernel, 'name', kernel)}: {broken.fault.text}"
-            return result(Outcome.FAILED, text, broken.fault.law, kernels=names, worst=found)
+    for kernel, name in zip(answer.kernels, names, strict=True):
+        error, fault = outcome_of(target, kernel, question, here)
+        worst = max(worst, error)
+        if fault is not None:
+            return result(Outcome.FAILED, f"{name}: {fault.text}", fault.law, kernels=names, worst=worst)
     return result(Outcome.PASSED, kernels=names, worst=worst)
 
 
+def outcome_of(target: Target, kernel: Kernel, question: Question, here: Problem) -> tuple[float, Fault | None]:
+    """Error / allowed of the worst element, and the law that the kernel broke, if any."""
+    try:
+        return try_kernel(target, kernel, question, here), None
+    except BrokenLawError as broken:
+        return float("inf") if broken.fault.law == "results" else 0.0, broken.fault
+
+
 def try_kernel(target: Target, kernel: Kernel, question: Question, here: Problem) -> float:
-    """Pack, unpack, run and judge; returns error / allowed of the worst element, raises `Broken`."""
+    """Pack, unpack, run and judge; returns error / allowed of the worst element, raises `BrokenLawError`."""
     check_origin(target, kernel)
     packed = packed_and_back(kernel, here)
     output = run_watched(target, kernel, here, packed)
     verdict = question.judge(here, output)
     if not verdict.ok:
-        raise Broken("results", f"wrong result for x of shape {tuple(here.x.shape)}: {verdict.message}")
+        raise BrokenLawError("results", f"wrong result for x of shape {tuple(here.x.shape)}: {verdict.message}")
     return verdict.worst
 
 
 def check_origin(target: Target, kernel: Kernel) -> None:
     """A plugin offers kernels of its own, under names of its own."""
     if not isinstance(kernel, Kernel):
-        raise Broken("origin", f"offered a {type(kernel).__name__}, which is no qcore.Kernel")
+        raise BrokenLawError("origin", f"offered a {type(kernel).__name__}, which is no qcore.Kernel")
     name = getattr(kernel, "name", None)
     if not isinstance(name, str) or not name.startswith(f"{target.name}."):
-        raise Broken("origin", f"the kernel is called {name!r}; a kernel of this plugin is called '{target.name}.something'")
+        raise BrokenLawError(
+            "origin", f"the kernel is called {name!r}; a kernel of this plugin is called '{target.name}.something'"
+        )
     if not target.is_fallback and type(kernel).__module__.startswith("qcore."):
-        raise Broken("origin", f"offers qcore's own {type(kernel).__qualname__} as if it were the plugin's")
+        raise BrokenLawError("origin", f"offers qcore's own {type(kernel).__qualname__} as if it were the plugin's")
 
 
 def packed_and_back(kernel: Kernel, here: Problem) -> dict[str, Tensor]:
     """Pack the problem's weight; unpacking must give every bit back."""
-    packed = _guarded("pack", lambda: kernel.pack(here.weight))
+    packed: dict[str, Tensor] = _guarded("pack", lambda: kernel.pack(here.weight))
     back = _guarded("unpack", lambda: kernel.unpack(packed))
     lost = difference(back, here.weight)
     if lost:
-        raise Broken("pack", f"unpack(pack(w)) is not w: {lost}")
+        raise BrokenLawError("pack", f"unpack(pack(w)) is not w: {lost}")
     elsewhere = {key: str(t.device) for key, t in packed.items() if t.device.type != here.weight.device.type}
     if elsewhere:
-        raise Broken("pack", f"pack left tensors on another device than the weight's: {elsewhere}")
+        raise BrokenLawError("pack", f"pack left tensors on another device than the weight's: {elsewhere}")
     return packed
 
 
@@ -101,14 +110,31 @@ def run_watched(target: Target, kernel: Kernel, here: Problem, packed: Mapping[s
     """Call the kernel; it may neither change its inputs nor hand the work back to qcore."""
     inputs = _tensors(here, packed)
     before = {name: tensor.clone() for name, tensor in inputs.items()}
-    with Watch(is_fallback=target.is_fallback) as watch:
+    with threads_for(here), Watch(is_fallback=target.is_fallback) as watch:
         output = _guarded("its call", lambda: kernel(here.x, packed, here.bias, **here.given))
     if watch.entered:
-        raise Broken("no-fallback", f"falls back secretly: while it ran it entered qcore's {watch.entered[0]}")
+        raise BrokenLawError("no-fallback", f"falls back secretly: while it ran it entered qcore's {watch.entered[0]}")
     changed = [name for name, tensor in inputs.items() if not same_bits(tensor, before[name])]
     if changed:
-        raise Broken("inputs", f"changed its input in place: {', '.join(changed)}")
+        raise BrokenLawError("inputs", f"changed its input in place: {', '.join(changed)}")
     return output
+
+
+_THREADS = torch.get_num_threads()
+_LARGE = 1 << 20
+"""Multiplications from which a kernel may use every thread that torch has."""
+
+
+@contextlib.contextmanager
+def threads_for(here: Problem) -> Iterator[None]:
+    """All threads for a large problem, so that the ways in which kernels share work out are tested as well."""
+    before = torch.get_num_threads()
+    size = here.x.numel() * (here.request.n if here.request.contract != "embedding" else here.request.k)
+    torch.set_num_threads(_THREADS if size >= _LARGE else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _tensors(here: Problem, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -120,7 +146,7 @@ def _guarded(step: str, call: Any) -> Any:
     try:
         return call()
     except Guarded as error:
-        raise Broken("raises", f"{step} raised {type(error).__name__}: {first_lines(error)}") from error
+        raise BrokenLawError("raises", f"{step} raised {type(error).__name__}: {first_lines(error)}") from error
 
 
 def first_lines(error: BaseException, most: int = 400) -> str:
@@ -131,8 +157,6 @@ def first_lines(error: BaseException, most: int = 400) -> str:
 
 def resized(problem: Problem, rows: int) -> Problem:
     """The same problem with ``rows`` rows (images, indices): those it has, repeated as needed."""
-    from dataclasses import replace
-
     have = max(1, problem.x.shape[0])
     index = torch.arange(rows) % have
     given = {name: value[index] for name, value in problem.given.items()}

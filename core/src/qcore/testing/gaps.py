@@ -47,13 +47,13 @@ class Gaps:
     source: str = ""
     needed: set[Gap] = field(default_factory=set)
 
-    def reason(self, id: str) -> str | None:
+    def reason(self, case: str) -> str | None:
         """Why the case is known to fail, or None where it is not."""
-        return next((gap.reason for gap in self.known if matches(gap.cases, id)), None)
+        return next((gap.reason for gap in self.known if matches(gap.cases, case)), None)
 
-    def used(self, id: str) -> None:
+    def used(self, case: str) -> None:
         """Remember that the case failed, as its gap says."""
-        self.needed.update(gap for gap in self.known if matches(gap.cases, id))
+        self.needed.update(gap for gap in self.known if matches(gap.cases, case))
 
     def unneeded(self, ran: Iterable[str], *, complete: bool) -> list[str]:
         """What is wrong with each gap that nothing needed; ``complete``: whether every case and law ran."""
@@ -62,7 +62,7 @@ class Gaps:
         return [
             f"gap {gap.cases!r} in {self.source} covers nothing that fails. Delete it, or correct its pattern."
             for gap in idle
-            if complete or any(matches(gap.cases, id) for id in ids)
+            if complete or any(matches(gap.cases, name) for name in ids)
         ]
 
 

@@ -6,6 +6,7 @@ Some are checked along with every case (`EVERYWHERE`), some once per contract an
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from ..contracts import Case, Problem
 from ..kernels import Kernel
-from .check import Broken, packed_and_back
+from ..schemes import Scheme
+from .check import BrokenLawError, packed_and_back
 from .questions import Question
 from .results import Outcome, Result
 from .target import Target
@@ -32,7 +34,7 @@ EVERYWHERE = {
 _PREFERRED = ("rows-17", "3x3", "batched", "k-aligned-16", "rows-1", "1x1", "one")
 
 
-class NotHere(Exception):
+class NotHereError(Exception):
     """A law that cannot be tried here; the text says why."""
 
 
@@ -53,13 +55,17 @@ PluginLaw = Callable[[Target, "Samples"], None]
 
 @dataclass(frozen=True)
 class Law:
-    """One law: ``statement`` says what must hold; exactly one of the checks is set, and raises `Broken` or `NotHere`."""
+    """One law: ``statement`` says what must hold; one of the checks is set. It raises `BrokenLawError` or skips.
+
+    ``sparse``: it is costly, and checked on one scheme per element type and kind of activation.
+    """
 
     name: str
     statement: str
     kernel: KernelLaw | None = None
     scheme: SchemeLaw | None = None
     plugin: PluginLaw | None = None
+    sparse: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,23 +97,21 @@ class Samples:
         return list(self._families)
 
     def get(self, contract: str, scheme: str) -> Sample:
-        """The sample; raises `NotHere` where the plugin refuses every case, `Broken` where it cannot even pack one."""
+        """The sample. Raises `NotHereError` where every case is refused, `BrokenLawError` where packing fails."""
         key = (contract, scheme)
         if key not in self._found:
             self._found[key] = self._find(key)
         found = self._found[key]
         if isinstance(found, str):
-            raise NotHere(found)
+            raise NotHereError(found)
         return found
 
     def any(self) -> Sample:
         """A sample of whatever the plugin offers."""
         for family in self._families:
-            try:
+            with contextlib.suppress(NotHereError):
                 return self.get(*family)
-            except NotHere:
-                continue
-        raise NotHere("the plugin offers no kernel for any case")
+        raise NotHereError("the plugin offers no kernel for any case")
 
     def _find(self, key: tuple[str, str]) -> Sample | str:
         reason = "there are no cases of it"
@@ -129,10 +133,24 @@ def _preference(case: Case) -> int:
 def law_items(laws: Iterable[Law], families: Iterable[tuple[str, str]]) -> list[LawItem]:
     """Every check to be made of these laws."""
     families = list(families)
+    few = list({_kind(*family): family for family in families}.values())
     items = []
     for law in laws:
-        items += [LawItem(law)] if law.plugin else [LawItem(law, *family) for family in families]
+        chosen = few if law.sparse else families
+        items += [LawItem(law)] if law.plugin else [LawItem(law, *family) for family in chosen]
     return items
+
+
+def _kind(contract: str, text: str) -> tuple[object, ...]:
+    scheme = Scheme.parse(text)
+    per_token = getattr(scheme.activation, "per_token", None)
+    return (
+        contract,
+        scheme.weight.dtype,
+        type(scheme.activation),
+        per_token,
+        getattr(scheme.activation, "symmetric", None),
+    )
 
 
 def check_law(target: Target, samples: Samples, item: LawItem) -> Result:
@@ -140,9 +158,9 @@ def check_law(target: Target, samples: Samples, item: LawItem) -> Result:
     start, outcome, reason = time.perf_counter(), Outcome.PASSED, ""
     try:
         _apply(target, samples, item)
-    except NotHere as skip:
+    except NotHereError as skip:
         outcome, reason = Outcome.SKIPPED, str(skip)
-    except Broken as broken:
+    except BrokenLawError as broken:
         outcome, reason = Outcome.FAILED, broken.fault.text
     seconds = time.perf_counter() - start
     return Result(item.id, item.law.name, item.contract, item.scheme, outcome, reason, seconds=seconds)

@@ -23,8 +23,8 @@ from ..plugins import registry
 from ..resolver import resolve
 from ..schemes import Scheme
 from ..verify import difference, run_check
-from .check import Broken
-from .laws import Law, NotHere, Samples
+from .check import BrokenLawError
+from .laws import Law, NotHereError, Samples
 from .preflight import HEAVY
 from .target import Target
 
@@ -38,15 +38,19 @@ def light(target: Target, _samples: Samples) -> None:
     """Importing the entry point imports no device's stack and loads no native library."""
     flight = target.preflight
     if flight.skipped:
-        raise NotHere(flight.skipped)
+        raise NotHereError(flight.skipped)
     if flight.error or flight.died:
-        raise Broken("discovery", flight.error or flight.died)
+        raise BrokenLawError("discovery", flight.error or flight.died)
     heavy = sorted(set(flight.modules) & set(HEAVY))
     if heavy:
-        raise Broken("discovery", f"importing the entry point imports {', '.join(heavy)}; import inside the kernel instead")
+        raise BrokenLawError(
+            "discovery", f"importing the entry point imports {', '.join(heavy)}; import inside the kernel instead"
+        )
     native = [path for path in flight.libraries if _is_native(path, flight.home)]
     if native:
-        raise Broken("discovery", f"importing the entry point loads {', '.join(native)}; load it at the first call instead")
+        raise BrokenLawError(
+            "discovery", f"importing the entry point loads {', '.join(native)}; load it at the first call instead"
+        )
 
 
 def _is_native(path: str, home: str) -> bool:
@@ -57,20 +61,22 @@ def hooks(target: Target, _samples: Samples) -> None:
     """Every function that is named like a hook is one, spelt right and marked."""
     known = [name for name in dir(hookspecs) if name.startswith("qcore_")]
     for name, value in inspect.getmembers(target.plugin, inspect.isroutine):
-        if hasattr(value, "qcore_impl") or getattr(value, "__module__", None) != getattr(target.plugin, "__name__", None):
+        if hasattr(value, "qcore_impl") or getattr(value, "__module__", None) != getattr(
+            target.plugin, "__name__", None
+        ):
             continue
         if name in known:
-            raise Broken("hooks", f"{name} is not marked with @qcore.hookimpl, so it is never called")
+            raise BrokenLawError("hooks", f"{name} is not marked with @qcore.hookimpl, so it is never called")
         if close := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
-            raise Broken("hooks", f"{name} looks like the hook {close[0]}, misspelt and unmarked")
+            raise BrokenLawError("hooks", f"{name} looks like the hook {close[0]}, misspelt and unmarked")
 
 
 def offers(_target: Target, samples: Samples) -> None:
     """The plugin serves something."""
     try:
         samples.any()
-    except NotHere as nothing:
-        raise Broken("offers", f"{nothing}; a plugin that is available serves something") from nothing
+    except NotHereError as nothing:
+        raise BrokenLawError("offers", f"{nothing}; a plugin that is available serves something") from nothing
 
 
 def formats() -> Iterator[Format]:
@@ -94,7 +100,7 @@ def _try_request(target: Target, request: Any, law: str) -> None:
     answer = target.ask(request)
     what = f"{request.contract} {request.weight} n={request.n} k={request.k} to {request.out_dtype}"
     if answer.broken:
-        raise Broken(law, f"{what}: {answer.reason}")
+        raise BrokenLawError(law, f"{what}: {answer.reason}")
     if request.device.type == "meta":
         return
     for kernel in answer.kernels:
@@ -102,10 +108,10 @@ def _try_request(target: Target, request: Any, law: str) -> None:
         weight = extreme.to(target.device)
         lost = difference(kernel.unpack(kernel.pack(weight)), weight)
         if lost:
-            raise Broken(law, f"{kernel.name}, {what}: unpack(pack(w)) is not w: {lost}")
+            raise BrokenLawError(law, f"{kernel.name}, {what}: unpack(pack(w)) is not w: {lost}")
         checked = run_check(kernel, request)
         if not checked.ok:
-            raise Broken(law, f"{kernel.name}, {what}: {checked.reason}")
+            raise BrokenLawError(law, f"{kernel.name}, {what}: {checked.reason}")
 
 
 def unusual(target: Target, _samples: Samples) -> None:
@@ -132,15 +138,15 @@ class _Raising:
         return Available("nothing")
 
     @hookimpl
-    def qcore_linear(self, request: Any) -> Any:
+    def qcore_linear(self) -> Any:
         raise RuntimeError("this plugin raises on purpose")
 
     @hookimpl
-    def qcore_conv2d(self, request: Any) -> Any:
+    def qcore_conv2d(self) -> Any:
         sys.exit(3)
 
     @hookimpl
-    def qcore_embedding(self, request: Any) -> Any:
+    def qcore_embedding(self) -> Any:
         return None
 
 
@@ -157,13 +163,15 @@ def neighbour(target: Target, samples: Samples) -> None:
                 continue
             decision = resolve(sample.here.request)
             if decision.plugin != target.name:
-                raise Broken("neighbour", f"beside a broken plugin, {decision.plugin} served {contract}:\n{decision}")
+                raise BrokenLawError(
+                    "neighbour", f"beside a broken plugin, {decision.plugin} served {contract}:\n{decision}"
+                )
 
 
 def _offered(samples: Samples, contract: str) -> Iterator[Any]:
     for family in samples.families:
         if family[0] == contract:
-            with contextlib.suppress(NotHere):
+            with contextlib.suppress(NotHereError):
                 yield samples.get(*family)
 
 
@@ -182,7 +190,9 @@ LAWS = (
     Law("discovery", "importing the entry point imports no device's stack and loads no native library", plugin=light),
     Law("hooks", "every function that is named like a hook is one", plugin=hooks),
     Law("offers", "the plugin serves something", plugin=offers),
-    Law("formats", "every format and layout that is offered packs without loss and computes right", plugin=every_format),
+    Law(
+        "formats", "every format and layout that is offered packs without loss and computes right", plugin=every_format
+    ),
     Law("requests", "unusual requests are refused with a reason, or served right", plugin=unusual),
     Law("neighbour", "beside broken plugins this one is still chosen", plugin=neighbour),
 )

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import importlib_metadata
 
@@ -57,9 +58,9 @@ print(json.dumps({"probed": True}), flush=True)
 class Preflight:
     """What came of it.
 
-    **Fields:** ``skipped``: why there was no flight; ``error``: what importing raised; ``modules``: top-level packages it
-    imported beyond qcore's own; ``libraries``: shared libraries it loaded; ``home``: its folder; ``died``: how the process
-    ended early.
+    **Fields:** ``skipped``: why there was no flight; ``error``: what importing raised; ``modules``: top-level packages
+    it imported beyond qcore's own; ``libraries``: shared libraries it loaded; ``home``: its folder; ``died``: how the
+    process ended early.
     """
 
     skipped: str = ""
@@ -84,11 +85,11 @@ def preflight(name: str) -> Preflight:
 
 
 def _read(run: subprocess.CompletedProcess[str]) -> Preflight:
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for line in run.stdout.splitlines():
         if line.startswith("{"):
             found |= json.loads(line)
-    said = {key: value if isinstance(value, str) else tuple(value) for key, value in found.items() if key != "probed"}  # type: ignore[call-overload]
-    if "probed" in found or "error" in found:
-        return Preflight(**said)
-    return Preflight(**said, died=f"the process ended with status {run.returncode} {run.stderr.strip()[-300:]}".strip())
+    survived = found.pop("probed", False) or "error" in found
+    died = "" if survived else f"the process ended with status {run.returncode} {run.stderr.strip()[-300:]}".strip()
+    modules, libraries = tuple(found.get("modules", ())), tuple(found.get("libraries", ()))
+    return Preflight("", found.get("error", ""), modules, libraries, found.get("home", ""), died)

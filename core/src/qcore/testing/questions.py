@@ -55,7 +55,7 @@ class Question:
 
 
 def cases(schemes: Iterable[str] | None = None, contracts: Iterable[str] | None = None) -> list[Case]:
-    """Every case of the contracts, or those of some contracts and schemes. Raises `ConformanceError` for unknown names."""
+    """Every case, or those of some contracts and schemes. Raises `ConformanceError` for an unknown contract."""
     wanted = None if schemes is None else {str(Scheme.parse(text).blank()) for text in schemes}
     parsed = [Scheme.parse(text) for text in sorted(wanted or ())] or [Scheme.parse(text) for text in SCHEMES]
     found = [case for contract in _chosen(contracts) for case in contract.cases(parsed, FLOAT_DTYPES)]
@@ -71,8 +71,8 @@ def _chosen(names: Iterable[str] | None) -> Iterator[Contract]:
         yield CONTRACTS[name]
 
 
-def selects(patterns: Iterable[str] | None, id: str) -> bool:
+def selects(patterns: Iterable[str] | None, name: str) -> bool:
     """Whether any pattern fits: a glob over the whole id, or without ``*`` and ``?`` a part of it."""
     if patterns is None:
         return True
-    return any(matches(p, id) if set("*?") & set(p) else p in id for p in patterns)
+    return any(matches(p, name) if set("*?") & set(p) else p in name for p in patterns)

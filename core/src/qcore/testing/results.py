@@ -31,9 +31,9 @@ class Result:
     """The outcome of one case or one law.
 
     **Fields:** ``id``: e.g. ``linear[w4a16-bfloat16-k-odd]`` or ``compile[linear-w4a16]``; ``law``: the law that was
-    checked, or for a failed case the one that it broke; ``contract``, ``scheme``: empty for laws on the plugin as a whole;
-    ``outcome``; ``reason``: empty where it passed; ``kernels``: those that were offered; ``worst``: error / allowed error
-    of the worst element; ``seconds``.
+    checked, or for a failed case the one that it broke; ``contract``, ``scheme``: empty for laws on the plugin as a
+    whole; ``outcome``; ``reason``: empty where it passed; ``kernels``: those that were offered; ``worst``: error /
+    allowed error of the worst element; ``seconds``.
     """
 
     id: str

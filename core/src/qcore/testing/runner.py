@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import datetime as dt
 import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,10 +40,19 @@ def fresh_seed() -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No gradients and no warnings: what a kernel warns of is not the kit's subject, and must not become an error."""
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """No gradients and no warnings: what a kernel warns of is not the kit's subject, and must not become an error.
+
+    One thread: waking others costs more than these small problems take, ten times more on a busy machine. `run_watched`
+    gives kernels all of them where the problem is large enough to use them.
+    """
+    before = torch.get_num_threads()
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.set_num_threads(1)
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Kit:
@@ -78,6 +90,14 @@ class Kit:
         self.results.append(result)
         return result
 
+    def adopt(self, results: Iterable[Result]) -> None:
+        """Take over what other processes found out about the cases."""
+        by_id = {result.id: result for result in results}
+        self.results += [by_id[case.id] for case in self.cases]
+        for result in self.results:
+            if result.outcome is Outcome.GAP:
+                self.gaps.used(result.id)
+
     def run_law(self, item: LawItem) -> Result:
         """Check one law."""
         with quiet():
@@ -111,7 +131,7 @@ class Kit:
             laws += [self.gaps_result()] if self.gaps.known else []
         else:
             laws = [self.status_result()] if status.broken else []
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        now = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
         return Certificate(
             target.name, status.dist, status.version, str(status.state), status.reason, str(target.device),
             status.device, status.driver, __version__, torch.__version__, self.seed, now,
@@ -158,18 +178,34 @@ def run(
     - ``jobs``: processes that share the cases.
     - ``progress``: called with (steps done, steps in all, id of the next).
 
-    Raises `ConformanceError` for an unknown plugin, contract or a list of gaps that cannot be read. A plugin that is broken
-    or not available here gives a certificate that says so.
+    Raises `ConformanceError` for an unknown plugin or contract, or a list of gaps that cannot be read. A plugin that is
+    broken or not available here gives a certificate that says so.
     """
-    del jobs
-    kit = Kit(backend, device=device, seed=seed, schemes=schemes, contracts=contracts, select=select, gaps=gaps)
-    if kit.target.available:
-        total = len(kit.cases) + len(kit.laws)
-        tell = progress or (lambda _done, _total, _id: None)
-        for done, case in enumerate(kit.cases):
-            tell(done, total, case.id)
-            kit.run_case(Question(case, kit.seed))
-        for done, item in enumerate(kit.laws, len(kit.cases)):
-            tell(done, total, item.id)
-            kit.run_law(item)
+    limits = {"schemes": schemes, "contracts": contracts, "select": select}
+    chosen = {name: value if isinstance(value, str) else value and tuple(value) for name, value in limits.items()}
+    kit = Kit(backend, device=device, seed=seed, gaps=gaps, **chosen)
+    if not kit.target.available:
+        return kit.certificate()
+    tell, total = progress or (lambda _done, _total, _name: None), len(kit.cases) + len(kit.laws)
+    if jobs > 1:
+        arguments = {"backend": backend, "device": str(kit.target.device), "seed": kit.seed, "gaps": gaps, **chosen}
+        kit.adopt(_shared(arguments, jobs))
+    for done, case in enumerate(kit.cases if jobs <= 1 else ()):
+        tell(done, total, case.id)
+        kit.run_case(Question(case, kit.seed))
+    for done, item in enumerate(kit.laws, len(kit.cases)):
+        tell(done, total, item.id)
+        kit.run_law(item)
     return kit.certificate()
+
+
+def _shared(arguments: dict[str, Any], jobs: int) -> list[Result]:
+    """Run the cases in processes of their own; new interpreters, because not every device's stack survives a fork."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        parts = list(pool.map(_part, [arguments] * jobs, range(jobs), [jobs] * jobs))
+    return [result for part in parts for result in part]
+
+
+def _part(arguments: dict[str, Any], index: int, jobs: int) -> list[Result]:
+    kit = Kit(**arguments)
+    return [kit.run_case(Question(case, kit.seed)) for case in kit.cases[index::jobs]]

@@ -1,8 +1,8 @@
 """Watching a kernel run: whether it hands its work back to qcore, and which ops it dispatches.
 
-A kernel of a plugin that calls `qcore.linear`, resolves, or runs a kernel of the built-in fallback would pass every test
-of its numbers without having computed any. Whatever way it got hold of those functions, running them enters their code,
-which a profile function sees.
+A kernel of a plugin that calls `qcore.linear`, resolves, or runs a kernel of the built-in fallback would pass every
+test of its numbers without having computed any. Whatever way it got hold of those functions, running them enters
+their code, which a profile function sees.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self
 
 _HOUSE = str(Path(__file__).resolve().parents[1])
 _FORBIDDEN_MODULES = ("resolver.py", "functional.py", "binding.py", "ops.py", "model.py")
 _KERNEL_METHODS = ("__call__", "run", "qcore_linear", "qcore_conv2d", "qcore_embedding")
-_OWN = ("aten", "prim", "prims", "quantized", "onednn", "mkldnn", "mkldnn_prepacked", "inductor", "higher_order", "rngprims",
-        "debugprims", "_c10d_functional", "c10d", "c10d_functional", "profiler", "xnnpack", "_quantized", "qcore",
-        "quantized_decomposed", "torchvision", "sparse", "static_runtime", "symm_mem", "fsdp", "cuda", "mkl", "mps",
-        "tensorexpr", "_test", "streams")  # fmt: skip
+_TORCH = frozenset((
+    "_c10d_functional", "_quantized", "_test", "aten", "c10d", "c10d_functional", "cuda", "debugprims", "fsdp",
+    "higher_order", "inductor", "mkl", "mkldnn", "mkldnn_prepacked", "mps", "onednn", "prim", "prims", "profiler",
+    "qcore", "quantized", "quantized_decomposed", "rngprims", "sparse", "static_runtime", "streams", "symm_mem",
+    "tensorexpr", "torchvision", "xnnpack",
+))  # fmt: skip
+"""Namespaces of ops that torch registers, and qcore's own."""
 
 
 class Watch:
@@ -32,16 +36,18 @@ class Watch:
         self._known: dict[CodeType, bool] = {}
         self.entered: list[str] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         self.entered = []
         self._before = sys.getprofile()
         threading.setprofile(self._see)
         sys.setprofile(self._see)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         sys.setprofile(self._before)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
     def _see(self, frame: FrameType, event: str, _argument: object) -> None:
         if event != "call":
@@ -62,14 +68,23 @@ class Watch:
         return parts[0] in _FORBIDDEN_MODULES or parts[0] == "nn"
 
 
-class OwnOps(TorchDispatchMode):
+class OwnOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects the calls of ops that are not torch's: those a plugin registered."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace not in _OWN:
+        if func.namespace not in _TORCH:
             self.calls.setdefault(func, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def watching(self, call: Any) -> Any:
+        """``call``, collected from whenever it runs."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return call(*args, **kwargs)
+
+        return watched

@@ -1,0 +1,135 @@
+"""``python -m qcore.testing.matrix``: the kit for every installed plugin, in one table.
+
+Fails where anything fails, where a plugin is broken, or where one that is required is not available.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..decision import format_table
+from ..plugins import registry
+from .cells import SYMBOLS, Cell, families, law_cell, laws, scheme_cell
+from .certificate import Certificate
+from .page import render
+from .questions import Question, cases
+from .results import Outcome, summary_line
+from .runner import Kit, fresh_seed
+
+_QUICK = 8
+"""With --quick, one case in this many runs: always the same ones."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    seed = fresh_seed() if options.seed is None else options.seed
+    print(f"qcore conformance matrix, seed {seed} (repeat it with --seed {seed})", flush=True)
+    certificates = certify(options.plugin or _installed(), seed, quick=options.quick)
+    _write(certificates, seed, options)
+    print("\n".join(_report(certificates)))
+    missing = [name for name in options.require if not _is_here(name, certificates)]
+    for name in missing:
+        print(f"REQUIRED {name} is missing: {_why_missing(name, certificates)}")
+    passed, failed, skipped = _totals(certificates)
+    print(summary_line(passed, failed + len(missing), skipped))
+    return 1 if failed or missing else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m qcore.testing.matrix", description=__doc__)
+    parser.add_argument("plugin", nargs="*", help="only these plugins (default: every one installed)")
+    parser.add_argument(
+        "--require", action="append", default=[], metavar="NAME", help="fail where NAME is not available"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every result")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the matrix as a page")
+    parser.add_argument("--seed", type=int, help="of the random inputs (default: a fresh one)")
+    parser.add_argument("--quick", action="store_true", help="one case in eight, and no compilation")
+    return parser
+
+
+def _installed() -> list[str]:
+    return list(registry.entries())
+
+
+def certify(names: Iterable[str], seed: int, *, quick: bool = False) -> list[Certificate]:
+    """A certificate per plugin. Each case is built, and its answer computed, once for all of them."""
+    kits = [Kit(name, seed=seed) for name in names]
+    here = [kit for kit in kits if kit.target.available]
+    for case in cases() if here else ():
+        if not quick or zlib.crc32(case.id.encode()) % _QUICK == 0:
+            question = Question(case, seed)
+            for kit in here:
+                kit.run_case(question)
+    for kit in here:
+        kit.complete = not quick
+        for item in kit.laws:
+            if not (quick and item.law.sparse):
+                kit.run_law(item)
+        print(f"  {kit.target.name}: {kit.certificate().closing()}", flush=True)
+    return [kit.certificate() for kit in kits]
+
+
+def _write(certificates: Sequence[Certificate], seed: int, options: argparse.Namespace) -> None:
+    if options.json:
+        content = {"seed": seed, "certificates": [certificate.to_json() for certificate in certificates]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if options.html:
+        options.html.write_text(render(certificates), encoding="utf-8")
+
+
+def _report(certificates: Sequence[Certificate]) -> list[str]:
+    """Plugins, the table, the laws, the failures."""
+    header = ("contract", "scheme", *(certificate.backend for certificate in certificates))
+    rows = [
+        (contract, scheme, *(_text(scheme_cell(certificate, contract, scheme)) for certificate in certificates))
+        for contract, scheme in families(certificates)
+    ]
+    kept = [("law", law, *(_text(law_cell(c, law), law=True) for c in certificates)) for law in laws(certificates)]
+    failures = [f"FAILED {c.backend} {result.id}: {result.reason}" for c in certificates for result in c.failures[:20]]
+    about = [line for certificate in certificates for line in _about(certificate)]
+    return ["", *about, "", *format_table(header, [*rows, *kept]), "", *failures]
+
+
+def _about(certificate: Certificate) -> list[str]:
+    lines = [certificate.header()[0]]
+    return lines if certificate.available else [*lines, f"  {certificate.state}: {certificate.reason}"]
+
+
+def _text(cell: Cell, *, law: bool = False) -> str:
+    shown = f"{SYMBOLS[cell.state]} {cell.state if law else cell.text}"
+    why = cell.lines[0] if cell.lines and cell.state in ("refused", "unavailable", "skipped") else ""
+    why = why.removeprefix(f"{cell.state}: ")
+    return f"{shown} {cell.count}".rstrip() + (f": {_short(why)}" if why else "")
+
+
+def _short(text: str, most: int = 60) -> str:
+    line = text.split("\n", maxsplit=1)[0]
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def _totals(certificates: Sequence[Certificate]) -> tuple[int, int, int]:
+    """Cases and laws passed, failed, and neither; a plugin that is not here counts as one skipped."""
+    passed = sum(c.counts[Outcome.PASSED] for c in certificates)
+    failed = sum(c.counts[Outcome.FAILED] for c in certificates)
+    total = sum(c.counts.total() if c.available or c.broken else 1 for c in certificates)
+    return passed, failed, total - passed - failed
+
+
+def _is_here(name: str, certificates: Sequence[Certificate]) -> bool:
+    return any(c.backend == name and c.available for c in certificates)
+
+
+def _why_missing(name: str, certificates: Sequence[Certificate]) -> str:
+    found = next((c for c in certificates if c.backend == name), None)
+    return f"{found.state}: {found.reason}" if found else f"it is not installed; pip install qcore-{name}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
