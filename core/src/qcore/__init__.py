@@ -8,7 +8,7 @@ from typing import Any as _Any
 import torch as _torch
 
 from . import hookspecs, nn
-from . import ops as _ops
+from . import ops as _ops  # noqa: F401 - registers torch.ops.qcore
 from ._version import __version__
 from .activations import DynamicInt8, OutputInt8, StaticInt8
 from .contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
@@ -23,7 +23,8 @@ from .errors import (
     UnsupportedError,
 )
 from .explain import explain
-from .formats import PLAIN, PLAIN_INT32, Format, Layout, ZeroPoint, find_layout, grouped_int4
+from .formats import PLAIN, PLAIN_INT32, Format, Layout, ZeroPoint, grouped_int4
+from .formats import find_layout as _find_layout
 from .functional import conv2d, embedding, linear
 from .hookspecs import hookimpl
 from .kernels import EMULATED, FALLBACK, NATIVE, OFFLOAD, Available, Kernel, Offer, Rank, Refusal, Unavailable
@@ -103,4 +104,4 @@ def __getattr__(name: str) -> _Any:
 
 
 # What torch.load(weights_only=True) may build: a QTensor and what it is made of.
-_torch.serialization.add_safe_globals([QTensor, Format, ZeroPoint, find_layout, _torch.Size])
+_torch.serialization.add_safe_globals([QTensor, Format, ZeroPoint, _find_layout, _torch.Size])

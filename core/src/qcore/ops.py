@@ -64,7 +64,12 @@ def _run(
 ) -> Tensor:
     out = torch.int8 if output else out_dtype or x.dtype
     sizes = (*shape, None, fmt, activation, output, bias is not None, False)
-    return entry.run(LinearRequest(x.device, x.dtype, out, *sizes), x, bias, given)
+    return _plain(entry.run(LinearRequest(x.device, x.dtype, out, *sizes), x, bias, given))
+
+
+def _plain(result: Tensor) -> Tensor:
+    # The strides of an op's result are part of what its fake promises; those of a kernel's are not.
+    return result.contiguous()
 
 
 # xla::quantized_matmul
@@ -285,7 +290,7 @@ def conv2d_q8csw(x: Tensor, weights: Tensor, weight_scales: Tensor, bias: Tensor
     After bias: kernel_size, stride, padding, dilation (each of one or two ints) and groups.
     """
     request = _conv_request("conv2d_q8csw", x, weights, weight_scales, None, bias, None, geometry)
-    return _q8csw_entry(weights, weight_scales).run(request, x, bias, {})
+    return _plain(_q8csw_entry(weights, weight_scales).run(request, x, bias, {}))
 
 
 def _fake_conv2d_q8ta_q8csw(
@@ -312,7 +317,7 @@ def conv2d_q8ta_q8csw(
     """Convolution with x quantized per tensor to -128..127, int32 accumulation; else as `conv2d_q8csw`."""
     activation = StaticInt8(input_scale, input_zero_point)
     request = _conv_request("conv2d_q8ta_q8csw", x, weights, weight_scales, weight_sums, bias, activation, geometry)
-    return _q8csw_entry(weights, weight_scales).run(request, x, bias, {})
+    return _plain(_q8csw_entry(weights, weight_scales).run(request, x, bias, {}))
 
 
 # ExecuTorch Vulkan: int8 activations per token, grouped int4 weights
@@ -466,4 +471,4 @@ def embedding_q4gsw(
 
     entry = _entry((weight, weight_scales), ("q4gsw", group_size, is_linear_weight), build)
     request = EmbeddingRequest(weight.device, _scale(weight_scales).dtype, v, d, fmt)
-    return entry.run(request, indices, None, {})
+    return _plain(entry.run(request, indices, None, {}))
