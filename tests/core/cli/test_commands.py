@@ -35,6 +35,7 @@ def test_the_table_names_every_command():
     assert [command.NAME for command in app._COMMANDS] == list(COMMANDS)
 
 
+@pytest.mark.slow
 def test_every_command_in_a_process_of_its_own(spawn, model):
     lines = []
     for name, (arguments, _, _) in COMMANDS.items():

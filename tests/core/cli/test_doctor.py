@@ -42,6 +42,7 @@ def every_kind(install):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_every_plugin_broken(spawn, every_kind, tmp_path):
     settings = {"QCORE_DISABLE": "off", "QCORE_BACKENDS": "goood", "PYTHONPATH": every_kind}
     (done,) = spawn(["doctor", "--timeout", "2", "--jobs", "3", "--json"], **settings)

@@ -120,6 +120,7 @@ def test_generated_package_is_found(scratch):
     assert (found["state"], found["dist"], found["device"]) == ("available", "qcore-acme", "CPU")
 
 
+@pytest.mark.slow
 def test_generated_package_passes_the_kit(scratch):
     done = in_scratch(scratch, "qcore", "conformance", "acme", "--json", "--output", "c.json", "--html", "c.html")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -132,6 +133,7 @@ def test_generated_package_passes_the_kit(scratch):
     assert "acme" in (folder / "c.html").read_text()
 
 
+@pytest.mark.slow
 def test_generated_package_passes_its_own_tests(scratch):
     done = in_scratch(scratch, "pytest", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout + done.stderr
