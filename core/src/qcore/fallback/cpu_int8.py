@@ -14,13 +14,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..activations import INT8_MAX, INT8_MIN, Activation, DynamicInt8, dynamic_parameters
+from ..activations import DynamicInt8
 from ..contracts import LinearRequest
 from ..formats import ZeroPoint
 from ..kernels import Packed, RowsKernel
 from ..qtensor import QTensor
 from . import onednn
-from .integer import Given, Parameter, finish, parameters
+from .codes import digit_rows, one_token, quantized, unsigned, whole_numbers
+from .integer import Given, finish
 from .weights import check_weight
 
 _MOST_ROWS = 1024
@@ -102,7 +103,7 @@ class CpuInt8Activations(CpuInt8):
         assert self.activation is not None
         values, scale, zero = quantized(self.activation, x, given)
         sums = self._sums(values, packed)
-        y = self._product(_unsigned(values), packed)
+        y = self._product(unsigned(values), packed)
         if sums is not None:
             y = y.addmm_(sums, packed["added"])
         if isinstance(zero, Tensor):
@@ -121,12 +122,12 @@ class CpuOneScale(CpuInt8Activations):
         if torch.compiler.is_compiling() or type(x) is not Tensor or (dynamic and x.shape[0] > 1):
             return super()._rows(x, packed, bias, given)
         assert self.activation is not None
-        values, scale, zero = _one_token(x) if dynamic else quantized(self.activation, x, given)
+        values, scale, zero = one_token(x) if dynamic else quantized(self.activation, x, given)
         assert isinstance(scale, float)
         bias = None if bias is None else bias.float()
         weight, weight_scale = packed["weight_0"], _scale32(packed)[0]
         return onednn.product_scaled(
-            _unsigned(values), scale, int(zero or 0), weight, weight_scale, bias, self.out_dtype
+            unsigned(values), scale, int(zero or 0), weight, weight_scale, bias, self.out_dtype
         )
 
 
@@ -139,8 +140,7 @@ class CpuFloatActivations(CpuInt8):
 
     def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
         values, scale = whole_numbers(x, 8 * self.digits - 2)
-        y = self._product(digit_rows(values, self.digits), packed)
-        parts = y.view(self.digits, x.shape[0], self.n)
+        parts = self._product(digit_rows(values, self.digits), packed).view(self.digits, x.shape[0], self.n)
         y = parts[0]
         for i in range(1, self.digits):
             y = y.add_(parts[i], alpha=256.0**i)
@@ -148,63 +148,6 @@ class CpuFloatActivations(CpuInt8):
         if sums is not None:
             y = y.addmm_(sums, packed["added"])
         return finish(y, scale, bias, None, self.out_dtype, given)
-
-
-def quantized(activation: Activation, x: Tensor, given: Given) -> tuple[Tensor, Parameter, Parameter | None]:
-    """Codes of x ``(M, K)`` as float32, their scale and zero point (None where there is none)."""
-    values = x.float()
-    scale: Parameter
-    zero: Parameter | None
-    if isinstance(activation, DynamicInt8):
-        scale, zero = dynamic_parameters(values, activation.symmetric)
-    else:
-        scale, zero = parameters(activation, given, "x")
-    if x.dtype == torch.int8:
-        return values, scale, zero
-    values = (values / scale if values is x else values.div_(scale)).round_()
-    if zero is None:
-        return values, scale, zero  # at most 127 by construction
-    return values.add_(zero).clamp_(INT8_MIN, INT8_MAX), scale, zero
-
-
-def _one_token(x: Tensor) -> tuple[Tensor, float, float]:
-    """`quantized` for a single row, symmetric: the scale as a number saves a dozen small ops."""
-    values = x.float()
-    largest = float(values.abs().amax())
-    scale = max(largest / INT8_MAX, torch.finfo(torch.float32).smallest_normal) if largest else 1.0
-    return (values / scale).round_(), scale, 0.0
-
-
-def _unsigned(codes: Tensor) -> Tensor:
-    """Codes as float32 to uint8, plus 128: flipping the top bit adds it. Through int8, which is a fast conversion."""
-    return codes.to(torch.int8).view(torch.uint8).bitwise_xor_(onednn.OFFSET)
-
-
-def whole_numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """``x = values * scale`` per row: values are whole numbers up to ``2**bits`` in float32, the scale a power of two.
-
-    bfloat16 values are exact as long as they are above ``2**(8 - bits)`` of the row's largest; smaller ones err by at
-    most ``2**-bits`` of it. A row that holds NaN or Inf gets the scale NaN.
-    """
-    values = x.float()
-    largest = values.abs().amax(-1, keepdim=True)
-    exponent = torch.frexp(largest).exponent.clamp_(-96, 128)
-    one = torch.ones_like(largest)
-    up, down = torch.ldexp(one, bits - exponent), torch.ldexp(one, exponent - bits)
-    values = values * up if values is x else values.mul_(up)
-    return values.round_(), down + (largest - largest)
-
-
-def digit_rows(values: Tensor, digits: int) -> Tensor:
-    """Whole numbers ``(M, K)`` to rows of signed base-256 digits, lowest first: uint8 ``(digits * M, K)``, each + 128.
-
-    Adding 128 to every digit at once turns signed digits into the bytes of an unsigned number.
-    """
-    shifted = values.to(torch.int32) + _SHIFTS[digits]
-    return torch.cat([(shifted >> 8 * i).to(torch.uint8) for i in range(digits)])
-
-
-_SHIFTS = {3: 0x808080, 4: 0x80808080 - (1 << 32)}
 
 
 def _scale32(packed: Packed) -> Tensor:
