@@ -46,7 +46,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=15.0, help="time for the latencies of each batch size")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time for the latencies of each batch size")
     parser.add_argument("--quick", dest="seconds", action="store_const", const=1.0, help="the same as --seconds 1")
     return parser.parse_args()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from timing import medians
@@ -125,8 +125,13 @@ def quality(found: Tensor, expected: Tensor) -> Quality:
 def served_by(model: nn.Module) -> str:
     """How many layers each kernel of each plugin serves, in words."""
     layers = qcore.report(model).by_state("quantized")
-    counts = Counter((layer.plugin, layer.kernel) for layer in layers)
-    return ", ".join(f"{count} x {kernel} of {plugin}" for (plugin, kernel), count in counts.most_common())
+    plugins = dict.fromkeys(layer.plugin for layer in layers)
+    return "; ".join(f"{plugin}: {_kernels(layers, plugin)}" for plugin in plugins)
+
+
+def _kernels(layers: Iterable[Any], plugin: str) -> str:
+    counts = Counter(layer.kernel for layer in layers if layer.plugin == plugin)
+    return ", ".join(f"{count} x {kernel}" for kernel, count in counts.most_common())
 
 
 def left_in_float(model: nn.Module) -> tuple[str, ...]:

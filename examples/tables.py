@@ -14,7 +14,7 @@ def quality_table(outcomes: Iterable[Outcome], half: Quality, count: int) -> Tab
     """Size and closeness to float32 of every scheme; ``half``: of the model in bf16, not quantized."""
     table = Table(
         title=f"{count} sentences, embedded by a fresh model that loaded the checkpoint",
-        caption="size: of the checkpoint against the float32 file; cosine, top-1, top-5: against the float32 model;\n"
+        caption="size: checkpoint / float32 file; cosine, top-1, top-5: agreement with the float32 model;\n"
         "pairs: sentences whose nearest neighbour is their paraphrase",
     )
     table.add_column("scheme", min_width=22)
@@ -34,7 +34,7 @@ def _quality_cells(found: Quality) -> list[str]:
 def kernel_table(models: Mapping[tuple[str, str], nn.Module]) -> Table:
     """Which plugin and kernel serve how many layers of the models, keyed by scheme and dtype."""
     table = Table(title="who served, from qcore.report(model)")
-    for name in ("scheme", "computes in", "layers x kernel of plugin"):
+    for name in ("scheme", "computes in", "plugin: layers x kernel"):
         table.add_column(name)
     for (scheme, dtype), model in models.items():
         if scheme:
