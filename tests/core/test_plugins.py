@@ -7,7 +7,7 @@ import textwrap
 import threading
 import time
 import warnings
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -193,7 +193,7 @@ def test_a_broken_device_is_one_warning():
 def test_a_probe_that_ended_an_earlier_process_is_not_run_again():
     plugins_code = """
         import os
-        from types import ModuleType, SimpleNamespace
+        from types import ModuleType
         import qcore
         from qcore.plugins import Registry, _Entry
         plugin = ModuleType("plugin")
@@ -309,24 +309,35 @@ class _Point:
         self.load = lambda: None
 
 
-class _Nameless:
-    @property
-    def name(self):
+class _Dist:
+    def __init__(self, **files):
+        self.files = files
+
+    def read_text(self, name):
+        return self.files.get(name)
+
+
+class _HalfRemoved:
+    def read_text(self, name):
         raise TypeError("no metadata")
 
 
 def test_scanning_takes_every_version_of_the_group_and_no_other(monkeypatch):
-    dist = SimpleNamespace(name="d", version="2")
+    dist = _Dist(METADATA="Metadata-Version: 2.4\nName: d\nVersion: 2\nSummary: x\n\nName: not this\n")
+    older = _Dist(**{"PKG-INFO": "Name: egg\nVersion: 1.0\n"})
     points = [
         _Point("new", NEXT_GROUP, dist),
         _Point("other", "console_scripts", dist),
         _Point("ours", "qcore.plugins.v1", dist),
-        _Point("half", "qcore.plugins.v1", _Nameless()),
+        _Point("half", "qcore.plugins.v1", _HalfRemoved()),
+        _Point("egg", "qcore.plugins.v1", older),
+        _Point("empty", "qcore.plugins.v1", _Dist()),
         _Point("none", "qcore.plugins.v1", None),
     ]
     monkeypatch.setattr("importlib_metadata.entry_points", lambda: points)
     found = [(item.name, item.dist, item.version) for item in plugins._scan()]
-    assert found == [("half", "?", "?"), ("none", "?", "?"), ("ours", "d", "2"), ("new", "d", "2")]
+    unknown = [(name, "?", "?") for name in ("empty", "half", "none")]
+    assert found == [*unknown, ("ours", "d", "2"), ("egg", "egg", "1.0"), ("new", "d", "2")]
 
 
 def test_a_failed_scan_is_tried_again(monkeypatch):

@@ -7,6 +7,7 @@ imported before the first resolve or listing, and plugins that are disabled are 
 from __future__ import annotations
 
 import enum
+import re
 import threading
 import time
 import warnings
@@ -343,9 +344,12 @@ def _scan() -> list[_Entry]:
 def _provider(point: Any) -> tuple[str, str]:
     """Name and version of the distribution behind an entry point."""
     try:
-        return str(point.dist.name), str(point.dist.version)
+        # Two lines are wanted: asking for dist.name would import an e-mail parser first.
+        head = (point.dist.read_text("METADATA") or point.dist.read_text("PKG-INFO") or "").partition("\n\n")[0]
     except Exception:  # noqa: BLE001 - half-removed installations raise in many ways
-        return "?", "?"
+        head = ""
+    found = dict(re.findall(r"^(Name|Version):\s*(\S+)", head, re.MULTILINE))
+    return found.get("Name", "?"), found.get("Version", "?")
 
 
 registry = Registry()
