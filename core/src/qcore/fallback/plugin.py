@@ -9,7 +9,7 @@ import torch
 from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
 from ..hookspecs import hookimpl
 from ..kernels import FALLBACK, Available, Offer
-from . import cpu_int8, cpu_int8pack, cpu_w4a16
+from . import cpu_conv2d, cpu_int8, cpu_int8pack, cpu_w4a16
 from .embedding import PlainEmbedding
 from .plain_conv2d import PlainConv2d
 from .plain_linear import PlainLinear
@@ -32,7 +32,7 @@ def qcore_linear(request: LinearRequest) -> list[Offer]:
 
 @hookimpl
 def qcore_conv2d(request: Conv2dRequest) -> list[Offer]:
-    """Plain torch ops."""
+    """An int8 convolution of oneDNN where it is right, then plain torch ops."""
     return list(_conv2d(request))
 
 
@@ -59,4 +59,5 @@ def _linear(request: LinearRequest) -> tuple[Offer, ...]:
 
 @lru_cache(maxsize=1024)
 def _conv2d(request: Conv2dRequest) -> tuple[Offer, ...]:
-    return (Offer(PlainConv2d(request), FALLBACK, _NOTE),)
+    plain, fast = Offer(PlainConv2d(request), FALLBACK, _NOTE), cpu_conv2d.kernel(request)
+    return (plain,) if fast is None else (Offer(fast, FALLBACK + 10, "oneDNN int8 convolution, exact"), plain)

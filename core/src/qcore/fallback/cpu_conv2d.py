@@ -1,0 +1,128 @@
+"""``torch.cpu.conv2d``: static int8 activations and per-channel weights through ``onednn::qconv_pointwise``.
+
+As in `onednn`: activations are uint8 = code + 128, and a CPU on which the op saturates is found out beforehand. Padding
+has the value 0 there, whatever the zero point, which is what the contract says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..activations import StaticInt8
+from ..contracts import Conv2dRequest
+from ..formats import ZeroPoint
+from ..kernels import Kernel, Packed
+from ..qtensor import QTensor
+from .codes import quantized, unsigned
+from .integer import finish
+from .onednn import OFFSET
+from .ops import op
+from .plain_conv2d import check_image
+from .weights import check_weight
+
+
+class CpuConv2d(Kernel):
+    """One activation scale, symmetric per-channel int4 or int8 weights; a float or an int8 result.
+
+    Packed: ``weight``: the prepacked codes; ``scale``: as it is; ``scale32`` ``(OC,)`` float32.
+    """
+
+    name = "torch.cpu.conv2d"
+
+    def __init__(self, request: Conv2dRequest) -> None:
+        self.request, self.n, self.k = request, request.n, request.k
+        self._traced = op(int8_conv2d, _fake)  # here, because a trace cannot register it
+        # The op rounds to bfloat16 itself; what it cannot write is made from float32.
+        self.direct = request.out_dtype if request.out_dtype == torch.bfloat16 else torch.float32
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        check_weight(self.name, weight, self.request.weight, self.n, self.k)
+        codes = weight.codes().view(self.n, *self.request.kernel_size, -1).permute(0, 3, 1, 2)
+        scale = weight.scale[0].float()
+        return {"weight": _prepack(codes, scale, self.request), "scale": weight.scale, "scale32": scale}
+
+    def unpack(self, packed: Packed) -> QTensor:
+        codes = packed["weight"].to_dense().permute(0, 2, 3, 1).reshape(self.n, self.k)
+        return QTensor.from_codes(codes, packed["scale"], None, self.request.weight)
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
+        """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
+        r = self.request
+        check_image(self.name, x, r)
+        assert isinstance(r.activation, StaticInt8)
+        values, scale, zero = quantized(r.activation, x, {})
+        assert isinstance(scale, float)
+        assert isinstance(zero, float)
+        call = self._traced if torch.compiler.is_compiling() else int8_conv2d
+        bias = None if bias is None else bias.float()
+        geometry = (r.stride, r.padding, r.dilation, r.groups)
+        y = call(unsigned(values), scale, int(zero), packed["weight"], packed["scale32"], bias, *geometry, self.direct)
+        return y if r.out_dtype == self.direct else finish(y, 1.0, None, r.output, r.out_dtype, {})
+
+
+def int8_conv2d(
+    x: Tensor,
+    x_scale: float,
+    x_zero_point: int,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Convolve x ``(B, IC, H, W)`` uint8 with a prepacked weight, exactly, and round once to ``out_dtype``."""
+    geometry = (stride, padding, dilation, groups)
+    if not x.shape[0]:
+        return _fake(x, x_scale, x_zero_point, weight, scale, bias, *geometry, out_dtype)
+    none, zero = torch.zeros(scale.shape, dtype=torch.int32), x_zero_point + OFFSET
+    y = _convolve()(x, x_scale, zero, weight, scale, none, bias, *geometry, 1.0, 0, out_dtype, "none", [], "")
+    return y.contiguous(memory_format=torch.channels_last)
+
+
+def _fake(x: Tensor, _x_scale: float, _zero: int, weight: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+    _bias, stride, padding, dilation, _groups, out_dtype = rest
+    sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    oh, ow = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
+    return scale.new_empty(x.shape[0], oh, ow, scale.shape[0], dtype=out_dtype).permute(0, 3, 1, 2)
+
+
+def _prepack(codes: Tensor, scale: Tensor, request: Conv2dRequest) -> Tensor:
+    geometry = (request.stride, request.padding, request.dilation, request.groups)
+    packed: Tensor = torch.ops.onednn.qconv_prepack(codes.contiguous(), scale, 1.0, OFFSET, *geometry, None)
+    return packed
+
+
+@lru_cache(maxsize=1)
+def _convolve() -> Callable[..., Tensor]:
+    return torch.ops.onednn.qconv_pointwise.default
+
+
+@lru_cache(maxsize=4)
+def is_exact(weight_bits: int) -> bool:
+    """Whether the op is here and gets the most extreme codes right on this CPU."""
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qconv_pointwise")):  # type: ignore[no-untyped-call]
+        return False
+    codes = torch.full((32, 32, 3, 3), (1 << (weight_bits - 1)) - 1, dtype=torch.int8)
+    x = torch.full((1, 32, 6, 6), 255, dtype=torch.uint8)
+    one, geometry = torch.ones(32), ((1, 1), (1, 1), (1, 1), 1)
+    packed = torch.ops.onednn.qconv_prepack(codes, one, 1.0, OFFSET, *geometry, None)
+    expected = F.conv2d(x.double() - OFFSET, codes.double(), padding=1)
+    return torch.equal(int8_conv2d(x, 1.0, 0, packed, one, None, *geometry, torch.float32).double(), expected)
+
+
+def kernel(request: Conv2dRequest) -> CpuConv2d | None:
+    """The kernel for ``request``, None where there is none."""
+    fmt, activation = request.weight, request.activation
+    one_scale = fmt.groups(request.k) == 1 and fmt.zero is ZeroPoint.NONE
+    if request.device.type != "cpu" or not one_scale or not isinstance(activation, StaticInt8):
+        return None
+    return CpuConv2d(request) if request.k and is_exact(fmt.bits) else None
