@@ -10,13 +10,15 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from ..contracts import Case, Problem
 from ..kernels import Kernel
+from ..plugins import Guarded
 from ..schemes import Scheme
-from .check import BrokenLawError, packed_and_back
+from .check import BrokenLawError, first_lines, packed_and_back
 from .questions import Question
 from .results import Outcome, Result
 from .target import Target
@@ -162,6 +164,8 @@ def check_law(target: Target, samples: Samples, item: LawItem) -> Result:
         outcome, reason = Outcome.SKIPPED, str(skip)
     except BrokenLawError as broken:
         outcome, reason = Outcome.FAILED, broken.fault.text
+    except Guarded as error:  # an accelerator may report an error only when its result is fetched
+        outcome, reason = Outcome.FAILED, f"raised {type(error).__name__}: {first_lines(error)}"
     seconds = time.perf_counter() - start
     return Result(item.id, item.law.name, item.contract, item.scheme, outcome, reason, seconds=seconds)
 
@@ -174,9 +178,25 @@ def _apply(target: Target, samples: Samples, item: LawItem) -> None:
     sample = samples.get(item.contract, item.scheme)
     if law.scheme is not None:
         law.scheme(target, sample)
-    for kernel, packed in zip(sample.kernels, sample.packs, strict=True):
-        if law.kernel is not None:
-            law.kernel(target, sample, kernel, packed)
+    if law.kernel is not None:
+        _apply_to_kernels(target, sample, law.kernel)
+
+
+def _apply_to_kernels(target: Target, sample: Sample, check: KernelLaw) -> None:
+    """Check every kernel; the law is skipped only where none of them can be tried."""
+    skipped = [
+        _skipped(partial(check, target, sample, *pair)) for pair in zip(sample.kernels, sample.packs, strict=True)
+    ]
+    if skipped and all(skipped):
+        raise NotHereError(skipped[0])
+
+
+def _skipped(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except NotHereError as skip:
+        return str(skip)
+    return ""
 
 
 def everywhere(results: Sequence[Result]) -> list[Result]:

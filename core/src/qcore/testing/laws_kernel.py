@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .. import nn, settings
 from ..contracts import Problem
@@ -79,7 +80,9 @@ def opcheck(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
 
 def _check_ops(law: str, kernel: Kernel, seen: OwnOps) -> None:
     for op, (args, kwargs) in seen.calls.items():
-        _guard(law, f"{kernel.name}: opcheck of {op}", partial(torch.library.opcheck, op, args, kwargs))
+        # It reads the storage of its arguments, which oneDNN's packed weights do not have.
+        if not any(isinstance(arg, Tensor) and arg.layout is not torch.strided for arg in tree_leaves(args)):
+            _guard(law, f"{kernel.name}: opcheck of {op}", partial(torch.library.opcheck, op, args, kwargs))
 
 
 def compiles(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:

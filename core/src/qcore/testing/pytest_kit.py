@@ -125,9 +125,15 @@ class KitPlugin:
 
 
 def _collect_suite(config: pytest.Config) -> None:
-    """Without paths on the command line the kit runs alone; with paths, beside them."""
-    named = config.args_source is pytest.Config.ArgsSource.ARGS
-    if not named:
+    """Asked for on the command line, the kit runs alone or beside the paths given.
+
+    Asked for by a project's own settings (addopts), it runs beside the project's tests, unless paths are given.
+    """
+    paths = config.args_source is pytest.Config.ArgsSource.ARGS
+    typed = any(str(arg).startswith("--qcore-backend") for arg in config.invocation_params.args)
+    if typed and not paths:
         config.args = [str(SUITE)]
-    elif not any(str(arg).startswith(_SUITE_MODULE) or str(arg) == str(SUITE) for arg in config.args):
+    elif typed == paths and not any(
+        str(arg).startswith(_SUITE_MODULE) or str(arg) == str(SUITE) for arg in config.args
+    ):
         config.args.append(str(SUITE))

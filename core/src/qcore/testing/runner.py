@@ -18,6 +18,7 @@ import torch
 
 from .._version import __version__
 from ..contracts import Case
+from ..errors import ConformanceError
 from . import laws_kernel, laws_plugin
 from .certificate import Certificate
 from .check import check_case
@@ -77,6 +78,7 @@ class Kit:
         self.cases: list[Case] = [case for case in every if selects(patterns, case.id)]
         self.samples = Samples(self.target, every, self.seed)
         self.laws: list[LawItem] = [i for i in law_items(LAWS, self.samples.families) if selects(patterns, i.id)]
+        _check_patterns(patterns, [*(case.id for case in self.cases), *(item.id for item in self.laws)])
         self.complete = all(limit is None for limit in (schemes, contracts, select))
         self.gaps = _gaps(self.target, gaps)
         self.results: list[Result] = []
@@ -145,6 +147,17 @@ class Kit:
             return Result("status[plugin]", "status", "", "", Outcome.PASSED)
         outcome = Outcome.FAILED if status.broken else Outcome.SKIPPED
         return Result("status[plugin]", "status", "", "", outcome, f"{status.state}: {status.reason}")
+
+
+def _check_patterns(patterns: Iterable[str] | None, chosen: Iterable[str]) -> None:
+    """A pattern that fits nothing is a mistake: what it meant to test would pass untested."""
+    names = list(chosen)
+    for pattern in patterns or ():
+        if not any(selects([pattern], name) for name in names):
+            raise ConformanceError(
+                f"{pattern!r} selects no case and no law.\n"
+                f"Ids look like linear[w4a16-bfloat16-k-odd] and compile[linear-w4a16]; write a part of one, or a glob."
+            )
 
 
 def _gaps(target: Target, given: str | Path | None) -> Gaps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,16 @@ class Target:
                 f"Install it into this environment, e.g. 'pip install -e .' in its folder."
             )
         self.name = name
-        # In a process of its own first: a probe that ends the process leaves a mark, and is not called in this one.
-        self.preflight: Preflight = preflight(name)
+        if registry.entries()[name].status is None:
+            # In a process of its own first: a probe that ends the process leaves a mark, and is not called in this one.
+            _ = self.preflight
         self.status: PluginStatus = registry.status(name)
         self.device = torch.device(device) if device is not None else self._own_device()
+
+    @cached_property
+    def preflight(self) -> Preflight:
+        """What importing and probing it in another process showed."""
+        return preflight(self.name)
 
     @property
     def available(self) -> bool:

@@ -1,0 +1,1 @@
+"""A complete third-party plugin that needs no hardware."""
