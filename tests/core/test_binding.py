@@ -94,8 +94,8 @@ def test_a_pack_that_raises_makes_way(add_kernel, weight, request_):
 def test_several_failures_in_a_row(add_kernel, weight, request_):
     for name in ("a", "b"):
         add_kernel(name, fault="call")
+    store = WeightStore(weight)
     with qcore.using(verify="off"), pytest.warns(QcoreWarning) as caught:
-        store = WeightStore(weight)
         bound, result = call_first(store, bind(store, request_), call)
     assert (bound.decision.plugin, bound.proven, len(caught)) == ("torch", True, 2)
     torch.testing.assert_close(result, X @ weight.dequantize().t(), atol=1e-4, rtol=1e-4)
@@ -130,7 +130,10 @@ def test_the_last_kernel_raises_its_own_error(monkeypatch, weight, request_):
 def test_a_named_plugin_fails_loudly(add_kernel, weight, request_, fault):
     add_kernel("mine", fault=fault)
     store = WeightStore(weight)
-    with qcore.using("mine,torch", verify="off"), pytest.raises(PluginError, match="'mine', which you asked for") as caught:
+    with (
+        qcore.using("mine,torch", verify="off"),
+        pytest.raises(PluginError, match="'mine', which you asked for") as caught,
+    ):
         call_first(store, bind(store, request_), call)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert qcore.resolve(request_, verify="off").plugin == "mine"

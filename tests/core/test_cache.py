@@ -60,7 +60,7 @@ def test_a_failed_write_leaves_nothing(monkeypatch):
 
 
 def test_a_mark_goes_when_the_block_ends():
-    with pytest.raises(ValueError, match="x"), _cache.crash_mark("work"):
+    with pytest.raises(ValueError, match="x"), _cache.crash_mark("work"):  # noqa: PT012 - the block is the subject
         assert _cache.read("running", "work")["pid"] == os.getpid()
         assert not _cache.crashed("work")
         raise ValueError("x")

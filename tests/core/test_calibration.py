@@ -29,7 +29,17 @@ X = torch.tensor([[-1.0, 0.0, 1.0, 3.0], [0.0, 0.5, 0.25, 0.0]])
 
 @pytest.mark.parametrize(
     "batches",
-    [[X], [(X,)], [[X]], [{"x": X}], [X, X / 2], iter([X]), lambda model: model(X), [(X / 2, 2.0)], [{"x": X / 2, "scale": 2.0}]],
+    [
+        [X],
+        [(X,)],
+        [[X]],
+        [{"x": X}],
+        [X, X / 2],
+        iter([X]),
+        lambda model: model(X),
+        [(X / 2, 2.0)],
+        [{"x": X / 2, "scale": 2.0}],
+    ],
     ids=["tensor", "tuple", "list", "mapping", "two", "iterator", "function", "positional", "keyword"],
 )
 def test_the_range_of_the_inputs_gives_the_numbers(batches):
@@ -87,5 +97,5 @@ def test_an_embedding_needs_no_calibration():
 
 
 def test_without_batches_the_error_says_what_to_pass():
-    with pytest.raises(FormatError, match="'w8a8-static' has static activations.*\nPass calibration=batches"):
+    with pytest.raises(FormatError, match=r"'w8a8-static' has static activations.*\nPass calibration=batches"):
         calibrate(Model(), {"fc": STATIC, "table": STATIC}, None)

@@ -35,7 +35,9 @@ def test_linear_with_dynamic_activations():
     qt, x = weight("int8"), torch.randn(5, 64)
     scale = x.abs().amax(1, keepdim=True) / 127
     expected = ((x / scale).round() * scale).double() @ qt.dequantize(torch.float64).t()
-    torch.testing.assert_close(qcore.linear(x, qt, activation=qcore.DynamicInt8()).double(), expected, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(
+        qcore.linear(x, qt, activation=qcore.DynamicInt8()).double(), expected, atol=1e-3, rtol=1e-4
+    )
 
 
 def test_linear_per_token_in_and_out():

@@ -108,7 +108,9 @@ def test_asymmetric_per_channel(n_bit, activation):
     assert cosine(y, x @ weight.t()) > 0.99
 
 
-@pytest.mark.parametrize(("size", "k", "n"), [(128, 256, 512), (256, 256, 128), (128, 512, 192), (64, 192, 64), (512, 512, 256)])
+@pytest.mark.parametrize(
+    ("size", "k", "n"), [(128, 256, 512), (256, 256, 128), (128, 512, 192), (64, 192, 64), (512, 512, 256)]
+)
 @pytest.mark.parametrize("n_bit", [4, 8])
 def test_larger_shapes(size, k, n, n_bit):
     weight, x = torch.randn(n, k), torch.randn(64, k)
@@ -307,7 +309,10 @@ def samples():
     table = torch.randint(0, 256, (10, 16), dtype=torch.uint8)
     yield "quantized_matmul", (x, w, scale, zero)
     yield "quantized_matmul", (x, bw, bscale, bzero, 2, False, True)
-    yield "bf16i4bf16_rowwise", (torch.randn(2, 8), torch.zeros(4, 4, dtype=torch.int8), torch.rand(2, 4), torch.rand(2, 4))
+    yield (
+        "bf16i4bf16_rowwise",
+        (torch.randn(2, 8), torch.zeros(4, 4, dtype=torch.int8), torch.rand(2, 4), torch.rand(2, 4)),
+    )
     yield "linear_q8csw", (x, w, scale, torch.randn(8))
     yield "linear_q8ta_q8csw", (x, 0.1, 3, w, None, scale)
     yield "conv2d_q8csw", (image, conv, torch.rand(6), *tail)
@@ -330,7 +335,11 @@ def test_opcheck_and_fakes(index):
 
 def test_every_op_has_a_sample_and_an_implementation_that_is_documented():
     names = {name for name, _ in samples()}
-    defined = {line.split("(")[0].split("::")[1] for line in torch._C._dispatch_get_all_op_names() if line.startswith("qcore::")}
+    defined = {
+        line.split("(")[0].split("::")[1]
+        for line in torch._C._dispatch_get_all_op_names()
+        if line.startswith("qcore::")
+    }
     assert names == defined
     assert all(inspect.getdoc(getattr(ops, name)) for name in names)
 
@@ -344,7 +353,9 @@ def test_compile_packs_once_and_keeps_one_graph():
         graphs.append(module)
         return module
 
-    compiled = torch.compile(lambda x: OPS.quantized_matmul(x, w, scale) * 2, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(
+        lambda x: OPS.quantized_matmul(x, w, scale) * 2, fullgraph=True, dynamic=True, backend=backend
+    )
     before = len(ops._cache)
     for rows in (2, 3, 7):
         x = torch.randn(rows, 64)
@@ -365,7 +376,9 @@ def test_a_weight_is_packed_once_and_freed_with_it(add_kernel):
     for _ in range(3):
         OPS.quantized_matmul(x, w, scale)
     assert sum(kernel.packs for kernel in made.values()) == packs
-    (entry,) = [e for entries in ops._cache._entries.values() for e in entries.values() if e.made_from((w, scale, None))]
+    (entry,) = [
+        e for entries in ops._cache._entries.values() for e in entries.values() if e.made_from((w, scale, None))
+    ]
     freed = weakref.ref(entry)
     del entry, w
     gc.collect()
@@ -387,7 +400,7 @@ def test_no_op_keeps_its_weight_alive(index):
 def test_a_weight_that_is_changed_in_place_is_packed_anew():
     w, scale, _ = per_channel(torch.randn(8, 64))
     x = torch.randn(2, 64)
-    for change in (lambda: w.mul_(-1), lambda: scale.mul_(2), lambda: w[0].zero_()):
+    for change in (lambda: w.mul_(-1), lambda: scale.mul_(2), w[0].zero_):
         change()
         y = OPS.quantized_matmul(x, w, scale)
         torch.testing.assert_close(y.double(), expected_matmul(x, w, scale, None, -1, False), atol=1e-3, rtol=1e-3)
@@ -399,7 +412,9 @@ def test_scales_made_for_each_call_are_not_mistaken_for_one_another():
     x = torch.randn(2, 64)
     for factor in (1.0, 2.0, 3.0, 4.0, 5.0):
         y = OPS.quantized_matmul(x, w, scale * factor)
-        torch.testing.assert_close(y.double(), expected_matmul(x, w, scale * factor, None, -1, False), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            y.double(), expected_matmul(x, w, scale * factor, None, -1, False), atol=1e-3, rtol=1e-3
+        )
     assert sum(len(entries) for key, entries in ops._cache._entries.items() if key is w) <= 2
 
 
@@ -463,9 +478,21 @@ TAIL = ([3, 3], [1, 1], [0, 0], [1, 1], 1)
         ("conv2d_q8csw", (torch.zeros(1, 4, 5, 5), W, S, None, [3, 3, 3], *TAIL[1:]), "take one or two ints"),
         ("linear_qta8a_qga4w", (X, T, T, B, 2, torch.ones(3, 4), torch.ones(3, 4)), "it must hold int8 codes"),
         ("linear_qta8a_qga4w", (Q, T, T, B, 4, torch.ones(3, 4), torch.ones(3, 4)), "group_size 4 must divide K = 6"),
-        ("linear_qta8a_qga4w", (Q, T, T, B, 2, torch.ones(4, 3), torch.ones(3, 4)), r"weight_scales have shape \(4, 3\)"),
-        ("linear_qta8a_qga4w", (Q, T, T, B, 2, torch.ones(3, 4), torch.ones(3, 4)), "weight_zeros have dtype torch.float32"),
-        ("linear_qta8a_qga4w", (Q, T[:2], T, B, 2, torch.ones(3, 4), torch.ones(3, 4).int()), "has 2 values; x has 3 tokens"),
+        (
+            "linear_qta8a_qga4w",
+            (Q, T, T, B, 2, torch.ones(4, 3), torch.ones(3, 4)),
+            r"weight_scales have shape \(4, 3\)",
+        ),
+        (
+            "linear_qta8a_qga4w",
+            (Q, T, T, B, 2, torch.ones(3, 4), torch.ones(3, 4)),
+            "weight_zeros have dtype torch.float32",
+        ),
+        (
+            "linear_qta8a_qga4w",
+            (Q, T[:2], T, B, 2, torch.ones(3, 4), torch.ones(3, 4).int()),
+            "has 2 values; x has 3 tokens",
+        ),
         ("embedding_q4gsw", (W, S, 2, torch.arange(3)), r"it must be uint8 \(V, D/2\)"),
         ("embedding_q4gsw", (B, S, 4, torch.arange(3)), "group_size 4 must divide D = 6"),
         ("embedding_q4gsw", (B, S, 2, torch.arange(3)), r"they must be \(V, D/g\) = \(4, 3\)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import statistics
 import subprocess
 import sys
@@ -46,9 +47,9 @@ def test_other_names_are_attribute_errors():
         qcore.lineer  # noqa: B018
 
 
-def _python(code):
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
-    return run.stdout
+def _python(code, **environ):
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **environ}).stdout
 
 
 def test_importing_imports_no_plugin_and_nothing_heavy():
@@ -67,12 +68,14 @@ def test_importing_imports_no_plugin_and_nothing_heavy():
     assert _python(code).splitlines() == ["[]", "[]", "False False", "[]", "None"]
 
 
-def test_import_time(record_property):
+def test_import_time(record_property, tmp_path):
     code = "import time\nimport torch\nt = time.perf_counter()\nimport qcore\nprint(time.perf_counter() - t)"
-    times = [float(_python(code)) for _ in range(5)]
+    # Compiled modules, as an installation has them; the first run compiles.
+    environ = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    times = [float(_python(code, **environ)) for _ in range(6)][1:]
     record_property("import_ms", statistics.median(times) * 1e3)
-    # The best of five: what the import costs, not what else the machine does. The figure to reach is 80 ms.
-    assert min(times) < 0.3
+    # The best of five: what the import costs, not what else the machine does.
+    assert min(times) < 0.08
 
 
 def test_the_ops_are_registered_by_the_import():

@@ -76,7 +76,9 @@ def test_ties_are_told_and_the_name_decides(add_kernel, request_of):
     add_kernel("a", NATIVE)
     decision = qcore.resolve(request_of())
     assert decision.plugin == "a"
-    assert decision.hints == ("a and b offer the same rank; the name decided. Set QCORE_BACKENDS, or run 'qcore tune'.",)
+    assert decision.hints == (
+        "a and b offer the same rank; the name decided. Set QCORE_BACKENDS, or run 'qcore tune'.",
+    )
 
 
 def test_an_order_leaves_no_tie(add_kernel, request_of):
@@ -234,7 +236,7 @@ def test_the_cache_is_bounded(monkeypatch, request_of):
 
 def test_observers_hear_of_each_fresh_decision_once(add_plugin, request_of):
     heard = []
-    add_plugin("ear", decided=lambda decision: heard.append(decision))
+    add_plugin("ear", decided=lambda decision: heard.append(decision))  # noqa: PLW0108 - pluggy wants an argument name
 
     def deaf(decision):
         raise RuntimeError("no")
@@ -247,7 +249,7 @@ def test_observers_hear_of_each_fresh_decision_once(add_plugin, request_of):
 
 def test_threads_decide_once(add_plugin, request_of):
     heard, barrier = [], threading.Barrier(6)
-    add_plugin("ear", decided=lambda decision: heard.append(decision))
+    add_plugin("ear", decided=lambda decision: heard.append(decision))  # noqa: PLW0108 - pluggy wants an argument name
 
     def work():
         barrier.wait()

@@ -94,13 +94,22 @@ def test_named_covers_order_and_disabled():
 
 def test_unknown_contract_is_an_error_with_a_suggestion(monkeypatch):
     monkeypatch.setenv("QCORE_BACKENDS", "liner=xla")
-    with pytest.raises(QcoreError, match="unknown contract 'liner'. Did you mean 'linear'"):
+    with pytest.raises(QcoreError, match=r"unknown contract 'liner'\. Did you mean 'linear'"):
         current()
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1", True), ("true", True), (" YES ", True), ("on", True), ("0", False), ("False", False), ("no", False), ("off", False)],
+    [
+        ("1", True),
+        ("true", True),
+        (" YES ", True),
+        ("on", True),
+        ("0", False),
+        ("False", False),
+        ("no", False),
+        ("off", False),
+    ],
 )
 def test_flags(monkeypatch, text, value):
     assert parse_flag("X", text) is value

@@ -55,7 +55,9 @@ def test_every_contract_is_checked(add_kernel, request_of, contract):
         assert qcore.resolve(request_of("w8a16", contract=contract)).plugin == "torch"
 
 
-@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32-asym", "w8a8", "w8a8-static", "w4a8-g32-token-o8t", "w4a16-g32-fzp"])
+@pytest.mark.parametrize(
+    "scheme", ["w8a16", "w4a16-g32-asym", "w8a8", "w8a8-static", "w4a8-g32-token-o8t", "w4a16-g32-fzp"]
+)
 def test_right_kernels_pass(add_kernel, request_of, scheme):
     add_kernel("mine")
     assert qcore.resolve(request_of(scheme, k=77)).plugin == "mine"
@@ -224,7 +226,9 @@ def test_results_of_the_wrong_kind(request_of, stub):
             return super().__call__(x, packed, bias, **given).double()
 
     found = verify.run_check(Kernel("k", request_of()), request_of())
-    assert found == verify.Check(False, "wrong result for x of shape (1, 64): returned dtype torch.float64 instead of torch.float32")
+    assert found == verify.Check(
+        False, "wrong result for x of shape (1, 64): returned dtype torch.float64 instead of torch.float32"
+    )
 
 
 def test_difference_names_what_differs():

@@ -1,7 +1,7 @@
 """Gradients with respect to x through frozen quantized weights, for every kernel of every plugin.
 
-The backward pass multiplies with the dequantized weight: ``dx = dy @ W`` (for a convolution, its transpose), and sums dy
-for the bias. Where activations are quantized this is the straight-through estimator (Bengio et al., 2013): rounding
+The backward pass multiplies with the dequantized weight: ``dx = dy @ W`` (for a convolution, its transpose), and sums
+dy for the bias. Where activations are quantized this is the straight-through estimator (Bengio et al., 2013): rounding
 counts as the identity.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.grad import conv2d_input
 
 from .contracts.conv2d import dense_kernel
 from .kernels import Kernel, Packed
@@ -28,7 +29,13 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, kernel: Kernel, packed: Packed, request: Any, given: Mapping[str, Tensor]
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        kernel: Kernel,
+        packed: Packed,
+        request: Any,
+        given: Mapping[str, Tensor],
     ) -> Tensor:
         ctx.kernel, ctx.packed, ctx.request, ctx.shape = kernel, packed, request, x.shape
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
@@ -50,14 +57,15 @@ def call_differentiably(
     x: Tensor, bias: Tensor | None, kernel: Kernel, packed: Packed, request: Any, given: Mapping[str, Tensor] = _NOTHING
 ) -> Tensor:
     """``kernel(x, packed, bias, **given)``, differentiable with respect to x and bias."""
-    return _Frozen.apply(x, bias, kernel, packed, request, given)  # type: ignore[no-any-return]
+    apply: Any = _Frozen.apply
+    return apply(x, bias, kernel, packed, request, given)  # type: ignore[no-any-return]
 
 
 def _input_gradient(grad: Tensor, weight: QTensor, request: Any, shape: torch.Size) -> Tensor:
     if request.contract == "conv2d":
         geometry = (request.stride, request.padding, request.dilation, request.groups)
         dense = dense_kernel(weight, request, grad.dtype)
-        return torch.nn.grad.conv2d_input(shape, dense, grad, *geometry)
+        return conv2d_input(shape, dense, grad, *geometry)  # type: ignore[no-any-return, no-untyped-call]
     rows = grad.reshape(-1, request.n)
     step = max(1, _CHUNK_ELEMENTS // request.k)
     dx = grad.new_zeros(rows.shape[0], request.k, dtype=torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,7 @@ class WeightStore:
             return QTensor(alive["data"], alive["scale"], zero, self.shape, self.format, self.quantizer)
         kernel, packed = next(iter(self._packs.values()))
         # Kernels are shared by many weights and do not carry the name of the quantizer.
-        weight = kernel.unpack(packed)._with(quantizer=self.quantizer)
+        weight = kernel.unpack(packed)._with(quantizer=self.quantizer)  # noqa: SLF001
         self._recent = {name: weakref.ref(tensor) for name, tensor in weight.tensors().items()}
         return weight
 
@@ -64,7 +65,7 @@ class WeightStore:
             self._neutral = None
         return self._packs[kernel.packing][1]
 
-    def keep_only(self, packings: set[str]) -> None:
+    def keep_only(self, packings: AbstractSet[str]) -> None:
         """Drop packed forms that no layer uses any more."""
         if packings & self._packs.keys():
             self._packs = {name: pack for name, pack in self._packs.items() if name in packings}
@@ -136,7 +137,7 @@ class Bound:
 
 
 def bind(store: WeightStore, request: Any) -> Bound:
-    """Resolve ``request`` and pack the weight; a kernel that fails to pack is taken out of use and the next one serves."""
+    """Resolve ``request`` and pack the weight; a kernel that fails to pack is taken out of use and the next serves."""
     while True:
         decision = resolve(request)
         kernel = decision.kernel
@@ -206,9 +207,9 @@ def _warn_out_of_use(decision: Decision, reason: str) -> None:
     served = decision.selected
     assert served is not None
     warnings.warn(
-        f"kernel {served.kernel!r} of {served.dist} {served.version} is out of use for {decision.request.weight}: {reason}\n"
+        f"kernel {served.kernel!r} of {served.dist} {served.version} is out of use for {decision.request.weight}: "
+        f"{reason}\n"
         f"The next one serves; 'qcore doctor' says more.",
         QcoreWarning,
         stacklevel=3,
     )
-

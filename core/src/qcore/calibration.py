@@ -15,7 +15,7 @@ from .errors import FormatError
 from .schemes import Scheme
 
 Calibration = Iterable[Any] | Callable[[nn.Module], Any]
-"""Batches (a tensor, a tuple of positional or a mapping of keyword arguments each), or a function that runs the model."""
+"""Batches (each a tensor, a tuple of positional or a mapping of keyword arguments), or a function of the model."""
 
 
 class _Range:
@@ -24,7 +24,7 @@ class _Range:
     def __init__(self) -> None:
         self.low, self.high, self.seen, self.finite = 0.0, 0.0, False, True
 
-    def watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def watch(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next(iter((*args, *kwargs.values())), None)
         if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
             low, high = (float(v) for v in x.detach().aminmax())
@@ -33,13 +33,11 @@ class _Range:
             self.low, self.high, self.seen = min(self.low, low), max(self.high, high), True
 
 
-def calibrate(
-    model: nn.Module, schemes: Mapping[str, Scheme], calibration: Calibration | None
-) -> dict[str, Scheme]:
+def calibrate(model: nn.Module, schemes: Mapping[str, Scheme], calibration: Calibration | None) -> dict[str, Scheme]:
     """Fill in the static activations of ``schemes``, keyed by layer name, from the range of each layer's input.
 
-    Scale and zero point cover ``[min(x, 0), max(x, 0)]``. Raises `FormatError` where there is no calibration, or a layer
-    saw no input or a value that is not finite.
+    Scale and zero point cover ``[min(x, 0), max(x, 0)]``. Raises `FormatError` where there is no calibration, or a
+    layer saw no input or a value that is not finite.
     """
     # A table has no activations: an embedding under a static scheme needs no numbers.
     wanted = {name: s for name, s in schemes.items() if not isinstance(model.get_submodule(name), nn.Embedding)}
@@ -88,7 +86,9 @@ def _run(model: nn.Module, calibration: Calibration) -> None:
 
 def _filled(name: str, scheme: Scheme, found: _Range) -> Scheme:
     if not found.seen:
-        raise FormatError(f"layer {name!r} saw no input during calibration.\nExclude it, or calibrate with batches that reach it.")
+        raise FormatError(
+            f"layer {name!r} saw no input during calibration.\nExclude it, or calibrate with batches that reach it."
+        )
     if not found.finite:
         raise FormatError(f"layer {name!r} saw NaN or Inf during calibration.")
     return replace(scheme, activation=StaticInt8(*static_from_range(found.low, found.high)))

@@ -132,4 +132,5 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
     """Left-aligned columns; the last one is not padded."""
     lines = [tuple(header), *(tuple(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header) - 1)]
-    return ["  ".join([*(c.ljust(w) for c, w in zip(line[:-1], widths, strict=True)), line[-1]]).rstrip() for line in lines]
+    padded = ([*(c.ljust(w) for c, w in zip(line[:-1], widths, strict=True)), line[-1]] for line in lines)
+    return ["  ".join(line).rstrip() for line in padded]

@@ -50,7 +50,8 @@ def plain_request(
 ) -> Request:
     """The request that `explain` resolves; a static activation without numbers gets scale 1."""
     if contract not in CONTRACTS:
-        raise FormatError(f"unknown contract {contract!r}; known: {', '.join(CONTRACTS)}.{did_you_mean(contract, CONTRACTS)}")
+        known = f"known: {', '.join(CONTRACTS)}.{did_you_mean(contract, CONTRACTS)}"
+        raise FormatError(f"unknown contract {contract!r}; {known}")
     parsed = _with_numbers(Scheme.parse(scheme))
     request = CONTRACTS[contract].request_for(parsed, torch.device(device), dtype, n, k)
     return replace(request, rows=rows) if rows is not None and contract == "linear" else request  # type: ignore[no-any-return]
@@ -59,4 +60,4 @@ def plain_request(
 def _with_numbers(scheme: Scheme) -> Scheme:
     parts = {"activation": scheme.activation, "output": scheme.output}
     missing = {n: p for n, p in parts.items() if p is not None and not getattr(p, "is_given", True)}
-    return replace(scheme, **{n: replace(p, scale=1.0) for n, p in missing.items()})  # type: ignore[arg-type, type-var]
+    return replace(scheme, **{n: replace(p, scale=1.0) for n, p in missing.items()})  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ class PackedCache:
         if any(t is not None and t.is_inference() for t in tensors):
             # Inference tensors carry no version: a change in place would go unnoticed.
             return StoreEntry(build())
-        key = (*(None if t is None else (id(t), t._version) for t in tensors), extra)
+        key = (*(None if t is None else (id(t), t._version) for t in tensors), extra)  # noqa: SLF001
         with self._lock:
             entries: dict[Any, StoreEntry] = self._entries.setdefault(first, {})
             entry = entries.get(key)
@@ -177,7 +177,10 @@ def conv2d(
     activation: Activation | None = None,
     output: OutputInt8 | None = None,
 ) -> Tensor:
-    """A quantized convolution; see the contract ``conv2d``. ``x``: ``(B, IC, H, W)``, ``weight``: ``(OC, KH*KW*IC/groups)``."""
+    """A quantized convolution; see the contract ``conv2d``.
+
+    ``x``: ``(B, IC, H, W)``, ``weight``: ``(OC, KH*KW*IC/groups)``, columns in (KH, KW, IC) order.
+    """
     if x.dim() != 4:
         raise FormatError(f"x has shape {tuple(x.shape)}; it must be (B, IC, H, W).")
     geometry = (x.shape[1], weight.shape[0], kernel_size, stride, padding, dilation, groups)
@@ -186,7 +189,8 @@ def conv2d(
     training = _needs_grad(x, bias, output)
     request = Conv2dRequest(weight.device, x.dtype, out, *geometry, *quantization, bias is not None, training)
     if weight.shape[1] != request.k:
-        raise FormatError(f"weight has {weight.shape[1]} columns; this convolution needs KH*KW*IC/groups = {request.k}.")
+        needs = f"this convolution needs KH*KW*IC/groups = {request.k}"
+        raise FormatError(f"weight has {weight.shape[1]} columns; {needs}.")
     return entry_for(weight).run(request, x, bias, {})
 
 

@@ -20,7 +20,7 @@ _VENDORS = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """One accelerator that was seen: ``name`` in words, ``plugins`` that could serve it, best first, ``seen``: where."""
+    """An accelerator that was seen: ``name`` in words, ``plugins`` that could serve it, best first, ``seen``: where."""
 
     name: str
     plugins: tuple[str, ...]

@@ -1,5 +1,7 @@
 """`quantize_` a model in place, and `report` what became of every layer."""
 
+# ruff: noqa: SLF001 - reads the layers' own bookkeeping, and torch's table of submodules
+
 from __future__ import annotations
 
 import warnings
@@ -89,8 +91,8 @@ class Report:
         header = ("layer", "kind", "state", "scheme", "kernel", "before", "after", "why")
         states = dict.fromkeys((QUANTIZED, EXCLUDED, REFUSED, *(r.state for r in self.layers)))
         counts = ", ".join(f"{len(self.by_state(s))} {s}" for s in states)
-        total = f"{len(self.layers)} layers: {counts}; {_size(self.bytes_before)} before, {_size(self.bytes_after)} after"
-        return "\n".join([*format_table(header, rows), total])
+        sizes = f"{_size(self.bytes_before)} before, {_size(self.bytes_after)} after"
+        return "\n".join([*format_table(header, rows), f"{len(self.layers)} layers: {counts}; {sizes}"])
 
     @property
     def bytes_before(self) -> int:
@@ -299,7 +301,12 @@ def _holds_weight(module: nn.Module) -> bool:
         return True
     # The tensors behind a parametrized weight belong to the layer that they are for.
     own = () if isinstance(module, ParametrizationList) else module.parameters(recurse=False)
-    return any(is_lazy(p) or (p.dim() >= 2 and p.is_floating_point()) for p in own)
+    return any(_counts(p) and p.is_floating_point() for p in own)
+
+
+def _counts(parameter: Any) -> bool:
+    """Whether a parameter is a weight: a lazy one will be."""
+    return is_lazy(parameter) or parameter.dim() >= 2
 
 
 def _base(module: nn.Module) -> type[nn.Module]:
@@ -309,21 +316,22 @@ def _base(module: nn.Module) -> type[nn.Module]:
 def _unsupported(module: nn.Module) -> str:
     """Why a module has no quantized counterpart; empty where it has one."""
     kind = type(module).__name__
-    if is_parametrized(module):
-        return "its weight is parametrized; remove the parametrization first"
-    base = next((base for base in _SUPPORTED if isinstance(module, base)), None)
+    base: Any = next((base for base in _SUPPORTED if isinstance(module, base)), None)
     if base is None:
         return f"qcore has no contract for {kind}; it quantizes Linear, Conv2d and Embedding"
-    if type(module).forward is not base.forward or "forward" in vars(module):  # type: ignore[attr-defined]
+    if is_parametrized(module):
+        return "its weight is parametrized; remove the parametrization first"
+    if type(module).forward is not base.forward or "forward" in vars(module):
         return f"{kind} overrides the forward of {base.__name__}, which quantization would lose"
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "its weight is no parameter but computed (weight_norm, pruning); make it permanent first"
-    if is_lazy(weight):
-        return "its weight is not initialized yet; run the model once first"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "an embedding with max_norm rewrites its table while it runs"
-    return ""
+    return _unfit_weight(module._parameters.get("weight"))
+
+
+def _unfit_weight(weight: Any) -> str:
+    if weight is None:
+        return "its weight is no parameter but computed (weight_norm, pruning); make it permanent first"
+    return "its weight is not initialized yet; run the model once first" if is_lazy(weight) else ""
 
 
 def _unfit(scheme: Scheme) -> str:
@@ -401,11 +409,11 @@ def _held(module: nn.Module) -> dict[int, int]:
     """Bytes of each tensor that stands for a layer's weight."""
     if isinstance(module, QuantizedModule):
         return {id(t): t.numel() * t.element_size() for b in module._bounds.values() for t in b.packed.values()}
-    own = module.parametrizations.parameters() if is_parametrized(module) else module.parameters(recurse=False)
+    parametrized: Any = module.parametrizations if is_parametrized(module) else None
+    own = module.parameters(recurse=False) if parametrized is None else parametrized.parameters()
     return {id(p): p.numel() * p.element_size() for p in own if not is_lazy(p) and p.dim() >= 2}
 
 
 def _float_row(name: str, module: nn.Module) -> LayerReport:
     size = _weight_bytes(module)
     return LayerReport(name, type(module).__name__, "float", plugin="torch", bytes_before=size, bytes_after=size)
-

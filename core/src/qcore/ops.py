@@ -1,9 +1,11 @@
 """``torch.ops.qcore.*``: functional ops with the names, argument orders and byte conventions of the seed systems.
 
-Each op reads its tensors as a neutral `QTensor` (once: packed weights are cached, weakly, by the identity and version of
-the tensors) and resolves like everything else. Sources of the conventions: torch_xla's ``xla::quantized_matmul``, the
+Each op reads its tensors as a neutral `QTensor` and resolves like everything else; packed weights are cached, weakly,
+by the identity and version of the tensors. Sources of the conventions: torch_xla's ``xla::quantized_matmul``, the
 torchao RFC's ``bf16i4bf16_rowwise``, and ExecuTorch's Vulkan ops.
 """
+
+# ruff: noqa: A002, ARG001 - a fake has the arguments of its op, and those have the seed systems' names
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from .formats import Format, ZeroPoint, interleave, unpack_nibbles
 from .functional import PackedCache, StoreEntry
 from .qtensor import SCALE_DTYPES, QTensor
 
-_library = torch.library.Library("qcore", "DEF")
+_library: Any = torch.library.Library("qcore", "DEF")  # type: ignore[no-untyped-call]
 _cache = PackedCache()
 
 
@@ -29,7 +31,7 @@ def _op(schema: str, fake: Callable[..., Tensor]) -> Callable[[Callable[..., Ten
     """Define ``qcore::<schema>``, with ``fake`` for shapes and dtypes."""
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        name = schema.split("(")[0]
+        name = schema.split("(", maxsplit=1)[0]
         _library.define(schema)
         _library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"qcore::{name}", fake, lib=_library)
@@ -125,7 +127,8 @@ def quantized_matmul(
 
     Per channel (``block_size`` -1): ``w`` int8 ``(N, K)``, ``scale`` and ``zero_point`` ``(N,)``. Blockwise: ``w`` int8
     ``(K/bs, bs, N)``, ``scale`` and ``zero_point`` ``(K/bs, N)``. ``zero_point`` is float, multiplied by the scale
-    already, and subtracted. ``int4_weight``: the values fit int4. ``quantize_activation``: x to int8 per token, symmetric.
+    already, and subtracted. ``int4_weight``: the values fit int4. ``quantize_activation``: x to int8 per token,
+    symmetric.
     """
     shape = _check_matmul(x, w, scale, zero_point, block_size)
     zero = ZeroPoint.NONE if zero_point is None else ZeroPoint.FLOAT
@@ -137,8 +140,8 @@ def quantized_matmul(
         s = _scale(scale)
         s = s if zero_point is None or zero_point.dtype == s.dtype else s.float()
         added = None if zero_point is None else (-zero_point).to(s.dtype)
-        rows = (lambda t: t[None]) if block_size == -1 else (lambda t: t)
-        return QTensor.from_codes(codes, rows(s), None if added is None else rows(added), fmt)
+        groups = (-1, shape[0])
+        return QTensor.from_codes(codes, s.reshape(groups), None if added is None else added.reshape(groups), fmt)
 
     entry = _entry((w, scale, zero_point), ("quantized_matmul", fmt), build)
     return _run(entry, x, shape, fmt, activation=DynamicInt8() if quantize_activation else None)
@@ -147,7 +150,7 @@ def quantized_matmul(
 def _require_int4(codes: Tensor, int4_weight: bool) -> None:
     if int4_weight and codes.numel():
         low, high = (int(v) for v in codes.aminmax())
-        _require(-8 <= low and high <= 7, "quantized_matmul", f"int4_weight is set, but w spans {low}..{high}.")
+        _require(low >= -8 and high <= 7, "quantized_matmul", f"int4_weight is set, but w spans {low}..{high}.")
 
 
 # torchao's bf16i4bf16_rowwise
@@ -159,7 +162,8 @@ def _check_rowwise(x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor)
     _require(fits, op, f"weight has dtype {weight.dtype}, shape {tuple(weight.shape)}; it must be int8 (N, K/2).")
     n, k = weight.shape[0], weight.shape[1] * 2
     fits = scale.dim() == 2 and scale.shape == zero_point.shape and scale.shape[1] == n and scale.shape[0] > 0
-    _require(fits, op, f"scale and zero_point have shapes {tuple(scale.shape)}, {tuple(zero_point.shape)}; both (K/g, N).")
+    shapes = f"{tuple(scale.shape)}, {tuple(zero_point.shape)}"
+    _require(fits, op, f"scale and zero_point have shapes {shapes}; they must be both (K/g, N).")
     _require(k % scale.shape[0] == 0, op, f"scale has {scale.shape[0]} groups, which do not divide K = {k}.")
     _require(x.dim() > 0 and x.shape[-1] == k, op, f"input has shape {tuple(x.shape)}; its last dimension must be {k}.")
     return n, k, k // scale.shape[0]
@@ -197,11 +201,14 @@ def _check_q8csw(op: str, x: Tensor, weights: Tensor, scales: Tensor, sums: Tens
     _require(tuple(scales.shape) == (n,), op, f"weight_scales have shape {tuple(scales.shape)}; they must be ({n},).")
     if sums is not None:
         fits = sums.dtype == torch.int32 and tuple(sums.shape) == (n,)
-        _require(fits, op, f"weight_sums have dtype {sums.dtype}, shape {tuple(sums.shape)}; they must be int32 ({n},).")
+        form = f"dtype {sums.dtype}, shape {tuple(sums.shape)}"
+        _require(fits, op, f"weight_sums have {form}; they must be int32 ({n},).")
     return n, k
 
 
-def _check_linear_q8csw(op: str, x: Tensor, weights: Tensor, scales: Tensor, sums: Tensor | None = None) -> tuple[int, int]:
+def _check_linear_q8csw(
+    op: str, x: Tensor, weights: Tensor, scales: Tensor, sums: Tensor | None = None
+) -> tuple[int, int]:
     n, k = _check_q8csw(op, x, weights, scales, sums)
     _require(x.dim() > 0 and x.shape[-1] == k, op, f"x has shape {tuple(x.shape)}; its last dimension must be {k}.")
     return n, k
@@ -249,7 +256,7 @@ def linear_q8ta_q8csw(
     weight_scales: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """x quantized per tensor to -128..127, int32 accumulation, float result.
+    """Quantize x per tensor to -128..127, accumulate in int32; float result.
 
     ``weight_sums`` int32 ``(N,)`` is what the seed system passes; kernels compute the sums themselves while packing.
     """
@@ -267,7 +274,8 @@ def _conv_request(
     n, k = _check_q8csw(op, x, weights, scales, sums)
     _require(x.dim() == 4, op, f"x has shape {tuple(x.shape)}; it must be (B, IC, H, W).")
     *pairs, groups = geometry
-    _require(all(len(p) in (1, 2) for p in pairs), op, "kernel_size, stride, padding and dilation take one or two ints.")
+    fits = all(len(p) in (1, 2) for p in pairs)
+    _require(fits, op, "kernel_size, stride, padding and dilation take one or two ints.")
     kernel, stride, padding, dilation = ((int(p[0]), int(p[-1])) for p in pairs)
     sizes = (x.shape[1], n, kernel, stride, padding, dilation, groups)
     request = Conv2dRequest(x.device, x.dtype, x.dtype, *sizes, _Q8CSW, activation, None, bias is not None, False)
@@ -279,7 +287,9 @@ def _fake_conv(request: Conv2dRequest, x: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], request.n, *output_size(request, x.shape[2], x.shape[3])))
 
 
-def _fake_conv2d_q8csw(x: Tensor, weights: Tensor, weight_scales: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+def _fake_conv2d_q8csw(
+    x: Tensor, weights: Tensor, weight_scales: Tensor, bias: Tensor | None, *geometry: Any
+) -> Tensor:
     return _fake_conv(_conv_request("conv2d_q8csw", x, weights, weight_scales, None, bias, None, geometry), x)
 
 
@@ -326,7 +336,8 @@ def conv2d_q8ta_q8csw(
 def _check_qga4w(op: str, x: Tensor, weights: Tensor, group: int, scales: Tensor, zeros: Tensor) -> tuple[int, int]:
     _require(x.dtype == torch.int8, op, f"x has dtype {x.dtype}; it must hold int8 codes.")
     fits = weights.dim() == 2 and weights.dtype == torch.uint8
-    _require(fits, op, f"weights have dtype {weights.dtype}, shape {tuple(weights.shape)}; they must be uint8 (N, K/2).")
+    form = f"dtype {weights.dtype}, shape {tuple(weights.shape)}"
+    _require(fits, op, f"weights have {form}; they must be uint8 (N, K/2).")
     n, k = weights.shape[0], weights.shape[1] * 2
     _require(group > 0 and k % group == 0, op, f"group_size {group} must divide K = {k}.")
     for name, value in (("weight_scales", scales), ("weight_zeros", zeros)):
@@ -368,7 +379,7 @@ def _qga4w(
         return QTensor.from_codes(interleave(even, odd), _scale(scales), zeros.to(torch.int8), fmt)
 
     entry = _entry((weights, scales, zeros), ("qga4w", fmt), build)
-    given = {"x_scale": _tokens(op, x, input_scale), "x_zero_point": _tokens(op, x, input_zero_point)}
+    given: Any = {"x_scale": _tokens(op, x, input_scale), "x_zero_point": _tokens(op, x, input_zero_point)}
     activation = StaticInt8(per_token=True)
     return _run(entry, x, shape, fmt, activation=activation, out_dtype=torch.float32, **given, **output)
 
@@ -420,7 +431,7 @@ def linear_qta8a_qga4w_qta8o(
 ) -> Tensor:
     """As `linear_qta8a_qga4w`, requantized per token: ``clamp(round(y / s) + z, -128, 127)`` as int8."""
     op, weight = "linear_qta8a_qga4w_qta8o", (weights, group_size, weight_scales, weight_zeros)
-    given = {"out_scale": _tokens(op, x, output_scale), "out_zero_point": _tokens(op, x, output_zero_point)}
+    given: Any = {"out_scale": _tokens(op, x, output_scale), "out_zero_point": _tokens(op, x, output_zero_point)}
     return _qga4w(op, x, input_scale, input_zero_point, *weight, output=OutputInt8(per_token=True), **given)
 
 

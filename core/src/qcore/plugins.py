@@ -280,7 +280,7 @@ def _limited(call: Callable[[], Any], seconds: float) -> Any:
     def run() -> None:
         try:
             outcome.append((call(), None))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
             outcome.append((None, error))
 
     # A daemon, so that a hung probe does not keep the interpreter from ending.
@@ -305,7 +305,8 @@ def _words(error: BaseException) -> str:
 def _warn_if_broken(status: PluginStatus) -> None:
     if status.broken:
         warnings.warn(
-            f"qcore plugin {status.name!r} ({status.dist} {status.version}) is out of use: {status.state}: {status.reason}\n"
+            f"qcore plugin {status.name!r} ({status.dist} {status.version}) is out of use: "
+            f"{status.state}: {status.reason}\n"
             f"Run 'qcore doctor' for details, or set QCORE_DISABLE={status.name} to silence this.",
             QcoreWarning,
             stacklevel=2,
@@ -333,10 +334,8 @@ def _scan() -> list[_Entry]:
     """Entry points of every API version, in a stable order."""
     import importlib_metadata
 
-    found = []
-    for point in importlib_metadata.entry_points():
-        if point.group.startswith(_GROUP_PREFIX):
-            found.append(_Entry(point.name, *_provider(point), point.load, point.group))
+    points = [point for point in importlib_metadata.entry_points() if point.group.startswith(_GROUP_PREFIX)]
+    found = [_Entry(point.name, *_provider(point), point.load, point.group) for point in points]
     # Entry points of this API first: where names clash, the plugin that works should hold the name.
     return sorted(found, key=lambda e: (e.group != ENTRY_POINT_GROUP, e.dist, e.name))
 
@@ -355,7 +354,7 @@ def _provider(point: Any) -> tuple[str, str]:
 registry = Registry()
 """The process's plugins."""
 
-formats.load_plugin_layouts = lambda: registry.load_layouts()
+formats.load_plugin_layouts = registry.load_layouts
 
 
 def plugins() -> list[PluginStatus]:

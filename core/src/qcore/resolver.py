@@ -72,7 +72,7 @@ def resolve(
 
 
 def decide(request: Any, wanted: Settings) -> Decision:
-    """The decision under given settings, from the cache where it is there. ``kernel`` is None where nobody can serve."""
+    """The decision under given settings, cached. Its ``kernel`` is None where nobody can serve."""
     key = (request, wanted, registry.generation)
     found = _decisions.get(key) or _decide_once(key, request, wanted)
     if wanted.strict:
@@ -127,8 +127,9 @@ def _decide(request: Any, wanted: Settings) -> Decision:
         status = registry.status(name, wanted.disable)
         _fail_if_named_and_broken(status, order)
         if status.state is State.AVAILABLE:
-            for answer in _ask(status, request, order):
-                (offers if isinstance(answer, _Offered) else others).append(answer)  # type: ignore[attr-defined]
+            answers = _ask(status, request, order)
+            offers += [answer for answer in answers if isinstance(answer, _Offered)]
+            others += [answer for answer in answers if isinstance(answer, Candidate)]
         else:
             others.append(_plain(status, str(status.state), status.reason))
     others += [_plain(status, str(status.state), status.reason) for status in registry.conflicts()]
@@ -161,15 +162,14 @@ def _ask(status: PluginStatus, request: Any, order: Sequence[str] = ()) -> Seque
 
 def _is_offer(answer: Any) -> bool:
     """Whether an answer is an `Offer` that can be ranked and shown."""
-    return (
-        isinstance(answer, Offer)
-        and isinstance(answer.kernel, Kernel)
-        and isinstance(getattr(answer.kernel, "name", None), str)
-        and isinstance(answer.rank, int)
-    )
+    kernel, rank = getattr(answer, "kernel", None), getattr(answer, "rank", None)
+    named = isinstance(kernel, Kernel) and isinstance(getattr(kernel, "name", None), str)
+    return named and isinstance(answer, Offer) and isinstance(rank, int)
 
 
-def _defective(status: PluginStatus, reason: str, order: Sequence[str], error: BaseException | None = None) -> Candidate:
+def _defective(
+    status: PluginStatus, reason: str, order: Sequence[str], error: BaseException | None = None
+) -> Candidate:
     """The row of a plugin whose answer is a defect: worth one warning, or an error where the user named the plugin."""
     if status.name in order:
         raise PluginError(
@@ -273,7 +273,9 @@ def _setting_hints(wanted: Settings) -> Iterable[str]:
             f"no plugin is called {name!r}; installed: {', '.join(sorted(known))}.{did_you_mean(name, known)}"
         )
     if BUILTIN in wanted.disable:
-        yield _warn_once(f"the built-in plugin {BUILTIN!r} cannot be disabled; strict=True refuses what it would serve.")
+        yield _warn_once(
+            f"the built-in plugin {BUILTIN!r} cannot be disabled; strict=True refuses what it would serve."
+        )
 
 
 def _hardware_hints() -> Iterable[str]:
@@ -312,4 +314,3 @@ def _warn_once(text: str) -> str:
         _warned.add(text)
         warnings.warn(text, QcoreWarning, stacklevel=2)
     return text
-

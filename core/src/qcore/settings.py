@@ -23,8 +23,8 @@ Names = tuple[str, ...]
 class Settings:
     """The settings in force.
 
-    **Fields:** ``backends``: (contract or ``"*"``, plugin names in the order wanted) pairs; ``disable``: plugins that are
-    neither imported nor asked; ``strict``: a fallback to torch ops is an error; ``verify``: ``off``, ``once`` (per
+    **Fields:** ``backends``: (contract or ``"*"``, plugin names in the order wanted) pairs; ``disable``: plugins that
+    are neither imported nor asked; ``strict``: a fallback to torch ops is an error; ``verify``: ``off``, ``once`` (per
     kernel, version, device and driver; kept on disk) or ``always`` (once per process).
     """
 
@@ -44,7 +44,7 @@ class Settings:
 
 
 def parse_backends(value: str | Iterable[str]) -> tuple[tuple[str, Names], ...]:
-    """``"cuda,torch"``, ``"linear=xla;*=torch"`` or a sequence of names. Raises `QcoreError` for an unknown contract."""
+    """Read ``"cuda,torch"``, ``"linear=xla;*=torch"`` or names. Raises `QcoreError` for an unknown contract."""
     if not isinstance(value, str):
         return (("*", _names(value)),)
     rules = []
@@ -158,8 +158,8 @@ def using(
 ) -> Iterator[Settings]:
     """Settings for a block, in this thread or task only; blocks nest.
 
-    ``backends``: plugin names in the order wanted, e.g. ``"vulkan"``, ``"cuda,torch"``, ``"linear=xla;*=torch"``; others
-    come after them by rank. Layers that are already bound keep their kernels.
+    ``backends``: plugin names in the order wanted, e.g. ``"vulkan"``, ``"cuda,torch"``, ``"linear=xla;*=torch"``;
+    others come after them by rank. Layers that are already bound keep their kernels.
     """
     merged = {**(_context.get() or {}), **_changes(backends, disable, strict, verify)}
     token = _context.set(merged)

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,10 +88,10 @@ def _times(request: Any, kernels: list[Kernel], rows: int, seconds: float) -> li
     shape = Shape("tune", (rows,), request.n, request.k, "same" if request.bias else "none")
     problem = Draw(torch.Generator().manual_seed(0)).linear(request, shape)
     here = problem.to(request.device)
-    calls = []
+    calls: list[Callable[[], Any]] = []
     for kernel in kernels:
         packed = kernel.pack(here.weight)
-        calls.append(lambda k=kernel, p=packed: k(here.x, p, here.bias, **here.given))
+        calls.append(partial(kernel, here.x, packed, here.bias, **here.given))
     return interleaved_medians(calls, request.device, seconds)
 
 
@@ -116,4 +117,3 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, where it works behind the caller's back."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize()
-

@@ -146,4 +146,3 @@ def difference(found: Any, expected: QTensor) -> str:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal in dtype, shape and every bit."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
-

@@ -1,16 +1,18 @@
 """What the quantized modules share: binding to a kernel, moving, saving, copying.
 
 A module holds its weight in a `WeightStore`, packed for the kernel that serves it. Every place where tensors leave the
-module (``state_dict``, pickle, ``deepcopy``, ``module.weight``) gives the neutral format; every place where they come in
-(``load_state_dict``, ``to``) binds anew.
+module (``state_dict``, pickle, ``deepcopy``, ``module.weight``) gives the neutral format; every place where they come
+in (``load_state_dict``, ``to``) binds anew.
 """
+
+# ruff: noqa: SLF001 - layers that share a weight rebind each other; torch keeps hooks in private tables
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,6 @@ from ..errors import FormatError, QcoreWarning
 from ..qtensor import QTensor
 from ..schemes import Scheme
 
-_M = TypeVar("_M", bound="QuantizedModule")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("data", "scale", "zero")
 _PREFIX = "packed_"
@@ -169,12 +170,12 @@ class QuantizedModule(nn.Module):
 
     # Moving, copying, saving.
 
-    def _apply(self: _M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _M:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
         # Packed tensors must not see fn: .half() would round their scales. A sample tells what fn does.
         sample = fn(torch.empty(0, dtype=self._dtype, device=self._store.device))
         for name in [name for name in self._buffers if name.startswith(_PREFIX)]:
             del self._buffers[name]
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._dtype = sample.dtype if sample.dtype in _FLOATS else self._dtype
         if self._store.move(fn, sample.device):
             self._bind_all()
@@ -189,7 +190,7 @@ class QuantizedModule(nn.Module):
         return {**self.__dict__, **changed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._store.users.add(self)
         self._bind_primary()
 
@@ -228,9 +229,7 @@ class QuantizedModule(nn.Module):
         own = [f"{prefix}weight.{part}" for part in _PARTS] + [prefix + name for name, _ in self._given_numbers()]
         found = {key: state_dict[key] for key in own if key in state_dict}
         rest = {key: value for key, value in state_dict.items() if key not in found}
-        super()._load_from_state_dict(
-            rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         wanted = [key for key in own if not key.endswith("weight.zero") or self.scheme.weight.zero.name != "NONE"]
         missing = [key for key in wanted if key not in found]
         missing_keys += missing
@@ -238,16 +237,17 @@ class QuantizedModule(nn.Module):
             self._load_found(found, prefix, bool(local_metadata.get("assign_to_params_buffers")), error_msgs)
 
     def _load_found(self, found: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
-        parts = {part: found.get(f"{prefix}weight.{part}") for part in _PARTS}
+        parts: Any = {part: found.get(f"{prefix}weight.{part}") for part in _PARTS}
+        store = self._store
         try:
-            weight = QTensor(**parts, shape=self._store.shape, format=self._store.format, quantizer=self._store.quantizer)  # type: ignore[arg-type]
+            weight = QTensor(**parts, shape=store.shape, format=store.format, quantizer=store.quantizer)
             scheme = self._scheme_with(found, prefix)
         except FormatError as error:
             error_msgs.append(f"{prefix}weight: {error}")
             return
         if self._store.device.type == "meta" and not assign:
-            text = f"for {prefix}weight: copying to a layer on meta is a no-op; pass assign=True, or call to_empty first."
-            warnings.warn(text, QcoreWarning, stacklevel=2)
+            text = "copying to a layer on meta is a no-op; pass assign=True, or call to_empty first."
+            warnings.warn(f"for {prefix}weight: {text}", QcoreWarning, stacklevel=2)
         # As with any parameter: assign takes the tensors themselves, otherwise they are copied to where the layer is.
         taken = weight if assign else weight.map(lambda t: t.detach().to(self._store.device, copy=True))
         self.scheme = scheme

@@ -141,7 +141,7 @@ def _paddings(module: nn.Conv2d) -> tuple[Pair, tuple[int, ...]]:
         return _pair(module.padding), ()
     if module.padding == "valid":
         return (0, 0), ()
-    left, right, top, bottom = module._reversed_padding_repeated_twice
+    left, right, top, bottom = module._reversed_padding_repeated_twice  # noqa: SLF001
     if module.padding_mode == "zeros" and (left, top) == (right, bottom):
         return (top, left), ()
     return (0, 0), (left, right, top, bottom)

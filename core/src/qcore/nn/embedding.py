@@ -1,5 +1,7 @@
 """`QuantizedEmbedding`."""
 
+# ruff: noqa: ARG002 - a table has neither activations nor gradients, which the base class asks about
+
 from __future__ import annotations
 
 import torch
@@ -21,9 +23,7 @@ class QuantizedEmbedding(QuantizedModule):
     An index out of range raises `IndexError`. Only the weight part of a scheme applies.
     """
 
-    def __init__(
-        self, store: WeightStore, scheme: Scheme, dtype: torch.dtype, padding_idx: int | None = None
-    ) -> None:
+    def __init__(self, store: WeightStore, scheme: Scheme, dtype: torch.dtype, padding_idx: int | None = None) -> None:
         self.num_embeddings, self.embedding_dim = store.shape
         self.padding_idx = padding_idx
         super().__init__(store, Scheme(scheme.weight, scheme.quantizer), None, dtype)
@@ -32,7 +32,7 @@ class QuantizedEmbedding(QuantizedModule):
     def from_float(cls, module: nn.Embedding, scheme: Scheme | str, *, name: str = "weight") -> QuantizedEmbedding:
         """Quantize a `torch.nn.Embedding`. Raises `UnsupportedError` for ``max_norm``, which rewrites the table."""
         if module.max_norm is not None:
-            raise UnsupportedError("an embedding with max_norm rewrites its table while it runs; it cannot be quantized.")
+            raise UnsupportedError("max_norm rewrites its table while the embedding runs; it cannot be quantized.")
         wanted = Scheme.parse(scheme)
         weight = quantize(module.weight, wanted.weight, wanted.quantizer, name=name)
         made = cls(WeightStore(weight), wanted, module.weight.dtype, module.padding_idx)

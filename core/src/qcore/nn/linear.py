@@ -82,5 +82,5 @@ class QuantizedLinear(QuantizedModule):
     def extra_repr(self) -> str:
         """The line that ``print(model)`` shows."""
         served = self.decision.kernel.name if self.decision and self.decision.kernel else "not bound"
-        return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme}, kernel={served}"
-
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, scheme={self.scheme}, kernel={served}"
