@@ -72,7 +72,7 @@ def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, r: Conv2dRequest) -
     # cuDNN may round float32 to TF32 unless told not to: 10 bits, a thousand times the error that the contract allows.
     exact = {"benchmark": False, "deterministic": False, "cudnn_enabled": True, "allow_tf32": False}
     geometry = (r.stride, r.padding, r.dilation, False, (0, 0), r.groups)
-    y: Tensor = torch.ops.aten._convolution(x, kernel, bias, *geometry, **exact)
+    y: Tensor = torch.ops.aten._convolution(x, kernel, bias, *geometry, **exact)  # noqa: SLF001  torch's own name
     return y
 
 
