@@ -71,7 +71,7 @@ class Bad(Linear):
 class Bad:
     """A bad distribution: the text of its plugin module, or of its kernel's methods.
 
-    ``api``: of its entry point; ``ships``: the name of an empty package beside its own, standing in for a device's stack.
+    ``api``: of its entry point; ``ships``: an empty package beside its own, standing in for a device's stack.
     """
 
     name: str

@@ -36,7 +36,7 @@ def scheme_cell(certificate: Certificate, contract: str, scheme: str) -> Cell:
     """How a backend serves one contract and scheme."""
     if not certificate.available:
         return _absent(certificate)
-    return _cell([r for r in certificate.cases if (r.contract, r.scheme) == (contract, scheme)])
+    return _cell([r for r in certificate.cases if (r.contract, r.scheme) == (contract, scheme)], certificate.backend)
 
 
 def laws(certificates: Iterable[Certificate]) -> list[str]:
@@ -57,7 +57,9 @@ def _absent(certificate: Certificate) -> Cell:
     return Cell(state, certificate.state, "", (f"{certificate.state}: {certificate.reason}",))
 
 
-def _cell(results: Sequence[Result]) -> Cell:
+def _cell(results: Sequence[Result], backend: str = "") -> Cell:
+    if not results:
+        return Cell("skipped", "does not apply")
     counts = count(results)
     state: str = _state(counts)
     kernels: list[str] = list(dict.fromkeys(name for result in results for name in result.kernels))
@@ -65,7 +67,7 @@ def _cell(results: Sequence[Result]) -> Cell:
     lines = [f"{_names(r)}: {r.reason}" for r in results if r.outcome in (Outcome.FAILED, Outcome.GAP)]
     why = Counter(f"{r.outcome}: {r.reason}" for r in results if r.outcome in (Outcome.REFUSED, Outcome.SKIPPED))
     lines += [text if times == 1 else f"{text} ({times} times)" for text, times in why.most_common()]
-    text = ", ".join(kernels) or state
+    text = ", ".join(name.removeprefix(f"{backend}.") for name in kernels) or state
     shown = f"{counts[Outcome.PASSED]}/{ran}" if ran else ""
     return Cell(state, text, shown, (*(f"kernel {name}" for name in kernels), *lines))
 

@@ -104,7 +104,7 @@ def _about(certificate: Certificate) -> list[str]:
 
 def _text(cell: Cell, *, law: bool = False) -> str:
     shown = f"{SYMBOLS[cell.state]} {cell.state if law else cell.text}"
-    why = cell.lines[0] if cell.lines and cell.state in ("refused", "unavailable", "skipped") else ""
+    why = cell.lines[0] if cell.lines and cell.state in ("refused", "skipped") else ""
     why = why.removeprefix(f"{cell.state}: ")
     return f"{shown} {cell.count}".rstrip() + (f": {_short(why)}" if why else "")
 

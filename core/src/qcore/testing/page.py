@@ -36,7 +36,7 @@ def render(certificates: Sequence[Certificate]) -> str:
         subtitle=escape(_subtitle(certificates)),
         cards="".join(map(_card, certificates)),
         legend="".join(f'<li class="{s}">{SYMBOLS[s]} {escape(text)}</li>' for s, text in _MEANINGS.items()),
-        columns="".join(f'<th scope="col">{escape(c.backend)}</th>' for c in certificates),
+        columns="".join(f'<th scope="col">{_breakable(c.backend)}</th>' for c in certificates),
         width="wide" if len(certificates) >= _WIDE else "narrow",
         rows=page.scheme_rows(),
         laws=page.law_rows(),
@@ -57,17 +57,24 @@ def _subtitle(certificates: Sequence[Certificate]) -> str:
 def _card(certificate: Certificate) -> str:
     counts, total = certificate.counts, max(1, certificate.counts.total())
     bar = "".join(f'<i class="{o.value}" style="flex:{counts[o] / total:.4f}"></i>' for o in Outcome if counts[o])
-    totals = "".join(f'<span class="{o.value}">{SYMBOLS[o.value]} {counts[o]} {o.value}</span>' for o in Outcome)
+    shown = [o for o in Outcome if counts[o] or o in (Outcome.PASSED, Outcome.FAILED)]
+    totals = "".join(f'<span class="{o.value}">{SYMBOLS[o.value]} {counts[o]} {o.value}</span>' for o in shown)
     facts = {"Device": certificate.device, "Hardware": certificate.hardware, "Driver": certificate.driver}
-    shown = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items() if text)
+    known = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items() if text)
     state, words = _standing(certificate)
-    body = f'<div class="bar">{bar}</div><div class="totals">{totals}</div><dl>{shown}</dl>' if counts else ""
+    body = f'<div class="bar">{bar}</div><div class="totals">{totals}</div><dl>{known}</dl>' if counts else ""
     why = f"<p>{escape(certificate.reason)}</p>" if certificate.reason else ""
     pill = f'<span class="pill {state}">{SYMBOLS[state]} {words}</span>'
     return (
         f'<article class="card"><h3>{escape(certificate.backend)}{pill}</h3>'
         f"<p>{escape(certificate.dist)} {escape(certificate.version)}</p>{why}{body}</article>"
     )
+
+
+def _breakable(text: str) -> str:
+    """Names may break behind dots and underscores; a state in two words stays on one line."""
+    kept = text if "," in text else text.replace(" ", "\N{NO-BREAK SPACE}")
+    return escape(kept).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def _standing(certificate: Certificate) -> tuple[str, str]:
@@ -121,5 +128,5 @@ class _Page:
         counted = f"<small>{cell.count}</small>" if cell.count else ""
         return (
             f'<td><button type="button" class="{cell.state}" data-cell="{len(self.details) - 1}" title="{hover}">'
-            f"<b>{SYMBOLS[cell.state]}</b><span>{escape(cell.text)}</span>{counted}</button></td>"
+            f"<b>{SYMBOLS[cell.state]}</b><span>{_breakable(cell.text)}</span>{counted}</button></td>"
         )
