@@ -1,7 +1,7 @@
 """Time of each weight quantizer on one large weight, beside the time to read and write it once.
 
-Prints a Markdown table; ``--output FILE`` also writes it. The floor is the memory traffic: the float weight is read once
-and the codes are written once, at the bandwidth that a copy of the weight reaches in the same run.
+Prints a Markdown table; ``--output FILE`` also writes it. The floor is the memory traffic: the float weight is read
+once and the codes are written once, at the bandwidth that a copy of the weight reaches in the same run.
 """
 
 from __future__ import annotations
