@@ -207,6 +207,18 @@ def test_a_probe_that_ended_an_earlier_process_is_not_run_again():
     assert status.state is State.PROBE_FAILED
 
 
+def test_an_import_that_ended_an_earlier_process_is_not_run_again():
+    code = """
+        import os
+        from qcore.plugins import Registry, _Entry
+        Registry([_Entry("p", "dist-p", "1.0", lambda: os._exit(7))]).status("p")
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode == 7
+    with warns("ended an earlier process; run 'qcore doctor'"):
+        status = Registry([entry("p", load=lambda: pytest.fail("imported"))]).status("p")
+    assert status.state is State.IMPORT_FAILED
+
+
 def test_a_broken_neighbour_costs_nobody_else():
     items = [entry("bad", load=raising(ImportError())), entry("good", module(qcore_probe=here))]
     with pytest.warns(QcoreWarning):

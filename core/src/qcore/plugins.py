@@ -81,9 +81,9 @@ class PluginStatus:
     details: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
-def probe_mark(name: str, dist: str, version: str) -> str:
-    """The key of the crash mark that stands while a plugin is probed."""
-    return f"probe {name} {dist} {version}"
+def crash_marks(name: str, dist: str, version: str) -> tuple[str, str]:
+    """The keys of the crash marks that stand while a plugin is imported, and while it is probed."""
+    return f"import {name} {dist} {version}", f"probe {name} {dist} {version}"
 
 
 @dataclass
@@ -215,8 +215,13 @@ class Registry:
         self.statuses(settings.current().disable)
 
     def _bring_up(self, entry: _Entry) -> PluginStatus:
+        importing, _ = marks = crash_marks(entry.name, entry.dist, entry.version)
+        if entry.name != BUILTIN and any(crashed(mark) for mark in marks):
+            state = State.IMPORT_FAILED if crashed(importing) else State.PROBE_FAILED
+            return entry.set(state, "it ended an earlier process; run 'qcore doctor', which has a process for each.")
         try:
-            entry.plugin = entry.load()
+            with crash_mark(importing):
+                entry.plugin = entry.load()
         except Guarded as error:
             return entry.set(State.IMPORT_FAILED, _words(error), error)
         try:
@@ -248,16 +253,10 @@ class Registry:
             raise PluginError("it implements no hook; mark its functions with @qcore.hookimpl.")
 
     def _probe(self, entry: _Entry) -> PluginStatus:
-        mark = probe_mark(entry.name, entry.dist, entry.version)
-        if entry.name != BUILTIN and crashed(mark):
-            return entry.set(
-                State.PROBE_FAILED,
-                "its probe ended an earlier process; run 'qcore doctor', which probes it in a process of its own.",
-            )
         if not self.implements(entry.name, "qcore_probe"):
             return entry.set(State.AVAILABLE)
         try:
-            with crash_mark(mark):
+            with crash_mark(crash_marks(entry.name, entry.dist, entry.version)[1]):
                 found = _limited(lambda: self.call(entry.name, "qcore_probe"), PROBE_SECONDS)
         except Guarded as error:
             return entry.set(State.PROBE_FAILED, _words(error), error)

@@ -12,7 +12,7 @@ import pytest
 from qcore import Available, _cache, hardware
 from qcore.cli import health, probe, probing
 from qcore.cli.doctor import Finding
-from qcore.plugins import PluginStatus, State, probe_mark
+from qcore.plugins import PluginStatus, State, crash_marks
 
 PROBE = "import os, time, qcore\n@qcore.hookimpl\ndef qcore_probe():\n    "
 
@@ -76,7 +76,7 @@ def test_every_plugin_broken(spawn, every_kind, tmp_path):
 
 def test_crash_mark_stands_until_the_plugin_is_mended(spawn, install, monkeypatch):
     folder = install("shaky", PROBE + "os.abort()\n")
-    mark = probe_mark("shaky", "qcore-shaky", "1.0")
+    mark = crash_marks("shaky", "qcore-shaky", "1.0")[1]
     (first,) = spawn(["doctor", "--timeout", "20"], PYTHONPATH=str(folder))
     assert first.returncode == 1
     assert "-> Tell its authors" in first.stdout

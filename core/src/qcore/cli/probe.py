@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from .. import _cache
-from ..plugins import probe_mark, registry
+from ..plugins import crash_marks, registry
 
 
 def probe(name: str) -> dict[str, Any]:
-    """Import, register and probe one plugin, whether or not its probe once ended a process."""
+    """Import, register and probe one plugin, whether or not it once ended a process."""
     entry = registry.entries()[name]
-    _cache.remove("running", probe_mark(name, entry.dist, entry.version))
+    for mark in crash_marks(name, entry.dist, entry.version):
+        _cache.remove("running", mark)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the status says the same
         return dataclasses.asdict(registry.status(name))

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from .. import _cache
-from ..plugins import PluginStatus, State, probe_mark
+from ..plugins import PluginStatus, State, crash_marks
 
 _STARTUP = 60.0
 """Seconds that a process may take to import torch, on top of the plugin's own limit."""
@@ -82,7 +82,11 @@ class _Child:
 
     def _forgive(self) -> None:
         """A process that was ended from here, for being slow or by Ctrl-C, did not crash."""
-        _cache.remove("running", probe_mark(self.plugin.name, self.plugin.dist, self.plugin.version))
+        for mark in self._marks():
+            _cache.remove("running", mark)
+
+    def _marks(self) -> tuple[str, str]:
+        return crash_marks(self.plugin.name, self.plugin.dist, self.plugin.version)
 
     def status(self) -> PluginStatus:
         """What the process reported, or what its end says."""
@@ -96,9 +100,8 @@ class _Child:
         trace = _text(self._trace)
         if "Timeout (" in trace or self._process.returncode == -int(getattr(signal, "SIGKILL", 9)):
             return self._hung(trace)
-        mark = probe_mark(self.plugin.name, self.plugin.dist, self.plugin.version)
         state, doing = State.IMPORT_FAILED, "imported"
-        if _cache.crashed(mark):
+        if _cache.crashed(self._marks()[1]):
             state, doing = State.PROBE_FAILED, "probed"
         how = _how_it_ended(self._process.returncode)
         last = "" if trace else _last_line(_text(self._output))
