@@ -47,9 +47,11 @@ def test_other_names_are_attribute_errors():
         qcore.lineer  # noqa: B018
 
 
-def _python(code, **environ):
+def _python(code, *, measured=True, **environ):
+    """What ``code`` prints in a process of its own; coverage, where it runs, watches only a ``measured`` one."""
     command = [sys.executable, "-W", "error", "-c", code]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **environ}).stdout
+    env = {name: value for name, value in os.environ.items() if measured or not name.startswith("COVERAGE_")}
+    return subprocess.run(command, check=True, capture_output=True, text=True, env={**env, **environ}).stdout
 
 
 def test_importing_imports_no_plugin_and_nothing_heavy():
@@ -72,9 +74,9 @@ def test_import_time(record_property, tmp_path):
     code = "import time\nimport torch\nt = time.perf_counter()\nimport qcore\nprint(time.perf_counter() - t)"
     # Compiled modules, as an installation has them; the first run compiles.
     environ = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    times = [float(_python(code, **environ)) for _ in range(6)][1:]
+    times = [float(_python(code, measured=False, **environ)) for _ in range(8)][1:]
     record_property("import_ms", statistics.median(times) * 1e3)
-    # The best of five: what the import costs, not what else the machine does.
+    # The best of seven: what the import costs, not what else the machine does.
     assert min(times) < 0.08
 
 
