@@ -12,6 +12,7 @@ from ..errors import QcoreError
 from .questions import Question
 from .results import Outcome, Result
 from .runner import Kit, fresh_seed
+from .target import check_installed
 
 SUITE = Path(__file__).with_name("suite.py")
 _SUITE_MODULE = "qcore.testing.suite"
@@ -74,6 +75,7 @@ class KitPlugin:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._kit: Kit | None = None
+        _as_usage(lambda: check_installed(config.option.qcore_backend))
         if config.option.qcore_seed is None:
             # Kept in the options, so that the workers of pytest-xdist get the same.
             config.option.qcore_seed = fresh_seed()
@@ -85,10 +87,7 @@ class KitPlugin:
             options = self._config.option
             names = ("device", "seed", "gaps")
             chosen = {name: getattr(options, f"qcore_{name}") for name in names}
-            try:
-                self._kit = Kit(options.qcore_backend, **chosen)
-            except QcoreError as error:
-                raise pytest.UsageError(str(error)) from error
+            self._kit = Kit(options.qcore_backend, **chosen)
         return self._kit
 
     def pytest_report_header(self) -> str:
@@ -122,6 +121,14 @@ class KitPlugin:
             if path:
                 write(path)
                 terminalreporter.line(f"written: {path}")
+
+
+def _as_usage(call: Callable[[], None]) -> None:
+    """A wrong name on the command line is no accident of ours: pytest shows the text alone."""
+    try:
+        call()
+    except QcoreError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def _collect_suite(config: pytest.Config) -> None:

@@ -38,12 +38,7 @@ class Target:
     """
 
     def __init__(self, name: str, device: str | torch.device | None = None) -> None:
-        if name not in registry.entries():
-            known = ", ".join(sorted(registry.entries()))
-            raise ConformanceError(
-                f"no plugin is called {name!r}; installed: {known}.{did_you_mean(name, registry.entries())}\n"
-                f"Install it into this environment, e.g. 'pip install -e .' in its folder."
-            )
+        check_installed(name)
         self.name = name
         if registry.entries()[name].status is None:
             # In a process of its own first: a probe that ends the process leaves a mark, and is not called in this one.
@@ -97,6 +92,16 @@ class Target:
             return None
         details = found.details if isinstance(found, Available) else None
         return str(details["device"]) if details and "device" in details else None
+
+
+def check_installed(name: str) -> None:
+    """Raise `ConformanceError` where no plugin is called ``name``; imports none."""
+    if name not in registry.entries():
+        known = ", ".join(sorted(registry.entries()))
+        raise ConformanceError(
+            f"no plugin is called {name!r}; installed: {known}.{did_you_mean(name, registry.entries())}\n"
+            f"Install it into this environment, e.g. 'pip install -e .' in its folder."
+        )
 
 
 def _usable(device: str) -> bool:
