@@ -1,6 +1,8 @@
-"""Activations as codes for oneDNN's int8 product, in as few passes over x as torch's ops allow.
+"""Activations as uint8 for oneDNN's int8 product, in as few ops and passes over x as torch allows.
 
-A pass over ``(M, K)`` costs one to two hundredths of the product itself, an op on ``(M, 1)`` a few microseconds.
+After a product has streamed its weight through the caches every op costs five to ten microseconds, as much as a pass
+over a few rows of x. Hence the trick used throughout: a float32 near ``1.5 * 2**23`` has no fraction bits, so adding
+that number rounds half to even and leaves the whole number in the low bits, to be read as an integer.
 """
 
 from __future__ import annotations
@@ -15,20 +17,18 @@ from .integer import Given, Parameter, parameters
 from .onednn import OFFSET
 
 _SMALLEST = torch.finfo(torch.float32).smallest_normal
+_ROUND_BYTE = 1.5 * 2.0**23 + OFFSET
 
 
 def quantized(activation: Activation, x: Tensor, given: Given) -> tuple[Tensor, Parameter, Parameter | None]:
-    """Codes of x ``(M, K)`` as float32, their scale and zero point (None where there is none)."""
+    """Codes of x ``(..., K)`` as float32, their scale and zero point (None where there is none)."""
     values = x.float()
     scale: Parameter
-    zero: Parameter | None = None
-    if not isinstance(activation, DynamicInt8):
-        scale, zero = parameters(activation, given, "x")
-    elif activation.symmetric:
-        # A row of zeros gives zeros for any scale; NaN passes through.
-        scale = _largest(values).div_(INT8_MAX).clamp_min_(_SMALLEST)
+    zero: Parameter | None
+    if isinstance(activation, DynamicInt8):
+        scale, zero = dynamic_parameters(values, activation.symmetric)
     else:
-        scale, zero = dynamic_parameters(values, False)
+        scale, zero = parameters(activation, given, "x")
     if x.dtype == torch.int8:
         return values, scale, zero
     values = (values / scale if values is x else values.div_(scale)).round_()
@@ -37,16 +37,32 @@ def quantized(activation: Activation, x: Tensor, given: Given) -> tuple[Tensor, 
     return values.add_(zero).clamp_(INT8_MIN, INT8_MAX), scale, zero
 
 
-def one_token(x: Tensor) -> tuple[Tensor, float, float]:
-    """`quantized` for a single row, symmetric: its scale as a number saves the small ops."""
+def unsigned(values: Tensor, zero: int = 0) -> Tensor:
+    """``round(values) + zero + 128`` as uint8. ``values``: float32, overwritten; whole where ``zero`` is odd."""
+    return values.add_(_ROUND_BYTE + zero).view(torch.int32).to(torch.uint8)
+
+
+def symmetric_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantized` and `unsigned` for symmetric per-token codes: uint8 ``(M, K)`` and the scale ``(M, 1)``."""
+    values = x.float()
+    # A row of zeros gives zeros for any scale; NaN passes through.
+    scale = values.abs().amax(-1, keepdim=True).div_(INT8_MAX).clamp_min_(_SMALLEST)
+    up = scale.reciprocal()
+    return unsigned(values * up if values is x else values.mul_(up)), scale
+
+
+def symmetric_token(x: Tensor) -> tuple[Tensor, float]:
+    """`symmetric_tokens` for a single row, whose scale as a number saves the small ops."""
     values = x.float()
     scale = max(float(values.abs().amax()) / INT8_MAX, _SMALLEST)  # NaN stays, being first
-    return (values / scale).round_(), scale, 0.0
+    return unsigned(values / scale), scale
 
 
-def unsigned(codes: Tensor) -> Tensor:
-    """Codes as float32 to uint8, plus 128: flipping the top bit adds it. Through int8, which is the fast conversion."""
-    return codes.to(torch.int8).view(torch.uint8).bitwise_xor_(OFFSET)
+def static_codes(x: Tensor, scale: float, zero: int) -> Tensor:
+    """Float x quantized with one scale and zero point, as uint8."""
+    values = x.float()
+    values = values * (1.0 / scale) if values is x else values.mul_(1.0 / scale)
+    return unsigned(values.clamp_(INT8_MIN - zero, INT8_MAX - zero).round_(), zero)
 
 
 def whole_numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor | float]:
@@ -56,17 +72,19 @@ def whole_numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor | float]:
     most ``2**-bits`` of it. A row that holds NaN or Inf gets the scale NaN.
     """
     values = x.float()
+    top = values.abs().amax(-1, keepdim=True)
+    up: Tensor | float
     scale: Tensor | float
     if x.shape[0] == 1 and not torch.compiler.is_compiling() and type(x) is Tensor:
-        largest = float(values.abs().amax())
-        scale = math.ldexp(1.0, max(math.frexp(largest)[1], -90) - bits) if math.isfinite(largest) else math.nan
-        return torch.mul(values, 1.0 / scale).round_(), scale
-    top = _largest(values)
-    # The exponent bits alone are the power of two at or below a number.
-    power = (top.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(2.0**-90)
-    scale = power * 2.0 ** (1 - bits)
-    values = values / scale if values is x else values.div_(scale)
-    return values.round_(), scale + (top - top)
+        largest = float(top)
+        scale = math.ldexp(1.0, max(math.frexp(largest)[1], bits - 126) - bits) if math.isfinite(largest) else math.nan
+        up = 1.0 / scale
+    else:
+        # The exponent bits alone are the power of two at or below a number.
+        power = (top.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(2.0 ** (bits - 127))
+        up, scale = power.reciprocal().mul_(2.0 ** (bits - 1)), power * 2.0 ** (1 - bits) + (top - top)
+    values = values * up if values is x else values.mul_(up)
+    return values.round_(), scale
 
 
 def digit_rows(values: Tensor, digits: int) -> Tensor:
@@ -74,16 +92,11 @@ def digit_rows(values: Tensor, digits: int) -> Tensor:
 
     Adding 128 to every digit at once turns signed digits into the bytes of an unsigned number.
     """
-    shifted = values.to(torch.int32).add_(_SHIFTS[digits])
-    rows = torch.empty((digits, *values.shape), dtype=torch.uint8, device=values.device)
-    for i in range(digits):
-        rows[i].copy_(shifted if i == 0 else shifted.bitwise_right_shift_(8))
-    return rows.flatten(0, 1)
+    number = values.to(torch.int32).add_(_ALL_OFFSETS[digits])
+    if torch.compiler.is_compiling():
+        return torch.cat([(number >> 8 * i).to(torch.uint8) for i in range(digits)])
+    planes = number.view(torch.uint8).view(*values.shape, 4)[..., :digits].permute(2, 0, 1)
+    return planes.reshape(-1, values.shape[1])
 
 
-_SHIFTS = {3: 0x808080, 4: 0x80808080 - (1 << 32)}
-
-
-def _largest(values: Tensor) -> Tensor:
-    """The largest size in each row, ``(M, 1)``; two reductions are faster than one of the absolute values."""
-    return torch.maximum(values.amax(-1, keepdim=True), values.amin(-1, keepdim=True).neg_())
+_ALL_OFFSETS = {3: 0x808080, 4: 0x80808080 - (1 << 32)}

@@ -19,10 +19,10 @@ from ..contracts import Conv2dRequest
 from ..formats import ZeroPoint
 from ..kernels import Kernel, Packed
 from ..qtensor import QTensor
-from .codes import quantized, unsigned
+from .codes import static_codes, unsigned
 from .integer import finish
 from .onednn import OFFSET
-from .ops import op
+from .ops import on_cpu, op
 from .plain_conv2d import check_image
 from .weights import check_weight
 
@@ -56,13 +56,12 @@ class CpuConv2d(Kernel):
         r = self.request
         check_image(self.name, x, r)
         assert isinstance(r.activation, StaticInt8)
-        values, scale, zero = quantized(r.activation, x, {})
-        assert isinstance(scale, float)
-        assert isinstance(zero, float)
+        scale, zero = float(r.activation.scale or 1.0), r.activation.zero_point
+        codes = unsigned(x.float()) if x.dtype == torch.int8 else static_codes(x, scale, zero)
         call = self._traced if torch.compiler.is_compiling() else int8_conv2d
         bias = None if bias is None else bias.float()
         geometry = (r.stride, r.padding, r.dilation, r.groups)
-        y = call(unsigned(values), scale, int(zero), packed["weight"], packed["scale32"], bias, *geometry, self.direct)
+        y = call(codes, scale, zero, packed["weight"], packed["scale32"], bias, *geometry, self.direct)
         return y if r.out_dtype == self.direct else finish(y, 1.0, None, r.output, r.out_dtype, {})
 
 
@@ -83,7 +82,7 @@ def int8_conv2d(
     geometry = (stride, padding, dilation, groups)
     if not x.shape[0]:
         return _fake(x, x_scale, x_zero_point, weight, scale, bias, *geometry, out_dtype)
-    none, zero = torch.zeros(scale.shape, dtype=torch.int32), x_zero_point + OFFSET
+    none, zero = torch.zeros_like(scale, dtype=torch.int32), x_zero_point + OFFSET
     y = _convolve()(x, x_scale, zero, weight, scale, none, bias, *geometry, 1.0, 0, out_dtype, "none", [], "")
     return y.contiguous(memory_format=torch.channels_last)
 
@@ -111,12 +110,13 @@ def is_exact(weight_bits: int) -> bool:
     """Whether the op is here and gets the most extreme codes right on this CPU."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qconv_pointwise")):  # type: ignore[no-untyped-call]
         return False
-    codes = torch.full((32, 32, 3, 3), (1 << (weight_bits - 1)) - 1, dtype=torch.int8)
-    x = torch.full((1, 32, 6, 6), 255, dtype=torch.uint8)
-    one, geometry = torch.ones(32), ((1, 1), (1, 1), (1, 1), 1)
-    packed = torch.ops.onednn.qconv_prepack(codes, one, 1.0, OFFSET, *geometry, None)
-    expected = F.conv2d(x.double() - OFFSET, codes.double(), padding=1)
-    return torch.equal(int8_conv2d(x, 1.0, 0, packed, one, None, *geometry, torch.float32).double(), expected)
+    with on_cpu():
+        codes = torch.full((32, 32, 3, 3), (1 << (weight_bits - 1)) - 1, dtype=torch.int8)
+        x = torch.full((1, 32, 6, 6), 255, dtype=torch.uint8)
+        one, geometry = torch.ones(32), ((1, 1), (1, 1), (1, 1), 1)
+        packed = torch.ops.onednn.qconv_prepack(codes, one, 1.0, OFFSET, *geometry, None)
+        expected = F.conv2d(x.double() - OFFSET, codes.double(), padding=1)
+        return torch.equal(int8_conv2d(x, 1.0, 0, packed, one, None, *geometry, torch.float32).double(), expected)
 
 
 def kernel(request: Conv2dRequest) -> CpuConv2d | None:

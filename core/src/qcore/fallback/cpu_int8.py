@@ -14,15 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..activations import DynamicInt8
+from ..activations import DynamicInt8, StaticInt8
 from ..contracts import LinearRequest
 from ..formats import ZeroPoint
 from ..kernels import Packed, RowsKernel
 from ..qtensor import QTensor
 from . import onednn
-from .codes import digit_rows, one_token, quantized, unsigned, whole_numbers
+from .codes import digit_rows, quantized, static_codes, symmetric_token, symmetric_tokens, unsigned, whole_numbers
 from .integer import Given, finish
-from .weights import check_weight
+from .weights import autocasts, check_weight
 
 _MOST_ROWS = 1024
 """Longer inputs are cut, so that float32 copies of x and y stay small."""
@@ -33,7 +33,7 @@ class CpuInt8(RowsKernel):
 
     Packed: ``weight_<i>``: the prepacked codes of group i (int4 ones as int8); ``scale`` and ``zero``: as they are;
     ``scale32``: the scale in float32 where it is not already; ``added`` ``(G, N)`` float32 where there is a zero point;
-    ``colsum`` ``(N,)`` float32.
+    ``colsum`` ``(N,)`` float32; ``zeros`` ``(N,)`` int32.
     """
 
     def __init__(self, name: str, request: LinearRequest) -> None:
@@ -59,7 +59,8 @@ class CpuInt8(RowsKernel):
             packed["zero"] = weight.zero
             packed["added"] = weight.zero.float() if zero is None else -zero.float() * scale
             colsum = colsum + sum(part.shape[1] * a for part, a in zip(parts, packed["added"], strict=True))
-        return {**packed, "colsum": colsum}
+        # oneDNN wants zero points of the weight, though it heeds none.
+        return {**packed, "colsum": colsum, "zeros": torch.zeros(self.n, dtype=torch.int32, device="cpu")}
 
     def unpack(self, packed: Packed) -> QTensor:
         codes = torch.cat([onednn.codes_of(weight) for weight in self._weights(packed)], dim=1)
@@ -67,13 +68,12 @@ class CpuInt8(RowsKernel):
         return QTensor(data, packed["scale"], packed.get("zero"), (self.n, self.k), self.format)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
-        # Autocast would round the float32 parts of the sum.
-        if torch.is_autocast_enabled("cpu"):
+        if autocasts(x):
             with torch.autocast("cpu", enabled=False):
                 return self.run(x, packed, bias, **given)
         if not torch.compiler.is_compiling() and x.shape[0] > _MOST_ROWS:
             return torch.cat([self.run(p, packed, bias, **g) for p, g in _pieces(x, given)])
-        return self._rows(x, packed, bias, given)
+        return self._rows(x.contiguous(), packed, bias, given)
 
     def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
         raise NotImplementedError
@@ -83,7 +83,7 @@ class CpuInt8(RowsKernel):
 
     def _product(self, codes: Tensor, packed: Packed) -> Tensor:
         multiply = self._traced if torch.compiler.is_compiling() else onednn.int8_product
-        return multiply(codes, self._weights(packed), _scale32(packed))
+        return multiply(codes, self._weights(packed), _scale32(packed), packed["zeros"])
 
     def _sums(self, values: Tensor, packed: Packed) -> Tensor | None:
         """Sums of float32 whole numbers ``(M, K)`` per group, ``(M, G)``, where a zero point needs them."""
@@ -101,6 +101,9 @@ class CpuInt8Activations(CpuInt8):
 
     def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
         assert self.activation is not None
+        if self.activation == DynamicInt8() and "added" not in packed:
+            symmetric, tokens = symmetric_tokens(x)
+            return finish(self._product(symmetric, packed), tokens, bias, self.output, self.out_dtype, given)
         values, scale, zero = quantized(self.activation, x, given)
         sums = self._sums(values, packed)
         y = self._product(unsigned(values), packed)
@@ -117,18 +120,18 @@ class CpuOneScale(CpuInt8Activations):
     """The same for one activation scale and no zero point of the weight: the op's own epilogue rounds once."""
 
     def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
-        dynamic = isinstance(self.activation, DynamicInt8)
+        static = self.activation if isinstance(self.activation, StaticInt8) else None
         # A number can be read from a plain tensor only: not from a fake one, nor in a graph.
-        if torch.compiler.is_compiling() or type(x) is not Tensor or (dynamic and x.shape[0] > 1):
+        if torch.compiler.is_compiling() or type(x) is not Tensor or (static is None and x.shape[0] > 1):
             return super()._rows(x, packed, bias, given)
-        assert self.activation is not None
-        values, scale, zero = one_token(x) if dynamic else quantized(self.activation, x, given)
-        assert isinstance(scale, float)
+        if static is None:
+            (codes, scale), zero = symmetric_token(x), 0
+        else:
+            scale, zero = float(static.scale or 1.0), static.zero_point
+            codes = unsigned(x.float()) if x.dtype == torch.int8 else static_codes(x, scale, zero)
         bias = None if bias is None else bias.float()
         weight, weight_scale = packed["weight_0"], _scale32(packed)[0]
-        return onednn.product_scaled(
-            unsigned(values), scale, int(zero or 0), weight, weight_scale, bias, self.out_dtype
-        )
+        return onednn.scaled_product(codes, scale, zero, weight, weight_scale, packed["zeros"], bias, self.out_dtype)
 
 
 class CpuFloatActivations(CpuInt8):
@@ -163,10 +166,10 @@ def _pieces(x: Tensor, given: Given) -> list[tuple[Tensor, Given]]:
 def kernel(request: LinearRequest) -> CpuInt8 | None:
     """The kernel for ``request``, None where there is none."""
     fmt, activation = request.weight, request.activation
-    if request.device.type != "cpu" or not onednn.is_exact(fmt.bits):
+    if request.device.type != "cpu" or not (request.n and request.k) or not onednn.is_exact(fmt.bits):
         return None
     if activation is None:
-        return CpuFloatActivations("torch.cpu.w8a16", request) if fmt.bits == 8 and request.k else None
+        return CpuFloatActivations("torch.cpu.w8a16", request) if fmt.bits == 8 else None
     name = f"torch.cpu.w{fmt.bits}a8"
     one_group = fmt.groups(request.k) == 1 and fmt.zero is ZeroPoint.NONE
     one_scale = activation == DynamicInt8() or (not isinstance(activation, DynamicInt8) and not activation.per_token)

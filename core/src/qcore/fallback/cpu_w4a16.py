@@ -27,13 +27,14 @@ _CHUNK = 1 << 21
 
 
 class CpuW4A16(RowsKernel):
-    """bfloat16 x, int4 weight, any zero point, any N, groups that divide K and are multiples of 32.
+    """bfloat16 x, int4 weight, any zero point, any N; groups that divide K, are multiples of 32 and at most 256.
 
-    The op takes groups of 32, 64, 128 or 256; parameters of larger ones, and of per-channel weights, are repeated.
+    A single group per channel may be longer: the op then multiplies codes, which bfloat16 holds exactly, and the scale
+    is applied to its result.
 
     Packed: ``weight`` uint8 ``(N', K/2)``, ``params`` bfloat16 ``(G', N', 2)`` of scale and added zero, with N' = N
     rounded up to 64; ``zero`` int8 ``(G', N')``, the zero point of the codes, where there is one; and the neutral
-    ``scale`` (and float zero as ``added``) only where bfloat16 cannot hold them.
+    ``scale`` (and float zero as ``added``) only where ``params`` does not hold them.
     """
 
     name = "torch.cpu.w4a16"
@@ -43,20 +44,22 @@ class CpuW4A16(RowsKernel):
         self.out_dtype = torch.bfloat16
         self.group, self.float_zero = op_group(self.format, self.k), self.format.zero is ZeroPoint.FLOAT
         self.repeats = self.format.group(self.k) // self.group
+        self.scale_after = self.format.groups(self.k) == 1 and not self.float_zero
         self._traced = op(w4a16, _fake)  # here, because a trace cannot register it
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         check_weight(self.name, weight, self.format, self.n, self.k)
         packed = {"weight": _layout().pack(F.pad(weight.codes(), (0, 0, 0, -self.n % COLUMNS)))}
         scale, zero, added = weight.scale, weight.integer_zero(), torch.zeros_like(weight.scale)
+        inside = torch.ones_like(scale) if self.scale_after else scale
         if zero is not None:
-            added, packed["zero"] = -zero.float() * scale.float(), self._widened(zero.unsqueeze(-1)).squeeze(-1)
+            added, packed["zero"] = -zero.float() * inside.float(), self._widened(zero.unsqueeze(-1)).squeeze(-1)
         elif weight.zero is not None:
             added = weight.zero
-        packed["params"] = self._widened(torch.stack((scale.bfloat16(), added.bfloat16()), -1))
-        if scale.dtype != torch.bfloat16:
+        packed["params"] = self._widened(torch.stack((inside.bfloat16(), added.bfloat16()), -1))
+        if scale.dtype != torch.bfloat16 or self.scale_after:
             packed["scale"] = scale
-            if self.format.zero is ZeroPoint.FLOAT:
+            if self.float_zero:
                 packed["added"] = added
         return packed
 
@@ -70,15 +73,16 @@ class CpuW4A16(RowsKernel):
         zero = None
         if self.format.zero is ZeroPoint.INT:
             zero = packed["zero"][:: self.repeats, : self.n].contiguous()
-        elif self.format.zero is ZeroPoint.FLOAT:
+        elif self.float_zero:
             zero = packed["added"] if "added" in packed else params[1].contiguous()
         codes = _layout().unpack(packed["weight"])[: self.n]
         return QTensor.from_codes(codes, scale, zero, self.format)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         call = self._traced if torch.compiler.is_compiling() else w4a16
-        zero = packed.get("zero")
-        return call(x, self.n, packed["weight"], packed["params"], zero, bias, self.group, self.float_zero)
+        scale = packed["scale"] if self.scale_after else None
+        weight = (packed["weight"], packed["params"], packed.get("zero"), scale)
+        return call(x, self.n, *weight, bias, self.group, self.float_zero)
 
 
 def w4a16(
@@ -87,51 +91,65 @@ def w4a16(
     weight: Tensor,
     params: Tensor,
     zero: Tensor | None,
+    scale: Tensor | None,
     bias: Tensor | None,
     group: int,
     float_zero: bool,
 ) -> Tensor:
     """Multiply x ``(M, K)`` bfloat16 to ``(M, n)``; see `CpuW4A16` for the packed weight."""
     if x.shape[0] >= _CROSSOVER:
-        y = _product(x, weight, params, zero, group, float_zero)
+        y = _product(x, weight, params if scale is None else None, zero, group, float_zero)
     else:
         assert int4_product is not None  # nothing is offered without it
         y = int4_product(x.contiguous(), weight, group, params)
     if y.shape[1] != n:
         y = y[:, :n].contiguous()
-    return y if bias is None else (y + bias).to(torch.bfloat16)
+    if scale is not None:
+        y = y * scale.float()
+    if bias is not None:
+        y = y + bias
+    return y.to(torch.bfloat16)
 
 
 def _fake(x: Tensor, n: int, *_packed: object) -> Tensor:
     return x.new_empty(x.shape[0], n)
 
 
-def _product(x: Tensor, weight: Tensor, params: Tensor, zero: Tensor | None, group: int, float_zero: bool) -> Tensor:
-    """The product through dequantized columns ``(K, C)``, a chunk of them at a time in one buffer."""
+def _product(
+    x: Tensor, weight: Tensor, params: Tensor | None, zero: Tensor | None, group: int, float_zero: bool
+) -> Tensor:
+    """The product through dequantized columns ``(K, C)``, a chunk of them at a time in one buffer.
+
+    Without ``params`` the columns hold whole numbers.
+    """
     n, k = weight.shape[0], weight.shape[1] * 2
     step = max(COLUMNS, _CHUNK // k // COLUMNS * COLUMNS)
     y, buffer = x.new_empty(x.shape[0], n), x.new_empty(k * min(step, n))
     for start in range(0, n, step):
         cut = slice(start, min(start + step, n))
         dense = buffer[: k * (cut.stop - start)].view(k, -1)
-        _dequantize(dense, weight[cut], params[:, cut], None if zero is None else zero[:, cut], group, float_zero)
+        _centre(dense, weight[cut], None if zero is None else zero[:, cut], group)
+        if params is not None:
+            _scale(dense, params[:, cut], group, float_zero)
         torch.mm(x, dense, out=y[:, cut])
     return y
 
 
-def _dequantize(
-    dense: Tensor, weight: Tensor, params: Tensor, zero: Tensor | None, group: int, float_zero: bool
-) -> None:
-    layout, columns = _layout(), dense.shape[1]
-    targets, nibbles = layout.halves(dense), layout.nibbles(weight)
-    # Zero points are taken off in int8, and small operands made contiguous: strided they cost ten times as much.
+def _centre(dense: Tensor, weight: Tensor, zero: Tensor | None, group: int) -> None:
+    """Write codes minus zero points into ``dense`` ``(K, C)``."""
+    layout = _layout()
+    # Zero points are taken off in int8, and made contiguous before: strided they cost ten times as much.
     zeros = (None, None) if zero is None else layout.halves(zero + 8)
-    for target, codes, z in zip(targets, nibbles, zeros, strict=True):
+    for target, codes, z in zip(layout.halves(dense), layout.nibbles(weight), zeros, strict=True):
         blocks = codes.view(codes.shape[0], -1, group, codes.shape[2])
         blocks -= 8 if z is None else z.contiguous().unsqueeze(2)
         target.copy_(codes)
+
+
+def _scale(dense: Tensor, params: Tensor, group: int, float_zero: bool) -> None:
+    """Multiply ``dense`` ``(K, C)`` by its scales and add float zero points, in place."""
     scale, added = (part.contiguous().unsqueeze(1) for part in params.unbind(-1))
-    groups = dense.view(-1, group, columns)
+    groups = dense.view(-1, group, dense.shape[1])
     if float_zero:
         torch.addcmul(added, groups, scale, out=groups)
     else:
@@ -158,9 +176,10 @@ def kernel(request: LinearRequest) -> CpuW4A16 | None:
 def op_group(fmt: Format, k: int) -> int:
     """The largest group size that the op takes and whose groups fit into the format's; 0 where there is none.
 
-    A zero point enters the op rounded to bfloat16. Those errors average out between groups, not between repetitions.
+    Scales and zero points enter the op rounded to bfloat16: errors that average out between many groups only.
     """
     group = fmt.group(k)
-    if not k or k % group or (group > GROUP_SIZES[0] and fmt.zero is not ZeroPoint.NONE):
+    coarse = group > GROUP_SIZES[0] and (group != k or fmt.zero is ZeroPoint.FLOAT)
+    if not k or k % group or coarse:
         return 0
     return next((size for size in GROUP_SIZES if group % size == 0), 0)

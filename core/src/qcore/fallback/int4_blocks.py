@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .ops import int4_pack
+from .ops import int4_pack, on_cpu
 
 COLUMNS = 64
 """N is padded to a multiple of this, which makes the layout uniform."""
@@ -52,7 +52,7 @@ class BlockLayout:
     def unpack(self, packed: Tensor) -> Tensor:
         """The signed codes ``(N, K)`` again."""
         n, k = packed.shape[0], packed.shape[1] * 2
-        columns = torch.empty(k, n, dtype=torch.int8)
+        columns = torch.empty(k, n, dtype=torch.int8, device=packed.device)
         for view, nibbles in zip(self.halves(columns), self.nibbles(packed), strict=True):
             view.copy_(nibbles)
         return columns.sub_(8).t().contiguous()
@@ -69,11 +69,12 @@ def block_layout() -> BlockLayout | None:
     if int4_pack is None:
         return None
     n, k = 3 * COLUMNS, 32
-    position = torch.arange(n * k, dtype=torch.int32).view(n, k)
-    digits = [_pack(position >> shift & 15).int() for shift in (0, 4, 8, 12)]
-    low = torch.stack([(d & 15) << 4 * i for i, d in enumerate(digits)]).sum(0).flatten()
-    high = torch.stack([(d >> 4) << 4 * i for i, d in enumerate(digits)]).sum(0).flatten()
-    return next((layout for layout in _CANDIDATES if _holds(layout, position, low, high)), None)
+    with on_cpu():
+        position = torch.arange(n * k, dtype=torch.int32).view(n, k)
+        digits = [_pack(position >> shift & 15).int() for shift in (0, 4, 8, 12)]
+        low = torch.stack([(d & 15) << 4 * i for i, d in enumerate(digits)]).sum(0).flatten()
+        high = torch.stack([(d >> 4) << 4 * i for i, d in enumerate(digits)]).sum(0).flatten()
+        return next((layout for layout in _CANDIDATES if _holds(layout, position, low, high)), None)
 
 
 _CANDIDATES = tuple(BlockLayout(size, pairs) for size in (64, 32, 16) for pairs in (False, True))

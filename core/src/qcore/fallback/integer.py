@@ -82,12 +82,12 @@ def exact_groups(x: Tensor, w: Tensor, bound: int) -> Tensor:
     length = x.shape[-1]
     parts = -(-length * bound // EXACT)
     x, w = x.transpose(1, 2), w.permute(0, 2, 3, 1)
-    if parts == 1:
+    if parts <= 1:
         return torch.matmul(x, w)
-    step = -(-length // parts)
-    total = torch.matmul(x[..., :step], w[..., :step, :]).to(torch.int32)
+    step, whole = -(-length // parts), torch.int32 if length * bound < 1 << 31 else torch.int64
+    total = torch.matmul(x[..., :step], w[..., :step, :]).to(whole)
     for start in range(step, length, step):
-        total += torch.matmul(x[..., start : start + step], w[..., start : start + step, :]).to(torch.int32)
+        total += torch.matmul(x[..., start : start + step], w[..., start : start + step, :]).to(whole)
     return total.float()
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .ops import op
+from .ops import on_cpu, op
 
 OFFSET = 128
 """uint8 activations hold code + 128."""
@@ -25,12 +25,14 @@ def is_exact(weight_bits: int) -> bool:
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")):  # type: ignore[no-untyped-call]
         return False
     low, high = -(1 << (weight_bits - 1)), (1 << (weight_bits - 1)) - 1
-    codes = torch.full((33, 200), high, dtype=torch.int8)
-    codes[1::2] = low
-    x = torch.full((3, 200), 255, dtype=torch.uint8)
-    x[1] = 0
-    expected = (x.double() - OFFSET) @ codes.double().t()
-    return torch.equal(int8_product(x, [prepack(codes)], torch.ones(1, 33)).double(), expected)
+    with on_cpu():
+        codes = torch.full((33, 200), high, dtype=torch.int8)
+        codes[1::2] = low
+        x = torch.full((3, 200), 255, dtype=torch.uint8)
+        x[1] = 0
+        expected = (x.double() - OFFSET) @ codes.double().t()
+        y = int8_product(x, [prepack(codes)], torch.ones(1, 33), torch.zeros(33, dtype=torch.int32))
+        return torch.equal(y.double(), expected)
 
 
 def prepack(codes: Tensor) -> Tensor:
@@ -44,33 +46,31 @@ def codes_of(packed: Tensor) -> Tensor:
     return packed.to_dense().t()
 
 
-def int8_product(x: Tensor, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
+def int8_product(x: Tensor, weights: Sequence[Tensor], scale: Tensor, zeros: Tensor) -> Tensor:
     """Sum over groups of ``scale * ((x - 128) @ W^T)``.
 
-    ``x``: uint8 ``(M, K)``; ``weights``: one prepacked tensor per group of K; ``scale``: float32 ``(G, N)``.
-    The result is float32 ``(M, N)``: int32 accumulation within a group, float32 between groups.
+    ``x``: uint8 ``(M, K)``; ``weights``: one prepacked tensor per group of K; ``scale``: float32 ``(G, N)``; ``zeros``:
+    int32 ``(N,)``. The result is float32 ``(M, N)``: int32 accumulation within a group, float32 between groups.
     """
-    none = _no_zero_points(scale.shape[1])
-    parts = _columns(x, weights)
-    y = _first(parts[0], weights[0], scale[0], none)
+    parts, end = _columns(x, weights), (None, 1.0, 0, torch.float32)
+    y = _unary()(parts[0], 1.0, OFFSET, weights[0], scale[0], zeros, *end, "none", [], "")
     for part, weight, s in zip(parts[1:], weights[1:], scale[1:], strict=True):
-        end: tuple[object, ...] = (None, 1.0, 0, torch.float32, 1.0, 0, "sum", 1.0, "none", [], "")
-        _binary()(part, 1.0, OFFSET, weight, s, none, y, *end)
+        _binary()(part, 1.0, OFFSET, weight, s, zeros, y, *end, 1.0, 0, "sum", 1.0, "none", [], "")
     return y
 
 
-def product_scaled(
+def scaled_product(
     x: Tensor,
     x_scale: float,
     x_zero_point: int,
     weight: Tensor,
     scale: Tensor,
+    zeros: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """One group and one activation scale: ``x_scale * scale * ((x - 128 - zero point) @ W^T) + bias``, rounded once."""
-    none, zero = _no_zero_points(scale.shape[0]), OFFSET + x_zero_point
-    return _unary()(x, x_scale, zero, weight, scale, none, bias, 1.0, 0, dtype, "none", [], "")
+    return _unary()(x, x_scale, OFFSET + x_zero_point, weight, scale, zeros, bias, 1.0, 0, dtype, "none", [], "")
 
 
 def traced_product() -> Callable[..., Tensor]:
@@ -78,8 +78,7 @@ def traced_product() -> Callable[..., Tensor]:
     return op(int8_product, _fake_product)
 
 
-def _fake_product(x: Tensor, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
-    del weights
+def _fake_product(x: Tensor, _weights: Sequence[Tensor], scale: Tensor, _zeros: Tensor) -> Tensor:
     return scale.new_empty(x.shape[0], scale.shape[1])
 
 
@@ -87,15 +86,11 @@ def _columns(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """The columns of each group, contiguous."""
     groups = len(weights)
     if groups == 1:
-        return (x.contiguous(),)
+        return (x,)
     if x.shape[1] % groups == 0 and weights[0].shape == weights[-1].shape:
         return x.view(x.shape[0], groups, -1).transpose(0, 1).contiguous().unbind()
     sizes = [int(w.shape[0]) for w in weights]
     return [part.contiguous() for part in torch.split(x, sizes, dim=1)]
-
-
-def _first(x: Tensor, weight: Tensor, scale: Tensor, none: Tensor) -> Tensor:
-    return _unary()(x, 1.0, OFFSET, weight, scale, none, None, 1.0, 0, torch.float32, "none", [], "")
 
 
 @lru_cache(maxsize=1)
@@ -106,8 +101,3 @@ def _unary() -> Callable[..., Tensor]:
 @lru_cache(maxsize=1)
 def _binary() -> Callable[..., Tensor]:
     return torch.ops.onednn.qlinear_pointwise.binary
-
-
-@lru_cache(maxsize=256)
-def _no_zero_points(n: int) -> Tensor:
-    return torch.zeros(n, dtype=torch.int32)

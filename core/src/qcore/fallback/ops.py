@@ -6,7 +6,8 @@ the number of rows when they run, so that one graph serves every M.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,15 @@ int4_product: Callable[..., Tensor] | None = getattr(torch, "_weight_int4pack_mm
 """x ``(M, K)``, packed weight, group size, bfloat16 (scale, added zero) ``(G, N, 2)`` to ``(M, N)``."""
 int8_product: Callable[..., Tensor] | None = getattr(torch, "_weight_int8pack_mm", None)
 """x ``(M, K)``, int8 weight ``(N, K)``, scale ``(N,)`` of x's dtype to ``(M, N)``."""
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Real tensors on the CPU, whatever mode or default device the caller has set: for looking at what an op does."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
+        yield
 
 
 @lru_cache(maxsize=1)

@@ -13,7 +13,7 @@ from ..errors import FormatError
 from ..kernels import Packed
 from .integer import activation_bound, centred_activations, finish, integer_product
 from .plain_linear import compute_dtype
-from .weights import NeutralKernel
+from .weights import NeutralKernel, autocasts
 
 
 class PlainConv2d(NeutralKernel):
@@ -27,7 +27,7 @@ class PlainConv2d(NeutralKernel):
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
         check_image(self.name, x, self.request)
-        if torch.is_autocast_enabled(x.device.type):
+        if autocasts(x):
             with torch.autocast(x.device.type, enabled=False):
                 return self(x, packed, bias)
         return self._float(x, packed, bias) if self.request.activation is None else self._integer(x, packed, bias)

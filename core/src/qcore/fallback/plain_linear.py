@@ -12,7 +12,7 @@ from ..contracts import LinearRequest
 from ..formats import ZeroPoint
 from ..kernels import Packed, RowsKernel
 from .integer import activation_bound, centred_activations, finish, integer_product, joined
-from .weights import NeutralKernel
+from .weights import NeutralKernel, autocasts
 
 
 def compute_dtype(device: torch.device, x_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
@@ -40,8 +40,7 @@ class PlainLinear(NeutralKernel, RowsKernel):
         self.scale_after = one_scale and self.compute != torch.float16
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
-        # Autocast would run the products in a narrower dtype than the contract allows.
-        if torch.is_autocast_enabled(x.device.type):
+        if autocasts(x):
             with torch.autocast(x.device.type, enabled=False):
                 return self.run(x, packed, bias, **given)
         if self.activation is None:

@@ -29,8 +29,8 @@ class WeightReader:
 
     def __init__(self, format: Format, k: int) -> None:
         self.format, self.k = format, k
-        self.groups, self.group = format.groups(k), format.group(k)
-        self.padding = self.groups * self.group - k if k else 0
+        self.groups, self.group = format.groups(k), format.group(k) if k else 0
+        self.padding = self.groups * self.group - k
         unit = {PLAIN: 2, PLAIN_INT32: 8}.get(format.layout, 0) if format.dtype == "int4" else 0
         self.halves = unit > 0 and k > 0 and k % unit == 0 and self.group % 2 == 0 and not self.padding
 
@@ -58,7 +58,7 @@ class WeightReader:
         codes = self.format.codec.decode(data, self.k)
         if self.padding:
             codes = torch.nn.functional.pad(codes, (0, self.padding))
-        return codes.reshape(n, self.groups, self.group if self.k else 0)
+        return codes.reshape(n, self.groups, self.group)
 
     def centred(self, data: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Codes minus their integer zero points, ``(rows, G, g)``: whole numbers up to 255, exact in any float dtype.
@@ -113,6 +113,12 @@ class NeutralKernel(Kernel):
 
     def unpack(self, packed: Packed) -> QTensor:
         return QTensor(packed["data"], packed["scale"], packed.get("zero"), (self.n, self.k), self.format)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x; it would run products in a narrower dtype than a contract allows."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def check_weight(name: str, weight: QTensor, format: Format, n: int, k: int) -> None:

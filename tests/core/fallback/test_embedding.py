@@ -1,0 +1,53 @@
+"""The embedding kernel beyond its contract's cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qcore.contracts import CONTRACTS
+from qcore.formats import PLAIN_INT32, Format, ZeroPoint
+from qcore.quantize import quantize
+from qcore.schemes import Scheme
+
+
+@pytest.fixture
+def table(tools):
+    def make(fmt, dtype=torch.float32, v=20, d=96):
+        weight = quantize(torch.randn(v, d), fmt)
+        scheme = Scheme(fmt)
+        request = CONTRACTS["embedding"].request_for(scheme, torch.device("cpu"), dtype, v, d)
+        (kernel,) = tools.offers(request).values()
+        return kernel, kernel.pack(weight), weight
+
+    return make
+
+
+@pytest.mark.parametrize("indices", [[0, 20], [-1, 3], [5, 10**9]])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_index_outside_the_table_is_an_error(table, indices, dtype):
+    kernel, packed, _ = table(Format("int4", 32))
+    with pytest.raises(IndexError, match=rf"span {min(indices)}..{max(indices)}, but the table has 20 rows"):
+        kernel(torch.tensor(indices, dtype=dtype), packed)
+
+
+@pytest.mark.parametrize("zero", list(ZeroPoint))
+def test_every_layout_is_gathered_by_row(table, zero):
+    kernel, packed, weight = table(Format("int4", 32, zero, PLAIN_INT32), torch.bfloat16)
+    index = torch.tensor([[3, 3], [19, 0]], dtype=torch.int32)
+    assert torch.equal(kernel(index, packed), weight.dequantize(torch.bfloat16)[index.long()])
+
+
+def test_no_indices_and_meta(table):
+    kernel, packed, _ = table(Format("int8"))
+    assert kernel(torch.empty(0, 4, dtype=torch.int64), packed).shape == (0, 4, 96)
+    meta = {name: tensor.to("meta") for name, tensor in packed.items()}
+    assert kernel(torch.empty(5, dtype=torch.int64, device="meta"), meta).shape == (5, 96)
+
+
+def test_compiled(table):
+    kernel, packed, weight = table(Format("int4", 32, ZeroPoint.INT))
+    compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count in (3, 7):
+        index = torch.arange(count)
+        assert torch.equal(compiled(index, packed), weight.dequantize()[:count])

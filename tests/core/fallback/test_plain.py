@@ -1,0 +1,290 @@
+"""The plain kernels: any layout, device and dtype, little memory, nothing copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from qcore.contracts import CONTRACTS
+from qcore.errors import FormatError
+from qcore.fallback import integer, plugin, weights
+from qcore.formats import PLAIN_INT32, Format, Layout, ZeroPoint
+from qcore.qtensor import QTensor
+from qcore.quantize import quantize
+
+
+class Backwards(Layout):
+    """A third party's layout: int16 codes, last column first."""
+
+    name = "backwards"
+    dtypes = ("int4", "int8")
+
+    def encode(self, codes):
+        return codes.flip(1).to(torch.int16)
+
+    def decode(self, data, k):
+        return data.flip(1)[:, :k].to(torch.int8)
+
+    def check(self, data, n, k):
+        if data.dtype != torch.int16 or tuple(data.shape) != (n, k):
+            raise FormatError("wrong")
+
+
+@pytest.fixture
+def plain(tools):
+    def make(*args, **kwargs):
+        made = tools.linear(*args, **kwargs)
+        made.kernel = made.kernels["torch.plain.linear"]
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a16-asym", "w4a8-g32", "w8a8-asym"])
+def test_a_third_partys_layout_is_read_through_its_codec(tools, plain, scheme):
+    made = plain(scheme, k=77)
+    layout = Backwards()
+    problem = made.problem(5)
+    weight = problem.weight.convert(layout)
+    request = replace(problem.request, weight=weight.format)
+    kernels = tools.offers(request)
+    for kernel in kernels.values():
+        packed = kernel.pack(weight)
+        assert tools.same(kernel.unpack(packed), weight)
+        tools.check(kernel, replace(problem, request=request, weight=weight), packed)
+
+
+def test_packing_copies_nothing(plain):
+    made = plain("w4a16-g32-asym")
+    packed = made.kernel.pack(made.weight)
+    assert packed["data"].data_ptr() == made.weight.data.data_ptr()
+    assert packed["zero"].data_ptr() == made.weight.zero.data_ptr()
+
+
+def test_linear_and_embedding_share_packed_tensors(tools, plain):
+    made = plain("w4a16-g32")
+    request = CONTRACTS["embedding"].request_for(
+        type("S", (), {"weight": made.weight.format}), torch.device("cpu"), torch.float32, 48, 256
+    )
+    embedding = tools.offers(request)["torch.plain.embedding"]
+    assert embedding.packing == made.kernel.packing
+    rows = embedding(torch.tensor([3, 5]), made.kernel.pack(made.weight))
+    assert torch.equal(rows, made.weight.dequantize()[[3, 5]])
+
+
+def test_another_weight_is_refused(plain):
+    made = plain("w4a16-g32")
+    with pytest.raises(FormatError, match="made for int4-g32/plain"):
+        made.kernel.pack(made.weight.convert(PLAIN_INT32))
+
+
+def test_another_k_is_an_error(plain):
+    made = plain("w4a16-g32")
+    packed = made.kernel.pack(made.weight)
+    for x in (torch.zeros(3, 255), torch.tensor(1.0)):
+        with pytest.raises(FormatError, match="K=256"):
+            made.kernel(x, packed, None)
+
+
+def test_other_result_dtypes(tools, plain):
+    for x_dtype, out in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ):
+        made = plain("w4a16-g32-asym", x_dtype, out_dtype=out)
+        tools.check(made.kernel, made.problem(5, bias="float32"))
+
+
+def test_float64_is_computed_in_float64(plain):
+    made = plain("w4a16-g32", torch.float64)
+    x = torch.randn(3, 256, dtype=torch.float64)
+    y = made.kernel(x, made.kernel.pack(made.weight), torch.ones(48, dtype=torch.float64))
+    torch.testing.assert_close(y, x @ made.weight.dequantize(torch.float64).t() + 1, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-static", "w8a8-asym-static"])
+def test_x_may_be_codes_already(tools, plain, scheme):
+    made = plain(scheme, x_dtype=torch.int8)
+    for kernel in made.kernels.values():
+        tools.check(kernel, made.problem(5))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8-g32-asym", "w4a16-g32", "w8a16-asym"])
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(tools, plain, scheme, narrow):
+    made = plain(scheme)
+    for kernel in made.kernels.values():
+        problem = made.problem(5)
+        packed = kernel.pack(problem.weight)
+        expected = kernel(problem.x, packed, None)
+        with torch.autocast("cpu", dtype=narrow):
+            assert torch.equal(kernel(problem.x, packed, None), expected), kernel.name
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a16", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static-o8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_meta_tensors(plain, scheme, dtype):
+    made = plain(scheme, dtype)
+    request = replace(made.request, device=torch.device("meta"))
+    (offer,) = plugin.qcore_linear(request)
+    packed = offer.kernel.pack(made.weight.to("meta"))
+    y = offer.kernel(torch.empty(2, 3, 256, dtype=dtype, device="meta"), packed, None)
+    assert (y.shape, y.dtype, y.device.type) == ((2, 3, 48), request.out_dtype, "meta")
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a16", "w8a8", "w8a8-static"])
+def test_fake_tensors(plain, scheme):
+    made = plain(scheme, torch.bfloat16)
+    for kernel in made.kernels.values():
+        packed = kernel.pack(made.weight)
+        with FakeTensorMode() as mode:
+            fakes = {name: mode.from_tensor(tensor) for name, tensor in packed.items()}
+            for rows in (1, 5):
+                y = kernel(torch.empty(rows, 256, dtype=torch.bfloat16), fakes, None)
+                assert (y.shape, y.dtype) == ((rows, 48), torch.bfloat16), kernel.name
+
+
+def test_float16_runs_natively_away_from_the_cpu(plain):
+    from qcore.fallback.plain_linear import compute_dtype
+
+    half = torch.float16
+    assert compute_dtype(torch.device("cpu"), half, half) is torch.float32
+    assert compute_dtype(torch.device("cuda"), half, half) is half
+    assert compute_dtype(torch.device("cuda"), half, torch.float32) is torch.float32
+
+
+def test_half_precision_does_not_overflow_before_its_scale(monkeypatch, tools):
+    # What an accelerator would run, on the CPU: codes times x overflow float16 unless the weight is scaled first.
+    made = tools.linear("w8a16", torch.float16)
+    kernel = plugin.PlainLinear(replace(made.request, device=torch.device("cuda")))
+    problem = made.problem(4, inputs="large")
+    verdict = CONTRACTS["linear"].judge(problem, kernel(problem.x, kernel.pack(problem.weight), None))
+    assert verdict.ok, verdict.message
+
+
+def test_long_groups_are_cut_where_float32_would_lose_whole_numbers():
+    k = 40000
+    x, w = torch.full((1, 2, 1, k), 255.0), torch.full((1, 3, 1, k), 255.0)
+    x[0, 0, 0, 0] = 254
+    products = integer.exact_groups(x, w, 255 * 255)
+    exact = torch.full((2, 3), 255.0 * 255 * k, dtype=torch.float64)
+    exact[0] -= 255
+    assert torch.equal(products[0, 0], exact.float())
+
+
+@pytest.mark.parametrize("rows", [1025, 2500])
+def test_many_rows_are_cut(tools, plain, rows):
+    made = plain("w4a8-g32-asym", n=8, k=64)
+    for kernel in made.kernels.values():
+        tools.check(kernel, made.problem(rows))
+    token = plain("w4a8-g32-asym-token-o8t", n=8, k=64)
+    for kernel in token.kernels.values():
+        tools.check(kernel, token.problem(rows))
+
+
+def test_chunks_of_rows_and_the_whole_weight_agree(tools, plain, monkeypatch):
+    monkeypatch.setattr(weights, "_CACHED", 1)
+    for scheme in ("w4a16-g32-asym", "w4a8-g32", "w8a16"):
+        made = plain(scheme, torch.bfloat16, n=200)
+        tools.check(made.kernel, made.problem(3, bias="same"))
+    assert made.kernel.reader.chunk_rows(made.weight.data) == 64
+
+
+def test_nothing_to_do(plain):
+    made = plain("w8a8")
+    packed = made.kernel.pack(made.weight)
+    assert made.kernel(torch.empty(0, 3, 256), packed, None).shape == (0, 3, 48)
+
+
+@pytest.mark.parametrize(("n", "k"), [(0, 16), (16, 0)])
+@pytest.mark.parametrize("activation", ["a16", "a8"])
+def test_empty_weights(tools, n, k, activation):
+    weight = quantize(torch.zeros(n, k), Format("int8"))
+    made = tools.linear(f"w8{activation}", n=16, k=16)
+    request = replace(made.request, n=n, k=k)
+    for kernel in tools.offers(request).values():
+        y = kernel(torch.ones(3, k), kernel.pack(weight), None)
+        assert y.shape == (3, n)
+        assert not y.any()
+
+
+def test_nan_stays_in_its_token(tools):
+    for scheme in ("w8a8", "w8a8-aasym", "w8a16", "w4a16-g32", "w4a8-g32-asym"):
+        made = tools.linear(scheme)
+        for kernel in made.kernels.values():
+            x = torch.randn(3, 256)
+            x[1, 7] = float("nan")
+            y = kernel(x, kernel.pack(made.weight), None)
+            assert y[1].isnan().all(), kernel.name
+            assert y[[0, 2]].isfinite().all(), kernel.name
+            assert kernel(x[1:2], kernel.pack(made.weight), None).isnan().all(), kernel.name
+
+
+MEMORY = """
+import resource, torch, sys
+from qcore.contracts import CONTRACTS
+from qcore.fallback import plugin
+from qcore.schemes import Scheme
+n, k, name, rows = 8192, 28672, sys.argv[1] if len(sys.argv) > 1 else NAME, ROWS
+scheme = Scheme.parse("w4a16-g128")
+request = CONTRACTS["linear"].request_for(scheme, torch.device("cpu"), torch.bfloat16, n, k)
+kernel = next(o.kernel for o in plugin.qcore_linear(request) if o.kernel.name == name)
+data, x = torch.zeros(n, k // 2, dtype=torch.uint8) + 1, torch.randn(rows, k).bfloat16()
+scale = torch.rand(k // 128, n).bfloat16()
+packed = {"data": data, "scale": scale, "weight": data, "params": torch.stack((scale, scale), -1)}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+y = kernel(x, packed, None)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.parametrize("name", ["torch.plain.linear", "torch.cpu.w4a16"])
+@pytest.mark.parametrize("rows", [4, 100])
+def test_a_large_linear_needs_little_extra_memory(tools, name, rows):
+    grown = float(tools.python(MEMORY.replace("NAME", repr(name)).replace("ROWS", str(rows))))
+    assert grown < 256, f"{grown} MiB"
+
+
+def test_zero_kinds_in_a_ragged_group():
+    for zero in ZeroPoint:
+        weight = quantize(torch.randn(6, 77), Format("int8", 32, zero))
+        reader = weights.WeightReader(weight.format, 77)
+        dense = reader.dense(weight.data, weight.scale, weight.zero, torch.float32)
+        assert torch.equal(reader.in_order(dense), weight.dequantize(torch.float32))
+
+
+def test_even_and_odd_columns_come_back_in_order():
+    weight = quantize(torch.randn(6, 96), Format("int4", 32, ZeroPoint.INT, PLAIN_INT32))
+    reader = weights.WeightReader(weight.format, 96)
+    assert reader.halves
+    dense = reader.dense(weight.data, weight.scale, weight.zero, torch.float32)
+    assert torch.equal(reader.in_order(dense), weight.dequantize(torch.float32))
+    assert torch.equal(reader.reorder(reader.in_order(dense)), dense)
+
+
+def test_offers_are_made_once(plain):
+    made = plain("w8a8")
+    assert plugin.qcore_linear(made.request)[0].kernel is plugin.qcore_linear(made.request)[0].kernel
+
+
+def test_probe():
+    found = plugin.qcore_probe()
+    assert torch.__version__ in found.driver
+    assert "CPU" in found.device
+
+
+def test_importing_the_plugin_registers_nothing(tools):
+    code = """
+import qcore.fallback.plugin, torch, sys
+print(hasattr(torch.ops.qcore_torch, "w4a16"), "torch._inductor" in sys.modules)
+"""
+    assert tools.python(code).split() == ["False", "False"]
+
+
+def test_a_weight_of_qtensor_type(plain):
+    made = plain("w8a16-fzp")
+    assert isinstance(made.kernel.unpack(made.kernel.pack(made.weight)), QTensor)
