@@ -60,8 +60,9 @@ def _sentences(console: Console, seconds: float) -> list[str]:
     for scheme in sentences.SCHEMES:
         with console.status(f"quantizing to {scheme}, saving, loading into a fresh model"):
             outcomes.append(_one_scheme(source, scheme, models, expected))
+    plain = _one_scheme(source, sentences.COMPARED, {}, expected)
     half = sentences.quality(source.embed(models["", "bf16"], lines), expected)
-    console.print(quality_table(outcomes, half, len(lines)), kernel_table(models))
+    console.print(quality_table(outcomes, plain, half, len(lines)), kernel_table(models))
     with console.status("measuring latencies"):
         times = {batch: sentences.latencies(source, models, batch, seconds) for batch in sentences.BATCHES}
     console.print(latency_table(times))

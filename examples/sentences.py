@@ -18,7 +18,8 @@ from transformers.utils import logging
 
 import qcore
 
-SCHEMES = ("w8a16", "w4a16-g32-asym", "w8a8", "w4a8-g32")
+SCHEMES = ("w8a16", "w4a16-g32-asym", "w8a8", "w4a8-g32@gptq")
+COMPARED = "w4a8-g32"  # the last one without calibration: shown beside it, and nothing is expected of it
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCHES = (1, 16)
 TOP = 5
@@ -72,6 +73,10 @@ class SentenceModel:
         """The same architecture with random weights: everything it knows later comes from a checkpoint."""
         return AutoModel.from_config(AutoConfig.from_pretrained(self.folder), dtype=torch.float32).eval()
 
+    def batches(self) -> list[dict[str, Tensor]]:
+        """Forty sentences to calibrate on, one at a time: padding would be calibrated on too."""
+        return [dict(self.tokenizer(line, return_tensors="pt")) for line in _lines("calibration.txt")]
+
     def embed(self, model: nn.Module, sentences: list[str]) -> Tensor:
         """Mean of the token vectors, normalized: float32 ``(len(sentences), 384)``."""
         tokens = self.tokenizer(sentences, padding=True, return_tensors="pt")
@@ -91,14 +96,19 @@ def _model_folder() -> Path:
 
 def read_sentences() -> list[str]:
     """Sixty sentences; two that follow each other are paraphrases."""
-    lines = Path(__file__).with_name("sentences.txt").read_text("utf-8").splitlines()
+    return _lines("sentences.txt")
+
+
+def _lines(name: str) -> list[str]:
+    lines = Path(__file__).with_name(name).read_text("utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def roundtrip(source: SentenceModel, scheme: str, folder: Path) -> tuple[nn.Module, float]:
     """Quantize a copy of the model, save it, load it into a fresh one: that, and its size against float32."""
     model = source.trained()
-    qcore.quantize_(model, scheme)
+    calibration = source.batches() if qcore.Scheme.parse(scheme).needs_calibration else None
+    qcore.quantize_(model, scheme, calibration=calibration)
     path = folder / f"{scheme}.safetensors"
     qcore.save(model, path)
     fresh = source.fresh()

@@ -10,19 +10,24 @@ from sentences import DTYPES, TOP, Outcome, Quality, served_by
 from torch import nn
 
 
-def quality_table(outcomes: Iterable[Outcome], half: Quality, count: int) -> Table:
-    """Size and closeness to float32 of every scheme; ``half``: of the model in bf16, not quantized."""
+def quality_table(outcomes: Iterable[Outcome], plain: Outcome, half: Quality, count: int) -> Table:
+    """Size and closeness to float32 of every scheme.
+
+    ``plain``: the last one without calibration; ``half``: the model in bf16, not quantized.
+    """
     table = Table(
         title=f"{count} sentences, embedded by a fresh model that loaded the checkpoint",
         caption="size: checkpoint / float32 file; cosine, top-1, top-5: agreement with the float32 model;\n"
-        "pairs: sentences whose nearest neighbour is their paraphrase",
+        "pairs: sentences whose nearest neighbour is their paraphrase;\n"
+        "@gptq: calibrated on 40 other sentences; below it the same without, for comparison",
     )
     table.add_column("scheme", min_width=22)
     for name in ("size", "cosine min", "cosine mean", "top-1", f"top-{TOP}", "pairs"):
         table.add_column(name, justify="right", min_width=8)
     table.add_row("bf16, not quantized", "0.500", *_quality_cells(half), style="dim")
-    for outcome in outcomes:
-        table.add_row(outcome.scheme, f"{outcome.size_ratio:.3f}", *_quality_cells(outcome.quality))
+    for outcome in (*outcomes, plain):
+        style = "dim" if outcome is plain else ""
+        table.add_row(outcome.scheme, f"{outcome.size_ratio:.3f}", *_quality_cells(outcome.quality), style=style)
     return table
 
 

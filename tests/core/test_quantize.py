@@ -184,7 +184,8 @@ class TestEdges:
         weight = torch.randn(3, 80)
         weight[:, 32:] = 0
         weight[1] = 0
-        dense = quantize(weight, fmt, quantizer).dequantize()
+        moments = torch.cov(torch.randn(80, 200)) if quantizer == "gptq" else None
+        dense = quantize(weight, fmt, quantizer, moments=moments).dequantize()
         assert dense[1].tolist() == [0.0] * 80
         if fmt.group_size:
             assert dense[:, 32:].abs().max() == 0
@@ -276,12 +277,12 @@ class TestChoice:
         assert quantize(torch.randn(2, 8), text).quantizer == name
 
     def test_unknown_lists_the_known(self):
-        with pytest.raises(FormatError, match=r"known: absmax, absmax_full, minmax, mse\. Did you mean 'absmax'"):
+        with pytest.raises(FormatError, match=r"known: absmax, absmax_full, minmax, mse, gptq\. Did you mean 'absmax'"):
             quantize(torch.ones(2, 2), "int8", "absmx")
 
     @pytest.mark.parametrize(
         ("text", "quantizer", "fitting"),
-        [("int4", "minmax", "absmax, absmax_full, mse"), ("int4-asym", "absmax", "minmax, mse")],
+        [("int4", "minmax", "absmax, absmax_full, mse, gptq"), ("int4-asym", "absmax", "minmax, mse, gptq")],
     )
     def test_that_does_not_fit_lists_the_fitting(self, text, quantizer, fitting):
         with pytest.raises(FormatError, match=f"use one of: {fitting}"):

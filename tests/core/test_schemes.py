@@ -85,6 +85,7 @@ class TestMeaning:
         assert Scheme.parse("w8a16-asym").quantizer == "minmax"
         assert Scheme.parse("w4a16-g32@absmax").quantizer == "absmax"
         assert str(Scheme.parse("w4a16-g32@mse")) == "w4a16-g32"
+        assert str(Scheme.parse("w4a8-g32@gptq")) == "w4a8-g32@gptq"
 
     @pytest.mark.parametrize(
         ("text", "needs"),
@@ -97,6 +98,8 @@ class TestMeaning:
             ("w8a8-o8", True),
             ("w8a8-o8(0.1,0)", False),
             ("w8a8-token-o8t", False),
+            ("w4a16-g32@gptq", True),
+            ("w8a8-static(0.1,0)@gptq", True),
         ],
     )
     def test_needs_calibration(self, text, needs):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from .calibration import Calibration, calibrate
+from .calibration import Calibrated, Calibration, calibrate
 from .decision import format_table
 from .errors import FormatError, QcoreWarning, UnsupportedError, did_you_mean
 from .nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
@@ -128,7 +128,7 @@ def quantize_(
     - ``scheme``: e.g. ``"w4a16-g128"``, or a mapping from patterns to schemes; the first pattern that matches decides.
     - ``include``, ``exclude``: patterns of layer names: a full name, a glob, or its last parts (``"lm_head"`` matches
       ``model.lm_head``).
-    - ``calibration``: batches, or a function of the model, for schemes with static activations.
+    - ``calibration``: batches, or a function of the model, for schemes with static activations or ``@gptq``; runs once.
 
     Returns a `Report` of every layer that holds a weight: quantized, excluded, or refused with the reason. Tied weights
     stay tied: they are quantized together or not at all. Where anything raises (NaN in a weight, a calibration that
@@ -136,8 +136,8 @@ def quantize_(
     """
     plan = _Plan(model, _rules(scheme), _patterns(include), _patterns(exclude))
     plan.check_model()
-    schemes = calibrate(model, {name: s for name, s in plan.schemes.items() if s.needs_calibration}, calibration)
-    made = plan.build({**plan.schemes, **schemes})
+    needing = {name: s for name, s in plan.schemes.items() if s.needs_calibration}
+    made = plan.build(calibrate(model, needing, calibration, plan.ties))
     for (parent, child), module in plan.placements(made):
         setattr(parent, child, module)
     return Report(tuple(plan.rows(made)))
@@ -253,15 +253,16 @@ class _Plan:
                 hint = did_you_mean(pattern, self.layers)
                 warnings.warn(f"pattern {pattern!r} matches no layer.{hint}", QcoreWarning, stacklevel=4)
 
-    def build(self, schemes: Mapping[str, Scheme]) -> dict[str, QuantizedModule]:
-        """Quantize every planned layer beside the original."""
+    def build(self, found: Calibrated) -> dict[str, QuantizedModule]:
+        """Quantize every planned layer beside the original; gives up the moments as it goes."""
         made: dict[str, QuantizedModule] = {}
-        for name, scheme in schemes.items():
-            first = self.ties.get(name, name)
+        for name, planned in self.schemes.items():
+            first, layer, scheme = self.ties.get(name, name), self.layers[name], found.schemes.get(name, planned)
             if first in made:
-                made[name] = _share(made[first], self.layers[name], scheme)
+                made[name] = _share(made[first], layer, scheme)
             else:
-                made[name] = _SUPPORTED[_base(self.layers[name])].from_float(self.layers[name], scheme, name=name)
+                moments = found.moments.pop(first, None)
+                made[name] = _SUPPORTED[_base(layer)].from_float(layer, scheme, name=name, moments=moments)
         return made
 
     def placements(self, made: Mapping[str, QuantizedModule]) -> Iterator[tuple[tuple[nn.Module, str], nn.Module]]:
@@ -282,11 +283,16 @@ class _Plan:
             if name in made:
                 # Ties are those of the float model: what it held is counted once too.
                 row = ledger.entered(_row(name, made[name]), made[name])
-                yield replace(row, bytes_before=before)
+                yield replace(row, bytes_before=before, reason=self._instead(name, made[name]) + row.reason)
             else:
                 state, reason = self.left[name]
                 row = LayerReport(name, type(module).__name__, state, reason, bytes_before=before, bytes_after=before)
                 yield ledger.entered(row, module)
+
+    def _instead(self, name: str, module: QuantizedModule) -> str:
+        """Which other quantizer than the one asked for made a weight, and why."""
+        wanted, used = self.schemes[name].quantizer, module.scheme.quantizer
+        return "" if used == wanted else f"{used} instead of {wanted}: no inputs reach a table's weight; "
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:
@@ -345,6 +351,7 @@ def _unfit(scheme: Scheme) -> str:
 def _share(made: QuantizedModule, module: nn.Module, scheme: Scheme) -> QuantizedModule:
     """A layer tied to one that is quantized already: it shares the weight's store."""
     store, dtype = made._store, module.weight.dtype
+    scheme = replace(scheme, quantizer=made.scheme.quantizer)
     if isinstance(module, nn.Embedding):
         tied: QuantizedModule = QuantizedEmbedding(store, scheme, dtype, module.padding_idx)  # type: ignore[arg-type]
     elif isinstance(module, nn.Linear):

@@ -7,6 +7,8 @@
 - ``minmax``: ``s = (max - min) / 15`` (``/ 255``) over ``[min(w, 0), max(w, 0)]``; zero INT. For zero FLOAT the
   range need not hold 0 and ``z = min + 8 s`` (``+ 128 s``).
 - ``mse``: searches, per group, the fraction of the full range that minimises the squared error. Any zero.
+- ``gptq``: groups as ``mse`` finds them, codes column by column, each error made up for by the columns behind it. It
+  needs the second moments of the layer's inputs; see `gptq`. Any zero.
 
 Arithmetic is float32. The scale (and a FLOAT zero) is rounded to its stored dtype before the codes are computed;
 codes round half to even. An all-zero group dequantizes to exact zero.
@@ -22,10 +24,14 @@ from torch import Tensor
 
 from .errors import FormatError, did_you_mean
 from .formats import Format, ZeroPoint
+from .gptq import compensate, inverse_factor
 from .qtensor import SCALE_DTYPES, QTensor, has_values
 
 _CHUNK_ELEMENTS = 1 << 19
 """Elements quantized at a time (2 MiB of float32), so that the many passes over a chunk stay in a core's cache."""
+
+_GPTQ_CHUNK_ELEMENTS = 1 << 24
+"""Likewise under ``gptq``, whose passes are over single columns: long ones, or the calls cost more than the work."""
 
 _CLIPS = tuple(1.0 - 0.03 * i for i in range(15))
 """Fractions of the full range that ``mse`` tries: 1.00, 0.97, ... 0.58."""
@@ -105,11 +111,16 @@ def _codes(groups: Tensor, p: _Parameters, target: _Target, low: int) -> Tensor:
 
 
 def _squared_error(groups: Tensor, p: _Parameters, target: _Target) -> Tensor:
-    codes = _codes(groups, p, target, target.low)
-    affine = target.zero is ZeroPoint.FLOAT
-    restored = codes.mul_(p.scale).add_(p.zero) if affine else codes.sub_(p.zero).mul_(p.scale)
+    restored = _restore_(_codes(groups, p, target, target.low), p, target)
     error: Tensor = torch.linalg.vector_norm(restored.sub_(groups), dim=-1, keepdim=True)
     return error
+
+
+def _restore_(codes: Tensor, p: _Parameters, target: _Target) -> Tensor:
+    """The values of float32 codes, in place."""
+    if target.zero is ZeroPoint.FLOAT:
+        return codes.mul_(p.scale).add_(p.zero)
+    return codes.sub_(p.zero).mul_(p.scale)
 
 
 def _mse(groups: Tensor, target: _Target) -> _Parameters:
@@ -150,7 +161,11 @@ _QUANTIZERS: dict[str, _Quantizer] = {
     "absmax_full": _Quantizer(lambda groups, t: _absmax_full(_range(groups, t.zero), t), _SYMMETRIC),
     "minmax": _Quantizer(lambda groups, t: _minmax(_range(groups, t.zero), t), _AFFINE),
     "mse": _Quantizer(_mse, (*_SYMMETRIC, *_AFFINE)),
+    "gptq": _Quantizer(_mse, (*_SYMMETRIC, *_AFFINE)),
 }
+
+NEEDS_MOMENTS: tuple[str, ...] = ("gptq",)
+"""The quantizers that need the second moments of a layer's inputs."""
 
 QUANTIZERS: tuple[str, ...] = tuple(_QUANTIZERS)
 """The names of the quantizers."""
@@ -183,6 +198,7 @@ def quantize(
     format: Format | str,
     quantizer: str | None = None,
     *,
+    moments: Tensor | None = None,
     scale_dtype: torch.dtype | None = None,
     name: str = "weight",
 ) -> QTensor:
@@ -193,10 +209,12 @@ def quantize(
     - ``weight``: floating point, ``(N, K)``; on any device, or on ``meta``.
     - ``format``: a `Format` or its text, e.g. ``"int4-g128-asym/plain"``.
     - ``quantizer``: a name from `QUANTIZERS`; default ``mse`` for 4 bits, ``absmax`` or ``minmax`` for 8.
+    - ``moments``: for ``gptq``: float ``(K, K)``, the sum of ``x x^T`` over the inputs x of the layer.
     - ``scale_dtype``: float32, bfloat16 or float16; default the weight's dtype (float32 for float64).
     - ``name``: what errors call the tensor.
 
-    Raises `FormatError` for NaN or Inf in the weight, a wrong shape or dtype, or a quantizer that does not fit.
+    Raises `FormatError` for NaN or Inf in the weight, a wrong shape or dtype, a quantizer that does not fit, or moments
+    that are missing.
     """
     fmt = Format.parse(format) if isinstance(format, str) else format
     chosen = check_quantizer(quantizer or default_quantizer(fmt), fmt)
@@ -204,7 +222,9 @@ def quantize(
     _check_weight(weight, stored, name)
     weight = weight.detach()
     with torch.no_grad():
-        parts = [_quantize_rows(rows, fmt, chosen, stored, name) for rows in _row_chunks(weight)]
+        factor = _factor(weight, chosen, moments, name)
+        chunks = _row_chunks(weight, _CHUNK_ELEMENTS if factor is None else _GPTQ_CHUNK_ELEMENTS)
+        parts = [_quantize_rows(rows, fmt, chosen, stored, name, factor) for rows in chunks]
     codes = torch.cat([part[0] for part in parts])
     scale = torch.cat([part[1] for part in parts]).t().contiguous()
     zeros = [part[2] for part in parts if part[2] is not None]
@@ -221,18 +241,41 @@ def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
         raise FormatError(f"scale_dtype is {scale_dtype}; it must be float32, bfloat16 or float16.")
 
 
-def _row_chunks(weight: Tensor) -> tuple[Tensor, ...]:
-    rows = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
+def _factor(weight: Tensor, quantizer: str, moments: Tensor | None, name: str) -> Tensor | None:
+    """What `gptq` makes of the moments; None where they are not needed."""
+    if quantizer not in NEEDS_MOMENTS:
+        if moments is not None:
+            raise FormatError(f"quantizer {quantizer!r} for {name} takes no moments; they are for gptq.")
+        return None
+    k = weight.shape[1]
+    if moments is None:
+        raise FormatError(
+            f"quantizer {quantizer!r} for {name} needs the second moments of the layer's inputs.\n"
+            f"Use qcore.quantize_(model, scheme, calibration=batches), or pass moments=H, the sum of x x^T."
+        )
+    if tuple(moments.shape) != (k, k) or not moments.dtype.is_floating_point:
+        raise FormatError(
+            f"moments for {name}: dtype {moments.dtype}, shape {tuple(moments.shape)}.\n"
+            f"They are the sum of x x^T over inputs x of this weight: floating point, ({k}, {k})."
+        )
+    # Without values, on meta, only shapes are asked for, and they do not depend on the rule.
+    return inverse_factor(moments.detach().to(weight.device), name) if has_values(weight) else None
+
+
+def _row_chunks(weight: Tensor, elements: int) -> tuple[Tensor, ...]:
+    rows = max(1, elements // max(1, weight.shape[1]))
     return torch.split(weight, rows) if weight.shape[0] else (weight,)
 
 
 def _quantize_rows(
-    rows: Tensor, fmt: Format, quantizer: str, scale_dtype: torch.dtype, name: str
+    rows: Tensor, fmt: Format, quantizer: str, scale_dtype: torch.dtype, name: str, factor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     k = rows.shape[1]
     target = _Target(*fmt.code_range, fmt.zero, scale_dtype)
     if not k:
         parts = [_empty_part(rows, fmt.groups(k))]
+    elif factor is not None:
+        parts = [_compensated(rows.float(), factor, fmt.group(k), target)]
     else:
         parts = [_quantize_part(groups, target, quantizer) for groups in _grouped(rows.float(), fmt)]
     codes = torch.cat([part for part, _ in parts], dim=1)
@@ -252,6 +295,26 @@ def _quantize_part(groups: Tensor, target: _Target, quantizer: str) -> tuple[Ten
     parameters = rule.parameters(groups, target)
     codes = _codes(groups, parameters, target, target.low if rule.full_range else -target.high)
     return codes.to(torch.int8).flatten(1), parameters
+
+
+@dataclass(frozen=True)
+class _MseGrid:
+    """Groups for `gptq`: parameters ``(n, 1, 1)`` as ``mse`` finds them."""
+
+    target: _Target
+
+    def fit(self, group: Tensor) -> _Parameters:
+        found = [_mse(rows.unsqueeze(1), self.target) for rows in _row_chunks(group, _CHUNK_ELEMENTS)]
+        return _Parameters(torch.cat([p.scale for p in found]), torch.cat([p.zero for p in found]))
+
+    def round(self, column: Tensor, parameters: _Parameters) -> tuple[Tensor, Tensor]:
+        codes = _codes(column.view(-1, 1, 1), parameters, self.target, self.target.low)
+        return codes.flatten().to(torch.int8), _restore_(codes, parameters, self.target).flatten()
+
+
+def _compensated(rows: Tensor, factor: Tensor, group: int, target: _Target) -> tuple[Tensor, _Parameters]:
+    codes, found = compensate(rows, factor, group, _MseGrid(target))
+    return codes, _Parameters(torch.cat([p.scale for p in found], dim=1), torch.cat([p.zero for p in found], dim=1))
 
 
 def _grouped(rows: Tensor, fmt: Format) -> list[Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from .activations import Activation, DynamicInt8, OutputInt8, StaticInt8
 from .errors import FormatError, did_you_mean
 from .formats import PLAIN, Format, ZeroPoint, find_layout, match_text
-from .quantize import check_quantizer, default_quantizer
+from .quantize import NEEDS_MOMENTS, check_quantizer, default_quantizer
 
 SCHEMES: tuple[str, ...] = (
     "w8a16",
@@ -108,6 +108,16 @@ class Scheme:
 
     @property
     def needs_calibration(self) -> bool:
+        """Whether quantizing a float layer to this takes inputs of the layer: for numbers, or for the weight itself."""
+        return self.needs_numbers or self.needs_moments
+
+    @property
+    def needs_moments(self) -> bool:
+        """Whether the quantizer learns from the layer's inputs. A weight that is quantized already needs nothing."""
+        return self.quantizer in NEEDS_MOMENTS
+
+    @property
+    def needs_numbers(self) -> bool:
         """Whether the numbers of a static activation or an output are still missing."""
         activation = self.activation if isinstance(self.activation, StaticInt8) else None
         return any(part is not None and not part.is_given for part in (activation, self.output))

@@ -165,7 +165,7 @@ def _usable(text: str | Scheme) -> Scheme:
     scheme = Scheme.parse(text)
     if scheme.needs_calibration or scheme.output is not None or getattr(scheme.activation, "per_token", False):
         raise FormatError(
-            f"scheme {str(scheme)!r} needs numbers from running the model, which a checkpoint alone does not give.\n"
+            f"scheme {str(scheme)!r} needs inputs from running the model, which a checkpoint alone does not give.\n"
             f"Use qcore.quantize_(model, scheme, calibration=batches) and qcore.save."
         )
     return scheme

@@ -80,7 +80,7 @@ class Draw:
             dense *= 1e-4
         fast = "absmax" if fmt.zero is ZeroPoint.NONE else "minmax"
         narrow = torch.bfloat16 if kind == "narrow" else torch.float32
-        return quantize(dense, fmt, quantizer if quantizer not in ("", "mse") else fast, scale_dtype=narrow)
+        return quantize(dense, fmt, fast if quantizer in ("", "mse", "gptq") else quantizer, scale_dtype=narrow)
 
     def _codes(self, n: int, k: int, fmt: Format) -> QTensor:
         low, high = fmt.code_range

@@ -46,7 +46,7 @@ class QuantizedModule(nn.Module):
 
     def __init__(self, store: WeightStore, scheme: Scheme, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        if scheme.needs_calibration:
+        if scheme.needs_numbers:
             raise FormatError(
                 f"scheme {str(scheme)!r} needs numbers: give them as StaticInt8(scale, zero_point) or "
                 f"OutputInt8(scale, zero_point),\nor let qcore.quantize_(model, scheme, calibration=batches) find them."

@@ -50,11 +50,16 @@ class QuantizedConv2d(QuantizedModule):
         super().__init__(store, scheme, bias, dtype)
 
     @classmethod
-    def from_float(cls, module: nn.Conv2d, scheme: Scheme | str, *, name: str = "weight") -> QuantizedConv2d:
-        """Quantize a `torch.nn.Conv2d`, whatever its padding mode."""
+    def from_float(
+        cls, module: nn.Conv2d, scheme: Scheme | str, *, name: str = "weight", moments: Tensor | None = None
+    ) -> QuantizedConv2d:
+        """Quantize a `torch.nn.Conv2d`, whatever its padding mode.
+
+        ``moments``: for ``@gptq``, the sum of ``x x^T`` over the columns of `im2col`: ``(groups, K, K)``.
+        """
         wanted = Scheme.parse(scheme)
         flat = module.weight.detach().permute(0, 2, 3, 1).reshape(module.out_channels, -1)
-        weight = quantize(flat, wanted.weight, wanted.quantizer, name=name)
+        weight = _quantize(flat, wanted, name, moments, module.groups)
         padding, outer = _paddings(module)
         made = cls(
             WeightStore(weight),
@@ -129,6 +134,32 @@ class QuantizedConv2d(QuantizedModule):
         shape = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
         shape += f", padding={self.padding}, dilation={self.dilation}, groups={self.groups}"
         return f"{shape}, scheme={self.scheme}, kernel={served}"
+
+
+def im2col(module: nn.Conv2d, x: Tensor) -> Tensor:
+    """What each group of output channels multiplies: ``(groups, positions, KH*KW*IC/groups)`` from x ``(B, IC, H, W)``.
+
+    Columns in (KH, KW, IC) order, as in the quantized weight; padded as the layer pads.
+    """
+    padding, outer = _paddings(module)
+    if outer:
+        x = nn.functional.pad(x, outer, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
+    (h, w), groups = _pair(module.kernel_size), module.groups
+    columns: Tensor = nn.functional.unfold(x, (h, w), _pair(module.dilation), padding, _pair(module.stride))
+    # unfold gives (B, IC*KH*KW, positions).
+    split = columns.view(len(x), groups, module.in_channels // groups, h * w, -1).permute(1, 0, 4, 3, 2)
+    return split.reshape(groups, -1, h * w * module.in_channels // groups)
+
+
+def _quantize(flat: Tensor, scheme: Scheme, name: str, moments: Tensor | None, groups: int) -> QTensor:
+    """Quantize the flat weight; under moments each group of output channels by its own."""
+    if moments is None:
+        return quantize(flat, scheme.weight, scheme.quantizer, name=name)
+    if moments.dim() != 3 or len(moments) != groups:
+        raise FormatError(f"moments for {name} have shape {tuple(moments.shape)}; a convolution's are (groups, K, K).")
+    pairs = zip(flat.chunk(groups), moments, strict=True)
+    parts = [quantize(rows, scheme.weight, scheme.quantizer, moments=own, name=name) for rows, own in pairs]
+    return parts[0] if len(parts) == 1 else QTensor.cat(parts, 0)
 
 
 def _pair(value: int | tuple[int, ...]) -> Pair:

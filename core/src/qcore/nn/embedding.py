@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -29,12 +31,20 @@ class QuantizedEmbedding(QuantizedModule):
         super().__init__(store, Scheme(scheme.weight, scheme.quantizer), None, dtype)
 
     @classmethod
-    def from_float(cls, module: nn.Embedding, scheme: Scheme | str, *, name: str = "weight") -> QuantizedEmbedding:
-        """Quantize a `torch.nn.Embedding`. Raises `UnsupportedError` for ``max_norm``, which rewrites the table."""
+    def from_float(
+        cls, module: nn.Embedding, scheme: Scheme | str, *, name: str = "weight", moments: Tensor | None = None
+    ) -> QuantizedEmbedding:
+        """Quantize a `torch.nn.Embedding`. Raises `UnsupportedError` for ``max_norm``, which rewrites the table.
+
+        A table has no inputs that ``@gptq`` could learn from: ``mse`` takes its place, and the layer's scheme says so.
+        ``moments``: of a linear layer that shares the table, if there is one.
+        """
         if module.max_norm is not None:
             raise UnsupportedError("max_norm rewrites its table while the embedding runs; it cannot be quantized.")
         wanted = Scheme.parse(scheme)
-        weight = quantize(module.weight, wanted.weight, wanted.quantizer, name=name)
+        if wanted.needs_moments and moments is None:
+            wanted = replace(wanted, quantizer="mse")
+        weight = quantize(module.weight, wanted.weight, wanted.quantizer, moments=moments, name=name)
         made = cls(WeightStore(weight), wanted, module.weight.dtype, module.padding_idx)
         adopt(made, module)
         return made

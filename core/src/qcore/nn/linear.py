@@ -26,10 +26,16 @@ class QuantizedLinear(QuantizedModule):
         super().__init__(store, scheme, bias, dtype)
 
     @classmethod
-    def from_float(cls, module: nn.Linear, scheme: Scheme | str, *, name: str = "weight") -> QuantizedLinear:
-        """Quantize a `torch.nn.Linear`. Raises `FormatError` for NaN or Inf in the weight, naming ``name``."""
+    def from_float(
+        cls, module: nn.Linear, scheme: Scheme | str, *, name: str = "weight", moments: Tensor | None = None
+    ) -> QuantizedLinear:
+        """Quantize a `torch.nn.Linear`.
+
+        ``moments``: for ``@gptq``, the sum of ``x x^T`` over inputs x, ``(in_features, in_features)``. Raises
+        `FormatError` for NaN or Inf in the weight, naming ``name``.
+        """
         wanted = Scheme.parse(scheme)
-        weight = quantize(module.weight, wanted.weight, wanted.quantizer, name=name)
+        weight = quantize(module.weight, wanted.weight, wanted.quantizer, moments=moments, name=name)
         made = cls(WeightStore(weight), wanted, module.bias, module.weight.dtype)
         adopt(made, module)
         return made
