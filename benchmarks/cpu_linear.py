@@ -1,0 +1,164 @@
+"""Quantized linears on the CPU against bfloat16 ``F.linear``, every cell measured in turns with it in one run.
+
+Prints Markdown tables of ratios (above 1 is faster than bfloat16 ``F.linear`` at the same row count), with the floor of
+each cell: bytes of the weight over the measured read bandwidth, or operations over the processor's rate, whichever is
+longer. Weights rotate through copies that together exceed the last-level cache, as the layers of a model do. Peers that
+are not installed are named in a line. ``--output FILE`` also writes the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from _peers import missing, peers
+from _table import header, markdown
+from torch import Tensor
+from torch.nn import functional as F
+
+import qcore
+from qcore.nn import QuantizedLinear
+from qcore.tuning import interleaved_medians
+
+SCHEMES = (
+    "w4a16-g128", "w4a16-g128-asym", "w4a16-g32", "w8a16", "w8a16-asym", "w8a16-g128", "w8a8", "w8a8-asym", "w8a8-g128",
+    "w4a8-g128", "w4a8-g32",
+)  # fmt: skip
+ROWS = (1, 8, 32, 128, 512)
+SPREAD = 96 * 2**20
+"""Bytes that the copies of one weight take together: several times a last-level cache."""
+RATES = {"int8": 2.1e12, "bfloat16": 0.96e12, "float32": 0.53e12}
+"""Operations per second of two AVX-512 cores with VNNI and bf16, as measured for the project's notes."""
+SLOW = {
+    (
+        "torch.plain.linear",
+        "float32",
+    ): "torch has no int4 kernel for float32 x: dequantizes 64 MiB of float32 each call",
+    ("torch.cpu.w8a16", "float32"): "torch's int8 kernel runs scalar code for float32 x: dequantizes each call",
+    ("torch.plain.linear", "bfloat16"): "no ATen kernel for this scheme: dequantizes each call in torch ops",
+    ("torch.cpu.w4a8", "bfloat16"): "one oneDNN call per group of 32: 128 calls a layer, each about 30 us",
+    ("torch.cpu.w4a8", "float32"): "one oneDNN call per group of 32: 128 calls a layer, each about 30 us",
+}
+
+
+Call = Callable[[Tensor], object]
+
+
+def rotating(copies: list[Call]) -> Call:
+    """A call that uses the next of several copies each time."""
+    turn = cycle(copies)
+    return lambda x: next(turn)(x)  # noqa: PLW0108  another copy each time
+
+
+def copies_of(nbytes: int) -> int:
+    """How many copies of a weight exceed the cache."""
+    return max(2, math.ceil(SPREAD / nbytes))
+
+
+def dense(n: int, k: int, dtype: torch.dtype) -> Call:
+    """``F.linear`` in ``dtype``."""
+    weights = [torch.randn(n, k).to(dtype) for _ in range(copies_of(n * k * dtype.itemsize))]
+    return rotating([lambda x, w=w: F.linear(x.to(dtype), w) for w in weights])
+
+
+def quantized(scheme: str, n: int, k: int, dtype: torch.dtype) -> tuple[str, Call]:
+    """The kernel that serves ``scheme``, by name, and a call of it."""
+    parsed = qcore.Scheme.parse(scheme)
+    weight = qcore.quantize(torch.randn(n, k), parsed.weight, "minmax" if "asym" in scheme else "absmax")
+    kernel = QuantizedLinear.from_qtensor(weight, scheme=scheme, dtype=dtype).decision.kernel
+    first = kernel.pack(weight)
+    packs = [first, *({name: t.clone() for name, t in first.items()} for _ in range(copies_of(weight.nbytes) - 1))]
+    return kernel.name, rotating([lambda x, p=p: kernel(x, p, None) for p in packs])
+
+
+def bandwidth() -> float:
+    """Bytes per second that reading a large tensor reaches."""
+    big = torch.zeros(2**28, dtype=torch.uint8).view(torch.int64)
+    (ms,) = interleaved_medians([big.sum], torch.device("cpu"), 1.0)
+    return big.nbytes / ms * 1e3
+
+
+def floor_ms(scheme: str, rows: int, n: int, k: int, dtype: torch.dtype, speed: float) -> float:
+    bits = 4 if scheme.startswith("w4") else 8
+    unit = "int8" if "a8" in scheme else str(dtype).removeprefix("torch.")
+    return max(n * k * bits / 8 / speed, 2 * rows * n * k / RATES[unit]) * 1e3
+
+
+@dataclass
+class Contest:
+    """Everything that is measured for one activation dtype, built once and called with every row count."""
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    kernels: dict[str, str]
+    calls: dict[str, Call]
+
+    @classmethod
+    def build(cls, n: int, k: int, dtype: torch.dtype) -> Contest:
+        calls = {"bfloat16 F.linear": dense(n, k, torch.bfloat16), f"{_name(dtype)} F.linear": dense(n, k, dtype)}
+        made = {scheme: quantized(scheme, n, k, dtype) for scheme in SCHEMES}
+        calls |= {scheme: call for scheme, (_, call) in made.items()}
+        for peer, (make, nbytes) in peers(n, k, dtype).items():
+            calls[peer] = rotating([make() for _ in range(copies_of(nbytes))])
+        return cls(n, k, dtype, {scheme: name for scheme, (name, _) in made.items()}, calls)
+
+    def table(self, rows: int, speed: float, seconds: float) -> Iterator[tuple[str, ...]]:
+        """The lines of one table."""
+        x = torch.randn(rows, self.k).to(self.dtype)
+        base_x = x.bfloat16()
+        calls = [partial(call, base_x if label.startswith("bf") else x) for label, call in self.calls.items()]
+        base, *times = interleaved_medians(calls, torch.device("cpu"), seconds)
+        yield ("bfloat16 F.linear", "-", f"{base:.3f}", "1.00", "-", "")
+        for label, ms in zip(list(self.calls)[1:], times, strict=True):
+            yield self._line(label, ms, base, floor_ms(label, rows, self.n, self.k, self.dtype, speed))
+
+    def _line(self, label: str, ms: float, base: float, floor: float) -> tuple[str, ...]:
+        kernel, ratio = self.kernels.get(label, "-"), base / ms
+        reached = f"{floor / ms:.0%}" if label in self.kernels else "-"
+        why = SLOW.get((kernel, _name(self.dtype)), "") if ratio < 0.4 else ""
+        return (label, kernel, f"{ms:.3f}", f"{ratio:.2f}", reached, why)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="4096x4096", help="NxK")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.5, help="per cell")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    n, k = map(int, options.shape.split("x"))
+    speed = bandwidth()
+    parts = [header(f"Quantized linears on the CPU, N x K = {n} x {k}")]
+    parts.append(f"- Read bandwidth measured in this run: {speed / 1e9:.0f} GB/s")
+    if missing():
+        parts.append(f"- Peers not installed: {', '.join(missing())}")
+    print("\n".join(parts))
+    columns = ("scheme or peer", "kernel", "ms", "ratio to bfloat16", "of the floor", "why below 0.4")
+    with torch.no_grad():
+        for dtype in options.dtypes.split(","):
+            contest = Contest.build(n, k, getattr(torch, dtype))
+            for rows in map(int, options.rows.split(",")):
+                lines = contest.table(rows, speed, options.seconds)
+                part = f"\n## x {dtype}, M = {rows}\n\n{markdown(columns, lines)}"
+                print(part, flush=True)
+                parts.append(part)
+    if options.output:
+        options.output.write_text("\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
