@@ -94,6 +94,10 @@ _SHAPES: tuple[Shape, ...] = (
 _TOKEN_SCHEMES = ("w4a8-g32-asym-token", "w4a8-g32-asym-token-o8t")
 
 
+_LARGEST_PROBE = 1024
+"""More rows than columns are tried up to this K: beyond it they would no longer make a small problem."""
+
+
 class LinearContract(Contract):
     """``y = A(x) @ W^T + bias``.
 
@@ -149,7 +153,7 @@ class LinearContract(Contract):
     def probe(self, request: Any, seed: int = 0) -> list[Problem]:
         draw = Draw(torch.Generator().manual_seed(seed))
         # One row, a few, and more rows than columns: the three row counts at which dispatch inside kernels changes.
-        rows = (1, 5, min(request.k + 3, 80))
+        rows = (1, 5, request.k + 3 if request.k <= _LARGEST_PROBE else 80)
         return [
             draw.linear(request, Shape("probe", (m,), request.n, request.k, "same" if request.bias else "none"))
             for m in rows
