@@ -22,7 +22,7 @@ from ..qtensor import QTensor
 from . import onednn
 from .codes import digit_rows, quantized, static_codes, symmetric_token, symmetric_tokens, unsigned, whole_numbers
 from .integer import Given, finish
-from .weights import autocasts, check_weight
+from .weights import check_weight
 
 _MOST_ROWS = 1024
 """Longer inputs are cut, so that float32 copies of x and y stay small."""
@@ -68,7 +68,7 @@ class CpuInt8(RowsKernel):
         return QTensor(data, packed["scale"], packed.get("zero"), (self.n, self.k), self.format)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
-        if autocasts(x):
+        if torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
                 return self.run(x, packed, bias, **given)
         if not torch.compiler.is_compiling() and x.shape[0] > _MOST_ROWS:

@@ -13,7 +13,7 @@ from ..errors import FormatError
 from ..kernels import Packed
 from .integer import activation_bound, centred_activations, finish, integer_product
 from .plain_linear import compute_dtype
-from .weights import NeutralKernel, autocasts
+from .weights import NeutralKernel, autocast_kind
 
 
 class PlainConv2d(NeutralKernel):
@@ -23,12 +23,13 @@ class PlainConv2d(NeutralKernel):
         super().__init__("torch.plain.conv2d", request.weight, request.n, request.k)
         self.request, self.out_dtype = request, request.out_dtype
         self.compute = compute_dtype(request.device, request.x_dtype, request.out_dtype)
+        self.autocast = autocast_kind(request.device)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
         check_image(self.name, x, self.request)
-        if autocasts(x):
-            with torch.autocast(x.device.type, enabled=False):
+        if self.autocast and torch.is_autocast_enabled(self.autocast):
+            with torch.autocast(self.autocast, enabled=False):
                 return self(x, packed, bias)
         return self._float(x, packed, bias) if self.request.activation is None else self._integer(x, packed, bias)
 

@@ -12,7 +12,7 @@ from ..contracts import LinearRequest
 from ..formats import ZeroPoint
 from ..kernels import Packed, RowsKernel
 from .integer import activation_bound, centred_activations, finish, integer_product, joined
-from .weights import NeutralKernel, autocasts
+from .weights import NeutralKernel, autocast_kind
 
 
 def compute_dtype(device: torch.device, x_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
@@ -34,14 +34,15 @@ class PlainLinear(NeutralKernel, RowsKernel):
         super().__init__("torch.plain.linear", request.weight, request.n, request.k)
         self.activation, self.output, self.out_dtype = request.activation, request.output, request.out_dtype
         self.compute = compute_dtype(request.device, request.x_dtype, request.out_dtype)
+        self.autocast = autocast_kind(request.device)
         # Scaling the result is cheaper, and codes are exact in bfloat16 where a scaled weight is not; but their
         # products would overflow float16.
         one_scale = self.reader.groups == 1 and self.format.zero is not ZeroPoint.FLOAT
         self.scale_after = one_scale and self.compute != torch.float16
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
-        if autocasts(x):
-            with torch.autocast(x.device.type, enabled=False):
+        if self.autocast and torch.is_autocast_enabled(self.autocast):
+            with torch.autocast(self.autocast, enabled=False):
                 return self.run(x, packed, bias, **given)
         if self.activation is None:
             return self._float(x, packed, bias)

@@ -115,10 +115,12 @@ class NeutralKernel(Kernel):
         return QTensor(packed["data"], packed["scale"], packed.get("zero"), (self.n, self.k), self.format)
 
 
-def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for the device of x; it would run products in a narrower dtype than a contract allows."""
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+def autocast_kind(device: torch.device) -> str:
+    """The device type to ask about autocast, which would narrow products; empty where there is none (meta).
+
+    Asked when a kernel is made: dynamo of torch 2.11 cannot trace the question.
+    """
+    return device.type if torch.amp.is_autocast_available(device.type) else ""
 
 
 def check_weight(name: str, weight: QTensor, format: Format, n: int, k: int) -> None:
