@@ -68,7 +68,8 @@ class PlainConv2d(NeutralKernel):
 
 def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, r: Conv2dRequest) -> Tensor:
     """The dense convolution of x ``(B, IC, H, W)`` and kernel ``(OC, IC/groups, KH, KW)`` in the dtype of both."""
-    if x.dtype != torch.float32 or x.device.type != "cuda":
+    # The op that says so takes no symbolic sizes: a graph follows torch.backends.cudnn.allow_tf32.
+    if x.dtype != torch.float32 or x.device.type != "cuda" or torch.compiler.is_compiling():
         return F.conv2d(x, kernel, bias, r.stride, r.padding, r.dilation, r.groups)
     # cuDNN may round float32 to TF32 unless told not to: 10 bits, a thousand times the error that the contract allows.
     exact = {"benchmark": False, "deterministic": False, "cudnn_enabled": True, "allow_tf32": False}
