@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qcore.contracts import CONTRACTS
-from qcore.fallback import codes, cpu_int8, onednn, plugin
+from qcore.fallback import codes, cpu_int8, onednn
 from qcore.formats import Format, ZeroPoint
 from qcore.quantize import quantize
-from qcore.schemes import Scheme
 
 
 @pytest.fixture
@@ -76,21 +74,21 @@ def test_float_activations_are_multiplied_exactly(tools, fast, scheme, dtype):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_digits_add_up_to_the_activations(digits, rows):
     x = torch.randn(rows, 33) * torch.logspace(25, -25, rows)[:, None]
-    numbers, scale = codes.whole_numbers(x, digits)
-    values = (numbers - codes.OFFSETS[digits]).double()
+    values, scale = codes.whole_numbers(x, 8 * digits - 2)
     assert values.abs().max() <= 2.0 ** (8 * digits - 2)
-    bytes_ = codes.digit_rows(numbers, digits).view(digits, rows, 33).double() - 128
+    assert torch.equal(values, values.round())
+    bytes_ = codes.digit_rows(values, digits).view(digits, rows, 33).double() - 128
     total = sum(digit * 256.0**i for i, digit in enumerate(bytes_))
-    assert torch.equal(total, values)
-    error = (values * scale - x.double()).abs() / x.abs().amax(1, keepdim=True)
+    assert torch.equal(total, values.double())
+    error = (values.double() * scale - x.double()).abs() / x.abs().amax(1, keepdim=True)
     assert error.max() <= 2.0 ** -(8 * digits - 3)
 
 
 def test_digits_of_tiny_zero_and_infinite_rows():
     x = torch.tensor([[0.0, 0.0], [1e-40, -1e-45], [float("inf"), 1.0], [float("nan"), 1.0]])
     for rows in (x, x[:1], x[1:2], x[2:3], x[3:]):
-        numbers, scale = codes.whole_numbers(rows, 3)
-        result = (numbers - codes.OFFSETS[3]) * scale
+        values, scale = codes.whole_numbers(rows, 22)
+        result = values * scale
         finite = rows.isfinite().all(1)
         torch.testing.assert_close(result[finite], rows[finite], rtol=0, atol=1e-34)
         assert not result[~finite].isfinite().any()
@@ -101,7 +99,7 @@ def test_one_row_and_many_agree(fast):
     packed = made.kernel.pack(made.weight)
     x = made.problem(5).x
     rows = torch.cat([made.kernel(row[None], packed, None) for row in x])
-    torch.testing.assert_close(made.kernel(x, packed, None), rows, rtol=2**-7, atol=0)  # one step of bfloat16
+    torch.testing.assert_close(made.kernel(x, packed, None), rows, rtol=2**-8, atol=0)
 
 
 def test_kernels_share_packed_tensors(fast):
@@ -139,26 +137,3 @@ def test_atens_product(tools, rows):
 def test_without_the_op_nothing_is_offered(tools, monkeypatch):
     monkeypatch.setattr(onednn, "is_exact", lambda bits: False)
     assert cpu_int8.kernel(tools.linear("w8a8").request) is None
-
-
-@pytest.mark.parametrize(
-    ("scheme", "n", "k", "best"),
-    [
-        ("w8a16", 4096, 4096, "torch.cpu.w8a16"),
-        ("w8a16", 384, 384, "torch.cpu.int8pack"),
-        ("w8a16-asym", 384, 384, "torch.cpu.w8a16"),
-        ("w4a8-g32", 384, 384, "torch.plain.linear"),
-        ("w4a8-g32", 4096, 4096, "torch.cpu.w4a8"),
-        ("w8a16-g32", 4096, 4096, "torch.plain.linear"),
-        ("w8a16-g128", 4096, 4096, "torch.cpu.w8a16"),
-    ],
-)
-def test_the_faster_kernel_is_offered_first(scheme, n, k, best):
-    if not onednn.is_exact(8):
-        pytest.skip("this CPU has no exact int8 product")
-    device = torch.device("cpu")
-    request = CONTRACTS["linear"].request_for(Scheme.parse(scheme), device, torch.bfloat16, n, k)
-    offers = plugin.qcore_linear(request)
-    assert offers[0].kernel.name == best
-    assert [o.rank for o in offers] == sorted((o.rank for o in offers), reverse=True)
-    assert all(o.note for o in offers)

@@ -8,7 +8,6 @@ that number rounds half to even and leaves the whole number in the low bits, to 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,12 +15,9 @@ from torch import Tensor
 from ..activations import INT8_MAX, INT8_MIN, Activation, DynamicInt8, dynamic_parameters
 from .integer import Given, Parameter, parameters
 from .onednn import OFFSET
-from .ops import on_cpu
 
 _SMALLEST = torch.finfo(torch.float32).smallest_normal
-_ROUND = 1.5 * 2.0**23
-_ROUND_BITS = 0x4B400000
-_ROUND_BYTE = _ROUND + OFFSET
+_ROUND_BYTE = 1.5 * 2.0**23 + OFFSET
 
 
 def quantized(activation: Activation, x: Tensor, given: Given) -> tuple[Tensor, Parameter, Parameter | None]:
@@ -48,16 +44,18 @@ def unsigned(values: Tensor, zero: int = 0) -> Tensor:
 
 def symmetric_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """`quantized` and `unsigned` for symmetric per-token codes: uint8 ``(M, K)`` and the scale ``(M, 1)``."""
+    values = x.float()
     # A row of zeros gives zeros for any scale; NaN passes through.
-    scale = (_largest(x) / INT8_MAX).clamp_min_(_SMALLEST)
-    values, up = x.float(), scale.reciprocal()
+    scale = values.abs().amax(-1, keepdim=True).div_(INT8_MAX).clamp_min_(_SMALLEST)
+    up = scale.reciprocal()
     return unsigned(values * up if values is x else values.mul_(up)), scale
 
 
 def symmetric_token(x: Tensor) -> tuple[Tensor, float]:
     """`symmetric_tokens` for a single row, whose scale as a number saves the small ops."""
-    scale = max(float(x.abs().amax()) / INT8_MAX, _SMALLEST)  # NaN stays, being first
-    return torch.add(_constant(_ROUND_BYTE), x, alpha=1.0 / scale).view(torch.int32).to(torch.uint8), scale
+    values = x.float()
+    scale = max(float(values.abs().amax()) / INT8_MAX, _SMALLEST)  # NaN stays, being first
+    return unsigned(values / scale), scale
 
 
 def static_codes(x: Tensor, scale: float, zero: int) -> Tensor:
@@ -67,61 +65,38 @@ def static_codes(x: Tensor, scale: float, zero: int) -> Tensor:
     return unsigned(values.clamp_(INT8_MIN - zero, INT8_MAX - zero).round_(), zero)
 
 
-def whole_numbers(x: Tensor, digits: int) -> tuple[Tensor, Tensor | float]:
-    """``x = (numbers - OFFSETS[digits]) * scale``: int32 numbers of ``digits`` bytes, and a power of two per row.
+def whole_numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor | float]:
+    """``x = values * scale`` per row: values are whole numbers up to ``2**bits`` in float32, the scale a power of two.
 
-    With ``bits = 8 * digits - 2``, bfloat16 values are exact as long as they are above ``2**(8 - bits)`` of the row's
-    largest; smaller ones err by at most ``2**-bits`` of it. A row that holds NaN or Inf gets the scale NaN.
+    bfloat16 values are exact as long as they are above ``2**(8 - bits)`` of the row's largest; smaller ones err by at
+    most ``2**-bits`` of it. A row that holds NaN or Inf gets the scale NaN.
     """
-    bits, scale = 8 * digits - 2, math.nan
+    values = x.float()
+    top = values.abs().amax(-1, keepdim=True)
+    up: Tensor | float
+    scale: Tensor | float
     if x.shape[0] == 1 and not torch.compiler.is_compiling() and type(x) is Tensor:
-        largest = float(x.abs().amax())
-        if math.isfinite(largest):
-            scale = math.ldexp(1.0, max(math.frexp(largest)[1], bits - 126) - bits)
-        return _rounded(x, 1.0 / scale, digits), scale
-    values, top = x.float(), _largest(x)
-    # The exponent bits alone are the power of two at or below a number.
-    power = (top.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(2.0 ** (bits - 127))
-    up = power.reciprocal().mul_(2.0 ** (bits - 1))
+        largest = float(top)
+        scale = math.ldexp(1.0, max(math.frexp(largest)[1], bits - 126) - bits) if math.isfinite(largest) else math.nan
+        up = 1.0 / scale
+    else:
+        # The exponent bits alone are the power of two at or below a number.
+        power = (top.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(2.0 ** (bits - 127))
+        up, scale = power.reciprocal().mul_(2.0 ** (bits - 1)), power * 2.0 ** (1 - bits) + (top - top)
     values = values * up if values is x else values.mul_(up)
-    return values.round_().to(torch.int32).add_(OFFSETS[digits]), power * 2.0 ** (1 - bits) + (top - top)
+    return values.round_(), scale
 
 
-def _rounded(x: Tensor, up: float, digits: int) -> Tensor:
-    """``round(x * up) + OFFSETS[digits]`` as int32."""
-    if digits > 3:
-        return torch.mul(x.float(), up).round_().to(torch.int32).add_(OFFSETS[digits])
-    return torch.add(_constant(_ROUND), x, alpha=up).view(torch.int32).add_(OFFSETS[digits] - _ROUND_BITS)
+def digit_rows(values: Tensor, digits: int) -> Tensor:
+    """Whole numbers ``(M, K)`` to rows of signed base-256 digits, lowest first: uint8 ``(digits * M, K)``, each + 128.
 
-
-def digit_rows(numbers: Tensor, digits: int) -> Tensor:
-    """The bytes of int32 numbers ``(M, K)``, lowest first: uint8 ``(digits * M, K)``.
-
-    Less 128 each they are signed base-256 digits of ``numbers - OFFSETS[digits]``.
+    Adding 128 to every digit at once turns signed digits into the bytes of an unsigned number.
     """
+    number = values.to(torch.int32).add_(_ALL_OFFSETS[digits])
     if torch.compiler.is_compiling():
-        return torch.cat([(numbers >> 8 * i).to(torch.uint8) for i in range(digits)])
-    planes = numbers.view(torch.uint8).view(*numbers.shape, 4)[..., :digits].permute(2, 0, 1)
-    return planes.reshape(-1, numbers.shape[1])
+        return torch.cat([(number >> 8 * i).to(torch.uint8) for i in range(digits)])
+    planes = number.view(torch.uint8).view(*values.shape, 4)[..., :digits].permute(2, 0, 1)
+    return planes.reshape(-1, values.shape[1])
 
 
-def _largest(x: Tensor) -> Tensor:
-    """The largest size in each row, float32 ``(M, 1)``; NaN where there is one.
-
-    Sizes of two bytes are compared as integers, which orders them alike, NaN last, seven times as fast.
-    """
-    sizes = x.abs()
-    if x.element_size() != 2:
-        return sizes.amax(-1, keepdim=True).float()
-    return sizes.view(torch.int16).amax(-1, keepdim=True).view(x.dtype).float()
-
-
-OFFSETS = {3: 0x808080, 4: 0x80808080 - (1 << 32)}
-"""128 in every digit, as int32."""
-
-
-@lru_cache(maxsize=4)
-def _constant(value: float) -> Tensor:
-    """A float32 that counts as a tensor of its own dtype where it meets bfloat16."""
-    with on_cpu():
-        return torch.full((1, 1), value)
+_ALL_OFFSETS = {3: 0x808080, 4: 0x80808080 - (1 << 32)}

@@ -17,24 +17,13 @@ from torch import Tensor
 from ..activations import DynamicInt8, StaticInt8
 from ..contracts import LinearRequest
 from ..formats import ZeroPoint
-from ..kernels import FALLBACK, Offer, Packed, RowsKernel
+from ..kernels import Packed, RowsKernel
 from ..qtensor import QTensor
 from . import onednn
-from .codes import (
-    OFFSETS,
-    digit_rows,
-    quantized,
-    static_codes,
-    symmetric_token,
-    symmetric_tokens,
-    unsigned,
-    whole_numbers,
-)
+from .codes import digit_rows, quantized, static_codes, symmetric_token, symmetric_tokens, unsigned, whole_numbers
 from .integer import Given, finish
 from .weights import check_weight
 
-_CALL = 1 << 16
-"""Weights that a product has to cover to be worth its call, which costs 20 microseconds whatever its size."""
 _MOST_ROWS = 1024
 """Longer inputs are cut, so that float32 copies of x and y stay small."""
 
@@ -96,8 +85,10 @@ class CpuInt8(RowsKernel):
         multiply = self._traced if torch.compiler.is_compiling() else onednn.int8_product
         return multiply(codes, self._weights(packed), _scale32(packed), packed["zeros"])
 
-    def _sums(self, values: Tensor) -> Tensor:
-        """Sums of float32 whole numbers ``(M, K)`` per group, ``(M, G)``."""
+    def _sums(self, values: Tensor, packed: Packed) -> Tensor | None:
+        """Sums of float32 whole numbers ``(M, K)`` per group, ``(M, G)``, where a zero point needs them."""
+        if "added" not in packed:
+            return None
         if self.groups == 1:
             return values.sum(-1, keepdim=True)
         ragged = self.groups * self.group - self.k
@@ -114,7 +105,7 @@ class CpuInt8Activations(CpuInt8):
             symmetric, tokens = symmetric_tokens(x)
             return finish(self._product(symmetric, packed), tokens, bias, self.output, self.out_dtype, given)
         values, scale, zero = quantized(self.activation, x, given)
-        sums = self._sums(values) if "added" in packed else None
+        sums = self._sums(values, packed)
         y = self._product(unsigned(values), packed)
         if sums is not None:
             y = y.addmm_(sums, packed["added"])
@@ -151,13 +142,14 @@ class CpuFloatActivations(CpuInt8):
         self.digits = 4 if request.x_dtype == torch.float32 else 3
 
     def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
-        numbers, scale = whole_numbers(x, self.digits)
-        parts = self._product(digit_rows(numbers, self.digits), packed).view(self.digits, x.shape[0], self.n)
+        values, scale = whole_numbers(x, 8 * self.digits - 2)
+        parts = self._product(digit_rows(values, self.digits), packed).view(self.digits, x.shape[0], self.n)
         y = parts[0]
         for i in range(1, self.digits):
             y = y.add_(parts[i], alpha=256.0**i)
-        if "added" in packed:
-            y = y.addmm_(self._sums((numbers - OFFSETS[self.digits]).float()), packed["added"])
+        sums = self._sums(values, packed)
+        if sums is not None:
+            y = y.addmm_(sums, packed["added"])
         return finish(y, scale, bias, None, self.out_dtype, given)
 
 
@@ -169,20 +161,6 @@ def _pieces(x: Tensor, given: Given) -> list[tuple[Tensor, Given]]:
     rows = torch.split(x, _MOST_ROWS)
     cut = {name: torch.split(value, _MOST_ROWS) for name, value in given.items()}
     return [(part, {name: values[i] for name, values in cut.items()}) for i, part in enumerate(rows)]
-
-
-def offer(request: LinearRequest) -> Offer | None:
-    """A kernel for ``request``, None where there is none; ranked below plain ops where these are faster."""
-    made = kernel(request)
-    if made is None:
-        return None
-    floats = request.activation is None
-    if made.groups == 1:
-        # ATen's product, where there is one, reads small weights faster.
-        small = floats and request.n * request.k < _CALL << 6
-        return Offer(made, FALLBACK + (4 if small else 10), "oneDNN int8 product, exact")
-    worth = request.n * made.group >= (_CALL << 2 if floats else _CALL)
-    return Offer(made, FALLBACK + (10 if worth else -10), f"{made.groups} oneDNN int8 products, one per group; exact")
 
 
 def kernel(request: LinearRequest) -> CpuInt8 | None:

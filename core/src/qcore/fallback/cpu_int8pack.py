@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..contracts import LinearRequest
 from ..formats import Format
-from ..kernels import FALLBACK, Offer, Packed
+from ..kernels import Packed
 from .integer import joined
 from .ops import int8_product, op
 from .plain_linear import PlainLinear
@@ -52,11 +52,10 @@ def _fake(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], data.shape[0])
 
 
-def offer(request: LinearRequest) -> Offer | None:
-    """A kernel for ``request``, None where there is none."""
+def kernel(request: LinearRequest) -> CpuInt8Pack | None:
+    """The kernel for ``request``, None where there is none."""
     bfloat16 = request.x_dtype == request.out_dtype == torch.bfloat16
     if request.device.type != "cpu" or not bfloat16 or request.activation is not None or int8_product is None:
         return None
     fits = request.weight == Format("int8") and request.k % 16 == 0 and request.k > 0
-    note = f"ATen int8 product; from {_CROSSOVER} rows on dequantized in the cache"
-    return Offer(CpuInt8Pack(request), FALLBACK + 5, note) if fits else None
+    return CpuInt8Pack(request) if fits else None

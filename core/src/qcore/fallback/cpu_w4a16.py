@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..contracts import LinearRequest
 from ..formats import Format, ZeroPoint
-from ..kernels import FALLBACK, Offer, Packed, RowsKernel
+from ..kernels import Packed, RowsKernel
 from ..qtensor import QTensor
 from .int4_blocks import COLUMNS, BlockLayout, block_layout
 from .ops import int4_product, op
@@ -162,16 +162,15 @@ def _layout() -> BlockLayout:
     return layout
 
 
-def offer(request: LinearRequest) -> Offer | None:
-    """A kernel for ``request``, None where there is none."""
+def kernel(request: LinearRequest) -> CpuW4A16 | None:
+    """The kernel for ``request``, None where there is none."""
     fmt = request.weight
     bfloat16 = request.x_dtype == request.out_dtype == torch.bfloat16
     if request.device.type != "cpu" or request.activation is not None or fmt.dtype != "int4" or not bfloat16:
         return None  # for other x the op runs scalar code, 50 times slower
     if not op_group(fmt, request.k) or int4_product is None or block_layout() is None:
         return None
-    note = f"ATen int4 product; from {_CROSSOVER} rows on dequantized in the cache"
-    return Offer(CpuW4A16(request), FALLBACK + 20, note)
+    return CpuW4A16(request)
 
 
 def op_group(fmt: Format, k: int) -> int:

@@ -44,9 +44,17 @@ def qcore_embedding(request: EmbeddingRequest) -> list[Offer]:
 
 @lru_cache(maxsize=1024)
 def _linear(request: LinearRequest) -> tuple[Offer, ...]:
-    found = (offer(request) for offer in (cpu_w4a16.offer, cpu_int8.offer, cpu_int8pack.offer))
-    offers = [Offer(PlainLinear(request), FALLBACK, _NOTE), *(offer for offer in found if offer is not None)]
-    return tuple(sorted(offers, key=lambda offer: -offer.rank))
+    offers = [Offer(PlainLinear(request), FALLBACK, _NOTE)]
+    int8pack = cpu_int8pack.kernel(request)
+    if int8pack is not None:
+        offers.insert(0, Offer(int8pack, FALLBACK + 5, "ATen int8 product; from 24 rows on dequantized in the cache"))
+    int8 = cpu_int8.kernel(request)
+    if int8 is not None:
+        offers.insert(0, Offer(int8, FALLBACK + 10, "oneDNN int8 product, exact"))
+    int4 = cpu_w4a16.kernel(request)
+    if int4 is not None:
+        offers.insert(0, Offer(int4, FALLBACK + 20, "ATen int4 product; from 80 rows on dequantized in the cache"))
+    return tuple(offers)
 
 
 @lru_cache(maxsize=1024)
