@@ -47,7 +47,7 @@ def _linear(request: LinearRequest) -> tuple[Offer, ...]:
     offers = [Offer(PlainLinear(request), FALLBACK, _NOTE)]
     int8pack = cpu_int8pack.kernel(request)
     if int8pack is not None:
-        offers.insert(0, Offer(int8pack, FALLBACK + 5, "ATen int8 product; from 24 rows on dequantized in the cache"))
+        offers.insert(0, Offer(int8pack, FALLBACK + 15, "ATen int8 product; from 24 rows on dequantized in the cache"))
     int8 = cpu_int8.kernel(request)
     if int8 is not None:
         offers.insert(0, Offer(int8, FALLBACK + 10, "oneDNN int8 product, exact"))
