@@ -1,0 +1,251 @@
+"""``gemv``: weight-only product for few rows (M <= 16), bound by reading the weight once. NVIDIA, 16-bit activations.
+
+Weights go from memory straight into fragments of the tensor core (`warp`), W being its A operand and the tokens its
+columns. A nibble becomes a 16-bit float by setting its upper byte (bfloat16 128 + u, float16 1024 + u: exact), and the
+offset leaves the sum again as ``offset * sum(x)``, which one more product with a matrix of ones gives in just the
+layout of the result: half an instruction per weight less than subtracting from each one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .warp import load_pair, load_pairs, load_words, mma, spread
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+
+@triton.jit
+def _fragment(x, wanted, V: tl.constexpr):
+    """The 2 * V words of x that belong to a lane's stored bytes of an int4 block: k = 16 j + 8 h + 2 t and the next."""
+    out = ()
+    for j in tl.static_range(2 * V):
+        out = out + (load_pair(x + 8 * j, wanted),)
+    return out
+
+
+@triton.jit
+def _segment(x, wanted, V: tl.constexpr):
+    """4 * V consecutive values of x as 2 * V words."""
+    out = load_pairs(x, wanted)
+    if V == 4:
+        out = out + load_pairs(x + 8, wanted)
+    return out
+
+
+@triton.jit
+def _halves(word, BITS: tl.constexpr):
+    """The low and the high nibbles of four bytes; int8's upper nibble is made unsigned, 8 added."""
+    low = word & 0x0F0F0F0F
+    if BITS == 4:
+        high = (word >> 4) & 0x0F0F0F0F
+    else:
+        high = ((word >> 4) ^ 0x08080808) & 0x0F0F0F0F
+    return low, high
+
+
+@triton.jit
+def _tile(words0, words8, xa, xb, d, NB: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr, MAGIC: tl.constexpr):
+    """Products of one block: rows r (words0) and r + 8 (words8). xa, xb: segments for low and high nibbles per column
+    block. d: 8 accumulators per column block: four for the low nibbles (all, with 4 bits), four for the high ones."""
+    BF16: tl.constexpr = MAGIC == 0x43434343
+    for j in tl.static_range(V):
+        low0, high0 = _halves(words0[j], BITS)
+        low8, high8 = _halves(words8[j], BITS)
+        p0, p2 = spread(low0, MAGIC)
+        p1, p3 = spread(low8, MAGIC)
+        q0, q2 = spread(high0, MAGIC)
+        q1, q3 = spread(high8, MAGIC)
+        out = ()
+        for n in tl.static_range(NB):
+            a = xa[n]
+            b = xb[n]
+            c = d[n]
+            e0, e1, e2, e3 = mma(p0, p1, p2, p3, a[2 * j], a[2 * j + 1], c[0], c[1], c[2], c[3], BF16)
+            if BITS == 4:
+                e0, e1, e2, e3 = mma(q0, q1, q2, q3, b[2 * j], b[2 * j + 1], e0, e1, e2, e3, BF16)
+                out = out + ((e0, e1, e2, e3, c[4], c[5], c[6], c[7]),)
+            else:
+                f0, f1, f2, f3 = mma(q0, q1, q2, q3, a[2 * j], a[2 * j + 1], c[4], c[5], c[6], c[7], BF16)
+                out = out + ((e0, e1, e2, e3, f0, f1, f2, f3),)
+        d = out
+    return d
+
+
+@triton.jit
+def _sums(xa, xb, NB: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr, MAGIC: tl.constexpr, zero, c):
+    """Add the block's ``sum(x)`` per column block: a product with ones, in the layout of the result."""
+    BF16: tl.constexpr = MAGIC == 0x43434343
+    one = tl.full(zero.shape, 0x3F803F80 if BF16 else 0x3C003C00, tl.int32)
+    for j in tl.static_range(V):
+        out = ()
+        for n in tl.static_range(NB):
+            a = xa[n]
+            b = xb[n]
+            s = c[n]
+            e0, e1, e2, e3 = mma(one, one, one, one, a[2 * j], a[2 * j + 1], s[0], s[1], zero, zero, BF16)
+            if BITS == 4:
+                e0, e1, e2, e3 = mma(one, one, one, one, b[2 * j], b[2 * j + 1], e0, e1, zero, zero, BF16)
+            out = out + ((e0, e1),)
+        c = out
+    return c
+
+
+@triton.jit
+def _centred(d, s, at, C, BITS: tl.constexpr, OFFSET: tl.constexpr):
+    """The exact product of codes, from accumulator ``at``: offsets taken out. C: zero point."""
+    if BITS == 4:
+        return d[at] - (OFFSET + 8 + C) * s
+    return 16.0 * d[4 + at] + d[at] - (17 * OFFSET + 128 + C) * s
+
+
+@triton.jit
+def _scaled(acc, d, s, scale, zero, row, group, N, R: tl.constexpr, NB: tl.constexpr, BITS: tl.constexpr,
+            ZERO: tl.constexpr, OFFSET: tl.constexpr):  # fmt: skip
+    """Add one group's contribution, scales and zero points applied, to the accumulators (4 per row and column block)."""
+    out = ()
+    for r in tl.static_range(R):
+        at0 = group * N + tl.minimum(row + 16 * r, N - 1)
+        at8 = group * N + tl.minimum(row + 16 * r + 8, N - 1)
+        s0 = tl.load(scale + at0).to(tl.float32)
+        s8 = tl.load(scale + at8).to(tl.float32)
+        if ZERO == 0:
+            z0 = 0.0
+            z8 = 0.0
+        else:
+            z0 = tl.load(zero + at0).to(tl.float32)
+            z8 = tl.load(zero + at8).to(tl.float32)
+        for n in tl.static_range(NB):
+            a = acc[r * NB + n]
+            t = d[r * NB + n]
+            x0 = s[n][0]
+            x1 = s[n][1]
+            if ZERO == 2:
+                a0 = a[0] + s0 * _centred(t, x0, 0, 0.0, BITS, OFFSET) + z0 * x0
+                a1 = a[1] + s0 * _centred(t, x1, 1, 0.0, BITS, OFFSET) + z0 * x1
+                a2 = a[2] + s8 * _centred(t, x0, 2, 0.0, BITS, OFFSET) + z8 * x0
+                a3 = a[3] + s8 * _centred(t, x1, 3, 0.0, BITS, OFFSET) + z8 * x1
+            else:
+                a0 = a[0] + s0 * _centred(t, x0, 0, z0, BITS, OFFSET)
+                a1 = a[1] + s0 * _centred(t, x1, 1, z0, BITS, OFFSET)
+                a2 = a[2] + s8 * _centred(t, x0, 2, z8, BITS, OFFSET)
+                a3 = a[3] + s8 * _centred(t, x1, 3, z8, BITS, OFFSET)
+            out = out + ((a0, a1, a2, a3),)
+    return out
+
+
+@triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "stride"])
+def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
+         BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
+         NB: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, BF16: tl.constexpr,
+         PDL: tl.constexpr):  # fmt: skip
+    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]`` for M <= 8 * NB.
+
+    x: 16-bit floats, rows ``stride`` values apart, 16-byte aligned, zero from K to ``KB * P``; w: planar16 or rows16;
+    KB: blocks of P codes along K; PER: blocks per scale group; ZERO: 0 none, 1 integer, 2 float zero points.
+    A program takes R * 16 rows of W; each of its NW warps takes U blocks of K at a time.
+    """
+    T: tl.constexpr = 32 * NW
+    MAGIC: tl.constexpr = 0x43434343 if BF16 else 0x64646464
+    OFFSET: tl.constexpr = 128 if BF16 else 1024
+    V: tl.constexpr = P * BITS // 128  # words of a lane and row in a block
+    SEG: tl.constexpr = P // 2 if BITS == 4 else P  # k in a row of bytes
+    thread = tl.arange(0, T)
+    warp = thread // 32
+    r = (thread % 32) // 4
+    t = thread % 4
+    if PDL:
+        gdc_launch_dependents()
+
+    rows = tl.program_id(0) * (16 * R)
+    row = rows + r
+    pitch = tl.cast(KB, tl.int64) * (SEG * (16 if BITS == 4 else 1))  # bytes of 16 rows, or of one
+    base = w.to(tl.int64, bitcast=True) + t * (4 * V)
+    zeros = tl.zeros([T], tl.float32)
+    acc = ()
+    for _ in tl.static_range(R * NB):
+        acc = acc + ((zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros),)
+    total = ()
+    for _ in tl.static_range(NB):
+        total = total + ((zeros, zeros),)
+
+    for first in tl.range(0, KB, U * NW, num_stages=1):
+        words = ()
+        for u in tl.static_range(U):
+            block = tl.minimum(first + u * NW + warp, KB - 1)
+            for i in tl.static_range(R):
+                if BITS == 4:
+                    tile = tl.minimum(rows // 16 + i, NP // 16 - 1)
+                    at = base + tile * pitch + block * (16 * SEG) + r * SEG
+                    words = words + ((load_words(at, V), load_words(at + 8 * SEG, V)),)
+                else:
+                    at0 = base + tl.minimum(row + 16 * i, NP - 1) * pitch + block * SEG
+                    at8 = base + tl.minimum(row + 16 * i + 8, NP - 1) * pitch + block * SEG
+                    words = words + ((load_words(at0, V), load_words(at8, V)),)
+        if PDL:
+            gdc_wait()
+        for u in tl.static_range(U):
+            block = first + u * NW + warp
+            k0 = tl.minimum(block, KB - 1) * P + t * (2 if BITS == 4 else 4 * V)
+            xa = ()
+            xb = ()
+            for n in tl.static_range(NB):
+                token = r + 8 * n
+                wanted = ((token < M) & (block < KB)).to(tl.int32)
+                line = x + (token * tl.cast(stride, tl.int64) + k0)
+                if BITS == 4:
+                    xa = xa + (_fragment(line, wanted, V),)
+                    xb = xb + (_fragment(line + P // 2, wanted, V),)
+                else:
+                    part = _segment(line, wanted, V)
+                    xa = xa + (part,)
+                    xb = xb + (part,)
+            if ONE_GROUP:
+                total = _sums(xa, xb, NB, V, BITS, MAGIC, zeros, total)
+                new = ()
+                for i in tl.static_range(R):
+                    pair = words[u * R + i]
+                    mine = ()
+                    for n in tl.static_range(NB):
+                        mine = mine + (acc[i * NB + n],)
+                    new = new + _tile(pair[0], pair[1], xa, xb, mine, NB, V, BITS, MAGIC)
+                acc = new
+            else:
+                none = ()
+                blank = ()
+                for _ in tl.static_range(NB):
+                    none = none + ((zeros, zeros),)
+                    blank = blank + ((zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros),)
+                s = _sums(xa, xb, NB, V, BITS, MAGIC, zeros, none)
+                d = ()
+                for i in tl.static_range(R):
+                    pair = words[u * R + i]
+                    d = d + _tile(pair[0], pair[1], xa, xb, blank, NB, V, BITS, MAGIC)
+                group = tl.minimum(block, KB - 1) // PER
+                new = _scaled(acc, d, s, scale, zero, row, group, N, R, NB, BITS, ZERO, OFFSET)
+                acc = ()
+                for i in tl.static_range(R * NB):
+                    a = new[i]
+                    acc = acc + ((a[0], a[1], a[2], a[3], zeros, zeros, zeros, zeros),)
+
+    if ONE_GROUP:
+        blank = ()
+        for _ in tl.static_range(R * NB):
+            blank = blank + ((zeros, zeros, zeros, zeros),)
+        acc = _scaled(blank, acc, total, scale, zero, row, 0, N, R, NB, BITS, ZERO, OFFSET)
+
+    for i in tl.static_range(R):
+        for n in tl.static_range(NB):
+            a = acc[i * NB + n]
+            # [warp, lane, a[row half][column]] summed over the warps in one exchange.
+            four = tl.join(tl.join(a[0], a[2]), tl.join(a[1], a[3]))  # [T, row half, column]
+            part = tl.sum(tl.reshape(four, [NW, 128]), 0)
+            e = tl.arange(0, 128)
+            out_row = rows + 16 * i + e // 16 + 8 * ((e // 2) % 2)
+            token = 8 * n + 2 * ((e // 4) % 4) + e % 2
+            valid = (out_row < N) & (token < M)
+            if BIAS:
+                part += tl.load(bias + out_row, mask=valid, other=0.0).to(tl.float32)
+            tl.store(y + token * tl.cast(N, tl.int64) + out_row, part.to(y.dtype.element_ty), mask=valid)
