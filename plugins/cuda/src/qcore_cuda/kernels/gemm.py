@@ -13,12 +13,20 @@ from .nibbles import unpack_nibbles
 
 
 @triton.jit
-def _fragments(q, BN: tl.constexpr, H: tl.constexpr, NW: tl.constexpr):
-    """Give (rows, stored bytes) the order of logical (rows, k), moving nothing between threads: see `packing`."""
-    V: tl.constexpr = H // 16
-    q = tl.reshape(q, [BN // (16 * NW), 2, NW, 8, 4, V, 2, 2])
-    q = tl.trans(q, 0, 2, 1, 3, 5, 6, 4, 7)
-    return tl.reshape(q, [BN, H])
+def _block(low, high, BN: tl.constexpr, P: tl.constexpr, NW: tl.constexpr, FRAG: tl.constexpr):
+    """Codes of the low and the high nibbles, each (rows, bytes), as (rows, k).
+
+    FRAG: bytes are stored in the order of the tensor core's registers (see `packing`), and rows were loaded in the order
+    that makes this a renaming of registers: nothing moves between threads.
+    """
+    q = tl.join(low, high)
+    if FRAG:
+        V: tl.constexpr = P // 32
+        q = tl.reshape(q, [BN // (16 * NW), 2, NW, 8, 4, V, 2, 2, 2])
+        q = tl.trans(q, 0, 2, 1, 3, 8, 5, 6, 4, 7)
+    else:
+        q = tl.trans(q, 0, 2, 1)
+    return tl.reshape(q, [BN, P])
 
 
 @triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "stride", "split"])
@@ -46,7 +54,7 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, split,
         row = i
     row = tile_n * BN + row
     rm = tile_m * BM + tl.arange(0, BM)
-    k = tl.arange(0, H)
+    k = tl.arange(0, H if BITS == 4 else P)
     per_split = tl.cdiv(KB, split)
     first = s * per_split
     last = tl.minimum(first + per_split, KB)
@@ -55,47 +63,43 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, split,
         wp = w + (row // 16).to(tl.int64)[:, None] * (KB * 16 * H) + ((row % 16) * H)[:, None] + k[None, :] + first.to(tl.int64) * (16 * H)
     else:
         wp = w + row.to(tl.int64)[:, None] * (KB * P) + k[None, :] + first * P
-    xp = x + rm.to(tl.int64)[:, None] * stride + k[None, :] + first * P
+    kk = tl.arange(0, P)
+    xp = x + rm.to(tl.int64)[:, None] * stride + kk[None, :] + first * P
     inside = (rm < M)[:, None]
     rn = tl.minimum(tile_n * BN + i, N - 1)
     acc = tl.zeros([BN, BM], tl.float32)
+    # Scales are too narrow for asynchronous copies: each iteration loads the next one's by hand.
+    at = (first // PER) * N + rn
+    sc = tl.load(scale + at)
+    zr = tl.load(zero + at) if ZERO else sc
     if PDL:
         gdc_wait()
     for b in tl.range(first, last, num_stages=STAGES):
-        xl = tl.load(xp, mask=inside, other=0.0)
-        xh = tl.load(xp + H, mask=inside, other=0.0)
-        at = (b // PER) * N + rn
-        sc = tl.load(scale + at).to(tl.float32)
+        xt = tl.load(xp, mask=inside, other=0.0)
+        at = tl.minimum((b + 1) // PER, (KB - 1) // PER) * N + rn
+        sc_next = tl.load(scale + at)
+        zr_next = tl.load(zero + at) if ZERO else sc_next
         if BITS == 4:
             low, high = unpack_nibbles(tl.load(wp), DT, ASM)
+            q = _block(low, high, BN, P, NW, FRAG)
             wp += 16 * H
         else:
-            low = tl.load(wp).to(DT)
-            high = tl.load(wp + H).to(DT)
+            q = tl.load(wp).to(DT)
             wp += P
-        if ZERO == 1:
-            z = tl.load(zero + at).to(DT)[:, None]
-        if FRAG:
-            low = _fragments(low, BN, H, NW)
-            high = _fragments(high, BN, H, NW)
         if ZERO == 1 and BITS == 4:
-            low -= z
-            high -= z
+            q -= zr.to(DT)[:, None]
         if PRE:
-            low = low * sc.to(DT)[:, None]
-            high = high * sc.to(DT)[:, None]
-            acc = tl.dot(low, tl.trans(xl), acc)
-            acc = tl.dot(high, tl.trans(xh), acc)
+            acc = tl.dot(q * sc.to(DT)[:, None], tl.trans(xt), acc)
         else:
-            d = tl.dot(low, tl.trans(xl))
-            d = tl.dot(high, tl.trans(xh), d)
+            d = tl.dot(q, tl.trans(xt))
             if ZERO == 1 and BITS == 8:
-                d -= z.to(tl.float32) * (tl.sum(xl.to(tl.float32), 1) + tl.sum(xh.to(tl.float32), 1))[None, :]
-            acc += d * sc[:, None]
+                d -= zr.to(tl.float32)[:, None] * tl.sum(xt.to(tl.float32), 1)[None, :]
+            acc += d * sc.to(tl.float32)[:, None]
         if ZERO == 2:
-            f = tl.load(zero + at).to(tl.float32)
-            acc += f[:, None] * (tl.sum(xl.to(tl.float32), 1) + tl.sum(xh.to(tl.float32), 1))[None, :]
+            acc += zr.to(tl.float32)[:, None] * tl.sum(xt.to(tl.float32), 1)[None, :]
         xp += P
+        sc = sc_next
+        zr = zr_next
     n = tile_n * BN + i
     valid = (n < N)[:, None] & (rm < M)[None, :]
     if BIAS:

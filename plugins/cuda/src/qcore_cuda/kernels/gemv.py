@@ -102,24 +102,39 @@ def _centred(d, s, at, C, BITS: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _scaled(acc, d, s, scale, zero, row, group, N, R: tl.constexpr, NB: tl.constexpr, BITS: tl.constexpr,
+def _parameters(scale, zero, row, group, N, R: tl.constexpr, ZERO: tl.constexpr):
+    """Scales and zero points of rows r and r + 8 of each row block: (s0, s8, z0, z8)."""
+    out = ()
+    for i in tl.static_range(R):
+        at0 = group * N + tl.minimum(row + 16 * i, N - 1)
+        at8 = group * N + tl.minimum(row + 16 * i + 8, N - 1)
+        s0 = tl.load(scale + at0)
+        s8 = tl.load(scale + at8)
+        if ZERO == 0:
+            out = out + ((s0, s8, s0, s8),)
+        else:
+            out = out + ((s0, s8, tl.load(zero + at0), tl.load(zero + at8)),)
+    return out
+
+
+@triton.jit
+def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, BITS: tl.constexpr,
             ZERO: tl.constexpr, OFFSET: tl.constexpr):  # fmt: skip
     """Add one group's contribution, scales and zero points applied, to the accumulators (4 per row and column block)."""
     out = ()
-    for r in tl.static_range(R):
-        at0 = group * N + tl.minimum(row + 16 * r, N - 1)
-        at8 = group * N + tl.minimum(row + 16 * r + 8, N - 1)
-        s0 = tl.load(scale + at0).to(tl.float32)
-        s8 = tl.load(scale + at8).to(tl.float32)
+    for i in tl.static_range(R):
+        p = parameters[i]
+        s0 = p[0].to(tl.float32)
+        s8 = p[1].to(tl.float32)
         if ZERO == 0:
             z0 = 0.0
             z8 = 0.0
         else:
-            z0 = tl.load(zero + at0).to(tl.float32)
-            z8 = tl.load(zero + at8).to(tl.float32)
+            z0 = p[2].to(tl.float32)
+            z8 = p[3].to(tl.float32)
         for n in tl.static_range(NB):
-            a = acc[r * NB + n]
-            t = d[r * NB + n]
+            a = acc[i * NB + n]
+            t = d[i * NB + n]
             x0 = s[n][0]
             x1 = s[n][1]
             if ZERO == 2:
@@ -171,10 +186,15 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
     for _ in tl.static_range(NB):
         total = total + ((zeros, zeros),)
 
+    if ONE_GROUP:
+        whole = _parameters(scale, zero, row, 0, N, R, ZERO)
     for first in tl.range(0, KB, U * NW, num_stages=1):
         words = ()
+        parameters = ()
         for u in tl.static_range(U):
             block = tl.minimum(first + u * NW + warp, KB - 1)
+            if not ONE_GROUP:
+                parameters = parameters + (_parameters(scale, zero, row, block // PER, N, R, ZERO),)
             for i in tl.static_range(R):
                 if BITS == 4:
                     tile = tl.minimum(rows // 16 + i, NP // 16 - 1)
@@ -223,8 +243,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
                 for i in tl.static_range(R):
                     pair = words[u * R + i]
                     d = d + _tile(pair[0], pair[1], xa, xb, blank, NB, V, BITS, MAGIC)
-                group = tl.minimum(block, KB - 1) // PER
-                new = _scaled(acc, d, s, scale, zero, row, group, N, R, NB, BITS, ZERO, OFFSET)
+                new = _scaled(acc, d, s, parameters[u], R, NB, BITS, ZERO, OFFSET)
                 acc = ()
                 for i in tl.static_range(R * NB):
                     a = new[i]
@@ -234,7 +253,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
         blank = ()
         for _ in tl.static_range(R * NB):
             blank = blank + ((zeros, zeros, zeros, zeros),)
-        acc = _scaled(blank, acc, total, scale, zero, row, 0, N, R, NB, BITS, ZERO, OFFSET)
+        acc = _scaled(blank, acc, total, whole, R, NB, BITS, ZERO, OFFSET)
 
     for i in tl.static_range(R):
         for n in tl.static_range(NB):
