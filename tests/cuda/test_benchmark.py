@@ -1,0 +1,136 @@
+"""The CUDA benchmark's own arithmetic, on the CPU: what it compares, judges and prints."""
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SIZE = (256, 128)
+
+
+class Stopwatch:
+    """Stands in for `Replay`, which needs a device."""
+
+    count = 1
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def time(self):
+        start = time.perf_counter()
+        for call in self.calls:
+            call()
+        return (time.perf_counter() - start) * 1e6
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The benchmark's modules, looking at the CPU and at the built-in kernels."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    parts = {name: importlib.import_module(f"_cuda_{name}") for name in ("problem", "contest", "targets", "report")}
+    monkeypatch.setattr(parts["problem"], "DEVICE", "cpu")
+    monkeypatch.setattr(parts["problem"], "OURS", "torch.")
+    monkeypatch.setattr(parts["problem"], "copies_of", lambda size: 3)
+    monkeypatch.setattr(parts["contest"], "Replay", Stopwatch)
+    monkeypatch.setattr(parts["contest"], "in_turns", lambda replays: [replay.time() for replay in replays])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    with torch.no_grad():
+        yield parts
+
+
+def test_without_a_device_it_says_so():
+    run = subprocess.run([sys.executable, FOLDER / "cuda_linear.py"], capture_output=True, text=True, check=False)
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    assert run.returncode == 1
+    assert "no CUDA device" in run.stderr
+
+
+def test_every_scheme_is_measured_against_its_own_weight(bench):
+    contest = bench["contest"].Contest(SIZE, [], bench["contest"].Ceilings(1e12, 1e14))
+    cells = contest.cells(4)
+    assert [cell.name for cell in cells] == ["bf16 F.linear", *bench["problem"].SCHEMES]
+    assert not contest.notes
+    assert cells[0].ratio == 1
+    for cell in cells:
+        assert cell.error < (2e-2 if "a8" in cell.name else 4e-3)
+        assert not cell.note
+        assert cell.ours == (cell.name != "bf16 F.linear")
+
+
+def test_who_cannot_take_part_is_named_and_nobody_else_suffers(bench, monkeypatch):
+    monkeypatch.setattr(bench["problem"], "OURS", "cuda.")
+    peers = bench["contest"].PEERS
+    monkeypatch.setitem(peers, "torch", ("torch", lambda problem: 1 / 0))
+    contest = bench["contest"].Contest(SIZE, ["torch"], bench["contest"].Ceilings(1e12, 1e14))
+    assert [cell.name for cell in contest.cells(1)] == ["bf16 F.linear"]
+    assert len(contest.notes) == 1 + len(bench["problem"].SCHEMES)
+    assert "ZeroDivisionError" in contest.notes[-1]
+    assert "served by torch." in contest.notes[0]
+
+
+def test_a_contender_that_gives_other_bits_each_time_is_pointed_out(bench):
+    contest = bench["contest"].Contest(SIZE, [], bench["contest"].Ceilings(1e12, 1e14))
+    contest.contenders[1].runs[-1] = lambda x: contest.contenders[1].runs[0](x) + 1
+    assert "differ" in contest.cells(2)[1].note
+
+
+def cell(bench, name, ratio, rows=1, size=(4096, 4096), competes=None, share=0.5):
+    return bench["targets"].Cell(name, competes or name, *size, rows, 10.0 / ratio, ratio, share, 1e-3)
+
+
+def test_targets_are_those_of_the_issue(bench):
+    targets = bench["targets"]
+    assert len(targets.TARGETS) == 24
+    assert targets.goal("w4a16-g128", 1, (8192, 28672)) == 3.3
+    assert targets.goal("w8a8", 2048, (4096, 4096)) == 1.65
+    assert targets.goal("w8a16", 256, (1, 1)) == 0.95
+    assert targets.goal("w8a16", 64, (4096, 4096)) is None
+
+
+def test_a_target_is_met_only_where_the_best_peer_of_the_run_is_beaten(bench):
+    ours = cell(bench, "w4a16-g128", 2.2)
+    slow, fast = (cell(bench, f"peer {r}", r, competes="w4a16-g128-asym") for r in (2.0, 2.3))
+    other = cell(bench, "fp8", 9.0, competes="w8a8")
+    for peers, met in (([slow, other], True), ([slow, fast], False)):
+        found = {v.what: v for v in bench["targets"].verdicts([ours, *peers], {}, {})}
+        verdict = found["w4a16-g128, 4096 x 4096, M = 1"]
+        assert verdict.met is met
+        assert verdict.peer.startswith("peer")
+    assert found["w4a16-g128, 4096 x 4096, M = 16"].met is None
+
+
+def test_the_other_promises(bench):
+    cells = [
+        cell(bench, "w8a16", 0.9, rows=256),
+        cell(bench, "w4a16-g128", 3.4, size=(8192, 28672), share=0.86),
+        cell(bench, "w4a16-g128-asym", 2.9, size=(8192, 28672)),
+    ]
+    host = {"bf16 F.linear": 15.0, "layer w8a8": 13.0, "kernel w8a8": 20.0}
+    verdicts = list(bench["targets"].verdicts(cells, host, {"w8a8": 1.1}))[len(bench["targets"].TARGETS) :]
+    assert [v.met for v in verdicts] == [False, True, False, True, False]
+    assert all(len(v.row()) == 5 for v in verdicts)
+
+
+def test_the_report_holds_tables_and_figures(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["cuda_linear.py", "--quick"])
+    report = bench["report"].Report(tmp_path / "r.md", tmp_path / "r.json")
+    report.cells += [cell(bench, "bf16 F.linear", 1.0, competes="x"), cell(bench, "w4a16-g128", 2.0)]
+    report.cells += [cell(bench, "w4a16-g128", 1.0, rows=256), cell(bench, "w8a16", 2.0, rows=256)]
+    report.notes += ["humming: broken", "humming: broken"]
+    report.section("Host time", ("call", "us"), [("a", "1")], "About it.")
+    report.write()
+    text = (tmp_path / "r.md").read_text()
+    assert "target 2.10 **missed**" in text
+    assert "target 0.95 met" in text
+    assert "About it.\n\n| call | us |" in text
+    assert text.count("humming: broken") == 1
+    assert len(json.loads((tmp_path / "r.json").read_text())["cells"]) == 4
