@@ -1,0 +1,29 @@
+"""The kernel of the contract ``embedding``: ``cuda.embedding``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qcore import EmbeddingRequest
+from qcore.kernels import Packed
+
+from . import ops
+from .packing import PackedKernel
+
+
+class CudaEmbedding(PackedKernel):
+    """Gathers rows and dequantizes only those; its packed table is that of `FloatLinear`, so tied layers share it.
+
+    An index out of range ends in a device-side assertion, as in torch.
+    """
+
+    def __init__(self, request: EmbeddingRequest) -> None:
+        super().__init__("cuda.embedding", request.weight, request.n, request.k)
+        self.out_dtype = request.out_dtype
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:
+        """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``."""
+        del bias  # an embedding has none
+        call = ops.embedding if ops.runs_now(x) else ops.op_embedding
+        zero = packed.get("zero")
+        return call(x, packed["data"], packed["scale"], zero, self.n, self.k, self.bits, self.group, self.out_dtype)

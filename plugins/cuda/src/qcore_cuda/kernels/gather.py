@@ -1,0 +1,60 @@
+"""``gather``: rows of a packed table, dequantized, by index. Reads the bytes of those rows and nothing else."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
+"""Values of ``ZERO``: w = q * s, (q - z) * s, q * s + z."""
+
+
+@triton.jit
+def _weights(codes, scale, zero, ZERO: tl.constexpr):
+    """Codes and their group's scale and zero point, all float32, to weights."""
+    if ZERO == 1:
+        w = (codes - zero) * scale
+    elif ZERO == 2:
+        w = codes * scale + zero
+    else:
+        w = codes * scale
+    return w
+
+
+@triton.jit
+def gather(
+    indices, data, scale, zero, out, v, d, group, blocks, stride,
+    BITS: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """Program (t, j): columns ``j*NB*P ..`` of token t.
+
+    ``indices``: integers ``(T,)`` in 0..v-1; ``data``: planar16 (``BITS`` 4, blocks of P, ``blocks`` per row) or rows16
+    (8; rows are ``stride`` bytes apart); ``scale``, ``zero``: ``(G, v)``; ``out``: ``(T, d)``. Compiled with ``debug``, an
+    index out of range ends in the same device-side assertion as in torch.
+    """
+    H: tl.constexpr = P // 2
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(indices + token).to(tl.int64)
+    inside = (row >= 0) & (row < v)
+    tl.device_assert(inside, "qcore embedding: an index is out of range")
+    row = tl.where(inside, row, 0)  # what runs on beside the one that failed must not read elsewhere
+    block = tl.program_id(1) * NB + tl.arange(0, NB)
+    here = block < blocks
+    at = (block * P // group).to(tl.int64) * v + row
+    s = tl.load(scale + at, mask=here, other=0.0).to(tl.float32)[:, None]
+    z = s if ZERO == 0 else tl.load(zero + at, mask=here, other=0).to(tl.float32)[:, None]
+    line = out + token * d
+    if BITS == 4:
+        i = tl.arange(0, H)[None, :]
+        start = (row // 16) * (blocks * 16 * H) + (row % 16) * H
+        codes = tl.load(data + start + (block[:, None] * (16 * H) + i), mask=here[:, None], other=0)
+        low = (codes & 15).to(tl.float32) - 8.0
+        high = (codes >> 4).to(tl.float32) - 8.0
+        k = block[:, None] * P + i
+        tl.store(line + k, _weights(low, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
+        k += H
+        tl.store(line + k, _weights(high, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
+    else:
+        k = block[:, None] * P + tl.arange(0, P)[None, :]
+        codes = tl.load(data + row * stride + k, mask=k < d, other=0).to(tl.float32)
+        tl.store(line + k, _weights(codes, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)

@@ -1,0 +1,66 @@
+"""The kernels of the contract ``linear``: ``cuda.w4a16``, ``cuda.w8a16``, ``cuda.w4a8``, ``cuda.w8a8``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from qcore import DynamicInt8, LinearRequest
+from qcore.kernels import Packed, RowsKernel
+
+from . import ops
+from .packing import PackedKernel
+
+
+class FloatLinear(PackedKernel, RowsKernel):
+    """Float activations: ``y = x @ W^T + bias``, accumulated in float32, rounded once to ``out_dtype``."""
+
+    def __init__(self, request: LinearRequest) -> None:
+        super().__init__(f"cuda.w{request.weight.bits}a16", request.weight, request.n, request.k)
+        self.out_dtype = request.out_dtype
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        del given  # float activations have no parameters
+        call = ops.linear_a16 if ops.runs_now(x) else ops.op_linear_a16
+        zero = packed.get("zero")
+        return call(
+            x, packed["data"], packed["scale"], zero, bias, self.n, self.k, self.bits, self.group, self.out_dtype
+        )
+
+
+class Int8Linear(PackedKernel, RowsKernel):
+    """Int8 activations, dynamic or given: exact int32 sums per group, the rest in float32, rounded once."""
+
+    def __init__(self, request: LinearRequest) -> None:
+        activation, output = request.activation, request.output
+        assert activation is not None  # `kernel` has looked
+        # Only a zero point of activations meets the sums of codes.
+        sums = not (isinstance(activation, DynamicInt8) and activation.symmetric)
+        super().__init__(f"cuda.w{request.weight.bits}a8", request.weight, request.n, request.k, sums=sums)
+        self.out_dtype = request.out_dtype
+        symmetric = isinstance(activation, DynamicInt8) and activation.symmetric
+        given = (None, 0) if isinstance(activation, DynamicInt8) else _numbers(activation)
+        wanted = (None, 0) if output is None else _numbers(output)
+        sizes = (self.n, self.k, self.bits, self.group)
+        self._constants = (*sizes, symmetric, *given, *wanted, self.out_dtype)
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        call = ops.linear_a8 if ops.runs_now(x) else ops.op_linear_a8
+        return call(
+            x, packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"), bias,
+            given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),
+            *self._constants,
+        )  # fmt: skip
+
+
+def _numbers(part: Any) -> tuple[float | None, int]:
+    """Scale and zero point for the whole tensor. A request without numbers is only asked about: any will do."""
+    if part.per_token:
+        return None, 0
+    return (1.0 if part.scale is None else part.scale), part.zero_point
+
+
+def kernel(request: LinearRequest) -> FloatLinear | Int8Linear:
+    """The kernel for a request that `eligibility` has nothing against."""
+    return FloatLinear(request) if request.activation is None else Int8Linear(request)

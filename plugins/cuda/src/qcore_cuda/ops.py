@@ -1,0 +1,193 @@
+"""``torch.ops.qcore_cuda.*``: what the kernels are in a graph, and the functions behind them.
+
+Arguments are flat and results new tensors. Every op looks at the number of rows when it runs, so one graph serves any.
+Triton is imported when one first runs. In eager mode kernels call the functions directly where `runs_now` allows: that
+saves 3 to 4 microseconds of dispatching to Python, a quarter of what a call may take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .weights import Weight
+
+NAMESPACE = "qcore_cuda"
+
+# ruff: noqa: ARG001 - a fake has the signature of its op
+# ruff: noqa: SLF001 - dispatch is asked for its state, for which torch has no public way
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_traced = torch._C._is_tracing
+
+library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+"""Other modules of this plugin define their ops here too."""
+
+
+def define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+    """Register an op for CUDA (and HIP, which torch calls by the same name), and give its overload to call."""
+    name = schema.partition("(")[0]
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    library.impl(name, implementation, "CUDA")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def runs_now(x: Tensor) -> bool:
+    """Whether a call on x is what it looks like: no trace, no fake tensor, no mode or transform that wants the op."""
+    return not (is_compiling() or type(x) is not Tensor or _modes() or _transforms() is not None or _traced())
+
+
+def unsettled(x: Tensor) -> bool:
+    """Whether torch's state is not what launches and products of torch on x need; see `settled`."""
+    index = x.get_device()
+    return torch.is_autocast_enabled("cuda") or (index >= 0 and index != _current_device())
+
+
+@contextlib.contextmanager
+def settled(x: Tensor) -> Any:
+    """Make x's device the current one, and switch autocast off, which would narrow products."""
+    here = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    with here, torch.autocast("cuda", enabled=False):
+        yield
+
+
+@lru_cache(maxsize=1)
+def _weight_only() -> Callable[..., Tensor]:
+    from .weight_only import linear
+
+    return linear
+
+
+@lru_cache(maxsize=1)
+def _int8() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Tensor]]:
+    from .int8 import linear, quantize_given, quantize_rows
+
+    return quantize_rows, quantize_given, linear
+
+
+@lru_cache(maxsize=1)
+def _gather() -> Callable[..., Tensor]:
+    from .gather import rows
+
+    return rows
+
+
+def linear_a16(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None,
+    n: int, k: int, bits: int, group: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """``x @ W^T + bias``: x ``(M, K)`` float, of any strides, M at least 1, to ``(M, N)``; W as in `packing`."""
+    if unsettled(x):
+        with settled(x):
+            return linear_a16(x, data, scale, zero, bias, n, k, bits, group, out_dtype)
+    return _weight_only()(x, Weight(data, scale, zero, n, k, bits, group), bias, out_dtype)
+
+
+def linear_a8(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, bias: Tensor | None,
+    x_scale: Tensor | None, x_zero_point: Tensor | None, out_scale: Tensor | None, out_zero_point: Tensor | None,
+    n: int, k: int, bits: int, group: int, symmetric: bool, static_scale: float | None, static_zero_point: int,
+    output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """``A(x) @ W^T + bias`` with int8 A(x): x ``(M, K)`` float or int8 codes, M at least 1, to ``(M, N)``.
+
+    Activations: ``x_scale`` and ``x_zero_point`` ``(M,)`` where given, else ``static_scale`` and ``static_zero_point``
+    where given, else per token, ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``,
+    or by ``output_scale`` and ``output_zero_point``, else of ``out_dtype``. ``sums``: see `packing.pack`.
+    """
+    if unsettled(x):
+        with settled(x):
+            return linear_a8(
+                x, data, scale, zero, sums, bias, x_scale, x_zero_point, out_scale, out_zero_point, n, k, bits, group,
+                symmetric, static_scale, static_zero_point, output_scale, output_zero_point, out_dtype,
+            )  # fmt: skip
+    quantize_rows, quantize_given, linear = _int8()
+    # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.
+    total = zero is not None and scale.shape[0] == 1
+    if x_scale is not None:
+        codes = quantize_given(x, x_scale, x_zero_point, total=total)
+    elif static_scale is not None:
+        codes = quantize_given(x, static_scale, static_zero_point, total=total)
+    else:
+        codes = quantize_rows(x, symmetric=symmetric, total=total)
+    weight = Weight(data, scale, zero, n, k, bits, group)
+    if out_scale is not None:
+        return linear(codes, weight, sums, bias, out_dtype, out_scale, out_zero_point)
+    if output_scale is not None:
+        return linear(codes, weight, sums, bias, out_dtype, output_scale, output_zero_point)
+    return linear(codes, weight, sums, bias, out_dtype)
+
+
+def embedding(
+    indices: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None,
+    v: int, d: int, bits: int, group: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Rows of a table ``(v, d)``: int32 or int64 indices of any shape to ``(*indices.shape, d)``."""
+    if unsettled(indices):
+        with settled(indices):
+            return embedding(indices, data, scale, zero, v, d, bits, group, out_dtype)
+    found = _gather()(indices.reshape(-1), Weight(data, scale, zero, v, d, bits, group), out_dtype)
+    return found.view(*indices.shape, d)
+
+
+# What a graph calls: the number of rows is known only now, and may be none.
+
+
+def _linear_a16(x: Tensor, *rest: Any) -> Tensor:
+    return linear_a16(x, *rest) if x.shape[0] else _linear_a16_fake(x, *rest)
+
+
+def _linear_a16_fake(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None,
+    n: int, k: int, bits: int, group: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], n), dtype=out_dtype)
+
+
+def _linear_a8(x: Tensor, *rest: Any) -> Tensor:
+    return linear_a8(x, *rest) if x.shape[0] else _linear_a8_fake(x, *rest)
+
+
+def _linear_a8_fake(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, bias: Tensor | None,
+    x_scale: Tensor | None, x_zero_point: Tensor | None, out_scale: Tensor | None, out_zero_point: Tensor | None,
+    n: int, *rest: Any,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], n), dtype=rest[-1])
+
+
+def _embedding_fake(
+    indices: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None,
+    v: int, d: int, bits: int, group: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return indices.new_empty((*indices.shape, d), dtype=out_dtype)
+
+
+_WEIGHT = "Tensor data, Tensor scale, Tensor? zero"
+_SIZES = "int n, int k, int bits, int group"
+
+op_linear_a16 = define(
+    f"linear_a16(Tensor x, {_WEIGHT}, Tensor? bias, {_SIZES}, ScalarType out_dtype) -> Tensor",
+    _linear_a16,
+    _linear_a16_fake,
+)
+op_linear_a8 = define(
+    f"linear_a8(Tensor x, {_WEIGHT}, Tensor? sums, Tensor? bias, Tensor? x_scale, Tensor? x_zero_point, "
+    f"Tensor? out_scale, Tensor? out_zero_point, {_SIZES}, bool symmetric, float? static_scale, int static_zero_point, "
+    f"float? output_scale, int output_zero_point, ScalarType out_dtype) -> Tensor",
+    _linear_a8,
+    _linear_a8_fake,
+)
+op_embedding = define(
+    f"embedding(Tensor indices, {_WEIGHT}, int v, int d, int bits, int group, ScalarType out_dtype) -> Tensor",
+    embedding,
+    _embedding_fake,
+)

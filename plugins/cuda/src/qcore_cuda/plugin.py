@@ -1,0 +1,52 @@
+"""The hooks of qcore-cuda.
+
+qcore imports this module on every machine, also those without a GPU: Triton is imported when a kernel first runs.
+"""
+
+from __future__ import annotations
+
+import qcore
+
+from . import eligibility, probe
+
+_NOTE = "Triton; the number of rows picks the kernel"
+
+
+@qcore.hookimpl
+def qcore_probe() -> qcore.Available | qcore.Unavailable:
+    """Is a GPU here that torch and Triton can use?"""
+    return probe.probe()
+
+
+@qcore.hookimpl
+def qcore_linear(request: qcore.LinearRequest) -> qcore.Offer | qcore.Refusal:
+    """int4 and int8 weights with float or int8 activations."""
+    reason = eligibility.why_not(request)
+    if reason:
+        return qcore.Refusal(reason)
+    from .linear import kernel
+
+    return qcore.Offer(kernel(request), qcore.NATIVE, _NOTE)
+
+
+@qcore.hookimpl
+def qcore_conv2d(request: qcore.Conv2dRequest) -> qcore.Offer | qcore.Refusal:
+    """Convolutions that `qcore_cuda.conv2d` has a kernel for."""
+    reason = eligibility.why_not(request)
+    if reason:
+        return qcore.Refusal(reason)
+    from .conv2d import kernel
+
+    made = kernel(request)
+    return qcore.Refusal(made) if isinstance(made, str) else qcore.Offer(made, qcore.NATIVE, "Triton")
+
+
+@qcore.hookimpl
+def qcore_embedding(request: qcore.EmbeddingRequest) -> qcore.Offer | qcore.Refusal:
+    """Tables of int4 and int8 codes."""
+    reason = eligibility.why_not(request)
+    if reason:
+        return qcore.Refusal(reason)
+    from .embedding import CudaEmbedding
+
+    return qcore.Offer(CudaEmbedding(request), qcore.NATIVE, "Triton; reads the rows asked for")

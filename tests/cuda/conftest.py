@@ -1,0 +1,31 @@
+"""No GPU is needed here: kernels run in Triton's interpreter, which has to be chosen before Triton is imported.
+
+What needs Triton's compiler runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+if "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def isolated(monkeypatch, tmp_path):
+    """No settings from outside, and a cache of its own."""
+    for name in [name for name in os.environ if name.startswith("QCORE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """Triton's interpreter; a test that launches kernels asks for it."""
+    triton = pytest.importorskip("triton")
+    # `pytest tests/cuda` chooses it in time; another start may have imported Triton before this file.
+    assert triton.knobs.runtime.interpret, "triton was imported without TRITON_INTERPRET=1; run pytest tests/cuda"
+    return triton

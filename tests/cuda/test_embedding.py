@@ -1,0 +1,103 @@
+"""Row gathers against the contract, interpreted; sharing a table with a linear layer; indices out of range."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import qcore
+from qcore.contracts import EMBEDDING, Problem
+from qcore.schemes import Scheme
+from qcore_cuda import ops
+from qcore_cuda.embedding import CudaEmbedding
+from qcore_cuda.linear import FloatLinear
+
+SCHEMES = [
+    "w4a16", "w4a16-asym", "w4a16-fzp", "w4a16-g32", "w4a16-g64-asym", "w4a16-g96-fzp", "w4a16-g128-asym",
+    "w8a16", "w8a16-asym", "w8a16-fzp", "w8a16-g32", "w8a16-g64-asym", "w8a16-g96-fzp",
+]  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEW = 12  # the interpreter runs programs one after the other
+
+
+def run(problem):
+    kernel = CudaEmbedding(problem.request)
+    return kernel(problem.x, kernel.pack(problem.weight), None)
+
+
+def cases():
+    found = list(EMBEDDING.cases(map(Scheme.parse, SCHEMES), DTYPES))
+    # Every scheme meets every shape, in one of the dtypes.
+    return [case for i, case in enumerate(found) if i % len(DTYPES) == (i // len(DTYPES)) % len(DTYPES)]
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
+def test_contract(interpreter, case):
+    problem = case.build(seed=3)
+    if problem.x.numel() > FEW:
+        problem = replace(problem, x=problem.x.flatten()[:FEW])
+    verdict = EMBEDDING.judge(problem, run(problem))
+    assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+def test_scales_of_any_dtype(interpreter, dtype, scale_dtype):
+    for zero in qcore.ZeroPoint:
+        weight = qcore.quantize(torch.randn(20, 160), qcore.Format("int4", 32, zero), scale_dtype=scale_dtype)
+        request = qcore.EmbeddingRequest(torch.device("cpu"), dtype, 20, 160, weight.format)
+        indices = torch.tensor([[0, 19], [7, 7]])
+        problem = Problem(request, indices, weight)
+        verdict = EMBEDDING.judge(problem, run(problem))
+        assert verdict.ok, verdict.message
+
+
+def test_wide_rows_take_several_programs(interpreter):
+    weight = qcore.quantize(torch.randn(3, 9000), qcore.Format("int4", 128))
+    request = qcore.EmbeddingRequest(torch.device("cpu"), torch.float32, 3, 9000, weight.format)
+    kernel = CudaEmbedding(request)
+    torch.testing.assert_close(
+        kernel(torch.tensor([2, 0]), kernel.pack(weight), None), weight.dequantize(torch.float32)[[2, 0]]
+    )
+
+
+@pytest.mark.parametrize("index", [-1, 20, 1 << 40])
+def test_index_out_of_range_asserts(interpreter, monkeypatch, index):
+    from triton.runtime.interpreter import interpreter_builder
+
+    monkeypatch.setattr(interpreter_builder, "options", replace(interpreter_builder.options, debug=True))
+    weight = qcore.quantize(torch.randn(20, 64), qcore.Format("int8"))
+    kernel = CudaEmbedding(qcore.EmbeddingRequest(torch.device("cpu"), torch.float32, 20, 64, weight.format))
+    packed = kernel.pack(weight)
+    with pytest.raises(Exception, match="an index is out of range"):
+        kernel(torch.tensor([3, index]), packed, None)
+
+
+def test_strided_indices(interpreter):
+    weight = qcore.quantize(torch.randn(20, 64), qcore.Format("int8"))
+    kernel = CudaEmbedding(qcore.EmbeddingRequest(torch.device("cpu"), torch.float32, 20, 64, weight.format))
+    indices = torch.arange(12).view(3, 4).t()[::2]
+    found = kernel(indices, kernel.pack(weight), None)
+    torch.testing.assert_close(found, weight.dequantize(torch.float32)[indices])
+
+
+def test_reads_the_table_that_a_linear_layer_packed():
+    fmt, cpu = qcore.grouped_int4(64), torch.device("cpu")
+    table = CudaEmbedding(qcore.EmbeddingRequest(cpu, torch.bfloat16, 50, 192, fmt))
+    head = FloatLinear(
+        qcore.LinearRequest(cpu, torch.bfloat16, torch.bfloat16, 50, 192, None, fmt, None, None, False, False)
+    )
+    assert table.packing == head.packing == "cuda.planar16"
+    weight = qcore.quantize(torch.randn(50, 192), fmt)
+    mine, other = table.pack(weight), head.pack(weight)
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[key], other[key]) for key in mine)
+
+
+def test_fake_has_the_form_of_the_result():
+    indices = torch.zeros(2, 5, dtype=torch.int32, device="meta")
+    data, scale = torch.empty(2, 1, 16, 64, dtype=torch.uint8, device="meta"), torch.empty(1, 20, device="meta")
+    found = ops.op_embedding(indices, data, scale, None, 20, 77, 4, 77, torch.float16)
+    assert (found.shape, found.dtype, found.device.type) == ((2, 5, 77), torch.float16, "meta")
