@@ -1,0 +1,319 @@
+"""Products with int8 activations: quantize x, multiply codes, one epilogue."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .device import Device, device_of
+from .int8_config import Config, default_config
+from .kernels.int8_gemm import tiles, unpack
+from .kernels.int8_persistent import persistent
+from .kernels.int8_slices import slices
+from .kernels.quantize import group_sums, quantize_rows as quantize_kernel
+from .launch import launch
+from .weights import Weight
+
+_IN_REGISTERS = 32768
+"""Rows up to this K are read once."""
+_EXACT_K = 1 << 16
+"""Up to this K the products of one group fit int32."""
+
+
+class Codes(NamedTuple):
+    """Quantized activations: ``x = scale * (q - zero)``.
+
+    **Fields:** ``q``: int8 ``(M, KQ)``, KQ = K rounded up to 128, 0 behind K; ``scale``: float32 ``(M,)``; ``zero``: float32
+    ``(M,)`` of whole numbers, None where it is 0; ``total``: int32 ``(M,)`` sums of codes, where they were asked for.
+    """
+
+    q: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    total: Tensor | None = None
+
+
+def quantize_rows(x: Tensor, *, symmetric: bool, total: bool = False) -> Codes:
+    """Quantize x ``(M, K)`` of any strides per token, with parameters from each token. ``total``: also sum the codes."""
+    return _quantize(x, 0 if symmetric else 1, None, None, total)
+
+
+def quantize_given(x: Tensor, scale: Tensor | float, zero: Tensor | float, *, total: bool = False) -> Codes:
+    """Quantize x ``(M, K)`` with given numbers, or tensors ``(M,)`` per token. An int8 x is taken as codes."""
+    if isinstance(scale, Tensor):
+        return _quantize(x, 3, scale.reshape(-1), torch.as_tensor(zero, device=x.device).reshape(-1), total)
+    return _quantize(x, 2, float(scale), float(zero), total)
+
+
+def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool) -> Codes:
+    m, k = x.shape
+    device, wide = device_of(x.device), -(-k // 128) * 128
+    q = torch.empty((m, wide), dtype=torch.int8, device=x.device)
+    s = torch.empty((m,), dtype=torch.float32, device=x.device)
+    z = torch.empty_like(s) if mode else None
+    t = torch.empty((m,), dtype=torch.int32, device=x.device) if total else None
+    if m:
+        block = min(_IN_REGISTERS, max(512, 1 << max(0, wide - 1).bit_length()))
+        number = mode == 2
+        launch(
+            quantize_kernel,
+            (m,),
+            x,
+            q,
+            s,
+            s if z is None else z,
+            s if t is None else t,
+            scale if mode == 3 else s,
+            zero if mode == 3 else s,
+            scale if number else 0.0,
+            zero if number else 0.0,
+            k,
+            x.stride(0) if m > 1 else 0,
+            x.stride(1) if k > 1 else 1,
+            MODE=mode,
+            CODES=x.dtype == torch.int8,
+            BLOCK=block,
+            LOOP=wide > block,
+            TOTAL=total,
+            **_options(device, max(1, min(16, block // 512 if m <= 256 else block // 1024))),
+        )
+    return Codes(q, s, z, t)
+
+
+def _options(device: Device, warps: int) -> dict[str, Any]:
+    if device.dependent:
+        return {"PDL": True, "num_warps": warps, "launch_pdl": True}
+    return {"PDL": False, "num_warps": warps}
+
+
+def linear(
+    codes: Codes,
+    weight: Weight,
+    sums: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out_scale: Tensor | float | None = None,
+    out_zero: Tensor | float | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """``(M, N)`` of ``out_dtype``: codes times a packed weight, scaled, plus bias, rounded once.
+
+    ``sums``: int32 ``(G, N)``, needed where the codes have a zero point. ``out_scale``, ``out_zero``: for int8 results, numbers
+    or tensors ``(M,)``. ``config``: another than the default.
+    """
+    m, device = codes.q.shape[0], device_of(codes.q.device)
+    y = torch.empty((m, weight.n), dtype=out_dtype, device=codes.q.device)
+    if m == 0 or weight.n == 0:
+        return y
+    p, grouped, per = blocking(weight)
+    if config is None:
+        config = default_config(device, m, weight.n, weight.k, weight.bits, grouped, p)
+    w_zero = 0 if weight.zero is None else 1 if weight.zero.dtype == torch.int8 else 2
+    if config.unpack and weight.bits == 4:
+        weight, w_zero = unpacked(weight, codes.q.shape[1], p, per, device), 0 if w_zero == 1 else w_zero
+    if config.kernel == "persistent" and (weight.bits == 4 or (grouped and (w_zero or codes.zero is not None))):
+        config = Config("tiles", 128, 64, 4, 3, swap=weight.bits == 4)
+    end = _end(bias, out_scale, out_zero, y)
+    form = {"GROUPED": grouped, "PER": per, "WZERO": w_zero, "XZERO": codes.zero is not None, **end.meta}
+    run = {"slices": _slices, "tiles": _tiles, "persistent": _persistent}[config.kernel]
+    run(codes, weight, sums, end, y, config, p, form, device)
+    return y
+
+
+def blocking(weight: Weight) -> tuple[int, bool, int]:
+    """Columns per step along K, whether groups are scaled one by one, and steps per group."""
+    groups = weight.scale.shape[0]
+    p = weight.data.shape[-1] * 2 if weight.bits == 4 else 128
+    if groups > 1:
+        p = p if weight.bits == 4 else next(size for size in (128, 64, 32) if weight.group % size == 0)
+        return p, True, weight.group // p
+    return p, weight.k > _EXACT_K, 1 << 24
+
+
+class _End(NamedTuple):
+    args: tuple[Any, ...]
+    numbers: tuple[float, float]
+    meta: dict[str, Any]
+
+
+def _end(bias: Tensor | None, scale: Tensor | float | None, zero: Tensor | float | None, y: Tensor) -> _End:
+    """Arguments of the epilogue; y stands in for tensors that are not there."""
+    meta = {"HAS_BIAS": bias is not None, "OUT": 0}
+    args: tuple[Any, ...] = (y if bias is None else bias, y, y)
+    numbers = (1.0, 0.0)
+    if isinstance(scale, Tensor):
+        args, meta["OUT"] = (args[0], scale, zero), 2
+    elif scale is not None:
+        numbers, meta["OUT"] = (float(scale), float(0.0 if zero is None else zero)), 1
+    return _End(args, numbers, meta)
+
+
+def _operands(codes: Codes, weight: Weight, sums: Tensor | None) -> tuple[Any, ...]:
+    """x's and w's parameters: scale, zero of x; scale, zero, sums of w."""
+    x_zero = codes.scale if codes.zero is None else codes.zero
+    w_zero = weight.scale if weight.zero is None else weight.zero
+    return (codes.scale, x_zero), (weight.scale, w_zero, codes.scale if sums is None else sums)
+
+
+def _steps(weight: Weight, p: int) -> tuple[int, int]:
+    """Steps along K, and the row pitch of an int8 weight in units of 32."""
+    if weight.bits == 4:
+        return weight.data.shape[1], 0
+    return -(-weight.data.shape[1] // p), weight.data.shape[1] // 32
+
+
+def _slices(
+    codes: Codes, weight: Weight, sums: Tensor | None, end: _End, y: Tensor, c: Config, p: int, form: Any, device: Device
+) -> None:
+    m, wide = codes.q.shape
+    of_x, of_w = _operands(codes, weight, sums)
+    blocks, pitch = _steps(weight, p)
+    launch(
+        slices,
+        (-(-weight.n // c.bn), -(-m // c.bm)),
+        codes.q,
+        *of_x,
+        weight.data,
+        *of_w,
+        *end.args,
+        y,
+        *end.numbers,
+        m,
+        weight.n,
+        weight.k,
+        blocks,
+        wide // 128,
+        pitch,
+        BITS=weight.bits,
+        P=p,
+        BN=c.bn,
+        BM=c.bm,
+        S=c.warps,
+        STAGES=c.stages,
+        ASM=device.asm,
+        **form,
+        **_options(device, c.warps),
+    )
+
+
+def _tiles(
+    codes: Codes, weight: Weight, sums: Tensor | None, end: _End, y: Tensor, c: Config, p: int, form: Any, device: Device
+) -> None:
+    m, wide = codes.q.shape
+    of_x, of_w = _operands(codes, weight, sums)
+    blocks, pitch = _steps(weight, p)
+    launch(
+        tiles,
+        (-(-weight.n // c.bn) * -(-m // c.bm),),
+        codes.q,
+        *of_x,
+        weight.data,
+        *of_w,
+        _x_sums(codes, form, p, blocks, device),
+        *end.args,
+        y,
+        *end.numbers,
+        m,
+        weight.n,
+        weight.k,
+        blocks,
+        wide // 128,
+        pitch,
+        BITS=weight.bits,
+        P=p,
+        BN=c.bn,
+        BM=c.bm,
+        STAGES=c.stages,
+        GROUP_M=c.group_m,
+        SWAP=c.swap,
+        ALIGNED=weight.n % 16 == 0,
+        ASM=device.asm,
+        **form,
+        **_options(device, c.warps),
+    )
+
+
+def _persistent(
+    codes: Codes, weight: Weight, sums: Tensor | None, end: _End, y: Tensor, c: Config, p: int, form: Any, device: Device
+) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    m, wide = codes.q.shape
+    of_x, of_w = _operands(codes, weight, sums)
+    blocks, pitch = _steps(weight, p)
+    count = -(-weight.n // c.bn) * -(-m // c.bm)
+    aligned = weight.n % 16 == 0
+    parts = c.parts
+    tma_store = c.tma_store and aligned
+    launch(
+        persistent,
+        (min(count, c.per_sm * device.sms) if c.per_sm else count,),
+        TensorDescriptor(codes.q, [m, wide], [wide, 1], [c.bm, p]),
+        *of_x,
+        TensorDescriptor(weight.data, [weight.data.shape[0], pitch * 32], [pitch * 32, 1], [c.bn, p]),
+        *of_w,
+        _x_sums(codes, form, p, blocks, device),
+        *end.args,
+        y,
+        TensorDescriptor(y, [m, weight.n], [weight.n, 1], [c.bm, c.bn // parts]) if tma_store else y,
+        *end.numbers,
+        m,
+        weight.n,
+        weight.k,
+        blocks,
+        P=p,
+        BN=c.bn,
+        BM=c.bm,
+        STAGES=c.stages,
+        GROUP_M=c.group_m,
+        ALIGNED=aligned,
+        PARTS=parts,
+        TMA_STORE=tma_store,
+        FLATTEN=c.flatten,
+        SPECIALIZE=c.specialize,
+        **form,
+        **_options(device, c.warps),
+    )
+
+
+def _x_sums(codes: Codes, form: Any, p: int, blocks: int, device: Device) -> Tensor:
+    """int32 ``(blocks, M)``, or ``(1, M)`` per channel: sums of x that zero points of the weight multiply."""
+    if not form["WZERO"]:
+        return codes.scale
+    if form["GROUPED"]:
+        return _block_sums(codes.q, p, blocks, device)
+    if codes.total is not None:
+        return codes.total
+    return _block_sums(codes.q, 128, codes.q.shape[1] // 128, device).sum(0, dtype=torch.int32)
+
+
+def _block_sums(q: Tensor, p: int, blocks: int, device: Device) -> Tensor:
+    m = q.shape[0]
+    sums = torch.empty((blocks, m), dtype=torch.int32, device=q.device)
+    launch(group_sums, (-(-m // 32), blocks), q, sums, m, q.shape[1], B=p, BM=32, **_options(device, 4))
+    return sums
+
+
+def unpacked(weight: Weight, wide: int, p: int, per: int, device: Device) -> Weight:
+    """An int4 weight as int8 rows of ``wide`` codes, its integer zero points subtracted."""
+    planes, blocks = weight.data.shape[:2]
+    data = torch.empty((planes * 16, wide), dtype=torch.int8, device=weight.data.device)
+    subtract = weight.zero is not None and weight.zero.dtype == torch.int8
+    zero = weight.scale if weight.zero is None else weight.zero
+    launch(
+        unpack,
+        (planes, blocks),
+        weight.data,
+        zero,
+        data,
+        weight.n,
+        blocks,
+        wide // 128,
+        P=p,
+        PER=per,
+        SUBTRACT=subtract,
+        **_options(device, 4),
+    )
+    return weight._replace(data=data, bits=8, zero=None if subtract else weight.zero)

@@ -1,0 +1,200 @@
+"""``slices``: int8 activations times an int4 or int8 weight for few rows, bound by reading the weight once.
+
+The weight is the A operand and the tokens are the columns of the tensor core's product. K is split inside the program:
+S slices, one per warp, each with an accumulator of its own, added in a fixed order at the end. Deterministic, one launch,
+no workspace. Sums of x, which zero points of the weight multiply, are one more product, with ones: they come out in the
+layout of the result.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .int8_common import FLOAT_ZERO, INT_ZERO, chosen_nibble, finish, nibbles
+from .rounding import begin
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+
+@triton.jit
+def _parameters(
+    scale,
+    zero,
+    sums,
+    block,
+    blocks,
+    rn,
+    N,
+    BITS: tl.constexpr,
+    PER: tl.constexpr,
+    WZERO: tl.constexpr,
+    XZERO: tl.constexpr,
+):
+    """Scale, zero point and code sums of a block's group, each ``(S, BN)``: the scale of int4 carries the 1/16."""
+    inside = (block < blocks)[:, None] & (rn < N)[None, :]
+    at = (block // PER)[:, None] * N + rn[None, :]
+    s = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+    z = s
+    t = s
+    if WZERO:
+        z = tl.load(zero + at, mask=inside, other=0).to(tl.float32)
+    if XZERO:
+        first = inside & (block % PER == 0)[:, None]
+        t = tl.load(sums + at, mask=first, other=0).to(tl.float32) * s
+    return s * 0.0625 if BITS == 4 else s, z, t
+
+
+@triton.jit(do_not_specialize=["M", "N", "K", "blocks", "pitch", "w_pitch", "out_scale_number", "out_zero_number"])
+def slices(
+    x,
+    x_scale,
+    x_zero,
+    w,
+    scale,
+    zero,
+    sums,
+    bias,
+    out_scale,
+    out_zero,
+    y,
+    out_scale_number,
+    out_zero_number,
+    M,
+    N,
+    K,
+    blocks,
+    pitch,
+    w_pitch,
+    BITS: tl.constexpr,
+    P: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    S: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PER: tl.constexpr,
+    WZERO: tl.constexpr,
+    XZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OUT: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y ``(M, N)`` for BM rows and BN columns.
+
+    x: codes ``(M, 128 * pitch)``. w: planar16 with blocks of P (BITS 4), or rows16 with rows of ``32 * w_pitch``.
+    ``blocks``: blocks of P along K; a group has PER of them (GROUPED), or one group is all of K.
+    WZERO, OUT: see `int8_common`. XZERO: x has zero points, and ``sums`` ``(G, N)`` the weight's code sums.
+    """
+    H: tl.constexpr = P // 2
+    WHOLE: tl.constexpr = BITS == 8 or P == 32  # one product per block; else one for each nibble
+    D: tl.constexpr = P if WHOLE else H
+    n0 = tl.program_id(0) * BN
+    m0 = tl.program_id(1) * BM
+    rn = n0 + tl.arange(0, BN)
+    lm = tl.arange(0, BM)
+    rm = m0 + lm
+    rk = tl.arange(0, D)
+    rs = tl.arange(0, S)
+    x += m0.to(tl.int64) * (pitch * 128)
+    xp = x + lm[None, None, :] * (pitch * 128) + rk[None, :, None] + rs[:, None, None] * P
+    if BITS == 4:
+        planes = (rn // 16).to(tl.int64) * (blocks * (16 * H)) + (rn % 16) * H
+        wp = w + planes[None, :, None] + (rk % H)[None, None, :] + rs[:, None, None] * (16 * H)
+        step = S * 16 * H
+    else:
+        row = tl.minimum(rn, (N + 15) // 16 * 16 - 1).to(tl.int64)
+        wp = w + row[None, :, None] * (w_pitch * 32) + rk[None, None, :] + rs[:, None, None] * P
+        step = S * P
+    in_m = (rm < M)[None, None, :]
+    in_n = (rn < (N + 15) // 16 * 16)[None, :, None]
+    acc = tl.zeros((S, BN, BM), tl.float32 if GROUPED else tl.int32)
+    xsum = tl.zeros((S, BN, BM), tl.int32)
+    correction = tl.zeros((S, BN), tl.float32)
+    ones = tl.full((S, BN, D), 1, tl.int8)
+    begin(PDL)
+    if GROUPED:
+        s, z, t = _parameters(scale, zero, sums, rs, blocks, rn, N, BITS, PER, WZERO, XZERO)
+    for i in tl.range(0, (blocks + S - 1) // S, num_stages=STAGES):
+        block = i * S + rs
+        inside = (block < blocks)[:, None, None]
+        if BITS == 4:
+            raw = tl.load(wp, mask=inside & in_n, other=0)  # x is 0 there, so any code will do
+        else:
+            raw = tl.load(wp, mask=inside & (block[:, None, None] * P + rk[None, None, :] < w_pitch * 32), other=0)
+        xa = tl.load(xp, mask=inside & in_m, other=0)
+        if WHOLE:
+            a = chosen_nibble(raw, (rk >= H)[None, None, :]) if BITS == 4 else raw
+            d = tl.dot(a, xa, out_dtype=tl.int32) if GROUPED else tl.dot(a, xa, acc, out_dtype=tl.int32)
+            if WZERO:
+                o = tl.dot(ones, xa, out_dtype=tl.int32) if GROUPED else tl.dot(ones, xa, xsum, out_dtype=tl.int32)
+        else:
+            xb = tl.load(xp + H, mask=inside & in_m, other=0)
+            a, b = nibbles(raw, ASM)
+            d = tl.dot(a, xa, out_dtype=tl.int32) if GROUPED else tl.dot(a, xa, acc, out_dtype=tl.int32)
+            d = tl.dot(b, xb, d, out_dtype=tl.int32)
+            if WZERO:
+                o = tl.dot(ones, xa, out_dtype=tl.int32) if GROUPED else tl.dot(ones, xa, xsum, out_dtype=tl.int32)
+                o = tl.dot(ones, xb, o, out_dtype=tl.int32)
+        if GROUPED:
+            # Parameters are too narrow for asynchronous copies: the next block's are fetched by hand.
+            s2, z2, t2 = _parameters(scale, zero, sums, block + S, blocks, rn, N, BITS, PER, WZERO, XZERO)
+            if WZERO == INT_ZERO:
+                d -= z.to(tl.int32)[:, :, None] * (o * 16 if BITS == 4 else o)
+            acc += d.to(tl.float32) * s[:, :, None]
+            if WZERO == FLOAT_ZERO:
+                acc += o.to(tl.float32) * z[:, :, None]
+            if XZERO:
+                correction += t
+                if WZERO == FLOAT_ZERO:
+                    count = tl.minimum(tl.maximum(K - block * P, 0), P)
+                    correction += z * count.to(tl.float32)[:, None]
+            s, z, t = s2, z2, t2
+        else:
+            acc = d
+            if WZERO:
+                xsum = o
+        wp += step
+        xp += S * P
+    total = tl.sum(acc, 0)
+    in_row = rm < M
+    if XZERO:
+        xz = tl.load(x_zero + rm, mask=in_row, other=0.0)[None, :]
+    if GROUPED:
+        v = total
+        if XZERO:
+            v -= xz * tl.sum(correction, 0)[:, None]
+    else:
+        in_column = rn < N
+        if BITS == 4:
+            total = total >> 4
+        if WZERO:
+            xs = tl.sum(xsum, 0)
+            wz = tl.load(zero + rn, mask=in_column, other=0)[:, None]
+        if WZERO == INT_ZERO:
+            total -= wz.to(tl.int32) * xs
+        if XZERO:
+            total -= xz.to(tl.int32) * tl.load(sums + rn, mask=in_column, other=0)[:, None]
+        v = total.to(tl.float32) * tl.load(scale + rn, mask=in_column, other=0.0).to(tl.float32)[:, None]
+        if WZERO == FLOAT_ZERO:
+            if XZERO:
+                xs -= xz.to(tl.int32) * K
+            v += wz.to(tl.float32) * xs.to(tl.float32)
+    v *= tl.load(x_scale + rm, mask=in_row, other=0.0)[None, :]
+    finish(
+        v,
+        lm[None, :],
+        rm[None, :],
+        rn[:, None],
+        M,
+        N,
+        bias,
+        out_scale,
+        out_zero,
+        out_scale_number,
+        out_zero_number,
+        y + m0.to(tl.int64) * N,
+        HAS_BIAS,
+        OUT,
+    )

@@ -1,0 +1,77 @@
+"""Device functions that integer kernels share: exact division by a scale, rounding to codes, dependent launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Let the next kernel be scheduled, then wait for the previous one; to be called before any load or store."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def quotient(v, scale, inverse):
+    """``v / scale`` correctly rounded, given ``inverse = div_rn(1, scale)``, for quotients below 4096 in size.
+
+    One Newton step on a correctly rounded reciprocal (Markstein): three instructions instead of the ten of a division.
+    """
+    q = v * inverse
+    return tl.fma(tl.fma(-q, scale, v), inverse, q)
+
+
+@triton.jit
+def rounded(q, zero):
+    """``clamp(round(q) + zero, -128, 127)`` as int8, half to even; zero is a whole number in float32.
+
+    Adding 1.5 * 2**23 rounds to whole numbers and leaves them in the low bits: no conversion instructions.
+    """
+    q = tl.minimum(tl.maximum(q, -128.0 - zero), 127.0 - zero)
+    bits = (q + 12582912.0).to(tl.int32, bitcast=True)
+    return (bits + zero.to(tl.int32)).to(tl.int8)
+
+
+@triton.jit
+def code(v, scale, inverse, zero):
+    """``clamp(round(v / scale) + zero, -128, 127)`` as int8 for any v, infinite ones included."""
+    rough = v * inverse
+    q = tl.where(tl.abs(rough) < 4096.0, quotient(v, scale, inverse), rough)
+    return rounded(q, zero)
+
+
+@triton.jit
+def magnitude(v):
+    """``|v|`` as an int32 that compares like the float, NaN being above everything: ordinary maxima drop NaN."""
+    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def symmetric_scale(largest):
+    """The scale for a token whose `magnitude` is at most ``largest``; NaN for NaN and infinity."""
+    size = tl.where(largest < 0x7F800000, largest, 0x7FC00000).to(tl.float32, bitcast=True)
+    return usable(tl.div_rn(size, 127.0))
+
+
+@triton.jit
+def asymmetric_scale(below, above):
+    """Scale and zero point for a token in ``-below .. above`` (`magnitude` of the two ends); NaN as for symmetric."""
+    low = -tl.where(below < 0x7F800000, below, 0x7FC00000).to(tl.float32, bitcast=True)
+    high = tl.where(above < 0x7F800000, above, 0x7FC00000).to(tl.float32, bitcast=True)
+    scale = usable(tl.div_rn(high - low, 255.0))
+    step = -128.0 - tl.div_rn(low, scale)  # in -128..127, so the trick of `rounded` holds
+    return scale, (step + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def usable(scale):
+    """1 for 0, and at least the smallest normal float32; NaN stays."""
+    floored = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
+    return tl.where(scale == 0.0, 1.0, floored)
+
