@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .nibbles import unpack_nibbles
+from .nibbles import prefetch, unpack_nibbles
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
@@ -29,12 +29,13 @@ def _block(low, high, BN: tl.constexpr, P: tl.constexpr, NW: tl.constexpr, FRAG:
     return tl.reshape(q, [BN, P])
 
 
-@triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "stride", "split"])
-def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, split,
+@triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "eighths", "split"])
+def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, split,
          BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
          BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
          ASM: tl.constexpr, PRE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``; x: rows ``stride`` apart, zero from K to ``KB * P``.
+    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``; x: rows ``8 * eighths`` values apart (said so, because
+    Triton then knows that they are aligned), zero from K to ``KB * P``.
 
     ``split`` > 1: program (.., .., s) writes its part of the sum over K to ``y[s]`` in float32, without bias.
     """
@@ -64,21 +65,24 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, split,
     else:
         wp = w + row.to(tl.int64)[:, None] * (KB * P) + k[None, :] + first * P
     kk = tl.arange(0, P)
-    xp = x + rm.to(tl.int64)[:, None] * stride + kk[None, :] + first * P
+    xp = x + rm.to(tl.int64)[:, None] * (eighths * 8) + kk[None, :] + first * P
     inside = (rm < M)[:, None]
     rn = tl.minimum(tile_n * BN + i, N - 1)
     acc = tl.zeros([BN, BM], tl.float32)
-    # Scales are too narrow for asynchronous copies: each iteration loads the next one's by hand.
-    at = (first // PER) * N + rn
-    sc = tl.load(scale + at)
-    zr = tl.load(zero + at) if ZERO else sc
     if PDL:
         gdc_wait()
     for b in tl.range(first, last, num_stages=STAGES):
         xt = tl.load(xp, mask=inside, other=0.0)
-        at = tl.minimum((b + 1) // PER, (KB - 1) // PER) * N + rn
-        sc_next = tl.load(scale + at)
-        zr_next = tl.load(zero + at) if ZERO else sc_next
+        at = (b // PER) * N + rn
+        # Scales are too narrow for asynchronous copies, and carried from one iteration to the next they would take the
+        # way through shared memory: so they are asked for two iterations ahead, and loaded from the cache.
+        if ASM:
+            later = tl.minimum((b + 2) // PER, (KB - 1) // PER) * N + rn
+            prefetch(scale + later)
+            if ZERO:
+                prefetch(zero + later)
+        sc = tl.load(scale + at)
+        zr = tl.load(zero + at) if ZERO else sc
         if BITS == 4:
             low, high = unpack_nibbles(tl.load(wp), DT, ASM)
             q = _block(low, high, BN, P, NW, FRAG)
@@ -98,8 +102,6 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, split,
         if ZERO == 2:
             acc += zr.to(tl.float32)[:, None] * tl.sum(xt.to(tl.float32), 1)[None, :]
         xp += P
-        sc = sc_next
-        zr = zr_next
     n = tile_n * BN + i
     valid = (n < N)[:, None] & (rm < M)[None, :]
     if BIAS:

@@ -18,20 +18,25 @@ from .warp import load_pair, load_pairs, load_words, mma, spread
 
 
 @triton.jit
-def _fragment(x, wanted, V: tl.constexpr):
-    """The 2 * V words of x that belong to a lane's stored bytes of an int4 block: k = 16 j + 8 h + 2 t and the next."""
+def _x_words(x, token, wanted, block, stride, lane, n: tl.constexpr, NB: tl.constexpr, BITS: tl.constexpr,
+             P: tl.constexpr, V: tl.constexpr, FRAG_X: tl.constexpr):  # fmt: skip
+    """The words of x that meet a lane's weights of one block, two per product of 16 k, for column block n.
+
+    With FRAG_X, `arrange_rows` has laid them out so that a warp reads 512 consecutive bytes at a time.
+    """
     out = ()
-    for j in tl.static_range(2 * V):
-        out = out + (load_pair(x + 8 * j, wanted),)
-    return out
-
-
-@triton.jit
-def _segment(x, wanted, V: tl.constexpr):
-    """4 * V consecutive values of x as 2 * V words."""
-    out = load_pairs(x, wanted)
-    if V == 4:
-        out = out + load_pairs(x + 8, wanted)
+    if FRAG_X:
+        line = x + ((block * NB + n).to(tl.int64) * (P * 8) + lane * 8)
+        for q in tl.static_range(P // 32):
+            out = out + load_pairs(line + q * 256, wanted)
+    elif BITS == 4:  # stored bytes 4 j + 2 h + e of lane t: k = 16 j + 8 h + 2 t + e, then the same in the upper half
+        line = x + (token * tl.cast(stride, tl.int64) + (block * P + 2 * (lane % 4)))
+        for j in tl.static_range(P // 8):
+            out = out + (load_pair(line + 8 * j, wanted),)
+    else:  # bytes of lane t: k = 4 V t and the 4 V - 1 after it
+        line = x + (token * tl.cast(stride, tl.int64) + (block * P + 4 * V * (lane % 4)))
+        for j in tl.static_range(V // 2):
+            out = out + load_pairs(line + 8 * j, wanted)
     return out
 
 
@@ -47,9 +52,9 @@ def _halves(word, BITS: tl.constexpr):
 
 
 @triton.jit
-def _tile(words0, words8, xa, xb, d, NB: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr, MAGIC: tl.constexpr):
-    """Products of one block: rows r (words0) and r + 8 (words8). xa, xb: segments for low and high nibbles per column
-    block. d: 8 accumulators per column block: four for the low nibbles (all, with 4 bits), four for the high ones."""
+def _tile(words0, words8, x, d, NB: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr, MAGIC: tl.constexpr):
+    """Products of one block: rows r (words0) and r + 8 (words8). d: 8 accumulators per column block: four for the low
+    nibbles (with 4 bits: for all), four for the high ones of int8."""
     BF16: tl.constexpr = MAGIC == 0x43434343
     for j in tl.static_range(V):
         low0, high0 = _halves(words0[j], BITS)
@@ -60,12 +65,11 @@ def _tile(words0, words8, xa, xb, d, NB: tl.constexpr, V: tl.constexpr, BITS: tl
         q1, q3 = spread(high8, MAGIC)
         out = ()
         for n in tl.static_range(NB):
-            a = xa[n]
-            b = xb[n]
+            a = x[n]
             c = d[n]
             e0, e1, e2, e3 = mma(p0, p1, p2, p3, a[2 * j], a[2 * j + 1], c[0], c[1], c[2], c[3], BF16)
             if BITS == 4:
-                e0, e1, e2, e3 = mma(q0, q1, q2, q3, b[2 * j], b[2 * j + 1], e0, e1, e2, e3, BF16)
+                e0, e1, e2, e3 = mma(q0, q1, q2, q3, a[2 * (V + j)], a[2 * (V + j) + 1], e0, e1, e2, e3, BF16)
                 out = out + ((e0, e1, e2, e3, c[4], c[5], c[6], c[7]),)
             else:
                 f0, f1, f2, f3 = mma(q0, q1, q2, q3, a[2 * j], a[2 * j + 1], c[4], c[5], c[6], c[7], BF16)
@@ -75,19 +79,16 @@ def _tile(words0, words8, xa, xb, d, NB: tl.constexpr, V: tl.constexpr, BITS: tl
 
 
 @triton.jit
-def _sums(xa, xb, NB: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr, MAGIC: tl.constexpr, zero, c):
+def _sums(x, zero, c, NB: tl.constexpr, STEPS: tl.constexpr, MAGIC: tl.constexpr):
     """Add the block's ``sum(x)`` per column block: a product with ones, in the layout of the result."""
     BF16: tl.constexpr = MAGIC == 0x43434343
     one = tl.full(zero.shape, 0x3F803F80 if BF16 else 0x3C003C00, tl.int32)
-    for j in tl.static_range(V):
+    for j in tl.static_range(STEPS):
         out = ()
         for n in tl.static_range(NB):
-            a = xa[n]
-            b = xb[n]
+            a = x[n]
             s = c[n]
             e0, e1, e2, e3 = mma(one, one, one, one, a[2 * j], a[2 * j + 1], s[0], s[1], zero, zero, BF16)
-            if BITS == 4:
-                e0, e1, e2, e3 = mma(one, one, one, one, b[2 * j], b[2 * j + 1], e0, e1, zero, zero, BF16)
             out = out + ((e0, e1),)
         c = out
     return c
@@ -151,33 +152,55 @@ def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, BITS: tl.c
     return out
 
 
+@triton.jit
+def _weights(base, rows, lane, first, NP, KB, pitch, R: tl.constexpr, U: tl.constexpr, BITS: tl.constexpr,
+             V: tl.constexpr, SEG: tl.constexpr):  # fmt: skip
+    """A lane's words of U consecutive blocks from ``first``: per block and row block, those of rows r and r + 8."""
+    r = lane // 4
+    out = ()
+    for u in tl.static_range(U):
+        block = first + u
+        wanted = (block < KB).to(tl.int32)
+        for i in tl.static_range(R):
+            if BITS == 4:
+                tile = tl.minimum(rows // 16 + i, NP // 16 - 1)
+                at = base + tile * pitch + block * (16 * SEG) + r * SEG
+                out = out + ((load_words(at, wanted, V), load_words(at + 8 * SEG, wanted, V)),)
+            else:
+                at0 = base + tl.minimum(rows + r + 16 * i, NP - 1) * pitch + block * SEG
+                at8 = base + tl.minimum(rows + r + 16 * i + 8, NP - 1) * pitch + block * SEG
+                out = out + ((load_words(at0, wanted, V), load_words(at8, wanted, V)),)
+    return out
+
+
 @triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "stride"])
 def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
          BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
-         NB: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, BF16: tl.constexpr,
-         PDL: tl.constexpr):  # fmt: skip
+         NB: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, FRAG_X: tl.constexpr,
+         BF16: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]`` for M <= 8 * NB.
 
-    x: 16-bit floats, rows ``stride`` values apart, 16-byte aligned, zero from K to ``KB * P``; w: planar16 or rows16;
-    KB: blocks of P codes along K; PER: blocks per scale group; ZERO: 0 none, 1 integer, 2 float zero points.
-    A program takes R * 16 rows of W; each of its NW warps takes U blocks of K at a time.
+    x: 16-bit floats, rows ``stride`` values apart, 16-byte aligned, zero from K to ``KB * P`` (FRAG_X: as
+    `arrange_rows` gives them); w: planar16 or rows16; KB: blocks of P codes along K; PER: blocks per scale group;
+    ZERO: 0 none, 1 integer, 2 float zero points. A program takes R * 16 rows of W; each of its NW warps takes U blocks
+    of K at a time, and with AHEAD asks for the next U before it works on these.
     """
     T: tl.constexpr = 32 * NW
     MAGIC: tl.constexpr = 0x43434343 if BF16 else 0x64646464
     OFFSET: tl.constexpr = 128 if BF16 else 1024
     V: tl.constexpr = P * BITS // 128  # words of a lane and row in a block
-    SEG: tl.constexpr = P // 2 if BITS == 4 else P  # k in a row of bytes
+    SEG: tl.constexpr = P * BITS // 8  # bytes of a row in a block
     thread = tl.arange(0, T)
     warp = thread // 32
-    r = (thread % 32) // 4
-    t = thread % 4
+    lane = thread % 32
+    r = lane // 4
     if PDL:
         gdc_launch_dependents()
 
     rows = tl.program_id(0) * (16 * R)
     row = rows + r
     pitch = tl.cast(KB, tl.int64) * (SEG * (16 if BITS == 4 else 1))  # bytes of 16 rows, or of one
-    base = w.to(tl.int64, bitcast=True) + t * (4 * V)
+    base = w.to(tl.int64, bitcast=True) + (lane % 4) * (4 * V)
     zeros = tl.zeros([T], tl.float32)
     acc = ()
     for _ in tl.static_range(R * NB):
@@ -185,52 +208,46 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
     total = ()
     for _ in tl.static_range(NB):
         total = total + ((zeros, zeros),)
-
     if ONE_GROUP:
         whole = _parameters(scale, zero, row, 0, N, R, ZERO)
-    for first in tl.range(0, KB, U * NW, num_stages=1):
-        words = ()
-        parameters = ()
-        for u in tl.static_range(U):
-            block = tl.minimum(first + u * NW + warp, KB - 1)
-            if not ONE_GROUP:
-                parameters = parameters + (_parameters(scale, zero, row, block // PER, N, R, ZERO),)
-            for i in tl.static_range(R):
-                if BITS == 4:
-                    tile = tl.minimum(rows // 16 + i, NP // 16 - 1)
-                    at = base + tile * pitch + block * (16 * SEG) + r * SEG
-                    words = words + ((load_words(at, V), load_words(at + 8 * SEG, V)),)
-                else:
-                    at0 = base + tl.minimum(row + 16 * i, NP - 1) * pitch + block * SEG
-                    at8 = base + tl.minimum(row + 16 * i + 8, NP - 1) * pitch + block * SEG
-                    words = words + ((load_words(at0, V), load_words(at8, V)),)
+    if AHEAD:
+        words = _weights(base, rows, lane, warp * U, NP, KB, pitch, R, U, BITS, V, SEG)
         if PDL:
             gdc_wait()
+
+    for start in tl.range(0, KB, U * NW, num_stages=1):
+        first = start + warp * U
+        if not AHEAD:
+            words = _weights(base, rows, lane, first, NP, KB, pitch, R, U, BITS, V, SEG)
+        parameters = ()
+        if not ONE_GROUP:
+            for u in tl.static_range(U):
+                group = tl.minimum(first + u, KB - 1) // PER
+                parameters = parameters + (_parameters(scale, zero, row, group, N, R, ZERO),)
+        if PDL and not AHEAD:
+            gdc_wait()
+        xs = ()
         for u in tl.static_range(U):
-            block = first + u * NW + warp
-            k0 = tl.minimum(block, KB - 1) * P + t * (2 if BITS == 4 else 4 * V)
-            xa = ()
-            xb = ()
+            block = first + u
+            x_block = ()
             for n in tl.static_range(NB):
                 token = r + 8 * n
                 wanted = ((token < M) & (block < KB)).to(tl.int32)
-                line = x + (token * tl.cast(stride, tl.int64) + k0)
-                if BITS == 4:
-                    xa = xa + (_fragment(line, wanted, V),)
-                    xb = xb + (_fragment(line + P // 2, wanted, V),)
-                else:
-                    part = _segment(line, wanted, V)
-                    xa = xa + (part,)
-                    xb = xb + (part,)
+                x_block = x_block + (_x_words(x, token, wanted, block, stride, lane, n, NB, BITS, P, V, FRAG_X),)
+            xs = xs + (x_block,)
+        if AHEAD:
+            ahead = _weights(base, rows, lane, first + U * NW, NP, KB, pitch, R, U, BITS, V, SEG)
+        for u in tl.static_range(U):
+            x_block = xs[u]
             if ONE_GROUP:
-                total = _sums(xa, xb, NB, V, BITS, MAGIC, zeros, total)
+                total = _sums(x_block, zeros, total, NB, P // 16, MAGIC)
                 new = ()
                 for i in tl.static_range(R):
                     pair = words[u * R + i]
                     mine = ()
                     for n in tl.static_range(NB):
                         mine = mine + (acc[i * NB + n],)
-                    new = new + _tile(pair[0], pair[1], xa, xb, mine, NB, V, BITS, MAGIC)
+                    new = new + _tile(pair[0], pair[1], x_block, mine, NB, V, BITS, MAGIC)
                 acc = new
             else:
                 none = ()
@@ -238,16 +255,18 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
                 for _ in tl.static_range(NB):
                     none = none + ((zeros, zeros),)
                     blank = blank + ((zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros),)
-                s = _sums(xa, xb, NB, V, BITS, MAGIC, zeros, none)
+                s = _sums(x_block, zeros, none, NB, P // 16, MAGIC)
                 d = ()
                 for i in tl.static_range(R):
                     pair = words[u * R + i]
-                    d = d + _tile(pair[0], pair[1], xa, xb, blank, NB, V, BITS, MAGIC)
+                    d = d + _tile(pair[0], pair[1], x_block, blank, NB, V, BITS, MAGIC)
                 new = _scaled(acc, d, s, parameters[u], R, NB, BITS, ZERO, OFFSET)
                 acc = ()
                 for i in tl.static_range(R * NB):
                     a = new[i]
                     acc = acc + ((a[0], a[1], a[2], a[3], zeros, zeros, zeros, zeros),)
+        if AHEAD:
+            words = ahead
 
     if ONE_GROUP:
         blank = ()
@@ -258,8 +277,8 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
     for i in tl.static_range(R):
         for n in tl.static_range(NB):
             a = acc[i * NB + n]
-            # [warp, lane, a[row half][column]] summed over the warps in one exchange.
-            four = tl.join(tl.join(a[0], a[2]), tl.join(a[1], a[3]))  # [T, row half, column]
+            # [warp, lane, row half, column] summed over the warps in one exchange.
+            four = tl.join(tl.join(a[0], a[2]), tl.join(a[1], a[3]))
             part = tl.sum(tl.reshape(four, [NW, 128]), 0)
             e = tl.arange(0, 128)
             out_row = rows + 16 * i + e // 16 + 8 * ((e // 2) % 2)
@@ -268,3 +287,24 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
             if BIAS:
                 part += tl.load(bias + out_row, mask=valid, other=0.0).to(tl.float32)
             tl.store(y + token * tl.cast(N, tl.int64) + out_row, part.to(y.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["M", "K", "stride", "size"])
+def arrange_rows(x, out, M, K, stride, size, P: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    """Rows of x as `gemv` reads them: for each block of P and 8 rows, quarter warps' words for two products in a row.
+
+    out: 16-bit, ``size`` = ceil(K / P) * NB * 8 * P values; what lies outside of x is zero.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    inside = at % (P * 8)
+    block = at // (P * 8)
+    lane = inside % 256 // 8
+    value = inside % 8  # two products of 16 k, two words each, two values each
+    k = (block // NB) * P + (inside // 256) * 32 + value // 4 * 16 + value // 2 % 2 * 8 + (lane % 4) * 2 + value % 2
+    m = block % NB * 8 + lane // 4
+    if PDL:
+        gdc_wait()
+    v = tl.load(x + m.to(tl.int64) * stride + k, mask=(at < size) & (m < M) & (k < K), other=0.0)
+    tl.store(out + at, v, mask=at < size)

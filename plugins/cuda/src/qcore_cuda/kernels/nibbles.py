@@ -56,3 +56,11 @@ def unpack_nibbles(b, DTYPE: tl.constexpr, ASM: tl.constexpr):
         low = ((b & 0xF).to(tl.int8) - 8).to(DTYPE)
         high = ((b >> 4).to(tl.int8) - 8).to(DTYPE)
     return low, high
+
+
+@triton.jit
+def prefetch(address):
+    """Ask for what lies at these addresses to be brought near (NVIDIA only)."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )

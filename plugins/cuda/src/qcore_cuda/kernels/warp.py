@@ -20,36 +20,41 @@ import triton.language as tl
 
 
 @triton.jit
-def load_words(address, V: tl.constexpr):
-    """Load V (1, 2 or 4) consecutive 32-bit words of a weight, read once, as four tensors (unused ones are zero)."""
+def load_words(address, wanted, V: tl.constexpr):
+    """Load V (1, 2 or 4) consecutive 32-bit words of a weight, read once, where ``wanted`` is not 0, else zeros."""
     if V == 4:
-        a, b, c, d = tl.inline_asm_elementwise(
-            "ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0, $1, $2, $3}, [$4];",
-            "=r,=r,=r,=r,l",
-            [address],
+        out = tl.inline_asm_elementwise(
+            """{ .reg .pred p; setp.ne.b32 p, $5, 0;
+            mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+            @p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0, $1, $2, $3}, [$4]; }""",
+            "=&r,=&r,=&r,=&r,l,r",
+            [address, wanted],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=False,
             pack=1,
         )
     elif V == 2:
-        a, b = tl.inline_asm_elementwise(
-            "ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {$0, $1}, [$2];",
-            "=r,=r,l",
-            [address],
+        out = tl.inline_asm_elementwise(
+            """{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0;
+            @p ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {$0, $1}, [$2]; }""",
+            "=&r,=&r,l,r",
+            [address, wanted],
             dtype=(tl.int32, tl.int32),
             is_pure=False,
             pack=1,
         )
-        c = tl.zeros_like(a)
-        d = tl.zeros_like(a)
     else:
-        a = tl.inline_asm_elementwise(
-            "ld.global.nc.L1::no_allocate.L2::128B.u32 $0, [$1];", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        word = tl.inline_asm_elementwise(
+            """{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0;
+            @p ld.global.nc.L1::no_allocate.L2::128B.u32 $0, [$1]; }""",
+            "=&r,l,r",
+            [address, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
-        b = tl.zeros_like(a)
-        c = tl.zeros_like(a)
-        d = tl.zeros_like(a)
-    return a, b, c, d
+        out = (word,)
+    return out
 
 
 @triton.jit
