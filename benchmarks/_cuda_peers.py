@@ -103,8 +103,6 @@ def inside_torch(problem: Problem) -> list[Contender]:
 
 
 def fbgemm(problem: Problem) -> list[Contender]:
-    import fbgemm_gpu  # noqa: F401  loads what the next library needs
-
     spec = find_spec("fbgemm_gpu")
     assert spec is not None
     assert spec.origin is not None

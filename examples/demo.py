@@ -2,6 +2,7 @@
 
     nox -s demo                        # makes its own environment
     python examples/demo.py --quick    # less time for the latencies
+    python examples/demo.py --device cuda
 
 Exit code 1 and a list where a figure is below what is expected of it.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 import digits
 import sentences
 import torch
-from expectations import check_digits, check_sentences
+from expectations import check_digits, check_sentences, check_served
 from rich.console import Console
 from tables import digits_table, kernel_table, latency_table, quality_table
 from torch import nn
@@ -33,10 +34,10 @@ Models = dict[tuple[str, str], nn.Module]
 
 def main() -> int:
     """Run everything; 0 where every expectation holds."""
-    seconds, start = _arguments().seconds, time.perf_counter()
+    options, start = _arguments(), time.perf_counter()
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    console.print(f"qcore {qcore.__version__}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
-    missed = [*_sentences(console, seconds), *_digits(console)]
+    console.print(f"qcore {qcore.__version__}, torch {torch.__version__}, {_device_name(options.device)}")
+    missed = [*_sentences(console, options.device, options.seconds), *_digits(console, options.device)]
     console.print(f"\n{time.perf_counter() - start:.0f} seconds in all.")
     for line in missed:
         console.print(f"[bold red]missed:[/] {line}", soft_wrap=True)
@@ -48,14 +49,23 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="time for the latencies of each batch size")
     parser.add_argument("--quick", dest="seconds", action="store_const", const=1.0, help="the same as --seconds 1")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="where the models run")
     return parser.parse_args()
 
 
-def _sentences(console: Console, seconds: float) -> list[str]:
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{torch.get_num_threads()} CPU threads"
+    if not torch.accelerator.is_available() or device.type != torch.accelerator.current_accelerator().type:
+        raise SystemExit(f"torch sees no device {str(device)!r} here; `qcore doctor` says what is here.")
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _sentences(console: Console, device: torch.device, seconds: float) -> list[str]:
     console.rule("MiniLM-L6: a sentence model of 22.7 million weights, 37 linear layers and 3 embeddings")
-    source, lines = sentences.SentenceModel(), sentences.read_sentences()
-    models: Models = {("", name): source.trained().to(dtype) for name, dtype in sentences.DTYPES.items()}
-    expected = source.embed(models["", "float32"], lines)
+    source, lines = sentences.SentenceModel(device), sentences.read_sentences()
+    expected = source.embed(source.trained(), lines)
+    models: Models = {("", name): source.trained().to(device, dtype) for name, dtype in sentences.DTYPES.items()}
     outcomes = []
     for scheme in sentences.SCHEMES:
         with console.status(f"quantizing to {scheme}, saving, loading into a fresh model"):
@@ -66,7 +76,7 @@ def _sentences(console: Console, seconds: float) -> list[str]:
     with console.status("measuring latencies"):
         times = {batch: sentences.latencies(source, models, batch, seconds) for batch in sentences.BATCHES}
     console.print(latency_table(times))
-    return list(check_sentences(outcomes))
+    return [*check_sentences(outcomes), *check_served(models, device)]
 
 
 def _one_scheme(
@@ -81,10 +91,10 @@ def _one_scheme(
     return sentences.Outcome(scheme, size_ratio, found, sentences.left_in_float(model))
 
 
-def _digits(console: Console) -> list[str]:
+def _digits(console: Console, device: torch.device) -> list[str]:
     console.rule("Digits: a convolutional network, trained here")
     with console.status("training"):
-        results = digits.run()
+        results = digits.run(device)
     console.print(digits_table(results))
     return list(check_digits(results))
 

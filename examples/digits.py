@@ -70,20 +70,22 @@ def train(split: Split) -> nn.Sequential:
 
 def accuracy(model: nn.Module, split: Split) -> float:
     """Share of test images that are named right."""
+    device = next(iter(model.state_dict().values())).device
     with torch.inference_mode():
-        return float((model(split.test_x).argmax(1) == split.test_y).float().mean())
+        return float((model(split.test_x.to(device)).argmax(1).cpu() == split.test_y).float().mean())
 
 
-def quantized(model: nn.Module, scheme: str, split: Split) -> Accuracy:
-    """Quantize a copy; activations with static scales are calibrated on training images."""
+def quantized(model: nn.Module, scheme: str, split: Split, device: torch.device) -> Accuracy:
+    """Quantize a copy and move it; activations with static scales are calibrated on training images."""
     before, smaller = accuracy(model, split), copy.deepcopy(model)
     calibration = split.train_x.split(64) if scheme.endswith("-static") else None
-    report = qcore.quantize_(smaller, scheme, calibration=calibration)
-    return Accuracy(scheme, before, accuracy(smaller, split), report.kernels())
+    qcore.quantize_(smaller, scheme, calibration=calibration)
+    smaller.to(device)
+    return Accuracy(scheme, before, accuracy(smaller, split), qcore.report(smaller).kernels())
 
 
-def run() -> list[Accuracy]:
+def run(device: torch.device) -> list[Accuracy]:
     """Train, then quantize to every scheme."""
     split = load_split()
     model = train(split)
-    return [quantized(model, scheme, split) for scheme in SCHEMES]
+    return [quantized(model, scheme, split, device) for scheme in SCHEMES]

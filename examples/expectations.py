@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from digits import Accuracy
 from sentences import Outcome
+from torch import nn
+
+import qcore
 
 # Mean cosine to the float32 embedding. At 8 bits every single sentence is held to it as well; at 4 bits one short
 # sentence may lie further off than the sixty together.
@@ -26,6 +30,15 @@ def check_sentences(outcomes: Iterable[Outcome]) -> Iterator[str]:
             yield f"{outcome.scheme}: smallest cosine to float32 is {found.cosine_min:.4f}, expected {wanted}; {WHY}"
         if outcome.left:
             yield f"{outcome.scheme}: layers left in float: {', '.join(outcome.left)}"
+
+
+def check_served(models: Mapping[tuple[str, str], nn.Module], device: torch.device) -> Iterator[str]:
+    """Every model with layers that plain torch ops serve on a device for which there is a plugin."""
+    plugins = {status.name for status in qcore.plugins() if status.state == "available"}
+    for (scheme, dtype), model in models.items():
+        slow = [layer.name for layer in qcore.report(model).by_state("quantized") if layer.plugin == "torch"]
+        if slow and device.type in plugins:
+            yield f"{scheme} in {dtype}: {len(slow)} layers are served by plain torch ops, such as {slow[0]}"
 
 
 def check_digits(results: Iterable[Accuracy]) -> Iterator[str]:

@@ -53,9 +53,10 @@ class Outcome:
 
 
 class SentenceModel:
-    """The tokenizer, the float model and the embedding rule of MiniLM-L6."""
+    """The tokenizer, the float model and the embedding rule of MiniLM-L6. ``device``: where quantized models run."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         logging.disable_progress_bar()
         self.folder = _model_folder()
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
@@ -78,10 +79,10 @@ class SentenceModel:
         return [dict(self.tokenizer(line, return_tensors="pt")) for line in _lines("calibration.txt")]
 
     def embed(self, model: nn.Module, sentences: list[str]) -> Tensor:
-        """Mean of the token vectors, normalized: float32 ``(len(sentences), 384)``."""
+        """Mean of the token vectors, normalized: float32 ``(len(sentences), 384)`` on the CPU."""
         tokens = self.tokenizer(sentences, padding=True, return_tensors="pt")
         with torch.inference_mode():
-            hidden = model(**tokens).last_hidden_state.float()
+            hidden = model(**tokens.to(model.device)).last_hidden_state.float()
         mask = tokens["attention_mask"].unsqueeze(-1)
         return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
 
@@ -105,7 +106,10 @@ def _lines(name: str) -> list[str]:
 
 
 def roundtrip(source: SentenceModel, scheme: str, folder: Path) -> tuple[nn.Module, float]:
-    """Quantize a copy of the model, save it, load it into a fresh one: that, and its size against float32."""
+    """Quantize a copy of the model, save it, load it into a fresh one: that on the device, and its size against float32.
+
+    The checkpoint is neutral: it is made on the CPU, and packed for the device that the fresh model goes to.
+    """
     model = source.trained()
     calibration = source.batches() if qcore.Scheme.parse(scheme).needs_calibration else None
     qcore.quantize_(model, scheme, calibration=calibration)
@@ -113,7 +117,7 @@ def roundtrip(source: SentenceModel, scheme: str, folder: Path) -> tuple[nn.Modu
     qcore.save(model, path)
     fresh = source.fresh()
     qcore.load_(fresh, path)
-    return fresh, path.stat().st_size / source.file.stat().st_size
+    return fresh.to(source.device), path.stat().st_size / source.file.stat().st_size
 
 
 def neighbours(embeddings: Tensor) -> Tensor:
@@ -151,6 +155,6 @@ def left_in_float(model: nn.Module) -> tuple[str, ...]:
 
 def latencies(source: SentenceModel, models: Mapping[Key, nn.Module], batch: int, seconds: float) -> dict[Key, float]:
     """Median milliseconds of a forward pass by model, on the first ``batch`` sentences."""
-    tokens = source.tokenizer(read_sentences()[:batch], padding=True, return_tensors="pt")
+    tokens = source.tokenizer(read_sentences()[:batch], padding=True, return_tensors="pt").to(source.device)
     with torch.inference_mode():
-        return medians({name: partial(model, **tokens) for name, model in models.items()}, seconds)
+        return medians({name: partial(model, **tokens) for name, model in models.items()}, seconds, source.device)
