@@ -106,7 +106,7 @@ def _lines(name: str) -> list[str]:
 
 
 def roundtrip(source: SentenceModel, scheme: str, folder: Path) -> tuple[nn.Module, float]:
-    """Quantize a copy of the model, save it, load it into a fresh one: that on the device, and its size against float32.
+    """Quantize a copy of the model, save it, load it into a fresh one: that on the device, and its size to float32.
 
     The checkpoint is neutral: it is made on the CPU, and packed for the device that the fresh model goes to.
     """
