@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .nibbles import prefetch, unpack_nibbles
+from .nibbles import load_early, unpack_nibbles
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
@@ -65,24 +65,21 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, split,
     else:
         wp = w + row.to(tl.int64)[:, None] * (KB * P) + k[None, :] + first * P
     kk = tl.arange(0, P)
-    xp = x + rm.to(tl.int64)[:, None] * (eighths * 8) + kk[None, :] + first * P
-    inside = (rm < M)[:, None]
+    # Rows beyond M read the last one, which costs less than a mask; what they give is not stored.
+    xp = x + tl.minimum(rm, M - 1).to(tl.int64)[:, None] * (eighths * 8) + kk[None, :] + first * P
     rn = tl.minimum(tile_n * BN + i, N - 1)
     acc = tl.zeros([BN, BM], tl.float32)
+    # Scales are too narrow for asynchronous copies: each iteration loads the next one's by hand.
+    at = (first // PER) * N + rn
+    sc = load_early(scale + at, ASM)
+    zr = load_early(zero + at, ASM) if ZERO else sc
     if PDL:
         gdc_wait()
     for b in tl.range(first, last, num_stages=STAGES):
-        xt = tl.load(xp, mask=inside, other=0.0)
-        at = (b // PER) * N + rn
-        # Scales are too narrow for asynchronous copies, and carried from one iteration to the next they would take the
-        # way through shared memory: so they are asked for two iterations ahead, and loaded from the cache.
-        if ASM:
-            later = tl.minimum((b + 2) // PER, (KB - 1) // PER) * N + rn
-            prefetch(scale + later)
-            if ZERO:
-                prefetch(zero + later)
-        sc = tl.load(scale + at)
-        zr = tl.load(zero + at) if ZERO else sc
+        xt = tl.load(xp)
+        later = tl.minimum((b + 1) // PER, (KB - 1) // PER) * N + rn
+        sc_next = load_early(scale + later, ASM)
+        zr_next = load_early(zero + later, ASM) if ZERO else sc_next
         if BITS == 4:
             low, high = unpack_nibbles(tl.load(wp), DT, ASM)
             q = _block(low, high, BN, P, NW, FRAG)
@@ -102,6 +99,8 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, split,
         if ZERO == 2:
             acc += zr.to(tl.float32)[:, None] * tl.sum(xt.to(tl.float32), 1)[None, :]
         xp += P
+        sc = sc_next
+        zr = zr_next
     n = tile_n * BN + i
     valid = (n < N)[:, None] & (rm < M)[None, :]
     if BIAS:

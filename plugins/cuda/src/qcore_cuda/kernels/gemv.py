@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .warp import load_pair, load_pairs, load_words, mma, spread
+from .warp import load_pair, load_pairs, load_words, mma, prefetch_line, spread
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
@@ -173,17 +173,40 @@ def _weights(base, rows, lane, first, NP, KB, pitch, R: tl.constexpr, U: tl.cons
     return out
 
 
+@triton.jit
+def _ask(base, rows, lane, first, NP, KB, pitch, R: tl.constexpr, U: tl.constexpr, BITS: tl.constexpr,
+         SEG: tl.constexpr):  # fmt: skip
+    """Ask for a warp's U consecutive blocks from ``first`` to be brought to the L2 cache; needs no registers."""
+    if BITS == 4:
+        LINES: tl.constexpr = tl.cdiv(U * 16 * SEG, 128)  # of a row block
+        for i in tl.static_range(tl.cdiv(R * LINES, 32)):
+            line = i * 32 + lane
+            block = first + line % LINES * 128 // (16 * SEG)
+            tile = tl.minimum(rows // 16 + line // LINES, NP // 16 - 1)
+            wanted = ((block < KB) & (line < R * LINES)).to(tl.int32)
+            prefetch_line(base + tile * pitch + first.to(tl.int64) * (16 * SEG) + line % LINES * 128, wanted)
+    else:
+        LINES: tl.constexpr = tl.cdiv(U * SEG, 128)  # of a row
+        for i in tl.static_range(tl.cdiv(R * 16 * LINES, 32)):
+            line = i * 32 + lane
+            block = first + line % LINES * 128 // SEG
+            row = tl.minimum(rows + line // LINES, NP - 1)
+            wanted = ((block < KB) & (line < R * 16 * LINES)).to(tl.int32)
+            prefetch_line(base + row * pitch + first.to(tl.int64) * SEG + line % LINES * 128, wanted)
+
+
 @triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "stride"])
 def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
          BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
          NB: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, FRAG_X: tl.constexpr,
-         BF16: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+         BF16: tl.constexpr, AHEAD: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]`` for M <= 8 * NB.
 
     x: 16-bit floats, rows ``stride`` values apart, 16-byte aligned, zero from K to ``KB * P`` (FRAG_X: as
     `arrange_rows` gives them); w: planar16 or rows16; KB: blocks of P codes along K; PER: blocks per scale group;
     ZERO: 0 none, 1 integer, 2 float zero points. A program takes R * 16 rows of W; each of its NW warps takes U blocks
-    of K at a time, and with AHEAD asks for the next U before it works on these.
+    of K at a time; with AHEAD it loads the next U before it works on these; DEPTH: how many times U blocks the L2 cache
+    is asked for in advance.
     """
     T: tl.constexpr = 32 * NW
     MAGIC: tl.constexpr = 0x43434343 if BF16 else 0x64646464
@@ -200,7 +223,10 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
     rows = tl.program_id(0) * (16 * R)
     row = rows + r
     pitch = tl.cast(KB, tl.int64) * (SEG * (16 if BITS == 4 else 1))  # bytes of 16 rows, or of one
-    base = w.to(tl.int64, bitcast=True) + (lane % 4) * (4 * V)
+    begin = w.to(tl.int64, bitcast=True)
+    base = begin + (lane % 4) * (4 * V)
+    for depth in tl.static_range(DEPTH):
+        _ask(begin, rows, lane, (depth * NW + warp) * U, NP, KB, pitch, R, U, BITS, SEG)
     zeros = tl.zeros([T], tl.float32)
     acc = ()
     for _ in tl.static_range(R * NB):
@@ -226,6 +252,8 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
                 parameters = parameters + (_parameters(scale, zero, row, group, N, R, ZERO),)
         if PDL and not AHEAD:
             gdc_wait()
+        if DEPTH > 0:
+            _ask(begin, rows, lane, first + DEPTH * NW * U, NP, KB, pitch, R, U, BITS, SEG)
         xs = ()
         for u in tl.static_range(U):
             block = first + u

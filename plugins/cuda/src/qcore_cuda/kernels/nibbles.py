@@ -59,8 +59,23 @@ def unpack_nibbles(b, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def prefetch(address):
-    """Ask for what lies at these addresses to be brought near (NVIDIA only)."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
+def load_early(pointer, ASM: tl.constexpr):
+    """Load a vector of scales or zero points (1, 2 or 4 bytes each) that is carried to the next iteration.
+
+    Triton would load it in an order made for wide accesses and rearrange it through shared memory, with a barrier, each
+    time; it leaves inline assembly in the order in which the values are used.
+    """
+    DT: tl.constexpr = pointer.dtype.element_ty
+    if ASM and DT.primitive_bitwidth == 16:
+        bits = tl.inline_asm_elementwise(
+            "ld.global.nc.u16 $0, [$1];", "=h,l", [pointer], dtype=tl.int16, is_pure=True, pack=1
+        )
+        value = bits.to(DT, bitcast=True)
+    elif ASM and DT.primitive_bitwidth == 32:
+        bits = tl.inline_asm_elementwise(
+            "ld.global.nc.u32 $0, [$1];", "=r,l", [pointer], dtype=tl.int32, is_pure=True, pack=1
+        )
+        value = bits.to(DT, bitcast=True)
+    else:
+        value = tl.load(pointer)
+    return value
