@@ -178,16 +178,16 @@ def _ask(base, rows, lane, first, NP, KB, pitch, R: tl.constexpr, U: tl.constexp
          SEG: tl.constexpr):  # fmt: skip
     """Ask for a warp's U consecutive blocks from ``first`` to be brought to the L2 cache; needs no registers."""
     if BITS == 4:
-        LINES: tl.constexpr = tl.cdiv(U * 16 * SEG, 128)  # of a row block
-        for i in tl.static_range(tl.cdiv(R * LINES, 32)):
+        LINES: tl.constexpr = (U * 16 * SEG + 127) // 128  # of a row block
+        for i in tl.static_range((R * LINES + 31) // 32):
             line = i * 32 + lane
             block = first + line % LINES * 128 // (16 * SEG)
             tile = tl.minimum(rows // 16 + line // LINES, NP // 16 - 1)
             wanted = ((block < KB) & (line < R * LINES)).to(tl.int32)
             prefetch_line(base + tile * pitch + first.to(tl.int64) * (16 * SEG) + line % LINES * 128, wanted)
     else:
-        LINES: tl.constexpr = tl.cdiv(U * SEG, 128)  # of a row
-        for i in tl.static_range(tl.cdiv(R * 16 * LINES, 32)):
+        LINES: tl.constexpr = (U * SEG + 127) // 128  # of a row
+        for i in tl.static_range((R * 16 * LINES + 31) // 32):
             line = i * 32 + lane
             block = first + line % LINES * 128 // SEG
             row = tl.minimum(rows + line // LINES, NP - 1)
