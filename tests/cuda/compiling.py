@@ -15,25 +15,20 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
-import importlib
-import importlib.util
 import itertools
-import json
 import os
-import queue
 import re
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from workers import find, in_processes
 
 WARP = 32
 SHARED = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64, "gfx90a": 64}
@@ -103,6 +98,11 @@ class Compiled:
     assembly: str = ""
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """Everything but the job, as plain values."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "job"}
+
+    @property
     def fits(self) -> bool:
         """Whether a program gets the shared memory that it wants."""
         return self.shared <= SHARED[self.job.target] * 1024
@@ -146,21 +146,36 @@ class Compiled:
 
 def compile_job(job: Job) -> Compiled:
     """Compile in this process, which must not have imported Triton's interpreter."""
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        raise RuntimeError("TRITON_INTERPRET is set: nothing can be compiled in this process; use compile_all")
+    require_compiler()
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     start = time.perf_counter()
-    kernel = _find(job.kernel)
+    kernel = find(job.kernel)
     signature, constexprs, attrs = _source(kernel.arg_names, job.arguments)
-    nvidia = job.target.startswith("sm_")
-    target = GPUTarget("cuda", int(job.target[3:]), 32) if nvidia else GPUTarget("hip", job.target, 64)
     options = {"num_warps": job.warps, "num_stages": job.stages, **job.options}
-    made = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
+    source = ASTSource(kernel, signature, constexprs, attrs)
+    made = triton.compile(source, target=gpu_target(job.target), options=options)
+    return Compiled(job, seconds=time.perf_counter() - start, **facts_of(made, job.target.startswith("sm_")))
+
+
+def facts_of(made: Any, nvidia: bool) -> dict[str, Any]:
+    """The figures of Triton's `CompiledKernel`, by fields of `Compiled`."""
     facts = _nvidia(made.asm["cubin"]) if nvidia else _amd(made.asm["amdgcn"])
-    return Compiled(job, seconds=time.perf_counter() - start, **{**facts, "shared": made.metadata.shared})
+    return {**facts, "shared": made.metadata.shared}
+
+
+def gpu_target(name: str) -> Any:
+    """``sm_90`` or ``gfx942`` as Triton says it."""
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
+
+
+def require_compiler() -> None:
+    """Raise where Triton's interpreter rules."""
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise RuntimeError("TRITON_INTERPRET is set: nothing can be compiled in this process; use compile_all")
 
 
 def _is_type(value: Any) -> bool:
@@ -189,22 +204,7 @@ def _constant(value: Any) -> Any:
         import triton.language as tl
 
         return getattr(tl, value.removeprefix("tl."))
-    return _find(value) if isinstance(value, str) and ":" in value else value
-
-
-def _find(name: str) -> Any:
-    """The object that ``module:name`` or ``file.py:name`` names."""
-    place, _, attribute = name.rpartition(":")
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), attribute)
-    stem = Path(place).stem
-    if stem not in sys.modules:
-        spec = importlib.util.spec_from_file_location(stem, place)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[stem])
-    return getattr(sys.modules[stem], attribute)
+    return find(value) if isinstance(value, str) and ":" in value else value
 
 
 def _nvidia(cubin: bytes) -> dict[str, Any]:
@@ -241,76 +241,15 @@ def _opcode(text: str) -> str:
     return match[1] if match else "?"
 
 
-# Processes of their own: interpreter tests may have changed Triton here, and LLVM may end the process it fails in.
-
-
 def compile_all(jobs: Iterable[Job], workers: int = 2) -> list[Compiled]:
     """Compile in clean processes, ``workers`` at a time, in order; what fails comes back with its ``error``."""
     jobs = list(jobs)
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for index in range(len(jobs)):
-        waiting.put(index)
-    found: dict[int, Compiled] = {}
-    threads = [threading.Thread(target=_work, args=(jobs, waiting, found)) for _ in range(min(workers, len(jobs)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[index] for index in range(len(jobs))]
+    answers = in_processes(f"{__file__}:_answer", [asdict(job) for job in jobs], workers)
+    return [Compiled(job, **answer) for job, answer in zip(jobs, answers, strict=True)]
 
 
-def _work(jobs: list[Job], waiting: queue.SimpleQueue[int], found: dict[int, Compiled]) -> None:
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        server: subprocess.Popen[str] | None = None
-        while not waiting.empty():
-            with contextlib.suppress(queue.Empty):
-                index = waiting.get_nowait()
-                if server is None or server.poll() is not None:
-                    server = _start(log)
-                found[index] = _ask(server, jobs[index], log)
-        if server is not None:
-            server.communicate()
-
-
-def _start(log: IO[str]) -> subprocess.Popen[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_INTERPRET", "COVERAGE"))}
-    command = [sys.executable, __file__, "--serve"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=clean)
-
-
-def _ask(server: subprocess.Popen[str], job: Job, log: IO[str]) -> Compiled:
-    assert server.stdin is not None
-    assert server.stdout is not None
-    log.truncate(0)
-    server.stdin.write(json.dumps(asdict(job)) + "\n")
-    server.stdin.flush()
-    answer = server.stdout.readline()
-    facts = json.loads(answer) if answer else {"error": f"the compiler ended its process with {server.wait()}"}
-    if facts.get("error"):
-        facts["error"] += _complaints(log)
-    return Compiled(job, **facts)
-
-
-def _complaints(log: IO[str]) -> str:
-    """The errors among all that LLVM prints."""
-    log.seek(0)
-    lines = [line.strip("\0\n ")[:300] for line in log if re.search(r"\berror\b", line, re.IGNORECASE)]
-    return "".join(f"\n{line}" for line in lines[:3])
-
-
-def _serve() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a compiler prints is no answer
-    for line in sys.stdin:
-        answers.write(json.dumps(_attempt(Job(**json.loads(line)))) + "\n")
-        answers.flush()
-
-
-def _attempt(job: Job) -> dict[str, Any]:
-    try:
-        made = compile_job(job)
-    except Exception as error:  # noqa: BLE001  the test that asked fails with it
-        return {"error": f"{type(error).__name__}: {error}"[:2000]}
-    return {name: value for name, value in vars(made).items() if name not in ("job", "instructions", "loops")}
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    return compile_job(Job(**job)).facts
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -340,26 +279,20 @@ def report(made: Compiled, weights: int = 0) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernel", nargs="?", help="module:name or file.py:name")
+    parser.add_argument("kernel", help="module:name or file.py:name")
     parser.add_argument("--args", default="", help="name=type or name=value for each parameter")
     parser.add_argument("--target", default="sm_90", help="one or more, with commas")
     parser.add_argument("--warps", default="4", help="likewise")
     parser.add_argument("--stages", default="3", help="likewise")
     parser.add_argument("--weights", type=int, default=0)
     parser.add_argument("--sass", type=Path, help="write the assembly of the last one there")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        return _serve()
-    if not options.kernel:
-        parser.error("name a kernel")
     arguments = _arguments(options.args)
     lists = (options.target.split(","), map(int, options.warps.split(",")), map(int, options.stages.split(",")))
     made = compile_all(Job(options.kernel, arguments, *choice) for choice in itertools.product(*lists))
     print("\n".join(report(one, options.weights) for one in made))
     if options.sass:
         options.sass.write_text(made[-1].assembly)
-    return None
 
 
 if __name__ == "__main__":

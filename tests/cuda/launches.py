@@ -1,0 +1,229 @@
+"""What the plugin would launch for a call on a GPU that is not here, compiled for it.
+
+    python tests/cuda/launches.py linear --target sm_90 scheme=w4a16-g128 n=4096 k=4096 m=1
+    python tests/cuda/launches.py conv2d --target gfx942 scheme=w8a8 channels=256
+
+The plugin's own host code runs on tensors without memory (meta) and picks kernels, tiles and options as it would there;
+Triton is handed a driver that knows the target and nothing else, and compiles instead of launching. So what is checked
+is what is shipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from compiling import Compiled, Job, facts_of, gpu_target, report, require_compiler
+from workers import in_processes
+
+MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170}
+CUS = {"gfx942": 304, "gfx90a": 208}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the plugin: ``function`` of this module, its arguments, and the GPU that it is made on."""
+
+    function: str
+    arguments: dict[str, Any]
+    target: str = "sm_90"
+
+    def __str__(self) -> str:
+        return f"{self.function}({', '.join(f'{k}={v}' for k, v in self.arguments.items())}) on {self.target}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The different kernels of a call, in order of their launches; ``error`` where it failed."""
+
+    call: Call
+    kernels: tuple[Compiled, ...] = ()
+    error: str = ""
+
+
+def compile_calls(calls: Iterable[Call], workers: int = 2) -> list[Result]:
+    """Every kernel of every call, compiled in clean processes; those of equal code share their figures."""
+    calls = list(calls)
+    answers = in_processes(f"{__file__}:answer", [asdict(call) for call in calls], workers)
+    return [_result(call, answer) for call, answer in zip(calls, answers, strict=True)]
+
+
+def _result(call: Call, answer: Any) -> Result:
+    if isinstance(answer, dict):
+        return Result(call, error=answer["error"])
+    return Result(call, tuple(Compiled(Job(**job), **facts) for job, facts in answer))
+
+
+# In the process that compiles.
+
+
+class Driver:
+    """Stands in for Triton's driver: there is no device, only what it would be."""
+
+    def __init__(self, target: str) -> None:
+        self.target = gpu_target(target)
+        # Triton keeps what it compiled by device index: each target gets one of its own.
+        self.index = [*MULTIPROCESSORS, *CUS].index(target)
+
+    def get_current_device(self) -> int:
+        return self.index
+
+    def get_current_stream(self, device: int) -> int:
+        del device
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+
+class Recorder:
+    """Stands in for the plugin's `launch`: compiles, and keeps what came out."""
+
+    seen: ClassVar[dict[str, dict[str, Any]]] = {}
+    """Figures by Triton's hash of everything that the code depends on."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.kernels: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._mine: set[str] = set()
+
+    def __call__(self, kernel: Any, grid: Any, *args: Any, **meta: Any) -> None:
+        start = time.perf_counter()
+        made = kernel.warmup(*args, grid=grid, **meta)
+        if made.hash in self._mine:
+            return
+        self._mine.add(made.hash)
+        if made.hash not in self.seen:
+            facts = facts_of(made, self.target.startswith("sm_"))
+            self.seen[made.hash] = {**facts, "seconds": time.perf_counter() - start}
+        constants = {kernel.arg_names[index[0]]: value for index, value in made.src.constants.items()}
+        plain = {
+            name: value if isinstance(value, int | float | str) else str(value) for name, value in constants.items()
+        }
+        name = f"{kernel.module}:{kernel.__name__}"
+        job = Job(name, plain, self.target, made.metadata.num_warps, made.metadata.num_stages)
+        self.kernels.append((asdict(job), self.seen[made.hash]))
+
+
+def answer(call: dict[str, Any]) -> list[Any]:
+    """The kernels of a `Call`, as plain values."""
+    require_compiler()
+    from triton.runtime.driver import driver
+
+    recorder = Recorder(call["target"])
+    driver.set_active(Driver(call["target"]))
+    _pretend(call["target"], recorder)
+    CALLS[call["function"]](**call["arguments"])
+    return [list(pair) for pair in recorder.kernels]
+
+
+def _pretend(target: str, recorder: Recorder) -> None:
+    """Let the plugin see the target where it asks for a device, and hand its launches to ``recorder``."""
+    import importlib
+    import pkgutil
+
+    import qcore_cuda
+
+    for module in pkgutil.iter_modules(qcore_cuda.__path__):
+        loaded = importlib.import_module(f"qcore_cuda.{module.name}")
+        if hasattr(loaded, "launch") and module.name != "launch":
+            loaded.launch = recorder  # type: ignore[attr-defined]
+        for name in [name for name in vars(loaded) if name.startswith("op_")]:  # torch has fakes alone run on meta
+            setattr(loaded, name, getattr(loaded, name.removeprefix("op_")))
+    from qcore_cuda import device
+
+    arch = int(target[3:]) if target.startswith("sm_") else 0
+    here = device.Device(arch, not arch, {**MULTIPROCESSORS, **CUS}[target])
+    device._device = lambda kind, index: here
+
+
+def linear(scheme: str, n: int, k: int, m: int, dtype: str = "bfloat16", bias: bool = False) -> None:
+    """A quantized linear layer on x ``(m, k)``."""
+    import torch
+
+    from qcore.contracts import CONTRACTS
+    from qcore_cuda.linear import kernel
+
+    parsed, kind = _scheme(scheme), getattr(torch, dtype)
+    request = CONTRACTS["linear"].request_for(parsed, torch.device("meta"), kind, n, k)
+    made = kernel(request)
+    x = torch.empty(m, k, dtype=kind, device="meta")
+    made.run(x, made.pack(_weight(parsed, n, k, kind)), torch.empty(n, dtype=kind, device="meta") if bias else None)
+
+
+def embedding(scheme: str, n: int, k: int, m: int = 7) -> None:
+    """Rows of a table ``(n, k)``."""
+    import torch
+
+    from qcore.contracts import CONTRACTS
+    from qcore_cuda.embedding import CudaEmbedding
+
+    parsed = _scheme(scheme)
+    request = CONTRACTS["embedding"].request_for(parsed, torch.device("meta"), torch.bfloat16, n, k)
+    made = CudaEmbedding(request)
+    made(torch.zeros(m, dtype=torch.int64, device="meta"), made.pack(_weight(parsed, n, k, torch.bfloat16)), None)
+
+
+def conv2d(
+    scheme: str, channels: int, size: int = 56, batch: int = 32, window: int = 3, dtype: str = "bfloat16"
+) -> None:
+    """A square convolution of as many channels to as many, padded to keep its size."""
+    from dataclasses import replace
+
+    import torch
+
+    from qcore.contracts import CONTRACTS
+    from qcore_cuda.conv2d import kernel
+
+    parsed, kind = _scheme(scheme), getattr(torch, dtype)
+    request = CONTRACTS["conv2d"].request_for(parsed, torch.device("meta"), kind, channels, channels)
+    made = kernel(replace(request, kernel_size=(window, window), padding=(window // 2, window // 2)))
+    assert not isinstance(made, str), made
+    x = torch.empty(batch, channels, size, size, dtype=kind, device="meta").to(memory_format=torch.channels_last)
+    made(x, made.pack(_weight(parsed, channels, channels * window**2, kind)), None)
+
+
+CALLS: dict[str, Callable[..., None]] = {"linear": linear, "embedding": embedding, "conv2d": conv2d}
+
+
+def _scheme(text: str) -> Any:
+    from qcore.explain import _with_numbers
+    from qcore.schemes import Scheme
+
+    return _with_numbers(Scheme.parse(text))
+
+
+def _weight(scheme: Any, n: int, k: int, dtype: Any) -> Any:
+    """A weight without numbers."""
+    import torch
+
+    from qcore import QTensor, ZeroPoint
+
+    form = scheme.weight
+    groups = form.groups(k)
+    scale = torch.empty(groups, n, dtype=dtype, device="meta")
+    kinds = {ZeroPoint.NONE: None, ZeroPoint.INT: torch.int8, ZeroPoint.FLOAT: dtype}
+    kind = kinds[form.zero]
+    zero = None if kind is None else torch.empty(groups, n, dtype=kind, device="meta")
+    return QTensor.from_codes(torch.empty(n, k, dtype=torch.int8, device="meta"), scale, zero, form)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("function", choices=CALLS)
+    parser.add_argument("arguments", nargs="*", help="name=value")
+    parser.add_argument("--target", default="sm_90", help="one or more, with commas")
+    options = parser.parse_args()
+    pairs = (argument.split("=", 1) for argument in options.arguments)
+    arguments = {name: int(value) if value.isdigit() else value for name, value in pairs}
+    for result in compile_calls(Call(options.function, arguments, target) for target in options.target.split(",")):
+        print(f"{result.call}: {result.error or f'{len(result.kernels)} kernels'}")
+        print("\n".join(report(made) for made in result.kernels))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
