@@ -172,8 +172,9 @@ def isolated(session: nox.Session) -> None:
 
 
 def _copy_tests(name: str) -> None:
-    """Copy one folder of tests and the settings of pytest to the current directory."""
-    shutil.copytree(ROOT / "tests" / name, Path("tests") / name)
+    """Copy one folder of tests, what test files share and the settings of pytest to the current directory."""
+    for folder in (name, "helpers"):
+        shutil.copytree(ROOT / "tests" / folder, Path("tests") / folder)
     for path in (ROOT / "pyproject.toml", ROOT / "tests" / "conftest.py"):
         if path.exists():
             shutil.copy(path, path.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""Every test starts from plain settings, an empty cache on disk and the plugins that are installed."""
+"""Every test starts from plain settings, an empty cache on disk and the built-in plugin, whatever else is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import qcore
 from qcore import resolver, settings, tuning, verify
 from qcore.fallback import plugin as builtin
 from qcore.kernels import Kernel, Offer
-from qcore.plugins import registry
+from qcore.plugins import BUILTIN, registry
 from qcore.qtensor import QTensor
 
 _versions = itertools.count(1)
@@ -26,6 +26,8 @@ def isolated(monkeypatch, tmp_path_factory):
     for name in [name for name in os.environ if name.startswith("QCORE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / f"cache{next(_versions)}"))
+    alone = {BUILTIN: registry.entries()[BUILTIN]}
+    monkeypatch.setattr(registry, "_entries", alone)
     known = set(registry.entries())
     memory = (settings._configured, tuning._known, resolver._warned)
     saved = [(store, store.copy()) for store in memory]

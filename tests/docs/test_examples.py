@@ -19,7 +19,9 @@ import pytest
 import torch
 
 import qcore
+from qcore import resolver
 from qcore.cli import main
+from qcore.plugins import BUILTIN, registry
 
 _MATCH = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _MOST_NOT_RUN = 3

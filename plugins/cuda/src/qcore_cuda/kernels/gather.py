@@ -29,8 +29,8 @@ def gather(
     """Program (t, j): columns ``j*NB*P ..`` of token t.
 
     ``indices``: integers ``(T,)`` in 0..v-1; ``data``: planar16 (``BITS`` 4, blocks of P, ``blocks`` per row) or rows16
-    (8; rows are ``stride`` bytes apart); ``scale``, ``zero``: ``(G, v)``; ``out``: ``(T, d)``. Compiled with ``debug``, an
-    index out of range ends in the same device-side assertion as in torch.
+    (8; rows are ``stride`` bytes apart); ``scale``, ``zero``: ``(G, v)``; ``out``: ``(T, d)``. Compiled with ``debug``,
+    an index out of range ends in the same device-side assertion as in torch.
     """
     H: tl.constexpr = P // 2
     token = tl.program_id(0).to(tl.int64)
