@@ -12,7 +12,8 @@ from .int8_config import Config, default_config
 from .kernels.int8_gemm import tiles, unpack
 from .kernels.int8_persistent import persistent
 from .kernels.int8_slices import slices
-from .kernels.quantize import group_sums, quantize_rows as quantize_kernel
+from .kernels.quantize import group_sums
+from .kernels.quantize import quantize_rows as quantize_kernel
 from .launch import launch
 from .weights import Weight
 
@@ -25,8 +26,8 @@ _EXACT_K = 1 << 16
 class Codes(NamedTuple):
     """Quantized activations: ``x = scale * (q - zero)``.
 
-    **Fields:** ``q``: int8 ``(M, KQ)``, KQ = K rounded up to 128, 0 behind K; ``scale``: float32 ``(M,)``; ``zero``: float32
-    ``(M,)`` of whole numbers, None where it is 0; ``total``: int32 ``(M,)`` sums of codes, where they were asked for.
+    **Fields:** ``q``: int8 ``(M, KQ)``, KQ = K rounded up to 128, 0 behind K; ``scale``: float32 ``(M,)``; ``zero``:
+    float32 ``(M,)`` of whole numbers, None for 0; ``total``: int32 ``(M,)``, the sums of codes, where asked for.
     """
 
     q: Tensor
@@ -36,7 +37,7 @@ class Codes(NamedTuple):
 
 
 def quantize_rows(x: Tensor, *, symmetric: bool, total: bool = False) -> Codes:
-    """Quantize x ``(M, K)`` of any strides per token, with parameters from each token. ``total``: also sum the codes."""
+    """Quantize x ``(M, K)`` of any strides, each token by parameters of its own. ``total``: also sum the codes."""
     return _quantize(x, 0 if symmetric else 1, None, None, total)
 
 
@@ -77,12 +78,13 @@ def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool) -> Codes
             BLOCK=block,
             LOOP=wide > block,
             TOTAL=total,
-            **_options(device, max(1, min(16, block // 512 if m <= 256 else block // 1024))),
+            **options(device, max(1, min(16, block // 512 if m <= 256 else block // 1024))),
         )
     return Codes(q, s, z, t)
 
 
-def _options(device: Device, warps: int) -> dict[str, Any]:
+def options(device: Device, warps: int) -> dict[str, Any]:
+    """Options of a launch: warps per program, and whether it may start before the previous one has ended."""
     if device.dependent:
         return {"PDL": True, "num_warps": warps, "launch_pdl": True}
     return {"PDL": False, "num_warps": warps}
@@ -100,8 +102,8 @@ def linear(
 ) -> Tensor:
     """``(M, N)`` of ``out_dtype``: codes times a packed weight, scaled, plus bias, rounded once.
 
-    ``sums``: int32 ``(G, N)``, needed where the codes have a zero point. ``out_scale``, ``out_zero``: for int8 results, numbers
-    or tensors ``(M,)``. ``config``: another than the default.
+    ``sums``: int32 ``(G, N)``, needed where the codes have a zero point. ``out_scale``, ``out_zero``: for int8 results,
+    numbers or tensors ``(M,)``. ``config``: another than the default.
     """
     m, device = codes.q.shape[0], device_of(codes.q.device)
     y = torch.empty((m, weight.n), dtype=out_dtype, device=codes.q.device)
@@ -151,7 +153,7 @@ def _end(bias: Tensor | None, scale: Tensor | float | None, zero: Tensor | float
 
 
 def _operands(codes: Codes, weight: Weight, sums: Tensor | None) -> tuple[Any, ...]:
-    """x's and w's parameters: scale, zero of x; scale, zero, sums of w."""
+    """X's and w's parameters: scale, zero of x; scale, zero, sums of w."""
     x_zero = codes.scale if codes.zero is None else codes.zero
     w_zero = weight.scale if weight.zero is None else weight.zero
     return (codes.scale, x_zero), (weight.scale, w_zero, codes.scale if sums is None else sums)
@@ -161,11 +163,19 @@ def _steps(weight: Weight, p: int) -> tuple[int, int]:
     """Steps along K, and the row pitch of an int8 weight in units of 32."""
     if weight.bits == 4:
         return weight.data.shape[1], 0
-    return -(-weight.data.shape[1] // p), weight.data.shape[1] // 32
+    return -(-weight.k // p), weight.data.shape[1] // 32
 
 
 def _slices(
-    codes: Codes, weight: Weight, sums: Tensor | None, end: _End, y: Tensor, c: Config, p: int, form: Any, device: Device
+    codes: Codes,
+    weight: Weight,
+    sums: Tensor | None,
+    end: _End,
+    y: Tensor,
+    c: Config,
+    p: int,
+    form: Any,
+    device: Device,
 ) -> None:
     m, wide = codes.q.shape
     of_x, of_w = _operands(codes, weight, sums)
@@ -194,12 +204,20 @@ def _slices(
         STAGES=c.stages,
         ASM=device.asm,
         **form,
-        **_options(device, c.warps),
+        **options(device, c.warps),
     )
 
 
 def _tiles(
-    codes: Codes, weight: Weight, sums: Tensor | None, end: _End, y: Tensor, c: Config, p: int, form: Any, device: Device
+    codes: Codes,
+    weight: Weight,
+    sums: Tensor | None,
+    end: _End,
+    y: Tensor,
+    c: Config,
+    p: int,
+    form: Any,
+    device: Device,
 ) -> None:
     m, wide = codes.q.shape
     of_x, of_w = _operands(codes, weight, sums)
@@ -231,12 +249,20 @@ def _tiles(
         ALIGNED=weight.n % 16 == 0,
         ASM=device.asm,
         **form,
-        **_options(device, c.warps),
+        **options(device, c.warps),
     )
 
 
 def _persistent(
-    codes: Codes, weight: Weight, sums: Tensor | None, end: _End, y: Tensor, c: Config, p: int, form: Any, device: Device
+    codes: Codes,
+    weight: Weight,
+    sums: Tensor | None,
+    end: _End,
+    y: Tensor,
+    c: Config,
+    p: int,
+    form: Any,
+    device: Device,
 ) -> None:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -274,7 +300,7 @@ def _persistent(
         FLATTEN=c.flatten,
         SPECIALIZE=c.specialize,
         **form,
-        **_options(device, c.warps),
+        **options(device, c.warps),
     )
 
 
@@ -292,7 +318,7 @@ def _x_sums(codes: Codes, form: Any, p: int, blocks: int, device: Device) -> Ten
 def _block_sums(q: Tensor, p: int, blocks: int, device: Device) -> Tensor:
     m = q.shape[0]
     sums = torch.empty((blocks, m), dtype=torch.int32, device=q.device)
-    launch(group_sums, (-(-m // 32), blocks), q, sums, m, q.shape[1], B=p, BM=32, **_options(device, 4))
+    launch(group_sums, (-(-m // 32), blocks), q, sums, m, q.shape[1], B=p, BM=32, **options(device, 4))
     return sums
 
 
@@ -314,6 +340,6 @@ def unpacked(weight: Weight, wide: int, p: int, per: int, device: Device) -> Wei
         P=p,
         PER=per,
         SUBTRACT=subtract,
-        **_options(device, 4),
+        **options(device, 4),
     )
     return weight._replace(data=data, bits=8, zero=None if subtract else weight.zero)

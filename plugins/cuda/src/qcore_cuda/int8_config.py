@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
 from .device import Device
 
 
@@ -14,10 +12,11 @@ from .device import Device
 class Config:
     """One way to compute a product; plain values, so that a table can hold it.
 
-    **Fields:** ``kernel``: "slices" (few rows), "tiles" (any device) or "persistent" (tensor descriptors, sm_90 and later,
-    int8 weights); ``bm``, ``bn``: the tile; ``warps``, ``stages``; ``group_m``: rows of tiles per band; ``swap``: N is the
-    first dimension of the product; ``parts``: pieces in which a tile leaves; ``tma_store``, ``flatten``, ``specialize``:
-    of "persistent"; ``per_sm``: programs per multiprocessor, 0 = one per tile; ``unpack``: int4 is unpacked to int8 first.
+    **Fields:** ``kernel``: "slices" (few rows), "tiles" (any device) or "persistent" (tensor descriptors, sm_90 and
+    later, int8 weights); ``bm``, ``bn``: the tile; ``warps``, ``stages``; ``group_m``: rows of tiles per band;
+    ``swap``: N is the first dimension of the product; ``parts``: pieces in which a tile leaves; ``tma_store``,
+    ``flatten``, ``specialize``: of "persistent"; ``per_sm``: programs per multiprocessor, 0 = one per tile; ``unpack``:
+    int4 is unpacked to int8 first.
     """
 
     kernel: str

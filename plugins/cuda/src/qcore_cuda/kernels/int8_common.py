@@ -7,8 +7,6 @@ import triton.language as tl
 
 from .rounding import code
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
-
 NO_ZERO: tl.constexpr = tl.constexpr(0)
 INT_ZERO: tl.constexpr = tl.constexpr(1)
 FLOAT_ZERO: tl.constexpr = tl.constexpr(2)
@@ -49,7 +47,7 @@ def chosen_nibble(raw, high):
 
 @triton.jit
 def tile_order(tile, rows, columns, GROUP_M: tl.constexpr):
-    """Tile number to (row, column): GROUP_M rows of tiles go down each column first, so that the L2 cache keeps both."""
+    """Tile number to (row, column): bands of GROUP_M rows of tiles, column by column: L2 keeps both operands."""
     per_band = GROUP_M * columns
     band = tile // per_band
     first = band * GROUP_M
@@ -103,18 +101,17 @@ def ended(
     HAS_BIAS: tl.constexpr,
     OUT: tl.constexpr,
 ):
-    """v plus bias in the dtype of y: rounded once, or int8 codes."""
+    """V plus bias in the dtype of y: rounded once, or int8 codes."""
     if HAS_BIAS:
         v += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     if OUT == TO_INT8:
         s = tl.full((), out_scale_number, tl.float32)
         return code(v, s, tl.div_rn(1.0, s), tl.full((), out_zero_number, tl.float32))
-    elif OUT == TO_INT8_TOKEN:
+    if OUT == TO_INT8_TOKEN:
         s = tl.load(out_scale + m, mask=m < M, other=1.0).to(tl.float32)
         z = tl.load(out_zero + m, mask=m < M, other=0).to(tl.float32)
         return code(v, s, tl.div_rn(1.0, s), z)
-    else:  # noqa: RET505 - Triton compiles what stands behind a constexpr branch
-        return v.to(y.dtype.element_ty)
+    return v.to(y.dtype.element_ty)
 
 
 @triton.jit

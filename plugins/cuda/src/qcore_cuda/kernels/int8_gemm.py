@@ -11,8 +11,6 @@ import triton.language as tl
 from .int8_common import FLOAT_ZERO, INT_ZERO, chosen_nibble, finish, nibbles, tile_order
 from .rounding import begin
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
-
 
 @triton.jit
 def _product(w, x, d, SWAP: tl.constexpr):
@@ -74,10 +72,12 @@ def tiles(
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y ``(M, N)``; arguments as for `int8_slices.slices`, and ``x_sums`` int32: where WZERO, sums of x per block of P
-    ``(blocks, M)``, or of whole rows ``(1, M)`` unless GROUPED. SWAP: N is the first dimension of the product.
-    ALIGNED: N is a multiple of 16, and y can be written 16 bytes at a time.
-    """
+    """y ``(M, N)`` by tiles of BM x BN.
+
+    Arguments as for `int8_slices.slices`, and ``x_sums`` int32: where WZERO, sums of x per block of P ``(blocks, M)``,
+    or of whole rows ``(1, M)`` unless GROUPED. SWAP: N is the first dimension of the product. ALIGNED: N is a multiple
+    of 16, and y can be written 16 bytes at a time.
+    """  # noqa: D403 - y is a name
     if ALIGNED:
         N = N // 16 * 16  # tells the compiler
     H: tl.constexpr = P // 2
@@ -106,10 +106,7 @@ def tiles(
     for i in tl.range(0, blocks, num_stages=STAGES):
         start = none if GROUPED else acc
         xa = tl.load(xp)
-        if BITS == 4:
-            raw = tl.load(wp)
-        else:
-            raw = tl.load(wp, mask=(i * P + rk < w_pitch * 32)[None, :], other=0)
+        raw = tl.load(wp) if BITS == 4 else tl.load(wp, mask=(i * P + rk < w_pitch * 32)[None, :], other=0)
         if WHOLE:
             a = chosen_nibble(raw, (rk >= H)[None, :]) if BITS == 4 else raw
             d = _product(a, xa, start, SWAP)
@@ -120,7 +117,7 @@ def tiles(
         if GROUPED:
             at = (i // PER) * N + rn
             s = tl.load(scale + at, mask=in_n, other=0.0).to(tl.float32)
-            if XZERO:
+            if XZERO:  # noqa: SIM102 - the other one is a branch at run time
                 if i % PER == 0:
                     correction += tl.load(sums + at, mask=in_n, other=0).to(tl.float32) * s
             if BITS == 4:
@@ -180,8 +177,9 @@ def tiles(
 
 @triton.jit(do_not_specialize=["blocks", "pitch"])
 def unpack(w, zero, o, N, blocks, pitch, P: tl.constexpr, PER: tl.constexpr, SUBTRACT: tl.constexpr, PDL: tl.constexpr):
-    """planar16 to int8 rows of ``128 * pitch``: codes, less the integer zero point where SUBTRACT. One program per 16
-    rows and block; what lies behind the blocks is not written, x being 0 there.
+    """planar16 to int8 rows of ``128 * pitch``: codes, less the integer zero point where SUBTRACT.
+
+    One program per 16 rows and block; what lies behind the blocks is not written, x being 0 there.
     """
     H: tl.constexpr = P // 2
     plane, block = tl.program_id(0), tl.program_id(1)

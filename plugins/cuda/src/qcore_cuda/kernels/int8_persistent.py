@@ -1,4 +1,4 @@
-"""``persistent``: int8 times int8 for many rows, bound by the tensor cores: operands come through tensor descriptors (TMA).
+"""``persistent``: int8 times int8 for many rows, bound by the tensor cores; operands come through descriptors (TMA).
 
 Each program walks over tiles of the result. Made for sm_90 and later.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .int8_common import INT_ZERO, FLOAT_ZERO, ended, store, tile_order
+from .int8_common import FLOAT_ZERO, INT_ZERO, ended, store, tile_order
 from .rounding import begin
-
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 
 @triton.jit
@@ -88,10 +86,12 @@ def persistent(
     SPECIALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y ``(M, N)``. x, w: descriptors of codes with blocks ``(BM, P)`` and ``(BN, P)``; y_tiles: one of y with blocks
-    ``(BM, BN / PARTS)``, used where TMA_STORE. The result leaves in PARTS pieces, 1 or 2. GROUPED: no zero points.
-    Other arguments as for `int8_gemm.tiles`.
-    """
+    """y ``(M, N)`` by tiles of BM x BN.
+
+    x, w: descriptors of codes with blocks ``(BM, P)`` and ``(BN, P)``; y_tiles: one of y, blocks ``(BM, BN / PARTS)``,
+    used where TMA_STORE. The result leaves in PARTS pieces, 1 or 2. GROUPED: no zero points. Other arguments as for
+    `int8_gemm.tiles`.
+    """  # noqa: D403 - y is a name
     if ALIGNED:
         N = N // 16 * 16  # tells the compiler
     rows = (M + BM - 1) // BM

@@ -1,9 +1,9 @@
 """``slices``: int8 activations times an int4 or int8 weight for few rows, bound by reading the weight once.
 
 The weight is the A operand and the tokens are the columns of the tensor core's product. K is split inside the program:
-S slices, one per warp, each with an accumulator of its own, added in a fixed order at the end. Deterministic, one launch,
-no workspace. Sums of x, which zero points of the weight multiply, are one more product, with ones: they come out in the
-layout of the result.
+S slices, one per warp, each with an accumulator of its own, added in a fixed order at the end: deterministic, one
+launch, no workspace. Sums of x, which zero points of the weight multiply, are one more product, with ones: they come
+out in the layout of the result.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import triton.language as tl
 
 from .int8_common import FLOAT_ZERO, INT_ZERO, chosen_nibble, finish, nibbles
 from .rounding import begin
-
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 
 @triton.jit
@@ -81,7 +79,7 @@ def slices(
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y ``(M, N)`` for BM rows and BN columns.
+    """Y ``(M, N)`` for BM rows and BN columns.
 
     x: codes ``(M, 128 * pitch)``. w: planar16 with blocks of P (BITS 4), or rows16 with rows of ``32 * w_pitch``.
     ``blocks``: blocks of P along K; a group has PER of them (GROUPED), or one group is all of K.

@@ -1,9 +1,9 @@
 """Activations to int8 codes, one launch: per token with parameters computed here, or with given ones.
 
-All kernels: x ``(M, K)`` of any strides and any float dtype, codes q int8 ``(M, KQ)`` with KQ = K rounded up to 128 (codes
-0 behind K), scale and zero float32 ``(M,)``, total int32 ``(M,)`` the sum of a row's codes. Arithmetic as in
-``qcore.activations``: float32, division correctly rounded, half to even. A row that holds NaN or infinity gets scale NaN,
-and with it a result of NaN.
+x is ``(M, K)`` of any strides and any float dtype; codes q are int8 ``(M, KQ)`` with KQ = K rounded up to 128 (codes 0
+behind K), scale and zero float32 ``(M,)``, total, the sum of a row's codes, int32 ``(M,)``. Arithmetic as in
+``qcore.activations``: float32, division correctly rounded, half to even. A row that holds NaN gets scale NaN, and with
+it a result of NaN; so does one that holds infinity, where parameters come from the row.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import triton.language as tl
 
 from .rounding import asymmetric_scale, begin, code, magnitude, quotient, rounded, symmetric_scale
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
-
 SYMMETRIC: tl.constexpr = tl.constexpr(0)
 ASYMMETRIC: tl.constexpr = tl.constexpr(1)
 TENSOR: tl.constexpr = tl.constexpr(2)
@@ -22,7 +20,7 @@ TOKEN: tl.constexpr = tl.constexpr(3)
 
 
 @triton.jit
-def _extent(v, MODE: tl.constexpr):
+def extent(v, MODE: tl.constexpr):
     """What the scale of a row depends on, per element: `magnitude` below zero, and above it (or of all)."""
     size = magnitude(v)
     if MODE == ASYMMETRIC:
@@ -33,7 +31,7 @@ def _extent(v, MODE: tl.constexpr):
 
 
 @triton.jit
-def _parameters(below, above, row, given_scale, given_zero, MODE: tl.constexpr):
+def parameters(below, above, row, given_scale, given_zero, MODE: tl.constexpr):
     """Scale and zero point of a row."""
     if MODE == SYMMETRIC:
         s, z = symmetric_scale(above), tl.full((), 0.0, tl.float32)
@@ -50,7 +48,8 @@ def _parameters(below, above, row, given_scale, given_zero, MODE: tl.constexpr):
 
 
 @triton.jit
-def _encode(v, scale, inverse, zero, MODE: tl.constexpr, CODES: tl.constexpr):
+def encode(v, scale, inverse, zero, MODE: tl.constexpr, CODES: tl.constexpr):
+    """Codes of v, which holds codes already where CODES."""
     if CODES:
         c = v.to(tl.int32).to(tl.int8)
     elif MODE == SYMMETRIC or MODE == ASYMMETRIC:
@@ -81,7 +80,10 @@ def quantize_rows(
     TOTAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row. CODES: x is int8 and taken as it is. LOOP: K exceeds BLOCK, and x is read twice; otherwise the row stays in registers."""
+    """Codes and parameters, one program per row.
+
+    CODES: x is int8 and taken as it is. LOOP: K exceeds BLOCK, and x is read twice; else the row stays in registers.
+    """
     row = tl.program_id(0)
     o = tl.arange(0, BLOCK)
     KQ = (K + 127) // 128 * 128
@@ -94,30 +96,30 @@ def quantize_rows(
         for start in range(0, K, BLOCK):
             at = start + o
             v = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
-            below, above = _extent(v, MODE)
+            below, above = extent(v, MODE)
             most_below = tl.maximum(most_below, below)
             most_above = tl.maximum(most_above, above)
     else:
         v = tl.load(x + o.to(tl.int64) * column_stride, mask=o < K, other=0.0).to(tl.float32)
-        most_below, most_above = _extent(v, MODE)
+        most_below, most_above = extent(v, MODE)
     below = tl.max(most_below, 0)
     above = tl.max(most_above, 0)
     if MODE == TENSOR:
-        s, z = _parameters(below, above, row, given_scale_number, given_zero_number, MODE)
+        s, z = parameters(below, above, row, given_scale_number, given_zero_number, MODE)
     else:
-        s, z = _parameters(below, above, row, given_scale, given_zero, MODE)
+        s, z = parameters(below, above, row, given_scale, given_zero, MODE)
     inverse = tl.div_rn(1.0, s)
     if LOOP:
         sums = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, KQ, BLOCK):
             at = start + o
             v = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
-            c = tl.where(at < K, _encode(v, s, inverse, z, MODE, CODES), 0).to(tl.int8)
+            c = tl.where(at < K, encode(v, s, inverse, z, MODE, CODES), 0).to(tl.int8)
             tl.store(q + at, c, mask=at < KQ)
             if TOTAL:
                 sums += c.to(tl.int32)
     else:
-        c = _encode(v, s, inverse, z, MODE, CODES)
+        c = encode(v, s, inverse, z, MODE, CODES)
         if MODE != SYMMETRIC:
             c = tl.where(o < K, c, 0).to(tl.int8)
         tl.store(q + o, c, mask=o < KQ)
@@ -131,7 +133,7 @@ def quantize_rows(
 
 @triton.jit(do_not_specialize=["M"])
 def group_sums(q, sums, M, pitch, B: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):
-    """Sums of codes per block of B along K: q int8 ``(M, pitch)`` to int32 ``(blocks, M)``; behind the pitch are zeros."""
+    """Sums of codes per block of B along K: q int8 ``(M, pitch)`` to int32 ``(blocks, M)``; zeros follow the pitch."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     block = tl.program_id(1)
     at = block * B + tl.arange(0, B)

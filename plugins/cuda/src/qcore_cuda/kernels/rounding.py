@@ -6,8 +6,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
-
 
 @triton.jit
 def begin(PDL: tl.constexpr):
@@ -74,4 +72,3 @@ def usable(scale):
     """1 for 0, and at least the smallest normal float32; NaN stays."""
     floored = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
     return tl.where(scale == 0.0, 1.0, floored)
-

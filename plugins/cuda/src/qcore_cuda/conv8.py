@@ -1,0 +1,271 @@
+"""Convolutions with int8 activations, on the host's side: an implicit product where it fits, else quantized columns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .device import Device, device_of
+from .int8 import Codes, linear, options
+from .kernels.conv import gathered, quantize_columns, quantize_image
+from .launch import launch
+from .weights import Weight
+
+_COLUMN_BYTES = 1 << 25
+"""Codes of columns made at a time: they stay in the L2 cache until the product reads them."""
+_LEAST_COLUMNS = 128
+LARGEST_COLUMN = 1 << 15
+"""A column, its sides rounded up to powers of two, stays in the registers of one program."""
+
+
+class Geometry(NamedTuple):
+    """Height and width of kernel, stride, padding and dilation, and the number of channel groups."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    def output(self, height: int, width: int) -> tuple[int, int]:
+        """(OH, OW) for an image of (height, width)."""
+        sizes = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        oh, ow = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
+        return oh, ow
+
+
+class Given(NamedTuple):
+    """How activations are quantized: per column, ``symmetric`` or not, or all by ``scale`` and ``zero``."""
+
+    symmetric: bool
+    scale: float | None
+    zero: int
+
+
+class Result(NamedTuple):
+    """What comes out: ``dtype``, and for int8 results their scale and zero point."""
+
+    dtype: torch.dtype
+    scale: float | None
+    zero: int
+
+
+def column_size(taps: int, channels: int) -> int:
+    """Elements that `quantize_columns` holds for a column of ``taps`` times ``channels``."""
+    return _power(taps) * _power(channels)
+
+
+def conv2d(
+    x: Tensor,
+    weight: Weight,
+    sums: Tensor | None,
+    bias: Tensor | None,
+    geometry: Geometry,
+    given: Given,
+    result: Result,
+) -> Tensor:
+    """X ``(B, IC, H, W)`` to rows ``(B * OH * OW, OC)``; arguments as for `int8.linear`."""
+    g = geometry.groups
+    if g > 1:
+        parts = [
+            conv2d(
+                x[:, i * (x.shape[1] // g) : (i + 1) * (x.shape[1] // g)],
+                _group(weight, i, g),
+                None if sums is None else _part(sums, i, g),
+                None if bias is None else bias[i * (weight.n // g) : (i + 1) * (weight.n // g)].contiguous(),
+                geometry._replace(groups=1),
+                given,
+                result,
+            )
+            for i in range(g)
+        ]
+        return torch.cat(parts, dim=1)
+    if is_implicit(weight, x.shape[1], given) and sums is not None:
+        return _implicit(x, weight, sums, bias, geometry, given, result)
+    return _by_columns(x, weight, sums, bias, geometry, given, result)
+
+
+def is_implicit(weight: Weight, channels: int, given: Given) -> bool:
+    """Whether the product gathers its columns itself: int8 per channel without zero points, one scale for all of x."""
+    plain = weight.bits == 8 and weight.zero is None and weight.scale.shape[0] == 1
+    return plain and given.scale is not None and channels % 32 == 0 and weight.k < 1 << 15
+
+
+def _group(weight: Weight, i: int, groups: int) -> Weight:
+    """Rows of one channel group; their number is a multiple of 16."""
+    n = weight.n // groups
+    rows = n // 16 if weight.bits == 4 else n
+    zero = None if weight.zero is None else _part(weight.zero, i, groups)
+    return weight._replace(
+        data=weight.data[i * rows : (i + 1) * rows], scale=_part(weight.scale, i, groups), zero=zero, n=n
+    )
+
+
+def _part(parameter: Tensor, i: int, groups: int) -> Tensor:
+    n = parameter.shape[1] // groups
+    return parameter[:, i * n : (i + 1) * n].contiguous()
+
+
+def _power(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _implicit(
+    x: Tensor,
+    weight: Weight,
+    sums: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    given: Given,
+    result: Result,
+) -> Tensor:
+    device, (batch, channels, height, width) = device_of(x.device), x.shape
+    oh, ow = geometry.output(height, width)
+    m, n = batch * oh * ow, weight.n
+    q = image_codes(x, geometry, given, device)
+    y = torch.empty((m, n), dtype=result.dtype, device=x.device)
+    bk = next(size for size in (128, 64, 32) if channels % size == 0)
+    bm, bn, warps, stages = _tile(m, n, device)
+    launch(
+        gathered,
+        (-(-m // bm) * -(-n // bn),),
+        q,
+        weight.data,
+        weight.scale,
+        sums,
+        y if bias is None else bias,
+        y,
+        float(given.scale or 1.0),
+        float(given.zero),
+        float(result.scale or 1.0),
+        float(result.zero),
+        m,
+        n,
+        channels // 32,
+        weight.data.shape[1] // 32,
+        oh,
+        ow,
+        q.shape[1],
+        q.shape[2],
+        *geometry.stride,
+        *geometry.dilation,
+        geometry.kernel[1],
+        geometry.kernel[0] * geometry.kernel[1],
+        BK=bk,
+        BN=bn,
+        BM=bm,
+        STAGES=stages,
+        GROUP_M=8,
+        HAS_BIAS=bias is not None,
+        OUT=0 if result.scale is None else 1,
+        ALIGNED=n % 16 == 0,
+        **options(device, warps),
+    )
+    return y
+
+
+def _tile(m: int, n: int, device: Device) -> tuple[int, int, int, int]:
+    """BM, BN, warps and stages."""
+    if device.arch == 0 or device.arch < 80:
+        return 64, 64, 4, 2
+    if n > 128 and n % 16 == 0 and -(-m // 128) * -(-n // 256) >= device.sms:
+        return (128, 256, 8, 4) if device.arch in {90, 100, 103} else (128, 128, 8, 3)
+    if n > 64 and -(-m // 128) * -(-n // 128) >= device.sms:
+        return 128, 128, 8, 3
+    return (128, 64, 4, 3) if n > 32 else (128, 32, 4, 3)
+
+
+def image_codes(x: Tensor, geometry: Geometry, given: Given, device: Device) -> Tensor:
+    """Codes ``(B, H + 2 * padding, W + 2 * padding, C)``, the border holding the zero point."""
+    batch, channels, height, width = x.shape
+    top, left = geometry.padding
+    hp, wp = height + 2 * top, width + 2 * left
+    q = torch.empty((batch, hp, wp, channels), dtype=torch.int8, device=x.device)
+    last = x.stride(1) == 1
+    bc = min(256 if last else 64, _power(channels))
+    bp = 4096 // bc if last else 64
+    launch(
+        quantize_image,
+        (-(-hp * wp // bp), -(-channels // bc), batch),
+        x,
+        q,
+        float(given.scale or 1.0),
+        float(given.zero),
+        channels,
+        height,
+        width,
+        top,
+        left,
+        hp,
+        wp,
+        *x.stride(),
+        CODES=x.dtype == torch.int8,
+        BP=bp,
+        BC=bc,
+        **options(device, 4),
+    )
+    return q
+
+
+def _by_columns(
+    x: Tensor,
+    weight: Weight,
+    sums: Tensor | None,
+    bias: Tensor | None,
+    geometry: Geometry,
+    given: Given,
+    result: Result,
+) -> Tensor:
+    oh, ow = geometry.output(*x.shape[2:])
+    rows = x.shape[0] * oh * ow
+    step = max(_LEAST_COLUMNS, _COLUMN_BYTES // (-(-weight.k // 128) * 128) // 128 * 128)
+    numbers = (result.scale, result.zero) if result.scale is not None else (None, None)
+    parts = []
+    for first in range(0, rows, step):
+        codes = column_codes(x, geometry, given, first, min(step, rows - first), weight)
+        parts.append(linear(codes, weight, sums, bias, result.dtype, *numbers))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def column_codes(x: Tensor, geometry: Geometry, given: Given, first: int, count: int, weight: Weight) -> Codes:
+    """Codes of ``count`` columns from position ``first`` on, as `int8.quantize_rows` would make them of those rows."""
+    device, (_, channels, height, width) = device_of(x.device), x.shape
+    kh, kw = geometry.kernel
+    mode = 2 if given.scale is not None else 0 if given.symmetric else 1
+    q = torch.empty((count, -(-weight.k // 128) * 128), dtype=torch.int8, device=x.device)
+    scale = torch.empty((count,), dtype=torch.float32, device=x.device)
+    zero = torch.empty_like(scale) if mode else None
+    wanted = weight.zero is not None and weight.scale.shape[0] == 1
+    total = torch.empty((count,), dtype=torch.int32, device=x.device) if wanted else None
+    size = column_size(kh * kw, channels)
+    launch(
+        quantize_columns,
+        (count,),
+        x,
+        q,
+        scale,
+        scale if zero is None else zero,
+        scale if total is None else total,
+        float(given.scale or 1.0),
+        float(given.zero),
+        first,
+        channels,
+        height,
+        width,
+        *geometry.output(height, width),
+        *geometry.stride,
+        *geometry.padding,
+        *geometry.dilation,
+        kw,
+        kh * kw,
+        *x.stride(),
+        MODE=mode,
+        CODES=x.dtype == torch.int8,
+        TAPS=_power(kh * kw),
+        BC=_power(channels),
+        TOTAL=wanted,
+        **options(device, max(1, min(16, size // 1024))),
+    )
+    return Codes(q, scale, zero, total)

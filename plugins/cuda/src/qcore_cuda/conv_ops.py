@@ -1,0 +1,119 @@
+"""``torch.ops.qcore_cuda.conv2d_*``: convolutions, whose results are channels-last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .ops import define, settled, unsettled
+from .weights import Weight
+
+# ruff: noqa: ARG001 - a fake has the signature of its op
+
+_Pair = list[int]
+
+
+def conv2d_a8(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, bias: Tensor | None,
+    n: int, k: int, bits: int, group: int, kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int,
+    symmetric: bool, static_scale: float | None, static_zero_point: int,
+    output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Int8 activations: x ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``; other arguments as for `ops.linear_a8`."""
+    if unsettled(x):
+        with settled(x):
+            return conv2d_a8(
+                x, data, scale, zero, sums, bias, n, k, bits, group, kernel, stride, padding, dilation, groups,
+                symmetric, static_scale, static_zero_point, output_scale, output_zero_point, out_dtype,
+            )  # fmt: skip
+    from .conv8 import Geometry, Given, Result, conv2d
+
+    geometry = Geometry(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)  # type: ignore[arg-type]
+    size = geometry.output(*x.shape[2:])
+    if not x.shape[0]:
+        return _image(x.new_empty((0, n), dtype=out_dtype), x, size)
+    y = conv2d(
+        x,
+        Weight(data, scale, zero, n, k, bits, group),
+        sums,
+        bias,
+        geometry,
+        Given(symmetric, static_scale, static_zero_point),
+        Result(out_dtype, output_scale, output_zero_point),
+    )
+    return _image(y, x, size)
+
+
+def conv2d_a16(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None,
+    n: int, k: int, bits: int, group: int, kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Float activations: the weight is dequantized; torch convolves in x's dtype, in float32 for wider results."""
+    if unsettled(x):
+        with settled(x):
+            return conv2d_a16(
+                x, data, scale, zero, bias, n, k, bits, group, kernel, stride, padding, dilation, groups, out_dtype
+            )
+    from .weight_only import dense
+
+    dtype = x.dtype if x.dtype == out_dtype else torch.float32
+    w = dense(Weight(data, scale, zero, n, k, bits, group), dtype).view(n, *kernel, -1).permute(0, 3, 1, 2)
+    fused = bias if bias is not None and bias.dtype == dtype else None
+    x = x.to(dtype)
+    if dtype != torch.float32:
+        x = x.contiguous(memory_format=torch.channels_last)  # what tensor cores take; w is so already
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        y = F.conv2d(x, w, fused, stride, padding, dilation, groups)
+    if bias is not None and fused is None:
+        y = y.float() + bias.float().view(-1, 1, 1)
+    return _last(y.to(out_dtype))
+
+
+def _image(y: Tensor, x: Tensor, size: tuple[int, int]) -> Tensor:
+    return y.view(x.shape[0], *size, y.shape[1]).movedim(-1, 1)
+
+
+def _last(y: Tensor) -> Tensor:
+    """With the strides of `_image`, which is what the fake says."""
+    return y.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def _fake(x: Tensor, n: int, out_dtype: torch.dtype, sizes: tuple[_Pair, _Pair, _Pair, _Pair]) -> Tensor:
+    kernel, stride, padding, dilation = sizes
+    oh, ow = ((x.shape[2 + i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2))
+    return x.new_empty((x.shape[0], oh, ow, n), dtype=out_dtype).movedim(-1, 1)
+
+
+def _conv2d_a8_fake(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, bias: Tensor | None,
+    n: int, k: int, bits: int, group: int, kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, *rest: Any,
+) -> Tensor:  # fmt: skip
+    return _fake(x, n, rest[-1], (kernel, stride, padding, dilation))
+
+
+def _conv2d_a16_fake(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None,
+    n: int, k: int, bits: int, group: int, kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, *rest: Any,
+) -> Tensor:  # fmt: skip
+    return _fake(x, n, rest[-1], (kernel, stride, padding, dilation))
+
+
+_SIZES = "int n, int k, int bits, int group, int[2] kernel, int[2] stride, int[2] padding, int[2] dilation, int groups"
+
+op_conv2d_a8 = define(
+    f"conv2d_a8(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? sums, Tensor? bias, {_SIZES}, "
+    f"bool symmetric, float? static_scale, int static_zero_point, float? output_scale, int output_zero_point, "
+    f"ScalarType out_dtype) -> Tensor",
+    conv2d_a8,
+    _conv2d_a8_fake,
+)
+op_conv2d_a16 = define(
+    f"conv2d_a16(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, {_SIZES}, "
+    f"ScalarType out_dtype) -> Tensor",
+    conv2d_a16,
+    _conv2d_a16_fake,
+)

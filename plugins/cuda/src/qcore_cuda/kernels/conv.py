@@ -1,0 +1,234 @@
+"""Convolutions with int8 activations: an image quantized once, a product that gathers its columns, columns quantized.
+
+A column is the receptive field of one output position in one channel group, in (KH, KW, IC) order; row m of a product
+is the position ``(image, oh, ow)`` counted in that order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .int8_common import finish, tile_order
+from .quantize import encode, extent, parameters
+from .rounding import begin, code
+
+
+@triton.jit(do_not_specialize=["H", "W", "scale", "zero", "top", "left", "HP", "WP"])
+def quantize_image(
+    x,
+    q,
+    scale,
+    zero,
+    C,
+    H,
+    W,
+    top,
+    left,
+    HP,
+    WP,
+    batch_stride,
+    channel_stride,
+    row_stride,
+    column_stride,
+    CODES: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Codes q int8 ``(B, HP, WP, C)`` of x ``(B, C, H, W)`` of any strides.
+
+    The border, ``top`` and ``left`` wide, holds the zero point. CODES: x holds codes already. One program per BP pixels
+    and BC channels.
+    """
+    pixel = tl.program_id(0) * BP + tl.arange(0, BP)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    image = tl.program_id(2).to(tl.int64)
+    h, w = pixel // WP - top, pixel % WP - left
+    inside = (h >= 0) & (h < H) & (w >= 0) & (w < W)
+    x += image * batch_stride
+    at = (h.to(tl.int64) * row_stride + w.to(tl.int64) * column_stride)[:, None] + channel.to(tl.int64)[
+        None, :
+    ] * channel_stride
+    in_c = (channel < C)[None, :]
+    begin(PDL)
+    v = tl.load(x + at, mask=inside[:, None] & in_c, other=0)
+    s = tl.full((), scale, tl.float32)
+    z = tl.full((), zero, tl.float32)
+    if CODES:
+        c = tl.where(inside[:, None], v.to(tl.int32), z.to(tl.int32)).to(tl.int8)
+    else:
+        c = code(v.to(tl.float32), s, tl.div_rn(1.0, s), z)
+    q += image * HP * WP * C
+    tl.store(q + pixel[:, None] * C + channel[None, :], c, mask=(pixel < HP * WP)[:, None] & in_c)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "x_scale", "x_zero", "out_scale_number", "out_zero_number", "M", "N", "C32", "w_pitch", "OH", "OW", "HP", "WP",
+        "stride_h", "stride_w", "dilation_h", "dilation_w", "KW", "taps",
+    ]
+)  # fmt: skip
+def gathered(
+    x,
+    w,
+    scale,
+    sums,
+    bias,
+    y,
+    x_scale,
+    x_zero,
+    out_scale_number,
+    out_zero_number,
+    M,
+    N,
+    C32,
+    w_pitch,
+    OH,
+    OW,
+    HP,
+    WP,
+    stride_h,
+    stride_w,
+    dilation_h,
+    dilation_w,
+    KW,
+    taps,
+    BK: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OUT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Implicit product: y ``(M, N)`` = columns of x times w, int8 per channel; x has one scale and zero point.
+
+    x: codes ``(B, HP, WP, 32 * C32)`` with their border; BK divides the channels. w: rows16, rows of ``32 * w_pitch``.
+    """
+    if ALIGNED:
+        N = N // 16 * 16  # tells the compiler
+    C = C32 * 32
+    pm, pn = tile_order(tl.program_id(0), (M + BM - 1) // BM, (N + BN - 1) // BN, GROUP_M)
+    m0, n0 = pm * BM, pn * BN
+    lm = tl.arange(0, BM)
+    rm = m0 + lm
+    rn = n0 + tl.arange(0, BN)
+    rk = tl.arange(0, BK)
+    position = tl.minimum(rm, M - 1)
+    image = position // (OH * OW)
+    inside = position % (OH * OW)
+    pixel = (image.to(tl.int64) * HP + inside // OW * stride_h) * WP + inside % OW * stride_w
+    xp = x + (pixel * C)[:, None] + rk[None, :]
+    row = tl.minimum(rn, (N + 15) // 16 * 16 - 1).to(tl.int64)
+    wp = w + (row * (w_pitch * 32))[:, None] + rk[None, :]
+    per_tap = C // BK
+    acc = tl.zeros((BM, BN), tl.int32)
+    begin(PDL)
+    for i in tl.range(0, taps * per_tap, num_stages=STAGES):
+        tap = i // per_tap
+        shift = (tap // KW * dilation_h * WP + tap % KW * dilation_w) * C + (i % per_tap) * BK
+        a = tl.load(xp + shift)
+        b = tl.load(wp)
+        acc = tl.dot(a, tl.trans(b), acc, out_dtype=tl.int32)
+        wp += BK
+    in_n = rn < N
+    z = tl.full((), x_zero, tl.float32).to(tl.int32)
+    acc -= (tl.load(sums + rn, mask=in_n, other=0) * z)[None, :]
+    s = tl.load(scale + rn, mask=in_n, other=0.0).to(tl.float32)
+    v = acc.to(tl.float32) * s[None, :] * x_scale
+    finish(
+        v,
+        lm[:, None],
+        rm[:, None],
+        rn[None, :],
+        M,
+        N,
+        bias,
+        y,
+        y,
+        out_scale_number,
+        out_zero_number,
+        y + m0.to(tl.int64) * N,
+        HAS_BIAS,
+        OUT,
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first", "given_scale", "given_zero", "OH", "OW", "H", "W", "stride_h", "stride_w", "top", "left", "dilation_h",
+        "dilation_w", "KW", "taps",
+    ]
+)  # fmt: skip
+def quantize_columns(
+    x,
+    q,
+    scale,
+    zero,
+    total,
+    given_scale,
+    given_zero,
+    first,
+    C,
+    H,
+    W,
+    OH,
+    OW,
+    stride_h,
+    stride_w,
+    top,
+    left,
+    dilation_h,
+    dilation_w,
+    KW,
+    taps,
+    batch_stride,
+    channel_stride,
+    row_stride,
+    column_stride,
+    MODE: tl.constexpr,
+    CODES: tl.constexpr,
+    TAPS: tl.constexpr,
+    BC: tl.constexpr,
+    TOTAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Codes of columns, as `quantize.quantize_rows` makes them of rows: of positions from ``first`` on, a program each.
+
+    x: ``(B, C, H, W)`` of any strides. TAPS, BC: ``taps`` and C rounded up to powers of two.
+    """
+    row = tl.program_id(0)
+    position = first + row
+    image = position // (OH * OW)
+    inside = position % (OH * OW)
+    tap = tl.arange(0, TAPS)
+    h = inside // OW * stride_h - top + tap // KW * dilation_h
+    w = inside % OW * stride_w - left + tap % KW * dilation_w
+    channel = tl.arange(0, BC)
+    real = (tap < taps)[:, None] & (channel < C)[None, :]
+    seen = real & ((h >= 0) & (h < H) & (w >= 0) & (w < W))[:, None]
+    x += image.to(tl.int64) * batch_stride
+    at = (h.to(tl.int64) * row_stride + w.to(tl.int64) * column_stride)[:, None] + channel.to(tl.int64)[
+        None, :
+    ] * channel_stride
+    begin(PDL)
+    v = tl.load(x + at, mask=seen, other=0).to(tl.float32)
+    below, above = extent(v, MODE)
+    s, z = parameters(tl.max(tl.max(below, 1), 0), tl.max(tl.max(above, 1), 0), row, given_scale, given_zero, MODE)
+    if CODES:
+        v = tl.where(seen, v, z)
+    c = encode(v, s, tl.div_rn(1.0, s), z, MODE, CODES)
+    K = taps * C
+    KQ = (K + 127) // 128 * 128
+    q += row.to(tl.int64) * KQ
+    tl.store(q + tap[:, None] * C + channel[None, :], c, mask=real)
+    tail = K + tl.arange(0, 128)
+    tl.store(q + tail, tl.zeros((128,), tl.int8), mask=tail < KQ)
+    tl.store(scale + row, s)
+    if MODE:
+        tl.store(zero + row, z)
+    if TOTAL:
+        tl.store(total + row, tl.sum(tl.sum(tl.where(real, c.to(tl.int32), 0), 1), 0))

@@ -1,0 +1,109 @@
+"""Convolutions in Triton's interpreter, against the contract's reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qcore import Scheme
+from qcore.contracts import CONV2D
+from qcore.contracts.conv2d import _SHAPES, _problem, _request, _Shape
+from qcore.contracts.inputs import Draw
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+SCHEMES = (
+    "w8a8-static",
+    "w8a8",
+    "w8a8-asym",
+    "w8a8-aasym",
+    "w8a8-static-o8",
+    "w4a8",
+    "w4a8-g32-asym-aasym",
+    "w8a8-g64",
+)
+GATHERED = (
+    _Shape("gathered", (2, 32, 6, 7), 20, (3, 3), padding=(1, 1), bias=True),
+    _Shape("gathered-strided", (1, 64, 9, 9), 33, (3, 3), stride=(2, 1), padding=(1, 0), dilation=(2, 1)),
+    _Shape("gathered-last", (2, 32, 5, 5), 70, (3, 3), padding=(2, 2), channels_last=True),
+)
+GROUPS = (_Shape("groups-of-16", (2, 64, 5, 5), 32, (3, 3), groups=2, padding=(1, 1), bias=True),)
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    """The ops also for the CPU, which the plugin does not register them for."""
+    from qcore_cuda import conv_ops, ops
+
+    library = torch.library.Library(ops.NAMESPACE, "IMPL")
+    for name, function in (("linear_a8", ops._linear_a8), ("conv2d_a8", conv_ops.conv2d_a8)):
+        library.impl(name, function, "CPU")
+    yield
+    library._destroy()
+
+
+def problem(scheme, shape, dtype=torch.float32):
+    draw = Draw(torch.Generator().manual_seed(3))
+    request = _request(draw.fill(Scheme.parse(scheme)), torch.device("cpu"), dtype, shape)
+    return _problem(draw, request, shape)
+
+
+def check(case):
+    from qcore_cuda.conv2d import kernel
+
+    made = kernel(case.request)
+    y = made(case.x, made.pack(case.weight), case.bias)
+    verdict = CONV2D.judge(case, y)
+    assert verdict.ok, verdict.message
+    return y
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", [s for s in _SHAPES if s.groups == 1], ids=lambda shape: shape.name)
+def test_every_scheme_is_right_for_every_shape(scheme, shape):
+    check(problem(scheme, shape, torch.bfloat16 if "3" in shape.name else torch.float32))
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("shape", [*GATHERED, *GROUPS], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("scheme", ["w8a8-static", "w8a8-static-o8", "w4a8-g32-static", "w8a8"])
+def test_wide_channels_and_groups_are_right(scheme, shape):
+    check(problem(scheme, shape))
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("shape", [GATHERED[1], _SHAPES[4]], ids=lambda shape: shape.name)
+def test_codes_are_taken_as_they_are_and_padded_with_the_zero_point(shape):
+    check(problem("w8a8-static-o8", shape, torch.int8))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_columns_made_in_parts_give_the_same(monkeypatch):
+    from qcore_cuda import conv8
+
+    case = problem("w8a8", GATHERED[0])
+    whole = check(case)
+    monkeypatch.setattr(conv8, "_COLUMN_BYTES", 1)
+    monkeypatch.setattr(conv8, "_LEAST_COLUMNS", 16)
+    assert torch.equal(check(case), whole)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_results_have_the_strides_that_a_trace_expects():
+    from qcore_cuda import conv_ops
+
+    case = problem("w8a8-static", GATHERED[0])
+    r = case.request
+    fake = conv_ops._fake(case.x, r.n, r.out_dtype, (r.kernel_size, r.stride, r.padding, r.dilation))
+    y = check(case)
+    assert (fake.shape, fake.stride(), fake.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+def test_what_has_no_kernel_is_refused_with_a_reason():
+    from qcore_cuda.conv2d import kernel
+
+    depthwise = problem("w8a8", next(s for s in _SHAPES if s.name == "depthwise")).request
+    assert "channel groups" in kernel(depthwise)
+    long = problem("w8a8", _Shape("long", (1, 2048, 9, 9), 16, (5, 5))).request
+    assert "too long" in kernel(long)

@@ -1,0 +1,101 @@
+"""Quantizing activations in Triton's interpreter, against the formulas of `qcore.activations`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qcore.activations import dynamic_parameters, quantize_int8
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+
+def assert_codes(actual, x, scale, zero):
+    """The same codes, but next to a tie: the interpreter's multiply-add rounds twice, a GPU's once."""
+    expected = quantize_int8(x, scale, zero)
+    off = actual[:, : x.shape[1]].int() - expected.int()
+    steps = x.float() / scale
+    tie = ((steps - steps.floor()) - 0.5).abs() < 2.0**-12
+    assert not (off.abs() > tie).any()
+
+
+def rows(m, k, dtype=torch.float32):
+    return (torch.randn(m, k, generator=torch.Generator().manual_seed(m + k)) + 0.3).to(dtype)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "k"), [(1, 1), (1, 77), (3, 128), (2, 600)])
+def test_codes_and_parameters_are_those_of_the_formula(symmetric, dtype, m, k):
+    from qcore_cuda.int8 import quantize_rows
+
+    x = rows(m, k, dtype)
+    codes = quantize_rows(x, symmetric=symmetric, total=True)
+    scale, zero = dynamic_parameters(x, symmetric)
+    assert torch.equal(codes.scale, scale.flatten())
+    assert (codes.zero is None) == symmetric
+    assert symmetric or torch.equal(codes.zero, zero.flatten())
+    assert codes.q.shape == (m, -(-k // 128) * 128)
+    assert_codes(codes.q, x, scale, zero)
+    assert not codes.q[:, k:].any()
+    assert torch.equal(codes.total, codes.q.sum(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rows_longer_than_the_registers_hold_are_read_twice(symmetric):
+    from qcore_cuda.int8 import quantize_rows
+
+    x = rows(2, 40001)
+    codes = quantize_rows(x, symmetric=symmetric, total=True)
+    scale, zero = dynamic_parameters(x, symmetric)
+    assert_codes(codes.q, x, scale, zero)
+    assert torch.equal(codes.total, codes.q.sum(1, dtype=torch.int32))
+
+
+def test_strides_do_not_matter():
+    from qcore_cuda.int8 import quantize_rows
+
+    x = rows(6, 40)
+    assert torch.equal(quantize_rows(x.t(), symmetric=True).q, quantize_rows(x.t().contiguous(), symmetric=True).q)
+    part = x[::2, 1::3]
+    assert_codes(quantize_rows(part, symmetric=True).q, part, *dynamic_parameters(part))
+
+
+def test_a_row_of_zeros_has_scale_one():
+    from qcore_cuda.int8 import quantize_rows
+
+    codes = quantize_rows(torch.zeros(2, 5), symmetric=False)
+    assert codes.scale.tolist() == [1.0, 1.0]
+    assert (codes.q[:, :5] == -128).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_is_no_number_makes_the_scale_none(bad, symmetric):
+    from qcore_cuda.int8 import quantize_rows
+
+    x = rows(3, 20)
+    x[1, 3] = bad
+    scale = quantize_rows(x, symmetric=symmetric).scale
+    assert scale.isnan().tolist() == [False, True, False]
+
+
+def test_given_numbers_clamp_and_pass_on():
+    from qcore_cuda.int8 import quantize_given
+
+    x = rows(3, 20) * 10
+    x[0, 0], x[0, 1] = float("inf"), -float("inf")
+    codes = quantize_given(x, 0.05, -3)
+    assert_codes(codes.q, x, 0.05, -3)
+    assert codes.zero.tolist() == [-3.0] * 3
+    assert torch.equal(codes.scale, torch.full((3,), 0.05))
+
+
+def test_given_parameters_per_token_and_codes_as_they_are():
+    from qcore_cuda.int8 import quantize_given
+
+    x, scale, zero = rows(3, 20), torch.tensor([0.1, 0.02, 0.5]), torch.tensor([1, -30, 7], dtype=torch.int32)
+    codes = quantize_given(x, scale, zero)
+    assert_codes(codes.q, x, scale[:, None], zero[:, None].float())
+    whole = torch.randint(-128, 128, (3, 20), dtype=torch.int8)
+    assert torch.equal(quantize_given(whole, scale, zero).q[:, :20], whole)
