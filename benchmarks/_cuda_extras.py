@@ -26,6 +26,7 @@ Row = tuple[str, ...]
 MIB = 1 << 20
 LLAMA_8B = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (4096, 128256))
 """(K, N) of the different linear layers."""
+CONV_SCHEMES = ("w8a8", "w8a16")
 COLD_ROWS = (1, 16, 64, 512)
 COLD_LIMITS = {"empty": 20.0, "filled": 2.0}
 """Seconds to the results of every layer at one row, by the state of Triton's cache."""
@@ -70,14 +71,13 @@ def _peak(problem: Problem, rows: tuple[int, ...], layer: nn.Module | None) -> l
     return cells
 
 
-def convolution(schemes: tuple[str, ...] = ("w8a8", "w8a16")) -> tuple[dict[str, float], list[Row]]:
-    """Ratios to cuDNN in bfloat16, and the lines of a table: 256 -> 256, 3 x 3, 56 x 56, batch 32, channels last."""
+def convolution(channels: int = 256, size: int = 56, batch: int = 32) -> tuple[dict[str, float], list[Row]]:
+    """Ratios to cuDNN in bfloat16, and the lines of a table: a 3 x 3 kernel, channels last."""
     torch.backends.cudnn.benchmark = True
-    x = torch.randn(32, 256, 56, 56, device=DEVICE, dtype=BF16).to(memory_format=torch.channels_last)
-    conv = nn.Conv2d(256, 256, 3, padding=1, bias=False, device=DEVICE, dtype=BF16).to(
-        memory_format=torch.channels_last
-    )
-    made = {s: QuantizedConv2d.from_float(conv, s) for s in schemes}
+    x = torch.randn(batch, channels, size, size, device=DEVICE, dtype=BF16).to(memory_format=torch.channels_last)
+    conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, device=DEVICE, dtype=BF16)
+    conv = conv.to(memory_format=torch.channels_last)
+    made = {s: QuantizedConv2d.from_float(conv, s) for s in CONV_SCHEMES}
     served = {s: layer for s, layer in made.items() if _kernel(layer).name.startswith(OURS)}
     base, *times = in_turns([Replay([partial(layer, x)]) for layer in (conv, *served.values())])
     ratios = {s: base / us for s, us in zip(served, times, strict=True)}

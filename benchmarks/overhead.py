@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -119,17 +120,23 @@ for i in range(10):
     plugin.qcore_linear = qcore.hookimpl(lambda request: qcore.Refusal("no"))
     registry.add(plugin.__name__, plugin)
 """
+_KEPT, _FIRST = "verdict on disk", "nothing on disk: it verifies the kernel"
+_SCHEMES = ("w4a16-g128", "w8a16", "w8a8", "w4a8-g32")
+
+
+def _explain(scheme: str) -> str:
+    timed = f"t = time.perf_counter()\nqcore.explain({scheme!r})\nprint(time.perf_counter() - t)"
+    return f"{_START}{_PLUGINS}qcore.plugins()\ngc.collect()\n{timed}"
+
+
 _TIMES = {
     "`import qcore` after `import torch`": (_START + "print(time.perf_counter() - t)", 80),
     "discovery (`qcore.plugins()`)": (
         _START + "gc.collect()\nt = time.perf_counter()\nqcore.plugins()\nprint(time.perf_counter() - t)",
         100,
     ),
-    "`explain` with ten plugins, verdict on disk": (
-        _START + _PLUGINS + "qcore.plugins()\ngc.collect()\nt = time.perf_counter()\n"
-        "qcore.explain('w4a16-g128')\nprint(time.perf_counter() - t)",
-        50,
-    ),
+    **{f"`explain('{scheme}')` with ten plugins, {_KEPT}": (_explain(scheme), 50) for scheme in _SCHEMES},
+    **{f"`explain('{scheme}')` with ten plugins, {_FIRST}": (_explain(scheme), 50) for scheme in _SCHEMES},
 }
 
 
@@ -138,13 +145,15 @@ def process_rows(count: int) -> list[tuple[str, ...]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, (code, limit) in _TIMES.items():
-            times = [_fresh(code, folder) for _ in range(count + 1)][1:]  # the first fills caches on disk
+            times = [_fresh(code, folder, forget=_FIRST in name) for _ in range(count + 1)][1:]  # the first compiles
             rows.append((name, f"{statistics.median(times):.1f}", f"{min(times):.1f}", str(limit)))
     return rows
 
 
-def _fresh(code: str, folder: str) -> float:
-    # Compiled modules as an installation has them, whatever this machine's settings are; verdicts on disk.
+def _fresh(code: str, folder: str, *, forget: bool = False) -> float:
+    if forget:
+        shutil.rmtree(f"{folder}/cache", ignore_errors=True)
+    # Compiled modules as an installation has them, whatever this machine's settings are.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("QCORE_", "PYTHON"))}
     environ |= {"PYTHONPYCACHEPREFIX": f"{folder}/pyc", "QCORE_CACHE_DIR": f"{folder}/cache"}
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environ)  # noqa: S603

@@ -34,12 +34,16 @@ class Stopwatch:
 def bench(monkeypatch):
     """The benchmark's modules, looking at the CPU and at the built-in kernels."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    parts = {name: importlib.import_module(f"_cuda_{name}") for name in ("problem", "contest", "targets", "report")}
-    monkeypatch.setattr(parts["problem"], "DEVICE", "cpu")
-    monkeypatch.setattr(parts["problem"], "OURS", "torch.")
+    parts = {
+        name: importlib.import_module(f"_cuda_{name}") for name in ("problem", "contest", "targets", "report", "extras")
+    }
     monkeypatch.setattr(parts["problem"], "copies_of", lambda size: 3)
-    monkeypatch.setattr(parts["contest"], "Replay", Stopwatch)
-    monkeypatch.setattr(parts["contest"], "in_turns", lambda replays: [replay.time() for replay in replays])
+    for part in ("problem", "extras"):
+        monkeypatch.setattr(parts[part], "DEVICE", "cpu")
+        monkeypatch.setattr(parts[part], "OURS", "torch.")
+    for part in ("contest", "extras"):
+        monkeypatch.setattr(parts[part], "Replay", Stopwatch)
+        monkeypatch.setattr(parts[part], "in_turns", lambda replays: [replay.time() for replay in replays])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
     with torch.no_grad():
@@ -83,6 +87,27 @@ def test_a_contender_that_gives_other_bits_each_time_is_pointed_out(bench):
     assert "differ" in contest.cells(2)[1].note
 
 
+def test_convolutions_are_judged_by_their_own_weight(bench):
+    ratios, rows = bench["extras"].convolution(channels=8, size=6, batch=2)
+    assert set(ratios) == {"w8a8", "w8a16"}
+    assert rows[0][0] == "cuDNN bf16"
+    assert all(float(row[-1]) < 2e-2 for row in rows[1:])
+
+
+def test_host_time_is_taken_of_layers_and_kernels(bench):
+    times = bench["extras"].host_time(bench["problem"].Problem(256, 128))
+    assert all(us > 0 for us in times.values())
+    assert {"bf16 F.linear", "layer w4a16-g128", "kernel w8a8"} <= set(times)
+
+
+def test_a_cold_start_reports_seconds_by_rows(bench, monkeypatch, capsys):
+    monkeypatch.setattr(bench["extras"], "LLAMA_8B", ((256, 128), (4096, 16)))
+    bench["extras"].cold_child("w4a16-g128")
+    times = json.loads(capsys.readouterr().out)
+    assert [int(m) for m in times] == list(bench["extras"].COLD_ROWS)
+    assert 0 < times["1"] < times["512"]
+
+
 def cell(bench, name, ratio, rows=1, size=(4096, 4096), competes=None, share=0.5):
     return bench["targets"].Cell(name, competes or name, *size, rows, 10.0 / ratio, ratio, share, 1e-3)
 
@@ -117,6 +142,7 @@ def test_the_other_promises(bench):
     host = {"bf16 F.linear": 15.0, "layer w8a8": 13.0, "kernel w8a8": 20.0}
     verdicts = list(bench["targets"].verdicts(cells, host, {"w8a8": 1.1}))[len(bench["targets"].TARGETS) :]
     assert [v.met for v in verdicts] == [False, True, False, True, False]
+    assert "layer w8a8" in verdicts[3].what
     assert all(len(v.row()) == 5 for v in verdicts)
 
 
