@@ -19,9 +19,7 @@ import pytest
 import torch
 
 import qcore
-from qcore import resolver
 from qcore.cli import main
-from qcore.plugins import BUILTIN, registry
 
 _MATCH = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _MOST_NOT_RUN = 3
@@ -37,10 +35,8 @@ def same_output(wanted: str, got: str, vary: bool = False) -> bool:
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """An empty directory, a cache of its own, no plugin but the built-in one, and tables of a fixed width."""
+    """An empty directory, a cache of its own, and tables of a fixed width."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_entries", {BUILTIN: registry.entries()[BUILTIN]})
-    resolver.forget()
     monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
     for name in ("QCORE_BACKENDS", "QCORE_DISABLE", "QCORE_STRICT", "QCORE_VERIFY"):
@@ -48,7 +44,6 @@ def elsewhere(tmp_path, monkeypatch):
     torch.manual_seed(0)
     yield
     qcore.configure(backends="", disable="", strict=False, verify="once")
-    resolver.forget()
 
 
 def run_python(block, namespace, name):

@@ -48,7 +48,7 @@ def runs_now(x: Tensor) -> bool:
 def unsettled(x: Tensor) -> bool:
     """Whether torch's state is not what launches and products of torch on x need; see `settled`."""
     index = x.get_device()
-    return torch.is_autocast_enabled("cuda") or (index >= 0 and index != _current_device())
+    return torch.is_autocast_enabled() or (index >= 0 and index != _current_device())
 
 
 @contextlib.contextmanager
@@ -112,13 +112,14 @@ def linear_a8(
     quantize_rows, quantize_given, linear = _int8()
     # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.
     total = zero is not None and scale.shape[0] == 1
-    if x_scale is not None:
-        codes = quantize_given(x, x_scale, x_zero_point, total=total)
-    elif static_scale is not None:
-        codes = quantize_given(x, static_scale, static_zero_point, total=total)
-    else:
-        codes = quantize_rows(x, symmetric=symmetric, total=total)
     weight = Weight(data, scale, zero, n, k, bits, group)
+    order = weight.order
+    if x_scale is not None:
+        codes = quantize_given(x, x_scale, x_zero_point, total=total, order=order)
+    elif static_scale is not None:
+        codes = quantize_given(x, static_scale, static_zero_point, total=total, order=order)
+    else:
+        codes = quantize_rows(x, symmetric=symmetric, total=total, order=order)
     if out_scale is not None:
         return linear(codes, weight, sums, bias, out_dtype, out_scale, out_zero_point)
     if output_scale is not None:
