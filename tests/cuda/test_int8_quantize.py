@@ -7,7 +7,10 @@ import torch
 
 from qcore.activations import dynamic_parameters, quantize_int8
 
-pytestmark = pytest.mark.usefixtures("interpreter")
+pytestmark = [
+    pytest.mark.usefixtures("interpreter"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),  # numpy, of infinities in tests
+]
 
 
 def assert_codes(actual, x, scale, zero):

@@ -31,8 +31,17 @@ class Device(NamedTuple):
 
     @property
     def descriptors(self) -> bool:
-        """Whether there are tensor descriptors (TMA)."""
-        return self.arch >= 90
+        """Whether tensor descriptors (TMA) serve, and shared memory holds the tiles that they are worth it for."""
+        return self.arch in {90, 100, 103}
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that one program may have."""
+        return (64 if self.hip or not self.arch else _SHARED.get(self.arch, 99)) << 10
+
+
+_SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+"""KiB per program by architecture (CUDA C++ Programming Guide, "Technical Specifications"); 99 for the others."""
 
 
 def device_of(device: torch.device) -> Device:

@@ -34,9 +34,6 @@ class Config:
     unpack: bool = False
 
 
-_FEW = Config("slices", 8, 16, 4, 4)
-
-
 def default_config(device: Device, m: int, n: int, k: int, bits: int, grouped: bool, inner: int = 128) -> Config:
     """A legal choice for a product of ``(m, k)`` by ``(n, k)``; ``inner``: columns per step along K."""
     return _default(device, _bucket(m), n, k, bits, grouped, inner)
@@ -49,22 +46,38 @@ def _bucket(m: int) -> int:
 @lru_cache(maxsize=4096)
 def _default(device: Device, m: int, n: int, k: int, bits: int, grouped: bool, inner: int) -> Config:
     if m <= 32:
-        return _few(device, m, n, k, inner)
+        return _few(device, m, n, k, bits, inner)
     if m <= 128:
-        return Config("tiles", 32 if m <= 32 else 64, 64, 4, 4, swap=True)
-    if not device.descriptors:
-        return Config("tiles", 128, 64 if grouped else 128, 4 if grouped else 8, 3, swap=bits == 4)
+        return Config("tiles", 64, 64, 4, 2 if device.hip else 4, swap=True)
+    # Where N is no multiple of 16, rows of the result are written value by value, which takes registers.
+    return (
+        _by_descriptors(device, m, n, bits, grouped)
+        if device.descriptors and n % 16 == 0
+        else _by_pointers(device, n, bits, grouped)
+    )
+
+
+def _few(device: Device, m: int, n: int, k: int, bits: int, inner: int) -> Config:
+    bm = max(16 if device.hip else 8, m)
+    bn = 32 if n >= 32 * 4 * device.sms and bm <= 16 else 16
+    warps = 8 if k >= 32 * inner and n < 16 * 8 * device.sms else 4
+
+    def stages(warps: int) -> int:
+        return device.shared // (warps * inner * (bn * bits // 8 + bm))
+
+    warps = warps if stages(warps) >= 3 else 4
+    return Config("slices", bm, bn, warps, max(1, min(2 if device.hip else 4, stages(warps))))
+
+
+def _by_pointers(device: Device, n: int, bits: int, grouped: bool) -> Config:
+    small = grouped or n % 16 != 0
+    return Config("tiles", 128, 64 if small else 128, 4 if small else 8, 2 if device.hip else 3, swap=bits == 4)
+
+
+def _by_descriptors(device: Device, m: int, n: int, bits: int, grouped: bool) -> Config:
     unpack = bits == 4
     if grouped:
-        return Config("persistent", 128, 128, 8, 3, parts=1, tma_store=True, unpack=unpack)
+        return Config("persistent", 128, 128, 8, 3, tma_store=True, unpack=unpack)
     if m * n <= 128 * 128 * device.sms:
         return Config("persistent", 128, 64 if m <= 256 else 128, 4, 4, tma_store=True, unpack=unpack)
     return Config("persistent", 128, 256, 8, 3, parts=2, tma_store=True, per_sm=1, unpack=unpack)
-
-
-def _few(device: Device, m: int, n: int, k: int, inner: int) -> Config:
-    blocks = -(-k // inner)
-    bn = 32 if n >= 32 * 4 * device.sms else 16
-    warps = 8 if blocks >= 32 and n < 16 * 8 * device.sms else 4
-    floor = 16 if device.hip else 8
-    return Config("slices", max(floor, min(32, m)), bn, warps, 4 if m <= 16 else 3)
