@@ -95,7 +95,7 @@ class Compiled:
     spills: int = 0
     stack: int = 0
     shared: int = 0
-    assembly: str = ""
+    assembly: str = field(default="", repr=False)
 
     @property
     def facts(self) -> dict[str, Any]:

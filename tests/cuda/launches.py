@@ -11,10 +11,12 @@ is what is shipped.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from compiling import Compiled, Job, facts_of, gpu_target, report, require_compiler
@@ -41,7 +43,7 @@ class Result:
     """The different kernels of a call, in order of their launches; ``error`` where it failed."""
 
     call: Call
-    kernels: tuple[Compiled, ...] = ()
+    kernels: tuple[Compiled, ...] = field(default=(), repr=False)
     error: str = ""
 
 
@@ -112,6 +114,12 @@ class Recorder:
 def answer(call: dict[str, Any]) -> list[Any]:
     """The kernels of a `Call`, as plain values."""
     require_compiler()
+    with tempfile.TemporaryDirectory() as empty:  # what was tuned on this machine is not what is shipped
+        os.environ["QCORE_CACHE_DIR"] = empty
+        return _kernels(call)
+
+
+def _kernels(call: dict[str, Any]) -> list[Any]:
     from triton.runtime.driver import driver
 
     recorder = Recorder(call["target"])
@@ -132,6 +140,9 @@ def _pretend(target: str, recorder: Recorder) -> None:
         loaded = importlib.import_module(f"qcore_cuda.{module.name}")
         if hasattr(loaded, "launch") and module.name != "launch":
             loaded.launch = recorder  # type: ignore[attr-defined]
+        for remembered in vars(loaded).values():  # the device is another one now
+            if hasattr(remembered, "cache_clear"):
+                remembered.cache_clear()
         for name in [name for name in vars(loaded) if name.startswith("op_")]:  # torch has fakes alone run on meta
             setattr(loaded, name, getattr(loaded, name.removeprefix("op_")))
     from qcore_cuda import device

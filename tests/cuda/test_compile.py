@@ -1,0 +1,109 @@
+"""Every kernel that the plugin would launch compiles for every GPU it claims, without spills and within its budget.
+
+No GPU is needed: `launches` runs the plugin's host code for the target and compiles what it asks for; `workers` does so
+in processes without the interpreter that other tests of this folder use.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from compiling import SHARED
+from launches import Call, compile_calls
+
+L = "linear"
+SMALL, LARGE = {"n": 4096, "k": 4096}, {"n": 28672, "k": 8192}
+
+
+def linear(scheme, m, target="sm_90", size=SMALL, **more):
+    return Call("linear", {"scheme": scheme, "m": m, **size, **more}, target)
+
+
+# What a Llama-8B-like model asks for, on the GPU that the figures are measured on.
+MAIN = [linear(s, m) for s in ("w4a16-g128", "w8a16", "w4a8-g128", "w8a8") for m in (1, 16, 64, 256, 2048)]
+MAIN += [linear(s, m, size=LARGE) for s in ("w4a16-g128", "w8a16", "w4a8-g128") for m in (1, 16)]
+# Every other kind of weight, activation and result.
+OTHER = [linear(s, m) for s in ("w4a16-g128-asym", "w4a16-g32-fzp", "w4a16", "w8a16-g32-asym") for m in (1, 64)]
+OTHER += [linear("w4a16-g128", m, dtype=dtype) for dtype in ("float16", "float32") for m in (1, 64)]
+OTHER += [linear(s, m) for s in ("w4a8-g32-asym-aasym", "w8a8-g64", "w8a8-aasym") for m in (1, 2048)]
+OTHER += [linear("w4a8-g32-static", 16, bias=True), linear("w8a8-static-o8", 16), linear("w8a8-asym", 2048)]
+OTHER += [linear("w8a16", 3, size={"n": 129, "k": 61}), linear("w4a16-g32", 17, size={"n": 20, "k": 33})]
+OTHER += [Call("embedding", {"scheme": s, "n": 1000, "k": 384}) for s in ("w4a16-g32", "w8a16")]
+OTHER += [Call("conv2d", {"scheme": s, "channels": 256}) for s in ("w8a8", "w8a16")]
+OTHER += [Call("conv2d", {"scheme": "w8a8", "channels": 64, "window": 1})]
+
+
+def main_calls(target):
+    """One or two per kernel."""
+    calls = [linear(s, m, target) for s in ("w4a16-g128", "w8a16", "w4a8-g128") for m in (1, 64)]
+    calls += [linear("w8a8", m, target) for m in (1, 2048)]
+    calls += [Call("embedding", {"scheme": "w4a16-g32", "n": 1000, "k": 384}, target)]
+    return [*calls, Call("conv2d", {"scheme": "w8a8", "channels": 256}, target)]
+
+
+ELSEWHERE = [call for target in SHARED if target != "sm_90" for call in main_calls(target)]
+CALLS = [*MAIN, *OTHER, *ELSEWHERE]
+NAMES = [str(call) for call in CALLS]
+
+WEIGHTS = {
+    "gemv:gemv": lambda c: 16 * c["R"] * c["U"] * c["NW"] * c["P"],
+    "int8_slices:slices": lambda c: c["BN"] * c["S"] * c["P"],
+    "slices:slices": lambda c: c["BN"] * c["NW"] * c["BK"],
+}
+"""Weights that one turn of a kernel's loop takes in a program, by its constexprs."""
+
+BUDGETS = {
+    ("w4a16-g128", 1): 2.6,
+    ("w4a16-g128-asym", 1): 2.8,
+    ("w4a16-g128", 16): 3.2,
+    ("w8a16", 1): 3.3,
+    ("w4a8-g128", 1): 2.0,
+    ("w8a8", 1): 1.5,
+}
+"""SASS instructions of a lane per weight on sm_90. At full memory speed there is time for 3.8 per int4 weight, for 7.6
+per int8 weight."""
+
+
+@pytest.fixture(scope="module")
+def results():
+    return dict(zip(NAMES, compile_calls(CALLS), strict=True))
+
+
+@pytest.fixture(params=NAMES)
+def result(request, results):
+    found = results[request.param]
+    assert not found.error, found.error
+    return found
+
+
+def test_it_compiles_without_spills_and_fits(result):
+    assert result.kernels
+    faults = [f"{kernel.job}: {fault}" for kernel in result.kernels for fault in faults_of(kernel)]
+    assert not faults, "\n".join(faults)
+
+
+def faults_of(kernel):
+    if kernel.spills or kernel.stack:
+        yield f"{kernel.spills} spills with {kernel.registers} registers, {kernel.stack} bytes of stack"
+    if not kernel.fits:
+        yield f"{kernel.shared} bytes of shared memory; there are {SHARED[kernel.job.target]} KiB"
+
+
+@pytest.mark.parametrize("name", [str(call) for call in MAIN])
+def test_products_run_on_tensor_cores(results, name):
+    found = results[name].kernels
+    by_torch = [kernel.job.kernel.endswith(":dequantize") for kernel in found]
+    assert by_torch == [True] or any(kernel.loops and kernel.inner_loop.mma for kernel in found)
+
+
+@pytest.mark.parametrize(("scheme", "m"), BUDGETS)
+def test_the_inner_loop_keeps_its_budget(results, scheme, m):
+    kernels = {made.job.kernel.rpartition(".")[2]: made for made in results[str(linear(scheme, m))].kernels}
+    (kind,) = kernels.keys() & WEIGHTS.keys()
+    made = kernels[kind]
+    found = made.per_weight(WEIGHTS[kind](made.job.arguments))
+    assert found <= BUDGETS[scheme, m], f"{made.job}: {found:.2f} per weight; {made.inner_loop.summary()}"
