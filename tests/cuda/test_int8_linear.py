@@ -59,15 +59,17 @@ def problem(scheme, m, n, k, dtype=torch.float32, bias="none", **kind):
 
 
 def codes_for(problem, total=False):
-    from qcore_cuda import int8
+    from qcore_cuda import int8, packing
 
+    weight = problem.weight.format
+    order = packing.block_size(weight.group_size) if weight.bits == 4 else 0
     activation = problem.request.activation
     if isinstance(activation, DynamicInt8):
-        return int8.quantize_rows(problem.x, symmetric=activation.symmetric, total=total)
+        return int8.quantize_rows(problem.x, symmetric=activation.symmetric, total=total, order=order)
     if activation.per_token:
         given = problem.given
-        return int8.quantize_given(problem.x, given["x_scale"], given["x_zero_point"], total=total)
-    return int8.quantize_given(problem.x, activation.scale, activation.zero_point, total=total)
+        return int8.quantize_given(problem.x, given["x_scale"], given["x_zero_point"], total=total, order=order)
+    return int8.quantize_given(problem.x, activation.scale, activation.zero_point, total=total, order=order)
 
 
 def product(problem, config=None, total=False):

@@ -91,7 +91,8 @@ def test_planar16_is_where_it_is_said_to_be(group, block):
     assert data.shape == (math.ceil(n / 16), math.ceil(k / block), 16, block // 2)
     for row, column in ((0, 0), (36, 299), (17, 31), (16, 150), (5, 128)):
         b, i = divmod(column, block)
-        byte = int(data[row // 16, b, row % 16, i % (block // 2)])
+        j, h, t, e = i % (block // 2) // 16, i // 8 % 2, i // 2 % 4, i % 2
+        byte = int(data[row // 16, b, row % 16, block // 8 * t + 4 * j + 2 * h + e])
         code = (byte & 15 if i < block // 2 else byte >> 4) - 8
         assert code == int(codes[row, column])
     assert int(data[2, 0, 5, 0]) == 0x88, "rows of padding hold code 0"

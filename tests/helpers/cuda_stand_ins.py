@@ -44,12 +44,12 @@ def float_linear(x, weight, bias, out_dtype):
     return (y if bias is None else y + bias.double()).to(out_dtype)
 
 
-def quantize_rows(x, *, symmetric, total=False):
+def quantize_rows(x, *, symmetric, total=False, order=0):
     scale, zero = dynamic_parameters(x, symmetric)
     return Codes(quantize_int8(x, scale, zero), scale.flatten(), None if zero is None else zero.flatten(), total)
 
 
-def quantize_given(x, scale, zero, *, total=False):
+def quantize_given(x, scale, zero, *, total=False, order=0):
     rows = x.shape[0]
     scale = scale.reshape(-1) if isinstance(scale, Tensor) else torch.full((rows,), scale)
     zero = zero.reshape(-1).float() if isinstance(zero, Tensor) else torch.full((rows,), float(zero))

@@ -266,6 +266,7 @@ def column_codes(x: Tensor, geometry: Geometry, given: Given, first: int, count:
         TAPS=_power(kh * kw),
         BC=_power(channels),
         TOTAL=wanted,
+        ORDER=weight.order,
         **options(device, max(1, min(16, size // 1024))),
     )
     return Codes(q, scale, zero, total)

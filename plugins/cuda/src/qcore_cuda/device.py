@@ -20,6 +20,11 @@ class Device(NamedTuple):
     sms: int
 
     @property
+    def interpreted(self) -> bool:
+        """Whether kernels run in Triton's interpreter."""
+        return not (self.arch or self.hip)
+
+    @property
     def asm(self) -> bool:
         """Whether kernels may contain PTX."""
         return self.arch > 0

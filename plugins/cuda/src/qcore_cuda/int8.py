@@ -36,19 +36,24 @@ class Codes(NamedTuple):
     total: Tensor | None = None
 
 
-def quantize_rows(x: Tensor, *, symmetric: bool, total: bool = False) -> Codes:
-    """Quantize x ``(M, K)`` of any strides, each token by parameters of its own. ``total``: also sum the codes."""
-    return _quantize(x, 0 if symmetric else 1, None, None, total)
+def quantize_rows(x: Tensor, *, symmetric: bool, total: bool = False, order: int = 0) -> Codes:
+    """Quantize x ``(M, K)`` of any strides, each token by parameters of its own.
+
+    ``total``: also sum the codes; ``order``: as `Weight.order` of the weight that they meet.
+    """
+    return _quantize(x, 0 if symmetric else 1, None, None, total, order)
 
 
-def quantize_given(x: Tensor, scale: Tensor | float, zero: Tensor | float, *, total: bool = False) -> Codes:
+def quantize_given(
+    x: Tensor, scale: Tensor | float, zero: Tensor | float, *, total: bool = False, order: int = 0
+) -> Codes:
     """Quantize x ``(M, K)`` with given numbers, or tensors ``(M,)`` per token. An int8 x is taken as codes."""
     if isinstance(scale, Tensor):
-        return _quantize(x, 3, scale.reshape(-1), torch.as_tensor(zero, device=x.device).reshape(-1), total)
-    return _quantize(x, 2, float(scale), float(zero), total)
+        return _quantize(x, 3, scale.reshape(-1), torch.as_tensor(zero, device=x.device).reshape(-1), total, order)
+    return _quantize(x, 2, float(scale), float(zero), total, order)
 
 
-def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool) -> Codes:
+def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool, order: int) -> Codes:
     m, k = x.shape
     device, wide = device_of(x.device), -(-k // 128) * 128
     q = torch.empty((m, wide), dtype=torch.int8, device=x.device)
@@ -78,6 +83,7 @@ def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool) -> Codes
             BLOCK=block,
             LOOP=wide > block,
             TOTAL=total,
+            ORDER=order,
             **options(device, max(1, min(16, block // 512 if m <= 256 else block // 1024))),
         )
     return Codes(q, s, z, t)

@@ -1,10 +1,67 @@
-"""Launching kernels."""
+"""Launching Triton kernels at little cost to the host.
+
+Triton looks at every argument and option each time a kernel is launched, which takes longer than a small product runs.
+Here a compiled kernel is found by the few facts that it was compiled for, and started with plain addresses. This rests
+on how Triton hands a compiled kernel its arguments, which is no public interface: so it is used with the versions it was
+tried with only, and any other launches the ordinary way.
+"""
 
 from __future__ import annotations
 
+import os
+from functools import lru_cache
 from typing import Any
+
+import torch
+from torch import Tensor
+
+_TRIED = ("3.6.",)
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+# ruff: noqa: SLF001 - the raw stream has no public name
+
+
+@lru_cache(maxsize=1)
+def _quick() -> bool:
+    import triton
+
+    ordinary = os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None
+    return not ordinary and triton.__version__.startswith(_TRIED)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-    """Run a Triton kernel: positional arguments, then constexprs and options by name."""
-    kernel[grid](*args, **meta)
+    """Run a Triton kernel on the current device and stream.
+
+    ``args``: tensors, numbers or None for the kernel's first parameters; ``meta``: its constexprs and launch options.
+    """
+    if not _quick():
+        kernel[grid](*args, **meta)
+        return
+    index = torch._C._cuda_getDevice()  # type: ignore[attr-defined]
+    facts: list[Any] = [kernel, index, *meta.values()]
+    values: list[Any] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            address = arg.data_ptr()
+            facts.append(arg.dtype if address % 16 == 0 else (arg.dtype, False))
+            values.append(address)
+        elif isinstance(arg, int):
+            # What Triton may specialise on: its size, 1, and multiples of 16.
+            facts.append((-(1 << 31) <= arg < 1 << 31, arg == 1, arg % 16 == 0))
+            values.append(arg)
+        elif arg is None or isinstance(arg, float):
+            facts.append(type(arg))
+            values.append(arg)
+        else:  # a tensor descriptor: Triton takes it apart
+            kernel[grid](*args, **meta)
+            return
+    key = tuple(facts)
+    found = _compiled.get(key)
+    if found is None:
+        compiled = kernel[grid](*args, **meta)
+        _compiled[key] = compiled, tuple(meta[name] for name in kernel.arg_names[len(args) :])
+        return
+    compiled, constants = found
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    x, y, z = (*grid, 1, 1)[:3]
+    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *constants)

@@ -3,9 +3,11 @@
 `scale` and `zero` stay as they are in a PLAIN `qcore.QTensor`, ``(G, N)``. N is rounded up to 16.
 
 **planar16** (int4): uint8 ``(N/16, K/P, 16, P/2)``, K rounded up to P. Byte i of a block of row n holds unsigned codes
-``u = q + 8``: column i of the block in the low nibble, column P/2 + i in the high one. So the two nibbles of a block's
-bytes are two runs of consecutive columns, a product needs no interleaving, and 16 rows of a block are contiguous. P is
-the largest of 128, 64 and 32 that divides the group size: a block lies in one group, block b in ``b * P // group``.
+``u = q + 8``: column i' of the block in the low nibble, column P/2 + i' in the high one, where, with V = P/32,
+``i = 4 V t + 4 j + 2 h + e`` holds ``i' = 16 j + 8 h + 2 t + e`` (t < 4, j < V, h < 2, e < 2). This is the order in which
+thread t of four holds a row of A in the registers of ``mma.m16n8k16`` and ``wgmma``: one wide load gives a thread its
+fragments of V products, and unpacking them moves nothing between threads. 16 rows of a block are contiguous. P is the
+largest of 128, 64 and 32 that divides the group size: a block lies in one group, block b in ``b * P // group``.
 
 **rows16** (int8): int8 ``(N, K)``, K rounded up to 64.
 
@@ -113,11 +115,14 @@ def _planar(codes: Tensor, block: int) -> Tensor:
     """Codes ``(rows, K)`` to ``(rows/16, K/P, 16, P/2)``, P = ``block``."""
     filled = pad(codes + 8, (0, -codes.shape[1] % block, 0, -codes.shape[0] % ROWS), value=8).view(torch.uint8)
     halves = filled.view(filled.shape[0] // ROWS, ROWS, filled.shape[1] // block, 2, block // 2)
-    return (halves[..., 0, :] | (halves[..., 1, :] << 4)).transpose(1, 2).contiguous()
+    stored = halves[..., 0, :] | (halves[..., 1, :] << 4)
+    fragments = stored.unflatten(-1, (block // 32, 2, 4, 2)).movedim(-2, -4).flatten(-4)
+    return fragments.transpose(1, 2).contiguous()
 
 
 def _planar_codes(data: Tensor, k: int) -> Tensor:
     """The inverse of `_planar`, rows of padding included."""
+    data = data.unflatten(-1, (4, data.shape[3] // 16, 2, 2)).movedim(-4, -2).flatten(-4)
     nibbles = torch.stack((data & 15, data >> 4), dim=3).transpose(1, 2)
     return nibbles.reshape(data.shape[0] * ROWS, -1)[:, :k].view(torch.int8) - 8
 

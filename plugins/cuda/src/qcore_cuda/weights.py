@@ -22,3 +22,8 @@ class Weight(NamedTuple):
     k: int
     bits: int
     group: int
+
+    @property
+    def order(self) -> int:
+        """Columns per block of planar16, in whose order codes of activations have to be; 0 for rows16."""
+        return int(self.data.shape[3]) * 2 if self.bits == 4 else 0

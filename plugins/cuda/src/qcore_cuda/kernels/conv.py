@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .int8_common import finish, tile_order
+from .order import position_of
 from .quantize import encode, extent, parameters
 from .rounding import begin, code
 
@@ -194,11 +195,12 @@ def quantize_columns(
     TAPS: tl.constexpr,
     BC: tl.constexpr,
     TOTAL: tl.constexpr,
+    ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Codes of columns, as `quantize.quantize_rows` makes them of rows: of positions from ``first`` on, a program each.
 
-    x: ``(B, C, H, W)`` of any strides. TAPS, BC: ``taps`` and C rounded up to powers of two.
+    x: ``(B, C, H, W)`` of any strides; ORDER as there. TAPS, BC: ``taps`` and C rounded up to powers of two.
     """
     row = tl.program_id(0)
     position = first + row
@@ -224,9 +226,9 @@ def quantize_columns(
     K = taps * C
     KQ = (K + 127) // 128 * 128
     q += row.to(tl.int64) * KQ
-    tl.store(q + tap[:, None] * C + channel[None, :], c, mask=real)
+    tl.store(q + position_of(tap[:, None] * C + channel[None, :], ORDER), c, mask=real)
     tail = K + tl.arange(0, 128)
-    tl.store(q + tail, tl.zeros((128,), tl.int8), mask=tail < KQ)
+    tl.store(q + position_of(tail, ORDER), tl.zeros((128,), tl.int8), mask=tail < KQ)
     tl.store(scale + row, s)
     if MODE:
         tl.store(zero + row, z)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .order import column_of
+
 NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
 """Values of ``ZERO``: w = q * s, (q - z) * s, q * s + z."""
 
@@ -50,7 +52,7 @@ def gather(
         codes = tl.load(data + start + (block[:, None] * (16 * H) + i), mask=here[:, None], other=0)
         low = (codes & 15).to(tl.float32) - 8.0
         high = (codes >> 4).to(tl.float32) - 8.0
-        k = block[:, None] * P + i
+        k = column_of(block[:, None] * P + i, P)
         tl.store(line + k, _weights(low, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
         k += H
         tl.store(line + k, _weights(high, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)

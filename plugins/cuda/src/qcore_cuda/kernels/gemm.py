@@ -1,5 +1,6 @@
 """``gemm``: weight-only product in tiles, for any M. W is the first operand (rows of the tensor core's instruction), so
-that it can be dequantized in registers; the tokens are its columns."""
+that it can be dequantized in registers; the tokens are its columns.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +34,15 @@ def _block(low, high, BN: tl.constexpr, P: tl.constexpr, NW: tl.constexpr, FRAG:
 def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, split,
          BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
          BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
-         ASM: tl.constexpr, PRE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+         ASM: tl.constexpr, PRE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``; x: rows ``8 * eighths`` values apart (said so, because
     Triton then knows that they are aligned), zero from K to ``KB * P``.
 
-    ``split`` > 1: program (.., .., s) writes its part of the sum over K to ``y[s]`` in float32, without bias.
+    WIDE: products of float32 numbers (Triton's interpreter multiplies no bfloat16). ``split`` > 1: program (.., .., s)
+    writes its part of the sum over K to ``y[s]`` in float32, without bias.
     """
     H: tl.constexpr = P // 2
-    DT: tl.constexpr = x.dtype.element_ty
+    DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
     tile_n = tl.program_id(0)
@@ -61,7 +63,13 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, split,
     last = tl.minimum(first + per_split, KB)
     row = tl.minimum(row, NP - 1)
     if BITS == 4:
-        wp = w + (row // 16).to(tl.int64)[:, None] * (KB * 16 * H) + ((row % 16) * H)[:, None] + k[None, :] + first.to(tl.int64) * (16 * H)
+        wp = (
+            w
+            + (row // 16).to(tl.int64)[:, None] * (KB * 16 * H)
+            + ((row % 16) * H)[:, None]
+            + k[None, :]
+            + first.to(tl.int64) * (16 * H)
+        )
     else:
         wp = w + row.to(tl.int64)[:, None] * (KB * P) + k[None, :] + first * P
     kk = tl.arange(0, P)
@@ -76,7 +84,7 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, split,
     if PDL:
         gdc_wait()
     for b in tl.range(first, last, num_stages=STAGES):
-        xt = tl.load(xp)
+        xt = tl.load(xp).to(DT)
         later = tl.minimum((b + 1) // PER, (KB - 1) // PER) * N + rn
         sc_next = load_early(scale + later, ASM)
         zr_next = load_early(zero + later, ASM) if ZERO else sc_next
@@ -87,7 +95,7 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, split,
         else:
             q = tl.load(wp).to(DT)
             wp += P
-        if ZERO == 1 and BITS == 4:
+        if ZERO == 1 and (BITS == 4 or PRE):  # at most 255: exact
             q -= zr.to(DT)[:, None]
         if PRE:
             acc = tl.dot(q * sc.to(DT)[:, None], tl.trans(xt), acc)

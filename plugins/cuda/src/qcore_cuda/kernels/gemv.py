@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .warp import load_pair, load_pairs, load_words, mma, prefetch_line, spread
+from .warp import load_pair, load_pairs, load_words, mma, spread
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 
 @triton.jit
-def _x_words(x, token, wanted, block, stride, lane, n: tl.constexpr, NB: tl.constexpr, BITS: tl.constexpr,
-             P: tl.constexpr, V: tl.constexpr, FRAG_X: tl.constexpr):  # fmt: skip
+def _x_words(x, token, wanted, block, stride, lane, n: tl.constexpr, NB: tl.constexpr, P: tl.constexpr,
+             FRAG_X: tl.constexpr):  # fmt: skip
     """The words of x that meet a lane's weights of one block, two per product of 16 k, for column block n.
 
     With FRAG_X, `arrange_rows` has laid them out so that a warp reads 512 consecutive bytes at a time.
@@ -29,36 +29,37 @@ def _x_words(x, token, wanted, block, stride, lane, n: tl.constexpr, NB: tl.cons
         line = x + ((block * NB + n).to(tl.int64) * (P * 8) + lane * 8)
         for q in tl.static_range(P // 32):
             out = out + load_pairs(line + q * 256, wanted)
-    elif BITS == 4:  # stored bytes 4 j + 2 h + e of lane t: k = 16 j + 8 h + 2 t + e, then the same in the upper half
+    else:  # stored bytes 4 j + 2 h + e of lane t: k = 16 j + 8 h + 2 t + e, then the same in the upper half
         line = x + (token * tl.cast(stride, tl.int64) + (block * P + 2 * (lane % 4)))
         for j in tl.static_range(P // 8):
             out = out + (load_pair(line + 8 * j, wanted),)
-    else:  # bytes of lane t: k = 4 V t and the 4 V - 1 after it
-        line = x + (token * tl.cast(stride, tl.int64) + (block * P + 4 * V * (lane % 4)))
-        for j in tl.static_range(V // 2):
-            out = out + load_pairs(line + 8 * j, wanted)
     return out
 
 
 @triton.jit
-def _halves(word, BITS: tl.constexpr):
-    """The low and the high nibbles of four bytes; int8's upper nibble is made unsigned, 8 added."""
-    low = word & 0x0F0F0F0F
-    if BITS == 4:
-        high = (word >> 4) & 0x0F0F0F0F
-    else:
-        high = ((word >> 4) ^ 0x08080808) & 0x0F0F0F0F
-    return low, high
+def _x_block(x, block, M, KB, stride, lane, NB: tl.constexpr, P: tl.constexpr, FRAG_X: tl.constexpr):
+    """`_x_words` of every column block."""
+    out = ()
+    for n in tl.static_range(NB):
+        token = lane // 4 + 8 * n
+        wanted = ((token < M) & (block < KB)).to(tl.int32)
+        out = out + (_x_words(x, token, wanted, block, stride, lane, n, NB, P, FRAG_X),)
+    return out
 
 
 @triton.jit
-def _tile(words0, words8, x, d, NB: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr, MAGIC: tl.constexpr):
-    """Products of one block: rows r (words0) and r + 8 (words8). d: 8 accumulators per column block: four for the low
-    nibbles (with 4 bits: for all), four for the high ones of int8."""
+def _halves(word):
+    """The low and the high nibbles of four bytes."""
+    return word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+
+
+@triton.jit
+def _tile(words0, words8, x, d, NB: tl.constexpr, V: tl.constexpr, MAGIC: tl.constexpr):
+    """Products of one block: rows r (words0) and r + 8 (words8), added to d, four accumulators per column block."""
     BF16: tl.constexpr = MAGIC == 0x43434343
     for j in tl.static_range(V):
-        low0, high0 = _halves(words0[j], BITS)
-        low8, high8 = _halves(words8[j], BITS)
+        low0, high0 = _halves(words0[j])
+        low8, high8 = _halves(words8[j])
         p0, p2 = spread(low0, MAGIC)
         p1, p3 = spread(low8, MAGIC)
         q0, q2 = spread(high0, MAGIC)
@@ -68,12 +69,8 @@ def _tile(words0, words8, x, d, NB: tl.constexpr, V: tl.constexpr, BITS: tl.cons
             a = x[n]
             c = d[n]
             e0, e1, e2, e3 = mma(p0, p1, p2, p3, a[2 * j], a[2 * j + 1], c[0], c[1], c[2], c[3], BF16)
-            if BITS == 4:
-                e0, e1, e2, e3 = mma(q0, q1, q2, q3, a[2 * (V + j)], a[2 * (V + j) + 1], e0, e1, e2, e3, BF16)
-                out = out + ((e0, e1, e2, e3, c[4], c[5], c[6], c[7]),)
-            else:
-                f0, f1, f2, f3 = mma(q0, q1, q2, q3, a[2 * j], a[2 * j + 1], c[4], c[5], c[6], c[7], BF16)
-                out = out + ((e0, e1, e2, e3, f0, f1, f2, f3),)
+            e0, e1, e2, e3 = mma(q0, q1, q2, q3, a[2 * (V + j)], a[2 * (V + j) + 1], e0, e1, e2, e3, BF16)
+            out = out + ((e0, e1, e2, e3),)
         d = out
     return d
 
@@ -95,11 +92,9 @@ def _sums(x, zero, c, NB: tl.constexpr, STEPS: tl.constexpr, MAGIC: tl.constexpr
 
 
 @triton.jit
-def _centred(d, s, at, C, BITS: tl.constexpr, OFFSET: tl.constexpr):
-    """The exact product of codes, from accumulator ``at``: offsets taken out. C: zero point."""
-    if BITS == 4:
-        return d[at] - (OFFSET + 8 + C) * s
-    return 16.0 * d[4 + at] + d[at] - (17 * OFFSET + 128 + C) * s
+def _centred(d, s, C, OFFSET: tl.constexpr):
+    """The exact product of codes: offsets taken out. C: zero point."""
+    return d - (OFFSET + 8 + C) * s
 
 
 @triton.jit
@@ -119,8 +114,8 @@ def _parameters(scale, zero, row, group, N, R: tl.constexpr, ZERO: tl.constexpr)
 
 
 @triton.jit
-def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, BITS: tl.constexpr,
-            ZERO: tl.constexpr, OFFSET: tl.constexpr):  # fmt: skip
+def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr,
+            OFFSET: tl.constexpr):  # fmt: skip
     """Add one group's contribution, scales and zero points applied, to the accumulators (4 per row and column block)."""
     out = ()
     for i in tl.static_range(R):
@@ -139,112 +134,82 @@ def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, BITS: tl.c
             x0 = s[n][0]
             x1 = s[n][1]
             if ZERO == 2:
-                a0 = a[0] + s0 * _centred(t, x0, 0, 0.0, BITS, OFFSET) + z0 * x0
-                a1 = a[1] + s0 * _centred(t, x1, 1, 0.0, BITS, OFFSET) + z0 * x1
-                a2 = a[2] + s8 * _centred(t, x0, 2, 0.0, BITS, OFFSET) + z8 * x0
-                a3 = a[3] + s8 * _centred(t, x1, 3, 0.0, BITS, OFFSET) + z8 * x1
+                a0 = a[0] + s0 * _centred(t[0], x0, 0.0, OFFSET) + z0 * x0
+                a1 = a[1] + s0 * _centred(t[1], x1, 0.0, OFFSET) + z0 * x1
+                a2 = a[2] + s8 * _centred(t[2], x0, 0.0, OFFSET) + z8 * x0
+                a3 = a[3] + s8 * _centred(t[3], x1, 0.0, OFFSET) + z8 * x1
             else:
-                a0 = a[0] + s0 * _centred(t, x0, 0, z0, BITS, OFFSET)
-                a1 = a[1] + s0 * _centred(t, x1, 1, z0, BITS, OFFSET)
-                a2 = a[2] + s8 * _centred(t, x0, 2, z8, BITS, OFFSET)
-                a3 = a[3] + s8 * _centred(t, x1, 3, z8, BITS, OFFSET)
+                a0 = a[0] + s0 * _centred(t[0], x0, z0, OFFSET)
+                a1 = a[1] + s0 * _centred(t[1], x1, z0, OFFSET)
+                a2 = a[2] + s8 * _centred(t[2], x0, z8, OFFSET)
+                a3 = a[3] + s8 * _centred(t[3], x1, z8, OFFSET)
             out = out + ((a0, a1, a2, a3),)
     return out
 
 
 @triton.jit
-def _weights(base, rows, lane, first, NP, KB, pitch, R: tl.constexpr, U: tl.constexpr, BITS: tl.constexpr,
-             V: tl.constexpr, SEG: tl.constexpr):  # fmt: skip
+def _weights(base, rows, lane, first, NP, KB, R: tl.constexpr, U: tl.constexpr, V: tl.constexpr):
     """A lane's words of U consecutive blocks from ``first``: per block and row block, those of rows r and r + 8."""
-    r = lane // 4
+    SEG: tl.constexpr = 16 * V  # bytes of a row in a block
+    pitch = tl.cast(KB, tl.int64) * (16 * SEG)
     out = ()
     for u in tl.static_range(U):
         block = first + u
         wanted = (block < KB).to(tl.int32)
         for i in tl.static_range(R):
-            if BITS == 4:
-                tile = tl.minimum(rows // 16 + i, NP // 16 - 1)
-                at = base + tile * pitch + block * (16 * SEG) + r * SEG
-                out = out + ((load_words(at, wanted, V), load_words(at + 8 * SEG, wanted, V)),)
-            else:
-                at0 = base + tl.minimum(rows + r + 16 * i, NP - 1) * pitch + block * SEG
-                at8 = base + tl.minimum(rows + r + 16 * i + 8, NP - 1) * pitch + block * SEG
-                out = out + ((load_words(at0, wanted, V), load_words(at8, wanted, V)),)
+            tile = tl.minimum(rows // 16 + i, NP // 16 - 1)
+            at = base + tile * pitch + block * (16 * SEG) + (lane // 4) * SEG
+            out = out + ((load_words(at, wanted, V), load_words(at + 8 * SEG, wanted, V)),)
     return out
-
-
-@triton.jit
-def _ask(base, rows, lane, first, NP, KB, pitch, R: tl.constexpr, U: tl.constexpr, BITS: tl.constexpr,
-         SEG: tl.constexpr):  # fmt: skip
-    """Ask for a warp's U consecutive blocks from ``first`` to be brought to the L2 cache; needs no registers."""
-    if BITS == 4:
-        LINES: tl.constexpr = (U * 16 * SEG + 127) // 128  # of a row block
-        for i in tl.static_range((R * LINES + 31) // 32):
-            line = i * 32 + lane
-            block = first + line % LINES * 128 // (16 * SEG)
-            tile = tl.minimum(rows // 16 + line // LINES, NP // 16 - 1)
-            wanted = ((block < KB) & (line < R * LINES)).to(tl.int32)
-            prefetch_line(base + tile * pitch + first.to(tl.int64) * (16 * SEG) + line % LINES * 128, wanted)
-    else:
-        LINES: tl.constexpr = (U * SEG + 127) // 128  # of a row
-        for i in tl.static_range((R * 16 * LINES + 31) // 32):
-            line = i * 32 + lane
-            block = first + line % LINES * 128 // SEG
-            row = tl.minimum(rows + line // LINES, NP - 1)
-            wanted = ((block < KB) & (line < R * 16 * LINES)).to(tl.int32)
-            prefetch_line(base + row * pitch + first.to(tl.int64) * SEG + line % LINES * 128, wanted)
 
 
 @triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "stride"])
 def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
-         BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
+         P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
          NB: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, FRAG_X: tl.constexpr,
-         BF16: tl.constexpr, AHEAD: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+         BF16: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]`` for M <= 8 * NB.
 
-    x: 16-bit floats, rows ``stride`` values apart, 16-byte aligned, zero from K to ``KB * P`` (FRAG_X: as
-    `arrange_rows` gives them); w: planar16 or rows16; KB: blocks of P codes along K; PER: blocks per scale group;
-    ZERO: 0 none, 1 integer, 2 float zero points. A program takes R * 16 rows of W; each of its NW warps takes U blocks
-    of K at a time; with AHEAD it loads the next U before it works on these; DEPTH: how many times U blocks the L2 cache
-    is asked for in advance.
+    x: 16-bit floats, rows ``stride`` values apart, on 4 bytes, zero from K to ``KB * P`` (FRAG_X: as `arrange_rows`
+    gives them); w: planar16; KB: blocks of P codes along K; PER: blocks per scale group; ZERO: 0 none, 1 integer,
+    2 float zero points. A program takes R * 16 rows of W; each of its NW warps takes U blocks of K at a time, and with
+    AHEAD loads the next U before it works on these.
     """
     T: tl.constexpr = 32 * NW
     MAGIC: tl.constexpr = 0x43434343 if BF16 else 0x64646464
     OFFSET: tl.constexpr = 128 if BF16 else 1024
-    V: tl.constexpr = P * BITS // 128  # words of a lane and row in a block
-    SEG: tl.constexpr = P * BITS // 8  # bytes of a row in a block
+    V: tl.constexpr = P // 32  # words of a lane and row in a block
     thread = tl.arange(0, T)
     warp = thread // 32
     lane = thread % 32
-    r = lane // 4
     if PDL:
         gdc_launch_dependents()
 
     rows = tl.program_id(0) * (16 * R)
-    row = rows + r
-    pitch = tl.cast(KB, tl.int64) * (SEG * (16 if BITS == 4 else 1))  # bytes of 16 rows, or of one
-    begin = w.to(tl.int64, bitcast=True)
-    base = begin + (lane % 4) * (4 * V)
-    for depth in tl.static_range(DEPTH):
-        _ask(begin, rows, lane, (depth * NW + warp) * U, NP, KB, pitch, R, U, BITS, SEG)
+    row = rows + lane // 4
+    base = w.to(tl.int64, bitcast=True) + (lane % 4) * (4 * V)
     zeros = tl.zeros([T], tl.float32)
-    acc = ()
-    for _ in tl.static_range(R * NB):
-        acc = acc + ((zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros),)
-    total = ()
+    blank = ()
     for _ in tl.static_range(NB):
-        total = total + ((zeros, zeros),)
+        blank = blank + ((zeros, zeros, zeros, zeros),)
+    none = ()
+    for _ in tl.static_range(NB):
+        none = none + ((zeros, zeros),)
+    acc = ()
+    for _ in tl.static_range(R):
+        acc = acc + blank
+    total = none
     if ONE_GROUP:
         whole = _parameters(scale, zero, row, 0, N, R, ZERO)
     if AHEAD:
-        words = _weights(base, rows, lane, warp * U, NP, KB, pitch, R, U, BITS, V, SEG)
+        words = _weights(base, rows, lane, warp * U, NP, KB, R, U, V)
         if PDL:
             gdc_wait()
 
     for start in tl.range(0, KB, U * NW, num_stages=1):
         first = start + warp * U
         if not AHEAD:
-            words = _weights(base, rows, lane, first, NP, KB, pitch, R, U, BITS, V, SEG)
+            words = _weights(base, rows, lane, first, NP, KB, R, U, V)
         parameters = ()
         if not ONE_GROUP:
             for u in tl.static_range(U):
@@ -252,21 +217,10 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
                 parameters = parameters + (_parameters(scale, zero, row, group, N, R, ZERO),)
         if PDL and not AHEAD:
             gdc_wait()
-        if DEPTH > 0:
-            _ask(begin, rows, lane, first + DEPTH * NW * U, NP, KB, pitch, R, U, BITS, SEG)
-        xs = ()
-        for u in tl.static_range(U):
-            block = first + u
-            x_block = ()
-            for n in tl.static_range(NB):
-                token = r + 8 * n
-                wanted = ((token < M) & (block < KB)).to(tl.int32)
-                x_block = x_block + (_x_words(x, token, wanted, block, stride, lane, n, NB, BITS, P, V, FRAG_X),)
-            xs = xs + (x_block,)
         if AHEAD:
-            ahead = _weights(base, rows, lane, first + U * NW, NP, KB, pitch, R, U, BITS, V, SEG)
+            ahead = _weights(base, rows, lane, first + U * NW, NP, KB, R, U, V)
         for u in tl.static_range(U):
-            x_block = xs[u]
+            x_block = _x_block(x, first + u, M, KB, stride, lane, NB, P, FRAG_X)
             if ONE_GROUP:
                 total = _sums(x_block, zeros, total, NB, P // 16, MAGIC)
                 new = ()
@@ -275,32 +229,24 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
                     mine = ()
                     for n in tl.static_range(NB):
                         mine = mine + (acc[i * NB + n],)
-                    new = new + _tile(pair[0], pair[1], x_block, mine, NB, V, BITS, MAGIC)
+                    new = new + _tile(pair[0], pair[1], x_block, mine, NB, V, MAGIC)
                 acc = new
             else:
-                none = ()
-                blank = ()
-                for _ in tl.static_range(NB):
-                    none = none + ((zeros, zeros),)
-                    blank = blank + ((zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros),)
                 s = _sums(x_block, zeros, none, NB, P // 16, MAGIC)
                 d = ()
                 for i in tl.static_range(R):
                     pair = words[u * R + i]
-                    d = d + _tile(pair[0], pair[1], x_block, blank, NB, V, BITS, MAGIC)
-                new = _scaled(acc, d, s, parameters[u], R, NB, BITS, ZERO, OFFSET)
-                acc = ()
-                for i in tl.static_range(R * NB):
-                    a = new[i]
-                    acc = acc + ((a[0], a[1], a[2], a[3], zeros, zeros, zeros, zeros),)
+                    d = d + _tile(pair[0], pair[1], x_block, blank, NB, V, MAGIC)
+                acc = _scaled(acc, d, s, parameters[u], R, NB, ZERO, OFFSET)
         if AHEAD:
             words = ahead
 
     if ONE_GROUP:
-        blank = ()
-        for _ in tl.static_range(R * NB):
-            blank = blank + ((zeros, zeros, zeros, zeros),)
-        acc = _scaled(blank, acc, total, whole, R, NB, BITS, ZERO, OFFSET)
+        d = acc
+        acc = ()
+        for _ in tl.static_range(R):
+            acc = acc + blank
+        acc = _scaled(acc, d, total, whole, R, NB, ZERO, OFFSET)
 
     for i in tl.static_range(R):
         for n in tl.static_range(NB):

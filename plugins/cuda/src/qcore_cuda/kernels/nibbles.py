@@ -48,9 +48,9 @@ def _unpack_fp16(b):
 @triton.jit
 def unpack_nibbles(b, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Bytes of unsigned nibbles ``q + 8`` to (low, high) codes ``q`` as DTYPE, order kept."""
-    if ASM and DTYPE == tl.bfloat16:
+    if ASM and tl.bfloat16 == DTYPE:
         low, high = _unpack_bf16(b)
-    elif ASM and DTYPE == tl.float16:
+    elif ASM and tl.float16 == DTYPE:
         low, high = _unpack_fp16(b)
     else:
         low = ((b & 0xF).to(tl.int8) - 8).to(DTYPE)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .order import column_of
 from .rounding import asymmetric_scale, begin, code, magnitude, quotient, rounded, symmetric_scale
 
 SYMMETRIC: tl.constexpr = tl.constexpr(0)
@@ -78,14 +79,16 @@ def quantize_rows(
     BLOCK: tl.constexpr,
     LOOP: tl.constexpr,
     TOTAL: tl.constexpr,
+    ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Codes and parameters, one program per row.
+    """Codes and parameters, one program per row; codes in the order of planar16 with blocks of ORDER (0: of columns).
 
     CODES: x is int8 and taken as it is. LOOP: K exceeds BLOCK, and x is read twice; else the row stays in registers.
     """
     row = tl.program_id(0)
     o = tl.arange(0, BLOCK)
+    k = column_of(o, ORDER)
     KQ = (K + 127) // 128 * 128
     x += row.to(tl.int64) * row_stride
     q += row.to(tl.int64) * KQ
@@ -100,7 +103,7 @@ def quantize_rows(
             most_below = tl.maximum(most_below, below)
             most_above = tl.maximum(most_above, above)
     else:
-        v = tl.load(x + o.to(tl.int64) * column_stride, mask=o < K, other=0.0).to(tl.float32)
+        v = tl.load(x + k.to(tl.int64) * column_stride, mask=k < K, other=0.0).to(tl.float32)
         most_below, most_above = extent(v, MODE)
     below = tl.max(most_below, 0)
     above = tl.max(most_above, 0)
@@ -113,15 +116,16 @@ def quantize_rows(
         sums = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, KQ, BLOCK):
             at = start + o
-            v = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
-            c = tl.where(at < K, encode(v, s, inverse, z, MODE, CODES), 0).to(tl.int8)
+            column = start + k
+            v = tl.load(x + column.to(tl.int64) * column_stride, mask=column < K, other=0.0).to(tl.float32)
+            c = tl.where(column < K, encode(v, s, inverse, z, MODE, CODES), 0).to(tl.int8)
             tl.store(q + at, c, mask=at < KQ)
             if TOTAL:
                 sums += c.to(tl.int32)
     else:
         c = encode(v, s, inverse, z, MODE, CODES)
         if MODE != SYMMETRIC:
-            c = tl.where(o < K, c, 0).to(tl.int8)
+            c = tl.where(k < K, c, 0).to(tl.int8)
         tl.store(q + o, c, mask=o < KQ)
         sums = c.to(tl.int32)
     tl.store(scale + row, s)

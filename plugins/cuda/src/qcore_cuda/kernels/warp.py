@@ -86,19 +86,6 @@ def load_pair(address, wanted):
 
 
 @triton.jit
-def prefetch_line(address, wanted):
-    """Ask for the 128 bytes at an address to be brought to the L2 cache, where ``wanted`` is not 0."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [address, wanted],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def spread(nibbles, MAGIC: tl.constexpr):
     """Four small unsigned bytes to four 16-bit floats ``base + byte`` as two words, in order.
 

@@ -1,0 +1,217 @@
+"""Which kernel and which tile sizes serve a product, by its number of rows: what was measured, else a rule.
+
+In order: what ``qcore tune`` measured on this machine for this size and number of rows; the nearest size in the table
+shipped for this architecture (``tables/sm_90.json``); an analytic rule that is legal everywhere. Nothing is measured
+while a model runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .device import Device
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to compute a product with float activations; plain values, so that a table can hold it.
+
+    **Fields:** ``kernel``: "gemv" (int4, few rows), "slices" (int8, few rows), "gemm" (any) or "dense" (dequantize, then
+    torch's product); ``bn``, ``bm``: the tile, of weight rows and tokens (gemv: ``bn`` rows of a program); ``warps``,
+    ``stages``; ``unroll``, ``ahead``, ``arranged``: of gemv, see there; ``scaled``: gemm scales weights before the
+    product, not sums after it; ``split``: programs that share K, of gemm.
+    """
+
+    kernel: str
+    bn: int = 0
+    bm: int = 0
+    warps: int = 4
+    stages: int = 1
+    unroll: int = 1
+    ahead: bool = False
+    arranged: bool = False
+    scaled: bool = False
+    split: int = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice depends on. ``rows``: `bucket` of M; ``narrow``: x is bfloat16 or float16; ``exact``: a weight must
+    not be rounded to x's dtype (float16, whose small numbers are coarse, or a result wider than x).
+    """
+
+    bits: int
+    n: int
+    k: int
+    rows: int
+    block: int
+    narrow: bool = True
+    exact: bool = False
+
+
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+def bucket(m: int) -> int:
+    """M rounded up to the next power of two, at most 2048: the row counts that choices are made for."""
+    return next((b for b in _BUCKETS if m <= b), _BUCKETS[-1])
+
+
+@lru_cache(maxsize=8192)
+def choose(device: Device, problem: Problem) -> Config:
+    """The choice for a product with float activations, legal for it."""
+    for found in (_tuned(device, problem), _shipped(device, problem)):
+        if found is not None and legal(device, problem, found):
+            return found
+    return rule(device, problem)
+
+
+def legal(device: Device, problem: Problem, config: Config) -> bool:
+    """Whether a configuration, measured for another problem, can serve this one."""
+    if config.kernel == "gemv":
+        return device.asm and problem.bits == 4 and problem.narrow and problem.rows <= 16
+    if config.kernel == "slices":
+        return problem.bits == 8 and problem.narrow
+    if config.kernel == "dense":
+        return problem.narrow and not problem.exact
+    return not (config.scaled and problem.exact)
+
+
+def rule(device: Device, problem: Problem) -> Config:
+    """A legal choice for any problem on any device."""
+    m, n = problem.rows, problem.n
+    if problem.bits == 4 and m <= 16 and device.asm and problem.narrow:
+        bn = 16 if n <= 40 * device.sms or m > 8 else 32
+        return Config("gemv", bn, warps=4, unroll=4 if bn == 16 and m <= 8 else 2, arranged=m > 2)
+    if problem.bits == 8 and m <= 16 and problem.narrow:
+        return Config("slices", 16 if n <= 64 * device.sms else 32, 16 if m > 8 or device.hip else 8, stages=4)
+    if m >= 1024 and problem.narrow and not problem.exact:
+        return Config("dense")
+    if m >= 256 and not problem.exact:
+        return Config("gemm", 128, 128, warps=8, stages=3, scaled=True)
+    bm = min(64, max(16, m))
+    tiles = math.ceil(n / 64) * math.ceil(m / bm)
+    split = max(1, min(8, 2 * device.sms // max(1, tiles), problem.k // 512))
+    return Config("gemm", 64, bm, stages=4 if m <= 32 else 3, split=1 << (split.bit_length() - 1))
+
+
+def candidates(device: Device, problem: Problem) -> list[Config]:
+    """What ``qcore tune`` measures for a problem: a few dozen configurations that have ever been fastest anywhere."""
+    m, found = problem.rows, [rule(device, problem)]
+    if m <= 16:
+        found += [
+            Config("gemv", bn, warps=warps, unroll=unroll, ahead=ahead, arranged=arranged)
+            for bn, unroll, warps in _GEMV
+            for ahead in (False, True)
+            for arranged in ((False, True) if 1 < m <= 8 else (m > 8,))
+        ]
+        found += [
+            Config("slices", bn, max(8, min(16, m)), warps=warps, stages=stages)
+            for bn in (16, 32)
+            for warps in (4, 8)
+            for stages in (3, 4, 6)
+        ]
+    if m > 1:
+        found += [
+            Config("gemm", bn, bm, warps=warps, stages=stages, scaled=scaled, split=split)
+            for bn, bm, warps, stages in _GEMM
+            if bm <= max(16, m) and bm * 8 >= m
+            for scaled in (False, True)
+            for split in (1, 2, 4)
+            if split == 1 or math.ceil(problem.n / bn) * math.ceil(m / bm) * split <= 4 * device.sms
+        ]
+    if m >= 64:
+        found.append(Config("dense"))
+    return [c for c in dict.fromkeys(found) if legal(device, problem, c)]
+
+
+_GEMV = (
+    (16, 2, 4),
+    (16, 4, 4),
+    (16, 8, 4),
+    (16, 4, 8),
+    (32, 1, 4),
+    (32, 2, 4),
+    (32, 2, 8),
+    (32, 4, 4),
+    (64, 1, 4),
+    (64, 2, 4),
+)
+_GEMM = (
+    (64, 16, 4, 4), (64, 16, 4, 6), (128, 16, 4, 4), (128, 16, 8, 4), (128, 16, 4, 6), (64, 32, 4, 4), (128, 32, 8, 4),
+    (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3), (128, 256, 8, 3), (256, 128, 8, 3),
+)  # fmt: skip
+
+
+# Tables: what was measured, by architecture; records are flat, so that they diff well.
+
+
+@lru_cache(maxsize=8)
+def _table(arch: int, name: str) -> dict[tuple[int, int], list[tuple[int, int, dict[str, Any]]]]:
+    """(bits, rows) -> [(n, k, fields of a configuration)]."""
+    path = _HERE / "tables" / f"sm_{arch}.json"
+    if not path.exists():
+        return {}
+    found: dict[tuple[int, int], list[tuple[int, int, dict[str, Any]]]] = {}
+    for record in json.loads(path.read_text("utf-8")).get(name, []):
+        found.setdefault((record["bits"], record["rows"]), []).append((record["n"], record["k"], record["config"]))
+    return found
+
+
+def nearest(device: Device, name: str, bits: int, rows: int, n: int, k: int) -> dict[str, Any] | None:
+    """The fields of the configuration measured for the size nearest to ``(n, k)`` in table ``name``."""
+    sizes = _table(device.arch, name).get((bits, rows)) if device.arch else None
+    if not sizes:
+        return None
+    return min(sizes, key=lambda s: abs(math.log(s[0] / n)) + 0.5 * abs(math.log(s[1] / max(k, 1))))[2]
+
+
+def _shipped(device: Device, problem: Problem) -> Config | None:
+    found = nearest(device, "float", problem.bits, problem.rows, problem.n, problem.k)
+    return Config(**found) if found else None
+
+
+# What `qcore tune` measured here; versioned by what compiles and what is compiled.
+
+
+@lru_cache(maxsize=1)
+def version() -> str:
+    """A hash of the kernels' source and Triton's version: measurements of another one do not count."""
+    import triton
+
+    digest = hashlib.sha256(triton.__version__.encode())
+    for path in sorted((_HERE / "kernels").glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def tuned_key(device: Device, problem: Problem) -> str:
+    """The key under which a measurement for a problem is kept."""
+    return f"{version()}|{tuple(device)}|{sorted(asdict(problem).items())}"
+
+
+def _tuned(device: Device, problem: Problem) -> Config | None:
+    from qcore import _cache
+
+    record = _cache.read("cuda-float", tuned_key(device, problem))
+    try:
+        return Config(**record["config"]) if record else None
+    except (KeyError, TypeError):
+        return None
+
+
+def keep(device: Device, problem: Problem, config: Config) -> bool:
+    """Keep a measured choice on disk (atomically) and use it from now on; whether it could be written."""
+    from qcore import _cache
+
+    stored = _cache.write("cuda-float", tuned_key(device, problem), config=asdict(replace(config)))
+    choose.cache_clear()
+    return stored

@@ -1,0 +1,35 @@
+"""The order of columns inside a block of planar16, see `packing`: codes of x follow it, where weights are int4."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+
+@triton.jit
+def column_of(position, P: tl.constexpr):
+    """The column stored at a position, for blocks of P columns; P = 0: the position itself."""
+    if P == 0:
+        column = position
+    else:
+        V: tl.constexpr = P // 32
+        at = position % (P // 2)
+        t = at // (4 * V)
+        inside = 16 * (at // 4 % V) + 8 * (at // 2 % 2) + 2 * t + at % 2
+        column = position - at + inside
+    return column
+
+
+@triton.jit
+def position_of(column, P: tl.constexpr):
+    """The inverse of `column_of`."""
+    if P == 0:
+        position = column
+    else:
+        V: tl.constexpr = P // 32
+        at = column % (P // 2)
+        inside = 4 * V * (at // 2 % 4) + 4 * (at // 16) + 2 * (at // 8 % 2) + at % 2
+        position = column - at + inside
+    return position

@@ -1,0 +1,76 @@
+"""``slices``: weight-only product for few rows and int8 weights; each warp of a program sums a slice of K."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+
+@triton.jit(do_not_specialize=["M", "N", "NP", "KP", "GROUP", "eighths"])
+def slices(x, w, scale, zero, bias, y, M, N, NP, KP, GROUP, eighths,
+           BK: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
+           BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``: rows16 weights of ``KP`` columns, groups of ``GROUP``.
+
+    WIDE: see `gemm`. x: rows ``8 * eighths`` values apart, zero from K to KP; BK divides KP and GROUP. ZERO: 0 none, 1 integer, 2 float.
+    """
+    DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    s = tl.arange(0, NW)
+    rows = tl.minimum(n, NP - 1).to(tl.int64) * KP
+    wp = w + rows[None, :, None] + k[None, None, :] + (s * BK)[:, None, None]
+    tokens = tl.minimum(m, M - 1).to(tl.int64) * (eighths * 8)
+    xp = x + tokens[None, None, :] + k[None, :, None] + (s * BK)[:, None, None]
+    columns = tl.minimum(n, N - 1)
+    acc = tl.zeros([NW, BN, BM], tl.float32)
+    total = tl.zeros([NW, BM], tl.float32)
+    blocks = KP // BK
+    if PDL:
+        gdc_wait()
+    for start in tl.range(0, blocks, NW, num_stages=STAGES):
+        inside = (start + s) < blocks
+        q = tl.load(wp, mask=inside[:, None, None], other=0).to(DT)
+        xv = tl.load(xp, mask=inside[:, None, None], other=0.0).to(DT)
+        if ONE_GROUP:
+            acc = tl.dot(q, xv, acc)
+            if ZERO:
+                total += tl.sum(xv.to(tl.float32), 1)
+        else:
+            d = tl.dot(q, xv)
+            group = tl.minimum(start + s, blocks - 1) * BK // GROUP
+            at = group[:, None] * N + columns[None, :]
+            sc = tl.load(scale + at).to(tl.float32)[:, :, None]
+            if ZERO:
+                z = tl.load(zero + at).to(tl.float32)[:, :, None]
+                sums = tl.sum(xv.to(tl.float32), 1)[:, None, :]
+            if ZERO == 0:
+                acc += d * sc
+            elif ZERO == 1:
+                acc += (d - z * sums) * sc
+            else:
+                acc += d * sc + z * sums
+        wp += NW * BK
+        xp += NW * BK
+    out = tl.sum(acc, 0)
+    if ONE_GROUP:
+        sc = tl.load(scale + columns).to(tl.float32)[:, None]
+        if ZERO:
+            z = tl.load(zero + columns).to(tl.float32)[:, None]
+            sums = tl.sum(total, 0)[None, :]
+        if ZERO == 0:
+            out = out * sc
+        elif ZERO == 1:
+            out = (out - z * sums) * sc
+        else:
+            out = out * sc + z * sums
+    if BIAS:
+        out += tl.load(bias + columns).to(tl.float32)[:, None]
+    valid = (n < N)[:, None] & (m < M)[None, :]
+    tl.store(y + m.to(tl.int64)[None, :] * N + n[:, None], out.to(y.dtype.element_ty), mask=valid)

@@ -1,0 +1,198 @@
+"""Products with float activations: from torch tensors to the kernel that `dispatch` chooses by the number of rows."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .device import Device, device_of
+from .dispatch import Config, Problem, bucket, choose
+from .kernels.dequant import dequantize
+from .kernels.gemm import gemm
+from .kernels.gemv import arrange_rows, gemv
+from .kernels.reduce import sum_parts
+from .kernels.slices import slices
+from .launch import launch
+from .weights import Weight
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """``x @ W^T + bias``: x ``(M, K)`` float32, bfloat16 or float16 of any strides, M >= 1, to ``(M, N)``.
+
+    Products are accumulated in float32, the bias is added before the single rounding to ``out_dtype``.
+    """
+    device, problem = _plan(x.device, x.dtype, out_dtype, weight.bits, weight.group, weight.n, weight.k, x.shape[0])
+    return run(x, weight, bias, out_dtype, device, choose(device, problem))
+
+
+@lru_cache(maxsize=8192)
+def _plan(
+    device: torch.device, dtype: torch.dtype, out: torch.dtype, bits: int, group: int, n: int, k: int, m: int
+) -> tuple[Device, Problem]:
+    narrow = dtype != torch.float32
+    exact = dtype != torch.bfloat16 or out != dtype
+    return device_of(device), Problem(bits, n, k, bucket(m), block_of(bits, group, k), narrow, exact)
+
+
+def block_of(bits: int, group: int, k: int) -> int:
+    """P: columns per block of a packed weight that a kernel works on at a time; a block lies in one group."""
+    wanted = (128, 64, 32) if bits == 4 else (64, 32)
+    return wanted[0] if group >= k else next(p for p in wanted if group % p == 0)
+
+
+def run(
+    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, device: Device, config: Config
+) -> Tensor:
+    """`linear` with a given configuration."""
+    if config.kernel == "dense":
+        return _dense(x, weight, bias, out_dtype)
+    shape = weight.data.shape
+    columns = shape[1] * shape[3] * 2 if weight.bits == 4 else shape[1]
+    if x.dtype == torch.float32:
+        return _three_parts(x, weight, bias, out_dtype, device, config, columns)
+    x = _aligned(x, columns)
+    if config.kernel == "gemm":
+        return _gemm(x, weight, bias, out_dtype, device, config, columns)
+    y = torch.empty((x.shape[0], weight.n), dtype=out_dtype, device=x.device)
+    few = _gemv if config.kernel == "gemv" else _slices
+    few(x, weight, bias, y, device, config, columns)
+    return y
+
+
+def _aligned(x: Tensor, columns: int) -> Tensor:
+    """X with ``columns`` columns, rows on 16 bytes: x itself where it is so, else a copy filled up with zeros."""
+    stride = x.stride()
+    if x.shape[1] == columns and stride[1] == 1 and stride[0] % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    if x.shape[1] == columns:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    filled = x.new_zeros((x.shape[0], columns))
+    filled[:, : x.shape[1]] = x
+    return filled
+
+
+def _zero_kind(zero: Tensor | None) -> int:
+    return 0 if zero is None else 1 if zero.dtype == torch.int8 else 2
+
+
+def _gemv(
+    x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, device: Device, config: Config, columns: int
+) -> None:
+    data, scale, zero = weight.data, weight.scale, weight.zero
+    m, block, early = x.shape[0], data.shape[3] * 2, device.dependent
+    wide = 1 if m <= 8 else 2
+    options = {"num_warps": config.warps, "launch_pdl": True} if early else {"num_warps": config.warps}
+    stride = x.stride(0)
+    if config.arranged:
+        x = _arranged(x, block, wide, columns, early)
+    # Sums over all of K would leave float16's larger offset too little of float32's digits.
+    one_group = scale.shape[0] == 1 and x.dtype == torch.bfloat16
+    per = max(1, weight.group // block) if scale.shape[0] > 1 else data.shape[1]
+    launch(
+        gemv, (-(-weight.n // config.bn),),
+        x, data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
+        m, weight.n, data.shape[0] * 16, data.shape[1], per, stride,
+        P=block, ZERO=_zero_kind(zero), BIAS=bias is not None, ONE_GROUP=one_group, NB=wide, R=config.bn // 16,
+        U=config.unroll, NW=config.warps, FRAG_X=config.arranged, BF16=x.dtype == torch.bfloat16, AHEAD=config.ahead,
+        PDL=early, **options,
+    )  # fmt: skip
+
+
+def _arranged(x: Tensor, block: int, wide: int, columns: int, early: bool) -> Tensor:
+    size = columns * wide * 8
+    out = torch.empty(size, dtype=x.dtype, device=x.device)
+    options = {"num_warps": 4, "launch_pdl": True} if early else {"num_warps": 4}
+    launch(
+        arrange_rows, (-(-size // 1024),), x, out, x.shape[0], columns, x.stride(0), size,
+        P=block, NB=wide, B=1024, PDL=early, **options,
+    )  # fmt: skip
+    return out
+
+
+def _slices(
+    x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, device: Device, config: Config, columns: int
+) -> None:
+    scale, zero, early = weight.scale, weight.zero, device.dependent
+    options = {"launch_pdl": True} if early else {}
+    grid = (-(-weight.n // config.bn), -(-x.shape[0] // config.bm))
+    launch(
+        slices, grid, x, weight.data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
+        x.shape[0], weight.n, weight.data.shape[0], columns, weight.group, x.stride(0) // 8,
+        BK=block_of(8, weight.group, weight.k), ZERO=_zero_kind(zero), BIAS=bias is not None,
+        ONE_GROUP=scale.shape[0] == 1, BN=config.bn, BM=config.bm, NW=config.warps, STAGES=config.stages,
+        WIDE=device.interpreted, PDL=early, num_warps=config.warps, num_stages=config.stages, **options,
+    )  # fmt: skip
+
+
+def _gemm(
+    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, device: Device, config: Config, columns: int
+) -> Tensor:
+    scale, zero, early = weight.scale, weight.zero, device.dependent
+    m, n, split, bm = x.shape[0], weight.n, config.split, config.bm
+    block = _gemm_block(weight, columns)
+    options = {"launch_pdl": True} if early else {}
+    y = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    target = y if split == 1 else torch.empty((split, m, n), dtype=torch.float32, device=x.device)
+    last = bias if split == 1 else None
+    rows = weight.data.shape[0] * (16 if weight.bits == 4 else 1)
+    per = weight.group // block if scale.shape[0] > 1 else columns // block
+    launch(
+        gemm, (-(-n // config.bn), -(-m // bm), split),
+        x, weight.data, scale, scale if zero is None else zero, scale if last is None else last, target,
+        m, n, rows, columns // block, per, x.stride(0) // 8, split,
+        BITS=weight.bits, P=block, ZERO=_zero_kind(zero), BIAS=last is not None, BN=config.bn, BM=bm, NW=config.warps,
+        STAGES=config.stages, FRAG=weight.bits == 4, ASM=device.asm, PRE=config.scaled, WIDE=device.interpreted,
+        PDL=early,
+        num_warps=config.warps, num_stages=config.stages, **options,
+    )  # fmt: skip
+    if split > 1:
+        launch(
+            sum_parts, (-(-m * n // 1024),), target, scale if bias is None else bias, y, m * n, n,
+            split=split, BIAS=bias is not None, B=1024, PDL=early, num_warps=4, **options,
+        )  # fmt: skip
+    return y
+
+
+def _gemm_block(weight: Weight, columns: int) -> int:
+    if weight.bits == 4:
+        return weight.data.shape[3] * 2
+    whole = 128 if columns % 128 == 0 else 64
+    return whole if weight.scale.shape[0] == 1 else next(p for p in (whole, 64, 32) if weight.group % p == 0)
+
+
+def _three_parts(
+    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, device: Device, config: Config, columns: int
+) -> Tensor:
+    """float32 x as the sum of three bfloat16 numbers, 8 digits each: three rows of a product whose terms are exact."""
+    high = x.to(torch.bfloat16)
+    rest = x - high
+    middle = rest.to(torch.bfloat16)
+    low = (rest - middle).to(torch.bfloat16)
+    parts = _aligned(torch.cat((low, middle, high)), columns)
+    y = _gemm(parts, weight, None, torch.float32, device, config, columns).view(3, x.shape[0], weight.n)
+    y = y[0] + y[1] + y[2]
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The dequantized weight ``(N, K)``: computed in float32, rounded once."""
+    out = torch.empty((weight.n, weight.k), dtype=dtype, device=weight.data.device)
+    block = weight.data.shape[3] * 2 if weight.bits == 4 else block_of(8, weight.group, weight.k)
+    blocks = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block
+    launch(
+        dequantize, (-(-weight.n // 16), blocks), weight.data, weight.scale,
+        weight.scale if weight.zero is None else weight.zero, out, weight.n, weight.k, blocks,
+        weight.group if weight.scale.shape[0] > 1 else blocks * block,
+        BITS=weight.bits, P=block, ZERO=_zero_kind(weight.zero), BN=16, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _dense(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    w = dense(weight, x.dtype)
+    if bias is None or bias.dtype == x.dtype:
+        return F.linear(x, w, bias)
+    return (torch.mm(x, w.t(), out_dtype=torch.float32) + bias.float()).to(out_dtype)

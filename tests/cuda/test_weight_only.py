@@ -1,0 +1,98 @@
+"""Products with float activations, in Triton's interpreter, against the contract's reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qcore import Scheme
+from qcore.contracts import LINEAR
+from qcore.contracts.inputs import Draw, Shape
+
+SCHEMES = (
+    "w4a16", "w4a16-asym", "w4a16-g32-fzp", "w4a16-g64-asym", "w4a16-g128", "w4a16-g96-asym",
+    "w8a16", "w8a16-asym", "w8a16-fzp", "w8a16-g32-asym", "w8a16-g64-fzp", "w8a16-g256",
+)  # fmt: skip
+
+
+def problem(scheme, m, n, k, dtype=torch.bfloat16, bias="none", **kind):
+    draw = Draw(torch.Generator().manual_seed(m * 7 + n))
+    filled = draw.fill(Scheme.parse(scheme))
+    request = LINEAR.request_for(filled, torch.device("cpu"), dtype, n, k)
+    shape = Shape("case", (m,), n, k, bias=bias, **kind)
+    return draw.linear(replace(request, bias=bias != "none"), shape, filled.quantizer, dtype)
+
+
+def packed_weight(case):
+    from qcore_cuda import packing
+    from qcore_cuda.weights import Weight
+
+    form, packed = case.weight.format, packing.pack(case.weight)
+    group = form.group_size or case.request.k
+    return Weight(packed["data"], packed["scale"], packed.get("zero"), case.request.n, case.request.k, form.bits, group)
+
+
+def assert_right(case, result):
+    verdict = LINEAR.judge(case, result)
+    assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 20, 77), (3, 3, 300), (17, 33, 168), (2, 129, 5), (40, 16, 64)])
+def test_the_default_is_right_for_every_scheme_and_size(scheme, m, n, k):
+    from qcore_cuda.weight_only import linear
+
+    dtype = (torch.bfloat16, torch.float16, torch.float32)[m % 3]
+    case = problem(scheme, m, n, k, dtype, "same" if m > 2 else "none")
+    assert_right(case, linear(case.x, packed_weight(case), case.bias, dtype))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["gemm", "scaled", "split", "slices", "dense"])
+def test_every_kernel_is_right_for_every_scheme(scheme, name):
+    from qcore_cuda.device import device_of
+    from qcore_cuda.dispatch import Config
+    from qcore_cuda.weight_only import run
+
+    configs = {
+        "gemm": Config("gemm", 64, 32, stages=2),
+        "scaled": Config("gemm", 64, 16, stages=2, scaled=True),
+        "split": Config("gemm", 64, 16, stages=2, split=2),
+        "slices": Config("slices", 16, 16, stages=2),
+        "dense": Config("dense"),
+    }
+    if name == "slices" and scheme.startswith("w4"):
+        pytest.skip("slices is for int8 weights; int4 has gemv")
+    case = problem(scheme, 17, 40, 300, torch.bfloat16, "same" if name == "dense" else "float32")
+    result = run(case.x, packed_weight(case), case.bias, torch.bfloat16, device_of(case.x.device), configs[name])
+    assert_right(case, result)
+
+
+@pytest.mark.parametrize(("out", "x"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_results_of_another_dtype_are_rounded_once(out, x):
+    from qcore_cuda.weight_only import linear
+
+    case = problem("w4a16-g64-asym", 5, 20, 128, x)
+    case = replace(case, request=replace(case.request, out_dtype=out))
+    assert_right(case, linear(case.x, packed_weight(case), None, out))
+
+
+@pytest.mark.parametrize("columns", ["columns", "rows"])
+def test_x_may_have_any_strides(columns):
+    from qcore_cuda.weight_only import linear
+
+    case = problem("w4a16-g32-fzp", 6, 16, 64, strides=columns)
+    assert_right(case, linear(case.x, packed_weight(case), None, torch.bfloat16))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g96-asym", "w8a16-g32-asym", "w4a16"])
+def test_dense_weights_are_right(scheme):
+    from qcore_cuda.weight_only import dense
+
+    case = problem(scheme, 1, 37, 300)
+    expected = case.weight.dequantize(torch.float64)
+    # Triton's interpreter cuts float32 off where it makes bfloat16 of it; a GPU rounds.
+    for dtype, rtol in ((torch.float32, 2**-22), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)):
+        torch.testing.assert_close(dense(packed_weight(case), dtype).double(), expected, rtol=rtol, atol=1e-6)
