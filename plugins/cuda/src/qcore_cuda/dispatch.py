@@ -90,10 +90,10 @@ def rule(device: Device, problem: Problem) -> Config:
     m, n = problem.rows, problem.n
     if problem.bits == 4 and m <= 16 and device.asm and problem.narrow:
         bn = 16 if n <= 40 * device.sms or m > 8 else 32
-        return Config("gemv", bn, warps=4, unroll=4 if bn == 16 and m <= 8 else 2, arranged=m > 2)
+        return Config("gemv", bn, warps=4, unroll=4 if bn == 16 and m <= 8 and not problem.exact else 2, arranged=m > 2)
     if problem.bits == 8 and m <= 16 and problem.narrow:
         return Config("slices", 16 if n <= 64 * device.sms else 32, 16 if m > 8 or device.hip else 8, stages=4)
-    if m >= 1024 and problem.narrow and not problem.exact:
+    if m >= 1024 and legal(device, problem, Config("dense")):
         return Config("dense")
     if m >= 256 and not problem.exact:
         return Config("gemm", 128, 128, warps=8, stages=3, scaled=True)
