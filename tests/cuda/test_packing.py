@@ -99,10 +99,11 @@ def test_planar16_is_where_it_is_said_to_be(group, block):
     assert int(data[0, -1, 0, -1]) >> 4 == 8, "and so do columns"
 
 
-def test_rows16_is_where_it_is_said_to_be():
-    weight = weight_of(qcore.Format("int8"), 5, 77)
+@pytest.mark.parametrize(("group", "columns"), [(None, 128), (32, 96), (64, 128), (96, 128), (128, 128)])
+def test_rows16_is_where_it_is_said_to_be(group, columns):
+    weight = weight_of(qcore.Format("int8", group), 5, 77)
     data = pack(weight)["data"]
-    assert data.shape == (16, 128)
+    assert data.shape == (16, columns)
     assert torch.equal(data[:5, :77], weight.data)
     assert not data[5:].any()
     assert not data[:, 77:].any()

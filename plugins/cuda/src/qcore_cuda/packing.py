@@ -4,19 +4,20 @@
 
 **planar16** (int4): uint8 ``(N/16, K/P, 16, P/2)``, K rounded up to P. Byte i of a block of row n holds unsigned codes
 ``u = q + 8``: column i' of the block in the low nibble, column P/2 + i' in the high one, where, with V = P/32,
-``i = 4 V t + 4 j + 2 h + e`` holds ``i' = 16 j + 8 h + 2 t + e`` (t < 4, j < V, h < 2, e < 2). This is the order in which
-thread t of four holds a row of A in the registers of ``mma.m16n8k16`` and ``wgmma``: one wide load gives a thread its
-fragments of V products, and unpacking them moves nothing between threads. 16 rows of a block are contiguous. P is the
-largest of 128, 64 and 32 that divides the group size: a block lies in one group, block b in ``b * P // group``.
+``i = 4 V t + 4 j + 2 h + e`` holds ``i' = 16 j + 8 h + 2 t + e`` (t < 4, j < V, h < 2, e < 2). This is the order in
+which thread t of four holds a row of A in the registers of ``mma.m16n8k16`` and ``wgmma``: one wide load gives a thread
+its fragments of V products, and unpacking them moves nothing between threads. 16 rows of a block are contiguous. P is
+the largest of 128, 64 and 32 that divides the group size: a block lies in one group, block b in ``b * P // group``.
 
-**rows16** (int8): int8 ``(N, K)``, K rounded up to 64.
+**rows16** (int8): int8 ``(N, K)``, K rounded up to 64; to 32 where there are several groups and their size is no
+multiple of 64. So here, too, no block of 64 or 32 columns lies in a group that does not exist.
 
 Padding is the code 0. Everything here is torch ops, on any device, meta included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -27,8 +28,6 @@ from qcore.kernels import Packed
 
 ROWS = 16
 """Rows are packed this many at a time."""
-_COLUMNS = 64
-"""What K of rows16 is rounded up to: a cache line of codes."""
 _BLOCKS = (128, 64, 32)
 _CHUNK = 1 << 25
 """Codes packed at a time: unpacked codes of a large weight are never whole in memory."""
@@ -99,15 +98,18 @@ def _chunks_of_codes(weight: QTensor) -> Iterator[Tensor]:
         yield weight.format.codec.decode(part, weight.shape[1])
 
 
+def _row_multiple(format: Format, k: int) -> int:
+    """What K of rows16 is rounded up to."""
+    return 64 if format.groups(k) == 1 or format.group(k) % 64 == 0 else 32
+
+
 def _pack_data(weight: QTensor) -> Tensor:
-    encode: Callable[[Tensor], Tensor] = _rows
     if weight.format.dtype == "int4":
         block = block_size(weight.format.group_size)
-
-        def encode(codes: Tensor) -> Tensor:
-            return _planar(codes, block)
-
-    parts = [encode(codes) for codes in _chunks_of_codes(weight)]
+        parts = [_planar(codes, block) for codes in _chunks_of_codes(weight)]
+    else:
+        columns = _row_multiple(weight.format, weight.shape[1])
+        parts = [_rows(codes, columns) for codes in _chunks_of_codes(weight)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -116,20 +118,20 @@ def _planar(codes: Tensor, block: int) -> Tensor:
     filled = pad(codes + 8, (0, -codes.shape[1] % block, 0, -codes.shape[0] % ROWS), value=8).view(torch.uint8)
     halves = filled.view(filled.shape[0] // ROWS, ROWS, filled.shape[1] // block, 2, block // 2)
     stored = halves[..., 0, :] | (halves[..., 1, :] << 4)
-    fragments = stored.unflatten(-1, (block // 32, 2, 4, 2)).movedim(-2, -4).flatten(-4)
-    return fragments.transpose(1, 2).contiguous()
+    fragments = stored.view(*stored.shape[:3], block // 32, 2, 4, 2).movedim(-2, -4)
+    return fragments.reshape(stored.shape).transpose(1, 2).contiguous()
 
 
 def _planar_codes(data: Tensor, k: int) -> Tensor:
     """The inverse of `_planar`, rows of padding included."""
-    data = data.unflatten(-1, (4, data.shape[3] // 16, 2, 2)).movedim(-4, -2).flatten(-4)
-    nibbles = torch.stack((data & 15, data >> 4), dim=3).transpose(1, 2)
+    stored = data.view(*data.shape[:3], 4, data.shape[3] // 16, 2, 2).movedim(-4, -2).reshape(data.shape)
+    nibbles = torch.stack((stored & 15, stored >> 4), dim=3).transpose(1, 2)
     return nibbles.reshape(data.shape[0] * ROWS, -1)[:, :k].view(torch.int8) - 8
 
 
-def _rows(codes: Tensor) -> Tensor:
-    """Codes ``(rows, K)``, both rounded up."""
-    return pad(codes, (0, -codes.shape[1] % _COLUMNS, 0, -codes.shape[0] % ROWS)).contiguous()
+def _rows(codes: Tensor, columns: int) -> Tensor:
+    """Codes ``(rows, K)``, rows rounded up to 16 and K to ``columns``."""
+    return pad(codes, (0, -codes.shape[1] % columns, 0, -codes.shape[0] % ROWS)).contiguous()
 
 
 def _row_codes(data: Tensor, k: int) -> Tensor:
