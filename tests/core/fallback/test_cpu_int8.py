@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from qcore.activations import DynamicInt8
 from qcore.fallback import codes, cpu_int8, onednn
 from qcore.formats import Format, ZeroPoint
 from qcore.quantize import quantize
@@ -137,3 +140,14 @@ def test_atens_product(tools, rows):
 def test_without_the_op_nothing_is_offered(tools, monkeypatch):
     monkeypatch.setattr(onednn, "is_exact", lambda bits: False)
     assert cpu_int8.kernel(tools.linear("w8a8").request) is None
+
+
+def test_cpu_instructions_are_tried_only_where_the_product_would_serve(tools, monkeypatch):
+    def tried(bits):
+        raise AssertionError("this costs 5 ms, and 30 while other programs are busy")
+
+    monkeypatch.setattr(onednn, "is_exact", tried)
+    int4 = tools.linear("w4a16-g32").request  # float activations and int4 weights are another kernel's
+    assert cpu_int8.kernel(int4) is None
+    with pytest.raises(AssertionError):
+        cpu_int8.kernel(replace(int4, activation=DynamicInt8()))

@@ -166,10 +166,12 @@ def _pieces(x: Tensor, given: Given) -> list[tuple[Tensor, Given]]:
 def kernel(request: LinearRequest) -> CpuInt8 | None:
     """The kernel for ``request``, None where there is none."""
     fmt, activation = request.weight, request.activation
-    if request.device.type != "cpu" or not (request.n and request.k) or not onednn.is_exact(fmt.bits):
+    if request.device.type != "cpu" or not (request.n and request.k) or (activation is None and fmt.bits != 8):
+        return None
+    if not onednn.is_exact(fmt.bits):
         return None
     if activation is None:
-        return CpuFloatActivations("torch.cpu.w8a16", request) if fmt.bits == 8 else None
+        return CpuFloatActivations("torch.cpu.w8a16", request)
     name = f"torch.cpu.w{fmt.bits}a8"
     one_group = fmt.groups(request.k) == 1 and fmt.zero is ZeroPoint.NONE
     one_scale = activation == DynamicInt8() or (not isinstance(activation, DynamicInt8) and not activation.per_token)
