@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 
+import importlib_metadata
 import pytest
 
 from qcore import resolver
@@ -88,6 +89,27 @@ def test_version(run):
     code, out, _ = run("--version")
     assert code == OK
     assert out.startswith("qcore 26.")
+
+
+@pytest.mark.parametrize("line", ["--help", "--version", *(f"{name} -h" for name in COMMANDS)])
+def test_help_and_version_do_without_torch(line, run):
+    (entry,) = importlib_metadata.entry_points(group="console_scripts", name="qcore")
+    forbidden = "import sys; sys.modules.update(torch=None, numpy=None)"
+    code = f"{forbidden}; from {entry.module} import {entry.attr} as main; sys.exit(main())"
+    command = [sys.executable, "-W", "error", "-c", code, *line.split()]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == run(*line.split())
+
+
+def test_the_entry_point_runs_commands(model):
+    # After -- a word is no option, whatever it looks like: the command runs and says that there is no such file.
+    code = "from qcore_command import main; raise SystemExit(main())"
+    for line, expected in ((["inspect", "model.safetensors"], OK), (["inspect", "--", "--help"], WRONG_USAGE)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *line], check=False, capture_output=True, text=True, cwd=model
+        )
+        assert done.returncode == expected, done.stderr
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""The ``qcore`` command. `main` is its entry point; each command is a module of its own with `add` and `run`.
+"""The ``qcore`` command; each command is a module of its own with `add` and `run`.
 
-Importing this package imports torch, because ``qcore/__init__`` does; nothing here adds to that until a command runs.
+Nothing here imports torch or a module that does before a command runs: `qcore_command`, the entry point, shows help
+without ``qcore/__init__``, which imports it.
 """
 
 from __future__ import annotations
