@@ -1,9 +1,9 @@
 """Launching Triton kernels at little cost to the host.
 
 Triton looks at every argument and option each time a kernel is launched, which takes longer than a small product runs.
-Here a compiled kernel is found by the few facts that it was compiled for, and started with plain addresses. This rests
-on how Triton hands a compiled kernel its arguments, which is no public interface: so it is used with the versions it was
-tried with only, and any other launches the ordinary way.
+Here a compiled kernel is found by the few facts that it was compiled for, and started with plain addresses. This
+rests on how Triton hands a compiled kernel its arguments, which is no public interface: so it is used with the versions
+that it was tried with, and any other launches the ordinary way.
 """
 
 from __future__ import annotations

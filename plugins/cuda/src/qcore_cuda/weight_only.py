@@ -120,7 +120,7 @@ def _slices(
     grid = (-(-weight.n // config.bn), -(-x.shape[0] // config.bm))
     launch(
         slices, grid, x, weight.data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
-        x.shape[0], weight.n, weight.data.shape[0], columns, weight.group, x.stride(0) // 8,
+        x.shape[0], weight.n, weight.data.shape[0], weight.k, columns // 32, weight.group, x.stride(0) // 8,
         BK=block_of(8, weight.group, weight.k), ZERO=_zero_kind(zero), BIAS=bias is not None,
         ONE_GROUP=scale.shape[0] == 1, BN=config.bn, BM=config.bm, NW=config.warps, STAGES=config.stages,
         WIDE=device.interpreted, PDL=early, num_warps=config.warps, num_stages=config.stages, **options,
@@ -133,16 +133,17 @@ def _gemm(
     scale, zero, early = weight.scale, weight.zero, device.dependent
     m, n, split, bm = x.shape[0], weight.n, config.split, config.bm
     block = _gemm_block(weight, columns)
+    blocks = -(-weight.k // block)
     options = {"launch_pdl": True} if early else {}
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
     target = y if split == 1 else torch.empty((split, m, n), dtype=torch.float32, device=x.device)
     last = bias if split == 1 else None
     rows = weight.data.shape[0] * (16 if weight.bits == 4 else 1)
-    per = weight.group // block if scale.shape[0] > 1 else columns // block
+    per = weight.group // block if scale.shape[0] > 1 else blocks
     launch(
         gemm, (-(-n // config.bn), -(-m // bm), split),
         x, weight.data, scale, scale if zero is None else zero, scale if last is None else last, target,
-        m, n, rows, columns // block, per, x.stride(0) // 8, split,
+        m, n, rows, blocks, per, x.stride(0) // 8, columns // 32, split,
         BITS=weight.bits, P=block, ZERO=_zero_kind(zero), BIAS=last is not None, BN=config.bn, BM=bm, NW=config.warps,
         STAGES=config.stages, FRAG=weight.bits == 4, ASM=device.asm, PRE=config.scaled, WIDE=device.interpreted,
         PDL=early,
@@ -181,10 +182,11 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The dequantized weight ``(N, K)``: computed in float32, rounded once."""
     out = torch.empty((weight.n, weight.k), dtype=dtype, device=weight.data.device)
     block = weight.data.shape[3] * 2 if weight.bits == 4 else block_of(8, weight.group, weight.k)
-    blocks = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block
+    stored = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block
+    blocks = -(-weight.k // block)
     launch(
         dequantize, (-(-weight.n // 16), blocks), weight.data, weight.scale,
-        weight.scale if weight.zero is None else weight.zero, out, weight.n, weight.k, blocks,
+        weight.scale if weight.zero is None else weight.zero, out, weight.n, weight.k, stored,
         weight.group if weight.scale.shape[0] > 1 else blocks * block,
         BITS=weight.bits, P=block, ZERO=_zero_kind(weight.zero), BN=16, num_warps=4,
     )  # fmt: skip

@@ -30,13 +30,14 @@ def _block(low, high, BN: tl.constexpr, P: tl.constexpr, NW: tl.constexpr, FRAG:
     return tl.reshape(q, [BN, P])
 
 
-@triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "eighths", "split"])
-def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, split,
+@triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "eighths", "pitch", "split"])
+def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
          BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
          BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
          ASM: tl.constexpr, PRE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``; x: rows ``8 * eighths`` values apart (said so, because
-    Triton then knows that they are aligned), zero from K to ``KB * P``.
+    Triton then knows that they are aligned), zero from K to ``KB * P``. pitch: 32 times that many bytes are a row
+    of rows16.
 
     WIDE: products of float32 numbers (Triton's interpreter multiplies no bfloat16). ``split`` > 1: program (.., .., s)
     writes its part of the sum over K to ``y[s]`` in float32, without bias.
@@ -71,7 +72,7 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, split,
             + first.to(tl.int64) * (16 * H)
         )
     else:
-        wp = w + row.to(tl.int64)[:, None] * (KB * P) + k[None, :] + first * P
+        wp = w + row.to(tl.int64)[:, None] * (pitch * 32) + k[None, :] + first * P
     kk = tl.arange(0, P)
     # Rows beyond M read the last one, which costs less than a mask; what they give is not stored.
     xp = x + tl.minimum(rm, M - 1).to(tl.int64)[:, None] * (eighths * 8) + kk[None, :] + first * P

@@ -2,8 +2,8 @@
 
 Weights go from memory straight into fragments of the tensor core (`warp`), W being its A operand and the tokens its
 columns. A nibble becomes a 16-bit float by setting its upper byte (bfloat16 128 + u, float16 1024 + u: exact), and the
-offset leaves the sum again as ``offset * sum(x)``, which one more product with a matrix of ones gives in just the
-layout of the result: half an instruction per weight less than subtracting from each one.
+offset leaves the sum again as what a row of codes 0 would have given: one more product per row block of tokens, in just
+the layout of the result, and half an instruction per weight less than subtracting from each one.
 """
 
 from __future__ import annotations
@@ -76,25 +76,24 @@ def _tile(words0, words8, x, d, NB: tl.constexpr, V: tl.constexpr, MAGIC: tl.con
 
 
 @triton.jit
-def _sums(x, zero, c, NB: tl.constexpr, STEPS: tl.constexpr, MAGIC: tl.constexpr):
-    """Add the block's ``sum(x)`` per column block: a product with ones, in the layout of the result."""
+def _sums(x, zero, c, NB: tl.constexpr, V: tl.constexpr, MAGIC: tl.constexpr):
+    """Add what a row of codes 0 would give (in the layout of the result): ``sum(x)`` times the float of code 0.
+
+    Summed in the order of `_tile`, so that such a row comes out as exactly 0.
+    """
     BF16: tl.constexpr = MAGIC == 0x43434343
-    one = tl.full(zero.shape, 0x3F803F80 if BF16 else 0x3C003C00, tl.int32)
-    for j in tl.static_range(STEPS):
+    code0 = tl.full(zero.shape, 0x43084308 if BF16 else 0x64086408, tl.int32)
+    for j in tl.static_range(V):
         out = ()
         for n in tl.static_range(NB):
             a = x[n]
             s = c[n]
-            e0, e1, e2, e3 = mma(one, one, one, one, a[2 * j], a[2 * j + 1], s[0], s[1], zero, zero, BF16)
+            e0, e1, e2, e3 = mma(code0, code0, code0, code0, a[2 * j], a[2 * j + 1], s[0], s[1], zero, zero, BF16)
+            u = 2 * (V + j)
+            e0, e1, e2, e3 = mma(code0, code0, code0, code0, a[2 * (V + j)], a[2 * (V + j) + 1], e0, e1, zero, zero, BF16)
             out = out + ((e0, e1),)
         c = out
     return c
-
-
-@triton.jit
-def _centred(d, s, C, OFFSET: tl.constexpr):
-    """The exact product of codes: offsets taken out. C: zero point."""
-    return d - (OFFSET + 8 + C) * s
 
 
 @triton.jit
@@ -122,10 +121,7 @@ def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, ZERO: tl.c
         p = parameters[i]
         s0 = p[0].to(tl.float32)
         s8 = p[1].to(tl.float32)
-        if ZERO == 0:
-            z0 = 0.0
-            z8 = 0.0
-        else:
+        if ZERO:
             z0 = p[2].to(tl.float32)
             z8 = p[3].to(tl.float32)
         for n in tl.static_range(NB):
@@ -133,16 +129,27 @@ def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, ZERO: tl.c
             t = d[i * NB + n]
             x0 = s[n][0]
             x1 = s[n][1]
+            d0 = t[0] - x0
+            d1 = t[1] - x1
+            d2 = t[2] - x0
+            d3 = t[3] - x1
+            if ZERO:
+                x0 *= 1.0 / (OFFSET + 8)  # sums of x
+                x1 *= 1.0 / (OFFSET + 8)
+            if ZERO == 1:
+                d0 -= z0 * x0
+                d1 -= z0 * x1
+                d2 -= z8 * x0
+                d3 -= z8 * x1
+            a0 = a[0] + s0 * d0
+            a1 = a[1] + s0 * d1
+            a2 = a[2] + s8 * d2
+            a3 = a[3] + s8 * d3
             if ZERO == 2:
-                a0 = a[0] + s0 * _centred(t[0], x0, 0.0, OFFSET) + z0 * x0
-                a1 = a[1] + s0 * _centred(t[1], x1, 0.0, OFFSET) + z0 * x1
-                a2 = a[2] + s8 * _centred(t[2], x0, 0.0, OFFSET) + z8 * x0
-                a3 = a[3] + s8 * _centred(t[3], x1, 0.0, OFFSET) + z8 * x1
-            else:
-                a0 = a[0] + s0 * _centred(t[0], x0, z0, OFFSET)
-                a1 = a[1] + s0 * _centred(t[1], x1, z0, OFFSET)
-                a2 = a[2] + s8 * _centred(t[2], x0, z8, OFFSET)
-                a3 = a[3] + s8 * _centred(t[3], x1, z8, OFFSET)
+                a0 += z0 * x0
+                a1 += z0 * x1
+                a2 += z8 * x0
+                a3 += z8 * x1
             out = out + ((a0, a1, a2, a3),)
     return out
 
@@ -222,7 +229,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
         for u in tl.static_range(U):
             x_block = _x_block(x, first + u, M, KB, stride, lane, NB, P, FRAG_X)
             if ONE_GROUP:
-                total = _sums(x_block, zeros, total, NB, P // 16, MAGIC)
+                total = _sums(x_block, zeros, total, NB, V, MAGIC)
                 new = ()
                 for i in tl.static_range(R):
                     pair = words[u * R + i]
@@ -232,7 +239,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride,
                     new = new + _tile(pair[0], pair[1], x_block, mine, NB, V, MAGIC)
                 acc = new
             else:
-                s = _sums(x_block, zeros, none, NB, P // 16, MAGIC)
+                s = _sums(x_block, zeros, none, NB, V, MAGIC)
                 d = ()
                 for i in tl.static_range(R):
                     pair = words[u * R + i]

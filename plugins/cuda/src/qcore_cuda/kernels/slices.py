@@ -9,13 +9,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 
-@triton.jit(do_not_specialize=["M", "N", "NP", "KP", "GROUP", "eighths"])
-def slices(x, w, scale, zero, bias, y, M, N, NP, KP, GROUP, eighths,
+@triton.jit(do_not_specialize=["M", "N", "NP", "K", "pitch", "GROUP", "eighths"])
+def slices(x, w, scale, zero, bias, y, M, N, NP, K, pitch, GROUP, eighths,
            BK: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
            BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``: rows16 weights of ``KP`` columns, groups of ``GROUP``.
+    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``: rows16 weights, rows ``32 * pitch`` bytes apart.
 
-    WIDE: see `gemm`. x: rows ``8 * eighths`` values apart, zero from K to KP; BK divides KP and GROUP. ZERO: 0 none, 1 integer, 2 float.
+    WIDE: see `gemm`. x: rows ``8 * eighths`` values apart, zero from K on; BK divides the row and ``GROUP``, the group size. ZERO: 0 none, 1 integer, 2 float.
     """
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     if PDL:
@@ -24,14 +24,14 @@ def slices(x, w, scale, zero, bias, y, M, N, NP, KP, GROUP, eighths,
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)
     s = tl.arange(0, NW)
-    rows = tl.minimum(n, NP - 1).to(tl.int64) * KP
+    rows = tl.minimum(n, NP - 1).to(tl.int64) * (pitch * 32)
     wp = w + rows[None, :, None] + k[None, None, :] + (s * BK)[:, None, None]
     tokens = tl.minimum(m, M - 1).to(tl.int64) * (eighths * 8)
     xp = x + tokens[None, None, :] + k[None, :, None] + (s * BK)[:, None, None]
     columns = tl.minimum(n, N - 1)
     acc = tl.zeros([NW, BN, BM], tl.float32)
     total = tl.zeros([NW, BM], tl.float32)
-    blocks = KP // BK
+    blocks = tl.cdiv(K, BK)
     if PDL:
         gdc_wait()
     for start in tl.range(0, blocks, NW, num_stages=STAGES):
