@@ -91,6 +91,7 @@ def _times(request: Any, kernels: list[Kernel], rows: int, seconds: float) -> li
     calls: list[Callable[[], Any]] = []
     for kernel in kernels:
         packed = kernel.pack(here.weight)
+        kernel.tune(here.x, packed, here.bias, **here.given)
         calls.append(partial(kernel, here.x, packed, here.bias, **here.given))
     return interleaved_medians(calls, request.device, seconds)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ _HERE = Path(__file__).parent
 class Config:
     """One way to compute a product with float activations; plain values, so that a table can hold it.
 
-    **Fields:** ``kernel``: "gemv" (int4, few rows), "slices" (int8, few rows), "gemm" (any) or "dense" (dequantize, then
-    torch's product); ``bn``, ``bm``: the tile, of weight rows and tokens (gemv: ``bn`` rows of a program); ``warps``,
+    **Fields:** ``kernel``: "gemv" (int4, few rows), "slices" (int8, few rows), "gemm" (any) or "dense" (dequantize,
+    then torch's product); ``bn``, ``bm``: the tile, of weight rows and tokens (gemv: ``bn`` rows of a program); ``warps``,
     ``stages``; ``unroll``, ``ahead``, ``arranged``: of gemv, see there; ``scaled``: gemm scales weights before the
     product, not sums after it; ``split``: programs that share K, of gemm.
     """
@@ -44,8 +44,11 @@ class Config:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice depends on. ``rows``: `bucket` of M; ``narrow``: x is bfloat16 or float16; ``exact``: a weight must
-    not be rounded to x's dtype (float16, whose small numbers are coarse, or a result wider than x).
+    """What a choice depends on.
+
+    **Fields:** ``rows``: `bucket` of M; ``block``: see `weight_only.block_of`; ``narrow``: x is bfloat16 or float16;
+    ``exact``: a weight must not be rounded to x's dtype (float16, whose small numbers are coarse, or a result wider
+    than x).
     """
 
     bits: int
@@ -119,7 +122,7 @@ def candidates(device: Device, problem: Problem) -> list[Config]:
             for warps in (4, 8)
             for stages in (3, 4, 6)
         ]
-    if m > 1:
+    if m > 8:
         found += [
             Config("gemm", bn, bm, warps=warps, stages=stages, scaled=scaled, split=split)
             for bn, bm, warps, stages in _GEMM
@@ -147,7 +150,8 @@ _GEMV = (
 )
 _GEMM = (
     (64, 16, 4, 4), (64, 16, 4, 6), (128, 16, 4, 4), (128, 16, 8, 4), (128, 16, 4, 6), (64, 32, 4, 4), (128, 32, 8, 4),
-    (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3), (128, 256, 8, 3), (256, 128, 8, 3),
+    (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3), (128, 256, 8, 3),
+    (256, 128, 8, 3),
 )  # fmt: skip
 
 
@@ -167,14 +171,21 @@ def _table(arch: int, name: str) -> dict[tuple[int, int], list[tuple[int, int, d
 
 
 def nearest(device: Device, name: str, bits: int, rows: int, n: int, k: int) -> dict[str, Any] | None:
-    """The fields of the configuration measured for the size nearest to ``(n, k)`` in table ``name``."""
-    sizes = _table(device.arch, name).get((bits, rows)) if device.arch else None
-    if not sizes:
+    """The fields of the configuration measured for the size nearest to ``(n, k)`` in table ``name``.
+
+    A number of rows that was not measured goes by the next larger one that was.
+    """
+    table = _table(device.arch, name) if device.arch else {}
+    measured = sorted(m for b, m in table if b == bits and m >= rows)
+    if not measured:
         return None
+    sizes = table[bits, measured[0]]
     return min(sizes, key=lambda s: abs(math.log(s[0] / n)) + 0.5 * abs(math.log(s[1] / max(k, 1))))[2]
 
 
 def _shipped(device: Device, problem: Problem) -> Config | None:
+    if problem.bits == 4 and problem.block != 128:
+        return None  # what was measured reads 16 bytes at a time
     found = nearest(device, "float", problem.bits, problem.rows, problem.n, problem.k)
     return Config(**found) if found else None
 
@@ -193,25 +204,29 @@ def version() -> str:
     return digest.hexdigest()[:16]
 
 
-def tuned_key(device: Device, problem: Problem) -> str:
-    """The key under which a measurement for a problem is kept."""
+def _key(device: Device, problem: Any) -> str:
     return f"{version()}|{tuple(device)}|{sorted(asdict(problem).items())}"
 
 
+def tuned(kind: str, device: Device, problem: Any) -> dict[str, Any] | None:
+    """The fields of the configuration that was measured on this machine for a problem (a dataclass), if one was."""
+    from qcore import _cache
+
+    record = _cache.read(f"cuda-{kind}", _key(device, problem))
+    fields = (record or {}).get("config")
+    return fields if isinstance(fields, dict) else None
+
+
+def keep(kind: str, device: Device, problem: Any, config: Any) -> bool:
+    """Keep a measured choice on disk (atomically), for every process that starts from now on; whether that worked."""
+    from qcore import _cache
+
+    return _cache.write(f"cuda-{kind}", _key(device, problem), config=asdict(config))
+
+
 def _tuned(device: Device, problem: Problem) -> Config | None:
-    from qcore import _cache
-
-    record = _cache.read("cuda-float", tuned_key(device, problem))
+    fields = tuned("float", device, problem)
     try:
-        return Config(**record["config"]) if record else None
-    except (KeyError, TypeError):
+        return Config(**fields) if fields else None
+    except TypeError:  # written by hand, or damaged
         return None
-
-
-def keep(device: Device, problem: Problem, config: Config) -> bool:
-    """Keep a measured choice on disk (atomically) and use it from now on; whether it could be written."""
-    from qcore import _cache
-
-    stored = _cache.write("cuda-float", tuned_key(device, problem), config=asdict(replace(config)))
-    choose.cache_clear()
-    return stored

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .device import Device, device_of
-from .int8_config import Config, default_config
+from .dispatch import bucket
+from .int8_config import Config, Problem, choose
 from .kernels.int8_gemm import tiles, unpack
 from .kernels.int8_persistent import persistent
 from .kernels.int8_slices import slices
@@ -117,7 +118,7 @@ def linear(
         return y
     p, grouped, per = blocking(weight)
     if config is None:
-        config = default_config(device, m, weight.n, weight.k, weight.bits, grouped, p)
+        config = choose(device, Problem(weight.bits, weight.n, weight.k, bucket(m), grouped, p))
     w_zero = 0 if weight.zero is None else 1 if weight.zero.dtype == torch.int8 else 2
     if config.unpack and weight.bits == 4:
         weight, w_zero = unpacked(weight, codes.q.shape[1], p, per, device), 0 if w_zero == 1 else w_zero

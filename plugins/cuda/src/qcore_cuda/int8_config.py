@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from .device import Device
+from .dispatch import nearest, tuned
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,65 @@ class Config:
     specialize: bool = False
     per_sm: int = 0
     unpack: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice depends on: ``rows`` as `dispatch.bucket` gives them; ``inner``: columns per step along K."""
+
+    bits: int
+    n: int
+    k: int
+    rows: int
+    grouped: bool
+    inner: int
+
+
+@lru_cache(maxsize=8192)
+def choose(device: Device, problem: Problem) -> Config:
+    """What ``qcore tune`` measured here, else the nearest size of the table for this architecture, else the default."""
+    usual = problem.inner == 128 and problem.grouped == (problem.bits == 4)  # what the tables are measured with
+    shipped = nearest(device, "int8", problem.bits, problem.rows, problem.n, problem.k) if usual else None
+    for fields in (tuned("int8", device, problem), shipped):
+        if fields and (config := _read(fields)):
+            return config
+    return default_config(device, problem.rows, problem.n, problem.k, problem.bits, problem.grouped, problem.inner)
+
+
+def _read(fields: dict[str, Any]) -> Config | None:
+    try:
+        return Config(**fields)
+    except TypeError:  # written by hand, or damaged
+        return None
+
+
+def candidates(device: Device, problem: Problem) -> list[Config]:
+    """What ``qcore tune`` measures for a problem."""
+    m, four = problem.rows, problem.bits == 4
+    found = [default_config(device, m, problem.n, problem.k, problem.bits, problem.grouped, problem.inner)]
+    if m <= 64:
+        sizes = ((16, 4), (16, 8), (32, 4), (32, 8))
+        found += [Config("slices", max(8, min(32, m)), bn, w, st) for bn, w in sizes for st in (2, 3, 4, 6)]
+    if m >= 16:
+        few = (32, 64) if m <= 128 else (64, 128)
+        found += [Config("tiles", bm, bn, 4, st, swap=True) for bm in few for bn in (64, 128) for st in (3, 4)]
+    if m >= 128:
+        found += [Config("tiles", *tile, swap=four) for tile in ((128, 128, 8, 3), (128, 256, 8, 3), (64, 128, 4, 4))]
+    if m >= 128 and device.descriptors:
+        found += [_persistent(four, *tile) for tile in _PERSISTENT if tile[0] <= 2 * m]
+    return list(dict.fromkeys(found))
+
+
+_PERSISTENT = (
+    (128, 64, 4, 4, 1, 0, 8), (64, 128, 4, 4, 1, 0, 8), (128, 128, 4, 3, 2, 0, 8), (128, 128, 4, 4, 1, 0, 8),
+    (128, 128, 8, 4, 1, 0, 8), (128, 256, 8, 3, 2, 0, 8), (128, 256, 8, 3, 2, 1, 8), (128, 256, 8, 4, 2, 1, 8),
+    (128, 256, 8, 3, 2, 1, 16), (128, 256, 8, 4, 2, 1, 16), (256, 128, 8, 3, 2, 1, 8), (256, 128, 8, 4, 2, 1, 16),
+)  # fmt: skip
+
+
+def _persistent(unpack: bool, bm: int, bn: int, warps: int, stages: int, parts: int, per_sm: int, band: int) -> Config:
+    options = {"parts": parts, "per_sm": per_sm, "group_m": band, "tma_store": True, "unpack": unpack}
+    return Config("persistent", bm, bn, warps, stages, **options)  # type: ignore[arg-type]
 
 
 def default_config(device: Device, m: int, n: int, k: int, bits: int, grouped: bool, inner: int = 128) -> Config:

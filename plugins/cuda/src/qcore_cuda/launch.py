@@ -37,7 +37,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     if not _quick():
         kernel[grid](*args, **meta)
         return
-    index = torch._C._cuda_getDevice()  # type: ignore[attr-defined]
+    index = torch._C._cuda_getDevice()
     facts: list[Any] = [kernel, index, *meta.values()]
     values: list[Any] = []
     for arg in args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qcore import DynamicInt8, LinearRequest
@@ -11,6 +12,7 @@ from qcore.kernels import Packed, RowsKernel
 
 from . import ops
 from .packing import PackedKernel
+from .weights import Weight
 
 
 class FloatLinear(PackedKernel, RowsKernel):
@@ -27,6 +29,17 @@ class FloatLinear(PackedKernel, RowsKernel):
         return call(
             x, packed["data"], packed["scale"], zero, bias, self.n, self.k, self.bits, self.group, self.out_dtype
         )
+
+    def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:
+        """Measure every configuration for this number of rows; the fastest serves from now on."""
+        del given
+        from .tuning import tune_float
+
+        tune_float(x.reshape(-1, self.k), self._weight(packed), bias, self.out_dtype)
+
+    def _weight(self, packed: Packed) -> Weight:
+        sizes = (self.n, self.k, self.bits, self.group)
+        return Weight(packed["data"], packed["scale"], packed.get("zero"), *sizes)
 
 
 class Int8Linear(PackedKernel, RowsKernel):
@@ -52,6 +65,18 @@ class Int8Linear(PackedKernel, RowsKernel):
             given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),
             *self._constants,
         )  # fmt: skip
+
+    def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:
+        """Measure every configuration for this number of rows; the fastest serves from now on."""
+        del bias, given
+        from .int8 import quantize_rows
+        from .tuning import tune_int8
+
+        if x.dtype == torch.int8:
+            return  # parameters per token come with each call: measured with the dynamic form
+        weight = Weight(packed["data"], packed["scale"], packed.get("zero"), self.n, self.k, self.bits, self.group)
+        codes = quantize_rows(x.reshape(-1, self.k), symmetric=True, total=weight.zero is not None, order=weight.order)
+        tune_int8(codes, weight, self.out_dtype)
 
 
 def _numbers(part: Any) -> tuple[float | None, int]:

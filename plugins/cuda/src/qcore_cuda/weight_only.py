@@ -28,6 +28,11 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
     return run(x, weight, bias, out_dtype, device, choose(device, problem))
 
 
+def plan(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> tuple[Device, Problem]:
+    """What `dispatch.choose` is asked for a call."""
+    return _plan(x.device, x.dtype, out_dtype, weight.bits, weight.group, weight.n, weight.k, x.shape[0])
+
+
 @lru_cache(maxsize=8192)
 def _plan(
     device: torch.device, dtype: torch.dtype, out: torch.dtype, bits: int, group: int, n: int, k: int, m: int

@@ -89,8 +89,10 @@ def _sums(x, zero, c, NB: tl.constexpr, V: tl.constexpr, MAGIC: tl.constexpr):
             a = x[n]
             s = c[n]
             e0, e1, e2, e3 = mma(code0, code0, code0, code0, a[2 * j], a[2 * j + 1], s[0], s[1], zero, zero, BF16)
-            u = 2 * (V + j)
-            e0, e1, e2, e3 = mma(code0, code0, code0, code0, a[2 * (V + j)], a[2 * (V + j) + 1], e0, e1, zero, zero, BF16)
+
+            e0, e1, e2, e3 = mma(
+                code0, code0, code0, code0, a[2 * (V + j)], a[2 * (V + j) + 1], e0, e1, zero, zero, BF16
+            )
             out = out + ((e0, e1),)
         c = out
     return c

@@ -1,0 +1,177 @@
+"""Measure every configuration of qcore-cuda on this GPU and write the table that is shipped for its architecture.
+
+    python benchmarks/cuda_tables.py [--output FILE] [--budget SECONDS] [--shapes KxN,...]
+
+Kernels are compiled first, in as many processes as there are cores; a configuration that a process could not compile or
+run is left out. What is written replaces ``plugins/cuda/src/qcore_cuda/tables/sm_NN.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+START = time.monotonic()
+SHAPES = "4096x4096,4096x14336,14336x4096,8192x8192,8192x28672"
+FLOAT_ROWS = {4: (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048), 8: (1, 8, 16, 64, 256, 1024, 2048)}
+INT8_ROWS = {4: (1, 16, 64, 256, 2048), 8: (1, 16, 64, 256, 2048)}
+TABLES = Path(__file__).parent.parent / "plugins" / "cuda" / "src" / "qcore_cuda" / "tables"
+GROUP = 128
+
+
+def main() -> None:
+    """Compile, measure, write."""
+    args = _arguments()
+    shapes = [tuple(int(side) for side in text.split("x")) for text in args.shapes.split(",")]
+    broken = _compile_all(args.workers, args.budget / 2)
+    import torch
+
+    records: dict[str, list[dict[str, Any]]] = {"float": [], "int8": []}
+    order = [
+        (kind, bits, m)
+        for kind, table in (("float", FLOAT_ROWS), ("int8", INT8_ROWS))
+        for bits in (4, 8)
+        for m in table[bits]
+    ]
+    # Few rows first, on every shape: they are the cheapest and matter most.
+    for kind, bits, m in sorted(order, key=lambda o: o[2]):
+        for k, n in shapes:
+            if time.monotonic() - START > args.budget:
+                print(f"left out: {kind} w{bits} M={m} {k}x{n}", flush=True)
+                continue
+            best = _measure(kind, bits, m, k, n, broken)
+            if best:
+                records[kind].append(_record(bits, m, k, n, best[0]))
+                shown = " | ".join(f"{us:.2f} {_short(config)}" for us, config in best[:3])
+                print(f"{kind} w{bits} M={m} {k}x{n}: {shown}", flush=True)
+        _write(args.output, records, torch.cuda.get_device_name())
+
+
+def _arguments() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=TABLES / "sm_90.json")
+    parser.add_argument("--budget", type=float, default=200.0)
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 4)
+    return parser.parse_args()
+
+
+def _write(path: Path, records: dict[str, list[dict[str, Any]]], machine: str) -> None:
+    lines = {kind: ",\n  ".join(json.dumps(r) for r in rows) for kind, rows in records.items()}
+    body = ",\n".join(f' "{kind}": [\n  {text}\n ]' for kind, text in lines.items())
+    path.write_text(f'{{\n "machine": {json.dumps(machine)},\n{body}\n}}\n', encoding="utf-8")
+
+
+def _record(bits: int, rows: int, k: int, n: int, best: tuple[float, Any]) -> dict[str, Any]:
+    return {"bits": bits, "rows": rows, "n": n, "k": k, "us": round(best[0], 2), "config": _short(best[1])}
+
+
+def _short(config: Any) -> dict[str, Any]:
+    """The fields of a configuration that are not its defaults."""
+    defaults = {f.name: f.default for f in fields(config)}
+    return {name: value for name, value in asdict(config).items() if value != defaults[name]}
+
+
+def _weight(bits: int, n: int, k: int) -> Any:
+    import torch
+
+    from qcore_cuda.weights import Weight
+
+    if bits == 8:
+        data = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda")
+        return Weight(data, torch.rand(1, n, device="cuda").to(torch.bfloat16) * 1e-3, None, n, k, 8, k)
+    data = torch.randint(0, 256, (n // 16, k // GROUP, 16, GROUP // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.rand(k // GROUP, n, device="cuda").to(torch.bfloat16) * 1e-2
+    return Weight(data, scale, None, n, k, 4, GROUP)
+
+
+def _problem(kind: str, bits: int, m: int, n: int, k: int) -> tuple[Any, list[Any]]:
+    """The device, and the candidates for a problem."""
+    import torch
+
+    from qcore_cuda import dispatch, int8_config
+    from qcore_cuda.device import device_of
+
+    device = device_of(torch.device("cuda", 0))
+    if kind == "float":
+        return device, dispatch.candidates(device, dispatch.Problem(bits, n, k, m, 128 if bits == 4 else 64))
+    return device, int8_config.candidates(device, int8_config.Problem(bits, n, k, m, bits == 4, 128))
+
+
+def _call(kind: str, x: Any, weight: Any, device: Any, config: Any) -> Any:
+    from qcore_cuda import int8, weight_only
+
+    if kind == "float":
+        return weight_only.run(x, weight, None, x.dtype, device, config)
+    codes = int8.quantize_rows(x, symmetric=True, order=weight.order)
+    return int8.linear(codes, weight, None, None, x.dtype, config=config)
+
+
+def _measure(kind: str, bits: int, m: int, k: int, n: int, broken: set[Any]) -> list[tuple[float, Any]]:
+    import torch
+
+    from qcore_cuda.tuning import copies, ranked
+
+    device, candidates = _problem(kind, bits, m, n, k)
+    many = copies(_weight(bits, n, k))
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+
+    def calls(config: Any) -> list[Any]:
+        return [lambda w=w: _call(kind, x, w, device, config) for w in many]
+
+    found = ranked([c for c in candidates if (kind, bits, _class(m), c) not in broken], calls)
+    torch.cuda.empty_cache()
+    return found
+
+
+def _class(m: int) -> int:
+    """Row counts of one class share compiled kernels."""
+    return 1 if m <= 8 else 16 if m <= 16 else 64
+
+
+def _compile_all(workers: int, budget: float) -> set[Any]:
+    """Run every configuration once on a small weight, in processes, so that the disk cache holds it afterwards."""
+    jobs: dict[Any, int] = {}
+    for kind, table in (("float", FLOAT_ROWS), ("int8", INT8_ROWS)):
+        for bits, rows in table.items():
+            for m in rows:
+                for config in _problem(kind, bits, m, 4096, 4096)[1]:
+                    jobs.setdefault((kind, bits, _class(m), config), m)
+    broken = set()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        waiting = {pool.submit(_try, *job, m): job for job, m in jobs.items()}
+        for future in as_completed(waiting):
+            if error := future.result():
+                broken.add(waiting[future])
+                print(f"left out {waiting[future]}: {error}", flush=True)
+            if time.monotonic() - START > budget:
+                for other in waiting:
+                    other.cancel()
+                break
+    print(f"# {len(jobs)} configurations compiled in {time.monotonic() - START:.0f} s", flush=True)
+    return broken
+
+
+def _try(kind: str, bits: int, _class: int, config: Any, m: int) -> str:
+    import torch
+
+    try:
+        device, _ = _problem(kind, bits, m, 512, 1024)
+        x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
+        _call(kind, x, _weight(bits, 512, 1024), device, config)
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the configuration is not for this GPU
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+    return ""
+
+
+if __name__ == "__main__":
+    main()

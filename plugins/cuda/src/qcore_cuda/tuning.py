@@ -1,0 +1,116 @@
+"""Measuring configurations: what ``qcore tune`` and the tables of ``benchmarks/cuda_tables.py`` share.
+
+A call is timed inside a CUDA graph, where the host's time does not count, over copies of the weight that together are
+larger than the L2 cache, as the layers of a model are.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import dispatch, int8_config
+from .device import device_of
+from .weights import Weight
+
+C = TypeVar("C")
+Call = Callable[[], Any]
+_MICROSECONDS = 600.0
+"""About how long one replay is."""
+_MOST_COPIES = 32
+
+
+def copies(weight: Weight) -> list[Weight]:
+    """The weight and copies of it, together at least three times as large as the L2 cache."""
+    cache = torch.cuda.get_device_properties(weight.data.device).L2_cache_size
+    count = min(_MOST_COPIES, max(1, math.ceil(3 * cache / weight.data.nbytes)))
+    parts = ("data", "scale", "zero")
+
+    def copy() -> Weight:
+        return weight._replace(**{p: t.clone() for p in parts if (t := getattr(weight, p)) is not None})
+
+    return [weight, *(copy() for _ in range(count - 1))]
+
+
+def microseconds(calls: Sequence[Call], replays: int = 5) -> float:
+    """Device time per call, the median over replays of a graph that makes them in turn."""
+    event: Callable[..., Any] = torch.cuda.Event
+    start, end = event(enable_timing=True), event(enable_timing=True)
+    stream: Callable[[], Any] = torch.cuda.Stream
+    side = stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        calls[0]()
+        start.record(side)
+        for call in calls[:3]:
+            call()
+        end.record(side)
+    torch.cuda.synchronize()
+    estimate = max(3.0, start.elapsed_time(end) * 1e3 / min(3, len(calls)))
+    count = max(4, min(160, math.ceil(_MICROSECONDS / estimate)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            calls[i % len(calls)]()
+    graph.replay()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    for _ in range(replays):
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / count)
+    return statistics.median(times)
+
+
+def ranked(candidates: Iterable[C], calls: Callable[[C], Sequence[Call]]) -> list[tuple[float, C]]:
+    """(microseconds, candidate), the fastest first; those that do not fit this device are left out."""
+    import triton
+
+    found = []
+    for candidate in candidates:
+        try:
+            found.append((microseconds(calls(candidate)), candidate))
+        except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
+            continue
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def tune_float(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    """Measure `weight_only.linear` for this number of rows, and keep the fastest configuration."""
+    from . import weight_only
+
+    device, problem = weight_only.plan(x, weight, out_dtype)
+    many = copies(weight)
+
+    def calls(config: dispatch.Config) -> list[Call]:
+        return [lambda w=w: weight_only.run(x, w, bias, out_dtype, device, config) for w in many]  # type: ignore[misc]
+
+    best = ranked(dispatch.candidates(device, problem), calls)
+    if best:
+        dispatch.keep("float", device, problem, best[0][1])
+        dispatch.choose.cache_clear()
+
+
+def tune_int8(codes: Any, weight: Weight, out_dtype: torch.dtype) -> None:
+    """Measure `int8.linear` for this number of rows, and keep the fastest configuration."""
+    from . import int8
+
+    inner, grouped, _ = int8.blocking(weight)
+    rows = dispatch.bucket(codes.q.shape[0])
+    problem = int8_config.Problem(weight.bits, weight.n, weight.k, rows, grouped, inner)
+    device, many = device_of(codes.q.device), copies(weight)
+
+    def calls(config: int8_config.Config) -> list[Call]:
+        return [lambda w=w: int8.linear(codes, w, None, None, out_dtype, config=config) for w in many]  # type: ignore[misc]
+
+    best = ranked(int8_config.candidates(device, problem), calls)
+    if best:
+        dispatch.keep("int8", device, problem, best[0][1])
+        int8_config.choose.cache_clear()
