@@ -1,9 +1,10 @@
 """Measure every configuration of qcore-cuda on this GPU and write the table that is shipped for its architecture.
 
-    python benchmarks/cuda_tables.py [--output FILE] [--budget SECONDS] [--shapes KxN,...]
+    python benchmarks/cuda_tables.py [--output FILE] [--budget SECONDS] [--shapes KxN,...] [--only TEXT]
 
 Kernels are compiled first, in as many processes as there are cores; a configuration that a process could not compile or
-run is left out. What is written replaces ``plugins/cuda/src/qcore_cuda/tables/sm_NN.json``.
+run is left out. What is measured replaces its place in ``plugins/cuda/src/qcore_cuda/tables/sm_NN.json``, which keeps
+the rest; ``--only`` takes parts such as ``float w8 M=1`` (commas between several).
 """
 
 from __future__ import annotations
@@ -30,25 +31,19 @@ def main() -> None:
     """Compile, measure, write."""
     args = _arguments()
     shapes = [tuple(int(side) for side in text.split("x")) for text in args.shapes.split(",")]
-    broken = _compile_all(args.workers, args.budget / 2)
+    order = [(kind, bits, m) for kind, bits, m in _order() if _wanted(args.only, kind, bits, m)]
+    broken = _compile_all(order, args.workers, args.budget / 2)
     import torch
 
-    records: dict[str, list[dict[str, Any]]] = {"float": [], "int8": []}
-    order = [
-        (kind, bits, m)
-        for kind, table in (("float", FLOAT_ROWS), ("int8", INT8_ROWS))
-        for bits in (4, 8)
-        for m in table[bits]
-    ]
-    # Few rows first, on every shape: they are the cheapest and matter most.
-    for kind, bits, m in sorted(order, key=lambda o: o[2]):
+    records = _read(args.output)
+    for kind, bits, m in order:
         for k, n in shapes:
             if time.monotonic() - START > args.budget:
                 print(f"left out: {kind} w{bits} M={m} {k}x{n}", flush=True)
                 continue
             best = _measure(kind, bits, m, k, n, broken)
             if best:
-                records[kind].append(_record(bits, m, k, n, best[0]))
+                records[kind][bits, m, n, k] = _record(bits, m, k, n, best[0])
                 shown = " | ".join(f"{us:.2f} {_short(config)}" for us, config in best[:3])
                 print(f"{kind} w{bits} M={m} {k}x{n}: {shown}", flush=True)
         _write(args.output, records, torch.cuda.get_device_name())
@@ -59,12 +54,32 @@ def _arguments() -> Any:
     parser.add_argument("--output", type=Path, default=TABLES / "sm_90.json")
     parser.add_argument("--budget", type=float, default=200.0)
     parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--only", default="")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 4)
     return parser.parse_args()
 
 
-def _write(path: Path, records: dict[str, list[dict[str, Any]]], machine: str) -> None:
-    lines = {kind: ",\n  ".join(json.dumps(r) for r in rows) for kind, rows in records.items()}
+def _order() -> list[tuple[str, int, int]]:
+    """(kind, bits, rows); few rows first: they are the cheapest and matter most."""
+    tables = (("float", FLOAT_ROWS), ("int8", INT8_ROWS))
+    return sorted(
+        ((kind, bits, m) for kind, table in tables for bits in (4, 8) for m in table[bits]), key=lambda o: o[2]
+    )
+
+
+def _wanted(only: str, kind: str, bits: int, m: int) -> bool:
+    return not only or any(f"{kind} w{bits} M={m} ".startswith(part.strip() + " ") for part in only.split(","))
+
+
+def _read(path: Path) -> dict[str, dict[Any, dict[str, Any]]]:
+    """The records of a table by kind and (bits, rows, n, k); none where there is no table yet."""
+    known = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    kinds = ("float", "int8")
+    return {kind: {(r["bits"], r["rows"], r["n"], r["k"]): r for r in known.get(kind, [])} for kind in kinds}
+
+
+def _write(path: Path, records: dict[str, dict[Any, dict[str, Any]]], machine: str) -> None:
+    lines = {kind: ",\n  ".join(json.dumps(rows[key]) for key in sorted(rows)) for kind, rows in records.items()}
     body = ",\n".join(f' "{kind}": [\n  {text}\n ]' for kind, text in lines.items())
     path.write_text(f'{{\n "machine": {json.dumps(machine)},\n{body}\n}}\n', encoding="utf-8")
 
@@ -136,14 +151,12 @@ def _class(m: int) -> int:
     return 1 if m <= 8 else 16 if m <= 16 else 64
 
 
-def _compile_all(workers: int, budget: float) -> set[Any]:
+def _compile_all(order: list[tuple[str, int, int]], workers: int, budget: float) -> set[Any]:
     """Run every configuration once on a small weight, in processes, so that the disk cache holds it afterwards."""
     jobs: dict[Any, int] = {}
-    for kind, table in (("float", FLOAT_ROWS), ("int8", INT8_ROWS)):
-        for bits, rows in table.items():
-            for m in rows:
-                for config in _problem(kind, bits, m, 4096, 4096)[1]:
-                    jobs.setdefault((kind, bits, _class(m), config), m)
+    for kind, bits, m in order:
+        for config in _problem(kind, bits, m, 4096, 4096)[1]:
+            jobs.setdefault((kind, bits, _class(m), config), m)
     broken = set()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:

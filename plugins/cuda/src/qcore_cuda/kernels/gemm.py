@@ -74,8 +74,8 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
     else:
         wp = w + row.to(tl.int64)[:, None] * (pitch * 32) + k[None, :] + first * P
     kk = tl.arange(0, P)
-    # Rows beyond M read the last one, which costs less than a mask; what they give is not stored.
-    xp = x + tl.minimum(rm, M - 1).to(tl.int64)[:, None] * (eighths * 8) + kk[None, :] + first * P
+    xp = x + rm.to(tl.int64)[:, None] * (eighths * 8) + kk[None, :] + first * P
+    real = (rm < M)[:, None]
     rn = tl.minimum(tile_n * BN + i, N - 1)
     acc = tl.zeros([BN, BM], tl.float32)
     # Scales are too narrow for asynchronous copies: each iteration loads the next one's by hand.
@@ -85,7 +85,7 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
     if PDL:
         gdc_wait()
     for b in tl.range(first, last, num_stages=STAGES):
-        xt = tl.load(xp).to(DT)
+        xt = tl.load(xp, mask=real, other=0.0).to(DT)
         later = tl.minimum((b + 1) // PER, (KB - 1) // PER) * N + rn
         sc_next = load_early(scale + later, ASM)
         zr_next = load_early(zero + later, ASM) if ZERO else sc_next

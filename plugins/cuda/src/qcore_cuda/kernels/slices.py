@@ -26,8 +26,9 @@ def slices(x, w, scale, zero, bias, y, M, N, NP, K, pitch, GROUP, eighths,
     s = tl.arange(0, NW)
     rows = tl.minimum(n, NP - 1).to(tl.int64) * (pitch * 32)
     wp = w + rows[None, :, None] + k[None, None, :] + (s * BK)[:, None, None]
-    tokens = tl.minimum(m, M - 1).to(tl.int64) * (eighths * 8)
-    xp = x + tokens[None, None, :] + k[None, :, None] + (s * BK)[:, None, None]
+    # Masked, not clamped: eight rows that all read the last one would queue up for the same bytes.
+    real = (m < M)[None, None, :]
+    xp = x + (m.to(tl.int64) * (eighths * 8))[None, None, :] + k[None, :, None] + (s * BK)[:, None, None]
     columns = tl.minimum(n, N - 1)
     acc = tl.zeros([NW, BN, BM], tl.float32)
     total = tl.zeros([NW, BM], tl.float32)
@@ -37,7 +38,7 @@ def slices(x, w, scale, zero, bias, y, M, N, NP, K, pitch, GROUP, eighths,
     for start in tl.range(0, blocks, NW, num_stages=STAGES):
         inside = (start + s) < blocks
         q = tl.load(wp, mask=inside[:, None, None], other=0).to(DT)
-        xv = tl.load(xp, mask=inside[:, None, None], other=0.0).to(DT)
+        xv = tl.load(xp, mask=inside[:, None, None] & real, other=0.0).to(DT)
         if ONE_GROUP:
             acc = tl.dot(q, xv, acc)
             if ZERO:
