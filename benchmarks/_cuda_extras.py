@@ -26,7 +26,7 @@ Row = tuple[str, ...]
 MIB = 1 << 20
 LLAMA_8B = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (4096, 128256))
 """(K, N) of the different linear layers."""
-CONV_SCHEMES = ("w8a8", "w8a16")
+CONV_SCHEMES = ("w8a8-static(0.04,0)", "w8a8", "w8a16")
 COLD_ROWS = (1, 16, 64, 512)
 COLD_LIMITS = {"empty": 20.0, "filled": 2.0}
 """Seconds to the results of every layer at one row, by the state of Triton's cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -66,7 +67,10 @@ def conv2d_a16(
     x = x.to(dtype)
     if dtype != torch.float32:
         x = x.contiguous(memory_format=torch.channels_last)  # what tensor cores take; w is so already
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    cudnn = torch.backends.cudnn
+    as_it_is = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
+    exact = cudnn.flags(**as_it_is, allow_tf32=False) if dtype == torch.float32 else contextlib.nullcontext()
+    with exact:
         y = F.conv2d(x, w, fused, stride, padding, dilation, groups)
     if bias is not None and fused is None:
         y = y.float() + bias.float().view(-1, 1, 1)

@@ -29,14 +29,16 @@ def _quick() -> bool:
     return not ordinary and triton.__version__.startswith(_TRIED)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, again: bool = False, **meta: Any) -> Start | None:
     """Run a Triton kernel on the current device and stream.
 
     ``args``: tensors, numbers or None for the kernel's first parameters; ``meta``: its constexprs and launch options.
+    ``again``: return what starts the same kernel again, for calls that differ in nothing but the addresses of tensors,
+    where there is such a thing.
     """
     if not _quick():
         kernel[grid](*args, **meta)
-        return
+        return None
     index = torch._C._cuda_getDevice()
     facts: list[Any] = [kernel, index, *meta.values()]
     values: list[Any] = []
@@ -54,14 +56,45 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
             values.append(arg)
         else:  # a tensor descriptor: Triton takes it apart
             kernel[grid](*args, **meta)
-            return
+            return None
     key = tuple(facts)
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **meta)
         _compiled[key] = compiled, tuple(meta[name] for name in kernel.arg_names[len(args) :])
-        return
+        return None
     compiled, constants = found
     stream = torch._C._cuda_getCurrentRawStream(index)
     x, y, z = (*grid, 1, 1)[:3]
     compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *constants)
+    if not again:
+        return None
+    numbers = (value for value, arg in zip(values, args, strict=True) if not isinstance(arg, Tensor))
+    return Start.of(compiled, (x, y, z), index, (*numbers, *constants))
+
+
+class Start:
+    """Starts one compiled kernel with one grid and one set of numbers: a call names the addresses of its tensors.
+
+    The tensors must be the kernel's first parameters, on the current device, and on 16 bytes as those it was made with.
+    """
+
+    __slots__ = ("_after", "_before", "_index", "_run")
+
+    def __init__(self, run: Any, before: tuple[Any, ...], after: tuple[Any, ...], index: int) -> None:
+        self._run, self._before, self._after, self._index = run, before, after, index
+
+    @classmethod
+    def of(cls, compiled: Any, grid: tuple[int, int, int], index: int, numbers: tuple[Any, ...]) -> Start | None:
+        """None where the kernel wants scratch memory, which only Triton knows how to provide."""
+        run = compiled.run
+        if run.global_scratch_size or run.profile_scratch_size:
+            return None
+        flags = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
+        return cls(run.launch, (*grid, compiled.function, *flags), numbers, index)
+
+    def __call__(self, *addresses: int) -> None:
+        """Start it on the current stream."""
+        x, y, z, function, *flags = self._before
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        self._run(x, y, z, stream, function, *flags, *addresses, *self._after)

@@ -95,7 +95,7 @@ def tune_float(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.
     best = ranked(dispatch.candidates(device, problem), calls)
     if best:
         dispatch.keep("float", device, problem, best[0][1])
-        dispatch.choose.cache_clear()
+        weight_only.forget()
 
 
 def tune_int8(codes: Any, weight: Weight, out_dtype: torch.dtype) -> None:

@@ -78,17 +78,19 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
     real = (rm < M)[:, None]
     rn = tl.minimum(tile_n * BN + i, N - 1)
     acc = tl.zeros([BN, BM], tl.float32)
-    # Scales are too narrow for asynchronous copies: each iteration loads the next one's by hand.
+    # Scales are too narrow for asynchronous copies: each iteration loads the next one's by hand. In wide tiles they skip
+    # the rearrangement for wide accesses, a way through shared memory with a barrier; in others its order is faster.
+    EARLY: tl.constexpr = ASM and BM >= 128
     at = (first // PER) * N + rn
-    sc = load_early(scale + at, ASM)
-    zr = load_early(zero + at, ASM) if ZERO else sc
+    sc = load_early(scale + at, EARLY)
+    zr = load_early(zero + at, EARLY) if ZERO else sc
     if PDL:
         gdc_wait()
     for b in tl.range(first, last, num_stages=STAGES):
         xt = tl.load(xp, mask=real, other=0.0).to(DT)
         later = tl.minimum((b + 1) // PER, (KB - 1) // PER) * N + rn
-        sc_next = load_early(scale + later, ASM)
-        zr_next = load_early(zero + later, ASM) if ZERO else sc_next
+        sc_next = load_early(scale + later, EARLY)
+        zr_next = load_early(zero + later, EARLY) if ZERO else sc_next
         if BITS == 4:
             low, high = unpack_nibbles(tl.load(wp), DT, ASM)
             q = _block(low, high, BN, P, NW, FRAG)
