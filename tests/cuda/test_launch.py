@@ -62,7 +62,8 @@ def test_the_second_launch_takes_addresses_and_asks_triton_nothing(kernel):
         assert launch(kernel, (4,), x, y, 5, WIDE=True, num_warps=4) is None
     assert len(kernel.made) == 1
     first, second = kernel.compiled[0].run.calls
-    assert first == second == (4, 1, 1, 77, "function", "metadata", None, None, None, x.data_ptr(), y.data_ptr(), 5, True)
+    addresses = (x.data_ptr(), y.data_ptr())
+    assert first == second == (4, 1, 1, 77, "function", "metadata", None, None, None, *addresses, 5, True)
 
 
 @pytest.mark.parametrize("change", ["dtype", "alignment", "one", "multiple", "wide", "constant", "option"])

@@ -68,7 +68,7 @@ class Kernel(ABC):
         refuses such requests may leave it out of its signature. An embedding kernel gets the indices as x.
         """
 
-    def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:
+    def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:  # noqa: B027 - optional
         """Measure the kernel's own choices (tile sizes, say) for calls like this one, and keep the best on disk.
 
         ``qcore tune`` calls it before it measures the kernel. A kernel that has nothing to choose leaves it as it is.

@@ -25,7 +25,7 @@ class Config:
     """One way to compute a product with float activations; plain values, so that a table can hold it.
 
     **Fields:** ``kernel``: "gemv" (int4, few rows), "slices" (int8, few rows), "gemm" (any) or "dense" (dequantize,
-    then torch's product); ``bn``, ``bm``: the tile, of weight rows and tokens (gemv: ``bn`` rows of a program); ``warps``,
+    then torch's product); ``bn``, ``bm``: the tile, of weight rows and tokens (gemv: rows of a program); ``warps``,
     ``stages``; ``unroll``, ``ahead``, ``arranged``: of gemv, see there; ``scaled``: gemm scales weights before the
     product, not sums after it; ``split``: programs that share K, of gemm.
     """

@@ -6,6 +6,7 @@ larger than the L2 cache, as the layers of a model are.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -73,12 +74,11 @@ def ranked(candidates: Iterable[C], calls: Callable[[C], Sequence[Call]]) -> lis
     """(microseconds, candidate), the fastest first; those that do not fit this device are left out."""
     import triton
 
+    unfit = (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError)
     found = []
     for candidate in candidates:
-        try:
+        with contextlib.suppress(*unfit):
             found.append((microseconds(calls(candidate)), candidate))
-        except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
-            continue
     return sorted(found, key=lambda pair: pair[0])
 
 

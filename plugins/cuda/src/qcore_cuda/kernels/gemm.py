@@ -1,5 +1,7 @@
-"""``gemm``: weight-only product in tiles, for any M. W is the first operand (rows of the tensor core's instruction), so
-that it can be dequantized in registers; the tokens are its columns.
+"""``gemm``: weight-only product in tiles, for any M.
+
+W is the first operand (rows of the tensor core's instruction), so that it can be dequantized in registers; the tokens
+are its columns.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from .nibbles import load_early, unpack_nibbles
 def _block(low, high, BN: tl.constexpr, P: tl.constexpr, NW: tl.constexpr, FRAG: tl.constexpr):
     """Codes of the low and the high nibbles, each (rows, bytes), as (rows, k).
 
-    FRAG: bytes are stored in the order of the tensor core's registers (see `packing`), and rows were loaded in the order
-    that makes this a renaming of registers: nothing moves between threads.
+    FRAG: bytes are stored in the order of the tensor core's registers (see `packing`), and rows were loaded in the
+    order that makes this a renaming of registers: nothing moves between threads.
     """
     q = tl.join(low, high)
     if FRAG:
@@ -35,10 +37,10 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
          BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
          BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
          ASM: tl.constexpr, PRE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``; x: rows ``8 * eighths`` values apart (said so, because
-    Triton then knows that they are aligned), zero from K to ``KB * P``. pitch: 32 times that many bytes are a row
-    of rows16.
+    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
 
+    x: rows ``8 * eighths`` values apart (said so, because Triton then knows that they are aligned), zero from K to
+    ``KB * P``. pitch: 32 times that many bytes are a row of rows16.
     WIDE: products of float32 numbers (Triton's interpreter multiplies no bfloat16). ``split`` > 1: program (.., .., s)
     writes its part of the sum over K to ``y[s]`` in float32, without bias.
     """
@@ -74,7 +76,7 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
     else:
         wp = w + row.to(tl.int64)[:, None] * (pitch * 32) + k[None, :] + first * P
     kk = tl.arange(0, P)
-    # Two ways, each the faster one where it is taken (measured on an H200). Wide tiles: rows beyond M read the last one,
+    # Two ways, each the faster one where it is taken (measured on an H200). Wide tiles: rows beyond M read the last,
     # and scales come by inline assembly, in the order of their use. Others: rows beyond M are masked, since many that
     # read the same one queue up, and scales come in Triton's order, rearranged through shared memory.
     LARGE: tl.constexpr = ASM and BM >= 128
@@ -90,10 +92,7 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
     if PDL:
         gdc_wait()
     for b in tl.range(first, last, num_stages=STAGES):
-        if LARGE:
-            xt = tl.load(xp).to(DT)
-        else:
-            xt = tl.load(xp, mask=real, other=0.0).to(DT)
+        xt = tl.load(xp).to(DT) if LARGE else tl.load(xp, mask=real, other=0.0).to(DT)
         later = tl.minimum((b + 1) // PER, (KB - 1) // PER) * N + rn
         sc_next = load_early(scale + later, LARGE)
         zr_next = load_early(zero + later, LARGE) if ZERO else sc_next

@@ -107,17 +107,16 @@ def _parameters(scale, zero, row, group, N, R: tl.constexpr, ZERO: tl.constexpr)
         at8 = group * N + tl.minimum(row + 16 * i + 8, N - 1)
         s0 = tl.load(scale + at0)
         s8 = tl.load(scale + at8)
-        if ZERO == 0:
-            out = out + ((s0, s8, s0, s8),)
-        else:
-            out = out + ((s0, s8, tl.load(zero + at0), tl.load(zero + at8)),)
+        z0 = s0 if ZERO == 0 else tl.load(zero + at0)
+        z8 = s8 if ZERO == 0 else tl.load(zero + at8)
+        out = out + ((s0, s8, z0, z8),)
     return out
 
 
 @triton.jit
 def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr,
             OFFSET: tl.constexpr):  # fmt: skip
-    """Add one group's contribution, scales and zero points applied, to the accumulators (4 per row and column block)."""
+    """Add one group's contribution, scales and zero points applied, to the accumulators: 4 per row and column block."""
     out = ()
     for i in tl.static_range(R):
         p = parameters[i]

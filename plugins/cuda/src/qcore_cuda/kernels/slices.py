@@ -11,11 +11,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit(do_not_specialize=["M", "N", "NP", "K", "pitch", "GROUP", "eighths"])
 def slices(x, w, scale, zero, bias, y, M, N, NP, K, pitch, GROUP, eighths,
-           BK: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
-           BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+           BK: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr, BN: tl.constexpr,
+           BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+           PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``: rows16 weights, rows ``32 * pitch`` bytes apart.
 
-    WIDE: see `gemm`. x: rows ``8 * eighths`` values apart, zero from K on; BK divides the row and ``GROUP``, the group size. ZERO: 0 none, 1 integer, 2 float.
+    x: rows ``8 * eighths`` values apart, zero from K on; BK divides the row and ``GROUP``, the group size. ZERO:
+    0 none, 1 integer, 2 float. WIDE: see `gemm`.
     """
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     if PDL:

@@ -1,7 +1,7 @@
 """Per-thread PTX for `gemv`: wide loads, and the tensor core's m16n8k16 product, on one value per thread.
 
-A one-dimensional tensor with as many elements as the program has threads holds one element per thread, in order: element
-``i`` belongs to lane ``i % 32`` of warp ``i // 32``. Elementwise inline assembly on such tensors is ordinary SIMT code,
+A one-dimensional tensor with as many elements as the program has threads holds one element per thread, in order:
+element ``i`` belongs to lane ``i % 32`` of warp ``i // 32``. Elementwise inline assembly on them is ordinary SIMT code,
 which reaches what Triton's block operations do not: weights go from memory to the registers of the tensor core in the
 order in which they are stored, without shared memory.
 
@@ -106,7 +106,8 @@ def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3, BF16: tl.constexpr):
     """``C += A @ B`` on fragments of m16n8k16: 16-bit floats in, float32 accumulated."""
     if BF16:
         d0, d1, d2, d3 = tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
             "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
             [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
@@ -115,7 +116,8 @@ def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3, BF16: tl.constexpr):
         )
     else:
         d0, d1, d2, d3 = tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
             "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
             [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
