@@ -260,3 +260,17 @@ def test_the_device_of_x_becomes_the_current_one(monkeypatch):
     with ops.settled(x):
         entered.append("body")
     assert entered == [torch.device("cuda:1"), "in", "body", "out"]
+
+
+def test_strided_biases_and_parameters_are_read_in_order(monkeypatch):
+    from qcore_cuda import int8, ops
+
+    seen = {}
+    monkeypatch.setattr(ops, "_weight_only", lambda: lambda x, weight, bias, dtype: seen.update(bias=bias))
+    ops.linear_a16(
+        torch.zeros(1, 4), torch.zeros(1), torch.zeros(1, 4), None, torch.arange(8.0)[::2], 4, 4, 8, 4, torch.float32
+    )
+    assert seen["bias"].is_contiguous()
+    assert seen["bias"].tolist() == [0.0, 2.0, 4.0, 6.0]
+    pairs = torch.arange(8.0).view(4, 2)
+    assert int8._flat(pairs[:, 0]).is_contiguous()

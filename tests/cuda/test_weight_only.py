@@ -96,3 +96,37 @@ def test_dense_weights_are_right(scheme):
     # Triton's interpreter cuts float32 off where it makes bfloat16 of it; a GPU rounds.
     for dtype, rtol in ((torch.float32, 2**-22), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)):
         torch.testing.assert_close(dense(packed_weight(case), dtype).double(), expected, rtol=rtol, atol=1e-6)
+
+
+def test_a_part_of_a_split_may_be_empty():
+    from qcore_cuda.device import device_of
+    from qcore_cuda.dispatch import Config
+    from qcore_cuda.weight_only import run
+
+    case = problem("w4a16-g128-asym", 17, 16, 640)  # 5 blocks for 4 programs: two each, so the last has none
+    config = Config("gemm", 64, 32, stages=2, split=4)
+    assert_right(case, run(case.x, packed_weight(case), None, torch.bfloat16, device_of(case.x.device), config))
+
+
+def test_three_parts_make_up_float32():
+    from qcore_cuda.weight_only import bfloat16_parts
+
+    x = torch.cat([torch.randn(1000), torch.tensor([0.0, 3.4e38, -3.4e38, 1e-30, torch.pi])])
+    assert torch.equal(sum(part.double() for part in bfloat16_parts(x)).float(), x)
+    infinite = torch.tensor([float("inf"), -float("inf")])
+    low, middle, high = bfloat16_parts(infinite)
+    assert torch.equal(high.float(), infinite)
+    assert not low.any()
+    assert not middle.any()
+    assert bfloat16_parts(torch.tensor([float("nan")]))[2].isnan().all()
+
+
+def test_layers_packed_in_blocks_of_other_sizes_share_nothing(monkeypatch):
+    from qcore_cuda import weight_only
+
+    keys = []
+    monkeypatch.setattr(weight_only, "run", lambda *args: keys.append(args[-1]))
+    for scheme in ("w4a16", "w4a16-g64"):
+        case = problem(scheme, 1, 16, 64)
+        weight_only.linear(case.x, packed_weight(case), None, torch.bfloat16)
+    assert keys[0] != keys[1]

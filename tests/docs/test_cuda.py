@@ -73,6 +73,12 @@ REFUSED = {
     "convolutions with int8 activations in more than 32 channel groups": replace(
         request("conv2d", "w8a8"), in_channels=33 * 16, out_channels=33 * 16, groups=33
     ),
+    "convolutions with int8 activations in channel groups of other than a multiple of 16 output channels": replace(
+        request("conv2d", "w8a8"), in_channels=8, out_channels=8, groups=8
+    ),
+    "convolutions with int8 activations and columns longer than 32768": replace(
+        request("conv2d", "w8a8"), in_channels=8192, kernel_size=(3, 3)
+    ),
 }
 ELSEWHERE = {
     "no GPU, or one that torch cannot use",

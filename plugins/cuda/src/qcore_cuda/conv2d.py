@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from qcore import Conv2dRequest, DynamicInt8, FormatError
+from qcore.contracts.conv2d import output_size
 from qcore.kernels import Kernel, Packed
 
 from . import conv_ops, ops
@@ -35,6 +36,11 @@ class CudaConv2d(PackedKernel):
             raise FormatError(
                 f"{self.name}: x has shape {tuple(x.shape)}; "
                 f"it must be (B, IC, H, W) with IC={self.request.in_channels} channels."
+            )
+        if min(output_size(self.request, *x.shape[2:])) < 1:
+            raise FormatError(
+                f"{self.name}: an image of {x.shape[2]} x {x.shape[3]} with padding {self.request.padding} is smaller\n"
+                f"than the kernel {self.request.kernel_size} with dilation {self.request.dilation}."
             )
         if not self.pointwise:
             return self.convolve(x, packed, bias)

@@ -32,6 +32,8 @@ def conv2d_a8(
             )  # fmt: skip
     from .conv8 import Geometry, Given, Result, conv2d
 
+    if bias is not None:
+        bias = bias.contiguous()
     geometry = Geometry(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)  # type: ignore[arg-type]
     size = geometry.output(*x.shape[2:])
     if not x.shape[0]:

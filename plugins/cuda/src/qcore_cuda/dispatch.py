@@ -7,9 +7,12 @@ while a model runs.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -71,10 +74,8 @@ def bucket(m: int) -> int:
 @lru_cache(maxsize=8192)
 def choose(device: Device, problem: Problem) -> Config:
     """The choice for a product with float activations, legal for it."""
-    for found in (_tuned(device, problem), _shipped(device, problem)):
-        if found is not None and legal(device, problem, found):
-            return found
-    return rule(device, problem)
+    measured = itertools.chain(_tuned(device, problem), _shipped(device, problem))
+    return next((config for config in measured if legal(device, problem, config)), rule(device, problem))
 
 
 def legal(device: Device, problem: Problem, config: Config) -> bool:
@@ -85,7 +86,7 @@ def legal(device: Device, problem: Problem, config: Config) -> bool:
         return problem.bits == 8 and problem.narrow
     if config.kernel == "dense":
         return problem.narrow and not problem.exact
-    return not (config.scaled and problem.exact)
+    return config.kernel == "gemm" and not (config.scaled and problem.exact)
 
 
 def rule(device: Device, problem: Problem) -> Config:
@@ -170,24 +171,23 @@ def _table(arch: int, name: str) -> dict[tuple[int, int], list[tuple[int, int, d
     return found
 
 
-def nearest(device: Device, name: str, bits: int, rows: int, n: int, k: int) -> dict[str, Any] | None:
-    """The fields of the configuration measured for the size nearest to ``(n, k)`` in table ``name``.
+def nearest(device: Device, name: str, bits: int, rows: int, n: int, k: int) -> list[dict[str, Any]]:
+    """The fields of the configurations in table ``name``, those measured for sizes near ``(n, k)`` first.
 
     A number of rows that was not measured goes by the next larger one that was.
     """
     table = _table(device.arch, name) if device.arch else {}
     measured = sorted(m for b, m in table if b == bits and m >= rows)
-    if not measured:
-        return None
-    sizes = table[bits, measured[0]]
-    return min(sizes, key=lambda s: abs(math.log(s[0] / n)) + 0.5 * abs(math.log(s[1] / max(k, 1))))[2]
+    sizes = table[bits, measured[0]] if measured else []
+    near = sorted(sizes, key=lambda s: abs(math.log(s[0] / n)) + 0.5 * abs(math.log(s[1] / max(k, 1))))
+    return [fields for _, _, fields in near]
 
 
-def _shipped(device: Device, problem: Problem) -> Config | None:
+def _shipped(device: Device, problem: Problem) -> Iterator[Config]:
     if problem.bits == 4 and problem.block != 128:
-        return None  # what was measured reads 16 bytes at a time
-    found = nearest(device, "float", problem.bits, problem.rows, problem.n, problem.k)
-    return Config(**found) if found else None
+        return  # what was measured reads 16 bytes at a time
+    for fields in nearest(device, "float", problem.bits, problem.rows, problem.n, problem.k):
+        yield Config(**fields)
 
 
 # What `qcore tune` measured here; versioned by what compiles and what is compiled.
@@ -195,11 +195,11 @@ def _shipped(device: Device, problem: Problem) -> Config | None:
 
 @lru_cache(maxsize=1)
 def version() -> str:
-    """A hash of the kernels' source and Triton's version: measurements of another one do not count."""
+    """A hash of the plugin's source and Triton's version: measurements of another one do not count."""
     import triton
 
     digest = hashlib.sha256(triton.__version__.encode())
-    for path in sorted((_HERE / "kernels").glob("*.py")):
+    for path in sorted(_HERE.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -224,9 +224,8 @@ def keep(kind: str, device: Device, problem: Any, config: Any) -> bool:
     return _cache.write(f"cuda-{kind}", _key(device, problem), config=asdict(config))
 
 
-def _tuned(device: Device, problem: Problem) -> Config | None:
+def _tuned(device: Device, problem: Problem) -> Iterator[Config]:
     fields = tuned("float", device, problem)
-    try:
-        return Config(**fields) if fields else None
-    except TypeError:  # written by hand, or damaged
-        return None
+    with contextlib.suppress(TypeError):  # written by hand, or damaged
+        if fields:
+            yield Config(**fields)

@@ -50,8 +50,13 @@ def quantize_given(
 ) -> Codes:
     """Quantize x ``(M, K)`` with given numbers, or tensors ``(M,)`` per token. An int8 x is taken as codes."""
     if isinstance(scale, Tensor):
-        return _quantize(x, 3, scale.reshape(-1), torch.as_tensor(zero, device=x.device).reshape(-1), total, order)
+        return _quantize(x, 3, _flat(scale), _flat(torch.as_tensor(zero, device=x.device)), total, order)
     return _quantize(x, 2, float(scale), float(zero), total, order)
+
+
+def _flat(parameter: Tensor) -> Tensor:
+    """Parameters per token as kernels read them, one after the other."""
+    return parameter.reshape(-1).contiguous()
 
 
 def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool, order: int) -> Codes:
@@ -153,7 +158,7 @@ def _end(bias: Tensor | None, scale: Tensor | float | None, zero: Tensor | float
     args: tuple[Any, ...] = (y if bias is None else bias, y, y)
     numbers = (1.0, 0.0)
     if isinstance(scale, Tensor):
-        args, meta["OUT"] = (args[0], scale, zero), 2
+        args, meta["OUT"] = (args[0], _flat(scale), _flat(torch.as_tensor(zero, device=y.device))), 2
     elif scale is not None:
         numbers, meta["OUT"] = (float(scale), float(0.0 if zero is None else zero)), 1
     return _End(args, numbers, meta)

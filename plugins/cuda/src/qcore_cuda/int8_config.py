@@ -52,8 +52,8 @@ class Problem:
 def choose(device: Device, problem: Problem) -> Config:
     """What ``qcore tune`` measured here, else the nearest size of the table for this architecture, else the default."""
     usual = problem.inner == 128 and problem.grouped == (problem.bits == 4)  # what the tables are measured with
-    shipped = nearest(device, "int8", problem.bits, problem.rows, problem.n, problem.k) if usual else None
-    for fields in (tuned("int8", device, problem), shipped):
+    shipped = nearest(device, "int8", problem.bits, problem.rows, problem.n, problem.k) if usual else []
+    for fields in (tuned("int8", device, problem), *shipped[:1]):
         if fields and (config := _read(fields)):
             return config
     return default_config(device, problem.rows, problem.n, problem.k, problem.bits, problem.grouped, problem.inner)
@@ -61,9 +61,10 @@ def choose(device: Device, problem: Problem) -> Config:
 
 def _read(fields: dict[str, Any]) -> Config | None:
     try:
-        return Config(**fields)
+        config = Config(**fields)
     except TypeError:  # written by hand, or damaged
         return None
+    return config if config.kernel in {"slices", "tiles", "persistent"} else None
 
 
 def candidates(device: Device, problem: Problem) -> list[Config]:

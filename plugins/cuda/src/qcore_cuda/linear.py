@@ -35,7 +35,8 @@ class FloatLinear(PackedKernel, RowsKernel):
         del given
         from .tuning import tune_float
 
-        tune_float(x.reshape(-1, self.k), self._weight(packed), bias, self.out_dtype)
+        with ops.settled(x):
+            tune_float(x.reshape(-1, self.k), self._weight(packed), bias, self.out_dtype)
 
     def _weight(self, packed: Packed) -> Weight:
         sizes = (self.n, self.k, self.bits, self.group)
@@ -75,8 +76,10 @@ class Int8Linear(PackedKernel, RowsKernel):
         if x.dtype == torch.int8:
             return  # parameters per token come with each call: measured with the dynamic form
         weight = Weight(packed["data"], packed["scale"], packed.get("zero"), self.n, self.k, self.bits, self.group)
-        codes = quantize_rows(x.reshape(-1, self.k), symmetric=True, total=weight.zero is not None, order=weight.order)
-        tune_int8(codes, weight, self.out_dtype)
+        with ops.settled(x):
+            total = weight.zero is not None
+            codes = quantize_rows(x.reshape(-1, self.k), symmetric=True, total=total, order=weight.order)
+            tune_int8(codes, weight, self.out_dtype)
 
 
 def _numbers(part: Any) -> tuple[float | None, int]:

@@ -88,6 +88,8 @@ def linear_a16(
     if unsettled(x):
         with settled(x):
             return linear_a16(x, data, scale, zero, bias, n, k, bits, group, out_dtype)
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
     return _weight_only()(x, Weight(data, scale, zero, n, k, bits, group), bias, out_dtype)
 
 
@@ -109,6 +111,8 @@ def linear_a8(
                 x, data, scale, zero, sums, bias, x_scale, x_zero_point, out_scale, out_zero_point, n, k, bits, group,
                 symmetric, static_scale, static_zero_point, output_scale, output_zero_point, out_dtype,
             )  # fmt: skip
+    if bias is not None:
+        bias = bias.contiguous()
     quantize_rows, quantize_given, linear = _int8()
     # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.
     total = zero is not None and scale.shape[0] == 1
@@ -135,7 +139,7 @@ def embedding(
     if unsettled(indices):
         with settled(indices):
             return embedding(indices, data, scale, zero, v, d, bits, group, out_dtype)
-    found = _gather()(indices.reshape(-1), Weight(data, scale, zero, v, d, bits, group), out_dtype)
+    found = _gather()(indices.reshape(-1).contiguous(), Weight(data, scale, zero, v, d, bits, group), out_dtype)
     return found.view(*indices.shape, d)
 
 

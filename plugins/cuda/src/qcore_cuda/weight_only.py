@@ -25,9 +25,10 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
 
     Products are accumulated in float32, the bias is added before the single rounding to ``out_dtype``.
     """
-    data, scale, zero, n, _, bits, group = weight
+    data, scale, zero, n, *_ = weight
     form = (scale.dtype, zero if zero is None else zero.dtype, bias if bias is None else bias.dtype)
-    key = (x.shape, x.stride(), x.dtype, x.get_device(), n, bits, group, *form, out_dtype)
+    strides = x.stride() if x.shape[0] > 1 else x.stride(1)
+    key = (x.shape, strides, x.dtype, x.get_device(), n, data.shape, scale.shape[0], *form, out_dtype)
     start = _starts.get(key)
     if start is not None:
         y = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
@@ -43,24 +44,26 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
 
 def plan(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> tuple[Device, Problem]:
     """What `dispatch.choose` is asked for a call."""
-    return _plan(x.device, x.dtype, out_dtype, weight.bits, weight.group, weight.n, weight.k, x.shape[0])
+    return _plan(x.device, x.dtype, out_dtype, weight.bits, block_of(weight), weight.n, weight.k, x.shape[0])
 
 
 @lru_cache(maxsize=8192)
 def _plan(
-    device: torch.device, dtype: torch.dtype, out: torch.dtype, bits: int, group: int, n: int, k: int, m: int
+    device: torch.device, dtype: torch.dtype, out: torch.dtype, bits: int, block: int, n: int, k: int, m: int
 ) -> tuple[Device, Problem]:
     narrow = dtype != torch.float32
     exact = dtype != torch.bfloat16 or out != dtype
-    return device_of(device), Problem(bits, n, k, bucket(m), block_of(bits, group, k), narrow, exact)
+    return device_of(device), Problem(bits, n, k, bucket(m), block, narrow, exact)
 
 
-def block_of(bits: int, group: int, k: int) -> int:
-    """P: columns per block of a packed weight that a kernel works on at a time; a block lies in one group."""
-    wanted = (128, 64, 32) if bits == 4 else (64, 32)
-    return wanted[0] if group >= k else next(p for p in wanted if group % p == 0)
+def block_of(weight: Weight) -> int:
+    """Columns per block of a packed weight; a block lies in one group."""
+    if weight.bits == 4:
+        return weight.order
+    return 64 if weight.scale.shape[0] == 1 or weight.group % 64 == 0 else 32
 
 
+_MOST_STARTS = 4096
 _starts: dict[Any, Start] = {}
 """What starts the only kernel of a call again, by what the kernel depends on but for addresses."""
 
@@ -94,6 +97,8 @@ def run(
     few = _gemv if config.kernel == "gemv" else _slices
     start = few(x, weight, bias, y, device, config, columns)
     if start is not None and key is not None and x is given:
+        if len(_starts) >= _MOST_STARTS:
+            _starts.clear()
         _starts[key] = start
     return y
 
@@ -159,7 +164,7 @@ def _slices(
     return launch(
         slices, grid, x, weight.data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
         x.shape[0], weight.n, weight.data.shape[0], weight.k, columns // 32, weight.group, x.stride(0) // 8,
-        BK=block_of(8, weight.group, weight.k), ZERO=_zero_kind(zero), BIAS=bias is not None,
+        BK=block_of(weight), ZERO=_zero_kind(zero), BIAS=bias is not None,
         ONE_GROUP=scale.shape[0] == 1, BN=config.bn, BM=config.bm, NW=config.warps, STAGES=config.stages,
         WIDE=device.interpreted, PDL=early, num_warps=config.warps, num_stages=config.stages, again=True, **options,
     )  # fmt: skip
@@ -179,7 +184,7 @@ def _gemm(
     rows = weight.data.shape[0] * (16 if weight.bits == 4 else 1)
     per = weight.group // block if scale.shape[0] > 1 else blocks
     launch(
-        gemm, (-(-n // config.bn), -(-m // bm), split),
+        gemm, (-(-n // config.bn) * -(-m // bm), split),
         x, weight.data, scale, scale if zero is None else zero, scale if last is None else last, target,
         m, n, rows, blocks, per, x.stride(0) // 8, columns // 32, split,
         BITS=weight.bits, P=block, ZERO=_zero_kind(zero), BIAS=last is not None, BN=config.bn, BM=bm, NW=config.warps,
@@ -202,15 +207,21 @@ def _gemm_block(weight: Weight, columns: int) -> int:
     return whole if weight.scale.shape[0] == 1 else next(p for p in (whole, 64, 32) if weight.group % p == 0)
 
 
+def bfloat16_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three bfloat16 tensors whose sum is float32 x, the small one first; infinity and NaN stand in the last alone."""
+    most = torch.finfo(torch.bfloat16).max
+    finite = x.isfinite()
+    high = torch.where(finite, x.clamp(-most, most), x).to(torch.bfloat16)  # else the largest would become infinity
+    rest = torch.where(finite, x - high, 0.0)
+    middle = rest.to(torch.bfloat16)
+    return (rest - middle).to(torch.bfloat16), middle, high
+
+
 def _three_parts(
     x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, device: Device, config: Config, columns: int
 ) -> Tensor:
     """float32 x as the sum of three bfloat16 numbers, 8 digits each: three rows of a product whose terms are exact."""
-    high = x.to(torch.bfloat16)
-    rest = x - high
-    middle = rest.to(torch.bfloat16)
-    low = (rest - middle).to(torch.bfloat16)
-    parts = _aligned(torch.cat((low, middle, high)), columns)
+    parts = _aligned(torch.cat(bfloat16_parts(x)), columns)
     y = _gemm(parts, weight, None, torch.float32, device, config, columns).view(3, x.shape[0], weight.n)
     y = y[0] + y[1] + y[2]
     return (y if bias is None else y + bias.float()).to(out_dtype)
@@ -219,7 +230,7 @@ def _three_parts(
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The dequantized weight ``(N, K)``: computed in float32, rounded once."""
     out = torch.empty((weight.n, weight.k), dtype=dtype, device=weight.data.device)
-    block = weight.data.shape[3] * 2 if weight.bits == 4 else block_of(8, weight.group, weight.k)
+    block = block_of(weight)
     stored = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block
     blocks = -(-weight.k // block)
     launch(

@@ -41,16 +41,17 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
 
     x: rows ``8 * eighths`` values apart (said so, because Triton then knows that they are aligned), zero from K to
     ``KB * P``. pitch: 32 times that many bytes are a row of rows16.
-    WIDE: products of float32 numbers (Triton's interpreter multiplies no bfloat16). ``split`` > 1: program (.., .., s)
+    WIDE: products of float32 numbers (Triton's interpreter multiplies no bfloat16). ``split`` > 1: program (.., s)
     writes its part of the sum over K to ``y[s]`` in float32, without bias.
     """
     H: tl.constexpr = P // 2
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
-    tile_n = tl.program_id(0)
-    tile_m = tl.program_id(1)
-    s = tl.program_id(2)
+    # One axis for both, since only the first may be longer than 65535; tiles of one x are neighbours.
+    tile_n = tl.program_id(0) % tl.cdiv(N, BN)
+    tile_m = tl.program_id(0) // tl.cdiv(N, BN)
+    s = tl.program_id(1)
     i = tl.arange(0, BN)
     if FRAG:
         # Row i of the loaded tile is the row that `_fragments` expects there.
@@ -86,7 +87,7 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
     rn = tl.minimum(tile_n * BN + i, N - 1)
     acc = tl.zeros([BN, BM], tl.float32)
     # Scales are too narrow for asynchronous copies: each iteration loads the next one's by hand.
-    at = (first // PER) * N + rn
+    at = (tl.minimum(first, KB - 1) // PER) * N + rn  # a program may have no part of K
     sc = load_early(scale + at, LARGE)
     zr = load_early(zero + at, LARGE) if ZERO else sc
     if PDL:
@@ -121,5 +122,5 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
     valid = (n < N)[:, None] & (rm < M)[None, :]
     if BIAS:
         acc += tl.load(bias + rn).to(tl.float32)[:, None]
-    out = y + s.to(tl.int64) * (M * N) + rm.to(tl.int64)[None, :] * N + n[:, None]
+    out = y + s.to(tl.int64) * M * N + rm.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out, acc.to(y.dtype.element_ty), mask=valid)

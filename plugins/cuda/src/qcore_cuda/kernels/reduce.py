@@ -20,7 +20,7 @@ def sum_parts(parts, bias, y, size, N, split: tl.constexpr, BIAS: tl.constexpr, 
         gdc_wait()
     total = tl.zeros([B], tl.float32)
     for s in tl.static_range(split):
-        total += tl.load(parts + s * size + at, mask=valid, other=0.0)
+        total += tl.load(parts + tl.cast(size, tl.int64) * s + at, mask=valid, other=0.0)
     if BIAS:
         total += tl.load(bias + at % N, mask=valid, other=0.0).to(tl.float32)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=valid)
