@@ -104,7 +104,9 @@ def rule(device: Device, problem: Problem) -> Config:
     bm = min(64, max(16, m))
     tiles = math.ceil(n / 64) * math.ceil(m / bm)
     split = max(1, min(8, 2 * device.sms // max(1, tiles), problem.k // 512))
-    return Config("gemm", 64, bm, stages=4 if m <= 32 else 3, split=1 << (split.bit_length() - 1))
+    # int8 weights meet the tensor cores before Hopper through more registers than four warps have.
+    warps = 8 if problem.bits == 8 and device.arch < 90 and bm == 64 else 4
+    return Config("gemm", 64, bm, warps=warps, stages=4 if m <= 32 else 3, split=1 << (split.bit_length() - 1))
 
 
 def candidates(device: Device, problem: Problem) -> list[Config]:

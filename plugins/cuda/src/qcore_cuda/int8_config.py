@@ -142,5 +142,7 @@ def _by_descriptors(device: Device, m: int, n: int, bits: int, grouped: bool) ->
     if grouped:
         return Config("persistent", 128, 128, 8, 3, tma_store=True, unpack=unpack)
     if m * n <= 128 * 128 * device.sms:
-        return Config("persistent", 128, 64 if m <= 256 else 128, 4, 4, tma_store=True, unpack=unpack)
+        bn = 64 if m <= 256 else 128
+        warps = 8 if bn == 128 and device.arch >= 100 else 4  # what fits the registers
+        return Config("persistent", 128, bn, warps, 4, tma_store=True, unpack=unpack)
     return Config("persistent", 128, 256, 8, 3, parts=2, tma_store=True, per_sm=1, unpack=unpack)
