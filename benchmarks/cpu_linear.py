@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import statistics
 import sys
 import time
@@ -82,14 +83,26 @@ def quantized(scheme: str, n: int, k: int, dtype: torch.dtype) -> tuple[str, Cal
     return kernel.name, rotating([lambda x, p=p: kernel(x, p, None) for p in packs])
 
 
+def _round(calls: list[Callable[[], object]], shuffle: Callable[[list[int]], None]) -> list[float]:
+    """Milliseconds of each call, in the order of ``calls``, and of the first one once more at the end."""
+    order = list(range(1, len(calls)))
+    shuffle(order)
+    found = {i: _milliseconds(calls[i]) for i in (0, *order)}
+    return [*(found[i] for i in range(len(calls))), _milliseconds(calls[0])]
+
+
 def quiet_medians(calls: list[Callable[[], object]], seconds: float) -> list[float]:
-    """Median milliseconds of each call, taking turns; the first is the base, which also closes each round."""
+    """Median milliseconds of each call, taking turns; the first is the base, which also closes each round.
+
+    Between the two, the order changes from round to round: what follows the base finds its weight in the caches.
+    """
     rounds: list[list[float]] = []
+    shuffle = random.Random(0).shuffle  # noqa: S311 - nothing secret
     for call in calls:
         call()
     deadline = time.perf_counter() + seconds * len(calls)
     while time.perf_counter() < deadline or len(_quiet(rounds)) < ROUNDS:
-        rounds.append([_milliseconds(call) for call in (*calls, calls[0])])
+        rounds.append(_round(calls, shuffle))
         if time.perf_counter() > deadline + PATIENCE * seconds * len(calls):
             break
     kept = _quiet(rounds) if len(_quiet(rounds)) >= 3 else rounds

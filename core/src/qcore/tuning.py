@@ -7,6 +7,7 @@ count. Where a request does not say how many rows it has, the geometric mean ove
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -97,15 +98,21 @@ def _times(request: Any, kernels: list[Kernel], rows: int, seconds: float) -> li
 
 
 def interleaved_medians(calls: list[Callable[[], Any]], device: torch.device, seconds: float = 0.3) -> list[float]:
-    """Median milliseconds of each call. The calls take turns, so that a slow moment of the machine hits all alike."""
+    """Median milliseconds of each call.
+
+    The calls take turns, so that a slow moment of the machine hits all alike, and in another order each round: what a
+    call leaves in the caches is not always the same one's to find.
+    """
     if not calls:
         return []
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call()
     deadline = time.perf_counter() + seconds * max(1, len(calls))
+    turns, shuffle = list(zip(calls, times, strict=True)), random.Random(0).shuffle  # noqa: S311 - nothing secret
     while time.perf_counter() < deadline or len(times[0]) < 5:
-        for call, own in zip(calls, times, strict=True):
+        shuffle(turns)
+        for call, own in turns:
             synchronize(device)
             start = time.perf_counter()
             call()
