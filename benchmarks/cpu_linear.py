@@ -47,7 +47,9 @@ RATES = {"int8": 2.1e12, "bfloat16": 0.96e12, "float32": 0.53e12}
 SLOW = {
     ("torch.plain.linear", "float32"): "no int4 kernel for float32 x: dequantized in the cache, float32 product",
     ("torch.cpu.w8a16", "float32"): "exact in four int8 digits per x; float32 F.linear itself is at 0.2 to 0.4",
-    ("torch.cpu.w8a16", "bfloat16"): "exact in three int8 digits per x, and one oneDNN call per group: 32 calls for groups of 128",
+    ("torch.cpu.w8a16", "bfloat16"): (
+        "exact in three int8 digits per x, and one oneDNN call per group: 32 calls for groups of 128"
+    ),
     ("torch.plain.linear", "bfloat16"): "no ATen kernel for this scheme: dequantized in the cache",
     ("torch.cpu.w4a8", "bfloat16"): "one oneDNN call per group, 20 us or more each: 128 calls for groups of 32",
     ("torch.cpu.w4a8", "float32"): "one oneDNN call per group, 20 us or more each: 128 calls for groups of 32",
