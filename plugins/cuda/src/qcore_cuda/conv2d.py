@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from qcore import Conv2dRequest, DynamicInt8, FormatError
+from qcore import Conv2dRequest, FormatError
 from qcore.contracts.conv2d import output_size
 from qcore.kernels import Kernel, Packed
 
 from . import conv_ops, ops
+from .geometry import LARGEST_COLUMN, column_size
+from .linear import constants
 from .packing import PackedKernel
 
 _MOST_GROUPS = 32
 """Channel groups run one after another."""
-_LARGEST_COLUMN = 1 << 15
-"""`conv8.LARGEST_COLUMN`, which stands in a module that imports Triton."""
 
 
 class CudaConv2d(PackedKernel):
@@ -63,16 +61,15 @@ class FloatConv2d(CudaConv2d):
 
     def __init__(self, request: Conv2dRequest) -> None:
         super().__init__(request, 16)
-        self._sizes = (self.n, self.k, self.bits, self.group)
 
     def convolve(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         return conv_ops.op_conv2d_a16(  # type: ignore[no-any-return]
-            x, packed["data"], packed["scale"], packed.get("zero"), bias, *self._sizes, *self.geometry, self.out_dtype
+            x, packed["data"], packed["scale"], packed.get("zero"), bias, *self.sizes, *self.geometry, self.out_dtype
         )
 
     def multiply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         return ops.op_linear_a16(  # type: ignore[no-any-return]
-            x, packed["data"], packed["scale"], packed.get("zero"), bias, *self._sizes, self.out_dtype
+            x, packed["data"], packed["scale"], packed.get("zero"), bias, *self.sizes, self.out_dtype
         )
 
 
@@ -82,24 +79,20 @@ class Int8Conv2d(CudaConv2d):
     def __init__(self, request: Conv2dRequest) -> None:
         activation, output = request.activation, request.output
         assert activation is not None  # `kernel` has looked
-        dynamic = isinstance(activation, DynamicInt8)
-        symmetric = isinstance(activation, DynamicInt8) and activation.symmetric
-        super().__init__(request, 8, sums=not symmetric)
-        given = (None, 0) if dynamic else _numbers(activation)
-        wanted = (None, 0) if output is None else _numbers(output)
-        self._sizes = (self.n, self.k, self.bits, self.group)
-        self._constants = (symmetric, *given, *wanted, self.out_dtype)
+        quantization = constants(activation, output)
+        super().__init__(request, 8, sums=not quantization[0])
+        self._constants = (*quantization, self.out_dtype)
 
     def convolve(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         weight = (packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"))
         return conv_ops.op_conv2d_a8(  # type: ignore[no-any-return]
-            x, *weight, bias, *self._sizes, *self.geometry, *self._constants
+            x, *weight, bias, *self.sizes, *self.geometry, *self._constants
         )
 
     def multiply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         weight = (packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"))
         return ops.op_linear_a8(  # type: ignore[no-any-return]
-            x, *weight, bias, None, None, None, None, *self._sizes, *self._constants
+            x, *weight, bias, None, None, None, None, *self.sizes, *self._constants
         )
 
 
@@ -115,20 +108,9 @@ def kernel(request: Conv2dRequest) -> Kernel | str:
             f"here groups are multiples of 16 output channels, at most {_MOST_GROUPS} of them."
         )
     taps, channels = r.kernel_size[0] * r.kernel_size[1], r.in_channels // r.groups
-    size = _power(taps) * _power(channels)
-    if size > _LARGEST_COLUMN:
+    if column_size(taps, channels) > LARGEST_COLUMN:
         return (
             f"a column of {taps} x {channels} values is too long to be quantized in one program, which holds "
-            f"{_LARGEST_COLUMN}; torch ops serve it."
+            f"{LARGEST_COLUMN}; torch ops serve it."
         )
     return Int8Conv2d(request)
-
-
-def _numbers(part: Any) -> tuple[float, int]:
-    """Scale and zero point for the whole tensor. A request without numbers is only asked about: any will do."""
-    return (1.0 if part.scale is None else part.scale), part.zero_point
-
-
-def _power(size: int) -> int:
-    """``size`` rounded up to a power of two."""
-    return 1 << max(0, size - 1).bit_length()

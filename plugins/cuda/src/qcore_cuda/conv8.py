@@ -8,32 +8,15 @@ import torch
 from torch import Tensor
 
 from .device import Device, device_of
-from .int8 import Codes, linear, options
+from .geometry import Geometry, column_size, power_of_two
+from .int8 import Codes, linear
 from .kernels.conv import gathered, quantize_columns, quantize_image
-from .launch import launch
+from .launch import launch, options
 from .weights import Weight
 
 _COLUMN_BYTES = 1 << 25
 """Codes of columns made at a time: they stay in the L2 cache until the product reads them."""
 _LEAST_COLUMNS = 128
-LARGEST_COLUMN = 1 << 15
-"""A column, its sides rounded up to powers of two, stays in the registers of one program."""
-
-
-class Geometry(NamedTuple):
-    """Height and width of kernel, stride, padding and dilation, and the number of channel groups."""
-
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-    groups: int
-
-    def output(self, height: int, width: int) -> tuple[int, int]:
-        """(OH, OW) for an image of (height, width)."""
-        sizes = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        oh, ow = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
-        return oh, ow
 
 
 class Given(NamedTuple):
@@ -50,11 +33,6 @@ class Result(NamedTuple):
     dtype: torch.dtype
     scale: float | None
     zero: int
-
-
-def column_size(taps: int, channels: int) -> int:
-    """Elements that `quantize_columns` holds for a column of ``taps`` times ``channels``."""
-    return _power(taps) * _power(channels)
 
 
 def conv2d(
@@ -106,10 +84,6 @@ def _group(weight: Weight, i: int, groups: int) -> Weight:
 def _part(parameter: Tensor, i: int, groups: int) -> Tensor:
     n = parameter.shape[1] // groups
     return parameter[:, i * n : (i + 1) * n].contiguous()
-
-
-def _power(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _implicit(
@@ -184,7 +158,7 @@ def image_codes(x: Tensor, geometry: Geometry, given: Given, device: Device) -> 
     hp, wp = height + 2 * top, width + 2 * left
     q = torch.empty((batch, hp, wp, channels), dtype=torch.int8, device=x.device)
     last = x.stride(1) == 1
-    bc = min(256 if last else 64, _power(channels))
+    bc = min(256 if last else 64, power_of_two(channels))
     bp = 4096 // bc if last else 64
     launch(
         quantize_image,
@@ -263,8 +237,8 @@ def column_codes(x: Tensor, geometry: Geometry, given: Given, first: int, count:
         *x.stride(),
         MODE=mode,
         CODES=x.dtype == torch.int8,
-        TAPS=_power(kh * kw),
-        BC=_power(channels),
+        TAPS=power_of_two(kh * kw),
+        BC=power_of_two(channels),
         TOTAL=wanted,
         ORDER=weight.order,
         **options(device, max(1, min(16, size // 1024))),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .geometry import Geometry
 from .ops import define, settled, unsettled
 from .weights import Weight
 
@@ -30,11 +31,11 @@ def conv2d_a8(
                 x, data, scale, zero, sums, bias, n, k, bits, group, kernel, stride, padding, dilation, groups,
                 symmetric, static_scale, static_zero_point, output_scale, output_zero_point, out_dtype,
             )  # fmt: skip
-    from .conv8 import Geometry, Given, Result, conv2d
+    from .conv8 import Given, Result, conv2d
 
     if bias is not None:
         bias = bias.contiguous()
-    geometry = Geometry(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)  # type: ignore[arg-type]
+    geometry = _geometry(kernel, stride, padding, dilation, groups)
     size = geometry.output(*x.shape[2:])
     if not x.shape[0]:
         return _image(x.new_empty((0, n), dtype=out_dtype), x, size)
@@ -88,10 +89,13 @@ def _last(y: Tensor) -> Tensor:
     return y.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
+def _geometry(kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int) -> Geometry:
+    return Geometry(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)  # type: ignore[arg-type]
+
+
 def _fake(x: Tensor, n: int, out_dtype: torch.dtype, sizes: tuple[_Pair, _Pair, _Pair, _Pair]) -> Tensor:
-    kernel, stride, padding, dilation = sizes
-    oh, ow = ((x.shape[2 + i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2))
-    return x.new_empty((x.shape[0], oh, ow, n), dtype=out_dtype).movedim(-1, 1)
+    size = _geometry(*sizes, 1).output(*x.shape[2:])
+    return x.new_empty((x.shape[0], *size, n), dtype=out_dtype).movedim(-1, 1)
 
 
 def _conv2d_a8_fake(

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .kernels.gather import FLOAT_ZERO, INT_ZERO, NO_ZERO, gather
+from .kernels.gather import gather
 from .launch import launch
 from .packing import block_size
 from .weights import Weight
@@ -27,19 +27,13 @@ def rows(indices: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
     out = torch.empty((tokens, d), dtype=dtype, device=indices.device)
     if not tokens:
         return out
-    block = 2 * weight.data.shape[3] if weight.bits == 4 else block_size(weight.group if weight.group < d else None)
+    block = weight.order or block_size(weight.group if weight.group < d else None)
     blocks = -(-d // block)
     together = min(triton.next_power_of_2(blocks), _COLUMNS // block)
     grid = (tokens, -(-blocks // together))
     launch(
         gather, grid, indices, weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero, out,
         weight.n, d, weight.group, blocks, weight.data.stride(0),
-        BITS=weight.bits, P=block, NB=together, ZERO=_zero_kind(weight.zero), num_warps=4, **_OPTIONS,
+        BITS=weight.bits, P=block, NB=together, ZERO=weight.zero_kind, num_warps=4, **_OPTIONS,
     )  # fmt: skip
     return out
-
-
-def _zero_kind(zero: Tensor | None) -> int:
-    if zero is None:
-        return NO_ZERO
-    return INT_ZERO if zero.dtype == torch.int8 else FLOAT_ZERO

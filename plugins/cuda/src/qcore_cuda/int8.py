@@ -15,8 +15,8 @@ from .kernels.int8_persistent import persistent
 from .kernels.int8_slices import slices
 from .kernels.quantize import group_sums
 from .kernels.quantize import quantize_rows as quantize_kernel
-from .launch import launch
-from .weights import Weight
+from .launch import launch, options
+from .weights import INT_ZERO, Weight
 
 _IN_REGISTERS = 32768
 """Rows up to this K are read once."""
@@ -95,13 +95,6 @@ def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool, order: i
     return Codes(q, s, z, t)
 
 
-def options(device: Device, warps: int) -> dict[str, Any]:
-    """Options of a launch: warps per program, and whether it may start before the previous one has ended."""
-    if device.dependent:
-        return {"PDL": True, "num_warps": warps, "launch_pdl": True}
-    return {"PDL": False, "num_warps": warps}
-
-
 def linear(
     codes: Codes,
     weight: Weight,
@@ -124,22 +117,23 @@ def linear(
     p, grouped, per = blocking(weight)
     if config is None:
         config = choose(device, Problem(weight.bits, weight.n, weight.k, bucket(m), grouped, p))
-    w_zero = 0 if weight.zero is None else 1 if weight.zero.dtype == torch.int8 else 2
+    w_zero = weight.zero_kind
     if config.unpack and weight.bits == 4:
-        weight, w_zero = unpacked(weight, codes.q.shape[1], p, per, device), 0 if w_zero == 1 else w_zero
+        weight, w_zero = unpacked(weight, codes.q.shape[1], p, per, device), 0 if w_zero == INT_ZERO else w_zero
     if config.kernel == "persistent" and (weight.bits == 4 or (grouped and (w_zero or codes.zero is not None))):
         config = Config("tiles", 128, 64, 4, 3, swap=weight.bits == 4)
     end = _end(bias, out_scale, out_zero, y)
     form = {"GROUPED": grouped, "PER": per, "WZERO": w_zero, "XZERO": codes.zero is not None, **end.meta}
     run = {"slices": _slices, "tiles": _tiles, "persistent": _persistent}[config.kernel]
-    run(codes, weight, sums, end, y, config, p, form, device)
+    of_x, of_w = _operands(codes, weight, sums)
+    run(_Product(codes, weight, of_x, of_w, end, y, config, p, *_steps(weight, p), form, device))
     return y
 
 
 def blocking(weight: Weight) -> tuple[int, bool, int]:
     """Columns per step along K, whether groups are scaled one by one, and steps per group."""
     groups = weight.scale.shape[0]
-    p = weight.data.shape[-1] * 2 if weight.bits == 4 else 128
+    p = weight.order or 128
     if groups > 1:
         p = p if weight.bits == 4 else next(size for size in (128, 64, 32) if weight.group % size == 0)
         return p, True, weight.group // p
@@ -178,153 +172,89 @@ def _steps(weight: Weight, p: int) -> tuple[int, int]:
     return -(-weight.k // p), weight.data.shape[1] // 32
 
 
-def _slices(
-    codes: Codes,
-    weight: Weight,
-    sums: Tensor | None,
-    end: _End,
-    y: Tensor,
-    c: Config,
-    p: int,
-    form: Any,
-    device: Device,
-) -> None:
-    m, wide = codes.q.shape
-    of_x, of_w = _operands(codes, weight, sums)
-    blocks, pitch = _steps(weight, p)
+class _Product(NamedTuple):
+    """What a launch needs; see `_operands` for ``of_x`` and ``of_w``, `_steps` for ``blocks`` and ``pitch``."""
+
+    codes: Codes
+    weight: Weight
+    of_x: tuple[Tensor, ...]
+    of_w: tuple[Tensor, ...]
+    end: _End
+    y: Tensor
+    config: Config
+    p: int
+    blocks: int
+    pitch: int
+    form: dict[str, Any]
+    device: Device
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """M, N, K and the steps along K."""
+        return self.codes.q.shape[0], self.weight.n, self.weight.k, self.blocks
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the result."""
+        return -(-self.weight.n // self.config.bn) * -(-self.codes.q.shape[0] // self.config.bm)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows of the result start on 16 values."""
+        return self.weight.n % 16 == 0
+
+    def meta(self) -> dict[str, Any]:
+        """Constexprs and options that all kernels have."""
+        c = self.config
+        common = {"P": self.p, "BN": c.bn, "BM": c.bm, "STAGES": c.stages}
+        return {**common, **self.form, **options(self.device, c.warps)}
+
+
+def _slices(r: _Product) -> None:
+    c, (m, wide) = r.config, r.codes.q.shape
     launch(
-        slices,
-        (-(-weight.n // c.bn), -(-m // c.bm)),
-        codes.q,
-        *of_x,
-        weight.data,
-        *of_w,
-        *end.args,
-        y,
-        *end.numbers,
-        m,
-        weight.n,
-        weight.k,
-        blocks,
-        wide // 128,
-        pitch,
-        BITS=weight.bits,
-        P=p,
-        BN=c.bn,
-        BM=c.bm,
-        S=c.warps,
-        STAGES=c.stages,
-        ASM=device.asm,
-        **form,
-        **options(device, c.warps),
-    )
+        slices, (-(-r.weight.n // c.bn), -(-m // c.bm)),
+        r.codes.q, *r.of_x, r.weight.data, *r.of_w, *r.end.args, r.y, *r.end.numbers, *r.sizes, wide // 128, r.pitch,
+        BITS=r.weight.bits, S=c.warps, ASM=r.device.asm, **r.meta(),
+    )  # fmt: skip
 
 
-def _tiles(
-    codes: Codes,
-    weight: Weight,
-    sums: Tensor | None,
-    end: _End,
-    y: Tensor,
-    c: Config,
-    p: int,
-    form: Any,
-    device: Device,
-) -> None:
-    m, wide = codes.q.shape
-    of_x, of_w = _operands(codes, weight, sums)
-    blocks, pitch = _steps(weight, p)
+def _tiles(r: _Product) -> None:
+    c, wide = r.config, r.codes.q.shape[1]
     launch(
-        tiles,
-        (-(-weight.n // c.bn) * -(-m // c.bm),),
-        codes.q,
-        *of_x,
-        weight.data,
-        *of_w,
-        _x_sums(codes, form, p, blocks, device),
-        *end.args,
-        y,
-        *end.numbers,
-        m,
-        weight.n,
-        weight.k,
-        blocks,
-        wide // 128,
-        pitch,
-        BITS=weight.bits,
-        P=p,
-        BN=c.bn,
-        BM=c.bm,
-        STAGES=c.stages,
-        GROUP_M=c.group_m,
-        SWAP=c.swap,
-        ALIGNED=weight.n % 16 == 0,
-        ASM=device.asm,
-        **form,
-        **options(device, c.warps),
-    )
+        tiles, (r.tiles,),
+        r.codes.q, *r.of_x, r.weight.data, *r.of_w, _x_sums(r), *r.end.args, r.y, *r.end.numbers, *r.sizes,
+        wide // 128, r.pitch,
+        BITS=r.weight.bits, GROUP_M=c.group_m, SWAP=c.swap, ALIGNED=r.aligned, ASM=r.device.asm, **r.meta(),
+    )  # fmt: skip
 
 
-def _persistent(
-    codes: Codes,
-    weight: Weight,
-    sums: Tensor | None,
-    end: _End,
-    y: Tensor,
-    c: Config,
-    p: int,
-    form: Any,
-    device: Device,
-) -> None:
+def _persistent(r: _Product) -> None:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    m, wide = codes.q.shape
-    of_x, of_w = _operands(codes, weight, sums)
-    blocks, pitch = _steps(weight, p)
-    count = -(-weight.n // c.bn) * -(-m // c.bm)
-    aligned = weight.n % 16 == 0
-    parts = c.parts
-    tma_store = c.tma_store and aligned
+    c, (m, wide), n, pitch = r.config, r.codes.q.shape, r.weight.n, r.pitch * 32
+    tma_store = c.tma_store and r.aligned
     launch(
-        persistent,
-        (min(count, c.per_sm * device.sms) if c.per_sm else count,),
-        TensorDescriptor(codes.q, [m, wide], [wide, 1], [c.bm, p]),
-        *of_x,
-        TensorDescriptor(weight.data, [weight.data.shape[0], pitch * 32], [pitch * 32, 1], [c.bn, p]),
-        *of_w,
-        _x_sums(codes, form, p, blocks, device),
-        *end.args,
-        y,
-        TensorDescriptor(y, [m, weight.n], [weight.n, 1], [c.bm, c.bn // parts]) if tma_store else y,
-        *end.numbers,
-        m,
-        weight.n,
-        weight.k,
-        blocks,
-        P=p,
-        BN=c.bn,
-        BM=c.bm,
-        STAGES=c.stages,
-        GROUP_M=c.group_m,
-        ALIGNED=aligned,
-        PARTS=parts,
-        TMA_STORE=tma_store,
-        FLATTEN=c.flatten,
-        SPECIALIZE=c.specialize,
-        **form,
-        **options(device, c.warps),
-    )
+        persistent, (min(r.tiles, c.per_sm * r.device.sms) if c.per_sm else r.tiles,),
+        TensorDescriptor(r.codes.q, [m, wide], [wide, 1], [c.bm, r.p]), *r.of_x,
+        TensorDescriptor(r.weight.data, [r.weight.data.shape[0], pitch], [pitch, 1], [c.bn, r.p]), *r.of_w,
+        _x_sums(r), *r.end.args, r.y,
+        TensorDescriptor(r.y, [m, n], [n, 1], [c.bm, c.bn // c.parts]) if tma_store else r.y,
+        *r.end.numbers, *r.sizes,
+        GROUP_M=c.group_m, ALIGNED=r.aligned, PARTS=c.parts, TMA_STORE=tma_store, FLATTEN=c.flatten,
+        SPECIALIZE=c.specialize, **r.meta(),
+    )  # fmt: skip
 
 
-def _x_sums(codes: Codes, form: Any, p: int, blocks: int, device: Device) -> Tensor:
+def _x_sums(r: _Product) -> Tensor:
     """int32 ``(blocks, M)``, or ``(1, M)`` per channel: sums of x that zero points of the weight multiply."""
-    if not form["WZERO"]:
-        return codes.scale
-    if form["GROUPED"]:
-        return _block_sums(codes.q, p, blocks, device)
-    if codes.total is not None:
-        return codes.total
-    return _block_sums(codes.q, 128, codes.q.shape[1] // 128, device).sum(0, dtype=torch.int32)
+    if not r.form["WZERO"]:
+        return r.codes.scale
+    if r.form["GROUPED"]:
+        return _block_sums(r.codes.q, r.p, r.blocks, r.device)
+    if r.codes.total is not None:
+        return r.codes.total
+    return _block_sums(r.codes.q, 128, r.codes.q.shape[1] // 128, r.device).sum(0, dtype=torch.int32)
 
 
 def _block_sums(q: Tensor, p: int, blocks: int, device: Device) -> Tensor:
@@ -338,7 +268,7 @@ def unpacked(weight: Weight, wide: int, p: int, per: int, device: Device) -> Wei
     """An int4 weight as int8 rows of ``wide`` codes, its integer zero points subtracted."""
     planes, blocks = weight.data.shape[:2]
     data = torch.empty((planes * 16, wide), dtype=torch.int8, device=weight.data.device)
-    subtract = weight.zero is not None and weight.zero.dtype == torch.int8
+    subtract = weight.zero_kind == INT_ZERO
     zero = weight.scale if weight.zero is None else weight.zero
     launch(
         unpack,

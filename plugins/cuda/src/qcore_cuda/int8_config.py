@@ -56,7 +56,7 @@ def choose(device: Device, problem: Problem) -> Config:
     for fields in (tuned("int8", device, problem), *shipped[:1]):
         if fields and (config := _read(fields)):
             return config
-    return default_config(device, problem.rows, problem.n, problem.k, problem.bits, problem.grouped, problem.inner)
+    return default_config(device, problem)
 
 
 def _read(fields: dict[str, Any]) -> Config | None:
@@ -70,7 +70,7 @@ def _read(fields: dict[str, Any]) -> Config | None:
 def candidates(device: Device, problem: Problem) -> list[Config]:
     """What ``qcore tune`` measures for a problem."""
     m, four = problem.rows, problem.bits == 4
-    found = [default_config(device, m, problem.n, problem.k, problem.bits, problem.grouped, problem.inner)]
+    found = [default_config(device, problem)]
     if m <= 64:
         sizes = ((16, 4), (16, 8), (32, 4), (32, 8))
         found += [Config("slices", max(8, min(32, m)), bn, w, st) for bn, w in sizes for st in (2, 3, 4, 6)]
@@ -97,17 +97,9 @@ def _persistent(unpack: bool, bm: int, bn: int, warps: int, stages: int, parts: 
     return Config("persistent", bm, bn, warps, stages, **options)  # type: ignore[arg-type]
 
 
-def default_config(device: Device, m: int, n: int, k: int, bits: int, grouped: bool, inner: int = 128) -> Config:
-    """A legal choice for a product of ``(m, k)`` by ``(n, k)``; ``inner``: columns per step along K."""
-    return _default(device, _bucket(m), n, k, bits, grouped, inner)
-
-
-def _bucket(m: int) -> int:
-    return min(4096, 1 << max(0, m - 1).bit_length())
-
-
-@lru_cache(maxsize=4096)
-def _default(device: Device, m: int, n: int, k: int, bits: int, grouped: bool, inner: int) -> Config:
+def default_config(device: Device, p: Problem) -> Config:
+    """A legal choice for a problem."""
+    m, n, k, bits, grouped, inner = p.rows, p.n, p.k, p.bits, p.grouped, p.inner
     if m <= 32:
         return _few(device, m, n, k, bits, inner)
     if m <= 128:

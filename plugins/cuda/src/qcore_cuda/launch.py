@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .device import Device
+
 _TRIED = ("3.6.",)
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -71,6 +73,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, again: bool = False, 
         return None
     numbers = (value for value, arg in zip(values, args, strict=True) if not isinstance(arg, Tensor))
     return Start.of(compiled, (x, y, z), index, (*numbers, *constants))
+
+
+def options(device: Device, warps: int) -> dict[str, Any]:
+    """Options of a launch: warps per program, and whether it may start before the previous one has ended."""
+    if device.dependent:
+        return {"PDL": True, "num_warps": warps, "launch_pdl": True}
+    return {"PDL": False, "num_warps": warps}
 
 
 class Start:

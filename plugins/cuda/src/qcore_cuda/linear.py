@@ -39,8 +39,7 @@ class FloatLinear(PackedKernel, RowsKernel):
             tune_float(x.reshape(-1, self.k), self._weight(packed), bias, self.out_dtype)
 
     def _weight(self, packed: Packed) -> Weight:
-        sizes = (self.n, self.k, self.bits, self.group)
-        return Weight(packed["data"], packed["scale"], packed.get("zero"), *sizes)
+        return Weight(packed["data"], packed["scale"], packed.get("zero"), *self.sizes)
 
 
 class Int8Linear(PackedKernel, RowsKernel):
@@ -49,15 +48,12 @@ class Int8Linear(PackedKernel, RowsKernel):
     def __init__(self, request: LinearRequest) -> None:
         activation, output = request.activation, request.output
         assert activation is not None  # `kernel` has looked
+        quantization = constants(activation, output)
         # Only a zero point of activations meets the sums of codes.
-        sums = not (isinstance(activation, DynamicInt8) and activation.symmetric)
+        sums = not quantization[0]
         super().__init__(f"cuda.w{request.weight.bits}a8", request.weight, request.n, request.k, sums=sums)
         self.out_dtype = request.out_dtype
-        symmetric = isinstance(activation, DynamicInt8) and activation.symmetric
-        given = (None, 0) if isinstance(activation, DynamicInt8) else _numbers(activation)
-        wanted = (None, 0) if output is None else _numbers(output)
-        sizes = (self.n, self.k, self.bits, self.group)
-        self._constants = (*sizes, symmetric, *given, *wanted, self.out_dtype)
+        self._constants = (*self.sizes, *quantization, self.out_dtype)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         call = ops.linear_a8 if ops.runs_now(x) else ops.op_linear_a8
@@ -75,11 +71,19 @@ class Int8Linear(PackedKernel, RowsKernel):
 
         if x.dtype == torch.int8:
             return  # parameters per token come with each call: measured with the dynamic form
-        weight = Weight(packed["data"], packed["scale"], packed.get("zero"), self.n, self.k, self.bits, self.group)
+        weight = Weight(packed["data"], packed["scale"], packed.get("zero"), *self.sizes)
         with ops.settled(x):
             total = weight.zero is not None
             codes = quantize_rows(x.reshape(-1, self.k), symmetric=True, total=total, order=weight.order)
             tune_int8(codes, weight, self.out_dtype)
+
+
+def constants(activation: Any, output: Any) -> tuple[bool, float | None, int, float | None, int]:
+    """Whether activations are quantized symmetrically; scale (None: not given) and zero point of theirs, of the output."""
+    dynamic = isinstance(activation, DynamicInt8)
+    given = (None, 0) if dynamic else _numbers(activation)
+    wanted = (None, 0) if output is None else _numbers(output)
+    return (dynamic and activation.symmetric, *given, *wanted)
 
 
 def _numbers(part: Any) -> tuple[float | None, int]:

@@ -144,6 +144,7 @@ class PackedKernel(Kernel):
     def __init__(self, name: str, format: Format, n: int, k: int, *, sums: bool = False) -> None:
         self.name, self.format, self.n, self.k, self.sums = name, format, n, k, sums
         self.bits, self.group = format.bits, format.group_size or k
+        self.sizes = (n, k, self.bits, self.group)
 
     @property
     def packing(self) -> str:

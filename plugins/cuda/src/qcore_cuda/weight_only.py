@@ -16,7 +16,7 @@ from .kernels.gemm import gemm
 from .kernels.gemv import arrange_rows, gemv
 from .kernels.reduce import sum_parts
 from .kernels.slices import slices
-from .launch import Start, launch
+from .launch import Start, launch, options
 from .weights import Weight
 
 
@@ -86,8 +86,7 @@ def run(
     """`linear` with a given configuration. ``key``: under which to keep what starts its kernel again, if one does."""
     if config.kernel == "dense":
         return _dense(x, weight, bias, out_dtype)
-    shape = weight.data.shape
-    columns = shape[1] * shape[3] * 2 if weight.bits == 4 else shape[1]
+    columns = weight.data.shape[1] * (weight.order or 1)
     if x.dtype == torch.float32:
         return _three_parts(x, weight, bias, out_dtype, device, config, columns)
     given, x = x, _aligned(x, columns)
@@ -115,22 +114,15 @@ def _aligned(x: Tensor, columns: int) -> Tensor:
     return filled
 
 
-def _zero_kind(zero: Tensor | None) -> int:
-    return 0 if zero is None else 1 if zero.dtype == torch.int8 else 2
-
-
 def _gemv(
     x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, device: Device, config: Config, columns: int
 ) -> Start | None:
     data, scale, zero = weight.data, weight.scale, weight.zero
-    m, block, early = x.shape[0], data.shape[3] * 2, device.dependent
+    m, block = x.shape[0], weight.order
     wide = 1 if m <= 8 else 2
-    options: dict[str, Any] = {"num_warps": config.warps}
-    if early:
-        options["launch_pdl"] = True
     stride = x.stride(0)
     if config.arranged:
-        x = _arranged(x, block, wide, columns, early)
+        x = _arranged(x, block, wide, columns, device)
     # Sums over all of K would leave float16's larger offset too little of float32's digits.
     one_group = scale.shape[0] == 1 and x.dtype == torch.bfloat16
     per = max(1, weight.group // block) if scale.shape[0] > 1 else data.shape[1]
@@ -138,19 +130,18 @@ def _gemv(
         gemv, (-(-weight.n // config.bn),),
         x, data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
         m, weight.n, data.shape[0] * 16, data.shape[1], per, stride,
-        P=block, ZERO=_zero_kind(zero), BIAS=bias is not None, ONE_GROUP=one_group, NB=wide, R=config.bn // 16,
+        P=block, ZERO=weight.zero_kind, BIAS=bias is not None, ONE_GROUP=one_group, NB=wide, R=config.bn // 16,
         U=config.unroll, NW=config.warps, FRAG_X=config.arranged, BF16=x.dtype == torch.bfloat16, AHEAD=config.ahead,
-        PDL=early, again=not config.arranged, **options,
+        again=not config.arranged, **options(device, config.warps),
     )  # fmt: skip
 
 
-def _arranged(x: Tensor, block: int, wide: int, columns: int, early: bool) -> Tensor:
+def _arranged(x: Tensor, block: int, wide: int, columns: int, device: Device) -> Tensor:
     size = columns * wide * 8
     out = torch.empty(size, dtype=x.dtype, device=x.device)
-    options: dict[str, Any] = {"num_warps": 4, "launch_pdl": True} if early else {"num_warps": 4}
     launch(
         arrange_rows, (-(-size // 1024),), x, out, x.shape[0], columns, x.stride(0), size,
-        P=block, NB=wide, B=1024, PDL=early, **options,
+        P=block, NB=wide, B=1024, **options(device, 4),
     )  # fmt: skip
     return out
 
@@ -158,26 +149,24 @@ def _arranged(x: Tensor, block: int, wide: int, columns: int, early: bool) -> Te
 def _slices(
     x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, device: Device, config: Config, columns: int
 ) -> Start | None:
-    scale, zero, early = weight.scale, weight.zero, device.dependent
-    options: dict[str, Any] = {"launch_pdl": True} if early else {}
+    scale, zero = weight.scale, weight.zero
     grid = (-(-weight.n // config.bn), -(-x.shape[0] // config.bm))
     return launch(
         slices, grid, x, weight.data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
         x.shape[0], weight.n, weight.data.shape[0], weight.k, columns // 32, weight.group, x.stride(0) // 8,
-        BK=block_of(weight), ZERO=_zero_kind(zero), BIAS=bias is not None,
+        BK=block_of(weight), ZERO=weight.zero_kind, BIAS=bias is not None,
         ONE_GROUP=scale.shape[0] == 1, BN=config.bn, BM=config.bm, NW=config.warps, STAGES=config.stages,
-        WIDE=device.interpreted, PDL=early, num_warps=config.warps, num_stages=config.stages, again=True, **options,
+        WIDE=device.interpreted, num_stages=config.stages, again=True, **options(device, config.warps),
     )  # fmt: skip
 
 
 def _gemm(
     x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, device: Device, config: Config, columns: int
 ) -> Tensor:
-    scale, zero, early = weight.scale, weight.zero, device.dependent
+    scale, zero = weight.scale, weight.zero
     m, n, split, bm = x.shape[0], weight.n, config.split, config.bm
     block = _gemm_block(weight, columns)
     blocks = -(-weight.k // block)
-    options: dict[str, Any] = {"launch_pdl": True} if early else {}
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
     target = y if split == 1 else torch.empty((split, m, n), dtype=torch.float32, device=x.device)
     last = bias if split == 1 else None
@@ -187,22 +176,21 @@ def _gemm(
         gemm, (-(-n // config.bn) * -(-m // bm), split),
         x, weight.data, scale, scale if zero is None else zero, scale if last is None else last, target,
         m, n, rows, blocks, per, x.stride(0) // 8, columns // 32, split,
-        BITS=weight.bits, P=block, ZERO=_zero_kind(zero), BIAS=last is not None, BN=config.bn, BM=bm, NW=config.warps,
+        BITS=weight.bits, P=block, ZERO=weight.zero_kind, BIAS=last is not None, BN=config.bn, BM=bm, NW=config.warps,
         STAGES=config.stages, FRAG=weight.bits == 4, ASM=device.asm, PRE=config.scaled, WIDE=device.interpreted,
-        PDL=early,
-        num_warps=config.warps, num_stages=config.stages, **options,
+        num_stages=config.stages, **options(device, config.warps),
     )  # fmt: skip
     if split > 1:
         launch(
             sum_parts, (-(-m * n // 1024),), target, scale if bias is None else bias, y, m * n, n,
-            split=split, BIAS=bias is not None, B=1024, PDL=early, num_warps=4, **options,
+            split=split, BIAS=bias is not None, B=1024, **options(device, 4),
         )  # fmt: skip
     return y
 
 
 def _gemm_block(weight: Weight, columns: int) -> int:
     if weight.bits == 4:
-        return weight.data.shape[3] * 2
+        return weight.order
     whole = 128 if columns % 128 == 0 else 64
     return whole if weight.scale.shape[0] == 1 else next(p for p in (whole, 64, 32) if weight.group % p == 0)
 
@@ -237,7 +225,7 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
         dequantize, (-(-weight.n // 16), blocks), weight.data, weight.scale,
         weight.scale if weight.zero is None else weight.zero, out, weight.n, weight.k, stored,
         weight.group if weight.scale.shape[0] > 1 else blocks * block,
-        BITS=weight.bits, P=block, ZERO=_zero_kind(weight.zero), BN=16, num_warps=4,
+        BITS=weight.bits, P=block, ZERO=weight.zero_kind, BN=16, num_warps=4,
     )  # fmt: skip
     return out
 

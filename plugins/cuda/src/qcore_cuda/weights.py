@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
+"""Kinds of zero points, as kernels know them: w = q * s, (q - z) * s, q * s + z."""
 
 
 class Weight(NamedTuple):
@@ -22,6 +26,13 @@ class Weight(NamedTuple):
     k: int
     bits: int
     group: int
+
+    @property
+    def zero_kind(self) -> int:
+        """`NO_ZERO`, `INT_ZERO` or `FLOAT_ZERO`."""
+        if self.zero is None:
+            return NO_ZERO
+        return INT_ZERO if self.zero.dtype == torch.int8 else FLOAT_ZERO
 
     @property
     def order(self) -> int:

@@ -7,9 +7,6 @@ import triton.language as tl
 
 from .order import column_of
 
-NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
-"""Values of ``ZERO``: w = q * s, (q - z) * s, q * s + z."""
-
 
 @triton.jit
 def _weights(codes, scale, zero, ZERO: tl.constexpr):

@@ -1,0 +1,34 @@
+"""Sizes of convolutions; imports no Triton, so that a request can be judged by them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LARGEST_COLUMN = 1 << 15
+"""What `column_size` may be: a column stays in the registers of one program."""
+
+
+class Geometry(NamedTuple):
+    """Height and width of kernel, stride, padding and dilation, and the number of channel groups."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    def output(self, height: int, width: int) -> tuple[int, int]:
+        """(OH, OW) for an image of (height, width)."""
+        sizes = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        oh, ow = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
+        return oh, ow
+
+
+def power_of_two(size: int) -> int:
+    """``size`` rounded up to a power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def column_size(taps: int, channels: int) -> int:
+    """Elements that `kernels.conv.quantize_columns` holds for a column of ``taps`` times ``channels``."""
+    return power_of_two(taps) * power_of_two(channels)
