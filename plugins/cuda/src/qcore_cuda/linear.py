@@ -79,7 +79,7 @@ class Int8Linear(PackedKernel, RowsKernel):
 
 
 def constants(activation: Any, output: Any) -> tuple[bool, float | None, int, float | None, int]:
-    """Whether activations are quantized symmetrically; scale (None: not given) and zero point of theirs, of the output."""
+    """Whether activations are quantized symmetrically; their scale (None: not given) and zero point; the output's."""
     dynamic = isinstance(activation, DynamicInt8)
     given = (None, 0) if dynamic else _numbers(activation)
     wanted = (None, 0) if output is None else _numbers(output)
