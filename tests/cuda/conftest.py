@@ -29,3 +29,21 @@ def interpreter():
     # `pytest tests/cuda` chooses it in time; another start may have imported Triton before this file.
     assert triton.knobs.runtime.interpret, "triton was imported without TRITON_INTERPRET=1; run pytest tests/cuda"
     return triton
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """A kernel that is launched the quick way, see `fake_triton`."""
+    import torch
+    from fake_triton import Kernel
+
+    from qcore_cuda import launch, replay
+
+    monkeypatch.setattr(launch, "_quick", lambda: True)
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: 77, raising=False)
+    monkeypatch.setattr(replay, "_current_device", lambda: -1)
+    monkeypatch.setattr(replay, "_current_stream", lambda _index: 77)
+    monkeypatch.setattr(replay, "_kinds", {})
+    return Kernel()

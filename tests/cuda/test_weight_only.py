@@ -119,14 +119,3 @@ def test_three_parts_make_up_float32():
     assert not low.any()
     assert not middle.any()
     assert bfloat16_parts(torch.tensor([float("nan")]))[2].isnan().all()
-
-
-def test_layers_packed_in_blocks_of_other_sizes_share_nothing(monkeypatch):
-    from qcore_cuda import weight_only
-
-    keys = []
-    monkeypatch.setattr(weight_only, "run", lambda *args: keys.append(args[-1]))
-    for scheme in ("w4a16", "w4a16-g64"):
-        case = problem(scheme, 1, 16, 64)
-        weight_only.linear(case.x, packed_weight(case), None, torch.bfloat16)
-    assert keys[0] != keys[1]

@@ -13,6 +13,9 @@ from ..quantize import quantize
 from ..schemes import Scheme
 from .base import QuantizedModule, adopt
 
+# The public function asks about one device, by name, at four times the price.
+_any_autocast = torch._C._is_any_autocast_enabled  # noqa: SLF001
+
 
 class QuantizedLinear(QuantizedModule):
     """``y = A(x) @ W^T + bias`` with a quantized weight; stands in for `torch.nn.Linear`.
@@ -79,8 +82,8 @@ class QuantizedLinear(QuantizedModule):
             or (bound := self._primary) is None
             or not bound.proven
             or x.dtype is not self._dtype
-            or torch.is_grad_enabled()
-            or (self._autocasts and torch.is_autocast_enabled(x.device.type))
+            or (torch.is_grad_enabled() and self._needs_grad(x))
+            or _any_autocast()
         ):
             return self._run(x)
         return bound.kernel(x, bound.packed, self._parameters["bias"])

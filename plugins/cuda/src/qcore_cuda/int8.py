@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import replay
 from .device import Device, device_of
 from .dispatch import bucket
 from .int8_config import Config, Problem, choose
@@ -16,6 +17,7 @@ from .kernels.int8_slices import slices
 from .kernels.quantize import group_sums
 from .kernels.quantize import quantize_rows as quantize_kernel
 from .launch import launch, options
+from .replay import empty
 from .weights import INT_ZERO, Weight
 
 _IN_REGISTERS = 32768
@@ -62,10 +64,10 @@ def _flat(parameter: Tensor) -> Tensor:
 def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool, order: int) -> Codes:
     m, k = x.shape
     device, wide = device_of(x.device), -(-k // 128) * 128
-    q = torch.empty((m, wide), dtype=torch.int8, device=x.device)
-    s = torch.empty((m,), dtype=torch.float32, device=x.device)
-    z = torch.empty_like(s) if mode else None
-    t = torch.empty((m,), dtype=torch.int32, device=x.device) if total else None
+    q = empty((m, wide), torch.int8, x.device)
+    s = empty((m,), torch.float32, x.device)
+    z = empty((m,), torch.float32, x.device) if mode else None
+    t = empty((m,), torch.int32, x.device) if total else None
     if m:
         block = min(_IN_REGISTERS, max(512, 1 << max(0, wide - 1).bit_length()))
         number = mode == 2
@@ -111,7 +113,7 @@ def linear(
     numbers or tensors ``(M,)``. ``config``: another than the default.
     """
     m, device = codes.q.shape[0], device_of(codes.q.device)
-    y = torch.empty((m, weight.n), dtype=out_dtype, device=codes.q.device)
+    y = empty((m, weight.n), out_dtype, codes.q.device)
     if m == 0 or weight.n == 0:
         return y
     p, grouped, per = blocking(weight)
@@ -128,6 +130,12 @@ def linear(
     of_x, of_w = _operands(codes, weight, sums)
     run(_Product(codes, weight, of_x, of_w, end, y, config, p, *_steps(weight, p), form, device))
     return y
+
+
+def forget() -> None:
+    """Choose anew from now on: something has been measured."""
+    choose.cache_clear()
+    replay.forget()
 
 
 def blocking(weight: Weight) -> tuple[int, bool, int]:
@@ -259,7 +267,7 @@ def _x_sums(r: _Product) -> Tensor:
 
 def _block_sums(q: Tensor, p: int, blocks: int, device: Device) -> Tensor:
     m = q.shape[0]
-    sums = torch.empty((blocks, m), dtype=torch.int32, device=q.device)
+    sums = empty((blocks, m), torch.int32, q.device)
     launch(group_sums, (-(-m // 32), blocks), q, sums, m, q.shape[1], B=p, BM=32, **options(device, 4))
     return sums
 
@@ -267,7 +275,7 @@ def _block_sums(q: Tensor, p: int, blocks: int, device: Device) -> Tensor:
 def unpacked(weight: Weight, wide: int, p: int, per: int, device: Device) -> Weight:
     """An int4 weight as int8 rows of ``wide`` codes, its integer zero points subtracted."""
     planes, blocks = weight.data.shape[:2]
-    data = torch.empty((planes * 16, wide), dtype=torch.int8, device=weight.data.device)
+    data = empty((planes * 16, wide), torch.int8, weight.data.device)
     subtract = weight.zero_kind == INT_ZERO
     zero = weight.scale if weight.zero is None else weight.zero
     launch(

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from .device import Device
+from .replay import Launch, recording
 
 _TRIED = ("3.6.",)
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_Found = tuple[Any, tuple[Any, ...]]
+"""A compiled kernel, and its constexprs in the order of its parameters."""
+_compiled: dict[tuple[Any, ...], _Found] = {}
 # ruff: noqa: SLF001 - the raw stream has no public name
 
 
@@ -31,13 +34,19 @@ def _quick() -> bool:
     return not ordinary and triton.__version__.startswith(_TRIED)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, again: bool = False, **meta: Any) -> Start | None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """Run a Triton kernel on the current device and stream.
 
     ``args``: tensors, numbers or None for the kernel's first parameters; ``meta``: its constexprs and launch options.
-    ``again``: return what starts the same kernel again, for calls that differ in nothing but the addresses of tensors,
-    where there is such a thing.
+    A recording that goes on takes note: see `replay`.
     """
+    found, notes = _launch(kernel, grid, args, meta), recording()
+    if notes is not None:
+        notes.launched(None if found is None else _again(*found, grid, args))
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> _Found | None:
+    """Returns what was launched and its constexprs; None where it went the ordinary way."""
     if not _quick():
         kernel[grid](*args, **meta)
         return None
@@ -63,16 +72,24 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, again: bool = False, 
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **meta)
-        _compiled[key] = compiled, tuple(meta[name] for name in kernel.arg_names[len(args) :])
-        return None
+        found = _compiled[key] = compiled, tuple(meta[name] for name in kernel.arg_names[len(args) :])
+        return found
     compiled, constants = found
     stream = torch._C._cuda_getCurrentRawStream(index)
     x, y, z = (*grid, 1, 1)[:3]
     compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *constants)
-    if not again:
+    return found
+
+
+def _again(compiled: Any, constants: tuple[Any, ...], grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch | None:
+    """How to launch it again; None where the kernel wants scratch memory, which only Triton knows how to provide."""
+    run, count = compiled.run, sum(isinstance(arg, Tensor) for arg in args)
+    tensors, numbers = args[:count], args[count:]
+    if run.global_scratch_size or run.profile_scratch_size or any(isinstance(arg, Tensor) for arg in numbers):
         return None
-    numbers = (value for value, arg in zip(values, args, strict=True) if not isinstance(arg, Tensor))
-    return Start.of(compiled, (x, y, z), index, (*numbers, *constants))
+    x, y, z = (*grid, 1, 1)[:3]
+    flags = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
+    return Launch(run.launch, (x, y, z), compiled.function, flags, tensors, (*numbers, *constants))
 
 
 def options(device: Device, warps: int) -> dict[str, Any]:
@@ -80,30 +97,3 @@ def options(device: Device, warps: int) -> dict[str, Any]:
     if device.dependent:
         return {"PDL": True, "num_warps": warps, "launch_pdl": True}
     return {"PDL": False, "num_warps": warps}
-
-
-class Start:
-    """Starts one compiled kernel with one grid and one set of numbers: a call names the addresses of its tensors.
-
-    The tensors must be the kernel's first parameters, on the current device, and on 16 bytes as those it was made with.
-    """
-
-    __slots__ = ("_after", "_before", "_index", "_run")
-
-    def __init__(self, run: Any, before: tuple[Any, ...], after: tuple[Any, ...], index: int) -> None:
-        self._run, self._before, self._after, self._index = run, before, after, index
-
-    @classmethod
-    def of(cls, compiled: Any, grid: tuple[int, int, int], index: int, numbers: tuple[Any, ...]) -> Start | None:
-        """None where the kernel wants scratch memory, which only Triton knows how to provide."""
-        run = compiled.run
-        if run.global_scratch_size or run.profile_scratch_size:
-            return None
-        flags = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
-        return cls(run.launch, (*grid, compiled.function, *flags), numbers, index)
-
-    def __call__(self, *addresses: int) -> None:
-        """Start it on the current stream."""
-        x, y, z, function, *flags = self._before
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        self._run(x, y, z, stream, function, *flags, *addresses, *self._after)

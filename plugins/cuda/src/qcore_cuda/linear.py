@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qcore import DynamicInt8, LinearRequest
+from qcore import DynamicInt8, LinearRequest, ZeroPoint
 from qcore.kernels import Packed, RowsKernel
 
 from . import ops
 from .packing import PackedKernel
+from .replay import replays
 from .weights import Weight
 
 
-class FloatLinear(PackedKernel, RowsKernel):
+class _Linear(PackedKernel, RowsKernel):
+    """What the two have in common. A call like an earlier one is made by addresses alone: see `replay`.
+
+    ``numbers``: what results depend on beside the weight's format and sizes.
+    """
+
+    def __init__(self, request: LinearRequest, kind: str, numbers: tuple[Any, ...], *, sums: bool = False) -> None:
+        super().__init__(f"cuda.w{request.weight.bits}{kind}", request.weight, request.n, request.k, sums=sums)
+        self.out_dtype = request.out_dtype
+        self._constants = (*self.sizes, *numbers, request.out_dtype)
+        zero = () if self.format.zero is ZeroPoint.NONE else ("zero",)
+        self._parts = itemgetter("data", "scale", *zero, *(("sums",) if sums else ()))
+        self._replays = replays(self.name, self.format, *self._constants)
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        """Run on x ``(..., K)``, giving ``(..., N)``; raises `FormatError` for another K."""
+        if given or not ops.runs_now(x):
+            return super().__call__(x, packed, bias, **given)
+        parts = self._parts(packed)
+        if bias is None:
+            key: Any = (x.shape, x.stride(), x.dtype, x.get_device(), parts[1].dtype)
+            return self._replays.call(key, (x, *parts), super().__call__, x, packed, None)
+        key = (x.shape, x.stride(), x.dtype, x.get_device(), parts[1].dtype, bias.dtype, bias.stride())
+        return self._replays.call(key, (x, *parts, bias), super().__call__, x, packed, bias)
+
+
+class FloatLinear(_Linear):
     """Float activations: ``y = x @ W^T + bias``, accumulated in float32, rounded once to ``out_dtype``."""
 
     def __init__(self, request: LinearRequest) -> None:
-        super().__init__(f"cuda.w{request.weight.bits}a16", request.weight, request.n, request.k)
-        self.out_dtype = request.out_dtype
+        super().__init__(request, "a16", ())
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         del given  # float activations have no parameters
         call = ops.linear_a16 if ops.runs_now(x) else ops.op_linear_a16
-        zero = packed.get("zero")
-        return call(
-            x, packed["data"], packed["scale"], zero, bias, self.n, self.k, self.bits, self.group, self.out_dtype
-        )
+        return call(x, packed["data"], packed["scale"], packed.get("zero"), bias, *self._constants)
 
     def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:
         """Measure every configuration for this number of rows; the fastest serves from now on."""
@@ -42,7 +66,7 @@ class FloatLinear(PackedKernel, RowsKernel):
         return Weight(packed["data"], packed["scale"], packed.get("zero"), *self.sizes)
 
 
-class Int8Linear(PackedKernel, RowsKernel):
+class Int8Linear(_Linear):
     """Int8 activations, dynamic or given: exact int32 sums per group, the rest in float32, rounded once."""
 
     def __init__(self, request: LinearRequest) -> None:
@@ -50,10 +74,7 @@ class Int8Linear(PackedKernel, RowsKernel):
         assert activation is not None  # `kernel` has looked
         quantization = constants(activation, output)
         # Only a zero point of activations meets the sums of codes.
-        sums = not quantization[0]
-        super().__init__(f"cuda.w{request.weight.bits}a8", request.weight, request.n, request.k, sums=sums)
-        self.out_dtype = request.out_dtype
-        self._constants = (*self.sizes, *quantization, self.out_dtype)
+        super().__init__(request, "a8", quantization, sums=not quantization[0])
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         call = ops.linear_a8 if ops.runs_now(x) else ops.op_linear_a8

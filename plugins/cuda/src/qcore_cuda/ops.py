@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from .replay import again
 from .weights import Weight
 
 NAMESPACE = "qcore_cuda"
@@ -147,7 +148,7 @@ def embedding(
 
 
 def _linear_a16(x: Tensor, *rest: Any) -> Tensor:
-    return linear_a16(x, *rest) if x.shape[0] else _linear_a16_fake(x, *rest)
+    return again(linear_a16, (x, *rest[:4]), rest[4:]) if x.shape[0] else _linear_a16_fake(x, *rest)
 
 
 def _linear_a16_fake(
@@ -158,7 +159,7 @@ def _linear_a16_fake(
 
 
 def _linear_a8(x: Tensor, *rest: Any) -> Tensor:
-    return linear_a8(x, *rest) if x.shape[0] else _linear_a8_fake(x, *rest)
+    return again(linear_a8, (x, *rest[:9]), rest[9:]) if x.shape[0] else _linear_a8_fake(x, *rest)
 
 
 def _linear_a8_fake(

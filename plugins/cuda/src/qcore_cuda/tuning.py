@@ -111,4 +111,4 @@ def tune_int8(codes: Any, weight: Weight, out_dtype: torch.dtype) -> None:
     best = ranked(int8_config.candidates(device, problem), calls)
     if best:
         dispatch.keep("int8", device, problem, best[0][1])
-        int8_config.choose.cache_clear()
+        int8.forget()

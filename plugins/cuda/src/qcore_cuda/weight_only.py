@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import replay
 from .device import Device, device_of
 from .dispatch import Config, Problem, bucket, choose
 from .kernels.dequant import dequantize
@@ -16,7 +16,8 @@ from .kernels.gemm import gemm
 from .kernels.gemv import arrange_rows, gemv
 from .kernels.reduce import sum_parts
 from .kernels.slices import slices
-from .launch import Start, launch, options
+from .launch import launch, options
+from .replay import empty
 from .weights import Weight
 
 
@@ -25,21 +26,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
 
     Products are accumulated in float32, the bias is added before the single rounding to ``out_dtype``.
     """
-    data, scale, zero, n, *_ = weight
-    form = (scale.dtype, zero if zero is None else zero.dtype, bias if bias is None else bias.dtype)
-    strides = x.stride() if x.shape[0] > 1 else x.stride(1)
-    key = (x.shape, strides, x.dtype, x.get_device(), n, data.shape, scale.shape[0], *form, out_dtype)
-    start = _starts.get(key)
-    if start is not None:
-        y = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
-        at, scales, out = x.data_ptr(), scale.data_ptr(), y.data_ptr()
-        zeros = scales if zero is None else zero.data_ptr()
-        biases = scales if bias is None else bias.data_ptr()
-        if not (at | scales | zeros | biases) & 15:
-            start(at, data.data_ptr(), scales, zeros, biases, out)
-            return y
     device, problem = plan(x, weight, out_dtype)
-    return run(x, weight, bias, out_dtype, device, choose(device, problem), key)
+    return run(x, weight, bias, out_dtype, device, choose(device, problem))
 
 
 def plan(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> tuple[Device, Problem]:
@@ -63,42 +51,27 @@ def block_of(weight: Weight) -> int:
     return 64 if weight.scale.shape[0] == 1 or weight.group % 64 == 0 else 32
 
 
-_MOST_STARTS = 4096
-_starts: dict[Any, Start] = {}
-"""What starts the only kernel of a call again, by what the kernel depends on but for addresses."""
-
-
 def forget() -> None:
     """Choose anew from now on: something has been measured."""
     choose.cache_clear()
-    _starts.clear()
+    replay.forget()
 
 
 def run(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    device: Device,
-    config: Config,
-    key: Any = None,
+    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, device: Device, config: Config
 ) -> Tensor:
-    """`linear` with a given configuration. ``key``: under which to keep what starts its kernel again, if one does."""
+    """`linear` with a given configuration."""
     if config.kernel == "dense":
         return _dense(x, weight, bias, out_dtype)
     columns = weight.data.shape[1] * (weight.order or 1)
     if x.dtype == torch.float32:
         return _three_parts(x, weight, bias, out_dtype, device, config, columns)
-    given, x = x, _aligned(x, columns)
+    x = _aligned(x, columns)
     if config.kernel == "gemm":
         return _gemm(x, weight, bias, out_dtype, device, config, columns)
-    y = torch.empty((x.shape[0], weight.n), dtype=out_dtype, device=x.device)
+    y = empty((x.shape[0], weight.n), out_dtype, x.device)
     few = _gemv if config.kernel == "gemv" else _slices
-    start = few(x, weight, bias, y, device, config, columns)
-    if start is not None and key is not None and x is given:
-        if len(_starts) >= _MOST_STARTS:
-            _starts.clear()
-        _starts[key] = start
+    few(x, weight, bias, y, device, config, columns)
     return y
 
 
@@ -116,7 +89,7 @@ def _aligned(x: Tensor, columns: int) -> Tensor:
 
 def _gemv(
     x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, device: Device, config: Config, columns: int
-) -> Start | None:
+) -> None:
     data, scale, zero = weight.data, weight.scale, weight.zero
     m, block = x.shape[0], weight.order
     wide = 1 if m <= 8 else 2
@@ -126,19 +99,19 @@ def _gemv(
     # Sums over all of K would leave float16's larger offset too little of float32's digits.
     one_group = scale.shape[0] == 1 and x.dtype == torch.bfloat16
     per = max(1, weight.group // block) if scale.shape[0] > 1 else data.shape[1]
-    return launch(
+    launch(
         gemv, (-(-weight.n // config.bn),),
         x, data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
         m, weight.n, data.shape[0] * 16, data.shape[1], per, stride,
         P=block, ZERO=weight.zero_kind, BIAS=bias is not None, ONE_GROUP=one_group, NB=wide, R=config.bn // 16,
         U=config.unroll, NW=config.warps, FRAG_X=config.arranged, BF16=x.dtype == torch.bfloat16, AHEAD=config.ahead,
-        again=not config.arranged, **options(device, config.warps),
+        **options(device, config.warps),
     )  # fmt: skip
 
 
 def _arranged(x: Tensor, block: int, wide: int, columns: int, device: Device) -> Tensor:
     size = columns * wide * 8
-    out = torch.empty(size, dtype=x.dtype, device=x.device)
+    out = empty((size,), x.dtype, x.device)
     launch(
         arrange_rows, (-(-size // 1024),), x, out, x.shape[0], columns, x.stride(0), size,
         P=block, NB=wide, B=1024, **options(device, 4),
@@ -148,15 +121,15 @@ def _arranged(x: Tensor, block: int, wide: int, columns: int, device: Device) ->
 
 def _slices(
     x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, device: Device, config: Config, columns: int
-) -> Start | None:
+) -> None:
     scale, zero = weight.scale, weight.zero
     grid = (-(-weight.n // config.bn), -(-x.shape[0] // config.bm))
-    return launch(
+    launch(
         slices, grid, x, weight.data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
         x.shape[0], weight.n, weight.data.shape[0], weight.k, columns // 32, weight.group, x.stride(0) // 8,
         BK=block_of(weight), ZERO=weight.zero_kind, BIAS=bias is not None,
         ONE_GROUP=scale.shape[0] == 1, BN=config.bn, BM=config.bm, NW=config.warps, STAGES=config.stages,
-        WIDE=device.interpreted, num_stages=config.stages, again=True, **options(device, config.warps),
+        WIDE=device.interpreted, num_stages=config.stages, **options(device, config.warps),
     )  # fmt: skip
 
 
@@ -167,8 +140,8 @@ def _gemm(
     m, n, split, bm = x.shape[0], weight.n, config.split, config.bm
     block = _gemm_block(weight, columns)
     blocks = -(-weight.k // block)
-    y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    target = y if split == 1 else torch.empty((split, m, n), dtype=torch.float32, device=x.device)
+    y = empty((m, n), out_dtype, x.device)
+    target = y if split == 1 else empty((split, m, n), torch.float32, x.device)
     last = bias if split == 1 else None
     rows = weight.data.shape[0] * (16 if weight.bits == 4 else 1)
     per = weight.group // block if scale.shape[0] > 1 else blocks
