@@ -39,11 +39,12 @@ def kernel(monkeypatch):
 
     from qcore_cuda import launch, replay
 
+    made = Kernel()
     monkeypatch.setattr(launch, "_quick", lambda: True)
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: 77, raising=False)
-    monkeypatch.setattr(replay, "_current_device", lambda: -1)
-    monkeypatch.setattr(replay, "_current_stream", lambda _index: 77)
+    monkeypatch.setattr(replay, "_device", lambda: made.device)
+    monkeypatch.setattr(replay, "_current", lambda _index: made.stream)
     monkeypatch.setattr(replay, "_kinds", {})
-    return Kernel()
+    return made

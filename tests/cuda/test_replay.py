@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -154,19 +156,18 @@ def test_odd_addresses_go_the_long_way(kernel):
     assert len(kernel.direct) == 2
 
 
-def test_another_current_device_goes_the_long_way(kernel, monkeypatch):
+def test_another_current_device_goes_the_long_way(kernel):
     call, x = plus(kernel), numbers()
     again(call, x)
-    monkeypatch.setattr(replay, "_current_device", lambda: 1)
+    kernel.device = 1
     assert torch.equal(again(call, x), x + 5)
     assert not kernel.direct
 
 
-def test_the_current_stream_is_asked_for_at_each_call(kernel, monkeypatch):
+def test_the_current_stream_is_asked_for_at_each_call(kernel):
     call, x = plus(kernel), numbers()
     again(call, x)
-    for stream in (1, 2, 1):
-        monkeypatch.setattr(replay, "_current_stream", lambda _index, stream=stream: stream)
+    for kernel.stream in (1, 2, 1):
         again(call, x)
     assert [args[3] for args in kernel.direct] == [1, 2, 1]
 
@@ -213,7 +214,7 @@ def test_a_call_that_replays_another_is_none_itself(kernel):
     for _ in range(3):
         x = numbers()
         assert torch.equal(again(call, x), x + 2)
-    assert replays(call)._found[None] is None
+    assert replays(call)[None] is None
 
 
 def test_calls_of_other_threads_are_not_recorded(kernel):
@@ -229,16 +230,23 @@ def test_calls_of_other_threads_are_not_recorded(kernel):
     assert len(kernel.direct) == 1
 
 
+def test_no_tensor_is_kept(kernel):
+    call, x = plus(kernel), numbers()
+    seen = [weakref.ref(x), weakref.ref(again(call, x)), weakref.ref(again(call, x))]
+    del x
+    kernel.made.clear()
+    gc.collect()
+    assert len(kernel.direct) == 1
+    assert not any(ref() is not None for ref in seen)
+
+
 def test_few_are_kept(kernel, monkeypatch):
     monkeypatch.setattr(replay, "_FORMS", 4)
-    monkeypatch.setattr(replay, "_STREAMS", 2)
     call, x = plus(kernel), numbers()
     for i in range(20):
-        monkeypatch.setattr(replay, "_current_stream", lambda _index, i=i: i % 5)
         for _ in range(3):
             assert torch.equal(again(call, x, i), x + 5)
-    assert len(replays(call)._found) <= 4
-    assert all(len(found._on) <= 2 for found in replays(call)._found.values())
+    assert len(replays(call)) <= 4
 
 
 SCHEMES = ("w4a16-g64", "w4a16-asym", "w8a16", "w8a16-g32-fzp", "w4a8-g64", "w8a8", "w8a8-aasym", "w8a8-static(0.1,3)")

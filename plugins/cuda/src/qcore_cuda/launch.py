@@ -88,8 +88,8 @@ def _again(compiled: Any, constants: tuple[Any, ...], grid: tuple[int, ...], arg
     if run.global_scratch_size or run.profile_scratch_size or any(isinstance(arg, Tensor) for arg in numbers):
         return None
     x, y, z = (*grid, 1, 1)[:3]
-    flags = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
-    return Launch(run.launch, (x, y, z), compiled.function, flags, tensors, (*numbers, *constants))
+    options = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
+    return Launch(run.launch, (x, y, z), (compiled.function, *options), tensors, (*numbers, *constants))
 
 
 def options(device: Device, warps: int) -> dict[str, Any]:

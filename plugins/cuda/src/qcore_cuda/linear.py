@@ -36,11 +36,14 @@ class _Linear(PackedKernel, RowsKernel):
         if given or not ops.runs_now(x):
             return super().__call__(x, packed, bias, **given)
         parts = self._parts(packed)
-        if bias is None:
-            key: Any = (x.shape, x.stride(), x.dtype, x.get_device(), parts[1].dtype)
-            return self._replays.call(key, (x, *parts), super().__call__, x, packed, None)
-        key = (x.shape, x.stride(), x.dtype, x.get_device(), parts[1].dtype, bias.dtype, bias.stride())
-        return self._replays.call(key, (x, *parts, bias), super().__call__, x, packed, bias)
+        key: Any = (x.shape, x.stride(), x.dtype, x.get_device(), parts[1].dtype)
+        tensors: tuple[Tensor, ...] = (x, *parts)
+        if bias is not None:
+            key, tensors = (*key, bias.dtype, bias.stride()), (*tensors, bias)
+        replay = self._replays.get(key)
+        if replay is not None and (y := replay(tensors)) is not None:
+            return y
+        return self._replays.first(key, tensors, RowsKernel.__call__, self, x, packed, bias)
 
 
 class FloatLinear(_Linear):

@@ -13,7 +13,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, reduce
-from operator import itemgetter, or_
+from itertools import accumulate
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,8 @@ from torch import Tensor
 # ruff: noqa: SLF001 - the current device, the raw stream and the quickest way to allocate have no public names
 
 _address = Tensor.data_ptr
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: 0)
-_STREAMS = 64
-"""Streams that a replay keeps its arguments for."""
+_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: 0)
 _FORMS = 1024
 """Replays that are kept for one kind of call."""
 _ALIGNED = 16
@@ -33,16 +32,22 @@ _SCRATCH = 256
 """Bytes that tensors in scratch memory start on."""
 
 
+Replay = Callable[[Sequence[Tensor]], Tensor | None]
+"""Makes a recorded call with other tensors of the same form, which stand in the order of the recording's inputs.
+
+Gives the result; None where the call has to go the long way: odd addresses, or another current device.
+"""
+
+
 class Launch(NamedTuple):
     """One launch of a compiled kernel.
 
-    **Fields:** ``run``: Triton's launcher; ``grid``, ``function``; ``flags``: what the launcher takes between function
-    and arguments; ``tensors``: the first arguments; ``numbers``: the others.
+    **Fields:** ``run``: Triton's launcher; ``grid``; ``flags``: what the launcher takes between stream and arguments;
+    ``tensors``: the first arguments; ``numbers``: the others.
     """
 
     run: Callable[..., object]
     grid: tuple[int, int, int]
-    function: int
     flags: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
     numbers: tuple[Any, ...]
@@ -82,88 +87,70 @@ class Recording:
             calls = [(launch, [slots[t.data_ptr()] for t in launch.tensors]) for launch in self._launches]
         except KeyError:  # what torch computed
             return None
-        return Replay(self._index, calls, result, [t.nbytes for t in scratch])
+        return _written(self._index, calls, len(self._inputs), result, [t.nbytes for t in scratch])
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.numel() == b.numel()
 
 
-class Replay:
-    """Makes a recorded call with other tensors of the same form, which stand in the order of the recording's inputs."""
+def _written(
+    index: int, calls: Sequence[tuple[Launch, Sequence[int]]], inputs: int, result: Tensor, scratch: Sequence[int]
+) -> Replay:
+    """A function for one form of call, as one would write it by hand: loops would take as long as another launch.
 
-    __slots__ = ("_allocate", "_calls", "_index", "_like", "_on", "_scratch")
-
-    def __init__(
-        self, index: int, calls: Sequence[tuple[Launch, Sequence[int]]], result: Tensor, scratch: Sequence[int]
-    ) -> None:
-        self._index, self._calls = index, calls
-        self._allocate = _allocator(result.device.type)
-        self._like = (tuple(result.shape), result.stride(), result.dtype)
-        offsets = [0]
-        for nbytes in scratch:
-            offsets.append(offsets[-1] + -(-nbytes // _SCRATCH) * _SCRATCH)
-        self._scratch = ((offsets[-1],), offsets[:-1]) if scratch else None
-        self._on: dict[int, list[tuple[Any, ...]]] = {}
-
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """The result; None where the call has to go the long way: odd addresses, or another current device."""
-        addresses = [*map(_address, tensors)]
-        if reduce(or_, addresses) % _ALIGNED or _current_device() != self._index:
-            return None
-        out = self._allocate(*self._like)
-        addresses.append(out.data_ptr())
-        if self._scratch is not None:
-            size, offsets = self._scratch
-            memory = self._allocate(size, (1,), torch.uint8)  # alive until everything is launched
-            base = memory.data_ptr()
-            addresses += [base + offset for offset in offsets]
-        stream = _current_stream(self._index)
-        for run, before, chosen, after in self._on.get(stream) or self._prepare(stream):
-            run(*(before + chosen(addresses) + after))
-        return out
-
-    def _prepare(self, stream: int) -> list[tuple[Any, ...]]:
-        """Launchers with their arguments before the addresses, what picks these, and the arguments after them."""
-        if len(self._on) >= _STREAMS:
-            self._on.clear()
-        made = [
-            (call.run, (*call.grid, stream, call.function, *call.flags), _picker(slots), call.numbers)
-            for call, slots in self._calls
-        ]
-        self._on[stream] = made
-        return made
+    ``calls``: launches with the places of their tensors among the ``inputs``, the result, and ``scratch``, the bytes of
+    what is allocated in between.
+    """
+    names = [f"x{i}" for i in range(inputs)]
+    known: dict[str, Any] = {"like": (tuple(result.shape), result.stride(), result.dtype), "index": index}
+    known |= {"allocate": _allocator(result.device.type), "address": _address, "device": _device, "current": _current}
+    lines = [
+        f"{', '.join(names)}, = map(address, tensors)",
+        f"if ({' | '.join(names)}) % {_ALIGNED} or device() != index: return None",
+        "result = allocate(*like)",
+        "y = address(result)",
+    ]
+    if scratch:
+        starts = [0, *accumulate(-(-nbytes // _SCRATCH) * _SCRATCH for nbytes in scratch)]
+        known["memory"] = ((starts[-1],), (1,), torch.uint8)
+        lines += ["held = allocate(*memory)", "base = address(held)"]  # held until everything is launched
+        lines += [f"s{i} = base + {start}" for i, start in enumerate(starts[:-1])]
+    names += ["y", *(f"s{i}" for i in range(len(scratch)))]
+    lines.append("stream = current(index)")
+    for i, (launch, places) in enumerate(calls):
+        flags = [f"f{i}_{j}" for j in range(len(launch.flags))]
+        known |= dict(zip(flags, launch.flags, strict=True))
+        known |= {f"run{i}": launch.run, f"grid{i}": launch.grid, f"numbers{i}": launch.numbers}
+        middle = ", ".join(["stream", *flags, *(names[place] for place in places)])
+        lines.append(f"run{i}(*(grid{i} + ({middle}) + numbers{i}))")
+    body = "\n    ".join([*lines, "return result"])
+    exec(f"def replay(tensors):\n    {body}", known)  # noqa: S102 - names and numbers from above, nothing else
+    return known["replay"]  # type: ignore[no-any-return]
 
 
-def _picker(slots: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    return itemgetter(*slots) if len(slots) > 1 else lambda addresses: tuple(addresses[slot] for slot in slots)
+class Replays(dict[Any, "Replay | None"]):
+    """The replays of one kind of call, by a key: what they depend on beside what all of that kind have in common.
 
-
-class Replays:
-    """The replays of one kind of call, by a key: what they depend on beside what all of that kind have in common."""
-
-    def __init__(self) -> None:
-        self._found: dict[Any, Replay | None] = {}
+    None stands for a call that always goes the long way.
+    """
 
     def call(self, key: Any, tensors: tuple[Tensor, ...], long_way: Callable[..., Tensor], *args: Any) -> Tensor:
         """``long_way(*args)``, or what it did the last time; ``tensors``: all of ``args`` that have an address."""
-        replay = self._found.get(key)
+        replay = self.get(key)
         result = None if replay is None else replay(tensors)
-        return self._first(key, tensors, long_way, *args) if result is None else result
+        return self.first(key, tensors, long_way, *args) if result is None else result
 
-    def _first(self, key: Any, tensors: tuple[Tensor, ...], long_way: Callable[..., Tensor], *args: Any) -> Tensor:
-        if key in self._found or recording() is not None or reduce(or_, map(_address, tensors)) % _ALIGNED:
+    def first(self, key: Any, tensors: tuple[Tensor, ...], long_way: Callable[..., Tensor], *args: Any) -> Tensor:
+        """``long_way(*args)``, recorded where that may help the next call."""
+        if key in self or recording() is not None or reduce(or_, map(_address, tensors)) % _ALIGNED:
             return long_way(*args)
         with _recording(tensors) as notes:
             result = long_way(*args)
-        if len(self._found) >= _FORMS:
-            self._found.clear()
-        self._found[key] = notes.replay(result)
+        if len(self) >= _FORMS:
+            self.clear()
+        self[key] = notes.replay(result)
         return result
-
-    def clear(self) -> None:
-        """Record anew."""
-        self._found.clear()
 
 
 _kinds: dict[tuple[Any, ...], Replays] = {}
