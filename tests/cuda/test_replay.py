@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
-from fake_triton import SIZE, Kernel
+from fake_triton import SIZE, Kernel, add
 
 import qcore
 from qcore.contracts import CONTRACTS
@@ -70,6 +71,40 @@ def test_several_launches_and_the_memory_between_them(kernel):
     assert len(kernel.direct) == 6
     first, second = (next(args for args in reversed(kernel.direct) if args[15] == m)[13] for m in (2, 4))
     assert second - first == 256, "one allocation"
+
+
+def test_tensor_descriptors_are_made_of_addresses(kernel):
+    described = []
+
+    def through(x, y, m, *_):
+        described.append((tuple(x.shape), tuple(x.strides), x.padding))
+        add(x.base.data_ptr(), y, m)
+
+    @dataclass
+    class TensorDescriptor:
+        base: torch.Tensor
+        shape: list[int]
+        strides: list[int]
+        block_shape: list[int]
+        padding: str = "zero"
+
+    kernel.compute, block = through, [2, 2]
+
+    def call(x):
+        y = result_of(x)
+        launch(kernel, (4,), TensorDescriptor(x, [2, 4], [4, 1], block), y, 5, WIDE=True)
+        return y
+
+    for _ in range(3):
+        x = numbers()
+        assert torch.equal(again(call, x), x + 5)
+    assert len(kernel.direct) == 2
+    assert described == [((2, 4), (4, 1), "zero")] * 3
+    call(x)
+    assert (len(kernel.made), len(kernel.direct)) == (1, 2), "the long way finds the kernel as well"
+    block = [4, 2]
+    call(x)
+    assert len(kernel.made) == 2, "the size of blocks is compiled in"
 
 
 def test_other_keys_and_other_kinds_are_other_calls(kernel):

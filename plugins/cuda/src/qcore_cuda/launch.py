@@ -37,8 +37,8 @@ def _quick() -> bool:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """Run a Triton kernel on the current device and stream.
 
-    ``args``: tensors, numbers or None for the kernel's first parameters; ``meta``: its constexprs and launch options.
-    A recording that goes on takes note: see `replay`.
+    ``args``: tensors, their descriptors, numbers or None for the first parameters; ``meta``: constexprs and options of
+    the launch. A recording that goes on takes note: see `replay`.
     """
     found, notes = _launch(kernel, grid, args, meta), recording()
     if notes is not None:
@@ -65,9 +65,9 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dic
         elif arg is None or isinstance(arg, float):
             facts.append(type(arg))
             values.append(arg)
-        else:  # a tensor descriptor: Triton takes it apart
-            kernel[grid](*args, **meta)
-            return None
+        else:  # a tensor descriptor, whose sizes Triton does not specialise on; in Gluon it has a layout
+            facts.append((arg.base.dtype, *arg.block_shape, getattr(arg, "layout", None)))
+            values.append(arg)
     key = tuple(facts)
     found = _compiled.get(key)
     if found is None:
@@ -83,10 +83,11 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dic
 
 def _again(compiled: Any, constants: tuple[Any, ...], grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch | None:
     """How to launch it again; None where the kernel wants scratch memory, which only Triton knows how to provide."""
-    run, count = compiled.run, sum(isinstance(arg, Tensor) for arg in args)
-    tensors, numbers = args[:count], args[count:]
-    if run.global_scratch_size or run.profile_scratch_size or any(isinstance(arg, Tensor) for arg in numbers):
+    run, plain = compiled.run, [arg is None or isinstance(arg, (int, float)) for arg in args]
+    count = plain.count(False)
+    if run.global_scratch_size or run.profile_scratch_size or any(plain[:count]):
         return None
+    tensors, numbers = args[:count], args[count:]
     x, y, z = (*grid, 1, 1)[:3]
     options = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
     return Launch(run.launch, (x, y, z), (compiled.function, *options), tensors, (*numbers, *constants))

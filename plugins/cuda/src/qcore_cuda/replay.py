@@ -43,14 +43,32 @@ class Launch(NamedTuple):
     """One launch of a compiled kernel.
 
     **Fields:** ``run``: Triton's launcher; ``grid``; ``flags``: what the launcher takes between stream and arguments;
-    ``tensors``: the first arguments; ``numbers``: the others.
+    ``tensors``: the first arguments, tensors or their descriptors; ``numbers``: the others.
     """
 
     run: Callable[..., object]
     grid: tuple[int, int, int]
     flags: tuple[Any, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Any, ...]
     numbers: tuple[Any, ...]
+
+
+class Descriptor(NamedTuple):
+    """What Triton's launcher reads of a tensor descriptor, of a tensor that is only known by its address."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str
+
+    @property
+    def base(self) -> Descriptor:
+        """Who is asked for the address."""
+        return self
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
 
 
 class Recording:
@@ -84,10 +102,14 @@ class Recording:
         if len(slots) < len(tensors):
             return None
         try:
-            calls = [(launch, [slots[t.data_ptr()] for t in launch.tensors]) for launch in self._launches]
+            calls = [(launch, [slots[_tensor(t).data_ptr()] for t in launch.tensors]) for launch in self._launches]
         except KeyError:  # what torch computed
             return None
         return _written(self._index, calls, len(self._inputs), result, [t.nbytes for t in scratch])
+
+
+def _tensor(argument: Any) -> Tensor:
+    return argument if isinstance(argument, Tensor) else argument.base
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -104,7 +126,8 @@ def _written(
     """
     names = [f"x{i}" for i in range(inputs)]
     known: dict[str, Any] = {"like": (tuple(result.shape), result.stride(), result.dtype), "index": index}
-    known |= {"allocate": _allocator(result.device.type), "address": _address, "device": _device, "current": _current}
+    known |= {"allocate": _allocator(result.device.type), "address": _address, "Descriptor": Descriptor}
+    known |= {"device": _device, "current": _current}
     lines = [
         f"{', '.join(names)}, = map(address, tensors)",
         f"if ({' | '.join(names)}) % {_ALIGNED} or device() != index: return None",
@@ -118,15 +141,21 @@ def _written(
         lines += [f"s{i} = base + {start}" for i, start in enumerate(starts[:-1])]
     names += ["y", *(f"s{i}" for i in range(len(scratch)))]
     lines.append("stream = current(index)")
-    for i, (launch, places) in enumerate(calls):
-        flags = [f"f{i}_{j}" for j in range(len(launch.flags))]
-        known |= dict(zip(flags, launch.flags, strict=True))
-        known |= {f"run{i}": launch.run, f"grid{i}": launch.grid, f"numbers{i}": launch.numbers}
-        middle = ", ".join(["stream", *flags, *(names[place] for place in places)])
-        lines.append(f"run{i}(*(grid{i} + ({middle}) + numbers{i}))")
+    lines += [_line(i, launch, [names[place] for place in places], known) for i, (launch, places) in enumerate(calls)]
     body = "\n    ".join([*lines, "return result"])
     exec(f"def replay(tensors):\n    {body}", known)  # noqa: S102 - names and numbers from above, nothing else
     return known["replay"]  # type: ignore[no-any-return]
+
+
+def _line(i: int, launch: Launch, addresses: list[str], known: dict[str, Any]) -> str:
+    """The i-th launch; ``addresses``: names of its tensors'; what else it names goes to ``known``."""
+    known |= {f"run{i}": launch.run, f"grid{i}": launch.grid, f"numbers{i}": launch.numbers}
+    flags = {f"f{i}_{j}": flag for j, flag in enumerate(launch.flags)}
+    described = {j: t for j, t in enumerate(launch.tensors) if not isinstance(t, Tensor)}
+    fields = {f"d{i}_{j}": (tuple(t.shape), tuple(t.strides), t.padding) for j, t in described.items()}
+    known |= {**flags, **fields}
+    tensors = [f"Descriptor({a}, *d{i}_{j})" if j in described else a for j, a in enumerate(addresses)]
+    return f"run{i}(*(grid{i} + ({', '.join(['stream', *flags, *tensors])}) + numbers{i}))"
 
 
 class Replays(dict[Any, "Replay | None"]):
