@@ -125,8 +125,7 @@ def _call(kind: str, x: Any, weight: Any, device: Any, config: Any) -> Any:
 
     if kind == "float":
         return weight_only.run(x, weight, None, x.dtype, device, config)
-    codes = int8.quantize_rows(x, symmetric=True, order=weight.order)
-    return int8.linear(codes, weight, None, None, x.dtype, config=config)
+    return int8.product(x, weight, None, None, x.dtype, config=config)
 
 
 def _measure(kind: str, bits: int, m: int, k: int, n: int, broken: set[Any]) -> list[tuple[float, Any]]:

@@ -51,6 +51,7 @@ NAMES = [str(call) for call in CALLS]
 
 WEIGHTS = {
     "gemv:gemv": lambda c: 16 * c["R"] * c["U"] * c["NW"] * c["P"],
+    "int8_gemv:int8_gemv": lambda c: 16 * c["R"] * c["U"] * c["NW"] * c["P"],
     "int8_slices:slices": lambda c: c["BN"] * c["S"] * c["P"],
     "slices:slices": lambda c: c["BN"] * c["NW"] * c["BK"],
 }

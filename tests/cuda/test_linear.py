@@ -60,8 +60,7 @@ def on_cpu():
 def products(monkeypatch):
     """Stand-ins for what runs in Triton."""
     monkeypatch.setattr(ops, "_weight_only", lambda: stand_ins.float_linear)
-    integer = (stand_ins.quantize_rows, stand_ins.quantize_given, stand_ins.int8_linear)
-    monkeypatch.setattr(ops, "_int8", lambda: integer)
+    monkeypatch.setattr(ops, "_int8", lambda: (stand_ins.int8_product, stand_ins.Given))
     monkeypatch.setattr(ops, "_gather", lambda: stand_ins.gather)
 
 

@@ -11,11 +11,9 @@ from qcore.activations import dynamic_parameters, quantize_int8
 from qcore_cuda import packing
 
 
-class Codes(NamedTuple):
-    q: Tensor
-    scale: Tensor
-    zero: Tensor | None
-    total: bool
+class Given(NamedTuple):
+    scale: Tensor | float
+    zero: Tensor | float
 
 
 def codes_of(weight):
@@ -44,38 +42,37 @@ def float_linear(x, weight, bias, out_dtype):
     return (y if bias is None else y + bias.double()).to(out_dtype)
 
 
-def quantize_rows(x, *, symmetric, total=False, order=0):
-    scale, zero = dynamic_parameters(x, symmetric)
-    return Codes(quantize_int8(x, scale, zero), scale.flatten(), None if zero is None else zero.flatten(), total)
-
-
-def quantize_given(x, scale, zero, *, total=False, order=0):
+def quantized(x, symmetric, given):
+    """Codes of x, and scale and zero point ``(M,)``: None for none."""
+    if given is None:
+        scale, zero = dynamic_parameters(x, symmetric)
+        return quantize_int8(x, scale, zero), scale.flatten(), None if zero is None else zero.flatten()
     rows = x.shape[0]
-    scale = scale.reshape(-1) if isinstance(scale, Tensor) else torch.full((rows,), scale)
-    zero = zero.reshape(-1).float() if isinstance(zero, Tensor) else torch.full((rows,), float(zero))
-    q = x if x.dtype == torch.int8 else quantize_int8(x, scale[:, None], zero[:, None])
-    return Codes(q, scale, zero, total)
+    scale = given.scale.reshape(-1) if isinstance(given.scale, Tensor) else torch.full((rows,), given.scale)
+    zero = given.zero.reshape(-1).float() if isinstance(given.zero, Tensor) else torch.full((rows,), float(given.zero))
+    codes = x if x.dtype == torch.int8 else quantize_int8(x, scale[:, None], zero[:, None])
+    return codes, scale, zero
 
 
-def int8_linear(codes, weight, sums, bias, out_dtype, out_scale=None, out_zero=None):
+def int8_product(x, weight, sums, bias, out_dtype, symmetric=True, given=None, out=None):
     """Corrects zero points of activations by ``sums``, as the kernels do."""
-    assert (sums is None) == (codes.zero is None)
-    assert codes.total == (weight.zero is not None and weight.scale.shape[0] == 1)
-    q = codes.q.double()
-    y = q @ dense(weight).t()
-    if codes.zero is not None:
+    codes, x_scale, x_zero = quantized(x, symmetric, given)
+    assert (sums is None) == (x_zero is None)
+    y = codes.double() @ dense(weight).t()
+    if x_zero is not None:
         correction = (sums.double() * weight.scale.double()).sum(0)
         if weight.zero is not None and weight.zero.dtype != torch.int8:
             correction = correction + spread(weight.zero, weight).sum(1)
-        y = y - codes.zero.double()[:, None] * correction
-    y = y * codes.scale.double()[:, None]
+        y = y - x_zero.double()[:, None] * correction
+    y = y * x_scale.double()[:, None]
     if bias is not None:
         y = y + bias.double()
-    if out_scale is None:
+    if out is None:
         return y.to(out_dtype)
-    if isinstance(out_scale, Tensor):
-        out_scale, out_zero = out_scale[:, None], out_zero[:, None]
-    return (torch.round(y / out_scale) + out_zero).clamp(-128, 127).to(out_dtype)
+    scale, zero = out
+    if isinstance(scale, Tensor):
+        scale, zero = scale[:, None], zero[:, None]
+    return (torch.round(y / scale) + zero).clamp(-128, 127).to(out_dtype)
 
 
 def gather(indices, weight, dtype):

@@ -27,9 +27,9 @@ _HERE = Path(__file__).parent
 class Config:
     """One way to compute a product with float activations; plain values, so that a table can hold it.
 
-    **Fields:** ``kernel``: "gemv" (int4, few rows), "slices" (int8, few rows), "gemm" (any) or "dense" (dequantize,
+    **Fields:** ``kernel``: "gemv" (few rows, NVIDIA), "slices" (int8, few rows), "gemm" (any) or "dense" (dequantize,
     then torch's product); ``bn``, ``bm``: the tile, of weight rows and tokens (gemv: rows of a program); ``warps``,
-    ``stages``; ``unroll``, ``ahead``, ``arranged``: of gemv, see there; ``scaled``: gemm scales weights before the
+    ``stages``; ``unroll``, ``late``: of gemv, see `few.Shape`; ``scaled``: gemm scales weights before the
     product, not sums after it; ``split``: programs that share K, of gemm.
     """
 
@@ -39,8 +39,7 @@ class Config:
     warps: int = 4
     stages: int = 1
     unroll: int = 1
-    ahead: bool = False
-    arranged: bool = False
+    late: bool = False
     scaled: bool = False
     split: int = 1
 
@@ -49,7 +48,7 @@ class Config:
 class Problem:
     """What a choice depends on.
 
-    **Fields:** ``rows``: `bucket` of M; ``block``: see `weight_only.block_of`; ``narrow``: x is bfloat16 or float16;
+    **Fields:** ``rows``: `bucket` of M; ``block``: see `Weight.block`; ``narrow``: x is bfloat16 or float16;
     ``exact``: a weight must not be rounded to x's dtype (float16, whose small numbers are coarse, or a result wider
     than x).
     """
@@ -81,7 +80,7 @@ def choose(device: Device, problem: Problem) -> Config:
 def legal(device: Device, problem: Problem, config: Config) -> bool:
     """Whether a configuration, measured for another problem, can serve this one."""
     if config.kernel == "gemv":
-        return device.asm and problem.bits == 4 and problem.narrow and problem.rows <= 16
+        return device.asm and problem.narrow and problem.rows <= 16
     if config.kernel == "slices":
         return problem.bits == 8 and problem.narrow
     if config.kernel == "dense":
@@ -92,9 +91,8 @@ def legal(device: Device, problem: Problem, config: Config) -> bool:
 def rule(device: Device, problem: Problem) -> Config:
     """A legal choice for any problem on any device."""
     m, n = problem.rows, problem.n
-    if problem.bits == 4 and m <= 16 and device.asm and problem.narrow:
-        bn = 16 if n <= 40 * device.sms or m > 8 else 32
-        return Config("gemv", bn, warps=4, unroll=4 if bn == 16 and m <= 8 and not problem.exact else 2, arranged=m > 2)
+    if m <= 16 and device.asm and problem.narrow:
+        return _gemv(*few_rule(device, problem.bits, n, m))
     if problem.bits == 8 and m <= 16 and problem.narrow:
         return Config("slices", 16 if n <= 64 * device.sms else 32, 16 if m > 8 or device.hip else 8, stages=4)
     if m >= 1024 and legal(device, problem, Config("dense")):
@@ -112,20 +110,16 @@ def rule(device: Device, problem: Problem) -> Config:
 def candidates(device: Device, problem: Problem) -> list[Config]:
     """What ``qcore tune`` measures for a problem: a few dozen configurations that have ever been fastest anywhere."""
     m, found = problem.rows, [rule(device, problem)]
-    if m <= 16:
-        found += [
-            Config("gemv", bn, warps=warps, unroll=unroll, ahead=ahead, arranged=arranged)
-            for bn, unroll, warps in _GEMV
-            for ahead in (False, True)
-            for arranged in ((False, True) if 1 < m <= 8 else (m > 8,))
-        ]
+    if m <= 16 and device.asm:
+        found += [_gemv(*shape, late) for shape in _GEMV[problem.bits, few_rows(m)] for late in (False, True)]
+    elif m <= 16:
         found += [
             Config("slices", bn, max(8, min(16, m)), warps=warps, stages=stages)
             for bn in (16, 32)
             for warps in (4, 8)
             for stages in (3, 4, 6)
         ]
-    if m > 8:
+    if m > 16:
         found += [
             Config("gemm", bn, bm, warps=warps, stages=stages, scaled=scaled, split=split)
             for bn, bm, warps, stages in _GEMM
@@ -139,18 +133,42 @@ def candidates(device: Device, problem: Problem) -> list[Config]:
     return [c for c in dict.fromkeys(found) if legal(device, problem, c)]
 
 
-_GEMV = (
-    (16, 2, 4),
-    (16, 4, 4),
-    (16, 8, 4),
-    (16, 4, 8),
-    (32, 1, 4),
-    (32, 2, 4),
-    (32, 2, 8),
-    (32, 4, 4),
-    (64, 1, 4),
-    (64, 2, 4),
-)
+def _gemv(row_blocks: int, unroll: int, warps: int, stages: int, late: bool = False) -> Config:
+    return Config("gemv", 16 * row_blocks, warps=warps, stages=stages, unroll=unroll, late=late)
+
+
+def few_rows(m: int) -> int:
+    """1, 8 or 16: what kernels for few rows distinguish."""
+    return 1 if m == 1 else 8 if m <= 8 else 16
+
+
+def few_rule(device: Device, bits: int, n: int, m: int) -> tuple[int, int, int, int]:
+    """A good shape (see `few.Shape`) of a product with few rows, for any device."""
+    wide = n > 64 * device.sms
+    if m == 1:
+        return (2 if wide else 1, 2, 4, 3) if bits == 4 else (1, 4, 4, 2)
+    if bits == 8:
+        return (4, 1, 4, 2) if wide and m > 8 else (2, 2, 4, 2)
+    return (4 if wide else 2, 1, 4 if wide else 8, 2)
+
+
+_GEMV = {
+    (4, 1): (
+        (2, 1, 8, 3), (2, 1, 8, 2), (2, 1, 4, 4), (2, 2, 4, 2), (2, 2, 4, 3), (2, 2, 8, 2), (4, 1, 8, 2), (4, 1, 4, 2),
+        (1, 2, 4, 3), (1, 2, 4, 4), (1, 4, 4, 2), (1, 4, 8, 2),
+    ),
+    (4, 8): ((1, 1, 8, 3), (2, 1, 8, 2), (2, 1, 8, 3), (2, 2, 4, 2), (4, 1, 4, 2), (4, 1, 4, 3), (4, 1, 8, 2)),
+    (4, 16): (
+        (2, 1, 8, 2), (2, 2, 8, 2), (4, 1, 2, 2), (4, 1, 4, 2), (4, 1, 4, 3), (4, 1, 8, 2), (4, 2, 4, 2), (8, 1, 4, 2),
+    ),
+    (8, 1): (
+        (1, 8, 4, 2), (1, 4, 2, 4), (1, 4, 4, 2), (1, 4, 4, 4), (1, 4, 4, 3), (1, 2, 4, 3), (1, 2, 4, 4), (1, 2, 8, 3),
+        (1, 4, 8, 2), (2, 2, 4, 3),
+    ),
+    (8, 8): ((1, 2, 8, 2), (1, 4, 4, 2), (2, 2, 4, 2), (2, 2, 4, 3), (2, 2, 8, 2), (4, 2, 4, 2)),
+    (8, 16): ((2, 2, 4, 2), (2, 2, 8, 2), (4, 1, 4, 2), (4, 1, 8, 3), (4, 2, 4, 2), (8, 1, 4, 2)),
+}  # fmt: skip
+"""Shapes of `few.Shape` by bits and `few_rows`: each has been the fastest for some size."""
 _GEMM = (
     (64, 16, 4, 4), (64, 16, 4, 6), (128, 16, 4, 4), (128, 16, 8, 4), (128, 16, 4, 6), (64, 32, 4, 4), (128, 32, 8, 4),
     (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3), (128, 256, 8, 3),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import replay
+from . import few, replay
 from .device import Device, device_of
 from .dispatch import bucket
 from .int8_config import Config, Problem, choose
@@ -97,6 +97,65 @@ def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool, order: i
     return Codes(q, s, z, t)
 
 
+class Given(NamedTuple):
+    """Scale and zero point that activations, or results, are quantized with: numbers, or tensors ``(M,)``."""
+
+    scale: Tensor | float
+    zero: Tensor | float
+
+
+def product(
+    x: Tensor,
+    weight: Weight,
+    sums: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    symmetric: bool = True,
+    given: Given | None = None,
+    out: Given | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """Quantize x ``(M, K)``, multiply and end: ``(M, N)``. See `quantize_rows`, `quantize_given` and `linear`.
+
+    One row is quantized by the kernel that multiplies it, where that can be.
+    """
+    device = device_of(x.device)
+    if config is None:
+        config = choose(device, problem_of(weight, x.shape[0]))
+    of_y, zero_y = out or (None, None)
+    whole_row = config.kernel == "gemv" and few.quantizes_itself(x, weight, device)
+    if whole_row:
+        mode, scale, zero, numbers = 0 if symmetric else 1, None, None, (0.0, 0.0)
+        if given is not None and isinstance(given.scale, Tensor):
+            mode, scale, zero = 3, _flat(given.scale), _flat(torch.as_tensor(given.zero, device=x.device))
+        elif given is not None:
+            mode, numbers = 2, (float(given.scale), float(given.zero))
+        activations = few.Activations(x, scale, zero, numbers, mode, mode != 0)
+        y = empty((1, weight.n), out_dtype, x.device)
+        return _few(activations, weight, sums, _end(bias, of_y, zero_y, y), y, device, config)
+    # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.
+    total = weight.zero is not None and weight.scale.shape[0] == 1
+    if given is None:
+        codes = quantize_rows(x, symmetric=symmetric, total=total, order=weight.order)
+    else:
+        codes = quantize_given(x, *given, total=total, order=weight.order)
+    return linear(codes, weight, sums, bias, out_dtype, of_y, zero_y, config)
+
+
+def _few(
+    activations: few.Activations, weight: Weight, sums: Tensor | None, end: _End, y: Tensor, device: Device, c: Config
+) -> Tensor:
+    shape = few.Shape(c.bn // 16, c.unroll, c.warps, c.stages, c.late)
+    few.int8_product(activations, weight, sums, end, y, device, shape, blocking(weight)[1])
+    return y
+
+
+def problem_of(weight: Weight, m: int) -> Problem:
+    """What `choose` is asked for a product of m rows."""
+    inner, grouped, _ = blocking(weight)
+    return Problem(weight.bits, weight.n, weight.k, bucket(m), grouped, inner)
+
+
 def linear(
     codes: Codes,
     weight: Weight,
@@ -118,13 +177,16 @@ def linear(
         return y
     p, grouped, per = blocking(weight)
     if config is None:
-        config = choose(device, Problem(weight.bits, weight.n, weight.k, bucket(m), grouped, p))
+        config = choose(device, problem_of(weight, m))
+    end = _end(bias, out_scale, out_zero, y)
+    if config.kernel == "gemv":
+        activations = few.Activations(codes.q, codes.scale, codes.zero, (0.0, 0.0), -1, codes.zero is not None)
+        return _few(activations, weight, sums, end, y, device, config)
     w_zero = weight.zero_kind
     if config.unpack and weight.bits == 4:
         weight, w_zero = unpacked(weight, codes.q.shape[1], p, per, device), 0 if w_zero == INT_ZERO else w_zero
     if config.kernel == "persistent" and (weight.bits == 4 or (grouped and (w_zero or codes.zero is not None))):
         config = Config("tiles", 128, 64, 4, 3, swap=weight.bits == 4)
-    end = _end(bias, out_scale, out_zero, y)
     form = {"GROUPED": grouped, "PER": per, "WZERO": w_zero, "XZERO": codes.zero is not None, **end.meta}
     run = {"slices": _slices, "tiles": _tiles, "persistent": _persistent}[config.kernel]
     of_x, of_w = _operands(codes, weight, sums)

@@ -7,18 +7,18 @@ from functools import lru_cache
 from typing import Any
 
 from .device import Device
-from .dispatch import nearest, tuned
+from .dispatch import few_rows, few_rule, nearest, tuned
 
 
 @dataclass(frozen=True)
 class Config:
     """One way to compute a product; plain values, so that a table can hold it.
 
-    **Fields:** ``kernel``: "slices" (few rows), "tiles" (any device) or "persistent" (tensor descriptors, sm_90 and
-    later, int8 weights); ``bm``, ``bn``: the tile; ``warps``, ``stages``; ``group_m``: rows of tiles per band;
-    ``swap``: N is the first dimension of the product; ``parts``: pieces in which a tile leaves; ``tma_store``,
-    ``flatten``, ``specialize``: of "persistent"; ``per_sm``: programs per multiprocessor, 0 = one per tile; ``unpack``:
-    int4 is unpacked to int8 first.
+    **Fields:** ``kernel``: "gemv" (few rows, NVIDIA), "slices" (few rows), "tiles" (any device) or "persistent" (tensor
+    descriptors, sm_90 and later, int8 weights); ``bm``, ``bn``: the tile; ``warps``, ``stages``; ``group_m``: rows of
+    tiles per band; ``swap``: N is the first dimension of the product; ``parts``: pieces in which a tile leaves;
+    ``tma_store``, ``flatten``, ``specialize``: of "persistent"; ``per_sm``: programs per multiprocessor, 0 = one per
+    tile; ``unpack``: int4 is unpacked to int8 first; ``unroll``, ``late``: of gemv, see `few.Shape`.
     """
 
     kernel: str
@@ -34,6 +34,8 @@ class Config:
     specialize: bool = False
     per_sm: int = 0
     unpack: bool = False
+    unroll: int = 1
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,19 @@ def _read(fields: dict[str, Any]) -> Config | None:
         config = Config(**fields)
     except TypeError:  # written by hand, or damaged
         return None
-    return config if config.kernel in {"slices", "tiles", "persistent"} else None
+    return config if config.kernel in {"gemv", "slices", "tiles", "persistent"} else None
 
 
 def candidates(device: Device, problem: Problem) -> list[Config]:
     """What ``qcore tune`` measures for a problem."""
     m, four = problem.rows, problem.bits == 4
     found = [default_config(device, problem)]
-    if m <= 64:
+    if m <= 16 and device.asm:
+        found += [_gemv(*shape, late) for shape in _GEMV[problem.bits, few_rows(m)] for late in (False, True)]
+    elif m <= 64:
         sizes = ((16, 4), (16, 8), (32, 4), (32, 8))
         found += [Config("slices", max(8, min(32, m)), bn, w, st) for bn, w in sizes for st in (2, 3, 4, 6)]
-    if m >= 16:
+    if m > 16:
         few = (32, 64) if m <= 128 else (64, 128)
         found += [Config("tiles", bm, bn, 4, st, swap=True) for bm in few for bn in (64, 128) for st in (3, 4)]
     if m >= 128:
@@ -82,6 +86,24 @@ def candidates(device: Device, problem: Problem) -> list[Config]:
     if m >= 128 and device.descriptors:
         found += [_persistent(four, *tile) for tile in _PERSISTENT if tile[0] <= 2 * m]
     return list(dict.fromkeys(found))
+
+
+def _gemv(row_blocks: int, unroll: int, warps: int, stages: int, late: bool = False) -> Config:
+    return Config("gemv", 0, 16 * row_blocks, warps, stages, unroll=unroll, late=late)
+
+
+_GEMV = {
+    (4, 1): (
+        (1, 4, 8, 2), (2, 2, 8, 2), (2, 2, 4, 2), (2, 1, 8, 2), (2, 1, 8, 3), (2, 2, 4, 3), (2, 1, 4, 3), (1, 4, 4, 2),
+        (1, 2, 8, 3), (4, 1, 4, 2),
+    ),
+    (4, 8): ((1, 2, 4, 2), (1, 1, 8, 2), (2, 1, 4, 3), (4, 1, 4, 2), (2, 1, 8, 2), (2, 2, 4, 2)),
+    (4, 16): ((2, 1, 8, 2), (2, 1, 8, 3), (2, 2, 4, 2), (4, 1, 8, 2), (4, 1, 4, 3), (4, 1, 2, 3)),
+    (8, 1): ((1, 2, 8, 3), (1, 4, 8, 2), (1, 2, 4, 3), (2, 2, 8, 2), (1, 4, 4, 3), (1, 4, 4, 2), (2, 1, 8, 2)),
+    (8, 8): ((1, 2, 4, 2), (2, 2, 4, 2), (1, 2, 8, 2), (1, 4, 4, 2), (2, 1, 4, 3)),
+    (8, 16): ((1, 2, 4, 2), (1, 2, 8, 2), (2, 2, 4, 2), (2, 2, 8, 2), (4, 1, 4, 2), (1, 4, 4, 2)),
+}  # fmt: skip
+"""Shapes of `few.Shape` by bits and `few_rows`: each has been the fastest for some size."""
 
 
 _PERSISTENT = (
@@ -100,6 +122,8 @@ def _persistent(unpack: bool, bm: int, bn: int, warps: int, stages: int, parts: 
 def default_config(device: Device, p: Problem) -> Config:
     """A legal choice for a problem."""
     m, n, k, bits, grouped, inner = p.rows, p.n, p.k, p.bits, p.grouped, p.inner
+    if m <= 16 and device.asm:
+        return _gemv(*few_rule(device, bits, n, m))
     if m <= 32:
         return _few(device, m, n, k, bits, inner)
     if m <= 128:

@@ -71,6 +71,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dic
     key = tuple(facts)
     found = _compiled.get(key)
     if found is None:
+        if meta.get("DYNAMIC"):
+            _ask(kernel.warmup(*args, grid=grid, **meta), meta["DYNAMIC"])
         compiled = kernel[grid](*args, **meta)
         found = _compiled[key] = compiled, tuple(meta[name] for name in kernel.arg_names[len(args) :])
         return found
@@ -79,6 +81,24 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dic
     x, y, z = (*grid, 1, 1)[:3]
     compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *constants)
     return found
+
+
+def asks() -> bool:
+    """Whether a kernel can have more shared memory than Triton knows of: by a constexpr ``DYNAMIC``, in bytes."""
+    return _quick()
+
+
+def _ask(compiled: Any, more: int) -> None:
+    """Let a kernel that was not loaded yet have ``more`` bytes of shared memory, behind those of Triton's exchanges."""
+    from .kernels.ring import scratch
+
+    facts = compiled.metadata
+    own = scratch(facts.num_warps)
+    if facts.shared == own + more:
+        return
+    assert facts.shared <= own, f"{facts.name}: Triton takes {facts.shared} bytes of shared memory, more than {own}"
+    compiled.metadata = facts._replace(shared=own + more)
+    compiled.packed_metadata = (facts.num_warps, facts.num_ctas, own + more)
 
 
 def _again(compiled: Any, constants: tuple[Any, ...], grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch | None:

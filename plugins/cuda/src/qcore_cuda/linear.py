@@ -90,16 +90,13 @@ class Int8Linear(_Linear):
     def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:
         """Measure every configuration for this number of rows; the fastest serves from now on."""
         del bias, given
-        from .int8 import quantize_rows
         from .tuning import tune_int8
 
         if x.dtype == torch.int8:
             return  # parameters per token come with each call: measured with the dynamic form
         weight = Weight(packed["data"], packed["scale"], packed.get("zero"), *self.sizes)
         with ops.settled(x):
-            total = weight.zero is not None
-            codes = quantize_rows(x.reshape(-1, self.k), symmetric=True, total=total, order=weight.order)
-            tune_int8(codes, weight, self.out_dtype)
+            tune_int8(x.reshape(-1, self.k), weight, self.out_dtype)
 
 
 def constants(activation: Any, output: Any) -> tuple[bool, float | None, int, float | None, int]:

@@ -68,10 +68,10 @@ def _weight_only() -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=1)
-def _int8() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Tensor]]:
-    from .int8 import linear, quantize_given, quantize_rows
+def _int8() -> tuple[Callable[..., Tensor], type]:
+    from .int8 import Given, product
 
-    return quantize_rows, quantize_given, linear
+    return product, Given
 
 
 @lru_cache(maxsize=1)
@@ -114,22 +114,17 @@ def linear_a8(
             )  # fmt: skip
     if bias is not None:
         bias = bias.contiguous()
-    quantize_rows, quantize_given, linear = _int8()
-    # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.
-    total = zero is not None and scale.shape[0] == 1
-    weight = Weight(data, scale, zero, n, k, bits, group)
-    order = weight.order
+    product, given = _int8()
+    weight, of_x, of_y = Weight(data, scale, zero, n, k, bits, group), None, None
     if x_scale is not None:
-        codes = quantize_given(x, x_scale, x_zero_point, total=total, order=order)
+        of_x = given(x_scale, x_zero_point)
     elif static_scale is not None:
-        codes = quantize_given(x, static_scale, static_zero_point, total=total, order=order)
-    else:
-        codes = quantize_rows(x, symmetric=symmetric, total=total, order=order)
+        of_x = given(static_scale, static_zero_point)
     if out_scale is not None:
-        return linear(codes, weight, sums, bias, out_dtype, out_scale, out_zero_point)
-    if output_scale is not None:
-        return linear(codes, weight, sums, bias, out_dtype, output_scale, output_zero_point)
-    return linear(codes, weight, sums, bias, out_dtype)
+        of_y = given(out_scale, out_zero_point)
+    elif output_scale is not None:
+        of_y = given(output_scale, output_zero_point)
+    return product(x, weight, sums, bias, out_dtype, symmetric, of_x, of_y)
 
 
 def embedding(

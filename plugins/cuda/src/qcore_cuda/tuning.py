@@ -96,17 +96,14 @@ def tune_float(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.
         weight_only.forget()
 
 
-def tune_int8(codes: Any, weight: Weight, out_dtype: torch.dtype) -> None:
-    """Measure `int8.linear` for this number of rows, and keep the fastest configuration."""
+def tune_int8(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
+    """Measure `int8.product` for this number of rows, and keep the fastest configuration."""
     from . import int8
 
-    inner, grouped, _ = int8.blocking(weight)
-    rows = dispatch.bucket(codes.q.shape[0])
-    problem = int8_config.Problem(weight.bits, weight.n, weight.k, rows, grouped, inner)
-    device, many = device_of(codes.q.device), copies(weight)
+    device, problem, many = device_of(x.device), int8.problem_of(weight, x.shape[0]), copies(weight)
 
     def calls(config: int8_config.Config) -> list[Call]:
-        return [lambda w=w: int8.linear(codes, w, None, None, out_dtype, config=config) for w in many]  # type: ignore[misc]
+        return [lambda w=w: int8.product(x, w, None, None, out_dtype, config=config) for w in many]  # type: ignore[misc]
 
     best = ranked(int8_config.candidates(device, problem), calls)
     if best:

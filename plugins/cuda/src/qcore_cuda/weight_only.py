@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import replay
+from . import few, replay
 from .device import Device, device_of
 from .dispatch import Config, Problem, bucket, choose
 from .kernels.dequant import dequantize
 from .kernels.gemm import gemm
-from .kernels.gemv import arrange_rows, gemv
 from .kernels.reduce import sum_parts
 from .kernels.slices import slices
 from .launch import launch, options
@@ -32,7 +31,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
 
 def plan(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> tuple[Device, Problem]:
     """What `dispatch.choose` is asked for a call."""
-    return _plan(x.device, x.dtype, out_dtype, weight.bits, block_of(weight), weight.n, weight.k, x.shape[0])
+    return _plan(x.device, x.dtype, out_dtype, weight.bits, weight.block, weight.n, weight.k, x.shape[0])
 
 
 @lru_cache(maxsize=8192)
@@ -42,13 +41,6 @@ def _plan(
     narrow = dtype != torch.float32
     exact = dtype != torch.bfloat16 or out != dtype
     return device_of(device), Problem(bits, n, k, bucket(m), block, narrow, exact)
-
-
-def block_of(weight: Weight) -> int:
-    """Columns per block of a packed weight; a block lies in one group."""
-    if weight.bits == 4:
-        return weight.order
-    return 64 if weight.scale.shape[0] == 1 or weight.group % 64 == 0 else 32
 
 
 def forget() -> None:
@@ -70,8 +62,11 @@ def run(
     if config.kernel == "gemm":
         return _gemm(x, weight, bias, out_dtype, device, config, columns)
     y = empty((x.shape[0], weight.n), out_dtype, x.device)
-    few = _gemv if config.kernel == "gemv" else _slices
-    few(x, weight, bias, y, device, config, columns)
+    if config.kernel == "gemv":
+        shape = few.Shape(config.bn // 16, config.unroll, config.warps, config.stages, config.late)
+        few.float_product(x, weight, bias, y, device, shape)
+    else:
+        _slices(x, weight, bias, y, device, config, columns)
     return y
 
 
@@ -87,38 +82,6 @@ def _aligned(x: Tensor, columns: int) -> Tensor:
     return filled
 
 
-def _gemv(
-    x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, device: Device, config: Config, columns: int
-) -> None:
-    data, scale, zero = weight.data, weight.scale, weight.zero
-    m, block = x.shape[0], weight.order
-    wide = 1 if m <= 8 else 2
-    stride = x.stride(0)
-    if config.arranged:
-        x = _arranged(x, block, wide, columns, device)
-    # Sums over all of K would leave float16's larger offset too little of float32's digits.
-    one_group = scale.shape[0] == 1 and x.dtype == torch.bfloat16
-    per = max(1, weight.group // block) if scale.shape[0] > 1 else data.shape[1]
-    launch(
-        gemv, (-(-weight.n // config.bn),),
-        x, data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
-        m, weight.n, data.shape[0] * 16, data.shape[1], per, stride,
-        P=block, ZERO=weight.zero_kind, BIAS=bias is not None, ONE_GROUP=one_group, NB=wide, R=config.bn // 16,
-        U=config.unroll, NW=config.warps, FRAG_X=config.arranged, BF16=x.dtype == torch.bfloat16, AHEAD=config.ahead,
-        **options(device, config.warps),
-    )  # fmt: skip
-
-
-def _arranged(x: Tensor, block: int, wide: int, columns: int, device: Device) -> Tensor:
-    size = columns * wide * 8
-    out = empty((size,), x.dtype, x.device)
-    launch(
-        arrange_rows, (-(-size // 1024),), x, out, x.shape[0], columns, x.stride(0), size,
-        P=block, NB=wide, B=1024, **options(device, 4),
-    )  # fmt: skip
-    return out
-
-
 def _slices(
     x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, device: Device, config: Config, columns: int
 ) -> None:
@@ -127,7 +90,7 @@ def _slices(
     launch(
         slices, grid, x, weight.data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
         x.shape[0], weight.n, weight.data.shape[0], weight.k, columns // 32, weight.group, x.stride(0) // 8,
-        BK=block_of(weight), ZERO=weight.zero_kind, BIAS=bias is not None,
+        BK=weight.block, ZERO=weight.zero_kind, BIAS=bias is not None,
         ONE_GROUP=scale.shape[0] == 1, BN=config.bn, BM=config.bm, NW=config.warps, STAGES=config.stages,
         WIDE=device.interpreted, num_stages=config.stages, **options(device, config.warps),
     )  # fmt: skip
@@ -191,7 +154,7 @@ def _three_parts(
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The dequantized weight ``(N, K)``: computed in float32, rounded once."""
     out = torch.empty((weight.n, weight.k), dtype=dtype, device=weight.data.device)
-    block = block_of(weight)
+    block = weight.block
     stored = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block
     blocks = -(-weight.k // block)
     launch(

@@ -38,3 +38,10 @@ class Weight(NamedTuple):
     def order(self) -> int:
         """Columns per block of planar16, in whose order codes of activations have to be; 0 for rows16."""
         return int(self.data.shape[3]) * 2 if self.bits == 4 else 0
+
+    @property
+    def block(self) -> int:
+        """Columns of a block, which lies in one group."""
+        if self.bits == 4:
+            return self.order
+        return 64 if self.scale.shape[0] == 1 or self.group % 64 == 0 else 32

@@ -1,4 +1,4 @@
-"""Per-thread PTX for `gemv`: wide loads, and the tensor core's m16n8k16 product, on one value per thread.
+"""Per-thread PTX for `gemv`: codes as floats, and the tensor core's m16n8k16 product, on one value per thread.
 
 A one-dimensional tensor with as many elements as the program has threads holds one element per thread, in order:
 element ``i`` belongs to lane ``i % 32`` of warp ``i // 32``. Elementwise inline assembly on them is ordinary SIMT code,
@@ -20,46 +20,8 @@ import triton.language as tl
 
 
 @triton.jit
-def load_words(address, wanted, V: tl.constexpr):
-    """Load V (1, 2 or 4) consecutive 32-bit words of a weight, read once, where ``wanted`` is not 0, else zeros."""
-    if V == 4:
-        out = tl.inline_asm_elementwise(
-            """{ .reg .pred p; setp.ne.b32 p, $5, 0;
-            mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-            @p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0, $1, $2, $3}, [$4]; }""",
-            "=&r,=&r,=&r,=&r,l,r",
-            [address, wanted],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
-    elif V == 2:
-        out = tl.inline_asm_elementwise(
-            """{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0;
-            @p ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {$0, $1}, [$2]; }""",
-            "=&r,=&r,l,r",
-            [address, wanted],
-            dtype=(tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        word = tl.inline_asm_elementwise(
-            """{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0;
-            @p ld.global.nc.L1::no_allocate.L2::128B.u32 $0, [$1]; }""",
-            "=&r,l,r",
-            [address, wanted],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        out = (word,)
-    return out
-
-
-@triton.jit
-def load_pairs(address, wanted):
-    """Load eight 16-bit values as four words where ``wanted`` is not 0, else zeros."""
+def load_quad(address, wanted):
+    """Four consecutive words from memory where ``wanted`` is not 0, else zeros."""
     return tl.inline_asm_elementwise(
         """{ .reg .pred p; setp.ne.b32 p, $5, 0;
         mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
@@ -73,32 +35,65 @@ def load_pairs(address, wanted):
 
 
 @triton.jit
-def load_pair(address, wanted):
-    """Load two 16-bit values as one word where ``wanted`` is not 0, else zeros."""
+def both(word, DTYPE: tl.constexpr):
+    """The two 16-bit floats of a word, in float32."""
+    if tl.bfloat16 == DTYPE:
+        low = (word << 16).to(tl.float32, bitcast=True)
+        high = (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = (word & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def spread(nibbles, BF16: tl.constexpr):
+    """Four small unsigned bytes to four 16-bit floats ``base + byte`` as two words, in order.
+
+    Setting the upper byte of the float makes bfloat16 128 + b (b < 128) and float16 1024 + b, exactly.
+    """
     return tl.inline_asm_elementwise(
-        """{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u32 $0, [$1]; }""",
-        "=&r,l,r",
-        [address, wanted],
-        dtype=tl.int32,
-        is_pure=False,
+        "prmt.b32 $0, $2, $3, 0x4140; prmt.b32 $1, $2, $3, 0x4342;",
+        "=&r,=r,r,r",
+        [nibbles, tl.full(nibbles.shape, 0x43434343 if BF16 else 0x64646464, tl.int32)],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
         pack=1,
     )
 
 
 @triton.jit
-def spread(nibbles, MAGIC: tl.constexpr):
-    """Four small unsigned bytes to four 16-bit floats ``base + byte`` as two words, in order.
+def codes8(word, BF16: tl.constexpr):
+    """Four signed bytes as two words of 16-bit floats, in order.
 
-    MAGIC: the upper byte of the floats, repeated: 0x43 gives bfloat16 128 + b (b < 128), 0x64 gives float16 1024 + b.
+    bfloat16 has too few digits for 128 + u: the lower seven bits become 128 + l, and the sign bit makes -128 or -256
+    of what is added.
     """
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $2, $3, 0x4140; prmt.b32 $1, $2, $3, 0x4342;",
-        "=&r,=r,r,r",
-        [nibbles, tl.full(nibbles.shape, MAGIC, tl.int32)],
-        dtype=(tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
+    if BF16:
+        low, high = tl.inline_asm_elementwise(
+            """{ .reg .b32 l, h, l0, l1, h0, h1, one; mov.b32 one, 0x3F803F80;
+            and.b32 l, $2, 0x7F7F7F7F; and.b32 h, $2, 0x80808080;
+            prmt.b32 l0, l, 0x43434343, 0x4140; prmt.b32 l1, l, 0x43434343, 0x4342;
+            prmt.b32 h0, h, 0xC3C3C3C3, 0x4140; prmt.b32 h1, h, 0xC3C3C3C3, 0x4342;
+            fma.rn.bf16x2 $0, l0, one, h0; fma.rn.bf16x2 $1, l1, one, h1; }""",
+            "=&r,=r,r",
+            [word],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{ .reg .b32 u, u0, u1, off; mov.b32 off, 0xE480E480; xor.b32 u, $2, 0x80808080;
+            prmt.b32 u0, u, 0x64646464, 0x4140; prmt.b32 u1, u, 0x64646464, 0x4342;
+            add.rn.f16x2 $0, u0, off; add.rn.f16x2 $1, u1, off; }""",
+            "=&r,=r,r",
+            [word],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    return low, high
 
 
 @triton.jit
@@ -125,3 +120,36 @@ def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3, BF16: tl.constexpr):
             pack=1,
         )
     return d0, d1, d2, d3
+
+
+@triton.jit
+def nibbles16(word):
+    """Four bytes of unsigned nibbles ``q + 8`` as two words of int8 ``16 * q``: of the low nibbles, of the high ones.
+
+    A code in the upper half of a byte, its top bit flipped, is 16 * q in two's complement.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; shl.b32 t, $2, 4; lop3.b32 $0, t, 0xF0F0F0F0, 0x80808080, 0x6A;"
+        " lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A; }",
+        "=&r,=r,r",
+        [word],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def mma8(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+    """``C += A @ B`` on fragments of m16n8k32: int8 in, int32 accumulated.
+
+    As `mma`, but that lane 4 r + t holds columns 4t to 4t + 3 and 4t + 16 to 4t + 19 of A.
+    """
+    return tl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+        [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )

@@ -1,0 +1,100 @@
+"""Blocks of a packed weight on their way into a `ring`: what products for few rows share.
+
+A block is 16 rows by P columns. Lane l = 4 r + t holds consecutive words of rows r and r + 8, see `packing`. Mostly a
+lane copies just what it holds. Blocks of int8 go in PAIRS where there are two at a time: 128 consecutive bytes of a
+row, by eight lanes, which memory likes better than half of that.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import ring
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+
+@triton.jit
+def places(w, lane, rows, NP, KB, pitch, BITS: tl.constexpr, P: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr):
+    """Where a lane's words are.
+
+    Gives the address of those of block 0 of the first 16 rows of all; what R row blocks from row ``rows`` on add to it;
+    and bytes from a row that the lane copies to the next.
+    NP: rows there are; rows of rows16 have ``32 * pitch`` bytes.
+    """
+    line = pitch.to(tl.int64) * 32
+    tiles = ()
+    for i in tl.static_range(R):
+        tile = tl.minimum(rows // 16 + i, (NP - 1) // 16).to(tl.int64)
+        tiles = tiles + (tile * (KB.to(tl.int64) * (8 * P) if BITS == 4 else line * 16),)
+    at = w.to(tl.int64, bitcast=True)
+    if BITS == 4:
+        step = 4 * P
+        at += lane * (P // 8)
+    elif PAIRS:
+        step = line * 4
+        at += (lane // 8) * line + lane % 8 * 16
+    else:
+        step = line * 8
+        at += (lane // 4) * line + lane % 4 * (P // 4)
+    return at, tiles, step
+
+
+@triton.jit
+def copy_weights(to, at, lane, first, tiles, step, KB, R: tl.constexpr, U: tl.constexpr, BYTES: tl.constexpr,
+                 NEXT: tl.constexpr, PAIRS: tl.constexpr):  # fmt: skip
+    """Begin to copy the weights of blocks ``first`` to ``first + U - 1``.
+
+    at: the address of this lane's words in block ``first``; BYTES: of a lane and row in a block; NEXT: bytes from a
+    block to the next.
+    """
+    size = tl.full(to.shape, BYTES, tl.int32)
+    if PAIRS:
+        spot = to + (lane // 8) * 128 + ((lane % 8) ^ (lane // 8 % 2 * 4)) * 16
+        for p in tl.static_range(U // 2):
+            wanted = (first + 2 * p + lane % 8 // 4 < KB).to(tl.int32)
+            for i in tl.static_range(R):
+                for q in tl.static_range(4):
+                    here = at + (tiles[i] + q * step + p * 2 * NEXT)
+                    ring.copy(spot + ((p * R + i) * 2048 + q * 512), here, size, wanted, 16)
+    else:
+        spot = to + lane * BYTES
+        for u in tl.static_range(U):
+            wanted = (first + u < KB).to(tl.int32)
+            for i in tl.static_range(R):
+                here = at + (tiles[i] + u * NEXT)
+                ring.copy(spot + (u * R + i) * (64 * BYTES), here, size, wanted, BYTES)
+                ring.copy(spot + (u * R + i) * (64 * BYTES) + 32 * BYTES, here + step, size, wanted, BYTES)
+
+
+@triton.jit
+def weights(at, lane, u: tl.constexpr, i: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr):
+    """A lane's words of rows r and r + 8, of block u and row block i of a stage."""
+    if PAIRS:
+        turned = (u % 2 * 4 + lane % 4) ^ (lane // 4 % 2 * 4)
+        spot = at + ((u // 2 * R + i) * 2048 + (lane // 4) * 128 + turned * 16)
+        words = (ring.words(spot, 4), ring.words(spot + 1024, 4))
+    else:
+        spot = at + (u * R + i) * (64 * BYTES) + lane * BYTES
+        words = (ring.words(spot, BYTES // 4), ring.words(spot + 32 * BYTES, BYTES // 4))
+    return words
+
+
+@triton.jit
+def copy_rows(to, values, lane, first, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr):
+    """Begin to copy a scale or zero point for each row of R row blocks, of the groups of U blocks."""
+    B: tl.constexpr = values.dtype.element_ty.primitive_bitwidth // 8
+    for q in tl.static_range((U * R * B + 31) // 32):
+        c = q * 32 + lane
+        row = tl.minimum(rows + (c // B) % R * 16, N - 16)
+        at = group_of(first + c // (R * B), KB, each).to(tl.int64) * N + row
+        at = values.to(tl.int64, bitcast=True) + (at * B + c % B * 16)
+        wanted = (c < U * R * B).to(tl.int32)
+        ring.copy(to + c * 16, at, tl.full(to.shape, 16, tl.int32), wanted, 16)
+
+
+@triton.jit
+def group_of(block, KB, each):
+    """The group of a block, ``each`` = 1 / blocks per group: exact, halves stand far from whole numbers."""
+    return ((tl.minimum(block, KB - 1).to(tl.float32) + 0.5) * each).to(tl.int32)

@@ -1,0 +1,194 @@
+"""Per-thread PTX that keeps copies from memory in flight: each warp has a ring of stages in shared memory of its own.
+
+What is on its way does not occupy registers, so few warps keep the memory busy; and no warp waits for another one.
+(Triton's own pipelines share stages among all warps of a program, with a barrier in each iteration.)
+
+Tensors hold one value per thread, see `warp`. Every function has effects, so nothing here is reordered; those without
+a result give a number that means nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+STATIC = 48 << 10
+"""Bytes of shared memory, Triton's own included, that a program has without asking for more when it is launched."""
+
+
+def scratch(warps: int) -> int:
+    """Bytes that Triton's own exchanges between threads take in a kernel with a ring: sums of `total`."""
+    return 512 * warps
+
+
+@triton.jit
+def allocate(thread, NW: tl.constexpr, BYTES: tl.constexpr, DYNAMIC: tl.constexpr):
+    """The address, in shared memory, of BYTES that the whole program shares; to be called once.
+
+    DYNAMIC: 0, and they are declared (STATIC at most); else BYTES, which the launch asked for in addition to `scratch`.
+    """
+    if DYNAMIC:
+        return tl.inline_asm_elementwise(
+            f"mov.u32 $0, global_smem; add.u32 $0, $0, {512 * NW};",
+            "=r,r",
+            [thread],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:  # noqa: RET505 - Triton compiles what stands behind a constexpr branch
+        return tl.inline_asm_elementwise(
+            f"{{ .shared .align 128 .b8 ring[{BYTES}]; mov.u32 $0, ring; }}",
+            "=r,r",
+            [thread],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def copy(to, address, size, wanted, BYTES: tl.constexpr):
+    """Begin to copy ``size`` bytes (BYTES, or 0) from memory, and zeros up to BYTES, where ``wanted`` is not 0.
+
+    BYTES: 4, 8 or 16; ``to`` and ``address`` are multiples of it. Wide copies pass by the first-level cache.
+    """
+    if BYTES == 16:
+        done = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; "
+            "@p cp.async.cg.shared.global.L2::128B [$1], [$2], 16, $3; }",
+            "=r,r,l,r,r",
+            [to, address, size, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        done = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; "
+            f"@p cp.async.ca.shared.global.L2::128B [$1], [$2], {BYTES}, $3; }}",
+            "=r,r,l,r,r",
+            [to, address, size, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return done
+
+
+@triton.jit
+def commit(thread):
+    """Close a group: the copies that this thread has begun since the last one."""
+    return tl.inline_asm_elementwise(
+        "cp.async.commit_group; mov.b32 $0, 0;", "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def wait(thread, LEFT: tl.constexpr):
+    """Until all but the last LEFT groups have arrived, of every thread of this warp."""
+    return tl.inline_asm_elementwise(
+        f"cp.async.wait_group {LEFT}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;",
+        "=r,r",
+        [thread],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def clear(to):
+    """Set 16 bytes of shared memory to 0."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 z; mov.b32 z, 0; mov.b32 $0, 0; st.shared.v4.b32 [$1], {z, z, z, z}; }",
+        "=r,r",
+        [to],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def place(at, word, wanted, BYTES: tl.constexpr):
+    """Write the lowest BYTES (2 or 4) of a word to shared memory where ``wanted`` is not 0."""
+    if BYTES == 4:
+        done = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; @p st.shared.b32 [$1], $2; }",
+            "=r,r,r,r",
+            [at, word, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        done = tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b16 h; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; cvt.u16.u32 h, $2; "
+            "@p st.shared.b16 [$1], h; }",
+            "=r,r,r,r",
+            [at, word, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return done
+
+
+@triton.jit
+def words(at, V: tl.constexpr):
+    """V (1, 2 or 4) consecutive 32-bit words of shared memory."""
+    if V == 4:
+        out = tl.inline_asm_elementwise(
+            "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+            "=r,=r,=r,=r,r",
+            [at],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    elif V == 2:
+        out = tl.inline_asm_elementwise(
+            "ld.shared.v2.b32 {$0, $1}, [$2];",
+            "=r,=r,r",
+            [at],
+            dtype=(tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        word = tl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [at], dtype=tl.int32, is_pure=False, pack=1)
+        out = (word,)
+    return out
+
+
+@triton.jit
+def fragments(at):
+    """Four 8 x 8 matrices of 16-bit values as the tensor core holds them (PTX ISA, "ldmatrix").
+
+    Lane l = 4 r + t gives the address of row l % 8 of matrix l // 8, and gets columns 2t and 2t + 1 of row r of each.
+    """
+    return tl.inline_asm_elementwise(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,r",
+        [at],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def number(at, DTYPE: tl.constexpr):
+    """One number of 1 (signed), 2 or 4 bytes from shared memory, in float32; int8 as int32."""
+    if DTYPE.primitive_bitwidth == 32:
+        bits = tl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [at], dtype=tl.int32, is_pure=False, pack=1)
+        out = bits.to(DTYPE, bitcast=True).to(tl.float32)
+    elif DTYPE.primitive_bitwidth == 16:
+        bits = tl.inline_asm_elementwise("ld.shared.b16 $0, [$1];", "=h,r", [at], dtype=tl.int16, is_pure=False, pack=1)
+        out = bits.to(DTYPE, bitcast=True).to(tl.float32)
+    else:
+        out = tl.inline_asm_elementwise("ld.shared.s8 $0, [$1];", "=r,r", [at], dtype=tl.int32, is_pure=False, pack=1)
+    return out

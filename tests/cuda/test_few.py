@@ -1,0 +1,151 @@
+"""The kernels for few rows on NVIDIA, in Triton's interpreter: what their inline PTX does is done by stand-ins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ptx_stand_ins
+import pytest
+import torch
+
+from qcore import DynamicInt8, Scheme
+from qcore.contracts import LINEAR
+from qcore.contracts.inputs import Draw, Shape
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+FLOAT = (
+    "w4a16", "w4a16-asym", "w4a16-fzp", "w4a16-g32-fzp", "w4a16-g64-asym", "w4a16-g128", "w4a16-g96-asym",
+    "w8a16", "w8a16-asym", "w8a16-fzp", "w8a16-g32-asym", "w8a16-g64-fzp", "w8a16-g256",
+)  # fmt: skip
+INT8 = (
+    "w8a8", "w8a8-asym", "w8a8-fzp-aasym", "w8a8-asym-aasym", "w8a8-g32", "w8a8-g64-asym", "w8a8-g64-fzp-aasym",
+    "w8a8-static", "w8a8-static-o8", "w4a8", "w4a8-asym", "w4a8-fzp-aasym", "w4a8-g32", "w4a8-g32-asym-token-o8t",
+    "w4a8-g64-asym-aasym", "w4a8-g96-asym-aasym", "w4a8-g128-fzp-aasym", "w4a8-g256-asym",
+)  # fmt: skip
+SIZES = ((1, 48, 304), (1, 20, 77), (3, 33, 300), (11, 80, 168))
+SHAPES = ((1, 1, 4, 2), (1, 4, 2, 3), (2, 1, 2, 3), (4, 2, 1, 2))
+
+
+@pytest.fixture(autouse=True)
+def ampere(monkeypatch):
+    """A device that has PTX, and no dependent launches, which the interpreter lacks."""
+    from qcore_cuda import int8
+    from qcore_cuda.device import Device
+
+    ptx_stand_ins.install(monkeypatch)
+    device = Device(80, False, 4)
+    monkeypatch.setattr(int8, "device_of", lambda _: device)
+    return device
+
+
+def problem(scheme, m, n, k, dtype=torch.bfloat16, bias="none", **kind):
+    draw = Draw(torch.Generator().manual_seed(m * 7 + n))
+    filled = draw.fill(Scheme.parse(scheme))
+    request = LINEAR.request_for(filled, torch.device("cpu"), dtype, n, k)
+    shape = Shape("case", (m,), n, k, bias=bias, **kind)
+    return draw.linear(replace(request, bias=bias != "none"), shape, filled.quantizer, dtype)
+
+
+def packed(case):
+    from qcore_cuda import packing
+    from qcore_cuda.weights import Weight
+
+    form, parts = case.weight.format, packing.pack(case.weight, sums=case.request.activation is not None)
+    group = form.group_size or case.request.k
+    weight = Weight(parts["data"], parts["scale"], parts.get("zero"), case.request.n, case.request.k, form.bits, group)
+    return weight, parts.get("sums")
+
+
+def float_product(case, device, shape):
+    from qcore_cuda.dispatch import Config
+    from qcore_cuda.weight_only import run
+
+    row_blocks, unroll, warps, stages = shape
+    config = Config("gemv", 16 * row_blocks, warps=warps, stages=stages, unroll=unroll)
+    return run(case.x, packed(case)[0], case.bias, case.request.out_dtype, device, config)
+
+
+def int8_product(case, shape):
+    from qcore_cuda.int8 import Given, product
+    from qcore_cuda.int8_config import Config
+
+    weight, sums = packed(case)
+    activation, output, given = case.request.activation, case.request.output, case.given
+    dynamic = isinstance(activation, DynamicInt8)
+    of_x = of_y = None
+    if not dynamic:
+        numbers = (activation.scale, activation.zero_point)
+        of_x = Given(*((given["x_scale"], given["x_zero_point"]) if activation.per_token else numbers))
+    if output is not None:
+        numbers = (output.scale, output.zero_point)
+        of_y = Given(*((given["out_scale"], given["out_zero_point"]) if output.per_token else numbers))
+    row_blocks, unroll, warps, stages = shape
+    config = Config("gemv", 0, 16 * row_blocks, warps, stages, unroll=unroll)
+    symmetric = dynamic and activation.symmetric
+    sums = None if symmetric else sums
+    return product(case.x, weight, sums, case.bias, case.request.out_dtype, symmetric, of_x, of_y, config)
+
+
+def assert_right(case, result):
+    verdict = LINEAR.judge(case, result)
+    assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize("scheme", FLOAT)
+@pytest.mark.parametrize("index", range(4))
+def test_float_activations_are_right(scheme, index, ampere):
+    m, n, k = SIZES[index]
+    case = problem(scheme, m, n, k, (torch.bfloat16, torch.float16)[index % 2], "float32" if index > 1 else "none")
+    assert_right(case, float_product(case, ampere, SHAPES[index]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scheme", ["w4a16-g128-asym", "w8a16-g64"])
+def test_every_shape_of_a_program_is_right(scheme, shape, ampere):
+    case = problem(scheme, 2, 80, 1100)
+    assert_right(case, float_product(case, ampere, shape))
+
+
+@pytest.mark.parametrize("scheme", INT8)
+@pytest.mark.parametrize("index", range(4))
+def test_int8_activations_are_right(scheme, index):
+    m, n, k = SIZES[index]
+    case = problem(scheme, m, n, k, (torch.bfloat16, torch.float16)[index % 2], "float32" if index > 1 else "none")
+    assert_right(case, int8_product(case, SHAPES[index]))
+
+
+@pytest.mark.parametrize("inputs", ["outliers", "zero-rows"])
+@pytest.mark.parametrize("scheme", ["w8a8-aasym", "w4a8-g32"])
+def test_a_row_that_a_program_quantizes_itself_may_be_odd(scheme, inputs):
+    case = problem(scheme, 1, 20, 160, inputs=inputs)
+    assert_right(case, int8_product(case, SHAPES[0]))
+
+
+def test_a_row_without_a_number_gives_none():
+    case = problem("w8a8", 1, 16, 64)
+    case.x[0, 5] = float("nan")
+    assert int8_product(case, SHAPES[0]).isnan().all()
+
+
+def test_a_shape_is_made_smaller_until_its_ring_fits(ampere):
+    from qcore_cuda import few
+    from qcore_cuda.kernels.ring import STATIC, scratch
+
+    ring = few.Ring(block=1024, x=4096, parameters=32, blank=0)
+    shape = ring.fitted(few.Shape(4, 2, 8, 4), ampere)
+    assert ring.size(shape) + scratch(shape.warps) <= STATIC
+    assert shape.stages >= 2
+    small = few.Shape(1, 1, 4, 2)
+    assert ring.fitted(small, ampere) == small
+
+
+def test_int8_activations_of_one_row_take_one_launch(monkeypatch):
+    from qcore_cuda import few, int8
+
+    launched = []
+    for module in (few, int8):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: launched.append(kernel.fn.__name__))
+    int8_product(problem("w4a8-g32", 1, 32, 64), SHAPES[0])
+    int8_product(problem("w4a8-g32", 2, 32, 64), SHAPES[0])
+    assert launched == ["int8_gemv", "quantize_rows", "int8_gemv"]
