@@ -82,16 +82,25 @@ def weights(at, lane, u: tl.constexpr, i: tl.constexpr, R: tl.constexpr, BYTES: 
 
 
 @triton.jit
-def copy_rows(to, values, lane, first, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr):
-    """Begin to copy a scale or zero point for each row of R row blocks, of the groups of U blocks."""
-    B: tl.constexpr = values.dtype.element_ty.primitive_bitwidth // 8
-    for q in tl.static_range((U * R * B + 31) // 32):
+def copy_parameters(to, scale, zero, lane, first, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr,
+                    ZERO: tl.constexpr):  # fmt: skip
+    """Begin to copy the scales of R row blocks, of the groups of U blocks, and behind them, where ZERO, zero points.
+
+    A lane copies those of 16 rows and one block.
+    """
+    SB: tl.constexpr = scale.dtype.element_ty.primitive_bitwidth // 8
+    ZB: tl.constexpr = zero.dtype.element_ty.primitive_bitwidth // 8 if ZERO else 0
+    size = tl.full(to.shape, 16, tl.int32)
+    for q in tl.static_range((U * R + 31) // 32):
         c = q * 32 + lane
-        row = tl.minimum(rows + (c // B) % R * 16, N - 16)
-        at = group_of(first + c // (R * B), KB, each).to(tl.int64) * N + row
-        at = values.to(tl.int64, bitcast=True) + (at * B + c % B * 16)
-        wanted = (c < U * R * B).to(tl.int32)
-        ring.copy(to + c * 16, at, tl.full(to.shape, 16, tl.int32), wanted, 16)
+        wanted = (c < U * R).to(tl.int32)
+        row = tl.minimum(rows + c % R * 16, N - 16)
+        at = group_of(first + c // R, KB, each).to(tl.int64) * N + row
+        for j in tl.static_range(SB):
+            ring.copy(to + (c * SB + j) * 16, scale.to(tl.int64, bitcast=True) + at * SB + j * 16, size, wanted, 16)
+        for j in tl.static_range(ZB):
+            spot = to + (U * R * SB * 16 + (c * ZB + j) * 16)
+            ring.copy(spot, zero.to(tl.int64, bitcast=True) + at * ZB + j * 16, size, wanted, 16)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import ring
-from .blocks import copy_rows, copy_weights, group_of, places, weights
+from .blocks import copy_parameters, copy_weights, group_of, places, weights
 from .warp import codes8, mma, spread
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -172,22 +172,31 @@ def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, ZERO: tl.c
     out = ()
     for i in tl.static_range(R):
         s0, s8, z0, z8 = parameters[i]
+        if ZERO == 1 and OFFSET:
+            f0 = 1.0 + z0 * (1.0 / OFFSET)
+            f8 = 1.0 + z8 * (1.0 / OFFSET)
         for n in tl.static_range(NB):
             a = acc[i * NB + n]
             d0, d1, d2, d3 = d[i * NB + n]
             x0, x1 = s[n]
-            if OFFSET:
-                d0 -= x0
-                d1 -= x1
-                d2 -= x0
-                d3 -= x1
-                x0 *= 1.0 / OFFSET
-                x1 *= 1.0 / OFFSET
-            if ZERO == 1:
+            if ZERO == 1 and OFFSET:  # both at once; a zero point of 0 gives what there is without
+                d0 -= f0 * x0
+                d1 -= f0 * x1
+                d2 -= f8 * x0
+                d3 -= f8 * x1
+            elif ZERO == 1:
                 d0 -= z0 * x0
                 d1 -= z0 * x1
                 d2 -= z8 * x0
                 d3 -= z8 * x1
+            elif OFFSET:
+                d0 -= x0
+                d1 -= x1
+                d2 -= x0
+                d3 -= x1
+            if ZERO == 2 and OFFSET:
+                x0 *= 1.0 / OFFSET
+                x1 *= 1.0 / OFFSET
             a0 = a[0] + s0 * d0
             a1 = a[1] + s0 * d1
             a2 = a[2] + s8 * d2
@@ -253,9 +262,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
         ahead = first + s * (U * NW)
         copy_weights(to, at + s * (U * NW * NEXT), lane, ahead, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
         if RINGED:
-            copy_rows(to + W_BYTES + X_BYTES, scale, lane, ahead, rows, N, KB, each, R, U)
-            if ZERO:
-                copy_rows(to + W_BYTES + X_BYTES + S_BYTES, zero, lane, ahead, rows, N, KB, each, R, U)
+            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, rows, N, KB, each, R, U, ZERO)
     if PDL:
         gdc_wait()
     for s in tl.static_range(STAGES - 1):
@@ -286,9 +293,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
         ahead = first + (STAGES - 1) * (U * NW)
         copy_weights(to, at, lane, ahead, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
         if RINGED:
-            copy_rows(to + W_BYTES + X_BYTES, scale, lane, ahead, rows, N, KB, each, R, U)
-            if ZERO:
-                copy_rows(to + W_BYTES + X_BYTES + S_BYTES, zero, lane, ahead, rows, N, KB, each, R, U)
+            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, rows, N, KB, each, R, U, ZERO)
         _copy_x(to + W_BYTES, x, lane, ahead, M, KB, stride, XR, U, P)
         ring.commit(thread)
         at += U * NW * NEXT

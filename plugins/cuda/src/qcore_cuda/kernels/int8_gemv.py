@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import ring
-from .blocks import copy_rows, copy_weights, group_of, places, weights
+from .blocks import copy_parameters, copy_weights, group_of, places, weights
 from .int8_common import FLOAT_ZERO, INT_ZERO, finish
 from .order import position_of
 from .quantize import TENSOR, encode, extent, parameters
@@ -201,9 +201,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         ahead = first + s * (U * NW)
         copy_weights(to, at + s * (U * NW * NEXT), lane, ahead, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
         if RINGED:
-            copy_rows(to + W_BYTES + X_BYTES, scale, lane, ahead, rows, N, KB, each, R, U)
-            if WZERO:
-                copy_rows(to + W_BYTES + X_BYTES + S_BYTES, zero, lane, ahead, rows, N, KB, each, R, U)
+            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, rows, N, KB, each, R, U, WZERO)
         if FUSED:
             ring.commit(thread)
     if PDL:
@@ -249,9 +247,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         ahead = first + (STAGES - 1) * (U * NW)
         copy_weights(to, at, lane, ahead, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
         if RINGED:
-            copy_rows(to + W_BYTES + X_BYTES, scale, lane, ahead, rows, N, KB, each, R, U)
-            if WZERO:
-                copy_rows(to + W_BYTES + X_BYTES + S_BYTES, zero, lane, ahead, rows, N, KB, each, R, U)
+            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, rows, N, KB, each, R, U, WZERO)
         if FUSED:
             x_at = codes + first * P
         else:
