@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
@@ -33,8 +34,15 @@ class Run:
         self.compute(*args[13:])
 
 
+class Metadata(NamedTuple):
+    name: str = "fake"
+    num_warps: int = 4
+    num_ctas: int = 1
+    shared: int = 0
+
+
 class Compiled:
-    function, packed_metadata = "function", "metadata"
+    function, packed_metadata, metadata = "function", "metadata", Metadata()
 
     def __init__(self, *args):
         self.run = Run(*args)
@@ -62,3 +70,7 @@ class Kernel:
             return self.compiled[-1]
 
         return compile_and_launch
+
+    def warmup(self, *_args, **_meta):
+        """What would be launched."""
+        return Compiled(self.compute, self.direct)
