@@ -82,8 +82,8 @@ class SentenceModel:
         """Mean of the token vectors, normalized: float32 ``(len(sentences), 384)`` on the CPU."""
         tokens = self.tokenizer(sentences, padding=True, return_tensors="pt")
         with torch.inference_mode():
-            hidden = model(**tokens.to(model.device)).last_hidden_state.float()
-        mask = tokens["attention_mask"].unsqueeze(-1)
+            hidden = model(**tokens.to(model.device)).last_hidden_state.float().cpu()
+        mask = tokens["attention_mask"].cpu().unsqueeze(-1)
         return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
 
 
