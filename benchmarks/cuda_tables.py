@@ -116,7 +116,8 @@ def _problem(kind: str, bits: int, m: int, n: int, k: int) -> tuple[Any, list[An
 
     device = device_of(torch.device("cuda", 0))
     if kind == "float":
-        return device, dispatch.candidates(device, dispatch.Problem(bits, n, k, m, 128 if bits == 4 else 64))
+        problem = dispatch.Problem(bits, n, k, m, 128 if bits == 4 else 64, whole=bits == 8)
+        return device, dispatch.candidates(device, problem)
     return device, int8_config.candidates(device, int8_config.Problem(bits, n, k, m, bits == 4, 128))
 
 

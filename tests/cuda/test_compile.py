@@ -30,6 +30,8 @@ MAIN += [linear(s, m, size=LARGE) for s in ("w4a16-g128", "w8a16", "w4a8-g128") 
 OTHER = [linear(s, m) for s in ("w4a16-g128-asym", "w4a16-g32-fzp", "w4a16", "w8a16-g32-asym") for m in (1, 64)]
 OTHER += [linear("w4a16-g128", m, dtype=dtype) for dtype in ("float16", "float32") for m in (1, 64)]
 OTHER += [linear(s, m) for s in ("w4a8-g32-asym-aasym", "w8a8-g64", "w8a8-aasym") for m in (1, 2048)]
+OTHER += [linear(s, 512) for s in ("w4a16-g128-asym", "w4a16", "w8a16-asym")]
+OTHER += [linear("w4a16-asym", 512, dtype="float16", bias=True), linear("w8a16", 512, dtype="float16")]
 OTHER += [linear("w4a8-g32-static", 16, bias=True), linear("w8a8-static-o8", 16), linear("w8a8-asym", 2048)]
 OTHER += [linear("w8a16", 3, size={"n": 129, "k": 61}), linear("w4a16-g32", 17, size={"n": 20, "k": 33})]
 OTHER += [Call("embedding", {"scheme": s, "n": 1000, "k": 384}) for s in ("w4a16-g32", "w8a16")]
@@ -99,6 +101,12 @@ def test_products_run_on_tensor_cores(results, name):
     found = results[name].kernels
     by_torch = [kernel.job.kernel.endswith(":dequantize") for kernel in found]
     assert by_torch == [True] or any(kernel.loops and kernel.inner_loop.mma for kernel in found)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g128", "w8a16"])
+def test_many_rows_have_a_kernel_of_their_own_on_hopper(results, scheme):
+    (made,) = results[str(linear(scheme, 2048))].kernels
+    assert made.job.kernel.endswith(":mixed")
 
 
 @pytest.mark.parametrize(("scheme", "m"), BUDGETS)

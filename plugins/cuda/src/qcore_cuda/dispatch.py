@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from . import large
 from .device import Device
 
 _HERE = Path(__file__).parent
@@ -27,10 +28,10 @@ _HERE = Path(__file__).parent
 class Config:
     """One way to compute a product with float activations; plain values, so that a table can hold it.
 
-    **Fields:** ``kernel``: "gemv" (few rows, NVIDIA), "slices" (int8, few rows), "gemm" (any) or "dense" (dequantize,
-    then torch's product); ``bn``, ``bm``: the tile, of weight rows and tokens (gemv: rows of a program); ``warps``,
-    ``stages``; ``unroll``, ``late``: of gemv, see `few.Shape`; ``scaled``: gemm scales weights before the
-    product, not sums after it; ``split``: programs that share K, of gemm.
+    **Fields:** ``kernel``: "gemv" (few rows, NVIDIA), "slices" (int8, few rows), "gemm" (any), "mixed" (many rows, see
+    `large`) or "dense" (dequantize, then torch's product); ``bn``, ``bm``: the tile, of weight rows and tokens (gemv:
+    rows of a program; mixed: ``bm`` alone); ``warps``, ``stages``; ``unroll``, ``late``: of gemv, see `few.Shape`;
+    ``scaled``: gemm scales weights before the product, not sums after it; ``split``: programs that share K, of gemm.
     """
 
     kernel: str
@@ -50,7 +51,8 @@ class Problem:
 
     **Fields:** ``rows``: `bucket` of M; ``block``: see `Weight.block`; ``narrow``: x is bfloat16 or float16;
     ``exact``: a weight must not be rounded to x's dtype (float16, whose small numbers are coarse, or a result wider
-    than x).
+    than x); ``whole``: scales may come after the sum over all of K (one group, no float zero point), the result has x's
+    dtype.
     """
 
     bits: int
@@ -60,6 +62,7 @@ class Problem:
     block: int
     narrow: bool = True
     exact: bool = False
+    whole: bool = False
 
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -85,6 +88,8 @@ def legal(device: Device, problem: Problem, config: Config) -> bool:
         return problem.bits == 8 and problem.narrow
     if config.kernel == "dense":
         return problem.narrow and not problem.exact
+    if config.kernel == "mixed":
+        return large.serves(device, problem)
     return config.kernel == "gemm" and not (config.scaled and problem.exact)
 
 
@@ -95,6 +100,8 @@ def rule(device: Device, problem: Problem) -> Config:
         return _gemv(*few_rule(device, problem.bits, n, m))
     if problem.bits == 8 and m <= 16 and problem.narrow:
         return Config("slices", 16 if n <= 64 * device.sms else 32, 16 if m > 8 or device.hip else 8, stages=4)
+    if m >= 256 and large.serves(device, problem):
+        return _mixed(device, problem)
     if m >= 1024 and legal(device, problem, Config("dense")):
         return Config("dense")
     if m >= 256 and not problem.exact:
@@ -129,8 +136,22 @@ def candidates(device: Device, problem: Problem) -> list[Config]:
             if split == 1 or math.ceil(problem.n / bn) * math.ceil(m / bm) * split <= 4 * device.sms
         ]
     if m >= 64:
-        found.append(Config("dense"))
+        found += [*(Config("mixed", bm=bm) for bm in _MIXED if bm <= m), Config("dense")]
     return [c for c in dict.fromkeys(found) if legal(device, problem, c)]
+
+
+def _mixed(device: Device, problem: Problem) -> Config:
+    """The tile for which programs have the least to do, in rounds of one tile each."""
+
+    def time(bm: int) -> float:
+        tiles = math.ceil(problem.n / 128) * math.ceil(problem.rows / bm)
+        return math.ceil(tiles / device.sms) * _MIXED[bm]
+
+    return Config("mixed", bm=min(_MIXED, key=time))
+
+
+_MIXED = {256: 10.0, 128: 5.6, 64: 4.0}
+"""Tokens of a tile: the time that one takes, as measured on an H200."""
 
 
 def _gemv(row_blocks: int, unroll: int, warps: int, stages: int, late: bool = False) -> Config:

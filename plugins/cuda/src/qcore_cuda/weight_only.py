@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import few, replay
+from . import few, large, replay
 from .device import Device, device_of
 from .dispatch import Config, Problem, bucket, choose
 from .kernels.dequant import dequantize
@@ -17,7 +17,7 @@ from .kernels.reduce import sum_parts
 from .kernels.slices import slices
 from .launch import launch, options
 from .replay import empty
-from .weights import Weight
+from .weights import FLOAT_ZERO, Weight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -31,16 +31,17 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
 
 def plan(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> tuple[Device, Problem]:
     """What `dispatch.choose` is asked for a call."""
-    return _plan(x.device, x.dtype, out_dtype, weight.bits, weight.block, weight.n, weight.k, x.shape[0])
+    one = weight.scale.shape[0] == 1 and weight.zero_kind != FLOAT_ZERO
+    return _plan(x.device, x.dtype, out_dtype, weight.bits, weight.block, weight.n, weight.k, x.shape[0], one)
 
 
 @lru_cache(maxsize=8192)
 def _plan(
-    device: torch.device, dtype: torch.dtype, out: torch.dtype, bits: int, block: int, n: int, k: int, m: int
+    device: torch.device, dtype: torch.dtype, out: torch.dtype, bits: int, block: int, n: int, k: int, m: int, one: bool
 ) -> tuple[Device, Problem]:
     narrow = dtype != torch.float32
     exact = dtype != torch.bfloat16 or out != dtype
-    return device_of(device), Problem(bits, n, k, bucket(m), block, narrow, exact)
+    return device_of(device), Problem(bits, n, k, bucket(m), block, narrow, exact, one and out == dtype)
 
 
 def forget() -> None:
@@ -59,6 +60,8 @@ def run(
     if x.dtype == torch.float32:
         return _three_parts(x, weight, bias, out_dtype, device, config, columns)
     x = _aligned(x, columns)
+    if config.kernel == "mixed":
+        return large.mixed(x, weight, bias, device, config.bm)
     if config.kernel == "gemm":
         return _gemm(x, weight, bias, out_dtype, device, config, columns)
     y = empty((x.shape[0], weight.n), out_dtype, x.device)

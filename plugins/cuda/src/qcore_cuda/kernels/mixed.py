@@ -1,0 +1,389 @@
+"""``mixed``: weight-only product for many rows on Hopper, in Gluon: warps that copy, warps that unpack and multiply.
+
+One warp copies x and the packed weight through tensor descriptors into a ring of stages. Two groups of four warps wait
+for them: each has 64 rows of the weight, which it unpacks into registers, and BM tokens, which stay in shared memory;
+``wgmma`` multiplies the two. A group unpacks one half of a block while the tensor cores work on the other, or on what
+the other group gave them. Programs are as many as multiprocessors and walk over tiles; while the result of one is
+stored, the next one's operands arrive.
+
+Register layouts are spelled out here, for the versions of Triton that this was tried with: see `large`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+ROWS = gl.constexpr(64)
+"""Rows of the weight that a group has."""
+
+
+@gluon.constexpr_function
+def _layout(registers, lanes, columns):
+    """Rows as operand A has them: l / 4 and 8 below in lane l, 16 in each warp."""
+    lanes = [*lanes, [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
+
+
+@gluon.constexpr_function
+def _words():
+    """int4: words (64, 16) of a block; a thread has four neighbours of each of its two rows."""
+    return _layout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8]], 16)
+
+
+@gluon.constexpr_function
+def _pairs():
+    """int8: pairs (64, 32) of neighbours in 64 columns, each where operand A has it."""
+    return _layout([[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2]], 32)
+
+
+@gluon.constexpr_function
+def _stored():
+    """`_words` as they are stored, (4, 256)."""
+    lanes = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 128]], lanes, [[1, 0], [2, 0]], [], [4, 256])
+
+
+@gluon.constexpr_function
+def _by_row():
+    """One number for each row, (1, 64)."""
+    lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
+    return gl.DistributedLinearLayout([[0, 8]], lanes, [[0, 16], [0, 32]], [], [1, 64])
+
+
+@gluon.constexpr_function
+def _times(dtype, count):
+    return (dtype,) * count
+
+
+@gluon.constexpr_function
+def _commas(letter, outs, ins):
+    return ",".join([f"=&{letter}"] * outs + [letter] * ins)
+
+
+@gluon.constexpr_function
+def _unpack_words(high, half, scaled, zero):
+    """PTX: two words $4, $5 of nibbles ``q + 8`` to four registers $0 to $3 of pairs.
+
+    A nibble u below the sign and exponent of 128 (bfloat16) or 1024 (float16) is 128 + u or 1024 + u; one fused
+    multiply-add takes the rest away. Operands after the words: what is added instead of -136 or -1032 (INT zero
+    points); scale; what is added after it (FLOAT zero points).
+    """
+    kind, one, exponent, offset = (
+        ("f16x2", "0x3C003C00", "0x64646464", "0xE408E408")
+        if half
+        else ("bf16x2", "0x3F803F80", "0x43434343", "0xC308C308")
+    )
+    text = f"{{ .reg .b32 p, one, off; mov.b32 one, {one}; mov.b32 off, {'$6' if zero == 1 else offset}; "
+    for word, outs in (("$4", ("$0", "$1")), ("$5", ("$2", "$3"))):
+        text += f"shr.u32 p, {word}, 4; and.b32 p, p, 0x0F0F0F0F; " if high else f"and.b32 p, {word}, 0x0F0F0F0F; "
+        for out, order in zip(outs, ("0x4140", "0x4342"), strict=True):
+            text += f"prmt.b32 {out}, p, {exponent}, {order}; fma.rn.{kind} {out}, {out}, one, off; "
+            if zero == 2:
+                text += f"fma.rn.{kind} {out}, {out}, $6, $7; "
+            elif scaled:
+                text += f"mul.rn.{kind} {out}, {out}, {'$7' if zero else '$6'}; "
+    return text + "}"
+
+
+@gluon.constexpr_function
+def _unpack_pairs(half, zero):
+    """PTX: a pair $2 of int8 to two floats $0, $1, less $3 where there is a zero point.
+
+    bfloat16 holds 7 bits below the exponent of 128, so the sign's bit is cleared in the one that is subtracted from and
+    alone in the other: there it makes 256 of 128.
+    """
+    text = "{ .reg .b32 p, q; cvt.u32.u16 p, $2; "
+    if half:
+        text += "xor.b32 p, p, 0x8080; prmt.b32 p, p, 0x64646464, 0x4140; mov.b32 q, 0x64806480; sub.f16x2 p, p, q; "
+    else:
+        text += "prmt.b32 p, p, 0x43434343, 0x4140; and.b32 q, p, 0xFF80FF80; and.b32 p, p, 0xFF7FFF7F; "
+        text += "sub.rn.bf16x2 p, p, q; "
+    if zero:
+        text += f"mov.b32 q, {{$3, $3}}; sub{'' if half else '.rn'}.{'f16x2' if half else 'bf16x2'} p, p, q; "
+    return text + "mov.b32 {$0, $1}, p; }"
+
+
+@gluon.jit
+def _from_words(b, s, z, DT: gl.constexpr, HIGH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
+                DOT: gl.constexpr):  # fmt: skip
+    """One half of a block, (64, 64), from words (64, 16), as operand A."""
+    ASM: gl.constexpr = _unpack_words(HIGH, gl.float16 == DT, SCALED, ZERO)
+    OUT: gl.constexpr = _times(DT, 4)
+    if SCALED:
+        s = s[:, None].broadcast_to(b.shape)
+    if ZERO:
+        z = z[:, None].broadcast_to(b.shape)
+    # Two words give four registers. That each of the four results holds a pair of neighbours in k, in place of two
+    # values of one place in two words, is set right by the order of dimensions below.
+    if ZERO == 2:
+        p, q, r, t = gl.inline_asm_elementwise(ASM, _commas("r", 4, 4), [b, s, z], dtype=OUT, is_pure=True, pack=2)
+    elif ZERO and SCALED:
+        p, q, r, t = gl.inline_asm_elementwise(ASM, _commas("r", 4, 4), [b, z, s], dtype=OUT, is_pure=True, pack=2)
+    elif ZERO:
+        p, q, r, t = gl.inline_asm_elementwise(ASM, _commas("r", 4, 3), [b, z], dtype=OUT, is_pure=True, pack=2)
+    elif SCALED:
+        p, q, r, t = gl.inline_asm_elementwise(ASM, _commas("r", 4, 3), [b, s], dtype=OUT, is_pure=True, pack=2)
+    else:
+        p, q, r, t = gl.inline_asm_elementwise(ASM, _commas("r", 4, 2), [b], dtype=OUT, is_pure=True, pack=2)
+    codes = gl.join(gl.join(p, q), gl.join(r, t))  # row, word, h, low bit of j; see `packing` for the letters
+    codes = codes.reshape([ROWS, 4, 2, 2, 2, 2]).permute((0, 2, 5, 4, 1, 3))  # from (row, t, j, e, h, low bit of j)
+    return gl.convert_layout(codes.reshape([ROWS, 64]), DOT, assert_trivial=True)
+
+
+@gluon.jit
+def _from_pairs(b, z, DT: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr):
+    """Codes (64, 64) from pairs (64, 32), as operand A."""
+    ASM: gl.constexpr = _unpack_pairs(gl.float16 == DT, ZERO)
+    OUT: gl.constexpr = _times(DT, 2)
+    if ZERO:
+        z = z[:, None].broadcast_to(b.shape)
+        p, q = gl.inline_asm_elementwise(ASM, _commas("h", 2, 2), [b, z], dtype=OUT, is_pure=True, pack=1)
+    else:
+        p, q = gl.inline_asm_elementwise(ASM, _commas("h", 2, 1), [b], dtype=OUT, is_pure=True, pack=1)
+    return gl.convert_layout(gl.join(p, q).reshape([ROWS, 64]), DOT, assert_trivial=True)
+
+
+@gluon.jit
+def _zero(z, DT: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr):
+    """A zero point as `_unpack_words` and `_unpack_pairs` want it: exact but for FLOAT ones."""
+    if BITS == 4 and ZERO == 1:
+        z = (-(z.to(gl.int32) + (1032 if gl.float16 == DT else 136))).to(gl.float32)
+    return z.to(DT)
+
+
+@gluon.jit
+def _tile(tile, tiles_n, tiles_m, GROUP: gl.constexpr):
+    """(tile of weight rows, tile of tokens): GROUP tiles of tokens side by side, then the next weight rows."""
+    wide = GROUP * tiles_n
+    group = tile // wide
+    first = group * GROUP
+    count = gl.minimum(tiles_m - first, GROUP)
+    at = tile - group * wide
+    return at // count, first + at % count
+
+
+@gluon.jit
+def _next(at, turn, COUNT: gl.constexpr):
+    """The next of COUNT places of a ring, and the parity of how often it went round."""
+    at += 1
+    over = at == COUNT
+    return gl.where(over, 0, at), gl.where(over, turn ^ 1, turn)
+
+
+@gluon.jit
+def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, BITS: gl.constexpr, BM: gl.constexpr,
+             STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
+             PDL: gl.constexpr):  # fmt: skip
+    """Fill stages, in the order of their use.
+
+    A stage is 64 columns of x, and of an int8 weight. What comes once for a block of 128 columns - int4 words, scales,
+    zero points - has slots of its own and arrives with the block's first stage.
+    """
+    BN: gl.constexpr = 2 * ROWS
+    STAGE: gl.constexpr = BM * 128 + (BN * 64 if BITS == 8 else 0)
+    SCALES: gl.constexpr = BN * scale.dtype.primitive_bitwidth // 8 if SCALED else 0
+    ZEROS: gl.constexpr = BN * zero.dtype.primitive_bitwidth // 8 if ZERO else 0
+    BLOCK: gl.constexpr = (BN * 64 if BITS == 4 else 0) + SCALES + ZEROS
+    tiles_n = gl.cdiv(N, BN)
+    tiles_m = gl.cdiv(M, BM)
+    if PDL:
+        gdc_wait()
+    at = 0
+    turn = 1
+    slot = 0
+    for tile in range(gl.program_id(0), tiles_n * tiles_m, gl.num_programs(0)):
+        tile_n, tile_m = _tile(tile, tiles_n, tiles_m, GROUP)
+        m0 = tile_m * BM
+        n0 = tile_n * BN
+        group = 0
+        left = PER
+        for b in range(KB):
+            for half in gl.static_range(2):
+                mbarrier.wait(empty.index(at), turn)
+                here = full.index(at)
+                mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0))
+                for g in gl.static_range(2):
+                    n = n0 + g * ROWS
+                    if BITS == 8:
+                        tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(2 * at + g))
+                    elif half == 0:
+                        tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(2 * slot + g))
+                if SCALED and half == 0:
+                    tma.async_copy_global_to_shared(scale, [group, n0], here, ss.index(slot))
+                if ZERO and half == 0:
+                    tma.async_copy_global_to_shared(zero, [group, n0], here, zs.index(slot))
+                tma.async_copy_global_to_shared(x, [m0, b * 128 + half * 64], here, xs.index(at))
+                at, turn = _next(at, turn, STAGES)
+            slot = _next(slot, 0, SLOTS)[0]
+            left -= 1
+            group += gl.where(left == 0, 1, 0)
+            left = gl.where(left == 0, PER, left)
+
+
+@gluon.jit
+def _row_numbers(numbers, WG: gl.constexpr, LAYOUT: gl.constexpr):
+    """A group's (64) of numbers (1, 128) in shared memory."""
+    mine = numbers.slice(WG * ROWS, ROWS, dim=1).load(_by_row())
+    return gl.convert_layout(mine.reshape([ROWS]), gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def _first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, SCALED: gl.constexpr,
+                ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+    """The first half of a block as operand A, and what the second half is made of: words, scales, zero points."""
+    LAYOUT: gl.constexpr = _words() if BITS == 4 else _pairs()
+    if BITS == 4:
+        words = ws.index(2 * slot + WG).load(_stored()).reshape([ROWS, 16])
+        raw = gl.convert_layout(words, LAYOUT, assert_trivial=True)
+    else:
+        raw = ws.index(2 * at + WG).load(LAYOUT)
+    s = raw
+    z = raw
+    if SCALED:
+        s = _row_numbers(ss.index(slot), WG, LAYOUT).to(DT)
+    if ZERO:
+        z = _zero(_row_numbers(zs.index(slot), WG, LAYOUT), DT, BITS, ZERO)
+    low = _from_words(raw, s, z, DT, False, SCALED, ZERO, DOT) if BITS == 4 else _from_pairs(raw, z, DT, ZERO, DOT)
+    return low, raw, s, z
+
+
+@gluon.jit
+def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty,
+            BITS: gl.constexpr, WG: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr,
+            ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+    """U blocks, the first half of the first in ``low``; returns that of the next one. left: blocks to come, those too.
+
+    No product is under way from one call to the next: in a loop, ptxas would make them wait for each other.
+    """
+    DT: gl.constexpr = xs.dtype
+    high = low
+    done = at
+    for u in gl.static_range(U):
+        first = at
+        acc = warpgroup_mma(low, xs.index(first).permute((1, 0)), acc, is_async=True)
+        if u > 0:
+            acc, high = warpgroup_mma_wait(1, deps=[acc, high])
+            mbarrier.arrive(empty.index(done), count=1)
+        at, turn = _next(at, turn, STAGES)
+        if BITS == 4:
+            high = _from_words(raw, s, z, DT, True, SCALED, ZERO, DOT)
+            mbarrier.wait(full.index(at), turn)
+        else:
+            mbarrier.wait(full.index(at), turn)
+            high = _from_pairs(ws.index(2 * at + WG).load(_pairs()), z, DT, ZERO, DOT)
+        acc = warpgroup_mma(high, xs.index(at).permute((1, 0)), acc, is_async=True)
+        acc, low = warpgroup_mma_wait(1, deps=[acc, low])
+        mbarrier.arrive(empty.index(first), count=1)
+        done = at
+        at, turn = _next(at, turn, STAGES)
+        slot = _next(slot, 0, SLOTS)[0]
+        mbarrier.wait(full.index(at), turn, pred=left > u + 1)
+        low, raw, s, z = _first_half(at, slot, ws, ss, zs, DT, BITS, WG, SCALED, ZERO, DOT)
+    acc, high = warpgroup_mma_wait(0, deps=[acc, high])
+    mbarrier.arrive(empty.index(done), count=1)
+    return acc, low, raw, s, z, at, turn, slot
+
+
+@gluon.jit
+def _consume(y, scale, bias, ys, xs, ws, ss, zs, full, empty, N, M, KB, BITS: gl.constexpr, WG: gl.constexpr,
+             BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, SCALED: gl.constexpr,
+             ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr):  # fmt: skip
+    """Group WG of two: 64 rows of each tile."""
+    DT: gl.constexpr = xs.dtype
+    BN: gl.constexpr = 2 * ROWS
+    PIECE: gl.constexpr = BM // PIECES
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    DOT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    tiles_n = gl.cdiv(N, BN)
+    tiles_m = gl.cdiv(M, BM)
+    tiles = tiles_n * tiles_m
+    step = gl.num_programs(0)
+    left = gl.cdiv(tiles - gl.program_id(0), step) * KB
+    at = 0
+    turn = 0
+    slot = 0
+    mbarrier.wait(full.index(0), 0)
+    low, raw, s, z = _first_half(0, 0, ws, ss, zs, DT, BITS, WG, SCALED, ZERO, DOT)
+    for tile in range(gl.program_id(0), tiles, step):
+        tile_n, tile_m = _tile(tile, tiles_n, tiles_m, GROUP)
+        acc = gl.zeros([ROWS, BM], gl.float32, ACC)
+        for _ in range(KB // U):
+            acc, low, raw, s, z, at, turn, slot = _blocks(
+                U, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
+                SCALED, ZERO, DOT)  # fmt: skip
+            left -= U
+        if U > 1:
+            for _ in range(KB % U):
+                acc, low, raw, s, z, at, turn, slot = _blocks(
+                    1, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
+                    SCALED, ZERO, DOT)  # fmt: skip
+                left -= 1
+        n0 = tile_n * BN + WG * ROWS
+        n = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(1, ACC)), N - 1)
+        if not SCALED:
+            acc *= gl.load(scale + n).to(gl.float32)[:, None]
+        if BIAS:
+            acc += gl.load(bias + n).to(gl.float32)[:, None]
+        first = acc.to(y.dtype)
+        second = first
+        if PIECES == 2:
+            first, second = first.reshape([ROWS, 2, PIECE]).permute((0, 2, 1)).split()
+        for i in gl.static_range(PIECES):
+            tma.store_wait(0)
+            ys.permute((1, 0)).store(first if i == 0 else second)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(y, [tile_m * BM + i * PIECE, n0], ys)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "KB", "PER"])
+def mixed(x, w, scale, zero, bias, y, M, N, KB, PER, BITS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+          GROUP: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr,
+          U: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
+
+    x, w, y: descriptors, of x with blocks (BM, 64), of int4 words ``(N / 16, KB * 256)`` with blocks (4, 256), of pairs
+    of int8 with blocks (64, 32), of y with blocks (BM / PIECES, 64). KB: blocks of 128 columns; PER of them share a row
+    of scales and zero points. SCALED: these are multiplied with the weight and scale is a descriptor with blocks
+    (1, 128); else there is one scale per row, for the sum over K. zero: likewise a descriptor, where there is one.
+    U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the weight in the second-level cache.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    SLOTS: gl.constexpr = (STAGES + 1) // 2
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 64], x.layout)
+    COUNT: gl.constexpr = 2 * (SLOTS if BITS == 4 else STAGES)
+    ws = gl.allocate_shared_memory(w.dtype, [COUNT, w.block_shape[0], w.block_shape[1]], w.layout)
+    ss = ws
+    zs = ws
+    if SCALED:
+        ss = gl.allocate_shared_memory(scale.dtype, [SLOTS, 1, 2 * ROWS], scale.layout)
+    if ZERO:
+        zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, 1, 2 * ROWS], zero.layout)
+    y0 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
+    y1 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_consume, (y, scale, bias, y0, xs, ws, ss, zs, full, empty, N, M, KB, BITS, 0, BM, STAGES, SLOTS, GROUP,
+                    SCALED, ZERO, BIAS, PIECES, U)),
+        (_consume, (y, scale, bias, y1, xs, ws, ss, zs, full, empty, N, M, KB, BITS, 1, BM, STAGES, SLOTS, GROUP,
+                    SCALED, ZERO, BIAS, PIECES, U)),
+        (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, BITS, BM, STAGES, SLOTS, GROUP,
+                    SCALED, ZERO, PDL)),
+    ], [4, 1], [240, 24])  # fmt: skip
