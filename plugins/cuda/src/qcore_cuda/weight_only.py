@@ -116,7 +116,8 @@ def _gemm(
         x, weight.data, scale, scale if zero is None else zero, scale if last is None else last, target,
         m, n, rows, blocks, per, x.stride(0) // 8, columns // 32, split,
         BITS=weight.bits, P=block, ZERO=weight.zero_kind, BIAS=last is not None, BN=config.bn, BM=bm, NW=config.warps,
-        STAGES=config.stages, FRAG=weight.bits == 4, ASM=device.asm, PRE=config.scaled, WIDE=device.interpreted,
+        STAGES=config.stages, FRAG=weight.bits == 4, ASM=device.asm, PRE=config.scaled,
+        HOPPER=device.arch == 90, WIDE=device.interpreted,
         num_stages=config.stages, **options(device, config.warps),
     )  # fmt: skip
     if split > 1:

@@ -32,11 +32,26 @@ def _block(low, high, BN: tl.constexpr, P: tl.constexpr, NW: tl.constexpr, FRAG:
     return tl.reshape(q, [BN, P])
 
 
+@triton.jit
+def _settled(b, ON: tl.constexpr):
+    """Bytes b, once the tensor cores have read the registers that hold W.
+
+    Triton lets products of an iteration run on into the next one, but nothing keeps that one from unpacking into the
+    same registers: that has given wrong sums.
+    """
+    if ON:
+        b = tl.inline_asm_elementwise(
+            "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;", "=r,r", [b], dtype=b.dtype, is_pure=False, pack=4
+        )
+    return b
+
+
 @triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "eighths", "pitch", "split"])
 def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
          BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
          BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
-         ASM: tl.constexpr, PRE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+         ASM: tl.constexpr, PRE: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr,
+         PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
 
     x: rows ``8 * eighths`` values apart (said so, because Triton then knows that they are aligned), zero from K to
@@ -97,12 +112,13 @@ def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
         later = tl.minimum((b + 1) // PER, (KB - 1) // PER) * N + rn
         sc_next = load_early(scale + later, LARGE)
         zr_next = load_early(zero + later, LARGE) if ZERO else sc_next
+        data = _settled(tl.load(wp), HOPPER and PRE)
         if BITS == 4:
-            low, high = unpack_nibbles(tl.load(wp), DT, ASM)
+            low, high = unpack_nibbles(data, DT, ASM)
             q = _block(low, high, BN, P, NW, FRAG)
             wp += 16 * H
         else:
-            q = tl.load(wp).to(DT)
+            q = data.to(DT)
             wp += P
         if ZERO == 1 and (BITS == 4 or PRE):  # at most 255: exact
             q -= zr.to(DT)[:, None]
