@@ -102,7 +102,7 @@ class Recorder:
         self._mine.add(made.hash)
         if made.hash not in self.seen:
             facts = facts_of(made, self.target.startswith("sm_"))
-            self.seen[made.hash] = {**facts, "seconds": time.perf_counter() - start}
+            self.seen[made.hash] = {**facts, **_shared(facts, meta), "seconds": time.perf_counter() - start}
         constants = {kernel.arg_names[index[0]]: value for index, value in made.src.constants.items()}
         plain = {
             name: value if isinstance(value, int | float | str) else str(value) for name, value in constants.items()
@@ -110,6 +110,17 @@ class Recorder:
         name = f"{kernel.module}:{kernel.__name__}"
         job = Job(name, plain, self.target, made.metadata.num_warps, made.metadata.num_stages)
         self.kernels.append((asdict(job), self.seen[made.hash]))
+
+
+def _shared(facts: dict[str, Any], meta: dict[str, Any]) -> dict[str, int]:
+    """Shared memory with what Triton does not know of: a kernel's ring."""
+    if "RING" not in meta:
+        return {}
+    from qcore_cuda.kernels.ring import scratch
+
+    own = scratch(meta["num_warps"])
+    assert facts["shared"] <= own, f"Triton takes {facts['shared']} bytes of shared memory, more than {own}"
+    return {"shared": own + meta["RING"]}
 
 
 def answer(call: dict[str, Any]) -> list[Any]:

@@ -128,6 +128,48 @@ def test_a_row_without_a_number_gives_none():
     assert int8_product(case, SHAPES[0]).isnan().all()
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8-g128-asym-aasym"])
+def test_a_long_row_is_quantized_in_several_turns(scheme):
+    case = problem(scheme, 1, 32, 1160)
+    assert_right(case, int8_product(case, (1, 2, 2, 2)))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-asym-aasym", "w4a8"])
+def test_more_columns_than_int32_sums_hold_are_added_in_parts(scheme):
+    case = problem(scheme, 1, 16, (1 << 16) + 40)
+    assert_right(case, int8_product(case, (1, 4, 4, 2)))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32-fzp", "w4a16-g64-asym", "w8a16-g32", "w4a8-g32-asym"])
+def test_packed_tensors_may_start_anywhere(scheme, ampere, monkeypatch):
+    def moved(tensor):
+        return None if tensor is None else torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+    case = problem(scheme, 2, 48, 160)
+    weight, sums = packed(case)
+    weight = weight._replace(data=moved(weight.data), scale=moved(weight.scale), zero=moved(weight.zero))
+    assert weight.scale.data_ptr() % 16
+    monkeypatch.setitem(globals(), "packed", lambda _: (weight, sums))
+    a8 = case.request.activation is not None
+    assert_right(case, int8_product(case, SHAPES[2]) if a8 else float_product(case, ampere, SHAPES[2]))
+
+
+def test_a_row_gives_the_same_bits_alone_and_among_others():
+    case = problem("w4a8-g32-asym", 2, 32, 160)
+    both, first = int8_product(case, SHAPES[2]), replace(case, x=case.x[:1].clone())
+    assert torch.equal(int8_product(first, SHAPES[2])[0], both[0])
+
+
+@pytest.mark.parametrize("change", ["strided", "unaligned"])
+def test_a_row_that_cannot_be_read_in_wide_pieces_is_quantized_first(change):
+    case = problem("w4a8-g32", 1, 32, 160)
+    wide = torch.zeros(1, 2 * 160 + 1, dtype=case.x.dtype)
+    x = wide[:, : 2 * 160 : 2] if change == "strided" else wide[:, 1:161]
+    x.copy_(case.x)
+    case = replace(case, x=x)
+    assert_right(case, int8_product(case, SHAPES[0]))
+
+
 def test_a_shape_is_made_smaller_until_its_ring_fits(ampere):
     from qcore_cuda import few
     from qcore_cuda.kernels.ring import STATIC, scratch

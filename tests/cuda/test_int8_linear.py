@@ -126,6 +126,12 @@ def test_more_columns_than_int32_sums_hold_are_added_in_parts():
     assert_right(case, product(case))
 
 
+def test_sums_of_differences_from_zero_points_do_not_overflow():
+    case = problem("w8a8-asym-aasym", 2, 2, 40000, weights="codes")
+    case.x.fill_(1.0)
+    assert_right(case, product(case))
+
+
 @pytest.mark.parametrize("name", ["default", "tiles", "persistent"])
 def test_a_row_without_a_number_gives_none_and_leaves_the_others(name):
     case = problem("w8a8", 3, 16, 64)

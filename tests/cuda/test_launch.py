@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
+from fake_triton import Metadata
 
 from qcore_cuda import launch as module
 from qcore_cuda.launch import launch
@@ -31,6 +35,50 @@ def test_whatever_triton_compiles_for_makes_another_kernel(kernel, change):
     }[change]  # fmt: skip
     launch(kernel, (4,), changed.get("x", x), y, changed.get("m", m), **changed.get("meta", meta))
     assert len(kernel.made) == 2
+
+
+def test_more_shared_memory_is_asked_for_before_a_kernel_is_loaded(kernel):
+    x, y = torch.zeros(8), torch.zeros(8)
+    for _ in range(2):
+        launch(kernel, (4,), x, y, 5, WIDE=True, num_warps=4, DYNAMIC=60000)
+    (compiled,) = kernel.compiled
+    assert compiled.metadata.shared == 4 * 512 + 60000
+    assert [call[5] for call in compiled.run.calls] == [(4, 1, 4 * 512 + 60000)]
+
+
+def test_a_ring_that_triton_would_write_into_is_refused(kernel, monkeypatch):
+    monkeypatch.setattr("fake_triton.Compiled.metadata", Metadata(shared=4 * 512 + 16))
+    with pytest.raises(RuntimeError, match="more than 2048"):
+        launch(kernel, (4,), torch.zeros(8), torch.zeros(8), 5, WIDE=True, num_warps=4, DYNAMIC=60000)
+
+
+def test_threads_that_launch_first_load_the_kernel_that_was_asked_for(kernel):
+    x, y = torch.zeros(8), torch.zeros(8)
+    order, together = [], threading.Barrier(4)
+    warmup, start = kernel.warmup, kernel.__class__.__getitem__
+
+    class Slow(kernel.__class__):
+        def warmup(self, *args, **meta):
+            order.append("asked")
+            time.sleep(0.01)
+            return warmup(*args, **meta)
+
+        def __getitem__(self, grid):
+            order.append("launched")
+            return start(self, grid)
+
+    kernel.__class__ = Slow
+
+    def first():
+        together.wait()
+        launch(kernel, (4,), x, y, 5, WIDE=True, num_warps=4, DYNAMIC=60000)
+
+    threads = [threading.Thread(target=first) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order == ["asked", "launched"] * (len(order) // 2)
 
 
 def test_other_versions_of_triton_launch_the_ordinary_way(kernel, monkeypatch):

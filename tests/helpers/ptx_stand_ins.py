@@ -50,7 +50,7 @@ class Ring:
         self.groups = [[]]
         return _words(np.full(_array(thread).shape, self.START, np.int32))
 
-    def copy(self, to, address, size, wanted, BYTES, AHEAD=128):
+    def copy(self, to, address, size, wanted, BYTES):
         width = _value(BYTES)
         to, address, size, wanted = (np.broadcast_to(_array(v), _array(to).shape) for v in (to, address, size, wanted))
         assert (to % width == 0).all()
@@ -202,7 +202,7 @@ def install(monkeypatch):
     from qcore_cuda.kernels import blocks, gemv, int8_gemv
 
     ring = Ring()
-    for module in (blocks, gemv, int8_gemv):
+    for module, functions in ((blocks, ()), (gemv, (spread, codes8, mma)), (int8_gemv, (load_quad, mma8, nibbles16))):
         monkeypatch.setattr(module, "ring", ring)
-        for function in (load_quad, spread, codes8, mma, mma8, nibbles16):
-            monkeypatch.setattr(module, function.__name__, function, raising=False)
+        for function in functions:
+            monkeypatch.setattr(module, function.__name__, function)

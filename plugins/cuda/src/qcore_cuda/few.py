@@ -53,7 +53,8 @@ class Ring(NamedTuple):
 
     def fitted(self, shape: Shape, device: Device) -> Shape:
         """The shape, made smaller where it would take more shared memory than there is."""
-        most = device.shared if asks() else STATIC
+        # Triton names its shared memory, where a ring that was asked for begins, if warps have something to exchange.
+        most = device.shared if asks() and shape.warps > 1 else STATIC
         while self.size(shape) + scratch(shape.warps) > most:
             if shape.stages > 2:
                 shape = shape._replace(stages=shape.stages - 1)
@@ -85,8 +86,18 @@ def _x_rows(m: int) -> int:
 def _weight_ring(weight: Weight, block: int, grouped: bool, x: int, blank: int, fixed: int = 0) -> Ring:
     """``x``, ``blank``: bytes for each block of K."""
     of_row = weight.scale.element_size() + (0 if weight.zero is None else weight.zero.element_size())
-    in_ring = grouped and weight.n % 16 == 0
-    return Ring(2 * block * weight.bits, x, 16 * of_row if in_ring else 0, blank, fixed)
+    return Ring(2 * block * weight.bits, x, 16 * of_row if grouped and _even(weight) else 0, blank, fixed)
+
+
+def _even(weight: Weight) -> bool:
+    """Whether the scales and zero points of 16 rows can be copied 16 bytes at a time."""
+    parts = (weight.scale,) if weight.zero is None else (weight.scale, weight.zero)
+    return weight.n % 16 == 0 and not any(part.data_ptr() % 16 for part in parts)
+
+
+def _placed(weight: Weight) -> Weight:
+    """The weight with codes on 16 bytes: a copy of those that are a view into the middle of something."""
+    return weight if weight.data.data_ptr() % 16 == 0 else weight._replace(data=weight.data.clone())
 
 
 def _sized(shape: Shape, block: int, bits: int) -> Shape:
@@ -94,30 +105,30 @@ def _sized(shape: Shape, block: int, bits: int) -> Shape:
     return shape._replace(unroll=shape.unroll * max(1, 512 // (block * bits)))
 
 
-def _sizes(weight: Weight, block: int, grouped: bool) -> tuple[int, ...]:
+def _sizes(weight: Weight, block: int) -> tuple[int, ...]:
     """Rows, blocks of K, blocks per group, and the row pitch of rows16 in units of 32."""
     four = weight.bits == 4
     blocks = weight.data.shape[1] if four else weight.data.shape[1] // block
-    per = max(1, weight.group // block) if grouped else blocks
+    per = weight.group // block if weight.scale.shape[0] > 1 else blocks
     return weight.data.shape[0] * (16 if four else 1), blocks, per, 0 if four else weight.data.shape[1] // 32
 
 
 def float_product(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, device: Device, shape: Shape) -> None:
     """``y = x @ W^T + bias``: x ``(M, K)`` of 16-bit floats, M <= ROWS, filled up and aligned as `gemv` asks for."""
+    weight = _placed(weight)
     m, block, (data, scale, zero, *_) = x.shape[0], weight.block, weight
     # Sums over all of K would leave float16's larger offset too little of float32's digits.
     one_group = scale.shape[0] == 1 and (weight.bits == 8 or x.dtype == torch.bfloat16)
-    grouped = scale.shape[0] > 1
     rows_of_x = 2 * block * _x_rows(m)
     ring = _weight_ring(weight, block, not one_group, rows_of_x, 2 * block if m == 1 else 0)
     shape = ring.fitted(_sized(shape, block, weight.bits), device)
-    rows, blocks, per, pitch = _sizes(weight, block, grouped)
+    rows, blocks, per, pitch = _sizes(weight, block)
     launch(
         gemv, (-(-weight.n // (16 * shape.row_blocks)),),
         x, data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
         m, weight.n, rows, blocks, per, x.stride(0), pitch,
         BITS=weight.bits, P=block, ZERO=weight.zero_kind, BIAS=bias is not None, ONE_GROUP=one_group,
-        BF16=x.dtype == torch.bfloat16, ALIGNED=weight.n % 16 == 0, **_meta(ring, shape, device, m),
+        BF16=x.dtype == torch.bfloat16, ALIGNED=_even(weight), **_meta(ring, shape, device, m),
     )  # fmt: skip
 
 
@@ -148,12 +159,13 @@ def int8_product(
     grouped: bool,
 ) -> None:
     """``y``, of M <= ROWS rows. ``end``: arguments, numbers and constexprs of the epilogue."""
+    weight = _placed(weight)
     m, fused, block = y.shape[0], a.mode >= 0, weight.block
     wide = _capacity(weight.k) if fused else 0
     x_bytes = 0 if fused else block * _x_rows(m)
     ring = _weight_ring(weight, block, grouped, x_bytes, block if m == 1 else 0, wide)
     shape = ring.fitted(_sized(shape, block, weight.bits), device)
-    rows, blocks, per, pitch = _sizes(weight, block, grouped)
+    rows, blocks, per, pitch = _sizes(weight, block)
     after, out_numbers, out_meta = end
     scale = y if a.scale is None else a.scale
     launch(
@@ -162,7 +174,7 @@ def int8_product(
         y if sums is None else sums, scale, scale if a.zero is None else a.zero, *after, y, *a.numbers, *out_numbers,
         m, weight.n, weight.k, rows, blocks, per, 0 if fused else a.x.shape[1] // 128, pitch,
         BITS=weight.bits, P=block, WZERO=weight.zero_kind, XZERO=a.shifted, GROUPED=grouped, MODE=a.mode, WIDE=wide,
-        ALIGNED=weight.n % 16 == 0, **out_meta, **_meta(ring, shape, device, m),
+        ALIGNED=_even(weight), **out_meta, **_meta(ring, shape, device, m),
     )  # fmt: skip
 
 

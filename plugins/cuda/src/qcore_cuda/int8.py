@@ -22,8 +22,8 @@ from .weights import INT_ZERO, Weight
 
 _IN_REGISTERS = 32768
 """Rows up to this K are read once."""
-_EXACT_K = 1 << 16
-"""Up to this K the products of one group fit int32."""
+_EXACT_K = {False: 1 << 16, True: 1 << 15}
+"""Up to this K the products of one group fit int32; True: with differences of int8 codes and zero points as factors."""
 
 
 class Codes(NamedTuple):
@@ -134,7 +134,7 @@ def product(
         y = empty((1, weight.n), out_dtype, x.device)
         return _few(activations, weight, sums, _end(bias, of_y, zero_y, y), y, device, config)
     # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.
-    total = weight.zero is not None and weight.scale.shape[0] == 1
+    total = weight.zero is not None and weight.scale.shape[0] == 1 and config.kernel != "gemv"
     if given is None:
         codes = quantize_rows(x, symmetric=symmetric, total=total, order=weight.order)
     else:
@@ -207,7 +207,7 @@ def blocking(weight: Weight) -> tuple[int, bool, int]:
     if groups > 1:
         p = p if weight.bits == 4 else next(size for size in (128, 64, 32) if weight.group % size == 0)
         return p, True, weight.group // p
-    return p, weight.k > _EXACT_K, 1 << 24
+    return p, weight.k > _EXACT_K[weight.bits == 8 and weight.zero_kind == INT_ZERO], 1 << 24
 
 
 class _End(NamedTuple):

@@ -9,6 +9,7 @@ that it was tried with, and any other launches the ordinary way.
 from __future__ import annotations
 
 import os
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -71,9 +72,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dic
     key = tuple(facts)
     found = _compiled.get(key)
     if found is None:
-        if meta.get("DYNAMIC"):
-            _ask(kernel.warmup(*args, grid=grid, **meta), meta["DYNAMIC"])
-        compiled = kernel[grid](*args, **meta)
+        compiled = _first(kernel, grid, args, meta)
         found = _compiled[key] = compiled, tuple(meta[name] for name in kernel.arg_names[len(args) :])
         return found
     compiled, constants = found
@@ -88,6 +87,24 @@ def asks() -> bool:
     return _quick()
 
 
+_first_launch = threading.Lock()
+"""Triton keeps what the last of several threads has compiled: it must be the one that was asked for."""
+
+
+def _first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> Any:
+    """Compile, load and launch a kernel."""
+    more = meta.get("DYNAMIC")
+    if not more:
+        return kernel[grid](*args, **meta)
+    with _first_launch:
+        asked = kernel.warmup(*args, grid=grid, **meta)
+        _ask(asked, more)
+        compiled = kernel[grid](*args, **meta)
+    if compiled is not asked:
+        raise RuntimeError(f"{asked.metadata.name}: Triton has launched another kernel than it had compiled.")
+    return compiled
+
+
 def _ask(compiled: Any, more: int) -> None:
     """Let a kernel that was not loaded yet have ``more`` bytes of shared memory, behind those of Triton's exchanges."""
     from .kernels.ring import scratch
@@ -96,7 +113,8 @@ def _ask(compiled: Any, more: int) -> None:
     own = scratch(facts.num_warps)
     if facts.shared == own + more:
         return
-    assert facts.shared <= own, f"{facts.name}: Triton takes {facts.shared} bytes of shared memory, more than {own}"
+    if facts.shared > own:
+        raise RuntimeError(f"{facts.name}: Triton takes {facts.shared} bytes of shared memory, more than {own}.")
     compiled.metadata = facts._replace(shared=own + more)
     compiled.packed_metadata = (facts.num_warps, facts.num_ctas, own + more)
 

@@ -82,18 +82,18 @@ def weights(at, lane, u: tl.constexpr, i: tl.constexpr, R: tl.constexpr, BYTES: 
 
 
 @triton.jit
-def copy_parameters(to, scale, zero, lane, first, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr,
+def copy_parameters(to, scale, zero, lane, first, live, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr,
                     ZERO: tl.constexpr):  # fmt: skip
     """Begin to copy the scales of R row blocks, of the groups of U blocks, and behind them, where ZERO, zero points.
 
-    A lane copies those of 16 rows and one block.
+    A lane copies those of 16 rows and one block. live: whether any warp will read of this stage.
     """
     SB: tl.constexpr = scale.dtype.element_ty.primitive_bitwidth // 8
     ZB: tl.constexpr = zero.dtype.element_ty.primitive_bitwidth // 8 if ZERO else 0
     size = tl.full(to.shape, 16, tl.int32)
     for q in tl.static_range((U * R + 31) // 32):
         c = q * 32 + lane
-        wanted = (c < U * R).to(tl.int32)
+        wanted = ((c < U * R) & live).to(tl.int32)
         row = tl.minimum(rows + c % R * 16, N - 16)
         at = group_of(first + c // R, KB, each).to(tl.int64) * N + row
         for j in tl.static_range(SB):
@@ -107,3 +107,18 @@ def copy_parameters(to, scale, zero, lane, first, rows, N, KB, each, R: tl.const
 def group_of(block, KB, each):
     """The group of a block, ``each`` = 1 / blocks per group: exact, halves stand far from whole numbers."""
     return ((tl.minimum(block, KB - 1).to(tl.float32) + 0.5) * each).to(tl.int32)
+
+
+@triton.jit
+def pair(at, lane, u: tl.constexpr, i: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr):
+    """The scales or zero points of rows r and r + 8, of block u and row block i of a stage."""
+    B: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    spot = at + ((u * R + i) * 16 + lane // 4) * B
+    return ring.number(spot, DTYPE), ring.number(spot + 8 * B, DTYPE)
+
+
+@triton.jit
+def over_warps(a, NW: tl.constexpr):
+    """Four accumulators per lane, summed over the warps in one exchange: [lane, row half, column]."""
+    four = tl.join(tl.join(a[0], a[2]), tl.join(a[1], a[3]))
+    return tl.sum(tl.reshape(four, [NW, 128]), 0)

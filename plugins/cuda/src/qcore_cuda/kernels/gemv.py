@@ -16,14 +16,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import ring
-from .blocks import copy_parameters, copy_weights, group_of, places, weights
+from .blocks import copy_parameters, copy_weights, group_of, over_warps, pair, places, weights
 from .warp import codes8, mma, spread
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 
 @triton.jit
-def _copy_x(to, x, lane, first, M, KB, stride, XR: tl.constexpr, U: tl.constexpr, P: tl.constexpr):
+def _copy_x(to, x, lane, first, live, M, KB, stride, XR: tl.constexpr, U: tl.constexpr, P: tl.constexpr):
     """Begin to copy XR rows of x, U blocks of each, 16 bytes at a time; eight rows meet no bank of memory twice."""
     C: tl.constexpr = U * P // 8  # chunks of a row
     MASK: tl.constexpr = min(8, C) - 1
@@ -35,7 +35,7 @@ def _copy_x(to, x, lane, first, M, KB, stride, XR: tl.constexpr, U: tl.constexpr
         at = x + (token * tl.cast(stride, tl.int64) + (first * P + k * 8))
         size = tl.where(inside, 16, 0)
         at = tl.where(inside, at.to(tl.int64, bitcast=True), x.to(tl.int64, bitcast=True))
-        wanted = (c < XR * C).to(tl.int32)
+        wanted = ((c < XR * C) & live).to(tl.int32)
         ring.copy(to + (token * C + (k ^ (token & MASK))) * 16, at, size, wanted, 16)
 
 
@@ -145,20 +145,15 @@ def _parameters(scale, zero, row, group, N, R: tl.constexpr, ZERO: tl.constexpr)
 def _copied(at_scale, at_zero, lane, u: tl.constexpr, R: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
             POINT: tl.constexpr):  # fmt: skip
     """`_parameters` from the ring."""
-    SB: tl.constexpr = SCALE.primitive_bitwidth // 8
-    ZB: tl.constexpr = POINT.primitive_bitwidth // 8
     out = ()
     for i in tl.static_range(R):
-        spot = at_scale + ((u * R + i) * 16 + lane // 4) * SB
-        s0 = ring.number(spot, SCALE)
-        s8 = ring.number(spot + 8 * SB, SCALE)
+        s0, s8 = pair(at_scale, lane, u, i, R, SCALE)
+        z0 = s0
+        z8 = s8
         if ZERO:
-            spot = at_zero + ((u * R + i) * 16 + lane // 4) * ZB
-            z0 = ring.number(spot, POINT)
-            z8 = ring.number(spot + 8 * ZB, POINT)
-        else:
-            z0 = s0
-            z8 = s8
+            z0, z8 = pair(at_zero, lane, u, i, R, POINT)
+            z0 = z0.to(tl.float32)
+            z8 = z8.to(tl.float32)
         out = out + ((s0, s8, z0, z8),)
     return out
 
@@ -262,11 +257,13 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
         ahead = first + s * (U * NW)
         copy_weights(to, at + s * (U * NW * NEXT), lane, ahead, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
         if RINGED:
-            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, rows, N, KB, each, R, U, ZERO)
+            live = s * (U * NW) < KB
+            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, live, rows, N, KB, each, R, U, ZERO)
     if PDL:
         gdc_wait()
     for s in tl.static_range(STAGES - 1):
-        _copy_x(mine + s * STAGE + W_BYTES, x, lane, first + s * (U * NW), M, KB, stride, XR, U, P)
+        ahead = first + s * (U * NW)
+        _copy_x(mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M, KB, stride, XR, U, P)
         ring.commit(thread)
 
     zeros = tl.zeros([T], tl.float32)
@@ -291,10 +288,11 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
         # The stage that was read last is free.
         to = mine + tl.where(slot >= 2 * STAGE, slot - 2 * STAGE, slot + (STAGES - 2) * STAGE)
         ahead = first + (STAGES - 1) * (U * NW)
+        live = start + (STAGES - 1) * (U * NW) < KB
         copy_weights(to, at, lane, ahead, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
         if RINGED:
-            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, rows, N, KB, each, R, U, ZERO)
-        _copy_x(to + W_BYTES, x, lane, ahead, M, KB, stride, XR, U, P)
+            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, live, rows, N, KB, each, R, U, ZERO)
+        _copy_x(to + W_BYTES, x, lane, ahead, live, M, KB, stride, XR, U, P)
         ring.commit(thread)
         at += U * NW * NEXT
 
@@ -343,9 +341,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     for i in tl.static_range(R):
         for n in tl.static_range(NB):
             a = acc[i * NB + n]
-            # [warp, lane, row half, column] summed over the warps in one exchange.
-            four = tl.join(tl.join(a[0], a[2]), tl.join(a[1], a[3]))
-            part = tl.sum(tl.reshape(four, [NW, 128]), 0)
+            part = over_warps(a, NW)
             e = tl.arange(0, 128)
             out_row = rows + 16 * i + e // 16 + 8 * ((e // 2) % 2)
             token = 8 * n + 2 * ((e // 4) % 4) + e % 2

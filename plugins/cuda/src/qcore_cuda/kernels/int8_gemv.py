@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import ring
-from .blocks import copy_parameters, copy_weights, group_of, places, weights
+from .blocks import copy_parameters, copy_weights, group_of, over_warps, pair, places, weights
 from .int8_common import FLOAT_ZERO, INT_ZERO, finish
 from .order import position_of
 from .quantize import TENSOR, encode, extent, parameters
@@ -22,7 +22,7 @@ from .warp import both, load_quad, mma8, nibbles16
 
 
 @triton.jit
-def _copy_codes(to, x, lane, first, M, KB, pitch, XR: tl.constexpr, U: tl.constexpr, P: tl.constexpr):
+def _copy_codes(to, x, lane, first, live, M, KB, pitch, XR: tl.constexpr, U: tl.constexpr, P: tl.constexpr):
     """Begin to copy XR rows of codes, U blocks of each: 16 bytes at a time, odd rows rotated by half their banks."""
     C: tl.constexpr = U * P // 16  # chunks of a row
     TURN: tl.constexpr = 4 if C >= 8 else 0
@@ -33,7 +33,7 @@ def _copy_codes(to, x, lane, first, M, KB, pitch, XR: tl.constexpr, U: tl.conste
         inside = (token < M) & (first * P + k * 16 < KB * P)
         at = x.to(tl.int64, bitcast=True) + (token * (pitch.to(tl.int64) * 128) + (first * P + k * 16))
         at = tl.where(inside, at, x.to(tl.int64, bitcast=True))
-        wanted = (c < XR * C).to(tl.int32)
+        wanted = ((c < XR * C) & live).to(tl.int32)
         ring.copy(to + (token * C + (k ^ (token % 2 * TURN))) * 16, at, tl.where(inside, 16, 0), wanted, 16)
 
 
@@ -127,21 +127,6 @@ def _pair(values, row, group, N):
     return tl.load(values + at + tl.minimum(row, N - 1)), tl.load(values + at + tl.minimum(row + 8, N - 1))
 
 
-@triton.jit
-def _copied(at, lane, u: tl.constexpr, i: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr):
-    """`_pair` from the ring."""
-    B: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    spot = at + ((u * R + i) * 16 + lane // 4) * B
-    return ring.number(spot, DTYPE), ring.number(spot + 8 * B, DTYPE)
-
-
-@triton.jit
-def _total(a, NW: tl.constexpr):
-    """Four accumulators per lane, summed over the warps in one exchange: [lane, row half, column]."""
-    four = tl.join(tl.join(a[0], a[2]), tl.join(a[1], a[3]))
-    return tl.sum(tl.reshape(four, [NW, 128]), 0)
-
-
 @triton.jit(
     do_not_specialize=[
         "M", "N", "K", "NP", "KB", "PER", "stride", "pitch", "given_scale_number", "given_zero_number",
@@ -201,7 +186,8 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         ahead = first + s * (U * NW)
         copy_weights(to, at + s * (U * NW * NEXT), lane, ahead, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
         if RINGED:
-            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, rows, N, KB, each, R, U, WZERO)
+            live = s * (U * NW) < KB
+            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, live, rows, N, KB, each, R, U, WZERO)
         if FUSED:
             ring.commit(thread)
     if PDL:
@@ -215,7 +201,8 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         tl.debug_barrier()
     else:
         for s in tl.static_range(STAGES - 1):
-            _copy_codes(mine + s * STAGE + W_BYTES, x, lane, first + s * (U * NW), M, KB, stride, XR, U, P)
+            ahead = first + s * (U * NW)
+            _copy_codes(mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M, KB, stride, XR, U, P)
             ring.commit(thread)
 
     nothing = tl.zeros([T], tl.int32)
@@ -245,13 +232,14 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         # The stage that was read last is free.
         to = mine + tl.where(slot >= 2 * STAGE, slot - 2 * STAGE, slot + (STAGES - 2) * STAGE)
         ahead = first + (STAGES - 1) * (U * NW)
+        live = start + (STAGES - 1) * (U * NW) < KB
         copy_weights(to, at, lane, ahead, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
         if RINGED:
-            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, rows, N, KB, each, R, U, WZERO)
+            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, live, rows, N, KB, each, R, U, WZERO)
         if FUSED:
             x_at = codes + first * P
         else:
-            _copy_codes(to + W_BYTES, x, lane, ahead, M, KB, stride, XR, U, P)
+            _copy_codes(to + W_BYTES, x, lane, ahead, live, M, KB, stride, XR, U, P)
             x_at = here + W_BYTES
         ring.commit(thread)
         at += U * NW * NEXT
@@ -280,14 +268,14 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                     group = group_of(first + u, KB, each)
                     at_scale = here + (W_BYTES + X_BYTES)
                     if RINGED:
-                        s0, s8 = _copied(at_scale, lane, u, i, R, SCALE)
+                        s0, s8 = pair(at_scale, lane, u, i, R, SCALE)
                     else:
                         s0, s8 = _pair(scale, row + 16 * i, group, N)
                     s0 = s0.to(tl.float32)
                     s8 = s8.to(tl.float32)
                     if WZERO:
                         if RINGED:
-                            z0, z8 = _copied(at_scale + S_BYTES, lane, u, i, R, POINT)
+                            z0, z8 = pair(at_scale + S_BYTES, lane, u, i, R, POINT)
                         else:
                             z0, z8 = _pair(zero, row + 16 * i, group, N)
                     if XZERO:
@@ -349,15 +337,15 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                 xz = tl.load(x_zero + token, mask=in_row, other=0.0)
         if WZERO and not GROUPED:
             t = total[n]
-            row_sums = _total((t[0], t[1], t[0], t[1]), NW)
+            row_sums = over_warps((t[0], t[1], t[0], t[1]), NW)
         for i in tl.static_range(R):
             out_row = rows + 16 * i + e // 16 + 8 * ((e // 2) % 2)
             in_column = out_row < N
-            v = _total(acc[i * NB + n], NW)
+            v = over_warps(acc[i * NB + n], NW)
             if GROUPED:
                 if XZERO:
                     k0, k8 = correction[i]
-                    v -= xz * _total((k0, k0, k8, k8), NW)
+                    v -= xz * over_warps((k0, k0, k8, k8), NW)
             else:
                 if BITS == 4:
                     v = v >> 4

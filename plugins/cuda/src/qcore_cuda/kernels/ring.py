@@ -19,7 +19,7 @@ STATIC = 48 << 10
 
 
 def scratch(warps: int) -> int:
-    """Bytes that Triton's own exchanges between threads take in a kernel with a ring: sums of `total`."""
+    """Bytes that Triton's own exchanges between threads take in a kernel with a ring, see `blocks.over_warps`."""
     return 512 * warps
 
 
@@ -59,7 +59,7 @@ def copy(to, address, size, wanted, BYTES: tl.constexpr):
         done = tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; "
             "@p cp.async.cg.shared.global.L2::128B [$1], [$2], 16, $3; }",
-            "=r,r,l,r,r",
+            "=&r,r,l,r,r",
             [to, address, size, wanted],
             dtype=tl.int32,
             is_pure=False,
@@ -69,7 +69,7 @@ def copy(to, address, size, wanted, BYTES: tl.constexpr):
         done = tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; "
             f"@p cp.async.ca.shared.global.L2::128B [$1], [$2], {BYTES}, $3; }}",
-            "=r,r,l,r,r",
+            "=&r,r,l,r,r",
             [to, address, size, wanted],
             dtype=tl.int32,
             is_pure=False,
@@ -104,7 +104,7 @@ def clear(to):
     """Set 16 bytes of shared memory to 0."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 z; mov.b32 z, 0; mov.b32 $0, 0; st.shared.v4.b32 [$1], {z, z, z, z}; }",
-        "=r,r",
+        "=&r,r",
         [to],
         dtype=tl.int32,
         is_pure=False,
@@ -118,7 +118,7 @@ def place(at, word, wanted, BYTES: tl.constexpr):
     if BYTES == 4:
         done = tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; @p st.shared.b32 [$1], $2; }",
-            "=r,r,r,r",
+            "=&r,r,r,r",
             [at, word, wanted],
             dtype=tl.int32,
             is_pure=False,
@@ -128,7 +128,7 @@ def place(at, word, wanted, BYTES: tl.constexpr):
         done = tl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b16 h; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; cvt.u16.u32 h, $2; "
             "@p st.shared.b16 [$1], h; }",
-            "=r,r,r,r",
+            "=&r,r,r,r",
             [at, word, wanted],
             dtype=tl.int32,
             is_pure=False,

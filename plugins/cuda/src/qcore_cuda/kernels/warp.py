@@ -1,4 +1,4 @@
-"""Per-thread PTX for `gemv`: codes as floats, and the tensor core's m16n8k16 product, on one value per thread.
+"""Per-thread PTX for `gemv` and `int8_gemv`: codes as operands, and the tensor core's products, a value per thread.
 
 A one-dimensional tensor with as many elements as the program has threads holds one element per thread, in order:
 element ``i`` belongs to lane ``i % 32`` of warp ``i // 32``. Elementwise inline assembly on them is ordinary SIMT code,
