@@ -50,7 +50,7 @@ def test_the_default_is_right_for_every_scheme_and_size(scheme, m, n, k):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["gemm", "scaled", "split", "slices", "dense"])
+@pytest.mark.parametrize("name", ["gemm", "scaled", "split", "even", "steps", "slices", "dense"])
 def test_every_kernel_is_right_for_every_scheme(scheme, name):
     from qcore_cuda.device import device_of
     from qcore_cuda.dispatch import Config
@@ -60,6 +60,8 @@ def test_every_kernel_is_right_for_every_scheme(scheme, name):
         "gemm": Config("gemm", 64, 32, stages=2),
         "scaled": Config("gemm", 64, 16, stages=2, scaled=True),
         "split": Config("gemm", 64, 16, stages=2, split=2),
+        "even": Config("gemm", 64, 16, stages=2, even=1),
+        "steps": Config("gemm", 64, 32, stages=2, unroll=2, scaled=True),
         "slices": Config("slices", 16, 16, stages=2),
         "dense": Config("dense"),
     }
@@ -96,6 +98,32 @@ def test_dense_weights_are_right(scheme):
     # Triton's interpreter cuts float32 off where it makes bfloat16 of it; a GPU rounds.
     for dtype, rtol in ((torch.float32, 2**-22), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)):
         torch.testing.assert_close(dense(packed_weight(case), dtype).double(), expected, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize(("n", "m", "even", "k"), [(64 * 3, 16, 1, 640), (64 * 9, 17, 1, 384), (64 * 5, 40, 2, 1152)])
+def test_tiles_are_spread_evenly_over_programs(n, m, even, k):
+    """4 programs of 3 tiles, 8 of 15, 4 of 18: parts of tiles, whole ones, and both."""
+    from qcore_cuda.device import device_of
+    from qcore_cuda.dispatch import Config
+    from qcore_cuda.weight_only import run
+
+    case = problem("w4a16-g128-asym", m, n, k, bias="same")
+    config = Config("gemm", 64, 16, stages=2, even=even)
+    result = run(case.x, packed_weight(case), case.bias, torch.bfloat16, device_of(case.x.device), config)
+    assert_right(case, result)
+    again = run(case.x, packed_weight(case), case.bias, torch.bfloat16, device_of(case.x.device), config)
+    assert torch.equal(result, again)
+
+
+def test_a_step_may_have_blocks_of_several_groups():
+    from qcore_cuda.device import device_of
+    from qcore_cuda.dispatch import Config
+    from qcore_cuda.weight_only import run
+
+    for scheme, k in (("w4a16-g128-asym", 512), ("w4a16-g128-fzp", 384), ("w4a16-g256", 1024), ("w8a16-g64-asym", 512)):
+        case = problem(scheme, 17, 80, k)
+        config = Config("gemm", 64, 32, stages=2, unroll=2, scaled=True, split=2)
+        assert_right(case, run(case.x, packed_weight(case), None, torch.bfloat16, device_of(case.x.device), config))
 
 
 def test_a_part_of_a_split_may_be_empty():

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ class Config:
     **Fields:** ``kernel``: "gemv" (few rows, NVIDIA), "slices" (int8, few rows), "gemm" (any), "mixed" (many rows, see
     `large`) or "dense" (dequantize, then torch's product); ``bn``, ``bm``: the tile, of weight rows and tokens (gemv:
     rows of a program; mixed: ``bm`` alone); ``warps``, ``stages``; ``unroll``, ``late``: of gemv, see `few.Shape`;
-    ``scaled``: gemm scales weights before the product, not sums after it; ``split``: programs that share K, of gemm.
+    ``split``: programs that share K, of gemm and mixed. Of gemm: ``unroll``: times 128 columns in a step; ``scaled``:
+    weights are scaled before the product, not sums after it; ``even``: programs per multiprocessor, over which all
+    tiles are spread evenly instead; ``registers``: of a thread, at most.
     """
 
     kernel: str
@@ -43,6 +45,8 @@ class Config:
     late: bool = False
     scaled: bool = False
     split: int = 1
+    even: int = 0
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,7 @@ def rule(device: Device, problem: Problem) -> Config:
     bm = min(64, max(16, m))
     tiles = math.ceil(n / 64) * math.ceil(m / bm)
     split = max(1, min(8, 2 * device.sms // max(1, tiles), problem.k // 512))
-    # int8 weights meet the tensor cores before Hopper through more registers than four warps have.
-    warps = 8 if problem.bits == 8 and device.arch < 90 and bm == 64 else 4
-    return Config("gemm", 64, bm, warps=warps, stages=4 if m <= 32 else 3, split=1 << (split.bit_length() - 1))
+    return Config("gemm", 64, bm, stages=4 if m <= 32 else 3, split=1 << (split.bit_length() - 1))
 
 
 def candidates(device: Device, problem: Problem) -> list[Config]:
@@ -127,17 +129,21 @@ def candidates(device: Device, problem: Problem) -> list[Config]:
             for stages in (3, 4, 6)
         ]
     if m > 16:
-        found += [
-            Config("gemm", bn, bm, warps=warps, stages=stages, scaled=scaled, split=split)
-            for bn, bm, warps, stages in _GEMM
-            if bm <= max(16, m) and bm * 8 >= m
-            for scaled in (False, True)
-            for split in (1, 2, 4)
-            if split == 1 or math.ceil(problem.n / bn) * math.ceil(m / bm) * split <= 4 * device.sms
-        ]
+        shapes = (shape for shape in _GEMM if shape.bm <= max(32, m) and shape.bm * 4 >= min(m, 1024))
+        found += [config for shape in shapes for config in _spread(device, problem, shape)]
     if m >= 64:
         found += [*(Config("mixed", bm=bm) for bm in _MIXED if bm <= m), Config("dense")]
     return [c for c in dict.fromkeys(found) if legal(device, problem, c)]
+
+
+def _spread(device: Device, problem: Problem, shape: Config) -> Iterator[Config]:
+    """A shape of gemm with the ways to spread its tiles: K is split while they are few, else all is spread evenly."""
+    tiles, most = math.ceil(problem.n / shape.bn) * math.ceil(problem.rows / shape.bm), (12 // shape.warps) * device.sms
+    for split in (1, 2, 4, 8):
+        if split == 1 or device.sms <= 2 * tiles * split <= 2 * most:
+            yield replace(shape, split=split)
+    if tiles > device.sms:
+        yield from (replace(shape, even=even) for even in (1, 2) if tiles % (even * device.sms))
 
 
 def _mixed(device: Device, problem: Problem) -> Config:
@@ -191,10 +197,18 @@ _GEMV = {
 }  # fmt: skip
 """Shapes of `few.Shape` by bits and `few_rows`: each has been the fastest for some size."""
 _GEMM = (
-    (64, 16, 4, 4), (64, 16, 4, 6), (128, 16, 4, 4), (128, 16, 8, 4), (128, 16, 4, 6), (64, 32, 4, 4), (128, 32, 8, 4),
-    (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3), (128, 256, 8, 3),
-    (256, 128, 8, 3),
+    *(Config("gemm", bn, bm, warps, stages, scaled=True) for bn, bm, warps, stages in (
+        (64, 32, 4, 4), (128, 32, 8, 5), (64, 64, 4, 4), (256, 64, 8, 3), (64, 128, 4, 3), (128, 128, 8, 3),
+        (128, 256, 8, 3),
+    )),
+    *(Config("gemm", bn, bm, warps, stages, unroll=2, scaled=True) for bn, bm, warps, stages in (
+        (64, 32, 4, 4), (64, 64, 4, 3), (128, 64, 8, 3),
+    )),
+    Config("gemm", 128, 32, 8, 4, unroll=2, scaled=True, registers=128),
+    Config("gemm", 128, 64, 8, 3, scaled=True, registers=128),
+    *(Config("gemm", bn, bm, warps, 4) for bn, bm, warps in ((64, 32, 4), (128, 32, 8), (64, 64, 4))),
 )  # fmt: skip
+"""Shapes of gemm: each has been the fastest for some size, or is the fastest of those that do not scale weights."""
 
 
 # Tables: what was measured, by architecture; records are flat, so that they diff well.

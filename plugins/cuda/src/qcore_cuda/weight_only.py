@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import few, large, replay
+from .counters import counters
 from .device import Device, device_of
 from .dispatch import Config, Problem, bucket, choose
 from .kernels.dequant import dequantize
-from .kernels.gemm import gemm
-from .kernels.reduce import sum_parts
+from .kernels.gemm import arrange_columns, gemm
 from .kernels.slices import slices
 from .launch import launch, options
 from .replay import empty
@@ -103,36 +104,62 @@ def _gemm(
     x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, device: Device, config: Config, columns: int
 ) -> Tensor:
     scale, zero = weight.scale, weight.zero
-    m, n, split, bm = x.shape[0], weight.n, config.split, config.bm
-    block = _gemm_block(weight, columns)
+    m, n, bn, bm, block = x.shape[0], weight.n, config.bn, config.bm, weight.block
+    one, fragments = scale.shape[0] == 1, weight.bits == 4 or block == 64
     blocks = -(-weight.k // block)
+    per = blocks if one else weight.group // block
+    # Blocks of a step are of one group, or each of another one where scales meet the weight.
+    unroll, each = math.gcd(blocks, max(1, (64 if device.hip else 128) * config.unroll // block)), False
+    if per > 1 or unroll == 1 or not config.scaled:
+        unroll = math.gcd(unroll, per)
+    else:
+        each, per = True, unroll
+    if fragments and weight.bits == 8:
+        x = _in_fragments(x, columns, device)
+    tiles, steps = -(-n // bn) * -(-m // bm), blocks // unroll
+    waves, share, programs = _spread(tiles, steps, config, device)
     y = empty((m, n), out_dtype, x.device)
-    target = y if split == 1 else empty((split, m, n), torch.float32, x.device)
-    last = bias if split == 1 else None
-    rows = weight.data.shape[0] * (16 if weight.bits == 4 else 1)
-    per = weight.group // block if scale.shape[0] > 1 else blocks
+    left = tiles - waves * programs
+    if left:
+        parts, counts = empty(((programs + left) * bn * bm,), torch.float32, x.device), counters(left, x.device)
+    else:  # never touched
+        parts, counts = x[:1, :8].view(torch.float32), x[:1, :8].view(torch.int32)
+    limit = {"maxnreg": config.registers} if config.registers and device.asm else {}
     launch(
-        gemm, (-(-n // config.bn) * -(-m // bm), split),
-        x, weight.data, scale, scale if zero is None else zero, scale if last is None else last, target,
-        m, n, rows, blocks, per, x.stride(0) // 8, columns // 32, split,
-        BITS=weight.bits, P=block, ZERO=weight.zero_kind, BIAS=last is not None, BN=config.bn, BM=bm, NW=config.warps,
-        STAGES=config.stages, FRAG=weight.bits == 4, ASM=device.asm, PRE=config.scaled,
-        HOPPER=device.arch == 90, WIDE=device.interpreted,
-        num_stages=config.stages, **options(device, config.warps),
+        gemm, (programs,),
+        x, weight.data, scale, scale if zero is None else zero, scale if bias is None else bias, y, parts, counts,
+        m, n, weight.data.shape[0] * (16 if weight.bits == 4 else 1), steps, per // unroll, x.stride(0) // 8,
+        columns // 32, waves, share,
+        BITS=weight.bits, P=block, U=unroll, ZERO=weight.zero_kind, BIAS=bias is not None, BN=bn, BM=bm,
+        NW=min(config.warps, bn // 16), STAGES=config.stages, FRAG=fragments, SCALES=2 if one else int(config.scaled),
+        EACH=each, ALIGNED=n % 8 == 0, GROUP_M=16, ASM=device.asm, HOPPER=device.arch == 90, WIDE=device.interpreted,
+        num_stages=config.stages, **limit, **options(device, config.warps),
     )  # fmt: skip
-    if split > 1:
-        launch(
-            sum_parts, (-(-m * n // 1024),), target, scale if bias is None else bias, y, m * n, n,
-            split=split, BIAS=bias is not None, B=1024, **options(device, 4),
-        )  # fmt: skip
     return y
 
 
-def _gemm_block(weight: Weight, columns: int) -> int:
-    if weight.bits == 4:
-        return weight.order
-    whole = 128 if columns % 128 == 0 else 64
-    return whole if weight.scale.shape[0] == 1 else next(p for p in (whole, 64, 32) if weight.group % p == 0)
+def _spread(tiles: int, steps: int, config: Config, device: Device) -> tuple[int, int, int]:
+    """How `gemm` spreads ``tiles`` of so many steps of K: whole tiles of a program, its share of the rest, programs."""
+    if not config.even:
+        if config.split == 1:
+            return 1, 0, tiles
+        share = -(-steps // config.split)
+        return 0, share, -(-tiles * steps // share)
+    programs = config.even * device.sms
+    waves, left = divmod(tiles, programs)
+    share = -(-left * steps // programs)
+    return waves, share, programs if waves else -(-tiles * steps // share)
+
+
+def _in_fragments(x: Tensor, columns: int, device: Device) -> Tensor:
+    """X with its columns in the order in which `gemm` meets them in rows16."""
+    m = x.shape[0]
+    out = empty((m, columns), x.dtype, x.device)
+    launch(
+        arrange_columns, (-(-m * columns // 2048),), x, out, m, columns // 2, x.stride(0) // 8,
+        B=1024, **options(device, 4),
+    )  # fmt: skip
+    return out
 
 
 def bfloat16_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

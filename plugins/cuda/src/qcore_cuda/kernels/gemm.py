@@ -1,7 +1,8 @@
 """``gemm``: weight-only product in tiles, for any M.
 
 W is the first operand (rows of the tensor core's instruction), so that it can be dequantized in registers; the tokens
-are its columns.
+are its columns. The blocks of K of all tiles can be spread evenly among the programs: then a tile is the sum of what
+several of them have.
 """
 
 from __future__ import annotations
@@ -10,26 +11,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .nibbles import load_early, unpack_nibbles
+from .order import position_of
+from .parts import add_parts, part_at, put, zeros_like
+from .unpack import as_float, load_raw, unpack_bytes, unpack_nibbles
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-
-
-@triton.jit
-def _block(low, high, BN: tl.constexpr, P: tl.constexpr, NW: tl.constexpr, FRAG: tl.constexpr):
-    """Codes of the low and the high nibbles, each (rows, bytes), as (rows, k).
-
-    FRAG: bytes are stored in the order of the tensor core's registers (see `packing`), and rows were loaded in the
-    order that makes this a renaming of registers: nothing moves between threads.
-    """
-    q = tl.join(low, high)
-    if FRAG:
-        V: tl.constexpr = P // 32
-        q = tl.reshape(q, [BN // (16 * NW), 2, NW, 8, 4, V, 2, 2, 2])
-        q = tl.trans(q, 0, 2, 1, 3, 8, 5, 6, 4, 7)
-    else:
-        q = tl.trans(q, 0, 2, 1)
-    return tl.reshape(q, [BN, P])
 
 
 @triton.jit
@@ -41,102 +27,233 @@ def _settled(b, ON: tl.constexpr):
     """
     if ON:
         b = tl.inline_asm_elementwise(
-            "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;", "=r,r", [b], dtype=b.dtype, is_pure=False, pack=4
+            "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
+            "=r,=r,=r,=r,r,r,r,r",
+            [b],
+            dtype=b.dtype,
+            is_pure=False,
+            pack=16,
         )
     return b
 
 
-@triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "eighths", "pitch", "split"])
-def gemm(x, w, scale, zero, bias, y, M, N, NP, KB, PER, eighths, pitch, split,
-         BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
-         BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
-         ASM: tl.constexpr, PRE: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr,
-         PDL: tl.constexpr):  # fmt: skip
-    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
+@triton.jit
+def _rows(BN: tl.constexpr, NW: tl.constexpr, U: tl.constexpr, FRAG: tl.constexpr):
+    """Of U * BN short rows, each a block of W: the row of the tile, and the block.
 
-    x: rows ``8 * eighths`` values apart (said so, because Triton then knows that they are aligned), zero from K to
-    ``KB * P``. pitch: 32 times that many bytes are a row of rows16.
-    WIDE: products of float32 numbers (Triton's interpreter multiplies no bfloat16). ``split`` > 1: program (.., s)
-    writes its part of the sum over K to ``y[s]`` in float32, without bias.
+    FRAG: in the order in which `_weight` can make a tile of their codes where they are, in each thread's registers.
     """
-    H: tl.constexpr = P // 2
-    DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
-    if PDL:
-        gdc_launch_dependents()
-    # One axis for both, since only the first may be longer than 65535; tiles of one x are neighbours.
-    tile_n = tl.program_id(0) % tl.cdiv(N, BN)
-    tile_m = tl.program_id(0) // tl.cdiv(N, BN)
-    s = tl.program_id(1)
-    i = tl.arange(0, BN)
+    i = tl.arange(0, U * BN)
     if FRAG:
-        # Row i of the loaded tile is the row that `_fragments` expects there.
-        group: tl.constexpr = 16 * NW
-        row = (i // group) * group + 16 * (i // 8 % NW) + 8 * (i % group // (8 * NW)) + i % 8
+        row = i // (16 * NW * U) * (16 * NW) + 16 * (i // 8 % NW) + 8 * (i // (8 * NW * U) % 2) + i % 8
+        block = i // (8 * NW) % U
     else:
-        row = i
-    row = tile_n * BN + row
-    rm = tile_m * BM + tl.arange(0, BM)
-    k = tl.arange(0, H if BITS == 4 else P)
-    per_split = tl.cdiv(KB, split)
-    first = s * per_split
-    last = tl.minimum(first + per_split, KB)
-    row = tl.minimum(row, NP - 1)
+        row = i // U
+        block = i % U
+    return row, block
+
+
+@triton.jit
+def _weight(b, zero, DT: tl.constexpr, BITS: tl.constexpr, BN: tl.constexpr, P: tl.constexpr, U: tl.constexpr,
+            NW: tl.constexpr, FRAG: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """Bytes of the rows of `_rows` as codes (BN, U * P).
+
+    FRAG: bytes are in the order of the tensor core's registers, see `packing`; int8, which is not, meets an x whose
+    columns are. zero: see `unpack_nibbles`.
+    """
+    G: tl.constexpr = BN // (16 * NW)
     if BITS == 4:
-        wp = (
-            w
-            + (row // 16).to(tl.int64)[:, None] * (KB * 16 * H)
-            + ((row % 16) * H)[:, None]
-            + k[None, :]
-            + first.to(tl.int64) * (16 * H)
-        )
+        low, high = unpack_nibbles(b, zero, DT, ASM)
+        q = tl.join(low, high)
+        if FRAG:
+            q = tl.reshape(q, [G, 2, U, NW, 8, 4, P // 32, 2, 2, 2])
+            q = tl.trans(q, 0, 3, 1, 4, 2, 9, 6, 7, 5, 8)
+        else:
+            q = tl.trans(q, 0, 2, 1)
     else:
-        wp = w + row.to(tl.int64)[:, None] * (pitch * 32) + k[None, :] + first * P
-    kk = tl.arange(0, P)
-    # Two ways, each the faster one where it is taken (measured on an H200). Wide tiles: rows beyond M read the last,
-    # and scales come by inline assembly, in the order of their use. Others: rows beyond M are masked, since many that
-    # read the same one queue up, and scales come in Triton's order, rearranged through shared memory.
-    LARGE: tl.constexpr = ASM and BM >= 128
-    xm = tl.minimum(rm, M - 1) if LARGE else rm
-    xp = x + xm.to(tl.int64)[:, None] * (eighths * 8) + kk[None, :] + first * P
-    real = (rm < M)[:, None]
-    rn = tl.minimum(tile_n * BN + i, N - 1)
+        q = unpack_bytes(b, DT, ASM)
+        if FRAG:
+            q = tl.reshape(q, [G, 2, U, NW, 8, 4, P // 16, 2, 2])
+            q = tl.trans(q, 0, 3, 1, 4, 2, 6, 7, 5, 8)
+    return tl.reshape(q, [BN, U * P])
+
+
+@triton.jit
+def _wide(v, EACH: tl.constexpr):
+    """Scales of rows, or of rows and blocks, for each value of a weight."""
+    return v[:, :, None] if EACH else v[:, None]
+
+
+@triton.jit
+def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
+         BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+         NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr, SCALES: tl.constexpr, EACH: tl.constexpr,
+         ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The steps ``first`` to ``last`` of the tile at row n0 of W and row m0 of x; see `gemm`."""
+    DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    BYTES: tl.constexpr = P // 2 if BITS == 4 else P
+    STEP: tl.constexpr = U * 16 * BYTES if BITS == 4 else U * BYTES
+    row, block = _rows(BN, NW, U, FRAG)
+    row = tl.minimum(n0 + row, NP - 1)
+    if BITS == 4:
+        at = (row // 16).to(tl.int64) * (KB * U * 16 * BYTES) + (row % 16) * BYTES + block * (16 * BYTES)
+    else:
+        at = row.to(tl.int64) * (pitch * 32) + block * BYTES
+    wp = w + at[:, None] + tl.arange(0, BYTES)[None, :] + first.to(tl.int64) * STEP
+    # Rows beyond M are other rows again: many that read the same one would queue up for it.
+    rm = (m0 + tl.arange(0, BM)) % M
+    xp = x + rm.to(tl.int64)[:, None] * (eighths * 8) + tl.arange(0, U * P)[None, :] + first * (U * P)
+    rn = tl.minimum(n0 + tl.arange(0, BN), N - 1)
     acc = tl.zeros([BN, BM], tl.float32)
-    # Scales are too narrow for asynchronous copies: each iteration loads the next one's by hand.
-    at = (tl.minimum(first, KB - 1) // PER) * N + rn  # a program may have no part of K
-    sc = load_early(scale + at, LARGE)
-    zr = load_early(zero + at, LARGE) if ZERO else sc
+    total = tl.zeros([BM], tl.float32)
+    S: tl.constexpr = scale.dtype.element_ty
+    Z: tl.constexpr = zero.dtype.element_ty
+    FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # taken away where nibbles are unpacked, in their order
+    scales = (first * U + tl.arange(0, U))[None, :] * N + rn[:, None] if EACH else first // PER * N + rn
+    zeros = (first * U + block if EACH else first // PER) * N + tl.minimum(row, N - 1) if FOLDED else scales
+    sp = scale + scales
+    zp = zero + zeros
+    left = (first // PER + 1) * PER - first
+    # Scales are too narrow for asynchronous copies. What comes before a step's product is loaded a step ahead, what
+    # comes after it at the step's start.
+    s = load_raw(sp, ASM)
+    z = load_raw(zp, ASM) if ZERO else s
     if PDL:
         gdc_wait()
     for b in tl.range(first, last, num_stages=STAGES):
-        xt = tl.load(xp).to(DT) if LARGE else tl.load(xp, mask=real, other=0.0).to(DT)
-        later = tl.minimum((b + 1) // PER, (KB - 1) // PER) * N + rn
-        sc_next = load_early(scale + later, LARGE)
-        zr_next = load_early(zero + later, LARGE) if ZERO else sc_next
-        data = _settled(tl.load(wp), HOPPER and PRE)
-        if BITS == 4:
-            low, high = unpack_nibbles(data, DT, ASM)
-            q = _block(low, high, BN, P, NW, FRAG)
-            wp += 16 * H
+        if SCALES != 2:
+            if SCALES == 0:
+                s = load_raw(sp, ASM)
+                if ZERO == 2:
+                    z = load_raw(zp, ASM)
+            left -= 1
+            move = tl.where((left == 0) & (b + 1 < last), U * N if EACH else N, 0)
+            left = tl.where(left == 0, PER, left)
+            sp += move
+            zp += move
+        s_next = load_raw(sp, ASM) if SCALES == 1 else s
+        z_next = load_raw(zp, ASM) if (ZERO == 1 and SCALES != 2) or (ZERO == 2 and SCALES == 1) else z
+        xt = tl.load(xp).to(DT)
+        data = _settled(tl.load(wp), HOPPER and SCALES != 0)
+        q = _weight(data, z[:, None] if FOLDED else tl.zeros([1, 1], tl.int32), DT, BITS, BN, P, U, NW, FRAG, ASM)
+        wp += STEP
+        xp += U * P
+        if EACH:
+            q = tl.reshape(q, [BN, U, P])
+        if ZERO == 1 and not FOLDED:  # at most 255: exact
+            q -= _wide(as_float(z, Z, ASM).to(DT), EACH)
+        if SCALES == 1:
+            q *= _wide(as_float(s, S, ASM).to(DT), EACH)
+            if ZERO == 2:
+                q += _wide(as_float(z, Z, ASM).to(DT), EACH)
+        if EACH:
+            q = tl.reshape(q, [BN, U * P])
+        if SCALES == 0:
+            acc += tl.dot(q, tl.trans(xt)) * as_float(s, S, ASM)[:, None]
+            if ZERO == 2:
+                acc += as_float(z, Z, ASM)[:, None] * tl.sum(xt.to(tl.float32), 1)[None, :]
         else:
-            q = data.to(DT)
-            wp += P
-        if ZERO == 1 and (BITS == 4 or PRE):  # at most 255: exact
-            q -= zr.to(DT)[:, None]
-        if PRE:
-            acc = tl.dot(q * sc.to(DT)[:, None], tl.trans(xt), acc)
-        else:
-            d = tl.dot(q, tl.trans(xt))
-            if ZERO == 1 and BITS == 8:
-                d -= zr.to(tl.float32)[:, None] * tl.sum(xt.to(tl.float32), 1)[None, :]
-            acc += d * sc.to(tl.float32)[:, None]
+            acc = tl.dot(q, tl.trans(xt), acc)
+            if SCALES == 2 and ZERO == 2:
+                total += tl.sum(xt.to(tl.float32), 1)
+        s = s_next
+        z = z_next
+    if SCALES == 2:
+        acc *= as_float(s, S, ASM)[:, None]
         if ZERO == 2:
-            acc += zr.to(tl.float32)[:, None] * tl.sum(xt.to(tl.float32), 1)[None, :]
-        xp += P
-        sc = sc_next
-        zr = zr_next
-    n = tile_n * BN + i
-    valid = (n < N)[:, None] & (rm < M)[None, :]
-    if BIAS:
-        acc += tl.load(bias + rn).to(tl.float32)[:, None]
-    out = y + s.to(tl.int64) * M * N + rm.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(out, acc.to(y.dtype.element_ty), mask=valid)
+            acc += as_float(z, Z, ASM)[:, None] * total[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "eighths", "pitch", "waves", "share"])
+def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, pitch, waves, share,
+         BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
+         BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
+         SCALES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, GROUP_M: tl.constexpr, ASM: tl.constexpr,
+         HOPPER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``, in KB steps of U blocks of P columns.
+
+    x: rows ``8 * eighths`` values apart (said so, because Triton then knows that they are aligned), zero from K to
+    ``KB * U * P``. pitch: 32 times that many bytes are a row of rows16. PER: steps per group.
+    SCALES: 0: applied to sums over a step; 1: to the weight, which is rounded to x's dtype; 2: there is but one group,
+    applied to the whole sum. EACH: each block of a step has scales of its own. ALIGNED: N is a multiple of 8. WIDE:
+    products of float32 numbers (Triton's interpreter multiplies no bfloat16).
+
+    A program computes ``waves`` whole tiles, and ``share`` steps of the tiles that are left, which lie in a row. Of a
+    tile that several have steps of, each leaves its sum in ``parts`` (float32) and counts itself in ``counts`` (zero
+    before and after); the last one adds them up, always in the same order.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    if ALIGNED:
+        N = N // 8 * 8  # tells the compiler
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    tiles_n = tl.cdiv(N, BN)
+    tiles_m = tl.cdiv(M, BM)
+    whole = waves * programs
+    start = program * share
+    steps = waves * KB + tl.maximum(0, tl.minimum(share, (tiles_n * tiles_m - whole) * KB - start))
+    step = steps * 0
+    while step < steps:
+        if step < waves * KB:
+            tile = step // KB * programs + program
+            first = step * 0
+            last = KB + step * 0
+        else:
+            place = start + step - waves * KB
+            tile = place // KB
+            first = place - tile * KB
+            last = tl.minimum(first + steps - step, KB)
+            tile += whole
+        # GROUP_M rows of tiles are walked column by column: those that run together share weights and x.
+        group = tile // (GROUP_M * tiles_n)
+        height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+        inside = tile % (GROUP_M * tiles_n)
+        n0 = inside // height * BN
+        m0 = (group * GROUP_M + inside % height) * BM
+        acc = _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
+                   BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, ASM, HOPPER, WIDE, PDL)  # fmt: skip
+        complete = last - first == KB
+        if not complete:
+            part = tile - whole
+            left = part * KB // share
+            right = (part * KB + KB - 1) // share
+            put(part_at(parts, part + program, BN, BM), acc, ASM)
+            tl.debug_barrier()
+            complete = tl.atomic_add(counts + part, 1, sem="acq_rel") == right - left
+            if complete:
+                if right - left == 1:
+                    acc = add_parts(acc, parts, part + left + right - program, 0, BN, BM, ASM)
+                else:
+                    acc = zeros_like(acc, ASM)
+                    for p in tl.range(left, right + 1, 4, num_stages=1):
+                        acc = add_parts(acc, parts, part + p, right - p, BN, BM, ASM)
+                tl.store(counts + part, 0)
+        if complete:
+            n = n0 + tl.arange(0, BN)
+            m = m0 + tl.arange(0, BM)
+            if BIAS:
+                acc += tl.load(bias + tl.minimum(n, N - 1)).to(tl.float32)[:, None]
+            out = y + m.to(tl.int64)[None, :] * N + n[:, None]
+            tl.store(out, acc.to(y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+        step += last - first
+
+
+@triton.jit(do_not_specialize=["M", "pairs", "eighths"])
+def arrange_columns(x, out, M, pairs, eighths, B: tl.constexpr, PDL: tl.constexpr):
+    """X with columns in the order in which `gemm` meets those of rows16 that a thread loads: ``out[m, i] = x[m, j]``.
+
+    x: rows ``8 * eighths`` values of 2 bytes apart, ``2 * pairs`` of them, as a row of ``out`` has.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    x = x.to(tl.pointer_type(tl.int32))
+    out = out.to(tl.pointer_type(tl.int32))
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    m = at // pairs
+    column = position_of((at % pairs).to(tl.int32) * 2, 128)
+    if PDL:
+        gdc_wait()
+    value = tl.load(x + m * (eighths * 4) + column // 2, mask=m < M, other=0)
+    tl.store(out + at, value, mask=m < M)

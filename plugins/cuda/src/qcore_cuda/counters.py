@@ -1,0 +1,67 @@
+"""Counters by which programs of one kernel find the last of them: zero before the kernel, and after it.
+
+No two kernels may count with the same ones at a time. Kernels of one stream follow each other, so a stream has its own,
+for all its calls. A call that is captured in a CUDA graph may be made at any time on any stream: it gets counters that
+no other call has, for good. Where those run out, or a graph is captured before anything ran, they are zeroed each time.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SLAB = 1 << 20
+"""Counters of a device: 4 MiB."""
+_STREAM = 1 << 11
+"""Counters of a stream."""
+_slabs: dict[int, _Slab] = {}
+_streams: dict[tuple[int, int], Tensor] = {}
+_lock = threading.Lock()
+
+
+class _Slab:
+    def __init__(self, device: torch.device) -> None:
+        self._all = torch.zeros(_SLAB, dtype=torch.int32, device=device)
+        self._used = 0
+        torch.cuda.synchronize(device)  # other streams must find zeros, too
+
+    def take(self, count: int) -> Tensor | None:
+        """Counters that nobody has had; None where there are too few."""
+        start, end = self._used, self._used + -(-count // 32) * 32
+        if end > _SLAB:
+            return None
+        self._used = end
+        return self._all[start:end]
+
+
+def counters(count: int, device: torch.device) -> Tensor:
+    """``count`` of them at least, for a kernel that is launched next on the current stream."""
+    found = None
+    if device.type == "cuda":
+        with _lock:
+            found = _found(count, device)
+    return torch.zeros(count, dtype=torch.int32, device=device) if found is None else found
+
+
+def _found(count: int, device: torch.device) -> Tensor | None:
+    index = device.index or 0
+    slab = _slabs.get(index)
+    if torch.cuda.is_current_stream_capturing():
+        return None if slab is None else slab.take(count)
+    if count > _STREAM:
+        return None
+    key = index, _stream(index)
+    found = _streams.get(key)
+    if found is None:
+        if slab is None:
+            slab = _slabs[index] = _Slab(device)
+        found = slab.take(_STREAM)
+        if found is not None:
+            _streams[key] = found
+    return found
+
+
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: 0)  # noqa: SLF001 - has no public name

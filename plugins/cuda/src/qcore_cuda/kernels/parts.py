@@ -1,0 +1,72 @@
+"""Parts of a tile's sum, in float32, that programs leave for each other.
+
+Triton would rearrange them through shared memory on their way to and from memory, for wide accesses. Inline assembly
+leaves them in the tensor core's layout, and `part_at` puts a warp's values side by side. Loads must not be taken from
+this multiprocessor's own cache, nor come before the count that says that the parts are there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+
+@triton.jit
+def part_at(parts, slot, BN: tl.constexpr, BM: tl.constexpr):
+    """Where the values (BN, BM) of a part are: for values of 8 x 8, 32 first halves of pairs, then the others."""
+    i = tl.arange(0, BN)
+    j = tl.arange(0, BM)
+    down = i // 16 * (16 * BM) + i // 8 % 2 * 32 + i % 8 * 4
+    across = j // 8 * 128 + j % 2 * 64 + j % 8 // 2
+    return parts + tl.cast(slot, tl.int64) * (BN * BM) + down[:, None] + across[None, :]
+
+
+@triton.jit
+def put(pointer, value, ASM: tl.constexpr):
+    """Store a part."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            "st.global.cg.b32 [$1], $2; mov.b32 $0, 0;", "=r,l,r", [pointer, value.to(tl.int32, bitcast=True)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(pointer, value)
+
+
+@triton.jit
+def zeros_like(value, ASM: tl.constexpr):
+    """Zeros in the layout of value."""
+    if ASM:
+        value = tl.inline_asm_elementwise(
+            "mov.b32 $0, 0;", "=f,r", [value.to(tl.int32, bitcast=True)], dtype=tl.float32, is_pure=False, pack=1
+        )
+    else:
+        value = tl.zeros_like(value)
+    return value
+
+
+@triton.jit
+def add_parts(value, parts, slot, more, BN: tl.constexpr, BM: tl.constexpr, ASM: tl.constexpr):
+    """Value plus the part in a slot and then those in the next three, of which there are ``more``."""
+    pointer = part_at(parts, slot, BN, BM)
+    if ASM:
+        value = tl.inline_asm_elementwise(
+            """{ .reg .f32 sum, v0, v1, v2, v3; .reg .pred q1, q2, q3; .reg .b64 p1, p2, p3;
+            mov.b32 sum, $1; add.s64 p1, $2, $4; add.s64 p2, p1, $4; add.s64 p3, p2, $4;
+            setp.gt.s32 q1, $3, 0; setp.gt.s32 q2, $3, 1; setp.gt.s32 q3, $3, 2;
+            mov.b32 v1, 0; mov.b32 v2, 0; mov.b32 v3, 0; ld.global.cg.f32 v0, [$2];
+            @q1 ld.global.cg.f32 v1, [p1]; @q2 ld.global.cg.f32 v2, [p2]; @q3 ld.global.cg.f32 v3, [p3];
+            add.f32 sum, sum, v0; add.f32 sum, sum, v1; add.f32 sum, sum, v2; add.f32 $0, sum, v3; }""",
+            "=f,r,l,r,l",
+            [value.to(tl.int32, bitcast=True), pointer, tl.cast(more, tl.int32), tl.full((), BN * BM * 4, tl.int64)],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        for i in tl.static_range(4):
+            there = (tl.zeros([BN, BM], tl.int32) + i) <= more
+            value += tl.load(pointer + i * BN * BM, mask=there, other=0.0, cache_modifier=".cg")
+    return value

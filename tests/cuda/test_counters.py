@@ -1,0 +1,57 @@
+"""Counters: nobody shares them with a kernel that may run at the same time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The module, on a pretended GPU; ``capturing`` and ``stream`` say what the current stream is."""
+    from types import SimpleNamespace
+
+    from qcore_cuda import counters
+
+    now = SimpleNamespace(capturing=False, stream=7, take=lambda count: counters._found(count, torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
+    monkeypatch.setattr(counters, "_stream", lambda _index: now.stream)
+    monkeypatch.setattr(counters, "_slabs", {})
+    monkeypatch.setattr(counters, "_streams", {})
+    return now
+
+
+def places(tensor):
+    return set(range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, 4))
+
+
+def test_calls_of_a_stream_share_them_and_streams_do_not(here):
+    first = here.take(100)
+    assert first.numel() >= 100
+    assert not first.any()
+    assert here.take(3).data_ptr() == first.data_ptr()
+    here.stream = 8
+    assert not places(here.take(100)) & places(first)
+
+
+def test_each_captured_call_has_its_own(here):
+    eager = here.take(1)
+    here.capturing = True
+    captured = [here.take(count) for count in (33, 1, 5)]
+    assert all(found.numel() >= count for found, count in zip(captured, (33, 1, 5), strict=True))
+    taken = [places(found) for found in (eager, *captured)]
+    assert len(set.union(*taken)) == sum(map(len, taken))
+
+
+def test_where_there_are_none_they_are_zeroed_for_the_call(here):
+    from qcore_cuda.counters import _SLAB, _STREAM, counters
+
+    assert here.take(_STREAM + 1) is None
+    here.capturing = True
+    assert here.take(1) is None  # nothing ran before
+    here.capturing = False
+    here.take(1)
+    here.capturing = True
+    assert here.take(_SLAB) is None
+    assert not counters(5, torch.device("cpu")).any()
