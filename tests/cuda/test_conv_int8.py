@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -87,6 +89,39 @@ def test_columns_made_in_parts_give_the_same(monkeypatch):
     monkeypatch.setattr(conv8, "_COLUMN_BYTES", 1)
     monkeypatch.setattr(conv8, "_LEAST_COLUMNS", 16)
     assert torch.equal(check(case), whole)
+
+
+def test_scales_of_columns_come_from_the_extents_of_pixels():
+    from qcore_cuda import conv_hopper
+    from qcore_cuda.conv8 import Given, column_codes
+    from qcore_cuda.device import Device
+    from qcore_cuda.geometry import Geometry
+    from qcore_cuda.weights import Weight
+
+    x = torch.randn(2, 48, 6, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = x.contiguous(memory_format=torch.channels_last)
+    geometry = Geometry((3, 2), (1, 1), (2, 1), (2, 1), 1)
+    size = geometry.output(6, 7)
+    weight = Weight(torch.empty(16, 288), torch.empty(1, 16), None, 16, 288, 8, 288)
+    codes = column_codes(x, geometry, Given(True, None, 0), 0, 2 * size[0] * size[1], weight)
+    window = (2, 6, 2, 1, 2, 1)
+    scale, inverse = conv_hopper._column_scales(x.movedim(1, -1), window, size, Device(0, False, 4))
+    assert torch.equal(scale, codes.scale)
+    assert torch.allclose(inverse, 1 / scale, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "box"),
+    [((32, 56, 56), (2, 8, 8)), ((1, 1, 300), (1, 1, 128)), ((1, 30, 30), (1, 8, 16)), ((64, 1, 1), (128, 1, 1))],
+)
+def test_boxes_waste_little_at_the_borders(size, box):
+    from qcore_cuda import conv_hopper
+
+    found = conv_hopper._box(*size)
+    count, most = (math.prod(-(-s // b) for s, b in zip(size, sides, strict=True)) for sides in (found, box))
+    assert count <= most
+    assert math.prod(found) == 128
+    assert math.prod(conv_hopper._half(found)) == 64
 
 
 @pytest.mark.usefixtures("on_cpu")

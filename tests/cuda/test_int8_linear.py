@@ -143,3 +143,25 @@ def test_a_row_without_a_number_gives_none_and_leaves_the_others(name):
 
 def test_no_rows_give_no_rows():
     assert product(problem("w4a8-g32", 0, 20, 64)).shape == (0, 20)
+
+
+def test_many_rows_on_hopper_go_where_the_last_wave_wastes_least(monkeypatch):
+    from qcore_cuda import hopper
+    from qcore_cuda.device import Device
+    from qcore_cuda.int8_config import Problem, choose
+
+    monkeypatch.setattr(hopper, "_usable", lambda: True)
+    choose.cache_clear()
+    device = Device(90, False, 132)
+    found = {
+        (n, rows): choose(device, Problem(8, n, 4096, rows, False, 128)).bn
+        for n, rows in ((4096, 2048), (14336, 1024), (4096, 256))
+    }
+    assert found == {(4096, 2048): 256, (14336, 1024): 128, (4096, 256): 64}
+    plain = Problem(8, 4096, 4096, 2048, False, 128)
+    assert choose(device, plain).kernel == "specialized"
+    others = (replace(plain, rows=64), replace(plain, bits=4), replace(plain, grouped=True), replace(plain, n=4100))
+    assert all(choose(device, other).kernel != "specialized" for other in others)
+    assert choose(device, plain, specialized=False).kernel != "specialized"
+    assert choose(device._replace(arch=100), plain).kernel != "specialized"
+    choose.cache_clear()

@@ -44,6 +44,20 @@ def test_codes_and_parameters_are_those_of_the_formula(symmetric, dtype, m, k):
     assert torch.equal(codes.total, codes.q.sum(1, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("exponent", [-115, -3, 0, 100])
+def test_one_multiplication_rounds_every_bfloat16_as_the_quotient_does(exponent):
+    from qcore_cuda.int8 import quantize_rows
+
+    largest = torch.arange(128, 256) * 2.0 ** (exponent - 7)
+    values = torch.cat([torch.arange(128, 256) * 2.0 ** (exponent - 7 - j) for j in range(10)])
+    x = torch.minimum(values, largest[:, None])
+    x = torch.cat([largest[:, None], x, largest[:, None] / 2], 1).bfloat16()
+    scale, zero = dynamic_parameters(x, True)
+    codes = quantize_rows(x, symmetric=True)
+    assert torch.equal(codes.scale, scale.flatten())
+    assert torch.equal(codes.q[:, : x.shape[1]], quantize_int8(x, scale, zero))
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_rows_longer_than_the_registers_hold_are_read_twice(symmetric):
     from qcore_cuda.int8 import quantize_rows

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import conv_hopper
 from .device import Device, device_of
 from .geometry import Geometry, column_size, power_of_two
 from .int8 import Codes, linear
@@ -17,6 +18,8 @@ from .weights import Weight
 _COLUMN_BYTES = 1 << 25
 """Codes of columns made at a time: they stay in the L2 cache until the product reads them."""
 _LEAST_COLUMNS = 128
+_EXACT_K = 1 << 15
+"""Below this K products and the corrections by zero points fit int32."""
 
 
 class Given(NamedTuple):
@@ -60,15 +63,16 @@ def conv2d(
             for i in range(g)
         ]
         return torch.cat(parts, dim=1)
-    if is_implicit(weight, x.shape[1], given) and sums is not None:
-        return _implicit(x, weight, sums, bias, geometry, given, result)
+    device = device_of(x.device)
+    plain = weight.bits == 8 and weight.zero is None and weight.scale.shape[0] == 1 and weight.k < _EXACT_K
+    boxes = plain and conv_hopper.serves(device, weight, x.shape[1], geometry, result.dtype)
+    if plain and given.scale is not None and sums is not None and x.shape[1] % 32 == 0:
+        return _implicit(x, weight, sums, bias, geometry, given, result, boxes)
+    if boxes and given.scale is None and given.symmetric and conv_hopper.encodes(x):
+        size, out = geometry.output(*x.shape[2:]), None if result.scale is None else (result.scale, float(result.zero))
+        x = x.movedim(1, -1)
+        return conv_hopper.convolve(x, weight, None, bias, geometry, None, out, size, result.dtype, device)
     return _by_columns(x, weight, sums, bias, geometry, given, result)
-
-
-def is_implicit(weight: Weight, channels: int, given: Given) -> bool:
-    """Whether the product gathers its columns itself: int8 per channel without zero points, one scale for all of x."""
-    plain = weight.bits == 8 and weight.zero is None and weight.scale.shape[0] == 1
-    return plain and given.scale is not None and channels % 32 == 0 and weight.k < 1 << 15
 
 
 def _group(weight: Weight, i: int, groups: int) -> Weight:
@@ -94,11 +98,17 @@ def _implicit(
     geometry: Geometry,
     given: Given,
     result: Result,
+    boxes: bool,
 ) -> Tensor:
+    """One scale for all of x: the product gathers its columns itself."""
     device, (batch, channels, height, width) = device_of(x.device), x.shape
     oh, ow = geometry.output(height, width)
     m, n = batch * oh * ow, weight.n
     q = image_codes(x, geometry, given, device)
+    if boxes:
+        numbers = (float(given.scale or 1.0), float(given.zero))
+        out = None if result.scale is None else (result.scale, float(result.zero))
+        return conv_hopper.convolve(q, weight, sums, bias, geometry, numbers, out, (oh, ow), result.dtype, device)
     y = torch.empty((m, n), dtype=result.dtype, device=x.device)
     bk = next(size for size in (128, 64, 32) if channels % size == 0)
     bm, bn, warps, stages = _tile(m, n, device)
@@ -145,7 +155,7 @@ def _tile(m: int, n: int, device: Device) -> tuple[int, int, int, int]:
     if device.arch == 0 or device.arch < 80:
         return 64, 64, 4, 2
     if n > 128 and n % 16 == 0 and -(-m // 128) * -(-n // 256) >= device.sms:
-        return (128, 256, 8, 4) if device.arch in {90, 100, 103} else (128, 128, 8, 3)
+        return (128, 256, 8, 4) if device.arch in {100, 103} else (128, 128, 4 if device.arch == 90 else 8, 3)
     if n > 64 and -(-m // 128) * -(-n // 128) >= device.sms:
         return 128, 128, 8, 3
     return (128, 64, 4, 3) if n > 32 else (128, 32, 4, 3)

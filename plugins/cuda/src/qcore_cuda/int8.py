@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import few, replay
+from . import few, hopper, replay
 from .device import Device, device_of
 from .dispatch import bucket
 from .int8_config import Config, Problem, choose
@@ -92,6 +92,7 @@ def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool, order: i
             LOOP=wide > block,
             TOTAL=total,
             ORDER=order,
+            LATE=m > 64,
             **options(device, max(1, min(16, block // 512 if m <= 256 else block // 1024))),
         )
     return Codes(q, s, z, t)
@@ -178,6 +179,8 @@ def linear(
     p, grouped, per = blocking(weight)
     if config is None:
         config = choose(device, problem_of(weight, m))
+    if config.kernel == "specialized" and not hopper.computes(weight, grouped, codes.zero, out_dtype, out_scale):
+        config = choose(device, problem_of(weight, m), specialized=False)
     end = _end(bias, out_scale, out_zero, y)
     if config.kernel == "gemv":
         activations = few.Activations(codes.q, codes.scale, codes.zero, (0.0, 0.0), -1, codes.zero is not None)
@@ -188,7 +191,7 @@ def linear(
     if config.kernel == "persistent" and (weight.bits == 4 or (grouped and (w_zero or codes.zero is not None))):
         config = Config("tiles", 128, 64, 4, 3, swap=weight.bits == 4)
     form = {"GROUPED": grouped, "PER": per, "WZERO": w_zero, "XZERO": codes.zero is not None, **end.meta}
-    run = {"slices": _slices, "tiles": _tiles, "persistent": _persistent}[config.kernel]
+    run = {"slices": _slices, "tiles": _tiles, "persistent": _persistent, "specialized": hopper.product}[config.kernel]
     of_x, of_w = _operands(codes, weight, sums)
     run(_Product(codes, weight, of_x, of_w, end, y, config, p, *_steps(weight, p), form, device))
     return y

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from . import hopper
 from .device import Device
 from .dispatch import few_rows, few_rule, nearest, tuned
 
@@ -14,11 +15,12 @@ from .dispatch import few_rows, few_rule, nearest, tuned
 class Config:
     """One way to compute a product; plain values, so that a table can hold it.
 
-    **Fields:** ``kernel``: "gemv" (few rows, NVIDIA), "slices" (few rows), "tiles" (any device) or "persistent" (tensor
-    descriptors, sm_90 and later, int8 weights); ``bm``, ``bn``: the tile; ``warps``, ``stages``; ``group_m``: rows of
-    tiles per band; ``swap``: N is the first dimension of the product; ``parts``: pieces in which a tile leaves;
-    ``tma_store``, ``flatten``, ``specialize``: of "persistent"; ``per_sm``: programs per multiprocessor, 0 = one per
-    tile; ``unpack``: int4 is unpacked to int8 first; ``unroll``, ``late``: of gemv, see `few.Shape`.
+    **Fields:** ``kernel``: "gemv" (few rows, NVIDIA), "slices" (few rows), "tiles" (any device), "persistent" (tensor
+    descriptors, sm_90 and later, int8 weights) or "specialized" (see `hopper`); ``bm``, ``bn``: the tile; ``warps``,
+    ``stages``: not of "specialized"; ``group_m``: rows of tiles per band; ``swap``: N is the first dimension of the
+    product; ``parts``: pieces in which a tile leaves; ``tma_store``, ``flatten``, ``specialize``: of "persistent";
+    ``per_sm``: programs per multiprocessor, 0 = one per tile; ``unpack``: int4 is unpacked to int8 first; ``unroll``,
+    ``late``: of gemv, see `few.Shape`.
     """
 
     kernel: str
@@ -51,14 +53,35 @@ class Problem:
 
 
 @lru_cache(maxsize=8192)
-def choose(device: Device, problem: Problem) -> Config:
-    """What ``qcore tune`` measured here, else the nearest size of the table for this architecture, else the default."""
+def choose(device: Device, problem: Problem, specialized: bool = True) -> Config:
+    """What ``qcore tune`` measured here, else the nearest size of the table for this architecture, else the default.
+
+    The rule for "specialized" goes before the table. ``specialized``: that kernel can be chosen.
+    """
     usual = problem.inner == 128 and problem.grouped == (problem.bits == 4)  # what the tables are measured with
     shipped = nearest(device, "int8", problem.bits, problem.rows, problem.n, problem.k) if usual else []
-    for fields in (tuned("int8", device, problem), *shipped[:1]):
-        if fields and (config := _read(fields)):
+    own = _specialized(device, problem) if specialized else None
+    for fields in (tuned("int8", device, problem), *(shipped[:1] if own is None else ())):
+        config = _read(fields) if fields else None
+        if config and (specialized or config.kernel != "specialized"):
             return config
-    return default_config(device, problem)
+    return own or default_config(device, problem)
+
+
+_WAVES = {256: 1.0, 128: 0.54, 64: 0.37}
+"""What a tile of 128 rows and so many columns takes, all multiprocessors being busy."""
+
+
+def _specialized(device: Device, p: Problem) -> Config | None:
+    """The tile with which the last wave wastes least."""
+    if p.bits == 4 or p.grouped or p.rows <= 64 or not hopper.serves(device, p.n, p.inner):
+        return None
+
+    def cost(bn: int) -> float:
+        tiles = -(-p.rows // 128) * -(-p.n // bn)
+        return -(-tiles // device.sms) * _WAVES[bn]
+
+    return Config("specialized", 128, min(_WAVES, key=cost), 4, 0, group_m=16)
 
 
 def _read(fields: dict[str, Any]) -> Config | None:
@@ -66,7 +89,7 @@ def _read(fields: dict[str, Any]) -> Config | None:
         config = Config(**fields)
     except TypeError:  # written by hand, or damaged
         return None
-    return config if config.kernel in {"gemv", "slices", "tiles", "persistent"} else None
+    return config if config.kernel in {"gemv", "slices", "tiles", "persistent", "specialized"} else None
 
 
 def candidates(device: Device, problem: Problem) -> list[Config]:
@@ -85,6 +108,8 @@ def candidates(device: Device, problem: Problem) -> list[Config]:
         found += [Config("tiles", *tile, swap=four) for tile in ((128, 128, 8, 3), (128, 256, 8, 3), (64, 128, 4, 4))]
     if m >= 128 and device.descriptors:
         found += [_persistent(four, *tile) for tile in _PERSISTENT if tile[0] <= 2 * m]
+    if _specialized(device, problem):
+        found += [Config("specialized", 128, bn, 4, 0, group_m=band) for bn in _WAVES for band in (8, 16)]
     return list(dict.fromkeys(found))
 
 

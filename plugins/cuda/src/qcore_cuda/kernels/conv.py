@@ -11,8 +11,8 @@ import triton.language as tl
 
 from .int8_common import finish, tile_order
 from .order import position_of
-from .quantize import encode, extent, parameters
-from .rounding import begin, code
+from .quantize import SYMMETRIC, encode, extent, inverse_of, parameters
+from .rounding import begin, code, magnitude, symmetric_scale
 
 
 @triton.jit(do_not_specialize=["H", "W", "scale", "zero", "top", "left", "HP", "WP"])
@@ -202,6 +202,7 @@ def quantize_columns(
 
     x: ``(B, C, H, W)`` of any strides; ORDER as there. TAPS, BC: ``taps`` and C rounded up to powers of two.
     """
+    NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
     row = tl.program_id(0)
     position = first + row
     image = position // (OH * OW)
@@ -216,13 +217,14 @@ def quantize_columns(
     at = (h.to(tl.int64) * row_stride + w.to(tl.int64) * column_stride)[:, None] + channel.to(tl.int64)[
         None, :
     ] * channel_stride
-    begin(PDL)
+    begin(PDL, True)  # an `int8_hopper` product may follow
     v = tl.load(x + at, mask=seen, other=0).to(tl.float32)
     below, above = extent(v, MODE)
-    s, z = parameters(tl.max(tl.max(below, 1), 0), tl.max(tl.max(above, 1), 0), row, given_scale, given_zero, MODE)
+    most = tl.max(tl.max(above, 1), 0)
+    s, z = parameters(tl.max(tl.max(below, 1), 0), most, row, given_scale, given_zero, MODE)
     if CODES:
         v = tl.where(seen, v, z)
-    c = encode(v, s, tl.div_rn(1.0, s), z, MODE, CODES)
+    c = encode(v, s, inverse_of(s, most, NARROW), z, MODE, CODES, NARROW)
     K = taps * C
     KQ = (K + 127) // 128 * 128
     q += row.to(tl.int64) * KQ
@@ -234,3 +236,48 @@ def quantize_columns(
         tl.store(zero + row, z)
     if TOTAL:
         tl.store(total + row, tl.sum(tl.sum(tl.where(real, c.to(tl.int32), 0), 1), 0))
+
+
+@triton.jit(do_not_specialize=["pixels"])
+def pixel_extents(x, extent, pixels, C, BP: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr):
+    """The largest `magnitude` of each pixel: x ``(pixels, C)``, rows without gaps, to int32."""
+    pixel = tl.program_id(0) * BP + tl.arange(0, BP)
+    channel = tl.arange(0, BC)
+    inside = (pixel < pixels)[:, None] & (channel < C)[None, :]
+    begin(PDL)
+    v = tl.load(x + pixel.to(tl.int64)[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    tl.store(extent + pixel, tl.max(magnitude(v.to(tl.float32)), 1), mask=pixel < pixels)
+
+
+@triton.jit(do_not_specialize=["M", "H", "W", "OH", "OW", "top", "left", "dilation_h", "dilation_w", "KW", "taps"])
+def column_scales(
+    extent,
+    scale,
+    inverse,
+    M,
+    H,
+    W,
+    OH,
+    OW,
+    top,
+    left,
+    dilation_h,
+    dilation_w,
+    KW,
+    taps,
+    BM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Symmetric scales ``(M,)`` of columns and what multiplies their values; ``extent``: of pixels ``(B, H, W)``."""
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    image = m // (OH * OW)
+    most = tl.zeros((BM,), tl.int32)
+    begin(PDL)
+    for tap in range(taps):
+        h = m // OW % OH - top + tap // KW * dilation_h
+        w = m % OW - left + tap % KW * dilation_w
+        seen = (m < M) & (h >= 0) & (h < H) & (w >= 0) & (w < W)
+        most = tl.maximum(most, tl.load(extent + (image * H + h) * W + w, mask=seen, other=0))
+    s = symmetric_scale(most)
+    tl.store(scale + m, s, mask=m < M)
+    tl.store(inverse + m, inverse_of(s, most, True), mask=m < M)

@@ -105,8 +105,8 @@ def ended(
     if HAS_BIAS:
         v += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     if OUT == TO_INT8:
-        s = tl.full((), out_scale_number, tl.float32)
-        return code(v, s, tl.div_rn(1.0, s), tl.full((), out_zero_number, tl.float32))
+        s = tl.cast(out_scale_number, tl.float32)
+        return code(v, s, tl.div_rn(1.0, s), tl.cast(out_zero_number, tl.float32))
     if OUT == TO_INT8_TOKEN:
         s = tl.load(out_scale + m, mask=m < M, other=1.0).to(tl.float32)
         z = tl.load(out_zero + m, mask=m < M, other=0).to(tl.float32)

@@ -15,7 +15,7 @@ from . import ring
 from .blocks import copy_parameters, copy_weights, group_of, over_warps, pair, places, weights
 from .int8_common import FLOAT_ZERO, INT_ZERO, finish
 from .order import position_of
-from .quantize import TENSOR, encode, extent, parameters
+from .quantize import SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
 from .warp import both, load_quad, mma8, nibbles16
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,unreachable"
@@ -52,15 +52,16 @@ def _quantize(to, x, thread, given_scale, given_zero, given_scale_number, given_
         s, z = parameters(tl.max(below, 0), tl.max(above, 0), 0, given_scale_number, given_zero_number, MODE)
     else:
         s, z = parameters(tl.max(below, 0), tl.max(above, 0), 0, given_scale, given_zero, MODE)
-    inverse = tl.div_rn(1.0, s)
+    NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
+    inverse = inverse_of(s, tl.max(above, 0), NARROW)
     for start in tl.range(0, (K + 127) // 128 * 128, T * 8, num_stages=1):
         at = start + thread * 8
         here = at < (K + 127) // 128 * 128
         pairs = load_quad(x.to(tl.int64, bitcast=True) + at * 2, (at < K).to(tl.int32))
         for i in tl.static_range(4):  # two columns that are neighbours in x are so in any order
             low, high = both(pairs[i], x.dtype.element_ty)
-            c0 = encode(low, s, inverse, z, MODE, False).to(tl.int32) & 0xFF
-            c1 = encode(high, s, inverse, z, MODE, False).to(tl.int32) & 0xFF
+            c0 = encode(low, s, inverse, z, MODE, False, NARROW).to(tl.int32) & 0xFF
+            c1 = encode(high, s, inverse, z, MODE, False, NARROW).to(tl.int32) & 0xFF
             codes = tl.where(at < K, c0 | (c1 << 8), 0)
             ring.place(to + position_of(at + 2 * i, ORDER), codes, here.to(tl.int32), 2)
     return s, z

@@ -49,10 +49,29 @@ def parameters(below, above, row, given_scale, given_zero, MODE: tl.constexpr):
 
 
 @triton.jit
-def encode(v, scale, inverse, zero, MODE: tl.constexpr, CODES: tl.constexpr):
+def inverse_of(scale, largest, NARROW: tl.constexpr):
+    """``1 / scale`` as `encode` wants it; ``largest``: the row's `magnitude`.
+
+    NARROW, for bfloat16 and symmetric codes: a reciprocal with which one multiplication gives the code. Quotients of
+    two numbers of 8 bits keep 2**-16 of their size away from ties, unless they are ties: where v is half of the
+    largest, or anywhere if the scale is a power of two and all is exact. For the former the reciprocal is off by
+    2**-20, to the side that the quotient, correctly rounded, takes.
+    """
+    inverse = tl.div_rn(1.0, scale)
+    if NARROW:
+        half = tl.div_rn(largest.to(tl.float32, bitcast=True) * 0.5, scale)
+        off = tl.where(half >= 63.5, 1.00000095367431640625, 0.99999904632568359375)
+        inverse = tl.where((scale.to(tl.int32, bitcast=True) & 0x7FFFFF) == 0, inverse, inverse * off)
+    return inverse
+
+
+@triton.jit
+def encode(v, scale, inverse, zero, MODE: tl.constexpr, CODES: tl.constexpr, NARROW: tl.constexpr):
     """Codes of v, which holds codes already where CODES."""
     if CODES:
         c = v.to(tl.int32).to(tl.int8)
+    elif NARROW:  # adding 1.5 * 2**23 rounds to whole numbers and leaves them in the low bits
+        c = (v * inverse + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     elif MODE == SYMMETRIC or MODE == ASYMMETRIC:
         c = rounded(quotient(v, scale, inverse), zero)
     else:
@@ -80,19 +99,22 @@ def quantize_rows(
     LOOP: tl.constexpr,
     TOTAL: tl.constexpr,
     ORDER: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Codes and parameters, one program per row; codes in the order of planar16 with blocks of ORDER (0: of columns).
 
     CODES: x is int8 and taken as it is. LOOP: K exceeds BLOCK, and x is read twice; else the row stays in registers.
+    LATE: the next kernel may read weights at once, see `rounding.begin`.
     """
     row = tl.program_id(0)
     o = tl.arange(0, BLOCK)
     k = column_of(o, ORDER)
     KQ = (K + 127) // 128 * 128
+    NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
     x += row.to(tl.int64) * row_stride
     q += row.to(tl.int64) * KQ
-    begin(PDL)
+    begin(PDL, LATE)
     if LOOP:
         most_below = tl.zeros((BLOCK,), tl.int32)
         most_above = tl.zeros((BLOCK,), tl.int32)
@@ -111,19 +133,19 @@ def quantize_rows(
         s, z = parameters(below, above, row, given_scale_number, given_zero_number, MODE)
     else:
         s, z = parameters(below, above, row, given_scale, given_zero, MODE)
-    inverse = tl.div_rn(1.0, s)
+    inverse = inverse_of(s, above, NARROW)
     if LOOP:
         sums = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, KQ, BLOCK):
             at = start + o
             column = start + k
             v = tl.load(x + column.to(tl.int64) * column_stride, mask=column < K, other=0.0).to(tl.float32)
-            c = tl.where(column < K, encode(v, s, inverse, z, MODE, CODES), 0).to(tl.int8)
+            c = tl.where(column < K, encode(v, s, inverse, z, MODE, CODES, NARROW), 0).to(tl.int8)
             tl.store(q + at, c, mask=at < KQ)
             if TOTAL:
                 sums += c.to(tl.int32)
     else:
-        c = encode(v, s, inverse, z, MODE, CODES)
+        c = encode(v, s, inverse, z, MODE, CODES, NARROW)
         if MODE != SYMMETRIC:
             c = tl.where(k < K, c, 0).to(tl.int8)
         tl.store(q + o, c, mask=o < KQ)

@@ -8,11 +8,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
-    """Let the next kernel be scheduled, then wait for the previous one; to be called before any load or store."""
+def begin(PDL: tl.constexpr, LATE: tl.constexpr = False):
+    """Let the next kernel be scheduled, then wait for the previous one; to be called before any load or store.
+
+    LATE: the other way round. Then the next kernel may read what was there before this one without waiting for it.
+    """
     if PDL:
+        if LATE:
+            gdc_wait()
         gdc_launch_dependents()
-        gdc_wait()
+        if not LATE:
+            gdc_wait()
 
 
 @triton.jit

@@ -1,0 +1,332 @@
+"""``convolve``: implicit convolutions of stride 1 with int8 per channel on sm_90, a task for each warp, see `hopper`.
+
+Rows of a tile are a box of output positions, so that what they see at one tap of the kernel is a box of the image too.
+Codes are made before, if all of x has one scale. If each column has its own (`conv.column_scales`), a code depends on
+the column: then four warps make codes of each box that is fetched.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper import WIDEST, advance, cut, leave, ring
+from .int8_common import ended
+from .rounding import begin
+
+
+@gluon.jit
+def _place(tile, sizes, SHAPE: gl.constexpr, BN: gl.constexpr):
+    """Where a tile of the result begins: image, row, column and output channel."""
+    tiles_h, tiles_w, columns = sizes
+    t = tile // columns
+    return (
+        t // tiles_w // tiles_h * SHAPE[0],
+        t // tiles_w % tiles_h * SHAPE[1],
+        t % tiles_w * SHAPE[2],
+        tile % columns * BN,
+    )
+
+
+@gluon.jit
+def _positions(b, h, w, row, limits, SHAPE: gl.constexpr):
+    """Numbers of the output positions in rows of a tile, and which of them there are."""
+    B, OH, OW = limits
+    b += row // (SHAPE[1] * SHAPE[2])
+    h += row // SHAPE[2] % SHAPE[1]
+    w += row % SHAPE[2]
+    return (b * OH + h) * OW + w, (b < B) & (h < OH) & (w < OW)
+
+
+@gluon.jit
+def _fetch(
+    x,
+    w,
+    rings,
+    sizes,
+    tiles,
+    window,
+    per_tap,
+    SHAPE: gl.constexpr,
+    BN: gl.constexpr,
+    XS: gl.constexpr,
+    STAGES: gl.constexpr,
+    ENCODE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Boxes of x, of its codes or still to be encoded, and codes of w."""
+    P: gl.constexpr = 128
+    xs, ws, full, empty, x_full, x_empty = rings
+    KW, taps, dilation_h, dilation_w, top, left = window
+    X_BYTES: gl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2] * P * x.dtype.primitive_bitwidth // 8
+    begin(PDL)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    x_slot = gl.to_tensor(0)
+    x_phase = gl.to_tensor(1)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        b, h0, w0, n0 = _place(tile, sizes, SHAPE, BN)
+        for tap in range(taps):
+            h = h0 + tap // KW * dilation_h - top
+            v = w0 + tap % KW * dilation_w - left
+            for i in range(per_tap):
+                if ENCODE:
+                    mbarrier.wait(x_empty.index(x_slot), x_phase)
+                    mbarrier.expect(x_full.index(x_slot), X_BYTES)
+                    tma.async_copy_global_to_shared(x, [b, h, v, i * P], x_full.index(x_slot), xs.index(x_slot))
+                    x_slot, x_phase = advance(x_slot, x_phase, XS)
+                bar = full.index(slot)
+                mbarrier.wait(empty.index(slot), phase)
+                mbarrier.expect(bar, BN * P if ENCODE else BN * P + X_BYTES)
+                tma.async_copy_global_to_shared(w, [n0, (tap * per_tap + i) * P], bar, ws.index(slot))
+                if not ENCODE:
+                    tma.async_copy_global_to_shared(x, [b, h, v, i * P], bar, xs.index(slot))
+                slot, phase = advance(slot, phase, STAGES)
+
+
+@gluon.jit
+def _encode(
+    xs,
+    codes,
+    x_full,
+    x_empty,
+    full,
+    empty,
+    inverse,
+    sizes,
+    limits,
+    tiles,
+    blocks,
+    SHAPE: gl.constexpr,
+    BN: gl.constexpr,
+    XS: gl.constexpr,
+    CODES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Boxes of x to codes, see `quantize.inverse_of`."""
+    BM: gl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
+    begin(PDL)
+    row = gl.arange(0, BM, gl.SliceLayout(1, layout))
+    x_slot = gl.to_tensor(0)
+    x_phase = gl.to_tensor(0)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        b, h, w, _ = _place(tile, sizes, SHAPE, BN)
+        m, real = _positions(b, h, w, row, limits, SHAPE)
+        factor = gl.load(inverse + m, mask=real, other=0.0)
+        for _ in range(blocks):
+            mbarrier.wait(x_full.index(x_slot), x_phase)
+            v = xs.index(x_slot).reshape((BM, 128)).load(layout)
+            mbarrier.arrive(x_empty.index(x_slot), count=1)
+            q = v.to(gl.float32) * factor[:, None] + 12582912.0
+            mbarrier.wait(empty.index(slot), phase)
+            codes.index(slot).store(q.to(gl.int32, bitcast=True).to(gl.int8))
+            fence_async_shared()
+            mbarrier.arrive(full.index(slot), count=1)
+            x_slot, x_phase = advance(x_slot, x_phase, XS)
+            slot, phase = advance(slot, phase, CODES)
+
+
+@gluon.jit
+def _multiply(
+    rings,
+    factors,
+    bias,
+    y,
+    y_tiles,
+    buffers,
+    numbers,
+    sizes,
+    limits,
+    tiles,
+    N,
+    blocks,
+    HALF: gl.constexpr,
+    SHAPE: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CODES: gl.constexpr,
+    ENCODE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    OUT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One half (0 or 1) of the rows of each tile."""
+    codes, ws, full, empty, c_full, c_empty = rings
+    scale, sums, x_scales = factors
+    x_scale, x_zero, out_scale, out_zero = numbers
+    BM: gl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2]
+    H: gl.constexpr = BM // 2
+    PIECES: gl.constexpr = max(1, BN // 64)
+    Q: gl.constexpr = BN // PIECES
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(BN, WIDEST), 32])
+    piece: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 32])
+    begin(PDL)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    c_slot = gl.to_tensor(0)
+    c_phase = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        b, h, w, n0 = _place(tile, sizes, SHAPE, BN)
+        # What the end needs is loaded before the product, not when every warp waits for it.
+        row = gl.arange(0, H, gl.SliceLayout(1, piece))
+        if ENCODE:
+            m, real = _positions(b, h, w, row + HALF * H, limits, SHAPE)
+            sx = gl.load(x_scales + m, mask=real, other=0.0)[:, None]
+        else:
+            sx = x_scale
+        column = n0 + gl.arange(0, Q, gl.SliceLayout(0, piece))
+        scales = ()
+        for p in gl.static_range(PIECES):
+            scales += (gl.load(scale + column + p * Q, mask=column + p * Q < N, other=0.0),)
+        acc = gl.zeros((H, BN), gl.int32, layout)
+        # Not `slot`: what has the same value before a loop and after its first turn counts as unchanged in it.
+        before = gl.to_tensor(0)
+        c_before = gl.to_tensor(0)
+        for i in range(blocks):
+            mbarrier.wait(full.index(slot), phase)
+            if ENCODE:
+                mbarrier.wait(c_full.index(c_slot), c_phase)
+                a = codes.index(c_slot).slice(HALF * H, H)
+            else:
+                a = codes.index(slot).reshape((BM, 128)).slice(HALF * H, H)
+            acc = warpgroup_mma(a, ws.index(slot).permute((1, 0)), acc, use_acc=i > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            if i > 0:
+                mbarrier.arrive(empty.index(before), count=1)
+                if ENCODE:
+                    mbarrier.arrive(c_empty.index(c_before), count=1)
+            before = slot
+            c_before = c_slot
+            slot, phase = advance(slot, phase, STAGES)
+            if ENCODE:
+                c_slot, c_phase = advance(c_slot, c_phase, CODES)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(before), count=1)
+        if ENCODE:
+            mbarrier.arrive(c_empty.index(c_before), count=1)
+        pieces = cut(acc, PIECES)
+        if SHAPE[0] > 1:
+            b += HALF * (SHAPE[0] // 2)
+        elif SHAPE[1] > 1:
+            h += HALF * (SHAPE[1] // 2)
+        else:
+            w += HALF * (SHAPE[2] // 2)
+        for p in gl.static_range(PIECES):
+            v = gl.convert_layout(pieces[p], piece, assert_trivial=True)
+            rn = column + p * Q
+            if not ENCODE:
+                v -= (gl.load(sums + rn, mask=rn < N, other=0) * x_zero.to(gl.int32))[None, :]
+            f = v.to(gl.float32) * scales[p].to(gl.float32)[None, :] * sx
+            c = ended(f, row[:, None], rn[None, :], H, N, bias, y, y, out_scale, out_zero, y, HAS_BIAS, OUT)
+            leave(c, y_tiles, [b, h, w, n0 + p * Q], buffers, p)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "x_scale", "x_zero", "out_scale", "out_zero", "B", "OH", "OW", "N", "per_tap", "tiles_h", "tiles_w", "columns",
+        "KW", "taps", "dilation_h", "dilation_w", "top", "left",
+    ]
+)  # fmt: skip
+def convolve(
+    x,
+    w,
+    scale,
+    sums,
+    x_scales,
+    inverse,
+    bias,
+    y,
+    y_tiles,
+    x_scale,
+    x_zero,
+    out_scale,
+    out_zero,
+    B,
+    OH,
+    OW,
+    N,
+    per_tap,
+    tiles_h,
+    tiles_w,
+    columns,
+    KW,
+    taps,
+    dilation_h,
+    dilation_w,
+    top,
+    left,
+    SHAPE: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    XS: gl.constexpr,
+    CODES: gl.constexpr,
+    ENCODE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    OUT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """y ``(B, OH, OW, N)`` by tiles of SHAPE (images, rows, columns; 128 in all) x BN.
+
+    x: descriptor of ``(B, H, W, 128 * per_tap)``, block ``(*SHAPE, 128)``: codes, all of one scale and zero point, with
+    what surrounds the image; or values, where ENCODE, with ``x_scales`` and ``inverse`` of `conv.column_scales`. w: of
+    rows16, ``(BN, 128)``. y_tiles: half of SHAPE, and 64 (or BN, if less) channels.
+    """  # noqa: D403 - y is a name
+    N = N // 16 * 16  # tells the compiler
+    codes: gl.constexpr = w.layout
+    BM: gl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2]
+    ws = gl.allocate_shared_memory(gl.int8, [STAGES, BN, 128], codes)
+    xs = gl.allocate_shared_memory(x.dtype, [XS if ENCODE else STAGES] + x.block_shape, x.layout)
+    y0 = gl.allocate_shared_memory(y.dtype.element_ty, [2] + y_tiles.block_shape, y_tiles.layout)
+    y1 = gl.allocate_shared_memory(y.dtype.element_ty, [2] + y_tiles.block_shape, y_tiles.layout)
+    full, empty = ring(STAGES, 2)
+    sizes = (tiles_h, tiles_w, columns)
+    limits = (B, OH, OW)
+    window = (KW, taps, dilation_h, dilation_w, top, left)
+    numbers = (x_scale, x_zero, out_scale, out_zero)
+    factors = (scale, sums, x_scales)
+    blocks = taps * per_tap
+    tiles = (B + SHAPE[0] - 1) // SHAPE[0] * tiles_h * tiles_w * columns
+    # Tuples with constants stand where they are used: Triton makes numbers of those in variables.
+    if ENCODE:
+        cs = gl.allocate_shared_memory(gl.int8, [CODES, BM, 128], codes)
+        x_full, x_empty = ring(XS, 1)
+        c_full, c_empty = ring(CODES, 2)
+        rings = (cs, ws, full, empty, c_full, c_empty)
+        gl.warp_specialize(
+            [
+                (_multiply, (rings, factors, bias, y, y_tiles, y0, numbers, sizes, limits, tiles, N, blocks,
+                             0, SHAPE, BN, STAGES, CODES, True, HAS_BIAS, OUT, PDL)),
+                (_multiply, (rings, factors, bias, y, y_tiles, y1, numbers, sizes, limits, tiles, N, blocks,
+                             1, SHAPE, BN, STAGES, CODES, True, HAS_BIAS, OUT, PDL)),
+                (_encode, (xs, cs, x_full, x_empty, c_full, c_empty, inverse, sizes, limits, tiles, blocks,
+                           SHAPE, BN, XS, CODES, PDL)),
+                (_fetch, (x, w, (xs, ws, full, empty, x_full, x_empty), sizes, tiles, window, per_tap,
+                          SHAPE, BN, XS, STAGES, True, PDL)),
+            ],
+            [4, 4, 1],
+            [184, 120, 24],
+        )  # fmt: skip
+    else:
+        rings = (xs, ws, full, empty, full, empty)
+        gl.warp_specialize(
+            [
+                (_multiply, (rings, factors, bias, y, y_tiles, y0, numbers, sizes, limits, tiles, N, blocks,
+                             0, SHAPE, BN, STAGES, 0, False, HAS_BIAS, OUT, PDL)),
+                (_multiply, (rings, factors, bias, y, y_tiles, y1, numbers, sizes, limits, tiles, N, blocks,
+                             1, SHAPE, BN, STAGES, 0, False, HAS_BIAS, OUT, PDL)),
+                (_fetch, (x, w, rings, sizes, tiles, window, per_tap, SHAPE, BN, 0, STAGES, False, PDL)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

@@ -1,0 +1,134 @@
+"""``specialized``: int8 times int8 per channel for many rows on sm_90, a task for each warp, see `hopper`.
+
+Programs walk over tiles of the result.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .hopper import WIDEST, advance, cut, leave, ring
+from .int8_common import ended, tile_order
+from .rounding import begin
+
+
+@gluon.jit
+def _fetch(
+    x, w, rings, M, N, blocks,
+    P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Codes of x and w to their stages."""
+    xs, ws, full, empty = rings
+    rows = (M + BM - 1) // BM
+    columns = (N + BN - 1) // BN
+    if PDL:
+        gdc_launch_dependents()
+    # The first weights, before the previous kernel has ended: that one has waited for whatever wrote them.
+    first = gl.program_id(0)
+    ahead = gl.minimum(blocks, STAGES)
+    if first < rows * columns:
+        _, pn = tile_order(first, rows, columns, GROUP_M)
+        for i in range(ahead):
+            mbarrier.expect(full.index(i), (BM + BN) * P)
+            tma.async_copy_global_to_shared(w, [pn * BN, i * P], full.index(i), ws.index(i))
+    if PDL:
+        gdc_wait()
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for tile in range(first, rows * columns, gl.num_programs(0)):
+        pm, pn = tile_order(tile, rows, columns, GROUP_M)
+        for i in range(blocks):
+            fresh = (tile > first) | (i >= ahead)
+            bar = full.index(slot)
+            mbarrier.wait(empty.index(slot), phase)
+            mbarrier.expect(bar, (BM + BN) * P, pred=fresh)
+            tma.async_copy_global_to_shared(x, [pm * BM, i * P], bar, xs.index(slot))
+            tma.async_copy_global_to_shared(w, [pn * BN, i * P], bar, ws.index(slot), pred=fresh)
+            slot, phase = advance(slot, phase, STAGES)
+
+
+@gluon.jit
+def _multiply(
+    rings, x_scale, scale, bias, y, y_tiles, buffers, out_scale, out_zero, M, N, blocks,
+    HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    HAS_BIAS: gl.constexpr, OUT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One half (0 or 1) of the rows of each tile."""
+    xs, ws, full, empty = rings
+    H: gl.constexpr = BM // 2
+    PIECES: gl.constexpr = max(1, BN // 64)
+    Q: gl.constexpr = BN // PIECES
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(BN, WIDEST), 32])
+    piece: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 32])
+    begin(PDL)
+    rows = (M + BM - 1) // BM
+    columns = (N + BN - 1) // BN
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), rows * columns, gl.num_programs(0)):
+        pm, pn = tile_order(tile, rows, columns, GROUP_M)
+        m0, n0 = pm * BM + HALF * H, pn * BN
+        # What the end needs is loaded before the product, not when every warp waits for it.
+        rm = m0 + gl.arange(0, H, gl.SliceLayout(1, piece))
+        sx = gl.load(x_scale + rm, mask=rm < M, other=0.0)[:, None]
+        column = n0 + gl.arange(0, Q, gl.SliceLayout(0, piece))
+        scales = ()
+        for p in gl.static_range(PIECES):
+            scales += (gl.load(scale + column + p * Q, mask=column + p * Q < N, other=0.0),)
+        acc = gl.zeros((H, BN), gl.int32, layout)
+        # Not `slot`: what has the same value before a loop and after its first turn counts as unchanged in it.
+        before = gl.to_tensor(0)
+        for i in range(blocks):
+            mbarrier.wait(full.index(slot), phase)
+            x = xs.index(slot).slice(HALF * H, H)
+            acc = warpgroup_mma(x, ws.index(slot).permute((1, 0)), acc, use_acc=i > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            if i > 0:
+                mbarrier.arrive(empty.index(before), count=1)
+            before = slot
+            slot, phase = advance(slot, phase, STAGES)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(before), count=1)
+        pieces = cut(acc, PIECES)
+        for p in gl.static_range(PIECES):
+            v = gl.convert_layout(pieces[p], piece, assert_trivial=True).to(gl.float32)
+            v = v * scales[p].to(gl.float32)[None, :] * sx
+            rn = column + p * Q
+            c = ended(v, rm[:, None], rn[None, :], M, N, bias, y, y, out_scale, out_zero, y, HAS_BIAS, OUT)
+            leave(c, y_tiles, [m0, n0 + p * Q], buffers, p)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["out_scale", "out_zero", "M", "N", "blocks"])
+def specialized(
+    x, x_scale, w, scale, bias, y, y_tiles, out_scale, out_zero, M, N, blocks,
+    P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    HAS_BIAS: gl.constexpr, OUT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """y ``(M, N)`` by tiles of BM x BN, ``blocks`` steps of P along K.
+
+    x, w, y_tiles: descriptors of codes and result, blocks ``(BM, P)``, ``(BN, P)`` and ``(BM / 2, 64)`` (or BN, if
+    less). Other arguments as for `int8_gemm.tiles`, numbers alone for OUT. N is a multiple of 16.
+    """  # noqa: D403 - y is a name
+    N = N // 16 * 16  # tells the compiler
+    xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, P], x.layout)
+    ws = gl.allocate_shared_memory(gl.int8, [STAGES, BN, P], w.layout)
+    y0 = gl.allocate_shared_memory(y.dtype.element_ty, [2] + y_tiles.block_shape, y_tiles.layout)
+    y1 = gl.allocate_shared_memory(y.dtype.element_ty, [2] + y_tiles.block_shape, y_tiles.layout)
+    full, empty = ring(STAGES, 2)
+    rings = (xs, ws, full, empty)
+    # Tuples with constants stand where they are used: Triton makes numbers of those in variables.
+    gl.warp_specialize(
+        [
+            (_multiply, (rings, x_scale, scale, bias, y, y_tiles, y0, out_scale, out_zero, M, N, blocks,
+                         0, BM, BN, STAGES, GROUP_M, HAS_BIAS, OUT, PDL)),
+            (_multiply, (rings, x_scale, scale, bias, y, y_tiles, y1, out_scale, out_zero, M, N, blocks,
+                         1, BM, BN, STAGES, GROUP_M, HAS_BIAS, OUT, PDL)),
+            (_fetch, (x, w, rings, M, N, blocks, P, BM, BN, STAGES, GROUP_M, PDL)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
