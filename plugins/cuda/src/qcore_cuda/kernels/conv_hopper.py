@@ -228,7 +228,7 @@ def _multiply(
                 v -= (gl.load(sums + rn, mask=rn < N, other=0) * x_zero.to(gl.int32))[None, :]
             f = v.to(gl.float32) * scales[p].to(gl.float32)[None, :] * sx
             c = ended(f, row[:, None], rn[None, :], H, N, bias, y, y, out_scale, out_zero, y, HAS_BIAS, OUT)
-            leave(c, y_tiles, [b, h, w, n0 + p * Q], buffers, p)
+            leave(c, y_tiles, [b, h, w, n0 + p * Q], buffers, p, PIECES)
     tma.store_wait(0)
 
 

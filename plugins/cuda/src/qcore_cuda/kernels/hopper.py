@@ -53,9 +53,12 @@ def cut(acc, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def leave(c, tiles, at, buffers, PIECE: gl.constexpr):
-    """Store c by way of one of two buffers of shared memory; the other one may still be read."""
-    tma.store_wait(1)
+def leave(c, tiles, at, buffers, PIECE: gl.constexpr, PIECES: gl.constexpr):
+    """Store piece c of a tile by way of one of two buffers of shared memory; the other one may still be read.
+
+    An only piece always takes the same buffer.
+    """
+    tma.store_wait(1 if PIECES > 1 else 0)
     buffer = buffers.index(PIECE % 2)
     buffer.reshape(c.shape).store(c)
     fence_async_shared()

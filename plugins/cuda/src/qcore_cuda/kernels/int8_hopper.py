@@ -98,7 +98,7 @@ def _multiply(
             v = v * scales[p].to(gl.float32)[None, :] * sx
             rn = column + p * Q
             c = ended(v, rm[:, None], rn[None, :], M, N, bias, y, y, out_scale, out_zero, y, HAS_BIAS, OUT)
-            leave(c, y_tiles, [m0, n0 + p * Q], buffers, p)
+            leave(c, y_tiles, [m0, n0 + p * Q], buffers, p, PIECES)
     tma.store_wait(0)
 
 
