@@ -22,6 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .hopper import advance, ring
+from .int8_common import tile_order
+
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 ROWS = gl.constexpr(64)
@@ -163,25 +166,6 @@ def _zero(z, DT: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr):
 
 
 @gluon.jit
-def _tile(tile, tiles_n, tiles_m, GROUP: gl.constexpr):
-    """(tile of weight rows, tile of tokens): GROUP tiles of tokens side by side, then the next weight rows."""
-    wide = GROUP * tiles_n
-    group = tile // wide
-    first = group * GROUP
-    count = gl.minimum(tiles_m - first, GROUP)
-    at = tile - group * wide
-    return at // count, first + at % count
-
-
-@gluon.jit
-def _next(at, turn, COUNT: gl.constexpr):
-    """The next of COUNT places of a ring, and the parity of how often it went round."""
-    at += 1
-    over = at == COUNT
-    return gl.where(over, 0, at), gl.where(over, turn ^ 1, turn)
-
-
-@gluon.jit
 def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, BITS: gl.constexpr, BM: gl.constexpr,
              STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
              PDL: gl.constexpr):  # fmt: skip
@@ -203,7 +187,7 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, BITS
     turn = 1
     slot = 0
     for tile in range(gl.program_id(0), tiles_n * tiles_m, gl.num_programs(0)):
-        tile_n, tile_m = _tile(tile, tiles_n, tiles_m, GROUP)
+        tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         m0 = tile_m * BM
         n0 = tile_n * BN
         group = 0
@@ -224,8 +208,8 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, BITS
                 if ZERO and half == 0:
                     tma.async_copy_global_to_shared(zero, [group, n0], here, zs.index(slot))
                 tma.async_copy_global_to_shared(x, [m0, b * 128 + half * 64], here, xs.index(at))
-                at, turn = _next(at, turn, STAGES)
-            slot = _next(slot, 0, SLOTS)[0]
+                at, turn = advance(at, turn, STAGES)
+            slot = advance(slot, 0, SLOTS)[0]
             left -= 1
             group += gl.where(left == 0, 1, 0)
             left = gl.where(left == 0, PER, left)
@@ -275,7 +259,7 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
         if u > 0:
             acc, high = warpgroup_mma_wait(1, deps=[acc, high])
             mbarrier.arrive(empty.index(done), count=1)
-        at, turn = _next(at, turn, STAGES)
+        at, turn = advance(at, turn, STAGES)
         if BITS == 4:
             high = _from_words(raw, s, z, DT, True, SCALED, ZERO, DOT)
             mbarrier.wait(full.index(at), turn)
@@ -286,8 +270,8 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
         acc, low = warpgroup_mma_wait(1, deps=[acc, low])
         mbarrier.arrive(empty.index(first), count=1)
         done = at
-        at, turn = _next(at, turn, STAGES)
-        slot = _next(slot, 0, SLOTS)[0]
+        at, turn = advance(at, turn, STAGES)
+        slot = advance(slot, 0, SLOTS)[0]
         mbarrier.wait(full.index(at), turn, pred=left > u + 1)
         low, raw, s, z = _first_half(at, slot, ws, ss, zs, DT, BITS, WG, SCALED, ZERO, DOT)
     acc, high = warpgroup_mma_wait(0, deps=[acc, high])
@@ -316,7 +300,7 @@ def _consume(y, scale, bias, ys, xs, ws, ss, zs, full, empty, N, M, KB, BITS: gl
     mbarrier.wait(full.index(0), 0)
     low, raw, s, z = _first_half(0, 0, ws, ss, zs, DT, BITS, WG, SCALED, ZERO, DOT)
     for tile in range(gl.program_id(0), tiles, step):
-        tile_n, tile_m = _tile(tile, tiles_n, tiles_m, GROUP)
+        tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         acc = gl.zeros([ROWS, BM], gl.float32, ACC)
         for _ in range(KB // U):
             acc, low, raw, s, z, at, turn, slot = _blocks(
@@ -373,11 +357,7 @@ def mixed(x, w, scale, zero, bias, y, M, N, KB, PER, BITS: gl.constexpr, BM: gl.
         zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, 1, 2 * ROWS], zero.layout)
     y0 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
     y1 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = ring(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (y, scale, bias, y0, xs, ws, ss, zs, full, empty, N, M, KB, BITS, 0, BM, STAGES, SLOTS, GROUP,
