@@ -40,7 +40,7 @@ def _tried() -> bool:
 
 
 def mixed(x: Tensor, weight: Weight, bias: Tensor | None, device: Device, bm: int) -> Tensor:
-    """``x @ W^T + bias`` in x's dtype, by tiles of ``bm`` tokens.
+    """``x @ W^T + bias`` in x's dtype, by tiles of ``bm`` tokens, or of fewer where fewer hold them all.
 
     X has rows on 16 bytes, and as many columns as the packed weight.
     """
@@ -48,6 +48,7 @@ def mixed(x: Tensor, weight: Weight, bias: Tensor | None, device: Device, bm: in
 
     data, scale, zero = weight.data, weight.scale, weight.zero
     (m, columns), n, rows = x.shape, weight.n, ROWS.value
+    bm = next(size for size in (64, 128, bm) if size >= min(m, bm))
     blocks = -(-columns // 128)
     scaled = scale.shape[0] > 1 or weight.zero_kind == FLOAT_ZERO
     pieces = 2 if bm > 128 else 1  # whole tiles of results would take the place of a stage
