@@ -141,6 +141,43 @@ def _kernels(call: dict[str, Any]) -> list[Any]:
     return [list(pair) for pair in recorder.kernels]
 
 
+def dry_run(payload: dict[str, str]) -> list[str]:
+    """What the plugin's host code does not get through of a contract's cases on a target, launching nothing."""
+    import torch
+    from triton.runtime.driver import driver
+
+    from qcore.testing.questions import cases
+
+    driver.set_active(Driver(payload["target"]))
+    _pretend(payload["target"], lambda *_, **__: None)
+    faults = []
+    for case in cases(None, [payload["contract"]]):
+        problem = case.build(seed=1)
+        try:
+            mine = _made(problem.request)
+            if mine is not None:
+                packed = {name: part.to("meta") for name, part in mine.pack(problem.weight).items()}
+                given = {name: part.to("meta") for name, part in problem.given.items()}
+                bias = None if problem.bias is None else problem.bias.to("meta")
+                y = mine(problem.x.to("meta"), packed, bias, **given)
+                assert isinstance(y, torch.Tensor)
+        except Exception as error:  # noqa: BLE001  all of them are wanted
+            faults.append(f"{case.id}: {type(error).__name__}: {error}")
+    return faults
+
+
+def _made(request: Any) -> Any:
+    """The plugin's kernel for a request; None where it refuses."""
+    from qcore_cuda import conv2d, embedding, linear
+    from qcore_cuda.eligibility import _why_not_dtypes, _why_not_weight
+
+    if _why_not_weight(request) or _why_not_dtypes(request):  # there is no device to ask about
+        return None
+    makers = {"linear": linear.kernel, "conv2d": conv2d.kernel, "embedding": embedding.CudaEmbedding}
+    made = makers[request.contract](request)
+    return None if isinstance(made, str) else made
+
+
 def _pretend(target: str, recorder: Recorder) -> None:
     """Let the plugin see the target where it asks for a device, and hand its launches to ``recorder``."""
     import importlib

@@ -63,9 +63,8 @@ def convolve(
     box, bn = _box(batch, *size), 256 if n > 128 else 128 if n > 64 else 64
     half, piece = _half(box), min(64, bn)
     each = x.element_size()
-    images = TensorDescriptor(
-        x, [batch, height, width, channels], list(x.stride()), [*box, 128], layout(128, each * 8, 4)
-    )
+    pitches = [height * width * channels, width * channels, channels, 1]  # the stride of a side of 1 may be anything
+    images = TensorDescriptor(x, [batch, height, width, channels], pitches, [*box, 128], layout(128, each * 8, 4))
     data = weight.data
     w = TensorDescriptor(data, list(data.shape), [data.shape[1], 1], [bn, 128], layout(128, 8, 2))
     each = y.element_size()

@@ -81,6 +81,7 @@ def _descriptor(tensor: Tensor, block: tuple[int, int], *, swizzled: bool = True
 
     if tensor.data_ptr() % 16:
         tensor = tensor.clone()
-    size = tensor.element_size()
+    size, (rows, columns) = tensor.element_size(), tensor.shape
     layout = NVMMASharedLayout(min(128, block[1] * size) if swizzled else 0, 8 * size, 2)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
+    pitch = tensor.stride(0) if rows > 1 else columns  # the stride of a single row may be anything
+    return TensorDescriptor(tensor, [rows, columns], [pitch, 1], list(block), layout)
