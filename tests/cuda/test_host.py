@@ -1,6 +1,6 @@
 """The plugin's host code gets through every case of the conformance kit, for every kind of GPU: no launch is made.
 
-What it does not get through on a machine with a GPU - a descriptor that Triton refuses, a shape that nobody thought of -
+What it would not get through on a machine with a GPU (a descriptor that Triton refuses, a size that nobody thought of)
 shows here, without one.
 """
 
