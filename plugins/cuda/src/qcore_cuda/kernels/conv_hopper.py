@@ -21,6 +21,8 @@ from .hopper import WIDEST, advance, cut, leave, ring
 from .int8_common import ended
 from .rounding import begin
 
+# mypy: disable-error-code="unreachable"
+
 
 @gluon.jit
 def _place(tile, sizes, SHAPE: gl.constexpr, BN: gl.constexpr):

@@ -14,6 +14,8 @@ from .hopper import WIDEST, advance, cut, leave, ring
 from .int8_common import ended, tile_order
 from .rounding import begin
 
+# mypy: disable-error-code="unreachable"
+
 
 @gluon.jit
 def _fetch(
