@@ -127,3 +127,20 @@ def test_wrong_seconds(text):
 
 def test_counts():
     assert arguments.counts("1, 16,256") == (1, 16, 256)
+
+
+def stopped(*steps):
+    with progress.Progress("checking", unit="steps").shown() as told:
+        for step in steps:
+            told(*step)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [([(3, 9, "linear[w8a16]")], "checking: 3 of 9 steps were done, then linear[w8a16]\n"), ([], "")],
+)
+def test_who_stops_something_is_told_how_far_it_had_come(steps, said, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        stopped(*steps)
+    assert capsys.readouterr().err == said

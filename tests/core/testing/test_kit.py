@@ -28,7 +28,11 @@ def test_seeds_are_fresh_unless_given(add):
 
 def test_processes_share_the_cases():
     chosen = {"schemes": ["w8a16"], "contracts": ["embedding"], "select": "embedding[", "seed": 4}
-    together, alone = (testing.run("torch", jobs=jobs, **chosen) for jobs in (2, 1))
+    seen = []
+    told = {"progress": lambda done, total, _name: seen.append((done, total))}
+    together, alone = testing.run("torch", jobs=2, **told, **chosen), testing.run("torch", **chosen)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1] == (len(together.cases), len(together.cases))
     assert [(r.id, r.outcome, r.worst) for r in together.cases] == [(r.id, r.outcome, r.worst) for r in alone.cases]
 
 

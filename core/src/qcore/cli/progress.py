@@ -18,15 +18,27 @@ class Progress:
     title: str
     unit: str = "bytes"
     _update: Callable[[int, int, str], None] | None = field(default=None, init=False)
+    _reached: str = field(default="", init=False)
 
     def __call__(self, done: int, total: int, name: str) -> None:
         """``done`` of ``total`` units; ``name``: what is being worked on."""
+        self._reached = f"{self.title}: {done} of {total} {self.unit} were done" + (f", then {name}" if name else "")
         if self._update is not None:
             self._update(done, total, name)
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[Progress]:
-        """Draw the bar while the block runs, and wipe it away then."""
+        """Draw the bar while the block runs, and wipe it away then. Who stops it is told how far it had come."""
+        try:
+            with self._drawn():
+                yield self
+        except KeyboardInterrupt:
+            if self._reached:
+                print(self._reached, file=sys.stderr)
+            raise
+
+    @contextlib.contextmanager
+    def _drawn(self) -> Iterator[Progress]:
         if not is_terminal(sys.stderr):
             yield self
             return

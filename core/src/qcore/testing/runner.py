@@ -8,7 +8,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -202,7 +202,7 @@ def run(
     tell, total = progress or (lambda _done, _total, _name: None), len(kit.cases) + len(kit.laws)
     if jobs > 1:
         arguments = {"backend": backend, "device": str(kit.target.device), "seed": kit.seed, "gaps": gaps, **chosen}
-        kit.adopt(_shared(arguments, jobs))
+        kit.adopt(_shared(arguments, len(kit.cases), jobs, lambda done: tell(done, total, "")))
     for done, case in enumerate(kit.cases if jobs <= 1 else ()):
         tell(done, total, case.id)
         kit.run_case(Question(case, kit.seed))
@@ -212,13 +212,33 @@ def run(
     return kit.certificate()
 
 
-def _shared(arguments: dict[str, Any], jobs: int) -> list[Result]:
+_AT_A_TIME = 8
+"""Cases that a process takes at a time: neighbours share what has to be compiled."""
+
+
+def _shared(arguments: dict[str, Any], count: int, jobs: int, tell: Callable[[int], None]) -> list[Result]:
     """Run the cases in processes of their own; new interpreters, because not every device's stack survives a fork."""
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        parts = list(pool.map(_part, [arguments] * jobs, range(jobs), [jobs] * jobs))
-    return [result for part in parts for result in part]
+    results: list[Result] = []
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (arguments,)) as pool:
+        parts = [pool.submit(_part, start) for start in range(0, count, _AT_A_TIME)]
+        try:
+            for part in as_completed(parts):
+                results += part.result()
+                tell(len(results))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # not all that is still waiting, too
+            raise
+    return results
 
 
-def _part(arguments: dict[str, Any], index: int, jobs: int) -> list[Result]:
-    kit = Kit(**arguments)
-    return [kit.run_case(Question(case, kit.seed)) for case in kit.cases[index::jobs]]
+_mine: list[Kit] = []
+"""The kit of a process that has been handed some of the cases."""
+
+
+def _begin(arguments: dict[str, Any]) -> None:
+    _mine[:] = [Kit(**arguments)]
+
+
+def _part(start: int) -> list[Result]:
+    (kit,) = _mine
+    return [kit.run_case(Question(case, kit.seed)) for case in kit.cases[start : start + _AT_A_TIME]]
