@@ -7,10 +7,10 @@ from dataclasses import replace
 import ptx_stand_ins
 import pytest
 import torch
+from cuda_problems import assert_right, packed_weight
+from cuda_problems import linear_problem as problem
 
-from qcore import DynamicInt8, Scheme
-from qcore.contracts import LINEAR
-from qcore.contracts.inputs import Draw, Shape
+from qcore import DynamicInt8
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -39,22 +39,8 @@ def ampere(monkeypatch):
     return device
 
 
-def problem(scheme, m, n, k, dtype=torch.bfloat16, bias="none", **kind):
-    draw = Draw(torch.Generator().manual_seed(m * 7 + n))
-    filled = draw.fill(Scheme.parse(scheme))
-    request = LINEAR.request_for(filled, torch.device("cpu"), dtype, n, k)
-    shape = Shape("case", (m,), n, k, bias=bias, **kind)
-    return draw.linear(replace(request, bias=bias != "none"), shape, filled.quantizer, dtype)
-
-
 def packed(case):
-    from qcore_cuda import packing
-    from qcore_cuda.weights import Weight
-
-    form, parts = case.weight.format, packing.pack(case.weight, sums=case.request.activation is not None)
-    group = form.group_size or case.request.k
-    weight = Weight(parts["data"], parts["scale"], parts.get("zero"), case.request.n, case.request.k, form.bits, group)
-    return weight, parts.get("sums")
+    return packed_weight(case, sums=case.request.activation is not None)
 
 
 def float_product(case, device, shape):
@@ -85,11 +71,6 @@ def int8_product(case, shape):
     symmetric = dynamic and activation.symmetric
     sums = None if symmetric else sums
     return product(case.x, weight, sums, case.bias, case.request.out_dtype, symmetric, of_x, of_y, config)
-
-
-def assert_right(case, result):
-    verdict = LINEAR.judge(case, result)
-    assert verdict.ok, verdict.message
 
 
 @pytest.mark.parametrize("scheme", FLOAT)

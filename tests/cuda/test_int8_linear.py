@@ -150,7 +150,7 @@ def test_many_rows_on_hopper_go_where_the_last_wave_wastes_least(monkeypatch):
     from qcore_cuda.device import Device
     from qcore_cuda.int8_config import Problem, choose
 
-    monkeypatch.setattr(hopper, "_usable", lambda: True)
+    monkeypatch.setattr(hopper, "usable", lambda: True)
     choose.cache_clear()
     device = Device(90, False, 132)
     found = {

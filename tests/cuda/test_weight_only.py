@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cuda_problems
 import pytest
 import torch
-
-from qcore import Scheme
-from qcore.contracts import LINEAR
-from qcore.contracts.inputs import Draw, Shape
+from cuda_problems import assert_right
+from cuda_problems import linear_problem as problem
 
 SCHEMES = (
     "w4a16", "w4a16-asym", "w4a16-g32-fzp", "w4a16-g64-asym", "w4a16-g128", "w4a16-g96-asym",
@@ -17,26 +16,8 @@ SCHEMES = (
 )  # fmt: skip
 
 
-def problem(scheme, m, n, k, dtype=torch.bfloat16, bias="none", **kind):
-    draw = Draw(torch.Generator().manual_seed(m * 7 + n))
-    filled = draw.fill(Scheme.parse(scheme))
-    request = LINEAR.request_for(filled, torch.device("cpu"), dtype, n, k)
-    shape = Shape("case", (m,), n, k, bias=bias, **kind)
-    return draw.linear(replace(request, bias=bias != "none"), shape, filled.quantizer, dtype)
-
-
 def packed_weight(case):
-    from qcore_cuda import packing
-    from qcore_cuda.weights import Weight
-
-    form, packed = case.weight.format, packing.pack(case.weight)
-    group = form.group_size or case.request.k
-    return Weight(packed["data"], packed["scale"], packed.get("zero"), case.request.n, case.request.k, form.bits, group)
-
-
-def assert_right(case, result):
-    verdict = LINEAR.judge(case, result)
-    assert verdict.ok, verdict.message
+    return cuda_problems.packed_weight(case)[0]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

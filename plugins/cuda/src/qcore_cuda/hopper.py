@@ -22,7 +22,8 @@ ROOM = (227 << 10) - 2048
 
 
 @lru_cache(maxsize=1)
-def _usable() -> bool:
+def usable() -> bool:
+    """Whether this is a Triton that the kernels in Gluon were tried with."""
     import triton
 
     return bool(triton.__version__.startswith(_TRIED))
@@ -30,7 +31,7 @@ def _usable() -> bool:
 
 def serves(device: Device, n: int, inner: int) -> bool:
     """Whether the kernels serve int8 weights of n rows, their K in steps of ``inner``."""
-    return device.arch == 90 and inner == 128 and n % 16 == 0 and _usable()
+    return device.arch == 90 and inner == 128 and n % 16 == 0 and usable()
 
 
 def computes(weight: Weight, grouped: bool, x_zero: Tensor | None, out_dtype: torch.dtype, out_scale: Any) -> bool:

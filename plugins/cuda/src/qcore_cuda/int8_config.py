@@ -63,7 +63,7 @@ def choose(device: Device, problem: Problem, specialized: bool = True) -> Config
     own = _specialized(device, problem) if specialized else None
     for fields in (tuned("int8", device, problem), *(shipped[:1] if own is None else ())):
         config = _read(fields) if fields else None
-        if config and (specialized or config.kernel != "specialized"):
+        if config and (own or config.kernel != "specialized"):  # measured for a neighbour that it serves
             return config
     return own or default_config(device, problem)
 

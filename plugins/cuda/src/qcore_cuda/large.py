@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .device import Device
+from .hopper import usable
 from .launch import launch, options
 from .replay import empty
 from .weights import FLOAT_ZERO, Weight
@@ -16,27 +16,17 @@ from .weights import FLOAT_ZERO, Weight
 if TYPE_CHECKING:
     from .dispatch import Problem
 
-_TRIED = ("3.6.",)
-
 
 def serves(device: Device, problem: Problem) -> bool:
     """Whether ``mixed`` computes a product.
 
     Sizes: what descriptors need. A scale comes before the product, rounded with the weight, or after all of K.
     """
-    if device.arch != 90 or not _tried() or not problem.narrow or problem.n % 16:
+    if device.arch != 90 or not usable() or not problem.narrow or problem.n % 16:
         return False
     if problem.bits == 4:
         return problem.block == 128 and (problem.whole or not problem.exact)
     return problem.whole
-
-
-@lru_cache(maxsize=1)
-def _tried() -> bool:
-    """Whether this is a Triton that `mixed` was tried with: Gluon is no stable interface."""
-    import triton
-
-    return bool(triton.__version__.startswith(_TRIED))
 
 
 def mixed(x: Tensor, weight: Weight, bias: Tensor | None, device: Device, bm: int) -> Tensor:

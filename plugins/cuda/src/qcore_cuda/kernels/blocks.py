@@ -104,6 +104,24 @@ def copy_parameters(to, scale, zero, lane, first, live, rows, N, KB, each, R: tl
 
 
 @triton.jit
+def copy_stage(to, at, lane, first, live, tiles, step, scale, zero, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr,
+               BYTES: tl.constexpr, NEXT: tl.constexpr, PAIRS: tl.constexpr, AFTER: tl.constexpr, RINGED: tl.constexpr,
+               ZERO: tl.constexpr):  # fmt: skip
+    """Begin to copy what a stage holds of the weight; parameters, where RINGED, come AFTER that many bytes."""
+    copy_weights(to, at, lane, first, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
+    if RINGED:
+        copy_parameters(to + AFTER, scale, zero, lane, first, live, rows, N, KB, each, R, U, ZERO)
+
+
+@triton.jit
+def turn(slot, STAGE: tl.constexpr, STAGES: tl.constexpr):
+    """Where the stage after this one begins, and the stage that was read last and is free."""
+    after = tl.where(slot == (STAGES - 1) * STAGE, 0, slot + STAGE)
+    free = tl.where(after >= 2 * STAGE, after - 2 * STAGE, after + (STAGES - 2) * STAGE)
+    return after, free
+
+
+@triton.jit
 def group_of(block, KB, each):
     """The group of a block, ``each`` = 1 / blocks per group: exact, halves stand far from whole numbers."""
     return ((tl.minimum(block, KB - 1).to(tl.float32) + 0.5) * each).to(tl.int32)

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import ring
-from .blocks import copy_parameters, copy_weights, group_of, over_warps, pair, places, weights
+from .blocks import copy_stage, group_of, over_warps, pair, places, turn, weights
 from .warp import codes8, mma, spread
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -255,10 +255,10 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     for s in tl.static_range(STAGES - 1):
         to = mine + s * STAGE
         ahead = first + s * (U * NW)
-        copy_weights(to, at + s * (U * NW * NEXT), lane, ahead, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
-        if RINGED:
-            live = s * (U * NW) < KB
-            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, live, rows, N, KB, each, R, U, ZERO)
+        copy_stage(
+            to, at + s * (U * NW * NEXT), lane, ahead, s * (U * NW) < KB, tiles, step, scale, zero, rows, N, KB, each,
+            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO,
+        )  # fmt: skip
     if PDL:
         gdc_wait()
     for s in tl.static_range(STAGES - 1):
@@ -283,15 +283,15 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     for start in tl.range(0, KB, U * NW, num_stages=1):
         ring.wait(thread, STAGES - 2)
         here = mine + slot
-        slot = tl.where(slot == (STAGES - 1) * STAGE, 0, slot + STAGE)
+        slot, free = turn(slot, STAGE, STAGES)
         first = start + warp * U
-        # The stage that was read last is free.
-        to = mine + tl.where(slot >= 2 * STAGE, slot - 2 * STAGE, slot + (STAGES - 2) * STAGE)
+        to = mine + free
         ahead = first + (STAGES - 1) * (U * NW)
         live = start + (STAGES - 1) * (U * NW) < KB
-        copy_weights(to, at, lane, ahead, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
-        if RINGED:
-            copy_parameters(to + W_BYTES + X_BYTES, scale, zero, lane, ahead, live, rows, N, KB, each, R, U, ZERO)
+        copy_stage(
+            to, at, lane, ahead, live, tiles, step, scale, zero, rows, N, KB, each,
+            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO,
+        )  # fmt: skip
         _copy_x(to + W_BYTES, x, lane, ahead, live, M, KB, stride, XR, U, P)
         ring.commit(thread)
         at += U * NW * NEXT
