@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cuda_problems import assert_right, packed_weight
 
 from qcore import DynamicInt8, Scheme
 from qcore.contracts import LINEAR
@@ -73,29 +74,16 @@ def codes_for(problem, total=False):
 
 
 def product(problem, config=None, total=False):
-    from qcore_cuda import int8, packing
-    from qcore_cuda.weights import Weight
+    from qcore_cuda import int8
 
-    request, weight = problem.request, problem.weight
-    codes = codes_for(problem, total)
-    packed = packing.pack(weight, sums=codes.zero is not None)
-    group = weight.format.group_size or request.k
-    packed_weight = Weight(
-        packed["data"], packed["scale"], packed.get("zero"), request.n, request.k, weight.format.bits, group
-    )
+    request, codes = problem.request, codes_for(problem, total)
+    weight, sums = packed_weight(problem, sums=codes.zero is not None)
     output, numbers = request.output, (None, None)
     if output is not None:
         given = problem.given
         numbers = (output.scale, output.zero_point)
         numbers = (given["out_scale"], given["out_zero_point"]) if output.per_token else numbers
-    return int8.linear(
-        codes, packed_weight, packed.get("sums"), problem.bias, request.out_dtype, *numbers, config=config
-    )
-
-
-def assert_right(problem, result):
-    verdict = LINEAR.judge(problem, result)
-    assert verdict.ok, verdict.message
+    return int8.linear(codes, weight, sums, problem.bias, request.out_dtype, *numbers, config=config)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -93,12 +93,11 @@ class Ring:
         read = self._read(_array(at), 4 * _value(V)).view(np.int32)
         return tuple(_words(read[:, i]) for i in range(read.shape[1]))
 
-    def place(self, at, word, wanted, BYTES):
-        width = _value(BYTES)
-        spots, raw = self._place(_array(at), width), np.ascontiguousarray(_array(word)).view(np.uint8).reshape(-1, 4)
+    def place(self, at, word, wanted):
+        spots, raw = self._place(_array(at), 2), np.ascontiguousarray(_array(word)).view(np.uint8).reshape(-1, 4)
         for spot, some, on in zip(spots, raw, _array(wanted), strict=True):
             if on:
-                self.memory[spot : spot + width] = some[:width]
+                self.memory[spot : spot + 2] = some[:2]
         return at
 
     def fragments(self, at):

@@ -31,7 +31,7 @@ class Config:
     **Fields:** ``kernel``: "gemv" (few rows, NVIDIA), "slices" (int8, few rows), "gemm" (any), "mixed" (many rows, see
     `large`) or "dense" (dequantize, then torch's product); ``bn``, ``bm``: the tile, of weight rows and tokens (gemv:
     rows of a program; mixed: ``bm`` alone); ``warps``, ``stages``; ``unroll``, ``late``: of gemv, see `few.Shape`;
-    ``split``: programs that share K, of gemm and mixed. Of gemm: ``unroll``: times 128 columns in a step; ``scaled``:
+    ``split``: programs that share K, of gemm. Of gemm: ``unroll``: times 128 columns in a step; ``scaled``:
     weights are scaled before the product, not sums after it; ``even``: programs per multiprocessor, over which all
     tiles are spread evenly instead; ``registers``: of a thread, at most.
     """

@@ -32,6 +32,11 @@ class Shape(NamedTuple):
     stages: int
     late: bool = False
 
+    @classmethod
+    def of(cls, config: Any) -> Shape:
+        """The shape that a `dispatch.Config` or `int8_config.Config` of kernel "gemv" stands for."""
+        return cls(config.bn // 16, config.unroll, config.warps, config.stages, config.late)
+
 
 class Ring(NamedTuple):
     """What a ring holds, in bytes.
@@ -83,10 +88,10 @@ def _x_rows(m: int) -> int:
     return 1 if m == 1 else -(-m // _COLUMN_BLOCK) * _COLUMN_BLOCK
 
 
-def _weight_ring(weight: Weight, block: int, grouped: bool, x: int, blank: int, fixed: int = 0) -> Ring:
+def _weight_ring(weight: Weight, grouped: bool, x: int, blank: int, fixed: int = 0) -> Ring:
     """``x``, ``blank``: bytes for each block of K."""
     of_row = weight.scale.element_size() + (0 if weight.zero is None else weight.zero.element_size())
-    return Ring(2 * block * weight.bits, x, 16 * of_row if grouped and _even(weight) else 0, blank, fixed)
+    return Ring(2 * weight.block * weight.bits, x, 16 * of_row if grouped and _even(weight) else 0, blank, fixed)
 
 
 def _even(weight: Weight) -> bool:
@@ -100,14 +105,14 @@ def _placed(weight: Weight) -> Weight:
     return weight if weight.data.data_ptr() % 16 == 0 else weight._replace(data=weight.data.clone())
 
 
-def _sized(shape: Shape, block: int, bits: int) -> Shape:
+def _sized(shape: Shape, weight: Weight) -> Shape:
     """Configurations count blocks of 128 codes of int4, or 64 of int8: more of smaller ones."""
-    return shape._replace(unroll=shape.unroll * max(1, 512 // (block * bits)))
+    return shape._replace(unroll=shape.unroll * max(1, 512 // (weight.block * weight.bits)))
 
 
-def _sizes(weight: Weight, block: int) -> tuple[int, ...]:
+def _sizes(weight: Weight) -> tuple[int, ...]:
     """Rows, blocks of K, blocks per group, and the row pitch of rows16 in units of 32."""
-    four = weight.bits == 4
+    four, block = weight.bits == 4, weight.block
     blocks = weight.data.shape[1] if four else weight.data.shape[1] // block
     per = weight.group // block if weight.scale.shape[0] > 1 else blocks
     return weight.data.shape[0] * (16 if four else 1), blocks, per, 0 if four else weight.data.shape[1] // 32
@@ -120,9 +125,9 @@ def float_product(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, dev
     # Sums over all of K would leave float16's larger offset too little of float32's digits.
     one_group = scale.shape[0] == 1 and (weight.bits == 8 or x.dtype == torch.bfloat16)
     rows_of_x = 2 * block * _x_rows(m)
-    ring = _weight_ring(weight, block, not one_group, rows_of_x, 2 * block if m == 1 else 0)
-    shape = ring.fitted(_sized(shape, block, weight.bits), device)
-    rows, blocks, per, pitch = _sizes(weight, block)
+    ring = _weight_ring(weight, not one_group, rows_of_x, 2 * block if m == 1 else 0)
+    shape = ring.fitted(_sized(shape, weight), device)
+    rows, blocks, per, pitch = _sizes(weight)
     launch(
         gemv, (-(-weight.n // (16 * shape.row_blocks)),),
         x, data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
@@ -163,9 +168,9 @@ def int8_product(
     m, fused, block = y.shape[0], a.mode >= 0, weight.block
     wide = _capacity(weight.k) if fused else 0
     x_bytes = 0 if fused else block * _x_rows(m)
-    ring = _weight_ring(weight, block, grouped, x_bytes, block if m == 1 else 0, wide)
-    shape = ring.fitted(_sized(shape, block, weight.bits), device)
-    rows, blocks, per, pitch = _sizes(weight, block)
+    ring = _weight_ring(weight, grouped, x_bytes, block if m == 1 else 0, wide)
+    shape = ring.fitted(_sized(shape, weight), device)
+    rows, blocks, per, pitch = _sizes(weight)
     after, out_numbers, out_meta = end
     scale = y if a.scale is None else a.scale
     launch(

@@ -44,16 +44,30 @@ def quantize_rows(x: Tensor, *, symmetric: bool, total: bool = False, order: int
 
     ``total``: also sum the codes; ``order``: as `Weight.order` of the weight that they meet.
     """
-    return _quantize(x, 0 if symmetric else 1, None, None, total, order)
+    return _quantize(x, *_mode(x, symmetric, None), total, order)
 
 
 def quantize_given(
     x: Tensor, scale: Tensor | float, zero: Tensor | float, *, total: bool = False, order: int = 0
 ) -> Codes:
     """Quantize x ``(M, K)`` with given numbers, or tensors ``(M,)`` per token. An int8 x is taken as codes."""
-    if isinstance(scale, Tensor):
-        return _quantize(x, 3, _flat(scale), _flat(torch.as_tensor(zero, device=x.device)), total, order)
-    return _quantize(x, 2, float(scale), float(zero), total, order)
+    return _quantize(x, *_mode(x, True, Given(scale, zero)), total, order)
+
+
+class Given(NamedTuple):
+    """Scale and zero point that activations, or results, are quantized with: numbers, or tensors ``(M,)``."""
+
+    scale: Tensor | float
+    zero: Tensor | float
+
+
+def _mode(x: Tensor, symmetric: bool, given: Given | None) -> tuple[int, Any, Any]:
+    """The mode of `kernels.quantize`, and scale and zero point where they are given."""
+    if given is None:
+        return 0 if symmetric else 1, None, None
+    if isinstance(given.scale, Tensor):
+        return 3, _flat(given.scale), _flat(torch.as_tensor(given.zero, device=x.device))
+    return 2, float(given.scale), float(given.zero)
 
 
 def _flat(parameter: Tensor) -> Tensor:
@@ -98,13 +112,6 @@ def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool, order: i
     return Codes(q, s, z, t)
 
 
-class Given(NamedTuple):
-    """Scale and zero point that activations, or results, are quantized with: numbers, or tensors ``(M,)``."""
-
-    scale: Tensor | float
-    zero: Tensor | float
-
-
 def product(
     x: Tensor,
     weight: Weight,
@@ -124,30 +131,24 @@ def product(
     if config is None:
         config = choose(device, problem_of(weight, x.shape[0]))
     of_y, zero_y = out or (None, None)
-    whole_row = config.kernel == "gemv" and few.quantizes_itself(x, weight, device)
-    if whole_row:
-        mode, scale, zero, numbers = 0 if symmetric else 1, None, None, (0.0, 0.0)
-        if given is not None and isinstance(given.scale, Tensor):
-            mode, scale, zero = 3, _flat(given.scale), _flat(torch.as_tensor(given.zero, device=x.device))
-        elif given is not None:
-            mode, numbers = 2, (float(given.scale), float(given.zero))
-        activations = few.Activations(x, scale, zero, numbers, mode, mode != 0)
+    mode, scale, zero = _mode(x, symmetric, given)
+    if config.kernel == "gemv" and few.quantizes_itself(x, weight, device):
+        if mode == 2:
+            activations = few.Activations(x, None, None, (scale, zero), mode, True)
+        else:
+            activations = few.Activations(x, scale, zero, (0.0, 0.0), mode, mode != 0)
         y = empty((1, weight.n), out_dtype, x.device)
         return _few(activations, weight, sums, _end(bias, of_y, zero_y, y), y, device, config)
     # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.
     total = weight.zero is not None and weight.scale.shape[0] == 1 and config.kernel != "gemv"
-    if given is None:
-        codes = quantize_rows(x, symmetric=symmetric, total=total, order=weight.order)
-    else:
-        codes = quantize_given(x, *given, total=total, order=weight.order)
+    codes = _quantize(x, mode, scale, zero, total, weight.order)
     return linear(codes, weight, sums, bias, out_dtype, of_y, zero_y, config)
 
 
 def _few(
     activations: few.Activations, weight: Weight, sums: Tensor | None, end: _End, y: Tensor, device: Device, c: Config
 ) -> Tensor:
-    shape = few.Shape(c.bn // 16, c.unroll, c.warps, c.stages, c.late)
-    few.int8_product(activations, weight, sums, end, y, device, shape, blocking(weight)[1])
+    few.int8_product(activations, weight, sums, end, y, device, few.Shape.of(c), blocking(weight)[1])
     return y
 
 

@@ -67,8 +67,7 @@ def run(
         return _gemm(x, weight, bias, out_dtype, device, config, columns)
     y = empty((x.shape[0], weight.n), out_dtype, x.device)
     if config.kernel == "gemv":
-        shape = few.Shape(config.bn // 16, config.unroll, config.warps, config.stages, config.late)
-        few.float_product(x, weight, bias, y, device, shape)
+        few.float_product(x, weight, bias, y, device, few.Shape.of(config))
     else:
         _slices(x, weight, bias, y, device, config, columns)
     return y

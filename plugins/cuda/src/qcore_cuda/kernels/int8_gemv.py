@@ -63,7 +63,7 @@ def _quantize(to, x, thread, given_scale, given_zero, given_scale_number, given_
             c0 = encode(low, s, inverse, z, MODE, False, NARROW).to(tl.int32) & 0xFF
             c1 = encode(high, s, inverse, z, MODE, False, NARROW).to(tl.int32) & 0xFF
             codes = tl.where(at < K, c0 | (c1 << 8), 0)
-            ring.place(to + position_of(at + 2 * i, ORDER), codes, here.to(tl.int32), 2)
+            ring.place(to + position_of(at + 2 * i, ORDER), codes, here.to(tl.int32))
     return s, z
 
 

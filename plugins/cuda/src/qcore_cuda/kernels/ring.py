@@ -55,27 +55,16 @@ def copy(to, address, size, wanted, BYTES: tl.constexpr):
 
     BYTES: 4, 8 or 16; ``to`` and ``address`` are multiples of it. Wide copies pass by the first-level cache.
     """
-    if BYTES == 16:
-        done = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; "
-            "@p cp.async.cg.shared.global.L2::128B [$1], [$2], 16, $3; }",
-            "=&r,r,l,r,r",
-            [to, address, size, wanted],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        done = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; "
-            f"@p cp.async.ca.shared.global.L2::128B [$1], [$2], {BYTES}, $3; }}",
-            "=&r,r,l,r,r",
-            [to, address, size, wanted],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    return done
+    WAY: tl.constexpr = "cg" if BYTES == 16 else "ca"
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; "
+        f"@p cp.async.{WAY}.shared.global.L2::128B [$1], [$2], {BYTES}, $3; }}",
+        "=&r,r,l,r,r",
+        [to, address, size, wanted],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -113,28 +102,17 @@ def clear(to):
 
 
 @triton.jit
-def place(at, word, wanted, BYTES: tl.constexpr):
-    """Write the lowest BYTES (2 or 4) of a word to shared memory where ``wanted`` is not 0."""
-    if BYTES == 4:
-        done = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; @p st.shared.b32 [$1], $2; }",
-            "=&r,r,r,r",
-            [at, word, wanted],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        done = tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b16 h; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; cvt.u16.u32 h, $2; "
-            "@p st.shared.b16 [$1], h; }",
-            "=&r,r,r,r",
-            [at, word, wanted],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    return done
+def place(at, word, wanted):
+    """Write the lowest 2 bytes of a word to shared memory where ``wanted`` is not 0."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b16 h; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; cvt.u16.u32 h, $2; "
+        "@p st.shared.b16 [$1], h; }",
+        "=&r,r,r,r",
+        [at, word, wanted],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
