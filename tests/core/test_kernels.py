@@ -61,6 +61,9 @@ class TestKernel:
     def test_packing_is_its_own_unless_said(self):
         assert Dense().packing == "test.dense"
 
+    def test_a_packed_tensor_counts_its_own_bytes(self):
+        assert Dense().nbytes(torch.zeros(3, 5)) == 60
+
     def test_repr(self):
         assert repr(Dense()) == "<Dense test.dense>"
         nameless = type("Nameless", (Dense,), {})

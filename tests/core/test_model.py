@@ -240,6 +240,13 @@ def shares(model):
     return all(state[f"head.{key}"].data_ptr() == state[f"embed.{key}"].data_ptr() for key in keys)
 
 
+def test_a_kernel_says_how_many_bytes_a_handle_stands_for(add_kernel, stub, monkeypatch):
+    add_kernel("mine")
+    monkeypatch.setattr(stub, "nbytes", lambda kernel, tensor: 1000)
+    layer = QuantizedLinear.from_float(nn.Linear(64, 8), "w8a16")
+    assert qcore.report(layer).bytes_after == 1000 * len(layer._primary.packed)
+
+
 @pytest.fixture(params=["fallback", "stub"])
 def served(request, add_kernel):
     if request.param == "stub":

@@ -74,6 +74,10 @@ class Kernel(ABC):
         ``qcore tune`` calls it before it measures the kernel. A kernel that has nothing to choose leaves it as it is.
         """
 
+    def nbytes(self, tensor: Tensor) -> int:
+        """Bytes that one packed tensor stands for: its own, unless it is a handle on memory elsewhere."""
+        return tensor.numel() * tensor.element_size()
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {getattr(self, 'name', '?')}>"
 

@@ -415,7 +415,7 @@ class _Ledger:
 def _held(module: nn.Module) -> dict[int, int]:
     """Bytes of each tensor that stands for a layer's weight."""
     if isinstance(module, QuantizedModule):
-        return {id(t): t.numel() * t.element_size() for b in module._bounds.values() for t in b.packed.values()}
+        return {id(t): b.kernel.nbytes(t) for b in module._bounds.values() for t in b.packed.values()}
     parametrized: Any = module.parametrizations if is_parametrized(module) else None
     own = module.parameters(recurse=False) if parametrized is None else parametrized.parameters()
     return {id(p): p.numel() * p.element_size() for p in own if not is_lazy(p) and p.dim() >= 2}

@@ -46,7 +46,7 @@ def time_case(case: Case, rows: int, seconds: float, speed: float) -> list[dict[
         dense, *times = interleaved_medians([_dense(here), *calls], request.device, seconds)
     around = rows * (request.k * request.x_dtype.itemsize + request.n * request.out_dtype.itemsize)
     return [
-        _row(case.scheme, rows, kernel.name, (ms, dense), _bytes(packed), around, speed)
+        _row(case.scheme, rows, kernel.name, (ms, dense), _bytes(kernel, packed), around, speed)
         for (_, kernel), packed, ms in zip(case.kernels, packs, times, strict=True)
     ]
 
@@ -62,8 +62,8 @@ def _dense(here: Problem) -> Callable[[], Any]:
     return lambda: F.linear(x, weight)
 
 
-def _bytes(packed: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in packed.values())
+def _bytes(kernel: Kernel, packed: dict[str, torch.Tensor]) -> int:
+    return sum(map(kernel.nbytes, packed.values()))
 
 
 def _row(
