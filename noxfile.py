@@ -55,9 +55,9 @@ def _buildable(session: nox.Session) -> list[Path]:
     missing = {name: _missing_packages(session, names) for name, names in DEBIAN.items()}
     wanted = sorted({package for packages in missing.values() for package in packages})
     if wanted and shutil.which("apt-get") and os.geteuid() == 0:
-        quiet = {"env": {"DEBIAN_FRONTEND": "noninteractive"}, "external": True, "silent": True}
-        session.run("apt-get", "update", **quiet)
-        session.run("apt-get", "install", "--yes", "--no-install-recommends", *wanted, **quiet)
+        for command in (("update",), ("install", "--yes", "--no-install-recommends", *wanted)):
+            env = {"DEBIAN_FRONTEND": "noninteractive"}
+            session.run("apt-get", *command, env=env, external=True, silent=True)
         return PLUGINS
     for name, packages in missing.items():
         if packages:
