@@ -3,6 +3,7 @@
     nox -s demo                        # makes its own environment
     python examples/demo.py --quick    # less time for the latencies
     python examples/demo.py --device cuda
+    python examples/demo.py --backend vulkan --quick
 
 Exit code 1 and a list where a figure is below what is expected of it.
 """
@@ -36,8 +37,11 @@ def main() -> int:
     """Run everything; 0 where every expectation holds."""
     options, start = _arguments(), time.perf_counter()
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    console.print(f"qcore {qcore.__version__}, torch {torch.__version__}, {_device_name(options.device)}")
-    missed = [*_sentences(console, options.device, options.seconds), *_digits(console, options.device)]
+    qcore.configure(backends=options.backend)
+    where = _device_name(options.device) + (f", {_backend_name(options.backend)}" if options.backend else "")
+    console.print(f"qcore {qcore.__version__}, torch {torch.__version__}, {where}")
+    wanted = options.backend or options.device.type
+    missed = [*_sentences(console, options.device, options.seconds, wanted), *_digits(console, options.device)]
     console.print(f"\n{time.perf_counter() - start:.0f} seconds in all.")
     for line in missed:
         console.print(f"[bold red]missed:[/] {line}", soft_wrap=True)
@@ -49,7 +53,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="time for the latencies of each batch size")
     parser.add_argument("--quick", dest="seconds", action="store_const", const=1.0, help="the same as --seconds 1")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="where the models run")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="where the tensors are")
+    parser.add_argument("--backend", metavar="PLUGIN", help="the plugin to be asked first, e.g. vulkan")
     return parser.parse_args()
 
 
@@ -61,7 +66,14 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
-def _sentences(console: Console, device: torch.device, seconds: float) -> list[str]:
+def _backend_name(name: str) -> str:
+    found = next((status for status in qcore.plugins() if status.name == name), None)
+    if found is None or found.state != "available":
+        raise SystemExit(f"plugin {name!r} is not available: {found.reason if found else 'it is not installed'}")
+    return f"{name} on {found.device}"
+
+
+def _sentences(console: Console, device: torch.device, seconds: float, wanted: str) -> list[str]:
     console.rule("MiniLM-L6: a sentence model of 22.7 million weights, 37 linear layers and 3 embeddings")
     source, lines = sentences.SentenceModel(device), sentences.read_sentences()
     expected = source.embed(source.trained(), lines)
@@ -76,7 +88,7 @@ def _sentences(console: Console, device: torch.device, seconds: float) -> list[s
     with console.status("measuring latencies"):
         times = {batch: sentences.latencies(source, models, batch, seconds) for batch in sentences.BATCHES}
     console.print(latency_table(times))
-    return [*check_sentences(outcomes), *check_served(models, device)]
+    return [*check_sentences(outcomes), *check_served(models, wanted)]
 
 
 def _one_scheme(

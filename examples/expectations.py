@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
 from digits import Accuracy
 from sentences import Outcome
 from torch import nn
@@ -32,12 +31,12 @@ def check_sentences(outcomes: Iterable[Outcome]) -> Iterator[str]:
             yield f"{outcome.scheme}: layers left in float: {', '.join(outcome.left)}"
 
 
-def check_served(models: Mapping[tuple[str, str], nn.Module], device: torch.device) -> Iterator[str]:
-    """Every model with layers that plain torch ops serve on a device for which there is a plugin."""
+def check_served(models: Mapping[tuple[str, str], nn.Module], wanted: str) -> Iterator[str]:
+    """Every model with layers that plain torch ops serve although there is a plugin called ``wanted``."""
     plugins = {status.name for status in qcore.plugins() if status.state == "available"}
     for (scheme, dtype), model in models.items():
         slow = [layer.name for layer in qcore.report(model).by_state("quantized") if layer.plugin == "torch"]
-        if slow and device.type in plugins:
+        if slow and wanted in plugins:
             yield f"{scheme} in {dtype}: {len(slow)} layers are served by plain torch ops, such as {slow[0]}"
 
 
