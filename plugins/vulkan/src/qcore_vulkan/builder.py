@@ -1,0 +1,244 @@
+"""Programs: steps on a device that are recorded once and run many times."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from ctypes import byref, c_double, c_void_p
+from dataclasses import dataclass
+
+import torch
+
+from . import native
+from .device import Array, Buffer, Device, dense
+
+ALIGN = 256
+"""Multiple of bytes at which every range begins: the largest that any device wants."""
+_MOST_GROUPS = 65535
+"""Workgroups along one axis that every device takes."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Bytes of a buffer, or of ARENA, INPUT or OUTPUT (see `native`)."""
+
+    buffer: Buffer | int
+    offset: int
+    bytes: int
+
+    def part(self, offset: int, nbytes: int) -> Ref:
+        """Bytes of these bytes; ``offset`` a multiple of the device's ``limits.storage_align``."""
+        if offset + nbytes > self.bytes:
+            raise ValueError(f"{nbytes} bytes at {offset} of {self.bytes}")
+        return Ref(self.buffer, self.offset + offset, nbytes)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor goes in INPUT, or comes from in OUTPUT: ``pitch`` bytes from one row to the next."""
+
+    ref: Ref
+    rows: int
+    row_bytes: int
+    pitch: int
+
+
+def fold(groups: int) -> tuple[int, int, int]:
+    """Workgroups along x and y for a count that may be too large for x; shaders go by x + y * groups_x."""
+    if groups <= _MOST_GROUPS:
+        return groups, 1, 1
+    y = -(-groups // _MOST_GROUPS)
+    return -(-groups // y), y, 1
+
+
+class Builder:
+    """Collects the steps of a program."""
+
+    def __init__(self, device: Device):
+        self.device = device
+        self._steps: list[native.Step] = []
+        self._buffers: dict[int, Buffer] = {}
+        self._used = {native.ARENA: 0, native.INPUT: 0, native.OUTPUT: 0}
+        self._top = 0
+
+    def scratch(self, nbytes: int) -> Ref:
+        """Memory on the device until the end of the program, or until `rewind`."""
+        ref = Ref(native.ARENA, self._top, _words(nbytes))
+        self._top += _aligned(nbytes)
+        self._used[native.ARENA] = max(self._used[native.ARENA], self._top)
+        return ref
+
+    def mark(self) -> int:
+        """How much scratch memory is taken: for `rewind`."""
+        return self._top
+
+    def rewind(self, mark: int) -> None:
+        """Let later scratch memory take the place of what was asked for since `mark`; steps wait for each other."""
+        self._top = mark
+
+    def input(self, nbytes: int) -> Ref:
+        """Memory that the host writes before a run."""
+        return self._staged(native.INPUT, nbytes)
+
+    def output(self, nbytes: int) -> Ref:
+        """Memory that the host reads after a run."""
+        return self._staged(native.OUTPUT, nbytes)
+
+    def _staged(self, buffer: int, nbytes: int) -> Ref:
+        ref = Ref(buffer, self._used[buffer], _words(nbytes))
+        self._used[buffer] += _aligned(nbytes)
+        return ref
+
+    def dispatch(
+        self,
+        variant: str,
+        constants: Sequence[int],
+        groups: tuple[int, int, int],
+        push: Sequence[int | float],
+        refs: Sequence[Ref | Buffer | None],
+        *,
+        subgroup: int = 0,
+        barrier: bool = True,
+    ) -> None:
+        """Run a variant of a shader; raises `native.Unsupported` where the device cannot.
+
+        ``push``: words of its push constants, floats as float32. ``refs``: its storage buffers 0... Without ``barrier``
+        it does not wait for the step before it.
+        """
+        self.launch(self.device.pipeline(variant, constants, subgroup), groups, push, refs, barrier=barrier)
+
+    def launch(
+        self,
+        pipeline: int,
+        groups: tuple[int, int, int],
+        push: Sequence[int | float],
+        refs: Sequence[Ref | Buffer | None],
+        *,
+        barrier: bool = True,
+    ) -> None:
+        """As `dispatch`, for a pipeline of `Device.compile`."""
+        step = self._step(native.DISPATCH, refs, barrier)
+        step.pipeline = pipeline
+        step.groups[:] = groups
+        step.push_bytes = 4 * len(push)
+        step.push[: len(push)] = [_word(value) for value in push]
+
+    def copy(self, source: Ref, target: Ref, *, barrier: bool = True) -> None:
+        """Copy bytes on the device."""
+        self._step(native.COPY, (source, target), barrier)
+
+    def fill(self, target: Ref, word: int = 0, *, barrier: bool = True) -> None:
+        """Set every 32-bit word."""
+        self._step(native.FILL, (target,), barrier).push[0] = word
+
+    def _step(self, kind: int, refs: Sequence[Ref | Buffer | None], barrier: bool) -> native.Step:
+        step = native.Step(kind=kind, flags=0 if barrier else native.NO_BARRIER, bindings=len(refs))
+        for place, ref in zip(step.ranges, refs, strict=False):
+            if ref is not None:
+                place.buffer, place.offset, place.bytes = self._range(ref)
+        self._steps.append(step)
+        return step
+
+    def _range(self, ref: Ref | Buffer) -> tuple[int, int, int]:
+        whole = Ref(ref, 0, _words(ref.nbytes)) if isinstance(ref, Buffer) else ref
+        if isinstance(whole.buffer, int):
+            return whole.buffer, whole.offset, whole.bytes
+        self._buffers[whole.buffer.number] = whole.buffer
+        return whole.buffer.number, whole.offset, whole.bytes
+
+    def program(self, inputs: Sequence[Place] = (), outputs: Sequence[Place] = (), *, timed: bool = False) -> Program:
+        """Record the steps. ``inputs`` and ``outputs``: the tensors that each run is given."""
+        return Program(self, inputs, outputs, timed)
+
+    def recorded(self, timed: bool) -> c_void_p:
+        """The native program of the steps so far."""
+        device, handle = self.device, c_void_p()
+        steps = (native.Step * len(self._steps))(*self._steps)
+        flags = native.TIMESTAMPS if timed else 0
+        sizes = (self._used[native.ARENA], self._used[native.INPUT], self._used[native.OUTPUT])
+        device.check(device.library.qv_program(device.handle, steps, len(steps), *sizes, flags, byref(handle)))
+        return handle
+
+    def buffers(self) -> list[Buffer]:
+        """The buffers that the steps name."""
+        return list(self._buffers.values())
+
+
+class Program:
+    """Steps that were recorded. Runs of one device take turns, whichever thread they come from."""
+
+    def __init__(self, builder: Builder, inputs: Sequence[Place], outputs: Sequence[Place], timed: bool):
+        self.device = builder.device
+        self._free = self.device.library.qv_program_free
+        self._run = self.device.library.qv_run
+        self._handle = builder.recorded(timed)
+        self._buffers = builder.buffers()  # kept while the program may run
+        self._inputs, self._outputs = _copies(inputs), _copies(outputs)
+        # The same memory as the arrays, made once: indexing a ctypes array makes a new object each time.
+        self._each_input, self._each_output = list(self._inputs), list(self._outputs)
+        self._elapsed = c_double() if timed else None
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self._free(self._handle)
+
+    def run(self, inputs: Sequence[Array] = (), outputs: Sequence[Array] = ()) -> float | None:
+        """Copy the inputs in, run the steps, copy the outputs out. Microseconds on the device of a timed program."""
+        with self._lock:
+            _set_addresses(self._each_input, inputs)
+            _set_addresses(self._each_output, outputs)
+            elapsed = self._elapsed
+            code = self._run(
+                self._handle,
+                self._inputs,
+                len(self._inputs),
+                self._outputs,
+                len(self._outputs),
+                None if elapsed is None else byref(elapsed),
+            )
+            if code:
+                self.device.check(code)
+            return None if elapsed is None or elapsed.value < 0 else elapsed.value
+
+
+def _copies(places: Sequence[Place]) -> ctypes.Array[native.Copy]:
+    copies = [
+        native.Copy(None, place.ref.offset, place.rows, place.row_bytes, place.row_bytes, place.pitch)
+        for place in places
+    ]
+    return (native.Copy * len(copies))(*copies)
+
+
+def _set_addresses(copies: Sequence[native.Copy], arrays: Sequence[Array]) -> None:
+    for copy, array in zip(copies, arrays, strict=True):
+        row_bytes: int = copy.row_bytes
+        if array.nbytes != copy.rows * row_bytes:
+            raise ValueError(f"{array.nbytes} bytes where {copy.rows} rows of {row_bytes} are expected")
+        if array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous:
+            copy.host, copy.host_pitch = dense(array)[0], row_bytes
+        else:
+            copy.host, copy.host_pitch = _rows(array, copy.rows)
+
+
+def _rows(array: Array, rows: int) -> tuple[int, int]:
+    """Address and pitch of a tensor (rows, n) whose rows are dense but not next to each other."""
+    if not isinstance(array, torch.Tensor) or array.ndim != 2 or len(array) != rows or array.stride(1) != 1:
+        raise ValueError("a program exchanges arrays without gaps, or tensors of two dimensions with dense rows")
+    return array.data_ptr(), array.stride(0) * array.itemsize
+
+
+def _word(value: float) -> int:
+    """The 32 bits of an int (modulo 2**32) or of a float32."""
+    return value & 0xFFFFFFFF if isinstance(value, int) else int.from_bytes(struct.pack("<f", value), "little")
+
+
+def _words(nbytes: int) -> int:
+    """Bytes of whole 32-bit words, at least one: what a binding takes."""
+    return max(4, (nbytes + 3) // 4 * 4)
+
+
+def _aligned(nbytes: int) -> int:
+    return (max(nbytes, 1) + ALIGN - 1) // ALIGN * ALIGN
