@@ -1,0 +1,28 @@
+"""qcore-vulkan: quantized kernels for any GPU with a Vulkan driver; a plugin of qcore.
+
+qcore finds `qcore_vulkan.plugin` by its entry point. What there is to call: `sequential`, which runs several modules as
+one submission, and `on_device`, which picks one of several devices. Importing this loads no native library.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .chain import Sequential, sequential
+    from .device import on_device
+
+__version__ = "26.11.0"
+__all__ = ["Sequential", "on_device", "sequential"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"Sequential", "sequential"}:
+        from . import chain
+
+        return getattr(chain, name)
+    if name == "on_device":
+        from .device import on_device
+
+        return on_device
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,215 @@
+"""Calls: from torch tensors to a program on the device, and back to a torch tensor.
+
+A program is made once per weight and form of the call (rows, dtypes, bias) and run again for calls of that form. Calls
+whose activations are too large for one go are cut along their rows, or images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from qcore import DynamicInt8, FormatError, OutputInt8, StaticInt8
+
+from . import steps
+from .builder import Builder, Place, Program
+from .device import Buffer, Device
+from .native import OutOfMemory
+from .steps import Geometry2d, Image, Rows
+from .weights import Resident
+
+LARGEST = 128 << 20
+"""Bytes of activations that one call brings to the device or back; longer ones are cut."""
+
+_NOTHING: Mapping[str, Tensor] = {}
+
+
+class Form:
+    """What a product depends on beside its tensors: the request's activation, output and result dtype.
+
+    Compared by identity, which costs less than comparing what it holds: ask `form` for one.
+    """
+
+    __slots__ = ("activation", "out_dtype", "output")
+
+    def __init__(
+        self, activation: DynamicInt8 | StaticInt8 | None, output: OutputInt8 | None, out_dtype: torch.dtype
+    ) -> None:
+        self.activation, self.output, self.out_dtype = activation, output, out_dtype
+
+
+@lru_cache(maxsize=None)
+def form(activation: DynamicInt8 | StaticInt8 | None, output: OutputInt8 | None, out_dtype: torch.dtype) -> Form:
+    """The one `Form` with these values."""
+    return Form(activation, output, out_dtype)
+
+
+def in_parts(count: int, most: int, run: Callable[[int, int], None]) -> None:
+    """Call ``run(start, stop)`` over ``range(count)``, at most ``most`` at a time, fewer where memory runs out."""
+    start, most = 0, max(1, min(count, most))
+    while start < count:
+        stop = min(count, start + most)
+        try:
+            run(start, stop)
+        except OutOfMemory:
+            if stop - start == 1:
+                raise
+            most = (stop - start) // 2
+        else:
+            start = stop
+
+
+def largest(device: Device) -> int:
+    """Bytes of a matrix of activations that one call may have."""
+    return min(LARGEST, device.description.limits.max_storage_range)
+
+
+def linear(
+    x: Tensor, resident: Resident, bias: Tensor | None, form: Form, given: Mapping[str, Tensor] = _NOTHING
+) -> Tensor:
+    """``A(x) @ W^T + bias``: x ``(M, K)`` of any strides to ``(M, N)``; ``given``: per token, ``(M,)``, by name."""
+    m, n = x.shape[0], resident.n
+    x = _in_rows(x)
+    y = torch.empty((m, n), dtype=form.out_dtype)
+    buffer = None if bias is None else resident.biases.buffer(bias)
+    names, tensors = tuple(given), [_per_token(name, value, m) for name, value in given.items()]
+
+    def run(start: int, stop: int) -> None:
+        key = (stop - start, x.dtype, form, buffer and id(buffer), names)
+        program = resident.programs.get(key, lambda: _linear(resident, stop - start, x.dtype, buffer, form, names))
+        _run(program, [x, *tensors], y, start, stop)
+
+    in_parts(m, largest(resident.device) // (4 * max(x.shape[1], n)), run)
+    return y
+
+
+def _linear(
+    resident: Resident, rows: int, dtype: torch.dtype, bias: Buffer | None, form: Form, names: tuple[str, ...]
+) -> Program:
+    b = Builder(resident.device)
+    x, of_x = rows_in(b, rows, resident.k, dtype)
+    vectors = {name: b.input(4 * rows) for name in names}
+    out = b.output(steps.rows_bytes(rows, resident.n, form.out_dtype))
+    y = steps.linear(b, x, resident.weight, bias, form.activation, form.output, form.out_dtype, vectors, out)
+    return b.program([of_x, *(Place(ref, 1, 4 * rows, 4 * rows) for ref in vectors.values())], [place(y)])
+
+
+def rows_in(b: Builder, rows: int, columns: int, dtype: torch.dtype) -> tuple[Rows, Place]:
+    """A matrix that is brought to the device: what steps read, and where the host writes it."""
+    ref = b.input(steps.rows_bytes(rows, columns, dtype))
+    x = Rows(ref, rows, columns, steps.rows_pitch(columns, dtype), dtype)
+    return x, place(x)
+
+
+def place(x: Rows) -> Place:
+    """Where the host writes or reads a matrix."""
+    return Place(x.ref, x.rows, x.columns * x.dtype.itemsize, x.pitch * x.dtype.itemsize)
+
+
+def _run(program: Program, inputs: list[Tensor], y: Tensor, start: int, stop: int) -> None:
+    """Run on a range of rows of everything."""
+    if stop - start < y.shape[0]:
+        program.run([part[start:stop] for part in inputs], [y[start:stop]])
+    else:
+        program.run(inputs, [y])
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """x where a row is one piece of memory, else a copy."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _per_token(name: str, value: Tensor, rows: int) -> Tensor:
+    if tuple(value.shape) != (rows,):
+        raise FormatError(f"{name} has shape {tuple(value.shape)}; there are {rows} tokens, so it must be ({rows},).")
+    return value.to(torch.int32 if name.endswith("zero_point") else torch.float32).contiguous()
+
+
+def embedding(indices: Tensor, resident: Resident, out_dtype: torch.dtype) -> Tensor:
+    """Rows of a table ``(V, D)``: int32 or int64 indices of any shape to ``(*indices.shape, D)``.
+
+    Raises `IndexError` for an index outside ``0..V-1``.
+    """
+    flat = indices.reshape(-1)
+    check_indices(flat, resident.n)
+    flat = flat.to(torch.int32)
+    y = torch.empty((flat.shape[0], resident.k), dtype=out_dtype)
+
+    def run(start: int, stop: int) -> None:
+        key = ("embedding", stop - start, out_dtype)
+        program = resident.programs.get(key, lambda: _embedding(resident, stop - start, out_dtype))
+        _run(program, [flat], y, start, stop)
+
+    in_parts(flat.shape[0], largest(resident.device) // (4 * resident.k), run)
+    return y.view(*indices.shape, resident.k)
+
+
+def check_indices(indices: Tensor, size: int) -> None:
+    """Raise `IndexError` for an index outside ``0..size-1``: a shader would read what is beside the table."""
+    if not indices.numel():
+        return
+    low, high = (int(bound) for bound in indices.aminmax())
+    if low < 0 or high >= size:
+        raise IndexError(
+            f"embedding: indices span {low}..{high}, but the table has {size} rows.\nThey must lie in 0..{size - 1}."
+        )
+
+
+def _embedding(resident: Resident, count: int, out_dtype: torch.dtype) -> Program:
+    b = Builder(resident.device)
+    indices = b.input(4 * count)
+    out = b.output(steps.rows_bytes(count, resident.k, out_dtype))
+    y = steps.embedding(b, indices, count, resident.weight, out_dtype, out)
+    return b.program([Place(indices, 1, 4 * count, 4 * count)], [place(y)])
+
+
+def conv2d(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, geometry: Geometry2d) -> Tensor:
+    """x ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``, channels last."""
+    batch, channels, *size = x.shape
+    height, width = geometry.output(*size)
+    y = torch.empty((batch, height, width, resident.n), dtype=form.out_dtype)
+    buffer = None if bias is None else resident.biases.buffer(bias)
+
+    def run(start: int, stop: int) -> None:
+        shape = (stop - start, channels, *size)
+        key = (shape, x.dtype, form, geometry, buffer and id(buffer))
+        program = resident.programs.get(key, lambda: _conv2d(resident, shape, x.dtype, buffer, form, geometry))
+        program.run([pixels_of(x[start:stop])], [y[start:stop].view(-1, resident.n)])
+
+    image = 4 * max(channels * size[0] * size[1], resident.n * height * width)
+    in_parts(batch, largest(resident.device) // image, run)
+    return y.movedim(-1, 1)
+
+
+def pixels_of(x: Tensor) -> Tensor:
+    """Images ``(B, C, H, W)`` as the matrix ``(B * H * W, C)``: no copy where they are channels last."""
+    return x.movedim(1, -1).reshape(-1, x.shape[1])
+
+
+def _conv2d(
+    resident: Resident,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    bias: Buffer | None,
+    form: Form,
+    geometry: Geometry2d,
+) -> Program:
+    batch, channels, height, width = shape
+    b = Builder(resident.device)
+    x, of_x = rows_in(b, batch * height * width, channels, dtype)
+    oh, ow = geometry.output(height, width)
+    out = b.output(steps.rows_bytes(batch * oh * ow, resident.n, form.out_dtype))
+    image = Image(x, batch, channels, height, width)
+    quantization = (form.activation, form.output, form.out_dtype)
+    y = steps.conv2d(b, image, resident.weight, bias, geometry, *quantization, out)
+    return b.program([of_x], [place(y.rows)])
+
+
+def geometry(
+    kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> Geometry2d:
+    """The sizes of a convolution as steps take them."""
+    return Geometry2d(*(tuple(pair) for pair in (kernel, stride, padding, dilation)), groups)

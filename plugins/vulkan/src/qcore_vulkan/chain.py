@@ -1,0 +1,221 @@
+"""Chains: modules that follow each other run as one submission, with one upload and one download.
+
+`Sequential` is a `torch.nn.Sequential` that looks for runs of modules which the device can take: quantized layers of
+this plugin, and elementwise activations between them. Each run is recorded once per shape of its input as one program,
+in which results stay in device memory. Results are rounded after each layer, as they are without a chain.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from qcore.decision import format_table
+
+from .calls import largest
+from .flow import Stage, flow_of, has_hooks, stage_of
+from .native import OutOfMemory
+from .ops import runs_now
+from .programs import Programs
+from .recording import Recorded, device_of, record
+
+_Leaves = list[tuple[str, nn.Module]]
+_LOCAL = ("_pieces", "_bounds", "_ran")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of one module: ``submission`` counts those of the device, from 1; 0 where it ran on the host."""
+
+    name: str
+    kind: str
+    submission: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where each module of a chain ran; ``str`` of it is a table."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def submissions(self) -> int:
+        """How often the device was given work."""
+        return len({step.submission for step in self.steps} - {0})
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __str__(self) -> str:
+        rows = [(s.name, s.kind, f"device, submission {s.submission}" if s.submission else "host", s.reason) for s in self]
+        table = format_table(("module", "kind", "where", "why"), rows)
+        return "\n".join([*table, f"{len(rows)} modules, {self.submissions} submissions"])
+
+
+@dataclass
+class _Piece:
+    """What runs together from one module on: ``stages`` on the device, or for a ``reason`` one module on the host."""
+
+    stages: tuple[Stage, ...] = ()
+    reason: str = ""
+
+    @cached_property
+    def recorded(self) -> Recorded:
+        return record(self.stages)
+
+    @property
+    def length(self) -> int:
+        """How many modules it covers."""
+        return max(1, len(self.stages))
+
+    @cached_property
+    def parts(self) -> int:
+        """In how many parts the input is cut, so that nothing on the way is larger than the device takes."""
+        first = self.stages[0].before
+        most = max(flow.nbytes for stage in self.stages for flow in (stage.before, stage.after))
+        wanted = -(-most // largest(device_of(self.stages)))
+        return min(wanted, first.shape[0]) if len(first.shape) > 1 else 1
+
+
+class Sequential(nn.Sequential):
+    """A `torch.nn.Sequential` whose modules run together on the device where they can.
+
+    Everything else is as there: children, ``state_dict``, copies, ``to``. Where gradients are recorded, inside a trace
+    or under autocast the modules run one by one.
+    """
+
+    def __init__(self, *modules: Any) -> None:
+        super().__init__(*modules)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pieces: Programs[Any, _Piece] = Programs(128)
+        self._bounds: list[Any] = []
+        self._ran: dict[int, _Piece] = {}
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name that torch gives it
+        """Run every module in turn on ``input``."""
+        if not runs_now(input) or torch.is_autocast_enabled("cpu") or _has_any_global_hook():
+            return super().forward(input)  # type: ignore[no-any-return]
+        leaves = list(_leaves("", self))
+        self._notice_changes(leaves)
+        self._ran = {}
+        return self._run(leaves, 0, len(leaves), input)
+
+    def explain(self, input: Tensor | None = None) -> Explanation:  # noqa: A002
+        """Where each module ran in the last call or, given an ``input``, where it runs with that."""
+        if input is not None:
+            with torch.no_grad():
+                self(input)
+        steps: list[Step] = []
+        leaves, submission = list(_leaves("", self)), 0
+        for start, piece in self._ran.items():
+            submission += bool(piece.stages)
+            for name, leaf in leaves[start : start + piece.length]:
+                steps.append(Step(name, type(leaf).__name__, submission if piece.stages else 0, piece.reason))
+        return Explanation(tuple(steps))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in _LOCAL}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._forget()
+
+    def _notice_changes(self, leaves: _Leaves) -> None:
+        """Forget what was recorded for other modules, or for weights that have been packed anew since."""
+        bounds = [leaf.__dict__.get("_primary", leaf) for _, leaf in leaves]
+        if len(bounds) != len(self._bounds) or any(a is not b for a, b in zip(bounds, self._bounds, strict=True)):
+            self._forget()
+            self._bounds = bounds
+
+    def _run(self, leaves: _Leaves, start: int, stop: int, x: Tensor) -> Tensor:
+        """The modules from ``start`` up to ``stop`` on x, one piece after the other."""
+        while start < stop:
+            piece = self._piece(leaves, start, stop, x)
+            self._ran[start] = piece
+            x = self._run_piece(leaves, start, piece, x) if piece.stages else leaves[start][1](x)
+            start += piece.length
+        return x
+
+    def _run_piece(self, leaves: _Leaves, start: int, piece: _Piece, x: Tensor) -> Tensor:
+        stop = start + piece.length
+        if piece.parts > 1:
+            return torch.cat([self._run(leaves, start, stop, part) for part in x.tensor_split(piece.parts)])
+        try:
+            return piece.recorded.run(x)
+        except OutOfMemory:
+            if x.dim() > 1 and x.shape[0] > 1:
+                return torch.cat([self._run(leaves, start, stop, part) for part in x.tensor_split(2)])
+            for _, leaf in leaves[start:stop]:
+                x = leaf(x)
+            return x
+
+    def _piece(self, leaves: _Leaves, start: int, stop: int, x: Tensor) -> _Piece:
+        key = (start, stop, x.shape, x.dtype, _modes(leaves[start:stop]))
+        piece = self._pieces.get(key, lambda: _plan(leaves[start:stop], x))
+        if not piece.stages:
+            return piece
+        if torch.is_grad_enabled() and _wants_gradients(piece.stages, x):
+            return _Piece(reason="gradients are recorded; under torch.no_grad() it runs on the device")
+        if "recorded" in vars(piece) and not piece.recorded.current():
+            piece = _Piece(piece.stages)
+            self._pieces.put(key, piece)
+        return piece
+
+
+def _leaves(prefix: str, container: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that run one after the other, with their names: those of plain containers inside as well."""
+    for name, module in container._modules.items():  # noqa: SLF001 - named_children skips modules that occur twice
+        assert module is not None
+        if type(module) in (nn.Sequential, Sequential) and not has_hooks(module):
+            yield from _leaves(f"{prefix}{name}.", module)  # type: ignore[arg-type]
+        else:
+            yield f"{prefix}{name}", module
+
+
+def _modes(leaves: _Leaves) -> tuple[int, ...]:
+    """What decides beside the modules themselves: dropout runs while training, hooks come and go."""
+    return tuple(leaf.training + 2 * has_hooks(leaf) for _, leaf in leaves)
+
+
+def _plan(leaves: _Leaves, x: Tensor) -> _Piece:
+    """The longest run of modules from the first one on, as far as it pays: there is a weight in it."""
+    flow = flow_of(x, leaves[0][1])
+    if isinstance(flow, str):
+        return _Piece(reason=flow)
+    stages: list[Stage] = []
+    reason = ""
+    for _, leaf in leaves:
+        stage = stage_of(leaf, flow)
+        if isinstance(stage, str):
+            reason = stage
+            break
+        if stage.bound and device_of([*stages, stage]) is not device_of([stage]):
+            break
+        stages.append(stage)
+        flow = stage.after
+    if device_of(stages) is None:
+        return _Piece(reason=reason if not stages else "no quantized layer follows that runs on the device")
+    return _Piece(tuple(stages))
+
+
+def _wants_gradients(stages: tuple[Stage, ...], x: Tensor) -> bool:
+    biases = (stage.module._parameters.get("bias") for stage in stages if stage.bound)  # noqa: SLF001 - cheaper
+    return x.requires_grad or any(bias is not None and bias.requires_grad for bias in biases)
+
+
+def sequential(*modules: nn.Module) -> Sequential:
+    """A `Sequential` of these modules or, given one `torch.nn.Sequential`, of its modules under the same names."""
+    if len(modules) == 1 and isinstance(modules[0], nn.Sequential):
+        made = Sequential(OrderedDict(modules[0]._modules))  # noqa: SLF001 - named_children skips modules that occur twice
+        return made.train(modules[0].training)
+    return Sequential(*modules)

@@ -1,0 +1,48 @@
+"""The kernels of the contract ``conv2d``: ``vulkan.conv2d_w4a16``, ``..._w8a16``, ``..._w4a8``, ``..._w8a8``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qcore import Conv2dRequest, FormatError
+from qcore.contracts.conv2d import output_size
+from qcore.kernels import Packed
+
+from . import ops
+from .calls import conv2d, form, geometry
+from .weights import HandleKernel, find
+
+
+class VulkanConv2d(HandleKernel):
+    """A product of columns that the device gathers, in (KH, KW, IC) order; results are channels last."""
+
+    def __init__(self, request: Conv2dRequest) -> None:
+        r = self.request = request
+        super().__init__(f"vulkan.conv2d_w{r.weight.bits}a{16 if r.activation is None else 8}", r.weight, r.n, r.k)
+        self.out_dtype = r.out_dtype
+        self._sizes = (list(r.kernel_size), list(r.stride), list(r.padding), list(r.dilation), r.groups)
+        self._geometry = geometry(*self._sizes)
+        self._form = form(r.activation, r.output, r.out_dtype)
+        self._quantization = (r.activation is not None, *ops.flat(r.activation, r.output))
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
+        """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
+        check_image(self.name, self.request, x)
+        if ops.runs_now(x):
+            return conv2d(x, find(packed["weight"]), bias, self._form, self._geometry)
+        return ops.op_conv2d(  # type: ignore[no-any-return]
+            x, packed["weight"], bias, self.n, *self._sizes, *self._quantization, self.out_dtype
+        )
+
+
+def check_image(name: str, request: Conv2dRequest, x: Tensor) -> None:
+    """Raise `FormatError` where x is no batch of images that the convolution takes."""
+    if x.dim() != 4 or x.shape[1] != request.in_channels:
+        raise FormatError(
+            f"{name}: x has shape {tuple(x.shape)}; it must be (B, IC, H, W) with IC={request.in_channels} channels."
+        )
+    if min(output_size(request, *x.shape[2:])) < 1:
+        raise FormatError(
+            f"{name}: an image of {x.shape[2]} x {x.shape[3]} with padding {request.padding} is smaller\n"
+            f"than the kernel {request.kernel_size} with dilation {request.dilation}."
+        )

@@ -1,0 +1,35 @@
+"""The kernels of the contract ``linear``: ``vulkan.w4a16``, ``vulkan.w8a16``, ``vulkan.w4a8``, ``vulkan.w8a8``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qcore import LinearRequest
+from qcore.kernels import Packed, RowsKernel
+
+from . import ops
+from .calls import form, linear
+from .weights import HandleKernel, find
+
+
+class VulkanLinear(HandleKernel, RowsKernel):
+    """Float activations accumulate in float32; int8 ones exactly in int32, the rest in float32. Rounded once."""
+
+    def __init__(self, request: LinearRequest) -> None:
+        r = request
+        super().__init__(f"vulkan.w{r.weight.bits}a{16 if r.activation is None else 8}", r.weight, r.n, r.k)
+        self.out_dtype = r.out_dtype
+        self._form = form(r.activation, r.output, r.out_dtype)
+        self._quantization = ops.flat(r.activation, r.output)
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        weight = packed["weight"]
+        if ops.runs_now(x):
+            return linear(x, find(weight), bias, self._form, given)
+        if self._form.activation is None:
+            return ops.op_linear_a16(x, weight, bias, self.n, self.out_dtype)  # type: ignore[no-any-return]
+        names = ("x_scale", "x_zero_point", "out_scale", "out_zero_point")
+        vectors = (given.get(name) for name in names)
+        return ops.op_linear_a8(  # type: ignore[no-any-return]
+            x, weight, bias, *vectors, self.n, *self._quantization, self.out_dtype
+        )

@@ -1,0 +1,168 @@
+"""``torch.ops.qcore_vulkan.*``: what the kernels are in a graph.
+
+Weights are handles (see `weights`), every other argument is flat. Ops look at the number of rows when they run, so one
+graph serves any. In eager mode kernels call `calls` directly where `runs_now` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from qcore import DynamicInt8, OutputInt8, StaticInt8
+
+NAMESPACE = "qcore_vulkan"
+
+# ruff: noqa: ARG001 - a fake has the signature of its op
+# ruff: noqa: SLF001 - dispatch is asked for its state, for which torch has no public way
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_traced = torch._C._is_tracing
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+_Pair = list[int]
+
+
+def runs_now(x: Tensor) -> bool:
+    """Whether a call on x is what it looks like: no trace, no fake tensor, no mode or transform that wants the op."""
+    return not (is_compiling() or type(x) is not Tensor or _modes() or _transforms() is not None or _traced())
+
+
+def flat(activation: Any, output: Any) -> tuple[bool, float | None, int, float | None, int]:
+    """A request's activation and output as arguments of an op.
+
+    Whether activations are quantized symmetrically; their scale (None: dynamic, or given per token) and zero point;
+    the output's. A request without numbers is only asked about: any will do.
+    """
+    symmetric = isinstance(activation, DynamicInt8) and activation.symmetric
+    return (symmetric, *_numbers(activation), *_numbers(output))
+
+
+def _numbers(part: Any) -> tuple[float | None, int]:
+    if part is None or isinstance(part, DynamicInt8) or part.per_token:
+        return None, 0
+    return (1.0 if part.scale is None else part.scale), part.zero_point
+
+
+@lru_cache(maxsize=1024)
+def _activation(symmetric: bool, scale: float | None, zero_point: int, per_token: bool) -> DynamicInt8 | StaticInt8:
+    """The inverse of `flat`, for activations."""
+    if per_token:
+        return StaticInt8(per_token=True)
+    return DynamicInt8(symmetric) if scale is None else StaticInt8(scale, zero_point)
+
+
+@lru_cache(maxsize=1024)
+def _output(scale: float | None, zero_point: int, per_token: bool) -> OutputInt8 | None:
+    if per_token:
+        return OutputInt8(per_token=True)
+    return None if scale is None else OutputInt8(scale, zero_point)
+
+
+def _linear_a16(x: Tensor, weight: Tensor, bias: Tensor | None, n: int, out_dtype: torch.dtype) -> Tensor:
+    from .calls import form, linear
+    from .weights import find
+
+    return linear(x, find(weight), bias, form(None, None, out_dtype))
+
+
+def _linear_a16_fake(x: Tensor, weight: Tensor, bias: Tensor | None, n: int, out_dtype: torch.dtype) -> Tensor:
+    return x.new_empty((x.shape[0], n), dtype=out_dtype)
+
+
+def _linear_a8(
+    x: Tensor, weight: Tensor, bias: Tensor | None,
+    x_scale: Tensor | None, x_zero_point: Tensor | None, out_scale: Tensor | None, out_zero_point: Tensor | None,
+    n: int, symmetric: bool, static_scale: float | None, static_zero_point: int,
+    output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    from .calls import form, linear
+    from .weights import find
+
+    activation = _activation(symmetric, static_scale, static_zero_point, x_scale is not None)
+    output = _output(output_scale, output_zero_point, out_scale is not None)
+    vectors = {"x_scale": x_scale, "x_zero_point": x_zero_point, "out_scale": out_scale, "out_zero_point": out_zero_point}
+    given = {name: vector for name, vector in vectors.items() if vector is not None}
+    return linear(x, find(weight), bias, form(activation, output, out_dtype), given)
+
+
+def _linear_a8_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None,
+    x_scale: Tensor | None, x_zero_point: Tensor | None, out_scale: Tensor | None, out_zero_point: Tensor | None,
+    n: int, *rest: Any,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], n), dtype=rest[-1])
+
+
+def _embedding(indices: Tensor, weight: Tensor, d: int, out_dtype: torch.dtype) -> Tensor:
+    from .calls import embedding
+    from .weights import find
+
+    return embedding(indices, find(weight), out_dtype)
+
+
+def _embedding_fake(indices: Tensor, weight: Tensor, d: int, out_dtype: torch.dtype) -> Tensor:
+    return indices.new_empty((*indices.shape, d), dtype=out_dtype)
+
+
+def _conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, n: int,
+    kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int,
+    quantized: bool, symmetric: bool, static_scale: float | None, static_zero_point: int,
+    output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    from .calls import conv2d, form, geometry
+    from .weights import find
+
+    activation = _activation(symmetric, static_scale, static_zero_point, False) if quantized else None
+    made = form(activation, _output(output_scale, output_zero_point, False), out_dtype)
+    return conv2d(x, find(weight), bias, made, geometry(kernel, stride, padding, dilation, groups))
+
+
+def _conv2d_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, n: int,
+    kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, *rest: Any,
+) -> Tensor:  # fmt: skip
+    sides = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
+    size = [(side + 2 * p - d * (k - 1) - 1) // s + 1 for side, k, s, p, d in sides]
+    return x.new_empty((x.shape[0], *size, n), dtype=rest[-1]).movedim(-1, 1)
+
+
+def _define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(name, implementation, "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+_QUANTIZATION = (
+    "bool symmetric, float? static_scale, int static_zero_point, float? output_scale, int output_zero_point, "
+    "ScalarType out_dtype"
+)
+
+op_linear_a16 = _define(
+    "linear_a16(Tensor x, Tensor weight, Tensor? bias, int n, ScalarType out_dtype) -> Tensor",
+    _linear_a16,
+    _linear_a16_fake,
+)
+op_linear_a8 = _define(
+    f"linear_a8(Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, Tensor? x_zero_point, Tensor? out_scale, "
+    f"Tensor? out_zero_point, int n, {_QUANTIZATION}) -> Tensor",
+    _linear_a8,
+    _linear_a8_fake,
+)
+op_embedding = _define(
+    "embedding(Tensor indices, Tensor weight, int d, ScalarType out_dtype) -> Tensor", _embedding, _embedding_fake
+)
+op_conv2d = _define(
+    f"conv2d(Tensor x, Tensor weight, Tensor? bias, int n, int[2] kernel, int[2] stride, int[2] padding, "
+    f"int[2] dilation, int groups, bool quantized, {_QUANTIZATION}) -> Tensor",
+    _conv2d,
+    _conv2d_fake,
+)

@@ -1,0 +1,124 @@
+"""A run of modules recorded as one program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from . import steps
+from .bias import Biases
+from .builder import Builder, Place, Program, Ref
+from .calls import check_indices, geometry, pixels_of, place, rows_in
+from .device import Buffer, Device
+from .flow import IMAGE, INDICES, Flow, Stage
+from .steps import Image, Rows
+from .weights import Resident, find
+
+
+@dataclass(frozen=True)
+class _BiasInUse:
+    """``module.bias``, which was ``buffer`` on the device when it was recorded."""
+
+    module: nn.Module
+    biases: Biases
+    buffer: Buffer
+
+    def current(self) -> bool:
+        bias = self.module._parameters["bias"]  # noqa: SLF001 - as core's own modules do, at a quarter of the price
+        return bias is not None and self.biases.buffer(bias) is self.buffer
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A program for ``stages``, on the weights that they had."""
+
+    stages: tuple[Stage, ...]
+    device: Device
+    program: Program
+    biases: tuple[_BiasInUse, ...]
+    residents: tuple[Resident, ...]
+
+    def current(self) -> bool:
+        """Whether the device lives and every bias is what it was. (`Sequential` watches the weights.)"""
+        return not self.device.lost and all(bias.current() for bias in self.biases)
+
+    def run(self, x: Tensor) -> Tensor:
+        """What the modules give for x, which has the shape and dtype that was recorded."""
+        first, last = self.stages[0].before, self.stages[-1].after
+        if first.kind == INDICES:
+            flat = x.reshape(1, -1)
+            check_indices(flat, self.residents[0].n)
+            flat = flat.to(torch.int32)
+        else:
+            flat = pixels_of(x) if first.kind == IMAGE else x.reshape(first.matrix)
+        y = torch.empty(last.matrix, dtype=last.dtype)
+        self.program.run([flat], [y])
+        if last.kind != IMAGE:
+            return y.view(last.shape)
+        batch, channels, height, width = last.shape
+        return y.view(batch, height, width, channels).movedim(-1, 1)
+
+
+def device_of(stages: Sequence[Stage]) -> Device | None:
+    """Where the first weight is."""
+    return next((_resident(stage).device for stage in stages if stage.bound), None)
+
+
+def _resident(stage: Stage) -> Resident:
+    return find(stage.bound.packed["weight"])
+
+
+def record(stages: Sequence[Stage]) -> Recorded:
+    """Record modules of which at least one has a weight; all weights are on one device."""
+    residents = {id(stage): _resident(stage) for stage in stages if stage.bound}
+    device = next(iter(residents.values())).device
+    b = Builder(device)
+    value, brought = _input(b, stages[0].before)
+    working = [stage for stage in stages if stage.bound or stage.elementwise]
+    biases: list[_BiasInUse] = []
+    for stage in working:
+        out = b.output(steps.rows_bytes(*stage.after.matrix, stage.after.dtype)) if stage is working[-1] else None
+        if stage.bound:
+            value = _product(b, value, stage, residents[id(stage)], biases, out)
+        else:
+            assert isinstance(value, Rows)
+            value = steps.elementwise(b, _seen_as(value, stage.before), stage.elementwise, out)
+    assert isinstance(value, Rows)
+    program = b.program([brought], [place(_seen_as(value, stages[-1].after))])
+    return Recorded(tuple(stages), device, program, tuple(biases), tuple(residents.values()))
+
+
+def _input(b: Builder, flow: Flow) -> tuple[Rows | Ref, Place]:
+    rows, columns = flow.matrix
+    if flow.kind == INDICES:
+        ref = b.input(4 * rows)
+        return ref, Place(ref, 1, 4 * rows, 4 * rows)
+    return rows_in(b, rows, columns, flow.dtype)
+
+
+def _seen_as(value: Rows, flow: Flow) -> Rows:
+    """The same memory as another flow's matrix: views that `flow` allows keep the columns."""
+    rows, columns = flow.matrix
+    assert (rows, columns) == (value.rows, value.columns)
+    return value
+
+
+def _product(
+    b: Builder, value: Rows | Ref, stage: Stage, resident: Resident, biases: list[_BiasInUse], out: Ref | None
+) -> Rows:
+    request, bias = stage.bound.request, stage.module._parameters.get("bias")  # noqa: SLF001 - as above
+    if not isinstance(value, Rows):
+        return steps.embedding(b, value, stage.before.matrix[0], resident.weight, request.out_dtype, out)
+    buffer = None
+    if bias is not None:
+        buffer = resident.biases.buffer(bias)
+        biases.append(_BiasInUse(stage.module, resident.biases, buffer))
+    quantization = (request.activation, request.output, request.out_dtype)
+    if stage.before.kind != IMAGE:
+        return steps.linear(b, value, resident.weight, buffer, *quantization, out=out)
+    sizes = geometry(request.kernel_size, request.stride, request.padding, request.dilation, request.groups)
+    image = Image(value, *stage.before.shape)
+    return steps.conv2d(b, image, resident.weight, buffer, sizes, *quantization, out=out).rows
