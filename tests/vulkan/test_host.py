@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from qcore_vulkan.bias import Biases
-from qcore_vulkan.programs import Programs
 
 from qcore.errors import FormatError
+from qcore_vulkan.bias import Biases
+from qcore_vulkan.programs import Programs
 
 
 class Device:

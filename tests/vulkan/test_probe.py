@@ -8,11 +8,11 @@ import sys
 from dataclasses import replace
 
 import pytest
-from qcore_vulkan import device, native, probe
-from qcore_vulkan.description import Matrix
 
 import qcore
 from qcore import EMULATED, OFFLOAD, Available, Unavailable
+from qcore_vulkan import device, native, probe
+from qcore_vulkan.description import Matrix
 
 
 @pytest.fixture
@@ -52,10 +52,7 @@ def test_the_device_of_this_machine_serves():
 
 
 def test_probing_opens_no_device():
-    code = (
-        "from qcore_vulkan import plugin, device\n"
-        "print(type(plugin.qcore_probe()).__name__, len(device._open))"
-    )
+    code = "from qcore_vulkan import plugin, device\nprint(type(plugin.qcore_probe()).__name__, len(device._open))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["Available", "0"]
 

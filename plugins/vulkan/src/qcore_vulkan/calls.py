@@ -7,7 +7,7 @@ whose activations are too large for one go are cut along their rows, or images.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Form:
         self.activation, self.output, self.out_dtype = activation, output, out_dtype
 
 
-@lru_cache(maxsize=None)
+@cache
 def form(activation: DynamicInt8 | StaticInt8 | None, output: OutputInt8 | None, out_dtype: torch.dtype) -> Form:
     """The one `Form` with these values."""
     return Form(activation, output, out_dtype)
@@ -118,7 +118,7 @@ def _run(program: Program, inputs: list[Tensor], y: Tensor, start: int, stop: in
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """x where a row is one piece of memory, else a copy."""
+    """X where a row is one piece of memory, else a copy."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
@@ -167,7 +167,7 @@ def _embedding(resident: Resident, count: int, out_dtype: torch.dtype) -> Progra
 
 
 def conv2d(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, geometry: Geometry2d) -> Tensor:
-    """x ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``, channels last."""
+    """X ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``, channels last."""
     batch, channels, *size = x.shape
     height, width = geometry.output(*size)
     y = torch.empty((batch, height, width, resident.n), dtype=form.out_dtype)

@@ -55,7 +55,9 @@ class Explanation:
         return iter(self.steps)
 
     def __str__(self) -> str:
-        rows = [(s.name, s.kind, f"device, submission {s.submission}" if s.submission else "host", s.reason) for s in self]
+        rows = [
+            (s.name, s.kind, f"device, submission {s.submission}" if s.submission else "host", s.reason) for s in self
+        ]
         table = format_table(("module", "kind", "where", "why"), rows)
         return "\n".join([*table, f"{len(rows)} modules, {self.submissions} submissions"])
 
@@ -81,7 +83,9 @@ class _Piece:
         """In how many parts the input is cut, so that nothing on the way is larger than the device takes."""
         first = self.stages[0].before
         most = max(flow.nbytes for stage in self.stages for flow in (stage.before, stage.after))
-        wanted = -(-most // largest(device_of(self.stages)))
+        device = device_of(self.stages)
+        assert device is not None
+        wanted = -(-most // largest(device))
         return min(wanted, first.shape[0]) if len(first.shape) > 1 else 1
 
 
@@ -103,8 +107,9 @@ class Sequential(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name that torch gives it
         """Run every module in turn on ``input``."""
-        if not runs_now(input) or torch.is_autocast_enabled("cpu") or _has_any_global_hook():
-            return super().forward(input)  # type: ignore[no-any-return]
+        hooks: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        if hooks or not runs_now(input) or torch.is_autocast_enabled("cpu"):
+            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         leaves = list(_leaves("", self))
         self._notice_changes(leaves)
         self._ran = {}

@@ -8,11 +8,7 @@ import torch
 
 from qcore import Conv2dRequest, EmbeddingRequest, LinearRequest, StaticInt8
 
-try:  # TEMPORARY until layout.py is here
-    from .layout import why_not as why_not_packed
-except ImportError:
-    def why_not_packed(*_: object) -> str:
-        return "the plugin is not finished."
+from .layout import why_not as why_not_packed
 
 Request: TypeAlias = LinearRequest | Conv2dRequest | EmbeddingRequest
 
@@ -21,19 +17,17 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def why_not(request: Request) -> str:
     """Why a request is refused; empty where it is served."""
-    return _why_not_device(request.device) or _why_not_weight(request) or _why_not_dtypes(request)
+    return (
+        _why_not_device(request.device)
+        or why_not_packed(request.weight, request.n, request.k)
+        or _why_not_dtypes(request)
+    )
 
 
 def _why_not_device(device: torch.device) -> str:
     if device.type == "cpu":
         return ""
     return f"qcore-vulkan takes CPU tensors, and these are on {device}; move them with .to('cpu')."
-
-
-def _why_not_weight(request: Request) -> str:
-    if request.n < 1 or request.k < 1:
-        return f"a weight of shape {(request.n, request.k)} holds nothing to compute with; torch ops serve it."
-    return why_not_packed(request.weight, request.n, request.k)
 
 
 def _why_not_dtypes(request: Request) -> str:

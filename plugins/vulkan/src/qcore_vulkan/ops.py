@@ -86,7 +86,12 @@ def _linear_a8(
 
     activation = _activation(symmetric, static_scale, static_zero_point, x_scale is not None)
     output = _output(output_scale, output_zero_point, out_scale is not None)
-    vectors = {"x_scale": x_scale, "x_zero_point": x_zero_point, "out_scale": out_scale, "out_zero_point": out_zero_point}
+    vectors = {
+        "x_scale": x_scale,
+        "x_zero_point": x_zero_point,
+        "out_scale": out_scale,
+        "out_zero_point": out_zero_point,
+    }
     given = {name: vector for name, vector in vectors.items() if vector is not None}
     return linear(x, find(weight), bias, form(activation, output, out_dtype), given)
 

@@ -61,7 +61,9 @@ def why_off(chosen: Description) -> Mapping[str, str]:
     for name, elements, variant in ((_COOPERATIVE_16, "f16", "coop_f16"), (_COOPERATIVE_8, "s8", "coop_int8")):
         if not chosen.features["cooperative_matrix"]:
             found[name] = "the driver has no VK_KHR_cooperative_matrix"
-        elif not any((one.a, one.b, one.scope) == (elements, elements, "subgroup") for one in chosen.cooperative_matrix):
+        elif not any(
+            (one.a, one.b, one.scope) == (elements, elements, "subgroup") for one in chosen.cooperative_matrix
+        ):
             found[name] = f"the device has none of {elements}"
         elif why := left_out(variant):
             found[name] = f"the glslc that built the plugin does not know {why}"

@@ -74,7 +74,7 @@ class Resident:
             return self
 
 
-class _Owner(np.ndarray):  # type: ignore[type-arg]
+class _Owner(np.ndarray[Any, Any]):
     """An array that keeps a resident alive; torch keeps the array alive as long as a storage needs its memory."""
 
     resident: Resident
@@ -89,7 +89,7 @@ def handle(resident: Resident) -> Tensor:
 
 def find(tensor: Tensor) -> Resident:
     """The resident behind a handle. Raises `PluginError` where it is gone."""
-    found = _alive.get(tensor.item())  # type: ignore[arg-type]
+    found = _alive.get(int(tensor.item()))
     if found is None:
         raise PluginError(
             "this handle stands for a weight in the memory of a Vulkan device that has been freed, or for one of "
