@@ -39,6 +39,11 @@ class Step:
     submission: int
     reason: str = ""
 
+    @property
+    def where(self) -> str:
+        """The same in words."""
+        return f"device, submission {self.submission}" if self.submission else "host"
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -55,9 +60,7 @@ class Explanation:
         return iter(self.steps)
 
     def __str__(self) -> str:
-        rows = [
-            (s.name, s.kind, f"device, submission {s.submission}" if s.submission else "host", s.reason) for s in self
-        ]
+        rows = [(step.name, step.kind, step.where, step.reason) for step in self]
         table = format_table(("module", "kind", "where", "why"), rows)
         return "\n".join([*table, f"{len(rows)} modules, {self.submissions} submissions"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcore import LinearRequest
+from qcore.contracts.base import GIVEN_NAMES
 from qcore.kernels import Packed, RowsKernel
 
 from . import ops
@@ -28,8 +29,7 @@ class VulkanLinear(HandleKernel, RowsKernel):
             return linear(x, find(weight), bias, self._form, given)
         if self._form.activation is None:
             return ops.op_linear_a16(x, weight, bias, self.n, self.out_dtype)  # type: ignore[no-any-return]
-        names = ("x_scale", "x_zero_point", "out_scale", "out_zero_point")
-        vectors = (given.get(name) for name in names)
+        vectors = map(given.get, GIVEN_NAMES)
         return ops.op_linear_a8(  # type: ignore[no-any-return]
             x, weight, bias, *vectors, self.n, *self._quantization, self.out_dtype
         )

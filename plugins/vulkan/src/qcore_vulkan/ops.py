@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from qcore import DynamicInt8, OutputInt8, StaticInt8
+from qcore.contracts.base import GIVEN_NAMES
 
 NAMESPACE = "qcore_vulkan"
 
@@ -86,13 +87,8 @@ def _linear_a8(
 
     activation = _activation(symmetric, static_scale, static_zero_point, x_scale is not None)
     output = _output(output_scale, output_zero_point, out_scale is not None)
-    vectors = {
-        "x_scale": x_scale,
-        "x_zero_point": x_zero_point,
-        "out_scale": out_scale,
-        "out_zero_point": out_zero_point,
-    }
-    given = {name: vector for name, vector in vectors.items() if vector is not None}
+    vectors = zip(GIVEN_NAMES, (x_scale, x_zero_point, out_scale, out_zero_point), strict=True)
+    given = {name: vector for name, vector in vectors if vector is not None}
     return linear(x, find(weight), bias, form(activation, output, out_dtype), given)
 
 

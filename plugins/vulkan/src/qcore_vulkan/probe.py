@@ -16,7 +16,7 @@ _REMEDIES = {
     "not built": "",
     "no loader": "Install the Vulkan loader: apt-get install libvulkan1, or your system's vulkan-loader.",
     "no driver": "Install the driver of your GPU's maker, or Mesa's: apt-get install mesa-vulkan-drivers, which also "
-    "brings lavapipe for the CPU. A container has to be given the driver's files (nvidia: NVIDIA_DRIVER_CAPABILITIES=all).",
+    "brings lavapipe for the CPU. To a container the driver's files must be given (NVIDIA_DRIVER_CAPABILITIES=all).",
     "no device": "'vulkaninfo --summary' shows what the drivers see.",
 }
 """By the words that the text of a `NoDevice` begins with."""

@@ -42,7 +42,7 @@ class Recorded:
     residents: tuple[Resident, ...]
 
     def current(self) -> bool:
-        """Whether the device lives and every bias is what it was. (`Sequential` watches the weights.)"""
+        """Whether the device lives and every bias is what it was; `Sequential` watches the weights."""
         return not self.device.lost and all(bias.current() for bias in self.biases)
 
     def run(self, x: Tensor) -> Tensor:
