@@ -1,0 +1,59 @@
+// A function of each element, computed in float32 and rounded once; rows are taken with their padding, word by word.
+
+#version 450
+#extension GL_GOOGLE_include_directive : require
+
+layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
+
+#include "formats.glsl"
+
+layout(push_constant) uniform Push {
+    uint words;
+    uint dtype;
+    uint function;
+    uint grid;
+} push;
+
+layout(binding = 0) readonly buffer Source { uint source[]; };
+layout(binding = 7) writeonly buffer Result { uint result[]; };
+
+// tanh without overflow: some devices make NaN of a quotient of two Inf.
+float safe_tanh(float x) {
+    return tanh(clamp(x, -15.0, 15.0));
+}
+
+float sigmoid(float x) {
+    return 1.0 / (1.0 + exp(-x));
+}
+
+// Abramowitz and Stegun 7.1.26: within 1.5e-7.
+float erf(float x) {
+    float t = 1.0 / (1.0 + 0.3275911 * abs(x));
+    float p = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))));
+    return sign(x) * (1.0 - p * exp(-x * x));
+}
+
+float apply(float x) {
+    switch (push.function) {
+        case 0u: return x < 0.0 ? 0.0 : x;
+        case 1u: return 0.5 * x * (1.0 + erf(x * 0.70710678));
+        case 2u: return 0.5 * x * (1.0 + safe_tanh(0.79788456 * (x + 0.044715 * x * x * x)));
+        case 3u: return x * sigmoid(x);
+        case 4u: return sigmoid(x);
+        default: return safe_tanh(x);
+    }
+}
+
+void main() {
+    uint place = (gl_WorkGroupID.x + gl_WorkGroupID.y * push.grid) * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
+    if (place >= push.words) return;
+    uint word = source[place];
+    if (push.dtype == F32) {
+        result[place] = floatBitsToUint(apply(uintBitsToFloat(word)));
+        return;
+    }
+    vec2 x = unpack_pair(word, push.dtype);
+    vec2 y = vec2(apply(x.x), apply(x.y));
+    uvec2 bits = push.dtype == F16 ? uvec2(half_bits(y.x), half_bits(y.y)) : uvec2(bfloat_bits(y.x), bfloat_bits(y.y));
+    result[place] = bits.x | (bits.y << 16);
+}

@@ -1,0 +1,76 @@
+// Rows of a quantized table, dequantized: a lane reads a word of codes and writes its four or eight values.
+
+#version 450
+#extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_shader_16bit_storage : require
+
+layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
+layout(constant_id = 1) const uint BITS = 8u;
+
+#include "formats.glsl"
+
+const uint INT_ZERO = 1u;
+const uint FLOAT_ZERO = 2u;
+
+layout(push_constant) uniform Push {
+    uint count;      // indices
+    uint k;          // columns of the table
+    uint padded_n;
+    uint group;
+    uint groups;
+    uint blocks;     // blocks of 32 columns in a padded group
+    uint pitch;      // elements of a row of the result
+    uint out_dtype;
+    uint zero_kind;
+    uint grid;
+    uint first;      // the table's part: its first row,
+    uint rows;       // and how many it has
+} push;
+
+layout(binding = 0) readonly buffer Codes { uint codes[]; };
+layout(binding = 1) readonly buffer Scale { float scale[]; };
+layout(binding = 2) readonly buffer IntZero { int int_zero[]; };
+layout(binding = 2) readonly buffer FloatZero { float float_zero[]; };
+layout(binding = 4) readonly buffer Indices { uint indices[]; };
+layout(binding = 7) writeonly buffer Float32Result { float float32_result[]; };
+layout(binding = 7) writeonly buffer Float16Result { uint16_t float16_result[]; };
+
+void store(uint place, float y) {
+    if (push.out_dtype == F32) {
+        float32_result[place] = y;
+    } else {
+        float16_result[place] = uint16_t(push.out_dtype == F16 ? half_bits(y) : bfloat_bits(y));
+    }
+}
+
+void store_four(uint row, uint g, uint offset, ivec4 u, float s, float added) {
+    uint end = min(push.group, push.k - g * push.group);
+    for (uint e = 0u; e < 4u; ++e) {
+        if (offset + e < end) store(row * push.pitch + g * push.group + offset + e, float(u[e]) * s + added);
+    }
+}
+
+void main() {
+    const uint block_words = BITS;  // words of a block of 32 codes
+    uint words = push.groups * push.blocks * block_words;
+    uint place = (gl_WorkGroupID.x + gl_WorkGroupID.y * push.grid) * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
+    uint row = place / words;
+    if (row >= push.count) return;
+    uint n = indices[row] - push.first;
+    if (n >= push.rows) return;
+    uint word = place - row * words;
+    uint g = word / (push.blocks * block_words);
+    uint offset = (word - g * push.blocks * block_words) * (32u / block_words);
+
+    uint code = codes[(((n / 8u) * (words / 4u) + word / 4u) * 8u + n % 8u) * 4u + word % 4u];
+    uint parameter = g * push.padded_n + n;
+    float s = scale[parameter];
+    int zero = push.zero_kind == INT_ZERO ? int_zero[parameter] : (BITS == 4u ? 8 : 0);
+    float added = push.zero_kind == FLOAT_ZERO ? float_zero[parameter] : 0.0;
+    if (BITS == 8u) {
+        store_four(row, g, offset, unpack_bytes(code) - zero, s, added);
+    } else {
+        store_four(row, g, offset, ivec4(unpack_unsigned(code & 0x0f0f0f0fu)) - zero, s, added);
+        store_four(row, g, offset + 4u, ivec4(unpack_unsigned((code >> 4) & 0x0f0f0f0fu)) - zero, s, added);
+    }
+}

@@ -1,0 +1,110 @@
+// Activations as they came: rows of f32, f16, bf16 or int8, or the columns of a convolution over an NHWC image, which
+// are never written out: column k of row m is the pixel and channel that `tap` finds. Columns are read in fours, as the
+// padded rows of `layout.Geometry` have them: whole groups of K, each rounded up to blocks of 32.
+
+layout(constant_id = 1) const uint CONV = 0u;
+
+layout(push_constant) uniform Push {
+    uint rows;       // rows of one channel group
+    uint k;          // columns of x
+    uint pitch;      // elements from row to row, of an image from pixel to pixel
+    uint dtype;      // F32, F16, BF16 or INT8
+    uint group;      // columns of a group
+    uint groups;
+    uint blocks;     // blocks of 32 columns in a padded group
+    uint aligned;    // whether fours of columns lie side by side at a multiple of four
+    uint grid;       // workgroups in x, by which rows or words are folded
+    uint all_rows;   // rows of all channel groups
+    uint mode;       // prepare: dtype of the result; quantize: SYMMETRIC, ASYMMETRIC, GIVEN or PER_TOKEN
+    float given_scale;
+    int given_zero;
+    uint first;      // the output position that row 0 of an image's columns stands for
+    uint channels;   // of one channel group
+    uint height, width;
+    uint out_height, out_width;
+    uint kernel_width;
+    uint stride, padding, dilation;  // height in the low 16 bits, width in the high ones
+} push;
+
+layout(binding = 0) readonly buffer Words { uint source[]; };
+layout(binding = 0) readonly buffer Pairs { uvec2 source2[]; };
+layout(binding = 0) readonly buffer Fours { uvec4 source4[]; };
+
+const uint OUTSIDE = 0xffffffffu;
+
+ivec2 halves(uint word) {
+    return ivec2(word & 0xffffu, word >> 16);
+}
+
+// A row: where it begins, or for an image the first pixel's row and column and the offset of image and channel group.
+struct Origin {
+    ivec2 corner;
+    uint offset;
+};
+
+Origin origin(uint row) {
+    if (CONV == 0u) return Origin(ivec2(0), row * push.pitch);
+    uint pixels = push.out_height * push.out_width;
+    uint head = row / push.rows;
+    uint place = row % push.rows + push.first;
+    uint within = place % pixels;
+    ivec2 out_place = ivec2(within / push.out_width, within % push.out_width);
+    uint image = place / pixels * push.height * push.width;
+    return Origin(out_place * halves(push.stride) - halves(push.padding), image * push.pitch + head * push.channels);
+}
+
+// The quotient of small numbers; integer division is slow where there are no instructions for it.
+uint quotient(uint a, uint b) {
+    uint q = uint(float(a) / float(b));
+    q -= q * b > a ? 1u : 0u;
+    return a - q * b >= b ? q + 1u : q;
+}
+
+// The element of x for column k of a row, or OUTSIDE for the padding of an image.
+uint element(Origin o, uint k) {
+    if (CONV == 0u) return o.offset + k;
+    uint tap = quotient(k, push.channels);
+    uint tap_row = quotient(tap, push.kernel_width);
+    ivec2 pixel = o.corner + ivec2(tap_row, tap - tap_row * push.kernel_width) * halves(push.dilation);
+    bool inside = all(greaterThanEqual(pixel, ivec2(0))) && all(lessThan(pixel, ivec2(push.height, push.width)));
+    if (!inside) return OUTSIDE;
+    return o.offset + (uint(pixel.x) * push.width + uint(pixel.y)) * push.pitch + (k - tap * push.channels);
+}
+
+float read_one(uint place, float outside) {
+    if (place == OUTSIDE) return outside;
+    if (push.dtype == F32) return uintBitsToFloat(source[place]);
+    if (push.dtype == INT8) return float(unpack_bytes(source[place / 4u])[place % 4u]);
+    return unpack_pair(source[place / 2u], push.dtype)[place % 2u];
+}
+
+vec4 read_four(uint place, float outside) {
+    if (place == OUTSIDE) return vec4(outside);
+    if (push.dtype == F32) return uintBitsToFloat(source4[place / 4u]);
+    if (push.dtype == INT8) return vec4(unpack_bytes(source[place / 4u]));
+    uvec2 words = source2[place / 4u];
+    return vec4(unpack_pair(words.x, push.dtype), unpack_pair(words.y, push.dtype));
+}
+
+// Columns of group g from `offset` on: how many of four exist.
+uint count_columns(uint g, uint offset) {
+    uint end = min(push.group, push.k - g * push.group);
+    return offset >= end ? 0u : min(end - offset, 4u);
+}
+
+// Four columns of group g from `offset` on. Those that do not exist are 0, and what an image has around it `outside`.
+vec4 read_columns(Origin o, uint g, uint offset, float outside) {
+    uint count = count_columns(g, offset);
+    if (count == 0u) return vec4(0.0);
+    uint k = g * push.group + offset;
+    vec4 x;
+    if (push.aligned != 0u) {
+        x = read_four(element(o, k), outside);
+    } else {
+        x.x = read_one(element(o, k), outside);
+        x.y = count > 1u ? read_one(element(o, k + 1u), outside) : 0.0;
+        x.z = count > 2u ? read_one(element(o, k + 2u), outside) : 0.0;
+        x.w = count > 3u ? read_one(element(o, k + 3u), outside) : 0.0;
+    }
+    return mix(vec4(0.0), x, lessThan(uvec4(0u, 1u, 2u, 3u), uvec4(count)));
+}

@@ -1,0 +1,74 @@
+// What the register tiles share: a lane owns TM rows and TN columns, which lie a workgroup's width apart, so that
+// neighbouring lanes read neighbouring vectors of the weight. No shared memory and no subgroups: right on any device.
+//
+// Grid: x tiles of columns, y tiles of rows, z channel groups of a convolution, each with its own rows of x and of the
+// weight. Sizes are those of `layout.Geometry`; a column is a row of the weight.
+
+layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
+layout(constant_id = 1) const uint TM = 4u;
+layout(constant_id = 2) const uint TN = 4u;
+layout(constant_id = 3) const uint BITS = 8u;
+
+const uint NO_ZERO = 0u;
+const uint INT_ZERO = 1u;
+const uint FLOAT_ZERO = 2u;
+
+layout(push_constant) uniform Push {
+    uint rows;        // rows of x of one channel group
+    uint columns;     // columns of one channel group
+    uint padded_n;    // N of scale, zero and sums, rounded up to 8
+    uint groups;      // groups of K
+    uint blocks;      // blocks of 32 k in a group
+    uint row_stride;  // vec4 or uvec4 of a row of x
+    uint pitch;       // elements of a row of the result
+    uint first;       // the first column in result and bias
+    uint out_dtype;   // F32, F16 or BF16
+    uint zero_kind;   // NO_ZERO, INT_ZERO or FLOAT_ZERO
+    uint has_bias;
+    uint all_rows;    // int8: rows of x of all channel groups, where zero points and sums begin
+    uint has_sums;    // int8: activations have a zero point
+} push;
+
+layout(binding = 0) readonly buffer Codes { uvec4 codes[]; };
+layout(binding = 1) readonly buffer Scale { float scale[]; };
+layout(binding = 2) readonly buffer IntZero { int int_zero[]; };
+layout(binding = 2) readonly buffer FloatZero { float float_zero[]; };
+layout(binding = 6) readonly buffer Bias { float bias[]; };
+layout(binding = 7) writeonly buffer Float32Result { float float32_result[]; };
+layout(binding = 7) writeonly buffer Float16Result { uint16_t float16_result[]; };
+
+// Vectors of codes in a block of 32 k.
+const uint VECTORS = BITS / 4u;
+
+uint first_column() {
+    return gl_WorkGroupID.x * gl_WorkGroupSize.x * TN + gl_LocalInvocationID.x;
+}
+
+// The row of the weight for column j of the lane; columns beyond the last compute the last one again.
+uint weight_row(uint j) {
+    return gl_WorkGroupID.z * push.columns + min(first_column() + j * gl_WorkGroupSize.x, push.columns - 1u);
+}
+
+// Where the vectors of a row of the weight begin; they lie 8 apart.
+uint first_vector(uint n) {
+    return (n / 8u) * push.groups * push.blocks * VECTORS * 8u + n % 8u;
+}
+
+// The row of x for row i of the lane.
+uint activation_row(uint i) {
+    return gl_WorkGroupID.z * push.rows + min(gl_WorkGroupID.y * TM + i, push.rows - 1u);
+}
+
+void store(uint i, uint j, float y) {
+    uint m = gl_WorkGroupID.y * TM + i;
+    uint n = first_column() + j * gl_WorkGroupSize.x;
+    if (m >= push.rows || n >= push.columns) return;
+    n += gl_WorkGroupID.z * push.columns + push.first;
+    y += push.has_bias != 0u ? bias[n] : 0.0;
+    uint place = m * push.pitch + n;
+    if (push.out_dtype == F32) {
+        float32_result[place] = y;
+    } else {
+        float16_result[place] = uint16_t(push.out_dtype == F16 ? half_bits(y) : bfloat_bits(y));
+    }
+}

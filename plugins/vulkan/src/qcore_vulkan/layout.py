@@ -1,0 +1,264 @@
+"""How weights lie in device memory: one layout for every kernel and every device. Everything here but `upload` and
+`download` is torch ops on the CPU.
+
+A weight ``(N, K)`` is cut into groups of K that share a scale, each padded to blocks of 32 k; N is padded to 8 rows.
+Codes are vectors of 16 bytes, P to a block: number ``((n // 8) * blocks + block) * 8 P + 8 p + n % 8``, so that eight
+rows of the weight lie side by side.
+
+- int8, P = 2: vector p holds k = 16 p ... 16 p + 15 of its block as signed bytes.
+- int4, P = 1: ``u = q + 8``; word j of four holds k = 8 j ... 8 j + 7: the low nibbles of its bytes the first four, the
+  high ones the others.
+
+Padding is 0 in either, and activations are 0 there. Scales are float32, zero points int32 in the domain of the stored
+codes or float32, sums int32: the sum over a group of its stored codes; all ``(groups, N padded)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qcore import Format, QTensor, ZeroPoint
+
+if TYPE_CHECKING:
+    from .device import Buffer, Device
+
+BLOCK = 32
+"""Columns of K that are stored together."""
+ROWS = 8
+"""Rows of N that are stored side by side."""
+LONGEST = 16384
+"""Columns of a group, so that int32 sums with every zero point correction are exact; longer ones are cut."""
+NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
+"""Kinds of zero points, as shaders know them: w = u s with u = q, (u - z) s, u s + z."""
+
+_KINDS = {ZeroPoint.NONE: NO_ZERO, ZeroPoint.INT: INT_ZERO, ZeroPoint.FLOAT: FLOAT_ZERO}
+_CHUNK = 1 << 24
+"""Codes that are packed at a time."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a weight as it is stored.
+
+    **Fields:** ``n``, ``k``; ``bits``: 4 or 8; ``group``: columns of a stored group, the last may be shorter;
+    ``groups``; ``split``: how many stored groups a group of the format was cut into; ``zero_kind``.
+    """
+
+    n: int
+    k: int
+    bits: int
+    group: int
+    groups: int
+    split: int
+    zero_kind: int
+
+    @classmethod
+    def of(cls, format: Format, n: int, k: int) -> Geometry:
+        """The sizes for a weight that `why_not` has nothing against."""
+        group = _stored_group(format, k)
+        groups = -(-k // group)
+        return cls(n, k, format.bits, group, groups, groups // format.groups(k), _KINDS[format.zero])
+
+    @cached_property
+    def blocks(self) -> int:
+        """Blocks of a group."""
+        return -(-self.group // BLOCK)
+
+    @cached_property
+    def columns(self) -> int:
+        """Columns with padding: what a row of prepared activations has."""
+        return self.groups * self.blocks * BLOCK
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of the codes of one row."""
+        return self.columns * self.bits // 8
+
+
+def _stored_group(format: Format, k: int) -> int:
+    group = format.group(k)
+    if group <= LONGEST:
+        return group
+    if format.groups(k) == 1:
+        return LONGEST
+    return next((part for part in range(LONGEST, 0, -1) if group % part == 0), 1)
+
+
+def why_not(format: Format, n: int, k: int) -> str:
+    """Why a weight cannot be stored, in a sentence; empty where it can."""
+    if n < 1 or k < 1:
+        return f"a weight of shape {(n, k)} holds nothing to compute with; torch ops serve it."
+    group, stored = format.group(k), _stored_group(format, k)
+    if stored < group and stored % BLOCK:
+        return f"group size {group} does not divide into parts of at most {LONGEST}; use a multiple of {BLOCK}."
+    return ""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of a weight as they are stored, ``n`` of them: tensors on the CPU."""
+
+    n: int
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    sums: Tensor
+
+
+def pack(weight: QTensor, geometry: Geometry) -> Packed:
+    """The weight as it is stored."""
+    zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
+    chunks = [_pack_codes(codes, geometry) for codes in _code_chunks(weight, geometry)]
+    if zero is not None and geometry.zero_kind == INT_ZERO:
+        zero = zero.int() + _offset(geometry)
+    return Packed(
+        geometry.n,
+        torch.cat([codes for codes, _ in chunks]),
+        _pack_parameter(weight.scale.float(), geometry),
+        None if zero is None else _pack_parameter(zero if zero.dtype == torch.int32 else zero.float(), geometry),
+        torch.cat([sums for _, sums in chunks], dim=1).contiguous(),
+    )
+
+
+def _offset(geometry: Geometry) -> int:
+    """What is added to codes: stored int4 codes are not negative."""
+    return 8 if geometry.bits == 4 else 0
+
+
+def _code_chunks(weight: QTensor, geometry: Geometry) -> Iterator[Tensor]:
+    """Codes of rows, int8 ``(rows, K)``, a multiple of eight rows but for the last."""
+    step = max(1, _CHUNK // geometry.columns // ROWS) * ROWS
+    for data in torch.split(weight.data, step):
+        yield weight.format.codec.decode(data, geometry.k)
+
+
+def _pack_codes(codes: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Codes ``(rows, K)`` as int32 words ``(rows / 8, words)``, and their sums ``(groups, rows)``, rows padded."""
+    g = geometry
+    stored = pad(codes + _offset(g), (0, g.groups * g.group - g.k, 0, -codes.shape[0] % ROWS))
+    groups = stored.view(-1, g.groups, g.group)
+    sums = groups.sum(-1, dtype=torch.int32).t()
+    padded = pad(groups, (0, g.blocks * BLOCK - g.group)).view(torch.uint8)
+    if g.bits == 8:
+        data = padded.reshape(-1, ROWS, g.columns // 16, 16).transpose(1, 2)
+    else:
+        halves = padded.reshape(-1, ROWS, g.columns // BLOCK, 4, 2, 4)
+        data = (halves[..., 0, :] | (halves[..., 1, :] << 4)).transpose(1, 2)
+    return data.reshape(data.shape[0], -1).contiguous().view(torch.int32), sums
+
+
+def _pack_parameter(values: Tensor, geometry: Geometry) -> Tensor:
+    """``(G, N)`` of the format as ``(groups, N padded)``."""
+    return pad(values.repeat_interleave(geometry.split, 0), (0, -geometry.n % ROWS)).contiguous()
+
+
+def unpack(packed: Packed, format: Format, geometry: Geometry, scale_dtype: torch.dtype) -> QTensor:
+    """The inverse of `pack`, bit for bit."""
+    g = geometry
+    data = format.codec.encode(_unpack_codes(packed.codes, g)[: g.n])
+    scale = packed.scale[:: g.split, : g.n].to(scale_dtype).contiguous()
+    zero = packed.zero
+    if zero is not None:
+        zero = zero[:: g.split, : g.n].contiguous()
+        if g.zero_kind == INT_ZERO:
+            zero = format.codec.encode_zero((zero - _offset(g)).to(torch.int8))
+        else:
+            zero = zero.to(scale_dtype)
+    return QTensor(data, scale, zero, (g.n, g.k), format)
+
+
+def _unpack_codes(words: Tensor, geometry: Geometry) -> Tensor:
+    """Words as `_pack_codes` makes them to signed codes ``(rows, K)``."""
+    g = geometry
+    data = words.view(torch.uint8).view(words.shape[0], -1, ROWS, 16).transpose(1, 2)
+    if g.bits == 4:
+        data = data.unflatten(-1, (4, 4))
+        data = torch.stack((data & 15, data >> 4), dim=-2)
+    groups = data.reshape(-1, g.groups, g.blocks * BLOCK)[..., : g.group]
+    return groups.reshape(-1, g.groups * g.group)[:, : g.k].view(torch.int8) - _offset(g)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows ``first`` ... ``first + n - 1`` of a weight on a device; ``padded_n``: the N of its scales."""
+
+    first: int
+    n: int
+    codes: Buffer
+    scale: Buffer
+    zero: Buffer | None
+    sums: Buffer
+
+    @property
+    def padded_n(self) -> int:
+        """n rounded up to 8."""
+        return -(-self.n // ROWS) * ROWS
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """All of them."""
+        found = (self.codes, self.scale, self.sums)
+        return found if self.zero is None else (*found, self.zero)
+
+
+@dataclass(frozen=True)
+class DeviceWeight:
+    """A weight on a device, in parts that are not larger than a shader can see at once."""
+
+    geometry: Geometry
+    format: Format
+    scale_dtype: torch.dtype
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(buffer.nbytes for part in self.parts for buffer in part.buffers)
+
+
+def rows_per_part(geometry: Geometry, largest: int) -> int:
+    """Rows of N whose codes are at most ``largest`` bytes, a multiple of eight."""
+    return max(1, largest // geometry.row_bytes // ROWS) * ROWS
+
+
+def upload(device: Device, weight: QTensor) -> DeviceWeight:
+    """Copy a weight to the device. Raises `OutOfMemory`."""
+    n, k = weight.shape
+    step = rows_per_part(Geometry.of(weight.format, n, k), device.description.limits.max_storage_range)
+    parts = [_upload_part(device, weight, first, min(step, n - first)) for first in range(0, n, step)]
+    return DeviceWeight(Geometry.of(weight.format, n, k), weight.format, weight.scale.dtype, tuple(parts))
+
+
+def _upload_part(device: Device, weight: QTensor, first: int, n: int) -> Part:
+    rows = weight if n == weight.shape[0] else weight.narrow(0, first, n)
+    packed = pack(rows, Geometry.of(weight.format, n, weight.shape[1]))
+    zero = None if packed.zero is None else device.upload(packed.zero)
+    return Part(
+        first, n, device.upload(packed.codes), device.upload(packed.scale), zero, device.upload(packed.sums)
+    )
+
+
+def download(weight: DeviceWeight) -> QTensor:
+    """The weight that was uploaded, bit for bit."""
+    parts = [_download_part(weight, part) for part in weight.parts]
+    return parts[0] if len(parts) == 1 else QTensor.cat(parts)
+
+
+def _download_part(weight: DeviceWeight, part: Part) -> QTensor:
+    geometry = Geometry.of(weight.format, part.n, weight.geometry.k)
+    groups, kind = geometry.groups, torch.int32 if geometry.zero_kind == INT_ZERO else torch.float32
+    packed = Packed(
+        part.n,
+        torch.from_numpy(part.codes.read()).view(torch.int32).view(part.padded_n // ROWS, -1),
+        torch.from_numpy(part.scale.read()).view(torch.float32).view(groups, -1),
+        None if part.zero is None else torch.from_numpy(part.zero.read()).view(kind).view(groups, -1),
+        torch.empty(0),
+    )
+    return unpack(packed, weight.format, geometry, weight.scale_dtype)

@@ -1,0 +1,20 @@
+"""Ops as steps of a program: functions that append to a `Builder`, so that several make one submission."""
+
+from .convolution import Geometry2d, Image, conv2d
+from .elementwise import ELEMENTWISE, elementwise
+from .embedding import embedding
+from .linear import linear
+from .rows import Rows, rows_bytes, rows_pitch
+
+__all__ = [
+    "ELEMENTWISE",
+    "Geometry2d",
+    "Image",
+    "Rows",
+    "conv2d",
+    "elementwise",
+    "embedding",
+    "linear",
+    "rows_bytes",
+    "rows_pitch",
+]

@@ -1,0 +1,21 @@
+"""Functions of single elements, between products of a chain."""
+
+from __future__ import annotations
+
+from ..builder import Builder, Ref, fold
+from .prepare import lanes
+from .rows import NUMBERS, Rows, new_rows
+
+ELEMENTWISE = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "sigmoid": 4, "tanh": 5}
+"""Names of the functions, and the numbers that the shader knows them by."""
+
+
+def elementwise(b: Builder, x: Rows, name: str, out: Ref | None = None) -> Rows:
+    """A function of each element, computed in float32 and rounded to x's dtype."""
+    y = new_rows(b, x.rows, x.columns, x.dtype, out)
+    words = x.rows * x.pitch * x.dtype.itemsize // 4
+    size = lanes(b)
+    groups = fold(-(-words // size))
+    push = [words, NUMBERS[x.dtype], ELEMENTWISE[name], groups[0]]
+    b.dispatch("elementwise", (size,), groups, push, [x.ref, *[None] * 6, y.ref])
+    return y

@@ -1,0 +1,26 @@
+"""`embedding` as steps."""
+
+from __future__ import annotations
+
+import torch
+
+from ..builder import Builder, Ref, fold
+from ..layout import DeviceWeight
+from .prepare import lanes
+from .rows import NUMBERS, Rows, new_rows
+
+
+def embedding(
+    b: Builder, indices: Ref, count: int, weight: DeviceWeight, out_dtype: torch.dtype, out: Ref | None = None
+) -> Rows:
+    """Rows of the table ``(V, D)``: int32 ``indices``, which are in range, to ``(count, D)``."""
+    g = weight.geometry
+    y = new_rows(b, count, g.k, out_dtype, out)
+    size = lanes(b)
+    groups = fold(-(-count * g.row_bytes // (4 * size)))
+    for part in weight.parts:
+        sizes = [count, g.k, part.padded_n, g.group, g.groups, g.blocks, y.pitch, NUMBERS[out_dtype], g.zero_kind]
+        zero = part.scale if part.zero is None else part.zero
+        refs = [part.codes, part.scale, zero, None, indices, None, None, y.ref]
+        b.dispatch("embedding", (size, g.bits), groups, [*sizes, groups[0], part.first, part.n], refs)
+    return y

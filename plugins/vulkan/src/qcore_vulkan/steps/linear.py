@@ -1,0 +1,51 @@
+"""`linear` as steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from qcore import OutputInt8
+
+from ..builder import Builder, Ref
+from ..device import Buffer
+from ..layout import DeviceWeight
+from .finish import finish
+from .prepare import Activation, Source
+from .product import multiply
+from .rows import Rows, new_rows, row_parts
+
+_NOTHING: Mapping[str, Ref] = {}
+
+
+def linear(
+    b: Builder,
+    x: Rows,
+    weight: DeviceWeight,
+    bias: Buffer | None,
+    activation: Activation | None,
+    output: OutputInt8 | None,
+    out_dtype: torch.dtype,
+    given: Mapping[str, Ref] = _NOTHING,
+    out: Ref | None = None,
+) -> Rows:
+    """``A(x) @ W^T + bias``, x ``(M, K)`` to ``(M, N)``: see the contract `linear`.
+
+    **Arguments:** ``bias``: float32 ``(N,)``; ``given``: vectors of M by name, scales float32 and zero points int32;
+    ``out``: where the result goes, of `rows_bytes`; None: scratch memory.
+    """
+    y = new_rows(b, x.rows, weight.geometry.n, out_dtype, out)
+    for start, count in row_parts(b, x.rows, scratch_row(weight, output)):
+        vectors = {name: ref.part(4 * start, 4 * count) for name, ref in given.items()}
+        source, part = Source(x.part(start, count)), y.part(start, count)
+        product = part if output is None else new_rows(b, count, y.columns, torch.float32)
+        multiply(b, source, weight, bias, activation, vectors, product)
+        if output is not None:
+            finish(b, product, part, output, vectors)
+    return y
+
+
+def scratch_row(weight: DeviceWeight, output: OutputInt8 | None) -> int:
+    """Bytes of scratch memory for each row of activations, at most."""
+    return 4 * max(weight.geometry.columns, weight.geometry.n if output else 0)

@@ -1,0 +1,119 @@
+"""Activations for a product: float32 rows, or int8 codes with their scales, padded group by group as the weight is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from qcore import DynamicInt8, StaticInt8
+
+from .. import native
+from ..builder import Builder, Ref, fold
+from ..layout import Geometry
+from .rows import NUMBERS, FloatRows, Int8Rows, Rows
+
+Activation = DynamicInt8 | StaticInt8
+
+SYMMETRIC, ASYMMETRIC, GIVEN, PER_TOKEN = range(4)
+"""How rows are quantized, as the shader knows it."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Columns of a convolution: ``rows`` of one channel group, those of the next behind them.
+
+    **Fields:** ``heads``: channel groups; ``channels`` of one; ``first``: the output position that row 0 stands for;
+    ``sizes``: the words behind ``channels`` in the shader's push constants.
+    """
+
+    rows: int
+    heads: int
+    channels: int
+    first: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is prepared: rows of ``x``, or a convolution's columns over the pixels ``x``."""
+
+    x: Rows
+    window: Window | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a channel group."""
+        return self.x.rows if self.window is None else self.window.rows
+
+    @property
+    def heads(self) -> int:
+        """Channel groups."""
+        return 1 if self.window is None else self.window.heads
+
+    def push(self, geometry: Geometry, grid: int, mode: int, scale: float = 0.0, zero: int = 0) -> list[int | float]:
+        """The push constants of `prepare` and `quantize`."""
+        w, g = self.window, geometry
+        aligned = (w is None or w.channels % 4 == 0) and (g.groups == 1 or g.group % 4 == 0)
+        words = [self.rows, g.k, self.x.pitch, NUMBERS[self.x.dtype], g.group, g.groups, g.blocks, int(aligned), grid]
+        words += [self.rows * self.heads, mode]
+        return [*words, scale, zero, *((0, 1) if w is None else (w.first, w.channels, *w.sizes))]
+
+    @property
+    def is_convolution(self) -> int:
+        """The shaders' constant CONV."""
+        return int(self.window is not None)
+
+
+def prepare_float(b: Builder, source: Source, geometry: Geometry, dtype: torch.dtype = torch.float32) -> FloatRows:
+    """Rows in ``dtype``, float32 or float16. Float32 rows without padding are taken as they are where that is cheap."""
+    x, rows = source.x, source.rows * source.heads
+    near = b.device.profile == "cpu" or x.ref.buffer == native.ARENA  # else every read would cross the bus
+    if source.window is None and x.dtype == dtype == torch.float32 and geometry.columns == geometry.k and near:
+        return FloatRows(x.ref, rows, x.pitch, dtype)
+    ref = b.scratch(rows * geometry.columns * dtype.itemsize)
+    size = lanes(b)
+    groups = fold(-(-rows * geometry.columns // (4 * size)))
+    push = source.push(geometry, groups[0], NUMBERS[dtype])
+    b.dispatch("prepare", (size, source.is_convolution), groups, push, [x.ref, *[None] * 6, ref])
+    return FloatRows(ref, rows, geometry.columns, dtype)
+
+
+def quantize(
+    b: Builder, source: Source, geometry: Geometry, activation: Activation, given: Mapping[str, Ref]
+) -> Int8Rows:
+    """Rows as int8 codes. ``given``: float32 x_scale and int32 x_zero_point per row, where they come with the call."""
+    x, rows, words = source.x, source.rows * source.heads, geometry.columns // 4
+    codes, params = b.scratch(4 * rows * words), b.scratch(4 * rows * (2 + geometry.groups))
+    mode, scale, zero = _mode(activation)
+    groups = fold(rows)
+    tokens = [given["x_scale"], given["x_zero_point"]] if mode == PER_TOKEN else [x.ref, x.ref]
+    refs = [x.ref, *tokens, None, None, params, None, codes]
+    push = source.push(geometry, groups[0], mode, scale, zero)
+    b.dispatch("quantize", (_quantize_lanes(b, words), source.is_convolution), groups, push, refs)
+    return Int8Rows(codes, params, rows, words, geometry.groups, is_asymmetric(activation))
+
+
+def is_asymmetric(activation: Activation) -> bool:
+    """Whether zero points of rows may differ from 0."""
+    mode, _, zero = _mode(activation)
+    return mode in (ASYMMETRIC, PER_TOKEN) or zero != 0
+
+
+def _mode(activation: Activation) -> tuple[int, float, int]:
+    if isinstance(activation, DynamicInt8):
+        return (SYMMETRIC if activation.symmetric else ASYMMETRIC), 1.0, 0
+    if activation.per_token:
+        return PER_TOKEN, 1.0, 0
+    return GIVEN, 1.0 if activation.scale is None else activation.scale, activation.zero_point
+
+
+def lanes(b: Builder) -> int:
+    """A workgroup of a shader whose lanes have nothing to do with each other."""
+    return 8 if b.device.profile == "cpu" else 64
+
+
+def _quantize_lanes(b: Builder, words: int) -> int:
+    """A workgroup per row: a power of two."""
+    return 8 if b.device.profile == "cpu" else 64 if words <= 256 else 256

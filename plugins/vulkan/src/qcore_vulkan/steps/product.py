@@ -1,0 +1,123 @@
+"""Products of activations and a weight: which kernel, and register tiles, the kernel for every device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from ..builder import Builder, Ref
+from ..device import Buffer, Device
+from ..layout import DeviceWeight, Geometry, Part
+from ..variants import int_variant
+from .prepare import Activation, Source, is_asymmetric, prepare_float, quantize
+from .rows import NUMBERS, FloatRows, Int8Rows, Rows
+
+Activations = Rows | FloatRows | Int8Rows
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a kernel is chosen for. ``op``: the activations that are multiplied; ``m``: rows; ``asymmetric``: `Int8Rows`."""
+
+    op: Literal["gemm_float", "gemm_int"]
+    m: int
+    geometry: Geometry
+    x_dtype: torch.dtype
+    out_dtype: torch.dtype
+    asymmetric: bool
+
+
+class Product(Protocol):
+    """A kernel. ``form``: the activations that it wants; "rows" are those that came, as they are."""
+
+    form: Literal["float32", "float16", "int8", "rows"]
+
+    def append(
+        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
+    ) -> None:
+        """Append its steps: columns ``part.first`` ... of ``out``, which is float32, float16 or bfloat16."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`gemm_float` or `gemm_int`: a lane computes ``tm`` rows by ``tn`` columns. ``heads``: channel groups."""
+
+    variant: str
+    form: Literal["float32", "int8"]
+    lanes: int
+    tm: int
+    tn: int
+    heads: int = 1
+
+    def append(
+        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
+    ) -> None:
+        assert not isinstance(x, Rows)
+        columns, g = part.n // self.heads, geometry
+        groups = (-(-columns // (self.lanes * self.tn)), -(-out.rows // self.tm), self.heads)
+        stride = (x.words if isinstance(x, Int8Rows) else x.stride) // 4
+        form = [NUMBERS[out.dtype], g.zero_kind, int(bias is not None)]
+        push = [out.rows, columns, part.padded_n, g.groups, g.blocks, stride, out.pitch, part.first, *form]
+        zero = part.scale if part.zero is None else part.zero
+        refs: list[Ref | Buffer | None] = [part.codes, part.scale, zero]
+        if isinstance(x, Int8Rows):
+            push += [x.rows, int(x.asymmetric)]
+            refs += [part.sums, x.codes, x.params]
+        else:
+            refs += [None, x.ref, None]
+        refs += [part.scale if bias is None else bias, out.ref]
+        b.dispatch(self.variant, (self.lanes, self.tm, self.tn, g.bits), groups, push, refs)
+
+
+def tile(device: Device, op: str, m: int, columns: int, heads: int) -> Tile:
+    """The register tile for ``m`` rows by ``columns`` of each channel group."""
+    variant = "gemm_float" if op == "gemm_float" else int_variant(device.description)
+    form: Literal["float32", "int8"] = "float32" if op == "gemm_float" else "int8"
+    lanes = 8 if device.profile == "cpu" else 32
+    if m == 1:
+        return Tile(variant, form, lanes, 1, 4 if columns > lanes else 1, heads)
+    if device.profile == "cpu":
+        tm, tn = (4, 8) if op == "gemm_float" else (8, 4)
+        return Tile(variant, form, lanes, tm if m > 4 else 4, tn if op == "gemm_float" else 4, heads)
+    return Tile(variant, form, lanes, 4, 4, heads)
+
+
+def multiply(
+    b: Builder,
+    source: Source,
+    weight: DeviceWeight,
+    bias: Buffer | None,
+    activation: Activation | None,
+    given: Mapping[str, Ref],
+    out: Rows,
+) -> None:
+    """``A(x) @ W^T + bias`` into ``out``, float32, float16 or bfloat16."""
+    product = _choose(b.device, source, weight, activation, out)
+    x: Activations
+    if product.form == "rows":
+        x = source.x
+    elif product.form == "int8":
+        assert activation is not None
+        x = quantize(b, source, weight.geometry, activation, given)
+    else:
+        x = prepare_float(b, source, weight.geometry, getattr(torch, product.form))
+    for part in weight.parts:
+        product.append(b, x, part, weight.geometry, bias, out)
+
+
+def _choose(
+    device: Device, source: Source, weight: DeviceWeight, activation: Activation | None, out: Rows
+) -> Product:
+    op: Literal["gemm_float", "gemm_int"] = "gemm_float" if activation is None else "gemm_int"
+    if source.heads == 1:
+        from . import gpu
+
+        asymmetric = activation is not None and is_asymmetric(activation)
+        problem = Problem(op, source.rows, weight.geometry, source.x.dtype, out.dtype, asymmetric)
+        found = gpu.choose(device, problem)
+        if found is not None:
+            return found
+    return tile(device, op, source.rows, weight.geometry.n // source.heads, source.heads)

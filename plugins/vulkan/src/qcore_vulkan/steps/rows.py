@@ -1,0 +1,90 @@
+"""Matrices on a device, as steps hand them on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..builder import Builder, Ref
+
+NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+"""Element types as shaders know them."""
+
+PART = 64
+"""Rows are cut at multiples of this, which keeps parts of everything that has a row per token aligned."""
+_LARGEST = 128 << 20
+"""Bytes of scratch memory of a step, where a single part of the rows does not need more."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix of activations. ``pitch``: elements from one row to the next, as `rows_pitch` says."""
+
+    ref: Ref
+    rows: int
+    columns: int
+    pitch: int
+    dtype: torch.dtype
+
+    def part(self, start: int, count: int) -> Rows:
+        """Rows ``start`` ... ``start + count - 1``; ``start`` is a multiple of `PART`."""
+        if count == self.rows:
+            return self
+        row = self.pitch * self.dtype.itemsize
+        return replace(self, ref=self.ref.part(start * row, count * row), rows=count)
+
+
+@dataclass(frozen=True)
+class FloatRows:
+    """Activations for a float product, float32 or float16, padded as the weight is; ``stride``: elements of a row."""
+
+    ref: Ref
+    rows: int
+    stride: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Int8Rows:
+    """Quantized activations, padded as the weight is.
+
+    **Fields:** ``codes``: four to a word, ``words`` words a row; ``params``: float32 scale per row, int32 zero point
+    per row, int32 ``(rows, groups)`` sums of q - z, one after another; ``asymmetric``: whether zero points may differ
+    from 0.
+    """
+
+    codes: Ref
+    params: Ref
+    rows: int
+    words: int
+    groups: int
+    asymmetric: bool
+
+
+def rows_pitch(columns: int, dtype: torch.dtype) -> int:
+    """Elements from row to row of a matrix on the device: rows begin at multiples of 16 bytes."""
+    step = 16 // dtype.itemsize
+    return -(-columns // step) * step
+
+
+def rows_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Bytes of a matrix on the device."""
+    return rows * rows_pitch(columns, dtype) * dtype.itemsize
+
+
+def new_rows(b: Builder, rows: int, columns: int, dtype: torch.dtype, out: Ref | None = None) -> Rows:
+    """A matrix in ``out``, by default in scratch memory."""
+    ref = b.scratch(rows_bytes(rows, columns, dtype)) if out is None else out
+    return Rows(ref, rows, columns, rows_pitch(columns, dtype), dtype)
+
+
+def row_parts(b: Builder, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """(start, count) of parts of the rows such that ``row_bytes`` of scratch memory for each do not become too much."""
+    largest = min(_LARGEST, b.device.description.limits.max_storage_range)
+    step = max(1, largest // max(1, row_bytes) // PART) * PART
+    for start in range(0, rows, step):
+        mark = b.mark()
+        yield start, min(step, rows - start)
+        b.rewind(mark)
