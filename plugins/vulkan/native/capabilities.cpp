@@ -6,7 +6,7 @@
 namespace qv {
 namespace {
 
-constexpr uint32_t kMagic = 0x07230203, kHeaderWords = 5, kOpCapability = 17, kOpMemoryModel = 14;
+constexpr uint32_t kMagic = 0x07230203, kHeaderWords = 5, kOpCapability = 17;
 
 struct Capability {
   uint32_t number;
@@ -51,28 +51,29 @@ std::vector<Capability> known(const Physical& d) {
   };
 }
 
+std::string lacking_of(const std::vector<Capability>& capabilities, uint32_t number) {
+  for (const Capability& capability : capabilities) {
+    if (capability.number == number) return capability.present ? "" : capability.name;
+  }
+  return "SPIR-V capability " + std::to_string(number) + ", which this library does not enable";
+}
+
 }  // namespace
 
 std::string lacking_capability(const Physical& device, const uint32_t* spirv, uint64_t bytes) {
   const uint64_t words = bytes / 4;
   if (!spirv || bytes % 4 || words <= kHeaderWords || spirv[0] != kMagic) throw Error(QV_INVALID, "not a SPIR-V module");
   const std::vector<Capability> capabilities = known(device);
-  for (uint64_t at = kHeaderWords; at < words;) {
-    const uint32_t length = spirv[at] >> 16, operation = spirv[at] & 0xffff;
-    if (!length || at + length > words) throw Error(QV_INVALID, "a SPIR-V module that is not whole");
-    if (operation == kOpMemoryModel) break;  // capabilities come before it
-    if (operation == kOpCapability) {
-      const uint32_t number = spirv[at + 1];
-      const Capability* found = nullptr;
-      for (const Capability& capability : capabilities) {
-        if (capability.number == number) found = &capability;
-      }
-      if (!found) return "SPIR-V capability " + std::to_string(number) + ", which this library does not enable";
-      if (!found->present) return found->name;
+  std::string lacking;
+  uint64_t at = kHeaderWords;
+  while (at < words && spirv[at] >> 16) {
+    if ((spirv[at] & 0xffff) == kOpCapability && lacking.empty() && at + 1 < words) {
+      lacking = lacking_of(capabilities, spirv[at + 1]);
     }
-    at += length;
+    at += spirv[at] >> 16;
   }
-  return "";
+  if (at != words) throw Error(QV_INVALID, "a SPIR-V module that is not whole");
+  return lacking;
 }
 
 }  // namespace qv

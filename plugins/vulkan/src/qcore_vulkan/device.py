@@ -169,6 +169,10 @@ class Device:
         )
         return number.value
 
+    def inject(self, what: int) -> None:
+        """For tests: what the next submission (`native.INJECT_LOST`) or allocation meets."""
+        self.check(self.library.qv_inject(self.handle, what))
+
     def stats(self) -> Stats:
         """What is alive on the device."""
         values = (c_uint64 * len(Stats._fields))()
