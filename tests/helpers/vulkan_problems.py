@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from qcore.contracts import Problem
+from qcore_vulkan import device as devices
 from qcore_vulkan import steps
 from qcore_vulkan.builder import Builder, Place
 from qcore_vulkan.device import Device
 from qcore_vulkan.layout import upload
 from qcore_vulkan.steps import Geometry2d, Image, Rows
+
+
+@pytest.fixture
+def vulkan() -> Device:
+    """The device that tests run on."""
+    return devices.get()
 
 
 def place(x: Rows) -> Place:

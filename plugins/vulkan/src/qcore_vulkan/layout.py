@@ -1,5 +1,6 @@
-"""How weights lie in device memory: one layout for every kernel and every device. Everything here but `upload` and
-`download` is torch ops on the CPU.
+"""How weights lie in device memory: one layout for every kernel and every device.
+
+Everything here but `upload` and `download` is torch ops on the CPU.
 
 A weight ``(N, K)`` is cut into groups of K that share a scale, each padded to blocks of 32 k; N is padded to 8 rows.
 Codes are vectors of 16 bytes, P to a block: number ``((n // 8) * blocks + block) * 8 P + 8 p + n % 8``, so that eight
@@ -63,8 +64,8 @@ class Geometry:
     def of(cls, format: Format, n: int, k: int) -> Geometry:
         """The sizes for a weight that `why_not` has nothing against."""
         group = _stored_group(format, k)
-        groups = -(-k // group)
-        return cls(n, k, format.bits, group, groups, groups // format.groups(k), _KINDS[format.zero])
+        split = -(-format.group(k) // group)
+        return cls(n, k, format.bits, group, -(-k // group), split, _KINDS[format.zero])
 
     @cached_property
     def blocks(self) -> int:
@@ -156,7 +157,8 @@ def _pack_codes(codes: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
 
 def _pack_parameter(values: Tensor, geometry: Geometry) -> Tensor:
     """``(G, N)`` of the format as ``(groups, N padded)``."""
-    return pad(values.repeat_interleave(geometry.split, 0), (0, -geometry.n % ROWS)).contiguous()
+    stored = values.repeat_interleave(geometry.split, 0)[: geometry.groups]
+    return pad(stored, (0, -geometry.n % ROWS)).contiguous()
 
 
 def unpack(packed: Packed, format: Format, geometry: Geometry, scale_dtype: torch.dtype) -> QTensor:
@@ -179,7 +181,7 @@ def _unpack_codes(words: Tensor, geometry: Geometry) -> Tensor:
     g = geometry
     data = words.view(torch.uint8).view(words.shape[0], -1, ROWS, 16).transpose(1, 2)
     if g.bits == 4:
-        data = data.unflatten(-1, (4, 4))
+        data = data.reshape(*data.shape[:-1], 4, 4)
         data = torch.stack((data & 15, data >> 4), dim=-2)
     groups = data.reshape(-1, g.groups, g.blocks * BLOCK)[..., : g.group]
     return groups.reshape(-1, g.groups * g.group)[:, : g.k].view(torch.int8) - _offset(g)
@@ -198,7 +200,7 @@ class Part:
 
     @property
     def padded_n(self) -> int:
-        """n rounded up to 8."""
+        """Rows with padding."""
         return -(-self.n // ROWS) * ROWS
 
     @property
@@ -240,9 +242,7 @@ def _upload_part(device: Device, weight: QTensor, first: int, n: int) -> Part:
     rows = weight if n == weight.shape[0] else weight.narrow(0, first, n)
     packed = pack(rows, Geometry.of(weight.format, n, weight.shape[1]))
     zero = None if packed.zero is None else device.upload(packed.zero)
-    return Part(
-        first, n, device.upload(packed.codes), device.upload(packed.scale), zero, device.upload(packed.sums)
-    )
+    return Part(first, n, device.upload(packed.codes), device.upload(packed.scale), zero, device.upload(packed.sums))
 
 
 def download(weight: DeviceWeight) -> QTensor:

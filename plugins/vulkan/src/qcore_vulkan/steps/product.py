@@ -20,7 +20,10 @@ Activations = Rows | FloatRows | Int8Rows
 
 @dataclass(frozen=True)
 class Problem:
-    """What a kernel is chosen for. ``op``: the activations that are multiplied; ``m``: rows; ``asymmetric``: `Int8Rows`."""
+    """What a kernel is chosen for.
+
+    **Fields:** ``op``: which activations are multiplied; ``m``: rows; ``asymmetric``: as in `Int8Rows`.
+    """
 
     op: Literal["gemm_float", "gemm_int"]
     m: int
@@ -31,9 +34,11 @@ class Problem:
 
 
 class Product(Protocol):
-    """A kernel. ``form``: the activations that it wants; "rows" are those that came, as they are."""
+    """A kernel."""
 
-    form: Literal["float32", "float16", "int8", "rows"]
+    @property
+    def form(self) -> Literal["float32", "float16", "int8", "rows"]:
+        """The activations that it wants; "rows" are those that came, as they are."""
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
@@ -108,9 +113,7 @@ def multiply(
         product.append(b, x, part, weight.geometry, bias, out)
 
 
-def _choose(
-    device: Device, source: Source, weight: DeviceWeight, activation: Activation | None, out: Rows
-) -> Product:
+def _choose(device: Device, source: Source, weight: DeviceWeight, activation: Activation | None, out: Rows) -> Product:
     op: Literal["gemm_float", "gemm_int"] = "gemm_float" if activation is None else "gemm_int"
     if source.heads == 1:
         from . import gpu

@@ -1,0 +1,290 @@
+"""Kernels for GPUs as products: the steps that each appends. What is chosen when is `gpu`'s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..builder import Builder, Ref, fold
+from ..device import Buffer
+from ..layout import FLOAT_ZERO, INT_ZERO, Geometry, Part
+from .product import Activations
+from .rows import NUMBERS, FloatRows, Int8Rows, Rows
+
+_SPLIT_LANES = 64
+_CHUNK = 128
+"""Columns that `gemv_coop` takes at a time."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """`gemv_digits`: ``rows`` rows of x at a time against ``8 r`` rows of the weight for each workgroup.
+
+    **Fields:** ``digits``: 1 for int8 activations, 3 for 16-bit floats, 4 for float32; ``unroll``: blocks in flight.
+    """
+
+    variant: str
+    digits: int
+    lanes: int
+    r: int
+    rows: int
+    unroll: int
+    subgroup: int
+
+    @property
+    def form(self) -> Literal["int8", "rows"]:
+        return "int8" if self.digits == 1 else "rows"
+
+    def constants(self, geometry: Geometry) -> tuple[int, ...]:
+        g = geometry
+        return self.lanes, self.r, self.rows, g.bits, self.digits, g.zero_kind, self.unroll, self.subgroup
+
+    def append(
+        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
+    ) -> None:
+        blocks = geometry.groups * geometry.blocks
+        asymmetric = isinstance(x, Int8Rows) and x.asymmetric
+        sums = _row_sums(b, part, geometry, folded=False) if asymmetric else None
+        codes, params = (x.codes, x.params) if isinstance(x, Int8Rows) else _split(b, x, geometry, self.digits)
+        push = [out.rows, part.n, part.padded_n, blocks, 1.0 / geometry.blocks, *_result(out, bias, part)]
+        push += [int(asymmetric), out.rows]
+        x_tiles, folds, _ = fold(-(-part.padded_n // (8 * self.r)))
+        groups = (x_tiles, folds, -(-out.rows // self.rows))
+        refs = _refs(codes, part, params, bias, out, sums)
+        b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
+
+
+@dataclass(frozen=True)
+class CoopGemv:
+    """`gemv_coop`: ``tn`` rows of x against ``16 r`` rows of the weight; ``depth``: chunks of 128 columns in flight."""
+
+    lanes: int
+    r: int
+    depth: int
+    tn: int
+    variant: str = "gemv_coop"
+    form: Literal["rows"] = "rows"
+    subgroup: int = 32
+
+    def constants(self, geometry: Geometry) -> tuple[int, ...]:
+        g = geometry
+        fold_ = 0 if g.groups == 1 else 4 if g.blocks % 4 == 0 else 2 if g.blocks % 2 == 0 else 1
+        return self.lanes, self.r, self.depth, fold_, g.bits, g.zero_kind, self.tn
+
+    def append(
+        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
+    ) -> None:
+        columns = -(-geometry.columns // _CHUNK) * _CHUNK
+        rows = -(-out.rows // self.tn) * self.tn
+        halves = _halves(b, x, geometry, columns, rows)
+        blocks = geometry.groups * geometry.blocks
+        push = [out.rows, part.n, part.padded_n, blocks, geometry.blocks, *_result(out, bias, part)]
+        tiles, folds, _ = fold(-(-part.n // (16 * self.r)))
+        refs = _refs(halves.codes, part, halves.scales, bias, out, None)
+        groups = (tiles, folds, rows // self.tn)
+        b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tile of a GEMM: ``bm`` by ``bn`` results of a workgroup, ``m`` by ``n`` of a lane or, where matrices are
+    cooperative, of a subgroup; ``kb``: blocks of 32 columns at a time; ``buffers``: of tiles in shared memory."""
+
+    bm: int
+    bn: int
+    m: int
+    n: int
+    kb: int = 1
+    buffers: int = 2
+
+    @property
+    def parts(self) -> int:
+        """Lanes, or subgroups, of a workgroup."""
+        return (self.bm // self.m) * (self.bn // self.n)
+
+    def groups(self, rows: int, columns: int) -> tuple[int, int, int]:
+        """Workgroups for a result."""
+        return -(-rows // self.bm), -(-columns // self.bn), 1
+
+
+@dataclass(frozen=True)
+class SharedFloat:
+    """`gemm_float_shared`."""
+
+    shape: Shape
+    variant: str = "gemm_float_shared"
+    form: Literal["float32"] = "float32"
+    subgroup: int = 0
+
+    def constants(self, geometry: Geometry) -> tuple[int, ...]:
+        s = self.shape
+        return s.parts, s.bm, s.bn, s.m, s.n, geometry.bits, geometry.zero_kind, 1
+
+    def append(
+        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
+    ) -> None:
+        assert isinstance(x, FloatRows)
+        push = [*_sizes(part, geometry, out), *_result(out, bias, part), x.stride // 4]
+        refs = _refs(x.ref, part, None, bias, out, None)
+        b.dispatch(self.variant, self.constants(geometry), self.shape.groups(out.rows, part.n), push, refs)
+
+
+@dataclass(frozen=True)
+class SharedInt:
+    """`gemm_int_shared`."""
+
+    variant: str
+    shape: Shape
+    form: Literal["int8"] = "int8"
+    subgroup: int = 0
+
+    def constants(self, geometry: Geometry) -> tuple[int, ...]:
+        s, grouped = self.shape, int(geometry.groups > 1)
+        return s.parts, s.bm, s.bn, s.kb, s.m, s.n, geometry.bits, geometry.zero_kind, grouped
+
+    def append(
+        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
+    ) -> None:
+        _append_int(self, b, x, part, geometry, bias, out)
+
+
+@dataclass(frozen=True)
+class CoopInt8:
+    """`coop_int8`; ``tile``: m, n, k of a cooperative matrix, ``subgroup`` its lanes."""
+
+    shape: Shape
+    tile: tuple[int, int, int]
+    subgroup: int
+    variant: str = "coop_int8"
+    form: Literal["int8"] = "int8"
+
+    def constants(self, geometry: Geometry) -> tuple[int, ...]:
+        return _coop_constants(self.shape, self.tile, self.subgroup, geometry)
+
+    def append(
+        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
+    ) -> None:
+        _append_int(self, b, x, part, geometry, bias, out)
+
+
+@dataclass(frozen=True)
+class CoopF16:
+    """`coop_f16`; ``tile`` and ``subgroup`` as for `CoopInt8`."""
+
+    shape: Shape
+    tile: tuple[int, int, int]
+    subgroup: int
+    variant: str = "coop_f16"
+    form: Literal["rows"] = "rows"
+
+    def constants(self, geometry: Geometry) -> tuple[int, ...]:
+        return _coop_constants(self.shape, self.tile, self.subgroup, geometry)
+
+    def append(
+        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
+    ) -> None:
+        halves = _halves(b, x, geometry, geometry.columns, out.rows)
+        push = [*_sizes(part, geometry, out), *_result(out, bias, part), geometry.groups]
+        refs = _refs(halves.codes, part, halves.scales, bias, out, halves.sums)
+        groups = self.shape.groups(out.rows, part.n)
+        b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
+
+
+Kernel = Digits | CoopGemv | SharedFloat | SharedInt | CoopInt8 | CoopF16
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """What `coop_prep` writes: float16 rows, a scale for each, and the sums of each row's groups."""
+
+    codes: Ref
+    scales: Ref
+    sums: Ref | None
+
+
+def _append_int(
+    kernel: SharedInt | CoopInt8,
+    b: Builder,
+    x: Activations,
+    part: Part,
+    geometry: Geometry,
+    bias: Buffer | None,
+    out: Rows,
+) -> None:
+    assert isinstance(x, Int8Rows)
+    sums = _row_sums(b, part, geometry, folded=True) if x.asymmetric else None
+    push = [*_sizes(part, geometry, out), *_result(out, bias, part), geometry.groups]
+    push += [int(x.asymmetric), x.rows, 2 * x.rows]
+    groups = kernel.shape.groups(out.rows, part.n)
+    refs = _refs(x.codes, part, x.params, bias, out, sums)
+    b.dispatch(kernel.variant, kernel.constants(geometry), groups, push, refs, subgroup=kernel.subgroup)
+
+
+def _coop_constants(shape: Shape, tile: tuple[int, int, int], subgroup: int, g: Geometry) -> tuple[int, ...]:
+    s = shape
+    sizes = (s.parts * subgroup, s.bm, s.bn, s.kb, s.m, s.n)
+    return *sizes, g.bits, g.zero_kind, int(g.groups > 1), *tile, s.buffers, 1
+
+
+def _sizes(part: Part, geometry: Geometry, out: Rows) -> list[int | float]:
+    return [out.rows, part.n, part.padded_n, geometry.groups * geometry.blocks, geometry.blocks]
+
+
+def _result(out: Rows, bias: Buffer | None, part: Part) -> list[int | float]:
+    return [out.pitch, NUMBERS[out.dtype], int(bias is not None), part.first]
+
+
+def _refs(
+    x: Ref, part: Part, params: Ref | None, bias: Buffer | None, out: Rows, extra: Ref | None
+) -> list[Ref | Buffer | None]:
+    """Bindings 0 to 7 of every kernel here; what a kernel does not use is bound to what is at hand."""
+    zero = part.scale if part.zero is None else part.zero
+    return [x, part.codes, part.scale, zero, params or x, bias or part.scale, out.ref, extra or x]
+
+
+def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float], int]:
+    """Rows as gpu_rows.glsl reads them: where they are; rows, k, pitch, group and its padded columns; the dtype."""
+    if isinstance(x, FloatRows):
+        columns = geometry.columns
+        return x.ref, [x.rows, columns, x.stride, columns, columns], NUMBERS[x.dtype]
+    assert isinstance(x, Rows)
+    padded = geometry.blocks * 32
+    return x.ref, [x.rows, geometry.k, x.pitch, geometry.group, padded], NUMBERS[x.dtype]
+
+
+def _split(b: Builder, x: Activations, geometry: Geometry, digits: int) -> tuple[Ref, Ref]:
+    """Digits of float rows, and the scale and sum of each block."""
+    ref, sizes, dtype = _source(x, geometry)
+    rows, blocks = int(sizes[0]), geometry.groups * geometry.blocks
+    codes, scales = b.scratch(rows * blocks * digits * 32), b.scratch(rows * blocks * 8)
+    groups = fold(-(-rows * blocks * 8 // _SPLIT_LANES))
+    b.dispatch("gemv_split", (digits,), groups, [*sizes, blocks, dtype], [ref, codes, scales])
+    return codes, scales
+
+
+def _halves(b: Builder, x: Activations, geometry: Geometry, columns: int, rows: int) -> _Halves:
+    """Float16 rows in the order of unpacked codes; memory for ``rows``, of which those beyond x's hold anything."""
+    ref, sizes, dtype = _source(x, geometry)
+    m, padded = int(sizes[0]), int(sizes[4])
+    summed = geometry.zero_kind == FLOAT_ZERO
+    halves, scales = b.scratch(rows * columns * 2), b.scratch(4 * m)
+    sums = b.scratch(4 * m * geometry.groups) if summed else None
+    push = [*sizes, columns, dtype, int(summed), geometry.blocks * 32, geometry.groups]
+    b.dispatch("coop_prep", (geometry.bits,), fold(m), push, [ref, halves, scales, sums or scales])
+    return _Halves(halves, scales, sums)
+
+
+def _row_sums(b: Builder, part: Part, geometry: Geometry, *, folded: bool) -> Ref:
+    """What a zero point of x of 1 takes from each column of the result.
+
+    ``folded``: for kernels that take int4 zero points off the codes and add others times the sum of q - z.
+    """
+    g = geometry
+    integer = g.zero_kind == INT_ZERO and not (folded and g.bits == 8)
+    add = g.zero_kind == FLOAT_ZERO and not folded
+    result = b.scratch(4 * part.padded_n)
+    offset = 8 if g.bits == 4 else 0
+    push = [part.padded_n, g.groups, g.group, g.k, offset, int(integer), int(add)]
+    zero = part.scale if part.zero is None else part.zero
+    b.dispatch("row_sums", (), fold(part.padded_n // 8), push, [part.sums, part.scale, zero, result])
+    return result
