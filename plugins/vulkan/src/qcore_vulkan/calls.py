@@ -72,7 +72,7 @@ def linear(
 ) -> Tensor:
     """``A(x) @ W^T + bias``: x ``(M, K)`` of any strides to ``(M, N)``; ``given``: per token, ``(M,)``, by name."""
     m, n = x.shape[0], resident.n
-    x = _in_rows(x)
+    x = in_rows(x)
     y = torch.empty((m, n), dtype=form.out_dtype)
     buffer = None if bias is None else resident.biases.buffer(bias)
     names, tensors = tuple(given), [_per_token(name, value, m) for name, value in given.items()]
@@ -117,7 +117,7 @@ def _run(program: Program, inputs: list[Tensor], y: Tensor, start: int, stop: in
         program.run(inputs, [y])
 
 
-def _in_rows(x: Tensor) -> Tensor:
+def in_rows(x: Tensor) -> Tensor:
     """X where a row is one piece of memory, else a copy."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
@@ -186,7 +186,7 @@ def conv2d(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, geome
 
 def pixels_of(x: Tensor) -> Tensor:
     """Images ``(B, C, H, W)`` as the matrix ``(B * H * W, C)``: no copy where they are channels last."""
-    return x.movedim(1, -1).reshape(-1, x.shape[1])
+    return in_rows(x.movedim(1, -1).reshape(-1, x.shape[1]))
 
 
 def _conv2d(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import steps
 from .bias import Biases
 from .builder import Builder, Place, Program, Ref
-from .calls import check_indices, geometry, pixels_of, place, rows_in
+from .calls import check_indices, geometry, in_rows, pixels_of, place, rows_in
 from .device import Buffer, Device
 from .flow import IMAGE, INDICES, Flow, Stage
 from .steps import Image, Rows
@@ -53,7 +53,7 @@ class Recorded:
             check_indices(flat, self.residents[0].n)
             flat = flat.to(torch.int32)
         else:
-            flat = pixels_of(x) if first.kind == IMAGE else x.reshape(first.matrix)
+            flat = pixels_of(x) if first.kind == IMAGE else in_rows(x.reshape(first.matrix))
         y = torch.empty(last.matrix, dtype=last.dtype)
         self.program.run([flat], [y])
         if last.kind != IMAGE:
