@@ -86,13 +86,21 @@ Instance::Instance(bool validate) : owner_(getpid()) {
   if (version < VK_API_VERSION_1_2) throw Error(QV_UNAVAILABLE, "no loader: libvulkan is older than Vulkan 1.2");
   if (validate) require_layer();
   const char* layers[] = {kLayer};
-  const char* extensions[] = {VK_EXT_DEBUG_UTILS_EXTENSION_NAME};
+  const char* extensions[] = {VK_EXT_DEBUG_UTILS_EXTENSION_NAME, VK_EXT_VALIDATION_FEATURES_EXTENSION_NAME};
+  const VkValidationFeatureEnableEXT barriers = VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT;
+  VkValidationFeaturesEXT features{VK_STRUCTURE_TYPE_VALIDATION_FEATURES_EXT};
+  features.enabledValidationFeatureCount = 1;
+  features.pEnabledValidationFeatures = &barriers;
   VkApplicationInfo application{VK_STRUCTURE_TYPE_APPLICATION_INFO};
   application.pApplicationName = "qcore";
   application.apiVersion = kInstanceApi;
   VkInstanceCreateInfo info{VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO};
   info.pApplicationInfo = &application;
-  info.enabledLayerCount = info.enabledExtensionCount = validate ? 1 : 0;
+  if (validate) {
+    info.pNext = &features;
+    info.enabledLayerCount = 1;
+    info.enabledExtensionCount = 2;
+  }
   info.ppEnabledLayerNames = layers;
   info.ppEnabledExtensionNames = extensions;
   VkResult result = globals().vkCreateInstance(&info, nullptr, &handle_);

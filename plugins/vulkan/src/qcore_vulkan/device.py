@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from ctypes import byref, c_uint32, c_uint64, c_void_p
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,9 +53,10 @@ class Stats(NamedTuple):
     messages: int
 
 
-def devices() -> list[Description]:
+@lru_cache(maxsize=1)
+def devices() -> Sequence[Description]:
     """The physical devices, usable or not, in the loader's order. Raises `NoDevice` where there is no driver."""
-    return parse(json.loads(native.library().devices()))
+    return tuple(parse(json.loads(native.library().devices())))
 
 
 @contextlib.contextmanager
