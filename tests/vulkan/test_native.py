@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -142,10 +143,10 @@ def test_a_closed_device_says_so(own_device):
     buffer, program, x = own_device.alloc(10), chain(own_device, 1, 100), torch.zeros(100)
     own_device.close()
     own_device.close()
-    for call in (buffer.read, own_device.stats, lambda: own_device.alloc(10), lambda: program.run([x], [x])):
+    for call in (buffer.read, own_device.stats, lambda: own_device.alloc(10), partial(program.run, [x], [x])):
         with pytest.raises(native.VulkanError, match="the device is closed"):
             call()
-    del buffer, program
+    del call, buffer, program  # after the device
 
 
 def test_two_devices_side_by_side(own_device):

@@ -1,4 +1,4 @@
-"""What goes wrong around the native library: lost devices, forks, missing drivers, damaged caches, the end of a process."""
+"""What goes wrong around the native library: lost devices, forks, no drivers, damaged caches, the end of a process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own that finds the helpers."""
     code = f"import sys; sys.path.insert(0, {str(HELPERS)!r})\n" + code
     env = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True)
 
 
 def test_a_lost_device_is_opened_anew():
@@ -36,12 +37,12 @@ def test_a_lost_device_is_opened_anew():
         program.run([x], [y])
     assert device.lost
     assert "lost" in repr(device)
-    for call in (buffer.read, lambda: program.run([x], [y]), lambda: device.alloc(10), device.stats):
+    for call in (buffer.read, partial(program.run, [x], [y]), lambda: device.alloc(10), device.stats):
         with pytest.raises(PluginError, match="was lost earlier"):
             call()
     again = devices.get()
     assert again is not device
-    del buffer, program
+    del call, buffer, program
     gc.collect()
     chain(again, 3, 40).run([x], [y])
     torch.testing.assert_close(y, expected(x))
@@ -57,7 +58,9 @@ opened = device.get()
 x = torch.zeros(5)
 buffer, program = opened.upload(x), chain(opened, 1, 5)
 child = os.fork()
-calls = (buffer.read, lambda: program.run([x], [x]), lambda: opened.alloc(5), opened.stats, lambda: device.Device(opened.description))
+def open_another():
+    device.Device(opened.description)
+calls = (buffer.read, lambda: program.run([x], [x]), lambda: opened.alloc(5), opened.stats, open_another)
 if not child:
     told = 0
     for call in calls:
@@ -149,7 +152,7 @@ def test_a_library_that_cannot_be_loaded(monkeypatch, tmp_path):
     (tmp_path / native.FILE).write_bytes(b"not a library")
     monkeypatch.setattr(native, "built", lambda _: tmp_path / native.FILE)
     native.library.cache_clear()
-    with pytest.raises(native.NoDevice, match="not built: .* cannot be loaded"):
+    with pytest.raises(native.NoDevice, match=r"not built: .* cannot be loaded"):
         native.library()
 
 
@@ -287,7 +290,7 @@ def test_what_is_missing_fails_the_build():
     assert cmake, "apt-get install cmake"
     tools = Path(__file__).parents[2] / "plugins" / "vulkan" / "cmake" / "tools.cmake"
     blind = [f"-DCMAKE_FIND_USE_{path}=OFF" for path in ("SYSTEM_ENVIRONMENT_PATH", "CMAKE_SYSTEM_PATH")]
-    done = subprocess.run([cmake, *blind, "-P", str(tools)], capture_output=True, text=True)
+    done = subprocess.run([cmake, *blind, "-P", str(tools)], check=False, capture_output=True, text=True)
     assert done.returncode != 0
     told = " ".join(done.stderr.split())
     assert "without the Vulkan headers (vulkan/vulkan_core.h) and the shader compiler glslc" in told
