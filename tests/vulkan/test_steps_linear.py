@@ -14,7 +14,7 @@ from qcore.contracts import LINEAR, LinearRequest, Problem
 from qcore.contracts.inputs import Draw, Shape
 from qcore.schemes import SCHEMES, Scheme
 from qcore_vulkan import layout
-from qcore_vulkan.steps import product, rows
+from qcore_vulkan.steps import gpu, product, rows
 
 MORE = (
     "w8a16-fzp", "w8a16-g5-asym", "w4a16-g48-asym", "w4a16-g1", "w8a8-fzp-aasym", "w8a8-g5-asym-aasym", "w8a8-g512",
@@ -118,7 +118,7 @@ def test_without_an_integer_dot_product_results_are_the_same(vulkan, scheme, mon
     problem = drawn(scheme, 9, 20, 160)
     results = []
     for variant in ("gemm_int_dot", "gemm_int_plain"):
-        monkeypatch.setattr(product, "int_variant", lambda _description, name=variant: name)
+        monkeypatch.setattr(product, "int_variant", lambda *_, name=variant: name)
         results.append(run_linear(vulkan, problem))
     assert torch.equal(*results)
 
@@ -127,6 +127,7 @@ def test_without_an_integer_dot_product_results_are_the_same(vulkan, scheme, mon
 def test_tiles_of_other_devices(vulkan, scheme, monkeypatch):  # noqa: F811
     """GPUs without kernels of their own get the same shaders in other sizes."""
     monkeypatch.setattr(vulkan, "profile", "gpu")
+    monkeypatch.setattr(gpu, "choose", lambda *_: None)
     for m, n in ((1, 20), (6, 70)):
         assert_right(vulkan, drawn(scheme, m, n, 200, torch.bfloat16))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from vulkan_problems import vulkan  # noqa: F401
 
 from qcore_vulkan import native, variants
+from qcore_vulkan.description import Description
 
 SHADERS = Path(__file__).parents[2] / "plugins" / "vulkan" / "shaders"
 
@@ -39,7 +40,26 @@ def test_the_device_compiles_every_tile(vulkan):  # noqa: F811
             vulkan.pipeline(name, (8,))
 
 
-def test_integer_dot_products_are_used_where_the_device_has_them(vulkan):  # noqa: F811
-    with_dot = replace(vulkan.description, features={"integer_dot": True})
-    assert variants.int_variant(with_dot) == "gemm_int_dot"
-    assert variants.int_variant(replace(with_dot, features={})) == "gemm_int_plain"
+@dataclass
+class Stand:
+    """A device whose compiler knows some variants."""
+
+    description: Description
+    known: tuple[str, ...]
+
+    def pipeline(self, variant, _constants):
+        if variant not in self.known:
+            raise native.Unsupported(variant)
+
+
+@pytest.mark.parametrize(
+    ("features", "known", "expected"),
+    [
+        ({"integer_dot": True}, ("gemm_int_dot",), "gemm_int_dot"),
+        ({"integer_dot": True}, (), "gemm_int_plain"),
+        ({}, ("gemm_int_dot",), "gemm_int_plain"),
+    ],
+)
+def test_integer_dot_products_are_used_where_the_device_has_them(vulkan, features, known, expected):  # noqa: F811
+    device = Stand(replace(vulkan.description, features=features), known)
+    assert variants.int_variant(device, (8, 1, 4, 8)) == expected

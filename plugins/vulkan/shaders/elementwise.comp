@@ -7,10 +7,11 @@ layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 
 #include "formats.glsl"
 
+layout(constant_id = 1) const uint DTYPE = 0u;  // F32, F16 or BF16
+layout(constant_id = 2) const uint FUNCTION = 0u;
+
 layout(push_constant) uniform Push {
     uint words;
-    uint dtype;
-    uint function;
     uint grid;
 } push;
 
@@ -34,7 +35,7 @@ float erf(float x) {
 }
 
 float apply(float x) {
-    switch (push.function) {
+    switch (FUNCTION) {
         case 0u: return x < 0.0 ? 0.0 : x;
         case 1u: return 0.5 * x * (1.0 + erf(x * 0.70710678));
         case 2u: return 0.5 * x * (1.0 + safe_tanh(0.79788456 * (x + 0.044715 * x * x * x)));
@@ -48,12 +49,12 @@ void main() {
     uint place = (gl_WorkGroupID.x + gl_WorkGroupID.y * push.grid) * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
     if (place >= push.words) return;
     uint word = source[place];
-    if (push.dtype == F32) {
+    if (DTYPE == F32) {
         result[place] = floatBitsToUint(apply(uintBitsToFloat(word)));
         return;
     }
-    vec2 x = unpack_pair(word, push.dtype);
+    vec2 x = unpack_pair(word, DTYPE);
     vec2 y = vec2(apply(x.x), apply(x.y));
-    uvec2 bits = push.dtype == F16 ? uvec2(half_bits(y.x), half_bits(y.y)) : uvec2(bfloat_bits(y.x), bfloat_bits(y.y));
+    uvec2 bits = DTYPE == F16 ? uvec2(half_bits(y.x), half_bits(y.y)) : uvec2(bfloat_bits(y.x), bfloat_bits(y.y));
     result[place] = bits.x | (bits.y << 16);
 }

@@ -58,9 +58,9 @@ void main() {
         float b[TN];
         [[unroll]] for (uint j = 0u; j < TN; ++j) {
             uint place = g * push.padded_n + weight_row(j);
-            int zero = push.zero_kind == INT_ZERO ? int_zero[place] : (BITS == 4u ? 8 : 0);
+            ZeroPoint zero = zero_point(place);
             s[j] = scale[place];
-            b[j] = (push.zero_kind == FLOAT_ZERO ? float_zero[place] : 0.0) - float(zero) * s[j];
+            b[j] = zero.added - float(zero.subtracted) * s[j];
         }
         for (uint v = g * vectors; v < (g + 1u) * vectors; ++v) {
             [[unroll]] for (uint i = 0u; i < TM * TN; ++i) part[i] = 0.0;

@@ -52,9 +52,13 @@ void multiply_vector(uint vector, uint column[TN], uint row[TM]) {
 void main() {
     uint column[TN];
     uint row[TM];
+    int x_zero[TM];
     float y[TM * TN];
     [[unroll]] for (uint j = 0u; j < TN; ++j) column[j] = first_vector(weight_row(j));
-    [[unroll]] for (uint i = 0u; i < TM; ++i) row[i] = activation_row(i) * push.row_stride;
+    [[unroll]] for (uint i = 0u; i < TM; ++i) {
+        row[i] = activation_row(i) * push.row_stride;
+        x_zero[i] = x_int[push.all_rows + activation_row(i)];
+    }
     [[unroll]] for (uint i = 0u; i < TM * TN; ++i) y[i] = 0.0;
 
     uint vectors = push.blocks * VECTORS;
@@ -63,21 +67,17 @@ void main() {
         for (uint v = g * vectors; v < (g + 1u) * vectors; ++v) multiply_vector(v, column, row);
 
         int x_sum[TM];
-        int x_zero[TM];
         [[unroll]] for (uint i = 0u; i < TM; ++i) {
-            uint m = activation_row(i);
-            x_sum[i] = x_int[push.all_rows * 2u + m * push.groups + g];
-            x_zero[i] = push.has_sums != 0u ? x_int[push.all_rows + m] : 0;
+            x_sum[i] = x_int[push.all_rows * 2u + activation_row(i) * push.groups + g];
         }
         [[unroll]] for (uint j = 0u; j < TN; ++j) {
             uint place = g * push.padded_n + weight_row(j);
             float s = scale[place];
             int u_sum = push.has_sums != 0u ? sums[place] : 0;
-            int zero = push.zero_kind == INT_ZERO ? int_zero[place] : (BITS == 4u ? 8 : 0);
-            float added = push.zero_kind == FLOAT_ZERO ? float_zero[place] : 0.0;
+            ZeroPoint zero = zero_point(place);
             [[unroll]] for (uint i = 0u; i < TM; ++i) {
-                int total = acc[i * TN + j] - x_zero[i] * u_sum - zero * x_sum[i];
-                y[i * TN + j] += s * float(total) + added * float(x_sum[i]);
+                int total = acc[i * TN + j] - x_zero[i] * u_sum - zero.subtracted * x_sum[i];
+                y[i * TN + j] += s * float(total) + zero.added * float(x_sum[i]);
             }
         }
     }

@@ -82,14 +82,14 @@ vec2 parameters(uint row, Origin o) {
 }
 
 ivec4 quantize(vec4 x, vec2 row) {
-    if (push.dtype == INT8) return ivec4(x);
+    if (DTYPE == INT8) return ivec4(x);
     return ivec4(clamp(roundEven(x / row.x) + row.y, vec4(-128.0), vec4(127.0)));
 }
 
 // Writes the codes of a group's words `first`, `first + step`, ...; returns the sum of their q - z.
 int write_codes(uint row, Origin o, uint g, uint first, uint step, vec2 parameters) {
     uint words = push.blocks * 8u;
-    float outside = push.dtype == INT8 ? parameters.y : 0.0;
+    float outside = DTYPE == INT8 ? parameters.y : 0.0;
     int total = 0;
     for (uint i = first; i < words; i += step) {
         bvec4 exists = lessThan(uvec4(0u, 1u, 2u, 3u), uvec4(count_columns(g, i * 4u)));

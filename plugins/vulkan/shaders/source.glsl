@@ -3,16 +3,16 @@
 // padded rows of `layout.Geometry` have them: whole groups of K, each rounded up to blocks of 32.
 
 layout(constant_id = 1) const uint CONV = 0u;
+layout(constant_id = 2) const uint DTYPE = 0u;    // F32, F16, BF16 or INT8
+layout(constant_id = 3) const uint ALIGNED = 0u;  // whether fours of columns lie side by side at a multiple of four
 
 layout(push_constant) uniform Push {
     uint rows;       // rows of one channel group
     uint k;          // columns of x
     uint pitch;      // elements from row to row, of an image from pixel to pixel
-    uint dtype;      // F32, F16, BF16 or INT8
     uint group;      // columns of a group
     uint groups;
     uint blocks;     // blocks of 32 columns in a padded group
-    uint aligned;    // whether fours of columns lie side by side at a multiple of four
     uint grid;       // workgroups in x, by which rows or words are folded
     uint all_rows;   // rows of all channel groups
     uint mode;       // prepare: dtype of the result; quantize: SYMMETRIC, ASYMMETRIC, GIVEN or PER_TOKEN
@@ -73,17 +73,17 @@ uint element(Origin o, uint k) {
 
 float read_one(uint place, float outside) {
     if (place == OUTSIDE) return outside;
-    if (push.dtype == F32) return uintBitsToFloat(source[place]);
-    if (push.dtype == INT8) return float(unpack_bytes(source[place / 4u])[place % 4u]);
-    return unpack_pair(source[place / 2u], push.dtype)[place % 2u];
+    if (DTYPE == F32) return uintBitsToFloat(source[place]);
+    if (DTYPE == INT8) return float(unpack_bytes(source[place / 4u])[place % 4u]);
+    return unpack_pair(source[place / 2u], DTYPE)[place % 2u];
 }
 
 vec4 read_four(uint place, float outside) {
     if (place == OUTSIDE) return vec4(outside);
-    if (push.dtype == F32) return uintBitsToFloat(source4[place / 4u]);
-    if (push.dtype == INT8) return vec4(unpack_bytes(source[place / 4u]));
+    if (DTYPE == F32) return uintBitsToFloat(source4[place / 4u]);
+    if (DTYPE == INT8) return vec4(unpack_bytes(source[place / 4u]));
     uvec2 words = source2[place / 4u];
-    return vec4(unpack_pair(words.x, push.dtype), unpack_pair(words.y, push.dtype));
+    return vec4(unpack_pair(words.x, DTYPE), unpack_pair(words.y, DTYPE));
 }
 
 // Columns of group g from `offset` on: how many of four exist.
@@ -98,7 +98,7 @@ vec4 read_columns(Origin o, uint g, uint offset, float outside) {
     if (count == 0u) return vec4(0.0);
     uint k = g * push.group + offset;
     vec4 x;
-    if (push.aligned != 0u) {
+    if (ALIGNED != 0u) {
         x = read_four(element(o, k), outside);
     } else {
         x.x = read_one(element(o, k), outside);

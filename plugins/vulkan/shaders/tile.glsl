@@ -31,8 +31,7 @@ layout(push_constant) uniform Push {
 
 layout(binding = 0) readonly buffer Codes { uvec4 codes[]; };
 layout(binding = 1) readonly buffer Scale { float scale[]; };
-layout(binding = 2) readonly buffer IntZero { int int_zero[]; };
-layout(binding = 2) readonly buffer FloatZero { float float_zero[]; };
+layout(binding = 2) readonly buffer Zero { uint zero_bits[]; };
 layout(binding = 6) readonly buffer Bias { float bias[]; };
 layout(binding = 7) writeonly buffer Float32Result { float float32_result[]; };
 layout(binding = 7) writeonly buffer Float16Result { uint16_t float16_result[]; };
@@ -57,6 +56,18 @@ uint first_vector(uint n) {
 // The row of x for row i of the lane.
 uint activation_row(uint i) {
     return gl_WorkGroupID.z * push.rows + min(gl_WorkGroupID.y * TM + i, push.rows - 1u);
+}
+
+// The zero point of stored codes, and what is added to their product with the scale; one load, without branches.
+struct ZeroPoint {
+    int subtracted;
+    float added;
+};
+
+ZeroPoint zero_point(uint place) {
+    uint bits = zero_bits[place];
+    int subtracted = push.zero_kind == INT_ZERO ? int(bits) : (BITS == 4u ? 8 : 0);
+    return ZeroPoint(subtracted, push.zero_kind == FLOAT_ZERO ? uintBitsToFloat(bits) : 0.0);
 }
 
 void store(uint i, uint j, float y) {

@@ -16,6 +16,6 @@ def elementwise(b: Builder, x: Rows, name: str, out: Ref | None = None) -> Rows:
     words = x.rows * x.pitch * x.dtype.itemsize // 4
     size = lanes(b)
     groups = fold(-(-words // size))
-    push = [words, NUMBERS[x.dtype], ELEMENTWISE[name], groups[0]]
-    b.dispatch("elementwise", (size,), groups, push, [x.ref, *[None] * 6, y.ref])
+    constants = (size, NUMBERS[x.dtype], ELEMENTWISE[name])
+    b.dispatch("elementwise", constants, groups, [words, groups[0]], [x.ref, *[None] * 6, y.ref])
     return y

@@ -55,15 +55,14 @@ class Source:
     def push(self, geometry: Geometry, grid: int, mode: int, scale: float = 0.0, zero: int = 0) -> list[int | float]:
         """The push constants of `prepare` and `quantize`."""
         w, g = self.window, geometry
-        aligned = (w is None or w.channels % 4 == 0) and (g.groups == 1 or g.group % 4 == 0)
-        words = [self.rows, g.k, self.x.pitch, NUMBERS[self.x.dtype], g.group, g.groups, g.blocks, int(aligned), grid]
-        words += [self.rows * self.heads, mode]
+        words = [self.rows, g.k, self.x.pitch, g.group, g.groups, g.blocks, grid, self.rows * self.heads, mode]
         return [*words, scale, zero, *((0, 1) if w is None else (w.first, w.channels, *w.sizes))]
 
-    @property
-    def is_convolution(self) -> int:
-        """The shaders' constant CONV."""
-        return int(self.window is not None)
+    def constants(self, geometry: Geometry) -> tuple[int, int, int]:
+        """Their specialization constants: CONV, DTYPE and ALIGNED."""
+        w, g = self.window, geometry
+        aligned = (w is None or w.channels % 4 == 0) and (g.groups == 1 or g.group % 4 == 0)
+        return int(w is not None), NUMBERS[self.x.dtype], int(aligned)
 
 
 def prepare_float(b: Builder, source: Source, geometry: Geometry, dtype: torch.dtype = torch.float32) -> FloatRows:
@@ -76,7 +75,7 @@ def prepare_float(b: Builder, source: Source, geometry: Geometry, dtype: torch.d
     size = lanes(b)
     groups = fold(-(-rows * geometry.columns // (4 * size)))
     push = source.push(geometry, groups[0], NUMBERS[dtype])
-    b.dispatch("prepare", (size, source.is_convolution), groups, push, [x.ref, *[None] * 6, ref])
+    b.dispatch("prepare", (size, *source.constants(geometry)), groups, push, [x.ref, *[None] * 6, ref])
     return FloatRows(ref, rows, geometry.columns, dtype)
 
 
@@ -91,7 +90,7 @@ def quantize(
     tokens = [given["x_scale"], given["x_zero_point"]] if mode == PER_TOKEN else [x.ref, x.ref]
     refs = [x.ref, *tokens, None, None, params, None, codes]
     push = source.push(geometry, groups[0], mode, scale, zero)
-    b.dispatch("quantize", (_quantize_lanes(b, words), source.is_convolution), groups, push, refs)
+    b.dispatch("quantize", (_quantize_lanes(b, words), *source.constants(geometry)), groups, push, refs)
     return Int8Rows(codes, params, rows, words, geometry.groups, is_asymmetric(activation))
 
 
@@ -111,7 +110,7 @@ def _mode(activation: Activation) -> tuple[int, float, int]:
 
 def lanes(b: Builder) -> int:
     """A workgroup of a shader whose lanes have nothing to do with each other."""
-    return 8 if b.device.profile == "cpu" else 64
+    return 64
 
 
 def _quantize_lanes(b: Builder, words: int) -> int:

@@ -77,17 +77,15 @@ class Tile:
         b.dispatch(self.variant, (self.lanes, self.tm, self.tn, g.bits), groups, push, refs)
 
 
-def tile(device: Device, op: str, m: int, columns: int, heads: int) -> Tile:
-    """The register tile for ``m`` rows by ``columns`` of each channel group."""
-    variant = "gemm_float" if op == "gemm_float" else int_variant(device.description)
-    form: Literal["float32", "int8"] = "float32" if op == "gemm_float" else "int8"
-    lanes = 8 if device.profile == "cpu" else 32
-    if m == 1:
-        return Tile(variant, form, lanes, 1, 4 if columns > lanes else 1, heads)
-    if device.profile == "cpu":
-        tm, tn = (4, 8) if op == "gemm_float" else (8, 4)
-        return Tile(variant, form, lanes, tm if m > 4 else 4, tn if op == "gemm_float" else 4, heads)
-    return Tile(variant, form, lanes, 4, 4, heads)
+def tile(device: Device, op: str, m: int, geometry: Geometry, heads: int) -> Tile:
+    """The register tile for ``m`` rows and the columns of each channel group."""
+    cpu, lanes = device.profile == "cpu", 8 if device.profile == "cpu" else 32
+    tm = 1 if m == 1 else 4
+    tn = 4 if m > 1 or geometry.n // heads > lanes else 1
+    if op == "gemm_float":
+        return Tile("gemm_float", "float32", lanes, tm, 8 if cpu and m > 1 else tn, heads)
+    tm = 8 if cpu and m > 4 else tm
+    return Tile(int_variant(device, (lanes, tm, tn, geometry.bits)), "int8", lanes, tm, tn, heads)
 
 
 def multiply(
@@ -123,4 +121,4 @@ def _choose(device: Device, source: Source, weight: DeviceWeight, activation: Ac
         found = gpu.choose(device, problem)
         if found is not None:
             return found
-    return tile(device, op, source.rows, weight.geometry.n // source.heads, source.heads)
+    return tile(device, op, source.rows, weight.geometry, source.heads)
