@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..builder import Builder, Ref, fold
-from .prepare import lanes
+from .prepare import LANES
 from .rows import NUMBERS, Rows, new_rows
 
 ELEMENTWISE = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "sigmoid": 4, "tanh": 5}
@@ -14,8 +14,7 @@ def elementwise(b: Builder, x: Rows, name: str, out: Ref | None = None) -> Rows:
     """A function of each element, computed in float32 and rounded to x's dtype."""
     y = new_rows(b, x.rows, x.columns, x.dtype, out)
     words = x.rows * x.pitch * x.dtype.itemsize // 4
-    size = lanes(b)
-    groups = fold(-(-words // size))
-    constants = (size, NUMBERS[x.dtype], ELEMENTWISE[name])
+    groups = fold(-(-words // LANES))
+    constants = (LANES, NUMBERS[x.dtype], ELEMENTWISE[name])
     b.dispatch("elementwise", constants, groups, [words, groups[0]], [x.ref, *[None] * 6, y.ref])
     return y

@@ -6,7 +6,7 @@ import torch
 
 from ..builder import Builder, Ref, fold
 from ..layout import DeviceWeight
-from .prepare import lanes
+from .prepare import LANES
 from .rows import NUMBERS, Rows, new_rows
 
 
@@ -16,11 +16,10 @@ def embedding(
     """Rows of the table ``(V, D)``: int32 ``indices``, which are in range, to ``(count, D)``."""
     g = weight.geometry
     y = new_rows(b, count, g.k, out_dtype, out)
-    size = lanes(b)
-    groups = fold(-(-count * g.row_bytes // (4 * size)))
+    groups = fold(-(-count * g.row_bytes // (4 * LANES)))
     for part in weight.parts:
         sizes = [count, g.k, part.padded_n, g.group, g.groups, g.blocks, y.pitch, NUMBERS[out_dtype], g.zero_kind]
         zero = part.scale if part.zero is None else part.zero
         refs = [part.codes, part.scale, zero, None, indices, None, None, y.ref]
-        b.dispatch("embedding", (size, g.bits), groups, [*sizes, groups[0], part.first, part.n], refs)
+        b.dispatch("embedding", (LANES, g.bits), groups, [*sizes, groups[0], part.first, part.n], refs)
     return y

@@ -16,6 +16,9 @@ from .rows import NUMBERS, FloatRows, Int8Rows, Rows
 
 Activation = DynamicInt8 | StaticInt8
 
+LANES = 64
+"""A workgroup of a shader whose lanes have nothing to do with each other."""
+
 SYMMETRIC, ASYMMETRIC, GIVEN, PER_TOKEN = range(4)
 """How rows are quantized, as the shader knows it."""
 
@@ -72,10 +75,9 @@ def prepare_float(b: Builder, source: Source, geometry: Geometry, dtype: torch.d
     if source.window is None and x.dtype == dtype == torch.float32 and geometry.columns == geometry.k and near:
         return FloatRows(x.ref, rows, x.pitch, dtype)
     ref = b.scratch(rows * geometry.columns * dtype.itemsize)
-    size = lanes(b)
-    groups = fold(-(-rows * geometry.columns // (4 * size)))
+    groups = fold(-(-rows * geometry.columns // (4 * LANES)))
     push = source.push(geometry, groups[0], NUMBERS[dtype])
-    b.dispatch("prepare", (size, *source.constants(geometry)), groups, push, [x.ref, *[None] * 6, ref])
+    b.dispatch("prepare", (LANES, *source.constants(geometry)), groups, push, [x.ref, *[None] * 6, ref])
     return FloatRows(ref, rows, geometry.columns, dtype)
 
 
@@ -106,11 +108,6 @@ def _mode(activation: Activation) -> tuple[int, float, int]:
     if activation.per_token:
         return PER_TOKEN, 1.0, 0
     return GIVEN, 1.0 if activation.scale is None else activation.scale, activation.zero_point
-
-
-def lanes(b: Builder) -> int:
-    """A workgroup of a shader whose lanes have nothing to do with each other."""
-    return 64
 
 
 def _quantize_lanes(b: Builder, words: int) -> int:
