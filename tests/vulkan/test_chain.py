@@ -6,13 +6,13 @@ import copy
 import pickle
 
 import pytest
-import qcore_vulkan
 import torch
-from qcore_vulkan import calls, chain, device, native
 from torch import nn
 
 import qcore
+import qcore_vulkan
 from qcore.errors import FormatError, PluginError
+from qcore_vulkan import calls, chain, device, native
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from qcore import DynamicInt8, FormatError, OutputInt8, StaticInt8
 from . import steps
 from .builder import Builder, Place, Program
 from .device import Buffer, Device
+from .layout import DeviceWeight
 from .native import OutOfMemory
 from .steps import Geometry2d, Image, Rows
 from .weights import Resident
@@ -75,26 +76,38 @@ def linear(
     x = in_rows(x)
     y = torch.empty((m, n), dtype=form.out_dtype)
     buffer = None if bias is None else resident.biases.buffer(bias)
-    names, tensors = tuple(given), [_per_token(name, value, m) for name, value in given.items()]
+    names, tensors = tuple(given), [per_token(name, value, m) for name, value in given.items()]
 
     def run(start: int, stop: int) -> None:
         key = (stop - start, x.dtype, form, buffer and id(buffer), names)
-        program = resident.programs.get(key, lambda: _linear(resident, stop - start, x.dtype, buffer, form, names))
+        program = resident.programs.get(
+            key, lambda: record_linear(resident.device, resident.weight, stop - start, x.dtype, buffer, form, names)
+        )
         _run(program, [x, *tensors], y, start, stop)
 
     in_parts(m, largest(resident.device) // (4 * max(x.shape[1], n)), run)
     return y
 
 
-def _linear(
-    resident: Resident, rows: int, dtype: torch.dtype, bias: Buffer | None, form: Form, names: tuple[str, ...]
+def record_linear(
+    device: Device,
+    weight: DeviceWeight,
+    rows: int,
+    dtype: torch.dtype,
+    bias: Buffer | None,
+    form: Form,
+    given: tuple[str, ...],
+    *,
+    timed: bool = False,
 ) -> Program:
-    b = Builder(resident.device)
-    x, of_x = rows_in(b, rows, resident.k, dtype)
-    vectors = {name: b.input(4 * rows) for name in names}
-    out = b.output(steps.rows_bytes(rows, resident.n, form.out_dtype))
-    y = steps.linear(b, x, resident.weight, bias, form.activation, form.output, form.out_dtype, vectors, out)
-    return b.program([of_x, *(Place(ref, 1, 4 * rows, 4 * rows) for ref in vectors.values())], [place(y)])
+    """A program that takes x ``(rows, K)`` and the vectors ``given`` by name, and gives ``(rows, N)``."""
+    b, g = Builder(device), weight.geometry
+    x, of_x = rows_in(b, rows, g.k, dtype)
+    vectors = {name: b.input(4 * rows) for name in given}
+    out = b.output(steps.rows_bytes(rows, g.n, form.out_dtype))
+    y = steps.linear(b, x, weight, bias, form.activation, form.output, form.out_dtype, vectors, out)
+    places = [of_x, *(Place(ref, 1, 4 * rows, 4 * rows) for ref in vectors.values())]
+    return b.program(places, [place(y)], timed=timed)
 
 
 def rows_in(b: Builder, rows: int, columns: int, dtype: torch.dtype) -> tuple[Rows, Place]:
@@ -122,7 +135,8 @@ def in_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _per_token(name: str, value: Tensor, rows: int) -> Tensor:
+def per_token(name: str, value: Tensor, rows: int) -> Tensor:
+    """A vector of parameters as the device takes it. Raises `FormatError` for another length."""
     if tuple(value.shape) != (rows,):
         raise FormatError(f"{name} has shape {tuple(value.shape)}; there are {rows} tokens, so it must be ({rows},).")
     return value.to(torch.int32 if name.endswith("zero_point") else torch.float32).contiguous()
@@ -212,4 +226,9 @@ def geometry(
     kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Geometry2d:
     """The sizes of a convolution as steps take them."""
-    return Geometry2d(*(tuple(pair) for pair in (kernel, stride, padding, dilation)), groups)
+    return Geometry2d(_pair(kernel), _pair(stride), _pair(padding), _pair(dilation), groups)
+
+
+def _pair(sizes: Sequence[int]) -> tuple[int, int]:
+    height, width = sizes
+    return height, width

@@ -33,3 +33,9 @@ class VulkanLinear(HandleKernel, RowsKernel):
         return ops.op_linear_a8(  # type: ignore[no-any-return]
             x, weight, bias, *vectors, self.n, *self._quantization, self.out_dtype
         )
+
+    def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:
+        """Measure every kernel that the device has for this number of rows; the fastest serves from now on."""
+        from .tuning import tune_linear
+
+        tune_linear(x.reshape(-1, self.k), find(packed["weight"]), bias, self._form, given)

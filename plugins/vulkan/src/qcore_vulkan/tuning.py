@@ -1,0 +1,64 @@
+"""Measuring the kernels that a device has for a product, for ``qcore tune``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from . import tuned
+from .calls import Form, in_rows, per_token, record_linear
+from .layout import DeviceWeight, download, upload
+from .steps import gpu
+from .steps.prepare import is_asymmetric
+from .steps.product import Problem
+from .weights import Resident
+
+_CACHED = 96 << 20
+"""Bytes of weights that runs take turns with, so that none is found in a cache of the device."""
+_MOST = 8
+_RUNS = 20
+
+
+def tune_linear(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, given: Mapping[str, Tensor]) -> None:
+    """Measure every kernel for this number of rows on the device; the fastest serves from now on."""
+    device = resident.device
+    if device.profile != "gpu":
+        return  # register tiles are all there is
+    out_dtype = form.out_dtype if form.output is None else torch.float32
+    problem = Problem(
+        "gemm_float" if form.activation is None else "gemm_int",
+        x.shape[0],
+        resident.weight.geometry,
+        x.dtype,
+        out_dtype,
+        form.activation is not None and is_asymmetric(form.activation),
+    )
+    weights = _copies(resident)
+    inputs = [in_rows(x), *(per_token(name, value, x.shape[0]) for name, value in given.items())]
+    y = torch.empty((x.shape[0], resident.n), dtype=form.out_dtype)
+    buffer = None if bias is None else resident.biases.buffer(bias)
+    times = {}
+    for kernel in list(gpu.usable(device, problem)):
+        gpu.prefer(device, problem, kernel)
+        programs = [
+            record_linear(device, weight, x.shape[0], x.dtype, buffer, form, tuple(given), timed=True)
+            for weight in weights
+        ]
+        found = [program.run(inputs, [y]) for _ in range(_RUNS) for program in programs]
+        times[kernel] = statistics.median(time for time in found[len(programs) :] if time is not None)
+    if times:
+        best = min(times, key=times.__getitem__)
+        gpu.prefer(device, problem, best)
+        tuned.keep(device.description, problem, best)
+    resident.programs.clear()
+
+
+def _copies(resident: Resident) -> list[DeviceWeight]:
+    weight, count = resident.weight, min(_MOST, -(-_CACHED // resident.nbytes))
+    if count == 1:
+        return [weight]
+    neutral = download(weight)
+    return [weight, *(upload(resident.device, neutral) for _ in range(count - 1))]
