@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from vulkan_problems import vulkan  # noqa: F401
 
-from qcore_vulkan import native, variants
-from qcore_vulkan.description import Description
+from qcore import Format
+from qcore_vulkan import layout, native, variants
+from qcore_vulkan.description import Description, Matrix
+from qcore_vulkan.steps import gpu, product
 
 SHADERS = Path(__file__).parents[2] / "plugins" / "vulkan" / "shaders"
 
@@ -38,6 +44,50 @@ def test_the_device_compiles_every_tile(vulkan):  # noqa: F811
     for name in variants.TILES:
         if name != "gemm_int_dot" or vulkan.description.features["integer_dot"]:
             vulkan.pipeline(name, (8,))
+
+
+def matrices() -> tuple[Matrix, ...]:
+    """Every cooperative matrix that a kernel asks for."""
+    shapes = [(m, n, k) for m in (16,) for n in (8, 16) for k in (16, 32)]
+    types = (("f16", "f32"), ("s8", "s32"))
+    return tuple(Matrix(*shape, a, a, c, c, False, "subgroup") for shape in shapes for a, c in types)
+
+
+def problems() -> Iterator[product.Problem]:
+    """Rows, formats and dtypes between which kernels are chosen."""
+    formats = [
+        Format.parse(text) for text in ("int8", "int8-asym", "int8-g32-fzp", "int4", "int4-g128-asym", "int4-fzp")
+    ]
+    for op, m, fmt, dtype, n in itertools.product(
+        ("gemm_float", "gemm_int"), (1, 2, 4, 8, 16, 64, 4096), formats, (torch.float32, torch.bfloat16), (20, 4096)
+    ):
+        yield product.Problem(op, m, layout.Geometry.of(fmt, n, 1024), dtype, dtype, False)
+
+
+@pytest.mark.parametrize("dot", [False, True])
+@pytest.mark.parametrize("matrix", [False, True])
+def test_each_kernel_for_gpus_is_declared(vulkan, dot, matrix):  # noqa: F811
+    description = replace(
+        vulkan.description,
+        features={**vulkan.description.features, "integer_dot": dot},
+        cooperative_matrix=matrices() if matrix else (),
+        subgroup=replace(vulkan.description.subgroup, size=32, min=32, max=32, control=True),
+    )
+    named = {kernel.variant for problem in problems() for kernel in gpu.candidates(description, problem)}
+    assert named <= set(declared())
+    assert any("dot" in name for name in named) == dot
+    assert any("coop" in name for name in named) == matrix
+
+
+def test_modules_that_are_named_outright_are_declared():
+    calls = [
+        node
+        for path in (Path(variants.__file__).parent / "steps").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "dispatch"
+    ]
+    named = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    assert {"prepare", "quantize", "finish"} <= named <= set(declared())
 
 
 @dataclass
