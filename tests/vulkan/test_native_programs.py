@@ -183,11 +183,10 @@ def test_ranges_are_held_against_the_device(device):
 
 def test_words_of_push_constants(device):
     b = Builder(device)
-    step = b._step(native.DISPATCH, (), True)
-    b.launch(0, (1, 2, 3), (1, -1, 0.5, 1 << 31), ())
-    step = b._steps[-1]
-    assert list(step.push[:5]) == [1, 0xFFFFFFFF, 0x3F000000, 1 << 31, 0]
-    assert step.push_bytes == 16
+    b.launch(0, (1, 2, 3), (1, -1, 0.5, 1 << 31, np.int64(-2), np.float32(1)), ())
+    (step,) = b._steps
+    assert list(step.push[:7]) == [1, 0xFFFFFFFF, 0x3F000000, 1 << 31, 0xFFFFFFFE, 0x3F800000, 0]
+    assert step.push_bytes == 24
     assert list(step.groups) == [1, 2, 3]
 
 

@@ -53,12 +53,13 @@ int with(qv_device* device, Call&& call) noexcept {
     if (!device) throw Error(QV_INVALID, "no device");
     qv::check_process(device->owner);  // before the lock: another thread may have held it at the fork
     std::lock_guard<std::mutex> lock(device->mutex);
-    if (!device->open) throw Error(QV_INVALID, "the device is closed");
     if (device->lost) throw Error(QV_DEVICE_LOST, "the device was lost earlier; open it again");
+    if (!device->open) throw Error(QV_INVALID, "the device is closed");
     try {
       call(*device->open);
     } catch (const Error& error) {
       device->lost = error.code == QV_DEVICE_LOST;
+      if (device->lost) device->open.reset();  // what the driver still keeps of it may be needed to open it again
       throw;
     }
   });
@@ -101,6 +102,7 @@ QV_EXPORT int qv_close(qv_device* device) {
     if (!device) return;
     qv::check_process(device->owner);
     std::lock_guard<std::mutex> lock(device->mutex);
+    device->lost = false;
     device->open.reset();
   });
 }

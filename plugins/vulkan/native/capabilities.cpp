@@ -58,13 +58,16 @@ std::string lacking_of(const std::vector<Capability>& capabilities, uint32_t num
   return "SPIR-V capability " + std::to_string(number) + ", which this library does not enable";
 }
 
+// The newest version of SPIR-V that a device takes, as the second word of a module holds it.
+uint32_t newest(const Physical& device) { return device.at_least(VK_API_VERSION_1_3) ? 0x00010600 : 0x00010500; }
+
 }  // namespace
 
 std::string lacking_capability(const Physical& device, const uint32_t* spirv, uint64_t bytes) {
   const uint64_t words = bytes / 4;
   if (!spirv || bytes % 4 || words <= kHeaderWords || spirv[0] != kMagic) throw Error(QV_INVALID, "not a SPIR-V module");
   const std::vector<Capability> capabilities = known(device);
-  std::string lacking;
+  std::string lacking = spirv[1] > newest(device) ? "a newer version of SPIR-V" : "";
   uint64_t at = kHeaderWords;
   while (at < words && spirv[at] >> 16) {
     if ((spirv[at] & 0xffff) == kOpCapability && lacking.empty() && at + 1 < words) {

@@ -15,6 +15,7 @@ constexpr uint64_t kChunk = uint64_t{16} << 20;     // at most of staging for on
 constexpr uint64_t kKeep = uint64_t{256} << 20;     // a region of this size stays though nothing needs it any more
 
 uint64_t rounded(uint64_t bytes) {
+  if (bytes > UINT64_MAX - kStep) return bytes;
   if (bytes > kStep) return (bytes + kStep - 1) / kStep * kStep;
   uint64_t size = kLeastRegion;
   while (size < bytes) size *= 2;

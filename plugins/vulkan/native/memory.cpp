@@ -69,11 +69,13 @@ uint64_t available_memory() {
 // CPU devices hand out more than the machine has, and the process is killed later: refuse in time.
 uint64_t most_bytes(const Physical& device) {
   uint64_t most = device.properties11.maxMemoryAllocationSize;
+  if (device.properties13.maxBufferSize) most = std::min(most, uint64_t{device.properties13.maxBufferSize});
   if (device.properties.properties.deviceType != VK_PHYSICAL_DEVICE_TYPE_CPU) return most;
   return std::min(most, available_memory());
 }
 
-uint64_t aligned(uint64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+// Stays as it is where it would wrap around: no device has that much.
+uint64_t aligned(uint64_t bytes) { return bytes > UINT64_MAX - kAlign ? bytes : (bytes + kAlign - 1) / kAlign * kAlign; }
 
 }  // namespace
 

@@ -28,10 +28,10 @@ Physical::Physical(Instance& instance, VkPhysicalDevice handle) : instance(insta
 void Physical::read_lists() {
   const auto& vk = instance.vk;
   uint32_t count = 0;
-  check(vk.vkEnumerateDeviceExtensionProperties(handle, nullptr, &count, nullptr), "vkEnumerateDeviceExtensions");
+  check(vk.vkEnumerateDeviceExtensionProperties(handle, nullptr, &count, nullptr), "vkEnumerateDeviceExtensionProperties");
   extensions.resize(count);
   check(vk.vkEnumerateDeviceExtensionProperties(handle, nullptr, &count, extensions.data()),
-        "vkEnumerateDeviceExtensions");
+        "vkEnumerateDeviceExtensionProperties");
   extensions.resize(count);
   vk.vkGetPhysicalDeviceQueueFamilyProperties(handle, &count, nullptr);
   queues.resize(count);

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import threading
 from collections.abc import Sequence
 from ctypes import byref, c_double, c_void_p
 from dataclasses import dataclass
+from typing import SupportsFloat, SupportsIndex
 
 import torch
 
@@ -230,9 +232,11 @@ def _rows(array: Array, rows: int) -> tuple[int, int]:
     return array.data_ptr(), array.stride(0) * array.itemsize
 
 
-def _word(value: float) -> int:
+def _word(value: SupportsIndex | SupportsFloat) -> int:
     """The 32 bits of an int (modulo 2**32) or of a float32."""
-    return value & 0xFFFFFFFF if isinstance(value, int) else int.from_bytes(struct.pack("<f", value), "little")
+    if isinstance(value, SupportsIndex):
+        return operator.index(value) & 0xFFFFFFFF
+    return int.from_bytes(struct.pack("<f", value), "little")
 
 
 def _words(nbytes: int) -> int:
