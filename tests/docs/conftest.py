@@ -13,6 +13,25 @@ def qcore_alone():
     """The pages show what qcore prints without plugins, whichever are installed where they are tested."""
     from qcore.plugins import registry
 
-    for name, entry in list(registry.entries().items()):
-        if entry.dist != "qcore":
-            registry.remove(name)
+    removed = {name: entry for name, entry in registry.entries().items() if entry.dist != "qcore"}
+    for name in removed:
+        registry.remove(name)
+    return removed
+
+
+@pytest.fixture
+def with_plugin(qcore_alone):
+    """``with_plugin("vulkan")`` brings one plugin back, where it is installed, for the page that is its own."""
+    from qcore.plugins import registry
+
+    names = []
+
+    def bring(name):
+        if name in qcore_alone:
+            registry.entries()[name] = qcore_alone[name]
+            registry.generation += 1
+            names.append(name)
+
+    yield bring
+    for name in names:
+        registry.remove(name)

@@ -68,3 +68,14 @@ def anchors(page: Path) -> set[str]:
 
 def links(page: Path) -> list[str]:
     return _LINK.findall(prose(page))
+
+
+def rows(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the table in a section, without its head."""
+    lines = [line for line in sections(page)[heading].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def named(cell: str) -> set[str]:
+    """What stands in backticks."""
+    return set(re.findall(r"`([^`]+)`", cell))

@@ -33,13 +33,7 @@ def somewhere_with_a_gpu(monkeypatch):
 
 
 def rows(heading):
-    """The cells of the table in a section, without its head."""
-    lines = [line for line in pages.sections(PAGE)[heading].splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def named(cell):
-    return set(re.findall(r"`([^`]+)`", cell))
+    return pages.rows(PAGE, heading)
 
 
 def request(contract="linear", scheme="w8a16", **changes):
@@ -56,7 +50,7 @@ def served():
 def test_every_scheme_that_is_served_stands_in_the_table_with_its_kernel():
     found = served()
     table = [
-        (named(contract), named(schemes) or set(SCHEMES), named(kernels))
+        (pages.named(contract), pages.named(schemes) or set(SCHEMES), pages.named(kernels))
         for contract, schemes, kernels in rows("What it serves")
     ]
     told = {(c, s): kernels for contracts, schemes, kernels in table for c in contracts for s in schemes}
@@ -103,7 +97,7 @@ def test_the_table_of_refusals_is_what_is_tested():
 def test_the_requirements_are_those_of_the_distribution():
     text = (SOURCE / "pyproject.toml").read_text("utf-8")
     declared = {Requirement(line) for line in re.findall(r'^    "((?:torch|triton)[^"]+)"', text, re.MULTILINE)}
-    told = named(" ".join(cell for row in rows("Install") for cell in row))
+    told = pages.named(" ".join(cell for row in rows("Install") for cell in row))
     assert {f"{r.name}{r.specifier}" for r in declared} <= told
     assert f"triton>={probe.TRITON}" in told
     assert any(
@@ -116,12 +110,12 @@ def test_the_requirements_are_those_of_the_distribution():
 def test_every_variable_that_the_plugin_reads_is_listed():
     source = "".join(path.read_text("utf-8") for path in (SOURCE / "src").rglob("*.py"))
     read = set(re.findall(r"\bQCORE_[A-Z]+(?:_[A-Z]+)*\b", source))
-    assert read <= named(" ".join(row[0] for row in rows("Environment and tuning")))
+    assert read <= pages.named(" ".join(row[0] for row in rows("Environment and tuning")))
 
 
 def test_kernels_named_by_rows_exist():
     source = "".join(path.read_text("utf-8") for path in (SOURCE / "src" / "qcore_cuda" / "kernels").glob("*.py"))
-    kernels = named(" ".join(cell for row in rows("Rows decide the kernel") for cell in row))
+    kernels = pages.named(" ".join(cell for row in rows("Rows decide the kernel") for cell in row))
     assert len(kernels) >= 4
     assert not {name for name in kernels if f"def {name}(" not in source}
 

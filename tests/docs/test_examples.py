@@ -86,7 +86,9 @@ def check_page(page):
 
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
-def test_examples_run(page, elsewhere):
+def test_examples_run(page, elsewhere, with_plugin):
+    if page.stem != "cuda":  # whose examples show what is printed without a GPU
+        with_plugin(page.stem)
     check_page(page)
 
 
