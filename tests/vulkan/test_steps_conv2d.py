@@ -9,11 +9,13 @@ import torch
 from contract_problems import one_thread  # noqa: F401
 from vulkan_problems import run_conv2d, vulkan  # noqa: F401
 
-from qcore import StaticInt8
+from qcore import PluginError, StaticInt8
 from qcore.contracts import CONV2D, Conv2dRequest, Problem
 from qcore.contracts.inputs import Draw
 from qcore.schemes import SCHEMES, Scheme
+from qcore_vulkan import layout
 from qcore_vulkan.steps import Geometry2d, rows
+from qcore_vulkan.steps.direct import is_direct
 
 CPU = torch.device("cpu")
 
@@ -73,8 +75,25 @@ def test_images_of_codes_are_padded_with_their_zero_point(vulkan, channels):  # 
     assert_right(vulkan, drawn(request, (2, 5, 6)))
 
 
-def test_many_channel_groups(vulkan):  # noqa: F811
-    assert_right(vulkan, drawn(request_of("w8a8", 40, 80, padding=(1, 1), groups=40), (1, 6, 5)))
+GROUPED = ("w8a16-g5-asym", "w4a16-g8-fzp", "w8a8-aasym", "w4a8-g32-fzp-aasym", "w8a8-static-o8", "w4a8-asym")
+
+
+@pytest.mark.parametrize("scheme", GROUPED)
+@pytest.mark.parametrize(("channels", "out", "groups"), [(40, 80, 40), (6, 20, 2), (8, 14, 2)])
+def test_channel_groups(vulkan, scheme, channels, out, groups):  # noqa: F811
+    """Those with few output channels are computed one result at a time, others in tiles."""
+    assert is_direct(weight_of(vulkan, scheme, out), groups) == (out // groups < 8)
+    assert_right(vulkan, drawn(request_of(scheme, channels, out, padding=(1, 1), groups=groups), (2, 6, 5)))
+
+
+def weight_of(device, scheme: str, n: int) -> layout.DeviceWeight:
+    return layout.upload(device, Draw(torch.Generator()).weight(n, 16, Scheme.parse(scheme).weight))
+
+
+def test_channel_groups_of_a_weight_in_parts_are_refused(vulkan, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(layout, "rows_per_part", lambda *_: 8)
+    with pytest.raises(PluginError, match="one piece"):
+        run_conv2d(vulkan, drawn(request_of("w8a8", 4, 20, groups=2), (1, 4, 4)))
 
 
 def test_sizes_of_results():

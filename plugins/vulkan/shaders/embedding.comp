@@ -8,9 +8,8 @@ layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 1) const uint BITS = 8u;
 
 #include "formats.glsl"
-
-const uint INT_ZERO = 1u;
-const uint FLOAT_ZERO = 2u;
+#include "result.glsl"
+#include "zero.glsl"
 
 layout(push_constant) uniform Push {
     uint count;      // indices
@@ -29,24 +28,15 @@ layout(push_constant) uniform Push {
 
 layout(binding = 0) readonly buffer Codes { uint codes[]; };
 layout(binding = 1) readonly buffer Scale { float scale[]; };
-layout(binding = 2) readonly buffer IntZero { int int_zero[]; };
-layout(binding = 2) readonly buffer FloatZero { float float_zero[]; };
+layout(binding = 2) readonly buffer Zero { uint zero_bits[]; };
 layout(binding = 4) readonly buffer Indices { uint indices[]; };
-layout(binding = 7) writeonly buffer Float32Result { float float32_result[]; };
-layout(binding = 7) writeonly buffer Float16Result { uint16_t float16_result[]; };
 
-void store(uint place, float y) {
-    if (push.out_dtype == F32) {
-        float32_result[place] = y;
-    } else {
-        float16_result[place] = uint16_t(push.out_dtype == F16 ? half_bits(y) : bfloat_bits(y));
-    }
-}
-
-void store_four(uint row, uint g, uint offset, ivec4 u, float s, float added) {
+void store_four(uint row, uint g, uint offset, ivec4 u, float s, ZeroPoint zero) {
     uint end = min(push.group, push.k - g * push.group);
+    uint place = row * push.pitch + g * push.group + offset;
+    vec4 w = vec4(u - zero.subtracted) * s + zero.added;
     for (uint e = 0u; e < 4u; ++e) {
-        if (offset + e < end) store(row * push.pitch + g * push.group + offset + e, float(u[e]) * s + added);
+        if (offset + e < end) store_float(place + e, w[e], push.out_dtype);
     }
 }
 
@@ -65,12 +55,11 @@ void main() {
     uint code = codes[(((n / 8u) * (words / 4u) + word / 4u) * 8u + n % 8u) * 4u + word % 4u];
     uint parameter = g * push.padded_n + n;
     float s = scale[parameter];
-    int zero = push.zero_kind == INT_ZERO ? int_zero[parameter] : (BITS == 4u ? 8 : 0);
-    float added = push.zero_kind == FLOAT_ZERO ? float_zero[parameter] : 0.0;
+    ZeroPoint zero = zero_point(zero_bits[parameter], push.zero_kind);
     if (BITS == 8u) {
-        store_four(row, g, offset, unpack_bytes(code) - zero, s, added);
+        store_four(row, g, offset, unpack_bytes(code), s, zero);
     } else {
-        store_four(row, g, offset, ivec4(unpack_unsigned(code & 0x0f0f0f0fu)) - zero, s, added);
-        store_four(row, g, offset + 4u, ivec4(unpack_unsigned((code >> 4) & 0x0f0f0f0fu)) - zero, s, added);
+        store_four(row, g, offset, ivec4(unpack_unsigned(code & 0x0f0f0f0fu)), s, zero);
+        store_four(row, g, offset + 4u, ivec4(unpack_unsigned((code >> 4) & 0x0f0f0f0fu)), s, zero);
     }
 }

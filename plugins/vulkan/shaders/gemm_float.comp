@@ -58,7 +58,7 @@ void main() {
         float b[TN];
         [[unroll]] for (uint j = 0u; j < TN; ++j) {
             uint place = g * push.padded_n + weight_row(j);
-            ZeroPoint zero = zero_point(place);
+            ZeroPoint zero = zero_point(zero_bits[place], push.zero_kind);
             s[j] = scale[place];
             b[j] = zero.added - float(zero.subtracted) * s[j];
         }

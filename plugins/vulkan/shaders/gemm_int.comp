@@ -74,7 +74,7 @@ void main() {
             uint place = g * push.padded_n + weight_row(j);
             float s = scale[place];
             int u_sum = push.has_sums != 0u ? sums[place] : 0;
-            ZeroPoint zero = zero_point(place);
+            ZeroPoint zero = zero_point(zero_bits[place], push.zero_kind);
             [[unroll]] for (uint i = 0u; i < TM; ++i) {
                 int total = acc[i * TN + j] - x_zero[i] * u_sum - zero.subtracted * x_sum[i];
                 y[i * TN + j] += s * float(total) + zero.added * float(x_sum[i]);

@@ -24,6 +24,9 @@ layout(push_constant) uniform Push {
     uint out_height, out_width;
     uint kernel_width;
     uint stride, padding, dilation;  // height in the low 16 bits, width in the high ones
+#ifdef PUSH_MORE
+    PUSH_MORE
+#endif
 } push;
 
 layout(binding = 0) readonly buffer Words { uint source[]; };

@@ -9,9 +9,8 @@ layout(constant_id = 1) const uint TM = 4u;
 layout(constant_id = 2) const uint TN = 4u;
 layout(constant_id = 3) const uint BITS = 8u;
 
-const uint NO_ZERO = 0u;
-const uint INT_ZERO = 1u;
-const uint FLOAT_ZERO = 2u;
+#include "result.glsl"
+#include "zero.glsl"
 
 layout(push_constant) uniform Push {
     uint rows;        // rows of x of one channel group
@@ -33,8 +32,6 @@ layout(binding = 0) readonly buffer Codes { uvec4 codes[]; };
 layout(binding = 1) readonly buffer Scale { float scale[]; };
 layout(binding = 2) readonly buffer Zero { uint zero_bits[]; };
 layout(binding = 6) readonly buffer Bias { float bias[]; };
-layout(binding = 7) writeonly buffer Float32Result { float float32_result[]; };
-layout(binding = 7) writeonly buffer Float16Result { uint16_t float16_result[]; };
 
 // Vectors of codes in a block of 32 k.
 const uint VECTORS = BITS / 4u;
@@ -58,28 +55,11 @@ uint activation_row(uint i) {
     return gl_WorkGroupID.z * push.rows + min(gl_WorkGroupID.y * TM + i, push.rows - 1u);
 }
 
-// The zero point of stored codes, and what is added to their product with the scale; one load, without branches.
-struct ZeroPoint {
-    int subtracted;
-    float added;
-};
-
-ZeroPoint zero_point(uint place) {
-    uint bits = zero_bits[place];
-    int subtracted = push.zero_kind == INT_ZERO ? int(bits) : (BITS == 4u ? 8 : 0);
-    return ZeroPoint(subtracted, push.zero_kind == FLOAT_ZERO ? uintBitsToFloat(bits) : 0.0);
-}
-
 void store(uint i, uint j, float y) {
     uint m = gl_WorkGroupID.y * TM + i;
     uint n = first_column() + j * gl_WorkGroupSize.x;
     if (m >= push.rows || n >= push.columns) return;
     n += gl_WorkGroupID.z * push.columns + push.first;
     y += push.has_bias != 0u ? bias[n] : 0.0;
-    uint place = m * push.pitch + n;
-    if (push.out_dtype == F32) {
-        float32_result[place] = y;
-    } else {
-        float16_result[place] = uint16_t(push.out_dtype == F16 ? half_bits(y) : bfloat_bits(y));
-    }
+    store_float(m * push.pitch + n, y, push.out_dtype);
 }

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from .device import Device
 from .native import Unsupported
 
-TILES = ("prepare", "quantize", "gemm_float", "gemm_int_dot", "gemm_int_plain", "finish", "embedding", "elementwise")
+TILES = (
+    "prepare", "quantize", "gemm_float", "gemm_int_dot", "gemm_int_plain", "conv_direct", "finish", "embedding",
+    "elementwise",
+)  # fmt: skip
 """Modules that together serve every request."""
 
 

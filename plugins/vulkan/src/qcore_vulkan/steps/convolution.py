@@ -11,6 +11,7 @@ from qcore import OutputInt8
 from ..builder import Builder, Ref
 from ..device import Buffer
 from ..layout import DeviceWeight
+from .direct import convolve, is_direct
 from .finish import finish
 from .linear import linear, scratch_row
 from .prepare import Activation, Source, Window
@@ -80,7 +81,11 @@ def conv2d(
         window = Window(count, geometry.groups, x.channels // geometry.groups, start, sizes)
         part = y.part(start, count)
         product = part if output is None else new_rows(b, count, y.columns, torch.float32)
-        multiply(b, Source(x.rows, window), weight, bias, activation, {}, product)
+        source = Source(x.rows, window)
+        if is_direct(weight, geometry.groups):
+            convolve(b, source, weight, bias, activation, product)
+        else:
+            multiply(b, source, weight, bias, activation, {}, product)
         if output is not None:
             finish(b, product, part, output, {})
     return Image(y, x.batch, y.columns, height, width)

@@ -87,7 +87,7 @@ def quantize(
     """Rows as int8 codes. ``given``: float32 x_scale and int32 x_zero_point per row, where they come with the call."""
     x, rows, words = source.x, source.rows * source.heads, geometry.columns // 4
     codes, params = b.scratch(4 * rows * words), b.scratch(4 * rows * (2 + geometry.groups))
-    mode, scale, zero = _mode(activation)
+    mode, scale, zero = mode_of(activation)
     groups = fold(rows)
     tokens = [given["x_scale"], given["x_zero_point"]] if mode == PER_TOKEN else [x.ref, x.ref]
     refs = [x.ref, *tokens, None, None, params, None, codes]
@@ -98,11 +98,12 @@ def quantize(
 
 def is_asymmetric(activation: Activation) -> bool:
     """Whether zero points of rows may differ from 0."""
-    mode, _, zero = _mode(activation)
+    mode, _, zero = mode_of(activation)
     return mode in (ASYMMETRIC, PER_TOKEN) or zero != 0
 
 
-def _mode(activation: Activation) -> tuple[int, float, int]:
+def mode_of(activation: Activation) -> tuple[int, float, int]:
+    """How the shader quantizes, with the scale and zero point of the tensor where they are given."""
     if isinstance(activation, DynamicInt8):
         return (SYMMETRIC if activation.symmetric else ASYMMETRIC), 1.0, 0
     if activation.per_token:

@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from qcore import PluginError
+
 from ..builder import Builder, Ref
 from ..device import Buffer, Device
 from ..layout import DeviceWeight, Geometry, Part
@@ -98,6 +100,10 @@ def multiply(
     out: Rows,
 ) -> None:
     """``A(x) @ W^T + bias`` into ``out``, float32, float16 or bfloat16."""
+    if source.heads > 1 and len(weight.parts) > 1:
+        raise PluginError(
+            "a convolution in channel groups needs its weight in one piece; this device's buffers are small"
+        )
     product = _choose(b.device, source, weight, activation, out)
     x: Activations
     if product.form == "rows":
