@@ -168,6 +168,10 @@ class Builder:
         return list(self._buffers.values())
 
 
+_Field = tuple[native.Copy, int, int]
+"""A copy, its bytes, and those of a row: read once, since reading fields of ctypes takes time."""
+
+
 class Program:
     """Steps that were recorded. Runs of one device take turns, whichever thread they come from."""
 
@@ -178,8 +182,7 @@ class Program:
         self._handle = builder.recorded(timed)
         self._buffers = builder.buffers()  # kept while the program may run
         self._inputs, self._outputs = _copies(inputs), _copies(outputs)
-        # The same memory as the arrays, made once: indexing a ctypes array makes a new object each time.
-        self._each_input, self._each_output = list(self._inputs), list(self._outputs)
+        self._each_input, self._each_output = _fields(self._inputs), _fields(self._outputs)
         self._elapsed = c_double() if timed else None
         self._lock = threading.Lock()
 
@@ -214,10 +217,13 @@ def _copies(places: Sequence[Place]) -> ctypes.Array[native.Copy]:
     return (native.Copy * len(copies))(*copies)
 
 
-def _set_addresses(copies: Sequence[native.Copy], arrays: Sequence[Array]) -> None:
-    for copy, array in zip(copies, arrays, strict=True):
-        row_bytes: int = copy.row_bytes
-        if array.nbytes != copy.rows * row_bytes:
+def _fields(copies: ctypes.Array[native.Copy]) -> list[_Field]:
+    return [(copy, copy.rows * copy.row_bytes, copy.row_bytes) for copy in copies]
+
+
+def _set_addresses(fields: Sequence[_Field], arrays: Sequence[Array]) -> None:
+    for (copy, nbytes, row_bytes), array in zip(fields, arrays, strict=True):
+        if array.nbytes != nbytes:
             raise ValueError(f"{array.nbytes} bytes where {copy.rows} rows of {row_bytes} are expected")
         if array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous:
             copy.host, copy.host_pitch = dense(array)[0], row_bytes

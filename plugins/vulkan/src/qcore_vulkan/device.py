@@ -213,7 +213,7 @@ class Buffer:
 def dense(values: Array) -> tuple[int, int]:
     """Address and bytes of an array in host memory without gaps."""
     if isinstance(values, torch.Tensor):
-        if values.device.type != "cpu" or not values.is_contiguous():
+        if not (values.is_cpu and values.is_contiguous()):
             raise ValueError("a Vulkan device exchanges dense tensors in host memory")
         return values.data_ptr(), values.nbytes
     if not values.flags.c_contiguous:
