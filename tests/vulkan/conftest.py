@@ -33,9 +33,12 @@ def device():
 
 @pytest.fixture
 def own_device():
-    """A device that no other test uses, closed afterwards."""
+    """A device that no other test uses, closed afterwards. Its staging memory has grown to what copies use."""
+    import numpy as np
+
     from qcore_vulkan import description, device
 
     made = device.Device(description.select(device.devices()))
+    made.upload(np.zeros(20 << 20, np.uint8)).read()
     yield made
     made.close()
