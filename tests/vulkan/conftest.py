@@ -39,6 +39,6 @@ def own_device():
     from qcore_vulkan import description, device
 
     made = device.Device(description.select(device.devices()))
-    made.upload(np.zeros(20 << 20, np.uint8)).read()
+    made.upload(np.zeros(65 << 20, np.uint8)).read()  # so large that its memory is not kept
     yield made
     made.close()
