@@ -131,8 +131,8 @@ def _run(program: Program, inputs: list[Tensor], y: Tensor, start: int, stop: in
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """X where a row is one piece of memory, else a copy."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    """A matrix where a row is one piece of memory: x, or a copy."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def per_token(name: str, value: Tensor, rows: int) -> Tensor:
