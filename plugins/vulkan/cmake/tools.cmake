@@ -20,5 +20,6 @@ endif()
 if(missing_packages)
   list(JOIN missing_things " and " things)
   list(JOIN missing_packages " " packages)
-  message(FATAL_ERROR "qcore-vulkan cannot be built without ${things}. On Debian or Ubuntu: apt-get install ${packages}")
+  message(FATAL_ERROR "qcore-vulkan cannot be built without ${things}. "
+                      "On Debian or Ubuntu: apt-get install ${packages}")
 endif()

@@ -65,7 +65,8 @@ uint32_t newest(const Physical& device) { return device.at_least(VK_API_VERSION_
 
 std::string lacking_capability(const Physical& device, const uint32_t* spirv, uint64_t bytes) {
   const uint64_t words = bytes / 4;
-  if (!spirv || bytes % 4 || words <= kHeaderWords || spirv[0] != kMagic) throw Error(QV_INVALID, "not a SPIR-V module");
+  const bool right = spirv && bytes % 4 == 0 && words > kHeaderWords && spirv[0] == kMagic;
+  if (!right) throw Error(QV_INVALID, "not a SPIR-V module");
   const std::vector<Capability> capabilities = known(device);
   std::string lacking = spirv[1] > newest(device) ? "a newer version of SPIR-V" : "";
   uint64_t at = kHeaderWords;

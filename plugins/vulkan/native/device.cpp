@@ -153,8 +153,9 @@ void Device::trim() {
 
 void Device::stats(uint64_t* values, uint32_t count) const {
   const uint64_t pooled = pool_.pooled() + arena_.bytes() + input_.bytes() + output_.bytes();
-  const uint64_t all[] = {buffers_.size(),      alive_, pooled, programs_.size(), pipelines.count(), queue.submissions(),
-                          context.physical->instance.messages - messages_};
+  const uint64_t messages = context.physical->instance.messages - messages_;
+  const uint64_t all[] = {buffers_.size(),   alive_,  pooled, programs_.size(), pipelines.count(), queue.submissions(),
+                          messages};
   for (uint32_t i = 0; i < count; ++i) values[i] = i < std::size(all) ? all[i] : 0;
 }
 

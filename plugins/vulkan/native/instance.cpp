@@ -104,7 +104,9 @@ Instance::Instance(bool validate) : owner_(getpid()) {
   info.ppEnabledLayerNames = layers;
   info.ppEnabledExtensionNames = extensions;
   VkResult result = globals().vkCreateInstance(&info, nullptr, &handle_);
-  if (result == VK_ERROR_INCOMPATIBLE_DRIVER) throw Error(QV_UNAVAILABLE, "no driver: vkCreateInstance: VK_ERROR_INCOMPATIBLE_DRIVER");
+  if (result == VK_ERROR_INCOMPATIBLE_DRIVER) {
+    throw Error(QV_UNAVAILABLE, "no driver: vkCreateInstance: VK_ERROR_INCOMPATIBLE_DRIVER");
+  }
   check(result, "vkCreateInstance");
   load();
   if (validate) listen();

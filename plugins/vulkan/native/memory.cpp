@@ -75,7 +75,9 @@ uint64_t most_bytes(const Physical& device) {
 }
 
 // Stays as it is where it would wrap around: no device has that much.
-uint64_t aligned(uint64_t bytes) { return bytes > UINT64_MAX - kAlign ? bytes : (bytes + kAlign - 1) / kAlign * kAlign; }
+uint64_t aligned(uint64_t bytes) {
+  return bytes > UINT64_MAX - kAlign ? bytes : (bytes + kAlign - 1) / kAlign * kAlign;
+}
 
 }  // namespace
 
@@ -186,7 +188,9 @@ void Pool::release(Block& block, uint64_t offset, uint64_t reserved) {
 
 // One empty block of ordinary size stays, so that a buffer made and freed in turn does not ask the driver each time.
 void Pool::drop_spare(const Block& block) {
-  auto empty = [](const auto& other) { return other->holes_.size() == 1 && other->holes_.begin()->second == other->bytes; };
+  auto empty = [](const auto& other) {
+    return other->holes_.size() == 1 && other->holes_.begin()->second == other->bytes;
+  };
   if (block.bytes <= kLargeBlock && std::count_if(blocks_.begin(), blocks_.end(), empty) == 1) return;
   pooled_ -= block.bytes;
   blocks_.erase(std::find_if(blocks_.begin(), blocks_.end(), [&](const auto& other) { return other.get() == &block; }));

@@ -27,11 +27,11 @@ Physical::Physical(Instance& instance, VkPhysicalDevice handle) : instance(insta
 
 void Physical::read_lists() {
   const auto& vk = instance.vk;
+  constexpr char kEnumerate[] = "vkEnumerateDeviceExtensionProperties";
   uint32_t count = 0;
-  check(vk.vkEnumerateDeviceExtensionProperties(handle, nullptr, &count, nullptr), "vkEnumerateDeviceExtensionProperties");
+  check(vk.vkEnumerateDeviceExtensionProperties(handle, nullptr, &count, nullptr), kEnumerate);
   extensions.resize(count);
-  check(vk.vkEnumerateDeviceExtensionProperties(handle, nullptr, &count, extensions.data()),
-        "vkEnumerateDeviceExtensionProperties");
+  check(vk.vkEnumerateDeviceExtensionProperties(handle, nullptr, &count, extensions.data()), kEnumerate);
   extensions.resize(count);
   vk.vkGetPhysicalDeviceQueueFamilyProperties(handle, &count, nullptr);
   queues.resize(count);

@@ -78,7 +78,7 @@ int qv_free(qv_device* device, uint64_t buffer);
 int qv_write(qv_device* device, uint64_t buffer, uint64_t offset, const void* data, uint64_t bytes);
 int qv_read(qv_device* device, uint64_t buffer, uint64_t offset, void* data, uint64_t bytes);
 
-// Compiles a shader: set 0 of storage buffers at bindings 0..7, at most 128 bytes of push constants, entry point "main".
+// Compiles a shader: storage buffers in set 0 at bindings 0..7, 128 bytes of push constants at most, entry "main".
 // `constants`: specialization constants with ids 0..count-1. `subgroup`: required size, 0 for any.
 // QV_UNSUPPORTED where the device or its compiler cannot do it.
 int qv_pipeline(qv_device* device, const uint32_t* spirv, uint64_t bytes, const uint32_t* constants, uint32_t count,
