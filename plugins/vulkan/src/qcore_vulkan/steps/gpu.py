@@ -1,12 +1,147 @@
-"""Kernels for GPUs."""
+"""Which kernel serves a product on a GPU: by what the device has, the rows of x and the sizes of the weight.
+
+Float activations: `Digits` for a row or two and for float32, `CoopGemv` for a few rows, `CoopF16` beyond, `SharedFloat`
+where there are no cooperative matrices or x is float32. Int8 activations: `Digits`, then `CoopInt8`, else `SharedInt`.
+A kernel that the device's compiler refuses is passed over. Sizes were measured on an H200.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
+
+from .. import native, tuned
+from ..description import Description
 from ..device import Device
+from ..layout import FLOAT_ZERO, INT_ZERO
+from .gpu_kernels import CoopF16, CoopGemv, CoopInt8, Digits, Kernel, Shape, SharedFloat, SharedInt
 from .product import Problem, Product
+
+FEW = 8
+"""Rows up to which the weight is read once, by kernels that are bound by that."""
+
+_COOP_F16 = (Shape(128, 128, 64, 32, 2, 1), Shape(64, 64, 32, 32, 2, 1), Shape(32, 32, 16, 16, 4, 1))
+_COOP_INT8 = (Shape(128, 128, 64, 32, 4, 1), Shape(64, 64, 32, 32, 4, 1), Shape(32, 32, 16, 16, 4, 1))
+_INT = (Shape(128, 128, 8, 8), Shape(128, 64, 8, 8, 2), Shape(64, 64, 4, 8, 2), Shape(32, 32, 4, 4, 2))
+_FLOAT = (Shape(128, 128, 8, 8), Shape(128, 64, 8, 8), Shape(64, 64, 8, 8), Shape(32, 64, 4, 8))
+_CORES = 32
+"""Assumed where the driver does not tell."""
+
+_preferred: dict[tuple[int, Problem], Kernel] = {}
 
 
 def choose(device: Device, problem: Problem) -> Product | None:
     """The kernel for a problem on a GPU; None: register tiles serve it."""
-    del device, problem
-    return None
+    if device.profile != "gpu":
+        return None
+    preferred = _preferred.get((device.description.index, problem))
+    return preferred or tuned.first(device.description, problem, usable(device, problem))
+
+
+def prefer(device: Device, problem: Problem, kernel: Kernel) -> None:
+    """Let this kernel serve a problem from now on."""
+    _preferred[device.description.index, problem] = kernel
+
+
+def usable(device: Device, problem: Problem) -> Iterator[Kernel]:
+    """The kernels that can serve a problem on this device, the presumably fastest first."""
+    for kernel in candidates(device.description, problem):
+        try:
+            device.pipeline(kernel.variant, kernel.constants(problem.geometry), kernel.subgroup)
+        except native.Unsupported:
+            continue
+        yield kernel
+
+
+def candidates(description: Description, problem: Problem) -> Iterator[Kernel]:
+    """Kernels for a problem by what a device says it has."""
+    if problem.op == "gemm_int":
+        yield from _int(description, problem)
+    else:
+        yield from _float(description, problem)
+
+
+def _int(description: Description, problem: Problem) -> Iterator[Kernel]:
+    suffix = "dot" if description.features.get("integer_dot") else "plain"
+    if problem.m <= 2 * FEW:
+        yield from _digits(description, problem, f"gemv_digits_{suffix}", 1)
+    if problem.geometry.bits == 4 or problem.geometry.zero_kind != INT_ZERO:
+        tile = _matrix(description, "s8", "s32")
+        if tile is not None:
+            for shape in _fitting(_COOP_INT8, description, problem, 1):
+                yield CoopInt8(shape, tile, description.subgroup.size)
+    for shape in _fitting(_INT, description, problem, 1):
+        yield SharedInt(f"gemm_int_shared_{suffix}", shape)
+
+
+def _float(description: Description, problem: Problem) -> Iterator[Kernel]:
+    narrow = problem.x_dtype != torch.float32
+    tile = _matrix(description, "f16", "f32") if narrow else None
+    if tile is not None and 1 < problem.m <= 2 * FEW and problem.geometry.zero_kind != FLOAT_ZERO:
+        yield from _coop_gemv(description, problem)
+    if problem.m <= FEW and description.features.get("integer_dot"):
+        yield from _digits(description, problem, "gemv_digits_dot", 3 if narrow else 4)
+    if tile is not None:
+        for shape in _fitting(_COOP_F16, description, problem, 2):
+            yield CoopF16(shape, tile, description.subgroup.size)
+    for shape in _fitting(_FLOAT, description, problem, 2):
+        yield SharedFloat(shape)
+
+
+def _digits(description: Description, problem: Problem, variant: str, digits: int) -> Iterator[Kernel]:
+    subgroup, geometry = description.subgroup.size, problem.geometry
+    rows = next(size for size in (1, 2, 4, 8) if size >= min(problem.m, FEW))
+    lanes = 512 if rows == 1 else 256
+    while lanes > max(64, subgroup) and lanes > geometry.groups * geometry.blocks * 8:
+        lanes //= 2
+    cores = description.limits.cores or _CORES
+    r = next((r for r in (4, 2) if -(-geometry.n // (8 * r)) * 8 >= 7 * cores), 1)
+    for unroll in (2, 1) if rows == 1 else (1,):
+        yield Digits(variant, digits, lanes, r, rows, unroll, 4, subgroup)
+
+
+def _coop_gemv(description: Description, problem: Problem) -> Iterator[Kernel]:
+    s, g = description.subgroup, problem.geometry
+    chunk = next((c for c in (4, 2) if g.groups == 1 or g.blocks % c == 0), 0)
+    # Scales are read for sixteen rows, so the weight's padding to eight must not end within them.
+    whole = -g.n % 16 < 8 and g.n * g.row_bytes <= description.limits.max_storage_range
+    if not (chunk and whole and s.control and s.min <= 32 <= s.max):
+        return
+    tn = 8 if problem.m <= 8 and _has_matrix(description, (16, 8, 16), "f16", "f32") else 16
+    if not _has_matrix(description, (16, tn, 16), "f16", "f32"):
+        return
+    cores = description.limits.cores or _CORES
+    for r in (2, 1) if -(-g.n // 32) * 8 >= 7 * cores else (1, 2):
+        yield CoopGemv(256 if chunk == 4 else 512, r, chunk, tn)
+
+
+def _fitting(shapes: tuple[Shape, ...], description: Description, problem: Problem, width: int) -> Iterator[Shape]:
+    """Shapes that fit into shared memory, in the order of the time that the cores spend on all of their tiles.
+
+    ``width``: bytes of an element there; tiles of float32 are half as long as those of float16, and take as much.
+    """
+    cores, m, geometry = description.limits.cores or _CORES, problem.m, problem.geometry
+
+    def time(shape: Shape) -> float:
+        x, y, _ = shape.groups(m, geometry.n)
+        loads = 8 / shape.bm + 8 / shape.bn
+        return -(-x * y // cores) * shape.bm * shape.bn * (1 + loads)
+
+    most = description.limits.shared_memory
+    yield from sorted((shape for shape in shapes if shape.shared_memory(geometry, width) <= most), key=time)
+
+
+def _matrix(description: Description, operand: str, result: str) -> tuple[int, int, int] | None:
+    """The shape of cooperative matrices of these element types, the first of those that the kernels take."""
+    wanted = [(16, 16, 16), (16, 8, 16)] if operand == "f16" else [(16, 16, 32), (16, 16, 16), (16, 8, 32)]
+    return next((shape for shape in wanted if _has_matrix(description, shape, operand, result)), None)
+
+
+def _has_matrix(description: Description, shape: tuple[int, int, int], operand: str, result: str) -> bool:
+    return any(
+        (one.m, one.n, one.k) == shape
+        and (one.a, one.b, one.c, one.result) == (operand, operand, result, result)
+        and (one.scope, one.saturating) == ("subgroup", False)
+        for one in description.cooperative_matrix
+    )

@@ -12,15 +12,14 @@ from .product import Activations
 from .rows import NUMBERS, FloatRows, Int8Rows, Rows
 
 _SPLIT_LANES = 64
-_CHUNK = 128
-"""Columns that `gemv_coop` takes at a time."""
 
 
 @dataclass(frozen=True)
 class Digits:
     """`gemv_digits`: ``rows`` rows of x at a time against ``8 r`` rows of the weight for each workgroup.
 
-    **Fields:** ``digits``: 1 for int8 activations, 3 for 16-bit floats, 4 for float32; ``unroll``: blocks in flight.
+    **Fields:** ``digits``: 1 for int8 activations, 3 for 16-bit floats, 4 for float32; ``chunk``: blocks that a lane
+    takes at a time, where a group has a multiple of them; ``unroll``: chunks in flight.
     """
 
     variant: str
@@ -29,6 +28,7 @@ class Digits:
     r: int
     rows: int
     unroll: int
+    chunk: int
     subgroup: int
 
     @property
@@ -37,7 +37,22 @@ class Digits:
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         g = geometry
-        return self.lanes, self.r, self.rows, g.bits, self.digits, g.zero_kind, self.unroll, self.subgroup
+        return (
+            self.lanes,
+            self.r,
+            self.rows,
+            g.bits,
+            self.digits,
+            g.zero_kind,
+            self.unroll,
+            self.subgroup,
+            self.blocks(g),
+        )
+
+    def blocks(self, geometry: Geometry) -> int:
+        """Blocks of a chunk of this weight. Lanes that split x meet by shuffles, eight to a block."""
+        most = self.chunk if self.digits == 1 else min(self.chunk, self.subgroup // 8)
+        return next(c for c in (4, 2, 1) if c <= most and geometry.blocks % c == 0)
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
@@ -45,7 +60,7 @@ class Digits:
         blocks = geometry.groups * geometry.blocks
         asymmetric = isinstance(x, Int8Rows) and x.asymmetric
         sums = _row_sums(b, part, geometry, folded=False) if asymmetric else None
-        codes, params = (x.codes, x.params) if isinstance(x, Int8Rows) else _split(b, x, geometry, self.digits)
+        codes, params = (x.codes, x.params) if isinstance(x, Int8Rows) else self._split(b, x, geometry)
         push = [out.rows, part.n, part.padded_n, blocks, 1.0 / geometry.blocks, *_result(out, bias, part)]
         push += [int(asymmetric), out.rows]
         x_tiles, folds, _ = fold(-(-part.padded_n // (8 * self.r)))
@@ -53,14 +68,23 @@ class Digits:
         refs = _refs(codes, part, params, bias, out, sums)
         b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
 
+    def _split(self, b: Builder, x: Activations, geometry: Geometry) -> tuple[Ref, Ref]:
+        """Digits of float rows; scale and sums of each chunk."""
+        ref, sizes, dtype = _source(x, geometry)
+        rows, blocks, chunk = int(sizes[0]), geometry.groups * geometry.blocks, self.blocks(geometry)
+        codes, sums = b.scratch(rows * blocks * self.digits * 32), b.scratch(rows * blocks // chunk * 16)
+        groups = fold(-(-rows * blocks * 8 // _SPLIT_LANES))
+        b.dispatch("gemv_split", (self.digits, chunk), groups, [*sizes, blocks, dtype], [ref, codes, sums])
+        return codes, sums
+
 
 @dataclass(frozen=True)
 class CoopGemv:
-    """`gemv_coop`: ``tn`` rows of x against ``16 r`` rows of the weight; ``depth``: chunks of 128 columns in flight."""
+    """`gemv_coop`: ``tn`` rows of x against ``16 r`` rows of the weight, ``chunk`` blocks of 32 columns at a time."""
 
     lanes: int
     r: int
-    depth: int
+    chunk: int
     tn: int
     variant: str = "gemv_coop"
     form: Literal["rows"] = "rows"
@@ -68,13 +92,12 @@ class CoopGemv:
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         g = geometry
-        fold_ = 0 if g.groups == 1 else 4 if g.blocks % 4 == 0 else 2 if g.blocks % 2 == 0 else 1
-        return self.lanes, self.r, self.depth, fold_, g.bits, g.zero_kind, self.tn
+        return self.lanes, self.r, self.chunk, int(g.groups > 1), g.bits, g.zero_kind, self.tn, 1
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
     ) -> None:
-        columns = -(-geometry.columns // _CHUNK) * _CHUNK
+        columns = -(-geometry.columns // (32 * self.chunk)) * 32 * self.chunk
         rows = -(-out.rows // self.tn) * self.tn
         halves = _halves(b, x, geometry, columns, rows)
         blocks = geometry.groups * geometry.blocks
@@ -87,8 +110,11 @@ class CoopGemv:
 
 @dataclass(frozen=True)
 class Shape:
-    """A tile of a GEMM: ``bm`` by ``bn`` results of a workgroup, ``m`` by ``n`` of a lane or, where matrices are
-    cooperative, of a subgroup; ``kb``: blocks of 32 columns at a time; ``buffers``: of tiles in shared memory."""
+    """A tile of a GEMM.
+
+    **Fields:** ``bm`` by ``bn`` results of a workgroup, ``m`` by ``n`` of a lane or, where matrices are cooperative, of
+    a subgroup; ``kb``: blocks of 32 columns at a time, at most; ``buffers``: of tiles in shared memory.
+    """
 
     bm: int
     bn: int
@@ -101,6 +127,15 @@ class Shape:
     def parts(self) -> int:
         """Lanes, or subgroups, of a workgroup."""
         return (self.bm // self.m) * (self.bn // self.n)
+
+    def blocks(self, geometry: Geometry) -> int:
+        """Blocks at a time: a number that divides those of a group."""
+        return next(c for c in (4, 2, 1) if c <= self.kb and geometry.blocks % c == 0)
+
+    def shared_memory(self, geometry: Geometry, width: int) -> int:
+        """Bytes of tiles of elements of ``width`` bytes, each row with 16 to spare, and of scales."""
+        row = self.blocks(geometry) * 32 * width + 16
+        return self.buffers * (self.bm + self.bn) * row + 8 * (self.bn + 4)
 
     def groups(self, rows: int, columns: int) -> tuple[int, int, int]:
         """Workgroups for a result."""
@@ -140,7 +175,7 @@ class SharedInt:
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         s, grouped = self.shape, int(geometry.groups > 1)
-        return s.parts, s.bm, s.bn, s.kb, s.m, s.n, geometry.bits, geometry.zero_kind, grouped
+        return s.parts, s.bm, s.bn, s.blocks(geometry), s.m, s.n, geometry.bits, geometry.zero_kind, grouped
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
@@ -222,7 +257,7 @@ def _append_int(
 
 def _coop_constants(shape: Shape, tile: tuple[int, int, int], subgroup: int, g: Geometry) -> tuple[int, ...]:
     s = shape
-    sizes = (s.parts * subgroup, s.bm, s.bn, s.kb, s.m, s.n)
+    sizes = (s.parts * subgroup, s.bm, s.bn, s.blocks(g), s.m, s.n)
     return *sizes, g.bits, g.zero_kind, int(g.groups > 1), *tile, s.buffers, 1
 
 
@@ -252,20 +287,10 @@ def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float],
     return x.ref, [x.rows, geometry.k, x.pitch, geometry.group, padded], NUMBERS[x.dtype]
 
 
-def _split(b: Builder, x: Activations, geometry: Geometry, digits: int) -> tuple[Ref, Ref]:
-    """Digits of float rows, and the scale and sum of each block."""
-    ref, sizes, dtype = _source(x, geometry)
-    rows, blocks = int(sizes[0]), geometry.groups * geometry.blocks
-    codes, scales = b.scratch(rows * blocks * digits * 32), b.scratch(rows * blocks * 8)
-    groups = fold(-(-rows * blocks * 8 // _SPLIT_LANES))
-    b.dispatch("gemv_split", (digits,), groups, [*sizes, blocks, dtype], [ref, codes, scales])
-    return codes, scales
-
-
 def _halves(b: Builder, x: Activations, geometry: Geometry, columns: int, rows: int) -> _Halves:
     """Float16 rows in the order of unpacked codes; memory for ``rows``, of which those beyond x's hold anything."""
     ref, sizes, dtype = _source(x, geometry)
-    m, padded = int(sizes[0]), int(sizes[4])
+    m = int(sizes[0])
     summed = geometry.zero_kind == FLOAT_ZERO
     halves, scales = b.scratch(rows * columns * 2), b.scratch(4 * m)
     sums = b.scratch(4 * m * geometry.groups) if summed else None

@@ -1,0 +1,217 @@
+// GEMM with cooperative matrices of float16: y = x W^T, float activations, int4 or int8 weights.
+//
+// Codes less zero point are whole numbers that float16 holds exactly, x is float16 (see coop_prep); products are
+// summed in float32 per group (where rows have one scale, per 256 columns: matrix units round long sums badly) and
+// scaled per group afterwards, by a matrix that repeats the scales in each row. Tiles of both operands go through
+// shared memory, two buffers deep, while the next are on their way in registers.
+#version 450
+#extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
+#extension GL_EXT_shader_16bit_storage : require
+#extension GL_EXT_shader_explicit_arithmetic_types_float16 : require
+#extension GL_KHR_shader_subgroup_basic : require
+#extension GL_KHR_memory_scope_semantics : require
+#extension GL_KHR_cooperative_matrix : require
+#include "coop_codes.glsl"
+#include "formats.glsl"
+#include "gpu_result.glsl"
+
+layout(constant_id = 0) const uint LANES = 256u;
+layout(constant_id = 1) const uint BM = 128u;
+layout(constant_id = 2) const uint BN = 128u;
+layout(constant_id = 3) const uint KB = 1u;     // blocks of 32 columns in a tile; divides the blocks of a group
+layout(constant_id = 4) const uint WM = 64u;    // tile of a subgroup
+layout(constant_id = 5) const uint WN = 32u;
+layout(constant_id = 6) const uint BITS = 4u;
+layout(constant_id = 7) const uint ZERO = 0u;   // 0 none (int4: 8), 1 integer, 2 float
+layout(constant_id = 8) const uint GROUPED = 1u;
+layout(constant_id = 9) const uint TM = 16u;    // shape of a cooperative matrix
+layout(constant_id = 10) const uint TN = 16u;
+layout(constant_id = 11) const uint TK = 16u;
+layout(constant_id = 12) const uint BUFFERS = 2u;  // of tiles in shared memory
+layout(constant_id = 13) const uint REPEAT = 1u;   // rows of scales in shared memory: TM, or 1 read with stride 0
+layout(local_size_x_id = 0) in;
+
+const uint P = BITS / 4u;
+const uint ROW = KB * 4u + 1u;  // uvec4 from one row of a tile to the next: 8 halves each, one spare against conflicts
+const uint A_LOADS = (BM * KB * 4u + LANES - 1u) / LANES;
+const uint B_LOADS = (BN * KB * 2u * P + LANES - 1u) / LANES;  // of uvec2: 16 or 8 codes
+const uint SC = BN + 4u;
+
+layout(push_constant) uniform Push {
+    uint m, n, np, blocks, group_blocks;
+    uint pitch, dtype, biased, column, groups;
+};
+
+layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };          // [M][blocks * 4]
+layout(set = 0, binding = 1) readonly buffer W { uvec2 w[]; };
+layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
+layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
+layout(set = 0, binding = 4) readonly buffer XScale { float x_scale[]; };  // [M]
+layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
+layout(set = 0, binding = 7) readonly buffer XSums { float x_sum[]; };  // [M][G]
+
+const uint A_TILE = BUFFERS * BM * ROW;
+const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, which comes where a_tile was
+
+shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];
+shared uvec4 b_tile[BUFFERS * BN * ROW];
+shared float scale_tile[GROUPED * 2u * REPEAT * SC + 1u];
+
+uvec4 a_next[A_LOADS];
+uvec2 b_next[B_LOADS];
+float zero_next[B_LOADS];
+
+// Unit i of the weight's tile: (eight rows, block, vector, row, half of the vector).
+void b_place(uint i, out uint row, out uint block, out uint half_) {
+    half_ = i & (2u * P - 1u);
+    row = (i / (2u * P)) & 7u;
+    block = i / (16u * P) % KB;
+    row += i / (16u * P * KB) * 8u;
+}
+
+void load_tiles(uint row0, uint col0, uint step) {
+    [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        uint row = min(row0 + t / (KB * 4u), m - 1u);
+        a_next[i] = x[row * blocks * 4u + step * KB * 4u + t % (KB * 4u)];
+    }
+    [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
+        uint row, block, half_;
+        b_place(gl_LocalInvocationIndex + i * LANES, row, block, half_);
+        uint n_ = min(col0 + row, np - 1u);
+        uint at = ((n_ >> 3) * blocks + step * KB + block) * P * 8u + (half_ >> 1) * 8u + (n_ & 7u);
+        b_next[i] = w[at * 2u + (half_ & 1u)];
+        if (ZERO == 1u) zero_next[i] = float(int(zero[step * KB / group_blocks * np + n_]));
+    }
+}
+
+void store_tiles(uint buffer_) {
+    [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        if (BM * KB * 4u % LANES == 0u || t < BM * KB * 4u)
+            a_tile[buffer_ * BM * ROW + t / (KB * 4u) * ROW + t % (KB * 4u)] = a_next[i];
+    }
+    [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        uint row, block, half_;
+        b_place(t, row, block, half_);
+        float16_t z = ZERO == 1u ? float16_t(zero_next[i]) : float16_t(BITS == 4u ? 8.0 : 0.0);
+        uint at = buffer_ * BN * ROW + row * ROW + block * 4u;
+        if (BN * KB * 2u * P % LANES == 0u || t < BN * KB * 2u * P) {
+            if (BITS == 4u) {
+                b_tile[at + half_ * 2u] = halves_of_4(b_next[i].x, z);
+                b_tile[at + half_ * 2u + 1u] = halves_of_4(b_next[i].y, z);
+            } else {
+                b_tile[at + half_] = uvec4(halves_of_8(b_next[i].x, z), halves_of_8(b_next[i].y, z));
+            }
+        }
+    }
+}
+
+void store_scales(uint col0, uint group) {
+    [[unroll]] for (uint t = gl_LocalInvocationIndex; t < BN; t += LANES) {
+        float s = scale[group * np + min(col0 + t, np - 1u)];
+        [[unroll]] for (uint r = 0u; r < REPEAT; ++r) scale_tile[(group & 1u) * REPEAT * SC + r * SC + t] = s;
+    }
+}
+
+float finish(uint m_, uint n_, float value) {
+    if (GROUPED == 0u) value *= scale[n_];
+    value *= x_scale[m_];
+    if (ZERO == 2u) {
+        for (uint g = 0u; g < groups; ++g) value += uintBitsToFloat(zero[g * np + n_]) * x_sum[m_ * groups + g];
+    }
+    return biased != 0u ? value + bias[column + n_] : value;
+}
+
+float result(uint at) {
+    return uintBitsToFloat(a_tile[at / 4u][at % 4u]);
+}
+
+// A matrix of results that its subgroup has put into its part of shared memory.
+void write_tile(uint row, uint col) {
+    uint at = gl_SubgroupID * TM * TN;
+    subgroupMemoryBarrierShared();
+    subgroupBarrier();
+    for (uint e = gl_SubgroupInvocationID; e < TM * TN; e += gl_SubgroupSize) {
+        uint m_ = row + e / TN;
+        uint n_ = col + e % TN;
+        if (m_ < m && n_ < n) write_result(m_ * pitch + column + n_, finish(m_, n_, result(at + e)), dtype);
+    }
+    subgroupMemoryBarrierShared();
+    subgroupBarrier();
+}
+
+#define TILE(t) (t < TILES_M * TILES_N ? t : 0u)
+#define ROW_MAJOR gl_CooperativeMatrixLayoutRowMajor
+#define EACH_TILE(t)                                                                  \
+    if (t < TILES_M * TILES_N) {                                                      \
+        coopMatStore(total[TILE(t)], a_tile, sub * TM * TN / 4u, TN / 4u, ROW_MAJOR); \
+        write_tile(row0 + sub_m + t / TILES_N * TM, col0 + sub_n + t % TILES_N * TN); \
+    }
+
+const uint TILES_M = WM / TM;
+const uint TILES_N = WN / TN;
+
+void main() {
+    uint col0 = gl_WorkGroupID.y * BN;
+    uint row0 = gl_WorkGroupID.x * BM;
+    uint sub = gl_SubgroupID;
+    uint sub_m = sub / (BN / WN) * WM;
+    uint sub_n = sub % (BN / WN) * WN;
+    uint steps = blocks / KB;
+
+    coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> total[TILES_M * TILES_N];
+    coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> sum[TILES_M * TILES_N];
+    [[unroll]] for (uint i = 0u; i < TILES_M * TILES_N; ++i) {
+        total[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
+        sum[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
+    }
+    load_tiles(row0, col0, 0u);
+    store_tiles(0u);
+    if (GROUPED != 0u) store_scales(col0, 0u);
+    barrier();
+    uint fold = (GROUPED != 0u ? group_blocks : 8u) / KB;
+    uint left = fold;
+    uint group = 0u;
+    for (uint step = 0u; step < steps; ++step) {
+        uint now = step % BUFFERS;
+        if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
+        [[unroll]] for (uint kk = 0u; kk < KB * 32u / TK; ++kk) {
+            coopmat<float16_t, gl_ScopeSubgroup, TK, TN, gl_MatrixUseB> b[TILES_N];
+            [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
+                coopMatLoad(b[j], b_tile, now * BN * ROW + (sub_n + j * TN) * ROW + kk * TK / 8u, ROW,
+                            gl_CooperativeMatrixLayoutColumnMajor);
+            [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
+                coopmat<float16_t, gl_ScopeSubgroup, TM, TK, gl_MatrixUseA> a;
+                coopMatLoad(a, a_tile, now * BM * ROW + (sub_m + i * TM) * ROW + kk * TK / 8u, ROW,
+                            gl_CooperativeMatrixLayoutRowMajor);
+                [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
+                    sum[i * TILES_N + j] = coopMatMulAdd(a, b[j], sum[i * TILES_N + j]);
+            }
+        }
+        if (--left == 0u || step + 1u == steps) {
+            left = fold;
+            [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
+                coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> s;
+                if (GROUPED != 0u)
+                    coopMatLoad(s, scale_tile, (group & 1u) * REPEAT * SC + sub_n + j * TN, REPEAT == 1u ? 0u : SC,
+                                gl_CooperativeMatrixLayoutRowMajor);
+                [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
+                    if (GROUPED != 0u) sum[i * TILES_N + j] = sum[i * TILES_N + j] * s;
+                    total[i * TILES_N + j] = total[i * TILES_N + j] + sum[i * TILES_N + j];
+                    sum[i * TILES_N + j] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
+                }
+            }
+            ++group;
+            if (GROUPED != 0u && step + 1u < steps) store_scales(col0, group);
+        }
+        if (BUFFERS == 1u) barrier();
+        if (step + 1u < steps) store_tiles((step + 1u) % BUFFERS);
+        barrier();
+    }
+    // By literal numbers: a driver that does not unroll a loop here would keep the matrices in memory all along.
+    EACH_TILE(0) EACH_TILE(1) EACH_TILE(2) EACH_TILE(3) EACH_TILE(4) EACH_TILE(5) EACH_TILE(6) EACH_TILE(7)
+    EACH_TILE(8) EACH_TILE(9) EACH_TILE(10) EACH_TILE(11) EACH_TILE(12) EACH_TILE(13) EACH_TILE(14) EACH_TILE(15)
+}

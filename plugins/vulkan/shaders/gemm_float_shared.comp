@@ -1,0 +1,146 @@
+// GEMM in float32 for GPUs without matrix units: y = x W^T, float activations, int4 or int8 weights.
+//
+// Weights are dequantized on their way into shared memory, as (q - z) * s in float32; both tiles stand there by
+// columns of k, so that an invocation reads the TM + TN values of one k as vectors of four.
+#version 450
+#extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
+#extension GL_EXT_shader_16bit_storage : require
+#include "formats.glsl"
+#include "gpu_result.glsl"
+
+layout(constant_id = 0) const uint LANES = 256u;
+layout(constant_id = 1) const uint BM = 128u;
+layout(constant_id = 2) const uint BN = 128u;
+layout(constant_id = 3) const uint TM = 8u;  // multiples of 4
+layout(constant_id = 4) const uint TN = 8u;
+layout(constant_id = 5) const uint BITS = 4u;
+layout(constant_id = 6) const uint ZERO = 0u;  // 0 none (int4: 8), 1 integer, 2 float
+layout(constant_id = 7) const uint HALF = 1u;  // 16 columns of k in a tile, else 32
+layout(local_size_x_id = 0) in;
+
+const uint BK = 32u >> HALF;
+const uint P = BITS / 4u;
+const uint LX = BN / TN;
+const uint LY = BM / TM;
+const uint A_ROW = BM / 4u + 1u;  // vec4 from one k to the next
+const uint B_ROW = BN / 4u + 1u;
+const uint A_LOADS = (BM * BK / 4u + LANES - 1u) / LANES;
+const uint B_LOADS = (BN * BK / 8u + LANES - 1u) / LANES;  // units of eight codes
+
+layout(push_constant) uniform Push {
+    uint m, n, np, blocks, group_blocks;
+    uint pitch, dtype, biased, column;
+    uint stride;  // vec4 from one row of x to the next
+};
+
+layout(set = 0, binding = 0) readonly buffer X { vec4 x[]; };           // [M][stride]
+layout(set = 0, binding = 1) readonly buffer W { uint w[]; };
+layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
+layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
+layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
+
+shared vec4 a_tile[2u * BK * A_ROW];
+shared vec4 b_tile[2u * BK * B_ROW];
+
+vec4 a_next[A_LOADS];
+uvec2 b_next[B_LOADS];
+float scale_next[B_LOADS];
+uint zero_next[B_LOADS];
+
+void load_tiles(uint row0, uint col0, uint step) {
+    [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        a_next[i] = x[min(row0 + t % BM, m - 1u) * stride + step * BK / 4u + min(t / BM, BK / 4u - 1u)];
+    }
+    [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        uint n_ = min(col0 + t % BN, np - 1u);
+        uint k8 = step * BK / 8u + min(t / BN, BK / 8u - 1u);  // which eight codes
+        uint at = ((n_ >> 3) * blocks + k8 / 4u) * P * 8u;
+        if (BITS == 4u) {
+            b_next[i].x = w[(at + (n_ & 7u)) * 4u + k8 % 4u];
+        } else {
+            uint word = (at + (k8 % 4u) / 2u * 8u + (n_ & 7u)) * 4u + k8 % 2u * 2u;
+            b_next[i] = uvec2(w[word], w[word + 1u]);
+        }
+        uint g = k8 / 4u / group_blocks * np + n_;
+        scale_next[i] = scale[g];
+        if (ZERO != 0u) zero_next[i] = zero[g];
+    }
+}
+
+// The unsigned byte `byte` of v as a float, plus 2^23: whole numbers without conversions.
+float placed(uint v, uint byte) {
+    return uintBitsToFloat(bitfieldExtract(v, int(byte * 8u), 8) | 0x4B000000u);
+}
+
+void store_weights(uint at, uint i) {
+    uvec2 bytes = BITS == 4u ? uvec2(b_next[i].x & 0x0F0F0F0Fu, (b_next[i].x >> 4) & 0x0F0F0F0Fu)
+                             : b_next[i] ^ 0x80808080u;
+    float z = ZERO == 1u ? float(int(zero_next[i])) : (BITS == 4u ? 8.0 : 0.0);
+    float less = 8388608.0 + (BITS == 8u ? 128.0 : 0.0) + z;
+    float more = ZERO == 2u ? uintBitsToFloat(zero_next[i]) : 0.0;
+    [[unroll]] for (uint k = 0u; k < 8u; ++k) {
+        float value = (placed(k < 4u ? bytes.x : bytes.y, k % 4u) - less) * scale_next[i];
+        b_tile[at / 4u + k * B_ROW][at % 4u] = ZERO == 2u ? value + more : value;
+    }
+}
+
+void store_tiles(uint buffer_) {
+    [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        if (BM * BK / 4u % LANES == 0u || t < BM * BK / 4u) {
+            uint at = (buffer_ * BK + t / BM * 4u) * A_ROW * 4u + t % BM;
+            [[unroll]] for (uint k = 0u; k < 4u; ++k) a_tile[at / 4u + k * A_ROW][at % 4u] = a_next[i][k];
+        }
+    }
+    [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        if (BN * BK / 8u % LANES == 0u || t < BN * BK / 8u)
+            store_weights((buffer_ * BK + t / BN * 8u) * B_ROW * 4u + t % BN, i);
+    }
+}
+
+float total[TM * TN];
+
+void multiply(uint a_at, uint b_at) {
+    vec4 a[TM / 4u];
+    vec4 b[TN / 4u];
+    [[unroll]] for (uint i = 0u; i < TM / 4u; ++i) a[i] = a_tile[a_at + i * LY];
+    [[unroll]] for (uint j = 0u; j < TN / 4u; ++j) b[j] = b_tile[b_at + j * LX];
+    [[unroll]] for (uint i = 0u; i < TM; ++i) {
+        [[unroll]] for (uint j = 0u; j < TN; ++j)
+            total[i * TN + j] = fma(a[i / 4u][i % 4u], b[j / 4u][j % 4u], total[i * TN + j]);
+    }
+}
+
+void main() {
+    uint row0 = gl_WorkGroupID.x * BM;
+    uint col0 = gl_WorkGroupID.y * BN;
+    uint lx = gl_LocalInvocationIndex % LX;
+    uint ly = gl_LocalInvocationIndex / LX;
+    uint steps = blocks << HALF;
+    [[unroll]] for (uint i = 0u; i < TM * TN; ++i) total[i] = 0.0;
+    load_tiles(row0, col0, 0u);
+    store_tiles(0u);
+    barrier();
+    for (uint step = 0u; step < steps; ++step) {
+        uint now = step & 1u;
+        if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
+        [[unroll]] for (uint k = 0u; k < BK; ++k)
+            multiply((now * BK + k) * A_ROW + ly, (now * BK + k) * B_ROW + lx);
+        if (step + 1u < steps) store_tiles(now ^ 1u);
+        barrier();
+    }
+    [[unroll]] for (uint i = 0u; i < TM; ++i) {
+        [[unroll]] for (uint j = 0u; j < TN; ++j) {
+            uint m_ = row0 + (i / 4u * LY + ly) * 4u + i % 4u;
+            uint n_ = col0 + (j / 4u * LX + lx) * 4u + j % 4u;
+            if (m_ < m && n_ < n) {
+                float value = total[i * TN + j] + (biased != 0u ? bias[column + n_] : 0.0);
+                write_result(m_ * pitch + column + n_, value, dtype);
+            }
+        }
+    }
+}

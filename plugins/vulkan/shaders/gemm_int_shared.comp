@@ -1,0 +1,192 @@
+// GEMM by integer dot products for GPUs: y = x W^T, int8 activations, int8 or int4 weights.
+//
+// Tiles of codes go through shared memory, two buffers deep, while the next are on their way in registers; an
+// invocation owns TM x TN results, strided by the shape of the workgroup so that neighbours read different banks.
+// Sums are int32, exact over a group, and scaled per group.
+#version 450
+#extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
+#extension GL_EXT_shader_16bit_storage : require
+#include "dot.glsl"
+#include "formats.glsl"
+#include "gpu_result.glsl"
+
+layout(constant_id = 0) const uint LANES = 256u;
+layout(constant_id = 1) const uint BM = 128u;
+layout(constant_id = 2) const uint BN = 128u;
+layout(constant_id = 3) const uint KB = 1u;  // blocks of 32 columns in a tile
+layout(constant_id = 4) const uint TM = 8u;
+layout(constant_id = 5) const uint TN = 8u;
+layout(constant_id = 6) const uint BITS = 4u;
+layout(constant_id = 7) const uint ZERO = 0u;  // 0 none (int4: 8), 1 integer, 2 float
+layout(constant_id = 8) const uint GROUPED = 1u;
+layout(local_size_x_id = 0) in;
+
+const uint P = BITS / 4u;
+const uint ROW = KB * 2u + 1u;  // uvec4 from one row of a tile to the next: 16 codes each, one spare against conflicts
+const uint A_LOADS = (BM * KB * 2u + LANES - 1u) / LANES;
+const uint B_LOADS = (BN * KB * P + LANES - 1u) / LANES;
+const uint LX = BN / TN;  // lanes along n
+const uint LY = BM / TM;
+// Whether zero points do not go into the codes. A macro: glslc 2023 cannot order such a constant.
+#define SUMMED (ZERO == 2u || (ZERO == 1u && BITS == 8u))
+
+layout(push_constant) uniform Push {
+    uint m, n, np, blocks, group_blocks;
+    uint pitch, dtype, biased, column, groups;
+    uint asymmetric, x_zero, x_sums;  // whether x has zero points; where they and the sums of codes stand in x_token
+};
+
+layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };             // [M][blocks * 2]
+layout(set = 0, binding = 1) readonly buffer W { uvec4 w[]; };
+layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };     // [G][NP]
+layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };        // [G][NP]
+layout(set = 0, binding = 4) readonly buffer XToken { uint x_token[]; };   // scales [M], zero points [M], sums [M][G]
+layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
+layout(set = 0, binding = 7) readonly buffer RowSum { float row_sum[]; };  // [NP] of the dequantized weight
+
+shared uvec4 a_tile[2u * BM * ROW];
+shared uvec4 b_tile[2u * BN * ROW];
+
+uvec4 a_next[A_LOADS];
+uvec4 b_next[B_LOADS];
+uint zero_next[B_LOADS];
+
+// Unit i of the weight's tile: (eight rows, block, vector, row).
+void b_place(uint i, out uint row, out uint block, out uint part) {
+    row = (i & 7u) + i / (8u * P * KB) * 8u;
+    part = i / 8u % P;
+    block = i / (8u * P) % KB;
+}
+
+void load_tiles(uint row0, uint col0, uint step) {
+    [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        uint row = min(row0 + t / (KB * 2u), m - 1u);
+        a_next[i] = x[row * blocks * 2u + min(step * KB * 2u + t % (KB * 2u), blocks * 2u - 1u)];
+    }
+    [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
+        uint row, block, part;
+        b_place(gl_LocalInvocationIndex + i * LANES, row, block, part);
+        uint n_ = min(col0 + row, np - 1u);
+        block = min(step * KB + block, blocks - 1u);
+        b_next[i] = w[((n_ >> 3) * blocks + block) * P * 8u + part * 8u + (n_ & 7u)];
+        if (ZERO == 1u && BITS == 4u) zero_next[i] = zero[block / group_blocks * np + n_];
+    }
+}
+
+// Bytes 0..15 less z (0..15) as signed bytes; 0x80 keeps the bytes from borrowing of one another.
+uvec4 less4(uvec4 v, uint z) {
+    return (v + (0x80u - z) * 0x01010101u) ^ 0x80808080u;
+}
+
+void store_tiles(uint buffer_) {
+    [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        if (BM * KB * 2u % LANES == 0u || t < BM * KB * 2u)
+            a_tile[buffer_ * BM * ROW + t / (KB * 2u) * ROW + t % (KB * 2u)] = a_next[i];
+    }
+    [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        uint row, block, part;
+        b_place(t, row, block, part);
+        uint z = ZERO == 1u ? zero_next[i] : 8u;
+        uint at = buffer_ * BN * ROW + row * ROW + block * 2u;
+        if (BN * KB * P % LANES == 0u || t < BN * KB * P) {
+            if (BITS == 4u) {
+                uvec4 low = b_next[i] & 0x0F0F0F0Fu;
+                uvec4 high = (b_next[i] >> 4) & 0x0F0F0F0Fu;
+                b_tile[at] = less4(uvec4(low.x, high.x, low.y, high.y), z);
+                b_tile[at + 1u] = less4(uvec4(low.z, high.z, low.w, high.w), z);
+            } else {
+                b_tile[at + part] = b_next[i];
+            }
+        }
+    }
+}
+
+int sum[TM * TN];
+float total[TM * TN];
+
+void multiply(uint a_at, uint b_at) {
+    [[unroll]] for (uint h = 0u; h < 2u; ++h) {
+        uvec4 b[TN];
+        [[unroll]] for (uint j = 0u; j < TN; ++j) b[j] = b_tile[b_at + j * LX * ROW + h];
+        [[unroll]] for (uint i = 0u; i < TM; ++i) {
+            uvec4 a = a_tile[a_at + i * LY * ROW + h];
+            [[unroll]] for (uint j = 0u; j < TN; ++j) {
+                int d = sum[i * TN + j];
+                d += dot_bytes(a.x, b[j].x);
+                d += dot_bytes(a.y, b[j].y);
+                d += dot_bytes(a.z, b[j].z);
+                sum[i * TN + j] = d + dot_bytes(a.w, b[j].w);
+            }
+        }
+    }
+}
+
+// The sums of a group become float32: s (sum - z * sum of x), or s * sum + z * sum of x.
+void scale_group(uint row0, uint col0, uint group) {
+    int x_sum[TM];
+    [[unroll]] for (uint i = 0u; i < TM; ++i)
+        x_sum[i] = SUMMED ? int(x_token[x_sums + min(row0 + i * LY, m - 1u) * groups + group]) : 0;
+    [[unroll]] for (uint j = 0u; j < TN; ++j) {
+        uint at = group * np + min(col0 + j * LX, np - 1u);
+        float s = scale[at];
+        uint z = SUMMED ? zero[at] : 0u;
+        [[unroll]] for (uint i = 0u; i < TM; ++i) {
+            int d = sum[i * TN + j];
+            if (ZERO == 1u && SUMMED) d -= int(z) * x_sum[i];
+            float value = s * float(d);
+            if (ZERO == 2u) value += uintBitsToFloat(z) * float(x_sum[i]);
+            total[i * TN + j] = GROUPED != 0u ? total[i * TN + j] + value : value;
+            sum[i * TN + j] = 0;
+        }
+    }
+}
+
+float finish(uint m_, uint n_, float value) {
+    if (asymmetric != 0u) value -= float(int(x_token[x_zero + m_])) * row_sum[n_];
+    value *= uintBitsToFloat(x_token[m_]);
+    return biased != 0u ? value + bias[column + n_] : value;
+}
+
+void main() {
+    uint row0 = gl_WorkGroupID.x * BM;
+    uint col0 = gl_WorkGroupID.y * BN;
+    uint lx = gl_LocalInvocationIndex % LX;
+    uint ly = gl_LocalInvocationIndex / LX;
+    uint steps = (blocks + KB - 1u) / KB;
+    [[unroll]] for (uint i = 0u; i < TM * TN; ++i) {
+        sum[i] = 0;
+        total[i] = 0.0;
+    }
+    load_tiles(row0, col0, 0u);
+    store_tiles(0u);
+    barrier();
+    uint left = group_blocks;
+    uint group = 0u;
+    for (uint step = 0u; step < steps; ++step) {
+        uint now = step & 1u;
+        if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
+        [[unroll]] for (uint kk = 0u; kk < KB; ++kk) {
+            if (KB == 1u || step * KB + kk < blocks) {
+                multiply(now * BM * ROW + ly * ROW + kk * 2u, now * BN * ROW + lx * ROW + kk * 2u);
+                if (GROUPED != 0u && --left == 0u) {
+                    scale_group(row0 + ly, col0 + lx, group++);
+                    left = group_blocks;
+                }
+            }
+        }
+        if (step + 1u < steps) store_tiles(now ^ 1u);
+        barrier();
+    }
+    if (GROUPED == 0u) scale_group(row0 + ly, col0 + lx, 0u);
+    [[unroll]] for (uint i = 0u; i < TM; ++i) {
+        [[unroll]] for (uint j = 0u; j < TN; ++j) {
+            uint m_ = row0 + ly + i * LY;
+            uint n_ = col0 + lx + j * LX;
+            if (m_ < m && n_ < n) write_result(m_ * pitch + column + n_, finish(m_, n_, total[i * TN + j]), dtype);
+        }
+    }
+}

@@ -1,0 +1,156 @@
+// GEMV for GPUs, y = x W^T for few rows of x, by integer dot products.
+//
+// Activations are int8 codes (DIGITS = 1), or floats taken apart by gemv_split into signed digits to base 256 with
+// one power of two per chunk of blocks: three hold 16-bit floats, four float32. Dot products of digits are exact. A
+// lane owns one row of each of R row groups (8 rows) and every (LANES / 8)-th chunk, so that eight lanes read 128
+// contiguous bytes; partial sums meet by shuffles, then in shared memory.
+#version 450
+#extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
+#extension GL_EXT_shader_16bit_storage : require
+#extension GL_KHR_shader_subgroup_shuffle : require
+#include "dot.glsl"
+#include "formats.glsl"
+#include "gpu_result.glsl"
+
+layout(constant_id = 0) const uint LANES = 512u;
+layout(constant_id = 1) const uint R = 4u;       // row groups of a workgroup
+layout(constant_id = 2) const uint MT = 1u;      // rows of x
+layout(constant_id = 3) const uint BITS = 4u;    // of a weight's code
+layout(constant_id = 4) const uint DIGITS = 1u;  // of an activation
+layout(constant_id = 5) const uint ZERO = 0u;    // 0 none (int4: 8), 1 integer, 2 float
+layout(constant_id = 6) const uint UNROLL = 2u;  // chunks in flight
+layout(constant_id = 7) const uint SUBGROUP = 32u;
+layout(constant_id = 8) const uint CHUNK = 1u;  // blocks with scales in common; divides the blocks of a group
+layout(local_size_x_id = 0) in;
+
+const uint P = BITS / 4u;
+
+layout(push_constant) uniform Push {
+    uint m, n, np, blocks;
+    float groups_per_block;
+    uint pitch, dtype, biased;
+    uint column, asymmetric, x_zero;  // first column of the result; whether x has zero points, and where in x_token
+};
+
+layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };          // [M][blocks][DIGITS][2]
+layout(set = 0, binding = 1) readonly buffer W { uvec4 w[]; };
+layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
+layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
+layout(set = 0, binding = 4) readonly buffer XBlock { uvec4 x_block[]; };  // [M][chunks]: see gemv_split
+layout(set = 0, binding = 4) readonly buffer XToken { uint x_token[]; };  // scales [M], zero points [M]
+layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
+layout(set = 0, binding = 7) readonly buffer Sums { float row_sum[]; };  // [NP] of the dequantized weight
+
+shared float partial[LANES / SUBGROUP * R * MT * 8u];
+
+// Half a block of a row, 16 codes as bytes in the order of k.
+uvec4 bytes(uvec4 first, uvec4 second, uint h) {
+    if (BITS == 8u) {
+        return h == 0u ? first : second;
+    }
+    uvec2 v = h == 0u ? first.xy : first.zw;
+    return uvec4(v.x & 0x0F0F0F0Fu, (v.x >> 4) & 0x0F0F0F0Fu, v.y & 0x0F0F0F0Fu, (v.y >> 4) & 0x0F0F0F0Fu);
+}
+
+int dot16(uvec4 a, uvec4 b) {
+    return dot_bytes(a.x, b.x) + dot_bytes(a.y, b.y) + dot_bytes(a.z, b.z) + dot_bytes(a.w, b.w);
+}
+
+float join(int low, int high) {
+    return DIGITS == 2u ? float(low) : float(low) + 65536.0 * float(high);
+}
+
+float acc[R * MT];
+uvec4 v[UNROLL * CHUNK * R * P];  // weights on their way
+
+void add_chunk(uint chunk, uint n0, uint row0, uint u) {
+    uint group = uint((float(chunk * CHUNK) + 0.5) * groups_per_block);
+    int sums[R * MT * DIGITS];
+    int ones[MT];
+    [[unroll]] for (uint i = 0u; i < R * MT * DIGITS; ++i) sums[i] = 0;
+    [[unroll]] for (uint i = 0u; i < MT; ++i) ones[i] = 0;
+    [[unroll]] for (uint half_ = 0u; half_ < 2u * CHUNK; ++half_) {
+        uint c = half_ / 2u;
+        uint from = ((u * CHUNK + c) * R) * P;
+        uvec4 codes[R];
+        [[unroll]] for (uint r = 0u; r < R; ++r)
+            codes[r] = bytes(v[from + r * P], v[from + r * P + P - 1u], half_ % 2u);
+        [[unroll]] for (uint m_ = 0u; m_ < MT; ++m_) {
+            uint at = (min(row0 + m_, m - 1u) * blocks + chunk * CHUNK + c) * DIGITS * 2u + half_ % 2u;
+            [[unroll]] for (uint d = 0u; d < DIGITS; ++d) {
+                uvec4 digits = x[at + 2u * d];
+                if (DIGITS == 1u && (ZERO != 0u || BITS == 4u)) ones[m_] += dot16(digits, uvec4(0x01010101u));
+                [[unroll]] for (uint r = 0u; r < R; ++r) sums[(r * MT + m_) * DIGITS + d] += dot16(digits, codes[r]);
+            }
+        }
+    }
+    [[unroll]] for (uint r = 0u; r < R; ++r) {
+        uint at = group * np + min(n0 + r * 8u, np - 1u);
+        float s = scale[at];
+        int z = ZERO == 1u ? int(zero[at]) : (BITS == 4u ? 8 : 0);
+        [[unroll]] for (uint m_ = 0u; m_ < MT; ++m_) {
+            uint i = (r * MT + m_) * DIGITS;
+            float value, total;
+            if (DIGITS == 1u) {
+                value = float(sums[i] - z * ones[m_]);
+                total = float(ones[m_]);
+            } else {
+                uvec4 k = x_block[min(row0 + m_, m - 1u) * (blocks / CHUNK) + chunk];
+                int low = sums[i] + 256 * sums[i + 1u];
+                int high = DIGITS == 3u ? sums[i + DIGITS - 1u] : 0;
+                if (DIGITS == 4u) high = sums[i + DIGITS - 2u] + 256 * sums[i + DIGITS - 1u];
+                value = uintBitsToFloat(k.x) * join(low - z * int(k.y), high - z * int(k.z));
+                total = uintBitsToFloat(k.x) * join(int(k.y), int(k.z));
+            }
+            acc[r * MT + m_] += s * value;
+            if (ZERO == 2u) acc[r * MT + m_] += uintBitsToFloat(zero[at]) * total;
+        }
+    }
+}
+
+float finish(uint m_, uint n_, float value) {
+    if (DIGITS == 1u) {
+        if (asymmetric != 0u) value -= float(int(x_token[x_zero + m_])) * row_sum[n_];
+        value *= uintBitsToFloat(x_token[m_]);
+    }
+    return biased != 0u ? value + bias[column + n_] : value;
+}
+
+void main() {
+    uint lane = gl_SubgroupID * gl_SubgroupSize + gl_SubgroupInvocationID;
+    uint tile = gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x;
+    uint row0 = gl_WorkGroupID.z * MT;
+    if (tile * R * 8u >= n) return;
+    uint row = lane & 7u;
+    uint n0 = tile * R * 8u + row;
+    uint stride = LANES / 8u;
+    [[unroll]] for (uint i = 0u; i < R * MT; ++i) acc[i] = 0.0;
+    uint chunks = blocks / CHUNK;
+    for (uint chunk = lane >> 3; chunk < chunks; chunk += stride * UNROLL) {
+        [[unroll]] for (uint c = 0u; c < UNROLL * CHUNK; ++c) {
+            uint at = min(chunk + c / CHUNK * stride, chunks - 1u) * CHUNK + c % CHUNK;
+            [[unroll]] for (uint r = 0u; r < R; ++r) {
+                uint base = (min(tile * R + r, np / 8u - 1u) * blocks + at) * P * 8u + row;
+                [[unroll]] for (uint p = 0u; p < P; ++p) v[(c * R + r) * P + p] = w[base + p * 8u];
+            }
+        }
+        [[unroll]] for (uint u = 0u; u < UNROLL; ++u) {
+            if (chunk + u * stride < chunks) add_chunk(chunk + u * stride, n0, row0, u);
+        }
+    }
+    [[unroll]] for (uint i = 0u; i < R * MT; ++i) {
+        float value = acc[i];
+        for (uint o = 8u; o < gl_SubgroupSize; o <<= 1) value += subgroupShuffleXor(value, o);
+        if (gl_SubgroupInvocationID < 8u) partial[(gl_SubgroupID * R * MT + i) * 8u + row] = value;
+    }
+    barrier();
+    for (uint t = lane; t < R * MT * 8u; t += LANES) {
+        uint i = t / 8u;
+        uint column_ = (tile * R + i / MT) * 8u + t % 8u;
+        uint m_ = row0 + i % MT;
+        float value = 0.0;
+        [[unroll]] for (uint s = 0u; s < LANES / SUBGROUP; ++s) value += partial[s * R * MT * 8u + t];
+        if (column_ < n && m_ < m) write_result(m_ * pitch + column + column_, finish(m_, column_, value), dtype);
+    }
+}
