@@ -1,5 +1,5 @@
 // y = x W^T with float activations: weights become w = u s + b, where b holds the zero point; products and sums in
-// float32. Sums of 16 or 32 products are added to the total, so that rounding errors stay small for long rows.
+// float32. Sums of 16 products are added to the total, so that rounding errors stay small for long rows.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -27,20 +27,13 @@ void multiply(uint word[TN], uint row[TM], uint place, float s[TN], float b[TN])
     }
 }
 
-void multiply_vector(uint vector, uint column[TN], uint row[TM], float s[TN], float b[TN]) {
+void multiply_step(uint step, uint column[TN], uint row[TM], float s[TN], float b[TN]) {
     uvec4 w[TN];
     uint word[TN];
-    [[unroll]] for (uint j = 0u; j < TN; ++j) w[j] = codes[column[j] + vector * 8u];
+    [[unroll]] for (uint j = 0u; j < TN; ++j) w[j] = weight_words(column[j], step);
     [[unroll]] for (uint t = 0u; t < 4u; ++t) {
-        if (BITS == 8u) {
-            [[unroll]] for (uint j = 0u; j < TN; ++j) word[j] = w[j][t];
-            multiply(word, row, vector * 4u + t, s, b);
-        } else {
-            [[unroll]] for (uint j = 0u; j < TN; ++j) word[j] = w[j][t] & 0x0f0f0f0fu;
-            multiply(word, row, vector * 8u + t * 2u, s, b);
-            [[unroll]] for (uint j = 0u; j < TN; ++j) word[j] = (w[j][t] >> 4) & 0x0f0f0f0fu;
-            multiply(word, row, vector * 8u + t * 2u + 1u, s, b);
-        }
+        [[unroll]] for (uint j = 0u; j < TN; ++j) word[j] = w[j][t];
+        multiply(word, row, step * 4u + t, s, b);
     }
 }
 
@@ -52,7 +45,7 @@ void main() {
     [[unroll]] for (uint i = 0u; i < TM; ++i) row[i] = activation_row(i) * push.row_stride;
     [[unroll]] for (uint i = 0u; i < TM * TN; ++i) y[i] = 0.0;
 
-    uint vectors = push.blocks * VECTORS;
+    uint steps = push.blocks * STEPS;
     for (uint g = 0u; g < push.groups; ++g) {
         float s[TN];
         float b[TN];
@@ -62,13 +55,14 @@ void main() {
             s[j] = scale[place];
             b[j] = zero.added - float(zero.subtracted) * s[j];
         }
-        for (uint v = g * vectors; v < (g + 1u) * vectors; ++v) {
+        for (uint k = g * steps; k < (g + 1u) * steps; ++k) {
             [[unroll]] for (uint i = 0u; i < TM * TN; ++i) part[i] = 0.0;
-            multiply_vector(v, column, row, s, b);
+            multiply_step(k, column, row, s, b);
             [[unroll]] for (uint i = 0u; i < TM * TN; ++i) y[i] += part[i];
         }
     }
-    [[unroll]] for (uint i = 0u; i < TM; ++i) {
-        [[unroll]] for (uint j = 0u; j < TN; ++j) store(i, j, y[i * TN + j]);
+    // Not unrolled: where code is compiled for a CPU, stores would take half of the compiler's time.
+    [[dont_unroll]] for (uint i = 0u; i < TM; ++i) {
+        [[dont_unroll]] for (uint j = 0u; j < TN; ++j) store(i, j, y[i * TN + j]);
     }
 }

@@ -20,32 +20,15 @@ layout(binding = 5) readonly buffer IntParameters { int x_int[]; };
 
 int acc[TM * TN];
 
-void multiply(uvec4 w, uint column, uvec4 x[TM]) {
-    [[unroll]] for (uint i = 0u; i < TM; ++i) {
-        acc[i * TN + column] +=
-            dot_bytes(x[i].x, w.x) + dot_bytes(x[i].y, w.y) + dot_bytes(x[i].z, w.z) + dot_bytes(x[i].w, w.w);
-    }
-}
-
-// A vector of 16 int8 codes or 32 int4 codes; x begins at `place`, rows `row` apart from the start.
-void multiply_vector(uint vector, uint column[TN], uint row[TM]) {
+void multiply(uint step, uint column[TN], uint row[TM]) {
     uvec4 x[TM];
-    if (BITS == 8u) {
-        [[unroll]] for (uint i = 0u; i < TM; ++i) x[i] = activations[row[i] + vector];
-        [[unroll]] for (uint j = 0u; j < TN; ++j) multiply(codes[column[j] + vector * 8u], j, x);
-        return;
-    }
-    uvec4 high[TM];
-    [[unroll]] for (uint i = 0u; i < TM; ++i) {
-        uvec4 first = activations[row[i] + vector * 2u];
-        uvec4 second = activations[row[i] + vector * 2u + 1u];
-        x[i] = uvec4(first.xz, second.xz);
-        high[i] = uvec4(first.yw, second.yw);
-    }
+    [[unroll]] for (uint i = 0u; i < TM; ++i) x[i] = activations[row[i] + step];
     [[unroll]] for (uint j = 0u; j < TN; ++j) {
-        uvec4 w = codes[column[j] + vector * 8u];
-        multiply(w & 0x0f0f0f0fu, j, x);
-        multiply((w >> 4) & 0x0f0f0f0fu, j, high);
+        uvec4 w = weight_words(column[j], step);
+        [[unroll]] for (uint i = 0u; i < TM; ++i) {
+            acc[i * TN + j] +=
+                dot_bytes(x[i].x, w.x) + dot_bytes(x[i].y, w.y) + dot_bytes(x[i].z, w.z) + dot_bytes(x[i].w, w.w);
+        }
     }
 }
 
@@ -61,10 +44,10 @@ void main() {
     }
     [[unroll]] for (uint i = 0u; i < TM * TN; ++i) y[i] = 0.0;
 
-    uint vectors = push.blocks * VECTORS;
+    uint steps = push.blocks * STEPS;
     for (uint g = 0u; g < push.groups; ++g) {
         [[unroll]] for (uint i = 0u; i < TM * TN; ++i) acc[i] = 0;
-        for (uint v = g * vectors; v < (g + 1u) * vectors; ++v) multiply_vector(v, column, row);
+        for (uint k = g * steps; k < (g + 1u) * steps; ++k) multiply(k, column, row);
 
         int x_sum[TM];
         [[unroll]] for (uint i = 0u; i < TM; ++i) {
@@ -81,8 +64,9 @@ void main() {
             }
         }
     }
-    [[unroll]] for (uint i = 0u; i < TM; ++i) {
+    // Not unrolled: where code is compiled for a CPU, stores would take half of the compiler's time.
+    [[dont_unroll]] for (uint i = 0u; i < TM; ++i) {
         float s = x_scale[activation_row(i)];
-        [[unroll]] for (uint j = 0u; j < TN; ++j) store(i, j, s * y[i * TN + j]);
+        [[dont_unroll]] for (uint j = 0u; j < TN; ++j) store(i, j, s * y[i * TN + j]);
     }
 }

@@ -29,12 +29,13 @@ layout(push_constant) uniform Push {
 } push;
 
 layout(binding = 0) readonly buffer Codes { uvec4 codes[]; };
+layout(binding = 0) readonly buffer HalfCodes { uvec2 half_codes[]; };
 layout(binding = 1) readonly buffer Scale { float scale[]; };
 layout(binding = 2) readonly buffer Zero { uint zero_bits[]; };
 layout(binding = 6) readonly buffer Bias { float bias[]; };
 
-// Vectors of codes in a block of 32 k.
-const uint VECTORS = BITS / 4u;
+// Steps of 16 k in a block of 32: a lane takes one of each of its rows and columns at a time.
+const uint STEPS = 2u;
 
 uint first_column() {
     return gl_WorkGroupID.x * gl_WorkGroupSize.x * TN + gl_LocalInvocationID.x;
@@ -47,7 +48,14 @@ uint weight_row(uint j) {
 
 // Where the vectors of a row of the weight begin; they lie 8 apart.
 uint first_vector(uint n) {
-    return (n / 8u) * push.groups * push.blocks * VECTORS * 8u + n % 8u;
+    return (n / 8u) * push.groups * push.blocks * (BITS / 4u) * 8u + n % 8u;
+}
+
+// The codes of 16 k, four to a word, of the row that begins at vector `first`.
+uvec4 weight_words(uint first, uint step) {
+    if (BITS == 8u) return codes[first + step * 8u];
+    uvec2 w = half_codes[(first + step / 2u * 8u) * 2u + step % 2u];
+    return uvec4(w, w >> 4).xzyw & 0x0f0f0f0fu;
 }
 
 // The row of x for row i of the lane.

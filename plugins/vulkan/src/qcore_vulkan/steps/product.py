@@ -17,6 +17,9 @@ from ..variants import int_variant
 from .prepare import Activation, Source, is_asymmetric, prepare_float, quantize
 from .rows import NUMBERS, FloatRows, Int8Rows, Rows
 
+_WIDE = 256
+"""Columns beyond which larger tiles are worth the time that a CPU's compiler takes for them."""
+
 Activations = Rows | FloatRows | Int8Rows
 
 
@@ -40,7 +43,7 @@ class Product(Protocol):
 
     @property
     def form(self) -> Literal["float32", "float16", "int8", "rows"]:
-        """The activations that it wants; "rows" are those that came, as they are."""
+        """The activations that it wants; "rows" are those that came, as they are, or float32 rows of a convolution."""
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
@@ -80,13 +83,18 @@ class Tile:
 
 
 def tile(device: Device, op: str, m: int, geometry: Geometry, heads: int) -> Tile:
-    """The register tile for ``m`` rows and the columns of each channel group."""
-    cpu, lanes = device.profile == "cpu", 8 if device.profile == "cpu" else 32
-    tm = 1 if m == 1 else 4
-    tn = 4 if m > 1 or geometry.n // heads > lanes else 1
+    """The register tile for ``m`` rows and the columns of each channel group; on CPUs as measured on lavapipe."""
+    columns, lanes = geometry.n // heads, 8 if device.profile == "cpu" else 32
+    if m == 1:
+        tm, tn = 1, 4 if columns > lanes else 1
+    elif device.profile != "cpu":
+        tm, tn = 4, 4
+    elif op == "gemm_float":
+        tm, tn = 4, 8
+    else:
+        tm, tn = 8 if m > 4 else 4, 8 if m > 4 and columns > _WIDE else 4
     if op == "gemm_float":
-        return Tile("gemm_float", "float32", lanes, tm, 8 if cpu and m > 1 else tn, heads)
-    tm = 8 if cpu and m > 4 else tm
+        return Tile("gemm_float", "float32", lanes, tm, tn, heads)
     return Tile(int_variant(device, (lanes, tm, tn, geometry.bits)), "int8", lanes, tm, tn, heads)
 
 
@@ -106,13 +114,14 @@ def multiply(
         )
     product = _choose(b.device, source, weight, activation, out)
     x: Activations
-    if product.form == "rows":
+    if product.form == "rows" and source.window is None:
         x = source.x
     elif product.form == "int8":
         assert activation is not None
         x = quantize(b, source, weight.geometry, activation, given)
     else:
-        x = prepare_float(b, source, weight.geometry, getattr(torch, product.form))
+        dtype = torch.float16 if product.form == "float16" else torch.float32
+        x = prepare_float(b, source, weight.geometry, dtype)
     for part in weight.parts:
         product.append(b, x, part, weight.geometry, bias, out)
 
