@@ -25,7 +25,6 @@ _ELEMENTWISE: dict[type[nn.Module], str] = {
     nn.ReLU: "relu", nn.SiLU: "silu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh",
 }  # fmt: skip
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,9 @@ def flow_of(x: Tensor, module: nn.Module) -> Flow | str:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something of the user's runs before or after the module."""
-    return any(module.__dict__[name] for name in _HOOKS)
+    own = module.__dict__  # asked once per module and call: attributes of modules are slow to look up
+    before, after = own["_forward_pre_hooks"], own["_forward_hooks"]
+    return bool(before or after or own["_backward_pre_hooks"] or own["_backward_hooks"])
 
 
 def stage_of(module: nn.Module, before: Flow) -> Stage | str:
