@@ -7,6 +7,7 @@
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 4) const uint BITS = 8u;
+layout(constant_id = 6) const uint WIDE = 1u;
 layout(constant_id = 5) const uint QUANTIZED = 0u;  // whether activations are int8 codes
 
 #define PUSH_MORE \

@@ -6,6 +6,7 @@
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 1) const uint BITS = 8u;
+layout(constant_id = 2) const uint WIDE = 1u;
 
 #include "formats.glsl"
 #include "result.glsl"

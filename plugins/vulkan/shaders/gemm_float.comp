@@ -61,8 +61,8 @@ void main() {
             [[unroll]] for (uint i = 0u; i < TM * TN; ++i) y[i] += part[i];
         }
     }
-    // Not unrolled: where code is compiled for a CPU, stores would take half of the compiler's time.
-    [[dont_unroll]] for (uint i = 0u; i < TM; ++i) {
-        [[dont_unroll]] for (uint j = 0u; j < TN; ++j) store(i, j, y[i * TN + j]);
+    [[unroll]] for (uint j = 0u; j < TN; ++j) {
+        float b = bias_of(j);
+        [[unroll]] for (uint i = 0u; i < TM; ++i) store(i, j, y[i * TN + j] + b);
     }
 }

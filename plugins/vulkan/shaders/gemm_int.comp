@@ -64,9 +64,10 @@ void main() {
             }
         }
     }
-    // Not unrolled: where code is compiled for a CPU, stores would take half of the compiler's time.
-    [[dont_unroll]] for (uint i = 0u; i < TM; ++i) {
-        float s = x_scale[activation_row(i)];
-        [[dont_unroll]] for (uint j = 0u; j < TN; ++j) store(i, j, s * y[i * TN + j]);
+    float s[TM];
+    [[unroll]] for (uint i = 0u; i < TM; ++i) s[i] = x_scale[activation_row(i)];
+    [[unroll]] for (uint j = 0u; j < TN; ++j) {
+        float b = bias_of(j);
+        [[unroll]] for (uint i = 0u; i < TM; ++i) store(i, j, s[i] * y[i * TN + j] + b);
     }
 }

@@ -8,6 +8,7 @@ layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 1) const uint TM = 4u;
 layout(constant_id = 2) const uint TN = 4u;
 layout(constant_id = 3) const uint BITS = 8u;
+layout(constant_id = 4) const uint WIDE = 1u;  // whether results are float32
 
 #include "result.glsl"
 #include "zero.glsl"
@@ -21,7 +22,7 @@ layout(push_constant) uniform Push {
     uint row_stride;  // vec4 or uvec4 of a row of x
     uint pitch;       // elements of a row of the result
     uint first;       // the first column in result and bias
-    uint out_dtype;   // F32, F16 or BF16
+    uint out_dtype;   // F16 or BF16, unless WIDE
     uint zero_kind;   // NO_ZERO, INT_ZERO or FLOAT_ZERO
     uint has_bias;
     uint all_rows;    // int8: rows of x of all channel groups, where zero points and sums begin
@@ -63,11 +64,13 @@ uint activation_row(uint i) {
     return gl_WorkGroupID.z * push.rows + min(gl_WorkGroupID.y * TM + i, push.rows - 1u);
 }
 
+float bias_of(uint j) {
+    return push.has_bias != 0u ? bias[push.first + weight_row(j)] : 0.0;
+}
+
 void store(uint i, uint j, float y) {
     uint m = gl_WorkGroupID.y * TM + i;
     uint n = first_column() + j * gl_WorkGroupSize.x;
     if (m >= push.rows || n >= push.columns) return;
-    n += gl_WorkGroupID.z * push.columns + push.first;
-    y += push.has_bias != 0u ? bias[n] : 0.0;
-    store_float(m * push.pitch + n, y, push.out_dtype);
+    store_float(m * push.pitch + gl_WorkGroupID.z * push.columns + push.first + n, y, push.out_dtype);
 }

@@ -233,7 +233,8 @@ def rows_per_part(geometry: Geometry, largest: int) -> int:
 def upload(device: Device, weight: QTensor) -> DeviceWeight:
     """Copy a weight to the device. Raises `OutOfMemory`."""
     n, k = weight.shape
-    step = rows_per_part(Geometry.of(weight.format, n, k), device.description.limits.max_storage_range)
+    limits = device.description.limits
+    step = rows_per_part(Geometry.of(weight.format, n, k), min(limits.max_storage_range, limits.max_allocation))
     parts = [_upload_part(device, weight, first, min(step, n - first)) for first in range(0, n, step)]
     return DeviceWeight(Geometry.of(weight.format, n, k), weight.format, weight.scale.dtype, tuple(parts))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..builder import Builder, Ref, fold
 from ..device import Buffer
 from ..layout import ROWS, DeviceWeight
@@ -26,5 +28,5 @@ def convolve(
     zeros = part.scale if part.zero is None else part.zero
     weights: list[Ref | Buffer | None] = [part.codes, part.scale, zeros, None, None]
     refs = [source.x.ref, *weights, part.scale if bias is None else bias, out.ref]
-    constants = (LANES, *source.constants(g), g.bits, int(activation is not None))
+    constants = (LANES, *source.constants(g), g.bits, int(activation is not None), int(out.dtype == torch.float32))
     b.dispatch("conv_direct", constants, groups, push, refs)

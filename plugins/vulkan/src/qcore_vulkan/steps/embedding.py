@@ -21,5 +21,11 @@ def embedding(
         sizes = [count, g.k, part.padded_n, g.group, g.groups, g.blocks, y.pitch, NUMBERS[out_dtype], g.zero_kind]
         zero = part.scale if part.zero is None else part.zero
         refs = [part.codes, part.scale, zero, None, indices, None, None, y.ref]
-        b.dispatch("embedding", (LANES, g.bits), groups, [*sizes, groups[0], part.first, part.n], refs)
+        b.dispatch(
+            "embedding",
+            (LANES, g.bits, int(out_dtype == torch.float32)),
+            groups,
+            [*sizes, groups[0], part.first, part.n],
+            refs,
+        )
     return y

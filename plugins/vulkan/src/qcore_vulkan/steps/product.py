@@ -79,7 +79,11 @@ class Tile:
         else:
             refs += [None, x.ref, None]
         refs += [part.scale if bias is None else bias, out.ref]
-        b.dispatch(self.variant, (self.lanes, self.tm, self.tn, g.bits), groups, push, refs)
+        b.dispatch(self.variant, self.constants(g.bits, out.dtype), groups, push, refs)
+
+    def constants(self, bits: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """Specialization constants: lanes, TM, TN, BITS and WIDE."""
+        return self.lanes, self.tm, self.tn, bits, int(dtype == torch.float32)
 
 
 def tile(device: Device, op: str, m: int, geometry: Geometry, heads: int) -> Tile:
@@ -95,7 +99,7 @@ def tile(device: Device, op: str, m: int, geometry: Geometry, heads: int) -> Til
         tm, tn = 8 if m > 4 else 4, 8 if m > 4 and columns > _WIDE else 4
     if op == "gemm_float":
         return Tile("gemm_float", "float32", lanes, tm, tn, heads)
-    return Tile(int_variant(device, (lanes, tm, tn, geometry.bits)), "int8", lanes, tm, tn, heads)
+    return Tile(int_variant(device, (lanes, tm, tn, geometry.bits, 1)), "int8", lanes, tm, tn, heads)
 
 
 def multiply(

@@ -82,7 +82,8 @@ def new_rows(b: Builder, rows: int, columns: int, dtype: torch.dtype, out: Ref |
 
 def row_parts(b: Builder, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     """(start, count) of parts of the rows such that ``row_bytes`` of scratch memory for each do not become too much."""
-    largest = min(_LARGEST, b.device.description.limits.max_storage_range)
+    limits = b.device.description.limits
+    largest = min(_LARGEST, limits.max_storage_range, limits.max_allocation)
     step = max(1, largest // max(1, row_bytes) // PART) * PART
     for start in range(0, rows, step):
         mark = b.mark()
