@@ -44,6 +44,11 @@ def prefer(device: Device, problem: Problem, kernel: Kernel) -> None:
     _preferred[device.description.index, problem] = kernel
 
 
+def forget(device: Device, problem: Problem) -> None:
+    """Undo `prefer`."""
+    _preferred.pop((device.description.index, problem), None)
+
+
 def usable(device: Device, problem: Problem) -> Iterator[Kernel]:
     """The kernels that can serve a problem on this device, the presumably fastest first."""
     for kernel in candidates(device.description, problem):

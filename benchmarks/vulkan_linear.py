@@ -1,0 +1,305 @@
+"""Quantized linears on a Vulkan device, by the device's own timestamps.
+
+    python benchmarks/vulkan_linear.py [--device NAME] [--output benchmarks/results/DATE-vulkan-DEVICE.md]
+
+Prints Markdown. A product is timed with x and result in device memory, as inside a chain; copies of the weight take
+turns, so that no cache holds it. *Kernel* is the product's own dispatch with the barrier before it, *whole* adds the
+preparation of x (quantizing, padding, splitting). *Roof* is the share of the faster of two limits: bytes of the weight
+over the bandwidth of a copy on this device, or operations over the rate that the unit reaches with operands in
+registers, where that is known for the device. *Error* is the largest error over the largest that the contract allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from _table import header, markdown
+
+from qcore import LinearRequest, QTensor, Scheme
+from qcore.contracts import Problem as ContractProblem
+from qcore.contracts.linear import LINEAR
+from qcore_vulkan import device as devices
+from qcore_vulkan import native, steps
+from qcore_vulkan.builder import Builder, Place, Program, Ref
+from qcore_vulkan.device import Buffer, Device
+from qcore_vulkan.layout import DeviceWeight, upload
+from qcore_vulkan.steps import Rows, gpu
+from qcore_vulkan.steps.prepare import is_asymmetric
+from qcore_vulkan.steps.product import Problem, tile
+
+DTYPE = torch.bfloat16
+_CACHES = 240 << 20
+"""Bytes of copies of a weight that take turns: several times the second-level cache of any device."""
+
+RATES = {"NVIDIA H200": {"matrix f16": 620.0, "matrix int8": 1260.0, "dot": 115.0, "float32": 60.0}}
+"""Tera operations a second with operands in registers: matrices measured, the others lanes times clock."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A product to time.
+
+    **Fields:** ``units``: "any", "dot" (no cooperative matrices) or "none" (no integer dot products either);
+    ``target`` and ``peer`` (llama.cpp): microseconds, or tera operations a second where M is large.
+    """
+
+    scheme: str
+    m: int
+    k: int
+    n: int
+    units: str = "any"
+    target: float | None = None
+    peer: str = "-"
+
+
+LARGE = (14336, 4096)
+GPU = (
+    Cell("w4a16-g128", 1, *LARGE, target=14, peer="14.0"),
+    Cell("w8a16", 1, *LARGE, target=22, peer="28.9"),
+    Cell("w8a8", 1, *LARGE),
+    Cell("w4a16-g128", 1, 28672, 8192, target=48.9),
+    Cell("w8a16", 1, 28672, 8192, target=93.5),
+    Cell("w4a16-g128", 8, *LARGE, target=25, peer="60"),
+    Cell("w8a8", 8, *LARGE, target=30, peer="64"),
+    Cell("w4a8-g128", 8, *LARGE),
+    Cell("w8a16", 8, *LARGE),
+    Cell("w4a16-g128", 512, *LARGE, target=110, peer="95"),
+    Cell("w8a16", 512, *LARGE),
+    Cell("w8a8", 512, *LARGE, target=200, peer="80"),
+    Cell("w4a8-g128", 512, *LARGE),
+    Cell("w8a8", 512, *LARGE, "dot", 45, "39"),
+    Cell("w4a8-g128", 512, *LARGE, "dot", 45, "30"),
+    Cell("w4a16-g128", 512, *LARGE, "none", 28, "28"),
+)
+CPU = (
+    Cell("w8a8", 128, 1024, 1024),
+    Cell("w8a16", 128, 1024, 1024),
+    Cell("w4a16-g128", 128, 1024, 1024),
+    Cell("w4a8-g128", 128, 1024, 1024),
+    Cell("w8a8", 1, 1024, 1024),
+    Cell("w8a16", 1, 1024, 1024),
+    Cell("w4a16-g128", 1, 1024, 1024),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="its index or a part of its name")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no further cell is begun")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    device = devices.get(options.device)
+    text = report(device, time.perf_counter() + options.budget)
+    print(text)
+    if options.output:
+        options.output.write_text(text + "\n", encoding="utf-8")
+
+
+def report(device: Device, deadline: float) -> str:
+    d = device.description
+    facts = f"\n- Device: {d.name} ({d.type}), driver {d.driver_name} {d.driver_info}, Vulkan {d.api_version}"
+    bandwidth = _bandwidth(device)
+    facts += f"\n- Copy on the device: {bandwidth / 1e12:.2f} TB/s, read and written"
+    torch.manual_seed(0)
+    rows, weights = [], {}
+    for cell in GPU if device.profile == "gpu" else CPU:
+        if time.perf_counter() > deadline:
+            rows.append([_name(cell), "left out: the budget was spent", *["-"] * 7])
+            continue
+        key = (Scheme.parse(cell.scheme).weight, cell.k, cell.n)
+        if key not in weights:
+            weights = {key: Weights(device, *key)}
+        rows.append(_row(device, cell, weights[key], bandwidth))
+    columns = ("case", "kernel", "kernel us", "rate", "roof", "whole us", "target", "llama.cpp", "error")
+    calls = markdown(("call", "host us", "device us"), _calls(device))
+    return "\n".join([header("Vulkan: quantized linears") + facts, "", markdown(columns, rows), "", calls])
+
+
+def _name(cell: Cell) -> str:
+    units = {"any": "", "dot": ", no matrices", "none": ", neither"}[cell.units]
+    return f"{cell.scheme} M={cell.m} K={cell.k} N={cell.n}{units}"
+
+
+class Weights:
+    """A weight of random codes, and copies of it on the device."""
+
+    def __init__(self, device: Device, fmt: Any, k: int, n: int):
+        low, high = fmt.code_range
+        codes = torch.randint(low, high + 1, (n, k), dtype=torch.int8)
+        self.tensor = QTensor.from_codes(codes, torch.rand(fmt.groups(k), n) * 0.01 + 0.002, None, fmt)
+        first = upload(device, self.tensor)
+        count = max(2, -(-_CACHES // first.nbytes)) if device.profile == "gpu" else 2
+        self.copies = [first, *(_clone(device, first) for _ in range(count - 1))]
+
+
+def _clone(device: Device, weight: DeviceWeight) -> DeviceWeight:
+    return replace(weight, parts=tuple(replace(part, codes=_copy(device, part.codes)) for part in weight.parts))
+
+
+def _copy(device: Device, buffer: Buffer) -> Buffer:
+    copy, b = device.alloc(buffer.nbytes), Builder(device)
+    b.copy(Ref(buffer, 0, buffer.nbytes), Ref(copy, 0, buffer.nbytes))
+    b.program().run([], [])
+    return copy
+
+
+class Only(Builder):
+    """Records the steps of one variant alone; what the others made is still in scratch memory."""
+
+    variant = ""
+
+    def dispatch(self, variant: str, *args: Any, **options: Any) -> None:
+        if variant == self.variant:
+            super().dispatch(variant, *args, **options)
+
+    def copy(self, *args: Any, **options: Any) -> None:
+        pass
+
+
+def _row(device: Device, cell: Cell, weights: Weights, bandwidth: float) -> list[str]:
+    scheme, geometry = Scheme.parse(cell.scheme), weights.copies[0].geometry
+    op: Any = "gemm_float" if scheme.activation is None else "gemm_int"
+    asymmetric = scheme.activation is not None and is_asymmetric(scheme.activation)
+    problem = Problem(op, cell.m, geometry, DTYPE, DTYPE, asymmetric)
+    kernel: Any = tile(device, op, cell.m, geometry, 1)
+    if device.profile == "gpu":
+        kernel = gpu.choose(device, problem) if cell.units == "any" else _poorer(device, problem, cell.units)
+        gpu.prefer(device, problem, kernel)
+    x = torch.randn(cell.m, cell.k).to(DTYPE)
+    count = max(1, 24 // len(weights.copies)) * len(weights.copies) if cell.m <= 16 else len(weights.copies)
+    y = torch.empty(cell.m, cell.n, dtype=DTYPE)
+    whole = _median(_record(Builder(device), cell, weights, count), [x], [y]) / count
+    only = Only(device)
+    only.variant = kernel.variant
+    alone = _median(_record(only, cell, weights, count), [x], [torch.empty_like(y)]) / count
+    gpu.forget(device, problem)
+    return _cells(cell, kernel, weights.copies[0].nbytes, bandwidth, alone, whole, _error(cell, weights, x, y), device)
+
+
+def _poorer(device: Device, problem: Problem, units: str) -> Any:
+    """The kernel for a device without cooperative matrices, and without integer dot products."""
+    features = {**device.description.features, "integer_dot": units == "dot"}
+    poorer = replace(device.description, cooperative_matrix=(), features=features)
+    for kernel in gpu.candidates(poorer, problem):
+        try:
+            device.pipeline(kernel.variant, kernel.constants(problem.geometry), kernel.subgroup)
+        except native.Unsupported:
+            continue
+        return kernel
+    raise RuntimeError(f"no kernel for {problem}")
+
+
+def _record(b: Builder, cell: Cell, weights: Weights, count: int) -> Program:
+    """``count`` products of the same x, one after another."""
+    activation = Scheme.parse(cell.scheme).activation
+    x, y = _rows(b, cell.m, cell.k), _rows(b, cell.m, cell.n)
+    given, result = b.input(x.ref.bytes), b.output(y.ref.bytes)
+    b.copy(given, x.ref)
+    for i in range(count):
+        mark = b.mark()
+        steps.linear(b, x, weights.copies[i % len(weights.copies)], None, activation, None, DTYPE, out=y.ref)
+        b.rewind(mark)
+    b.copy(y.ref, result)
+    return b.program([_place(replace(x, ref=given))], [_place(replace(y, ref=result))], timed=True)
+
+
+def _rows(b: Builder, rows: int, columns: int) -> Rows:
+    ref = b.scratch(steps.rows_bytes(rows, columns, DTYPE))
+    return Rows(ref, rows, columns, steps.rows_pitch(columns, DTYPE), DTYPE)
+
+
+def _place(x: Rows) -> Place:
+    return Place(x.ref, x.rows, x.columns * x.dtype.itemsize, x.pitch * x.dtype.itemsize)
+
+
+def _median(program: Program, inputs: list[torch.Tensor], outputs: list[torch.Tensor], runs: int = 9) -> float:
+    """Microseconds on the device."""
+    program.run(inputs, outputs)
+    return statistics.median(program.run(inputs, outputs) or 0.0 for _ in range(runs))
+
+
+def _error(cell: Cell, weights: Weights, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Of the first columns and rows, by the contract."""
+    scheme, n, m = Scheme.parse(cell.scheme), min(cell.n, 64), min(cell.m, 64)
+    cpu = torch.device("cpu")
+    request = LinearRequest(cpu, DTYPE, DTYPE, n, cell.k, None, scheme.weight, scheme.activation, None, False, False)
+    problem = ContractProblem(request, x[:m], weights.tensor.narrow(0, 0, n))
+    return LINEAR.judge(problem, y[:m, :n].contiguous()).worst
+
+
+def _cells(
+    cell: Cell, kernel: Any, nbytes: int, bandwidth: float, alone: float, whole: float, error: float, device: Device
+) -> list[str]:
+    tera = 2e-6 * cell.m * cell.k * cell.n / alone
+    unit = {"coop_f16": "matrix f16", "coop_int8": "matrix int8", "gemm_int_shared_dot": "dot"}
+    rates = RATES.get(device.description.name, {})
+    peak = rates.get(unit.get(kernel.variant, "float32" if "float" in kernel.variant else ""), 0.0)
+    floor = max(nbytes / bandwidth * 1e6, 2e-6 * cell.m * cell.k * cell.n / peak if peak else 0.0)
+    rate = f"{tera:.1f} T/s" if cell.m > 16 else f"{nbytes / alone * 1e-6:.2f} TB/s"
+    reached = "-" if cell.target is None else f"{cell.target:g}{' T/s' if cell.m > 16 else ' us'}"
+    name = f"{kernel.variant} {_words(kernel)}"
+    times = (f"{alone:.1f}", rate, f"{floor / alone:.0%}", f"{whole:.1f}")
+    return [_name(cell), name, *times, reached, cell.peer, f"{error:.2f}"]
+
+
+def _words(kernel: Any) -> str:
+    """The sizes of a kernel."""
+    shape = getattr(kernel, "shape", kernel)
+    names = ("bm", "bn", "m", "n", "kb", "lanes", "r", "rows", "tn", "tm", "chunk", "digits")
+    return " ".join(f"{name}={getattr(shape, name)}" for name in names if hasattr(shape, name))
+
+
+def _bandwidth(device: Device) -> float:
+    """Bytes a second of a large copy, read and written."""
+    nbytes = (1 << 30) if device.profile == "gpu" else (1 << 24)
+    source, target, b = device.alloc(nbytes), device.alloc(nbytes), Builder(device)
+    b.copy(Ref(source, 0, nbytes), Ref(target, 0, nbytes))
+    return 2e6 * nbytes / _median(b.program(timed=True), [], [])
+
+
+def _calls(device: Device) -> list[list[str]]:
+    """Submitting and waiting: one small linear, and chains."""
+    found = []
+    for scheme in ("w8a8", "w4a16-g128"):
+        weight = upload(device, Weights(device, Scheme.parse(scheme).weight, 1024, 1024).tensor)
+        for layers in (1, 32):
+            run, gpu_us = _chain(device, Scheme.parse(scheme), weight, layers)
+            each = "" if layers == 1 else f", each of {layers} in a chain"
+            found.append([f"{scheme} M=1 K=N=1024{each}", f"{run / layers:.1f}", f"{gpu_us / layers:.1f}"])
+    return found
+
+
+def _chain(device: Device, scheme: Scheme, weight: DeviceWeight, layers: int) -> tuple[float, float]:
+    """Microseconds on the host and on the device."""
+    programs = []
+    for timed in (False, True):
+        b = Builder(device)
+        first = replace(_rows(b, 1, 1024), ref=b.input(steps.rows_bytes(1, 1024, DTYPE)))
+        x, out = first, b.output(first.ref.bytes)
+        for layer in range(layers):
+            last = out if layer + 1 == layers else None
+            x = steps.linear(b, x, weight, None, scheme.activation, None, DTYPE, out=last)
+        programs.append(b.program([_place(first)], [_place(x)], timed=timed))
+    given, result = torch.randn(1, 1024).to(DTYPE), torch.empty(1, 1024, dtype=DTYPE)
+    host = _host(lambda: programs[0].run([given], [result]))
+    return host, _median(programs[1], [given], [result], 50)
+
+
+def _host(call: Callable[[], object], runs: int = 300) -> float:
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Kernels for GPUs: right on whatever device there is, at the edges of their tiles, and chosen as they are meant to be.
+
+Kernels of cooperative matrices run where a device has them; what lavapipe lacks is covered on real GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from contract_problems import one_thread  # noqa: F401
+from vulkan_problems import run_conv2d, run_linear, vulkan  # noqa: F401
+
+from qcore import Format
+from qcore.contracts import CONV2D, LINEAR, Problem
+from qcore.contracts.inputs import Draw
+from qcore.contracts.inputs import Shape as Sizes
+from qcore.schemes import Scheme
+from qcore_vulkan import layout, native
+from qcore_vulkan.description import Matrix
+from qcore_vulkan.steps import gpu, product
+from qcore_vulkan.steps.gpu_kernels import CoopF16, CoopInt8, Digits, Kernel, Shape, SharedFloat, SharedInt
+
+FLOAT = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g48-asym", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
+INT = ("w8a8", "w8a8-aasym", "w8a8-asym", "w8a8-fzp-aasym", "w4a8-g32-asym-aasym", "w4a8-fzp", "w4a8-g48-asym-static")
+SIZES = ((1, 33, 200), (2, 8, 64), (5, 20, 77), (19, 40, 600))
+SMALL = Shape(16, 16, 4, 4, 2)
+
+
+def drawn(scheme: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> Problem:
+    draw = Draw(torch.Generator().manual_seed(m + n + k))
+    filled = draw.fill(Scheme.parse(scheme))
+    request = replace(LINEAR.request_for(filled, torch.device("cpu"), dtype, n, k), bias=True)
+    return draw.linear(request, Sizes("drawn", (m,), n, k, bias="same"), "", dtype)
+
+
+def assert_right(device, problem: Problem) -> None:
+    verdict = LINEAR.judge(problem, run_linear(device, problem))
+    assert verdict.ok, verdict.message
+
+
+def matrices() -> tuple[Matrix, ...]:
+    """Cooperative matrices as an NVIDIA GPU has them."""
+    shapes = (("f16", "f32", 16), ("s8", "s32", 32))
+    return tuple(Matrix(16, n, k, a, a, c, c, False, "subgroup") for n in (8, 16) for a, c, k in shapes)
+
+
+def digits(device, count: int, rows: int = 2, chunk: int = 4) -> Digits:
+    return Digits("gemv_digits_dot", count, 64, 2, rows, 1, chunk, device.description.subgroup.size)
+
+
+def only(monkeypatch, device, kernel) -> None:
+    """Let ``kernel`` (of a problem) serve every product of ``device``."""
+    monkeypatch.setattr(device, "profile", "gpu")
+    monkeypatch.setattr(gpu, "choose", lambda _device, problem: kernel(problem))
+
+
+@pytest.mark.parametrize("scheme", FLOAT)
+def test_digits_of_floats(vulkan, monkeypatch, scheme):  # noqa: F811
+    only(monkeypatch, vulkan, lambda problem: digits(vulkan, 4 if problem.x_dtype == torch.float32 else 3))
+    for m, n, k in SIZES:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert_right(vulkan, drawn(scheme, m, n, k, dtype))
+
+
+@pytest.mark.parametrize("scheme", INT)
+def test_digits_of_int8(vulkan, monkeypatch, scheme):  # noqa: F811
+    only(monkeypatch, vulkan, lambda _: digits(vulkan, 1))
+    for m, n, k in SIZES:
+        assert_right(vulkan, drawn(scheme, m, n, k))
+
+
+def test_digits_of_what_floats_can_be(vulkan, monkeypatch):  # noqa: F811
+    only(monkeypatch, vulkan, lambda problem: digits(vulkan, 4 if problem.x_dtype == torch.float32 else 3))
+    for dtype in (torch.float32, torch.float16):
+        for case in LINEAR.cases([Scheme.parse("w4a16-g32")], [dtype]):
+            if any(part in case.id for part in ("large-x", "zero-", "outliers", "tiny", "extreme", "strided")):
+                assert_right(vulkan, case.build(3))
+
+
+@pytest.mark.parametrize("scheme", FLOAT)
+def test_shared_tiles_of_floats(vulkan, monkeypatch, scheme):  # noqa: F811
+    only(monkeypatch, vulkan, lambda _: SharedFloat(SMALL))
+    for m, n, k in SIZES:
+        assert_right(vulkan, drawn(scheme, m, n, k, torch.bfloat16))
+
+
+@pytest.mark.parametrize("variant", ["gemm_int_shared_dot", "gemm_int_shared_plain"])
+@pytest.mark.parametrize("scheme", INT)
+def test_shared_tiles_of_int8(vulkan, monkeypatch, scheme, variant):  # noqa: F811
+    only(monkeypatch, vulkan, lambda _: SharedInt(variant, SMALL))
+    for m, n, k in SIZES:
+        assert_right(vulkan, drawn(scheme, m, n, k))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a8"])
+def test_columns_of_convolutions(vulkan, monkeypatch, scheme):  # noqa: F811
+    only(monkeypatch, vulkan, lambda problem: digits(vulkan, 1 if problem.op == "gemm_int" else 4))
+    for case in list(CONV2D.cases([Scheme.parse(scheme)], [torch.float32]))[::4]:
+        problem = case.build(4)
+        if problem.x.numel():
+            verdict = CONV2D.judge(problem, run_conv2d(vulkan, problem))
+            assert verdict.ok, (case.id, verdict.message)
+
+
+def problem(op: str, m: int, fmt: str, dtype: torch.dtype, n: int = 4096, k: int = 4096) -> product.Problem:
+    return product.Problem(op, m, layout.Geometry.of(Format.parse(fmt), n, k), dtype, dtype, False)
+
+
+@pytest.fixture
+def rich(vulkan):  # noqa: F811
+    """The description of a GPU that has everything."""
+    d = vulkan.description
+    return replace(
+        d,
+        type="discrete",
+        cooperative_matrix=matrices(),
+        features={**d.features, "integer_dot": True},
+        subgroup=replace(d.subgroup, size=32, min=32, max=32, control=True),
+        limits=replace(d.limits, cores=132, shared_memory=49152, max_storage_range=(1 << 32) - 1),
+    )
+
+
+def first(description, *args) -> Kernel:
+    return next(gpu.candidates(description, problem(*args)))
+
+
+def test_the_order_of_capabilities(rich):
+    half = torch.float16
+    assert first(rich, "gemm_float", 512, "int4-g128", half).variant == "coop_f16"
+    assert first(rich, "gemm_float", 512, "int4-g128", torch.float32).variant == "gemm_float_shared"
+    assert first(rich, "gemm_int", 512, "int8", half).variant == "coop_int8"
+    assert first(rich, "gemm_int", 512, "int8-asym", half).variant == "gemm_int_shared_dot"
+    poor = replace(rich, cooperative_matrix=())
+    assert first(poor, "gemm_float", 512, "int4-g128", half).variant == "gemm_float_shared"
+    assert first(poor, "gemm_int", 512, "int4-g128", half).variant == "gemm_int_shared_dot"
+    assert first(poor, "gemm_float", 1, "int4-g128", half).variant == "gemv_digits_dot"
+    poorest = replace(poor, features={**poor.features, "integer_dot": False})
+    assert first(poorest, "gemm_int", 512, "int8", half).variant == "gemm_int_shared_plain"
+    assert first(poorest, "gemm_float", 1, "int4-g128", half).variant == "gemm_float_shared"
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int8-g32", "int4-g32", "int4-g96", "int4-g128", "int4-g512"])
+@pytest.mark.parametrize("op", ["gemm_float", "gemm_int"])
+def test_tiles_fit_into_shared_memory_and_groups(rich, op, fmt):
+    for m in (1, 8, 16, 100, 512):
+        asked = problem(op, m, fmt, torch.bfloat16, k=1536)
+        for kernel in gpu.candidates(rich, asked):
+            shape = getattr(kernel, "shape", None)
+            if isinstance(kernel, (CoopF16, CoopInt8)):
+                assert asked.geometry.blocks % shape.blocks(asked.geometry) == 0
+            if shape is not None:
+                width = 1 if asked.op == "gemm_int" else 2
+                assert shape.shared_memory(asked.geometry, width) <= rich.limits.shared_memory
+            if kernel.variant == "gemv_coop":
+                assert asked.geometry.groups == 1 or asked.geometry.blocks % kernel.chunk == 0
+
+
+def test_more_rows_never_read_the_weight_by_rows(rich):
+    for m in (17, 64, 4096):
+        for op in ("gemm_float", "gemm_int"):
+            assert "gemv" not in first(rich, op, m, "int8", torch.bfloat16).variant
+
+
+def test_a_kernel_that_the_compiler_refuses_is_passed_over(rich):
+    class Refusing:
+        description, profile = rich, "gpu"
+
+        def pipeline(self, variant, _constants, _subgroup):
+            if "coop" in variant:
+                raise native.Unsupported(variant)
+
+    asked = problem("gemm_float", 512, "int4-g128", torch.float16)
+    assert gpu.choose(Refusing(), asked).variant == "gemm_float_shared"
+
+
+def test_a_preferred_kernel_serves(vulkan, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(vulkan, "profile", "gpu")
+    asked, kernel = problem("gemm_int", 300, "int8", torch.float16), SharedInt("gemm_int_shared_dot", SMALL)
+    gpu.prefer(vulkan, asked, kernel)
+    assert gpu.choose(vulkan, asked) is kernel
+    gpu.forget(vulkan, asked)
+    assert gpu.choose(vulkan, asked) != kernel
