@@ -113,14 +113,18 @@ def test_results_that_overflow_float16_are_infinite(vulkan):  # noqa: F811
     assert LINEAR.judge(problem, y).ok
 
 
-@pytest.mark.parametrize("scheme", ["w8a8-asym-aasym", "w4a8-g32-asym"])
-def test_without_an_integer_dot_product_results_are_the_same(vulkan, scheme, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("scheme", ["w8a8-asym-aasym", "w4a8-g32-asym", "w8a16-g32", "w4a16-fzp"])
+def test_results_are_the_same_by_whatever_instructions(vulkan, scheme, monkeypatch):  # noqa: F811
     problem = drawn(scheme, 9, 20, 160)
     results = []
-    for variant in ("gemm_int_dot", "gemm_int_plain"):
-        monkeypatch.setattr(product, "int_variant", lambda *_, name=variant: name)
+    for integer, floating in (("gemm_int_dot", "gemm_float"), ("gemm_int_plain", "gemm_float_long")):
+        monkeypatch.setattr(product, "int_variant", lambda _, name=integer: name)
+        monkeypatch.setattr(product, "float_variant", lambda _, name=floating: name)
         results.append(run_linear(vulkan, problem))
-    assert torch.equal(*results)
+    monkeypatch.undo()
+    results.append(run_linear(vulkan, problem))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("scheme", ["w8a8-g64-asym-aasym", "w4a16-g32-asym"])

@@ -42,8 +42,9 @@ def test_sources_and_modules_belong_together():
 
 def test_the_device_compiles_every_tile(vulkan):  # noqa: F811
     for name in variants.TILES:
-        if name != "gemm_int_dot" or vulkan.description.features["integer_dot"]:
-            vulkan.pipeline(name, (8,))
+        needed = "integer_dot" if "dot" in name else "int64" if "long" in name else "timeline"
+        if vulkan.description.features[needed]:
+            assert vulkan.pipeline(name, (8,)) >= 0
 
 
 def matrices() -> tuple[Matrix, ...]:
@@ -95,21 +96,31 @@ class Stand:
     """A device whose compiler knows some variants."""
 
     description: Description
+    profile: str
     known: tuple[str, ...]
 
-    def pipeline(self, variant, _constants):
+    def pipeline(self, variant):
         if variant not in self.known:
             raise native.Unsupported(variant)
 
 
 @pytest.mark.parametrize(
-    ("features", "known", "expected"),
+    ("profile", "features", "known", "expected"),
     [
-        ({"integer_dot": True}, ("gemm_int_dot",), "gemm_int_dot"),
-        ({"integer_dot": True}, (), "gemm_int_plain"),
-        ({}, ("gemm_int_dot",), "gemm_int_plain"),
+        ("gpu", ("integer_dot", "int64"), ("gemm_int_dot", "gemm_int_long"), "gemm_int_dot"),
+        ("gpu", ("integer_dot",), (), "gemm_int_plain"),
+        ("gpu", (), ("gemm_int_dot",), "gemm_int_plain"),
+        ("cpu", ("integer_dot", "int64"), ("gemm_int_dot", "gemm_int_long"), "gemm_int_long"),
+        ("cpu", ("integer_dot", "int64"), ("gemm_int_dot",), "gemm_int_dot"),
+        ("cpu", ("integer_dot",), ("gemm_int_dot", "gemm_int_long"), "gemm_int_dot"),
     ],
 )
-def test_integer_dot_products_are_used_where_the_device_has_them(vulkan, features, known, expected):  # noqa: F811
-    device = Stand(replace(vulkan.description, features=features), known)
-    assert variants.int_variant(device, (8, 1, 4, 8)) == expected
+def test_tiles_use_what_the_device_has(vulkan, profile, features, known, expected):  # noqa: F811
+    description = replace(vulkan.description, features=dict.fromkeys(features, True))
+    assert variants.int_variant(Stand(description, profile, known)) == expected
+
+
+def test_long_words_are_for_cpus(vulkan):  # noqa: F811
+    description = replace(vulkan.description, features={"int64": True})
+    assert variants.float_variant(Stand(description, "cpu", ("gemm_float_long",))) == "gemm_float_long"
+    assert variants.float_variant(Stand(description, "gpu", ("gemm_float_long",))) == "gemm_float"

@@ -5,18 +5,21 @@
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
 #extension GL_EXT_shader_16bit_storage : require
+#ifdef LONG
+#extension GL_EXT_shader_explicit_arithmetic_types_int64 : require
+#endif
 
 #include "formats.glsl"
 #include "tile.glsl"
 
-layout(binding = 4) readonly buffer Activations { vec4 activations[]; };
+layout(binding = 4) readonly buffer Activations { VECTOR activations[]; };
 
 float part[TM * TN];
 
 // Four k: `word` holds a byte of each column's code for each of them, x begins at vector `place` of each row.
 void multiply(uint word[TN], uint row[TM], uint place, float s[TN], float b[TN]) {
     vec4 x[TM];
-    [[unroll]] for (uint i = 0u; i < TM; ++i) x[i] = activations[row[i] + place];
+    [[unroll]] for (uint i = 0u; i < TM; ++i) x[i] = uintBitsToFloat(words_of(activations[row[i] + place]));
     [[unroll]] for (uint j = 0u; j < TN; ++j) {
         vec4 u = BITS == 4u ? vec4(unpack_unsigned(word[j])) : vec4(unpack_bytes(word[j]));
         vec4 w = fma(u, vec4(s[j]), vec4(b[j]));

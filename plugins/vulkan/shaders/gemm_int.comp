@@ -8,13 +8,16 @@
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
 #extension GL_EXT_shader_16bit_storage : require
+#ifdef LONG
+#extension GL_EXT_shader_explicit_arithmetic_types_int64 : require
+#endif
 
 #include "formats.glsl"
 #include "dot.glsl"
 #include "tile.glsl"
 
 layout(binding = 3) readonly buffer Sums { int sums[]; };
-layout(binding = 4) readonly buffer Activations { uvec4 activations[]; };
+layout(binding = 4) readonly buffer Activations { VECTOR activations[]; };
 layout(binding = 5) readonly buffer Parameters { float x_scale[]; };
 layout(binding = 5) readonly buffer IntParameters { int x_int[]; };
 
@@ -22,7 +25,7 @@ int acc[TM * TN];
 
 void multiply(uint step, uint column[TN], uint row[TM]) {
     uvec4 x[TM];
-    [[unroll]] for (uint i = 0u; i < TM; ++i) x[i] = activations[row[i] + step];
+    [[unroll]] for (uint i = 0u; i < TM; ++i) x[i] = words_of(activations[row[i] + step]);
     [[unroll]] for (uint j = 0u; j < TN; ++j) {
         uvec4 w = weight_words(column[j], step);
         [[unroll]] for (uint i = 0u; i < TM; ++i) {

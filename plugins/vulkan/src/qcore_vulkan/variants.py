@@ -1,25 +1,39 @@
-"""Which SPIR-V modules this package has, and which of them a device takes."""
+"""Which SPIR-V modules serve every device, and which of them a device takes."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from .device import Device
 from .native import Unsupported
 
 TILES = (
-    "prepare", "quantize", "gemm_float", "gemm_int_dot", "gemm_int_plain", "conv_direct", "finish", "embedding",
-    "elementwise",
+    "prepare", "quantize", "gemm_float", "gemm_float_long", "gemm_int_dot", "gemm_int_plain", "gemm_int_long",
+    "conv_direct", "finish", "embedding", "elementwise",
 )  # fmt: skip
 """Modules that together serve every request."""
 
 
-def int_variant(device: Device, constants: Sequence[int]) -> str:
-    """The tile for int8 activations: with integer dot products where the device has them and its compiler is able."""
-    if not device.description.features.get("integer_dot"):
-        return "gemm_int_plain"
-    try:
-        device.pipeline("gemm_int_dot", constants)
-    except Unsupported:
-        return "gemm_int_plain"
-    return "gemm_int_dot"
+def float_variant(device: Device) -> str:
+    """The tile for float activations."""
+    return _first(device, *_long(device, "gemm_float_long"), "gemm_float")
+
+
+def int_variant(device: Device) -> str:
+    """The tile for int8 activations: with integer dot products where the device has them."""
+    dot = ("gemm_int_dot",) if device.description.features.get("integer_dot") else ()
+    return _first(device, *_long(device, "gemm_int_long"), *dot, "gemm_int_plain")
+
+
+def _long(device: Device, variant: str) -> tuple[str, ...]:
+    """A CPU loads 64-bit words faster, and makes integer dot products of the same instructions as anything else."""
+    return (variant,) if device.profile == "cpu" and device.description.features.get("int64") else ()
+
+
+def _first(device: Device, *variants: str) -> str:
+    """The first that the device's compiler is able to compile; the last is taken as it is."""
+    for variant in variants[:-1]:
+        try:
+            device.pipeline(variant)
+        except Unsupported:
+            continue
+        return variant
+    return variants[-1]

@@ -13,7 +13,7 @@ from qcore import PluginError
 from ..builder import Builder, Ref
 from ..device import Buffer, Device
 from ..layout import DeviceWeight, Geometry, Part
-from ..variants import int_variant
+from ..variants import float_variant, int_variant
 from .prepare import Activation, Source, is_asymmetric, prepare_float, quantize
 from .rows import NUMBERS, FloatRows, Int8Rows, Rows
 
@@ -98,8 +98,8 @@ def tile(device: Device, op: str, m: int, geometry: Geometry, heads: int) -> Til
     else:
         tm, tn = 8 if m > 4 else 4, 8 if m > 4 and columns > _WIDE else 4
     if op == "gemm_float":
-        return Tile("gemm_float", "float32", lanes, tm, tn, heads)
-    return Tile(int_variant(device, (lanes, tm, tn, geometry.bits, 1)), "int8", lanes, tm, tn, heads)
+        return Tile(float_variant(device), "float32", lanes, tm, tn, heads)
+    return Tile(int_variant(device), "int8", lanes, tm, tn, heads)
 
 
 def multiply(
