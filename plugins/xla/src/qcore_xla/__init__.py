@@ -1,0 +1,6 @@
+"""qcore-xla: quantized kernels on XLA, for TPUs, GPUs and CPUs; a plugin of qcore.
+
+qcore finds `qcore_xla.plugin` by its entry point. Importing this imports neither JAX nor a backend of torch.
+"""
+
+__version__ = "26.11.0"

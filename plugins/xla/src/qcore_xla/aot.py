@@ -1,0 +1,189 @@
+"""Compile JAX functions for TPUs ahead of time, with libtpu and no TPU, and see what the compiler made of them.
+
+libtpu reads `ENVIRONMENT` when it is loaded, so a process that compiles here sets it before its first use of JAX;
+nothing is set behind anybody's back. Bytes and steps are facts of the program. Times are not: the compiler's own
+estimates (``optimal_seconds``) count bytes twice and can be negative, so they are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # what runs; the TPU is only compiled for
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # otherwise a second process aborts on libtpu's lock file
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask for a topology
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+"""What libtpu wants to find in the environment of a process on a machine without a TPU."""
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+"""The smallest topology of each generation, as libtpu writes it."""
+
+NO_INT8 = frozenset({"v4", "tpu7x"})
+"""Generations whose matrix units multiply no int8 (JAX's ``TpuInfo``): on these, weight-only quantization pays."""
+
+_PREFETCH = {"copy-start", "copy-done"}
+_VIEWS = {"bitcast", "get-tuple-element", "tuple", "parameter", "constant"}
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16, "s64": 64, "f64": 64}
+_ENTRY = re.compile(r"^ENTRY .*?^}", re.DOTALL | re.MULTILINE)
+_STEP = re.compile(r"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w\-]+)\((?P<rest>.*)$")
+_ARRAY = re.compile(r"\b([a-z]+[0-9]*)\[([0-9,]*)\]")
+_PRODUCT = re.compile(r"= ([a-z0-9]+)\[[^=]* (?:dot|convolution)\(")
+
+
+def why_not(generation: str) -> str:
+    """Why this process cannot compile for ``generation``; empty where it can be tried."""
+    if generation not in TOPOLOGIES:
+        return f"no TPU generation is called {generation!r}; there are {', '.join(TOPOLOGIES)}."
+    missing = [f"{name}={value}" for name, value in ENVIRONMENT.items() if name not in os.environ]
+    if missing:
+        return "libtpu without a TPU needs these in the environment before JAX is used:\n" + " ".join(missing)
+    return ""
+
+
+def why_not_int8(generation: str) -> str:
+    """Why int8 activations are refused on a generation; empty where its matrix units take them."""
+    if generation not in NO_INT8:
+        return ""
+    return (
+        f"the matrix units of TPU {generation} multiply no int8 (v5e, v5p and v6e do), so int8 activations would only "
+        f"cost time; use a weight-only scheme such as w8a16 or w4a16-g128."
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of a compiled program that is not a view.
+
+    **Fields:** ``op``: e.g. ``"fusion"``; ``nbytes``: of what it writes; ``reads``: names of the parameters it reads, by
+    views and prefetches; ``reads_steps``: whether it reads anything that another step has written.
+    """
+
+    name: str
+    op: str
+    nbytes: int
+    reads: frozenset[int]
+    reads_steps: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the compiler made of a function.
+
+    **Fields:** ``steps``, but for prefetches into on-chip memory and steps that depend on no input; ``products``: the
+    element type of each dot's result; ``bytes_accessed`` as the compiler counts them; ``temporary``: bytes of HBM beside
+    arguments and results; ``text``: the program.
+    """
+
+    generation: str
+    steps: tuple[Step, ...]
+    products: tuple[str, ...]
+    bytes_accessed: int
+    temporary: int
+    text: str
+
+    @property
+    def fusions(self) -> int:
+        """How many steps are fusions or kernels of our own."""
+        return sum(step.op in {"fusion", "custom-call"} for step in self.steps)
+
+    def readers(self, parameter: int) -> list[Step]:
+        """The steps that read a parameter from memory."""
+        return [step for step in self.steps if parameter in step.reads]
+
+    def largest(self) -> int:
+        """Bytes of the largest thing that any step writes, on chip or off."""
+        return max((step.nbytes for step in self.steps), default=0)
+
+
+def compile_for(generation: str, function: Callable[..., Any], *specs: tuple[Sequence[int], Any]) -> Program:
+    """Compile ``function`` of arrays ``(shape, dtype)`` for one core of a TPU generation.
+
+    Raises `ValueError` with a reason where this process cannot; what the compiler itself refuses comes as it is.
+    """
+    if reason := why_not(generation):
+        raise ValueError(reason)
+    import jax
+
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=_core(generation)) for shape, dtype in specs]
+    compiled = jax.jit(function, keep_unused=True).lower(*arguments).compile()
+    text = str(compiled.as_text())
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    counted = int((cost or {}).get("bytes accessed", 0))
+    return Program(generation, steps_of(text), products_of(text), counted, _temporary(memory), text)
+
+
+@lru_cache(maxsize=None)
+def _core(generation: str) -> Any:
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+
+    description = topologies.get_topology_desc(topology_name=TOPOLOGIES[generation], platform="tpu")
+    return SingleDeviceSharding(description.devices[0])
+
+
+def _temporary(memory: Any) -> int:
+    return 0 if memory is None else int(memory.temp_size_in_bytes)
+
+
+def products_of(text: str) -> tuple[str, ...]:
+    """The element type of every dot or convolution in a program's text, e.g. ``("s32",)``."""
+    return tuple(_PRODUCT.findall(text))
+
+
+def steps_of(text: str) -> tuple[Step, ...]:
+    """What the entry computation of a program does, in order; see `Program`."""
+    entry = _ENTRY.search(text)
+    return tuple(_steps(entry.group(0).splitlines()[1:-1])) if entry else ()
+
+
+def _steps(lines: list[str]) -> Iterator[Step]:
+    sources: dict[str, frozenset[int]] = {}  # parameters seen through views and prefetches
+    written: dict[str, bool] = {}  # whether there is anything of another step in it
+    for line in lines:
+        found = _STEP.match(line)
+        if not found:
+            continue
+        name, op = found["name"], found["op"]
+        operands = _operands(found["rest"])
+        reads = frozenset().union(*(sources.get(operand, frozenset()) for operand in operands))
+        of_steps = any(written.get(operand, False) for operand in operands)
+        if op == "parameter":
+            reads = frozenset({int(found["rest"].split(")")[0])})
+        if op in _VIEWS or op in _PREFETCH:
+            sources[name], written[name] = reads, of_steps
+            continue
+        # What is made from nothing (a table of shifts, zeros) counts as a constant.
+        written[name] = bool(reads) or of_steps
+        if written[name]:
+            yield Step(name, op, _nbytes(found["type"]), reads, of_steps)
+
+
+def _operands(rest: str) -> list[str]:
+    """Names inside the parentheses of a call, whose opening one has been read."""
+    depth = 1
+    for i, character in enumerate(rest):
+        depth += (character == "(") - (character == ")")
+        if not depth:
+            return re.findall(r"%([\w.\-]+)", rest[:i])
+    return []
+
+
+def _nbytes(type_text: str) -> int:
+    total = 0
+    for dtype, dimensions in _ARRAY.findall(type_text):
+        count = 1
+        for dimension in filter(None, dimensions.split(",")):
+            count *= int(dimension)
+        total += count * _BITS.get(dtype, 32) // 8
+    return total

@@ -1,0 +1,31 @@
+"""``y = W[indices]`` with W int8 or int4: gathers the rows asked for and dequantizes only those."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from .codes import length, planes
+from .form import Form
+
+
+def embedding(indices: Array, data: Array, scale: Array, zero: Array | None, *, form: Form) -> Array:
+    """Rows of a table: indices ``(n,)`` int32 in ``0..V-1`` to ``(n, D)``.
+
+    ``data``: codes as in `codes`, ``(V, D)``. ``scale``, ``zero``: ``(V, G)``; zero int8 is subtracted from codes, a
+    float is added to ``q * s``.
+    """
+    rows = planes(_taken(data, indices), 1, jnp.dtype(jnp.float32))
+    values = rows.reshape(indices.shape[0], scale.shape[1], length(data, 1) // scale.shape[1])
+    s = _taken(scale, indices).astype(jnp.float32)[:, :, None]
+    if zero is not None:
+        z = _taken(zero, indices).astype(jnp.float32)[:, :, None]
+        values = (values - z) * s if zero.dtype == jnp.int8 else values * s + z
+    else:
+        values = values * s
+    return values.reshape(indices.shape[0], -1).astype(form.out_dtype)
+
+
+def _taken(table: Array, indices: Array) -> Array:
+    # Indices have been checked; the mode only saves the comparison.
+    return jnp.take(table, indices, axis=0, mode="clip")

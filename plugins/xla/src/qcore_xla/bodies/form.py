@@ -1,0 +1,24 @@
+"""`Form`: what a body has to know before it is traced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Activation: TypeAlias = Literal["float", "symmetric", "asymmetric", "given"]
+"""How x is quantized: not at all, per token by its own range with or without a zero point, or by given parameters."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The static part of a call; everything else is arrays.
+
+    **Fields:** ``activation``; ``out_dtype``: a name of NumPy's, e.g. ``"bfloat16"``; ``requantize``: whether results
+    become int8 codes; ``scan``: slices of the weight one after another, so that only one is dequantized at a time
+    (CPUs), or all in one product (TPUs and GPUs, which unpack in registers).
+    """
+
+    activation: Activation = "float"
+    out_dtype: str = "float32"
+    requantize: bool = False
+    scan: bool = False

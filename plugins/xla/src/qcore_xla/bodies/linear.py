@@ -1,0 +1,161 @@
+"""``y = A(x) @ W^T + bias`` with W int8 or int4, per channel or in groups, with or without zero points.
+
+With ``x = s_x (q_x - z_x)`` per token and ``W = s q + added`` per group (an integer zero point z means added = -s z)::
+
+    y = s_x * (sum over groups of s * (q_x @ q)  +  xsum @ added  -  z_x * colsum) + bias
+
+where xsum holds the sums of q_x per group and colsum the sums of W along K. Scales come after the products of codes,
+which are exact int32 sums where activations are int8. Float activations are the case ``s_x = 1, z_x = 0``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .codes import length, planes
+from .form import Form
+from .quantize import activations, requantized
+
+
+def linear(
+    x: Array, data: Array, scale: Array, zero: Array | None, bias: Array | None,
+    colsum: Array | None = None, mask: Array | None = None,
+    x_scale: Array | None = None, x_zero: Array | None = None,
+    out_scale: Array | None = None, out_zero: Array | None = None,
+    *, form: Form,
+) -> Array:  # fmt: skip
+    """Multiply x ``(M, K)``, float or int8 codes, with a packed weight, giving ``(M, N)``.
+
+    ``data``: codes as in `codes`, ``(N, K)`` per channel, or ``(S, b, N)``: S slices of b along K, a group or a part
+    of one each. ``scale``, ``zero``: ``(G, N)``, S a multiple of G; zero int8 is subtracted from codes, a float is
+    added to ``q * s``. ``bias``: ``(N,)``. ``colsum``: ``(N,)`` float32, where activations have zero points.
+    ``mask``: int8 ``(K,)``, 0 for columns of x that are padding: 0 has the code z_x, which must not count in xsum.
+    ``x_scale``, ``x_zero``, ``out_scale``, ``out_zero``: ``(M,)`` or ``(1,)``, where they are given. Where data holds
+    more columns than x, they are 0.
+    """
+    codes, s_x, z_x = activations(x, form.activation, x_scale, x_zero)
+    if mask is not None:
+        codes = codes * mask
+    y, columns = _product(codes, data, scale, form)
+    if zero is not None:
+        y = y + _dot(_group_sums(columns, scale.shape[0]), _added(scale, zero))
+    if z_x is not None:
+        assert colsum is not None
+        y = y - z_x * colsum
+    if s_x is not None:
+        y = y * s_x
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return requantized(y, out_scale, out_zero) if form.requantize else y.astype(form.out_dtype)
+
+
+def grouped(
+    x: Array, data: Array, scale: Array, zero: Array | None, bias: Array | None,
+    colsum: Array | None = None, mask: Array | None = None,
+    x_scale: Array | None = None, x_zero: Array | None = None,
+    out_scale: Array | None = None, out_zero: Array | None = None,
+    *, form: Form,
+) -> Array:  # fmt: skip
+    """`linear` for H channel groups at once: x ``(H, M, K)``, each with a weight, scales and a bias of its own."""
+    axes = [0, 0, 0, *(None if part is None else 0 for part in (zero, bias, colsum)), *[None] * 5]
+    arrays = (x, data, scale, zero, bias, colsum, mask, x_scale, x_zero, out_scale, out_zero)
+    y: Array = jax.vmap(partial(linear, form=form), in_axes=axes)(*arrays)
+    return y
+
+
+def _added(scale: Array, zero: Array) -> Array:
+    """What a zero point adds to each weight of a group, ``(G, N)`` float32."""
+    wide = zero.astype(jnp.float32)
+    return -wide * scale.astype(jnp.float32) if zero.dtype == jnp.int8 else wide
+
+
+def _product(x: Array, data: Array, scale: Array, form: Form) -> tuple[Array, Array]:
+    """``sum over groups of scale * (x @ codes)`` float32 ``(M, N)``, and x padded to the columns of data."""
+    s = scale.astype(jnp.float32)
+    if data.ndim == 2:
+        x = _padded(x, length(data, 1))
+        w = planes(data, 1, x.dtype)
+        return s[0] * _contract(x.reshape(x.shape[0], *w.shape[1:]), w, (1, 2), (1, 2)).astype(jnp.float32), x
+    x = _padded(x, data.shape[0] * length(data, 1))
+    slices = x.reshape(x.shape[0], data.shape[0], -1)
+    return (_in_turn if form.scan else _at_once)(slices, data, s), x
+
+
+def _at_once(x: Array, data: Array, scale: Array) -> Array:
+    """x ``(M, S, b)``, all slices in one batched product."""
+    w = planes(data, 1, x.dtype)
+    parts = x.reshape(*x.shape[:2], *w.shape[1:3])
+    products = _contract(parts, w, (2, 3), (1, 2), batch=(1, 0))
+    groups = scale.shape[0]
+    if groups < data.shape[0]:  # slices of one group share a scale
+        products = products.reshape(groups, -1, *products.shape[1:]).sum(1)
+    if groups == 1:
+        return scale * products[0].astype(jnp.float32)
+    return jnp.sum(products.astype(jnp.float32) * scale[:, None, :], axis=0)
+
+
+def _in_turn(x: Array, data: Array, scale: Array) -> Array:
+    """x ``(M, S, b)``, slice after slice."""
+    groups, each = scale.shape[0], data.shape[0] // scale.shape[0]
+    xs = lax.transpose(x, (1, 0, 2))
+    if groups == 1:
+        return scale * _sum_of_slices(xs, data).astype(jnp.float32)
+    xs, ws = xs.reshape(groups, each, *xs.shape[1:]), data.reshape(groups, each, *data.shape[1:])
+
+    def step(y: Array, group: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        x_g, w_g, s_g = group
+        return y + s_g * _sum_of_slices(x_g, w_g).astype(jnp.float32), None
+
+    y: Array = lax.scan(step, jnp.zeros((x.shape[0], data.shape[-1]), jnp.float32), (xs, ws, scale))[0]
+    return y
+
+
+def _sum_of_slices(x: Array, data: Array) -> Array:
+    """x ``(S, M, b)`` times data ``(S, b, N)`` summed over S: int32 for codes, else float32."""
+    if data.shape[0] == 1:
+        return _slice_product(x[0], data[0])
+
+    def step(y: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
+        return y + _slice_product(*part), None
+
+    y: Array = lax.scan(step, jnp.zeros((x.shape[1], data.shape[-1]), _sum_dtype(x)), (x, data))[0]
+    return y
+
+
+def _slice_product(x: Array, data: Array) -> Array:
+    w = planes(data, 0, x.dtype)
+    return _contract(x.reshape(x.shape[0], *w.shape[:2]), w, (1, 2), (0, 1))
+
+
+def _contract(
+    x: Array, w: Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...], batch: tuple[int, int] | None = None
+) -> Array:
+    batches = ((), ()) if batch is None else ((batch[0],), (batch[1],))
+    wide = x.dtype == jnp.float32  # otherwise an accelerator would round such factors to fewer bits
+    return lax.dot_general(
+        x, w, ((x_dims, w_dims), batches),
+        precision=lax.Precision.HIGHEST if wide else None, preferred_element_type=_sum_dtype(x),
+    )  # fmt: skip
+
+
+def _sum_dtype(x: Array) -> type:
+    return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return _contract(a, b, (1,), (0,))
+
+
+def _group_sums(x: Array, groups: int) -> Array:
+    """x ``(M, K)`` to float32 ``(M, G)``."""
+    wide = x.astype(_sum_dtype(x))
+    return wide.reshape(x.shape[0], groups, -1).sum(-1).astype(jnp.float32)
+
+
+def _padded(x: Array, columns: int) -> Array:
+    missing = columns - x.shape[1]
+    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, missing, 0))) if missing else x

@@ -1,0 +1,59 @@
+"""Activations to int8 codes and results to int8 codes, by the rules of `qcore.activations`, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .form import Activation
+
+_SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
+
+
+def activations(
+    x: Array, kind: Activation, scale: Array | None, zero: Array | None
+) -> tuple[Array, Array | None, Array | None]:
+    """Quantize x ``(M, K)``: int8 codes, scale ``(M, 1)`` and zero point ``(M, 1)``, float32; None where there is none.
+
+    ``scale`` and ``zero`` ``(M,)`` or ``(1,)``: the parameters of the kind "given". An x of int8 holds codes already.
+    """
+    if kind == "float":
+        return x, None, None
+    if kind == "given":
+        assert scale is not None
+        assert zero is not None
+        s, z = _column(scale), _column(zero)
+        return (x if x.dtype == jnp.int8 else _codes(x, s, z)), s, z
+    if kind == "symmetric":
+        s = _usable(jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / 127)
+        return _codes(x, s, None), s, None
+    low = jnp.minimum(jnp.min(x, axis=-1, keepdims=True).astype(jnp.float32), 0)
+    high = jnp.maximum(jnp.max(x, axis=-1, keepdims=True).astype(jnp.float32), 0)
+    s = _usable((high - low) / 255)
+    z = jnp.round(-128 - low / s)
+    return _codes(x, s, z), s, z
+
+
+def requantized(y: Array, scale: Array | None, zero: Array | None) -> Array:
+    """Float32 y ``(M, N)`` to int8 codes by parameters ``(M,)`` or ``(1,)``."""
+    assert scale is not None
+    assert zero is not None
+    return _codes(y, _column(scale), _column(zero))
+
+
+def _codes(x: Array, scale: Array, zero: Array | None) -> Array:
+    steps = jnp.round(x.astype(jnp.float32) / scale)  # half to even
+    if zero is not None:
+        steps = steps + zero
+    return jnp.clip(steps, -128, 127).astype(jnp.int8)
+
+
+def _column(parameter: Array) -> Array:
+    return lax.expand_dims(parameter.astype(jnp.float32), (1,))
+
+
+def _usable(scale: Any) -> Array:
+    # NaN passes through: a token that holds NaN must give NaN, not a number.
+    return jnp.where(scale == 0, 1.0, jnp.maximum(scale, _SMALLEST)).astype(jnp.float32)

@@ -1,0 +1,221 @@
+"""The ops on torch tensors: x is brought into a shape that XLA compiles for, the engine runs the body, y is cut out.
+
+On a CPU the bodies compute in float32 whatever the dtypes: XLA's products of 16-bit floats are slow there, and the copy
+that fills x up converts it as well. Rows are filled up to powers of two, and to 4 at least: XLA compiles for each number
+of rows, and its int8 product of fewer than 4 rows is 20 times slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .engines import base
+from .memo import Memo
+from .packing import Plan, plan
+from .tables import bare_columns, table_plan
+
+MOST_ROWS = 4096
+"""Longer inputs are cut: what is compiled for is bounded, and so are float32 copies of x and y."""
+_FEW, _FEWEST = 16, 4
+
+
+class Weight(NamedTuple):
+    """A packed weight, see `packing`: ``colsum`` where activations have zero points."""
+
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    colsum: Tensor | None
+
+
+class Given(NamedTuple):
+    """Parameters ``(M,)`` of x and of y, or ``(1,)`` for all rows; None where there are none."""
+
+    x_scale: Tensor | None = None
+    x_zero: Tensor | None = None
+    out_scale: Tensor | None = None
+    out_zero: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a product depends on beside tensors: the weight's plan, how x and y are quantized."""
+
+    plan: Plan
+    activation: str
+    requantize: bool
+    out_dtype: torch.dtype
+
+
+@lru_cache(maxsize=4096)
+def call_of(
+    n: int, k: int, bits: int, group: int, heads: int, activation: str, requantize: bool, out_dtype: torch.dtype
+) -> Call:
+    """``group``: codes that share a scale, 0 per channel; ``heads``: channel groups."""
+    return Call(plan(n, k, bits, group or None, heads), activation, requantize, out_dtype)
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: Call) -> Tensor:
+    """``A(x) @ W^T + bias``: x ``(M, K)`` of any strides to ``(M, N)``, or ``(H, M, K)`` to ``(H, M, N/H)``."""
+    rows, of = x.shape[-2], call.plan
+    if rows > MOST_ROWS:
+        starts = range(0, rows, MOST_ROWS)
+        pieces = [linear(x[..., at : at + MOST_ROWS, :], weight, bias, _cut(given, at), call) for at in starts]
+        return torch.cat(pieces, dim=-2)
+    n = of.n // of.heads
+    if not rows:
+        return x.new_empty((*x.shape[:-1], n), dtype=call.out_dtype)
+    engine = base.find(x.device.type)
+    assert engine is not None  # eligibility has looked
+    count, native = bucket(rows), x.device.type != "cpu"
+    fresh, parameters = _parameters(given, rows, count)
+    padding = _mask(of, x.device) if weight.colsum is not None and weight.zero is not None else None
+    tensors = (
+        _filled(x, of, count, native), weight.data, weight.scale, weight.zero,
+        _biases.get(bias, of) if bias is not None else _no_bias(of, x.device), weight.colsum, padding, *parameters,
+    )  # fmt: skip
+    y = engine.run(_body("grouped" if of.heads > 1 else "linear"), _form(call, native), tensors, fresh)
+    return y[..., :rows, :n].to(call.out_dtype).contiguous()
+
+
+def embedding(
+    indices: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None,
+    v: int, d: int, bits: int, group: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Rows of a table ``(v, d)``: int32 or int64 indices of any shape to ``(*indices.shape, d)``."""
+    count = indices.numel()
+    if not count:
+        return indices.new_empty((*indices.shape, d), dtype=out_dtype)
+    check_indices(indices, v)
+    engine = base.find(indices.device.type)
+    assert engine is not None
+    filled = indices.new_zeros(_power(count, _FEW), dtype=torch.int32)
+    filled[:count] = indices.reshape(-1)
+    form = _plain(torch.float32 if indices.device.type == "cpu" else out_dtype)
+    rows = engine.run(_body("embedding"), form, (filled, data, scale, zero), (0,))
+    found = bare_columns(rows[:count], table_plan(v, d, bits, group or None))
+    return found.to(out_dtype).contiguous().view(*indices.shape, d)
+
+
+def check_indices(indices: Tensor, v: int) -> None:
+    """Raise `IndexError` for an index outside of ``0..v-1``; on an accelerator a device-side assertion."""
+    if indices.device.type == "cpu":
+        low, high = (int(end) for end in torch.aminmax(indices))
+        if low < 0 or high >= v:
+            raise IndexError(f"index {low if low < 0 else high} is out of range for a table of {v} rows.")
+    else:
+        torch._assert_async(((indices >= 0) & (indices < v)).all())  # noqa: SLF001 - torch's own way for devices
+
+
+def bucket(rows: int) -> int:
+    """The number of rows that is compiled for: 4, 16, or the next power of two."""
+    return _FEWEST if rows <= _FEWEST else _power(rows, _FEW)
+
+
+def _power(size: int, least: int) -> int:
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def _filled(x: Tensor, of: Plan, count: int, native: bool) -> Tensor:
+    """x ``(..., M, K)`` as the product takes it: ``(..., count, columns)``, zeros in what is filled up."""
+    dtype = x.dtype if native or x.dtype == torch.int8 else torch.float32
+    rows = x.shape[-2]
+    if rows == count and of.columns == of.k and x.dtype == dtype and x.is_contiguous():
+        return x
+    filled = x.new_zeros((*x.shape[:-2], count, of.columns), dtype=dtype)
+    if of.dense:
+        filled[..., :rows, : of.k] = x
+        return filled
+    spread = filled.unflatten(-1, (of.filled, of.width))[..., :rows, : of.groups, : of.group]
+    whole = of.k // of.group
+    spread[..., :whole, :] = x[..., : whole * of.group].unflatten(-1, (whole, of.group))
+    if whole < of.groups:
+        spread[..., whole, : of.k - whole * of.group] = x[..., whole * of.group :]
+    return filled
+
+
+def _cut(given: Given, at: int) -> Given:
+    cut = [one if one is None or one.shape[0] == 1 else one[at : at + MOST_ROWS] for one in given]
+    return Given(*cut)
+
+
+_ONCE, _X_TOO, _Y_TOO, _BOTH = (0,), (0, 7, 8), (0, 9, 10), (0, 7, 8, 9, 10)
+"""Places of arguments that are new with each call: x, and parameters per token."""
+
+
+def _parameters(given: Given, rows: int, count: int) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
+    """Which arguments are new with this call, and the parameters in float32, filled up."""
+    if given.x_scale is None and given.out_scale is None:
+        return _ONCE, given
+    tokens = [one is not None and (one.shape[0] > 1 or rows == 1) for one in (given.x_scale, given.out_scale)]
+    fresh = (_ONCE, _Y_TOO, _X_TOO, _BOTH)[2 * tokens[0] + tokens[1]]
+    places = (tokens[0], tokens[0], tokens[1], tokens[1])
+    return fresh, tuple(_ones(one, count) if new else one for one, new in zip(given, places, strict=True))
+
+
+def _ones(parameter: Tensor | None, count: int) -> Tensor | None:
+    if parameter is None:
+        return None
+    filled = parameter.new_ones(count, dtype=torch.float32)
+    filled[: parameter.shape[0]] = parameter
+    return filled
+
+
+@lru_cache(maxsize=1024)
+def number(value: float, device: torch.device) -> Tensor:
+    """A parameter for all rows, ``(1,)``."""
+    return torch.full((1,), value, dtype=torch.float32, device=device)
+
+
+def _make_bias(bias: Tensor, of: Plan) -> tuple[Tensor, bool]:
+    filled = bias.new_zeros((of.heads, of.rows), dtype=torch.float32)
+    filled[:, : of.n // of.heads] = bias.detach().view(of.heads, -1)
+    return (filled if of.heads > 1 else filled[0]), False
+
+
+_biases: Memo[Tensor] = Memo(_make_bias)
+
+
+@lru_cache(maxsize=256)
+def _no_bias(of: Plan, device: torch.device) -> Tensor:
+    return torch.zeros((of.heads, of.rows) if of.heads > 1 else of.rows, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=256)
+def _mask(of: Plan, device: torch.device) -> Tensor | None:
+    """1 for the columns that are x's and 0 for padding; None where there is no padding."""
+    if of.columns == of.k:
+        return None
+    return _filled(torch.ones(1, of.k, dtype=torch.int8, device=device), of, 1, native=True)[0]
+
+
+@lru_cache(maxsize=4096)
+def _form(call: Call, native: bool) -> Any:
+    from .bodies.form import Form
+
+    out = call.out_dtype if native or call.requantize else torch.float32
+    return Form(call.activation, _name(out), call.requantize, scan=not native)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=16)
+def _plain(dtype: torch.dtype) -> Any:
+    from .bodies.form import Form
+
+    return Form(out_dtype=_name(dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=8)
+def _body(name: str) -> Any:
+    """A function of `bodies`, which import JAX."""
+    from .bodies import embedding, linear
+
+    return getattr(embedding if name == "embedding" else linear, name)

@@ -1,0 +1,61 @@
+"""Convolutions as products: the columns of an image, gathered by one strided copy of torch's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .calls import Call, Given, Weight, linear
+
+Pair = tuple[int, ...]
+
+
+class Geometry(NamedTuple):
+    """Kernel size, stride, padding and dilation as (height, width), and the number of channel groups."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    groups: int
+
+    def output(self, height: int, width: int) -> Pair:
+        """(OH, OW) of a convolution, by the formula of `torch.nn.Conv2d`."""
+        sides = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return tuple((side + 2 * p - d * (k - 1) - 1) // s + 1 for side, k, s, p, d in sides)
+
+
+def convolve(
+    x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: Call, geometry: Geometry, filling: int
+) -> Tensor:
+    """``conv2d(A(x), W) + bias``; ``filling``: what padding holds."""
+    batch, (oh, ow) = x.shape[0], geometry.output(x.shape[2], x.shape[3])
+    n, heads = call.plan.n, geometry.groups
+    if not batch:
+        return x.new_empty((0, oh, ow, n), dtype=call.out_dtype).movedim(-1, 1)
+    found = columns(x, geometry, filling)  # (H, M, K)
+    y = linear(found[0] if heads == 1 else found, weight, bias, given, call)
+    if heads > 1:
+        y = y.movedim(0, 1).reshape(-1, n)
+    return y.view(batch, oh, ow, n).movedim(-1, 1)
+
+
+def columns(x: Tensor, geometry: Geometry, filling: int) -> Tensor:
+    """x ``(B, IC, H, W)`` to ``(groups, B * OH * OW, KH * KW * IC/groups)``, columns in (KH, KW, IC) order."""
+    (kh, kw), (sh, sw), (ph, pw), (dh, dw), groups = geometry
+    batch, channels, height, width = x.shape
+    oh, ow = geometry.output(height, width)
+    image = x.movedim(1, -1)
+    if ph or pw:
+        padded = x.new_full((batch, height + 2 * ph, width + 2 * pw, channels), filling)
+        padded[:, ph : ph + height, pw : pw + width] = image
+        image = padded
+    else:
+        image = image.contiguous()
+    b, h, w, c = image.stride()
+    each = channels // groups
+    size = (groups, batch, oh, ow, kh, kw, each)
+    view = image.as_strided(size, (each * c, b, sh * h, sw * w, dh * h, dw * w, c), image.storage_offset())
+    return torch.flatten(view, 4).flatten(1, 3)

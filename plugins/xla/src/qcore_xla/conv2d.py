@@ -1,0 +1,46 @@
+"""The kernels of the contract ``conv2d``: ``xla.conv2d_w4a16``, ``..._w8a16``, ``..._w4a8``, ``..._w8a8``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qcore import Conv2dRequest, FormatError
+from qcore.contracts.conv2d import output_size
+from qcore.kernels import Packed
+
+from . import ops
+from .packing import PackedKernel
+
+
+class XlaConv2d(PackedKernel):
+    """A product of columns in (KH, KW, IC) order; results are channels last."""
+
+    def __init__(self, request: Conv2dRequest) -> None:
+        r = self.request = request
+        quantization = ops.flat(r.activation, r.output)
+        name = f"xla.conv2d_w{r.weight.bits}a{16 if r.activation is None else 8}"
+        sums = quantization[0] in {"asymmetric", "given"}
+        super().__init__(name, r.weight, r.n, r.k, sums=sums, heads=r.groups)
+        self.out_dtype = r.out_dtype
+        geometry = (list(r.kernel_size), list(r.stride), list(r.padding), list(r.dilation), r.groups)
+        self._constants = (r.n, *geometry, r.weight.bits, r.weight.group_size or 0, *quantization, r.out_dtype)
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
+        """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
+        check_image(self.name, self.request, x)
+        call = ops.conv2d if ops.runs_now(x) else ops.op_conv2d
+        weight = (packed["data"], packed["scale"], packed.get("zero"), packed.get("colsum"))
+        return call(x, *weight, bias, *self._constants)  # type: ignore[no-any-return]
+
+
+def check_image(name: str, request: Conv2dRequest, x: Tensor) -> None:
+    """Raise `FormatError` where x is no batch of images that the convolution takes."""
+    if x.dim() != 4 or x.shape[1] != request.in_channels:
+        raise FormatError(
+            f"{name}: x has shape {tuple(x.shape)}; it must be (B, IC, H, W) with IC={request.in_channels} channels."
+        )
+    if min(output_size(request, *x.shape[2:])) < 1:
+        raise FormatError(
+            f"{name}: an image of {x.shape[2]} x {x.shape[3]} with padding {request.padding} is smaller\n"
+            f"than the kernel {request.kernel_size} with dilation {request.dilation}."
+        )

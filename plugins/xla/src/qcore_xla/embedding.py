@@ -1,0 +1,39 @@
+"""The kernel of the contract ``embedding``: ``xla.embedding``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qcore import EmbeddingRequest, QTensor
+from qcore.kernels import Packed
+
+from . import calls, ops
+from .packing import PackedKernel
+from .tables import pack_table, table_plan, unpack_table
+
+
+class XlaEmbedding(PackedKernel):
+    """Gathers rows and dequantizes only those."""
+
+    def __init__(self, request: EmbeddingRequest) -> None:
+        super().__init__("xla.embedding", request.weight, request.n, request.k)
+        self.table = table_plan(self.n, self.k, self.format.bits, self.format.group_size)
+        self.out_dtype = request.out_dtype
+        self._constants = (self.n, self.k, self.format.bits, self.format.group_size or 0, request.out_dtype)
+
+    @property
+    def packing(self) -> str:
+        return "xla.rows"
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        self.check(weight)
+        return pack_table(weight, self.table)
+
+    def unpack(self, packed: Packed) -> QTensor:
+        return unpack_table(packed, self.table, self.format)
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:
+        """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``; raises `IndexError` outside of ``0..V-1``."""
+        del bias  # an embedding has none
+        call = calls.embedding if ops.runs_now(x) else ops.op_embedding
+        return call(x, packed["data"], packed["scale"], packed.get("zero"), *self._constants)  # type: ignore[no-any-return]

@@ -1,0 +1,44 @@
+"""`Engine`: what carries the tensors of a torch device to XLA and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from torch import Tensor
+
+MODULES = {"cpu": "jax", "cuda": "jax", "xla": "torch_xla", "tpu": "tpu", "jax": "torchax"}
+"""The engine's module in this package, by type of torch device."""
+
+
+class Engine(Protocol):
+    """A bridge: it knows devices and tensors, and nothing of quantization."""
+
+    name: str
+
+    def serves(self, device: Any) -> str:
+        """Why tensors on ``device`` (a `torch.device`) are not served; empty where they are. Imports nothing heavy."""
+        ...
+
+    def run(
+        self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
+    ) -> Tensor:
+        """Call ``function(*tensors, form=form)``, a pure function of JAX arrays, and give its result as a tensor.
+
+        ``fresh``: the places of tensors that are new with this call; the others stay the same from call to call.
+        """
+        ...
+
+
+@lru_cache(maxsize=16)
+def find(kind: str) -> Engine | None:
+    """The engine for a type of torch device; None where there is none."""
+    name = f"{__package__}.{MODULES.get(kind)}"
+    if kind not in MODULES or find_spec(name) is None:
+        return None
+    module = import_module(name)
+    engine: Engine = module.ENGINE
+    return engine

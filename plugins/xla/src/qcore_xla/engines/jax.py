@@ -1,0 +1,83 @@
+"""Torch CPU and CUDA tensors by DLPack, without copies, and `jax.jit`.
+
+Tensors that stay the same are converted once, and the arrays kept as long as the tensors live. A result is waited for
+before it is handed out (on a GPU its stream is), so that nothing JAX still reads can be overwritten by torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcore import PluginError
+
+from .. import environment
+from ..memo import Memo
+
+_forked = False
+
+
+def _mark_fork() -> None:
+    global _forked  # noqa: PLW0603 - a process is forked or not
+    _forked = True
+
+
+class JaxEngine:
+    """See `qcore_xla.engines.base.Engine`."""
+
+    name = "jax"
+
+    def __init__(self) -> None:
+        self._arrays: Memo[Any] = Memo(_shared_array)
+
+    def serves(self, device: torch.device) -> str:
+        """Looks at the environment and at package metadata only."""
+        return environment.why_not(device.type)
+
+    def run(
+        self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
+    ) -> Tensor:
+        if _forked:
+            raise PluginError(
+                "this process was forked from one in which JAX was in use, and JAX does not survive a fork.\n"
+                "Start workers with the 'spawn' method: torch.multiprocessing.set_start_method('spawn')."
+            )
+        kept = self._arrays.get
+        arrays = [
+            None if tensor is None else _array(tensor) if i in fresh else kept(tensor)
+            for i, tensor in enumerate(tensors)
+        ]
+        return torch.from_dlpack(compiled(function, form)(*arrays))
+
+
+def _array(tensor: Tensor) -> Any:
+    return _from_dlpack()(tensor.detach() if tensor.requires_grad else tensor)
+
+
+def _shared_array(tensor: Tensor) -> tuple[Any, bool]:
+    array = _array(tensor)
+    return array, array.unsafe_buffer_pointer() == tensor.data_ptr()  # memory that is badly aligned is copied
+
+
+@lru_cache(maxsize=1)
+def _from_dlpack() -> Callable[[Tensor], Any]:
+    from jax.dlpack import from_dlpack
+
+    os.register_at_fork(after_in_child=_mark_fork)
+    return from_dlpack  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=4096)
+def compiled(function: Callable[..., Any], form: Any) -> Callable[..., Any]:
+    """``function`` jitted for one form: layers that agree in forms and shapes share what is compiled."""
+    import jax
+
+    return jax.jit(partial(function, form=form))
+
+
+ENGINE = JaxEngine()

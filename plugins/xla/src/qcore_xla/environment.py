@@ -1,0 +1,116 @@
+"""What JAX would do in this process, told from the environment and package metadata. Changes and imports nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import lru_cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+PLATFORMS = "JAX_PLATFORMS"
+JAX = "0.6"
+"""The oldest JAX that the plugin is meant for."""
+_GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
+_GPU_FILES = ("dev/nvidia0", "dev/kfd")
+_GPU_NAMES = {"cuda", "gpu", "rocm"}
+TPUS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
+"""Generations of TPUs by PCI device; Google's vendor is 0x1ae0."""
+
+
+def why_not(kind: str, root: Path = Path("/")) -> str:
+    """Why JAX cannot serve tensors of a type of torch device in this process; empty where it can."""
+    return jax_fault() or _platform_fault(kind) or _accelerator_fault(kind, root)
+
+
+@lru_cache(maxsize=1)
+def jax_fault() -> str:
+    """What is wrong with the JAX installed; empty where nothing is."""
+    missing = [name for name in ("jax", "jaxlib") if find_spec(name) is None]
+    return f"{' and '.join(missing)} is not installed: pip install 'jax>={JAX}'" if missing else ""
+
+
+def platforms() -> list[str]:
+    """What ``JAX_PLATFORMS``, or a program by ``jax.config``, restricts JAX to; empty where nothing does."""
+    chosen = os.environ.get(PLATFORMS, "")
+    if "jax" in sys.modules:
+        chosen = getattr(sys.modules["jax"].config, "jax_platforms", None) or ""
+    return [name.strip() for name in chosen.split(",") if name.strip()]
+
+
+def _platform_fault(kind: str) -> str:
+    chosen, wanted = set(platforms()), {"cpu"} if kind == "cpu" else _GPU_NAMES
+    if kind == "cuda" and not gpu_plugin():
+        return "JAX has no GPU backend here: pip install 'jax[cuda13]' (or jax[cuda12]), for the CUDA that torch uses."
+    if chosen and not chosen & wanted:
+        return (
+            f"{PLATFORMS}={','.join(sorted(chosen))} leaves JAX without a backend for {kind} tensors; "
+            f"add {'cpu' if kind == 'cpu' else 'cuda'} to it before the process starts."
+        )
+    return ""
+
+
+def _accelerator_fault(kind: str, root: Path) -> str:
+    """Whether JAX's first use would take what is not its own: a GPU's memory, or the TPU of torch_tpu."""
+    if initialised():
+        return ""
+    chosen = set(platforms())
+    takes_gpu = gpu_plugin() and gpu_file(root) and (not chosen or chosen & _GPU_NAMES)
+    if takes_gpu and _preallocates():
+        only = f", or {PLATFORMS}=cpu" if kind == "cpu" else ""
+        return (
+            f"JAX would take most of the GPU's memory for itself at its first use; "
+            f"set {PREALLOCATE}=false{only} before the process starts."
+        )
+    if kind == "cpu" and find_spec("torch_tpu") and tpu(root) and (not chosen or "tpu" in chosen):
+        return f"JAX would take the TPU away from torch_tpu; set {PLATFORMS}=cpu before the process starts."
+    return ""
+
+
+def _preallocates() -> bool:
+    limited = any(os.environ.get(name) for name in FRACTIONS)
+    return not limited and os.environ.get(PREALLOCATE, "true").lower() not in {"false", "0"}
+
+
+def initialised() -> bool:
+    """Whether this program uses JAX already: then its backends are what they are."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    ask = getattr(bridge, "backends_are_initialized", None)
+    return bool(ask and ask())
+
+
+@lru_cache(maxsize=1)
+def gpu_plugin() -> str:
+    """The distribution that gives JAX a GPU backend; empty where there is none."""
+    return next((name for name in _GPU_PLUGINS if find_spec(name)), "")
+
+
+def gpu_file(root: Path = Path("/")) -> str:
+    """A device file that tells of a GPU."""
+    return next((f"/{name}" for name in _GPU_FILES if (root / name).exists()), "")
+
+
+def tpu(root: Path = Path("/")) -> str:
+    """The generation of a TPU on the PCI bus, "unknown" where a device file alone tells of one; empty without."""
+    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
+        if _word(device / "vendor") == "0x1ae0" and (generation := TPUS.get(_word(device / "device"))):
+            return generation
+    return "unknown" if (root / "dev/accel0").exists() else ""
+
+
+def _word(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def version(name: str) -> str:
+    """The version of a distribution, from its metadata; empty where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,30 @@
+"""The kernels of the contract ``linear``: ``xla.w4a16``, ``xla.w8a16``, ``xla.w4a8``, ``xla.w8a8``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qcore import LinearRequest
+from qcore.kernels import Packed, RowsKernel
+
+from . import ops
+from .packing import PackedKernel
+
+
+class XlaLinear(PackedKernel, RowsKernel):
+    """Float activations accumulate in float32; int8 ones exactly in int32, the rest in float32. Rounded once."""
+
+    def __init__(self, request: LinearRequest) -> None:
+        r, quantization = request, ops.flat(request.activation, request.output)
+        name = f"xla.w{r.weight.bits}a{16 if r.activation is None else 8}"
+        super().__init__(name, r.weight, r.n, r.k, sums=quantization[0] in {"asymmetric", "given"})
+        self.out_dtype = r.out_dtype
+        self._constants = (r.n, r.k, r.weight.bits, r.weight.group_size or 0, *quantization, r.out_dtype)
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        call = ops.linear if ops.runs_now(x) else ops.op_linear
+        return call(  # type: ignore[no-any-return]
+            x, packed["data"], packed["scale"], packed.get("zero"), packed.get("colsum"), bias,
+            given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),
+            *self._constants,
+        )  # fmt: skip

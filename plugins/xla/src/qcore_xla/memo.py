@@ -1,0 +1,38 @@
+"""What is made of a tensor once and kept as long as the tensor lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Memo(Generic[T]):
+    """Values by tensor, held weakly. A value made of a tensor that was written to since is made anew."""
+
+    def __init__(self, make: Callable[..., tuple[T, bool]]) -> None:
+        """``make(tensor, *rest)`` gives the value, and whether it shares the tensor's memory: then writing is seen."""
+        self._make = make
+        self._known: dict[Any, tuple[weakref.ref[Tensor], int, T]] = {}
+
+    def get(self, tensor: Tensor, *rest: Any) -> T:
+        """The value for a tensor and the rest of the arguments of ``make``, which are part of the key."""
+        key = (id(tensor), *rest)
+        found = self._known.get(key)
+        if found is not None and found[0]() is tensor and (found[1] < 0 or found[1] == tensor._version):
+            return found[2]
+        value, shared = self._make(tensor, *rest)
+        unversioned = shared or tensor.is_inference()
+        ref = weakref.ref(tensor, partial(self._forget, key))
+        self._known[key] = (ref, -1 if unversioned else tensor._version, value)
+        return value
+
+    def _forget(self, key: Any, ref: weakref.ref[Tensor]) -> None:
+        found = self._known.get(key)
+        if found is not None and found[0] is ref:  # the number may be another tensor's by now
+            del self._known[key]

@@ -1,0 +1,232 @@
+"""How weights are packed: slices along K for products, rows for gathers. All of it torch ops, on any device.
+
+A slice is a run of codes along K that lies in one group: a whole group, or 128 of its codes where its size is a
+multiple of 128; per channel the slices are 128 codes. Slices lie one after another, N innermost, so that a CPU
+dequantizes one at a time and an accelerator multiplies all of them at once:
+
+* int8: int8 ``(S, b, N)``;
+* int4: int32 ``(S, b/8, N)``, eight two's complement nibbles per word: nibble j of word i is code ``j * b/8 + i``, so
+  that a plane of nibbles is a run of neighbours along K and unpacking moves nothing.
+
+The codes of a slice are filled up to a multiple of 8, the slices to a multiple of 128 codes and N to a multiple of 64:
+few different shapes, since XLA compiles each of them. A convolution in H channel groups has ``(H, S, b, N/H)``, filled
+up to multiples of 8 codes only. `scale` and `zero` are ``(G, N)`` as in a `qcore.QTensor`, filled up alike
+(``(H, G, N/H)``). Filling is 0 everywhere.
+
+A table of embeddings is packed by rows, int8 ``(V, D)`` or int32 ``(V, D/8)`` in which the whole row is one run, each
+group filled up to a multiple of 8 codes; `scale` and `zero` are ``(V, G)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qcore import Format, FormatError, Kernel, QTensor, ZeroPoint
+from qcore.kernels import Packed
+
+NIBBLES = 8
+"""Codes per int32 word."""
+SLICE = 128
+"""Codes per slice where a group does not say otherwise; what fits into a core's cache when it is dequantized."""
+_ROWS = 64
+_CHUNK = 1 << 24
+"""Codes packed at a time: unpacked codes of a large weight are never whole in memory."""
+
+
+def up(size: int, multiple: int) -> int:
+    """``size`` rounded up to a multiple."""
+    return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the codes of a weight ``(n, k)`` go.
+
+    **Fields:** ``group``: codes per group; ``groups``: how many there are, ``filled``: with those added; ``width``:
+    codes of a group as it is stored; ``length``: codes of a slice; ``heads``: channel groups, ``rows``: stored rows of
+    each.
+    """
+
+    n: int
+    k: int
+    bits: int
+    group: int
+    groups: int
+    filled: int
+    width: int
+    length: int
+    heads: int
+    rows: int
+
+    @property
+    def slices(self) -> int:
+        """S."""
+        return self.filled * self.width // self.length
+
+    @property
+    def columns(self) -> int:
+        """Columns that x has as the product takes it, padding included."""
+        return self.filled * self.width
+
+    @property
+    def dense(self) -> bool:
+        """Whether column k of x is column k of the product, without gaps between groups."""
+        return self.groups == 1 or self.width == self.group
+
+
+@lru_cache(maxsize=1024)
+def plan(n: int, k: int, bits: int, group_size: int | None, heads: int = 1) -> Plan:
+    """The plan for a weight ``(n, k)`` in groups of ``group_size`` codes (None: per channel)."""
+    if heads > 1:
+        group = k if group_size is None else min(group_size, k)
+        groups, width = -(-k // group), up(group, NIBBLES)
+        return Plan(n, k, bits, group, groups, groups, width, width, heads, n // heads)
+    if group_size is None or group_size >= k:
+        width = up(k, SLICE) if group_size is None or group_size >= SLICE else up(group_size, NIBBLES)
+        filled = max(1, SLICE // width)
+        return Plan(n, k, bits, k, 1, filled, width, min(width, SLICE), 1, up(n, _ROWS))
+    groups, width = -(-k // group_size), up(group_size, NIBBLES)
+    filled = up(groups, max(1, SLICE // width))
+    length = SLICE if width % SLICE == 0 else width
+    return Plan(n, k, bits, group_size, groups, filled, width, length, 1, up(n, _ROWS))
+
+
+def pack(weight: QTensor, plan: Plan, *, sums: bool = False) -> dict[str, Tensor]:
+    """``data``, ``scale`` and, where there is one, ``zero``.
+
+    ``sums``: also ``colsum``, float32 ``(N,)``: the sum of each row of the weight, which activations with a zero point
+    are corrected by.
+    """
+    zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
+    packed = {"data": _pack_data(weight, plan), "scale": _filled(weight.scale, plan)}
+    if zero is not None:
+        packed["zero"] = _filled(zero, plan)
+    if sums:
+        packed["colsum"] = _column_sums(weight, plan)
+    return packed
+
+
+def unpack(packed: Packed, plan: Plan, format: Format) -> QTensor:
+    """The inverse of `pack`, bit for bit."""
+    data = packed["data"] if plan.heads > 1 else packed["data"].unsqueeze(0)
+    rows = data.movedim(-1, 1)  # (H, rows, S, b)
+    flat = rows.flatten(0, 1) if plan.heads > 1 else rows[0, : plan.n]
+    parts = [format.codec.encode(_codes(part, plan)) for part in torch.split(flat, _step(plan.k))]
+    zero = packed.get("zero")
+    zero = None if zero is None else _bare(zero, plan)
+    if zero is not None and format.zero is ZeroPoint.INT:
+        zero = format.codec.encode_zero(zero)
+    return QTensor(torch.cat(parts), _bare(packed["scale"], plan), zero, (plan.n, plan.k), format)
+
+
+def _step(k: int) -> int:
+    return max(1, _CHUNK // max(1, k))
+
+
+def _pack_data(weight: QTensor, plan: Plan) -> Tensor:
+    words = plan.length // NIBBLES if plan.bits == 4 else plan.length
+    dtype = torch.int32 if plan.bits == 4 else torch.int8
+    data = torch.zeros((plan.heads, plan.slices, words, plan.rows), dtype=dtype, device=weight.device)
+    stored, start = data.permute(0, 3, 1, 2), 0  # (H, rows, S, words)
+    for codes in _chunks_of_codes(weight):
+        parts = _spread(codes, plan).view(codes.shape[0], plan.slices, plan.length)
+        packed = words_of(parts) if plan.bits == 4 else parts
+        if plan.heads == 1:
+            stored[0, start : start + codes.shape[0]] = packed
+        else:
+            here = torch.arange(start, start + codes.shape[0], device=weight.device)
+            stored[here // plan.rows, here % plan.rows] = packed
+        start += codes.shape[0]
+    return data if plan.heads > 1 else data[0]
+
+
+def _chunks_of_codes(weight: QTensor) -> Iterator[Tensor]:
+    """Signed codes, int8 ``(rows, K)``."""
+    for part in torch.split(weight.data, _step(weight.shape[1])):
+        yield weight.format.codec.decode(part, weight.shape[1])
+
+
+def _spread(codes: Tensor, plan: Plan) -> Tensor:
+    """Codes ``(rows, K)`` to ``(rows, columns)``, each group at a multiple of the width."""
+    groups = pad(codes, (0, plan.groups * plan.group - plan.k)).view(-1, plan.groups, plan.group)
+    return pad(groups, (0, plan.width - plan.group, 0, plan.filled - plan.groups)).flatten(1)
+
+
+def _codes(stored: Tensor, plan: Plan) -> Tensor:
+    """Stored rows ``(rows, S, words)`` to codes ``(rows, K)``."""
+    codes = codes_of(stored) if plan.bits == 4 else stored
+    groups = codes.reshape(-1, plan.filled, plan.width)[:, : plan.groups, : plan.group]
+    return groups.reshape(groups.shape[0], -1)[:, : plan.k].contiguous()
+
+
+def words_of(codes: Tensor) -> Tensor:
+    """int8 codes ``(..., b)`` to int32 words ``(..., b/8)``: nibble j of word i is code ``j * b/8 + i``."""
+    nibbles = (codes & 15).to(torch.int32).unflatten(-1, (NIBBLES, -1))
+    words = nibbles[..., 0, :].clone()
+    for j in range(1, NIBBLES):
+        words |= nibbles[..., j, :] << (4 * j)
+    return words
+
+
+def codes_of(words: Tensor) -> Tensor:
+    """The inverse of `words_of`."""
+    planes = [(words << (28 - 4 * j)) >> 28 for j in range(NIBBLES)]
+    return torch.stack(planes, dim=-2).flatten(-2).to(torch.int8)
+
+
+def _filled(parameter: Tensor, plan: Plan) -> Tensor:
+    """``(G, N)`` with zeros for what is filled up; ``(H, G, N/H)`` for channel groups."""
+    if plan.heads > 1:
+        return parameter.unflatten(1, (plan.heads, -1)).movedim(1, 0).contiguous()
+    return pad(parameter, (0, plan.rows - plan.n, 0, plan.filled - plan.groups)).contiguous()
+
+
+def _bare(parameter: Tensor, plan: Plan) -> Tensor:
+    if plan.heads > 1:
+        return parameter.movedim(0, 1).flatten(1).contiguous()
+    return parameter[: plan.groups, : plan.n].contiguous()
+
+
+def _column_sums(weight: QTensor, plan: Plan) -> Tensor:
+    rows = [
+        part.dequantize(torch.float32).sum(1)
+        for start in range(0, plan.n, _step(plan.k))
+        for part in [weight.narrow(0, start, min(_step(plan.k), plan.n - start))]
+    ]
+    sums = torch.cat(rows)
+    return sums.view(plan.heads, -1) if plan.heads > 1 else pad(sums, (0, plan.rows - plan.n))
+
+
+class PackedKernel(Kernel):
+    """A kernel on weights packed as above: made for one `Format` and shape ``(n, k)``."""
+
+    def __init__(self, name: str, format: Format, n: int, k: int, *, sums: bool = False, heads: int = 1) -> None:
+        self.name, self.format, self.n, self.k, self.sums = name, format, n, k, sums
+        self.plan = plan(n, k, format.bits, format.group_size, heads)
+
+    @property
+    def packing(self) -> str:
+        heads = f"-h{self.plan.heads}" if self.plan.heads > 1 else ""
+        return f"xla.slices{heads}" + ("+sums" if self.sums else "")
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        self.check(weight)
+        return pack(weight, self.plan, sums=self.sums)
+
+    def unpack(self, packed: Packed) -> QTensor:
+        return unpack(packed, self.plan, self.format)
+
+    def check(self, weight: QTensor) -> None:
+        """Raise `FormatError` for a weight that the kernel was not made for."""
+        if weight.format != self.format or tuple(weight.shape) != (self.n, self.k):
+            raise FormatError(
+                f"{self.name} was made for {self.format} of shape {(self.n, self.k)};\n"
+                f"it cannot pack {weight.format} of shape {tuple(weight.shape)}."
+            )

@@ -1,0 +1,51 @@
+"""The hooks of qcore-xla.
+
+qcore imports this module on every machine: JAX is imported when a kernel first runs.
+"""
+
+from __future__ import annotations
+
+import qcore
+
+from . import eligibility, probe
+
+_NOTE = "XLA; compiled for each power of two of rows"
+
+
+@qcore.hookimpl
+def qcore_probe() -> qcore.Available | qcore.Unavailable:
+    """Is JAX here, and which devices has it?"""
+    return probe.probe()
+
+
+@qcore.hookimpl
+def qcore_linear(request: qcore.LinearRequest) -> qcore.Offer | qcore.Refusal:
+    """int4 and int8 weights with float or int8 activations."""
+    reason = eligibility.why_not(request)
+    if reason:
+        return qcore.Refusal(reason)
+    from .linear import XlaLinear
+
+    return qcore.Offer(XlaLinear(request), probe.rank(request.device.type), _NOTE)
+
+
+@qcore.hookimpl
+def qcore_conv2d(request: qcore.Conv2dRequest) -> qcore.Offer | qcore.Refusal:
+    """Convolutions as products of columns."""
+    reason = eligibility.why_not(request)
+    if reason:
+        return qcore.Refusal(reason)
+    from .conv2d import XlaConv2d
+
+    return qcore.Offer(XlaConv2d(request), probe.rank(request.device.type), _NOTE)
+
+
+@qcore.hookimpl
+def qcore_embedding(request: qcore.EmbeddingRequest) -> qcore.Offer | qcore.Refusal:
+    """Tables of int4 and int8 codes."""
+    reason = eligibility.why_not(request)
+    if reason:
+        return qcore.Refusal(reason)
+    from .embedding import XlaEmbedding
+
+    return qcore.Offer(XlaEmbedding(request), probe.rank(request.device.type), "XLA; reads the rows asked for")

@@ -1,0 +1,44 @@
+"""What XLA has to offer here. Asks package metadata, the environment and device files: imports neither JAX nor a
+backend of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qcore import EMULATED, NATIVE, Available, Unavailable
+
+from . import environment
+from .environment import gpu_file, gpu_plugin, jax_fault, tpu, version
+
+_VERSIONS = ("jax", "jaxlib", "torch_tpu", "torch_xla", "torchax", "libtpu")
+
+
+def probe(root: Path = Path("/")) -> Available | Unavailable:
+    """What `qcore_probe` answers; ``root`` is where device files are looked for."""
+    if fault := jax_fault():
+        return Unavailable(fault, broken=True)
+    devices = [*([f"TPU {tpu(root)}"] if tpu(root) else []), *(["GPU"] if _has_gpu(root) else []), "CPU"]
+    versions = [f"{name} {found}" for name in _VERSIONS if (found := version(name))]
+    return Available(f"XLA: {', '.join(devices)}", ", ".join(versions), _details(root))
+
+
+def _has_gpu(root: Path) -> bool:
+    return bool(gpu_plugin() and gpu_file(root))
+
+
+def _details(root: Path) -> dict[str, str]:
+    """What `qcore doctor` shows beside: where tensors are tested, and what this process has to be given."""
+    kinds = ["cpu", *(["cuda"] if _has_gpu(root) else [])]
+    needs = {kind: why for kind in kinds if (why := environment.why_not(kind, root))}
+    found = {"device": "cpu", "serves": ", ".join(kind for kind in kinds if kind not in needs) or "nothing as it is"}
+    if needs:
+        found["needs"] = " ".join(dict.fromkeys(needs.values()))
+    return found
+
+
+def rank(kind: str) -> int:
+    """The rank of an offer for tensors on a type of torch device; CPUs are in the fallback's own tier, so that
+    `qcore tune` may find out otherwise."""
+    if kind == "cpu":
+        return EMULATED
+    return NATIVE - 100
