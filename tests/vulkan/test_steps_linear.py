@@ -74,6 +74,11 @@ def test_rows_are_cut_where_scratch_memory_would_grow_large(vulkan, scheme, monk
     assert_right(vulkan, drawn(scheme, 200, 20, 160, bias="float32"))
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16"])
+def test_more_rows_than_workgroups_along_an_axis(vulkan, scheme):  # noqa: F811
+    assert_right(vulkan, drawn(scheme, 8 * 65536 + 3, 2, 3))
+
+
 @pytest.mark.parametrize("scheme", ["w8a8-asym-aasym", "w4a16-g32-fzp"])
 def test_weights_in_parts(vulkan, scheme, monkeypatch):  # noqa: F811
     monkeypatch.setattr(layout, "rows_per_part", lambda *_: 16)

@@ -16,6 +16,8 @@ PART = 64
 """Rows are cut at multiples of this, which keeps parts of everything that has a row per token aligned."""
 _LARGEST = 128 << 20
 """Bytes of scratch memory of a step, where a single part of the rows does not need more."""
+_MOST = 1 << 17
+"""Rows of a step: tiles of two rows would still be within the workgroups that every device takes along one axis."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def row_parts(b: Builder, rows: int, row_bytes: int) -> Iterator[tuple[int, int]
     """(start, count) of parts of the rows such that ``row_bytes`` of scratch memory for each do not become too much."""
     limits = b.device.description.limits
     largest = min(_LARGEST, limits.max_storage_range, limits.max_allocation)
-    step = max(1, largest // max(1, row_bytes) // PART) * PART
+    step = max(1, min(_MOST, largest // max(1, row_bytes)) // PART) * PART
     for start in range(0, rows, step):
         mark = b.mark()
         yield start, min(step, rows - start)
