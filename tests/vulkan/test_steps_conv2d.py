@@ -14,7 +14,7 @@ from qcore.contracts import CONV2D, Conv2dRequest, Problem
 from qcore.contracts.inputs import Draw
 from qcore.schemes import SCHEMES, Scheme
 from qcore_vulkan import layout
-from qcore_vulkan.steps import Geometry2d, rows
+from qcore_vulkan.steps import Geometry2d, gpu, rows
 from qcore_vulkan.steps.direct import is_direct
 
 CPU = torch.device("cpu")
@@ -66,6 +66,13 @@ def test_positions_are_cut_where_columns_would_grow_large(vulkan, scheme, monkey
     monkeypatch.setattr(rows, "_LARGEST", 1)
     request = request_of(scheme, 6, 10, stride=(2, 1), padding=(1, 2), groups=2)
     assert_right(vulkan, drawn(request, (3, 13, 11)))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16-g32"])
+def test_images_are_copied_to_gpus_first(vulkan, scheme, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(vulkan, "profile", "gpu")
+    monkeypatch.setattr(gpu, "choose", lambda *_: None)
+    assert_right(vulkan, drawn(request_of(scheme, 6, 10, padding=(1, 1)), (2, 5, 7)))
 
 
 @pytest.mark.parametrize("channels", [3, 8])

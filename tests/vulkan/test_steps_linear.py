@@ -14,7 +14,7 @@ from qcore.contracts import LINEAR, LinearRequest, Problem
 from qcore.contracts.inputs import Draw, Shape
 from qcore.schemes import SCHEMES, Scheme
 from qcore_vulkan import layout
-from qcore_vulkan.steps import gpu, product, rows
+from qcore_vulkan.steps import gpu, prepare, product, rows
 
 MORE = (
     "w8a16-fzp", "w8a16-g5-asym", "w4a16-g48-asym", "w4a16-g1", "w8a8-fzp-aasym", "w8a8-g5-asym-aasym", "w8a8-g512",
@@ -137,6 +137,7 @@ def test_tiles_of_other_devices(vulkan, scheme, monkeypatch):  # noqa: F811
     """GPUs without kernels of their own get the same shaders in other sizes."""
     monkeypatch.setattr(vulkan, "profile", "gpu")
     monkeypatch.setattr(gpu, "choose", lambda *_: None)
+    monkeypatch.setattr(prepare, "_SMALL", 1000)  # beyond which activations are copied to the device first
     for m, n in ((1, 20), (6, 70)):
         assert_right(vulkan, drawn(scheme, m, n, 200, torch.bfloat16))
 

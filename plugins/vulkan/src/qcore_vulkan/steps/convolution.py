@@ -16,7 +16,7 @@ from .finish import finish
 from .linear import linear, scratch_row
 from .prepare import Activation, Source, Window
 from .product import multiply
-from .rows import Rows, new_rows, row_parts
+from .rows import Rows, local, new_rows, row_parts
 
 Pair = tuple[int, int]
 
@@ -76,12 +76,13 @@ def conv2d(
         y = linear(b, x.rows, weight, bias, activation, output, out_dtype, out=out)
         return Image(y, x.batch, y.columns, height, width)
     y = new_rows(b, x.batch * height * width, weight.geometry.n, out_dtype, out)
+    pixels = local(b, x.rows)
     sizes = (x.height, x.width, height, width, *geometry.words)
     for start, count in row_parts(b, y.rows, scratch_row(weight, output) * geometry.groups):
         window = Window(count, geometry.groups, x.channels // geometry.groups, start, sizes)
         part = y.part(start, count)
         product = part if output is None else new_rows(b, count, y.columns, torch.float32)
-        source = Source(x.rows, window)
+        source = Source(pixels, window)
         if is_direct(weight, geometry.groups):
             convolve(b, source, weight, bias, activation, product)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,12 +12,14 @@ from qcore import DynamicInt8, StaticInt8
 from .. import native
 from ..builder import Builder, Ref, fold
 from ..layout import Geometry
-from .rows import NUMBERS, FloatRows, Int8Rows, Rows
+from .rows import NUMBERS, FloatRows, Int8Rows, Rows, local
 
 Activation = DynamicInt8 | StaticInt8
 
 LANES = 64
 """A workgroup of a shader whose lanes have nothing to do with each other."""
+_SMALL = 1 << 18
+"""Bytes of activations that are read twice from wherever they are: a copy would take longer."""
 
 SYMMETRIC, ASYMMETRIC, GIVEN, PER_TOKEN = range(4)
 """How rows are quantized, as the shader knows it."""
@@ -85,9 +87,11 @@ def quantize(
     b: Builder, source: Source, geometry: Geometry, activation: Activation, given: Mapping[str, Ref]
 ) -> Int8Rows:
     """Rows as int8 codes. ``given``: float32 x_scale and int32 x_zero_point per row, where they come with the call."""
+    mode, scale, zero = mode_of(activation)
+    if mode in (SYMMETRIC, ASYMMETRIC) and source.x.ref.bytes > _SMALL:
+        source = replace(source, x=local(b, source.x))  # read for its extent first
     x, rows, words = source.x, source.rows * source.heads, geometry.columns // 4
     codes, params = b.scratch(4 * rows * words), b.scratch(4 * rows * (2 + geometry.groups))
-    mode, scale, zero = mode_of(activation)
     groups = fold(rows)
     tokens = [given["x_scale"], given["x_zero_point"]] if mode == PER_TOKEN else [x.ref, x.ref]
     refs = [x.ref, *tokens, None, None, params, None, codes]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .. import native
 from ..builder import Builder, Ref
 
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
@@ -80,6 +81,15 @@ def new_rows(b: Builder, rows: int, columns: int, dtype: torch.dtype, out: Ref |
     """A matrix in ``out``, by default in scratch memory."""
     ref = b.scratch(rows_bytes(rows, columns, dtype)) if out is None else out
     return Rows(ref, rows, columns, rows_pitch(columns, dtype), dtype)
+
+
+def local(b: Builder, x: Rows) -> Rows:
+    """The same numbers in the memory of a GPU, for steps that read them more than once: INPUT may be across a bus."""
+    if b.device.profile == "cpu" or x.ref.buffer != native.INPUT:
+        return x
+    ref = b.scratch(x.ref.bytes)
+    b.copy(x.ref, ref)
+    return replace(x, ref=ref)
 
 
 def row_parts(b: Builder, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
