@@ -29,8 +29,10 @@ MAIN += [linear(s, m, size=LARGE) for s in ("w4a16-g128", "w8a16", "w4a8-g128") 
 # Every other kind of weight, activation and result.
 OTHER = [linear(s, m) for s in ("w4a16-g128-asym", "w4a16-g32-fzp", "w4a16", "w8a16-g32-asym") for m in (1, 64)]
 OTHER += [linear("w4a16-g128", m, dtype=dtype) for dtype in ("float16", "float32") for m in (1, 64)]
+OTHER += [linear("w4a16-g128", 64, target, dtype="float32") for target in SHARED if target != "sm_90"]
 OTHER += [linear(s, m) for s in ("w4a8-g32-asym-aasym", "w8a8-g64", "w8a8-aasym") for m in (1, 2048)]
 OTHER += [linear(s, 512) for s in ("w4a16-g128-asym", "w4a16", "w8a16-asym")]
+OTHER += [linear(s, 512) for s in ("w4a8", "w4a8-g128-asym-aasym", "w4a8-g128-static-o8", "w4a8-g128-o8")]
 OTHER += [linear("w4a16-asym", 512, dtype="float16", bias=True), linear("w8a16", 512, dtype="float16")]
 OTHER += [linear("w4a8-g32-static", 16, bias=True), linear("w8a8-static-o8", 16), linear("w8a8-asym", 2048)]
 OTHER += [linear("w8a16", 3, size={"n": 129, "k": 61}), linear("w4a16-g32", 17, size={"n": 20, "k": 33})]
@@ -104,10 +106,10 @@ def test_products_run_on_tensor_cores(results, name):
     assert by_torch == [True] or any(kernel.loops and kernel.inner_loop.mma for kernel in found)
 
 
-@pytest.mark.parametrize("scheme", ["w4a16-g128", "w8a16"])
-def test_many_rows_have_a_kernel_of_their_own_on_hopper(results, scheme):
-    (made,) = results[str(linear(scheme, 2048))].kernels
-    assert made.job.kernel.endswith(":mixed")
+@pytest.mark.parametrize(("scheme", "name"), [("w4a16-g128", "mixed"), ("w8a16", "mixed"), ("w4a8-g128", "fours")])
+def test_many_rows_have_a_kernel_of_their_own_on_hopper(results, scheme, name):
+    *_, made = results[str(linear(scheme, 2048))].kernels
+    assert made.job.kernel.endswith(f":{name}")
 
 
 @pytest.mark.parametrize(("scheme", "m"), BUDGETS)

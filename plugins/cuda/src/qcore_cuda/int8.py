@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import few, hopper, replay
+from . import few, hopper, large, replay
 from .device import Device, device_of
 from .dispatch import bucket
 from .int8_config import Config, Problem, choose
@@ -30,13 +30,15 @@ class Codes(NamedTuple):
     """Quantized activations: ``x = scale * (q - zero)``.
 
     **Fields:** ``q``: int8 ``(M, KQ)``, KQ = K rounded up to 128, 0 behind K; ``scale``: float32 ``(M,)``; ``zero``:
-    float32 ``(M,)`` of whole numbers, None for 0; ``total``: int32 ``(M,)``, the sums of codes, where asked for.
+    float32 ``(M,)`` of whole numbers, None for 0; ``total``: int32 ``(M,)``, the sums of codes, where asked for;
+    ``order``: of the columns, as `Weight.order`.
     """
 
     q: Tensor
     scale: Tensor
     zero: Tensor | None
     total: Tensor | None = None
+    order: int = 0
 
 
 def quantize_rows(x: Tensor, *, symmetric: bool, total: bool = False, order: int = 0) -> Codes:
@@ -106,10 +108,10 @@ def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool, order: i
             LOOP=wide > block,
             TOTAL=total,
             ORDER=order,
-            LATE=m > 64,
+            LATE=m > 32,
             **options(device, max(1, min(16, block // 512 if m <= 256 else block // 1024))),
         )
-    return Codes(q, s, z, t)
+    return Codes(q, s, z, t, order)
 
 
 def product(
@@ -131,6 +133,12 @@ def product(
     if config is None:
         config = choose(device, problem_of(weight, x.shape[0]))
     of_y, zero_y = out or (None, None)
+    order = weight.order
+    if config.kernel == "fours":
+        if large.computes_fours(weight, out_dtype, of_y):
+            order = large.FOURS_ORDER
+        else:
+            config = choose(device, problem_of(weight, x.shape[0]), specialized=False)
     mode, scale, zero = _mode(x, symmetric, given)
     if config.kernel == "gemv" and few.quantizes_itself(x, weight, device):
         if mode == 2:
@@ -140,8 +148,8 @@ def product(
         y = empty((1, weight.n), out_dtype, x.device)
         return _few(activations, weight, sums, _end(bias, of_y, zero_y, y), y, device, config)
     # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.
-    total = weight.zero is not None and weight.scale.shape[0] == 1 and config.kernel != "gemv"
-    codes = _quantize(x, mode, scale, zero, total, weight.order)
+    total = weight.zero is not None and weight.scale.shape[0] == 1 and config.kernel not in {"gemv", "fours"}
+    codes = _quantize(x, mode, scale, zero, total, order)
     return linear(codes, weight, sums, bias, out_dtype, of_y, zero_y, config)
 
 
@@ -179,7 +187,8 @@ def linear(
         return y
     p, grouped, per = blocking(weight)
     if config is None:
-        config = choose(device, problem_of(weight, m))
+        fitting = weight.bits == 8 or codes.order == large.FOURS_ORDER
+        config = choose(device, problem_of(weight, m), specialized=fitting)
     if config.kernel == "specialized" and not hopper.computes(weight, grouped, codes.zero, out_dtype, out_scale):
         config = choose(device, problem_of(weight, m), specialized=False)
     end = _end(bias, out_scale, out_zero, y)
@@ -192,9 +201,10 @@ def linear(
     if config.kernel == "persistent" and (weight.bits == 4 or (grouped and (w_zero or codes.zero is not None))):
         config = Config("tiles", 128, 64, 4, 3, swap=weight.bits == 4)
     form = {"GROUPED": grouped, "PER": per, "WZERO": w_zero, "XZERO": codes.zero is not None, **end.meta}
-    run = {"slices": _slices, "tiles": _tiles, "persistent": _persistent, "specialized": hopper.product}[config.kernel]
+    run = {"slices": _slices, "tiles": _tiles, "persistent": _persistent}
+    run |= {"specialized": hopper.product, "fours": large.fours}
     of_x, of_w = _operands(codes, weight, sums)
-    run(_Product(codes, weight, of_x, of_w, end, y, config, p, *_steps(weight, p), form, device))
+    run[config.kernel](_Product(codes, weight, of_x, of_w, end, y, config, p, *_steps(weight, p), form, device))
     return y
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from . import hopper
+from . import hopper, large
 from .device import Device
 from .dispatch import few_rows, few_rule, nearest, tuned
 
@@ -16,11 +16,11 @@ class Config:
     """One way to compute a product; plain values, so that a table can hold it.
 
     **Fields:** ``kernel``: "gemv" (few rows, NVIDIA), "slices" (few rows), "tiles" (any device), "persistent" (tensor
-    descriptors, sm_90 and later, int8 weights) or "specialized" (see `hopper`); ``bm``, ``bn``: the tile; ``warps``,
-    ``stages``: not of "specialized"; ``group_m``: rows of tiles per band; ``swap``: N is the first dimension of the
-    product; ``parts``: pieces in which a tile leaves; ``tma_store``, ``flatten``, ``specialize``: of "persistent";
-    ``per_sm``: programs per multiprocessor, 0 = one per tile; ``unpack``: int4 is unpacked to int8 first; ``unroll``,
-    ``late``: of gemv, see `few.Shape`.
+    descriptors, sm_90 and later, int8 weights), "specialized" (see `hopper`) or "fours" (see `large`); ``bm``, ``bn``:
+    the tile; ``warps``, ``stages``: not of the last two; ``group_m``: rows of tiles per band; ``swap``: N is the first
+    dimension of the product; ``parts``: pieces in which a tile leaves; ``tma_store``, ``flatten``, ``specialize``: of
+    "persistent"; ``per_sm``: programs per multiprocessor, 0 = one per tile; ``unpack``: int4 is unpacked to int8 first;
+    ``unroll``, ``late``: of gemv, see `few.Shape`.
     """
 
     kernel: str
@@ -56,14 +56,14 @@ class Problem:
 def choose(device: Device, problem: Problem, specialized: bool = True) -> Config:
     """What ``qcore tune`` measured here, else the nearest size of the table for this architecture, else the default.
 
-    The rule for "specialized" goes before the table. ``specialized``: that kernel can be chosen.
+    The rule for "specialized" and "fours" goes before the table. ``specialized``: those kernels can be chosen.
     """
     usual = problem.inner == 128 and problem.grouped == (problem.bits == 4)  # what the tables are measured with
     shipped = nearest(device, "int8", problem.bits, problem.rows, problem.n, problem.k) if usual else []
-    own = _specialized(device, problem) if specialized else None
+    own = (_specialized(device, problem) or _fours(device, problem)) if specialized else None
     for fields in (tuned("int8", device, problem), *(shipped[:1] if own is None else ())):
         config = _read(fields) if fields else None
-        if config and (own or config.kernel != "specialized"):  # measured for a neighbour that it serves
+        if config and (own or config.kernel not in {"specialized", "fours"}):  # measured for a neighbour it serves
             return config
     return own or default_config(device, problem)
 
@@ -84,12 +84,32 @@ def _specialized(device: Device, p: Problem) -> Config | None:
     return Config("specialized", 128, min(_WAVES, key=cost), 4, 0, group_m=16)
 
 
+_FOURS = {128: 1.0, 64: 0.7, 32: 0.5}
+"""Tokens of a tile of `fours`: the time that one takes."""
+
+
+def _fours(device: Device, p: Problem) -> Config | None:
+    """The tile for which programs have the least to do, in rounds of one tile each."""
+    if p.bits == 8 or p.rows <= 32 or not large.serves_fours(device, p.n, p.inner):
+        return None
+
+    def cost(bm: int) -> float:
+        tiles = -(-p.rows // bm) * -(-p.n // 128)
+        return -(-tiles // device.sms) * _FOURS[bm]
+
+    return _four(min(_FOURS, key=cost))
+
+
+def _four(bm: int) -> Config:
+    return Config("fours", bm, 128, 4, 0)
+
+
 def _read(fields: dict[str, Any]) -> Config | None:
     try:
         config = Config(**fields)
     except TypeError:  # written by hand, or damaged
         return None
-    return config if config.kernel in {"gemv", "slices", "tiles", "persistent", "specialized"} else None
+    return config if config.kernel in {"gemv", "slices", "tiles", "persistent", "specialized", "fours"} else None
 
 
 def candidates(device: Device, problem: Problem) -> list[Config]:
@@ -108,6 +128,8 @@ def candidates(device: Device, problem: Problem) -> list[Config]:
         found += [Config("tiles", *tile, swap=four) for tile in ((128, 128, 8, 3), (128, 256, 8, 3), (64, 128, 4, 4))]
     if m >= 128 and device.descriptors:
         found += [_persistent(four, *tile) for tile in _PERSISTENT if tile[0] <= 2 * m]
+    if _fours(device, problem):
+        found += [_four(bm) for bm in _FOURS if bm <= m]
     if _specialized(device, problem):
         found += [Config("specialized", 128, bn, 4, 0, group_m=band) for bn in _WAVES for band in (8, 16)]
     return list(dict.fromkeys(found))

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .hopper import advance, ring
 from .int8_common import tile_order
+from .parts import add_at, put, segment, steps_of, value_at, zeros_like
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -39,7 +40,7 @@ def _layout(registers, lanes, columns):
 
 
 @gluon.constexpr_function
-def _words():
+def words_layout():
     """int4: words (64, 16) of a block; a thread has four neighbours of each of its two rows."""
     return _layout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8]], 16)
 
@@ -52,7 +53,7 @@ def _pairs():
 
 @gluon.constexpr_function
 def _stored():
-    """`_words` as they are stored, (4, 256)."""
+    """`words_layout` as they are stored, (4, 256)."""
     lanes = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 128]], lanes, [[1, 0], [2, 0]], [], [4, 256])
 
@@ -166,9 +167,9 @@ def _zero(z, DT: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, BITS: gl.constexpr, BM: gl.constexpr,
-             STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
-             PDL: gl.constexpr):  # fmt: skip
+def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS: gl.constexpr,
+             BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr,
+             SCALED: gl.constexpr, ZERO: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Fill stages, in the order of their use.
 
     A stage is 64 columns of x, and of an int8 weight. What comes once for a block of 128 columns - int4 words, scales,
@@ -186,13 +187,19 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, BITS
     at = 0
     turn = 1
     slot = 0
-    for tile in range(gl.program_id(0), tiles_n * tiles_m, gl.num_programs(0)):
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    steps = steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
+    step = steps * 0
+    while step < steps:
+        tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
+        step += end - begin
         tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         m0 = tile_m * BM
         n0 = tile_n * BN
-        group = 0
-        left = PER
-        for b in range(KB):
+        group = begin // PER
+        left = PER - begin % PER
+        for b in range(begin, end):
             for half in gl.static_range(2):
                 mbarrier.wait(empty.index(at), turn)
                 here = full.index(at)
@@ -216,7 +223,13 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, BITS
 
 
 @gluon.jit
-def _row_numbers(numbers, WG: gl.constexpr, LAYOUT: gl.constexpr):
+def load_words(stored):
+    """A group's words (64, 16) of a block of int4."""
+    return gl.convert_layout(stored.load(_stored()).reshape([ROWS, 16]), words_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def row_numbers(numbers, WG: gl.constexpr, LAYOUT: gl.constexpr):
     """A group's (64) of numbers (1, 128) in shared memory."""
     mine = numbers.slice(WG * ROWS, ROWS, dim=1).load(_by_row())
     return gl.convert_layout(mine.reshape([ROWS]), gl.SliceLayout(1, LAYOUT))
@@ -226,18 +239,14 @@ def _row_numbers(numbers, WG: gl.constexpr, LAYOUT: gl.constexpr):
 def _first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, SCALED: gl.constexpr,
                 ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
     """The first half of a block as operand A, and what the second half is made of: words, scales, zero points."""
-    LAYOUT: gl.constexpr = _words() if BITS == 4 else _pairs()
-    if BITS == 4:
-        words = ws.index(2 * slot + WG).load(_stored()).reshape([ROWS, 16])
-        raw = gl.convert_layout(words, LAYOUT, assert_trivial=True)
-    else:
-        raw = ws.index(2 * at + WG).load(LAYOUT)
+    LAYOUT: gl.constexpr = words_layout() if BITS == 4 else _pairs()
+    raw = load_words(ws.index(2 * slot + WG)) if BITS == 4 else ws.index(2 * at + WG).load(LAYOUT)
     s = raw
     z = raw
     if SCALED:
-        s = _row_numbers(ss.index(slot), WG, LAYOUT).to(DT)
+        s = row_numbers(ss.index(slot), WG, LAYOUT).to(DT)
     if ZERO:
-        z = _zero(_row_numbers(zs.index(slot), WG, LAYOUT), DT, BITS, ZERO)
+        z = _zero(row_numbers(zs.index(slot), WG, LAYOUT), DT, BITS, ZERO)
     low = _from_words(raw, s, z, DT, False, SCALED, ZERO, DOT) if BITS == 4 else _from_pairs(raw, z, DT, ZERO, DOT)
     return low, raw, s, z
 
@@ -280,67 +289,107 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
 
 
 @gluon.jit
-def _consume(y, scale, bias, ys, xs, ws, ss, zs, full, empty, N, M, KB, BITS: gl.constexpr, WG: gl.constexpr,
-             BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, SCALED: gl.constexpr,
-             ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr):  # fmt: skip
+def _leave(acc, y, scale, bias, ys, m0, n0, N, SCALED: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr):
+    """A group's sums of a tile, scaled and rounded, on their way to y."""
+    PIECE: gl.constexpr = acc.shape[1] // PIECES
+    n = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout)), N - 1)
+    if not SCALED:
+        acc *= gl.load(scale + n).to(gl.float32)[:, None]
+    if BIAS:
+        acc += gl.load(bias + n).to(gl.float32)[:, None]
+    first = acc.to(y.dtype)
+    second = first
+    if PIECES == 2:
+        first, second = first.reshape([ROWS, 2, PIECE]).permute((0, 2, 1)).split()
+    for i in gl.static_range(PIECES):
+        tma.store_wait(0)
+        ys.permute((1, 0)).store(first if i == 0 else second)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(y, [m0 + i * PIECE, n0], ys)
+
+
+@gluon.jit
+def _summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG: gl.constexpr):
+    """A part of a group's sums of a tile is left for the others; the last one to come adds up all, and says so."""
+    BM: gl.constexpr = acc.shape[1]
+    i = WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
+    j = gl.arange(0, BM, gl.SliceLayout(0, acc.type.layout))
+    SIZE: gl.constexpr = 2 * ROWS * BM
+    complete = end - begin == KB
+    if not complete:
+        part = tile - waves * programs
+        left = part * KB // share
+        right = (part * KB + KB - 1) // share
+        put(value_at(parts, part + program, i, j, 2 * ROWS, BM), acc, True)
+        gl.thread_barrier()
+        count = counts + 2 * part + WG
+        complete = gl.atomic_add(count, 1, sem="acq_rel") == right - left
+        if complete:
+            acc = zeros_like(acc, True)
+            for p in range(left, right + 1, 4):
+                acc = add_at(acc, value_at(parts, part + p, i, j, 2 * ROWS, BM), right - p, SIZE, True)
+            gl.store(count, 0)
+    return acc, complete
+
+
+@gluon.jit
+def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
+             BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+             GROUP: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr,
+             U: gl.constexpr, SPREAD: gl.constexpr):  # fmt: skip
     """Group WG of two: 64 rows of each tile."""
     DT: gl.constexpr = xs.dtype
     BN: gl.constexpr = 2 * ROWS
-    PIECE: gl.constexpr = BM // PIECES
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     tiles_n = gl.cdiv(N, BN)
     tiles_m = gl.cdiv(M, BM)
-    tiles = tiles_n * tiles_m
-    step = gl.num_programs(0)
-    left = gl.cdiv(tiles - gl.program_id(0), step) * KB
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    steps = steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
+    step = steps * 0
+    left = steps
     at = 0
     turn = 0
     slot = 0
     mbarrier.wait(full.index(0), 0)
     low, raw, s, z = _first_half(0, 0, ws, ss, zs, DT, BITS, WG, SCALED, ZERO, DOT)
-    for tile in range(gl.program_id(0), tiles, step):
+    while step < steps:
+        tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
+        step += end - begin
         tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         acc = gl.zeros([ROWS, BM], gl.float32, ACC)
-        for _ in range(KB // U):
+        for _ in range((end - begin) // U):
             acc, low, raw, s, z, at, turn, slot = _blocks(
                 U, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
                 SCALED, ZERO, DOT)  # fmt: skip
             left -= U
         if U > 1:
-            for _ in range(KB % U):
+            for _ in range((end - begin) % U):
                 acc, low, raw, s, z, at, turn, slot = _blocks(
                     1, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
                     SCALED, ZERO, DOT)  # fmt: skip
                 left -= 1
-        n0 = tile_n * BN + WG * ROWS
-        n = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(1, ACC)), N - 1)
-        if not SCALED:
-            acc *= gl.load(scale + n).to(gl.float32)[:, None]
-        if BIAS:
-            acc += gl.load(bias + n).to(gl.float32)[:, None]
-        first = acc.to(y.dtype)
-        second = first
-        if PIECES == 2:
-            first, second = first.reshape([ROWS, 2, PIECE]).permute((0, 2, 1)).split()
-        for i in gl.static_range(PIECES):
-            tma.store_wait(0)
-            ys.permute((1, 0)).store(first if i == 0 else second)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(y, [tile_m * BM + i * PIECE, n0], ys)
+        complete = True
+        if SPREAD:
+            acc, complete = _summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
+        if complete:
+            _leave(acc, y, scale, bias, ys, tile_m * BM, tile_n * BN + WG * ROWS, N, SCALED, BIAS, PIECES)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "KB", "PER"])
-def mixed(x, w, scale, zero, bias, y, M, N, KB, PER, BITS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-          GROUP: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr,
-          U: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "waves", "share"])
+def mixed(x, w, scale, zero, bias, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr, BM: gl.constexpr,
+          STAGES: gl.constexpr, GROUP: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr,
+          PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
 
     x, w, y: descriptors, of x with blocks (BM, 64), of int4 words ``(N / 16, KB * 256)`` with blocks (4, 256), of pairs
     of int8 with blocks (64, 32), of y with blocks (BM / PIECES, 64). KB: blocks of 128 columns; PER of them share a row
     of scales and zero points. SCALED: these are multiplied with the weight and scale is a descriptor with blocks
     (1, 128); else there is one scale per row, for the sum over K. zero: likewise a descriptor, where there is one.
+    SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
+    each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the weight in the second-level cache.
     """
     if PDL:
@@ -360,10 +409,10 @@ def mixed(x, w, scale, zero, bias, y, M, N, KB, PER, BITS: gl.constexpr, BM: gl.
     full, empty = ring(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize([
-        (_consume, (y, scale, bias, y0, xs, ws, ss, zs, full, empty, N, M, KB, BITS, 0, BM, STAGES, SLOTS, GROUP,
-                    SCALED, ZERO, BIAS, PIECES, U)),
-        (_consume, (y, scale, bias, y1, xs, ws, ss, zs, full, empty, N, M, KB, BITS, 1, BM, STAGES, SLOTS, GROUP,
-                    SCALED, ZERO, BIAS, PIECES, U)),
-        (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, BITS, BM, STAGES, SLOTS, GROUP,
-                    SCALED, ZERO, PDL)),
+        (_consume, (y, scale, bias, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 0,
+                    BM, STAGES, SLOTS, GROUP, SCALED, ZERO, BIAS, PIECES, U, SPREAD)),
+        (_consume, (y, scale, bias, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 1,
+                    BM, STAGES, SLOTS, GROUP, SCALED, ZERO, BIAS, PIECES, U, SPREAD)),
+        (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
+                    SLOTS, GROUP, SCALED, ZERO, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -23,6 +23,17 @@ def column_of(position, P: tl.constexpr):
 
 
 @triton.jit
+def arranged(values, P: tl.constexpr):
+    """Values of columns, in a row, as they stand by position; as `column_of` says."""
+    if P != 0:
+        SIZE: tl.constexpr = values.shape[0]
+        V: tl.constexpr = P // 32
+        by_column = tl.reshape(values, [SIZE // (16 * V), V, 2, 4, 2])
+        values = tl.reshape(tl.permute(by_column, (0, 3, 1, 2, 4)), [SIZE])
+    return values
+
+
+@triton.jit
 def position_of(column, P: tl.constexpr):
     """The inverse of `column_of`."""
     if P == 0:

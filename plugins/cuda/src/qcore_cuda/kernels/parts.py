@@ -1,4 +1,6 @@
-"""Parts of a tile's sum, in float32, that programs leave for each other.
+"""Steps of tiles spread over programs, and parts of a tile's sum, in float32, that programs leave for each other.
+
+A program computes ``waves`` whole tiles, and ``share`` steps of the tiles that are left, which lie in a row.
 
 Triton would rearrange them through shared memory on their way to and from memory, for wide accesses. Inline assembly
 leaves them in the tensor core's layout, and `part_at` puts a warp's values side by side. Loads must not be taken from
@@ -14,10 +16,31 @@ import triton.language as tl
 
 
 @triton.jit
+def steps_of(program, programs, tiles, waves, share, KB):
+    """How many steps a program has, of tiles of KB steps; with no share, there may be fewer tiles than in all waves."""
+    whole = tl.minimum(waves, tl.cdiv(tiles - program, programs)) * KB
+    return whole + tl.maximum(0, tl.minimum(share, (tiles - waves * programs) * KB - program * share))
+
+
+@triton.jit
+def segment(step, steps, program, programs, waves, share, KB):
+    """The tile that a program's step is of, the first of its steps there, and the end of them."""
+    place = program * share + step - waves * KB
+    whole = step < waves * KB
+    tile = tl.where(whole, step // KB * programs + program, waves * programs + place // KB)
+    first = tl.where(whole, 0, place % KB)
+    return tile, first, tl.minimum(first + steps - step, KB)
+
+
+@triton.jit
 def part_at(parts, slot, BN: tl.constexpr, BM: tl.constexpr):
-    """Where the values (BN, BM) of a part are: for values of 8 x 8, 32 first halves of pairs, then the others."""
-    i = tl.arange(0, BN)
-    j = tl.arange(0, BM)
+    """Where the values (BN, BM) of a part are."""
+    return value_at(parts, slot, tl.arange(0, BN), tl.arange(0, BM), BN, BM)
+
+
+@triton.jit
+def value_at(parts, slot, i, j, BN: tl.constexpr, BM: tl.constexpr):
+    """Where rows i and columns j of a part are: for values of 8 x 8, 32 first halves of pairs, then the others."""
     down = i // 16 * (16 * BM) + i // 8 % 2 * 32 + i % 8 * 4
     across = j // 8 * 128 + j % 2 * 64 + j % 8 // 2
     return parts + tl.cast(slot, tl.int64) * (BN * BM) + down[:, None] + across[None, :]
@@ -50,7 +73,12 @@ def zeros_like(value, ASM: tl.constexpr):
 @triton.jit
 def add_parts(value, parts, slot, more, BN: tl.constexpr, BM: tl.constexpr, ASM: tl.constexpr):
     """Value plus the part in a slot and then those in the next three, of which there are ``more``."""
-    pointer = part_at(parts, slot, BN, BM)
+    return add_at(value, part_at(parts, slot, BN, BM), more, BN * BM, ASM)
+
+
+@triton.jit
+def add_at(value, pointer, more, SIZE: tl.constexpr, ASM: tl.constexpr):
+    """`add_parts` by addresses; SIZE: values from one part to the next."""
     if ASM:
         value = tl.inline_asm_elementwise(
             """{ .reg .f32 sum, v0, v1, v2, v3; .reg .pred q1, q2, q3; .reg .b64 p1, p2, p3;
@@ -60,13 +88,13 @@ def add_parts(value, parts, slot, more, BN: tl.constexpr, BM: tl.constexpr, ASM:
             @q1 ld.global.cg.f32 v1, [p1]; @q2 ld.global.cg.f32 v2, [p2]; @q3 ld.global.cg.f32 v3, [p3];
             add.f32 sum, sum, v0; add.f32 sum, sum, v1; add.f32 sum, sum, v2; add.f32 $0, sum, v3; }""",
             "=f,r,l,r,l",
-            [value.to(tl.int32, bitcast=True), pointer, tl.cast(more, tl.int32), tl.full((), BN * BM * 4, tl.int64)],
+            [value.to(tl.int32, bitcast=True), pointer, tl.cast(more, tl.int32), tl.cast(SIZE * 4, tl.int64)],
             dtype=tl.float32,
             is_pure=False,
             pack=1,
         )
     else:
         for i in tl.static_range(4):
-            there = (tl.zeros([BN, BM], tl.int32) + i) <= more
-            value += tl.load(pointer + i * BN * BM, mask=there, other=0.0, cache_modifier=".cg")
+            there = (tl.zeros(value.shape, tl.int32) + i) <= more
+            value += tl.load(pointer + i * SIZE, mask=there, other=0.0, cache_modifier=".cg")
     return value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .order import column_of
+from .order import arranged
 from .rounding import asymmetric_scale, begin, code, magnitude, quotient, rounded, symmetric_scale
 
 SYMMETRIC: tl.constexpr = tl.constexpr(0)
@@ -109,7 +109,6 @@ def quantize_rows(
     """
     row = tl.program_id(0)
     o = tl.arange(0, BLOCK)
-    k = column_of(o, ORDER)
     KQ = (K + 127) // 128 * 128
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
     x += row.to(tl.int64) * row_stride
@@ -125,7 +124,7 @@ def quantize_rows(
             most_below = tl.maximum(most_below, below)
             most_above = tl.maximum(most_above, above)
     else:
-        v = tl.load(x + k.to(tl.int64) * column_stride, mask=k < K, other=0.0).to(tl.float32)
+        v = tl.load(x + o.to(tl.int64) * column_stride, mask=o < K, other=0.0).to(tl.float32)
         most_below, most_above = extent(v, MODE)
     below = tl.max(most_below, 0)
     above = tl.max(most_above, 0)
@@ -138,17 +137,16 @@ def quantize_rows(
         sums = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, KQ, BLOCK):
             at = start + o
-            column = start + k
-            v = tl.load(x + column.to(tl.int64) * column_stride, mask=column < K, other=0.0).to(tl.float32)
-            c = tl.where(column < K, encode(v, s, inverse, z, MODE, CODES, NARROW), 0).to(tl.int8)
-            tl.store(q + at, c, mask=at < KQ)
+            v = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
+            c = tl.where(at < K, encode(v, s, inverse, z, MODE, CODES, NARROW), 0).to(tl.int8)
+            tl.store(q + at, arranged(c, ORDER), mask=at < KQ)
             if TOTAL:
                 sums += c.to(tl.int32)
     else:
         c = encode(v, s, inverse, z, MODE, CODES, NARROW)
         if MODE != SYMMETRIC:
-            c = tl.where(k < K, c, 0).to(tl.int8)
-        tl.store(q + o, c, mask=o < KQ)
+            c = tl.where(o < K, c, 0).to(tl.int8)
+        tl.store(q + o, arranged(c, ORDER), mask=o < KQ)
         sums = c.to(tl.int32)
     tl.store(scale + row, s)
     if MODE != SYMMETRIC:
