@@ -1,7 +1,6 @@
-// Rows of floats as float16 for cooperative matrices, in the order in which unpacked weights leave their words
-// (ORDER 4: k = 0 2 4 6 1 3 5 7 of each eight, ORDER 8: 0 2 1 3 of each four). A row of bfloat16 is scaled by a
-// power of two into float16's range, where its eight bits fit exactly. One workgroup per row; also the sums of x per
-// group.
+// Rows of floats as float16 for cooperative matrices, in the order in which unpacked weights leave their words: ORDER 4:
+// k = 0 2 4 6 1 3 5 7 of each eight, ORDER 8: 0 2 1 3 of each four. Rows that are not float16 are scaled by a power of
+// two into its range, where the eight bits of bfloat16 fit exactly. A workgroup per row; also sums of x per group.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -9,53 +8,80 @@
 #include "gpu_rows.glsl"
 
 layout(constant_id = 0) const uint ORDER = 4u;
-layout(local_size_x = 256) in;
+layout(constant_id = 1) const uint LANES = 256u;
+layout(constant_id = 2) const uint DTYPE = 2u;    // of x
+layout(constant_id = 3) const uint ALIGNED = 1u;  // whether eights of columns lie side by side at multiples of 16 bytes
+layout(local_size_x_id = 1) in;
 
-layout(push_constant) uniform Push { uint m, k, pitch, group, padded, columns, dtype, summed, group_columns, groups; };
+layout(push_constant) uniform Push {
+    uint m, k, pitch, group, padded, columns;
+    uint summed, group_columns, groups;  // whether sums are wanted, and of how many padded columns each
+    uint tile;                           // rows of a tile of sixteen columns, in which the result comes; 0: plain rows
+};
 
-layout(set = 0, binding = 1) writeonly buffer Halves { uint halves[]; };  // [M][columns / 2]
+layout(set = 0, binding = 1) writeonly buffer Halves { uvec4 halves[]; };  // [M][columns / 8], or [][][tile][2]
 layout(set = 0, binding = 2) writeonly buffer Scales { float scales[]; };  // [M]
 layout(set = 0, binding = 3) writeonly buffer Sums { float sums[]; };      // [M][groups]
 
-shared uint largest[256];
+shared uint largest[LANES];
 
-uint place(uint pair) {  // the first column of the pair's word, of four pairs in eight columns
-    if (ORDER == 8u) return (pair & 1u) | (pair & 2u) << 1;
-    return (pair & 1u) << 2 | (pair >> 1);
+float value[8];
+
+void read_eight(uint row, uint first) {
+    if (ALIGNED == 0u || first + 8u > k) {
+        [[unroll]] for (uint i = 0u; i < 8u; ++i)
+            value[i] = fetch_padded(row, first + i, k, pitch, group, padded, DTYPE);
+    } else if (DTYPE == F32) {
+        uint at = (row * pitch + first) / 4u;
+        [[unroll]] for (uint i = 0u; i < 8u; ++i) value[i] = uintBitsToFloat(source4[at + i / 4u][i % 4u]);
+    } else {
+        uvec4 words = source4[(row * pitch + first) / 8u];
+        [[unroll]] for (uint i = 0u; i < 8u; ++i) value[i] = unpack_pair(words[i / 2u], DTYPE)[i % 2u];
+    }
 }
 
-float at(uint row, uint column) {
-    return fetch_padded(row, column, k, pitch, group, padded, dtype);
+// 2^15 over the power of two at or below the largest magnitude of the row; 1 for a row of zeros.
+float row_unit(uint row, uint lane) {
+    uint most = 0u;
+    for (uint c = lane * 8u; c < columns; c += LANES * 8u) {
+        read_eight(row, c);
+        [[unroll]] for (uint i = 0u; i < 8u; ++i) most = max(most, floatBitsToUint(value[i]) & 0x7fffffffu);
+    }
+    largest[lane] = most;
+    barrier();
+    for (uint reach = LANES / 2u; reach > 0u; reach /= 2u) {
+        if (lane < reach) largest[lane] = max(largest[lane], largest[lane + reach]);
+        barrier();
+    }
+    most = min(largest[0], 0x7f000000u);
+    return most < 0x00800000u ? 1.0 : uintBitsToFloat(min(269u - (most >> 23), 252u) << 23);
+}
+
+uint pair(uint a, uint b, float unit) {
+    return half_bits(value[a] * unit) | half_bits(value[b] * unit) << 16;
+}
+
+uint place(uint row, uint c) {
+    if (tile == 0u) return (row * columns + c) / 8u;
+    return ((row / tile * (columns / 16u) + c / 16u) * tile + row % tile) * 2u + c / 8u % 2u;
 }
 
 void main() {
     uint row = gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x;
     if (row >= m) return;
     uint lane = gl_LocalInvocationIndex;
-    float unit = 1.0;
-    if (dtype != F16) {
-        uint most = 0u;
-        for (uint c = lane; c < columns; c += 256u) most = max(most, floatBitsToUint(at(row, c)) & 0x7fffffffu);
-        largest[lane] = most;
-        barrier();
-        for (uint o = 128u; o > 0u; o >>= 1) {
-            if (lane < o) largest[lane] = max(largest[lane], largest[lane + o]);
-            barrier();
-        }
-        most = min(largest[0], 0x7f000000u);
-        // 2^15 over the power of two at or below the largest magnitude.
-        if (most >= 0x00800000u) unit = uintBitsToFloat(min(269u - (most >> 23), 252u) << 23);
-    }
-    for (uint p = lane; p < columns / 2u; p += 256u) {
-        uint c = (p & ~3u) * 2u + place(p & 3u);
-        uint low = half_bits(at(row, c) * unit);
-        halves[row * columns / 2u + p] = low | half_bits(at(row, c + 2u) * unit) << 16;
+    float unit = DTYPE == F16 ? 1.0 : row_unit(row, lane);
+    for (uint c = lane * 8u; c < columns; c += LANES * 8u) {
+        read_eight(row, c);
+        uvec4 order = uvec4(pair(0u, 2u, unit), pair(4u, 6u, unit), pair(1u, 3u, unit), pair(5u, 7u, unit));
+        halves[place(row, c)] = ORDER == 4u ? order : order.xzyw;
     }
     if (lane == 0u) scales[row] = 1.0 / unit;
     if (summed == 0u) return;
-    for (uint g = lane; g < groups; g += 256u) {
+    for (uint g = lane; g < groups; g += LANES) {
         float sum = 0.0;
-        for (uint c = 0u; c < group_columns; ++c) sum += at(row, g * group_columns + c);
+        for (uint c = 0u; c < group_columns; ++c)
+            sum += fetch_padded(row, g * group_columns + c, k, pitch, group, padded, DTYPE);
         sums[row * groups + g] = sum;
     }
 }

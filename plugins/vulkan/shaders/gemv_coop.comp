@@ -38,7 +38,7 @@ layout(push_constant) uniform Push {
     uint pitch, dtype, biased, column;
 };
 
-layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };             // [M][chunks * CHUNK * 4], TN rows readable
+layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };             // [M / TN][chunks * STEPS][TN][2]
 layout(set = 0, binding = 1) readonly buffer W { uvec4 w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };     // [G][NP]
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };        // [G][NP]
@@ -106,7 +106,7 @@ void main() {
     if (n0 >= n) return;
     uint row0 = gl_WorkGroupID.z * TN;
     uint chunks = (blocks + CHUNK - 1u) / CHUNK;
-    uint x_row = chunks * CHUNK * 4u;
+    uint x0 = gl_WorkGroupID.z * chunks * STEPS * TN * 2u;
     MATRIX_C total[R];
     MATRIX_C s[R];
     MATRIX_B b[STEPS];
@@ -115,15 +115,13 @@ void main() {
     if (AHEAD != 0u) {
         uint chunk = min(gl_SubgroupID, chunks - 1u);
         [[unroll]] for (uint i = 0u; i < STEPS; ++i)
-            coopMatLoad(b[i], x, row0 * x_row + chunk * CHUNK * 4u + i * 2u, x_row,
-                        gl_CooperativeMatrixLayoutColumnMajor);
+            coopMatLoad(b[i], x, x0 + (chunk * STEPS + i) * TN * 2u, 2u, gl_CooperativeMatrixLayoutColumnMajor);
     }
     for (uint chunk = gl_SubgroupID; chunk < chunks; chunk += SUBGROUPS) {
         uint next = min(chunk + SUBGROUPS, chunks - 1u);
         if (AHEAD == 0u) {
             [[unroll]] for (uint i = 0u; i < STEPS; ++i)
-                coopMatLoad(b[i], x, row0 * x_row + chunk * CHUNK * 4u + i * 2u, x_row,
-                            gl_CooperativeMatrixLayoutColumnMajor);
+                coopMatLoad(b[i], x, x0 + (chunk * STEPS + i) * TN * 2u, 2u, gl_CooperativeMatrixLayoutColumnMajor);
         }
         if (FOLDED != 0u) {
             uint group = chunk * CHUNK / group_blocks;
@@ -143,7 +141,7 @@ void main() {
                 coopMatLoad(a, tile, gl_SubgroupID * 16u * ROW + i * 2u, ROW, gl_CooperativeMatrixLayoutRowMajor);
                 sum = coopMatMulAdd(a, b[i], sum);
                 if (AHEAD != 0u && r + 1u == R)
-                    coopMatLoad(b[i], x, row0 * x_row + next * CHUNK * 4u + i * 2u, x_row,
+                    coopMatLoad(b[i], x, x0 + (next * STEPS + i) * TN * 2u, 2u,
                                 gl_CooperativeMatrixLayoutColumnMajor);
             }
             if (FOLDED != 0u) sum = sum * s[r];

@@ -3,6 +3,7 @@
 // Column c of the padded matrix belongs to group c / padded; what lies past the group's own columns or past K is 0.
 
 layout(set = 0, binding = 0) readonly buffer Source { uint source[]; };
+layout(set = 0, binding = 0) readonly buffer Source4 { uvec4 source4[]; };
 
 float fetch(uint at, uint dtype) {
     if (dtype == F32) return uintBitsToFloat(source[at]);

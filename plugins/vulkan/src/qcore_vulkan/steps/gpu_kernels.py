@@ -99,7 +99,7 @@ class CoopGemv:
     ) -> None:
         columns = -(-geometry.columns // (32 * self.chunk)) * 32 * self.chunk
         rows = -(-out.rows // self.tn) * self.tn
-        halves = _halves(b, x, geometry, columns, rows)
+        halves = _halves(b, x, geometry, columns, rows, self.tn)
         blocks = geometry.groups * geometry.blocks
         push = [out.rows, part.n, part.padded_n, blocks, geometry.blocks, *_result(out, bias, part)]
         tiles, folds, _ = fold(-(-part.n // (16 * self.r)))
@@ -287,15 +287,21 @@ def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float],
     return x.ref, [x.rows, geometry.k, x.pitch, geometry.group, padded], NUMBERS[x.dtype]
 
 
-def _halves(b: Builder, x: Activations, geometry: Geometry, columns: int, rows: int) -> _Halves:
-    """Float16 rows in the order of unpacked codes; memory for ``rows``, of which those beyond x's hold anything."""
+def _halves(b: Builder, x: Activations, geometry: Geometry, columns: int, rows: int, tile: int = 0) -> _Halves:
+    """Float16 rows in the order of unpacked codes; memory for ``rows``, of which those beyond x's hold anything.
+
+    ``tile``: rows of tiles of sixteen columns, each of which lies by itself; 0: plain rows.
+    """
     ref, sizes, dtype = _source(x, geometry)
     m = int(sizes[0])
     summed = geometry.zero_kind == FLOAT_ZERO
     halves, scales = b.scratch(rows * columns * 2), b.scratch(4 * m)
     sums = b.scratch(4 * m * geometry.groups) if summed else None
-    push = [*sizes, columns, dtype, int(summed), geometry.blocks * 32, geometry.groups]
-    b.dispatch("coop_prep", (geometry.bits,), fold(m), push, [ref, halves, scales, sums or scales])
+    aligned = isinstance(x, FloatRows) or geometry.groups == 1 or geometry.group % 32 == 0
+    push = [*sizes, columns, int(summed), geometry.blocks * 32, geometry.groups, tile]
+    lanes = min(1024 if columns > 4096 else 256, 1 << b.device.description.limits.max_invocations.bit_length() - 1)
+    constants = (geometry.bits, lanes, dtype, int(aligned))
+    b.dispatch("coop_prep", constants, fold(m), push, [ref, halves, scales, sums or scales])
     return _Halves(halves, scales, sums)
 
 
