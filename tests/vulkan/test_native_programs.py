@@ -23,6 +23,15 @@ def test_rows_go_in_and_out(device, rows, columns, pitch):
         torch.testing.assert_close(y, expected(x))
 
 
+@pytest.mark.parametrize("columns", [1000, 1001])
+def test_large_tensors_are_copied_in_shares(device, columns):
+    x, y = torch.randn(5000, columns), torch.empty(5000, columns)
+    chain(device, 5000, columns, 1004).run([x], [y])
+    torch.testing.assert_close(y, expected(x))
+    buffer = device.upload(y)
+    assert torch.equal(torch.from_numpy(buffer.read().view("f4")).view(y.shape), y)
+
+
 def test_tensors_with_gaps_between_rows(device):
     wide, target = torch.randn(7, 50), torch.zeros(7, 40)
     program = chain(device, 7, 33, 36)

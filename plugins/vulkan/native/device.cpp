@@ -5,6 +5,7 @@
 
 #include "error.h"
 #include "program.h"
+#include "rows.h"
 
 namespace qv {
 namespace {
@@ -97,14 +98,14 @@ void Device::copy(VkBuffer from, uint64_t from_offset, VkBuffer to, uint64_t to_
 void Device::write(uint64_t buffer, uint64_t offset, const char* data, uint64_t bytes) {
   const std::shared_ptr<Range> range = within(buffer, offset, bytes);
   if (range->mapped()) {
-    std::memcpy(range->mapped() + offset, data, bytes);
+    copy_bytes(range->mapped() + offset, data, bytes);
     return;
   }
   input_.ensure(std::min(bytes, kChunk));
   const Block& staging = input_.block();
   for (uint64_t done = 0; done < bytes;) {
     const uint64_t part = std::min(bytes - done, kChunk);
-    std::memcpy(staging.mapped, data + done, part);
+    copy_bytes(staging.mapped, data + done, part);
     copy(staging.buffer, 0, range->block.buffer, range->offset + offset + done, part);
     done += part;
   }
@@ -113,7 +114,7 @@ void Device::write(uint64_t buffer, uint64_t offset, const char* data, uint64_t 
 void Device::read(uint64_t buffer, uint64_t offset, char* data, uint64_t bytes) {
   const std::shared_ptr<Range> range = within(buffer, offset, bytes);
   if (range->mapped()) {
-    std::memcpy(data, range->mapped() + offset, bytes);
+    copy_bytes(data, range->mapped() + offset, bytes);
     return;
   }
   output_.ensure(std::min(bytes, kChunk));
@@ -121,7 +122,7 @@ void Device::read(uint64_t buffer, uint64_t offset, char* data, uint64_t bytes) 
   for (uint64_t done = 0; done < bytes;) {
     const uint64_t part = std::min(bytes - done, kChunk);
     copy(range->block.buffer, range->offset + offset + done, staging.buffer, 0, part);
-    std::memcpy(data + done, staging.mapped, part);
+    copy_bytes(data + done, staging.mapped, part);
     done += part;
   }
 }

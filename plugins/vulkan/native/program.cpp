@@ -1,8 +1,7 @@
 #include "program.h"
 
-#include <cstring>
-
 #include "error.h"
+#include "rows.h"
 
 namespace qv {
 namespace {
@@ -10,14 +9,6 @@ namespace {
 constexpr uint64_t kRegions[] = {QV_ARENA, QV_INPUT, QV_OUTPUT};
 
 [[noreturn]] void refuse(const std::string& text) { throw Error(QV_INVALID, text); }
-
-void copy_rows(char* to, uint64_t to_pitch, const char* from, uint64_t from_pitch, uint64_t rows, uint64_t bytes) {
-  if (rows == 1 || (to_pitch == bytes && from_pitch == bytes)) {
-    std::memcpy(to, from, rows * bytes);
-    return;
-  }
-  for (uint64_t row = 0; row < rows; ++row) std::memcpy(to + row * to_pitch, from + row * from_pitch, bytes);
-}
 
 }  // namespace
 
