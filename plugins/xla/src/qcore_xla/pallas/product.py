@@ -1,0 +1,124 @@
+"""The product of activations with a packed weight, for TPUs: nibbles are unpacked in on-chip memory, next to the product.
+
+XLA fuses the unpacking of int4 into a product of floats, but not into one of int8: it would write the weight as int8 to
+memory first. Here a tile of words is read, unpacked and multiplied, and nothing of it is written back.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..bodies.codes import NIBBLES, length
+
+_ROWS, _COLUMNS, _DEPTH = 256, 512, 1024
+"""The largest tile: rows of x, columns of the weight, and codes along K. About 2 MB of a TPU's 16 MB or more on chip."""
+_LANES = 128
+Ref = Any
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: ``rows`` and ``columns`` of the result, ``slices`` of K a step takes, ``groups`` in those.
+
+    ``groups`` is 0 where a group is longer than a step: sums then run over steps, and the scale comes last.
+    """
+
+    rows: int
+    columns: int
+    slices: int
+    groups: int
+
+
+def tiles(m: int, data_shape: tuple[int, ...], codes: int, groups: int) -> Tiles | str:
+    """The tiles for x ``(m, S * codes)`` and data of shape ``(S, words, N)`` in ``groups`` groups, or why there are none."""
+    slices, words, n = data_shape
+    each = slices // groups
+    if words % 8:
+        return f"slices of {codes} codes do not fill the 8 rows of a TPU's registers; XLA's own product serves them."
+    step = 1 if groups == 1 else each
+    fitting = [
+        s for s in range(step, slices + 1, step)
+        if slices % s == 0 and (s * codes % _LANES == 0 or s == slices) and (s == step or s * codes <= _DEPTH)
+    ]  # fmt: skip
+    if not fitting:
+        return f"no step along K of {slices} slices of {codes} codes fills the {_LANES} lanes of a TPU's registers."
+    chosen = fitting[-1]
+    return Tiles(min(m, _ROWS), min(n, _COLUMNS), chosen, 0 if groups == 1 else chosen // each)
+
+
+def product(x: Array, data: Array, scale: Array, *, interpret: Any = False) -> Array:
+    """``sum over groups of scale * (x @ codes)``, float32 ``(M, N)``.
+
+    ``x``: ``(M, K)``, float or int8 codes; ``data``: int8 ``(S, b, N)`` or int32 words ``(S, b/8, N)``; ``scale``:
+    ``(G, N)``. Sums of int8 codes are exact within a group. Raises `ValueError` for what `tiles` has no tiles for.
+    """
+    codes, groups = length(data, 1), scale.shape[0]
+    cut = tiles(x.shape[0], data.shape, codes, groups)
+    if isinstance(cut, str):
+        raise ValueError(cut)  # noqa: TRY004 - of the right type, and nothing can be cut from it
+    m, n = x.shape[0], data.shape[2]
+    grid = (pl.cdiv(m, cut.rows), pl.cdiv(n, cut.columns), data.shape[0] // cut.slices)
+    held = max(1, cut.groups)
+    return pl.pallas_call(
+        partial(_kernel, cut=cut, codes=codes),
+        out_shape=jax.ShapeDtypeStruct((m, n), jnp.float32),
+        grid=grid,
+        in_specs=[
+            pl.BlockSpec((cut.rows, cut.slices * codes), lambda i, j, k: (i, k)),
+            pl.BlockSpec((cut.slices, data.shape[1], cut.columns), lambda i, j, k: (k, 0, j)),
+            pl.BlockSpec((held, 1, cut.columns), lambda i, j, k: (k if cut.groups else 0, 0, j)),
+        ],
+        out_specs=pl.BlockSpec((cut.rows, cut.columns), lambda i, j, k: (i, j)),
+        scratch_shapes=[pltpu.VMEM((cut.rows, cut.columns), _sum_dtype(x) if not cut.groups else jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+        name="qcore_product",
+    )(x, data, scale.astype(jnp.float32)[:, None, :])
+
+
+def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, total: Ref, *, cut: Tiles, codes: int) -> None:
+    """One tile of the result, one step along K: adds to ``total``, and writes ``y`` after the last step."""
+    step, steps = pl.program_id(2), pl.num_programs(2)
+
+    @pl.when(step == 0)
+    def _start() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    each = cut.slices // max(1, cut.groups)
+    for group in range(max(1, cut.groups)):
+        part = sum(_slice(x, data, group * each + s, codes) for s in range(each))
+        total[...] += part if not cut.groups else part.astype(jnp.float32) * scale[group]
+
+    @pl.when(step == steps - 1)
+    def _finish() -> None:
+        y[...] = total[...] if cut.groups else total[...].astype(jnp.float32) * scale[0]
+
+
+def _slice(x: Ref, data: Ref, s: int, codes: int) -> Any:
+    """x ``(rows, codes)`` of slice ``s`` times its weight: int32 for codes, else float32."""
+    left = x[:, s * codes : (s + 1) * codes]
+    exact = left.dtype == jnp.float32
+    return lax.dot_general(
+        left, _unpacked(data[s], left.dtype), (((1,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST if exact else None, preferred_element_type=_sum_dtype(left),
+    )  # fmt: skip
+
+
+def _unpacked(tile: Array, dtype: Any) -> Array:
+    """Codes ``(b, columns)`` of a tile of int8 codes, or of words: plane after plane they are in the order of K."""
+    if tile.dtype != jnp.int32:
+        return tile.astype(dtype)
+    planes = [lax.shift_right_arithmetic(lax.shift_left(tile, 28 - 4 * j), 28) for j in range(NIBBLES)]
+    # By float32 or int32, whose tiles have 8 rows: narrower ones would cut a plane in the middle.
+    wide = jnp.concatenate(planes, axis=0)
+    return wide.astype(jnp.float32).astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else wide.astype(dtype)
+
+
+def _sum_dtype(x: Array) -> Any:
+    return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
