@@ -85,6 +85,12 @@ def test_float_activations_are_right(scheme, index, ampere):
     assert_right(case, float_product(case, ampere, SHAPES[index]))
 
 
+@pytest.mark.parametrize(("scheme", "m"), [("w4a16-g64-asym", 1), ("w8a16-fzp", 3), ("w4a16", 5)])
+def test_float32_is_three_times_as_many_rows(scheme, m, ampere):
+    case = problem(scheme, m, 48, 300, torch.float32, "same")
+    assert_right(case, float_product(case, ampere, SHAPES[2]))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scheme", ["w4a16-g128-asym", "w8a16-g64"])
 def test_every_shape_of_a_program_is_right(scheme, shape, ampere):

@@ -19,7 +19,7 @@ from qcore_cuda import device, replay
 from qcore_cuda import launch as launching
 from qcore_cuda.launch import launch
 from qcore_cuda.linear import kernel as kernel_for
-from qcore_cuda.replay import empty, replays
+from qcore_cuda.replay import empty, provided, replays
 
 
 def numbers():
@@ -55,6 +55,25 @@ def test_the_second_call_of_a_form_needs_addresses_only(kernel):
     assert kernel.direct[-1][:13] == (4, 1, 1, 77, *flags)
     assert kernel.direct[-1][13] == x.data_ptr()
     assert kernel.direct[-1][15:] == (5, True)
+
+
+def test_what_is_provided_is_asked_for_at_each_call(kernel):
+    given = [torch.arange(8.0) + i for i in range(3)]
+    source = iter(given)
+
+    def next_one(step):
+        assert step == 2
+        return next(source)
+
+    def call(x):
+        y = result_of(x)
+        launch(kernel, (4,), x, y, 5, WIDE=True)
+        launch(kernel, (4,), provided(next_one, 2), y, 1, WIDE=True)
+        return y
+
+    for expected in given:
+        assert torch.equal(again(call, numbers()), expected + 1)
+    assert len(kernel.direct) == 4
 
 
 def test_several_launches_and_the_memory_between_them(kernel):

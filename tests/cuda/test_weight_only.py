@@ -117,14 +117,40 @@ def test_a_part_of_a_split_may_be_empty():
     assert_right(case, run(case.x, packed_weight(case), None, torch.bfloat16, device_of(case.x.device), config))
 
 
-def test_three_parts_make_up_float32():
-    from qcore_cuda.weight_only import bfloat16_parts
+@pytest.mark.parametrize("m", [1, 5, 6, 17])
+@pytest.mark.parametrize("scheme", ["w4a16-g32-fzp", "w4a16-asym", "w8a16-g64-asym", "w8a16-fzp"])
+def test_float32_is_served_by_few_and_many_rows(scheme, m):
+    from qcore_cuda.weight_only import linear
 
-    x = torch.cat([torch.randn(1000), torch.tensor([0.0, 3.4e38, -3.4e38, 1e-30, torch.pi])])
-    assert torch.equal(sum(part.double() for part in bfloat16_parts(x)).float(), x)
-    infinite = torch.tensor([float("inf"), -float("inf")])
-    low, middle, high = bfloat16_parts(infinite)
-    assert torch.equal(high.float(), infinite)
-    assert not low.any()
-    assert not middle.any()
-    assert bfloat16_parts(torch.tensor([float("nan")]))[2].isnan().all()
+    case = problem(scheme, m, 40, 300, torch.float32, "same" if m % 2 else "none")
+    weight = packed_weight(case)
+    for out in (torch.float32, torch.bfloat16):
+        asked = replace(case, request=replace(case.request, out_dtype=out))
+        assert_right(asked, linear(case.x, weight, case.bias, out))
+
+
+NUMBERS = (0.0, 3.4e38, -3.4e38, 1e-30, torch.pi, float("inf"), -float("inf"), float("nan"))
+
+
+@pytest.mark.parametrize("arranged", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "columns", "every second"])
+def test_three_parts_make_up_float32(layout, arranged):
+    from qcore_cuda.device import device_of
+    from qcore_cuda.kernels.order import position_of
+    from qcore_cuda.thirds import split
+
+    m, k, columns = 3, 700, 768
+    wide = torch.randn(2 * m, 2 * k)
+    x = {"rows": wide[:m, :k], "columns": wide.view(-1, 2 * m).t()[:m, :k], "every second": wide[::2, ::2]}[layout]
+    x[1, : len(NUMBERS)] = torch.tensor(NUMBERS)
+    parts = split(x, columns, device_of(x.device), arranged=arranged).view(3, m, columns)
+    if arranged:
+        places = torch.tensor([position_of.fn(column, 128) for column in range(columns)])
+        parts = torch.empty_like(parts).index_copy_(2, places, parts)
+    low, middle, high = parts[..., :k]
+    odd = ~x.isfinite()
+    made = torch.where(odd, high, high.double() + middle.double() + low.double()).float()
+    torch.testing.assert_close(made, x, rtol=0, atol=0, equal_nan=True)
+    assert not low[odd].any()
+    assert not middle[odd].any()
+    assert not parts[..., k:].any()

@@ -2,9 +2,9 @@
 
 What a call does on the host - choosing a kernel, counting its grid, asking Triton for what it compiled - depends on its
 form alone: shapes, strides, dtypes, numbers. The first call of a form is recorded, and the next ones make its launches
-with the addresses of their own tensors. That can be done where a call does nothing but allocate with `empty` and
-`launch`, and where every tensor that it launches with, and its result, is an input or was allocated so. Any other call
-goes the long way each time.
+with the addresses of their own tensors. That can be done where a call does nothing but allocate with `empty`, ask for
+what is `provided`, and `launch`, and where every tensor that it launches with, and its result, is an input or was had
+so. Any other call goes the long way each time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from itertools import accumulate
 from operator import or_
 from typing import Any, NamedTuple
@@ -76,12 +76,17 @@ class Recording:
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._inputs, self._made, self._launches = inputs, list[Tensor](), list[Launch]()
+        self._provided = list[tuple[Tensor, Callable[[], Tensor]]]()
         self._possible = True
         self._index = inputs[0].get_device()
 
     def made(self, tensor: Tensor) -> None:
         """A tensor was allocated."""
         self._made.append(tensor)
+
+    def had(self, tensor: Tensor, source: Callable[[], Tensor]) -> None:
+        """A tensor came from ``source``."""
+        self._provided.append((tensor, source))
 
     def launched(self, launch: Launch | None) -> None:
         """A kernel was launched; None: in a way that cannot be made again."""
@@ -96,7 +101,7 @@ class Recording:
         if out is None or not (self._possible and self._launches and result.is_contiguous()):
             return None
         scratch = [t for t in self._made if t is not out]
-        tensors = [*self._inputs, out, *scratch]
+        tensors = [*self._inputs, out, *scratch, *(tensor for tensor, _ in self._provided)]
         slots = {t.data_ptr(): slot for slot, t in enumerate(tensors)}
         # Inputs that are one tensor now need not be one the next time.
         if len(slots) < len(tensors):
@@ -105,7 +110,8 @@ class Recording:
             calls = [(launch, [slots[_tensor(t).data_ptr()] for t in launch.tensors]) for launch in self._launches]
         except KeyError:  # what torch computed
             return None
-        return _written(self._index, calls, len(self._inputs), result, [t.nbytes for t in scratch])
+        sources = [source for _, source in self._provided]
+        return _written(self._index, calls, len(self._inputs), result, [t.nbytes for t in scratch], sources)
 
 
 def _tensor(argument: Any) -> Tensor:
@@ -117,12 +123,17 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _written(
-    index: int, calls: Sequence[tuple[Launch, Sequence[int]]], inputs: int, result: Tensor, scratch: Sequence[int]
+    index: int,
+    calls: Sequence[tuple[Launch, Sequence[int]]],
+    inputs: int,
+    result: Tensor,
+    scratch: Sequence[int],
+    sources: Sequence[Callable[[], Tensor]],
 ) -> Replay:
     """A function for one form of call, as one would write it by hand: loops would take as long as another launch.
 
-    ``calls``: launches with the places of their tensors among the ``inputs``, the result, and ``scratch``, the bytes of
-    what is allocated in between.
+    ``calls``: launches with the places of their tensors among the ``inputs``, the result, ``scratch``, the bytes of
+    what is allocated in between, and what ``sources`` give.
     """
     names = [f"x{i}" for i in range(inputs)]
     known: dict[str, Any] = {"like": (tuple(result.shape), result.stride(), result.dtype), "index": index}
@@ -139,7 +150,10 @@ def _written(
         known["memory"] = ((starts[-1],), (1,), torch.uint8)
         lines += ["held = allocate(*memory)", "base = address(held)"]  # held until everything is launched
         lines += [f"s{i} = base + {start}" for i, start in enumerate(starts[:-1])]
-    names += ["y", *(f"s{i}" for i in range(len(scratch)))]
+    for i, source in enumerate(sources):
+        known[f"source{i}"] = source
+        lines += [f"own{i} = source{i}()", f"p{i} = address(own{i})"]
+    names += ["y", *(f"s{i}" for i in range(len(scratch))), *(f"p{i}" for i in range(len(sources)))]
     lines.append("stream = current(index)")
     lines += [_line(i, launch, [names[place] for place in places], known) for i, (launch, places) in enumerate(calls)]
     body = "\n    ".join([*lines, "return result"])
@@ -227,6 +241,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if notes is not None:
         notes.made(made)
     return made
+
+
+def provided(source: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``source(*args)``, which a replay asks for anew; ``args`` must not be tensors."""
+    asked = partial(source, *args)
+    tensor, notes = asked(), recording()
+    if notes is not None:
+        notes.had(tensor, asked)
+    return tensor
 
 
 @lru_cache(maxsize=8)

@@ -82,15 +82,15 @@ def ranked(candidates: Iterable[C], calls: Callable[[C], Sequence[Call]]) -> lis
 
 def tune_float(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> None:
     """Measure `weight_only.linear` for this number of rows, and keep the fastest configuration."""
-    from . import weight_only
+    from . import thirds, weight_only
 
     device, problem = weight_only.plan(x, weight, out_dtype)
-    many = copies(weight)
+    candidates, many = dispatch.candidates if problem.narrow else thirds.candidates, copies(weight)
 
     def calls(config: dispatch.Config) -> list[Call]:
         return [lambda w=w: weight_only.run(x, w, bias, out_dtype, device, config) for w in many]  # type: ignore[misc]
 
-    best = ranked(dispatch.candidates(device, problem), calls)
+    best = ranked(candidates(device, problem), calls)
     if best:
         dispatch.keep("float", device, problem, best[0][1])
         weight_only.forget()

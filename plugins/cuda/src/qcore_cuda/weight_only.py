@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import few, large, replay
+from . import few, large, replay, thirds
 from .counters import counters
 from .device import Device, device_of
 from .dispatch import Config, Problem, bucket, choose
@@ -17,7 +18,7 @@ from .kernels.dequant import dequantize
 from .kernels.gemm import arrange_columns, gemm
 from .kernels.slices import slices
 from .launch import launch, options
-from .replay import empty
+from .replay import empty, provided
 from .weights import FLOAT_ZERO, Weight
 
 
@@ -27,7 +28,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
     Products are accumulated in float32, the bias is added before the single rounding to ``out_dtype``.
     """
     device, problem = plan(x, weight, out_dtype)
-    return run(x, weight, bias, out_dtype, device, choose(device, problem))
+    config = choose(device, problem) if problem.narrow else thirds.choose(device, problem)
+    return run(x, weight, bias, out_dtype, device, config)
 
 
 def plan(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> tuple[Device, Problem]:
@@ -40,14 +42,18 @@ def plan(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> tuple[Device, Pro
 def _plan(
     device: torch.device, dtype: torch.dtype, out: torch.dtype, bits: int, block: int, n: int, k: int, m: int, one: bool
 ) -> tuple[Device, Problem]:
-    narrow = dtype != torch.float32
-    exact = dtype != torch.bfloat16 or out != dtype
-    return device_of(device), Problem(bits, n, k, bucket(m), block, narrow, exact, one and out == dtype)
+    where, exact = device_of(device), dtype != torch.bfloat16 or out != dtype
+    problem = Problem(bits, n, k, bucket(m), block, True, exact, one and out == dtype)
+    if dtype == torch.float32:  # see `_in_thirds`: kernels for few rows see three times as many, of 16 bits
+        narrow = thirds.PARTS * m <= few.ROWS and (where.asm or bits == 8)
+        problem = replace(problem, rows=bucket(thirds.PARTS * m if narrow else m), narrow=narrow, whole=False)
+    return where, problem
 
 
 def forget() -> None:
     """Choose anew from now on: something has been measured."""
     choose.cache_clear()
+    thirds.choose.cache_clear()
     replay.forget()
 
 
@@ -59,12 +65,20 @@ def run(
         return _dense(x, weight, bias, out_dtype)
     columns = weight.data.shape[1] * (weight.order or 1)
     if x.dtype == torch.float32:
-        return _three_parts(x, weight, bias, out_dtype, device, config, columns)
+        return _in_thirds(x, weight, bias, out_dtype, device, config, columns)
     x = _aligned(x, columns)
     if config.kernel == "mixed":
-        return large.mixed(x, weight, bias, device, config.bm)
+        return large.mixed(x, weight, bias, device, config)
     if config.kernel == "gemm":
-        return _gemm(x, weight, bias, out_dtype, device, config, columns)
+        if _fragments(weight) and weight.bits == 8:
+            x = _arranged(x, columns, device)
+        return _gemm(x, x.shape[0], weight, bias, out_dtype, device, config)
+    return _few(x, weight, bias, out_dtype, device, config, columns)
+
+
+def _few(
+    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, device: Device, config: Config, columns: int
+) -> Tensor:
     y = empty((x.shape[0], weight.n), out_dtype, x.device)
     if config.kernel == "gemv":
         few.float_product(x, weight, bias, y, device, few.Shape.of(config))
@@ -99,12 +113,18 @@ def _slices(
     )  # fmt: skip
 
 
+def _fragments(weight: Weight) -> bool:
+    """Whether `gemm` unpacks codes into the tensor core's registers where they are."""
+    return weight.bits == 4 or weight.block == 64
+
+
 def _gemm(
-    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, device: Device, config: Config, columns: int
+    x: Tensor, m: int, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, device: Device, config: Config
 ) -> Tensor:
-    scale, zero = weight.scale, weight.zero
-    m, n, bn, bm, block = x.shape[0], weight.n, config.bn, config.bm, weight.block
-    one, fragments = scale.shape[0] == 1, weight.bits == 4 or block == 64
+    """x: one or more matrices of m rows, whose sum is multiplied; columns in the order of `_arranged`."""
+    scale, zero, columns = weight.scale, weight.zero, x.shape[1]
+    n, bn, bm, block = weight.n, config.bn, config.bm, weight.block
+    one = scale.shape[0] == 1
     blocks = -(-weight.k // block)
     per = blocks if one else weight.group // block
     # Blocks of a step are of one group, or each of another one where scales meet the weight.
@@ -113,14 +133,13 @@ def _gemm(
         unroll = math.gcd(unroll, per)
     else:
         each, per = True, unroll
-    if fragments and weight.bits == 8:
-        x = _in_fragments(x, columns, device)
     tiles, steps = -(-n // bn) * -(-m // bm), blocks // unroll
-    waves, share, programs = _spread(tiles, steps, config, device)
+    waves, share, programs = large.spread(tiles, steps, config, device)
     y = empty((m, n), out_dtype, x.device)
     left = tiles - waves * programs
     if left:
-        parts, counts = empty(((programs + left) * bn * bm,), torch.float32, x.device), counters(left, x.device)
+        parts = empty(((programs + left) * bn * bm,), torch.float32, x.device)
+        counts = provided(counters, left, x.device)
     else:  # never touched
         parts, counts = x[:1, :8].view(torch.float32), x[:1, :8].view(torch.int32)
     limit = {"maxnreg": config.registers} if config.registers and device.asm else {}
@@ -130,27 +149,15 @@ def _gemm(
         m, n, weight.data.shape[0] * (16 if weight.bits == 4 else 1), steps, per // unroll, x.stride(0) // 8,
         columns // 32, waves, share,
         BITS=weight.bits, P=block, U=unroll, ZERO=weight.zero_kind, BIAS=bias is not None, BN=bn, BM=bm,
-        NW=min(config.warps, bn // 16), STAGES=config.stages, FRAG=fragments, SCALES=2 if one else int(config.scaled),
-        EACH=each, ALIGNED=n % 8 == 0, GROUP_M=16, ASM=device.asm, HOPPER=device.arch == 90, WIDE=device.interpreted,
+        NW=min(config.warps, bn // 16), STAGES=config.stages, FRAG=_fragments(weight),
+        SCALES=2 if one else int(config.scaled), EACH=each, PARTS=x.shape[0] // m, ALIGNED=n % 8 == 0, GROUP_M=16,
+        ASM=device.asm, HOPPER=device.arch == 90, WIDE=device.interpreted,
         num_stages=config.stages, **limit, **options(device, config.warps),
     )  # fmt: skip
     return y
 
 
-def _spread(tiles: int, steps: int, config: Config, device: Device) -> tuple[int, int, int]:
-    """How `gemm` spreads ``tiles`` of so many steps of K: whole tiles of a program, its share of the rest, programs."""
-    if not config.even:
-        if config.split == 1:
-            return 1, 0, tiles
-        share = -(-steps // config.split)
-        return 0, share, -(-tiles * steps // share)
-    programs = config.even * device.sms
-    waves, left = divmod(tiles, programs)
-    share = -(-left * steps // programs)
-    return waves, share, programs if waves else -(-tiles * steps // share)
-
-
-def _in_fragments(x: Tensor, columns: int, device: Device) -> Tensor:
+def _arranged(x: Tensor, columns: int, device: Device) -> Tensor:
     """X with its columns in the order in which `gemm` meets them in rows16."""
     m = x.shape[0]
     out = empty((m, columns), x.dtype, x.device)
@@ -161,24 +168,15 @@ def _in_fragments(x: Tensor, columns: int, device: Device) -> Tensor:
     return out
 
 
-def bfloat16_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three bfloat16 tensors whose sum is float32 x, the small one first; infinity and NaN stand in the last alone."""
-    most = torch.finfo(torch.bfloat16).max
-    finite = x.isfinite()
-    high = torch.where(finite, x.clamp(-most, most), x).to(torch.bfloat16)  # else the largest would become infinity
-    rest = torch.where(finite, x - high, 0.0)
-    middle = rest.to(torch.bfloat16)
-    return (rest - middle).to(torch.bfloat16), middle, high
-
-
-def _three_parts(
+def _in_thirds(
     x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, device: Device, config: Config, columns: int
 ) -> Tensor:
-    """float32 x as the sum of three bfloat16 numbers, 8 digits each: three rows of a product whose terms are exact."""
-    parts = _aligned(torch.cat(bfloat16_parts(x)), columns)
-    y = _gemm(parts, weight, None, torch.float32, device, config, columns).view(3, x.shape[0], weight.n)
-    y = y[0] + y[1] + y[2]
-    return (y if bias is None else y + bias.float()).to(out_dtype)
+    """Float32 x as the sum of three matrices whose products with codes are exact: added up in `gemm`, else after."""
+    if config.kernel == "gemm":
+        parts = thirds.split(x, columns, device, arranged=_fragments(weight) and weight.bits == 8)
+        return _gemm(parts, x.shape[0], weight, bias, out_dtype, device, config)
+    parts = _few(thirds.split(x, columns, device), weight, None, torch.float32, device, config, columns)
+    return thirds.add(parts, bias, out_dtype, device)
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:

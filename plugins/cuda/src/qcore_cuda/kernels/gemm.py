@@ -88,7 +88,8 @@ def _wide(v, EACH: tl.constexpr):
 def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
          BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
          NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr, SCALES: tl.constexpr, EACH: tl.constexpr,
-         ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+         PARTS: tl.constexpr, ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr,
+         PDL: tl.constexpr):  # fmt: skip
     """The steps ``first`` to ``last`` of the tile at row n0 of W and row m0 of x; see `gemm`."""
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     BYTES: tl.constexpr = P // 2 if BITS == 4 else P
@@ -103,11 +104,14 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
     # Rows beyond M are other rows again: many that read the same one would queue up for it.
     rm = (m0 + tl.arange(0, BM)) % M
     xp = x + rm.to(tl.int64)[:, None] * (eighths * 8) + tl.arange(0, U * P)[None, :] + first * (U * P)
+    plane = M.to(tl.int64) * (eighths * 8)
     rn = tl.minimum(n0 + tl.arange(0, BN), N - 1)
     acc = tl.zeros([BN, BM], tl.float32)
     total = tl.zeros([BM], tl.float32)
     S: tl.constexpr = scale.dtype.element_ty
     Z: tl.constexpr = zero.dtype.element_ty
+    # The tensor cores cut sums off, which a long one shows where float32 is asked for.
+    APART: tl.constexpr = SCALES == 0 or PARTS > 1
     FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # taken away where nibbles are unpacked, in their order
     scales = (first * U + tl.arange(0, U))[None, :] * N + rn[:, None] if EACH else first // PER * N + rn
     zeros = (first * U + block if EACH else first // PER) * N + tl.minimum(row, N - 1) if FOLDED else scales
@@ -133,8 +137,10 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
             zp += move
         s_next = load_raw(sp, ASM) if SCALES == 1 else s
         z_next = load_raw(zp, ASM) if (ZERO == 1 and SCALES != 2) or (ZERO == 2 and SCALES == 1) else z
-        xt = tl.load(xp).to(DT)
-        data = _settled(tl.load(wp), HOPPER and SCALES != 0)
+        xt = ()
+        for p in tl.static_range(PARTS):
+            xt = xt + (tl.load(xp + p * plane).to(DT),)
+        data = _settled(tl.load(wp), HOPPER and not APART)
         q = _weight(data, z[:, None] if FOLDED else tl.zeros([1, 1], tl.int32), DT, BITS, BN, P, U, NW, FRAG, ASM)
         wp += STEP
         xp += U * P
@@ -148,14 +154,21 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
                 q += _wide(as_float(z, Z, ASM).to(DT), EACH)
         if EACH:
             q = tl.reshape(q, [BN, U * P])
+        d = tl.zeros([BN, BM], tl.float32) if APART else acc
+        for p in tl.static_range(PARTS):
+            d = tl.dot(q, tl.trans(xt[p]), d)
         if SCALES == 0:
-            acc += tl.dot(q, tl.trans(xt)) * as_float(s, S, ASM)[:, None]
-            if ZERO == 2:
-                acc += as_float(z, Z, ASM)[:, None] * tl.sum(xt.to(tl.float32), 1)[None, :]
+            acc += d * as_float(s, S, ASM)[:, None]
         else:
-            acc = tl.dot(q, tl.trans(xt), acc)
-            if SCALES == 2 and ZERO == 2:
-                total += tl.sum(xt.to(tl.float32), 1)
+            acc = acc + d if APART else d
+        if ZERO == 2 and SCALES != 1:
+            sums = tl.zeros([BM], tl.float32)
+            for p in tl.static_range(PARTS):
+                sums += tl.sum(xt[p].to(tl.float32), 1)
+            if SCALES == 0:
+                acc += as_float(z, Z, ASM)[:, None] * sums[None, :]
+            else:
+                total += sums
         s = s_next
         z = z_next
     if SCALES == 2:
@@ -169,14 +182,15 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
 def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, pitch, waves, share,
          BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
          BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
-         SCALES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, GROUP_M: tl.constexpr, ASM: tl.constexpr,
-         HOPPER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+         SCALES: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, GROUP_M: tl.constexpr,
+         ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``, in KB steps of U blocks of P columns.
 
     x: rows ``8 * eighths`` values apart (said so, because Triton then knows that they are aligned), zero from K to
     ``KB * U * P``. pitch: 32 times that many bytes are a row of rows16. PER: steps per group.
     SCALES: 0: applied to sums over a step; 1: to the weight, which is rounded to x's dtype; 2: there is but one group,
-    applied to the whole sum. EACH: each block of a step has scales of its own. ALIGNED: N is a multiple of 8. WIDE:
+    applied to the whole sum. EACH: each block of a step has scales of its own. PARTS: x is the sum of so many matrices
+    that follow each other; their products are added up in order. ALIGNED: N is a multiple of 8. WIDE:
     products of float32 numbers (Triton's interpreter multiplies no bfloat16).
 
     A program computes ``waves`` whole tiles, and ``share`` steps of the tiles that are left, which lie in a row. Of a
@@ -213,7 +227,8 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
         n0 = inside // height * BN
         m0 = (group * GROUP_M + inside % height) * BM
         acc = _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
-                   BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, ASM, HOPPER, WIDE, PDL)  # fmt: skip
+                   BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, PARTS, ASM, HOPPER, WIDE,
+                   PDL)  # fmt: skip
         complete = last - first == KB
         if not complete:
             part = tile - whole

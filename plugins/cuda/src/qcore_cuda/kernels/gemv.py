@@ -74,12 +74,12 @@ def _x_words(at, spots, n: tl.constexpr, u: tl.constexpr, BITS: tl.constexpr, U:
 
 
 @triton.jit
-def _tile4(words0, words8, x, d, NB: tl.constexpr, V: tl.constexpr, BF16: tl.constexpr):
+def _tile4(words0, words8, x, d, NB: tl.constexpr, V: tl.constexpr, BF16: tl.constexpr, CENTERED: tl.constexpr):
     """Products of one block of int4: rows r (words0) and r + 8 (words8), added to d, four numbers per column block."""
     for h in tl.static_range(2):
         for j in tl.static_range(V):
-            p0, p2 = spread((words0[j] >> (4 * h)) & 0x0F0F0F0F, BF16)
-            p1, p3 = spread((words8[j] >> (4 * h)) & 0x0F0F0F0F, BF16)
+            p0, p2 = spread((words0[j] >> (4 * h)) & 0x0F0F0F0F, BF16, CENTERED)
+            p1, p3 = spread((words8[j] >> (4 * h)) & 0x0F0F0F0F, BF16, CENTERED)
             out = ()
             for n in tl.static_range(NB):
                 a = x[n]
@@ -209,14 +209,15 @@ def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, ZERO: tl.c
 def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
          BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
          NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr,
-         BF16: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
+         BF16: tl.constexpr, CENTERED: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
          DYNAMIC: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]`` for M <= XR <= 8 * NB.
 
     x: 16-bit floats, rows ``stride`` values apart, on 16 bytes, zero from K to ``KB * P``; w: planar16 or rows16 (rows
     of ``32 * pitch`` bytes); KB: blocks of P codes along K; PER: blocks per scale group; ZERO: 0 none, 1 integer,
-    2 float zero points; XR: 1, or 8 * NB; ALIGNED: N is a multiple of 16. A program takes R * 16 rows of W; each of its
-    NW warps takes U blocks of K at a time.
+    2 float zero points; XR: 1, or 8 * NB; CENTERED: sums never hold the offset of int4's codes, which would take four
+    of float32's binary digits; ALIGNED: N is a multiple of 16. A program takes R * 16 rows of W; each of its NW warps
+    takes U blocks of K at a time.
     """
     T: tl.constexpr = 32 * NW
     BYTES: tl.constexpr = P // 8 if BITS == 4 else P // 4  # of a lane, row and block
@@ -225,8 +226,9 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     PAIRS: tl.constexpr = BITS == 8 and P == 64 and U % 2 == 0
     RINGED: tl.constexpr = ALIGNED and not ONE_GROUP
     # What the codes of int4 are too large by, after `spread`; and a 16-bit float of it, twice, or of 1.
-    OFFSET: tl.constexpr = (136 if BF16 else 1032) if BITS == 4 else 0
-    OF: tl.constexpr = (0x43084308 if BF16 else 0x64086408) if BITS == 4 else (0x3F803F80 if BF16 else 0x3C003C00)
+    SHIFTED: tl.constexpr = BITS == 4 and not CENTERED
+    OFFSET: tl.constexpr = (136 if BF16 else 1032) if SHIFTED else 0
+    OF: tl.constexpr = (0x43084308 if BF16 else 0x64086408) if SHIFTED else (0x3F803F80 if BF16 else 0x3C003C00)
     SCALE: tl.constexpr = scale.dtype.element_ty
     POINT: tl.constexpr = zero.dtype.element_ty
     W_BYTES: tl.constexpr = U * R * 64 * BYTES
@@ -315,7 +317,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
                     for n in tl.static_range(NB):
                         before = before + (acc[i * NB + n],)
                 if BITS == 4:
-                    d = d + _tile4(w0, w8, words, before, NB, V, BF16)
+                    d = d + _tile4(w0, w8, words, before, NB, V, BF16, CENTERED)
                 else:
                     d = d + _tile8(w0, w8, words, before, NB, V, BF16)
             if ONE_GROUP:

@@ -47,16 +47,36 @@ def both(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def spread(nibbles, BF16: tl.constexpr):
-    """Four small unsigned bytes to four 16-bit floats ``base + byte`` as two words, in order.
+def spread(nibbles, BF16: tl.constexpr, CENTERED: tl.constexpr):
+    """Four bytes of unsigned nibbles ``u = q + 8`` to four 16-bit floats as two words, in order; exact.
 
-    Setting the upper byte of the float makes bfloat16 128 + b (b < 128) and float16 1024 + b, exactly.
+    Setting the upper byte of the float makes bfloat16 128 + u and float16 1024 + u; CENTERED: q, half an instruction
+    more for each.
     """
-    return tl.inline_asm_elementwise(
+    low, high = tl.inline_asm_elementwise(
         "prmt.b32 $0, $2, $3, 0x4140; prmt.b32 $1, $2, $3, 0x4342;",
         "=&r,=r,r,r",
         [nibbles, tl.full(nibbles.shape, 0x43434343 if BF16 else 0x64646464, tl.int32)],
         dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    if CENTERED:
+        low = _less_offset(low, BF16)
+        high = _less_offset(high, BF16)
+    return low, high
+
+
+@triton.jit
+def _less_offset(word, BF16: tl.constexpr):
+    """Two 16-bit floats less 136, or 1032 in float16."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 one, off; mov.b32 one, 0x3F803F80; mov.b32 off, 0xC308C308; fma.rn.bf16x2 $0, $1, one, off; }"
+        if BF16
+        else "{ .reg .b32 off; mov.b32 off, 0xE408E408; add.rn.f16x2 $0, $1, off; }",
+        "=r,r",
+        [word],
+        dtype=tl.int32,
         is_pure=True,
         pack=1,
     )
