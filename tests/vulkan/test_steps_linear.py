@@ -138,8 +138,8 @@ def test_tiles_of_other_devices(vulkan, scheme, monkeypatch):  # noqa: F811
     monkeypatch.setattr(vulkan, "profile", "gpu")
     monkeypatch.setattr(gpu, "choose", lambda *_: None)
     monkeypatch.setattr(prepare, "_SMALL", 1000)  # beyond which activations are copied to the device first
-    for m, n in ((1, 20), (6, 70)):
-        assert_right(vulkan, drawn(scheme, m, n, 200, torch.bfloat16))
+    for m, n, k in ((1, 20, 200), (6, 70, 5000), (2, 9, 70000)):
+        assert_right(vulkan, drawn(scheme, m, n, k, torch.bfloat16))
 
 
 def test_static_output_of_static_input_has_the_numbers_of_the_request(vulkan):  # noqa: F811

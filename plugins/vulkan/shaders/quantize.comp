@@ -2,12 +2,15 @@
 // group as the weight is. Also each row's s and z, and for each group the sum of q - z.
 //
 // A group of columns belongs to a team of lanes, so that its sum is made of few partial sums; with more groups than
-// lanes a team is a single lane.
+// lanes a team is a single lane and has several. With KEPT, a lane keeps all its words, at most KEPT, between finding
+// the parameters and using them; else it reads them twice.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
+layout(constant_id = 4) const uint KEPT = 0u;
 
 #include "formats.glsl"
 #include "source.glsl"
@@ -24,6 +27,8 @@ shared float lows[gl_WorkGroupSize.x];
 shared float highs[gl_WorkGroupSize.x];
 shared int totals[gl_WorkGroupSize.x];
 
+vec4 kept[KEPT + 1u];
+
 uint lane() {
     return gl_LocalInvocationID.x;
 }
@@ -34,14 +39,65 @@ uint team_size() {
     return team;
 }
 
-// The extent of the row, at index 0 of the shared arrays.
-void measure(Origin o) {
-    Extent e = Extent(0u, 0.0, 0.0);
-    uint words = push.blocks * 8u;
-    for (uint i = lane(); i < words * push.groups; i += gl_WorkGroupSize.x) {
-        uint g = push.groups == 1u ? 0u : i / words;
-        e = widened(e, read_columns(o, g, (i - g * words) * 4u, 0.0));
+uint words_of_group() {
+    return push.blocks * 8u;
+}
+
+// Words that a lane has, at most.
+uint count_words(uint team) {
+    if (team > 1u) return (words_of_group() + team - 1u) / team;
+    return (push.groups + gl_WorkGroupSize.x - 1u) / gl_WorkGroupSize.x * words_of_group();
+}
+
+// A word of a group of columns.
+struct Place {
+    uint group;
+    uint word;
+};
+
+Place first_place(uint team) {
+    return Place(lane() / team, lane() % team);
+}
+
+// The lane's next word; the first one of its next group after the last one of a group.
+Place next_place(Place p, uint team) {
+    p.word += team;
+    return p.word < words_of_group() ? p : Place(p.group + gl_WorkGroupSize.x / team, lane() % team);
+}
+
+bool is_place(Place p) {
+    return p.group < push.groups && p.word < words_of_group();
+}
+
+vec4 read_place(Origin o, Place p, float outside) {
+    return is_place(p) ? read_columns(o, p.group, p.word * 4u, outside) : vec4(0.0);
+}
+
+void keep(Origin o, uint team, float outside) {
+    Place p = first_place(team);
+    [[unroll]] for (uint t = 0u; t < KEPT; ++t) {
+        kept[t] = read_place(o, p, outside);
+        p = next_place(p, team);
     }
+}
+
+Extent lane_extent(Origin o, uint team) {
+    Extent e = Extent(0u, 0.0, 0.0);
+    if (KEPT > 0u) {
+        [[unroll]] for (uint t = 0u; t < KEPT; ++t) e = widened(e, kept[t]);
+        return e;
+    }
+    Place p = first_place(team);
+    for (uint t = 0u; t < count_words(team); ++t) {
+        e = widened(e, read_place(o, p, 0.0));
+        p = next_place(p, team);
+    }
+    return e;
+}
+
+// The extent of the row.
+Extent extent(Origin o, uint team) {
+    Extent e = lane_extent(o, team);
     sizes[lane()] = e.size;
     lows[lane()] = e.low;
     highs[lane()] = e.high;
@@ -54,46 +110,65 @@ void measure(Origin o) {
         }
     }
     barrier();
+    return Extent(sizes[0], lows[0], highs[0]);
 }
 
-vec2 parameters(uint row, Origin o) {
-    if (push.mode == GIVEN) return vec2(push.given_scale, float(push.given_zero));
+bool is_given() {
+    return push.mode == GIVEN || push.mode == PER_TOKEN;
+}
+
+vec2 given_parameters(uint row) {
     if (push.mode == PER_TOKEN) return vec2(token_scale[row], float(token_zero[row]));
-    measure(o);
-    return dynamic_parameters(Extent(sizes[0], lows[0], highs[0]), push.mode);
+    return vec2(push.given_scale, float(push.given_zero));
 }
 
-// Writes the codes of a group's words `first`, `first + step`, ...; returns the sum of their q - z.
-int write_codes(uint row, Origin o, uint g, uint first, uint step, vec2 parameters) {
-    uint words = push.blocks * 8u;
-    int total = 0;
-    for (uint i = first; i < words; i += step) {
-        bvec4 exists = which_exist(count_columns(g, i * 4u));
-        ivec4 q = mix(ivec4(0), codes_of(read_columns(o, g, i * 4u, outside(parameters)), parameters), exists);
-        ivec4 centred = mix(ivec4(0), q - int(parameters.y), exists);
-        total += centred.x + centred.y + centred.z + centred.w;
-        codes[(row * push.groups + g) * words + i] = pack_bytes(q);
+// Writes the codes of a word; returns the sum of their q - z.
+int write_codes(uint row, Place p, vec4 x, vec2 parameters) {
+    bvec4 exists = which_exist(count_columns(p.group, p.word * 4u));
+    ivec4 q = mix(ivec4(0), codes_of(x, parameters), exists);
+    codes[(row * push.groups + p.group) * words_of_group() + p.word] = pack_bytes(q);
+    ivec4 centred = mix(ivec4(0), q - int(parameters.y), exists);
+    return centred.x + centred.y + centred.z + centred.w;
+}
+
+void write_sum(uint row, uint g, int total) {
+    row_int[push.all_rows * 2u + row * push.groups + g] = total;
+}
+
+// The sum of a group that several lanes share. No team has more than one group then.
+void add_up(uint row, uint team, int total) {
+    totals[lane()] = total;
+    for (uint reach = team / 2u; reach > 0u; reach /= 2u) {
+        barrier();
+        if (lane() % team < reach) totals[lane()] += totals[lane() + reach];
     }
-    return total;
+    uint g = lane() / team;
+    if (lane() % team == 0u && g < push.groups) write_sum(row, g, totals[lane()]);
 }
 
 void main() {
     uint row = gl_WorkGroupID.x + gl_WorkGroupID.y * push.grid;
     if (row >= push.all_rows) return;
     Origin o = origin(row);
-    vec2 found = parameters(row, o);
     uint team = team_size();
-    uint member = lane() % team;
-    uint teams = gl_WorkGroupSize.x / team;
-    for (uint start = 0u; start < push.groups; start += teams) {
-        uint g = start + lane() / team;
-        totals[lane()] = g < push.groups ? write_codes(row, o, g, member, team, found) : 0;
-        for (uint reach = team / 2u; reach > 0u; reach /= 2u) {
-            barrier();
-            if (member < reach) totals[lane()] += totals[lane() + reach];
+    vec2 found = is_given() ? given_parameters(row) : vec2(0.0);
+    float edge = outside(found);
+    if (KEPT > 0u) keep(o, team, edge);
+    if (!is_given()) found = dynamic_parameters(extent(o, team), push.mode);
+
+    int total = 0;
+    Place p = first_place(team);
+    uint count = KEPT > 0u ? KEPT : count_words(team);
+    [[unroll]] for (uint t = 0u; t < count; ++t) {
+        if (is_place(p)) total += write_codes(row, p, KEPT > 0u ? kept[t] : read_place(o, p, edge), found);
+        Place next = next_place(p, team);
+        if (team == 1u && next.group != p.group) {
+            if (p.group < push.groups) write_sum(row, p.group, total);
+            total = 0;
         }
-        if (member == 0u && g < push.groups) row_int[push.all_rows * 2u + row * push.groups + g] = totals[lane()];
+        p = next;
     }
+    if (team > 1u) add_up(row, team, total);
     if (lane() == 0u) {
         row_scale[row] = found.x;
         row_int[push.all_rows + row] = int(found.y);

@@ -88,7 +88,8 @@ def quantize(
 ) -> Int8Rows:
     """Rows as int8 codes. ``given``: float32 x_scale and int32 x_zero_point per row, where they come with the call."""
     mode, scale, zero = mode_of(activation)
-    if mode in (SYMMETRIC, ASYMMETRIC) and source.x.ref.bytes > _SMALL:
+    lanes, kept = _quantize_shape(b.device.profile, geometry)
+    if not kept and mode in (SYMMETRIC, ASYMMETRIC) and source.x.ref.bytes > _SMALL:
         source = replace(source, x=local(b, source.x))  # read for its extent first
     x, rows, words = source.x, source.rows * source.heads, geometry.columns // 4
     codes, params = b.scratch(4 * rows * words), b.scratch(4 * rows * (2 + geometry.groups))
@@ -96,7 +97,7 @@ def quantize(
     tokens = [given["x_scale"], given["x_zero_point"]] if mode == PER_TOKEN else [x.ref, x.ref]
     refs = [x.ref, *tokens, None, None, params, None, codes]
     push = source.push(geometry, groups[0], mode, scale, zero)
-    b.dispatch("quantize", (_quantize_lanes(b, words), *source.constants(geometry)), groups, push, refs)
+    b.dispatch("quantize", (lanes, *source.constants(geometry), kept), groups, push, refs)
     return Int8Rows(codes, params, rows, words, geometry.groups, is_asymmetric(activation))
 
 
@@ -115,6 +116,12 @@ def mode_of(activation: Activation) -> tuple[int, float, int]:
     return GIVEN, 1.0 if activation.scale is None else activation.scale, activation.zero_point
 
 
-def _quantize_lanes(b: Builder, words: int) -> int:
-    """A workgroup per row: a power of two."""
-    return 8 if b.device.profile == "cpu" else 64 if words <= 256 else 256
+def _quantize_shape(profile: str, geometry: Geometry) -> tuple[int, int]:
+    """Lanes of the workgroup that quantizes a row, a power of two, and how many words a lane keeps; 0 reads twice."""
+    if profile == "cpu":
+        return 8, 0
+    words = geometry.columns // 4
+    lanes = 64 if words <= 256 else 256 if words <= 4096 else 1024
+    team = max(1, lanes >> (geometry.groups - 1).bit_length())
+    each = -(-8 * geometry.blocks // team) * -(-geometry.groups * team // lanes)
+    return lanes, next((kept for kept in (2, 4, 8, 16) if kept >= each), 0)
