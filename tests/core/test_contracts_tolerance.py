@@ -68,7 +68,7 @@ class TestEmbedding:
 
 
 class TestCases:
-    @pytest.mark.parametrize("contract", CONTRACTS.values(), ids=str)
+    @pytest.mark.parametrize("contract", CONTRACTS.values(), ids=list(CONTRACTS))
     def test_ids_are_unique_and_every_scheme_is_covered(self, contract):
         schemes = [Scheme.parse(text) for text in SCHEMES]
         cases = list(contract.cases(schemes, DTYPES))

@@ -129,6 +129,35 @@ def test_float32_is_served_by_few_and_many_rows(scheme, m):
         assert_right(asked, linear(case.x, weight, case.bias, out))
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "rows", "expected"),
+    [
+        (4096, 4096, 1024, (128, 64, 1)), (384, 384, 1024, (64, 32, 1)), (4096, 4096, 64, (64, 32, 2)),
+        (4096, 4096, 16, (64, 16, 4)), (384, 1536, 16, (64, 16, 4)), (384, 384, 16, (64, 16, 1)),
+    ],
+)  # fmt: skip
+def test_tiles_of_float32_are_as_large_as_there_are_enough_of(n, k, rows, expected):
+    from qcore_cuda import thirds
+    from qcore_cuda.device import Device
+    from qcore_cuda.dispatch import Problem
+
+    problem = Problem(4, n, k, rows, 128, narrow=False, exact=True)
+    config = thirds.rule(Device(90, False, 132), problem)
+    assert (config.bn, config.bm, config.split) == expected
+    assert thirds.rule(Device(0, True, 304), problem).bm == 16
+
+
+def test_what_was_measured_serves_float32():
+    from qcore_cuda import dispatch, thirds
+    from qcore_cuda.device import Device
+
+    device, problem = Device(90, False, 132), dispatch.Problem(4, 64, 128, 32, 128, narrow=False, exact=True)
+    for config in thirds.candidates(device, problem)[-2:]:
+        assert dispatch.keep("float", device, problem, config)
+        thirds.choose.cache_clear()
+        assert thirds.choose(device, problem) == config
+
+
 NUMBERS = (0.0, 3.4e38, -3.4e38, 1e-30, torch.pi, float("inf"), -float("inf"), float("nan"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -46,7 +47,10 @@ def add(parts: Tensor, bias: Tensor | None, out_dtype: torch.dtype, device: Devi
 def choose(device: Device, problem: Problem) -> Config:
     """The configuration of `gemm` for M rows in three parts: what was measured here, else `rule`."""
     fields = tuned("float", device, problem)
-    return Config(**fields) if fields else rule(device, problem)
+    with contextlib.suppress(TypeError):  # written by hand, or damaged
+        if fields:
+            return Config(**fields)
+    return rule(device, problem)
 
 
 def rule(device: Device, problem: Problem) -> Config:
