@@ -1,6 +1,7 @@
 // The physical devices as JSON.
 #include "error.h"
 #include "json.h"
+#include "memory.h"
 #include "physical.h"
 #include "qcore_vulkan.h"
 
@@ -79,7 +80,8 @@ void write_memory(Json& json, const Physical& device) {
     json.open('{').key("bytes").value(uint64_t{heap.size});
     json.key("device_local").flag(heap.flags & VK_MEMORY_HEAP_DEVICE_LOCAL_BIT).close('}');
   }
-  json.close(']').key("memory_types").open('[');
+  json.close(']').key("local_input").flag(uploads_are_local(device));
+  json.key("memory_types").open('[');
   for (uint32_t i = 0; i < device.memory.memoryTypeCount; ++i) {
     const VkMemoryType& type = device.memory.memoryTypes[i];
     json.open('{').key("heap").value(uint64_t{type.heapIndex});

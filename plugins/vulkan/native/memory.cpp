@@ -81,6 +81,11 @@ uint64_t aligned(uint64_t bytes) {
 
 }  // namespace
 
+bool uploads_are_local(const Physical& device) {
+  const std::vector<uint32_t> types = candidates(device, UINT32_MAX, Use::kUpload);
+  return !types.empty() && device.memory.memoryTypes[types[0]].propertyFlags & kLocal;
+}
+
 Block::Block(Context& context, uint64_t bytes, Use use) : bytes(bytes), context_(context) {
   const uint64_t most = most_bytes(*context.physical);
   if (bytes > most) {

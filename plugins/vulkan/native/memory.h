@@ -16,6 +16,9 @@ enum class Use {
   kDownload,  // written by kernels once, read by the host
 };
 
+// Whether Use::kUpload gets memory that the device reads as fast as its own.
+bool uploads_are_local(const Physical& device);
+
 // One allocation of the driver with the buffer that covers it.
 class Block {
  public:

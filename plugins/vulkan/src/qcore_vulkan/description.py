@@ -78,7 +78,11 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Description:
-    """A physical device. ``missing``: why this package cannot use it, empty where it can."""
+    """A physical device.
+
+    ``missing``: why this package cannot use it, empty where it can. ``local_input``: the device reads INPUT as fast as
+    its own memory; elsewhere INPUT is across a bus.
+    """
 
     index: int
     name: str
@@ -93,6 +97,7 @@ class Description:
     missing: str
     limits: Limits
     heaps: tuple[Heap, ...]
+    local_input: bool
     memory_types: tuple[MemoryType, ...]
     subgroup: Subgroup
     features: Mapping[str, bool]
