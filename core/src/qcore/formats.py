@@ -119,7 +119,12 @@ def pack_nibbles(low: Tensor, high: Tensor) -> Tensor:
 def unpack_nibbles(data: Tensor) -> tuple[Tensor, Tensor]:
     """The (low, high) nibbles of a uint8 tensor, sign-extended from four bits to int8."""
     signed = data.view(torch.int8)
-    return (signed << 4) >> 4, signed >> 4
+    return _shifted(signed << 4), _shifted(signed)
+
+
+def _shifted(signed: Tensor) -> Tensor:
+    # On XLA tensors >> of a negative number divides, towards zero; this function shifts, but its result is wider.
+    return torch.bitwise_right_shift(signed, 4).to(torch.int8)
 
 
 def interleave(even: Tensor, odd: Tensor) -> Tensor:

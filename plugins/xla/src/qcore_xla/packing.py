@@ -176,7 +176,8 @@ def words_of(codes: Tensor) -> Tensor:
 
 def codes_of(words: Tensor) -> Tensor:
     """The inverse of `words_of`."""
-    planes = [(words << (28 - 4 * j)) >> 28 for j in range(NIBBLES)]
+    # Not `>>`, which on XLA tensors divides, and rounds negative numbers towards zero.
+    planes = [torch.bitwise_right_shift(words << (28 - 4 * j), 28) for j in range(NIBBLES)]
     return torch.stack(planes, dim=-2).flatten(-2).to(torch.int8)
 
 

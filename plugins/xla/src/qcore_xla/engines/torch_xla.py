@@ -40,9 +40,9 @@ class TorchXlaEngine:
             f"set {environment.PLATFORMS}=cpu before the process starts."
         )
 
-    def run(self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], kept: int) -> Tensor:
-        """Adds the function to the graph that torch_xla collects. ``kept`` does not matter: nothing is converted."""
-        del kept
+    def run(self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Any) -> Tensor:
+        """Adds the function to the graph that torch_xla collects. ``fresh`` does not matter: nothing is converted."""
+        del fresh
         specs = tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         name, computation = _computation(function, form, specs, _platform())
         given = [tensor for tensor in tensors if tensor is not None]
