@@ -14,7 +14,7 @@ from qcore.contracts import CONV2D, Conv2dRequest, Problem
 from qcore.contracts.inputs import Draw
 from qcore.schemes import SCHEMES, Scheme
 from qcore_vulkan import layout
-from qcore_vulkan.steps import Geometry2d, gpu, rows
+from qcore_vulkan.steps import Geometry2d, rows
 from qcore_vulkan.steps.direct import is_direct
 
 CPU = torch.device("cpu")
@@ -69,9 +69,8 @@ def test_positions_are_cut_where_columns_would_grow_large(vulkan, scheme, monkey
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16-g32"])
-def test_images_are_copied_to_gpus_first(vulkan, scheme, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(vulkan, "profile", "gpu")
-    monkeypatch.setattr(gpu, "choose", lambda *_: None)
+def test_images_are_copied_to_the_device_where_it_would_read_across_a_bus(vulkan, scheme, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(vulkan, "description", replace(vulkan.description, local_input=False))
     assert_right(vulkan, drawn(request_of(scheme, 6, 10, padding=(1, 1)), (2, 5, 7)))
 
 

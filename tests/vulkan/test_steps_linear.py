@@ -138,6 +138,7 @@ def test_tiles_of_other_devices(vulkan, scheme, monkeypatch):  # noqa: F811
     monkeypatch.setattr(vulkan, "profile", "gpu")
     monkeypatch.setattr(gpu, "choose", lambda *_: None)
     monkeypatch.setattr(prepare, "_SMALL", 1000)  # beyond which activations are copied to the device first
+    monkeypatch.setattr(vulkan, "description", replace(vulkan.description, local_input=False))
     for m, n, k in ((1, 20, 200), (6, 70, 5000), (2, 9, 70000)):
         assert_right(vulkan, drawn(scheme, m, n, k, torch.bfloat16))
 

@@ -9,10 +9,9 @@ import torch
 
 from qcore import DynamicInt8, StaticInt8
 
-from .. import native
 from ..builder import Builder, Ref, fold
 from ..layout import Geometry
-from .rows import NUMBERS, FloatRows, Int8Rows, Rows, local
+from .rows import NUMBERS, FloatRows, Int8Rows, Rows, is_local, local
 
 Activation = DynamicInt8 | StaticInt8
 
@@ -73,8 +72,8 @@ class Source:
 def prepare_float(b: Builder, source: Source, geometry: Geometry, dtype: torch.dtype = torch.float32) -> FloatRows:
     """Rows in ``dtype``, float32 or float16. Float32 rows without padding are taken as they are where that is cheap."""
     x, rows = source.x, source.rows * source.heads
-    near = b.device.profile == "cpu" or x.ref.buffer == native.ARENA  # else every read would cross the bus
-    if source.window is None and x.dtype == dtype == torch.float32 and geometry.columns == geometry.k and near:
+    as_they_are = x.dtype == dtype == torch.float32 and geometry.columns == geometry.k and is_local(b, x)
+    if source.window is None and as_they_are:
         return FloatRows(x.ref, rows, x.pitch, dtype)
     ref = b.scratch(rows * geometry.columns * dtype.itemsize)
     groups = fold(-(-rows * geometry.columns // (4 * LANES)))

@@ -83,9 +83,14 @@ def new_rows(b: Builder, rows: int, columns: int, dtype: torch.dtype, out: Ref |
     return Rows(ref, rows, columns, rows_pitch(columns, dtype), dtype)
 
 
+def is_local(b: Builder, x: Rows) -> bool:
+    """Whether the device reads x from its own memory; INPUT may be across a bus."""
+    return b.device.description.local_input or x.ref.buffer != native.INPUT
+
+
 def local(b: Builder, x: Rows) -> Rows:
-    """The same numbers in the memory of a GPU, for steps that read them more than once: INPUT may be across a bus."""
-    if b.device.profile == "cpu" or x.ref.buffer != native.INPUT:
+    """The same numbers in the device's memory, for steps that read them more than once."""
+    if is_local(b, x):
         return x
     ref = b.scratch(x.ref.bytes)
     b.copy(x.ref, ref)
