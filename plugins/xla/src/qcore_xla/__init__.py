@@ -1,6 +1,10 @@
 """qcore-xla: quantized kernels on XLA, for TPUs, GPUs and CPUs; a plugin of qcore.
 
-qcore finds `qcore_xla.plugin` by its entry point. Importing this imports neither JAX nor a backend of torch.
+qcore finds `qcore_xla.plugin` by its entry point. Importing this imports neither JAX nor a backend of torch; it defines
+``torch.ops.xla.quantized_matmul`` where torch_xla is not installed.
 """
 
+from .quantized_matmul import XlaQuantizedLinear
+
 __version__ = "26.11.0"
+__all__ = ["XlaQuantizedLinear"]

@@ -1,8 +1,8 @@
 """The ops on torch tensors: x is brought into a shape that XLA compiles for, the engine runs the body, y is cut out.
 
-On a CPU the bodies compute in float32 whatever the dtypes: XLA's products of 16-bit floats are slow there, and the copy
-that fills x up converts it as well. Rows are filled up to powers of two, and to 4 at least: XLA compiles for each number
-of rows, and its int8 product of fewer than 4 rows is 20 times slower.
+On a CPU the bodies compute in float32 whatever the dtypes: XLA's products of 16-bit floats are slow there, and the
+copy that fills x up converts it as well. Rows are filled up to powers of two, and to 4 at least: XLA compiles for each
+number of rows, and its int8 product of fewer than 4 rows is 20 times slower.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _power(size: int, least: int) -> int:
 
 
 def _filled(x: Tensor, of: Plan, count: int, native: bool) -> Tensor:
-    """x ``(..., M, K)`` as the product takes it: ``(..., count, columns)``, zeros in what is filled up."""
+    """Bring x ``(..., M, K)`` to what the product takes: ``(..., count, columns)``, 0 in what is filled up."""
     dtype = x.dtype if native or x.dtype == torch.int8 else torch.float32
     rows = x.shape[-2]
     if rows == count and of.columns == of.k and x.dtype == dtype and x.is_contiguous():
@@ -131,9 +131,9 @@ def _filled(x: Tensor, of: Plan, count: int, native: bool) -> Tensor:
     if of.dense:
         filled[..., :rows, : of.k] = x
         return filled
-    spread = filled.unflatten(-1, (of.filled, of.width))[..., :rows, : of.groups, : of.group]
+    spread = filled.view(*filled.shape[:-1], of.filled, of.width)[..., :rows, : of.groups, : of.group]
     whole = of.k // of.group
-    spread[..., :whole, :] = x[..., : whole * of.group].unflatten(-1, (whole, of.group))
+    spread[..., :whole, :] = x[..., : whole * of.group].reshape(*x.shape[:-1], whole, of.group)
     if whole < of.groups:
         spread[..., whole, : of.k - whole * of.group] = x[..., whole * of.group :]
     return filled

@@ -43,7 +43,7 @@ def convolve(
 
 
 def columns(x: Tensor, geometry: Geometry, filling: int) -> Tensor:
-    """x ``(B, IC, H, W)`` to ``(groups, B * OH * OW, KH * KW * IC/groups)``, columns in (KH, KW, IC) order."""
+    """Columns of x ``(B, IC, H, W)`` in (KH, KW, IC) order: ``(groups, B * OH * OW, KH * KW * IC/groups)``."""
     (kh, kw), (sh, sw), (ph, pw), (dh, dw), groups = geometry
     batch, channels, height, width = x.shape
     oh, ow = geometry.output(height, width)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from qcore import Conv2dRequest, FormatError
@@ -23,14 +25,15 @@ class XlaConv2d(PackedKernel):
         super().__init__(name, r.weight, r.n, r.k, sums=sums, heads=r.groups)
         self.out_dtype = r.out_dtype
         geometry = (list(r.kernel_size), list(r.stride), list(r.padding), list(r.dilation), r.groups)
-        self._constants = (r.n, *geometry, r.weight.bits, r.weight.group_size or 0, *quantization, r.out_dtype)
+        weight = (r.weight.bits, r.weight.group_size or 0)
+        self._constants: tuple[Any, ...] = (r.n, *geometry, *weight, *quantization, r.out_dtype)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
         check_image(self.name, self.request, x)
         call = ops.conv2d if ops.runs_now(x) else ops.op_conv2d
         weight = (packed["data"], packed["scale"], packed.get("zero"), packed.get("colsum"))
-        return call(x, *weight, bias, *self._constants)  # type: ignore[no-any-return]
+        return call(x, *weight, bias, *self._constants)
 
 
 def check_image(name: str, request: Conv2dRequest, x: Tensor) -> None:

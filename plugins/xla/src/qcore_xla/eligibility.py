@@ -8,6 +8,8 @@ import torch
 
 from qcore import Conv2dRequest, EmbeddingRequest, LinearRequest, StaticInt8
 
+from . import environment
+from .aot import why_not_int8
 from .engines import base
 
 Request: TypeAlias = LinearRequest | Conv2dRequest | EmbeddingRequest
@@ -17,7 +19,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def why_not(request: Request) -> str:
     """Why a request is refused; empty where it is served."""
-    return _why_not_device(request.device) or _why_not_weight(request) or _why_not_dtypes(request)
+    return (
+        _why_not_device(request.device)
+        or _why_not_weight(request)
+        or _why_not_dtypes(request)
+        or _why_not_int8(request)
+    )
 
 
 def _why_not_device(device: torch.device) -> str:
@@ -26,6 +33,12 @@ def _why_not_device(device: torch.device) -> str:
         known = ", ".join(sorted(base.MODULES))
         return f"qcore-xla serves tensors on {known}, and these are on {device}; move them with .to('cpu')."
     return engine.serves(device)
+
+
+def _why_not_int8(request: Request) -> str:
+    """Some generations of TPUs have no int8 products."""
+    quantized = not isinstance(request, EmbeddingRequest) and request.activation is not None
+    return why_not_int8(environment.tpu()) if quantized and request.device.type in {"tpu", "xla"} else ""
 
 
 def _why_not_weight(request: Request) -> str:

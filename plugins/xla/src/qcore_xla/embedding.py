@@ -36,4 +36,4 @@ class XlaEmbedding(PackedKernel):
         """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``; raises `IndexError` outside of ``0..V-1``."""
         del bias  # an embedding has none
         call = calls.embedding if ops.runs_now(x) else ops.op_embedding
-        return call(x, packed["data"], packed["scale"], packed.get("zero"), *self._constants)  # type: ignore[no-any-return]
+        return call(x, packed["data"], packed["scale"], packed.get("zero"), *self._constants)

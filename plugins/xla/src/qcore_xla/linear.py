@@ -23,7 +23,7 @@ class XlaLinear(PackedKernel, RowsKernel):
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         call = ops.linear if ops.runs_now(x) else ops.op_linear
-        return call(  # type: ignore[no-any-return]
+        return call(
             x, packed["data"], packed["scale"], packed.get("zero"), packed.get("colsum"), bias,
             given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),
             *self._constants,

@@ -11,6 +11,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+# ruff: noqa: SLF001 - how often a tensor was written to, torch tells by a private name only
+
 
 class Memo(Generic[T]):
     """Values by tensor, held weakly. A value made of a tensor that was written to since is made anew."""

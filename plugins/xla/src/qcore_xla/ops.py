@@ -26,8 +26,7 @@ NAMESPACE = "qcore_xla"
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _traced = torch._C._is_tracing
-library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-"""Engines register their dispatch keys here: ``library.impl(name, function, "XLA")``."""
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _Pair = list[int]
 
@@ -131,10 +130,10 @@ def _embedding_fake(
 
 def _define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
     name = schema.partition("(")[0]
-    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    for key in ("CPU", "CUDA"):
-        library.impl(name, implementation, key)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    for key in ("CPU", "CUDA", "XLA", "PrivateUse1"):  # the device of the tensors picks the engine
+        _library.impl(name, implementation, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 

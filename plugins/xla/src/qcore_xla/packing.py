@@ -167,8 +167,8 @@ def _codes(stored: Tensor, plan: Plan) -> Tensor:
 
 def words_of(codes: Tensor) -> Tensor:
     """int8 codes ``(..., b)`` to int32 words ``(..., b/8)``: nibble j of word i is code ``j * b/8 + i``."""
-    nibbles = (codes & 15).to(torch.int32).unflatten(-1, (NIBBLES, -1))
-    words = nibbles[..., 0, :].clone()
+    nibbles = (codes & 15).to(torch.int32).reshape(*codes.shape[:-1], NIBBLES, -1)
+    words: Tensor = nibbles[..., 0, :].clone()
     for j in range(1, NIBBLES):
         words |= nibbles[..., j, :] << (4 * j)
     return words
@@ -184,7 +184,7 @@ def codes_of(words: Tensor) -> Tensor:
 def _filled(parameter: Tensor, plan: Plan) -> Tensor:
     """``(G, N)`` with zeros for what is filled up; ``(H, G, N/H)`` for channel groups."""
     if plan.heads > 1:
-        return parameter.unflatten(1, (plan.heads, -1)).movedim(1, 0).contiguous()
+        return parameter.view(parameter.shape[0], plan.heads, -1).movedim(1, 0).contiguous()
     return pad(parameter, (0, plan.rows - plan.n, 0, plan.filled - plan.groups)).contiguous()
 
 

@@ -1,11 +1,10 @@
-"""What XLA has to offer here. Asks package metadata, the environment and device files: imports neither JAX nor a
-backend of torch."""
+"""What XLA has to offer here. Asks package metadata, the environment and device files, and imports nothing heavy."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from qcore import EMULATED, NATIVE, Available, Unavailable
+from qcore import FALLBACK, NATIVE, Available, Unavailable
 
 from . import environment
 from .environment import gpu_file, gpu_plugin, jax_fault, tpu, version
@@ -37,8 +36,9 @@ def _details(root: Path) -> dict[str, str]:
 
 
 def rank(kind: str) -> int:
-    """The rank of an offer for tensors on a type of torch device; CPUs are in the fallback's own tier, so that
-    `qcore tune` may find out otherwise."""
-    if kind == "cpu":
-        return EMULATED
-    return NATIVE - 100
+    """The rank of an offer for tensors on a type of torch device.
+
+    XLA's CPU backend is slower than torch's own kernels in nearly every case, so there it comes after them; in the same
+    tier, so that `qcore tune` may find out otherwise. On accelerators it comes after kernels written for them.
+    """
+    return FALLBACK - 100 if kind == "cpu" else NATIVE - 100

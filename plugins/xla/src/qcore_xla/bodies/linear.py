@@ -11,6 +11,7 @@ which are exact int32 sums where activations are int8. Float activations are the
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,20 +87,20 @@ def _product(x: Array, data: Array, scale: Array, form: Form) -> tuple[Array, Ar
 
 
 def _at_once(x: Array, data: Array, scale: Array) -> Array:
-    """x ``(M, S, b)``, all slices in one batched product."""
+    """All slices of x ``(M, S, b)`` in one batched product."""
     w = planes(data, 1, x.dtype)
     parts = x.reshape(*x.shape[:2], *w.shape[1:3])
     products = _contract(parts, w, (2, 3), (1, 2), batch=(1, 0))
-    groups = scale.shape[0]
-    if groups < data.shape[0]:  # slices of one group share a scale
-        products = products.reshape(groups, -1, *products.shape[1:]).sum(1)
-    if groups == 1:
-        return scale * products[0].astype(jnp.float32)
-    return jnp.sum(products.astype(jnp.float32) * scale[:, None, :], axis=0)
+    groups, each = scale.shape[0], data.shape[0] // scale.shape[0]
+    if each > 1 and x.dtype == jnp.int8:  # slices of one group are added exactly
+        products, each = products.reshape(groups, each, *products.shape[1:]).sum(1), 1
+    # Floats are scaled before any sum: else XLA makes one long product of it, and moves a packed weight to do so.
+    scales = jnp.repeat(scale, each, axis=0) if each > 1 else scale
+    return jnp.sum(products.astype(jnp.float32) * scales[:, None, :], axis=0)
 
 
 def _in_turn(x: Array, data: Array, scale: Array) -> Array:
-    """x ``(M, S, b)``, slice after slice."""
+    """Slice after slice of x ``(M, S, b)``."""
     groups, each = scale.shape[0], data.shape[0] // scale.shape[0]
     xs = lax.transpose(x, (1, 0, 2))
     if groups == 1:
@@ -115,7 +116,7 @@ def _in_turn(x: Array, data: Array, scale: Array) -> Array:
 
 
 def _sum_of_slices(x: Array, data: Array) -> Array:
-    """x ``(S, M, b)`` times data ``(S, b, N)`` summed over S: int32 for codes, else float32."""
+    """Sum over S of x ``(S, M, b)`` times data ``(S, b, N)``: int32 for codes, else float32."""
     if data.shape[0] == 1:
         return _slice_product(x[0], data[0])
 
@@ -142,7 +143,7 @@ def _contract(
     )  # fmt: skip
 
 
-def _sum_dtype(x: Array) -> type:
+def _sum_dtype(x: Array) -> Any:
     return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
 
 
@@ -151,7 +152,7 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 def _group_sums(x: Array, groups: int) -> Array:
-    """x ``(M, K)`` to float32 ``(M, G)``."""
+    """Sum x ``(M, K)`` over each group: float32 ``(M, G)``."""
     wide = x.astype(_sum_dtype(x))
     return wide.reshape(x.shape[0], groups, -1).sum(-1).astype(jnp.float32)
 

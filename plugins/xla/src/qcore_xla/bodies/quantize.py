@@ -9,7 +9,8 @@ from jax import Array, lax
 
 from .form import Activation
 
-_SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
+_SMALLEST = 2.0**-126
+"""The smallest normal number of float32."""
 
 
 def activations(
