@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import threading
 
 import pytest
 import torch
@@ -219,6 +221,41 @@ def test_new_weights_are_noticed():
         assert chained.explain().submissions == 1
         chained.to(torch.bfloat16)
         assert chained(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_memory_is_free_when_the_weights_go():
+    gc.collect()
+    before = device.get().stats()
+    chained, state = qcore_vulkan.sequential(mlp()), mlp().state_dict()
+    with torch.no_grad():
+        chained(torch.randn(3, 64))
+        held = device.get().stats().buffers
+        chained.load_state_dict(state)
+        gc.collect()
+        assert device.get().stats().buffers <= held
+    del chained
+    gc.collect()
+    after = device.get().stats()
+    assert (after.buffers, after.programs) == (before.buffers, before.programs)
+
+
+def test_threads_share_a_chain():
+    chained, x = qcore_vulkan.sequential(mlp()), torch.randn(3, 64)
+    with torch.no_grad():
+        expected, found = nn.Sequential(*chained)(x), []
+
+    def work():
+        with torch.no_grad():
+            found.extend(chained(x) for _ in range(5))
+
+    workers = [threading.Thread(target=work) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(found) == 40
+    for result in found:
+        torch.testing.assert_close(result, expected)
 
 
 def test_a_new_bias_is_noticed():

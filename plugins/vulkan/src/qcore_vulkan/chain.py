@@ -138,6 +138,14 @@ class Sequential(nn.Sequential):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._forget()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Sequential:
+        self._forget()  # programs keep the weights that they were recorded with
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._forget()
+        super()._load_from_state_dict(*args, **kwargs)
+
     def _notice_changes(self, leaves: _Leaves) -> None:
         """Forget what was recorded for other modules, or for weights that have been packed anew since."""
         bounds = [leaf.__dict__.get("_primary", leaf) for _, leaf in leaves]
