@@ -9,7 +9,7 @@ import torch
 from contract_problems import one_thread  # noqa: F401
 from vulkan_problems import run_linear, vulkan  # noqa: F401
 
-from qcore import OutputInt8, StaticInt8
+from qcore import OutputInt8, QTensor, StaticInt8
 from qcore.contracts import LINEAR, LinearRequest, Problem
 from qcore.contracts.inputs import Draw, Shape
 from qcore.schemes import SCHEMES, Scheme
@@ -58,6 +58,15 @@ def test_narrow_floats(vulkan, scheme, dtype):  # noqa: F811
 def test_more_schemes(vulkan, scheme):  # noqa: F811
     for m, n, k in ((1, 33, 200), (2, 8, 64), (7, 20, 77), (19, 40, 600)):
         assert_right(vulkan, drawn(scheme, m, n, k, bias="same"))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-fzp", "w4a16-g1-fzp", "w4a8-fzp"])
+def test_a_large_scale_beside_a_small_zero_point(vulkan, scheme):  # noqa: F811
+    """Codes are near 0, but stored as q + 8: eight times the scale must not meet the float zero point."""
+    problem = drawn(scheme, 3, 9, 20)
+    weight = problem.weight
+    weight = QTensor.from_codes(weight.codes() * 0, weight.scale * 0 + 1e6, weight.zero * 1e-4, weight.format)
+    assert_right(vulkan, replace(problem, weight=weight))
 
 
 @pytest.mark.parametrize("scheme", ["w8a8-aasym", "w4a8-asym-aasym", "w8a16"])

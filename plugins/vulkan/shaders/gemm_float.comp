@@ -1,5 +1,5 @@
-// y = x W^T with float activations: weights become w = u s + b, where b holds the zero point; products and sums in
-// float32. Sums of 16 products are added to the total, so that rounding errors stay small for long rows.
+// y = x W^T with float activations: weights become w = (u - z') s + b, products and sums are float32. Sums of 16 products
+// are added to the total, so that rounding errors stay small for long rows.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -17,12 +17,12 @@ layout(binding = 4) readonly buffer Activations { VECTOR activations[]; };
 float part[TM * TN];
 
 // Four k: `word` holds a byte of each column's code for each of them, x begins at vector `place` of each row.
-void multiply(uint word[TN], uint row[TM], uint place, float s[TN], float b[TN]) {
+void multiply(uint word[TN], uint row[TM], uint place, float s[TN], ZeroPoint zero[TN]) {
     vec4 x[TM];
     [[unroll]] for (uint i = 0u; i < TM; ++i) x[i] = uintBitsToFloat(words_of(activations[row[i] + place]));
     [[unroll]] for (uint j = 0u; j < TN; ++j) {
-        vec4 u = BITS == 4u ? vec4(unpack_unsigned(word[j])) : vec4(unpack_bytes(word[j]));
-        vec4 w = fma(u, vec4(s[j]), vec4(b[j]));
+        ivec4 u = BITS == 4u ? ivec4(unpack_unsigned(word[j])) : unpack_bytes(word[j]);
+        vec4 w = fma(vec4(u - zero[j].subtracted), vec4(s[j]), vec4(zero[j].added));
         [[unroll]] for (uint i = 0u; i < TM; ++i) {
             float sum = part[i * TN + j];
             part[i * TN + j] = fma(x[i].w, w.w, fma(x[i].z, w.z, fma(x[i].y, w.y, fma(x[i].x, w.x, sum))));
@@ -30,13 +30,13 @@ void multiply(uint word[TN], uint row[TM], uint place, float s[TN], float b[TN])
     }
 }
 
-void multiply_step(uint step, uint column[TN], uint row[TM], float s[TN], float b[TN]) {
+void multiply_step(uint step, uint column[TN], uint row[TM], float s[TN], ZeroPoint zero[TN]) {
     uvec4 w[TN];
     uint word[TN];
     [[unroll]] for (uint j = 0u; j < TN; ++j) w[j] = weight_words(column[j], step);
     [[unroll]] for (uint t = 0u; t < 4u; ++t) {
         [[unroll]] for (uint j = 0u; j < TN; ++j) word[j] = w[j][t];
-        multiply(word, row, step * 4u + t, s, b);
+        multiply(word, row, step * 4u + t, s, zero);
     }
 }
 
@@ -51,16 +51,15 @@ void main() {
     uint steps = push.blocks * STEPS;
     for (uint g = 0u; g < push.groups; ++g) {
         float s[TN];
-        float b[TN];
+        ZeroPoint zero[TN];
         [[unroll]] for (uint j = 0u; j < TN; ++j) {
             uint place = g * push.padded_n + weight_row(j);
-            ZeroPoint zero = zero_point(zero_bits[place], push.zero_kind);
             s[j] = scale[place];
-            b[j] = zero.added - float(zero.subtracted) * s[j];
+            zero[j] = zero_point(zero_bits[place], push.zero_kind);
         }
         for (uint k = g * steps; k < (g + 1u) * steps; ++k) {
             [[unroll]] for (uint i = 0u; i < TM * TN; ++i) part[i] = 0.0;
-            multiply_step(k, column, row, s, b);
+            multiply_step(k, column, row, s, zero);
             [[unroll]] for (uint i = 0u; i < TM * TN; ++i) y[i] += part[i];
         }
     }
