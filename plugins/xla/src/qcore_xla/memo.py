@@ -29,9 +29,9 @@ class Memo(Generic[T]):
         if found is not None and found[0]() is tensor and (found[1] < 0 or found[1] == tensor._version):
             return found[2]
         value, shared = self._make(tensor, *rest)
-        unversioned = shared or tensor.is_inference()
-        ref = weakref.ref(tensor, partial(self._forget, key))
-        self._known[key] = (ref, -1 if unversioned else tensor._version, value)
+        if shared or not tensor.is_inference():  # the writing of others to an inference tensor goes unseen
+            ref = weakref.ref(tensor, partial(self._forget, key))
+            self._known[key] = (ref, -1 if shared else tensor._version, value)
         return value
 
     def _forget(self, key: Any, ref: weakref.ref[Tensor]) -> None:

@@ -102,14 +102,17 @@ def _at_once(x: Array, data: Array, scale: Array) -> Array:
 def _in_turn(x: Array, data: Array, scale: Array) -> Array:
     """Slice after slice of x ``(M, S, b)``."""
     groups, each = scale.shape[0], data.shape[0] // scale.shape[0]
-    xs = lax.transpose(x, (1, 0, 2))
+    xs, ws = lax.transpose(x, (1, 0, 2)), data
     if groups == 1:
-        return scale * _sum_of_slices(xs, data).astype(jnp.float32)
-    xs, ws = xs.reshape(groups, each, *xs.shape[1:]), data.reshape(groups, each, *data.shape[1:])
+        return scale * _sum_of_slices(xs, ws).astype(jnp.float32)
+    product = _slice_product
+    if each > 1:  # a dimension of one in between would cost a copy of the weight
+        xs, ws = xs.reshape(groups, each, *xs.shape[1:]), ws.reshape(groups, each, *ws.shape[1:])
+        product = _sum_of_slices
 
     def step(y: Array, group: tuple[Array, Array, Array]) -> tuple[Array, None]:
         x_g, w_g, s_g = group
-        return y + s_g * _sum_of_slices(x_g, w_g).astype(jnp.float32), None
+        return y + s_g * product(x_g, w_g).astype(jnp.float32), None
 
     y: Array = lax.scan(step, jnp.zeros((x.shape[0], data.shape[-1]), jnp.float32), (xs, ws, scale))[0]
     return y

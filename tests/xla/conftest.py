@@ -1,0 +1,41 @@
+"""Tests run on XLA's CPU backend. Few shapes and forms, since compiling is what costs; the conformance kit covers them all."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from qcore import resolver
+from qcore.contracts import CONTRACTS
+from qcore.schemes import Scheme
+
+if importlib.util.find_spec("qcore_xla") is None or importlib.util.find_spec("jax") is None:
+    collect_ignore_glob = ["*"]
+
+
+@pytest.fixture(autouse=True)
+def isolated(monkeypatch, tmp_path_factory):
+    """No settings from outside, a cache of the session's own, and nothing held against a kernel that failed before."""
+    for name in [name for name in os.environ if name.startswith("QCORE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+    yield
+    resolver.forget()
+
+
+@pytest.fixture
+def problem():
+    """A problem of the contract `linear` by scheme: N = 20, K = 77 unless said otherwise."""
+
+    def make(scheme, rows=3, n=20, k=77, bias="none", dtype=torch.float32):
+        from qcore.contracts.inputs import Draw, Shape
+
+        draw = Draw(torch.Generator().manual_seed(0))
+        filled = draw.fill(Scheme.parse(scheme))
+        request = CONTRACTS["linear"].request_for(filled, torch.device("cpu"), dtype, n, k)
+        return draw.linear(request, Shape("here", (rows,), n, k, bias=bias))
+
+    return make

@@ -1,0 +1,133 @@
+"""The pure functions: both ways through slices, by every kind of activation, and what XLA makes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from qcore import Conv2dRequest, Scheme
+from qcore.contracts import LINEAR
+from qcore_xla import calls, ops
+from qcore_xla.bodies import linear as bodies
+from qcore_xla.bodies.form import Form
+from qcore_xla.engines import base
+from qcore_xla.linear import XlaLinear
+
+jax = pytest.importorskip("jax")
+
+
+class Recorder:
+    """An engine that keeps what the jax engine is asked to run."""
+
+    def __init__(self):
+        self.asked = []
+
+    def run(self, function, form, tensors, fresh):
+        self.asked.append((function, form, [None if t is None else t.numpy() for t in tensors]))
+        return base.find("cpu").run(function, form, tensors, fresh)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    made = Recorder()
+    real = base.find
+    monkeypatch.setattr(calls.base, "find", lambda kind: made)
+    monkeypatch.setattr(Recorder, "run", lambda self, *a: (self.asked.append(a[:3]), real("cpu").run(*a))[1])
+    return made
+
+
+@pytest.mark.parametrize(
+    "scheme", ["w8a16-asym", "w4a16-g32-fzp", "w8a8-aasym", "w4a8-g32-asym", "w4a8-g32-asym-token"]
+)
+def test_slices_at_once_and_in_turn_agree(problem, recorder, scheme):
+    here = problem(scheme, rows=3, k=290)
+    kernel = XlaLinear(here.request)
+    packed = kernel.pack(here.weight)
+    y = kernel(here.x, packed, here.bias, **here.given)
+    assert LINEAR.judge(here, y).ok
+    ((function, form, tensors),) = recorder.asked
+    assert form.scan
+    arrays = [None if t is None else jax.numpy.asarray(t.numpy()) for t in tensors]
+    other = function(*arrays, form=Form(form.activation, form.out_dtype, form.requantize, scan=False))
+    np.testing.assert_allclose(np.asarray(other)[:3, :20], y.float().numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_by_rows_and_of_jax_int4(problem):
+    here = problem("w4a16", k=64)
+    codes = here.weight.codes().numpy()
+    expected = LINEAR.reference(here).numpy()
+    x, scale = jax.numpy.asarray(here.x.numpy()), jax.numpy.asarray(here.weight.scale.numpy())
+    from qcore_xla.packing import words_of
+
+    for data in (
+        jax.numpy.asarray(codes),
+        jax.numpy.asarray(codes).astype(jax.numpy.int4),
+        jax.numpy.asarray(words_of(here.weight.codes()).numpy()),
+        jax.numpy.asarray(codes.T.reshape(2, 32, 20)),
+        jax.numpy.asarray(codes.T.reshape(2, 32, 20)).astype(jax.numpy.int4),
+    ):
+        y = bodies.linear(x, data, scale, None, None, form=Form())
+        np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_that_holds_nan_gives_nan(problem):
+    here = problem("w8a8")
+    x = here.x.clone()
+    x[1, 3] = float("nan")
+    kernel = XlaLinear(here.request)
+    y = kernel(x, kernel.pack(here.weight), None)
+    assert y[1].isnan().all()
+    assert not y[[0, 2]].isnan().any()
+
+
+def temporary_bytes(scheme, rows, n, k):
+    """What XLA allocates beside arguments and result, and the bytes of the weight."""
+    parsed = Scheme.parse(scheme)
+    kernel = XlaLinear(LINEAR.request_for(parsed, torch.device("cpu"), torch.float32, n, k))
+    of = kernel.plan
+    spec = jax.ShapeDtypeStruct
+    words = of.length // 8 if of.bits == 4 else of.length
+    data = spec((of.slices, words, of.rows), "int32" if of.bits == 4 else "int8")
+    form = calls._form(
+        calls.call_of(n, k, of.bits, parsed.weight.group_size or 0, 1, "float", False, torch.float32), False
+    )
+    arrays = (spec((rows, of.columns), "float32"), data, spec((of.filled, of.rows), "float32"), None, None)
+    compiled = jax.jit(lambda *a: bodies.linear(*a, form=form)).lower(*arrays).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g128", "w8a16"])
+def test_a_dequantized_weight_is_never_whole_in_memory(scheme):
+    n = k = 4096
+    assert temporary_bytes(scheme, 16, n, k) < n * k * 4 / 8  # 8 MiB of the 64 that it would be in float32
+
+
+def test_columns_are_those_of_the_contract():
+    from qcore.contracts.conv2d import im2col
+    from qcore_xla.columns import Geometry, columns
+
+    request = Conv2dRequest(
+        torch.device("cpu"), torch.float32, torch.float32, 6, 4, (3, 2), (2, 1), (1, 2), (1, 2), 2,
+        Scheme.parse("w8a16").weight, None, None, False, False,
+    )  # fmt: skip
+    x = torch.randn(2, 6, 7, 9)
+    found = columns(x, Geometry((3, 2), (2, 1), (1, 2), (1, 2), 2), 0)
+    assert torch.equal(found.movedim(0, 1), im2col(x, request))
+    assert torch.equal(
+        columns(x.contiguous(memory_format=torch.channels_last), Geometry(*_geometry(request)), 0), found
+    )
+
+
+def _geometry(r):
+    return r.kernel_size, r.stride, r.padding, r.dilation, r.groups
+
+
+def test_flat_arguments_name_every_kind_of_activation():
+    kinds = {"w8a16": "float", "w8a8": "symmetric", "w8a8-aasym": "asymmetric", "w8a8-static(0.5,3)": "given"}
+    for scheme, kind in kinds.items():
+        assert ops.flat(Scheme.parse(scheme).activation, None)[0] == kind
+    assert ops.flat(Scheme.parse("w8a8-static(0.5,3)").activation, None)[1:3] == (0.5, 3)
+    assert ops.flat(*(getattr(Scheme.parse("w8a8-o8(0.25,-4)"), part) for part in ("activation", "output")))[3:] == (
+        True, 0.25, -4,
+    )  # fmt: skip
