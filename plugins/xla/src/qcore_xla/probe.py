@@ -7,7 +7,7 @@ from pathlib import Path
 from qcore import FALLBACK, NATIVE, Available, Unavailable
 
 from . import environment
-from .environment import gpu_file, gpu_plugin, jax_fault, tpu, version
+from .environment import jax_fault, tpu, version
 
 _VERSIONS = ("jax", "jaxlib", "torch_tpu", "torch_xla", "torchax", "libtpu")
 
@@ -22,7 +22,7 @@ def probe(root: Path = Path("/")) -> Available | Unavailable:
 
 
 def _has_gpu(root: Path) -> bool:
-    return bool(gpu_plugin() and gpu_file(root))
+    return bool(environment.gpu_plugin() and environment.gpu_file(root))
 
 
 def _details(root: Path) -> dict[str, str]:
