@@ -1,4 +1,4 @@
-"""Tests run on XLA's CPU backend, with few shapes and forms: compiling costs, and the conformance kit covers them all."""
+"""Tests run on XLA's CPU backend, with few shapes and forms: compiling costs, and the conformance kit has them all."""
 
 from __future__ import annotations
 
