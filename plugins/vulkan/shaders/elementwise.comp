@@ -1,4 +1,4 @@
-// A function of each element, computed in float32 and rounded once; rows are taken with their padding, word by word.
+// A function of each element, computed in float32 and rounded once; rows are taken with their padding, 16 bytes a lane.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -11,12 +11,12 @@ layout(constant_id = 1) const uint DTYPE = 0u;  // F32, F16 or BF16
 layout(constant_id = 2) const uint FUNCTION = 0u;
 
 layout(push_constant) uniform Push {
-    uint words;
+    uint vectors;  // of four words
     uint grid;
 } push;
 
-layout(binding = 0) readonly buffer Source { uint source[]; };
-layout(binding = 7) writeonly buffer Result { uint result[]; };
+layout(binding = 0) readonly buffer Source { uvec4 source[]; };
+layout(binding = 7) writeonly buffer Result { uvec4 result[]; };
 
 // tanh without overflow: some devices make NaN of a quotient of two Inf.
 float safe_tanh(float x) {
@@ -45,16 +45,17 @@ float apply(float x) {
     }
 }
 
-void main() {
-    uint place = (gl_WorkGroupID.x + gl_WorkGroupID.y * push.grid) * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
-    if (place >= push.words) return;
-    uint word = source[place];
-    if (DTYPE == F32) {
-        result[place] = floatBitsToUint(apply(uintBitsToFloat(word)));
-        return;
-    }
+uint apply_word(uint word) {
+    if (DTYPE == F32) return floatBitsToUint(apply(uintBitsToFloat(word)));
     vec2 x = unpack_pair(word, DTYPE);
     vec2 y = vec2(apply(x.x), apply(x.y));
     uvec2 bits = DTYPE == F16 ? uvec2(half_bits(y.x), half_bits(y.y)) : uvec2(bfloat_bits(y.x), bfloat_bits(y.y));
-    result[place] = bits.x | (bits.y << 16);
+    return bits.x | (bits.y << 16);
+}
+
+void main() {
+    uint place = (gl_WorkGroupID.x + gl_WorkGroupID.y * push.grid) * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
+    if (place >= push.vectors) return;
+    uvec4 words = source[place];
+    result[place] = uvec4(apply_word(words.x), apply_word(words.y), apply_word(words.z), apply_word(words.w));
 }

@@ -13,8 +13,8 @@ ELEMENTWISE = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "sigmoid": 4, "t
 def elementwise(b: Builder, x: Rows, name: str, out: Ref | None = None) -> Rows:
     """A function of each element, computed in float32 and rounded to x's dtype."""
     y = new_rows(b, x.rows, x.columns, x.dtype, out)
-    words = x.rows * x.pitch * x.dtype.itemsize // 4
-    groups = fold(-(-words // LANES))
+    vectors = x.rows * x.pitch * x.dtype.itemsize // 16
+    groups = fold(-(-vectors // LANES))
     constants = (LANES, NUMBERS[x.dtype], ELEMENTWISE[name])
-    b.dispatch("elementwise", constants, groups, [words, groups[0]], [x.ref, *[None] * 6, y.ref])
+    b.dispatch("elementwise", constants, groups, [vectors, groups[0]], [x.ref, *[None] * 6, y.ref])
     return y

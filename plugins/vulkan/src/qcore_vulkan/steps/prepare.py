@@ -10,6 +10,7 @@ import torch
 from qcore import DynamicInt8, StaticInt8
 
 from ..builder import Builder, Ref, fold
+from ..device import Device
 from ..layout import Geometry
 from .rows import NUMBERS, FloatRows, Int8Rows, Rows, is_local, local
 
@@ -19,6 +20,8 @@ LANES = 64
 """A workgroup of a shader whose lanes have nothing to do with each other."""
 _SMALL = 1 << 18
 """Bytes of activations that are read twice from wherever they are: a copy would take longer."""
+_MOST_KEPT = 16
+"""Words of a row that a lane keeps in registers."""
 
 SYMMETRIC, ASYMMETRIC, GIVEN, PER_TOKEN = range(4)
 """How rows are quantized, as the shader knows it."""
@@ -87,7 +90,7 @@ def quantize(
 ) -> Int8Rows:
     """Rows as int8 codes. ``given``: float32 x_scale and int32 x_zero_point per row, where they come with the call."""
     mode, scale, zero = mode_of(activation)
-    lanes, kept = _quantize_shape(b.device.profile, geometry)
+    lanes, kept = _quantize_shape(b.device, geometry)
     if not kept and mode in (SYMMETRIC, ASYMMETRIC) and source.x.ref.bytes > _SMALL:
         source = replace(source, x=local(b, source.x))  # read for its extent first
     x, rows, words = source.x, source.rows * source.heads, geometry.columns // 4
@@ -115,12 +118,13 @@ def mode_of(activation: Activation) -> tuple[int, float, int]:
     return GIVEN, 1.0 if activation.scale is None else activation.scale, activation.zero_point
 
 
-def _quantize_shape(profile: str, geometry: Geometry) -> tuple[int, int]:
+def _quantize_shape(device: Device, geometry: Geometry) -> tuple[int, int]:
     """Lanes of the workgroup that quantizes a row, a power of two, and how many words a lane keeps; 0 reads twice."""
-    if profile == "cpu":
+    if device.profile == "cpu":
         return 8, 0
     words = geometry.columns // 4
-    lanes = 64 if words <= 256 else 256 if words <= 4096 else 1024
+    wanted = 256 if words <= 1024 else 512 if words <= 2048 else 1024
+    lanes = 1 << (min(wanted, device.description.limits.max_invocations).bit_length() - 1)
     team = max(1, lanes >> (geometry.groups - 1).bit_length())
     each = -(-8 * geometry.blocks // team) * -(-geometry.groups * team // lanes)
-    return lanes, next((kept for kept in (2, 4, 8, 16) if kept >= each), 0)
+    return lanes, each if each <= _MOST_KEPT else 0
