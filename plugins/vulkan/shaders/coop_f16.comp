@@ -41,6 +41,7 @@ const uint SC = BN + 4u;
 layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
     uint pitch, dtype, biased, column, groups;
+    uint split;  // steps along K of a workgroup; those of grid z add to one result
 };
 
 layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };          // [M][blocks * 4]
@@ -119,7 +120,7 @@ void store_scales(uint col0, uint group) {
 float finish(uint m_, uint n_, float value) {
     if (GROUPED == 0u) value *= scale[n_];
     value *= x_scale[m_];
-    if (ZERO == 2u) {
+    if (ZERO == 2u && gl_WorkGroupID.z == 0u) {
         for (uint g = 0u; g < groups; ++g) value += uintBitsToFloat(zero[g * np + n_]) * x_sum[m_ * groups + g];
     }
     return biased != 0u ? value + bias[column + n_] : value;
@@ -137,7 +138,8 @@ void write_tile(uint row, uint col) {
     for (uint e = gl_SubgroupInvocationID; e < TM * TN; e += gl_SubgroupSize) {
         uint m_ = row + e / TN;
         uint n_ = col + e % TN;
-        if (m_ < m && n_ < n) write_result(m_ * pitch + column + n_, finish(m_, n_, result(at + e)), dtype);
+        uint to = (gl_WorkGroupID.z * m + m_) * pitch + column + n_;
+        if (m_ < m && n_ < n) write_result(to, finish(m_, n_, result(at + e)), dtype);
     }
     subgroupMemoryBarrierShared();
     subgroupBarrier();
@@ -160,7 +162,8 @@ void main() {
     uint sub = gl_SubgroupID;
     uint sub_m = sub / (BN / WN) * WM;
     uint sub_n = sub % (BN / WN) * WN;
-    uint steps = blocks / KB;
+    uint start = gl_WorkGroupID.z * split;
+    uint steps = min(start + split, blocks / KB);
 
     coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> total[TILES_M * TILES_N];
     coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> sum[TILES_M * TILES_N];
@@ -168,14 +171,14 @@ void main() {
         total[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
         sum[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
     }
-    load_tiles(row0, col0, 0u);
-    store_tiles(0u);
-    if (GROUPED != 0u) store_scales(col0, 0u);
+    uint group = start * KB / group_blocks;
+    load_tiles(row0, col0, start);
+    store_tiles(start % BUFFERS);
+    if (GROUPED != 0u) store_scales(col0, group);
     barrier();
     uint fold = (GROUPED != 0u ? group_blocks : 8u) / KB;
     uint left = fold;
-    uint group = 0u;
-    for (uint step = 0u; step < steps; ++step) {
+    for (uint step = start; step < steps; ++step) {
         uint now = step % BUFFERS;
         if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
         [[unroll]] for (uint kk = 0u; kk < KB * 32u / TK; ++kk) {

@@ -39,6 +39,7 @@ const uint SC = BN + 4u;
 layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
     uint pitch, dtype, biased, column, groups;
+    uint split;                       // steps along K of a workgroup; those of grid z add to one result
     uint asymmetric, x_zero, x_sums;  // whether x has zero points; where they and the sums of codes stand in x_token
 };
 
@@ -122,11 +123,11 @@ void store_scales(uint col0, uint group) {
 
 float finish(uint m_, uint n_, float value) {
     if (GROUPED == 0u) value *= scale[n_];
-    if (ZERO == 2u) {
+    if (ZERO == 2u && gl_WorkGroupID.z == 0u) {
         for (uint g = 0u; g < groups; ++g)
             value += uintBitsToFloat(zero[g * np + n_]) * float(int(x_token[x_sums + m_ * groups + g]));
     }
-    if (asymmetric != 0u) value -= float(int(x_token[x_zero + m_])) * row_sum[n_];
+    if (asymmetric != 0u && gl_WorkGroupID.z == 0u) value -= float(int(x_token[x_zero + m_])) * row_sum[n_];
     value *= uintBitsToFloat(x_token[m_]);
     return biased != 0u ? value + bias[column + n_] : value;
 }
@@ -144,7 +145,8 @@ void write_tile(uint row, uint col) {
     for (uint e = gl_SubgroupInvocationID; e < TM * TN; e += gl_SubgroupSize) {
         uint m_ = row + e / TN;
         uint n_ = col + e % TN;
-        if (m_ < m && n_ < n) write_result(m_ * pitch + column + n_, finish(m_, n_, result(at + e)), dtype);
+        uint to = (gl_WorkGroupID.z * m + m_) * pitch + column + n_;
+        if (m_ < m && n_ < n) write_result(to, finish(m_, n_, result(at + e)), dtype);
     }
     subgroupMemoryBarrierShared();
     subgroupBarrier();
@@ -170,7 +172,8 @@ void main() {
     uint sub = gl_SubgroupID;
     uint sub_m = sub / (BN / WN) * WM;
     uint sub_n = sub % (BN / WN) * WN;
-    uint steps = blocks / KB;
+    uint start = gl_WorkGroupID.z * split;
+    uint steps = min(start + split, blocks / KB);
 
     coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> total[TILES_M * TILES_N];
     coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> sum[TILES_M * TILES_N];
@@ -178,13 +181,13 @@ void main() {
         total[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
         sum[i] = coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0);
     }
-    load_tiles(row0, col0, 0u);
-    store_tiles(0u);
-    if (GROUPED != 0u) store_scales(col0, 0u);
+    uint group = start * KB / group_blocks;
+    load_tiles(row0, col0, start);
+    store_tiles(start % BUFFERS);
+    if (GROUPED != 0u) store_scales(col0, group);
     barrier();
     uint left = group_blocks / KB;
-    uint group = 0u;
-    for (uint step = 0u; step < steps; ++step) {
+    for (uint step = start; step < steps; ++step) {
         uint now = step % BUFFERS;
         if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
         [[unroll]] for (uint kk = 0u; kk < KB * 32u / TK; ++kk) {

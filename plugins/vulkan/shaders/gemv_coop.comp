@@ -24,7 +24,6 @@ layout(constant_id = 3) const uint FOLDED = 1u;
 layout(constant_id = 4) const uint BITS = 4u;
 layout(constant_id = 5) const uint ZERO = 0u;   // 0 none (int4: 8), 1 integer
 layout(constant_id = 6) const uint TN = 8u;     // rows of x in a matrix, 8 or 16
-layout(constant_id = 7) const uint AHEAD = 1u;  // whether x and scales are loaded a round ahead too
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
@@ -109,20 +108,13 @@ void main() {
     uint x0 = gl_WorkGroupID.z * chunks * STEPS * TN * 2u;
     MATRIX_C total[R];
     MATRIX_C s[R];
-    MATRIX_B b[STEPS];
     [[unroll]] for (uint r = 0u; r < R; ++r) total[r] = MATRIX_C(0.0);
     load(min(gl_SubgroupID, chunks - 1u), n0);
-    if (AHEAD != 0u) {
-        uint chunk = min(gl_SubgroupID, chunks - 1u);
-        [[unroll]] for (uint i = 0u; i < STEPS; ++i)
-            coopMatLoad(b[i], x, x0 + (chunk * STEPS + i) * TN * 2u, 2u, gl_CooperativeMatrixLayoutColumnMajor);
-    }
     for (uint chunk = gl_SubgroupID; chunk < chunks; chunk += SUBGROUPS) {
         uint next = min(chunk + SUBGROUPS, chunks - 1u);
-        if (AHEAD == 0u) {
-            [[unroll]] for (uint i = 0u; i < STEPS; ++i)
-                coopMatLoad(b[i], x, x0 + (chunk * STEPS + i) * TN * 2u, 2u, gl_CooperativeMatrixLayoutColumnMajor);
-        }
+        MATRIX_B b[STEPS];
+        [[unroll]] for (uint i = 0u; i < STEPS; ++i)
+            coopMatLoad(b[i], x, x0 + (chunk * STEPS + i) * TN * 2u, 2u, gl_CooperativeMatrixLayoutColumnMajor);
         if (FOLDED != 0u) {
             uint group = chunk * CHUNK / group_blocks;
             [[unroll]] for (uint r = 0u; r < R; ++r)
@@ -140,9 +132,6 @@ void main() {
                 coopmat<float16_t, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA> a;
                 coopMatLoad(a, tile, gl_SubgroupID * 16u * ROW + i * 2u, ROW, gl_CooperativeMatrixLayoutRowMajor);
                 sum = coopMatMulAdd(a, b[i], sum);
-                if (AHEAD != 0u && r + 1u == R)
-                    coopMatLoad(b[i], x, x0 + (next * STEPS + i) * TN * 2u, 2u,
-                                gl_CooperativeMatrixLayoutColumnMajor);
             }
             if (FOLDED != 0u) sum = sum * s[r];
             total[r] = total[r] + sum;

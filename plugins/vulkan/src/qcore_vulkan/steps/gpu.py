@@ -83,7 +83,7 @@ def _int(description: Description, problem: Problem) -> Iterator[Kernel]:
 def _float(description: Description, problem: Problem) -> Iterator[Kernel]:
     narrow = problem.x_dtype != torch.float32
     tile = _matrix(description, "f16", "f32") if narrow else None
-    if tile is not None and 1 < problem.m <= 2 * FEW and problem.geometry.zero_kind != FLOAT_ZERO:
+    if tile is not None and 2 < problem.m <= 4 * FEW and problem.geometry.zero_kind != FLOAT_ZERO:
         yield from _coop_gemv(description, problem)
     if problem.m <= FEW and description.features.get("integer_dot"):
         yield from _digits(description, problem, "gemv_digits_dot", 3 if narrow else 4)
@@ -95,30 +95,38 @@ def _float(description: Description, problem: Problem) -> Iterator[Kernel]:
 
 
 def _digits(description: Description, problem: Problem, variant: str, digits: int) -> Iterator[Kernel]:
-    subgroup, geometry = description.subgroup.size, problem.geometry
+    subgroup, g = description.subgroup.size, problem.geometry
+    cores, blocks = description.limits.cores or _CORES, g.groups * g.blocks
     rows = next(size for size in (1, 2, 4, 8) if size >= min(problem.m, FEW))
-    lanes = 512 if rows == 1 else 256
-    while lanes > max(64, subgroup) and lanes > geometry.groups * geometry.blocks * 8:
+    # Of int4 a lane holds more rows of the weight, of int8 more blocks: as many bytes on their way.
+    most = 4 if g.bits == 4 or rows == FEW else 2
+    r = next((r for r in (4, 2) if r <= most and -(-g.n // (8 * r)) * 8 >= 7 * cores), 1)
+    lanes = 1024 if rows == 1 and g.bits == 4 and blocks >= 256 else 512
+    while lanes > min(description.limits.max_invocations, max(subgroup, blocks * 8)):
         lanes //= 2
-    cores = description.limits.cores or _CORES
-    r = next((r for r in (4, 2) if -(-geometry.n // (8 * r)) * 8 >= 7 * cores), 1)
-    for unroll in (2, 1) if rows == 1 else (1,):
-        yield Digits(variant, digits, lanes, r, rows, unroll, 4, subgroup)
+    unroll = 2 if g.bits == 8 and r == 2 and rows <= 4 else 1
+    yield Digits(variant, digits, lanes, r, rows, unroll, 1, subgroup)
+    if rows > 1:
+        yield Digits(variant, digits, lanes, min(r, 2), rows, 1, 4, subgroup)
+    for smaller in (lanes // 2, lanes // 4):
+        if smaller >= subgroup:
+            yield Digits(variant, digits, smaller, r, rows, unroll, 1, subgroup)
 
 
 def _coop_gemv(description: Description, problem: Problem) -> Iterator[Kernel]:
     s, g = description.subgroup, problem.geometry
-    chunk = next((c for c in (4, 2) if g.groups == 1 or g.blocks % c == 0), 0)
+    chunks = [c for c in (2, 4) if g.groups == 1 or g.blocks % c == 0]
     # Scales are read for sixteen rows, so the weight's padding to eight must not end within them.
     whole = -g.n % 16 < 8 and g.n * g.row_bytes <= description.limits.max_storage_range
-    if not (chunk and whole and s.control and s.min <= 32 <= s.max):
+    if not (whole and s.control and s.min <= 32 <= s.max):
         return
     tn = 8 if problem.m <= 8 and _has_matrix(description, (16, 8, 16), "f16", "f32") else 16
     if not _has_matrix(description, (16, tn, 16), "f16", "f32"):
         return
     cores = description.limits.cores or _CORES
     for r in (2, 1) if -(-g.n // 32) * 8 >= 7 * cores else (1, 2):
-        yield CoopGemv(256 if chunk == 4 else 512, r, chunk, tn)
+        for chunk in chunks:
+            yield CoopGemv(512 if chunk == 2 else 256, r, chunk, tn)
 
 
 def _fitting(shapes: tuple[Shape, ...], description: Description, problem: Problem, width: int) -> Iterator[Shape]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from ..builder import Builder, Ref, fold
 from ..device import Buffer
 from ..layout import FLOAT_ZERO, INT_ZERO, Geometry, Part
@@ -92,7 +94,7 @@ class CoopGemv:
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         g = geometry
-        return self.lanes, self.r, self.chunk, int(g.groups > 1), g.bits, g.zero_kind, self.tn, 1
+        return self.lanes, self.r, self.chunk, int(g.groups > 1), g.bits, g.zero_kind, self.tn
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
@@ -180,16 +182,19 @@ class SharedInt:
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
     ) -> None:
-        _append_int(self, b, x, part, geometry, bias, out)
+        refs, tokens = _int8(b, x, part, geometry, bias, out)
+        push = [*_sizes(part, geometry, out), *_result(out, bias, part), geometry.groups, *tokens]
+        b.dispatch(self.variant, self.constants(geometry), self.shape.groups(out.rows, part.n), push, refs)
 
 
 @dataclass(frozen=True)
 class CoopInt8:
-    """`coop_int8`; ``tile``: m, n, k of a cooperative matrix, ``subgroup`` its lanes."""
+    """`coop_int8`; ``tile``: m, n, k of a cooperative matrix, ``subgroup`` its lanes; ``parts`` of K, at most."""
 
     shape: Shape
     tile: tuple[int, int, int]
     subgroup: int
+    parts: int = 1
     variant: str = "coop_int8"
     form: Literal["int8"] = "int8"
 
@@ -199,16 +204,18 @@ class CoopInt8:
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
     ) -> None:
-        _append_int(self, b, x, part, geometry, bias, out)
+        refs, tokens = _int8(b, x, part, geometry, bias, out)
+        _append_coop(self, b, part, geometry, bias, out, refs, tokens)
 
 
 @dataclass(frozen=True)
 class CoopF16:
-    """`coop_f16`; ``tile`` and ``subgroup`` as for `CoopInt8`."""
+    """`coop_f16`; fields as of `CoopInt8`."""
 
     shape: Shape
     tile: tuple[int, int, int]
     subgroup: int
+    parts: int = 1
     variant: str = "coop_f16"
     form: Literal["rows"] = "rows"
 
@@ -219,10 +226,8 @@ class CoopF16:
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
     ) -> None:
         halves = _halves(b, x, geometry, geometry.columns, out.rows)
-        push = [*_sizes(part, geometry, out), *_result(out, bias, part), geometry.groups]
         refs = _refs(halves.codes, part, halves.scales, bias, out, halves.sums)
-        groups = self.shape.groups(out.rows, part.n)
-        b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
+        _append_coop(self, b, part, geometry, bias, out, refs, [])
 
 
 Kernel = Digits | CoopGemv | SharedFloat | SharedInt | CoopInt8 | CoopF16
@@ -237,22 +242,42 @@ class _Halves:
     sums: Ref | None
 
 
-def _append_int(
-    kernel: SharedInt | CoopInt8,
+def _int8(
+    b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
+) -> tuple[list[Ref | Buffer | None], list[int | float]]:
+    """Bindings of a GEMM of int8 activations; whether they have zero points, and where those and sums stand."""
+    assert isinstance(x, Int8Rows)
+    sums = _row_sums(b, part, geometry, folded=True) if x.asymmetric else None
+    return _refs(x.codes, part, x.params, bias, out, sums), [int(x.asymmetric), x.rows, 2 * x.rows]
+
+
+def _append_coop(
+    kernel: CoopInt8 | CoopF16,
     b: Builder,
-    x: Activations,
     part: Part,
     geometry: Geometry,
     bias: Buffer | None,
     out: Rows,
+    refs: list[Ref | Buffer | None],
+    push: list[int | float],
 ) -> None:
-    assert isinstance(x, Int8Rows)
-    sums = _row_sums(b, part, geometry, folded=True) if x.asymmetric else None
-    push = [*_sizes(part, geometry, out), *_result(out, bias, part), geometry.groups]
-    push += [int(x.asymmetric), x.rows, 2 * x.rows]
-    groups = kernel.shape.groups(out.rows, part.n)
-    refs = _refs(x.codes, part, x.params, bias, out, sums)
-    b.dispatch(kernel.variant, kernel.constants(geometry), groups, push, refs, subgroup=kernel.subgroup)
+    """The product; in several parts of K, each of whole groups, where one leaves cores without work."""
+    g, kb = geometry, kernel.shape.blocks(geometry)
+    whole, steps = (1 if g.groups == 1 else g.blocks // kb), g.groups * g.blocks // kb
+    split = -(-steps // (kernel.parts * whole)) * whole
+    count = -(-steps // split)
+    x_tiles, y_tiles, _ = kernel.shape.groups(out.rows, part.n)
+    result = _result(out, bias, part)
+    if count > 1:
+        refs[6] = b.scratch(4 * count * out.rows * part.n)
+        result = [part.n, NUMBERS[torch.float32], 0, 0]
+    words = [*_sizes(part, geometry, out), *result, geometry.groups, split, *push]
+    groups = (x_tiles, y_tiles, count)
+    b.dispatch(kernel.variant, kernel.constants(geometry), groups, words, refs, subgroup=kernel.subgroup)
+    if count > 1:
+        total = out.rows * part.n
+        joined: list[Ref | Buffer | None] = [refs[6], None, None, None, None, bias or part.scale, out.ref]
+        b.dispatch("gemm_join", (), fold(-(-total // 64)), [out.rows, part.n, count, *_result(out, bias, part)], joined)
 
 
 def _coop_constants(shape: Shape, tile: tuple[int, int, int], subgroup: int, g: Geometry) -> tuple[int, ...]:
