@@ -85,15 +85,22 @@ def test_codes_in_its_order_meet_the_weights_that_its_threads_hold(interpreter):
     assert torch.equal(found, quantize_rows(x, symmetric=True).q.int() @ codes.int().t())
 
 
-@pytest.mark.parametrize("tiles", [1, 7, 16, 23])
-@pytest.mark.parametrize("config", [{}, {"split": 2}, {"split": 5}, {"even": 1}])
-def test_every_step_of_every_tile_is_done_once(interpreter, tiles, config):
-    from qcore_cuda import large
-    from qcore_cuda.dispatch import Config
+@pytest.mark.parametrize("tiles", [1, 5, 7, 16, 23, 38])
+@pytest.mark.parametrize("blocks", [3, 9, 64])
+def test_every_block_of_every_tile_is_multiplied_once(interpreter, tiles, blocks):
+    from qcore_cuda.large import shares
 
-    blocks, device = 9, HOPPER._replace(sms=16)
-    waves, share, programs = large._waves(tiles, blocks, Config("mixed", bm=64, **config), device)
+    _, (waves, share, programs) = shares(tiles, blocks, 256, HOPPER._replace(sms=16))
     assert programs <= 16
     seen = torch.zeros(tiles, blocks, dtype=torch.int32)
     walk[(programs,)](seen, tiles, waves, share, blocks)
     assert (seen == 1).all()
+
+
+def test_tiles_are_split_spread_or_left_whole():
+    from qcore_cuda.large import shares
+
+    found = {
+        (tiles, blocks): shares(tiles, blocks, 256, HOPPER)[1] for tiles, blocks in ((32, 112), (224, 64), (128, 64))
+    }
+    assert found == {(32, 112): (0, 28, 128), (224, 64): (1, 45, 132), (128, 64): (1, 0, 128)}

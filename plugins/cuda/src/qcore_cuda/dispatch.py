@@ -132,7 +132,7 @@ def candidates(device: Device, problem: Problem) -> list[Config]:
         shapes = (shape for shape in _GEMM if shape.bm <= max(32, m) and shape.bm * 4 >= min(m, 1024))
         found += [config for shape in shapes for config in _spread(device, problem, shape)]
     if m >= 64:
-        found += [*(Config("mixed", bm=bm) for bm in _MIXED if bm <= m), Config("dense")]
+        found += [*(Config("mixed", bm=bm) for bm in large.MIXED if bm <= m), Config("dense")]
     return [c for c in dict.fromkeys(found) if legal(device, problem, c)]
 
 
@@ -147,17 +147,13 @@ def _spread(device: Device, problem: Problem, shape: Config) -> Iterator[Config]
 
 
 def _mixed(device: Device, problem: Problem) -> Config:
-    """The tile for which programs have the least to do, in rounds of one tile each."""
+    """The tile for which programs have the least to do."""
 
     def time(bm: int) -> float:
         tiles = math.ceil(problem.n / 128) * math.ceil(problem.rows / bm)
-        return math.ceil(tiles / device.sms) * _MIXED[bm]
+        return large.shares(tiles, math.ceil(problem.k / 128), bm, device)[0]
 
-    return Config("mixed", bm=min(_MIXED, key=time))
-
-
-_MIXED = {256: 10.0, 128: 5.6, 64: 4.0}
-"""Tokens of a tile: the time that one takes, as measured on an H200."""
+    return Config("mixed", bm=min(large.MIXED, key=time))
 
 
 def _gemv(row_blocks: int, unroll: int, warps: int, stages: int, late: bool = False) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from .counters import counters
 from .device import Device
 from .hopper import usable
 from .launch import launch, options
-from .replay import empty
+from .replay import empty, provided
 from .weights import FLOAT_ZERO, Weight
 
 if TYPE_CHECKING:
@@ -30,17 +31,13 @@ def serves(device: Device, problem: Problem) -> bool:
     return problem.whole
 
 
-def mixed(x: Tensor, weight: Weight, bias: Tensor | None, device: Device, config: Config | int) -> Tensor:
+def mixed(x: Tensor, weight: Weight, bias: Tensor | None, device: Device, config: Config) -> Tensor:
     """``x @ W^T + bias`` in x's dtype, by tiles of ``config.bm`` tokens, or of fewer where fewer hold them all.
 
     X has rows on 16 bytes, and as many columns as the packed weight.
     """
     from .kernels.mixed import ROWS, mixed
 
-    if isinstance(config, int):
-        from .dispatch import Config
-
-        config = Config("mixed", bm=config)
     data, scale, zero = weight.data, weight.scale, weight.zero
     (m, columns), n, rows = x.shape, weight.n, ROWS.value
     bm = next(size for size in (64, 128, config.bm) if size >= min(m, config.bm))
@@ -50,25 +47,25 @@ def mixed(x: Tensor, weight: Weight, bias: Tensor | None, device: Device, config
     y = empty((m, n), x.dtype, x.device)
     w = _words(data) if weight.bits == 4 else _descriptor(data.view(torch.int16), (rows, 32))
     tiles = -(-n // (2 * rows)) * -(-m // bm)
-    waves, share, programs = _waves(tiles, blocks, config, device)
-    left = tiles - waves * programs
-    parts = empty(((programs + left) * 2 * rows * bm,), torch.float32, x.device) if share else y
+    _, (waves, share, programs) = shares(tiles, blocks, bm, device)
+    left = tiles - waves * programs if share else 0
+    parts = empty(((programs + left) * 2 * rows * bm,), torch.float32, x.device) if left else y
     launch(
         mixed, (programs,), _descriptor(x, (bm, 64)), w,
         _descriptor(scale, (1, 2 * rows), swizzled=False) if scaled else scale,
         scale if zero is None else _descriptor(zero, (1, 2 * rows), swizzled=False),
         scale if bias is None else bias, _descriptor(y, (bm // pieces, rows)), parts,
-        counters(2 * left, x.device) if share else y,
+        provided(counters, 2 * left, x.device) if left else y,
         m, n, blocks, weight.group // 128 if scale.shape[0] > 1 else blocks, waves, share,
         BITS=weight.bits, BM=bm, STAGES=_STAGES[weight.bits, bm], GROUP=2048 // bm, SCALED=scaled,
-        ZERO=weight.zero_kind, BIAS=bias is not None, PIECES=pieces, U=1 if bm > 128 else 2, SPREAD=share > 0,
+        ZERO=weight.zero_kind, BIAS=bias is not None, PIECES=pieces, U=1 if bm > 128 else 2, SPREAD=left > 0,
         **options(device, 4),
     )  # fmt: skip
     return y
 
 
 def spread(tiles: int, steps: int, config: Config, device: Device) -> tuple[int, int, int]:
-    """How ``tiles`` of so many steps of K are spread: whole tiles of a program, its share of the rest, programs."""
+    """How `gemm` spreads ``tiles`` of so many steps of K: whole tiles of a program, its share of the rest, programs."""
     if not config.even:
         if config.split == 1:
             return 1, 0, tiles
@@ -80,17 +77,30 @@ def spread(tiles: int, steps: int, config: Config, device: Device) -> tuple[int,
     return waves, share, programs if waves else -(-tiles * steps // share)
 
 
-def _waves(tiles: int, steps: int, config: Config, device: Device) -> tuple[int, int, int]:
-    """`spread` for programs that are at most as many as multiprocessors."""
-    if config.even or (config.split > 1 and tiles * config.split <= device.sms):
-        return spread(tiles, steps, config, device)
-    programs = min(device.sms, tiles)
-    return -(-tiles // programs), 0, programs
+@lru_cache(maxsize=8192)
+def shares(tiles: int, blocks: int, bm: int, device: Device) -> tuple[float, tuple[int, int, int]]:
+    """The time that `mixed` takes for ``tiles`` of so many blocks of K, and how it spreads them, as `spread` says.
 
+    Tiles that make no whole wave stay so, or K is split, or they are spread evenly: parts of sums cost time, too.
+    """
+    waves, left = divmod(tiles, device.sms)
+    programs = device.sms if waves else tiles
+    ways = [(float(waves + (left > 0)), 0.0, (waves + (left > 0), 0, programs))]
+    for split in (2, 4, 8):
+        if left and left * split <= device.sms and blocks >= 4 * split:
+            share = -(-blocks // split)
+            programs = device.sms if waves else -(-left * blocks // share)
+            ways.append((waves + 1 / split, 0.12, (waves, share, programs)))
+    if waves and left and blocks >= 8:
+        ways.append((tiles / device.sms, 0.4, (waves, -(-left * blocks // device.sms), device.sms)))
+    return min((rounds * blocks * MIXED[bm] + sharing * bm, way) for rounds, sharing, way in ways)
+
+
+MIXED = {256: 10.0, 128: 5.6, 64: 3.8}
+"""Tokens of a tile: the time that a block of 128 columns takes. This and what parts cost: as measured on an H200."""
 
 _STAGES = {(4, 256): 5, (4, 128): 8, (4, 64): 8, (8, 256): 4, (8, 128): 8, (8, 64): 8}
 """How many stages shared memory holds, by bits and tokens of a tile."""
-
 
 FOURS_ORDER = 32
 """The order of columns, see `Weight.order`, of codes that meet int4 in `fours`."""
