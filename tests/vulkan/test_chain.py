@@ -179,7 +179,7 @@ def test_gradients_are_recorded_as_without_a_chain():
 def test_explain_can_be_asked_for_an_input():
     explanation = qcore_vulkan.sequential(mlp()).explain(torch.randn(3, 64))
     assert explanation.submissions == 1
-    assert "3 modules, 1 submissions" in str(explanation)
+    assert "3 modules, 1 submission" in str(explanation)
 
 
 def test_no_rows():

@@ -62,7 +62,11 @@ class Explanation:
     def __str__(self) -> str:
         rows = [(step.name, step.kind, step.where, step.reason) for step in self]
         table = format_table(("module", "kind", "where", "why"), rows)
-        return "\n".join([*table, f"{len(rows)} modules, {self.submissions} submissions"])
+        return "\n".join([*table, f"{_count(len(rows), 'module')}, {_count(self.submissions, 'submission')}"])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 @dataclass
