@@ -14,7 +14,7 @@ from qcore.contracts import CONV2D, Conv2dRequest, Problem
 from qcore.contracts.inputs import Draw
 from qcore.schemes import SCHEMES, Scheme
 from qcore_vulkan import layout
-from qcore_vulkan.steps import Geometry2d, rows
+from qcore_vulkan.steps import Geometry2d, convolution, rows
 from qcore_vulkan.steps.direct import is_direct
 
 CPU = torch.device("cpu")
@@ -100,6 +100,12 @@ def test_channel_groups_of_a_weight_in_parts_are_refused(vulkan, monkeypatch):  
     monkeypatch.setattr(layout, "rows_per_part", lambda *_: 8)
     with pytest.raises(PluginError, match="one piece"):
         run_conv2d(vulkan, drawn(request_of("w8a8", 4, 20, groups=2), (1, 4, 4)))
+
+
+def test_columns_too_long_to_find_the_way_in_are_refused(vulkan, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(convolution, "_MOST_COLUMNS", 35)
+    with pytest.raises(PluginError, match="columns of 36"):
+        run_conv2d(vulkan, drawn(request_of("w8a8", 4, 20), (1, 4, 4)))
 
 
 def test_sizes_of_results():

@@ -24,6 +24,7 @@ layout(push_constant) uniform Push {
     uint out_height, out_width;
     uint kernel_width;
     uint stride, padding, dilation;  // height in the low 16 bits, width in the high ones
+    float per_channel, per_kernel_width;  // 1 / channels, 1 / kernel_width
 #ifdef PUSH_MORE
     PUSH_MORE
 #endif
@@ -56,18 +57,16 @@ Origin origin(uint row) {
     return Origin(out_place * halves(push.stride) - halves(push.padding), image * push.pitch + head * push.channels);
 }
 
-// The quotient of small numbers; integer division is slow where there are no instructions for it.
-uint quotient(uint a, uint b) {
-    uint q = uint(float(a) / float(b));
-    q -= q * b > a ? 1u : 0u;
-    return a - q * b >= b ? q + 1u : q;
+// floor(a / b) for a < 2**21, from 1 / b: integer division is slow where there are no instructions for it.
+uint quotient(uint a, float inverse) {
+    return uint((float(a) + 0.5) * inverse);
 }
 
 // The element of x for column k of a row, or OUTSIDE for the padding of an image.
 uint element(Origin o, uint k) {
     if (CONV == 0u) return o.offset + k;
-    uint tap = quotient(k, push.channels);
-    uint tap_row = quotient(tap, push.kernel_width);
+    uint tap = quotient(k, push.per_channel);
+    uint tap_row = quotient(tap, push.per_kernel_width);
     ivec2 pixel = o.corner + ivec2(tap_row, tap - tap_row * push.kernel_width) * halves(push.dilation);
     bool inside = all(greaterThanEqual(pixel, ivec2(0))) && all(lessThan(pixel, ivec2(push.height, push.width)));
     if (!inside) return OUTSIDE;

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qcore import OutputInt8
+from qcore import OutputInt8, PluginError
 
 from ..builder import Builder, Ref
 from ..device import Buffer
@@ -19,6 +19,9 @@ from .product import multiply
 from .rows import Rows, local, new_rows, row_parts
 
 Pair = tuple[int, int]
+
+_MOST_COLUMNS = 1 << 21
+"""Values of a column that shaders find their way in with float32."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,13 @@ def conv2d(
         y = linear(b, x.rows, weight, bias, activation, output, out_dtype, out=out)
         return Image(y, x.batch, y.columns, height, width)
     y = new_rows(b, x.batch * height * width, weight.geometry.n, out_dtype, out)
+    if weight.geometry.k > _MOST_COLUMNS:
+        raise PluginError(f"a convolution with columns of {weight.geometry.k} values: at most {_MOST_COLUMNS} here")
     pixels = local(b, x.rows)
-    sizes = (x.height, x.width, height, width, *geometry.words)
+    channels = x.channels // geometry.groups
+    sizes = (x.height, x.width, height, width, *geometry.words, 1 / channels, 1 / geometry.kernel[1])
     for start, count in row_parts(b, y.rows, scratch_row(weight, output) * geometry.groups):
-        window = Window(count, geometry.groups, x.channels // geometry.groups, start, sizes)
+        window = Window(count, geometry.groups, channels, start, sizes)
         part = y.part(start, count)
         product = part if output is None else new_rows(b, count, y.columns, torch.float32)
         source = Source(pixels, window)

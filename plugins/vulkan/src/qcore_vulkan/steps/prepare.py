@@ -39,7 +39,7 @@ class Window:
     heads: int
     channels: int
     first: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int | float, ...]
 
 
 @dataclass(frozen=True)
