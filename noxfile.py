@@ -26,10 +26,10 @@ DIST = ROOT / "dist"
 CORE = ROOT / "core"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 DEBIAN = {
-    "vulkan": ("g++", "glslc", "libvulkan-dev", "mesa-vulkan-drivers", "vulkan-validationlayers"),
+    "vulkan": ("cmake", "g++", "glslc", "libvulkan-dev", "mesa-vulkan-drivers", "vulkan-validationlayers"),
 }
 """What a plugin needs of the system, as Debian packages: to build it, and for a device that its tests run on."""
-PROGRAMS = {"g++", "glslc"}  # what is looked for where packages are of another kind
+PROGRAMS = {"cmake", "g++", "glslc"}  # what is looked for where packages are of another kind
 PINNED = ("-c", str(ROOT / "constraints.txt"))
 BIN = "Scripts" if os.name == "nt" else "bin"
 
