@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 ENVIRONMENT = {
@@ -34,7 +34,19 @@ NO_INT8 = frozenset({"v4", "tpu7x"})
 
 _PREFETCH = {"copy-start", "copy-done"}
 _VIEWS = {"bitcast", "get-tuple-element", "tuple", "parameter", "constant"}
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16, "s64": 64, "f64": 64}
+_BITS = {
+    "pred": 8,
+    "s4": 4,
+    "u4": 4,
+    "s8": 8,
+    "u8": 8,
+    "bf16": 16,
+    "f16": 16,
+    "s16": 16,
+    "u16": 16,
+    "s64": 64,
+    "f64": 64,
+}
 _ENTRY = re.compile(r"^ENTRY .*?^}", re.DOTALL | re.MULTILINE)
 _STEP = re.compile(r"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w\-]+)\((?P<rest>.*)$")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*)\[([0-9,]*)\]")
@@ -65,8 +77,8 @@ def why_not_int8(generation: str) -> str:
 class Step:
     """One operation of a compiled program that is not a view.
 
-    **Fields:** ``op``: e.g. ``"fusion"``; ``nbytes``: of what it writes; ``reads``: names of the parameters it reads, by
-    views and prefetches; ``reads_steps``: whether it reads anything that another step has written.
+    **Fields:** ``op``: e.g. ``"fusion"``; ``nbytes``: of what it writes; ``reads``: numbers of the parameters it reads,
+    by views and prefetches; ``reads_steps``: whether it reads anything that another step has written.
     """
 
     name: str
@@ -81,8 +93,8 @@ class Program:
     """What the compiler made of a function.
 
     **Fields:** ``steps``, but for prefetches into on-chip memory and steps that depend on no input; ``products``: the
-    element type of each dot's result; ``bytes_accessed`` as the compiler counts them; ``temporary``: bytes of HBM beside
-    arguments and results; ``text``: the program.
+    element type of each dot's result; ``bytes_accessed`` as the compiler counts them; ``temporary``: bytes of memory
+    beside arguments and results; ``text``: the program.
     """
 
     generation: str
@@ -123,7 +135,7 @@ def compile_for(generation: str, function: Callable[..., Any], *specs: tuple[Seq
     return Program(generation, steps_of(text), products_of(text), counted, _temporary(memory), text)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _core(generation: str) -> Any:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .engines import base
 from .memo import Memo
 from .packing import Plan, plan
 from .tables import bare_columns, table_plan
+from .views import WRITABLE, computed
 
 MOST_ROWS = 4096
 """Longer inputs are cut: what is compiled for is bounded, and so are float32 copies of x and y."""
@@ -72,6 +74,15 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: C
         return x.new_empty((*x.shape[:-1], n), dtype=call.out_dtype)
     engine = base.find(x.device.type)
     assert engine is not None  # eligibility has looked
+    y = engine.run(*prepared(x, weight, bias, given, call))
+    return y[..., :rows, :n].to(call.out_dtype).contiguous()
+
+
+def prepared(
+    x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: Call
+) -> tuple[Any, Any, tuple[Tensor | None, ...], tuple[int, ...]]:
+    """What an engine is asked to run: function, form, tensors and the places of those that are new with each call."""
+    of, rows = call.plan, x.shape[-2]
     count, native = bucket(rows), x.device.type != "cpu"
     fresh, parameters = _parameters(given, rows, count)
     padding = _mask(of, x.device) if weight.colsum is not None and weight.zero is not None else None
@@ -79,8 +90,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: C
         _filled(x, of, count, native), weight.data, weight.scale, weight.zero,
         _biases.get(bias, of) if bias is not None else _no_bias(of, x.device), weight.colsum, padding, *parameters,
     )  # fmt: skip
-    y = engine.run(_body("grouped" if of.heads > 1 else "linear"), _form(call, native), tensors, fresh)
-    return y[..., :rows, :n].to(call.out_dtype).contiguous()
+    return _body("grouped" if of.heads > 1 else "linear"), _form(call, native), tensors, fresh
 
 
 def embedding(
@@ -94,8 +104,7 @@ def embedding(
     check_indices(indices, v)
     engine = base.find(indices.device.type)
     assert engine is not None
-    filled = indices.new_zeros(_power(count, _FEW), dtype=torch.int32)
-    filled[:count] = indices.reshape(-1)
+    filled = pad(indices.reshape(-1).to(torch.int32), (0, _power(count, _FEW) - count))
     form = _plain(torch.float32 if indices.device.type == "cpu" else out_dtype)
     rows = engine.run(_body("embedding"), form, (filled, data, scale, zero), (0,))
     found = bare_columns(rows[:count], table_plan(v, d, bits, group or None))
@@ -127,6 +136,8 @@ def _filled(x: Tensor, of: Plan, count: int, native: bool) -> Tensor:
     rows = x.shape[-2]
     if rows == count and of.columns == of.k and x.dtype == dtype and x.is_contiguous():
         return x
+    if x.device.type not in WRITABLE:
+        return _padded(x.to(dtype), of, count)
     filled = x.new_zeros((*x.shape[:-2], count, of.columns), dtype=dtype)
     if of.dense:
         filled[..., :rows, : of.k] = x
@@ -137,6 +148,15 @@ def _filled(x: Tensor, of: Plan, count: int, native: bool) -> Tensor:
     if whole < of.groups:
         spread[..., whole, : of.k - whole * of.group] = x[..., whole * of.group :]
     return filled
+
+
+def _padded(x: Tensor, of: Plan, count: int) -> Tensor:
+    """The same without writing to anything."""
+    rows = (0, count - x.shape[-2])
+    if of.dense:
+        return pad(x, (0, of.columns - of.k, *rows))
+    groups = pad(x, (0, of.groups * of.group - of.k, *rows)).unflatten(-1, (of.groups, of.group))
+    return pad(groups, (0, of.width - of.group, 0, of.filled - of.groups)).flatten(-2)
 
 
 def _cut(given: Given, at: int) -> Given:
@@ -161,21 +181,19 @@ def _parameters(given: Given, rows: int, count: int) -> tuple[tuple[int, ...], t
 def _ones(parameter: Tensor | None, count: int) -> Tensor | None:
     if parameter is None:
         return None
-    filled = parameter.new_ones(count, dtype=torch.float32)
-    filled[: parameter.shape[0]] = parameter
-    return filled
+    return pad(parameter.float(), (0, count - parameter.shape[0]), value=1.0)
 
 
 @lru_cache(maxsize=1024)
 def number(value: float, device: torch.device) -> Tensor:
     """A parameter for all rows, ``(1,)``."""
-    return torch.full((1,), value, dtype=torch.float32, device=device)
+    return computed(torch.full((1,), value, dtype=torch.float32, device=device))
 
 
 def _make_bias(bias: Tensor, of: Plan) -> tuple[Tensor, bool]:
-    filled = bias.new_zeros((of.heads, of.rows), dtype=torch.float32)
-    filled[:, : of.n // of.heads] = bias.detach().view(of.heads, -1)
-    return (filled if of.heads > 1 else filled[0]), False
+    each = of.n // of.heads
+    filled = pad(bias.detach().float().view(of.heads, each), (0, of.rows - each)).contiguous()
+    return computed(filled if of.heads > 1 else filled[0]), False
 
 
 _biases: Memo[Tensor] = Memo(_make_bias)
@@ -183,7 +201,7 @@ _biases: Memo[Tensor] = Memo(_make_bias)
 
 @lru_cache(maxsize=256)
 def _no_bias(of: Plan, device: torch.device) -> Tensor:
-    return torch.zeros((of.heads, of.rows) if of.heads > 1 else of.rows, dtype=torch.float32, device=device)
+    return computed(torch.zeros((of.heads, of.rows) if of.heads > 1 else of.rows, dtype=torch.float32, device=device))
 
 
 @lru_cache(maxsize=256)
@@ -191,7 +209,7 @@ def _mask(of: Plan, device: torch.device) -> Tensor | None:
     """1 for the columns that are x's and 0 for padding; None where there is no padding."""
     if of.columns == of.k:
         return None
-    return _filled(torch.ones(1, of.k, dtype=torch.int8, device=device), of, 1, native=True)[0]
+    return computed(_filled(torch.ones(1, of.k, dtype=torch.int8, device=device), of, 1, native=True)[0])
 
 
 @lru_cache(maxsize=4096)

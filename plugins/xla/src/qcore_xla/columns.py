@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .calls import Call, Given, Weight, linear
+from .views import whole
 
 Pair = tuple[int, ...]
 
@@ -35,7 +38,7 @@ def convolve(
     n, heads = call.plan.n, geometry.groups
     if not batch:
         return x.new_empty((0, oh, ow, n), dtype=call.out_dtype).movedim(-1, 1)
-    found = columns(x, geometry, filling)  # (H, M, K)
+    found = whole(partial(columns, geometry=geometry, filling=filling), x)  # (H, M, K)
     y = linear(found[0] if heads == 1 else found, weight, bias, given, call)
     if heads > 1:
         y = y.movedim(0, 1).reshape(-1, n)
@@ -48,12 +51,7 @@ def columns(x: Tensor, geometry: Geometry, filling: int) -> Tensor:
     batch, channels, height, width = x.shape
     oh, ow = geometry.output(height, width)
     image = x.movedim(1, -1)
-    if ph or pw:
-        padded = x.new_full((batch, height + 2 * ph, width + 2 * pw, channels), filling)
-        padded[:, ph : ph + height, pw : pw + width] = image
-        image = padded
-    else:
-        image = image.contiguous()
+    image = pad(image, (0, 0, pw, pw, ph, ph), value=filling) if ph or pw else image.contiguous()
     b, h, w, c = image.stride()
     each = channels // groups
     size = (groups, batch, oh, ow, kh, kw, each)

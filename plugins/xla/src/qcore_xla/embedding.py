@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from qcore import EmbeddingRequest, QTensor
@@ -10,6 +12,7 @@ from qcore.kernels import Packed
 from . import calls, ops
 from .packing import PackedKernel
 from .tables import pack_table, table_plan, unpack_table
+from .views import pack_whole, unpack_whole
 
 
 class XlaEmbedding(PackedKernel):
@@ -27,10 +30,11 @@ class XlaEmbedding(PackedKernel):
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         self.check(weight)
-        return pack_table(weight, self.table)
+        return pack_whole(weight, partial(pack_table, plan=self.table))
 
     def unpack(self, packed: Packed) -> QTensor:
-        return unpack_table(packed, self.table, self.format)
+        like = ((self.n, self.k), self.format)
+        return unpack_whole(packed, like, partial(unpack_table, plan=self.table, format=self.format))
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:
         """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``; raises `IndexError` outside of ``0..V-1``."""

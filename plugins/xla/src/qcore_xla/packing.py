@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from torch.nn.functional import pad
 
 from qcore import Format, FormatError, Kernel, QTensor, ZeroPoint
 from qcore.kernels import Packed
+
+from .views import pack_whole, unpack_whole
 
 NIBBLES = 8
 """Codes per int32 word."""
@@ -219,10 +221,11 @@ class PackedKernel(Kernel):
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """Raises `FormatError` for a weight other than the one the kernel was made for."""
         self.check(weight)
-        return pack(weight, self.plan, sums=self.sums)
+        return pack_whole(weight, partial(pack, plan=self.plan, sums=self.sums))
 
     def unpack(self, packed: Packed) -> QTensor:
-        return unpack(packed, self.plan, self.format)
+        like = ((self.n, self.k), self.format)
+        return unpack_whole(packed, like, partial(unpack, plan=self.plan, format=self.format))
 
     def check(self, weight: QTensor) -> None:
         """Raise `FormatError` for a weight that the kernel was not made for."""

@@ -160,7 +160,9 @@ class XlaQuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``x``: ``(..., K)`` to ``(..., N)`` in x's dtype."""
         constants = (self.block_size, self.int4_weight, self.quantize_activation)
-        result: Tensor = torch.ops.qcore.quantized_matmul(x, self.weight, self.weight_scaler, self.zero_point, *constants)
+        result: Tensor = torch.ops.qcore.quantized_matmul(
+            x, self.weight, self.weight_scaler, self.zero_point, *constants
+        )
         return result
 
     def extra_repr(self) -> str:

@@ -46,12 +46,13 @@ class TorchXlaEngine:
         specs = tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         name, computation = _computation(function, form, specs, _platform())
         given = [tensor for tensor in tensors if tensor is not None]
-        result: Tensor = _native()._xla_user_computation(name, given, computation)[0]
+        result: Tensor = _native()(name, given, computation)[0]
         return result
 
 
 def _native() -> Any:
-    return sys.modules["torch_xla"]._XLAC  # noqa: SLF001 - torch_xla's own Python code calls it in the same way
+    # Private, but what torch_xla's own Python code calls, and the only way in.
+    return sys.modules["torch_xla"]._XLAC._xla_user_computation  # noqa: SLF001
 
 
 @lru_cache(maxsize=1)
@@ -63,9 +64,7 @@ def _platform() -> str:
 
 
 @lru_cache(maxsize=4096)
-def _computation(
-    function: Callable[..., Any], form: Any, specs: tuple[Spec, ...], platform: str
-) -> tuple[str, Any]:
+def _computation(function: Callable[..., Any], form: Any, specs: tuple[Spec, ...], platform: str) -> tuple[str, Any]:
     """The name and the computation of a body for arguments of these shapes and dtypes; None where there is none."""
     from torch_xla.core import xla_builder
 

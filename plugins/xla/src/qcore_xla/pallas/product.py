@@ -1,4 +1,4 @@
-"""The product of activations with a packed weight, for TPUs: nibbles are unpacked in on-chip memory, next to the product.
+"""The product of activations with a packed weight, for TPUs: nibbles are unpacked in on-chip memory.
 
 XLA fuses the unpacking of int4 into a product of floats, but not into one of int8: it would write the weight as int8 to
 memory first. Here a tile of words is read, unpacked and multiplied, and nothing of it is written back.
@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..bodies.codes import NIBBLES, length
 
 _ROWS, _COLUMNS, _DEPTH = 256, 512, 1024
-"""The largest tile: rows of x, columns of the weight, and codes along K. About 2 MB of a TPU's 16 MB or more on chip."""
+"""The largest tile: rows of x, columns of the weight, codes along K. About 2 MB of a TPU's 16 MB or more on chip."""
 _LANES = 128
 Ref = Any
 
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(m: int, data_shape: tuple[int, ...], codes: int, groups: int) -> Tiles | str:
-    """The tiles for x ``(m, S * codes)`` and data of shape ``(S, words, N)`` in ``groups`` groups, or why there are none."""
+    """The tiles for x ``(m, S * codes)`` and data ``(S, words, N)`` in ``groups`` groups, or why there are none."""
     slices, words, n = data_shape
     each = slices // groups
     if words % 8:
@@ -70,11 +70,11 @@ def product(x: Array, data: Array, scale: Array, *, interpret: Any = False) -> A
         out_shape=jax.ShapeDtypeStruct((m, n), jnp.float32),
         grid=grid,
         in_specs=[
-            pl.BlockSpec((cut.rows, cut.slices * codes), lambda i, j, k: (i, k)),
-            pl.BlockSpec((cut.slices, data.shape[1], cut.columns), lambda i, j, k: (k, 0, j)),
-            pl.BlockSpec((held, 1, cut.columns), lambda i, j, k: (k if cut.groups else 0, 0, j)),
+            pl.BlockSpec((cut.rows, cut.slices * codes), lambda i, _, k: (i, k)),
+            pl.BlockSpec((cut.slices, data.shape[1], cut.columns), lambda _, j, k: (k, 0, j)),
+            pl.BlockSpec((held, 1, cut.columns), lambda _, j, k: (k if cut.groups else 0, 0, j)),
         ],
-        out_specs=pl.BlockSpec((cut.rows, cut.columns), lambda i, j, k: (i, j)),
+        out_specs=pl.BlockSpec((cut.rows, cut.columns), lambda i, j, _: (i, j)),
         scratch_shapes=[pltpu.VMEM((cut.rows, cut.columns), _sum_dtype(x) if not cut.groups else jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
@@ -101,7 +101,7 @@ def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, total: Ref, *, cut: Tiles, co
 
 
 def _slice(x: Ref, data: Ref, s: int, codes: int) -> Any:
-    """x ``(rows, codes)`` of slice ``s`` times its weight: int32 for codes, else float32."""
+    """X ``(rows, codes)`` of slice ``s`` times its weight: int32 for codes, else float32."""
     left = x[:, s * codes : (s + 1) * codes]
     exact = left.dtype == jnp.float32
     return lax.dot_general(
