@@ -7,6 +7,7 @@ import inspect
 import pluggy
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qcore import hookspecs
 from qcore.errors import FormatError
@@ -22,6 +23,7 @@ from qcore.kernels import (
     Refusal,
     RowsKernel,
     Unavailable,
+    runs_now,
 )
 from qcore.quantize import quantize
 
@@ -72,6 +74,20 @@ class TestKernel:
             assert repr(nameless()) == "<Nameless ?>"
         finally:
             Dense.name = "test.dense"
+
+
+class TestRunsNow:
+    def test_a_plain_call(self):
+        assert runs_now(torch.zeros(1))
+
+    def test_whoever_wants_the_op_gets_it(self):
+        x, seen = torch.zeros(1), []
+        assert not runs_now(torch.nn.Parameter(x))
+        with TorchDispatchMode():
+            assert not runs_now(x)
+        torch.vmap(lambda row: (seen.append(runs_now(x)), row)[1])(torch.zeros(2))
+        assert seen == [False]
+        assert torch.compile(lambda x: x + runs_now(x), fullgraph=True, backend="eager")(x) == 0
 
 
 class TestRowsKernel:

@@ -118,14 +118,6 @@ def test_every_op_has_been_tried():
     assert {name.removeprefix("op_") for name in vars(ops) if name.startswith("op_")} == set(CALLS)
 
 
-def test_under_vmap_and_modes_the_op_is_called():
-    x = torch.randn(3, 64)
-    assert ops.runs_now(x)
-    with torch.utils._python_dispatch.TorchDispatchMode():
-        assert not ops.runs_now(x)
-    assert not ops.runs_now(nn.Parameter(x))
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("index", [-1, 20])
 def test_an_index_out_of_range_is_an_error(dtype, index):

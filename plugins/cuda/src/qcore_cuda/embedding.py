@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcore import EmbeddingRequest
-from qcore.kernels import Packed
+from qcore.kernels import Packed, runs_now
 
 from . import ops
 from .packing import PackedKernel
@@ -24,6 +24,6 @@ class CudaEmbedding(PackedKernel):
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:
         """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``."""
         del bias  # an embedding has none
-        call = ops.embedding if ops.runs_now(x) else ops.op_embedding
+        call = ops.embedding if runs_now(x) else ops.op_embedding
         zero = packed.get("zero")
         return call(x, packed["data"], packed["scale"], zero, self.n, self.k, self.bits, self.group, self.out_dtype)

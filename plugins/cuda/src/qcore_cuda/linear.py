@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcore import DynamicInt8, LinearRequest, ZeroPoint
-from qcore.kernels import Packed, RowsKernel
+from qcore.kernels import Packed, RowsKernel, runs_now
 
 from . import ops
 from .packing import PackedKernel
@@ -33,7 +33,7 @@ class _Linear(PackedKernel, RowsKernel):
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         """Run on x ``(..., K)``, giving ``(..., N)``; raises `FormatError` for another K."""
-        if given or not ops.runs_now(x):
+        if given or not runs_now(x):
             return super().__call__(x, packed, bias, **given)
         parts = self._parts(packed)
         key: Any = (x.shape, x.stride(), x.dtype, x.get_device(), parts[1].dtype)
@@ -54,7 +54,7 @@ class FloatLinear(_Linear):
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         del given  # float activations have no parameters
-        call = ops.linear_a16 if ops.runs_now(x) else ops.op_linear_a16
+        call = ops.linear_a16 if runs_now(x) else ops.op_linear_a16
         return call(x, packed["data"], packed["scale"], packed.get("zero"), bias, *self._constants)
 
     def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:
@@ -80,7 +80,7 @@ class Int8Linear(_Linear):
         super().__init__(request, "a8", quantization, sums=not quantization[0])
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
-        call = ops.linear_a8 if ops.runs_now(x) else ops.op_linear_a8
+        call = ops.linear_a8 if runs_now(x) else ops.op_linear_a8
         return call(
             x, packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"), bias,
             given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from .replay import again
 from .weights import Weight
@@ -24,9 +23,6 @@ NAMESPACE = "qcore_cuda"
 # ruff: noqa: ARG001 - a fake has the signature of its op
 # ruff: noqa: SLF001 - dispatch is asked for its state, for which torch has no public way
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_traced = torch._C._is_tracing
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 """Other modules of this plugin define their ops here too."""
@@ -39,11 +35,6 @@ def define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..
     library.impl(name, implementation, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-def runs_now(x: Tensor) -> bool:
-    """Whether a call on x is what it looks like: no trace, no fake tensor, no mode or transform that wants the op."""
-    return not (is_compiling() or type(x) is not Tensor or _modes() or _transforms() is not None or _traced())
 
 
 def unsettled(x: Tensor) -> bool:

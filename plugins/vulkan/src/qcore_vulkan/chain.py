@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from qcore.decision import format_table
+from qcore.kernels import runs_now
 
 from .calls import largest
 from .flow import Stage, flow_of, has_hooks, stage_of
 from .native import OutOfMemory
-from .ops import runs_now
 from .programs import Programs
 from .recording import Recorded, device_of, record
 

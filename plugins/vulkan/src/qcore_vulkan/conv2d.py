@@ -6,7 +6,7 @@ from torch import Tensor
 
 from qcore import Conv2dRequest, FormatError
 from qcore.contracts.conv2d import output_size
-from qcore.kernels import Packed
+from qcore.kernels import Packed, runs_now
 
 from . import ops
 from .calls import conv2d, form, geometry
@@ -28,7 +28,7 @@ class VulkanConv2d(HandleKernel):
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
         check_image(self.name, self.request, x)
-        if ops.runs_now(x):
+        if runs_now(x):
             return conv2d(x, find(packed["weight"]), bias, self._form, self._geometry)
         return ops.op_conv2d(  # type: ignore[no-any-return]
             x, packed["weight"], bias, self.n, *self._sizes, *self._quantization, self.out_dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcore import EmbeddingRequest
-from qcore.kernels import Packed
+from qcore.kernels import Packed, runs_now
 
 from . import ops
 from .calls import embedding
@@ -22,6 +22,6 @@ class VulkanEmbedding(HandleKernel):
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:
         """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``; raises `IndexError` outside of ``0..V-1``."""
         del bias  # an embedding has none
-        if ops.runs_now(x):
+        if runs_now(x):
             return embedding(x, find(packed["weight"]), self.out_dtype)
         return ops.op_embedding(x, packed["weight"], self.k, self.out_dtype)  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from qcore import LinearRequest
 from qcore.contracts.base import GIVEN_NAMES
-from qcore.kernels import Packed, RowsKernel
+from qcore.kernels import Packed, RowsKernel, runs_now
 
 from . import ops
 from .calls import form, linear
@@ -25,7 +25,7 @@ class VulkanLinear(HandleKernel, RowsKernel):
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         weight = packed["weight"]
-        if ops.runs_now(x):
+        if runs_now(x):
             return linear(x, find(weight), bias, self._form, given)
         if self._form.activation is None:
             return ops.op_linear_a16(x, weight, bias, self.n, self.out_dtype)  # type: ignore[no-any-return]

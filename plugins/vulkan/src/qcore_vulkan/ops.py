@@ -1,7 +1,7 @@
 """``torch.ops.qcore_vulkan.*``: what the kernels are in a graph.
 
 Weights are handles (see `weights`), every other argument is flat. Ops look at the number of rows when they run, so one
-graph serves any. In eager mode kernels call `calls` directly where `runs_now` allows.
+graph serves any. In eager mode kernels call `calls` directly where `qcore.kernels.runs_now` allows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from qcore import DynamicInt8, OutputInt8, StaticInt8
 from qcore.contracts.base import GIVEN_NAMES
@@ -20,18 +19,9 @@ from qcore.contracts.base import GIVEN_NAMES
 NAMESPACE = "qcore_vulkan"
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
-# ruff: noqa: SLF001 - dispatch is asked for its state, for which torch has no public way
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_traced = torch._C._is_tracing
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _Pair = list[int]
-
-
-def runs_now(x: Tensor) -> bool:
-    """Whether a call on x is what it looks like: no trace, no fake tensor, no mode or transform that wants the op."""
-    return not (is_compiling() or type(x) is not Tensor or _modes() or _transforms() is not None or _traced())
 
 
 def flat(activation: Any, output: Any) -> tuple[bool, float | None, int, float | None, int]:
