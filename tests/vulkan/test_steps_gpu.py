@@ -154,13 +154,26 @@ def test_tiles_fit_into_shared_memory_and_groups(rich, op, fmt):
                 width = 1 if asked.op == "gemm_int" else 2
                 assert shape.shared_memory(asked.geometry, width) <= rich.limits.shared_memory
             if kernel.variant == "gemv_coop":
-                assert asked.geometry.groups == 1 or asked.geometry.blocks % kernel.chunk == 0
+                fold = kernel.constants(asked.geometry)[3]
+                assert (
+                    fold == 0
+                    if asked.geometry.groups == 1
+                    else asked.geometry.blocks % fold == kernel.chunk % fold == 0
+                )
 
 
 def test_more_rows_never_read_the_weight_by_rows(rich):
-    for m in (17, 64, 4096):
+    for m in (33, 64, 4096):
         for op in ("gemm_float", "gemm_int"):
             assert "gemv" not in first(rich, op, m, "int8", torch.bfloat16).variant
+
+
+def test_products_of_few_rows_are_cut_along_k_until_the_cores_have_work(rich):
+    for m, parts in ((48, 4), (128, 4), (256, 2), (512, 1)):
+        kernel = first(rich, "gemm_float", m, "int4-g128", torch.bfloat16, 4096, 14336)
+        assert (kernel.variant, kernel.parts) == ("coop_f16", parts)
+        x, y, _ = kernel.shape.groups(m, 4096)
+        assert x * y * parts <= 2 * 132
 
 
 def test_a_kernel_that_the_compiler_refuses_is_passed_over(rich):

@@ -58,7 +58,7 @@ float row_unit(uint row, uint lane) {
 }
 
 uint pair(uint a, uint b, float unit) {
-    return half_bits(value[a] * unit) | half_bits(value[b] * unit) << 16;
+    return packHalf2x16(vec2(value[a], value[b]) * unit);  // nothing to round but what is far below the row's largest
 }
 
 uint place(uint row, uint c) {

@@ -1,10 +1,9 @@
 // GEMV with cooperative matrices of float16 for a few rows of x: float activations, int4 or int8 weights.
 //
 // The weight is the matrix A, sixteen rows of it, and x the matrix B, so that TN rows of x cost little more than
-// one. Each subgroup takes every (LANES / 32)-th chunk of CHUNK blocks: codes, x and scales come in registers one
-// round ahead, codes become float16 in the subgroup's own part of shared memory, and products are scaled chunk by
-// chunk (FOLDED: a chunk lies in one group of several). Integer zero points leave the codes; float ones are served
-// by gemv_digits.
+// one. Each subgroup takes every (LANES / 32)-th chunk of CHUNK blocks: codes come in registers one
+// round ahead, codes become float16 in the subgroup's own part of shared memory, and products are scaled FOLD blocks
+// at a time. Integer zero points leave the codes; float ones are served by gemv_digits.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -20,7 +19,7 @@
 layout(constant_id = 0) const uint LANES = 512u;
 layout(constant_id = 1) const uint R = 4u;      // sixteens of rows of a workgroup
 layout(constant_id = 2) const uint CHUNK = 2u;  // 2 or 4 blocks of 32 columns
-layout(constant_id = 3) const uint FOLDED = 1u;
+layout(constant_id = 3) const uint FOLD = 2u;   // blocks with a scale in common, of a chunk; 0: a row has one scale
 layout(constant_id = 4) const uint BITS = 4u;
 layout(constant_id = 5) const uint ZERO = 0u;   // 0 none (int4: 8), 1 integer
 layout(constant_id = 6) const uint TN = 8u;     // rows of x in a matrix, 8 or 16
@@ -31,6 +30,7 @@ const uint SUBGROUPS = LANES / 32u;
 const uint ROW = CHUNK * 4u + 1u;  // uvec4 from one row to the next: 8 halves each, one spare against conflicts
 const uint UNITS = CHUNK / 2u;     // of a lane: a block of one row
 const uint STEPS = CHUNK * 2u;     // of sixteen columns
+const uint SPAN = FOLD == 0u ? CHUNK : FOLD;
 
 layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
@@ -91,7 +91,7 @@ void unpack(uint chunk, uint n0, uint r) {
 }
 
 float finish(uint m_, uint n_, float value) {
-    if (FOLDED == 0u) value *= scale[n_];
+    if (FOLD == 0u) value *= scale[n_];
     value *= x_scale[m_];
     return biased != 0u ? value + bias[column + n_] : value;
 }
@@ -107,7 +107,7 @@ void main() {
     uint chunks = (blocks + CHUNK - 1u) / CHUNK;
     uint x0 = gl_WorkGroupID.z * chunks * STEPS * TN * 2u;
     MATRIX_C total[R];
-    MATRIX_C s[R];
+    MATRIX_C s[R * (CHUNK / SPAN)];
     [[unroll]] for (uint r = 0u; r < R; ++r) total[r] = MATRIX_C(0.0);
     load(min(gl_SubgroupID, chunks - 1u), n0);
     for (uint chunk = gl_SubgroupID; chunk < chunks; chunk += SUBGROUPS) {
@@ -115,10 +115,10 @@ void main() {
         MATRIX_B b[STEPS];
         [[unroll]] for (uint i = 0u; i < STEPS; ++i)
             coopMatLoad(b[i], x, x0 + (chunk * STEPS + i) * TN * 2u, 2u, gl_CooperativeMatrixLayoutColumnMajor);
-        if (FOLDED != 0u) {
-            uint group = chunk * CHUNK / group_blocks;
+        [[unroll]] for (uint f = 0u; f < (FOLD == 0u ? 0u : CHUNK / SPAN); ++f) {
+            uint group = min(chunk * CHUNK + f * SPAN, blocks - 1u) / group_blocks;
             [[unroll]] for (uint r = 0u; r < R; ++r)
-                coopMatLoad(s[r], scale, group * np + min(n0 + r * 16u, np - 8u), 0u,
+                coopMatLoad(s[f * R + r], scale, group * np + min(n0 + r * 16u, np - 8u), 0u,
                             gl_CooperativeMatrixLayoutColumnMajor);
         }
         [[unroll]] for (uint r = 0u; r < R; ++r) {
@@ -132,9 +132,12 @@ void main() {
                 coopmat<float16_t, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA> a;
                 coopMatLoad(a, tile, gl_SubgroupID * 16u * ROW + i * 2u, ROW, gl_CooperativeMatrixLayoutRowMajor);
                 sum = coopMatMulAdd(a, b[i], sum);
+                if ((i + 1u) % (2u * SPAN) == 0u) {
+                    if (FOLD != 0u) sum = sum * s[i / (2u * SPAN) * R + r];
+                    total[r] = total[r] + sum;
+                    sum = MATRIX_C(0.0);
+                }
             }
-            if (FOLDED != 0u) sum = sum * s[r];
-            total[r] = total[r] + sum;
         }
     }
     // Each subgroup's results, one sixteen of rows after the other: by literal numbers, see coop_f16.

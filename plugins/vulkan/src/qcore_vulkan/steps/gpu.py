@@ -69,13 +69,13 @@ def candidates(description: Description, problem: Problem) -> Iterator[Kernel]:
 
 def _int(description: Description, problem: Problem) -> Iterator[Kernel]:
     suffix = "dot" if description.features.get("integer_dot") else "plain"
-    if problem.m <= 2 * FEW:
+    folds = problem.geometry.bits == 4 or problem.geometry.zero_kind != INT_ZERO  # what is left of a code is a byte
+    tile = _matrix(description, "s8", "s32") if folds else None
+    if problem.m <= (2 * FEW if tile is None else FEW):
         yield from _digits(description, problem, f"gemv_digits_{suffix}", 1)
-    if problem.geometry.bits == 4 or problem.geometry.zero_kind != INT_ZERO:
-        tile = _matrix(description, "s8", "s32")
-        if tile is not None:
-            for shape in _fitting(_COOP_INT8, description, problem, 1):
-                yield CoopInt8(shape, tile, description.subgroup.size)
+    if tile is not None:
+        for shape, parts in _coop_shapes(_COOP_INT8, description, problem, 1):
+            yield CoopInt8(shape, tile, description.subgroup.size, parts)
     for shape in _fitting(_INT, description, problem, 1):
         yield SharedInt(f"gemm_int_shared_{suffix}", shape)
 
@@ -88,8 +88,8 @@ def _float(description: Description, problem: Problem) -> Iterator[Kernel]:
     if problem.m <= FEW and description.features.get("integer_dot"):
         yield from _digits(description, problem, "gemv_digits_dot", 3 if narrow else 4)
     if tile is not None:
-        for shape in _fitting(_COOP_F16, description, problem, 2):
-            yield CoopF16(shape, tile, description.subgroup.size)
+        for shape, parts in _coop_shapes(_COOP_F16, description, problem, 2):
+            yield CoopF16(shape, tile, description.subgroup.size, parts)
     for shape in _fitting(_FLOAT, description, problem, 2):
         yield SharedFloat(shape)
 
@@ -115,7 +115,6 @@ def _digits(description: Description, problem: Problem, variant: str, digits: in
 
 def _coop_gemv(description: Description, problem: Problem) -> Iterator[Kernel]:
     s, g = description.subgroup, problem.geometry
-    chunks = [c for c in (2, 4) if g.groups == 1 or g.blocks % c == 0]
     # Scales are read for sixteen rows, so the weight's padding to eight must not end within them.
     whole = -g.n % 16 < 8 and g.n * g.row_bytes <= description.limits.max_storage_range
     if not (whole and s.control and s.min <= 32 <= s.max):
@@ -125,8 +124,20 @@ def _coop_gemv(description: Description, problem: Problem) -> Iterator[Kernel]:
         return
     cores = description.limits.cores or _CORES
     for r in (2, 1) if -(-g.n // 32) * 8 >= 7 * cores else (1, 2):
-        for chunk in chunks:
-            yield CoopGemv(512 if chunk == 2 else 256, r, chunk, tn)
+        for lanes, chunk in ((512, 2), (256, 4)):
+            yield CoopGemv(lanes, r, chunk, tn)
+
+
+def _coop_shapes(
+    shapes: tuple[Shape, ...], description: Description, problem: Problem, width: int
+) -> Iterator[tuple[Shape, int]]:
+    """Shapes that fit, the smallest that holds all rows first (else the largest), and parts of K to fill the cores."""
+    cores, m, g = description.limits.cores or _CORES, problem.m, problem.geometry
+    fitting = [shape for shape in shapes if shape.shared_memory(g, width) <= description.limits.shared_memory]
+    for shape in sorted(fitting, key=lambda shape: (shape.bm < m, abs(shape.bm - m))):
+        x, y, _ = shape.groups(m, g.n)
+        room = cores * (128 // shape.bm) // (x * y)  # of small tiles a core takes several at once
+        yield shape, next((parts for parts in (8, 4, 2) if parts <= room), 1)
 
 
 def _fitting(shapes: tuple[Shape, ...], description: Description, problem: Problem, width: int) -> Iterator[Shape]:

@@ -94,7 +94,8 @@ class CoopGemv:
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         g = geometry
-        return self.lanes, self.r, self.chunk, int(g.groups > 1), g.bits, g.zero_kind, self.tn
+        fold_ = 0 if g.groups == 1 else next(c for c in (self.chunk, 2, 1) if g.blocks % c == 0)
+        return self.lanes, self.r, self.chunk, fold_, g.bits, g.zero_kind, self.tn
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
