@@ -8,6 +8,7 @@ import torch
 
 from qcore import Conv2dRequest, Scheme
 from qcore.contracts import LINEAR
+from qcore.verify import difference
 from qcore_xla import calls, ops
 from qcore_xla.bodies import linear as bodies
 from qcore_xla.bodies.form import Form
@@ -53,6 +54,24 @@ def test_slices_at_once_and_in_turn_agree(problem, recorder, scheme):
     np.testing.assert_allclose(np.asarray(other)[:3, :20], y.float().numpy(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("scheme", ["w8a16-asym", "w4a16", "w4a16-g32-asym", "w8a8-aasym"])
+def test_the_layout_of_gpus(problem, monkeypatch, scheme, rows):
+    """Weights by rows, as CUDA tensors have them, on the CPU."""
+    monkeypatch.setattr("qcore_xla.linear.wants_rows", lambda *_: True)
+    monkeypatch.setattr(calls, "wants_rows", lambda *_: True)
+    calls.call_of.cache_clear()
+    here = problem(scheme, rows=rows)
+    kernel = XlaLinear(here.request)
+    packed = kernel.pack(here.weight)
+    assert packed["data"].shape[0] == 64
+    assert not difference(kernel.unpack(packed), here.weight)
+    monkeypatch.setattr(bodies, "_MANY_ROWS", 5)
+    verdict = LINEAR.judge(here, kernel(here.x, packed, here.bias))
+    calls.call_of.cache_clear()
+    assert verdict.ok, verdict.message
+
+
 def test_weights_by_rows_and_of_jax_int4(problem):
     here = problem("w4a16", k=64)
     codes = here.weight.codes().numpy()
@@ -89,9 +108,9 @@ def temporary_bytes(scheme, rows, n, k):
     spec = jax.ShapeDtypeStruct
     words = of.length // 8 if of.bits == 4 else of.length
     data = spec((of.slices, words, of.rows), "int32" if of.bits == 4 else "int8")
-    form = calls._form(
-        calls.call_of(n, k, of.bits, parsed.weight.group_size or 0, 1, "float", False, torch.float32), False
-    )
+    group = parsed.weight.group_size or 0
+    call = calls.call_of(torch.device("cpu"), n, k, of.bits, group, 1, "float", False, torch.float32)
+    form = calls._form(call, "cpu")
     arrays = (spec((rows, of.columns), "float32"), data, spec((of.filled, of.rows), "float32"), None, None)
     compiled = jax.jit(lambda *a: bodies.linear(*a, form=form)).lower(*arrays).compile()
     return compiled.memory_analysis().temp_size_in_bytes

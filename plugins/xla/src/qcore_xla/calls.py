@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from .engines import base
 from .memo import Memo
-from .packing import Plan, plan
+from .packing import Plan, plan, wants_rows
 from .tables import bare_columns, table_plan
 from .views import WRITABLE, computed
 
@@ -56,10 +56,12 @@ class Call:
 
 @lru_cache(maxsize=4096)
 def call_of(
-    n: int, k: int, bits: int, group: int, heads: int, activation: str, requantize: bool, out_dtype: torch.dtype
-) -> Call:
+    device: torch.device,
+    n: int, k: int, bits: int, group: int, heads: int, activation: str, requantize: bool, out_dtype: torch.dtype,
+) -> Call:  # fmt: skip
     """``group``: codes that share a scale, 0 per channel; ``heads``: channel groups."""
-    return Call(plan(n, k, bits, group or None, heads), activation, requantize, out_dtype)
+    rows = wants_rows(device, k, group or None, heads, activation)
+    return Call(plan(n, k, bits, group or None, heads, rows), activation, requantize, out_dtype)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: Call) -> Tensor:
@@ -83,14 +85,15 @@ def prepared(
 ) -> tuple[Any, Any, tuple[Tensor | None, ...], tuple[int, ...]]:
     """What an engine is asked to run: function, form, tensors and the places of those that are new with each call."""
     of, rows = call.plan, x.shape[-2]
-    count, native = bucket(rows), x.device.type != "cpu"
+    native = x.device.type != "cpu"
+    count = bucket(rows, 1 if of.by_rows else _FEWEST)
     fresh, parameters = _parameters(given, rows, count)
     padding = _mask(of, x.device) if weight.colsum is not None and weight.zero is not None else None
     tensors = (
         _filled(x, of, count, native), weight.data, weight.scale, weight.zero,
         _biases.get(bias, of) if bias is not None else _no_bias(of, x.device), weight.colsum, padding, *parameters,
     )  # fmt: skip
-    return _body("grouped" if of.heads > 1 else "linear"), _form(call, native), tensors, fresh
+    return _body("grouped" if of.heads > 1 else "linear"), _form(call, x.device.type), tensors, fresh
 
 
 def embedding(
@@ -121,8 +124,10 @@ def check_indices(indices: Tensor, v: int) -> None:
         torch._assert_async(((indices >= 0) & (indices < v)).all())  # noqa: SLF001 - torch's own way for devices
 
 
-def bucket(rows: int) -> int:
-    """The number of rows that is compiled for: 4, 16, or the next power of two."""
+def bucket(rows: int, fewest: int = _FEWEST) -> int:
+    """The number of rows that is compiled for: 4, 16, or the next power of two; a single row where ``fewest`` is 1."""
+    if rows <= fewest:
+        return fewest
     return _FEWEST if rows <= _FEWEST else _power(rows, _FEW)
 
 
@@ -155,7 +160,8 @@ def _padded(x: Tensor, of: Plan, count: int) -> Tensor:
     rows = (0, count - x.shape[-2])
     if of.dense:
         return pad(x, (0, of.columns - of.k, *rows))
-    groups = pad(x, (0, of.groups * of.group - of.k, *rows)).unflatten(-1, (of.groups, of.group))
+    filled = pad(x, (0, of.groups * of.group - of.k, *rows))
+    groups = filled.reshape(*filled.shape[:-1], of.groups, of.group)
     return pad(groups, (0, of.width - of.group, 0, of.filled - of.groups)).flatten(-2)
 
 
@@ -213,11 +219,13 @@ def _mask(of: Plan, device: torch.device) -> Tensor | None:
 
 
 @lru_cache(maxsize=4096)
-def _form(call: Call, native: bool) -> Any:
+def _form(call: Call, kind: str) -> Any:
     from .bodies.form import Form
 
-    out = call.out_dtype if native or call.requantize else torch.float32
-    return Form(call.activation, _name(out), call.requantize, scan=not native)  # type: ignore[arg-type]
+    out = call.out_dtype if kind != "cpu" or call.requantize else torch.float32
+    # Sums per group of many rows would fill a GPU's memory as well, where they are exact; a TPU's compiler fuses them.
+    in_turn = kind == "cpu" or (kind == "cuda" and not call.plan.by_rows and call.plan.heads == 1)
+    return Form(call.activation, _name(out), call.requantize, scan=in_turn, rows=call.plan.by_rows)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=16)

@@ -11,7 +11,7 @@ from qcore.contracts.conv2d import output_size
 from qcore.kernels import Packed
 
 from . import ops
-from .packing import PackedKernel
+from .packing import PackedKernel, wants_rows
 
 
 class XlaConv2d(PackedKernel):
@@ -22,7 +22,8 @@ class XlaConv2d(PackedKernel):
         quantization = ops.flat(r.activation, r.output)
         name = f"xla.conv2d_w{r.weight.bits}a{16 if r.activation is None else 8}"
         sums = quantization[0] in {"asymmetric", "given"}
-        super().__init__(name, r.weight, r.n, r.k, sums=sums, heads=r.groups)
+        rows = wants_rows(r.device, r.k, r.weight.group_size, r.groups, quantization[0])
+        super().__init__(name, r.weight, r.n, r.k, sums=sums, heads=r.groups, rows=rows)
         self.out_dtype = r.out_dtype
         geometry = (list(r.kernel_size), list(r.stride), list(r.padding), list(r.dilation), r.groups)
         weight = (r.weight.bits, r.weight.group_size or 0)

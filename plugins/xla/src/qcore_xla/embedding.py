@@ -26,7 +26,7 @@ class XlaEmbedding(PackedKernel):
 
     @property
     def packing(self) -> str:
-        return "xla.rows"
+        return "xla.table"
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         self.check(weight)

@@ -8,7 +8,7 @@ from qcore import LinearRequest
 from qcore.kernels import Packed, RowsKernel
 
 from . import ops
-from .packing import PackedKernel
+from .packing import PackedKernel, wants_rows
 
 
 class XlaLinear(PackedKernel, RowsKernel):
@@ -17,7 +17,8 @@ class XlaLinear(PackedKernel, RowsKernel):
     def __init__(self, request: LinearRequest) -> None:
         r, quantization = request, ops.flat(request.activation, request.output)
         name = f"xla.w{r.weight.bits}a{16 if r.activation is None else 8}"
-        super().__init__(name, r.weight, r.n, r.k, sums=quantization[0] in {"asymmetric", "given"})
+        rows = wants_rows(r.device, r.k, r.weight.group_size, 1, quantization[0])
+        super().__init__(name, r.weight, r.n, r.k, sums=quantization[0] in {"asymmetric", "given"}, rows=rows)
         self.out_dtype = r.out_dtype
         self._constants = (r.n, r.k, r.weight.bits, r.weight.group_size or 0, *quantization, r.out_dtype)
 

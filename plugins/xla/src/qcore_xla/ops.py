@@ -72,7 +72,7 @@ def linear(
         *_either(x_scale, x_zero_point, static_scale, static_zero_point, x.device),
         *_either(out_scale, out_zero_point, output_scale, output_zero_point, x.device),
     )
-    call = call_of(n, k, bits, group, 1, activation, requantize, out_dtype)
+    call = call_of(x.device, n, k, bits, group, 1, activation, requantize, out_dtype)
     return calls.linear(x, Weight(data, scale, zero, colsum), bias, given, call)
 
 
@@ -107,7 +107,7 @@ def conv2d(
     )
     geometry = Geometry(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
     k = kernel[0] * kernel[1] * x.shape[1] // groups
-    call = call_of(n, k, bits, group, groups, activation, requantize, out_dtype)
+    call = call_of(x.device, n, k, bits, group, groups, activation, requantize, out_dtype)
     filling = static_zero_point if x.dtype == torch.int8 else 0
     return convolve(x, Weight(data, scale, zero, colsum), bias, given, call, geometry, filling)
 

@@ -13,6 +13,9 @@ few different shapes, since XLA compiles each of them. A convolution in H channe
 up to multiples of 8 codes only. `scale` and `zero` are ``(G, N)`` as in a `qcore.QTensor`, filled up alike
 (``(H, G, N/H)``). Filling is 0 everywhere.
 
+A GPU's products want K innermost: there it is int8 ``(N, K)`` and int32 ``(N, K/8)`` per channel, the whole row one
+run, and int8 ``(N, G, g)`` and int32 ``(N, G, g/8)`` in groups where activations are floats.
+
 A table of embeddings is packed by rows, int8 ``(V, D)`` or int32 ``(V, D/8)`` in which the whole row is one run, each
 group filled up to a multiple of 8 codes; `scale` and `zero` are ``(V, G)``.
 """
@@ -20,7 +23,7 @@ group filled up to a multiple of 8 codes; `scale` and `zero` are ``(V, G)``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -52,7 +55,7 @@ class Plan:
 
     **Fields:** ``group``: codes per group; ``groups``: how many there are, ``filled``: with those added; ``width``:
     codes of a group as it is stored; ``length``: codes of a slice; ``heads``: channel groups, ``rows``: stored rows of
-    each.
+    each; ``by_rows``: whether N is outermost.
     """
 
     n: int
@@ -65,6 +68,7 @@ class Plan:
     length: int
     heads: int
     rows: int
+    by_rows: bool = False
 
     @property
     def slices(self) -> int:
@@ -83,8 +87,11 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def plan(n: int, k: int, bits: int, group_size: int | None, heads: int = 1) -> Plan:
+def plan(n: int, k: int, bits: int, group_size: int | None, heads: int = 1, by_rows: bool = False) -> Plan:
     """The plan for a weight ``(n, k)`` in groups of ``group_size`` codes (None: per channel)."""
+    if by_rows:
+        whole = plan(n, k, bits, group_size, heads)
+        return replace(whole, length=whole.width, by_rows=True)
     if heads > 1:
         group = k if group_size is None else min(group_size, k)
         groups, width = -(-k // group), up(group, NIBBLES)
@@ -97,6 +104,12 @@ def plan(n: int, k: int, bits: int, group_size: int | None, heads: int = 1) -> P
     filled = up(groups, max(1, SLICE // width))
     length = SLICE if width % SLICE == 0 else width
     return Plan(n, k, bits, group_size, groups, filled, width, length, 1, up(n, _ROWS))
+
+
+def wants_rows(device: torch.device, k: int, group_size: int | None, heads: int, activation: str) -> bool:
+    """Whether tensors on ``device`` are multiplied by rows; ``activation``: see `qcore_xla.bodies.form`."""
+    per_channel = group_size is None or group_size >= k
+    return device.type == "cuda" and heads == 1 and (per_channel or activation == "float")
 
 
 def pack(weight: QTensor, plan: Plan, *, sums: bool = False) -> dict[str, Tensor]:
@@ -116,9 +129,12 @@ def pack(weight: QTensor, plan: Plan, *, sums: bool = False) -> dict[str, Tensor
 
 def unpack(packed: Packed, plan: Plan, format: Format) -> QTensor:
     """The inverse of `pack`, bit for bit."""
-    data = packed["data"] if plan.heads > 1 else packed["data"].unsqueeze(0)
-    rows = data.movedim(-1, 1)  # (H, rows, S, b)
-    flat = rows.flatten(0, 1) if plan.heads > 1 else rows[0, : plan.n]
+    if plan.by_rows:
+        flat = packed["data"].view(plan.rows, plan.slices, -1)[: plan.n]
+    else:
+        data = packed["data"] if plan.heads > 1 else packed["data"].unsqueeze(0)
+        rows = data.movedim(-1, 1)  # (H, rows, S, b)
+        flat = rows.flatten(0, 1) if plan.heads > 1 else rows[0, : plan.n]
     parts = [format.codec.encode(_codes(part, plan)) for part in torch.split(flat, _step(plan.k))]
     zero = packed.get("zero")
     zero = None if zero is None else _bare(zero, plan)
@@ -134,8 +150,9 @@ def _step(k: int) -> int:
 def _pack_data(weight: QTensor, plan: Plan) -> Tensor:
     words = plan.length // NIBBLES if plan.bits == 4 else plan.length
     dtype = torch.int32 if plan.bits == 4 else torch.int8
-    data = torch.zeros((plan.heads, plan.slices, words, plan.rows), dtype=dtype, device=weight.device)
-    stored, start = data.permute(0, 3, 1, 2), 0  # (H, rows, S, words)
+    shape = (plan.rows, plan.slices, words) if plan.by_rows else (plan.slices, words, plan.rows)
+    data = torch.zeros((plan.heads, *shape), dtype=dtype, device=weight.device)
+    stored, start = data if plan.by_rows else data.permute(0, 3, 1, 2), 0  # (H, rows, S, words)
     for codes in _chunks_of_codes(weight):
         parts = _spread(codes, plan).view(codes.shape[0], plan.slices, plan.length)
         packed = words_of(parts) if plan.bits == 4 else parts
@@ -145,6 +162,8 @@ def _pack_data(weight: QTensor, plan: Plan) -> Tensor:
             here = torch.arange(start, start + codes.shape[0], device=weight.device)
             stored[here // plan.rows, here % plan.rows] = packed
         start += codes.shape[0]
+    if plan.by_rows and plan.slices == 1:
+        return data.view(plan.rows, words)
     return data if plan.heads > 1 else data[0]
 
 
@@ -209,14 +228,16 @@ def _column_sums(weight: QTensor, plan: Plan) -> Tensor:
 class PackedKernel(Kernel):
     """A kernel on weights packed as above: made for one `Format` and shape ``(n, k)``."""
 
-    def __init__(self, name: str, format: Format, n: int, k: int, *, sums: bool = False, heads: int = 1) -> None:
+    def __init__(
+        self, name: str, format: Format, n: int, k: int, *, sums: bool = False, heads: int = 1, rows: bool = False
+    ) -> None:
         self.name, self.format, self.n, self.k, self.sums = name, format, n, k, sums
-        self.plan = plan(n, k, format.bits, format.group_size, heads)
+        self.plan = plan(n, k, format.bits, format.group_size, heads, rows)
 
     @property
     def packing(self) -> str:
         heads = f"-h{self.plan.heads}" if self.plan.heads > 1 else ""
-        return f"xla.slices{heads}" + ("+sums" if self.sums else "")
+        return f"xla.{'rows' if self.plan.by_rows else 'slices'}{heads}" + ("+sums" if self.sums else "")
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """Raises `FormatError` for a weight other than the one the kernel was made for."""

@@ -15,10 +15,14 @@ class Form:
 
     **Fields:** ``activation``; ``out_dtype``: a name of NumPy's, e.g. ``"bfloat16"``; ``requantize``: whether results
     become int8 codes; ``scan``: slices of the weight one after another, so that only one is dequantized at a time
-    (CPUs), or all in one product (TPUs and GPUs, which unpack in registers).
+    (CPUs), or all in one product (TPUs, which unpack in registers); ``rows``: data is ``(N, K)`` or ``(N, S, b)``
+    (GPUs);
+    ``pallas``: the product is `qcore_xla.pallas`'s (TPUs, where XLA would unpack int4 to memory).
     """
 
     activation: Activation = "float"
     out_dtype: str = "float32"
     requantize: bool = False
     scan: bool = False
+    rows: bool = False
+    pallas: bool = False

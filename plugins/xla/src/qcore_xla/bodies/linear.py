@@ -32,8 +32,9 @@ def linear(
     """Multiply x ``(M, K)``, float or int8 codes, with a packed weight, giving ``(M, N)``.
 
     ``data``: codes as in `codes`, ``(N, K)`` per channel, or ``(S, b, N)``: S slices of b along K, a group or a part
-    of one each. ``scale``, ``zero``: ``(G, N)``, S a multiple of G; zero int8 is subtracted from codes, a float is
-    added to ``q * s``. ``bias``: ``(N,)``. ``colsum``: ``(N,)`` float32, where activations have zero points.
+    of one each; ``(N, S, b)`` if ``form.rows``, for float activations. ``scale``, ``zero``: ``(G, N)``, S a multiple
+    of G; zero int8 is subtracted from codes, a float is added to ``q * s``. ``bias``: ``(N,)``. ``colsum``: ``(N,)``
+    float32, where activations have zero points.
     ``mask``: int8 ``(K,)``, 0 for columns of x that are padding: 0 has the code z_x, which must not count in xsum.
     ``x_scale``, ``x_zero``, ``out_scale``, ``out_zero``: ``(M,)`` or ``(1,)``, where they are given. Where data holds
     more columns than x, they are 0.
@@ -79,11 +80,47 @@ def _product(x: Array, data: Array, scale: Array, form: Form) -> tuple[Array, Ar
     s = scale.astype(jnp.float32)
     if data.ndim == 2:
         x = _padded(x, length(data, 1))
-        w = planes(data, 1, x.dtype)
-        return s[0] * _contract(x.reshape(x.shape[0], *w.shape[1:]), w, (1, 2), (1, 2)).astype(jnp.float32), x
+        return s[0] * _per_channel(x, data, form).astype(jnp.float32), x
+    if form.rows:
+        x = _padded(x, data.shape[1] * length(data, 2))
+        return _by_rows(x, data, s), x
     x = _padded(x, data.shape[0] * length(data, 1))
+    if form.pallas:
+        from ..pallas.product import product
+
+        return product(x, data, s), x
     slices = x.reshape(x.shape[0], data.shape[0], -1)
     return (_in_turn if form.scan else _at_once)(slices, data, s), x
+
+
+_MANY_ROWS = 512
+"""From here on a GPU multiplies a weight that it has dequantized before faster than one it converts on the way."""
+_FEW_ROWS = 4
+"""Up to here a GPU multiplies per group, reading codes only; with more rows the sums per group take longer."""
+
+
+def _per_channel(x: Array, data: Array, form: Form) -> Array:
+    """X ``(M, K)`` times data ``(N, K)``."""
+    w = planes(data, 1, x.dtype)
+    if form.rows and x.dtype != jnp.int8:
+        if (
+            x.shape[0] == 1 and w.shape[1] == 1
+        ):  # a sum of products along rows reaches the memory's speed, a dot does not
+            return jnp.sum(w[:, 0].astype(jnp.float32) * x.astype(jnp.float32), axis=-1)[None]
+        if x.shape[0] >= _MANY_ROWS:
+            w = lax.optimization_barrier(w)
+    return _contract(x.reshape(x.shape[0], *w.shape[1:]), w, (1, 2), (1, 2))
+
+
+def _by_rows(x: Array, data: Array, scale: Array) -> Array:
+    """Float x ``(M, K)`` times data ``(N, S, b)``, S groups."""
+    rows, slices = x.shape[0], data.shape[1]
+    if rows > _FEW_ROWS:
+        w = planes(data, 2, jnp.dtype(jnp.float32)) * scale.T[:, :, None, None]
+        return _contract(x, w.astype(x.dtype).reshape(data.shape[0], -1), (1,), (1,))
+    w = planes(data, 2, x.dtype)
+    products = _contract(x.reshape(rows, slices, *w.shape[2:]), w, (2, 3), (2, 3), batch=(1, 1))
+    return jnp.sum(products * scale[:, None, :], axis=0)
 
 
 def _at_once(x: Array, data: Array, scale: Array) -> Array:
