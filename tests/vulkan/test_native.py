@@ -42,7 +42,7 @@ def test_a_device_is_opened_once(device):
 
 def test_the_environment_chooses(device, monkeypatch):
     monkeypatch.setenv("QCORE_VULKAN_DEVICE", "77")
-    with pytest.raises(native.NoDevice, match="is 77"):
+    with pytest.raises(native.NoDevice, match="is '77'"):
         devices.get()
     monkeypatch.setenv("QCORE_VULKAN_DEVICE", device.description.name)
     assert devices.get() is device

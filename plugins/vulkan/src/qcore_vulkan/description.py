@@ -130,10 +130,13 @@ def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
 
 
 def select(known: Sequence[Description], wanted: int | str | None = None) -> Description:
-    """The device of this index, the best whose name contains the text, or the best. Raises `NoDevice`."""
+    """The device of this index, the best whose name contains the text, or the best. Raises `NoDevice`.
+
+    A text of digits is an index where there is such a device, else a part of a name: as in Radeon 7900.
+    """
     if not known:
         raise NoDevice("no device: the Vulkan drivers that are installed have no device")
-    if isinstance(wanted, str) and wanted.isdecimal():
+    if isinstance(wanted, str) and wanted in {str(one.index) for one in known}:
         wanted = int(wanted)
     if isinstance(wanted, int):
         found = [one for one in known if one.index == wanted]
