@@ -1,0 +1,97 @@
+"""Tensors on the device ``tpu`` of torch_tpu: bodies as ops that its `torch.tpu.pallas.jax_op` makes.
+
+torch_tpu exports such a function for the TPU and calls what it compiled by itself, so JAX only traces here. Each body
+and form becomes one op of ours, ``qcore_xla::tpu_...``: a list of tensors to a tensor, with a fake that takes symbolic
+shapes, which torch_tpu's own one does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import environment
+from ..packing import NIBBLES
+
+_numbers = count()
+
+
+class TpuEngine:
+    """See `qcore_xla.engines.base.Engine`."""
+
+    name = "tpu"
+
+    def serves(self, device: torch.device) -> str:
+        """Looks for torch_tpu's files, at the environment and at package metadata."""
+        return environment.jax_fault() or _backend_fault(device) or _platform_fault()
+
+    def run(
+        self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
+    ) -> Tensor:
+        """Calls the op for this body and form. ``fresh`` does not matter: nothing is converted."""
+        del fresh
+        given = tuple(tensor is not None for tensor in tensors)
+        result: Tensor = op(function, form, given)([tensor for tensor in tensors if tensor is not None])
+        return result
+
+
+def _backend_fault(device: torch.device) -> str:
+    found = find_spec("torch_tpu")
+    places = found.submodule_search_locations if found else None
+    # Another project, for other chips, installs a module of the same name; it knows no Pallas.
+    if not any((Path(place) / "_internal" / "pallas").is_dir() for place in places or ()):
+        return f"tensors on {device} need Google's torch_tpu: pip install torch_tpu"
+    return ""
+
+
+def _platform_fault() -> str:
+    chosen = environment.platforms()
+    if environment.initialised() or (chosen and "tpu" not in chosen):
+        return ""
+    return (
+        f"JAX would take the TPU away from torch_tpu at its first use; "
+        f"set {environment.PLATFORMS}=cpu before the process starts."
+    )
+
+
+@lru_cache(maxsize=4096)
+def op(function: Callable[..., Any], form: Any, given: tuple[bool, ...]) -> Callable[[list[Tensor]], Tensor]:
+    """The op for a body and a form; ``given``: which of the body's arguments are in the list, the others are None."""
+    import jax
+
+    def call(arrays: Any) -> Any:
+        left = iter(arrays)
+        return function(*(next(left) if there else None for there in given), form=form)
+
+    # torch_tpu reads the op's schema from these; as text they would have to be names of this module.
+    call.__annotations__ = {"arrays": Sequence[jax.Array], "return": jax.Array}
+    name = getattr(function, "__name__", "body")
+    made = _jax_op()(f"qcore_xla::tpu_{name}_{next(_numbers)}", call)
+    made.register_fake(lambda arrays: fake(name, form, arrays))
+    return made  # type: ignore[no-any-return]
+
+
+def _jax_op() -> Any:
+    return torch.tpu.pallas.jax_op  # type: ignore[attr-defined]
+
+
+def fake(name: str, form: Any, arrays: Sequence[Tensor]) -> Tensor:
+    """An empty tensor like the result of a body, for tensors of any shapes, symbolic ones included."""
+    x, data, scale = arrays[:3]
+    columns = scale.shape[-1]
+    if name == "embedding":
+        columns = data.shape[1] * (NIBBLES if data.dtype == torch.int32 else 1)
+        return x.new_empty((x.shape[0], columns), dtype=getattr(torch, form.out_dtype))
+    return x.new_empty(
+        (*x.shape[:-1], columns), dtype=torch.int8 if form.requantize else getattr(torch, form.out_dtype)
+    )
+
+
+ENGINE = TpuEngine()
