@@ -1,6 +1,7 @@
-// Rows of floats as float16 for cooperative matrices, in the order in which unpacked weights leave their words: ORDER 4:
-// k = 0 2 4 6 1 3 5 7 of each eight, ORDER 8: 0 2 1 3 of each four. Rows that are not float16 are scaled by a power of
-// two into its range, where the eight bits of bfloat16 fit exactly. A workgroup per row; also sums of x per group.
+// Rows of floats as float16 for cooperative matrices, in the order in which unpacked weights leave their words:
+// ORDER 4: k = 0 2 4 6 1 3 5 7 of each eight, ORDER 8: 0 2 1 3 of each four. Rows that are not float16 are scaled by a
+// power of two into its range, where the eight bits of bfloat16 fit exactly and three terms hold all of float32: rows
+// m + row and 2 m + row follow, at 2^-11 and 2^-22 of the scale. A workgroup per row; also sums of x per group.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -11,6 +12,7 @@ layout(constant_id = 0) const uint ORDER = 4u;
 layout(constant_id = 1) const uint LANES = 256u;
 layout(constant_id = 2) const uint DTYPE = 2u;    // of x
 layout(constant_id = 3) const uint ALIGNED = 1u;  // whether eights of columns lie side by side at multiples of 16 bytes
+layout(constant_id = 4) const uint TERMS = 1u;    // rows whose sum is x: the second holds what the first cannot, ...
 layout(local_size_x_id = 1) in;
 
 layout(push_constant) uniform Push {
@@ -19,9 +21,9 @@ layout(push_constant) uniform Push {
     uint tile;                           // rows of a tile of sixteen columns, in which the result comes; 0: plain rows
 };
 
-layout(set = 0, binding = 1) writeonly buffer Halves { uvec4 halves[]; };  // [M][columns / 8], or [][][tile][2]
-layout(set = 0, binding = 2) writeonly buffer Scales { float scales[]; };  // [M]
-layout(set = 0, binding = 3) writeonly buffer Sums { float sums[]; };      // [M][groups]
+layout(set = 0, binding = 1) writeonly buffer Halves { uvec4 halves[]; };  // [TERMS M][columns / 8], or [][][tile][2]
+layout(set = 0, binding = 2) writeonly buffer Scales { float scales[]; };  // [TERMS M]
+layout(set = 0, binding = 3) writeonly buffer Sums { float sums[]; };      // [TERMS M][groups]
 
 shared uint largest[LANES];
 
@@ -40,7 +42,8 @@ void read_eight(uint row, uint first) {
     }
 }
 
-// 2^15 over the power of two at or below the largest magnitude of the row; 1 for a row of zeros.
+// 2^15 (of several terms, where the first may round up, 2^14) over the power of two at or below the largest magnitude
+// of the row; 1 for a row of zeros.
 float row_unit(uint row, uint lane) {
     uint most = 0u;
     for (uint c = lane * 8u; c < columns; c += LANES * 8u) {
@@ -54,11 +57,20 @@ float row_unit(uint row, uint lane) {
         barrier();
     }
     most = min(largest[0], 0x7f000000u);
-    return most < 0x00800000u ? 1.0 : uintBitsToFloat(min(269u - (most >> 23), 252u) << 23);
+    return most < 0x00800000u ? 1.0 : uintBitsToFloat(min((TERMS > 1u ? 268u : 269u) - (most >> 23), 230u) << 23);
 }
 
-uint pair(uint a, uint b, float unit) {
-    return packHalf2x16(vec2(value[a], value[b]) * unit);  // nothing to round but what is far below the row's largest
+// Two values as float16; what does not fit is taken on to the next term. With one term nothing is rounded but what lies
+// far below the row's largest.
+uint pair(uint a, uint b) {
+    vec2 v = vec2(value[a], value[b]);
+    uint bits = packHalf2x16(v);
+    if (TERMS > 1u) {
+        v = (v - unpackHalf2x16(bits)) * 2048.0;
+        value[a] = v.x;
+        value[b] = v.y;
+    }
+    return bits;
 }
 
 uint place(uint row, uint c) {
@@ -73,15 +85,18 @@ void main() {
     float unit = DTYPE == F16 ? 1.0 : row_unit(row, lane);
     for (uint c = lane * 8u; c < columns; c += LANES * 8u) {
         read_eight(row, c);
-        uvec4 order = uvec4(pair(0u, 2u, unit), pair(4u, 6u, unit), pair(1u, 3u, unit), pair(5u, 7u, unit));
-        halves[place(row, c)] = ORDER == 4u ? order : order.xzyw;
+        [[unroll]] for (uint i = 0u; i < 8u; ++i) value[i] *= unit;
+        [[unroll]] for (uint t = 0u; t < TERMS; ++t) {
+            uvec4 order = uvec4(pair(0u, 2u), pair(4u, 6u), pair(1u, 3u), pair(5u, 7u));
+            halves[place(t * m + row, c)] = ORDER == 4u ? order : order.xzyw;
+        }
     }
-    if (lane == 0u) scales[row] = 1.0 / unit;
+    if (lane < TERMS) scales[lane * m + row] = 1.0 / unit / float(1u << (11u * lane));
     if (summed == 0u) return;
     for (uint g = lane; g < groups; g += LANES) {
         float sum = 0.0;
         for (uint c = 0u; c < group_columns; ++c)
             sum += fetch_padded(row, g * group_columns + c, k, pitch, group, padded, DTYPE);
-        sums[row * groups + g] = sum;
+        [[unroll]] for (uint t = 0u; t < TERMS; ++t) sums[(t * m + row) * groups + g] = t == 0u ? sum : 0.0;
     }
 }

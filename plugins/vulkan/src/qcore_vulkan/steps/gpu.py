@@ -1,13 +1,14 @@
 """Which kernel serves a product on a GPU: by what the device has, the rows of x and the sizes of the weight.
 
-Float activations: `Digits` for a row or two and for float32, `CoopGemv` for a few rows, `CoopF16` beyond, `SharedFloat`
-where there are no cooperative matrices or x is float32. Int8 activations: `Digits`, then `CoopInt8`, else `SharedInt`.
+Float activations: `Digits` for a row or two (of float32: a few), `CoopGemv` for a few rows, `CoopF16` beyond,
+`SharedFloat` where there are no cooperative matrices. Int8 activations: `Digits`, then `CoopInt8`, else `SharedInt`.
 A kernel that the device's compiler refuses is passed over. Sizes were measured on an H200.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -82,14 +83,15 @@ def _int(description: Description, problem: Problem) -> Iterator[Kernel]:
 
 def _float(description: Description, problem: Problem) -> Iterator[Kernel]:
     narrow = problem.x_dtype != torch.float32
-    tile = _matrix(description, "f16", "f32") if narrow else None
-    if tile is not None and 2 < problem.m <= 4 * FEW and problem.geometry.zero_kind != FLOAT_ZERO:
+    tile = _matrix(description, "f16", "f32")
+    if tile is not None and narrow and 2 < problem.m <= 4 * FEW and problem.geometry.zero_kind != FLOAT_ZERO:
         yield from _coop_gemv(description, problem)
     if problem.m <= FEW and description.features.get("integer_dot"):
         yield from _digits(description, problem, "gemv_digits_dot", 3 if narrow else 4)
     if tile is not None:
-        for shape, parts in _coop_shapes(_COOP_F16, description, problem, 2):
-            yield CoopF16(shape, tile, description.subgroup.size, parts)
+        terms = 1 if narrow else 3
+        for shape, parts in _coop_shapes(_COOP_F16, description, replace(problem, m=terms * problem.m), 2):
+            yield CoopF16(shape, tile, description.subgroup.size, parts, terms)
     for shape in _fitting(_FLOAT, description, problem, 2):
         yield SharedFloat(shape)
 

@@ -102,7 +102,7 @@ class CoopGemv:
     ) -> None:
         columns = -(-geometry.columns // (32 * self.chunk)) * 32 * self.chunk
         rows = -(-out.rows // self.tn) * self.tn
-        halves = _halves(b, x, geometry, columns, rows, self.tn)
+        halves = _halves(b, x, geometry, columns, rows, tile=self.tn)
         blocks = geometry.groups * geometry.blocks
         push = [out.rows, part.n, part.padded_n, blocks, geometry.blocks, *_result(out, bias, part)]
         tiles, folds, _ = fold(-(-part.n // (16 * self.r)))
@@ -211,12 +211,13 @@ class CoopInt8:
 
 @dataclass(frozen=True)
 class CoopF16:
-    """`coop_f16`; fields as of `CoopInt8`."""
+    """`coop_f16`; fields as of `CoopInt8`, and ``terms``: 3 where x is float32, which as many float16 rows hold."""
 
     shape: Shape
     tile: tuple[int, int, int]
     subgroup: int
     parts: int = 1
+    terms: int = 1
     variant: str = "coop_f16"
     form: Literal["rows"] = "rows"
 
@@ -226,9 +227,9 @@ class CoopF16:
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
     ) -> None:
-        halves = _halves(b, x, geometry, geometry.columns, out.rows)
+        halves = _halves(b, x, geometry, geometry.columns, self.terms * out.rows, terms=self.terms)
         refs = _refs(halves.codes, part, halves.scales, bias, out, halves.sums)
-        _append_coop(self, b, part, geometry, bias, out, refs, [])
+        _append_coop(self, b, part, geometry, bias, out, refs, [], self.terms)
 
 
 Kernel = Digits | CoopGemv | SharedFloat | SharedInt | CoopInt8 | CoopF16
@@ -261,24 +262,30 @@ def _append_coop(
     out: Rows,
     refs: list[Ref | Buffer | None],
     push: list[int | float],
+    terms: int = 1,
 ) -> None:
-    """The product; in several parts of K, each of whole groups, where one leaves cores without work."""
+    """The product; in several parts of K, each of whole groups, where one leaves cores without work.
+
+    ``terms``: of x, each of ``out.rows`` rows. Their products are added up as those of parts are.
+    """
     g, kb = geometry, kernel.shape.blocks(geometry)
     whole, steps = (1 if g.groups == 1 else g.blocks // kb), g.groups * g.blocks // kb
     split = -(-steps // (kernel.parts * whole)) * whole
     count = -(-steps // split)
-    x_tiles, y_tiles, _ = kernel.shape.groups(out.rows, part.n)
+    x_tiles, y_tiles, _ = kernel.shape.groups(terms * out.rows, part.n)
     result = _result(out, bias, part)
-    if count > 1:
-        refs[6] = b.scratch(4 * count * out.rows * part.n)
+    if count * terms > 1:
+        refs[6] = b.scratch(4 * count * terms * out.rows * part.n)
         result = [part.n, NUMBERS[torch.float32], 0, 0]
-    words = [*_sizes(part, geometry, out), *result, geometry.groups, split, *push]
+    words = [terms * out.rows, *_sizes(part, geometry, out)[1:], *result, geometry.groups, split, *push]
     groups = (x_tiles, y_tiles, count)
     b.dispatch(kernel.variant, kernel.constants(geometry), groups, words, refs, subgroup=kernel.subgroup)
-    if count > 1:
+    if count * terms > 1:
         total = out.rows * part.n
         joined: list[Ref | Buffer | None] = [refs[6], None, None, None, None, bias or part.scale, out.ref]
-        b.dispatch("gemm_join", (), fold(-(-total // 64)), [out.rows, part.n, count, *_result(out, bias, part)], joined)
+        b.dispatch(
+            "gemm_join", (), fold(-(-total // 64)), [out.rows, part.n, count * terms, *_result(out, bias, part)], joined
+        )
 
 
 def _coop_constants(shape: Shape, tile: tuple[int, int, int], subgroup: int, g: Geometry) -> tuple[int, ...]:
@@ -313,20 +320,22 @@ def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float],
     return x.ref, [x.rows, geometry.k, x.pitch, geometry.group, padded], NUMBERS[x.dtype]
 
 
-def _halves(b: Builder, x: Activations, geometry: Geometry, columns: int, rows: int, tile: int = 0) -> _Halves:
+def _halves(
+    b: Builder, x: Activations, geometry: Geometry, columns: int, rows: int, *, tile: int = 0, terms: int = 1
+) -> _Halves:
     """Float16 rows in the order of unpacked codes; memory for ``rows``, of which those beyond x's hold anything.
 
-    ``tile``: rows of tiles of sixteen columns, each of which lies by itself; 0: plain rows.
+    ``tile``: rows of tiles of sixteen columns, each of which lies by itself; 0: plain rows. ``terms``: see `CoopF16`.
     """
     ref, sizes, dtype = _source(x, geometry)
     m = int(sizes[0])
     summed = geometry.zero_kind == FLOAT_ZERO
-    halves, scales = b.scratch(rows * columns * 2), b.scratch(4 * m)
-    sums = b.scratch(4 * m * geometry.groups) if summed else None
+    halves, scales = b.scratch(rows * columns * 2), b.scratch(4 * terms * m)
+    sums = b.scratch(4 * terms * m * geometry.groups) if summed else None
     aligned = isinstance(x, FloatRows) or geometry.groups == 1 or geometry.group % 32 == 0
     push = [*sizes, columns, int(summed), geometry.blocks * 32, geometry.groups, tile]
     lanes = min(1024 if columns > 4096 else 256, 1 << b.device.description.limits.max_invocations.bit_length() - 1)
-    constants = (geometry.bits, lanes, dtype, int(aligned))
+    constants = (geometry.bits, lanes, dtype, int(aligned), terms)
     b.dispatch("coop_prep", constants, fold(m), push, [ref, halves, scales, sums or scales])
     return _Halves(halves, scales, sums)
 
