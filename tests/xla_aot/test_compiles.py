@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import pytest
-from xla_forms import CHIPS
 
 from qcore_xla.aot import compile_for
+from qcore_xla.aot_forms import CHIPS
 from qcore_xla.bodies.embedding import embedding
 from qcore_xla.bodies.form import Form
 from qcore_xla.bodies.linear import grouped, linear

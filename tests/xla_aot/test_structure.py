@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import pytest
-from xla_forms import CHIPS, K, M, N, compiled_linear, weight_bytes
 
-from qcore_xla import aot
+from qcore_xla import aot, aot_forms
+from qcore_xla.aot_forms import CHIPS
 
 FLOAT = ["w8a16", "w8a16-g128", "w4a16", "w4a16-g128"]
-ACTIVATIONS = M * K * 2
-compiled = lru_cache(maxsize=None)(compiled_linear)
+M, N, K = 16, 4096, 4096
+
+
+@cache
+def compiled(chip, scheme, pallas=False):
+    return aot_forms.compiled_linear(chip, scheme, M, N, K, pallas=pallas)
+
+
+def weight_bytes(scheme):
+    return aot_forms.weight_bytes(scheme, N, K)
 
 
 def written_by_size(program, limit):

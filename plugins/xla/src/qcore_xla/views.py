@@ -24,7 +24,7 @@ WRITABLE = frozenset({"cpu", "cuda", "meta"})
 def whole(function: Callable[..., Any], tensors: Any) -> Any:
     """``function(tensors)``, with views that work; both sides are trees of tensors."""
     first = next(iter(tensors.values())) if isinstance(tensors, dict) else tensors
-    if first.device.type != "xla" or torch._is_functional_tensor(first):  # type: ignore[attr-defined] # noqa: SLF001
+    if first.device.type != "xla" or torch._is_functional_tensor(first):  # noqa: SLF001
         return function(tensors)
     return torch.func.functionalize(function, remove="mutations_and_views")(tensors)
 

@@ -65,7 +65,7 @@ def product(x: Array, data: Array, scale: Array, *, interpret: Any = False) -> A
     m, n = x.shape[0], data.shape[2]
     grid = (pl.cdiv(m, cut.rows), pl.cdiv(n, cut.columns), data.shape[0] // cut.slices)
     held = max(1, cut.groups)
-    return pl.pallas_call(
+    y: Array = pl.pallas_call(
         partial(_kernel, cut=cut, codes=codes),
         out_shape=jax.ShapeDtypeStruct((m, n), jnp.float32),
         grid=grid,
@@ -80,6 +80,7 @@ def product(x: Array, data: Array, scale: Array, *, interpret: Any = False) -> A
         interpret=interpret,
         name="qcore_product",
     )(x, data, scale.astype(jnp.float32)[:, None, :])
+    return y
 
 
 def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, total: Ref, *, cut: Tiles, codes: int) -> None:
