@@ -62,9 +62,11 @@ def test_functions_of_elements(vulkan, name, dtype):  # noqa: F811
     assert (error <= 1.01 * unit * expected.abs() + 2.0**-20 * (1 + x.double().abs().clamp(max=12))).all()
 
 
-def test_not_a_number_stays_one(vulkan):  # noqa: F811
-    x = torch.tensor([[torch.nan, -1.0, 2.0, torch.nan]])
-    assert run_elementwise(vulkan, x, "relu").isnan().tolist() == [[True, False, False, True]]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", steps.ELEMENTWISE)
+def test_not_a_number_stays_one(vulkan, name, dtype):  # noqa: F811
+    x = torch.tensor([[torch.nan, -1.0, 2.0, -torch.nan]], dtype=dtype)
+    assert run_elementwise(vulkan, x, name).isnan().tolist() == [[True, False, False, True]]
 
 
 def test_a_chain_stays_on_the_device(vulkan):  # noqa: F811

@@ -34,7 +34,13 @@ float erf(float x) {
     return sign(x) * (1.0 - p * exp(-x * x));
 }
 
+// By the bits: `isnan`, and what clamp and sign make of NaN, are up to the device.
+bool is_nan(float x) {
+    return (floatBitsToUint(x) & 0x7fffffffu) > 0x7f800000u;
+}
+
 float apply(float x) {
+    if (is_nan(x)) return x;
     switch (FUNCTION) {
         case 0u: return x < 0.0 ? 0.0 : x;
         case 1u: return 0.5 * x * (1.0 + erf(x * 0.70710678));
