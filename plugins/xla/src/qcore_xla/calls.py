@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from . import environment
 from .engines import base
 from .memo import Memo
 from .packing import Plan, plan, wants_rows
@@ -24,6 +25,8 @@ from .views import WRITABLE, computed
 MOST_ROWS = 4096
 """Longer inputs are cut: what is compiled for is bounded, and so are float32 copies of x and y."""
 _FEW, _FEWEST = 16, 4
+_TILE = 64
+"""Codes per slice from which on the Pallas kernel for TPUs has whole tiles of int32 words."""
 
 
 class Weight(NamedTuple):
@@ -223,9 +226,15 @@ def _form(call: Call, kind: str) -> Any:
     from .bodies.form import Form
 
     out = call.out_dtype if kind != "cpu" or call.requantize else torch.float32
+    of = call.plan
     # Sums per group of many rows would fill a GPU's memory as well, where they are exact; a TPU's compiler fuses them.
-    in_turn = kind == "cpu" or (kind == "cuda" and not call.plan.by_rows and call.plan.heads == 1)
-    return Form(call.activation, _name(out), call.requantize, scan=in_turn, rows=call.plan.by_rows)  # type: ignore[arg-type]
+    in_turn = kind == "cpu" or (kind == "cuda" and not of.by_rows and of.heads == 1)
+    on_tpu = kind == "tpu" or (kind == "xla" and bool(environment.tpu()))
+    tiled = on_tpu and of.bits == 4 and call.activation != "float" and of.heads == 1 and of.length >= _TILE
+    return Form(
+        call.activation,  # type: ignore[arg-type]
+        _name(out), call.requantize, scan=in_turn, rows=of.by_rows, pallas=tiled,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-MODULES = {"cpu": "jax", "cuda": "jax", "xla": "torch_xla", "tpu": "tpu", "jax": "torchax"}
+MODULES = {"cpu": "jax", "cuda": "jax", "xla": "torch_xla", "tpu": "tpu"}
 """The engine's module in this package, by type of torch device."""
 
 
