@@ -104,7 +104,7 @@ def test_channel_groups_of_a_weight_in_parts_are_refused(vulkan, monkeypatch):  
 
 def test_columns_too_long_to_find_the_way_in_are_refused(vulkan, monkeypatch):  # noqa: F811
     monkeypatch.setattr(convolution, "_MOST_COLUMNS", 35)
-    with pytest.raises(PluginError, match="columns of 36"):
+    with pytest.raises(PluginError, match="columns of 36 values"):
         run_conv2d(vulkan, drawn(request_of("w8a8", 4, 20), (1, 4, 4)))
 
 

@@ -1,13 +1,13 @@
 """Calls: from torch tensors to a program on the device, and back to a torch tensor.
 
 A program is made once per weight and form of the call (rows, dtypes, bias) and run again for calls of that form. Calls
-whose activations are too large for one go are cut along their rows, or images.
+whose activations are too large for one go are cut, see `parts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from . import steps
 from .builder import Builder, Place, Program
 from .device import Buffer, Device
 from .layout import DeviceWeight
-from .native import OutOfMemory
+from .parts import Box, Sizes, in_boxes, in_parts
 from .steps import Geometry2d, Image, Rows
 from .weights import Resident
 
@@ -42,25 +42,10 @@ class Form:
         self.activation, self.output, self.out_dtype = activation, output, out_dtype
 
 
-@cache
+@lru_cache(maxsize=4096)
 def form(activation: DynamicInt8 | StaticInt8 | None, output: OutputInt8 | None, out_dtype: torch.dtype) -> Form:
     """The one `Form` with these values."""
     return Form(activation, output, out_dtype)
-
-
-def in_parts(count: int, most: int, run: Callable[[int, int], None]) -> None:
-    """Call ``run(start, stop)`` over ``range(count)``, at most ``most`` at a time, fewer where memory runs out."""
-    start, most = 0, max(1, min(count, most))
-    while start < count:
-        stop = min(count, start + most)
-        try:
-            run(start, stop)
-        except OutOfMemory:
-            if stop - start == 1:
-                raise
-            most = (stop - start) // 2
-        else:
-            start = stop
 
 
 def largest(device: Device) -> int:
@@ -85,8 +70,13 @@ def linear(
         )
         _run(program, [x, *tensors], y, start, stop)
 
-    in_parts(m, largest(resident.device) // (4 * max(x.shape[1], n)), run)
+    in_parts(m, largest(resident.device) // _row_bytes(resident.weight.geometry.columns, n), run)
     return y
+
+
+def _row_bytes(*columns: int) -> int:
+    """Bytes of a row of the widest matrix, as float32."""
+    return steps.rows_bytes(1, max(columns), torch.float32)
 
 
 def record_linear(
@@ -157,7 +147,7 @@ def embedding(indices: Tensor, resident: Resident, out_dtype: torch.dtype) -> Te
         program = resident.programs.get(key, lambda: _embedding(resident, stop - start, out_dtype))
         _run(program, [flat], y, start, stop)
 
-    in_parts(flat.shape[0], largest(resident.device) // (4 * resident.k), run)
+    in_parts(flat.shape[0], largest(resident.device) // _row_bytes(resident.k), run)
     return y.view(*indices.shape, resident.k)
 
 
@@ -187,15 +177,30 @@ def conv2d(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, geome
     y = torch.empty((batch, height, width, resident.n), dtype=form.out_dtype)
     buffer = None if bias is None else resident.biases.buffer(bias)
 
-    def run(start: int, stop: int) -> None:
-        shape = (stop - start, channels, *size)
-        key = (shape, x.dtype, form, geometry, buffer and id(buffer))
-        program = resident.programs.get(key, lambda: _conv2d(resident, shape, x.dtype, buffer, form, geometry))
-        program.run([pixels_of(x[start:stop])], [y[start:stop].view(-1, resident.n)])
+    def fits(sizes: Sizes) -> bool:
+        return _box_bytes(x, resident, geometry, sizes) <= largest(resident.device)
 
-    image = 4 * max(channels * size[0] * size[1], resident.n * height * width)
-    in_parts(batch, largest(resident.device) // image, run)
+    def run(box: Box) -> None:
+        (first, last), rows, columns = box
+        part, (top, bottom), (left, right) = geometry.part((size[0], size[1]), rows, columns)
+        shape = (last - first, channels, bottom - top, right - left)
+        key = (shape, x.dtype, form, part, buffer and id(buffer))
+        program = resident.programs.get(key, lambda: _conv2d(resident, shape, x.dtype, buffer, form, part))
+        pixels = pixels_of(x[first:last, :, top:bottom, left:right])
+        program.run([pixels], [y[first:last, slice(*rows), slice(*columns)].view(-1, resident.n)])
+
+    in_boxes((batch, height, width), fits, run)
     return y.movedim(-1, 1)
+
+
+def _box_bytes(x: Tensor, resident: Resident, geometry: Geometry2d, sizes: Sizes) -> int:
+    """Bytes of the largest matrix that a part of a convolution with results of these sizes needs, as float32."""
+    images, rows, columns = sizes
+    height, width = min(x.shape[2], geometry.reach(0, rows)), min(x.shape[3], geometry.reach(1, columns))
+    pixels, results = images * height * width, images * rows * columns
+    scratch = 4 * resident.weight.geometry.columns * geometry.groups
+    float32 = (steps.rows_bytes(count, n, torch.float32) for count, n in ((pixels, x.shape[1]), (results, resident.n)))
+    return max(*float32, min(results, steps.PART) * scratch)
 
 
 def pixels_of(x: Tensor) -> Tensor:

@@ -4,10 +4,11 @@ from .convolution import Geometry2d, Image, conv2d
 from .elementwise import ELEMENTWISE, elementwise
 from .embedding import embedding
 from .linear import linear
-from .rows import Rows, rows_bytes, rows_pitch
+from .rows import PART, Rows, rows_bytes, rows_pitch
 
 __all__ = [
     "ELEMENTWISE",
+    "PART",
     "Geometry2d",
     "Image",
     "Rows",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,28 +22,67 @@ Pair = tuple[int, int]
 
 _MOST_COLUMNS = 1 << 21
 """Values of a column that shaders find their way in with float32."""
+_MOST_STEP = (1 << 16) - 1
+"""Strides, padding and dilation: two of them make a word."""
 
 
 @dataclass(frozen=True)
 class Geometry2d:
-    """Height and width of kernel, stride, padding and dilation, and the number of channel groups."""
+    """Height and width of kernel, stride, padding and dilation, and the number of channel groups.
+
+    ``after``: the padding below and to the right, where it is not that above and to the left; -1: the last row of
+    pixels, or the last column, is not looked at.
+    """
 
     kernel: Pair
     stride: Pair
     padding: Pair
     dilation: Pair
     groups: int
+    after: Pair | None = None
 
     def output(self, height: int, width: int) -> Pair:
         """(OH, OW) for an image of (height, width)."""
-        sizes = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        oh, ow = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
+        after = self.padding if self.after is None else self.after
+        sizes = zip((height, width), self.padding, after, self.dilation, self.kernel, self.stride, strict=True)
+        oh, ow = ((size + p + q - d * (k - 1) - 1) // s + 1 for size, p, q, d, k, s in sizes)
         return oh, ow
+
+    def reach(self, axis: int, count: int) -> int:
+        """Rows of pixels, or columns, that ``count`` results side by side depend on."""
+        return (count - 1) * self.stride[axis] + self.dilation[axis] * (self.kernel[axis] - 1) + 1
+
+    def part(self, size: Pair, rows: Pair, columns: Pair) -> tuple[Geometry2d, Pair, Pair]:
+        """What computes the results ``rows`` x ``columns`` of an image of ``size``, from these pixels of it."""
+        whole = self.output(*size)
+        if (rows, columns) == ((0, whole[0]), (0, whole[1])):
+            return self, (0, size[0]), (0, size[1])
+        (ys, above, below), (xs, left, right) = (self._pixels(i, size[i], one) for i, one in enumerate((rows, columns)))
+        return replace(self, padding=(above, left), after=(below, right)), ys, xs
+
+    def _pixels(self, axis: int, size: int, span: Pair) -> tuple[Pair, int, int]:
+        """Pixels that a span of results depends on, and the padding before and after them."""
+        reach = self.reach(axis, span[1] - span[0])
+        first = span[0] * self.stride[axis] - self.padding[axis]
+        start, stop = max(0, first), min(size, first + reach)
+        if start < stop:
+            return (start, stop), start - first, first + reach - stop
+        return (0, 1), reach, -1  # nothing but padding: a pixel behind it, since an image has at least one
 
     @property
     def is_pointwise(self) -> bool:
         """Whether the columns are the pixels."""
-        return (self.kernel, self.stride, self.padding, self.groups) == ((1, 1), (1, 1), (0, 0), 1)
+        padded = self.padding != (0, 0) or self.after not in (None, (0, 0))
+        return (self.kernel, self.stride, self.groups, padded) == ((1, 1), (1, 1), 1, False)
+
+    def why_not(self, k: int) -> str:
+        """Why shaders cannot gather columns of ``k`` values, in a sentence; empty where they can."""
+        if k > _MOST_COLUMNS and not self.is_pointwise:
+            return f"a convolution with columns of {k} values has no kernel here: at most {_MOST_COLUMNS}."
+        step = max(*self.stride, *self.padding, *self.dilation)
+        if step > _MOST_STEP:
+            return f"a stride, padding or dilation of {step} has no kernel here: at most {_MOST_STEP}."
+        return ""
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -74,13 +113,13 @@ def conv2d(
     out: Ref | None = None,
 ) -> Image:
     """The convolution of images with a weight ``(OC, KH*KW*IC/groups)``: see the contract `conv2d`."""
+    if reason := geometry.why_not(weight.geometry.k):
+        raise PluginError(reason)
     height, width = geometry.output(x.height, x.width)
     if geometry.is_pointwise:
         y = linear(b, x.rows, weight, bias, activation, output, out_dtype, out=out)
         return Image(y, x.batch, y.columns, height, width)
     y = new_rows(b, x.batch * height * width, weight.geometry.n, out_dtype, out)
-    if weight.geometry.k > _MOST_COLUMNS:
-        raise PluginError(f"a convolution with columns of {weight.geometry.k} values: at most {_MOST_COLUMNS} here")
     pixels = local(b, x.rows)
     channels = x.channels // geometry.groups
     sizes = (x.height, x.width, height, width, *geometry.words, 1 / channels, 1 / geometry.kernel[1])

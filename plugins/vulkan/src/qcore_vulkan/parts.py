@@ -1,0 +1,73 @@
+"""Calls in parts: where activations are larger than a device takes at once, or its memory runs out.
+
+A convolution is cut into boxes of its result: along the images, then the rows of one image, then the positions of one
+row. So the results of a box lie side by side, channels last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .native import OutOfMemory
+
+Sizes = tuple[int, int, int]
+"""Images, rows and columns of a result."""
+
+Span = tuple[int, int]
+Box = tuple[Span, Span, Span]
+"""Images, rows and columns of a result, from ... to."""
+
+
+def in_parts(count: int, most: int, run: Callable[[int, int], None]) -> None:
+    """Call ``run(start, stop)`` over ``range(count)``, at most ``most`` at a time, fewer where memory runs out."""
+    start, most = 0, max(1, min(count, most))
+    while start < count:
+        stop = min(count, start + most)
+        try:
+            run(start, stop)
+        except OutOfMemory:
+            if stop - start == 1:
+                raise
+            most = (stop - start) // 2
+        else:
+            start = stop
+
+
+def in_boxes(sizes: Sizes, fits: Callable[[Sizes], bool], run: Callable[[Box], None]) -> None:
+    """Call ``run`` on boxes that make up the result; ``fits``: whether one of these sizes may be asked for."""
+    images, rows, columns = sizes
+    _cut(((0, images), (0, rows), (0, columns)), 0, fits, run)
+
+
+def _cut(box: Box, axis: int, fits: Callable[[Sizes], bool], run: Callable[[Box], None]) -> None:
+    """A box in parts along an axis, and a single part that is still too large along the next one."""
+    first, stop = box[axis]
+
+    def part(start: int, end: int) -> Box:
+        spans = [*box]
+        spans[axis] = (first + start, first + end)
+        return spans[0], spans[1], spans[2]
+
+    def run_part(start: int, end: int) -> None:
+        found = part(start, end)
+        if end - start > 1 or axis == 2:
+            run(found)
+            return
+        if fits(_sizes(found)):
+            try:
+                run(found)
+            except OutOfMemory:
+                pass
+            else:
+                return
+        _cut(found, axis + 1, fits, run)
+
+    most = stop - first
+    while most > 1 and not fits(_sizes(part(0, most))):
+        most = -(-most // 2)
+    in_parts(stop - first, most, run_part)
+
+
+def _sizes(box: Box) -> Sizes:
+    (image, images), (row, rows), (column, columns) = box
+    return images - image, rows - row, columns - column
