@@ -14,7 +14,7 @@ from torch import nn
 import qcore
 import qcore_vulkan
 from qcore.errors import FormatError, PluginError
-from qcore_vulkan import calls, chain, device, native
+from qcore_vulkan import builder, calls, chain, device, native
 
 
 @pytest.fixture(autouse=True)
@@ -266,6 +266,19 @@ def test_a_new_bias_is_noticed():
         torch.testing.assert_close(chained(x), before + 1)
         chained[2].bias = nn.Parameter(torch.zeros(20))
         torch.testing.assert_close(chained(x), nn.Sequential(*chained)(x))
+        chained[2].bias.data += 3
+        torch.testing.assert_close(chained(x), nn.Sequential(*chained)(x))
+        chained[2].bias = None
+        torch.testing.assert_close(chained(x), nn.Sequential(*chained)(x))
+
+
+def test_a_bias_that_comes_later_is_noticed():
+    chained, x = qcore_vulkan.sequential(made(nn.Linear(64, 32, bias=False), nn.ReLU())), torch.randn(3, 64)
+    with torch.no_grad():
+        chained(x)
+        chained[0].bias = nn.Parameter(torch.ones(32))
+        torch.testing.assert_close(chained(x), nn.Sequential(*chained)(x))
+        assert chained.explain().submissions == 1
 
 
 def test_a_module_put_in_place_of_another_is_noticed():
@@ -286,6 +299,35 @@ def test_long_inputs_go_in_parts(monkeypatch):
         torch.testing.assert_close(chained(x), expected)
     assert submissions(lambda: chained(x)) == 4
     assert chained.explain().submissions == 1
+
+
+def test_a_batch_of_one_that_is_too_large_runs_module_by_module(monkeypatch):
+    chained, x = qcore_vulkan.sequential(mlp()), torch.randn(1, 40, 64)
+    with torch.no_grad():
+        expected = chained(x)
+        monkeypatch.setattr(calls, "LARGEST", 10 * 96 * 4)
+        fresh = qcore_vulkan.sequential(chained)
+        torch.testing.assert_close(fresh(x), expected)
+    assert not fresh.explain().submissions
+    assert "too large" in str(fresh.explain())
+
+
+def test_a_long_chain_needs_no_more_memory_than_a_short_one(monkeypatch):
+    recorded, sizes = builder.Builder.recorded, []
+
+    def noted(made, timed):
+        sizes.append(made._used[native.ARENA])
+        return recorded(made, timed)
+
+    monkeypatch.setattr(builder.Builder, "recorded", noted)
+    for depth in (3, 30):
+        layers = made(*(nn.Linear(64, 64) for _ in range(depth)), scheme="w8a8")
+        sizes.clear()
+        with torch.no_grad():
+            qcore_vulkan.sequential(layers)(torch.randn(100, 64))
+        if depth == 3:
+            short = sizes[-1]
+    assert sizes[-1] == short
 
 
 def test_where_memory_runs_out_it_goes_in_parts(monkeypatch):

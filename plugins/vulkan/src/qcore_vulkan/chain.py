@@ -88,12 +88,10 @@ class _Piece:
     @cached_property
     def parts(self) -> int:
         """In how many parts the input is cut, so that nothing on the way is larger than the device takes."""
-        first = self.stages[0].before
         most = max(flow.nbytes for stage in self.stages for flow in (stage.before, stage.after))
         device = device_of(self.stages)
         assert device is not None
-        wanted = -(-most // largest(device))
-        return min(wanted, first.shape[0]) if len(first.shape) > 1 else 1
+        return -(-most // largest(device))
 
 
 class Sequential(nn.Sequential):
@@ -225,7 +223,10 @@ def _plan(leaves: _Leaves, x: Tensor) -> _Piece:
         flow = stage.after
     if device_of(stages) is None:
         return _Piece(reason=reason if not stages else "no quantized layer follows that runs on the device")
-    return _Piece(tuple(stages))
+    piece, first = _Piece(tuple(stages)), stages[0].before.shape
+    if piece.parts > (first[0] if len(first) > 1 else 1):
+        return _Piece(reason="a single row of the batch is too large for one go: each layer cuts it by itself")
+    return piece
 
 
 def _wants_gradients(stages: tuple[Stage, ...], x: Tensor) -> bool:

@@ -15,6 +15,7 @@ from qcore.contracts.conv2d import output_size
 from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
 
 from .eligibility import FLOATS
+from .steps import rows_bytes
 from .weights import HandleKernel
 
 # ruff: noqa: SLF001 - asks quantized modules for the kernels they are bound to
@@ -50,8 +51,8 @@ class Flow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the numbers, at 4 each at least: they are widened on the way."""
-        return math.prod(self.shape) * 4
+        """Bytes of the matrix on the device, at 4 for a number: they are widened on the way."""
+        return rows_bytes(*self.matrix, torch.float32)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -15,35 +15,36 @@ _KEPT = 32
 
 
 class Programs(Generic[K, V]):
-    """A bounded cache, the least recently used one goes first. Threads may share it."""
+    """A bounded cache, the least recently used one goes first.
+
+    Threads share it without a lock, which a process that is forked could inherit locked: at worst two make the same.
+    """
 
     def __init__(self, most: int = _KEPT) -> None:
         self._most = most
         self._kept: OrderedDict[K, V] = OrderedDict()
-        self._lock = threading.Lock()
 
     def get(self, key: K, make: Callable[[], V]) -> V:
         """What is kept under ``key``, else what ``make`` gives."""
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
+        found = self._kept.get(key)
+        if found is None:
+            found = make()
+            self.put(key, found)
+        else:
+            with contextlib.suppress(KeyError):  # another thread has dropped it just now
                 self._kept.move_to_end(key)
-                return found
-        made = make()  # outside the lock: it may take long, and two threads that make the same do no harm
-        self.put(key, made)
-        return made
+        return found
 
     def put(self, key: K, made: V) -> None:
         """Keep ``made`` under ``key``, whatever was there."""
-        with self._lock:
-            self._kept[key] = made
-            while len(self._kept) > self._most:
+        self._kept[key] = made
+        while len(self._kept) > self._most:
+            with contextlib.suppress(KeyError):
                 self._kept.popitem(last=False)
 
     def clear(self) -> None:
         """Forget them all."""
-        with self._lock:
-            self._kept.clear()
+        self._kept.clear()
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -20,15 +20,15 @@ from .weights import Resident, find
 
 @dataclass(frozen=True)
 class _BiasInUse:
-    """``module.bias``, which was ``buffer`` on the device when it was recorded."""
+    """``module.bias``, which was ``buffer`` on the device when it was recorded; None: there was none."""
 
     module: nn.Module
     biases: Biases
-    buffer: Buffer
+    buffer: Buffer | None
 
     def current(self) -> bool:
         bias = self.module._parameters["bias"]  # noqa: SLF001 - as core's own modules do, at a quarter of the price
-        return bias is not None and self.biases.buffer(bias) is self.buffer
+        return (None if bias is None else self.biases.buffer(bias)) is self.buffer
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,11 @@ def record(stages: Sequence[Stage]) -> Recorded:
     value, brought = _input(b, stages[0].before)
     working = [stage for stage in stages if stage.bound or stage.elementwise]
     biases: list[_BiasInUse] = []
-    for stage in working:
-        out = b.output(steps.rows_bytes(*stage.after.matrix, stage.after.dtype)) if stage is working[-1] else None
+    sizes = [steps.rows_bytes(*stage.after.matrix, stage.after.dtype) for stage in working]
+    # What is between two modules alternates between two places, however long the chain.
+    places = [b.scratch(max(sizes[turn:-1:2], default=0)) for turn in range(2)]
+    for turn, (stage, size) in enumerate(zip(working, sizes, strict=True)):
+        out = b.output(size) if stage is working[-1] else places[turn % 2].part(0, size)
         if stage.bound:
             value = _product(b, value, stage, residents[id(stage)], biases, out)
         else:
@@ -112,10 +115,8 @@ def _product(
     request, bias = stage.bound.request, stage.module._parameters.get("bias")  # noqa: SLF001 - as above
     if not isinstance(value, Rows):
         return steps.embedding(b, value, stage.before.matrix[0], resident.weight, request.out_dtype, out)
-    buffer = None
-    if bias is not None:
-        buffer = resident.biases.buffer(bias)
-        biases.append(_BiasInUse(stage.module, resident.biases, buffer))
+    buffer = None if bias is None else resident.biases.buffer(bias)
+    biases.append(_BiasInUse(stage.module, resident.biases, buffer))
     quantization = (request.activation, request.output, request.out_dtype)
     if stage.before.kind != IMAGE:
         return steps.linear(b, value, resident.weight, buffer, *quantization, out=out)

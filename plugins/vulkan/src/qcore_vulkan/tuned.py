@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 from qcore import _cache
 
 from .description import Description
+from .native import folders
 
 _KIND = "vulkan-kernels"
 
@@ -20,8 +20,9 @@ T = TypeVar("T")
 
 def keep(description: Description, problem: Any, kernel: Any) -> bool:
     """Keep a kernel for a problem (dataclasses both) and for those of about as many rows; whether that worked."""
+    written = _cache.write(_KIND, _key(description, problem), kernel=repr(kernel))
     recall.cache_clear()
-    return _cache.write(_KIND, _key(description, problem), kernel=repr(kernel))
+    return written
 
 
 def first(description: Description, problem: Any, kernels: Iterable[T]) -> T | None:
@@ -51,6 +52,7 @@ def _key(description: Description, problem: Any) -> str:
 def _version() -> str:
     """A hash of what kernels are made from: measurements of other ones do not count."""
     digest = hashlib.sha256()
-    for path in sorted((Path(__file__).parent / "steps").glob("*.py")):
-        digest.update(path.read_bytes())
+    for folder in folders():
+        for path in sorted([*folder.glob("steps/*.py"), *folder.glob("spirv/*.spv")]):
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

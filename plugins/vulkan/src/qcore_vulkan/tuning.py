@@ -57,7 +57,7 @@ def tune_linear(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, 
 
 
 def _copies(resident: Resident) -> list[DeviceWeight]:
-    weight, count = resident.weight, min(_MOST, -(-_CACHED // resident.nbytes))
+    weight, count = resident.weight, min(_MOST, -(-_CACHED // resident.weight.nbytes))
     if count == 1:
         return [weight]
     neutral = download(weight)

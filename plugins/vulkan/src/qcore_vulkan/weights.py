@@ -1,7 +1,7 @@
 """Weights in device memory, and the tensors that stand for them.
 
-``packed`` of a kernel here holds one tensor, a *handle*: int64 of shape (1,) on the CPU, the number of a `Resident`.
-The handle's storage owns the resident: when the last tensor on that storage dies, so does the resident, and its device
+``packed`` of a kernel here holds one tensor, a *handle*: int64 of shape (1,) on the CPU, the number of a `Holder`.
+The handle's storage owns the holder: when the last tensor on that storage dies, so does the weight, and its device
 memory is free again, however the tensor was passed around. A clone has a storage of its own and owns nothing: it finds
 the weight as long as the original lives.
 """
@@ -13,6 +13,8 @@ import secrets
 import threading
 import weakref
 from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,66 +26,87 @@ from qcore.kernels import Packed
 
 from . import device as devices
 from .bias import Biases
+from .device import Device
 from .layout import DeviceWeight, download, upload
+from .native import Forked
 from .programs import Programs
 
 HOST_COPY = "QCORE_VULKAN_HOST_COPY"
 """Set to 1: weights stay in host memory as well, so that they survive the loss of a device."""
 
-_alive: weakref.WeakValueDictionary[int, Resident] = weakref.WeakValueDictionary()
+_alive: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
 # From anywhere: a handle from another process must not name a weight of this one.
 _numbers = iter(range(secrets.randbits(48) << 14, 1 << 63))
 
 
+@dataclass(frozen=True, eq=False)
 class Resident:
-    """A weight in device memory, with what was made for it: programs and copies of biases.
+    """A weight ``(n, k)`` in the memory of a device, with what was made for it: programs and copies of biases."""
 
-    **Fields:** ``number``: what its handle holds; ``n`` and ``k``; ``nbytes``: on the device.
-    """
+    device: Device
+    weight: DeviceWeight
+    n: int
+    k: int
+    programs: Programs[Hashable, Any] = field(default_factory=Programs)
+
+    @cached_property
+    def biases(self) -> Biases:
+        """Copies of biases on the same device."""
+        return Biases(self.device, self.n)
+
+
+class Holder:
+    """What owns a resident, and makes another one where a device was lost. ``number``: what its handle holds."""
 
     def __init__(self, weight: QTensor) -> None:
         self.number = next(_numbers)
-        self.n, self.k = weight.shape
+        self._process = os.getpid()
         self._host = weight if os.environ.get(HOST_COPY, "") not in {"", "0"} else None
         self._lock = threading.Lock()
-        self._put(devices.get(), weight)
+        self._resident = _placed(devices.get(), weight)
         _alive[self.number] = self
 
-    def _put(self, device: devices.Device, weight: QTensor) -> None:
-        self.device = device
-        self.weight: DeviceWeight = upload(device, weight)
-        self.nbytes = self.weight.nbytes
-        self.programs: Programs[Hashable, Any] = Programs()
-        self.biases = Biases(device, self.n)
-
-    def ready(self) -> Resident:
-        """Itself, on a device that lives. Raises `PluginError` where the device was lost, and the weight with it."""
-        return self._again() if self.device.lost else self
+    def resident(self) -> Resident:
+        """The weight on a device that lives. Raises `PluginError` where the device was lost, and the weight with it."""
+        if os.getpid() != self._process:  # before any lock: another thread may have held it at the fork
+            raise Forked(
+                "this weight is on a Vulkan device that the parent of this process has opened, and drivers do not "
+                "survive a fork.\nStart workers with the 'spawn' method."
+            )
+        found = self._resident
+        return self._again() if found.device.lost else found
 
     def _again(self) -> Resident:
         with self._lock:
-            if not self.device.lost:  # another thread was quicker
-                return self
+            lost = self._resident.device
+            if not lost.lost:  # another thread was quicker
+                return self._resident
             if self._host is None:
                 raise PluginError(
-                    f"the Vulkan device {self.device.description.name!r} was lost, and this weight with it.\n"
+                    f"the Vulkan device {lost.description.name!r} was lost, and this weight with it.\n"
                     f"Load the checkpoint again (qcore.load_), or set {HOST_COPY}=1 beforehand: then weights are kept "
                     f"in host memory as well, and come back by themselves."
                 )
-            self._put(devices.get(self.device.description.index), self._host)
-            return self
+            # In one assignment: another thread sees the old one, which is lost, or the new one.
+            self._resident = _placed(devices.get(lost.description.index), self._host)
+            return self._resident
+
+
+def _placed(device: Device, weight: QTensor) -> Resident:
+    return Resident(device, upload(device, weight), *weight.shape)
 
 
 class _Owner(np.ndarray[Any, Any]):
-    """An array that keeps a resident alive; torch keeps the array alive as long as a storage needs its memory."""
+    """An array that keeps a holder alive; torch keeps the array alive as long as a storage needs its memory."""
 
-    resident: Resident
+    holder: Holder
 
 
-def handle(resident: Resident) -> Tensor:
-    """A tensor that stands for ``resident`` and owns it."""
-    array = np.array([resident.number], dtype=np.int64).view(_Owner)
-    array.resident = resident
+def handle(weight: QTensor) -> Tensor:
+    """Put a weight on the device: a tensor that stands for it and owns it."""
+    holder = Holder(weight)
+    array = np.array([holder.number], dtype=np.int64).view(_Owner)
+    array.holder = holder
     return torch.from_numpy(array)
 
 
@@ -95,7 +118,7 @@ def find(tensor: Tensor) -> Resident:
             "this handle stands for a weight in the memory of a Vulkan device that has been freed, or for one of "
             "another process.\nPack the weight again: qcore.save and qcore.load_, or kernel.pack(weight)."
         )
-    return found.ready()
+    return found.resident()
 
 
 class HandleKernel(Kernel):
@@ -116,10 +139,10 @@ class HandleKernel(Kernel):
                 f"{self.name} was made for {self.format} of shape {(self.n, self.k)};\n"
                 f"it cannot pack {weight.format} of shape {tuple(weight.shape)}."
             )
-        return {"weight": handle(Resident(weight))}
+        return {"weight": handle(weight)}
 
     def unpack(self, packed: Packed) -> QTensor:
         return download(find(packed["weight"]).weight)
 
     def nbytes(self, tensor: Tensor) -> int:
-        return find(tensor).nbytes
+        return find(tensor).weight.nbytes
