@@ -171,7 +171,7 @@ def xla_aot(session: nox.Session) -> None:
     (library,) = Path(session.virtualenv.location).glob("lib/python*/site-packages/libtpu/libtpu.so")
     # JAX is told where it is. Installed beside JAX it would be tried, as a backend, by every other session.
     session.env["TPU_LIBRARY_PATH"] = str(library.resolve())
-    _run_dev(session, "pytest", *(session.posargs or ["tests/xla_aot"]))
+    _run_dev(session, "pytest", *(session.posargs or [*TWO, "tests/xla_aot"]))
 
 
 @nox.session(reuse_venv=True)

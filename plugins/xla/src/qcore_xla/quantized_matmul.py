@@ -131,7 +131,7 @@ class XlaQuantizedLinear(nn.Module):
         """
         if isinstance(weight, QTensor):
             weight = self._of(weight)
-        parts = (weight, weight_scaler, zero_point) if isinstance(weight, Tensor) else (*weight, None)[:3]
+        parts = (weight, weight_scaler, zero_point) if isinstance(weight, Tensor) else (*weight, None, None)[:3]
         self._check(*parts)
         self.weight, self.weight_scaler, self.zero_point = parts  # type: ignore[assignment] # _check has looked
 
