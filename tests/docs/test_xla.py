@@ -63,7 +63,7 @@ REFUSED = {
 ELSEWHERE = {
     "a process in which JAX would take most of the GPU's memory at its first use",
     "a process whose `JAX_PLATFORMS` leaves the tensors' platform out",
-    "CPU tensors where JAX would take the TPU away from torch_tpu",
+    "tensors on a TPU's machine where JAX would take the TPU away from torch_tpu or torch_xla",
     "int8 activations on TPU v4 and TPU7x, which multiply no int8",
 }
 """Refused by the environment; tests/xla/test_environment.py holds the reasons."""
