@@ -8,6 +8,7 @@ import torch
 
 from qcore import Conv2dRequest, EmbeddingRequest, LinearRequest, StaticInt8
 
+from .layout import ROWS, Geometry, rows_per_part
 from .layout import why_not as why_not_packed
 
 Request: TypeAlias = LinearRequest | Conv2dRequest | EmbeddingRequest
@@ -21,7 +22,38 @@ def why_not(request: Request) -> str:
         _why_not_device(request.device)
         or why_not_packed(request.weight, request.n, request.k)
         or _why_not_dtypes(request)
+        or _why_not_sizes(request, largest_range())
     )
+
+
+def largest_range() -> int:
+    """Bytes that shaders of every usable device see at once: it is not known yet where the weight will go."""
+    from .device import devices
+
+    usable = [one.limits for one in devices() if not one.missing]
+    return min((min(limits.max_storage_range, limits.max_allocation) for limits in usable), default=1 << 30)
+
+
+def _why_not_sizes(request: Request, largest: int) -> str:
+    geometry = Geometry.of(request.weight, request.n, request.k)
+    heads = request.groups if isinstance(request, Conv2dRequest) else 1
+    if max(ROWS * geometry.row_bytes, 4 * heads * geometry.columns) > largest:
+        return f"rows of {heads * request.k} values are longer than a buffer of {largest} bytes holds; torch ops serve."
+    if not isinstance(request, Conv2dRequest):
+        return ""
+    if heads > 1 and rows_per_part(geometry, largest) < request.n:
+        return (
+            f"the weight of a convolution in {heads} channel groups must fit into one buffer, "
+            f"here of {largest} bytes; torch ops serve."
+        )
+    return _why_not_window(request)
+
+
+def _why_not_window(request: Conv2dRequest) -> str:
+    from .steps import Geometry2d
+
+    sizes = (request.kernel_size, request.stride, request.padding, request.dilation, request.groups)
+    return Geometry2d(*sizes).why_not(request.k)
 
 
 def _why_not_device(device: torch.device) -> str:
