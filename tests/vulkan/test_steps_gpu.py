@@ -12,7 +12,7 @@ import torch
 from contract_problems import one_thread  # noqa: F401
 from vulkan_problems import run_conv2d, run_linear, vulkan  # noqa: F401
 
-from qcore import Format
+from qcore import Format, QTensor
 from qcore.contracts import CONV2D, LINEAR, Problem
 from qcore.contracts.inputs import Draw
 from qcore.contracts.inputs import Shape as Sizes
@@ -129,7 +129,7 @@ def first(description, *args) -> Kernel:
 def test_the_order_of_capabilities(rich):
     half = torch.float16
     assert first(rich, "gemm_float", 512, "int4-g128", half).variant == "coop_f16"
-    assert first(rich, "gemm_float", 512, "int4-g128", torch.float32).terms == 3
+    assert first(rich, "gemm_float", 512, "int4-g128", torch.float32).variant == "gemm_float_shared"
     assert first(rich, "gemm_int", 512, "int8", half).variant == "coop_int8"
     assert first(rich, "gemm_int", 512, "int8-asym", half).variant == "gemm_int_shared_dot"
     poor = replace(rich, cooperative_matrix=())
@@ -143,16 +143,12 @@ def test_the_order_of_capabilities(rich):
 
 @pytest.mark.parametrize("fmt", ["int8", "int8-g32", "int4-g32", "int4-g96", "int4-g128", "int4-g512"])
 @pytest.mark.parametrize("op", ["gemm_float", "gemm_int"])
-def test_tiles_fit_into_shared_memory_and_groups(rich, op, fmt):
+def test_tiles_fit_into_groups(rich, op, fmt):
     for m in (1, 8, 16, 100, 512):
         asked = problem(op, m, fmt, torch.bfloat16, k=1536)
         for kernel in gpu.candidates(rich, asked):
-            shape = getattr(kernel, "shape", None)
             if isinstance(kernel, (CoopF16, CoopInt8)):
-                assert asked.geometry.blocks % shape.blocks(asked.geometry) == 0
-            if shape is not None:
-                width = 1 if asked.op == "gemm_int" else 2
-                assert shape.shared_memory(asked.geometry, width) <= rich.limits.shared_memory
+                assert asked.geometry.blocks % kernel.shape.blocks(asked.geometry) == 0
             if kernel.variant == "gemv_coop":
                 fold = kernel.constants(asked.geometry)[3]
                 assert (
@@ -160,6 +156,46 @@ def test_tiles_fit_into_shared_memory_and_groups(rich, op, fmt):
                     if asked.geometry.groups == 1
                     else asked.geometry.blocks % fold == kernel.chunk % fold == 0
                 )
+
+
+@pytest.mark.parametrize(("lanes", "shared"), [(128, 16384), (1024, 16384), (1024, 32768), (1024, 49152)])
+def test_kernels_keep_to_the_limits_of_a_device(rich, lanes, shared):
+    limits = replace(rich.limits, max_invocations=lanes, max_group_size=(lanes, lanes, 64), shared_memory=shared)
+    small = replace(rich, limits=limits)
+    for op in ("gemm_float", "gemm_int"):
+        for m in (1, 3, 8, 16, 100, 512):
+            asked = problem(op, m, "int4-g128", torch.bfloat16)
+            for kernel in gpu.candidates(small, asked):
+                needs = kernel.needs(asked.geometry)
+                assert needs[0] <= lanes
+                assert needs[1] <= shared
+
+
+@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_digits_keep_what_is_not_finite(vulkan, monkeypatch, dtype, value, place):  # noqa: F811
+    only(monkeypatch, vulkan, lambda asked: digits(vulkan, 4 if asked.x_dtype == torch.float32 else 3))
+    asked = drawn("w4a16-g32", 1, 16, 64, dtype)
+    asked.x[0, place] = value
+    assert_right(vulkan, asked)
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32-asym", "w4a16-g32-fzp"])
+@pytest.mark.parametrize("large", [64.0, 4096.0, 60000.0, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_digits_beside_a_large_value_whose_weight_is_zero(vulkan, monkeypatch, dtype, large, scheme):  # noqa: F811
+    if large > torch.finfo(dtype).max:
+        return
+    only(monkeypatch, vulkan, lambda asked: digits(vulkan, 4 if asked.x_dtype == torch.float32 else 3))
+    asked = drawn(scheme, 2, 16, 64, dtype)
+    codes = asked.weight.codes().clone()
+    zero = asked.weight.integer_zero()
+    codes[:, 5] = 0 if zero is None else zero[0].to(codes.dtype)
+    weight = QTensor.from_codes(codes, asked.weight.scale, asked.weight.zero, asked.weight.format)
+    x = ((torch.rand(2, 64) * 0.5 + 0.5) * 0.01).to(dtype)
+    x[:, 5] = large
+    assert_right(vulkan, replace(asked, weight=weight, x=x))
 
 
 def test_more_rows_never_read_the_weight_by_rows(rich):

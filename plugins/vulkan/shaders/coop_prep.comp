@@ -60,17 +60,21 @@ float row_unit(uint row, uint lane) {
     return most < 0x00800000u ? 1.0 : uintBitsToFloat(min((TERMS > 1u ? 268u : 269u) - (most >> 23), 230u) << 23);
 }
 
-// Two values as float16; what does not fit is taken on to the next term. With one term nothing is rounded but what lies
-// far below the row's largest.
-uint pair(uint a, uint b) {
-    vec2 v = vec2(value[a], value[b]);
-    uint bits = packHalf2x16(v);
-    if (TERMS > 1u) {
-        v = (v - unpackHalf2x16(bits)) * 2048.0;
-        value[a] = v.x;
-        value[b] = v.y;
-    }
+// The value of float16's bits, whatever the device does with subnormal numbers.
+float half_value(uint bits) {
+    float small = float(bits & 0x3ffu) * 5.9604644775390625e-8;
+    return (bits & 0x7c00u) != 0u ? unpackHalf2x16(bits).x : (bits & 0x8000u) != 0u ? -small : small;
+}
+
+// The value as float16; what does not fit is taken on to the next term.
+uint take(uint i) {
+    uint bits = half_bits(value[i]);
+    if (TERMS > 1u) value[i] = (value[i] - half_value(bits)) * 2048.0;
     return bits;
+}
+
+uint pair(uint a, uint b) {
+    return take(a) | take(b) << 16;
 }
 
 uint place(uint row, uint c) {

@@ -118,7 +118,7 @@ void main() {
         [[unroll]] for (uint f = 0u; f < (FOLD == 0u ? 0u : CHUNK / SPAN); ++f) {
             uint group = min(chunk * CHUNK + f * SPAN, blocks - 1u) / group_blocks;
             [[unroll]] for (uint r = 0u; r < R; ++r)
-                coopMatLoad(s[f * R + r], scale, group * np + min(n0 + r * 16u, np - 8u), 0u,
+                coopMatLoad(s[f * R + r], scale, group * np + min(n0 + r * 16u, np - 16u), 0u,
                             gl_CooperativeMatrixLayoutColumnMajor);
         }
         [[unroll]] for (uint r = 0u; r < R; ++r) {

@@ -41,6 +41,7 @@ layout(set = 0, binding = 4) readonly buffer XBlock { uvec4 x_block[]; };  // [M
 layout(set = 0, binding = 4) readonly buffer XToken { uint x_token[]; };  // scales [M], zero points [M]
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer Sums { float row_sum[]; };  // [NP] of the dequantized weight
+layout(set = 0, binding = 7) readonly buffer Rest { vec4 rest[]; };      // [M][blocks][8], see gemv_split
 
 shared float partial[LANES / SUBGROUP * R * MT * 8u];
 
@@ -62,6 +63,7 @@ float join(int low, int high) {
 }
 
 float acc[R * MT];
+uint marked = 0u;  // whether digits did not hold all of x
 uvec4 v[UNROLL * CHUNK * R * P];  // weights on their way
 
 void add_chunk(uint chunk, uint n0, uint row0, uint u) {
@@ -102,11 +104,37 @@ void add_chunk(uint chunk, uint n0, uint row0, uint u) {
                 if (DIGITS == 4u) high = sums[i + DIGITS - 2u] + 256 * sums[i + DIGITS - 1u];
                 value = uintBitsToFloat(k.x) * join(low - z * int(k.y), high - z * int(k.z));
                 total = uintBitsToFloat(k.x) * join(int(k.y), int(k.z));
+                marked |= k.w;
             }
             acc[r * MT + m_] += s * value;
             if (ZERO == 2u) acc[r * MT + m_] += uintBitsToFloat(zero[at]) * total;
         }
     }
+}
+
+// Four codes as floats.
+vec4 code4(uint word) {
+    if (BITS == 8u) return vec4(unpack_bytes(word));
+    return vec4(word & 0xffu, (word >> 8) & 0xffu, (word >> 16) & 0xffu, word >> 24);
+}
+
+// Adds the products of what the digits of a row of x left over of a block.
+void add_rest(uint block, uint r, uint m_, uint row_of_x, uint at, uint weight) {
+    uint group = uint((float(block) + 0.5) * groups_per_block);
+    uint parameter = group * np + weight;
+    float z = float(ZERO == 1u ? int(zero[parameter]) : (BITS == 4u ? 8 : 0));
+    vec4 sum = vec4(0.0);
+    vec4 plain = vec4(0.0);
+    for (uint h = 0u; h < 2u; ++h) {
+        uvec4 codes = bytes(w[at], w[at + (P - 1u) * 8u], h);
+        for (uint i = 0u; i < 4u; ++i) {
+            vec4 left = rest[(row_of_x * blocks + block) * 8u + h * 4u + i];
+            sum += left * (code4(codes[i]) - z);
+            plain += left;
+        }
+    }
+    acc[r * MT + m_] += scale[parameter] * dot(sum, vec4(1.0));
+    if (ZERO == 2u) acc[r * MT + m_] += uintBitsToFloat(zero[parameter]) * dot(plain, vec4(1.0));
 }
 
 float finish(uint m_, uint n_, float value) {
@@ -137,6 +165,18 @@ void main() {
         }
         [[unroll]] for (uint u = 0u; u < UNROLL; ++u) {
             if (chunk + u * stride < chunks) add_chunk(chunk + u * stride, n0, row0, u);
+        }
+    }
+    for (uint chunk = lane >> 3; marked != 0u && chunk < chunks; chunk += stride) {
+        [[unroll]] for (uint m_ = 0u; m_ < MT; ++m_) {
+            uint row_of_x = min(row0 + m_, m - 1u);
+            if (x_block[row_of_x * chunks + chunk].w == 0u) continue;
+            for (uint block = chunk * CHUNK; block < (chunk + 1u) * CHUNK; ++block) {
+                [[unroll]] for (uint r = 0u; r < R; ++r) {
+                    uint rows_ = min(tile * R + r, np / 8u - 1u);
+                    add_rest(block, r, m_, row_of_x, (rows_ * blocks + block) * P * 8u + row, rows_ * 8u + row);
+                }
+            }
         }
     }
     [[unroll]] for (uint i = 0u; i < R * MT; ++i) {

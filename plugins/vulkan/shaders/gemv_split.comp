@@ -1,6 +1,7 @@
 // Takes floats apart into DIGITS signed digits to base 256, one power of two per CHUNK blocks of 32 columns (see
-// gemv_digits). An invocation makes four columns; eight neighbours share a block and must share a subgroup with the
-// chunk.
+// gemv_digits). What the digits cannot hold is left as floats; a chunk is marked where that is more than 2^-21 of an
+// element, and a chunk that is not finite, or too large or small for powers of two, is left to them whole. An invocation
+// makes four columns; eight neighbours share a block and must share a subgroup with the chunk.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -15,35 +16,38 @@ layout(local_size_x = 64) in;
 layout(push_constant) uniform Push { uint m, k, pitch, group, padded, blocks, dtype; };
 
 layout(set = 0, binding = 1) writeonly buffer Digits { uint digits[]; };  // [M][blocks][DIGITS][8]
-// [M][chunks]: scale, sums of digits 0 + 256 of digits 1, of digits 2 + 256 of digits 3.
+// [M][chunks]: scale, sums of digits 0 + 256 of digits 1, of digits 2 + 256 of digits 3, whether something is left.
 layout(set = 0, binding = 2) writeonly buffer Sums { uvec4 sums[]; };
+layout(set = 0, binding = 3) writeonly buffer Rest { vec4 rest[]; };  // [M][blocks][8], of marked chunks
 
 void main() {
     uint workgroup = gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x;
     uint id = workgroup * 64u + gl_SubgroupID * gl_SubgroupSize + gl_SubgroupInvocationID;
     uint row = id / (blocks * 8u);
     uint word = id % (blocks * 8u);
-    float value[4];
-    float most = 0.0;
+    vec4 value = vec4(0.0);
+    uint bits = 0u;  // of the largest magnitude: they order as the floats do, with Inf and NaN above
     [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-        value[i] = row < m ? fetch_padded(row, word * 4u + i, k, pitch, group, padded, dtype) : 0.0;
-        most = max(most, abs(value[i]));
-        if (isnan(value[i])) most = value[i];
+        if (row < m) value[i] = fetch_padded(row, word * 4u + i, k, pitch, group, padded, dtype);
+        bits = max(bits, floatBitsToUint(value[i]) & 0x7fffffffu);
     }
-    // Bits of the magnitude: they order as the floats do and, unlike max(), keep a NaN.
-    uint bits = floatBitsToUint(most) & 0x7fffffffu;
     [[unroll]] for (uint o = 1u; o < 8u * CHUNK; o <<= 1) bits = max(bits, subgroupShuffleXor(bits, o));
     // |whole| < 2^(8 DIGITS - 1) less one part in 128, which the digits can just hold.
-    int e = clamp(int((bits + 0x20000u) >> 23) - 127, -90, 127);
-    int shift = int(8u * DIGITS) - 2 - e;
+    int e = int((bits + 0x20000u) >> 23) - 127;
+    bool fits = e >= -90 && e < 127 || bits == 0u;
+    int shift = int(8u * DIGITS) - 2 - clamp(e, -90, 126);
     float up = uintBitsToFloat(uint(127 + shift / 2) << 23);
-    float rest = uintBitsToFloat(uint(127 + shift - shift / 2) << 23);
+    float more = uintBitsToFloat(uint(127 + shift - shift / 2) << 23);
+    vec4 scaled = fits ? value * up * more : vec4(0.0);
+    vec4 rounded = roundEven(scaled);
+    vec4 lost = scaled - rounded;
+    uint marked = any(greaterThan(abs(lost), abs(scaled) * 4.76837158e-7)) || !fits ? 1u : 0u;
     int low = 0;
     int high = 0;
     uint packed[DIGITS];
     [[unroll]] for (uint d = 0u; d < DIGITS; ++d) packed[d] = 0u;
     [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-        int whole = int(roundEven(value[i] * up * rest));
+        int whole = int(rounded[i]);
         [[unroll]] for (uint d = 0u; d < DIGITS; ++d) {
             int digit = d + 1u == DIGITS ? whole : bitfieldExtract(whole, 0, 8);
             if (d < 2u) low += digit << (8u * d);
@@ -55,11 +59,13 @@ void main() {
     [[unroll]] for (uint o = 1u; o < 8u * CHUNK; o <<= 1) {
         low += subgroupShuffleXor(low, o);
         high += subgroupShuffleXor(high, o);
+        marked |= subgroupShuffleXor(marked, o);
     }
     if (row >= m) return;
     uint block = row * blocks + word / 8u;
     [[unroll]] for (uint d = 0u; d < DIGITS; ++d) digits[(block * DIGITS + d) * 8u + word % 8u] = packed[d];
-    float unit = uintBitsToFloat(uint(127 - shift / 2) << 23) * uintBitsToFloat(uint(127 - shift + shift / 2) << 23);
-    if (bits >= 0x7f800000u) unit = uintBitsToFloat(0x7fc00000u);  // Inf or NaN in a block: its sum is NaN
-    if (word % (8u * CHUNK) == 0u) sums[block / CHUNK] = uvec4(floatBitsToUint(unit), low, high, 0u);
+    float down = uintBitsToFloat(uint(127 - shift / 2) << 23);
+    float less = uintBitsToFloat(uint(127 - shift + shift / 2) << 23);
+    if (marked != 0u) rest[block * 8u + word % 8u] = fits ? lost * down * less : value;
+    if (word % (8u * CHUNK) == 0u) sums[block / CHUNK] = uvec4(floatBitsToUint(down * less), low, high, marked);
 }

@@ -1,7 +1,7 @@
 // For activations with zero points: what each output channel's sum of weights adds, s (sum u - z count) over the
 // groups. A workgroup serves eight rows of the weight; its lanes share the groups.
 #version 450
-layout(local_size_x = 256) in;
+layout(local_size_x = 128) in;
 
 layout(push_constant) uniform Push {
     uint np, groups, group, k;
@@ -15,13 +15,13 @@ layout(set = 0, binding = 1) readonly buffer Scale { float scale[]; };  // [G][N
 layout(set = 0, binding = 2) readonly buffer Zero { uint zero[]; };     // [G][NP]
 layout(set = 0, binding = 3) writeonly buffer Result { float result[]; };  // [NP]
 
-shared float part[256];
+shared float part[128];
 
 void main() {
     uint lane = gl_LocalInvocationIndex;
     uint n = (gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x) * 8u + lane % 8u;
     float value = 0.0;
-    for (uint g = lane / 8u; g < groups && n < np; g += 32u) {
+    for (uint g = lane / 8u; g < groups && n < np; g += 16u) {
         uint at = g * np + n;
         int count = int(min(group, k - g * group));
         int less = integer != 0u ? int(zero[at]) : offset;
@@ -29,7 +29,7 @@ void main() {
         if (zero_float != 0u) value += uintBitsToFloat(zero[at]) * float(count);
     }
     part[lane] = value;
-    for (uint reach = 128u; reach >= 8u; reach /= 2u) {
+    for (uint reach = 64u; reach >= 8u; reach /= 2u) {
         barrier();
         if (lane < reach) part[lane] += part[lane + reach];
     }

@@ -53,8 +53,10 @@ def forget(device: Device, problem: Problem) -> None:
 def usable(device: Device, problem: Problem) -> Iterator[Kernel]:
     """The kernels that can serve a problem on this device, the presumably fastest first."""
     for kernel in candidates(device.description, problem):
+        own = (kernel.variant, kernel.constants(problem.geometry), kernel.subgroup)
         try:
-            device.pipeline(kernel.variant, kernel.constants(problem.geometry), kernel.subgroup)
+            for variant, constants, subgroup in (own, *kernel.helpers(problem.geometry)):
+                device.pipeline(variant, constants, subgroup)
         except native.Unsupported:
             continue
         yield kernel
@@ -62,10 +64,15 @@ def usable(device: Device, problem: Problem) -> Iterator[Kernel]:
 
 def candidates(description: Description, problem: Problem) -> Iterator[Kernel]:
     """Kernels for a problem by what a device says it has."""
-    if problem.op == "gemm_int":
-        yield from _int(description, problem)
-    else:
-        yield from _float(description, problem)
+    kernels = _int(description, problem) if problem.op == "gemm_int" else _float(description, problem)
+    return (kernel for kernel in kernels if fits(kernel, problem, description))
+
+
+def fits(kernel: Kernel, problem: Problem, description: Description) -> bool:
+    """Whether a workgroup has as many lanes and as much shared memory as the device allows, at most."""
+    lanes, shared = kernel.needs(problem.geometry)
+    limits = description.limits
+    return lanes <= min(limits.max_invocations, limits.max_group_size[0]) and shared <= limits.shared_memory
 
 
 def _int(description: Description, problem: Problem) -> Iterator[Kernel]:
@@ -75,9 +82,9 @@ def _int(description: Description, problem: Problem) -> Iterator[Kernel]:
     if problem.m <= (2 * FEW if tile is None else FEW):
         yield from _digits(description, problem, f"gemv_digits_{suffix}", 1)
     if tile is not None:
-        for shape, parts in _coop_shapes(_COOP_INT8, description, problem, 1):
+        for shape, parts in _coop_shapes(_COOP_INT8, description, problem):
             yield CoopInt8(shape, tile, description.subgroup.size, parts)
-    for shape in _fitting(_INT, description, problem, 1):
+    for shape in _by_time(_INT, description, problem):
         yield SharedInt(f"gemm_int_shared_{suffix}", shape)
 
 
@@ -88,12 +95,14 @@ def _float(description: Description, problem: Problem) -> Iterator[Kernel]:
         yield from _coop_gemv(description, problem)
     if problem.m <= FEW and description.features.get("integer_dot"):
         yield from _digits(description, problem, "gemv_digits_dot", 3 if narrow else 4)
-    if tile is not None:
-        terms = 1 if narrow else 3
-        for shape, parts in _coop_shapes(_COOP_F16, description, replace(problem, m=terms * problem.m), 2):
-            yield CoopF16(shape, tile, description.subgroup.size, parts, terms)
-    for shape in _fitting(_FLOAT, description, problem, 2):
+    if tile is not None and narrow:
+        for shape, parts in _coop_shapes(_COOP_F16, description, problem):
+            yield CoopF16(shape, tile, description.subgroup.size, parts)
+    for shape in _by_time(_FLOAT, description, problem):
         yield SharedFloat(shape)
+    if tile is not None and not narrow:  # not yet measured: for `qcore tune` to find
+        for shape, parts in _coop_shapes(_COOP_F16, description, replace(problem, m=3 * problem.m)):
+            yield CoopF16(shape, tile, description.subgroup.size, parts, 3)
 
 
 def _digits(description: Description, problem: Problem, variant: str, digits: int) -> Iterator[Kernel]:
@@ -130,32 +139,24 @@ def _coop_gemv(description: Description, problem: Problem) -> Iterator[Kernel]:
             yield CoopGemv(lanes, r, chunk, tn)
 
 
-def _coop_shapes(
-    shapes: tuple[Shape, ...], description: Description, problem: Problem, width: int
-) -> Iterator[tuple[Shape, int]]:
-    """Shapes that fit, the smallest that holds all rows first (else the largest), and parts of K to fill the cores."""
-    cores, m, g = description.limits.cores or _CORES, problem.m, problem.geometry
-    fitting = [shape for shape in shapes if shape.shared_memory(g, width) <= description.limits.shared_memory]
-    for shape in sorted(fitting, key=lambda shape: (shape.bm < m, abs(shape.bm - m))):
-        x, y, _ = shape.groups(m, g.n)
+def _coop_shapes(shapes: tuple[Shape, ...], description: Description, problem: Problem) -> Iterator[tuple[Shape, int]]:
+    """Shapes, the smallest that holds all rows first (else the largest), and parts of K to fill the cores."""
+    cores, m, n = description.limits.cores or _CORES, problem.m, problem.geometry.n
+    for shape in sorted(shapes, key=lambda shape: (shape.bm < m, abs(shape.bm - m))):
+        x, y, _ = shape.groups(m, n)
         room = cores * (128 // shape.bm) // (x * y)  # of small tiles a core takes several at once
         yield shape, next((parts for parts in (8, 4, 2) if parts <= room), 1)
 
 
-def _fitting(shapes: tuple[Shape, ...], description: Description, problem: Problem, width: int) -> Iterator[Shape]:
-    """Shapes that fit into shared memory, in the order of the time that the cores spend on all of their tiles.
-
-    ``width``: bytes of an element there; tiles of float32 are half as long as those of float16, and take as much.
-    """
-    cores, m, geometry = description.limits.cores or _CORES, problem.m, problem.geometry
+def _by_time(shapes: tuple[Shape, ...], description: Description, problem: Problem) -> list[Shape]:
+    """Shapes in the order of the time that the cores spend on all of their tiles."""
+    cores, m, n = description.limits.cores or _CORES, problem.m, problem.geometry.n
 
     def time(shape: Shape) -> float:
-        x, y, _ = shape.groups(m, geometry.n)
-        loads = 8 / shape.bm + 8 / shape.bn
-        return -(-x * y // cores) * shape.bm * shape.bn * (1 + loads)
+        x, y, _ = shape.groups(m, n)
+        return -(-x * y // cores) * shape.bm * shape.bn * (1 + 8 / shape.bm + 8 / shape.bn)
 
-    most = description.limits.shared_memory
-    yield from sorted((shape for shape in shapes if shape.shared_memory(geometry, width) <= most), key=time)
+    return sorted(shapes, key=time)
 
 
 def _matrix(description: Description, operand: str, result: str) -> tuple[int, int, int] | None:

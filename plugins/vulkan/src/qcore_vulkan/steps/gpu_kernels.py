@@ -13,7 +13,19 @@ from ..layout import FLOAT_ZERO, INT_ZERO, Geometry, Part
 from .product import Activations
 from .rows import NUMBERS, FloatRows, Int8Rows, Rows
 
+Pipeline = tuple[str, tuple[int, ...], int]
+"""A variant, its constants and the size of its subgroups."""
+
 _SPLIT_LANES = 64
+
+
+class Single:
+    """A kernel whose helpers, where it has any, are compiled by every device that compiles the kernel."""
+
+    def helpers(self, geometry: Geometry) -> list[Pipeline]:
+        """Pipelines that it needs beside its own."""
+        del geometry
+        return []
 
 
 @dataclass(frozen=True)
@@ -61,27 +73,42 @@ class Digits:
     ) -> None:
         blocks = geometry.groups * geometry.blocks
         asymmetric = isinstance(x, Int8Rows) and x.asymmetric
-        sums = _row_sums(b, part, geometry, folded=False) if asymmetric else None
-        codes, params = (x.codes, x.params) if isinstance(x, Int8Rows) else self._split(b, x, geometry)
+        extra: Ref | None
+        if isinstance(x, Int8Rows):
+            codes, params = x.codes, x.params
+            extra = _row_sums(b, part, geometry, folded=False) if asymmetric else None
+        else:
+            codes, params, extra = self._split(b, x, geometry)
         push = [out.rows, part.n, part.padded_n, blocks, 1.0 / geometry.blocks, *_result(out, bias, part)]
         push += [int(asymmetric), out.rows]
         x_tiles, folds, _ = fold(-(-part.padded_n // (8 * self.r)))
         groups = (x_tiles, folds, -(-out.rows // self.rows))
-        refs = _refs(codes, part, params, bias, out, sums)
+        refs = _refs(codes, part, params, bias, out, extra)
         b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
 
-    def _split(self, b: Builder, x: Activations, geometry: Geometry) -> tuple[Ref, Ref]:
-        """Digits of float rows; scale and sums of each chunk."""
+    def helpers(self, geometry: Geometry) -> list[Pipeline]:
+        """What it needs beside its own pipeline."""
+        return [] if self.digits == 1 else [("gemv_split", (self.digits, self.blocks(geometry)), self.subgroup)]
+
+    def _split(self, b: Builder, x: Activations, geometry: Geometry) -> tuple[Ref, Ref, Ref]:
+        """Digits of float rows; scale and sums of each chunk; what the digits leave."""
         ref, sizes, dtype = _source(x, geometry)
         rows, blocks, chunk = int(sizes[0]), geometry.groups * geometry.blocks, self.blocks(geometry)
         codes, sums = b.scratch(rows * blocks * self.digits * 32), b.scratch(rows * blocks // chunk * 16)
+        rest = b.scratch(rows * blocks * 128)
+        ((variant, constants, subgroup),) = self.helpers(geometry)
         groups = fold(-(-rows * blocks * 8 // _SPLIT_LANES))
-        b.dispatch("gemv_split", (self.digits, chunk), groups, [*sizes, blocks, dtype], [ref, codes, sums])
-        return codes, sums
+        b.dispatch(variant, constants, groups, [*sizes, blocks, dtype], [ref, codes, sums, rest], subgroup=subgroup)
+        return codes, sums, rest
+
+    def needs(self, geometry: Geometry) -> tuple[int, int]:
+        """Lanes of a workgroup and bytes of shared memory."""
+        del geometry
+        return self.lanes, self.lanes // self.subgroup * self.r * self.rows * 32
 
 
 @dataclass(frozen=True)
-class CoopGemv:
+class CoopGemv(Single):
     """`gemv_coop`: ``tn`` rows of x against ``16 r`` rows of the weight, ``chunk`` blocks of 32 columns at a time."""
 
     lanes: int
@@ -96,6 +123,11 @@ class CoopGemv:
         g = geometry
         fold_ = 0 if g.groups == 1 else next(c for c in (self.chunk, 2, 1) if g.blocks % c == 0)
         return self.lanes, self.r, self.chunk, fold_, g.bits, g.zero_kind, self.tn
+
+    def needs(self, geometry: Geometry) -> tuple[int, int]:
+        """Lanes of a workgroup and bytes of shared memory."""
+        del geometry
+        return self.lanes, self.lanes // 32 * 16 * (self.chunk * 64 + 16)
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
@@ -135,10 +167,9 @@ class Shape:
         """Blocks at a time: a number that divides those of a group."""
         return next(c for c in (4, 2, 1) if c <= self.kb and geometry.blocks % c == 0)
 
-    def shared_memory(self, geometry: Geometry, width: int) -> int:
-        """Bytes of tiles of elements of ``width`` bytes, each row with 16 to spare, and of scales."""
-        row = self.blocks(geometry) * 32 * width + 16
-        return self.buffers * (self.bm + self.bn) * row + 8 * (self.bn + 4)
+    def tile_bytes(self, geometry: Geometry, width: int) -> int:
+        """Bytes of both tiles of elements of ``width`` bytes, each row with 16 to spare."""
+        return self.buffers * (self.bm + self.bn) * (self.blocks(geometry) * 32 * width + 16)
 
     def groups(self, rows: int, columns: int) -> tuple[int, int, int]:
         """Workgroups for a result."""
@@ -146,7 +177,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class SharedFloat:
+class SharedFloat(Single):
     """`gemm_float_shared`."""
 
     shape: Shape
@@ -158,6 +189,11 @@ class SharedFloat:
         s = self.shape
         return s.parts, s.bm, s.bn, s.m, s.n, geometry.bits, geometry.zero_kind, 1
 
+    def needs(self, geometry: Geometry) -> tuple[int, int]:
+        """Lanes of a workgroup and bytes of shared memory."""
+        del geometry
+        return self.shape.parts, 2 * 16 * 4 * (self.shape.bm + self.shape.bn + 8)
+
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
     ) -> None:
@@ -168,7 +204,7 @@ class SharedFloat:
 
 
 @dataclass(frozen=True)
-class SharedInt:
+class SharedInt(Single):
     """`gemm_int_shared`."""
 
     variant: str
@@ -180,6 +216,10 @@ class SharedInt:
         s, grouped = self.shape, int(geometry.groups > 1)
         return s.parts, s.bm, s.bn, s.blocks(geometry), s.m, s.n, geometry.bits, geometry.zero_kind, grouped
 
+    def needs(self, geometry: Geometry) -> tuple[int, int]:
+        """Lanes of a workgroup and bytes of shared memory."""
+        return self.shape.parts, self.shape.tile_bytes(geometry, 1)
+
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
     ) -> None:
@@ -189,7 +229,7 @@ class SharedInt:
 
 
 @dataclass(frozen=True)
-class CoopInt8:
+class CoopInt8(Single):
     """`coop_int8`; ``tile``: m, n, k of a cooperative matrix, ``subgroup`` its lanes; ``parts`` of K, at most."""
 
     shape: Shape
@@ -202,6 +242,10 @@ class CoopInt8:
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         return _coop_constants(self.shape, self.tile, self.subgroup, geometry)
 
+    def needs(self, geometry: Geometry) -> tuple[int, int]:
+        """Lanes of a workgroup and bytes of shared memory."""
+        return _coop_needs(self, geometry, 1)
+
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
     ) -> None:
@@ -210,7 +254,7 @@ class CoopInt8:
 
 
 @dataclass(frozen=True)
-class CoopF16:
+class CoopF16(Single):
     """`coop_f16`; fields as of `CoopInt8`, and ``terms``: 3 where x is float32, which as many float16 rows hold."""
 
     shape: Shape
@@ -223,6 +267,10 @@ class CoopF16:
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         return _coop_constants(self.shape, self.tile, self.subgroup, geometry)
+
+    def needs(self, geometry: Geometry) -> tuple[int, int]:
+        """Lanes of a workgroup and bytes of shared memory."""
+        return _coop_needs(self, geometry, 2)
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
@@ -286,6 +334,15 @@ def _append_coop(
         b.dispatch(
             "gemm_join", (), fold(-(-total // 64)), [out.rows, part.n, count * terms, *_result(out, bias, part)], joined
         )
+
+
+def _coop_needs(kernel: CoopInt8 | CoopF16, geometry: Geometry, width: int) -> tuple[int, int]:
+    """Tiles, where the results of all subgroups come later, and scales of two groups."""
+    s = kernel.shape
+    tiles = s.tile_bytes(geometry, width)
+    first = tiles * s.bm // (s.bm + s.bn)
+    results = 4 * s.parts * kernel.tile[0] * kernel.tile[1]
+    return s.parts * kernel.subgroup, tiles + max(0, results - first) + 8 * (s.bn + 4) + 4
 
 
 def _coop_constants(shape: Shape, tile: tuple[int, int, int], subgroup: int, g: Geometry) -> tuple[int, ...]:
