@@ -66,7 +66,7 @@ class TestBiases:
     def test_few_are_kept(self, biases, device):
         for value in range(20):
             biases.buffer(torch.full((4,), float(value)))
-        assert len(biases._entries) == 4
+        assert len(biases._known) == 4
 
     def test_what_is_kept_does_not_follow_the_tensor(self, biases, device):
         bias = torch.nn.Parameter(torch.arange(4.0))
