@@ -172,7 +172,7 @@ def _embedding(resident: Resident, count: int, out_dtype: torch.dtype) -> Progra
 
 def conv2d(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, geometry: Geometry2d) -> Tensor:
     """X ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``, channels last."""
-    batch, channels, *size = x.shape
+    batch, _, *size = x.shape
     height, width = geometry.output(*size)
     y = torch.empty((batch, height, width, resident.n), dtype=form.out_dtype)
     buffer = None if bias is None else resident.biases.buffer(bias)
@@ -181,14 +181,18 @@ def conv2d(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, geome
         return _box_bytes(x, resident, geometry, sizes) <= largest(resident.device)
 
     def run(box: Box) -> None:
-        (first, last), rows, columns = box
-        part, (top, bottom), (left, right) = geometry.part((size[0], size[1]), rows, columns)
-        shape = (last - first, channels, bottom - top, right - left)
+        pixels, results, part = x, y, geometry
+        if box != whole:
+            (first, last), rows, columns = box
+            part, (top, bottom), (left, right) = geometry.part((size[0], size[1]), rows, columns)
+            pixels = x[first:last, :, top:bottom, left:right]
+            results = y[first:last, slice(*rows), slice(*columns)]
+        shape = pixels.shape
         key = (shape, x.dtype, form, part, buffer and id(buffer))
         program = resident.programs.get(key, lambda: _conv2d(resident, shape, x.dtype, buffer, form, part))
-        pixels = pixels_of(x[first:last, :, top:bottom, left:right])
-        program.run([pixels], [y[first:last, slice(*rows), slice(*columns)].view(-1, resident.n)])
+        program.run([pixels_of(pixels)], [results.view(-1, resident.n)])
 
+    whole = ((0, batch), (0, height), (0, width))
     in_boxes((batch, height, width), fits, run)
     return y.movedim(-1, 1)
 
@@ -199,8 +203,7 @@ def _box_bytes(x: Tensor, resident: Resident, geometry: Geometry2d, sizes: Sizes
     height, width = min(x.shape[2], geometry.reach(0, rows)), min(x.shape[3], geometry.reach(1, columns))
     pixels, results = images * height * width, images * rows * columns
     scratch = 4 * resident.weight.geometry.columns * geometry.groups
-    float32 = (steps.rows_bytes(count, n, torch.float32) for count, n in ((pixels, x.shape[1]), (results, resident.n)))
-    return max(*float32, min(results, steps.PART) * scratch)
+    return max(pixels * _row_bytes(x.shape[1]), results * _row_bytes(resident.n), min(results, steps.PART) * scratch)
 
 
 def pixels_of(x: Tensor) -> Tensor:
