@@ -79,6 +79,38 @@ print("parent lives")
     assert done.stdout == "parent lives\n", done.stderr
 
 
+def test_a_fork_while_another_thread_is_in_a_call():
+    done = run("""
+import os, signal, threading, torch
+from vulkan_scale import chain
+from qcore_vulkan import device, native
+opened = device.get()
+x, y = torch.zeros(200000), torch.empty(200000)
+program = chain(opened, 1, 200000)
+ends = False
+def work():
+    while not ends:
+        program.run([x], [y])
+threading.Thread(target=work).start()
+statuses = []
+for turn in range(5):
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # a child that waits for a lock for ever is killed, and its status says so
+        told = 0
+        for call in (lambda: program.run([x], [x]), lambda: opened.pipeline("elementwise"), opened.stats):
+            try:
+                call()
+            except native.Forked:
+                told += 1
+        os._exit(told)
+    statuses.append(os.waitpid(child, 0)[1])
+ends = True
+print([os.waitstatus_to_exitcode(status) for status in statuses])
+""")
+    assert done.stdout == "[3, 3, 3, 3, 3]\n", done
+
+
 def test_a_fork_before_the_first_use_is_harmless():
     done = run("""
 import os, torch

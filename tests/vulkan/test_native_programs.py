@@ -99,6 +99,29 @@ def test_no_room_for_a_program(own_device):
     torch.testing.assert_close(y, expected(x))
 
 
+def test_shared_memory_that_cannot_grow(own_device):
+    small, x, y = chain(own_device, 3, 100), torch.randn(3, 100), torch.empty(3, 100)
+    large = chain(own_device, 1, 30 << 20)
+    before = own_device.stats()
+    own_device.inject(native.INJECT_OUT_OF_MEMORY)
+    b = Builder(own_device)
+    b.scratch(400 << 20)
+    with pytest.raises(native.OutOfMemory, match="out of device memory"):
+        b.program()
+    assert own_device.stats().programs == before.programs
+    small.run([x], [y])
+    torch.testing.assert_close(y, expected(x))
+    del large
+    small.run([y], [y])
+    torch.testing.assert_close(y, expected(expected(x)))
+
+
+def test_buffers_of_another_device_are_refused(device, own_device):
+    b = Builder(device)
+    with pytest.raises(ValueError, match=r"a buffer of <Vulkan device .*> in a program of"):
+        b.launch(0, (1, 1, 1), (), (own_device.alloc(4),))
+
+
 def test_copies_and_fills(device):
     x, y = torch.randn(64), torch.empty(256)
     buffer = device.alloc(512)

@@ -117,6 +117,12 @@ void Context::load() {
   }
 }
 
+void Context::allocating() {
+  if (!fail_next_allocation) return;
+  fail_next_allocation = false;
+  throw Error(QV_OUT_OF_MEMORY, "out of device memory: injected by a test");
+}
+
 bool Context::can_require_subgroup(uint32_t size) const {
   const auto& control = physical->properties13;
   return physical->features13.subgroupSizeControl &&

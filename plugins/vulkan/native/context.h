@@ -14,6 +14,9 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
+  // Called before memory is taken: throws where a test asked for that.
+  void allocating();
+
   // Of the subgroup sizes that compute shaders may ask for.
   bool can_require_subgroup(uint32_t size) const;
 
@@ -22,6 +25,7 @@ class Context {
   VkQueue queue = VK_NULL_HANDLE;
   uint32_t family = 0;
   DeviceFunctions vk;
+  bool fail_next_allocation = false;
 
  private:
   void create();

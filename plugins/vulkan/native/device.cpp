@@ -28,6 +28,7 @@ uint64_t rounded(uint64_t bytes) {
 void Region::ensure(uint64_t bytes) {
   if (bytes <= this->bytes()) return;
   drop();  // before the new one is made: both might not fit
+  context_.allocating();
   try {
     block_ = std::make_unique<Block>(context_, rounded(bytes), use_);
   } catch (const Error& error) {
@@ -55,10 +56,7 @@ Device::~Device() {
 
 uint64_t Device::allocate(uint64_t bytes, bool unwritten) {
   if (!bytes) throw Error(QV_INVALID, "a buffer of no bytes");
-  if (fail_next_) {
-    fail_next_ = false;
-    throw Error(QV_OUT_OF_MEMORY, "out of device memory: injected by a test");
-  }
+  context.allocating();
   std::shared_ptr<Range> range = pool_.allocate(bytes);
   if (!unwritten && range->mapped()) std::memset(range->mapped(), 0, bytes);
   if (!unwritten && !range->mapped()) {

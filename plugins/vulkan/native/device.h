@@ -48,7 +48,6 @@ class Device {
   void remove(Program* program);
 
   void stats(uint64_t* values, uint32_t count) const;
-  void fail_next_allocation() { fail_next_ = true; }
   Region& region(uint64_t buffer);  // QV_ARENA, QV_INPUT or QV_OUTPUT
 
  private:
@@ -68,7 +67,6 @@ class Device {
   std::unordered_map<Program*, std::unique_ptr<Program>> programs_;
   uint64_t next_ = QV_FIRST_BUFFER, alive_ = 0;
   const uint64_t messages_;  // of the validation layer, before this device was opened
-  bool fail_next_ = false;
 };
 
 }  // namespace qv

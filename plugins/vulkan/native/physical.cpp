@@ -1,5 +1,6 @@
 #include "physical.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "error.h"
@@ -94,6 +95,9 @@ std::string Physical::missing() const {
   if (!features12.timelineSemaphore) return "it has no timeline semaphores";
   if (!has(VK_KHR_PUSH_DESCRIPTOR_EXTENSION_NAME)) return "it has no VK_KHR_push_descriptor";
   if (!features11.storageBuffer16BitAccess) return "its storage buffers have no 16-bit elements";
+  const VkPhysicalDeviceLimits& most = limits();
+  const uint32_t bindings = std::min(most.maxPerStageDescriptorStorageBuffers, most.maxDescriptorSetStorageBuffers);
+  if (bindings < kBindings) return "its shaders see " + std::to_string(bindings) + " storage buffers, of 8";
   return "";
 }
 

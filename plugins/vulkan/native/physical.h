@@ -8,6 +8,8 @@
 
 namespace qv {
 
+constexpr uint32_t kBindings = 8;  // storage buffers of a shader
+
 struct Physical {
   Physical(Instance& instance, VkPhysicalDevice handle);
   Physical(const Physical&) = delete;  // the structures below point at each other

@@ -8,7 +8,6 @@
 
 namespace qv {
 
-constexpr uint32_t kBindings = 8;
 constexpr uint32_t kPushBytes = 128;  // what every device has
 
 // The cache of one driver build: <folder>/<driver>-<pipeline cache>.bin, both UUIDs. A file that is not whole, or that

@@ -147,6 +147,8 @@ class Builder:
         whole = Ref(ref, 0, _words(ref.nbytes)) if isinstance(ref, Buffer) else ref
         if isinstance(whole.buffer, int):
             return whole.buffer, whole.offset, whole.bytes
+        if whole.buffer.device is not self.device:
+            raise ValueError(f"a buffer of {whole.buffer.device} in a program of {self.device}")
         self._buffers[whole.buffer.number] = whole.buffer
         return whole.buffer.number, whole.offset, whole.bytes
 
@@ -192,6 +194,7 @@ class Program:
 
     def run(self, inputs: Sequence[Array] = (), outputs: Sequence[Array] = ()) -> float | None:
         """Copy the inputs in, run the steps, copy the outputs out. Microseconds on the device of a timed program."""
+        self.device.check_process()
         with self._lock:
             _set_addresses(self._each_input, inputs)
             _set_addresses(self._each_output, outputs)

@@ -76,8 +76,9 @@ def get(which: int | str | None = None) -> Device:
         which = _chosen.get()
     if which is None:
         which = os.environ.get(VARIABLE) or None
-    if isinstance(which, int) and which in _open:
-        return _open[which]
+    found = _open.get(which) if isinstance(which, int) else None
+    if found is not None:
+        return found
     description = select(devices(), which)
     with _lock:
         found = _open.get(description.index)
@@ -94,6 +95,7 @@ class Device:
         self.description = description
         self.profile = "cpu" if description.type == "cpu" else "gpu"
         self.lost = False
+        self._process = os.getpid()
         self.library = native.library()
         if os.environ.get(_VALIDATE) == "1":
             flags |= native.VALIDATE
@@ -116,6 +118,11 @@ class Device:
             except DeviceLost:
                 self._forget()
                 raise
+
+    def check_process(self) -> None:
+        """Raise `Forked` in a process that inherited the device: before a lock that another thread held at the fork."""
+        if os.getpid() != self._process:
+            self.check(self.library.qv_stats(self.handle, None, 0))
 
     def _forget(self) -> None:
         self.lost = True
@@ -147,6 +154,7 @@ class Device:
         key = (variant, tuple(constants), subgroup)
         found = self._pipelines.get(key)
         if found is None:
+            self.check_process()
             with self._compiling:
                 found = self._pipelines.get(key)
                 if found is None:
