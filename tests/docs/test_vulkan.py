@@ -50,6 +50,14 @@ REFUSED = {
     "tensors on another device than the CPU": request(device=torch.device("cuda")),
     "float64 activations or results": request(x_dtype=torch.float64, out_dtype=torch.float64),
     "an int8 result of float activations": request(output=qcore.OutputInt8(1.0, 0), out_dtype=torch.int8),
+    "a group of more than 16384 codes that is no multiple of 32": request(
+        weight=qcore.Format("int8", 32771), k=1 << 16
+    ),
+    "rows that are longer than a buffer of the device": request(k=1 << 31),
+    "a convolution in channel groups whose weight does not fit into one buffer": replace(
+        request("conv2d"), in_channels=1 << 18, out_channels=1 << 18, groups=2
+    ),
+    "a convolution with a stride, padding or dilation above 65535": replace(request("conv2d"), stride=(1 << 16, 1)),
 }
 ELSEWHERE = {"no loader, no driver, no device that has what the shaders need"}
 """Refused before a request is looked at; tests/vulkan/test_probe.py holds the reasons."""
