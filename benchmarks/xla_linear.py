@@ -2,7 +2,7 @@
 
 On the CPU: whole calls, in turns with ``F.linear`` and with the kernel of torch's own that would serve; weights rotate
 through copies that exceed the cache. Beside it what XLA allocates beyond arguments and results, as a part of the
-dequantized weight; and what a call costs whose product costs nothing.
+dequantized weight; and what a call costs whose product costs next to nothing.
 
 On a GPU: the device's time. Several products, each with another weight, are one program of XLA's, so launching and the
 bridge nearly drop out; ``F.linear`` runs in a CUDA graph. Ratios above 1 are faster than ``F.linear``; in brackets the
@@ -95,25 +95,40 @@ def temporary_bytes(function: Any, form: Any, arrays: list[Any]) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-def overhead(device: str) -> float:
-    """Microseconds of a whole call whose product costs nothing: the best of several medians."""
+def overhead(device: str) -> tuple[float, float]:
+    """Microseconds of a whole call whose product costs next to nothing, and of JAX alone in it."""
+    import jax
+
     kernel = kernel_of("w8a16", 64, 128, device)
     packed = kernel.pack(qcore.quantize(torch.randn(64, 128), kernel.format, "absmax").to(device))
     x = torch.randn(1, 128, device=device).bfloat16()
+    function, form, arrays = asked(kernel, x, packed)
+    alone = jax.jit(partial(function, form=form))
+    return fastest(lambda: kernel(x, packed, None)), fastest(lambda: alone(*arrays).block_until_ready())
+
+
+def fastest(call: Callable[[], Any]) -> float:
+    """Microseconds: the best of several medians."""
     medians = []
     for _ in range(ROUNDS):
         times = []
         for _ in range(200):
             start = time.perf_counter()
-            kernel(x, packed, None)
+            call()
             times.append(time.perf_counter() - start)
         medians.append(statistics.median(times) * 1e6)
     return min(medians)
 
 
+def told(device: str) -> str:
+    """The line on what a call costs."""
+    whole, alone = overhead(device)
+    return f"- A call whose product costs next to nothing: {whole:.0f} us, of which JAX alone takes {alone:.0f}"
+
+
 def cpu(options: argparse.Namespace) -> Iterator[str]:
     torch.set_num_threads(options.threads)
-    yield f"- A call whose product costs nothing: {overhead('cpu'):.0f} us"
+    yield told("cpu")
     columns = (
         "scheme",
         "ms",
@@ -208,7 +223,7 @@ def cuda(options: argparse.Namespace) -> Iterator[str]:
         lines.setdefault((k, n, scheme), [f"{k},{n}", scheme]).append(text)
     columns = ("K,N", "scheme", *(f"M={m}" for m in rows))
     yield f"\n{markdown(columns, lines.values())}"
-    yield f"\n- A whole call whose product costs nothing: {overhead('cuda'):.0f} us of the host's time"
+    yield "\n" + told("cuda")
 
 
 def main() -> None:

@@ -80,7 +80,11 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: C
     engine = base.find(x.device.type)
     assert engine is not None  # eligibility has looked
     y = engine.run(*prepared(x, weight, bias, given, call))
-    return y[..., :rows, :n].to(call.out_dtype).contiguous()
+    if y.shape[-2] != rows:
+        y = y.narrow(-2, 0, rows)
+    if y.shape[-1] != n:
+        y = y.narrow(-1, 0, n)
+    return y.to(call.out_dtype).contiguous()
 
 
 def prepared(
@@ -148,7 +152,7 @@ def _filled(x: Tensor, of: Plan, count: int, native: bool) -> Tensor:
         return _padded(x.to(dtype), of, count)
     filled = x.new_zeros((*x.shape[:-2], count, of.columns), dtype=dtype)
     if of.dense:
-        filled[..., :rows, : of.k] = x
+        filled.narrow(-2, 0, rows).narrow(-1, 0, of.k).copy_(x)
         return filled
     spread = filled.view(*filled.shape[:-1], of.filled, of.width)[..., :rows, : of.groups, : of.group]
     whole = of.k // of.group
