@@ -169,9 +169,9 @@ def dry_run(payload: dict[str, str]) -> list[str]:
 def _made(request: Any) -> Any:
     """The plugin's kernel for a request; None where it refuses."""
     from qcore_cuda import conv2d, embedding, linear
-    from qcore_cuda.eligibility import _why_not_dtypes, _why_not_weight
+    from qcore_cuda.eligibility import _why_not_weight, why_not_dtypes
 
-    if _why_not_weight(request) or _why_not_dtypes(request):  # there is no device to ask about
+    if _why_not_weight(request) or why_not_dtypes(request):  # there is no device to ask about
         return None
     makers = {"linear": linear.kernel, "conv2d": conv2d.kernel, "embedding": embedding.CudaEmbedding}
     made = makers[request.contract](request)

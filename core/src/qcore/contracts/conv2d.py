@@ -205,6 +205,22 @@ def output_size(request: Conv2dRequest, height: int, width: int) -> Pair:
     return oh, ow
 
 
+def check_image(name: str, x: Tensor, request: Conv2dRequest) -> None:
+    """Raise `FormatError`, in the name of a kernel, unless x is ``(B, IC, H, W)`` and as large as the kernel window.
+
+    A trace does not ask for sizes, which would become conditions on dynamic ones: torch says so when the graph runs.
+    """
+    if x.dim() != 4 or x.shape[1] != request.in_channels:
+        raise FormatError(
+            f"{name}: x has shape {tuple(x.shape)}; it must be (B, IC, H, W) with IC={request.in_channels} channels."
+        )
+    if not torch.compiler.is_compiling() and min(output_size(request, *x.shape[2:])) < 1:
+        raise FormatError(
+            f"{name}: an image of {x.shape[2]} x {x.shape[3]} with padding {request.padding} is smaller\n"
+            f"than the kernel {request.kernel_size} with dilation {request.dilation}."
+        )
+
+
 def dense_kernel(weight: QTensor, request: Conv2dRequest, dtype: torch.dtype) -> Tensor:
     """The dequantized weight as torch's convolutions take it: ``(OC, IC/groups, KH, KW)``."""
     kh, kw = request.kernel_size

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ..activations import StaticInt8
 from ..contracts import Conv2dRequest
+from ..contracts.conv2d import check_image
 from ..formats import ZeroPoint
 from ..kernels import Kernel, Packed
 from ..qtensor import QTensor
@@ -23,7 +24,6 @@ from .codes import static_codes, unsigned
 from .integer import finish
 from .onednn import OFFSET
 from .ops import on_cpu, op
-from .plain_conv2d import check_image
 from .weights import check_weight
 
 

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from ..activations import DynamicInt8
 from ..contracts import Conv2dRequest
-from ..contracts.conv2d import im2col, output_size
-from ..errors import FormatError
+from ..contracts.conv2d import check_image, im2col, output_size
 from ..kernels import Packed
 from .integer import activation_bound, centred_activations, finish, integer_product
 from .plain_linear import compute_dtype
@@ -76,14 +75,6 @@ def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, r: Conv2dRequest) -
     geometry = (r.stride, r.padding, r.dilation, False, (0, 0), r.groups)
     y: Tensor = torch.ops.aten._convolution(x, kernel, bias, *geometry, **exact)  # noqa: SLF001  torch's own name
     return y
-
-
-def check_image(name: str, x: Tensor, request: Conv2dRequest) -> None:
-    """Raise `FormatError` unless x is ``(B, IC, H, W)``."""
-    if x.dim() != 4 or x.shape[1] != request.in_channels:
-        raise FormatError(
-            f"{name}: x has shape {tuple(x.shape)}; it must be (B, IC, H, W) with IC={request.in_channels} channels."
-        )
 
 
 def columns(x: Tensor, request: Conv2dRequest) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qcore import Conv2dRequest, FormatError
-from qcore.contracts.conv2d import output_size
+from qcore import Conv2dRequest
+from qcore.contracts.conv2d import check_image
 from qcore.kernels import Kernel, Packed
 
 from . import conv_ops, ops
@@ -30,16 +30,7 @@ class CudaConv2d(PackedKernel):
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
-        if x.dim() != 4 or x.shape[1] != self.request.in_channels:
-            raise FormatError(
-                f"{self.name}: x has shape {tuple(x.shape)}; "
-                f"it must be (B, IC, H, W) with IC={self.request.in_channels} channels."
-            )
-        if min(output_size(self.request, *x.shape[2:])) < 1:
-            raise FormatError(
-                f"{self.name}: an image of {x.shape[2]} x {x.shape[3]} with padding {self.request.padding} is smaller\n"
-                f"than the kernel {self.request.kernel_size} with dilation {self.request.dilation}."
-            )
+        check_image(self.name, x, self.request)
         if not self.pointwise:
             return self.convolve(x, packed, bias)
         sh, sw = self.request.stride

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TypeAlias
 
 import torch
 
-from qcore import Conv2dRequest, EmbeddingRequest, LinearRequest, StaticInt8
+from qcore.contracts.refusals import AnyRequest, why_not_dtypes, why_not_empty
 
 from .packing import block_size
 from .probe import triton_fault
 
-Request: TypeAlias = LinearRequest | Conv2dRequest | EmbeddingRequest
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = (8, 0)
 """The compute capability from which on tensor cores take bfloat16 and int8. Every AMD GPU in use is above it."""
 
 
-def why_not(request: Request) -> str:
+def why_not(request: AnyRequest) -> str:
     """Why a request is refused; empty where it is served."""
-    return why_not_device(request.device) or triton_fault() or _why_not_weight(request) or _why_not_dtypes(request)
+    return why_not_device(request.device) or triton_fault() or _why_not_weight(request) or why_not_dtypes(request)
 
 
 @lru_cache(maxsize=64)
@@ -41,33 +37,10 @@ def why_not_device(device: torch.device) -> str:
     return ""
 
 
-def _why_not_weight(request: Request) -> str:
-    if request.n < 1 or request.k < 1:
-        return f"a weight of shape {(request.n, request.k)} holds nothing to compute with; torch ops serve it."
+def _why_not_weight(request: AnyRequest) -> str:
+    if reason := why_not_empty(request):
+        return reason
     group = request.weight.group_size
     if not block_size(group):
         return f"group size {group} is no multiple of 32, which blocks of the packed weight need; use 32, 64 or 128."
     return ""
-
-
-def _why_not_dtypes(request: Request) -> str:
-    if isinstance(request, EmbeddingRequest):
-        return _unless_float(request.out_dtype, "results")
-    if request.output is None:
-        reason = _unless_float(request.out_dtype, "results")
-    elif request.activation is None:
-        reason = "an int8 result goes with int8 activations here; use a scheme such as w8a8-o8."
-    else:
-        reason = (
-            "" if request.out_dtype == torch.int8 else f"a result with OutputInt8 is int8, not {request.out_dtype}."
-        )
-    if request.x_dtype == torch.int8 and isinstance(request.activation, StaticInt8):
-        return reason
-    return reason or _unless_float(request.x_dtype, "activations")
-
-
-def _unless_float(dtype: torch.dtype, what: str) -> str:
-    if dtype in FLOATS:
-        return ""
-    name = str(dtype).removeprefix("torch.")
-    return f"{what} of dtype {name} have no kernel here; use bfloat16, float16 or float32."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qcore import Conv2dRequest, FormatError
-from qcore.contracts.conv2d import output_size
+from qcore import Conv2dRequest
+from qcore.contracts.conv2d import check_image
 from qcore.kernels import Packed, runs_now
 
 from . import ops
@@ -27,22 +27,9 @@ class VulkanConv2d(HandleKernel):
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
-        check_image(self.name, self.request, x)
+        check_image(self.name, x, self.request)
         if runs_now(x):
             return conv2d(x, find(packed["weight"]), bias, self._form, self._geometry)
         return ops.op_conv2d(  # type: ignore[no-any-return]
             x, packed["weight"], bias, self.n, *self._sizes, *self._quantization, self.out_dtype
-        )
-
-
-def check_image(name: str, request: Conv2dRequest, x: Tensor) -> None:
-    """Raise `FormatError` where x is no batch of images that the convolution takes."""
-    if x.dim() != 4 or x.shape[1] != request.in_channels:
-        raise FormatError(
-            f"{name}: x has shape {tuple(x.shape)}; it must be (B, IC, H, W) with IC={request.in_channels} channels."
-        )
-    if min(output_size(request, *x.shape[2:])) < 1:
-        raise FormatError(
-            f"{name}: an image of {x.shape[2]} x {x.shape[3]} with padding {request.padding} is smaller\n"
-            f"than the kernel {request.kernel_size} with dilation {request.dilation}."
         )

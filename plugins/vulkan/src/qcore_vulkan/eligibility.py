@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import torch
 
-from qcore import Conv2dRequest, EmbeddingRequest, LinearRequest, StaticInt8
+from qcore import Conv2dRequest
+from qcore.contracts.refusals import AnyRequest, why_not_dtypes
 
 from .layout import ROWS, Geometry, rows_per_part
 from .layout import why_not as why_not_packed
 
-Request: TypeAlias = LinearRequest | Conv2dRequest | EmbeddingRequest
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def why_not(request: Request) -> str:
+def why_not(request: AnyRequest) -> str:
     """Why a request is refused; empty where it is served."""
     return (
         _why_not_device(request.device)
         or why_not_packed(request.weight, request.n, request.k)
-        or _why_not_dtypes(request)
+        or why_not_dtypes(request)
         or _why_not_sizes(request, largest_range())
     )
 
@@ -34,7 +29,7 @@ def largest_range() -> int:
     return min((min(limits.max_storage_range, limits.max_allocation) for limits in usable), default=1 << 30)
 
 
-def _why_not_sizes(request: Request, largest: int) -> str:
+def _why_not_sizes(request: AnyRequest, largest: int) -> str:
     geometry = Geometry.of(request.weight, request.n, request.k)
     heads = request.groups if isinstance(request, Conv2dRequest) else 1
     if max(ROWS * geometry.row_bytes, 4 * heads * geometry.columns) > largest:
@@ -60,25 +55,3 @@ def _why_not_device(device: torch.device) -> str:
     if device.type == "cpu":
         return ""
     return f"qcore-vulkan takes CPU tensors, and these are on {device}; move them with .to('cpu')."
-
-
-def _why_not_dtypes(request: Request) -> str:
-    if isinstance(request, EmbeddingRequest):
-        return _unless_float(request.out_dtype, "results")
-    if request.output is None:
-        reason = _unless_float(request.out_dtype, "results")
-    elif request.activation is None:
-        reason = "an int8 result goes with int8 activations here; use a scheme such as w8a8-o8."
-    else:
-        fits = request.out_dtype == torch.int8
-        reason = "" if fits else f"a result with OutputInt8 is int8, not {request.out_dtype}."
-    if request.x_dtype == torch.int8 and isinstance(request.activation, StaticInt8):
-        return reason
-    return reason or _unless_float(request.x_dtype, "activations")
-
-
-def _unless_float(dtype: torch.dtype, what: str) -> str:
-    if dtype in FLOATS:
-        return ""
-    name = str(dtype).removeprefix("torch.")
-    return f"{what} of dtype {name} have no kernel here; use bfloat16, float16 or float32."

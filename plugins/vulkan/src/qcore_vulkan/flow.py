@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from qcore import FormatError
 from qcore.contracts.conv2d import output_size
+from qcore.contracts.refusals import FLOATS
 from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
 
-from .eligibility import FLOATS
 from .steps import rows_bytes
 from .weights import HandleKernel
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from qcore import Conv2dRequest, FormatError
-from qcore.contracts.conv2d import output_size
-from qcore.kernels import Packed
+from qcore import Conv2dRequest
+from qcore.contracts.conv2d import check_image
+from qcore.kernels import Packed, runs_now
 
 from . import ops
 from .packing import PackedKernel, wants_rows
@@ -31,20 +31,7 @@ class XlaConv2d(PackedKernel):
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
-        check_image(self.name, self.request, x)
-        call = ops.conv2d if ops.runs_now(x) else ops.op_conv2d
+        check_image(self.name, x, self.request)
+        call = ops.conv2d if runs_now(x) else ops.op_conv2d
         weight = (packed["data"], packed["scale"], packed.get("zero"), packed.get("colsum"))
         return call(x, *weight, bias, *self._constants)
-
-
-def check_image(name: str, request: Conv2dRequest, x: Tensor) -> None:
-    """Raise `FormatError` where x is no batch of images that the convolution takes."""
-    if x.dim() != 4 or x.shape[1] != request.in_channels:
-        raise FormatError(
-            f"{name}: x has shape {tuple(x.shape)}; it must be (B, IC, H, W) with IC={request.in_channels} channels."
-        )
-    if min(output_size(request, *x.shape[2:])) < 1:
-        raise FormatError(
-            f"{name}: an image of {x.shape[2]} x {x.shape[3]} with padding {request.padding} is smaller\n"
-            f"than the kernel {request.kernel_size} with dilation {request.dilation}."
-        )

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from qcore import EmbeddingRequest, QTensor
-from qcore.kernels import Packed
+from qcore.kernels import Packed, runs_now
 
 from . import calls, ops
 from .packing import PackedKernel
@@ -39,5 +39,5 @@ class XlaEmbedding(PackedKernel):
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:
         """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``; raises `IndexError` outside of ``0..V-1``."""
         del bias  # an embedding has none
-        call = calls.embedding if ops.runs_now(x) else ops.op_embedding
+        call = calls.embedding if runs_now(x) else ops.op_embedding
         return call(x, packed["data"], packed["scale"], packed.get("zero"), *self._constants)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcore import LinearRequest
-from qcore.kernels import Packed, RowsKernel
+from qcore.kernels import Packed, RowsKernel, runs_now
 
 from . import ops
 from .packing import PackedKernel, wants_rows
@@ -23,7 +23,7 @@ class XlaLinear(PackedKernel, RowsKernel):
         self._constants = (r.n, r.k, r.weight.bits, r.weight.group_size or 0, *quantization, r.out_dtype)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
-        call = ops.linear if ops.runs_now(x) else ops.op_linear
+        call = ops.linear if runs_now(x) else ops.op_linear
         return call(
             x, packed["data"], packed["scale"], packed.get("zero"), packed.get("colsum"), bias,
             given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),

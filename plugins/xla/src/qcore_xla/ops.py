@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from qcore import DynamicInt8
 
@@ -22,18 +21,9 @@ from .columns import Geometry, convolve
 NAMESPACE = "qcore_xla"
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
-# ruff: noqa: SLF001 - dispatch is asked for its state, for which torch has no public way
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_traced = torch._C._is_tracing
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _Pair = list[int]
-
-
-def runs_now(x: Tensor) -> bool:
-    """Whether a call on x is what it looks like: no trace, no fake tensor, no mode or transform that wants the op."""
-    return not (is_compiling() or type(x) is not Tensor or _modes() or _transforms() is not None or _traced())
 
 
 def flat(activation: Any, output: Any) -> tuple[str, float | None, int, bool, float | None, int]:

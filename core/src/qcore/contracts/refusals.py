@@ -1,0 +1,54 @@
+"""Reasons for refusing a request that plugins have in common: kernels in bfloat16, float16 and float32."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from ..activations import StaticInt8
+from .conv2d import Conv2dRequest
+from .embedding import EmbeddingRequest
+from .linear import LinearRequest
+
+AnyRequest: TypeAlias = LinearRequest | Conv2dRequest | EmbeddingRequest
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that activations and results usually have a kernel in."""
+
+
+def why_not_empty(request: AnyRequest) -> str:
+    """Why a weight without elements is refused; empty for any other."""
+    if request.n < 1 or request.k < 1:
+        return f"a weight of shape {(request.n, request.k)} holds nothing to compute with; torch ops serve it."
+    return ""
+
+
+def why_not_dtypes(request: AnyRequest) -> str:
+    """Why activations or results are refused that are neither of `FLOATS` nor int8 where the scheme makes them so.
+
+    Empty where a kernel for `FLOATS` serves the request.
+    """
+    if isinstance(request, EmbeddingRequest):
+        return _unless_float(request.out_dtype, "results")
+    reason = _why_not_result(request)
+    if request.x_dtype == torch.int8 and isinstance(request.activation, StaticInt8):
+        return reason
+    return reason or _unless_float(request.x_dtype, "activations")
+
+
+def _why_not_result(request: LinearRequest | Conv2dRequest) -> str:
+    if request.output is None:
+        return _unless_float(request.out_dtype, "results")
+    if request.activation is None:
+        return "an int8 result goes with int8 activations here; use a scheme such as w8a8-o8."
+    if request.out_dtype != torch.int8:
+        return f"a result with OutputInt8 is int8, not {request.out_dtype}."
+    return ""
+
+
+def _unless_float(dtype: torch.dtype, what: str) -> str:
+    if dtype in FLOATS:
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    return f"{what} of dtype {name} have no kernel here; use bfloat16, float16 or float32."
