@@ -246,7 +246,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 @pytest.mark.parametrize("rows", [4, 100])
 def test_a_large_linear_needs_little_extra_memory(tools, name, rows):
     program = MEMORY.replace("NAME", repr(name)).replace("ROWS", str(rows))
-    # What malloc keeps of freed chunks differs from run to run, from nothing to 370 MiB: ask for the need, not for that.
+    # What malloc keeps of freed chunks differs from run to run, from nothing to 370 MiB: ask for the need alone.
     grown = [float(tools.python(program))]
     while grown[-1] >= 256 and len(grown) < 4:
         grown.append(float(tools.python(program)))
