@@ -8,6 +8,7 @@ import os
 import pytest
 
 from qcore import resolver
+from qcore.plugins import registry
 
 if importlib.util.find_spec("qcore_vulkan") is None:  # it could not be built here: nox has said why
     collect_ignore_glob = ["*"]
@@ -19,6 +20,8 @@ def isolated(monkeypatch, tmp_path_factory):
     for name in [name for name in os.environ if name.startswith("QCORE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+    if "vulkan" not in registry.entries():  # tests of core, in the same process, look at the built-in plugin alone
+        registry._entries = None
     yield
     resolver.forget()
 
