@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 from types import ModuleType
 
+import isolation
 import pytest
 import torch
 
@@ -21,23 +21,18 @@ _PLAIN = {"linear": "qcore_linear", "conv2d": "qcore_conv2d", "embedding": "qcor
 
 
 @pytest.fixture(autouse=True)
-def isolated(monkeypatch, tmp_path_factory):
+def isolated(tmp_path_factory):
     """No settings from outside, a cache of its own; verdicts, decisions and plugins as before afterwards."""
-    for name in [name for name in os.environ if name.startswith("QCORE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / f"cache{next(_versions)}"))
-    alone = {BUILTIN: registry.entries()[BUILTIN]}
-    monkeypatch.setattr(registry, "_entries", alone)
-    known = set(registry.entries())
     memory = (settings._configured, tuning._known, resolver._warned)
     saved = [(store, store.copy()) for store in memory]
-    yield
-    for name in set(registry.entries()) - known:
-        registry.remove(name)
-    for store, content in saved:
-        store.clear()
-        store.update(content)
-    resolver.forget()
+    with isolation.isolated(tmp_path_factory.getbasetemp() / f"cache{next(_versions)}") as patch:
+        patch.setattr(registry, "_entries", {BUILTIN: registry.entries()[BUILTIN]})
+        yield
+        for name in set(registry.entries()) - {BUILTIN}:
+            registry.remove(name)
+        for store, content in saved:
+            store.clear()
+            store.update(content)
     # What was found out about the built-in kernels stays, so that each is checked once per session.
     for key in [key for key in verify._seen if not key[0].startswith("torch|qcore|")]:
         del verify._seen[key]

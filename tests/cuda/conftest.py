@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
+import isolation
 import pytest
 
 if "triton" not in sys.modules:
@@ -15,11 +16,10 @@ if "triton" not in sys.modules:
 
 
 @pytest.fixture(autouse=True)
-def isolated(monkeypatch, tmp_path):
+def isolated(tmp_path):
     """No settings from outside, and a cache of its own."""
-    for name in [name for name in os.environ if name.startswith("QCORE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "cache"))
+    with isolation.isolated(tmp_path / "cache"):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import isolation
 import pytest
 import torch
 
-from qcore import resolver
 
 if importlib.util.find_spec("torch_xla") is None:
     collect_ignore_glob = ["*"]
@@ -17,14 +17,11 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def isolated(monkeypatch, tmp_path_factory):
-    """No settings from outside, a cache of the session's own, and nothing held against a kernel that failed before."""
-    for name in [name for name in os.environ if name.startswith("QCORE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+def isolated(tmp_path_factory):
+    """No settings from outside, and a cache of the session's own."""
     torch.manual_seed(0)
-    yield
-    resolver.forget()
+    with isolation.isolated(tmp_path_factory.getbasetemp() / "cache"):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import isolation
 import pytest
 import torch
 
-from qcore import resolver
 from qcore.contracts import CONTRACTS
-from qcore.plugins import registry
 from qcore.schemes import Scheme
 
 if importlib.util.find_spec("qcore_xla") is None or importlib.util.find_spec("jax") is None:
@@ -18,15 +17,10 @@ if importlib.util.find_spec("qcore_xla") is None or importlib.util.find_spec("ja
 
 
 @pytest.fixture(autouse=True)
-def isolated(monkeypatch, tmp_path_factory):
-    """No settings from outside, a cache of the session's own, and nothing held against a kernel that failed before."""
-    for name in [name for name in os.environ if name.startswith("QCORE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
-    if "xla" not in registry.entries():  # tests of core, in the same process, look at the built-in plugin alone
-        registry._entries = None
-    yield
-    resolver.forget()
+def isolated(tmp_path_factory):
+    """No settings from outside, and a cache of the session's own."""
+    with isolation.isolated(tmp_path_factory.getbasetemp() / "cache"):
+        yield
 
 
 @pytest.fixture
