@@ -9,7 +9,6 @@ import isolation
 import pytest
 import torch
 
-
 if importlib.util.find_spec("torch_xla") is None:
     collect_ignore_glob = ["*"]
 else:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import isolation
 import pytest
-
 
 if importlib.util.find_spec("qcore_vulkan") is None:  # it could not be built here: nox has said why
     collect_ignore_glob = ["*"]
