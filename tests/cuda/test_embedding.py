@@ -93,7 +93,7 @@ def test_reads_the_table_that_a_linear_layer_packed():
     head = FloatLinear(
         qcore.LinearRequest(cpu, torch.bfloat16, torch.bfloat16, 50, 192, None, fmt, None, None, False, False)
     )
-    assert table.packing == head.packing == "cuda.planar16"
+    assert table.packing == head.packing == "triton.planar16"
     weight = qcore.quantize(torch.randn(50, 192), fmt)
     mine, other = table.pack(weight), head.pack(weight)
     assert mine.keys() == other.keys()
@@ -112,7 +112,7 @@ import json, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from qcore_cuda.gather import _OPTIONS
-from qcore_cuda.kernels.gather import gather
+from qcore_cuda.portable.kernels.gather import gather
 
 types = {"indices": "*i64", "data": "*u8", "scale": "*bf16", "zero": "*bf16", "out": "*bf16", "v": "i32", "d": "i32"}
 types |= {"group": "i32", "blocks": "i32", "stride": "i32"}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import qcore
 from qcore.testing.laws_plugin import formats
 from qcore.verify import difference, same_bits
-from qcore_cuda import packing
-from qcore_cuda.packing import PackedKernel, block_size, group_sums, pack, packing_name, unpack
+from qcore_cuda.portable import packing
+from qcore_cuda.portable.packing import PackedKernel, block_size, group_sums, pack, packing_name, unpack
 
 SERVED = [fmt for fmt in formats() if block_size(fmt.group_size)]
 SHAPES = ((1, 1), (3, 5), (20, 77), (16, 168), (32, 256), (129, 130))
@@ -137,8 +137,8 @@ def test_group_sizes_without_a_block():
 
 def test_names_tell_what_can_be_shared():
     int4, int8 = qcore.grouped_int4(32), qcore.Format("int8")
-    assert packing_name(int4) == "cuda.planar16"
-    assert packing_name(int8, sums=True) == "cuda.rows16+sums"
+    assert packing_name(int4) == "triton.planar16"
+    assert packing_name(int8, sums=True) == "triton.rows16+sums"
 
 
 class Kernel(PackedKernel):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qcore.activations import dynamic_parameters, quantize_int8
-from qcore_cuda import packing
+from qcore_cuda.portable import packing
 
 
 class Given(NamedTuple):

@@ -9,9 +9,9 @@ from qcore.contracts.conv2d import check_image
 from qcore.kernels import Kernel, Packed
 
 from . import conv_ops, ops
-from .geometry import LARGEST_COLUMN, column_size
 from .linear import constants
-from .packing import PackedKernel
+from .portable.geometry import LARGEST_COLUMN, column_size
+from .portable.packing import PackedKernel
 
 _MOST_GROUPS = 32
 """Channel groups run one after another."""

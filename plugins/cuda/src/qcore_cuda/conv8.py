@@ -9,11 +9,11 @@ from torch import Tensor
 
 from . import conv_hopper
 from .device import Device, device_of
-from .geometry import Geometry, column_size, power_of_two
 from .int8 import Codes, linear
-from .kernels.conv import gathered, quantize_columns, quantize_image
 from .launch import launch, options
-from .weights import Weight
+from .portable.geometry import Geometry, column_size, power_of_two
+from .portable.kernels.conv import gathered, quantize_columns, quantize_image
+from .portable.weights import Weight
 
 _COLUMN_BYTES = 1 << 25
 """Codes of columns made at a time: they stay in the L2 cache until the product reads them."""

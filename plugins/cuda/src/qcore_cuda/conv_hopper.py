@@ -9,10 +9,10 @@ from torch import Tensor
 
 from . import hopper
 from .device import Device
-from .geometry import Geometry
-from .kernels.conv import column_scales, pixel_extents
 from .launch import launch, options
-from .weights import Weight
+from .portable.geometry import Geometry
+from .portable.kernels.conv import column_scales, pixel_extents
+from .portable.weights import Weight
 
 _ROWS = 128
 """Output positions in a tile."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .geometry import Geometry
 from .ops import define, settled, unsettled
-from .weights import Weight
+from .portable.geometry import Geometry
+from .portable.weights import Weight
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
 

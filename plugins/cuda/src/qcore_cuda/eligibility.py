@@ -8,7 +8,7 @@ import torch
 
 from qcore.contracts.refusals import AnyRequest, why_not_dtypes, why_not_empty
 
-from .packing import block_size
+from .portable.packing import block_size
 from .probe import triton_fault
 
 OLDEST = (8, 0)

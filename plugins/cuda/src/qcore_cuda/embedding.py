@@ -8,7 +8,7 @@ from qcore import EmbeddingRequest
 from qcore.kernels import Packed, runs_now
 
 from . import ops
-from .packing import PackedKernel
+from .portable.packing import PackedKernel
 
 
 class CudaEmbedding(PackedKernel):

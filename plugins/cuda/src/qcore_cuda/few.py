@@ -12,7 +12,7 @@ from .kernels.gemv import gemv
 from .kernels.int8_gemv import int8_gemv
 from .kernels.ring import STATIC, scratch
 from .launch import asks, launch, options
-from .weights import Weight
+from .portable.weights import Weight
 
 ROWS = 16
 """The largest M that the kernels take."""

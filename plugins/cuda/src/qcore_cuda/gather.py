@@ -1,4 +1,4 @@
-"""The host's side of row gathers: sizes, grid and launch of `qcore_cuda.kernels.gather`."""
+"""The host's side of row gathers: sizes, grid and launch of `qcore_cuda.portable.kernels.gather`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
-from .kernels.gather import gather
 from .launch import launch
-from .packing import block_size
-from .weights import Weight
+from .portable.kernels.gather import gather
+from .portable.packing import block_size
+from .portable.weights import Weight
 
 _COLUMNS = 4096
 """Columns per program: 16 bytes of int4 codes per thread."""

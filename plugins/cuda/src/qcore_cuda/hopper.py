@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .device import Device
 from .launch import launch, options
-from .weights import Weight
+from .portable.weights import Weight
 
 _TRIED = ("3.6.",)
 ROOM = (227 << 10) - 2048

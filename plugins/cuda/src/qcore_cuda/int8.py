@@ -11,14 +11,14 @@ from . import few, hopper, large, replay
 from .device import Device, device_of
 from .dispatch import bucket
 from .int8_config import Config, Problem, choose
-from .kernels.int8_gemm import tiles, unpack
 from .kernels.int8_persistent import persistent
 from .kernels.int8_slices import slices
-from .kernels.quantize import group_sums
-from .kernels.quantize import quantize_rows as quantize_kernel
 from .launch import launch, options
+from .portable.kernels.int8_gemm import tiles, unpack
+from .portable.kernels.quantize import group_sums
+from .portable.kernels.quantize import quantize_rows as quantize_kernel
+from .portable.weights import INT_ZERO, Weight
 from .replay import empty
-from .weights import INT_ZERO, Weight
 
 _IN_REGISTERS = 32768
 """Rows up to this K are read once."""

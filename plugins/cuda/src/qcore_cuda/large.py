@@ -12,8 +12,8 @@ from .counters import counters
 from .device import Device
 from .hopper import usable
 from .launch import launch, options
+from .portable.weights import FLOAT_ZERO, Weight
 from .replay import empty, provided
-from .weights import FLOAT_ZERO, Weight
 
 if TYPE_CHECKING:
     from .dispatch import Config, Problem

@@ -12,9 +12,9 @@ from qcore import DynamicInt8, LinearRequest, ZeroPoint
 from qcore.kernels import Packed, RowsKernel, runs_now
 
 from . import ops
-from .packing import PackedKernel
+from .portable.packing import PackedKernel
+from .portable.weights import Weight
 from .replay import replays
-from .weights import Weight
 
 
 class _Linear(PackedKernel, RowsKernel):

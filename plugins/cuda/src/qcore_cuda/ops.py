@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .portable.weights import Weight
 from .replay import again
-from .weights import Weight
 
 NAMESPACE = "qcore_cuda"
 

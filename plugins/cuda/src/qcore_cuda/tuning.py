@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import dispatch, int8_config
 from .device import device_of
-from .weights import Weight
+from .portable.weights import Weight
 
 C = TypeVar("C")
 Call = Callable[[], Any]

@@ -14,12 +14,12 @@ from . import few, large, replay, thirds
 from .counters import counters
 from .device import Device, device_of
 from .dispatch import Config, Problem, bucket, choose
-from .kernels.dequant import dequantize
 from .kernels.gemm import arrange_columns, gemm
 from .kernels.slices import slices
 from .launch import launch, options
+from .portable.kernels.dequant import dequantize
+from .portable.weights import FLOAT_ZERO, Weight
 from .replay import empty, provided
-from .weights import FLOAT_ZERO, Weight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..portable.kernels.int8_common import ended
+from ..portable.kernels.rounding import begin
 from .hopper import WIDEST, advance, cut, leave, ring
-from .int8_common import ended
-from .rounding import begin
 
 # mypy: disable-error-code="unreachable"
 

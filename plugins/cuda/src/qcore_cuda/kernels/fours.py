@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..portable.kernels.int8_common import ended, tile_order
+from ..portable.kernels.rounding import begin
 from .hopper import advance, ring
-from .int8_common import ended, tile_order
 from .mixed import ROWS, load_words, row_numbers, words_layout
-from .rounding import begin
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 

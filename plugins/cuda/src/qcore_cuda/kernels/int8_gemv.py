@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..portable.kernels.int8_common import FLOAT_ZERO, INT_ZERO, finish
+from ..portable.kernels.order import position_of
+from ..portable.kernels.quantize import SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
 from . import ring
 from .blocks import copy_stage, group_of, over_warps, pair, places, turn, weights
-from .int8_common import FLOAT_ZERO, INT_ZERO, finish
-from .order import position_of
-from .quantize import SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
 from .warp import both, load_quad, mma8, nibbles16
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,unreachable"

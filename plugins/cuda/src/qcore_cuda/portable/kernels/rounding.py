@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a Triton without NVIDIA's part; what needs these names is not compiled then
+    gdc_launch_dependents = gdc_wait = None
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def block_size(group_size: int | None) -> int:
 
 def packing_name(format: Format, *, sums: bool = False) -> str:
     """What `qcore.Kernel.packing` says of a weight packed here."""
-    return ("cuda.planar16" if format.dtype == "int4" else "cuda.rows16") + ("+sums" if sums else "")
+    return ("triton.planar16" if format.dtype == "int4" else "triton.rows16") + ("+sums" if sums else "")
 
 
 def pack(weight: QTensor, *, sums: bool = False) -> dict[str, Tensor]:
