@@ -11,6 +11,7 @@ from qcore.activations import (
     OutputInt8,
     StaticInt8,
     dynamic_parameters,
+    given_numbers,
     quantize_int8,
     static_from_range,
 )
@@ -142,6 +143,25 @@ class TestGiven:
     def test_activation_and_output_are_different_things(self):
         assert StaticInt8(0.1) != OutputInt8(0.1)
         assert DynamicInt8() == DynamicInt8(symmetric=True)
+
+
+class TestGivenNumbers:
+    @pytest.mark.parametrize("kind", [StaticInt8, OutputInt8])
+    def test_for_a_whole_tensor(self, kind):
+        assert given_numbers(kind(0.25, -3)) == (0.25, -3)
+        assert given_numbers(kind(0.25)) == (0.25, 0)
+
+    @pytest.mark.parametrize("part", [None, DynamicInt8(), DynamicInt8(symmetric=False)])
+    def test_nothing_is_given(self, part):
+        assert given_numbers(part) == (None, 0)
+
+    @pytest.mark.parametrize("kind", [StaticInt8, OutputInt8])
+    def test_per_token_there_is_no_such_number(self, kind):
+        assert given_numbers(kind(per_token=True)) == (None, 0)
+
+    @pytest.mark.parametrize("kind", [StaticInt8, OutputInt8])
+    def test_numbers_that_are_left_open(self, kind):
+        assert given_numbers(kind()) == (1.0, 0)
 
 
 class TestStaticFromRange:

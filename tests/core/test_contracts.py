@@ -39,7 +39,7 @@ from qcore.contracts import (
     Problem,
     contract_of,
 )
-from qcore.contracts.conv2d import dense_kernel, im2col, output_size
+from qcore.contracts.conv2d import convolved_size, dense_kernel, im2col, output_size
 from qcore.errors import FormatError
 from qcore.formats import Format, ZeroPoint
 from qcore.qtensor import QTensor
@@ -413,6 +413,16 @@ class TestConv2d:
             layer = torch.nn.Conv2d(r.in_channels, r.n, r.kernel_size, **geometry(r), device="meta")
             expected = layer(torch.empty(1, r.in_channels, *size, device="meta")).shape[2:]
             assert output_size(r, *size) == tuple(expected)
+            assert convolved_size(size, r.kernel_size, r.stride, r.padding, r.dilation) == tuple(expected)
+
+    def test_the_size_of_an_image_that_the_kernel_does_not_fit_is_below_1(self):
+        none, one = (0, 0), (1, 1)
+        assert convolved_size([2, 9], [3, 3], one, none, one) == (0, 7)
+        assert convolved_size([9, 2], [3, 3], one, none, (2, 2)) == (5, -2)
+
+    def test_every_size_is_height_and_width(self):
+        with pytest.raises(ValueError, match="unpack"):
+            convolved_size((5, 5), (3,), (1, 1), (0, 0), (1, 1))
 
     def request(self, **changes):
         fields = {"in_channels": 6, "out_channels": 4, "kernel_size": (3, 2), "groups": 2}

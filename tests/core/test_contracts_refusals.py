@@ -1,4 +1,4 @@
-"""What plugins refuse in the same words: weights without elements, dtypes without a kernel, wrong images."""
+"""What plugins refuse in the same words: weights without elements, dtypes without a kernel, wrong images, indices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 import qcore
 from qcore.contracts.conv2d import check_image
+from qcore.contracts.embedding import check_indices
 from qcore.contracts.refusals import FLOATS, why_not_dtypes, why_not_empty
 from qcore.explain import plain_request
 
@@ -58,3 +59,22 @@ def test_images_are_checked_in_the_name_of_the_kernel():
         check_image("mine.conv2d", torch.zeros(1, 5, 3, 3), asked)
     with pytest.raises(qcore.FormatError, match=r"an image of 2 x 9 with padding .* is smaller"):
         check_image("mine.conv2d", torch.zeros(1, 4, 2, 9), asked)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_indices_are_checked(dtype, wrong):
+    check_indices(torch.tensor([[0, 4], [3, 3]], dtype=dtype), 5)
+    check_indices(torch.empty(0, 3, dtype=dtype), 5)
+    span = rf"{min(0, wrong)}\.\.{max(4, wrong)}"
+    with pytest.raises(IndexError, match=rf"indices span {span}, but the table has 5 rows.\nThey must lie in 0\.\.4\."):
+        check_indices(torch.tensor([[0, wrong], [4, 3]], dtype=dtype), 5)
+
+
+def test_indices_on_an_accelerator_are_asserted_there(monkeypatch):
+    """Nothing waits for their values, of which a tensor on meta has none."""
+    asserted = []
+    monkeypatch.setattr(torch, "_assert_async", asserted.append)
+    check_indices(torch.empty(3, dtype=torch.int64, device="meta"), 5)
+    (condition,) = asserted
+    assert (condition.shape, condition.dtype, condition.device.type) == ((), torch.bool, "meta")

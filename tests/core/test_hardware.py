@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pluggy
 import pytest
 
 from qcore import hardware
@@ -62,3 +63,14 @@ def test_one_entry_per_kind(tmp_path):
 
 def test_looked_for_once_per_process():
     assert hardware.present() is hardware.present()
+
+
+def test_the_version_of_a_distribution():
+    assert hardware.installed_version("pluggy") == pluggy.__version__
+    assert hardware.installed_version("no-such-distribution-at-all") == ""
+
+
+def test_a_word_from_a_file(tmp_path):
+    (tmp_path / "vendor").write_bytes(b" 0x10de\xff\n")
+    assert hardware.word(tmp_path / "vendor") == "0x10de\N{REPLACEMENT CHARACTER}"
+    assert hardware.word(tmp_path / "missing") == hardware.word(tmp_path) == ""

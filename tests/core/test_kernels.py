@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qcore import hookspecs
 from qcore.errors import FormatError
+from qcore.formats import PLAIN_INT32, Format
 from qcore.kernels import (
     EMULATED,
     FALLBACK,
@@ -23,6 +24,8 @@ from qcore.kernels import (
     Refusal,
     RowsKernel,
     Unavailable,
+    check_weight,
+    define_op,
     runs_now,
 )
 from qcore.quantize import quantize
@@ -88,6 +91,77 @@ class TestRunsNow:
         torch.vmap(lambda row: (seen.append(runs_now(x)), row)[1])(torch.zeros(2))
         assert seen == [False]
         assert torch.compile(lambda x: x + runs_now(x), fullgraph=True, backend="eager")(x) == 0
+
+
+class TestDefineOp:
+    @pytest.fixture
+    def library(self):
+        library = torch.library.Library("qcore_test_kernels", "FRAGMENT")
+        yield library
+        library._destroy()
+
+    @pytest.fixture
+    def doubled(self, library):
+        def doubled(x, n):
+            return 2 * x[:, :1].expand(-1, n)
+
+        def fake(x, n):
+            return x.new_empty((x.shape[0], n))
+
+        return define_op(library, "doubled(Tensor x, int n) -> Tensor", doubled, fake, ["CPU"])
+
+    def test_the_overload_comes_back_and_runs(self, doubled):
+        assert doubled is torch.ops.qcore_test_kernels.doubled.default
+        assert torch.equal(doubled(torch.ones(2, 5), 3), torch.full((2, 3), 2.0))
+        assert torch.Tag.pt2_compliant_tag in doubled.tags
+
+    def test_the_fake_serves_traces(self, doubled):
+        assert doubled(torch.empty(4, 5, device="meta"), 3).shape == (4, 3)
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(str(graph.graph))
+            return graph.forward
+
+        compiled = torch.compile(lambda x: doubled(x, 3) + 1, fullgraph=True, dynamic=True, backend=backend)
+        assert [compiled(torch.ones(rows, 5)).shape for rows in (2, 7)] == [(2, 3), (7, 3)]
+        (graph,) = graphs
+        assert "qcore_test_kernels.doubled.default" in graph
+
+    def test_it_passes_opcheck(self, doubled):
+        torch.library.opcheck(doubled, (torch.ones(2, 5), 3))
+
+    def test_every_key_gets_the_implementation_and_no_other(self, library):
+        op = define_op(library, "same(Tensor x) -> Tensor", torch.clone, torch.empty_like, ("CPU", "CUDA", "XPU"))
+        keys = ("CPU", "CUDA", "XPU", "XLA", "PrivateUse1")
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        assert [key for key in keys if has(op.name(), key)] == ["CPU", "CUDA", "XPU"]
+
+
+class TestCheckWeight:
+    weight = quantize(torch.ones(4, 64), "int4-g32")
+
+    def test_what_the_kernel_was_made_for(self):
+        check_weight("mine", self.weight, Format("int4", 32), 4, 64)
+
+    @pytest.mark.parametrize(
+        ("fmt", "n", "k"),
+        [
+            (Format("int4", 32), 5, 64),
+            (Format("int4", 32), 4, 65),
+            (Format("int8", 32), 4, 64),
+            (Format("int4", 64), 4, 64),
+            (Format("int4", 32, layout=PLAIN_INT32), 4, 64),
+        ],
+        ids=str,
+    )
+    def test_another(self, fmt, n, k):
+        with pytest.raises(FormatError) as error:
+            check_weight("mine", self.weight, fmt, n, k)
+        assert str(error.value).splitlines() == [
+            f"mine was made for {fmt} of shape {(n, k)};",
+            "it cannot pack int4-g32/plain of shape (4, 64).",
+        ]
 
 
 class TestRowsKernel:

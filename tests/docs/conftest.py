@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("plugin_page")  # it holds tests
 
 
 @pytest.fixture(autouse=True, scope="session")

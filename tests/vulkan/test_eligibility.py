@@ -53,6 +53,12 @@ def test_other_devices_and_dtypes():
 
 
 @pytest.mark.parametrize("contract", KERNELS)
+@pytest.mark.parametrize(("n", "k"), [(0, 5), (5, 0)])
+def test_weights_without_elements(contract, n, k):
+    assert "nothing to compute" in refusal(request_of(contract, "w8a16", n, k))
+
+
+@pytest.mark.parametrize("contract", KERNELS)
 def test_groups_that_do_not_divide(contract):
     """20000 columns of one scale are two groups of 10000 for the device, which are no whole blocks of 32."""
     reason = refusal(request_of(contract, "w8a16-g20000", 8, 40000))

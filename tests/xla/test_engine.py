@@ -12,8 +12,11 @@ import weakref
 import pytest
 import torch
 
-from qcore.contracts import LINEAR
+import qcore
+from qcore.contracts import EMBEDDING, LINEAR
+from qcore.schemes import Scheme
 from qcore_xla import calls
+from qcore_xla.embedding import XlaEmbedding
 from qcore_xla.engines.jax import ENGINE, JaxEngine, _array
 from qcore_xla.linear import XlaLinear
 from qcore_xla.memo import Memo
@@ -158,9 +161,12 @@ def test_long_inputs_are_cut(problem, monkeypatch):
 
 
 def test_an_index_out_of_range_is_an_error():
+    request = EMBEDDING.request_for(Scheme.parse("w8a16"), torch.device("cpu"), torch.float32, 5, 8)
+    kernel = XlaEmbedding(request)
+    packed = kernel.pack(qcore.quantize(torch.randn(5, 8), "int8"))
     for wrong in (-1, 5):
-        with pytest.raises(IndexError, match=f"index {wrong} is out of range for a table of 5 rows"):
-            calls.check_indices(torch.tensor([0, wrong, 4]), 5)
+        with pytest.raises(IndexError, match=rf"span {min(0, wrong)}\.\.{max(4, wrong)}, but the table has 5 rows"):
+            kernel(torch.tensor([0, wrong, 4]), packed)
 
 
 def test_the_engine_serves_the_cpu_here():

@@ -82,6 +82,17 @@ class OutputInt8(_GivenInt8):
 Activation = DynamicInt8 | StaticInt8
 
 
+def given_numbers(part: Activation | OutputInt8 | None) -> tuple[float | None, int]:
+    """Scale and zero point for a whole tensor, as plain arguments of an op.
+
+    The scale is None where there is no such number: nothing is quantized, or with parameters per token. A request that
+    leaves its numbers open is only asked about, so any will do: it gets 1.
+    """
+    if part is None or isinstance(part, DynamicInt8) or part.per_token:
+        return None, 0
+    return (1.0 if part.scale is None else part.scale), part.zero_point
+
+
 def dynamic_parameters(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor | None]:
     """Per-token scale, float32 ``(..., 1)``, and zero point, float32 of whole numbers (None if ``symmetric``)."""
     if not x.shape[-1]:  # nothing to reduce: a row without values is a row of zeros

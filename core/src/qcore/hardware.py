@@ -1,6 +1,6 @@
 """Cheap looks at the machine: which accelerator is here, and which plugin would serve it.
 
-Reads device files and the PCI tree only; opens no driver.
+Reads device files, the PCI tree and package metadata only; opens no driver.
 """
 
 from __future__ import annotations
@@ -48,16 +48,27 @@ def present() -> tuple[Hardware, ...]:
 def _pci(devices: Path) -> list[Hardware]:
     found = []
     for device in sorted(devices.glob("*")) if devices.is_dir() else ():
-        vendor, kind = (_word(device / name) for name in ("vendor", "class"))
+        vendor, kind = (word(device / name) for name in ("vendor", "class"))
         if vendor in _VENDORS and kind.startswith((_DISPLAY, _ACCELERATOR)):
             found.append(Hardware(*_VENDORS[vendor], f"PCI {device.name}"))
     return found
 
 
-def _word(path: Path) -> str:
+def word(path: Path) -> str:
+    """What a file of one word says, such as those of the PCI tree; empty where it cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
+        return ""
+
+
+def installed_version(distribution: str) -> str:
+    """The version of a distribution, from its metadata; empty where it is not installed. Imports nothing of it."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return ""
 
 

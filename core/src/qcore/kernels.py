@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import FormatError
+from .formats import Format
 from .qtensor import QTensor
 
 Packed = Mapping[str, Tensor]
@@ -30,6 +31,39 @@ def runs_now(x: Tensor) -> bool:
     """
     compiling = torch.compiler.is_compiling()
     return not (compiling or type(x) is not Tensor or _modes() or _transforms() is not None or _traced())
+
+
+def define_op(
+    library: torch.library.Library,
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    keys: Iterable[str],
+) -> Any:
+    """Register an op of a plugin; returns its overload, to be called.
+
+    **Arguments:** ``library``: a fragment of the plugin's own namespace, kept by the plugin as long as the op shall
+    live; ``schema``: ``"name(Tensor x, ...) -> Tensor"``; ``implementation`` serves the dispatch ``keys`` ("CPU",
+    "CUDA", ...); ``fake``: of the same signature, gives shape, dtype and device of the result without computing it.
+    """
+    name, namespace = schema.partition("(")[0], library.ns
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    for key in keys:
+        library.impl(name, implementation, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+    return getattr(getattr(torch.ops, namespace), name).default
+
+
+def check_weight(name: str, weight: QTensor, format: Format, n: int, k: int) -> None:
+    """Raise `FormatError`, in the name of a kernel, unless ``weight`` is what it was made for.
+
+    That is a weight ``(n, k)`` in ``format``. What a kernel's `pack` asks first.
+    """
+    if weight.format != format or tuple(weight.shape) != (n, k):
+        raise FormatError(
+            f"{name} was made for {format} of shape {(n, k)};\n"
+            f"it cannot pack {weight.format} of shape {tuple(weight.shape)}."
+        )
 
 
 class Rank(enum.IntEnum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -198,11 +198,20 @@ def im2col(x: Tensor, request: Conv2dRequest) -> Tensor:
     return parts.permute(0, 4, 1, 3, 2).reshape(-1, request.groups, request.k)
 
 
+def convolved_size(
+    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Pair:
+    """(OH, OW) for an image of ``size``, by the formula of `torch.nn.Conv2d`; each argument is (height, width).
+
+    Sizes may be symbolic, as they are for a fake. Where the kernel does not fit, the result is below 1.
+    """
+    (h, w), (kh, kw), (sh, sw), (ph, pw), (dh, dw) = size, kernel, stride, padding, dilation
+    return (h + 2 * ph - dh * (kh - 1) - 1) // sh + 1, (w + 2 * pw - dw * (kw - 1) - 1) // sw + 1
+
+
 def output_size(request: Conv2dRequest, height: int, width: int) -> Pair:
-    """(OH, OW) of a convolution, by the formula of `torch.nn.Conv2d`."""
-    sizes = zip((height, width), request.kernel_size, request.stride, request.padding, request.dilation, strict=True)
-    oh, ow = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
-    return oh, ow
+    """(OH, OW) of a request for an image of (height, width): see `convolved_size`."""
+    return convolved_size((height, width), request.kernel_size, request.stride, request.padding, request.dilation)
 
 
 def check_image(name: str, x: Tensor, request: Conv2dRequest) -> None:

@@ -129,4 +129,20 @@ def _problem(
     return Problem(request, draw.whole(0, request.n - 1, *shape).to(dtype), weight)
 
 
+def check_indices(indices: Tensor, size: int) -> None:
+    """Raise `IndexError` for an index outside ``0..size-1``: a kernel would read what lies beside the table.
+
+    On an accelerator, whose values nobody waits for, it is an assertion of the device.
+    """
+    if indices.device.type != "cpu":
+        torch._assert_async(((indices >= 0) & (indices < size)).all())  # noqa: SLF001 - torch's own way for devices
+    elif indices.numel():
+        low, high = (int(bound) for bound in indices.aminmax())
+        if low < 0 or high >= size:
+            raise IndexError(
+                f"embedding: indices span {low}..{high}, but the table has {size} rows.\n"
+                f"They must lie in 0..{size - 1}."
+            )
+
+
 EMBEDDING = EmbeddingContract()

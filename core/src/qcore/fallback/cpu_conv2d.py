@@ -16,15 +16,14 @@ from torch.nn import functional as F
 
 from ..activations import StaticInt8
 from ..contracts import Conv2dRequest
-from ..contracts.conv2d import check_image
+from ..contracts.conv2d import check_image, convolved_size
 from ..formats import ZeroPoint
-from ..kernels import Kernel, Packed
+from ..kernels import Kernel, Packed, check_weight
 from ..qtensor import QTensor
 from .codes import static_codes, unsigned
 from .integer import finish
 from .onednn import OFFSET
 from .ops import on_cpu, op
-from .weights import check_weight
 
 
 class CpuConv2d(Kernel):
@@ -89,8 +88,7 @@ def int8_conv2d(
 
 def _fake(x: Tensor, _x_scale: float, _zero: int, weight: Tensor, scale: Tensor, *rest: Any) -> Tensor:
     _bias, stride, padding, dilation, _groups, out_dtype = rest
-    sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    oh, ow = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
+    oh, ow = convolved_size(x.shape[2:], weight.shape[2:], stride, padding, dilation)
     return scale.new_empty(x.shape[0], oh, ow, scale.shape[0], dtype=out_dtype).permute(0, 3, 1, 2)
 
 

@@ -17,12 +17,11 @@ from torch import Tensor
 from ..activations import DynamicInt8, StaticInt8
 from ..contracts import LinearRequest
 from ..formats import ZeroPoint
-from ..kernels import Packed, RowsKernel
+from ..kernels import Packed, RowsKernel, check_weight
 from ..qtensor import QTensor
 from . import onednn
 from .codes import digit_rows, quantized, static_codes, symmetric_token, symmetric_tokens, unsigned, whole_numbers
 from .integer import Given, finish
-from .weights import check_weight
 
 _MOST_ROWS = 1024
 """Longer inputs are cut, so that float32 copies of x and y stay small."""

@@ -13,11 +13,10 @@ from torch.nn import functional as F
 
 from ..contracts import LinearRequest
 from ..formats import Format, ZeroPoint
-from ..kernels import Packed, RowsKernel
+from ..kernels import Packed, RowsKernel, check_weight
 from ..qtensor import QTensor
 from .int4_blocks import COLUMNS, BlockLayout, block_layout
 from .ops import int4_product, op
-from .weights import check_weight
 
 GROUP_SIZES = (256, 128, 64, 32)
 _CROSSOVER = 80

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..contracts import EmbeddingRequest
+from ..contracts.embedding import check_indices
 from ..kernels import Packed
 from .weights import NeutralKernel
 
@@ -24,8 +25,9 @@ class PlainEmbedding(NeutralKernel):
             return self._gather(x, packed)
         try:
             return self._gather(x, packed)
-        except IndexError as error:
-            raise IndexError(_out_of_range(x, self.n)) from error
+        except IndexError:
+            check_indices(x, self.n)  # in the words of the contract
+            raise
 
     def _gather(self, x: Tensor, packed: Packed) -> Tensor:
         indices, zero = x.reshape(-1), packed.get("zero")
@@ -33,8 +35,3 @@ class PlainEmbedding(NeutralKernel):
         zero = None if zero is None else zero.index_select(1, indices)
         rows = self.reader.in_order(self.reader.dense(data, scale, zero, self.out_dtype))
         return rows.reshape(*x.shape, self.k)
-
-
-def _out_of_range(indices: Tensor, size: int) -> str:
-    low, high = (int(v) for v in indices.aminmax())
-    return f"embedding: indices span {low}..{high}, but the table has {size} rows.\nThey must lie in 0..{size - 1}."

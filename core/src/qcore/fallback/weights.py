@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..errors import FormatError
 from ..formats import PLAIN, PLAIN_INT32, Format, ZeroPoint, unpack_nibbles
-from ..kernels import Kernel, Packed
+from ..kernels import Kernel, Packed, check_weight
 from ..qtensor import QTensor
 
 _CACHED = 1 << 20
@@ -121,12 +120,3 @@ def autocast_kind(device: torch.device) -> str:
     Asked when a kernel is made: dynamo of torch 2.11 cannot trace the question.
     """
     return device.type if torch.amp.is_autocast_available(device.type) else ""
-
-
-def check_weight(name: str, weight: QTensor, format: Format, n: int, k: int) -> None:
-    """Raise `FormatError` unless ``weight`` is what a kernel was made for."""
-    if weight.format != format or tuple(weight.shape) != (n, k):
-        raise FormatError(
-            f"{name} was made for {format} of shape {(n, k)};\n"
-            f"it cannot pack {weight.format} of shape {tuple(weight.shape)}."
-        )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore import DynamicInt8, LinearRequest, ZeroPoint
+from qcore import DynamicInt8, LinearRequest, OutputInt8, ZeroPoint
+from qcore.activations import Activation, given_numbers
 from qcore.kernels import Packed, RowsKernel, runs_now
 
 from . import ops
@@ -99,19 +100,12 @@ class Int8Linear(_Linear):
             tune_int8(x.reshape(-1, self.k), weight, self.out_dtype)
 
 
-def constants(activation: Any, output: Any) -> tuple[bool, float | None, int, float | None, int]:
+def constants(
+    activation: Activation | None, output: OutputInt8 | None
+) -> tuple[bool, float | None, int, float | None, int]:
     """Whether activations are quantized symmetrically; their scale (None: not given) and zero point; the output's."""
-    dynamic = isinstance(activation, DynamicInt8)
-    given = (None, 0) if dynamic else _numbers(activation)
-    wanted = (None, 0) if output is None else _numbers(output)
-    return (dynamic and activation.symmetric, *given, *wanted)
-
-
-def _numbers(part: Any) -> tuple[float | None, int]:
-    """Scale and zero point for the whole tensor. A request without numbers is only asked about: any will do."""
-    if part.per_token:
-        return None, 0
-    return (1.0 if part.scale is None else part.scale), part.zero_point
+    symmetric = isinstance(activation, DynamicInt8) and activation.symmetric
+    return (symmetric, *given_numbers(activation), *given_numbers(output))
 
 
 def kernel(request: LinearRequest) -> FloatLinear | Int8Linear:

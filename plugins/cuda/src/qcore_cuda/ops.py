@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcore.kernels import define_op
+
 from .portable.weights import Weight
 from .replay import again
 
@@ -30,11 +32,7 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untype
 
 def define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
     """Register an op for CUDA (and HIP, which torch calls by the same name), and give its overload to call."""
-    name = schema.partition("(")[0]
-    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    library.impl(name, implementation, "CUDA")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    return define_op(library, schema, implementation, fake, ("CUDA",))
 
 
 def unsettled(x: Tensor) -> bool:
@@ -60,7 +58,8 @@ def _weight_only() -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=1)
 def _int8() -> tuple[Callable[..., Tensor], type]:
-    from .int8 import Given, product
+    from .int8 import product
+    from .portable.codes import Given
 
     return product, Given
 

@@ -6,13 +6,13 @@ import os
 import platform
 from collections import Counter
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from packaging.version import InvalidVersion, Version
 
 from qcore import Available, Unavailable
+from qcore.hardware import installed_version
 
 from . import nvml
 
@@ -110,14 +110,7 @@ def _older(version: str, bound: str) -> bool:
 
 def triton_version() -> str:
     """The version of Triton, from package metadata, without importing it; empty where it is not installed."""
-    return next(filter(None, map(_version, _TRITON_NAMES)), "")
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+    return next(filter(None, map(installed_version, _TRITON_NAMES)), "")
 
 
 def _found() -> Available:

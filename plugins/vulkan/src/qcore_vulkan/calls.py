@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qcore import DynamicInt8, FormatError, OutputInt8, StaticInt8
+from qcore.contracts.embedding import check_indices
 
 from . import steps
 from .builder import Builder, Place, Program
@@ -149,17 +150,6 @@ def embedding(indices: Tensor, resident: Resident, out_dtype: torch.dtype) -> Te
 
     in_parts(flat.shape[0], largest(resident.device) // _row_bytes(resident.k), run)
     return y.view(*indices.shape, resident.k)
-
-
-def check_indices(indices: Tensor, size: int) -> None:
-    """Raise `IndexError` for an index outside ``0..size-1``: a shader would read what is beside the table."""
-    if not indices.numel():
-        return
-    low, high = (int(bound) for bound in indices.aminmax())
-    if low < 0 or high >= size:
-        raise IndexError(
-            f"embedding: indices span {low}..{high}, but the table has {size} rows.\nThey must lie in 0..{size - 1}."
-        )
 
 
 def _embedding(resident: Resident, count: int, out_dtype: torch.dtype) -> Program:

@@ -92,10 +92,8 @@ def _stored_group(format: Format, k: int) -> int:
     return next((part for part in range(LONGEST, 0, -1) if group % part == 0), 1)
 
 
-def why_not(format: Format, n: int, k: int) -> str:
-    """Why a weight cannot be stored, in a sentence; empty where it can."""
-    if n < 1 or k < 1:
-        return f"a weight of shape {(n, k)} holds nothing to compute with; torch ops serve it."
+def why_not(format: Format, k: int) -> str:
+    """Why a weight of ``k`` columns, at least one, cannot be stored, in a sentence; empty where it can."""
     group, stored = format.group(k), _stored_group(format, k)
     if stored < group and stored % BLOCK:
         return f"group size {group} does not divide into parts of at most {LONGEST}; use a multiple of {BLOCK}."
@@ -233,10 +231,10 @@ def rows_per_part(geometry: Geometry, largest: int) -> int:
 def upload(device: Device, weight: QTensor) -> DeviceWeight:
     """Copy a weight to the device. Raises `OutOfMemory`."""
     n, k = weight.shape
-    limits = device.description.limits
-    step = rows_per_part(Geometry.of(weight.format, n, k), min(limits.max_storage_range, limits.max_allocation))
+    geometry, limits = Geometry.of(weight.format, n, k), device.description.limits
+    step = rows_per_part(geometry, min(limits.max_storage_range, limits.max_allocation))
     parts = [_upload_part(device, weight, first, min(step, n - first)) for first in range(0, n, step)]
-    return DeviceWeight(Geometry.of(weight.format, n, k), weight.format, weight.scale.dtype, tuple(parts))
+    return DeviceWeight(geometry, weight.format, weight.scale.dtype, tuple(parts))
 
 
 def _upload_part(device: Device, weight: QTensor, first: int, n: int) -> Part:

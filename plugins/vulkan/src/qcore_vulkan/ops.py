@@ -6,15 +6,17 @@ graph serves any. In eager mode kernels call `calls` directly where `qcore.kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qcore import DynamicInt8, OutputInt8, StaticInt8
+from qcore.activations import Activation, given_numbers
 from qcore.contracts.base import GIVEN_NAMES
+from qcore.contracts.conv2d import convolved_size
+from qcore.kernels import define_op
 
 NAMESPACE = "qcore_vulkan"
 
@@ -24,20 +26,14 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyp
 _Pair = list[int]
 
 
-def flat(activation: Any, output: Any) -> tuple[bool, float | None, int, float | None, int]:
+def flat(activation: Activation | None, output: OutputInt8 | None) -> tuple[bool, float | None, int, float | None, int]:
     """A request's activation and output as arguments of an op.
 
     Whether activations are quantized symmetrically; their scale (None: dynamic, or given per token) and zero point;
-    the output's. A request without numbers is only asked about: any will do.
+    the output's.
     """
     symmetric = isinstance(activation, DynamicInt8) and activation.symmetric
-    return (symmetric, *_numbers(activation), *_numbers(output))
-
-
-def _numbers(part: Any) -> tuple[float | None, int]:
-    if part is None or isinstance(part, DynamicInt8) or part.per_token:
-        return None, 0
-    return (1.0 if part.scale is None else part.scale), part.zero_point
+    return (symmetric, *given_numbers(activation), *given_numbers(output))
 
 
 @lru_cache(maxsize=1024)
@@ -119,18 +115,11 @@ def _conv2d_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, n: int,
     kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    sides = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
-    size = [(side + 2 * p - d * (k - 1) - 1) // s + 1 for side, k, s, p, d in sides]
+    size = convolved_size(x.shape[2:], kernel, stride, padding, dilation)
     return x.new_empty((x.shape[0], *size, n), dtype=rest[-1]).movedim(-1, 1)
 
 
-def _define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _library.impl(name, implementation, "CPU")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
-
+_define = partial(define_op, _library, keys=("CPU",))
 
 _QUANTIZATION = (
     "bool symmetric, float? static_scale, int static_zero_point, float? output_scale, int output_zero_point, "

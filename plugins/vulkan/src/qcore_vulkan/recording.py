@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qcore.contracts.embedding import check_indices
+
 from . import steps
 from .bias import Biases
 from .builder import Builder, Place, Program, Ref
-from .calls import check_indices, geometry, in_rows, pixels_of, place, rows_in
+from .calls import geometry, in_rows, pixels_of, place, rows_in
 from .device import Buffer, Device
 from .flow import IMAGE, INDICES, Flow, Stage
 from .steps import Image, Rows

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qcore import Format, FormatError, Kernel, PluginError, QTensor
-from qcore.kernels import Packed
+from qcore import Format, Kernel, PluginError, QTensor
+from qcore.kernels import Packed, check_weight
 
 from . import device as devices
 from .bias import Biases
@@ -134,11 +134,7 @@ class HandleKernel(Kernel):
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """Put the weight on the device. Raises `FormatError` for one that the kernel was not made for."""
-        if weight.format != self.format or tuple(weight.shape) != (self.n, self.k):
-            raise FormatError(
-                f"{self.name} was made for {self.format} of shape {(self.n, self.k)};\n"
-                f"it cannot pack {weight.format} of shape {tuple(weight.shape)}."
-            )
+        check_weight(self.name, weight, self.format, self.n, self.k)
         return {"weight": handle(weight)}
 
     def unpack(self, packed: Packed) -> QTensor:

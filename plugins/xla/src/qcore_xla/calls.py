@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qcore.contracts.embedding import check_indices
+
 from . import environment
 from .engines import base
 from .memo import Memo
@@ -119,16 +121,6 @@ def embedding(
     rows = engine.run(_body("embedding"), form, (filled, data, scale, zero), (0,))
     found = bare_columns(rows[:count], table_plan(v, d, bits, group or None))
     return found.to(out_dtype).contiguous().view(*indices.shape, d)
-
-
-def check_indices(indices: Tensor, v: int) -> None:
-    """Raise `IndexError` for an index outside of ``0..v-1``; on an accelerator a device-side assertion."""
-    if indices.device.type == "cpu":
-        low, high = (int(end) for end in torch.aminmax(indices))
-        if low < 0 or high >= v:
-            raise IndexError(f"index {low if low < 0 else high} is out of range for a table of {v} rows.")
-    else:
-        torch._assert_async(((indices >= 0) & (indices < v)).all())  # noqa: SLF001 - torch's own way for devices
 
 
 def bucket(rows: int, fewest: int = _FEWEST) -> int:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qcore.contracts.conv2d import convolved_size
+
 from .calls import Call, Given, Weight, linear
 from .views import whole
 
@@ -25,9 +27,8 @@ class Geometry(NamedTuple):
     groups: int
 
     def output(self, height: int, width: int) -> Pair:
-        """(OH, OW) of a convolution, by the formula of `torch.nn.Conv2d`."""
-        sides = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        return tuple((side + 2 * p - d * (k - 1) - 1) // s + 1 for side, k, s, p, d in sides)
+        """(OH, OW) for an image of (height, width)."""
+        return convolved_size((height, width), self.kernel, self.stride, self.padding, self.dilation)
 
 
 def convolve(

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from qcore import EmbeddingRequest, QTensor
-from qcore.kernels import Packed, runs_now
+from qcore.kernels import Packed, check_weight, runs_now
 
 from . import calls, ops
 from .packing import PackedKernel
@@ -29,7 +29,7 @@ class XlaEmbedding(PackedKernel):
         return "xla.table"
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        self.check(weight)
+        check_weight(self.name, weight, self.format, self.n, self.k)
         return pack_whole(weight, partial(pack_table, plan=self.table))
 
     def unpack(self, packed: Packed) -> QTensor:

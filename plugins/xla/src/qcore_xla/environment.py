@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from functools import lru_cache
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+
+from qcore.hardware import word
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
@@ -96,21 +97,6 @@ def gpu_file(root: Path = Path("/")) -> str:
 def tpu(root: Path = Path("/")) -> str:
     """The generation of a TPU on the PCI bus, "unknown" where a device file alone tells of one; empty without."""
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
-        if _word(device / "vendor") == "0x1ae0" and (generation := TPUS.get(_word(device / "device"))):
+        if word(device / "vendor") == "0x1ae0" and (generation := TPUS.get(word(device / "device"))):
             return generation
     return "unknown" if (root / "dev/accel0").exists() else ""
-
-
-def _word(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def version(name: str) -> str:
-    """The version of a distribution, from its metadata; empty where it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""

@@ -6,13 +6,16 @@ JAX is imported when one first runs. In eager mode kernels call `calls` directly
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qcore import DynamicInt8
+from qcore import DynamicInt8, OutputInt8
+from qcore.activations import Activation, given_numbers
+from qcore.contracts.conv2d import convolved_size
+from qcore.kernels import define_op
 
 from . import calls
 from .calls import Given, Weight, call_of, number
@@ -26,11 +29,13 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyp
 _Pair = list[int]
 
 
-def flat(activation: Any, output: Any) -> tuple[str, float | None, int, bool, float | None, int]:
+def flat(
+    activation: Activation | None, output: OutputInt8 | None
+) -> tuple[str, float | None, int, bool, float | None, int]:
     """A request's activation and output as arguments of an op.
 
     The kind of activation, its scale (None: dynamic, or given per token) and zero point; whether results are int8,
-    and their scale and zero point. A request without numbers is only asked about: any will do.
+    and their scale and zero point.
     """
     if activation is None:
         kind = "float"
@@ -38,13 +43,7 @@ def flat(activation: Any, output: Any) -> tuple[str, float | None, int, bool, fl
         kind = "symmetric" if activation.symmetric else "asymmetric"
     else:
         kind = "given"
-    return (kind, *_numbers(activation), output is not None, *_numbers(output))
-
-
-def _numbers(part: Any) -> tuple[float | None, int]:
-    if part is None or isinstance(part, DynamicInt8) or part.per_token:
-        return None, 0
-    return (1.0 if part.scale is None else part.scale), part.zero_point
+    return (kind, *given_numbers(activation), output is not None, *given_numbers(output))
 
 
 def linear(
@@ -106,8 +105,7 @@ def _conv2d_fake(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, colsum: Tensor | None, bias: Tensor | None, n: int,
     kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    sides = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
-    size = [(side + 2 * p - d * (k - 1) - 1) // s + 1 for side, k, s, p, d in sides]
+    size = convolved_size(x.shape[2:], kernel, stride, padding, dilation)
     return x.new_empty((x.shape[0], *size, n), dtype=rest[-1]).movedim(-1, 1)
 
 
@@ -118,14 +116,8 @@ def _embedding_fake(
     return indices.new_empty((*indices.shape, d), dtype=out_dtype)
 
 
-def _define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    for key in ("CPU", "CUDA", "XLA", "PrivateUse1"):  # the device of the tensors picks the engine
-        _library.impl(name, implementation, key)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
-
+# The device of the tensors picks the engine.
+_define = partial(define_op, _library, keys=("CPU", "CUDA", "XLA", "PrivateUse1"))
 
 _WEIGHT = "Tensor data, Tensor scale, Tensor? zero"
 _QUANTIZATION = (

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore import Format, FormatError, Kernel, QTensor, ZeroPoint
-from qcore.kernels import Packed
+from qcore import Format, Kernel, QTensor, ZeroPoint
+from qcore.kernels import Packed, check_weight
 
 from .views import pack_whole, unpack_whole
 
@@ -241,17 +241,9 @@ class PackedKernel(Kernel):
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """Raises `FormatError` for a weight other than the one the kernel was made for."""
-        self.check(weight)
+        check_weight(self.name, weight, self.format, self.n, self.k)
         return pack_whole(weight, partial(pack, plan=self.plan, sums=self.sums))
 
     def unpack(self, packed: Packed) -> QTensor:
         like = ((self.n, self.k), self.format)
         return unpack_whole(packed, like, partial(unpack, plan=self.plan, format=self.format))
-
-    def check(self, weight: QTensor) -> None:
-        """Raise `FormatError` for a weight that the kernel was not made for."""
-        if weight.format != self.format or tuple(weight.shape) != (self.n, self.k):
-            raise FormatError(
-                f"{self.name} was made for {self.format} of shape {(self.n, self.k)};\n"
-                f"it cannot pack {weight.format} of shape {tuple(weight.shape)}."
-            )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from qcore import FALLBACK, NATIVE, Available, Unavailable
+from qcore.hardware import installed_version
 
 from . import environment
-from .environment import jax_fault, tpu, version
+from .environment import jax_fault, tpu
 
 _VERSIONS = ("jax", "jaxlib", "torch_tpu", "torch_xla", "torchax", "libtpu")
 
@@ -17,7 +18,7 @@ def probe(root: Path = Path("/")) -> Available | Unavailable:
     if fault := jax_fault():
         return Unavailable(fault, broken=True)
     devices = [*([f"TPU {tpu(root)}"] if tpu(root) else []), *(["GPU"] if _has_gpu(root) else []), "CPU"]
-    versions = [f"{name} {found}" for name in _VERSIONS if (found := version(name))]
+    versions = [f"{name} {found}" for name in _VERSIONS if (found := installed_version(name))]
     return Available(f"XLA: {', '.join(devices)}", ", ".join(versions), _details(root))
 
 

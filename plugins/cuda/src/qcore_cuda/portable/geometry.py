@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from qcore.contracts.conv2d import convolved_size
+
 LARGEST_COLUMN = 1 << 15
 """What `column_size` may be: a column stays in the registers of one program."""
 
@@ -19,9 +21,7 @@ class Geometry(NamedTuple):
 
     def output(self, height: int, width: int) -> tuple[int, int]:
         """(OH, OW) for an image of (height, width)."""
-        sizes = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        oh, ow = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
-        return oh, ow
+        return convolved_size((height, width), self.kernel, self.stride, self.padding, self.dilation)
 
 
 def power_of_two(size: int) -> int:

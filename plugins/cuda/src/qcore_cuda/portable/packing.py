@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore import Format, FormatError, Kernel, QTensor, ZeroPoint
-from qcore.kernels import Packed
+from qcore import Format, Kernel, QTensor, ZeroPoint
+from qcore.kernels import Packed, check_weight
 
 ROWS = 16
 """Rows are packed this many at a time."""
@@ -152,11 +152,7 @@ class PackedKernel(Kernel):
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """Raises `FormatError` for a weight other than the one the kernel was made for."""
-        if weight.format != self.format or tuple(weight.shape) != (self.n, self.k):
-            raise FormatError(
-                f"{self.name} was made for {self.format} of shape {(self.n, self.k)};\n"
-                f"it cannot pack {weight.format} of shape {tuple(weight.shape)}."
-            )
+        check_weight(self.name, weight, self.format, self.n, self.k)
         return pack(weight, sums=self.sums)
 
     def unpack(self, packed: Packed) -> QTensor:

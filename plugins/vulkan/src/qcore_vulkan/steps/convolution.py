@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from qcore import OutputInt8, PluginError
+from qcore.contracts.conv2d import convolved_size
 
 from ..builder import Builder, Ref
 from ..device import Buffer
@@ -43,10 +44,9 @@ class Geometry2d:
 
     def output(self, height: int, width: int) -> Pair:
         """(OH, OW) for an image of (height, width)."""
-        after = self.padding if self.after is None else self.after
-        sizes = zip((height, width), self.padding, after, self.dilation, self.kernel, self.stride, strict=True)
-        oh, ow = ((size + p + q - d * (k - 1) - 1) // s + 1 for size, p, q, d, k, s in sizes)
-        return oh, ow
+        (above, left), (below, right) = self.padding, self.padding if self.after is None else self.after
+        padded = (height + above + below, width + left + right)
+        return convolved_size(padded, self.kernel, self.stride, (0, 0), self.dilation)
 
     def reach(self, axis: int, count: int) -> int:
         """Rows of pixels, or columns, that ``count`` results side by side depend on."""
