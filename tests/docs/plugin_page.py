@@ -18,21 +18,23 @@ from qcore.explain import plain_request
 from qcore.schemes import SCHEMES
 
 
-def request(contract: str = "linear", scheme: str = "w8a16", **changes: Any) -> Any:
+def request(contract: str = "linear", scheme: str = "w8a16", dtype: Any = torch.float32, **changes: Any) -> Any:
     """A request for a weight (64, 64), with changes."""
-    return replace(plain_request(scheme, n=64, k=64, contract=contract), **changes)
+    return replace(plain_request(scheme, n=64, k=64, dtype=dtype, contract=contract), **changes)
 
 
 class PluginPage:
     """Tests that ``docs/<name>.md`` agrees with the plugin: what it serves, refuses and reads.
 
-    ``hooks``: the plugin's module of hooks; ``device``: where the tensors are that it serves; ``refused``: a request
-    for each row of "What it refuses", but for those ``elsewhere``: refused before a request is looked at.
+    ``hooks``: the plugin's module of hooks; ``device``: where the tensors are that it serves; ``dtype``: of those whose
+    kernels stand in the table; ``refused``: a request for each row of "What it refuses", but for those ``elsewhere``:
+    refused before a request is looked at.
     """
 
     name: ClassVar[str]
     hooks: ClassVar[ModuleType]
     device: ClassVar[str] = "cpu"
+    dtype: ClassVar[torch.dtype] = torch.float32
     refused: ClassVar[Mapping[str, Any]]
     elsewhere: ClassVar[set[str]] = set()
 
@@ -72,8 +74,8 @@ class PluginPage:
 
     def served(self):
         """(contract, scheme) to kernel, for every scheme of the kit."""
-        device = torch.device(self.device)
-        answers = {(c, s): self.answer(request(c, s, device=device)) for c in CONTRACTS for s in SCHEMES}
+        device, d = torch.device(self.device), self.dtype
+        answers = {(c, s): self.answer(request(c, s, d, device=device)) for c in CONTRACTS for s in SCHEMES}
         return {key: answer.kernel.name for key, answer in answers.items() if isinstance(answer, qcore.Offer)}
 
     def test_every_scheme_that_is_served_stands_in_the_table_with_its_kernel(self):

@@ -10,10 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 
 _DISPLAY, _ACCELERATOR = "0x03", "0x12"
+_INTEL = "0x8086"
 _VENDORS = {
     "0x10de": ("NVIDIA GPU", ("cuda", "vulkan")),
     "0x1002": ("AMD GPU", ("cuda", "vulkan")),
-    "0x8086": ("Intel GPU", ("xpu", "vulkan")),
+    _INTEL: ("Intel GPU", ("xpu", "vulkan")),
     "0x1ae0": ("Google TPU", ("xla",)),
 }
 
@@ -49,7 +50,9 @@ def _pci(devices: Path) -> list[Hardware]:
     found = []
     for device in sorted(devices.glob("*")) if devices.is_dir() else ():
         vendor, kind = (word(device / name) for name in ("vendor", "class"))
-        if vendor in _VENDORS and kind.startswith((_DISPLAY, _ACCELERATOR)):
+        # Intel's processing accelerators are NPUs, which no plugin serves; its GPUs are all display devices.
+        kinds = (_DISPLAY,) if vendor == _INTEL else (_DISPLAY, _ACCELERATOR)
+        if vendor in _VENDORS and kind.startswith(kinds):
             found.append(Hardware(*_VENDORS[vendor], f"PCI {device.name}"))
     return found
 

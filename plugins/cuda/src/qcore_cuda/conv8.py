@@ -9,11 +9,15 @@ from torch import Tensor
 
 from . import conv_hopper
 from .device import Device, device_of
-from .int8 import Codes, linear
+from .int8 import linear
 from .launch import launch, options
+from .portable import host
+from .portable.codes import Codes, columns_of_codes, mode_of
+from .portable.codes import Given as Numbers
 from .portable.geometry import Geometry, column_size, power_of_two
-from .portable.kernels.conv import gathered, quantize_columns, quantize_image
+from .portable.kernels.conv import gathered, quantize_image
 from .portable.weights import Weight
+from .replay import empty
 
 _COLUMN_BYTES = 1 << 25
 """Codes of columns made at a time: they stay in the L2 cache until the product reads them."""
@@ -50,17 +54,18 @@ def conv2d(
     """X ``(B, IC, H, W)`` to rows ``(B * OH * OW, OC)``; arguments as for `int8.linear`."""
     g = geometry.groups
     if g > 1:
+        n, one = weight.n // g, geometry._replace(groups=1)
         parts = [
             conv2d(
-                x[:, i * (x.shape[1] // g) : (i + 1) * (x.shape[1] // g)],
-                _group(weight, i, g),
-                None if sums is None else _part(sums, i, g),
-                None if bias is None else bias[i * (weight.n // g) : (i + 1) * (weight.n // g)].contiguous(),
-                geometry._replace(groups=1),
+                image,
+                host.part_of(weight, i * n, n),
+                None if sums is None else host.parameters_of(sums, i * n, n),
+                None if bias is None else bias[i * n : (i + 1) * n].contiguous(),
+                one,
                 given,
                 result,
             )
-            for i in range(g)
+            for i, image in enumerate(x.chunk(g, dim=1))
         ]
         return torch.cat(parts, dim=1)
     device = device_of(x.device)
@@ -73,21 +78,6 @@ def conv2d(
         x = x.movedim(1, -1)
         return conv_hopper.convolve(x, weight, None, bias, geometry, None, out, size, result.dtype, device)
     return _by_columns(x, weight, sums, bias, geometry, given, result)
-
-
-def _group(weight: Weight, i: int, groups: int) -> Weight:
-    """Rows of one channel group; their number is a multiple of 16."""
-    n = weight.n // groups
-    rows = n // 16 if weight.bits == 4 else n
-    zero = None if weight.zero is None else _part(weight.zero, i, groups)
-    return weight._replace(
-        data=weight.data[i * rows : (i + 1) * rows], scale=_part(weight.scale, i, groups), zero=zero, n=n
-    )
-
-
-def _part(parameter: Tensor, i: int, groups: int) -> Tensor:
-    n = parameter.shape[1] // groups
-    return parameter[:, i * n : (i + 1) * n].contiguous()
 
 
 def _implicit(
@@ -204,7 +194,7 @@ def _by_columns(
 ) -> Tensor:
     oh, ow = geometry.output(*x.shape[2:])
     rows = x.shape[0] * oh * ow
-    step = max(_LEAST_COLUMNS, _COLUMN_BYTES // (-(-weight.k // 128) * 128) // 128 * 128)
+    step = max(_LEAST_COLUMNS, _COLUMN_BYTES // columns_of_codes(weight.k) // 128 * 128)
     numbers = (result.scale, result.zero) if result.scale is not None else (None, None)
     parts = []
     for first in range(0, rows, step):
@@ -215,42 +205,7 @@ def _by_columns(
 
 def column_codes(x: Tensor, geometry: Geometry, given: Given, first: int, count: int, weight: Weight) -> Codes:
     """Codes of ``count`` columns from position ``first`` on, as `int8.quantize_rows` would make them of those rows."""
-    device, (_, channels, height, width) = device_of(x.device), x.shape
-    kh, kw = geometry.kernel
-    mode = 2 if given.scale is not None else 0 if given.symmetric else 1
-    q = torch.empty((count, -(-weight.k // 128) * 128), dtype=torch.int8, device=x.device)
-    scale = torch.empty((count,), dtype=torch.float32, device=x.device)
-    zero = torch.empty_like(scale) if mode else None
-    wanted = weight.zero is not None and weight.scale.shape[0] == 1
-    total = torch.empty((count,), dtype=torch.int32, device=x.device) if wanted else None
-    size = column_size(kh * kw, channels)
-    launch(
-        quantize_columns,
-        (count,),
-        x,
-        q,
-        scale,
-        scale if zero is None else zero,
-        scale if total is None else total,
-        float(given.scale or 1.0),
-        float(given.zero),
-        first,
-        channels,
-        height,
-        width,
-        *geometry.output(height, width),
-        *geometry.stride,
-        *geometry.padding,
-        *geometry.dilation,
-        kw,
-        kh * kw,
-        *x.stride(),
-        MODE=mode,
-        CODES=x.dtype == torch.int8,
-        TAPS=power_of_two(kh * kw),
-        BC=power_of_two(channels),
-        TOTAL=wanted,
-        ORDER=weight.order,
-        **options(device, max(1, min(16, size // 1024))),
-    )
-    return Codes(q, scale, zero, total)
+    mode = mode_of(x, given.symmetric, None if given.scale is None else Numbers(given.scale, given.zero))
+    size = column_size(geometry.kernel[0] * geometry.kernel[1], x.shape[1])
+    meta = options(device_of(x.device), max(1, min(16, size // 1024)))
+    return host.quantize_columns(launch, empty, x, geometry, mode, first, count, weight, **meta)

@@ -7,8 +7,7 @@ import triton
 from torch import Tensor
 
 from .launch import launch
-from .portable.kernels.gather import gather
-from .portable.packing import block_size
+from .portable import host
 from .portable.weights import Weight
 
 _COLUMNS = 4096
@@ -23,17 +22,4 @@ def rows(indices: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
 
     Computed in float32 and rounded once. An index outside 0..n-1 ends in a device-side assertion.
     """
-    tokens, d = indices.shape[0], weight.k
-    out = torch.empty((tokens, d), dtype=dtype, device=indices.device)
-    if not tokens:
-        return out
-    block = weight.order or block_size(weight.group if weight.group < d else None)
-    blocks = -(-d // block)
-    together = min(triton.next_power_of_2(blocks), _COLUMNS // block)
-    grid = (tokens, -(-blocks // together))
-    launch(
-        gather, grid, indices, weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero, out,
-        weight.n, d, weight.group, blocks, weight.data.stride(0),
-        BITS=weight.bits, P=block, NB=together, ZERO=weight.zero_kind, num_warps=4, **_OPTIONS,
-    )  # fmt: skip
-    return out
+    return host.table_rows(launch, indices, weight, dtype, _COLUMNS, pieces=False, num_warps=4, **_OPTIONS)

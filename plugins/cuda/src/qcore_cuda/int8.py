@@ -14,31 +14,16 @@ from .int8_config import Config, Problem, choose
 from .kernels.int8_persistent import persistent
 from .kernels.int8_slices import slices
 from .launch import launch, options
+from .portable import host
+from .portable.codes import Codes, Given, Mode, columns_of_codes, mode_of
+from .portable.geometry import power_of_two
+from .portable.host import End, blocking, end_of, operands, steps
 from .portable.kernels.int8_gemm import tiles, unpack
-from .portable.kernels.quantize import group_sums
-from .portable.kernels.quantize import quantize_rows as quantize_kernel
 from .portable.weights import INT_ZERO, Weight
 from .replay import empty
 
 _IN_REGISTERS = 32768
 """Rows up to this K are read once."""
-_EXACT_K = {False: 1 << 16, True: 1 << 15}
-"""Up to this K the products of one group fit int32; True: with differences of int8 codes and zero points as factors."""
-
-
-class Codes(NamedTuple):
-    """Quantized activations: ``x = scale * (q - zero)``.
-
-    **Fields:** ``q``: int8 ``(M, KQ)``, KQ = K rounded up to 128, 0 behind K; ``scale``: float32 ``(M,)``; ``zero``:
-    float32 ``(M,)`` of whole numbers, None for 0; ``total``: int32 ``(M,)``, the sums of codes, where asked for;
-    ``order``: of the columns, as `Weight.order`.
-    """
-
-    q: Tensor
-    scale: Tensor
-    zero: Tensor | None
-    total: Tensor | None = None
-    order: int = 0
 
 
 def quantize_rows(x: Tensor, *, symmetric: bool, total: bool = False, order: int = 0) -> Codes:
@@ -46,72 +31,21 @@ def quantize_rows(x: Tensor, *, symmetric: bool, total: bool = False, order: int
 
     ``total``: also sum the codes; ``order``: as `Weight.order` of the weight that they meet.
     """
-    return _quantize(x, *_mode(x, symmetric, None), total, order)
+    return _quantize(x, mode_of(x, symmetric, None), total, order)
 
 
 def quantize_given(
     x: Tensor, scale: Tensor | float, zero: Tensor | float, *, total: bool = False, order: int = 0
 ) -> Codes:
     """Quantize x ``(M, K)`` with given numbers, or tensors ``(M,)`` per token. An int8 x is taken as codes."""
-    return _quantize(x, *_mode(x, True, Given(scale, zero)), total, order)
+    return _quantize(x, mode_of(x, True, Given(scale, zero)), total, order)
 
 
-class Given(NamedTuple):
-    """Scale and zero point that activations, or results, are quantized with: numbers, or tensors ``(M,)``."""
-
-    scale: Tensor | float
-    zero: Tensor | float
-
-
-def _mode(x: Tensor, symmetric: bool, given: Given | None) -> tuple[int, Any, Any]:
-    """The mode of `kernels.quantize`, and scale and zero point where they are given."""
-    if given is None:
-        return 0 if symmetric else 1, None, None
-    if isinstance(given.scale, Tensor):
-        return 3, _flat(given.scale), _flat(torch.as_tensor(given.zero, device=x.device))
-    return 2, float(given.scale), float(given.zero)
-
-
-def _flat(parameter: Tensor) -> Tensor:
-    """Parameters per token as kernels read them, one after the other."""
-    return parameter.reshape(-1).contiguous()
-
-
-def _quantize(x: Tensor, mode: int, scale: Any, zero: Any, total: bool, order: int) -> Codes:
+def _quantize(x: Tensor, mode: Mode, total: bool, order: int) -> Codes:
     m, k = x.shape
-    device, wide = device_of(x.device), -(-k // 128) * 128
-    q = empty((m, wide), torch.int8, x.device)
-    s = empty((m,), torch.float32, x.device)
-    z = empty((m,), torch.float32, x.device) if mode else None
-    t = empty((m,), torch.int32, x.device) if total else None
-    if m:
-        block = min(_IN_REGISTERS, max(512, 1 << max(0, wide - 1).bit_length()))
-        number = mode == 2
-        launch(
-            quantize_kernel,
-            (m,),
-            x,
-            q,
-            s,
-            s if z is None else z,
-            s if t is None else t,
-            scale if mode == 3 else s,
-            zero if mode == 3 else s,
-            scale if number else 0.0,
-            zero if number else 0.0,
-            k,
-            x.stride(0) if m > 1 else 0,
-            x.stride(1) if k > 1 else 1,
-            MODE=mode,
-            CODES=x.dtype == torch.int8,
-            BLOCK=block,
-            LOOP=wide > block,
-            TOTAL=total,
-            ORDER=order,
-            LATE=m > 32,
-            **options(device, max(1, min(16, block // 512 if m <= 256 else block // 1024))),
-        )
-    return Codes(q, s, z, t, order)
+    block = min(_IN_REGISTERS, max(512, power_of_two(columns_of_codes(k))))
+    meta = options(device_of(x.device), max(1, min(16, block // 512 if m <= 256 else block // 1024)))
+    return host.quantize_rows(launch, empty, x, mode, total=total, order=order, block=block, **meta)
 
 
 def product(
@@ -132,29 +66,29 @@ def product(
     device = device_of(x.device)
     if config is None:
         config = choose(device, problem_of(weight, x.shape[0]))
-    of_y, zero_y = out or (None, None)
     order = weight.order
     if config.kernel == "fours":
-        if large.computes_fours(weight, out_dtype, of_y):
+        if large.computes_fours(weight, out_dtype, out and out.scale):
             order = large.FOURS_ORDER
         else:
             config = choose(device, problem_of(weight, x.shape[0]), specialized=False)
-    mode, scale, zero = _mode(x, symmetric, given)
+    mode = kind, scale, zero = mode_of(x, symmetric, given)
     if config.kernel == "gemv" and few.quantizes_itself(x, weight, device):
-        if mode == 2:
-            activations = few.Activations(x, None, None, (scale, zero), mode, True)
+        if kind == 2:
+            activations = few.Activations(x, None, None, (scale, zero), kind, True)
         else:
-            activations = few.Activations(x, scale, zero, (0.0, 0.0), mode, mode != 0)
+            activations = few.Activations(x, scale, zero, (0.0, 0.0), kind, kind != 0)
         y = empty((1, weight.n), out_dtype, x.device)
-        return _few(activations, weight, sums, _end(bias, of_y, zero_y, y), y, device, config)
+        return _few(activations, weight, sums, end_of(bias, out, y), y, device, config)
     # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.
-    total = weight.zero is not None and weight.scale.shape[0] == 1 and config.kernel not in {"gemv", "fours"}
-    codes = _quantize(x, mode, scale, zero, total, order)
-    return linear(codes, weight, sums, bias, out_dtype, of_y, zero_y, config)
+    total = host.totals_needed(weight) and config.kernel not in {"gemv", "fours"}
+    codes = _quantize(x, mode, total, order)
+    scale, zero = out or (None, None)
+    return linear(codes, weight, sums, bias, out_dtype, scale, zero, config)
 
 
 def _few(
-    activations: few.Activations, weight: Weight, sums: Tensor | None, end: _End, y: Tensor, device: Device, c: Config
+    activations: few.Activations, weight: Weight, sums: Tensor | None, end: End, y: Tensor, device: Device, c: Config
 ) -> Tensor:
     few.int8_product(activations, weight, sums, end, y, device, few.Shape.of(c), blocking(weight)[1])
     return y
@@ -191,7 +125,7 @@ def linear(
         config = choose(device, problem_of(weight, m), specialized=fitting)
     if config.kernel == "specialized" and not hopper.computes(weight, grouped, codes.zero, out_dtype, out_scale):
         config = choose(device, problem_of(weight, m), specialized=False)
-    end = _end(bias, out_scale, out_zero, y)
+    end = end_of(bias, None if out_scale is None else Given(out_scale, 0.0 if out_zero is None else out_zero), y)
     if config.kernel == "gemv":
         activations = few.Activations(codes.q, codes.scale, codes.zero, (0.0, 0.0), -1, codes.zero is not None)
         return _few(activations, weight, sums, end, y, device, config)
@@ -203,8 +137,8 @@ def linear(
     form = {"GROUPED": grouped, "PER": per, "WZERO": w_zero, "XZERO": codes.zero is not None, **end.meta}
     run = {"slices": _slices, "tiles": _tiles, "persistent": _persistent}
     run |= {"specialized": hopper.product, "fours": large.fours}
-    of_x, of_w = _operands(codes, weight, sums)
-    run[config.kernel](_Product(codes, weight, of_x, of_w, end, y, config, p, *_steps(weight, p), form, device))
+    of_x, of_w = operands(codes, weight, sums)
+    run[config.kernel](_Product(codes, weight, of_x, of_w, end, y, config, p, *steps(weight, p), form, device))
     return y
 
 
@@ -214,56 +148,14 @@ def forget() -> None:
     replay.forget()
 
 
-def blocking(weight: Weight) -> tuple[int, bool, int]:
-    """Columns per step along K, whether groups are scaled one by one, and steps per group."""
-    groups = weight.scale.shape[0]
-    p = weight.order or 128
-    if groups > 1:
-        p = p if weight.bits == 4 else next(size for size in (128, 64, 32) if weight.group % size == 0)
-        return p, True, weight.group // p
-    return p, weight.k > _EXACT_K[weight.bits == 8 and weight.zero_kind == INT_ZERO], 1 << 24
-
-
-class _End(NamedTuple):
-    args: tuple[Any, ...]
-    numbers: tuple[float, float]
-    meta: dict[str, Any]
-
-
-def _end(bias: Tensor | None, scale: Tensor | float | None, zero: Tensor | float | None, y: Tensor) -> _End:
-    """Arguments of the epilogue; y stands in for tensors that are not there."""
-    meta = {"HAS_BIAS": bias is not None, "OUT": 0}
-    args: tuple[Any, ...] = (y if bias is None else bias, y, y)
-    numbers = (1.0, 0.0)
-    if isinstance(scale, Tensor):
-        args, meta["OUT"] = (args[0], _flat(scale), _flat(torch.as_tensor(zero, device=y.device))), 2
-    elif scale is not None:
-        numbers, meta["OUT"] = (float(scale), float(0.0 if zero is None else zero)), 1
-    return _End(args, numbers, meta)
-
-
-def _operands(codes: Codes, weight: Weight, sums: Tensor | None) -> tuple[Any, ...]:
-    """X's and w's parameters: scale, zero of x; scale, zero, sums of w."""
-    x_zero = codes.scale if codes.zero is None else codes.zero
-    w_zero = weight.scale if weight.zero is None else weight.zero
-    return (codes.scale, x_zero), (weight.scale, w_zero, codes.scale if sums is None else sums)
-
-
-def _steps(weight: Weight, p: int) -> tuple[int, int]:
-    """Steps along K, and the row pitch of an int8 weight in units of 32."""
-    if weight.bits == 4:
-        return weight.data.shape[1], 0
-    return -(-weight.k // p), weight.data.shape[1] // 32
-
-
 class _Product(NamedTuple):
-    """What a launch needs; see `_operands` for ``of_x`` and ``of_w``, `_steps` for ``blocks`` and ``pitch``."""
+    """What a launch needs; see `operands` for ``of_x`` and ``of_w``, `steps` for ``blocks`` and ``pitch``."""
 
     codes: Codes
     weight: Weight
     of_x: tuple[Tensor, ...]
     of_w: tuple[Tensor, ...]
-    end: _End
+    end: End
     y: Tensor
     config: Config
     p: int
@@ -331,21 +223,8 @@ def _persistent(r: _Product) -> None:
 
 
 def _x_sums(r: _Product) -> Tensor:
-    """int32 ``(blocks, M)``, or ``(1, M)`` per channel: sums of x that zero points of the weight multiply."""
-    if not r.form["WZERO"]:
-        return r.codes.scale
-    if r.form["GROUPED"]:
-        return _block_sums(r.codes.q, r.p, r.blocks, r.device)
-    if r.codes.total is not None:
-        return r.codes.total
-    return _block_sums(r.codes.q, 128, r.codes.q.shape[1] // 128, r.device).sum(0, dtype=torch.int32)
-
-
-def _block_sums(q: Tensor, p: int, blocks: int, device: Device) -> Tensor:
-    m = q.shape[0]
-    sums = empty((blocks, m), torch.int32, q.device)
-    launch(group_sums, (-(-m // 32), blocks), q, sums, m, q.shape[1], B=p, BM=32, **options(device, 4))
-    return sums
+    form, meta = r.form, options(r.device, 4)
+    return host.x_sums(launch, empty, r.codes, form["WZERO"], form["GROUPED"], r.p, r.blocks, **meta)
 
 
 def unpacked(weight: Weight, wide: int, p: int, per: int, device: Device) -> Weight:

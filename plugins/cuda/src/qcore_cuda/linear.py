@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore import DynamicInt8, LinearRequest, OutputInt8, ZeroPoint
-from qcore.activations import Activation, given_numbers
+from qcore import LinearRequest, ZeroPoint
 from qcore.kernels import Packed, RowsKernel, runs_now
 
 from . import ops
+from .portable.codes import numbers_of
 from .portable.packing import PackedKernel
 from .portable.weights import Weight
 from .replay import replays
@@ -74,9 +74,7 @@ class Int8Linear(_Linear):
     """Int8 activations, dynamic or given: exact int32 sums per group, the rest in float32, rounded once."""
 
     def __init__(self, request: LinearRequest) -> None:
-        activation, output = request.activation, request.output
-        assert activation is not None  # `kernel` has looked
-        quantization = constants(activation, output)
+        quantization = numbers_of(request.activation, request.output)
         # Only a zero point of activations meets the sums of codes.
         super().__init__(request, "a8", quantization, sums=not quantization[0])
 
@@ -98,14 +96,6 @@ class Int8Linear(_Linear):
         weight = Weight(packed["data"], packed["scale"], packed.get("zero"), *self.sizes)
         with ops.settled(x):
             tune_int8(x.reshape(-1, self.k), weight, self.out_dtype)
-
-
-def constants(
-    activation: Activation | None, output: OutputInt8 | None
-) -> tuple[bool, float | None, int, float | None, int]:
-    """Whether activations are quantized symmetrically; their scale (None: not given) and zero point; the output's."""
-    symmetric = isinstance(activation, DynamicInt8) and activation.symmetric
-    return (symmetric, *given_numbers(activation), *given_numbers(output))
 
 
 def kernel(request: LinearRequest) -> FloatLinear | Int8Linear:

@@ -17,7 +17,7 @@ from .dispatch import Config, Problem, bucket, choose
 from .kernels.gemm import arrange_columns, gemm
 from .kernels.slices import slices
 from .launch import launch, options
-from .portable.kernels.dequant import dequantize
+from .portable import host
 from .portable.weights import FLOAT_ZERO, Weight
 from .replay import empty, provided
 
@@ -181,17 +181,7 @@ def _in_thirds(
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The dequantized weight ``(N, K)``: computed in float32, rounded once."""
-    out = torch.empty((weight.n, weight.k), dtype=dtype, device=weight.data.device)
-    block = weight.block
-    stored = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block
-    blocks = -(-weight.k // block)
-    launch(
-        dequantize, (-(-weight.n // 16), blocks), weight.data, weight.scale,
-        weight.scale if weight.zero is None else weight.zero, out, weight.n, weight.k, stored,
-        weight.group if weight.scale.shape[0] > 1 else blocks * block,
-        BITS=weight.bits, P=block, ZERO=weight.zero_kind, BN=16, num_warps=4,
-    )  # fmt: skip
-    return out
+    return host.dense(launch, weight, dtype, num_warps=4)
 
 
 def _dense(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 from qcore.contracts.conv2d import convolved_size
 
-LARGEST_COLUMN = 1 << 15
-"""What `column_size` may be: a column stays in the registers of one program."""
-
 
 class Geometry(NamedTuple):
     """Height and width of kernel, stride, padding and dilation, and the number of channel groups."""

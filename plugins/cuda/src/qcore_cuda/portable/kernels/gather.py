@@ -21,6 +21,36 @@ def _weights(codes, scale, zero, ZERO: tl.constexpr):
 
 
 @triton.jit
+def _blocks(
+    row, rows, line, block, here, data, scale, zero, out, v, d, group, blocks, stride,
+    BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """Blocks of the table, dequantized, to the lines of the result that they belong in.
+
+    ``block``, ``here``: ``(NB,)``; ``row``: of the table, one for all or ``(NB,)``; ``rows``: the same, ``line``: where
+    the result's line starts, one for all or ``(NB, 1)``.
+    """
+    H: tl.constexpr = P // 2
+    at = (block * P // group).to(tl.int64) * v + row
+    s = tl.load(scale + at, mask=here, other=0.0).to(tl.float32)[:, None]
+    z = s if ZERO == 0 else tl.load(zero + at, mask=here, other=0).to(tl.float32)[:, None]
+    if BITS == 4:
+        i = tl.arange(0, H)[None, :]
+        start = (rows // 16) * (blocks * 16 * H) + (rows % 16) * H
+        codes = tl.load(data + start + (block[:, None] * (16 * H) + i), mask=here[:, None], other=0)
+        low = (codes & 15).to(tl.float32) - 8.0
+        high = (codes >> 4).to(tl.float32) - 8.0
+        k = column_of(block[:, None] * P + i, P)
+        tl.store(line + k, _weights(low, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
+        k += H
+        tl.store(line + k, _weights(high, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
+    else:
+        k = block[:, None] * P + tl.arange(0, P)[None, :]
+        codes = tl.load(data + rows * stride + k, mask=k < d, other=0).to(tl.float32)
+        tl.store(line + k, _weights(codes, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
+
+
+@triton.jit
 def gather(
     indices, data, scale, zero, out, v, d, group, blocks, stride,
     BITS: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr,
@@ -31,29 +61,33 @@ def gather(
     (8; rows are ``stride`` bytes apart); ``scale``, ``zero``: ``(G, v)``; ``out``: ``(T, d)``. Compiled with ``debug``,
     an index out of range ends in the same device-side assertion as in torch.
     """
-    H: tl.constexpr = P // 2
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(indices + token).to(tl.int64)
     inside = (row >= 0) & (row < v)
     tl.device_assert(inside, "qcore embedding: an index is out of range")
     row = tl.where(inside, row, 0)  # what runs on beside the one that failed must not read elsewhere
     block = tl.program_id(1) * NB + tl.arange(0, NB)
-    here = block < blocks
-    at = (block * P // group).to(tl.int64) * v + row
-    s = tl.load(scale + at, mask=here, other=0.0).to(tl.float32)[:, None]
-    z = s if ZERO == 0 else tl.load(zero + at, mask=here, other=0).to(tl.float32)[:, None]
     line = out + token * d
-    if BITS == 4:
-        i = tl.arange(0, H)[None, :]
-        start = (row // 16) * (blocks * 16 * H) + (row % 16) * H
-        codes = tl.load(data + start + (block[:, None] * (16 * H) + i), mask=here[:, None], other=0)
-        low = (codes & 15).to(tl.float32) - 8.0
-        high = (codes >> 4).to(tl.float32) - 8.0
-        k = column_of(block[:, None] * P + i, P)
-        tl.store(line + k, _weights(low, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
-        k += H
-        tl.store(line + k, _weights(high, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
-    else:
-        k = block[:, None] * P + tl.arange(0, P)[None, :]
-        codes = tl.load(data + row * stride + k, mask=k < d, other=0).to(tl.float32)
-        tl.store(line + k, _weights(codes, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
+    _blocks(
+        row, row, line, block, block < blocks, data, scale, zero, out, v, d, group, blocks, stride, BITS, P, ZERO
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def gather_pieces(
+    indices, data, scale, zero, out, v, d, group, blocks, stride, pieces,
+    BITS: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """`gather` for rows that are shorter than a program wants: NB of the ``T * blocks`` blocks, of any tokens."""
+    piece = tl.minimum(tl.program_id(0).to(tl.int64) * NB + tl.arange(0, NB), pieces - 1)
+    token = piece // blocks
+    row = tl.load(indices + token).to(tl.int64)
+    inside = (row >= 0) & (row < v)
+    tl.device_assert(inside, "qcore embedding: an index is out of range")
+    row = tl.where(inside, row, 0)
+    block = piece % blocks
+    line = out + token[:, None] * d
+    _blocks(
+        row, row[:, None], line, block, block < blocks, data, scale, zero, out, v, d, group, blocks, stride, BITS, P,
+        ZERO,
+    )  # fmt: skip

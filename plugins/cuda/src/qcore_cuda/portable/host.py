@@ -1,0 +1,219 @@
+"""The host's side of these kernels: memory, arguments and grids of their launches, whoever makes them.
+
+A plugin hands in what is its own: ``launch(kernel, grid, *arguments, **meta)``, ``empty(shape, dtype, device)``, sizes
+of blocks, and as ``options`` the constexpr PDL with Triton's options of a launch. Importing this module imports Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .codes import SYMMETRIC, TENSOR, TOKEN, Codes, Given, Mode, columns_of_codes, flat
+from .geometry import Geometry, power_of_two
+from .kernels import conv, dequant, gather, quantize, several
+from .packing import ROWS, block_size
+from .weights import INT_ZERO, Weight
+
+Launch = Callable[..., object]
+Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+
+_EXACT_K = {False: 1 << 16, True: 1 << 15}
+"""Up to this K the products of one group fit int32; True: with differences of int8 codes and zero points as factors."""
+_EARLY = 32
+"""Up to this many rows a product starts to read weights while they are quantized, where kernels may overlap."""
+_UNSCALED = 1 << 24
+"""Steps per group where there is one group: more than there are."""
+
+
+def quantize_rows(
+    launch: Launch, empty: Empty, x: Tensor, mode: Mode, *, total: bool, order: int, block: int, rows: int = 0,
+    **options: Any,
+) -> Codes:  # fmt: skip
+    """Quantize x ``(M, K)`` of any strides; an int8 x is taken as codes.
+
+    ``total``: also sum the codes; ``order``: as `Weight.order` of the weight that they meet; ``block``: columns that a
+    program holds at a time, a power of two from 128 on; ``rows``: rows that it holds, if ``block`` holds whole ones, a
+    power of two. 0 is for the kernel that has one row, of any length.
+    """
+    (m, k), (kind, scale, zero) = x.shape, mode
+    q, s, z, t = _room(empty, m, k, kind, total, x.device)
+    if m:
+        number, token = kind == TENSOR, kind == TOKEN
+        given = (scale if token else s, zero if token else s, scale if number else 0.0, zero if number else 0.0)
+        sizes = (k, x.stride(0) if m > 1 else 0, x.stride(1) if k > 1 else 1)
+        meta = {"MODE": kind, "CODES": x.dtype == torch.int8, "TOTAL": total, "ORDER": order, "BLOCK": block, **options}
+        room = (x, q, s, s if z is None else z, s if t is None else t)
+        if rows:
+            launch(several.quantize_rows, (-(-m // rows),), *room, *given, m, *sizes, BM=rows, **meta)
+        else:
+            late, loop = m > _EARLY, columns_of_codes(k) > block
+            launch(quantize.quantize_rows, (m,), *room, *given, *sizes, LOOP=loop, LATE=late, **meta)
+    return Codes(q, s, z, t, order)
+
+
+def _room(empty: Empty, m: int, k: int, kind: int, total: bool, device: torch.device) -> Any:
+    """Codes, scale, zero and total, to be filled."""
+    q, s = empty((m, columns_of_codes(k)), torch.int8, device), empty((m,), torch.float32, device)
+    z = empty((m,), torch.float32, device) if kind != SYMMETRIC else None
+    return q, s, z, empty((m,), torch.int32, device) if total else None
+
+
+def quantize_columns(
+    launch: Launch, empty: Empty, x: Tensor, geometry: Geometry, mode: Mode, first: int, count: int, weight: Weight,
+    *, columns: int = 0, **options: Any,
+) -> Codes:  # fmt: skip
+    """Codes of ``count`` columns of x ``(B, C, H, W)`` from position ``first`` on, as of rows by `quantize_rows`.
+
+    One channel group; scale and zero point are numbers where given. ``columns``: columns per program, a power of two; 0
+    is for the kernel that has one.
+    """
+    (_, channels, height, width), (kind, scale, zero) = x.shape, mode
+    taps, total = geometry.kernel[0] * geometry.kernel[1], totals_needed(weight)
+    q, s, z, t = _room(empty, count, weight.k, kind, total, x.device)
+    room = (x, q, s, s if z is None else z, s if t is None else t)
+    given = (1.0 if scale is None else scale, 0.0 if zero is None else zero, first)
+    window = (*geometry.output(height, width), *geometry.stride, *geometry.padding, *geometry.dilation)
+    sizes = (channels, height, width, *window, geometry.kernel[1], taps, *x.stride())
+    meta = {"MODE": kind, "CODES": x.dtype == torch.int8, "TOTAL": total, "ORDER": weight.order, **options}
+    meta |= {"TAPS": power_of_two(taps), "BC": power_of_two(channels)}
+    if columns:
+        launch(several.quantize_columns, (-(-count // columns),), *room, *given, count, *sizes, BM=columns, **meta)
+    else:
+        launch(conv.quantize_columns, (count,), *room, *given, *sizes, **meta)
+    return Codes(q, s, z, t, weight.order)
+
+
+def totals_needed(weight: Weight) -> bool:
+    """Whether `x_sums` needs sums of whole rows of codes, which quantizing gives on the side."""
+    return weight.zero is not None and weight.scale.shape[0] == 1
+
+
+class Blocking(NamedTuple):
+    """**Fields:** ``p``: columns per step along K; ``grouped``: is each group scaled; ``per``: steps per group."""
+
+    p: int
+    grouped: bool
+    per: int
+
+
+def blocking(weight: Weight) -> Blocking:
+    """How int8 products go along K."""
+    groups = weight.scale.shape[0]
+    p = weight.order or 128
+    if groups > 1:
+        p = p if weight.bits == 4 else next(size for size in (128, 64, 32) if weight.group % size == 0)
+        return Blocking(p, True, weight.group // p)
+    return Blocking(p, weight.k > _EXACT_K[weight.bits == 8 and weight.zero_kind == INT_ZERO], _UNSCALED)
+
+
+def steps(weight: Weight, p: int) -> tuple[int, int]:
+    """Steps along K, and the row pitch of an int8 weight in units of 32."""
+    if weight.bits == 4:
+        return weight.data.shape[1], 0
+    return -(-weight.k // p), weight.data.shape[1] // 32
+
+
+class End(NamedTuple):
+    """What the end of a product takes: tensors, numbers and constexprs."""
+
+    args: tuple[Any, ...]
+    numbers: tuple[float, float]
+    meta: dict[str, Any]
+
+
+def end_of(bias: Tensor | None, out: Given | None, y: Tensor) -> End:
+    """Arguments of the epilogue, which makes codes by ``out`` where given; y stands in for tensors that are missing."""
+    meta = {"HAS_BIAS": bias is not None, "OUT": 0}
+    args: tuple[Any, ...] = (y if bias is None else bias, y, y)
+    if out is None:
+        return End(args, (1.0, 0.0), meta)
+    if isinstance(out.scale, Tensor):
+        args = (args[0], flat(out.scale), flat(torch.as_tensor(out.zero, device=y.device)))
+        return End(args, (1.0, 0.0), {**meta, "OUT": 2})
+    return End(args, (float(out.scale), float(out.zero)), {**meta, "OUT": 1})
+
+
+def operands(codes: Codes, weight: Weight, sums: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """X's and w's parameters: scale, zero of x; scale, zero, sums of w."""
+    x_zero = codes.scale if codes.zero is None else codes.zero
+    w_zero = weight.scale if weight.zero is None else weight.zero
+    return (codes.scale, x_zero), (weight.scale, w_zero, codes.scale if sums is None else sums)
+
+
+def x_sums(
+    launch: Launch, empty: Empty, codes: Codes, zero_kind: int, grouped: bool, p: int, blocks: int, **options: Any
+) -> Tensor:
+    """int32 ``(blocks, M)``, or ``(1, M)`` per channel: sums of x that zero points of the weight multiply."""
+    if not zero_kind:
+        return codes.scale
+    if grouped:
+        return _block_sums(launch, empty, codes.q, p, blocks, **options)
+    if codes.total is not None:
+        return codes.total
+    return _block_sums(launch, empty, codes.q, 128, codes.q.shape[1] // 128, **options).sum(0, dtype=torch.int32)
+
+
+def _block_sums(launch: Launch, empty: Empty, q: Tensor, p: int, blocks: int, **options: Any) -> Tensor:
+    m, wide = q.shape
+    sums = empty((blocks, m), torch.int32, q.device)
+    launch(quantize.group_sums, (-(-m // 32), blocks), q, sums, m, wide, B=p, BM=32, **options)
+    return sums
+
+
+def dense(launch: Launch, weight: Weight, dtype: torch.dtype, **options: Any) -> Tensor:
+    """The dequantized weight ``(N, K)``: computed in float32, rounded once."""
+    out = torch.empty((weight.n, weight.k), dtype=dtype, device=weight.data.device)
+    block = weight.block
+    stored = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block
+    blocks = -(-weight.k // block)
+    launch(
+        dequant.dequantize, (-(-weight.n // ROWS), blocks), weight.data, weight.scale,
+        weight.scale if weight.zero is None else weight.zero, out, weight.n, weight.k, stored,
+        weight.group if weight.scale.shape[0] > 1 else blocks * block,
+        BITS=weight.bits, P=block, ZERO=weight.zero_kind, BN=ROWS, **options,
+    )  # fmt: skip
+    return out
+
+
+def table_rows(
+    launch: Launch, indices: Tensor, weight: Weight, dtype: torch.dtype, columns: int, *, pieces: bool, **options: Any
+) -> Tensor:
+    """Rows of a table ``(n, k)``: integer indices ``(T,)``, contiguous, to ``(T, k)`` of ``dtype``.
+
+    Computed in float32 and rounded once. ``columns``: of a program, at most, be they of one row or, with ``pieces``, of
+    several short ones.
+    """
+    tokens, d = indices.shape[0], weight.k
+    out = torch.empty((tokens, d), dtype=dtype, device=indices.device)
+    if not tokens:
+        return out
+    block = weight.order or block_size(weight.group if weight.group < d else None)
+    blocks = -(-d // block)
+    table = (weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero)
+    sizes = (weight.n, d, weight.group, blocks, weight.data.stride(0))
+    meta = {"BITS": weight.bits, "P": block, "ZERO": weight.zero_kind, **options}
+    if pieces:
+        together = min(power_of_two(tokens * blocks), columns // block)
+        grid = (-(-tokens * blocks // together),)
+        launch(gather.gather_pieces, grid, indices, *table, out, *sizes, tokens * blocks, NB=together, **meta)
+    else:
+        together = min(power_of_two(blocks), columns // block)
+        launch(gather.gather, (tokens, -(-blocks // together)), indices, *table, out, *sizes, NB=together, **meta)
+    return out
+
+
+def part_of(weight: Weight, first: int, count: int) -> Weight:
+    """``count`` rows of a weight; ``first`` is a multiple of 16."""
+    unit = ROWS if weight.bits == 4 else 1
+    data = weight.data[first // unit : -(-(first + count) // ROWS) * ROWS // unit]
+    zero = None if weight.zero is None else parameters_of(weight.zero, first, count)
+    return weight._replace(data=data, scale=parameters_of(weight.scale, first, count), zero=zero, n=count)
+
+
+def parameters_of(parameter: Tensor, first: int, count: int) -> Tensor:
+    """The columns of ``(G, N)`` that belong to some rows of the weight."""
+    return parameter[:, first : first + count].contiguous()

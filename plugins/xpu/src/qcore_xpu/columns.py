@@ -1,0 +1,57 @@
+"""Convolutions with int8 activations: columns of the image quantized some at a time, then multiplied."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import tiles
+from .device import empty, launch, options, sub_groups
+from .portable import host
+from .portable.codes import columns_of_codes, mode_of
+from .portable.geometry import Geometry, column_size, power_of_two
+from .portable.weights import Weight
+from .tiles import How
+
+_COLUMN_BYTES = 1 << 23
+"""Codes of columns made at a time: what a cache of 16 MiB still holds when the product reads them."""
+_LEAST_COLUMNS = 128
+_IN_REGISTERS = 8192
+"""Values of columns that share a program."""
+
+
+def conv2d(x: Tensor, weight: Weight, sums: Tensor | None, bias: Tensor | None, geometry: Geometry, how: How) -> Tensor:
+    """X ``(B, IC, H, W)`` to rows ``(B * OH * OW, OC)``; other arguments as for `tiles.product`."""
+    groups = geometry.groups
+    if groups == 1:
+        return _one_group(x, weight, sums, bias, geometry, how)
+    n, one = weight.n // groups, geometry._replace(groups=1)
+    parts = [
+        _one_group(
+            image,
+            host.part_of(weight, i * n, n),
+            None if sums is None else host.parameters_of(sums, i * n, n),
+            None if bias is None else bias[i * n : (i + 1) * n].contiguous(),
+            one,
+            how,
+        )
+        for i, image in enumerate(x.chunk(groups, dim=1))
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _one_group(
+    x: Tensor, weight: Weight, sums: Tensor | None, bias: Tensor | None, geometry: Geometry, how: How
+) -> Tensor:
+    oh, ow = geometry.output(*x.shape[2:])
+    rows, mode = x.shape[0] * oh * ow, mode_of(x, how.symmetric, how.given)
+    step = max(_LEAST_COLUMNS, _COLUMN_BYTES // columns_of_codes(weight.k) // 128 * 128)
+    size = column_size(geometry.kernel[0] * geometry.kernel[1], x.shape[1])
+    together = max(1, min(power_of_two(rows), _IN_REGISTERS // size))
+    meta = options(sub_groups(together * size))
+    parts = []
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        codes = host.quantize_columns(launch, empty, x, geometry, mode, first, count, weight, columns=together, **meta)
+        parts.append(tiles.linear(codes, weight, sums, bias, how))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

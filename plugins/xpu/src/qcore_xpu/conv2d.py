@@ -1,0 +1,66 @@
+"""The kernels of the contract ``conv2d``: ``xpu.conv2d_w4a16``, ``..._w8a16``, ``..._w4a8``, ``..._w8a8``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from qcore import Conv2dRequest
+from qcore.kernels import Packed, runs_now
+
+from . import triton_ops
+from .portable.codes import numbers_of
+from .portable.conv2d import PackedConv2d, why_not_int8
+from .triton_linear import why_not
+
+_LARGEST_COLUMN = 1 << 14
+"""Values that one program quantizes: 512 for each of 32 sub-groups, which is as many as a work-group may have."""
+
+
+class DenseConv2d(PackedConv2d):
+    """Float activations: dequantized for torch's convolution, or its product for 1 x 1 kernels."""
+
+    note = "Triton dequantizes the weight for torch's convolution."
+
+    def __init__(self, request: Conv2dRequest) -> None:
+        super().__init__("xpu", request, 16)
+
+    def convolve(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        call: Callable[..., Tensor] = triton_ops.conv2d_dense if runs_now(x) else triton_ops.op_conv2d_dense
+        weight = (packed["data"], packed["scale"], packed.get("zero"))
+        return call(x, *weight, bias, *self.sizes, *self.geometry, self.out_dtype)
+
+    def multiply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        call: Callable[..., Tensor] = triton_ops.linear_dense if runs_now(x) else triton_ops.op_linear_dense
+        return call(x, packed["data"], packed["scale"], packed.get("zero"), bias, *self.sizes, self.out_dtype)
+
+
+class Int8Conv2d(PackedConv2d):
+    """Int8 activations, per column or given for the whole tensor: exact int32 sums, the rest in float32."""
+
+    note = "Triton quantizes columns and multiplies int8 codes on DPAS. Not tuned: no such GPU was at hand."
+
+    def __init__(self, request: Conv2dRequest) -> None:
+        numbers = numbers_of(request.activation, request.output)
+        super().__init__("xpu", request, 8, sums=not numbers[0])
+        self._constants = (*numbers, self.out_dtype)
+
+    def convolve(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        call: Callable[..., Tensor] = triton_ops.conv2d_a8 if runs_now(x) else triton_ops.op_conv2d_a8
+        weight = (packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"))
+        return call(x, *weight, bias, *self.sizes, *self.geometry, *self._constants)
+
+    def multiply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        call: Callable[..., Tensor] = triton_ops.linear_a8 if runs_now(x) else triton_ops.op_linear_a8
+        weight = (packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"))
+        return call(x, *weight, bias, None, None, None, None, *self.sizes, *self._constants)
+
+
+def kernel(request: Conv2dRequest) -> DenseConv2d | Int8Conv2d | str:
+    """The kernel for a request that `eligibility` has nothing against, or why there is none."""
+    if reason := why_not(request):
+        return reason
+    if request.activation is None:
+        return DenseConv2d(request)
+    return why_not_int8(request, _LARGEST_COLUMN) or Int8Conv2d(request)

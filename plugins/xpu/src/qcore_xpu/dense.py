@@ -1,0 +1,71 @@
+"""Products with float activations: the weight is dequantized, torch multiplies."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .device import launch
+from .portable import host
+from .portable.geometry import Geometry
+from .portable.packing import ROWS
+from .portable.weights import Weight
+
+_CHUNK = 1 << 24
+"""Weights dequantized at a time, 32 MiB of bfloat16: a large weight is never whole in memory."""
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """``x @ W^T + bias``: x ``(M, K)`` float32, bfloat16 or float16, to ``(M, N)``; in float32 for wider results."""
+    dtype = _compute_dtype(x, out_dtype)
+    fused = bias if bias is not None and bias.dtype == dtype else None
+    x, step = x.to(dtype), max(ROWS, _CHUNK // weight.k // ROWS * ROWS)
+    parts = []
+    with _exact(dtype):
+        for first in range(0, weight.n, step):
+            count = min(step, weight.n - first)
+            part = None if fused is None else fused[first : first + count]
+            parts.append(F.linear(x, dense(weight, dtype, first, count), part))
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    if bias is not None and fused is None:
+        y = y.float() + bias.float()
+    return y.to(out_dtype)
+
+
+def conv2d(x: Tensor, weight: Weight, bias: Tensor | None, geometry: Geometry, out_dtype: torch.dtype) -> Tensor:
+    """X ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``, channels last, as the dequantized weight is.
+
+    Convolution weights are small: this one is dequantized whole.
+    """
+    dtype = _compute_dtype(x, out_dtype)
+    w = dense(weight, dtype, 0, weight.n).view(weight.n, *geometry.kernel, -1).permute(0, 3, 1, 2)
+    fused = bias if bias is not None and bias.dtype == dtype else None
+    x = x.to(dtype).contiguous(memory_format=torch.channels_last)
+    with _exact(dtype):
+        y = F.conv2d(x, w, fused, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+    if bias is not None and fused is None:
+        y = y.float() + bias.float().view(-1, 1, 1)
+    return y.to(out_dtype).movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def dense(weight: Weight, dtype: torch.dtype, first: int, count: int) -> Tensor:
+    """Some rows of the dequantized weight ``(count, K)``: computed in float32, rounded once."""
+    part = weight if count == weight.n else host.part_of(weight, first, count)
+    return host.dense(launch, part, dtype, num_warps=4)
+
+
+def _compute_dtype(x: Tensor, out_dtype: torch.dtype) -> torch.dtype:
+    """Products of 16-bit numbers are accumulated in float32, but come out in 16 bits."""
+    return x.dtype if x.dtype == out_dtype else torch.float32
+
+
+def _exact(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    """Float32 is multiplied as such, also where the user lets oneDNN round it to TF32: 10 bits."""
+    onednn: Any = torch.backends.mkldnn  # its flags are bool to those who read them, and something else to mypy
+    if dtype != torch.float32 or not onednn.allow_tf32:
+        return contextlib.nullcontext()
+    return onednn.flags(onednn.enabled, onednn.deterministic, allow_tf32=False)  # type: ignore[no-any-return]

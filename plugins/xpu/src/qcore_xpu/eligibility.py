@@ -1,0 +1,22 @@
+"""Which requests have a kernel here, and for the others why not, in a sentence that a user can act on."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from qcore.contracts.refusals import AnyRequest, why_not_dtypes, why_not_empty
+
+
+def why_not(request: AnyRequest) -> str:
+    """Why a request is refused, whatever its device; empty where a kernel may serve it."""
+    return why_not_empty(request) or why_not_dtypes(request)
+
+
+@lru_cache(maxsize=64)
+def why_not_device(device: torch.device) -> str:
+    """Why tensors on ``device`` are not served."""
+    if device.type != "xpu":
+        return f"qcore-xpu runs on XPU devices, and the tensors are on {device}; move them with .to('xpu')."
+    return ""

@@ -1,0 +1,38 @@
+"""The kernel of the contract ``embedding``: ``xpu.embedding``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from qcore import EmbeddingRequest
+from qcore.kernels import Packed, runs_now
+
+from . import triton_ops
+from .portable.packing import PackedKernel
+from .triton_linear import why_not
+
+
+class XpuEmbedding(PackedKernel):
+    """Gathers rows and dequantizes only those.
+
+    An index out of range ends in an assertion of the device, as in torch; on a CPU in an `IndexError`.
+    """
+
+    note = "Triton gathers and dequantizes the rows asked for."
+
+    def __init__(self, request: EmbeddingRequest) -> None:
+        super().__init__("xpu.embedding", request.weight, request.n, request.k)
+        self.out_dtype = request.out_dtype
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:
+        """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``."""
+        del bias  # an embedding has none
+        call: Callable[..., Tensor] = triton_ops.embedding if runs_now(x) else triton_ops.op_embedding
+        return call(x, packed["data"], packed["scale"], packed.get("zero"), *self.sizes, self.out_dtype)
+
+
+def kernel(request: EmbeddingRequest) -> XpuEmbedding | str:
+    """The kernel for a request that `eligibility` has nothing against, or why there is none."""
+    return why_not(request) or XpuEmbedding(request)

@@ -1,0 +1,32 @@
+"""Rows of a packed table by index, dequantized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcore.contracts.embedding import check_indices
+
+from .device import interpreted, launch
+from .portable import host
+from .portable.weights import Weight
+
+_COLUMNS = 2048
+"""Columns per program: 16 bytes of int4 codes for each of 64 lanes."""
+# Debug is what turns assertions on. It comes with checks of every integer operation, which are not wanted. Triton's
+# interpreter knows neither.
+_ASSERTING: dict[str, Any] = {"debug": True, "sanitize_overflow": False}
+
+
+def rows(indices: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+    """Rows of a table ``(n, k)``: integer indices ``(T,)``, contiguous, to ``(T, k)`` of ``dtype``.
+
+    Computed in float32 and rounded once. An index outside 0..n-1 ends in an assertion of the device; where tensors are
+    on the CPU, in an `IndexError`.
+    """
+    if indices.device.type == "cpu":
+        check_indices(indices, weight.n)
+    meta = {} if interpreted() else _ASSERTING
+    return host.table_rows(launch, indices, weight, dtype, _COLUMNS, pieces=True, num_warps=4, **meta)

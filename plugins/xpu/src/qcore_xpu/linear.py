@@ -1,0 +1,194 @@
+"""Kernels of the contract ``linear`` on torch's own ops for XPU: ``xpu.w4a16``, ``xpu.w8a16``, ``xpu.w8a8``.
+
+What they leave, `triton_linear` has kernels for.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from qcore import DynamicInt8, LinearRequest, QTensor, ZeroPoint
+from qcore.activations import given_numbers
+from qcore.kernels import Packed, RowsKernel, check_weight, runs_now
+
+from . import aten, int32, products
+from .int32 import own
+
+
+class AtenLinear(RowsKernel):
+    """What the kernels share: made for one `Format`, one shape ``(n, k)`` and one dtype of x."""
+
+    note: str
+    """A sentence for the decision table."""
+
+    def __init__(self, name: str, request: LinearRequest) -> None:
+        self.name = name
+        self.format, self.n, self.k = request.weight, request.n, request.k
+        self.x_dtype, self.out_dtype = request.x_dtype, request.out_dtype
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        check_weight(self.name, weight, self.format, self.n, self.k)
+        return self.packed(weight)
+
+    @abstractmethod
+    def packed(self, weight: QTensor) -> dict[str, Tensor]:
+        """What `pack` returns."""
+
+
+class Int4Linear(AtenLinear):
+    """int4 weights, any group size and zero point, bfloat16 or float16 x; see `int32` for the packed weight."""
+
+    def __init__(self, request: LinearRequest) -> None:
+        super().__init__("xpu.w4a16", request)
+        self.bias = request.bias
+        self.form = int32.Form.of(self.format, self.k, bias=self.bias)
+        self.note = "oneDNN's int4 product" + self._padding()
+        self._constants = (self.n, [*self.form])
+
+    def _padding(self) -> str:
+        f = self.form
+        if f.columns == self.k:
+            return ""
+        what = f"groups of {f.group} padded to {f.wide} columns" if f.spreads else f"K padded to {f.columns}"
+        return f"; {what}, {f.columns / self.k - 1:.0%} more weight to read"
+
+    @property
+    def packing(self) -> str:
+        # The op reads scales in x's dtype, and the bias as a group of its own.
+        return f"{self.name}.{str(self.x_dtype).removeprefix('torch.')}{'.bias' if self.bias else ''}"
+
+    def packed(self, weight: QTensor) -> dict[str, Tensor]:
+        return int32.pack(weight, self.x_dtype, bias=self.bias)
+
+    def unpack(self, packed: Packed) -> QTensor:
+        return int32.unpack(packed, self.format, self.n, self.k, bias=self.bias)
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        del given  # float activations have no parameters
+        call = products.linear_w4a16 if runs_now(x) else products.op_linear_w4a16
+        factor = packed["factor"] if "factor" in packed else packed["scale"]
+        return call(
+            x, packed["data"], factor, packed["zeros"], packed.get("after"), packed.get("rest"), packed.get("tail"),
+            bias, *self._constants,
+        )  # fmt: skip
+
+
+class Int8WeightLinear(AtenLinear):
+    """Symmetric int8 weights, one scale per channel, bfloat16 or float16 x.
+
+    Packed: ``data`` int8 ``(N, K)`` and ``scale`` ``(1, N)`` as in the weight, ``factor`` float32 ``(N,)`` where scales
+    have another dtype.
+    """
+
+    note = "oneDNN's int8 product"
+
+    def __init__(self, request: LinearRequest) -> None:
+        super().__init__("xpu.w8a16", request)
+
+    def packed(self, weight: QTensor) -> dict[str, Tensor]:
+        packed = {"data": own(weight.data), "scale": own(weight.scale)}
+        if weight.scale.dtype != torch.float32:
+            packed["factor"] = weight.scale[0].float()  # or torch would convert it at every call
+        return packed
+
+    def unpack(self, packed: Packed) -> QTensor:
+        return QTensor(packed["data"], packed["scale"], None, (self.n, self.k), self.format)
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        del given
+        call = products.linear_w8a16 if runs_now(x) else products.op_linear_w8a16
+        scale = packed["factor"] if "factor" in packed else packed["scale"].view(-1)
+        return call(x, packed["data"], scale, bias, self.n)
+
+
+class Int8Linear(AtenLinear):
+    """int8 weights per channel and int8 activations, dynamic or given: exact int32 sums, the rest in float32.
+
+    Packed: ``data`` int8 ``(K, N)``; ``scale``, ``zero`` ``(1, N)`` as in the weight; ``sums`` int32 ``(parts, N)``:
+    see `products.linear_w8a8`.
+    """
+
+    note = "oneDNN's int8 product of codes"
+
+    def __init__(self, request: LinearRequest) -> None:
+        super().__init__("xpu.w8a8", request)
+        activation = request.activation
+        symmetric = isinstance(activation, DynamicInt8) and activation.symmetric
+        self._constants = (
+            self.n, self.k, symmetric, *given_numbers(activation), *given_numbers(request.output), request.out_dtype,
+        )  # fmt: skip
+
+    def packed(self, weight: QTensor) -> dict[str, Tensor]:
+        codes, zero = weight.codes(), weight.integer_zero()
+        packed = {"data": codes.t().contiguous(), "scale": own(weight.scale), "sums": self._sums(codes, zero)}
+        if zero is None:
+            zero = weight.zero
+        return packed if zero is None else {**packed, "zero": own(zero)}
+
+    def _sums(self, codes: Tensor, zero: Tensor | None) -> Tensor:
+        """Sums of codes less their zero point over each `products.EXACT_K` columns, int32 ``(parts, N)``."""
+        found = []
+        for part in torch.split(codes, products.EXACT_K, dim=1):
+            total = part.sum(-1, dtype=torch.int32)
+            found.append(total if zero is None else total - zero[0].to(torch.int32) * part.shape[1])
+        return torch.stack(found)
+
+    def unpack(self, packed: Packed) -> QTensor:
+        data, zero = self.format.codec.encode(packed["data"].t()), packed.get("zero")
+        if zero is not None and self.format.zero is ZeroPoint.INT:
+            zero = self.format.codec.encode_zero(zero)
+        return QTensor(data, packed["scale"], zero, (self.n, self.k), self.format)
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        call = products.linear_w8a8 if runs_now(x) else products.op_linear_w8a8
+        zero = packed.get("zero")
+        return call(
+            x, packed["data"], packed["scale"][0], None if zero is None else zero[0], packed["sums"], bias,
+            given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),
+            *self._constants,
+        )  # fmt: skip
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def kernel(request: LinearRequest) -> AtenLinear | str | None:
+    """The kernel for a request that `eligibility` has nothing against.
+
+    None where no op of torch's fits; a reason where one does that this build of torch lacks.
+    """
+    made = _made(request)
+    if made is None:
+        return None
+    kind, op = made
+    return aten.missing(op) or _too_wide(request) or kind(request)
+
+
+_MOST_PADDING = 4
+"""From there on a weight padded for the op is no smaller than a dense one."""
+
+
+def _too_wide(request: LinearRequest) -> str:
+    form = int32.Form.of(request.weight, request.k)
+    if request.weight.dtype != "int4" or not form.spreads or form.wide <= _MOST_PADDING * form.group:
+        return ""
+    return (
+        f"oneDNN's int4 product takes groups of a multiple of {aten.GROUP} columns: padded to that, groups of "
+        f"{form.group} make the weight {form.wide / form.group:.3g} times as large. Use groups of 32, 64 or 128."
+    )
+
+
+def _made(request: LinearRequest) -> tuple[type[Int4Linear | Int8WeightLinear | Int8Linear], str] | None:
+    fmt, per_channel = request.weight, request.weight.groups(request.k) == 1
+    if request.activation is not None:
+        return (Int8Linear, aten.INT) if fmt.dtype == "int8" and per_channel else None
+    # The ops round their sums to x's dtype: another one would be rounded twice, the first time too coarsely.
+    if request.x_dtype not in _NARROW or request.out_dtype != request.x_dtype:
+        return None
+    if fmt.dtype == "int4":
+        return Int4Linear, aten.INT4
+    return (Int8WeightLinear, aten.INT8) if per_channel and fmt.zero is ZeroPoint.NONE else None

@@ -1,0 +1,69 @@
+"""Activations to int8 codes, per token: by Triton where it is, else by torch ops, with the same numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qcore.activations import dynamic_parameters, quantize_int8
+
+from .device import empty, launch, options, sub_groups, why_not_triton
+from .portable.codes import SYMMETRIC, TENSOR, Codes, Given, Mode, columns_of_codes, flat, mode_of
+from .portable.geometry import power_of_two
+
+_IN_REGISTERS = 8192
+"""Values that a program holds, 512 per sub-group: several rows, or one; longer rows are read twice."""
+
+
+def rows(
+    x: Tensor,
+    symmetric: bool,
+    scale: Tensor | float | None,
+    zero: Tensor | float | None,
+    *,
+    total: bool = False,
+    order: int = 0,
+) -> Codes:
+    """Quantize x ``(M, K)`` of any strides.
+
+    Without ``scale`` each token gets parameters of its own, ``symmetric`` or not. Else ``scale`` and ``zero`` (None
+    for 0) are numbers, or tensors ``(M,)`` of any dtype; an int8 x is then taken as codes. ``total``: also sum the
+    codes; ``order``: of the weight that they meet, which goes with Triton only.
+    """
+    mode = mode_of(x, symmetric, None if scale is None else Given(scale, 0.0 if zero is None else zero))
+    if why_not_triton():
+        assert not order, "an order of columns is for products in Triton"
+        return _by_torch(x, mode, total)
+    return _by_triton(x, mode, total, order)
+
+
+def _by_triton(x: Tensor, mode: Mode, total: bool, order: int) -> Codes:
+    from .portable import host
+
+    m, k = x.shape
+    block = min(_IN_REGISTERS, power_of_two(columns_of_codes(k)))
+    together = 0 if k > block else min(power_of_two(m), _IN_REGISTERS // block)
+    meta = options(sub_groups(block * max(1, together)))
+    return host.quantize_rows(launch, empty, x, mode, total=total, order=order, block=block, rows=together, **meta)
+
+
+def _by_torch(x: Tensor, mode: Mode, total: bool) -> Codes:
+    """What `kernels.quantize.quantize_rows` computes."""
+    scale, zero = _parameters(x, mode)
+    q = x if x.dtype == torch.int8 else quantize_int8(x, scale, zero)
+    if x.dtype != torch.int8:
+        bad = x.isnan().any(-1, keepdim=True) if mode.kind >= TENSOR else scale.isinf()
+        scale = torch.where(bad, torch.nan, scale)
+    q = pad(q, (0, columns_of_codes(x.shape[1]) - x.shape[1]))
+    return Codes(q, flat(scale), None if zero is None else flat(zero), q.sum(1, dtype=torch.int32) if total else None)
+
+
+def _parameters(x: Tensor, mode: Mode) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point, float32 ``(M, 1)``."""
+    if mode.kind < TENSOR:
+        return dynamic_parameters(x, mode.kind == SYMMETRIC)
+    if mode.kind == TENSOR:
+        ones = x.new_ones((x.shape[0], 1), dtype=torch.float32)
+        return ones * mode.scale, ones * mode.zero
+    return mode.scale.float().unsqueeze(1), mode.zero.float().unsqueeze(1)

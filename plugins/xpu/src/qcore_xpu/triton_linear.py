@@ -1,0 +1,71 @@
+"""Linear layers that ATen has no op for: ``xpu.w4a8``, grouped ``xpu.w8a8``, ``xpu.dense_w4a16``, ``..._w8a16``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from qcore import LinearRequest
+from qcore.contracts.refusals import AnyRequest
+from qcore.kernels import Packed, RowsKernel, runs_now
+
+from . import triton_ops
+from .device import why_not_triton
+from .portable.codes import numbers_of
+from .portable.packing import PackedKernel, block_size
+
+
+class DenseLinear(PackedKernel, RowsKernel):
+    """Float activations: ``y = x @ W^T + bias`` with W dequantized by Triton, some output rows at a time."""
+
+    note = "Triton dequantizes the weight, some rows at a time, for torch's product."
+
+    def __init__(self, request: LinearRequest) -> None:
+        super().__init__(f"xpu.dense_w{request.weight.bits}a16", request.weight, request.n, request.k)
+        self.out_dtype = request.out_dtype
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        del given  # float activations have no parameters
+        call: Callable[..., Tensor] = triton_ops.linear_dense if runs_now(x) else triton_ops.op_linear_dense
+        return call(x, packed["data"], packed["scale"], packed.get("zero"), bias, *self.sizes, self.out_dtype)
+
+
+class Int8Linear(PackedKernel, RowsKernel):
+    """Int8 activations, dynamic or given: exact int32 sums per group, the rest in float32, rounded once."""
+
+    note = "Triton multiplies int8 codes on DPAS, one scale per group. Not tuned: no such GPU was at hand."
+
+    def __init__(self, request: LinearRequest) -> None:
+        numbers = numbers_of(request.activation, request.output)
+        # Only a zero point of activations meets the sums of codes.
+        name = f"xpu.w{request.weight.bits}a8"
+        super().__init__(name, request.weight, request.n, request.k, sums=not numbers[0])
+        self.out_dtype = request.out_dtype
+        self._constants = (*self.sizes, *numbers, request.out_dtype)
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        call: Callable[..., Tensor] = triton_ops.linear_a8 if runs_now(x) else triton_ops.op_linear_a8
+        return call(
+            x, packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"), bias,
+            given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),
+            *self._constants,
+        )  # fmt: skip
+
+
+def why_not(request: AnyRequest) -> str:
+    """Why kernels in Triton do not serve a weight; empty where they do."""
+    group = request.weight.group_size
+    if not block_size(group):
+        return (
+            f"group size {group} is no multiple of 32, which blocks of the packed weight need; use 32, 64 or 128. "
+            f"Torch ops serve it."
+        )
+    return why_not_triton()
+
+
+def kernel(request: LinearRequest) -> DenseLinear | Int8Linear | str:
+    """The kernel for a request that `eligibility` has nothing against, or why there is none."""
+    if reason := why_not(request):
+        return reason
+    return DenseLinear(request) if request.activation is None else Int8Linear(request)

@@ -1,0 +1,112 @@
+"""Convolutions, interpreted, against the contract's reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from xpu_triton_problems import CPU, check, kernel_for
+
+from qcore import Scheme
+from qcore.contracts.conv2d import _SHAPES, _problem, _request, _Shape
+from qcore.contracts.inputs import Draw
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+SCHEMES = (
+    "w8a16",
+    "w8a16-g32-asym",
+    "w4a16-g32-fzp",
+    "w8a8-static",
+    "w8a8",
+    "w8a8-asym",
+    "w8a8-fzp-aasym",
+    "w8a8-static-o8",
+    "w4a8",
+    "w4a8-g32-asym-aasym",
+    "w8a8-g64",
+)
+WIDE = (
+    _Shape("wide-strided", (1, 64, 9, 9), 33, (3, 3), stride=(2, 1), padding=(1, 0), dilation=(2, 1), bias=True),
+    _Shape("wide-last", (2, 32, 5, 5), 70, (3, 3), padding=(2, 2), channels_last=True),
+)
+GROUPS = (_Shape("groups-of-16", (2, 64, 5, 5), 32, (3, 3), groups=2, padding=(1, 1), bias=True),)
+UNGROUPED = [shape for shape in _SHAPES if shape.groups == 1]
+
+
+def problem(scheme, shape, dtype=torch.float32):
+    draw = Draw(torch.Generator().manual_seed(3))
+    request = _request(draw.fill(Scheme.parse(scheme)), CPU, dtype, shape)
+    return _problem(draw, request, shape)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", UNGROUPED, ids=lambda shape: shape.name)
+def test_every_scheme_is_right_for_every_shape(scheme, shape):
+    check(problem(scheme, shape, torch.bfloat16 if "3" in shape.name else torch.float32))
+
+
+@pytest.mark.parametrize("shape", [*WIDE, *GROUPS], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("scheme", ["w8a8-static", "w8a8-static-o8", "w4a8-g32-static", "w4a8-asym-aasym", "w8a16"])
+def test_wide_channels_and_groups_are_right(scheme, shape):
+    check(problem(scheme, shape, torch.float16))
+
+
+@pytest.mark.parametrize("scheme", ["w8a16-asym", "w4a16-g32"])
+@pytest.mark.parametrize("name", ["grouped", "depthwise"])
+def test_groups_of_any_size_are_right_with_float_activations(scheme, name):
+    check(problem(scheme, next(shape for shape in _SHAPES if shape.name == name), torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [WIDE[0], _SHAPES[4]], ids=lambda shape: shape.name)
+def test_codes_are_taken_as_they_are_and_padded_with_the_zero_point(shape):
+    check(problem("w8a8-static-o8", shape, torch.int8))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-aasym", "w4a8-asym"])
+def test_columns_made_in_parts_give_the_same(monkeypatch, scheme):
+    from qcore_xpu import columns
+
+    case = problem(scheme, WIDE[1])
+    whole = check(case)
+    monkeypatch.setattr(columns, "_COLUMN_BYTES", 1)
+    monkeypatch.setattr(columns, "_LEAST_COLUMNS", 48)
+    assert torch.equal(check(case), whole)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-static", "w8a16"])
+@pytest.mark.parametrize("name", ["3x3", "batch-0", "channels-last"])
+def test_results_have_the_form_that_a_trace_expects(scheme, name):
+    from qcore_xpu import triton_ops
+
+    case = problem(scheme, next(shape for shape in _SHAPES if shape.name == name))
+    geometry = triton_ops._geometry(*kernel_for(case.request).geometry)
+    fake = triton_ops._image(case.x, case.request.n, case.request.out_dtype, geometry)
+    y = check(case)
+    assert (fake.shape, fake.stride(), fake.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+@pytest.mark.parametrize("scheme", ["w4a8-g32-asym-aasym", "w8a16-asym"])
+def test_ops_agree_with_their_fakes(scheme):
+    from torch.library import opcheck
+
+    from qcore_xpu import conv2d, ops, triton_ops
+
+    ops.also_on("CPU")
+    case = problem(scheme, _SHAPES[2])
+    kernel = kernel_for(case.request)
+    packed = kernel.pack(case.weight)
+    weight, sizes = (packed["data"], packed["scale"], packed.get("zero")), (*kernel.sizes, *kernel.geometry)
+    if isinstance(kernel, conv2d.DenseConv2d):
+        opcheck(triton_ops.op_conv2d_dense, (case.x, *weight, case.bias, *sizes, case.request.out_dtype))
+    else:
+        opcheck(triton_ops.op_conv2d_a8, (case.x, *weight, packed.get("sums"), case.bias, *sizes, *kernel._constants))
+
+
+def test_what_has_no_kernel_is_refused_with_a_reason():
+    depthwise = problem("w8a8", next(shape for shape in _SHAPES if shape.name == "depthwise")).request
+    assert "channel groups" in kernel_for(depthwise)
+    long = problem("w8a8", _Shape("long", (1, 1024, 9, 9), 16, (5, 5))).request
+    assert "too long" in kernel_for(long)
+    assert "no multiple of 32" in kernel_for(problem("w4a8-g40", _SHAPES[2]).request)
+    pixels = problem("w8a8", _Shape("pixels", (1, 20000, 1, 1), 16, (1, 1))).request
+    assert not isinstance(kernel_for(pixels), str)

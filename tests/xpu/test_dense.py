@@ -1,0 +1,100 @@
+"""Products with float activations through a dequantized weight, interpreted, against the contract's reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from xpu_triton_problems import check, kernel_for, linear_problem
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+SCHEMES = (
+    "w8a16",
+    "w8a16-asym",
+    "w8a16-fzp",
+    "w8a16-g32",
+    "w8a16-g32-asym",
+    "w8a16-g96-fzp",
+    "w4a16-asym",
+    "w4a16-g32-fzp",
+    "w4a16-g96-asym",
+    "w4a16-g128",
+)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 20, 77), (3, 3, 300), (17, 33, 168), (2, 129, 5)])
+def test_every_scheme_is_right_for_every_size(scheme, m, n, k):
+    dtype = (torch.bfloat16, torch.float16, torch.float32)[m % 3]
+    check(linear_problem(scheme, m, n, k, dtype, ("none", "same", "float32")[n % 3]))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{"weights": "codes"}, {"weights": "zeros"}, {"weights": "tiny"}, {"inputs": "large"}, {"strides": "rows"}],
+    ids=lambda kind: "-".join(kind.values()),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_codes_and_odd_inputs_are_right(kind, dtype):
+    check(linear_problem("w8a16-g32-asym", 4, 20, 160, dtype, **kind))
+
+
+@pytest.mark.parametrize(("out", "x"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("bias", ["none", "same"])
+def test_results_of_another_dtype_are_rounded_once(out, x, bias):
+    case = linear_problem("w8a16-g64-asym", 5, 20, 128, x, bias)
+    assert check(replace(case, request=replace(case.request, out_dtype=out))).dtype == out
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g96-asym", "w8a16-g32-asym", "w4a16-fzp"])
+def test_dense_weights_are_those_of_the_formula(scheme):
+    from qcore_xpu.dense import dense
+    from qcore_xpu.portable.weights import Weight
+
+    case = linear_problem(scheme, 1, 37, 300, weights="codes")
+    kernel = kernel_for(case.request)
+    packed = kernel.pack(case.weight)
+    weight = Weight(packed["data"], packed["scale"], packed.get("zero"), *kernel.sizes)
+    expected = case.weight.dequantize(torch.float64)
+    # Triton's interpreter cuts float32 off where it makes bfloat16 of it; a GPU rounds.
+    for dtype, rtol in ((torch.float32, 2**-22), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)):
+        torch.testing.assert_close(dense(weight, dtype, 0, 37).double(), expected, rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(dense(weight, torch.float32, 16, 21), dense(weight, torch.float32, 0, 37)[16:])
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g64-asym", "w8a16-asym"])
+@pytest.mark.parametrize("bias", ["none", "same", "float32"])
+def test_a_weight_dequantized_in_parts_gives_the_same(monkeypatch, scheme, bias):
+    from qcore_xpu import dense
+
+    case = linear_problem(scheme, 3, 50, 128, torch.bfloat16, bias)
+    whole, parts = check(case), []
+    monkeypatch.setattr(dense, "_CHUNK", 20 * 128)
+    kept = dense.dense
+    monkeypatch.setattr(dense, "dense", lambda *args: parts.append(kept(*args)) or parts[-1])
+    torch.testing.assert_close(check(case), whole)
+    assert [len(part) for part in parts] == [16, 16, 16, 2]
+
+
+def test_float32_is_multiplied_as_such(monkeypatch):
+    """TF32 is switched off around float32 products, and nothing is touched around others."""
+    from qcore_xpu import dense
+
+    class Backend:
+        enabled, deterministic, allow_tf32 = True, False, True
+
+        def flags(self, *args, **kwargs):
+            return args, kwargs
+
+    monkeypatch.setattr(torch.backends, "mkldnn", Backend())
+    assert dense._exact(torch.float32) == ((True, False), {"allow_tf32": False})
+    with dense._exact(torch.bfloat16):
+        pass
+
+
+def test_autocast_narrows_nothing():
+    case = linear_problem("w8a16-asym", 4, 20, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(case)
