@@ -274,6 +274,7 @@ def isolated(session: nox.Session) -> None:
     """Test core with one plugin alone, away from the tree: `-- NAME ...`, by default each plugin in turn."""
     for name in session.posargs or [path.name for path in PLUGINS] or ["core"]:
         projects = [f"{CORE}[testing]", *([] if name == "core" else [str(ROOT / "plugins" / name)])]
+        projects += [str(STAND_IN)] if name == "xpu" else []
         with _new_venv(session) as venv:
             _run_in(session, venv, "python", "-m", "pip", "install", "-qq", *PINNED, *projects, *_group("test"))
             _copy_tests(name)
