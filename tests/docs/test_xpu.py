@@ -12,7 +12,7 @@ import qcore
 
 pytest.importorskip("qcore_xpu")
 
-from qcore_xpu import aten, linear, plugin, triton_linear
+from qcore_xpu import aten, device, linear, plugin, triton_linear
 
 XPU = torch.device("xpu")
 
@@ -39,14 +39,18 @@ REFUSED = {
 ELSEWHERE = {
     "no Intel GPU, a build of torch without XPU, a driver that torch cannot use",  # tests/xpu/test_probe.py
     "kernels in Triton where Triton for XPU is missing",
+    "`w4a8`, `w8a8` in groups and convolutions with int8 activations on a GPU without matrix units that Triton can use: "
+    "sub-groups of 8 (Arc A770), or none",  # tests/xpu/test_device.py
 }
 
 
 @pytest.fixture(autouse=True)
 def complete(monkeypatch):
-    """A build of torch with every op for XPU, and its Triton."""
+    """A build of torch with every op for XPU, its Triton, and a GPU with matrix units."""
     monkeypatch.setattr(aten, "missing", lambda _: "")
     monkeypatch.setattr(triton_linear, "why_not_triton", lambda: "")
+    for module in (device, triton_linear):
+        monkeypatch.setattr(module, "why_not_int8", lambda _: "")
 
 
 class TestPage(PluginPage):

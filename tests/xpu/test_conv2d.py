@@ -110,3 +110,12 @@ def test_what_has_no_kernel_is_refused_with_a_reason():
     assert "no multiple of 32" in kernel_for(problem("w4a8-g40", _SHAPES[2]).request)
     pixels = problem("w8a8", _Shape("pixels", (1, 20000, 1, 1), 16, (1, 1))).request
     assert not isinstance(kernel_for(pixels), str)
+
+
+@pytest.mark.parametrize("scheme", ["w4a8", "w8a8", "w8a16"])
+def test_without_dpas_only_int8_products_are_refused(monkeypatch, scheme):
+    from qcore_xpu import conv2d, device
+
+    monkeypatch.setattr(device, "why_not_int8", lambda device: f"no DPAS on {device}")
+    made = kernel_for(problem(scheme, WIDE[0]).request)
+    assert isinstance(made, conv2d.DenseConv2d) if scheme == "w8a16" else made == "no DPAS on cpu"

@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from xpu_triton_problems import check, kernel_for, linear_problem
+from xpu_triton_problems import CPU, check, kernel_for, linear_problem
+
+from qcore import Scheme
+from qcore.contracts.conv2d import _problem, _request, _Shape
+from qcore.contracts.inputs import Draw
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -78,23 +82,49 @@ def test_a_weight_dequantized_in_parts_gives_the_same(monkeypatch, scheme, bias)
     assert [len(part) for part in parts] == [16, 16, 16, 2]
 
 
-def test_float32_is_multiplied_as_such(monkeypatch):
-    """TF32 is switched off around float32 products, and nothing is touched around others."""
-    from qcore_xpu import dense
+@pytest.mark.parametrize("contract", ["linear", "conv2d"])
+def test_a_bias_of_another_dtype_that_cancels_the_product_is_added_before_it_is_rounded(contract):
+    from qcore.contracts import CONTRACTS
 
-    class Backend:
-        enabled, deterministic, allow_tf32 = True, False, True
-
-        def flags(self, *args, **kwargs):
-            return args, kwargs
-
-    monkeypatch.setattr(torch.backends, "mkldnn", Backend())
-    assert dense._exact(torch.float32) == ((True, False), {"allow_tf32": False})
-    with dense._exact(torch.bfloat16):
-        pass
+    judge, scheme, dtype = CONTRACTS[contract], "w8a16-g32-asym", torch.float16
+    case = linear_problem(scheme, 4, 32, 512, dtype, "float32")
+    if contract == "conv2d":
+        draw, shape = Draw(torch.Generator().manual_seed(3)), _Shape("one", (1, 64, 3, 3), 32, (3, 3), bias=True)
+        case = _problem(draw, _request(draw.fill(Scheme.parse(scheme)), CPU, dtype, shape), shape)
+    product = judge.reference(replace(case, bias=torch.zeros(32)))
+    product = product[0].reshape(32, -1)[:, 0]
+    case = replace(case, bias=-product.float() + 2**-12)
+    error = (check(case).double() - judge.reference(case))[0].abs().max()
+    # Rounded first, the product alone would be off by 2**-11 of itself.
+    assert error < product.abs().max() * 2**-14
 
 
 def test_autocast_narrows_nothing():
     case = linear_problem("w8a16-asym", 4, 20, 64)
     with torch.autocast("cpu", torch.bfloat16):
         check(case)
+
+
+@pytest.fixture
+def tf32():
+    """OneDNN's products, which the user lets round float32."""
+    products = torch.backends.mkldnn.matmul
+    products.fp32_precision = "tf32"
+    yield products
+    products.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float32_is_multiplied_as_such_and_only_for_it_a_setting_changes(monkeypatch, tf32, dtype):
+    from qcore_xpu import dense
+
+    seen, linear = [], dense.F.linear
+    monkeypatch.setattr(dense.F, "linear", lambda *args: seen.append(tf32.fp32_precision) or linear(*args))
+    check(linear_problem("w8a16-asym", 4, 20, 64, dtype))
+    assert seen == ["ieee" if dtype == torch.float32 else "tf32"]
+    assert tf32.fp32_precision == "tf32"
+
+
+def test_notes_say_what_a_dequantized_weight_costs():
+    assert "saves memory" in kernel_for(linear_problem("w8a16-asym", 1, 16, 64).request).note
+    assert "slower than the unquantized" in kernel_for(linear_problem("w4a16-asym", 1, 16, 64).request).note

@@ -7,8 +7,10 @@ import sys
 import threading
 import time
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from qcore_xpu import device
 
@@ -103,3 +105,121 @@ def test_a_compiled_launch_waits_for_nobody(monkeypatch):
     with device._one_at_a_time:
         device.launch(kernel, (1,), 1)
     assert kernel.launches == [((1,), (1,), {})]
+
+
+GPU = torch.device("xpu", 0)
+
+
+@pytest.fixture
+def properties(monkeypatch):
+    """Let torch tell these properties of every device; without the interpreter."""
+
+    def put(**told):
+        asked = []
+        told = SimpleNamespace(name="Arc A770", **told)
+        monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: asked.append(device) or told)
+        device._without_dpas.cache_clear()
+        return asked
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    yield put
+    device._without_dpas.cache_clear()
+
+
+def test_int8_runs_where_dpas_does_and_the_device_is_asked_once(properties):
+    asked = properties(sub_group_sizes=[16, 32], has_subgroup_matrix_multiply_accumulate=True)
+    assert not device.why_not_int8(GPU)
+    assert not device.why_not_int8(GPU)
+    assert asked == [GPU]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_int8_is_refused_on_gpus_with_short_sub_groups(properties, flag):
+    properties(sub_group_sizes=[8, 16, 32], has_subgroup_matrix_multiply_accumulate=flag)
+    reason = device.why_not_int8(GPU)
+    assert "sub-groups of 8, as Arc A770 has" in reason
+    assert "oneDNN" in reason
+
+
+def test_int8_is_refused_where_dpas_is_not_told_of(properties):
+    properties(sub_group_sizes=[16, 32], has_subgroup_matrix_multiply_accumulate=False)
+    assert "ocloc" in device.why_not_int8(GPU)
+
+
+def test_what_torch_does_not_tell_of_a_device_is_no_reason(properties):
+    properties()
+    assert not device.why_not_int8(GPU)
+
+
+def test_other_devices_and_the_interpreter_are_not_asked(properties, monkeypatch):
+    asked = properties(sub_group_sizes=[8])
+    assert not device.why_not_int8(torch.device("cpu"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert not device.why_not_int8(GPU)
+    assert not asked
+
+
+class Precision:
+    def __init__(self, value="none"):
+        self.fp32_precision = value
+
+
+class Backend(Precision):
+    """oneDNN's settings, as a build of torch for XPU has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.matmul, self.conv, self.allow_tf32 = Precision("tf32"), Precision(), True
+
+    def told(self):
+        return self.fp32_precision, self.matmul.fp32_precision, self.conv.fp32_precision, self.allow_tf32
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    backend = Backend()
+    monkeypatch.setattr(torch.backends, "mkldnn", backend)
+    return backend
+
+
+def test_float32_is_not_narrowed_inside_and_as_it_was_after(onednn):
+    before = onednn.told()
+    with device.exact(torch.bfloat16):
+        assert onednn.told() == before
+    with device.exact(torch.float32):
+        assert onednn.told() == ("none", "ieee", "none", False)
+    assert onednn.told() == before
+
+
+def test_what_a_setting_has_from_above_it_has_from_there_again(onednn):
+    onednn.fp32_precision = "tf32"
+    with device.exact(torch.float32):
+        assert onednn.matmul.fp32_precision == "ieee"
+    assert onednn.matmul.fp32_precision == "none"
+
+
+def test_settings_come_back_when_the_last_thread_is_out(onednn):
+    before, first_in, first_may_go, first_out = onednn.told(), *(threading.Event() for _ in range(3))
+
+    def first():
+        with device.exact(torch.float32):
+            first_in.set()
+            first_may_go.wait(10)
+        first_out.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert first_in.wait(10)
+    with device.exact(torch.float32):
+        first_may_go.set()
+        assert first_out.wait(10)
+        assert onednn.told() == ("none", "ieee", "none", False)
+    thread.join()
+    assert onednn.told() == before
+
+
+def test_settings_come_back_after_an_error(onednn):
+    before = onednn.told()
+    with pytest.raises(ZeroDivisionError), device.exact(torch.float32):
+        _ = 1 / 0
+    assert onednn.told() == before

@@ -73,6 +73,21 @@ def test_index_out_of_range_asserts_in_the_kernel(interpreter, monkeypatch):
         kernel(torch.tensor([3, 20]), kernel.pack(weight), None)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_where_nothing_asserts_a_row_that_is_not_there_is_nan(interpreter, monkeypatch, scheme):
+    """On some GPUs an assertion of a Triton kernel does nothing."""
+    from qcore_xpu import gathering
+
+    monkeypatch.setattr(gathering, "check_indices", lambda *_: None)
+    fmt = Scheme.parse(scheme).weight
+    weight, request = table(20, 192, fmt, torch.float16)
+    kernel = kernel_for(request)
+    rows = kernel(torch.tensor([3, 20, -1, 19, 1 << 40]), kernel.pack(weight), None)
+    assert rows[[1, 2, 4]].isnan().all()
+    check(Problem(request, torch.tensor([3, 19]), weight))
+    assert rows[[0, 3]].isfinite().all()
+
+
 def test_strided_indices_and_none(interpreter):
     weight, request = table(20, 64)
     check(Problem(request, torch.arange(12).view(3, 4).t()[::2], weight))

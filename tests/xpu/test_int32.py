@@ -15,7 +15,7 @@ from qcore_xpu import int32
 
 FORMS = [
     "int4", "int4-asym", "int4-fzp", "int4-g128", "int4-g32-asym", "int4-g64-fzp", "int4-g20", "int4-g20-asym",
-    "int4-g7-fzp", "int4-g48", "int4-g1-asym", "int4-g300",
+    "int4-g7-fzp", "int4-g48", "int4-g1-asym", "int4-g300", "int4-g96", "int4-g160-asym",
 ]  # fmt: skip
 COLUMNS = [1, 5, 32, 77, 128, 168, 257]
 
@@ -43,7 +43,8 @@ def widths(group, k, bias):
     """What a group becomes in the words, and the size of the op's groups."""
     group = min(group, k)
     wide = next(size for size in itertools.count(32, 32) if size >= group)
-    if not bias:
+    powers = [2**i for i in range(32)]
+    if not bias and (k <= group or wide in powers):
         return wide, wide
     return wide, next(size for size in (128, 64, 32) if wide % size == 0)
 
@@ -115,8 +116,8 @@ def value(packed, form, k, group, n):
     factor = packed.get("factor", packed["scale"])
     dense = dense_int4(packed["data"], form.step, factor, packed["zeros"])[:, : form.columns]
     dense = dense.reshape(n, form.groups, form.wide)[..., : form.group]
-    if "after" in packed:
-        dense = dense * packed["after"].double().view(n, 1, 1)
+    if "after" in packed or "levels" in packed:
+        dense = dense * packed.get("after", packed.get("levels")).double().view(n, 1, 1)
     if "rest" in packed:
         dense = dense + packed["rest"].double().t().unsqueeze(-1)
     return dense.reshape(n, -1)[:, :k]
@@ -165,13 +166,13 @@ def test_scales_that_float16_does_not_hold_are_levelled(scale, levelled):
     weight = random_weight(4, 64, "int4-g32-asym")
     weight = QTensor.from_codes(weight.codes(), torch.full((2, 4), scale), weight.integer_zero(), weight.format)
     packed = int32.pack(weight, torch.float16)
-    assert ("after" in packed) == levelled
+    assert ("levels" in packed) == levelled
     factor = packed["factor"].float()
     if levelled:
-        assert torch.equal(torch.frexp(packed["after"]).mantissa, torch.full((4,), 0.5))
+        assert torch.equal(torch.frexp(packed["levels"]).mantissa, torch.full((4,), 0.5))
         assert ((factor >= 2.0**-10) & (factor <= 2.0**11)).all()
-        assert torch.allclose(factor * packed["after"], weight.scale, rtol=2.0**-11, atol=0)
-    assert "after" not in int32.pack(weight, torch.bfloat16)
+        assert torch.allclose(factor * packed["levels"], weight.scale, rtol=2.0**-11, atol=0)
+    assert not {"after", "levels"} & set(int32.pack(weight, torch.bfloat16))
 
 
 def test_scales_of_groups_without_weights_do_not_level_the_others():
@@ -181,7 +182,7 @@ def test_scales_of_groups_without_weights_do_not_level_the_others():
     weight = QTensor.from_codes(codes, scale, None, random_weight(1, 64, "int4-g32").format)
     packed = int32.pack(weight, torch.float16)
     assert packed["factor"][0].tolist() == [0, 0]
-    assert torch.allclose(packed["factor"][1].float() * packed["after"], scale[1], rtol=2.0**-11, atol=0)
+    assert torch.allclose(packed["factor"][1].float() * packed["levels"], scale[1], rtol=2.0**-11, atol=0)
     assert not difference(int32.unpack(packed, weight.format, 2, 64), weight)
 
 

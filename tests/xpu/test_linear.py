@@ -91,10 +91,11 @@ def test_the_same_weights_with_float32_results(by_torch):
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-g32", "w4a16-g128-asym", "w4a16-g32-fzp"])
-def test_a_bias_that_cancels_the_product(scheme, dtype):
+@pytest.mark.parametrize("rows", [1, 4, 40])
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-g32", "w4a16-g128-asym", "w4a16-g32-fzp", "w8a16"])
+def test_a_bias_that_cancels_the_product(scheme, rows, dtype):
     problem = linear_problem(scheme, 1, 64, 512, dtype, bias="same")
-    problem.x.abs_()
+    problem = replace(problem, x=problem.x.abs().repeat(rows, 1))
     old = problem.weight
     # Scales of x's dtype: the rounding of others is in the product itself.
     zero = None if old.zero is None else old.zero.to(dtype) if old.zero.is_floating_point() else old.integer_zero()
@@ -103,6 +104,36 @@ def test_a_bias_that_cancels_the_product(scheme, dtype):
     problem = replace(problem, bias=(-product[0]).to(dtype))
     assert_right(problem)
     assert_right(replace(problem, bias=-product[0].float()))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-2, 3e4])
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-asym", "w8a16"])
+def test_float32_scales_per_channel_are_applied_in_float32(scheme, dtype, size):
+    problem = linear_problem(scheme, 4, 64, 512, dtype, bias="same")
+    old, x = problem.weight, (problem.x.abs() / size**0.5).to(dtype)
+    weight = QTensor.from_codes(old.codes(), old.scale.float() * size, old.integer_zero(), old.format)
+    problem = replace(problem, weight=weight, x=x[:1].repeat(4, 1))
+    product = LINEAR.reference(replace(problem, bias=torch.zeros(64)))[0]
+    assert_right(replace(problem, bias=-product.to(dtype)))
+    assert_right(replace(problem, bias=-product.float()))
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e5])
+def test_int8_weights_that_float16_does_not_hold(size):
+    problem = linear_problem("w8a16", 40, 33, 300, torch.float16, bias="same")
+    old = problem.weight
+    weight = QTensor.from_codes(old.codes(), old.scale.float() * size, None, old.format)
+    problem = replace(problem, weight=weight, x=(problem.x.float() / size).half())
+    assert_right(problem)
+    assert_right(replace(problem, bias=-LINEAR.reference(replace(problem, bias=torch.zeros(33)))[0].float()))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_int8_weights_for_many_rows_are_dequantized_some_at_a_time(monkeypatch, dtype):
+    monkeypatch.setattr(products, "_CHUNK", 1000)
+    for bias in ("same", "float32"):
+        assert_right(linear_problem("w8a16", 40, 33, 300, dtype, bias=bias))
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a16-g32-asym", "w4a16-fzp"])
@@ -187,7 +218,7 @@ def test_the_largest_sums_fit_int32(by_torch, stand_in):
     problem = replace(problem, x=x, weight=weight, given=given)
     y = result(replace(problem, request=replace(problem.request, out_dtype=torch.float32)))
     assert torch.equal(y, torch.tensor([[255.0 * 255, -255.0 * 255], [0, 0]]) * (k + 3) * 0.5)
-    assert [call.shapes["codes"][0] for call in stand_in.calls()] == [k, 3]
+    assert [call.shapes["codes"][0] for call in stand_in.calls()] == [k, 128]
 
 
 # Shapes, ops, mistakes.
@@ -292,10 +323,12 @@ def test_weights_that_kernels_pack_alike_are_told_apart_from_others():
     ("scheme", "k", "bias", "text"),
     [
         ("w4a16-g128", 4096, False, ""),
-        ("w4a16-g20", 4000, False, "; groups of 20 padded to 32 columns, 60% more weight to read"),
-        ("w4a16", 77, False, "; K padded to 96, 25% more weight to read"),
-        ("w4a16-g128", 4000, False, "; K padded to 4096, 2% more weight to read"),
-        ("w4a16-g128", 4096, True, ""),
+        ("w4a16-g20", 4000, False, "; groups of 20 padded to 32 columns: 60% more weight to read"),
+        ("w4a16", 77, False, "; K padded to 96: 25% more weight to read"),
+        ("w4a16-g128", 4000, False, "; K padded to 4096: 2% more weight to read"),
+        ("w4a16-g128", 4096, True, "; 128 columns for the bias: 3% more weight to read"),
+        ("w4a16-g32", 4096, True, "; 32 columns for the bias: under 1% more weight to read"),
+        ("w4a16-g128", 4000, True, "; K padded to 4096, 128 columns for the bias: 6% more weight to read"),
     ],
 )
 def test_notes_say_what_padding_costs(scheme, k, bias, text):

@@ -184,13 +184,37 @@ def test_a_device_file_that_the_user_may_not_open(machine, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("ZE_AFFINITY_MASK", ""), ("ONEAPI_DEVICE_SELECTOR", "opencl:cpu"), ("ZE_AFFINITY_MASK", "7")]
+    ("name", "value"),
+    [("ZE_AFFINITY_MASK", ""), ("ONEAPI_DEVICE_SELECTOR", ""), ("ONEAPI_DEVICE_SELECTOR", "opencl:cpu")],
 )
 def test_gpus_that_the_user_hides(machine, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     found = machine(pci=CARD, device_files=["renderD128"])
     assert not found.broken
     assert f"{name}={value} leaves torch none; unset it" in found.reason
+
+
+@pytest.mark.parametrize(("name", "value"), [("ZE_AFFINITY_MASK", "7"), ("ONEAPI_DEVICE_SELECTOR", "level_zero:gpu")])
+def test_a_filter_that_may_not_be_to_blame(machine, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    found = machine(pci=CARD, device_files=["renderD128"])
+    assert found.broken
+    assert f"Is it hidden by {name}={value}?" in found.reason
+    assert "libze-intel-gpu1" in found.reason
+
+
+def test_a_device_file_is_asked_for_before_a_filter_is_blamed(machine, monkeypatch):
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "")
+    assert "docker run --device /dev/dri" in machine(pci=CARD).reason
+
+
+def test_an_error_of_torchs_is_passed_on_where_no_gpu_is_in_sight(machine):
+    def count():
+        raise RuntimeError("Level-Zero: no loader")
+
+    found = machine(count=count)
+    assert found.broken
+    assert "torch 2.13.0+xpu finds no Intel GPU (Level-Zero: no loader). Install or upgrade Intel's" in found.reason
 
 
 def test_torchs_warning_that_there_is_none_is_not_passed_on(machine):

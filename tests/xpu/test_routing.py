@@ -109,13 +109,23 @@ def test_weights_that_are_views_arrive_in_memory_of_their_own(stand_in):
 
 @pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16])
 def test_int8_weights(stand_in, scale):
-    case = linear_problem("w8a16", 3, 12, 77, torch.float16, bias="same")
-    weight = case.weight.map(lambda t: t.to(scale) if t.is_floating_point() else t)
-    assert_right(replace(case, weight=weight))
-    call = only(stand_in)
-    assert call.op == "int8_mm"
-    assert call.shapes == {"x": (3, 77), "codes": (12, 77), "scale": (12,)}
-    assert call.dtypes == {"x": torch.float16, "codes": torch.int8, "scale": torch.float32}
+    # A bias is added to float32 sums.
+    for bias, dtype in (("none", torch.float16), ("same", torch.float32)):
+        case = linear_problem("w8a16", 3, 12, 77, torch.float16, bias=bias)
+        weight = case.weight.map(lambda t: t.to(scale) if t.is_floating_point() else t)
+        stand_in.forget()
+        assert_right(replace(case, weight=weight))
+        call = only(stand_in)
+        assert call.op == "int8_mm"
+        assert call.shapes == {"x": (3, 77), "codes": (12, 77), "scale": (12,)}
+        assert call.dtypes == {"x": dtype, "codes": torch.int8, "scale": torch.float32}
+
+
+def test_many_rows_with_a_bias_need_no_op(stand_in):
+    assert_right(linear_problem("w8a16", 33, 12, 77, bias="same"))
+    assert stand_in.calls() == []
+    assert_right(linear_problem("w8a16", 33, 12, 77))
+    assert only(stand_in).op == "int8_mm"
 
 
 @pytest.mark.parametrize("k", [64, 77, 200])
@@ -123,8 +133,9 @@ def test_int8_activations(stand_in, k):
     assert_right(linear_problem("w8a8-asym-aasym", 3, 12, k))
     call = only(stand_in)
     assert call.op == "int_mm"
-    assert call.shapes == {"x": (3, k), "codes": (k, 12)}
-    assert call.strides == {"x": (k, 1), "codes": (12, 1)}
+    columns = -(-k // 128) * 128  # as many as there are codes of x, so that these are not copied
+    assert call.shapes == {"x": (3, columns), "codes": (columns, 12)}
+    assert call.strides == {"x": (columns, 1), "codes": (12, 1)}
     assert set(call.dtypes.values()) == {torch.int8}
 
 
@@ -187,7 +198,11 @@ RIGHT = {
 }
 WRONG = {
     "int8_mm": {
-        0: [torch.ones(3, 40), torch.ones(40, 3, dtype=torch.float16).t(), torch.ones(3, 41, dtype=torch.float16)],
+        0: [
+            torch.ones(3, 40, dtype=torch.float64),
+            torch.ones(40, 3, dtype=torch.float16).t(),
+            torch.ones(3, 41, dtype=torch.float16),
+        ],
         1: [torch.ones(8, 40), torch.ones(40, 8, dtype=torch.int8).t(), torch.ones(9, 40, dtype=torch.int8)],
         2: [torch.ones(8, 1), torch.ones(8, dtype=torch.float16), torch.ones(16)[::2]],
     },

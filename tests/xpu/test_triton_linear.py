@@ -142,6 +142,15 @@ def test_what_has_no_kernel_is_refused_with_a_reason(monkeypatch):
     assert kernel_for(linear_problem("w4a8-g32", 1, 16, 64).request) == "Triton is not installed."
 
 
+@pytest.mark.parametrize("scheme", ["w4a8", "w8a8-g32", "w8a16-asym"])
+def test_without_dpas_only_int8_products_are_refused(monkeypatch, scheme):
+    from qcore_xpu import triton_linear
+
+    monkeypatch.setattr(triton_linear, "why_not_int8", lambda device: f"no DPAS on {device}")
+    made = kernel_for(linear_problem(scheme, 1, 16, 64).request)
+    assert isinstance(made, triton_linear.DenseLinear) if scheme == "w8a16-asym" else made == "no DPAS on cpu"
+
+
 def test_names_say_what_runs():
     names = {scheme: kernel_for(linear_problem(scheme, 1, 16, 64).request).name for scheme in ("w4a8", "w8a8-g32")}
     assert names == {"w4a8": "xpu.w4a8", "w8a8-g32": "xpu.w8a8"}

@@ -9,7 +9,7 @@ from torch import Tensor
 from qcore import Conv2dRequest
 from qcore.kernels import Packed, runs_now
 
-from . import triton_ops
+from . import device, triton_ops
 from .portable.codes import numbers_of
 from .portable.conv2d import PackedConv2d, why_not_int8
 from .triton_linear import why_not
@@ -21,7 +21,10 @@ _LARGEST_COLUMN = 1 << 14
 class DenseConv2d(PackedConv2d):
     """Float activations: dequantized for torch's convolution, or its product for 1 x 1 kernels."""
 
-    note = "Triton dequantizes the weight for torch's convolution."
+    note = (
+        "Triton dequantizes the weight for torch's convolution: this saves memory, and on small images is slower than "
+        "the unquantized layer."
+    )
 
     def __init__(self, request: Conv2dRequest) -> None:
         super().__init__("xpu", request, 16)
@@ -63,4 +66,4 @@ def kernel(request: Conv2dRequest) -> DenseConv2d | Int8Conv2d | str:
         return reason
     if request.activation is None:
         return DenseConv2d(request)
-    return why_not_int8(request, _LARGEST_COLUMN) or Int8Conv2d(request)
+    return device.why_not_int8(request.device) or why_not_int8(request, _LARGEST_COLUMN) or Int8Conv2d(request)

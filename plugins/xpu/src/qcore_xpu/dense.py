@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .device import launch
+from .biases import split
+from .device import exact, launch
 from .portable import host
 from .portable.geometry import Geometry
 from .portable.packing import ROWS
@@ -22,17 +20,17 @@ _CHUNK = 1 << 24
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """``x @ W^T + bias``: x ``(M, K)`` float32, bfloat16 or float16, to ``(M, N)``; in float32 for wider results."""
     dtype = _compute_dtype(x, out_dtype)
-    fused = bias if bias is not None and bias.dtype == dtype else None
+    fused, rest = split(bias, dtype)
     x, step = x.to(dtype), max(ROWS, _CHUNK // weight.k // ROWS * ROWS)
     parts = []
-    with _exact(dtype):
+    with exact(dtype):
         for first in range(0, weight.n, step):
             count = min(step, weight.n - first)
             part = None if fused is None else fused[first : first + count]
             parts.append(F.linear(x, dense(weight, dtype, first, count), part))
     y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    if bias is not None and fused is None:
-        y = y.float() + bias.float()
+    if rest is not None:
+        y = y.float() + rest
     return y.to(out_dtype)
 
 
@@ -43,12 +41,12 @@ def conv2d(x: Tensor, weight: Weight, bias: Tensor | None, geometry: Geometry, o
     """
     dtype = _compute_dtype(x, out_dtype)
     w = dense(weight, dtype, 0, weight.n).view(weight.n, *geometry.kernel, -1).permute(0, 3, 1, 2)
-    fused = bias if bias is not None and bias.dtype == dtype else None
+    fused, rest = split(bias, dtype)
     x = x.to(dtype).contiguous(memory_format=torch.channels_last)
-    with _exact(dtype):
+    with exact(dtype):
         y = F.conv2d(x, w, fused, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
-    if bias is not None and fused is None:
-        y = y.float() + bias.float().view(-1, 1, 1)
+    if rest is not None:
+        y = y.float() + rest.view(-1, 1, 1)
     return y.to(out_dtype).movedim(1, -1).contiguous().movedim(-1, 1)
 
 
@@ -61,11 +59,3 @@ def dense(weight: Weight, dtype: torch.dtype, first: int, count: int) -> Tensor:
 def _compute_dtype(x: Tensor, out_dtype: torch.dtype) -> torch.dtype:
     """Products of 16-bit numbers are accumulated in float32, but come out in 16 bits."""
     return x.dtype if x.dtype == out_dtype else torch.float32
-
-
-def _exact(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-    """Float32 is multiplied as such, also where the user lets oneDNN round it to TF32: 10 bits."""
-    onednn: Any = torch.backends.mkldnn  # its flags are bool to those who read them, and something else to mypy
-    if dtype != torch.float32 or not onednn.allow_tf32:
-        return contextlib.nullcontext()
-    return onednn.flags(onednn.enabled, onednn.deterministic, allow_tf32=False)  # type: ignore[no-any-return]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_DPAS_LANES = 16
+"""Lanes of a sub-group in DPAS as Triton writes it; parts with 8 have another form, which it does not."""
 _REMEDY = (
     "Triton for Intel GPUs comes with the XPU build of torch, as the distribution triton-xpu or, with older ones, "
     "pytorch-triton-xpu: reinstall both from where that build came from."
@@ -39,6 +41,83 @@ def _fault(interpreter: bool) -> str:
 def why_not_triton() -> str:
     """Why kernels in Triton cannot run here, with the remedy; empty where they can. Does not import it."""
     return _fault(interpreted())
+
+
+_ELSE = "Torch ops serve it; per channel, w8a8 runs here on oneDNN, and so do float activations."
+
+
+def why_not_int8(device: torch.device) -> str:
+    """Why Triton's int8 products are refused on ``device``, with the remedy; empty where they are taken.
+
+    Without DPAS Triton multiplies int8 on its FMA path, which has errors.
+    """
+    return "" if device.type != "xpu" or interpreted() else _without_dpas(device)
+
+
+@lru_cache(maxsize=64)
+def _without_dpas(device: torch.device) -> str:
+    # By getattr: releases of torch differ in what they tell of a device.
+    told = torch.xpu.get_device_properties(device)
+    sizes = getattr(told, "sub_group_sizes", None) or ()
+    if sizes and min(sizes) < _DPAS_LANES:
+        return (
+            f"Triton does not use DPAS on GPUs with sub-groups of {min(sizes)}, as {told.name} has (it does from "
+            f"{_DPAS_LANES} on), and multiplies int8 inexactly without. {_ELSE}"
+        )
+    if not getattr(told, "has_subgroup_matrix_multiply_accumulate", True):
+        return (
+            f"{told.name} is reported to have no DPAS, without which Triton multiplies int8 inexactly. Where the GPU "
+            f"has it, as all Arc B and Core Ultra 200V have, install ocloc (package intel-ocloc), which is what torch "
+            f"asks, and start again. {_ELSE}"
+        )
+    return ""
+
+
+class _Narrowing:
+    """What lets oneDNN round float32 factors, off while anyone is inside: first in, off; last out, as it was."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        with self._lock:
+            if not self._inside:
+                self._switch_off()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    while self._undo:
+                        setattr(*self._undo.pop())
+
+    def _switch_off(self) -> None:
+        onednn: Any = torch.backends.mkldnn  # its flags are bool to those who read them, and something else to mypy
+        whole = onednn.fp32_precision
+        for one in (onednn.matmul, onednn.conv):
+            precision = one.fp32_precision
+            if precision in {"tf32", "bf16"}:
+                # What it has from the setting above it is told as its own; "none" is to have it from there again.
+                self._undo.append((one, "fp32_precision", "none" if precision == whole else precision))
+                one.fp32_precision = "ieee"
+        if onednn.allow_tf32:
+            self._undo.append((onednn, "allow_tf32", True))
+            onednn.allow_tf32 = False
+
+
+_narrowing = _Narrowing()
+
+
+def exact(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    """Products of float32 are of float32, where the user lets oneDNN round factors to TF32 or bfloat16, too.
+
+    Any thread may be inside at any time. The setting is the process's: what others multiply meanwhile is exact as well.
+    """
+    return _narrowing.off() if dtype == torch.float32 else contextlib.nullcontext()
 
 
 _one_at_a_time = threading.Lock()

@@ -17,7 +17,8 @@ from .triton_linear import why_not
 class XpuEmbedding(PackedKernel):
     """Gathers rows and dequantizes only those.
 
-    An index out of range ends in an assertion of the device, as in torch; on a CPU in an `IndexError`.
+    An index out of range ends in an assertion of the device, which aborts the process, or, on GPUs where Triton's
+    assertions do nothing, in a row of NaN; on a CPU in an `IndexError`.
     """
 
     note = "Triton gathers and dequantizes the rows asked for."

@@ -23,8 +23,9 @@ _ASSERTING: dict[str, Any] = {"debug": True, "sanitize_overflow": False}
 def rows(indices: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
     """Rows of a table ``(n, k)``: integer indices ``(T,)``, contiguous, to ``(T, k)`` of ``dtype``.
 
-    Computed in float32 and rounded once. An index outside 0..n-1 ends in an assertion of the device; where tensors are
-    on the CPU, in an `IndexError`.
+    Computed in float32 and rounded once. An index outside 0..n-1 ends in an assertion of the device, or else (on some
+    GPUs it does nothing: intel-xpu-backend-for-triton issue 5691) in a row of NaN; where tensors are on the CPU, in an
+    `IndexError`. Torch's own check would take five launches more for each call.
     """
     if indices.device.type == "cpu":
         check_indices(indices, weight.n)

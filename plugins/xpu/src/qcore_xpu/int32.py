@@ -16,7 +16,8 @@ large numbers that cancel. Only weights that are far from zero all over a group 
 fault where the two nearly cancel. Hence, for a layer with a bias, one more group: ``step`` columns that hold the weight
 1, where x is ``1 / step`` (``tail``), and whose scale is the bias. (One column and zeros beside it would make NaN of a
 bias that is Inf.) Groups of more than 128 columns, or a single one over all of K, to which another one of that size
-would be too much, are given to the op as several with the same scale.
+would be too much, are given to the op as several with the same scale. So are groups, if there is more than one, of a
+size that is no power of two: whether oneDNN's kernels for GPUs take those is not known.
 
 **scales**: the op reads scales in x's dtype, ``(G, N)``: ``factor``. `Scales` says what is done about numbers that do
 not fit it.
@@ -70,7 +71,8 @@ class Form(NamedTuple):
         """The form of weights of ``format`` and K = ``k``."""
         groups, group = format.groups(k), format.group(k)
         wide = -(-group // GROUP) * GROUP
-        step = next(size for size in _STEPS if wide % size == 0) if bias else wide
+        odd = groups > 1 and wide & (wide - 1) != 0
+        step = next(size for size in _STEPS if wide % size == 0) if bias or odd else wide
         return cls(k, groups, group, wide, step, int(bias))
 
     @property
@@ -184,15 +186,19 @@ class Scales(NamedTuple):
 
     bfloat16 has float32's range but 8 significant bits. Where a scale has more and one group is all of K, whose errors
     would not average out, the op multiplies whole numbers (``factor`` 1) and the scale comes after, in float32.
-    float16 has the bits but not the range, neither for small scales nor for unscaled sums. Where a scale is not in its
-    comfortable range, all are multiplied by a power of two per output column, undone afterwards; x is levelled, too,
-    then (see `products`), so that no sum can overflow.
+    float16 has 11 bits; there ``factor`` is the power of two below the scale, and ``after`` 1 to 2, so that the op's
+    sums overflow where the result does. What float16 has not is the range, neither for small scales nor for unscaled
+    sums. Where a scale is not in its comfortable range, all are multiplied by a power of two per output column, undone
+    afterwards (a single scale per column again in full); x is levelled, too, then (see `products`), so that no sum can
+    overflow.
 
-    **Fields:** ``factor``: ``(G, N)`` of x's dtype; ``after``: float32 ``(N,)`` or None.
+    **Fields:** ``factor``: ``(G, N)`` of x's dtype; ``after``: float32 ``(N,)`` or None; ``levels``: whether x is to be
+    levelled.
     """
 
     factor: Tensor
     after: Tensor | None
+    levels: bool = False
 
     def value(self) -> Tensor:
         """The scales that the op and ``after`` amount to, float32 ``(G, N)``."""
@@ -202,18 +208,23 @@ class Scales(NamedTuple):
 def split_scales(weight: QTensor, form: Form, dtype: torch.dtype) -> Scales:
     """Scales of ``weight`` for x of ``dtype``, bfloat16 or float16."""
     scale = weight.scale
-    if dtype == torch.float16:
-        return _levelled(weight, form) if _uncomfortable(scale) else Scales(scale.to(dtype), None)
-    if form.groups == 1 and scale.dtype != dtype:
-        return Scales(torch.ones_like(scale, dtype=dtype), scale[0].float())
-    return Scales(scale.to(dtype), None)
+    if dtype == torch.float16 and uncomfortable(scale):
+        return _levelled(weight, form)
+    # float16 holds the bits of a comfortable bfloat16 scale, but not the other way round.
+    if form.groups > 1 or scale.dtype == dtype or (dtype, scale.dtype) == (torch.float16, torch.bfloat16):
+        return Scales(scale.to(dtype), None)
+    whole = scale.float()
+    factor = power_of_two(_exponent(whole)) if dtype == torch.float16 else torch.ones_like(whole)
+    factor = torch.where(whole == 0, 0.0, factor)  # and `after` is 1: a bias is divided by it
+    return Scales(factor.to(dtype), torch.where(whole == 0, 1.0, whole / factor)[0])
 
 
-def _uncomfortable(scale: Tensor) -> bool:
+def uncomfortable(scale: Tensor, largest: float = _LARGEST_HALF) -> bool:
+    """Whether float16 holds any of ``scale`` with fewer bits than others, or its products with codes not at all."""
     if not has_values(scale) or not scale.numel():
         return False
     size = scale.float().abs()
-    return bool(((size > _LARGEST_HALF) | ((size < _SMALLEST_HALF) & (size > 0))).any())
+    return bool(((size > largest) | ((size < _SMALLEST_HALF) & (size > 0))).any())
 
 
 def _levelled(weight: QTensor, form: Form) -> Scales:
@@ -221,10 +232,17 @@ def _levelled(weight: QTensor, form: Form) -> Scales:
     # Groups without a weight other than zero count for nothing, whatever their scale is.
     scale = weight.scale.float() * _used(weight, form)
     top = math.floor(math.log2(torch.finfo(torch.float16).max / 2 / (15 * form.columns)))
-    # The exponent bits of a float32 tell the power of two above it.
-    above = (scale.abs().amax(0).view(torch.int32) >> 23) - 126
-    exponent = above.clamp(-100, 100) - top
-    return Scales((scale * power_of_two(-exponent)).to(torch.float16), power_of_two(exponent))
+    if form.groups == 1:
+        factor = torch.full_like(scale, 2.0**top)
+        largest = torch.finfo(torch.float32).max
+        return Scales(factor.to(torch.float16), (scale / factor)[0].clamp(-largest, largest), levels=True)
+    exponent = _exponent(scale.abs().amax(0)).clamp(-101, 99) + 1 - top
+    return Scales((scale * power_of_two(-exponent)).to(torch.float16), power_of_two(exponent), levels=True)
+
+
+def _exponent(values: Tensor) -> Tensor:
+    """Of the power of two at or below each of ``values``, float32: their exponent bits."""
+    return (values.abs().view(torch.int32) >> 23) - 127
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -263,7 +281,8 @@ def pack(weight: QTensor, dtype: torch.dtype, *, bias: bool = False) -> dict[str
     """A weight for x of ``dtype``, and for a layer with a ``bias`` or without.
 
     ``data``: the words; ``scale``: ``(G, N)`` as in the weight; ``zeros``: see above; and only where they are needed:
-    ``factor`` (without it, ``scale`` is what the op reads) and ``after``: see `Scales`; ``zero`` and ``rest``: a FLOAT
+    ``factor`` (without it, ``scale`` is what the op reads), and ``after``, or ``levels`` where x is to be levelled: see
+    `Scales`; ``zero`` and ``rest``: a FLOAT
     zero point as in the weight, and what is left of it; ``tail``: see `Form.tail`.
 
     The bias itself comes with each call; its group has no row in ``factor``, and one of 8 in ``zeros``.
@@ -274,7 +293,7 @@ def pack(weight: QTensor, dtype: torch.dtype, *, bias: bool = False) -> dict[str
     if scales.after is not None or weight.scale.dtype != dtype or form.repeats > 1:
         packed["factor"] = scales.factor.repeat_interleave(form.repeats, 0).contiguous()
     if scales.after is not None:
-        packed["after"] = scales.after.contiguous()
+        packed["levels" if scales.levels else "after"] = scales.after.contiguous()
     value = scales.value()
     whole = whole_zero(weight, value)
     zeros = (whole + 8).repeat_interleave(form.repeats, 0)

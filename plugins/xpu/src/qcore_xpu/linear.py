@@ -9,6 +9,7 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qcore import DynamicInt8, LinearRequest, QTensor, ZeroPoint
 from qcore.activations import given_numbers
@@ -16,6 +17,7 @@ from qcore.kernels import Packed, RowsKernel, check_weight, runs_now
 
 from . import aten, int32, products
 from .int32 import own
+from .portable.codes import columns_of_codes
 
 
 class AtenLinear(RowsKernel):
@@ -50,11 +52,14 @@ class Int4Linear(AtenLinear):
         self._constants = (self.n, [*self.form])
 
     def _padding(self) -> str:
-        f = self.form
-        if f.columns == self.k:
-            return ""
-        what = f"groups of {f.group} padded to {f.wide} columns" if f.spreads else f"K padded to {f.columns}"
-        return f"; {what}, {f.columns / self.k - 1:.0%} more weight to read"
+        f, parts = self.form, []
+        if f.columns != self.k:
+            parts.append(f"groups of {f.group} padded to {f.wide} columns" if f.spreads else f"K padded to {f.columns}")
+        if f.biased:
+            parts.append(f"{f.step} columns for the bias")
+        more = f.all_columns / self.k - 1
+        size = f"{more:.0%}" if more >= 0.01 else "under 1%"
+        return f"; {', '.join(parts)}: {size} more weight to read" if parts else ""
 
     @property
     def packing(self) -> str:
@@ -72,8 +77,8 @@ class Int4Linear(AtenLinear):
         call = products.linear_w4a16 if runs_now(x) else products.op_linear_w4a16
         factor = packed["factor"] if "factor" in packed else packed["scale"]
         return call(
-            x, packed["data"], factor, packed["zeros"], packed.get("after"), packed.get("rest"), packed.get("tail"),
-            bias, *self._constants,
+            x, packed["data"], factor, packed["zeros"], packed.get("after"), packed.get("levels"),
+            packed.get("rest"), packed.get("tail"), bias, *self._constants,
         )  # fmt: skip
 
 
@@ -81,7 +86,7 @@ class Int8WeightLinear(AtenLinear):
     """Symmetric int8 weights, one scale per channel, bfloat16 or float16 x.
 
     Packed: ``data`` int8 ``(N, K)`` and ``scale`` ``(1, N)`` as in the weight, ``factor`` float32 ``(N,)`` where scales
-    have another dtype.
+    have another dtype; ``wide``, without elements, where the weight does not fit float16: see `products.linear_w8a16`.
     """
 
     note = "oneDNN's int8 product"
@@ -89,10 +94,14 @@ class Int8WeightLinear(AtenLinear):
     def __init__(self, request: LinearRequest) -> None:
         super().__init__("xpu.w8a16", request)
 
+    @property
+    def packing(self) -> str:
+        return self.name + (".float16" if self.x_dtype == torch.float16 else "")
+
     def packed(self, weight: QTensor) -> dict[str, Tensor]:
-        packed = {"data": own(weight.data), "scale": own(weight.scale)}
-        if weight.scale.dtype != torch.float32:
-            packed["factor"] = weight.scale[0].float()  # or torch would convert it at every call
+        packed = {"data": own(weight.data), **_scales(weight)}
+        if self.x_dtype == torch.float16 and int32.uncomfortable(weight.scale, _LARGEST_SCALE):
+            packed["wide"] = weight.scale.new_empty(0)
         return packed
 
     def unpack(self, packed: Packed) -> QTensor:
@@ -101,15 +110,30 @@ class Int8WeightLinear(AtenLinear):
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         del given
         call = products.linear_w8a16 if runs_now(x) else products.op_linear_w8a16
-        scale = packed["factor"] if "factor" in packed else packed["scale"].view(-1)
-        return call(x, packed["data"], scale, bias, self.n)
+        return call(x, packed["data"], _factor(packed), bias, self.n, "wide" in packed)
+
+
+_LARGEST_SCALE = 2.0**8
+"""Times 128 it is the largest power of two in float16."""
+
+
+def _scales(weight: QTensor) -> dict[str, Tensor]:
+    """Scales per channel, and in float32 where they are not: torch would convert them at every call."""
+    packed = {"scale": own(weight.scale)}
+    return packed if weight.scale.dtype == torch.float32 else {**packed, "factor": weight.scale[0].float()}
+
+
+def _factor(packed: Packed) -> Tensor:
+    """Scales per channel, float32 ``(N,)``."""
+    return packed["factor"] if "factor" in packed else packed["scale"].view(-1)
 
 
 class Int8Linear(AtenLinear):
     """int8 weights per channel and int8 activations, dynamic or given: exact int32 sums, the rest in float32.
 
-    Packed: ``data`` int8 ``(K, N)``; ``scale``, ``zero`` ``(1, N)`` as in the weight; ``sums`` int32 ``(parts, N)``:
-    see `products.linear_w8a8`.
+    Packed: ``data`` int8 ``(KQ, N)``, KQ = K rounded up to 128, 0 behind K, as in codes of x; ``scale``, ``zero``
+    ``(1, N)`` as in the weight; ``factor`` float32 ``(N,)`` where scales have another dtype; ``sums`` int32
+    ``(parts, N)``: see `products.linear_w8a8`.
     """
 
     note = "oneDNN's int8 product of codes"
@@ -124,7 +148,11 @@ class Int8Linear(AtenLinear):
 
     def packed(self, weight: QTensor) -> dict[str, Tensor]:
         codes, zero = weight.codes(), weight.integer_zero()
-        packed = {"data": codes.t().contiguous(), "scale": own(weight.scale), "sums": self._sums(codes, zero)}
+        packed = {
+            "data": pad(codes, (0, columns_of_codes(self.k) - self.k)).t().contiguous(),
+            **_scales(weight),
+            "sums": self._sums(codes, zero),
+        }
         if zero is None:
             zero = weight.zero
         return packed if zero is None else {**packed, "zero": own(zero)}
@@ -138,7 +166,7 @@ class Int8Linear(AtenLinear):
         return torch.stack(found)
 
     def unpack(self, packed: Packed) -> QTensor:
-        data, zero = self.format.codec.encode(packed["data"].t()), packed.get("zero")
+        data, zero = self.format.codec.encode(packed["data"][: self.k].t()), packed.get("zero")
         if zero is not None and self.format.zero is ZeroPoint.INT:
             zero = self.format.codec.encode_zero(zero)
         return QTensor(data, packed["scale"], zero, (self.n, self.k), self.format)
@@ -147,7 +175,7 @@ class Int8Linear(AtenLinear):
         call = products.linear_w8a8 if runs_now(x) else products.op_linear_w8a8
         zero = packed.get("zero")
         return call(
-            x, packed["data"], packed["scale"][0], None if zero is None else zero[0], packed["sums"], bias,
+            x, packed["data"], _factor(packed), None if zero is None else zero[0], packed["sums"], bias,
             given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),
             *self._constants,
         )  # fmt: skip

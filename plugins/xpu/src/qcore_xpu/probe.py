@@ -96,17 +96,31 @@ def _device_fault(root: Path) -> Unavailable | None:
         return None
     gpu = seen(root)
     if gpu is None:
-        return Unavailable("no Intel GPU is here.")
-    here = f"an Intel GPU is here ({gpu.where})"
-    for name in _VISIBLE:
-        if name in os.environ:
-            return Unavailable(
-                f"{here}, but {name}={os.environ[name]} leaves torch none; unset it, or let it name that GPU."
-            )
-    return Unavailable(f"{here}, but {_reason(root, why)}", broken=True)
+        if not why:
+            return Unavailable("no Intel GPU is here.")
+        return Unavailable(f"torch {torch.__version__} finds no Intel GPU{why}. {_DRIVER}", broken=True)
+    here, closed = f"an Intel GPU is here ({gpu.where})", _closed(root)
+    if closed:
+        return Unavailable(f"{here}, but {closed}", broken=True)
+    filters = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
+    for name, value in filters.items():
+        if _names_no_gpu(name, value):
+            return Unavailable(f"{here}, but {name}={value} leaves torch none; unset it, or let it name that GPU.")
+    remedy = _DRIVER
+    if filters:
+        told = " and ".join(f"{name}={value}" for name, value in filters.items())
+        remedy = f"Is it hidden by {told}? Unset that, or let it name the GPU. If that changes nothing: {_DRIVER}"
+    return Unavailable(f"{here}, but torch {torch.__version__} cannot use it{why}. {remedy}", broken=True)
 
 
-def _reason(root: Path, why: str) -> str:
+def _names_no_gpu(name: str, value: str) -> bool:
+    """Whether a filter of devices leaves no GPU for certain: an empty one, or one like ``opencl:cpu``."""
+    wide = ("gpu", "level_zero", "*") if name == "ONEAPI_DEVICE_SELECTOR" else ("",)
+    return not value.strip() or not any(part in value.lower() for part in wide)
+
+
+def _closed(root: Path) -> str:
+    """Why the kernel does not let this user to the GPU; empty where it does."""
     nodes = sorted((root / "dev/dri").glob("renderD*"))
     if not nodes:
         return (
@@ -119,7 +133,7 @@ def _reason(root: Path, why: str) -> str:
             f"this user may not open /dev/dri/{closed[0].name}. Join the group it belongs to, usually render "
             f"(sudo usermod -aG render $USER), and log in again; in a container, docker run --group-add."
         )
-    return f"torch {torch.__version__} cannot use it{why}. {_DRIVER}"
+    return ""
 
 
 def _count() -> tuple[int, str]:

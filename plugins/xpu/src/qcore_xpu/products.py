@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qcore.activations import quantize_int8
 
-from . import aten, ops
+from . import aten, biases, ops
+from .device import exact
 from .int32 import Form, own, power_of_two
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
@@ -23,8 +25,8 @@ _HALF = torch.finfo(torch.float16)
 
 
 def linear_w4a16(
-    x: Tensor, data: Tensor, factor: Tensor, zeros: Tensor, after: Tensor | None, rest: Tensor | None,
-    tail: Tensor | None, bias: Tensor | None, n: int, form: list[int],
+    x: Tensor, data: Tensor, factor: Tensor, zeros: Tensor, after: Tensor | None, levels: Tensor | None,
+    rest: Tensor | None, tail: Tensor | None, bias: Tensor | None, n: int, form: list[int],
 ) -> Tensor:  # fmt: skip
     """``x @ W^T + bias``: x ``(M, K)`` bfloat16 or float16, of any strides, to ``(M, N)`` of its dtype.
 
@@ -35,32 +37,42 @@ def linear_w4a16(
         return x.new_empty((0, n))
     where = Form._make(form)
     with ops.settled(x):
-        rows, level = _levelled(x) if after is not None and x.dtype == torch.float16 else (x, None)
-        added = None if bias is None else bias.float()
+        rows, level = (x, None) if levels is None else _levelled(x)
         if where.biased:
-            inside, added = _split_bias(bias, after, factor) if level is None else (None, added)
-            factor = torch.cat((factor, torch.zeros_like(factor[:1]) if inside is None else inside))
+            inside, bias = _split_bias(bias, after, factor) if levels is None else (None, bias)
+            factor = torch.cat((factor, torch.zeros_like(factor[:1]) if inside is None else inside.unsqueeze(0)))
         y = aten.int4_mm(own(where.spread(rows, tail)), data, where.step, factor, zeros)
-        if after is None and rest is None and added is None:
+        if after is None and levels is None and rest is None and bias is None:
             return y
-        total = y.float() if after is None else y * after  # float32
-        if level is not None:
-            total *= level
-        if rest is not None:
-            total = torch.addmm(total, where.grouped(x).sum(-1, dtype=torch.float32), rest)
-        if added is not None:
-            total += added
-        return total.to(x.dtype)
+        more = None if rest is None else _rest(where.grouped(x), rest)
+        if levels is not None and level is not None:
+            return _finished(y * levels, level, more, bias, x.dtype)
+        return _finished(y, after, more, bias, x.dtype)
+
+
+def _rest(x: Tensor, rest: Tensor) -> Tensor:
+    """What a FLOAT zero point leaves to add, float32 ``(M, N)``: sums of x ``(M, G, group)`` times ``rest``."""
+    with exact(torch.float32):
+        return x.sum(-1, dtype=torch.float32) @ rest
 
 
 def _split_bias(bias: Tensor | None, after: Tensor | None, factor: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The bias as a row of scales, ``(1, N)`` of x's dtype, and what is left of it, float32 ``(N,)``; None for 0."""
-    if bias is None or (after is None and bias.dtype == factor.dtype):
-        return None if bias is None else bias.unsqueeze(0), None
-    wanted = bias.float() if after is None else bias.float() / after
-    most = torch.finfo(factor.dtype).max / 2
-    inside = wanted.nan_to_num(0.0, 0.0, 0.0).clamp(-most, most).to(factor.dtype)
-    return inside.unsqueeze(0), bias - (inside.float() if after is None else inside.float() * after)
+    """The bias as scales, ``(N,)`` of x's dtype, and what is left of it, float32 ``(N,)``; None for 0."""
+    if bias is None or after is None:
+        return biases.split(bias, factor.dtype)
+    most = biases.most(factor.dtype)
+    inside = (bias / after).clamp(-most, most).to(factor.dtype)
+    return inside, bias - inside * after
+
+
+def _finished(y: Tensor, after: Tensor | None, more: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``y * after + more + bias``, rounded once: torch computes in float32 where one of the operands is."""
+    added = bias if more is None else more if bias is None else more.add_(bias)
+    out = torch.empty_like(y, dtype=dtype)
+    if added is None:
+        assert after is not None
+        return torch.mul(y, after, out=out)
+    return torch.add(y if after is None else y * after, added, out=out)
 
 
 def _levelled(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,16 +84,40 @@ def _levelled(x: Tensor) -> tuple[Tensor, Tensor]:
     return (values * power_of_two(-exponent)).to(x.dtype), power_of_two(exponent)
 
 
-def linear_w8a16(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, n: int) -> Tensor:
+FEW_ROWS = 32
+"""Rows up to which reading the weight, not multiplying, takes the time, so that float32 products cost no more."""
+_CHUNK = 1 << 24
+"""Weights dequantized at a time, 32 MiB: a large weight is never whole in memory."""
+
+
+def linear_w8a16(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, n: int, wide: bool) -> Tensor:
     """``x @ W^T + bias``: x ``(M, K)`` bfloat16 or float16, of any strides, to ``(M, N)`` of its dtype.
 
-    ``data``: int8 ``(N, K)``; ``scale``: float32 ``(N,)``.
+    ``data``: int8 ``(N, K)``; ``scale``: float32 ``(N,)``. The op has no bias, and one that is added to a result in 16
+    bits is rounded a second time: a few rows get float32 sums, many a dequantized weight and a product with a bias.
+    ``wide``: the weight does not fit x's dtype, and float32 sums serve any number of rows.
     """
     if not x.shape[0]:
         return x.new_empty((0, n))
     with ops.settled(x):
-        y = aten.int8_mm(own(x), data, scale)
-        return y if bias is None else (y + bias).to(x.dtype)  # torch adds in float32, whatever the dtypes
+        if bias is None:
+            return aten.int8_mm(own(x), data, scale)
+        if wide or x.shape[0] <= FEW_ROWS:
+            return _finished(aten.int8_mm(own(x.float()), data, scale), None, None, bias, x.dtype)
+        return _dequantized(x, data, scale, bias)
+
+
+def _dequantized(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    inside, left = biases.split(bias, x.dtype)
+    n, k = data.shape
+    step, parts = max(1, _CHUNK // k), []
+    for first in range(0, n, step):
+        rows = slice(first, first + step)
+        codes = data[rows]
+        weight = torch.mul(codes, scale[rows].unsqueeze(1), out=torch.empty_like(codes, dtype=x.dtype))
+        parts.append(F.linear(x, weight, None if inside is None else inside[rows]))
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return y if left is None else y.add_(left)
 
 
 EXACT_K = 1 << 15
@@ -96,11 +132,12 @@ def linear_w8a8(
 ) -> Tensor:  # fmt: skip
     """``A(x) @ W^T + bias`` with int8 A(x): x ``(M, K)`` float or int8 codes, to ``(M, N)``.
 
-    Weight: ``data`` int8 ``(K, N)``; ``scale``: ``(N,)``; ``zero``: int8 ``(N,)`` is subtracted from codes, a float one
-    added to ``q * scale``; ``sums``: int32 ``(parts, N)``, sums of codes less their int8 zero point over each `EXACT_K`
-    columns. Activations: ``x_scale`` and ``x_zero_point`` ``(M,)`` where given, else ``static_scale`` and
-    ``static_zero_point`` where given, else per token, ``symmetric`` or not. Results: int8 by ``out_scale`` and
-    ``out_zero_point`` ``(M,)``, or by ``output_scale`` and ``output_zero_point``, else of ``out_dtype``.
+    Weight: ``data`` int8 ``(KQ, N)``, as many rows as codes of x have columns, 0 behind K; ``scale``: float32
+    ``(N,)``; ``zero``: int8 ``(N,)`` is subtracted from codes, a float one added to ``q * scale``; ``sums``: int32
+    ``(parts, N)``, sums of codes less their int8 zero point over each `EXACT_K` columns. Activations: ``x_scale`` and
+    ``x_zero_point`` ``(M,)`` where given, else ``static_scale`` and ``static_zero_point`` where given, else per token,
+    ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``, or by ``output_scale`` and
+    ``output_zero_point``, else of ``out_dtype``.
     """
     from . import quantizing
 
@@ -110,39 +147,42 @@ def linear_w8a8(
     with ops.settled(x):
         codes = quantizing.rows(x, symmetric, *given)
         x_zero = None if codes.zero is None else codes.zero.reshape(-1, 1).to(torch.int32)
-        total = _scaled_sums(codes.q[:, :k], x_zero, data, scale, zero, sums)
-        total *= codes.scale.reshape(-1, 1)
+        total, x_scale = _scaled_sums(codes.q, k, x_zero, data, scale, zero, sums), codes.scale.reshape(-1, 1)
+        wanted: tuple[Tensor | float, Tensor | float]
+        if out_scale is not None and out_zero_point is not None:
+            wanted = out_scale.reshape(-1, 1).float(), out_zero_point.reshape(-1, 1)
+        elif output_scale is not None:
+            wanted = output_scale, output_zero_point
+        else:
+            return _finished(total, x_scale, None, bias, out_dtype)
+        total *= x_scale
         if bias is not None:
             total += bias
-        if out_scale is not None and out_zero_point is not None:
-            return quantize_int8(total, out_scale.reshape(-1, 1).float(), out_zero_point.reshape(-1, 1))
-        if output_scale is not None:
-            return quantize_int8(total, output_scale, output_zero_point)
-        return total.to(out_dtype)
+        return quantize_int8(total, *wanted)
 
 
 def _scaled_sums(
-    q: Tensor, x_zero: Tensor | None, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor
+    q: Tensor, k: int, x_zero: Tensor | None, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor
 ) -> Tensor:
     """``sum over k of (q - x_zero) * w`` in float32 ``(M, N)``: exact in int32 but for scales and float zero points."""
     whole = zero is not None and zero.dtype == torch.int8
     total: Tensor | None = None
-    for part, start in enumerate(range(0, q.shape[1], EXACT_K)):
+    for part, start in enumerate(range(0, k, EXACT_K)):
         cut = slice(start, start + EXACT_K)
         codes = own(q[:, cut])
         # sum (q - a)(w - b) = sum q w - b sum q - a sum (w - b), each of them within int32.
         found = aten.int_mm(codes, data[cut])
         if zero is not None and whole:
-            found -= codes.sum(-1, keepdim=True, dtype=torch.int32) * zero.to(torch.int32)
+            found -= codes.sum(-1, keepdim=True, dtype=torch.int32) * zero
         if x_zero is not None:
-            found -= x_zero * sums[part]
-        total = found.float() if total is None else total.add_(found)
+            found.addcmul_(x_zero, sums[part], value=-1)
+        total = found if total is None else total.float().add_(found)
     assert total is not None  # K is at least 1
-    total *= scale
+    total = total * scale
     if zero is None or whole:
         return total
     centred = q.sum(-1, keepdim=True, dtype=torch.int64)
-    centred = centred if x_zero is None else centred - x_zero * q.shape[1]
+    centred = centred if x_zero is None else centred - x_zero * k
     return torch.addcmul(total, centred.float(), zero.float())
 
 
@@ -159,13 +199,15 @@ def _w8a8_fake(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
 
 
 op_linear_w4a16 = ops.define(
-    "linear_w4a16(Tensor x, Tensor data, Tensor factor, Tensor zeros, Tensor? after, Tensor? rest, Tensor? tail, "
-    "Tensor? bias, int n, int[] form) -> Tensor",
+    "linear_w4a16(Tensor x, Tensor data, Tensor factor, Tensor zeros, Tensor? after, Tensor? levels, Tensor? rest, "
+    "Tensor? tail, Tensor? bias, int n, int[] form) -> Tensor",
     linear_w4a16,
     _w4a16_fake,
 )
 op_linear_w8a16 = ops.define(
-    "linear_w8a16(Tensor x, Tensor data, Tensor scale, Tensor? bias, int n) -> Tensor", linear_w8a16, _w8a16_fake
+    "linear_w8a16(Tensor x, Tensor data, Tensor scale, Tensor? bias, int n, bool wide) -> Tensor",
+    linear_w8a16,
+    _w8a16_fake,
 )
 op_linear_w8a8 = ops.define(
     "linear_w8a8(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor sums, Tensor? bias, Tensor? x_scale, "

@@ -11,7 +11,7 @@ from qcore.contracts.refusals import AnyRequest
 from qcore.kernels import Packed, RowsKernel, runs_now
 
 from . import triton_ops
-from .device import why_not_triton
+from .device import why_not_int8, why_not_triton
 from .portable.codes import numbers_of
 from .portable.packing import PackedKernel, block_size
 
@@ -19,7 +19,10 @@ from .portable.packing import PackedKernel, block_size
 class DenseLinear(PackedKernel, RowsKernel):
     """Float activations: ``y = x @ W^T + bias`` with W dequantized by Triton, some output rows at a time."""
 
-    note = "Triton dequantizes the weight, some rows at a time, for torch's product."
+    note = (
+        "Triton dequantizes the weight, some rows at a time, for torch's product: this saves memory, and with few rows "
+        "is slower than the unquantized layer."
+    )
 
     def __init__(self, request: LinearRequest) -> None:
         super().__init__(f"xpu.dense_w{request.weight.bits}a16", request.weight, request.n, request.k)
@@ -68,4 +71,6 @@ def kernel(request: LinearRequest) -> DenseLinear | Int8Linear | str:
     """The kernel for a request that `eligibility` has nothing against, or why there is none."""
     if reason := why_not(request):
         return reason
-    return DenseLinear(request) if request.activation is None else Int8Linear(request)
+    if request.activation is None:
+        return DenseLinear(request)
+    return why_not_int8(request.device) or Int8Linear(request)

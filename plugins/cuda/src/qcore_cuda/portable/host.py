@@ -84,6 +84,7 @@ def quantize_columns(
         launch(several.quantize_columns, (-(-count // columns),), *room, *given, count, *sizes, BM=columns, **meta)
     else:
         launch(conv.quantize_columns, (count,), *room, *given, *sizes, **meta)
+    # In the weight's own order: a product that wants another one (32, with blocks of 128) cannot take columns.
     return Codes(q, s, z, t, weight.order)
 
 

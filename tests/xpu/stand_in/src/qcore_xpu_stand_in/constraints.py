@@ -34,8 +34,8 @@ def check_int8(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     """Arguments of ``_weight_int8pack_mm``."""
     _on_one_device(x, codes, scale)
     _expect(x.dim() == 2 and codes.dim() == 2, "x and codes are matrices")
-    # float32 is taken, too; qcore-xpu does not send it.
-    _expect(x.dtype in {torch.bfloat16, torch.float16}, f"x is bfloat16 or float16, not {x.dtype}")
+    floats = {torch.bfloat16, torch.float16, torch.float32}
+    _expect(x.dtype in floats, f"x is bfloat16, float16 or float32, not {x.dtype}")
     _expect(codes.dtype == torch.int8, f"codes are int8, not {codes.dtype}")
     _expect(codes.shape[1] == x.shape[1] > 0, "codes and x have as many columns")
     _expect(tuple(scale.shape) == (codes.shape[0],), "one scale per row of codes")

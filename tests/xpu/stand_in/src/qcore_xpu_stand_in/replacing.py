@@ -49,7 +49,7 @@ def int8_mm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def int_mm(x: Tensor, codes: Tensor) -> Tensor:
-    """Whole numbers, exact in float64 up to 2**53."""
+    """Whole numbers, that leave through float32: 24 significant bits."""
     record("int_mm", x=x, codes=codes)
     check_int(x, codes)
-    return (x.double() @ codes.double()).to(torch.int32)
+    return (x.double() @ codes.double()).float().clamp(-(2.0**31), 2.0**31 - 128).to(torch.int32)

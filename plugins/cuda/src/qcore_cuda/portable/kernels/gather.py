@@ -22,17 +22,19 @@ def _weights(codes, scale, zero, ZERO: tl.constexpr):
 
 @triton.jit
 def _blocks(
-    row, rows, line, block, here, data, scale, zero, out, v, d, group, blocks, stride,
-    BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr,
+    row, rows, line, block, here, inside, data, scale, zero, out, v, d, group, blocks, stride,
+    BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, NAN: tl.constexpr,
 ):  # fmt: skip
     """Blocks of the table, dequantized, to the lines of the result that they belong in.
 
     ``block``, ``here``: ``(NB,)``; ``row``: of the table, one for all or ``(NB,)``; ``rows``: the same, ``line``: where
-    the result's line starts, one for all or ``(NB, 1)``.
+    the result's line starts, one for all or ``(NB, 1)``. ``NAN``: blocks that are not ``inside`` become NaN.
     """
     H: tl.constexpr = P // 2
     at = (block * P // group).to(tl.int64) * v + row
     s = tl.load(scale + at, mask=here, other=0.0).to(tl.float32)[:, None]
+    if NAN:
+        s = tl.where(inside[:, None], s, float("nan"))
     z = s if ZERO == 0 else tl.load(zero + at, mask=here, other=0).to(tl.float32)[:, None]
     if BITS == 4:
         i = tl.arange(0, H)[None, :]
@@ -69,7 +71,8 @@ def gather(
     block = tl.program_id(1) * NB + tl.arange(0, NB)
     line = out + token * d
     _blocks(
-        row, row, line, block, block < blocks, data, scale, zero, out, v, d, group, blocks, stride, BITS, P, ZERO
+        row, row, line, block, block < blocks, inside, data, scale, zero, out, v, d, group, blocks, stride, BITS, P,
+        ZERO, False,
     )  # fmt: skip
 
 
@@ -78,7 +81,10 @@ def gather_pieces(
     indices, data, scale, zero, out, v, d, group, blocks, stride, pieces,
     BITS: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """`gather` for rows that are shorter than a program wants: NB of the ``T * blocks`` blocks, of any tokens."""
+    """`gather` for rows that are shorter than a program wants: NB of the ``T * blocks`` blocks, of any tokens.
+
+    Where an assertion of the device ends nothing, an index out of range gives a row of NaN.
+    """
     piece = tl.minimum(tl.program_id(0).to(tl.int64) * NB + tl.arange(0, NB), pieces - 1)
     token = piece // blocks
     row = tl.load(indices + token).to(tl.int64)
@@ -88,6 +94,6 @@ def gather_pieces(
     block = piece % blocks
     line = out + token[:, None] * d
     _blocks(
-        row, row[:, None], line, block, block < blocks, data, scale, zero, out, v, d, group, blocks, stride, BITS, P,
-        ZERO,
+        row, row[:, None], line, block, block < blocks, inside, data, scale, zero, out, v, d, group, blocks, stride,
+        BITS, P, ZERO, True,
     )  # fmt: skip
