@@ -36,11 +36,14 @@ REFUSED = {
     "than 32 groups": convolution(64, groups=8),
     "a convolution with int8 activations and columns longer than 16384": convolution(4096),
 }
+WITHOUT_DPAS = (
+    "`w4a8`, `w8a8` in groups and convolutions with int8 activations on a GPU without matrix units that Triton can "
+    "use: sub-groups of 8 (Arc A770), or none"
+)
 ELSEWHERE = {
     "no Intel GPU, a build of torch without XPU, a driver that torch cannot use",  # tests/xpu/test_probe.py
     "kernels in Triton where Triton for XPU is missing",
-    "`w4a8`, `w8a8` in groups and convolutions with int8 activations on a GPU without matrix units that Triton can use: "
-    "sub-groups of 8 (Arc A770), or none",  # tests/xpu/test_device.py
+    WITHOUT_DPAS,  # tests/xpu/test_device.py
 }
 
 
