@@ -43,6 +43,14 @@ def test_missing_requirement_fails_with_what_to_do(small, capsys):
     assert ", 1 failed, " in out[-1]
 
 
+def test_a_sample_of_one_plugin_leaves_the_others_whole(small, capsys):
+    passed = {}
+    for sampled in ("torch", "another"):
+        assert matrix.main(["torch", "--sample", sampled]) == 0
+        passed[sampled] = int(last(capsys)[-1].split()[0])
+    assert 0 < passed["torch"] < passed["another"]
+
+
 def test_failures_unavailable_and_broken_plugins(small, add, capsys):
     import qcore
 
