@@ -5,14 +5,9 @@ What needs Triton's compiler runs in a process of its own.
 
 from __future__ import annotations
 
-import os
-import sys
-
 import isolation
 import pytest
-
-if "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
+from interpreting import interpreter  # noqa: F401 - a fixture, and the choice of it
 
 
 @pytest.fixture(autouse=True)
@@ -20,15 +15,6 @@ def isolated(tmp_path):
     """No settings from outside, and a cache of its own."""
     with isolation.isolated(tmp_path / "cache"):
         yield
-
-
-@pytest.fixture(scope="session")
-def interpreter():
-    """Triton's interpreter; a test that launches kernels asks for it."""
-    triton = pytest.importorskip("triton")
-    # `pytest tests/cuda` chooses it in time; another start may have imported Triton before this file.
-    assert triton.knobs.runtime.interpret, "triton was imported without TRITON_INTERPRET=1; run pytest tests/cuda"
-    return triton
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreting import assert_codes
 
 from qcore.activations import dynamic_parameters, quantize_int8
 
@@ -11,15 +12,6 @@ pytestmark = [
     pytest.mark.usefixtures("interpreter"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),  # numpy, of infinities in tests
 ]
-
-
-def assert_codes(actual, x, scale, zero):
-    """The same codes, but next to a tie: the interpreter's multiply-add rounds twice, a GPU's once."""
-    expected = quantize_int8(x, scale, zero)
-    off = actual[:, : x.shape[1]].int() - expected.int()
-    steps = x.float() / scale
-    tie = ((steps - steps.floor()) - 0.5).abs() < 2.0**-12
-    assert not (off.abs() > tie).any()
 
 
 def rows(m, k, dtype=torch.float32):

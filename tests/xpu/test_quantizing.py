@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreting import assert_codes
 
-from qcore.activations import dynamic_parameters, quantize_int8
+from qcore.activations import dynamic_parameters
 from qcore_xpu import quantizing
 from qcore_xpu.portable.kernels.order import position_of
 
@@ -17,15 +18,6 @@ def way(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(quantizing, "why_not_triton", lambda: "Triton is not installed.")
     return request.param
-
-
-def assert_codes(actual, x, scale, zero):
-    """The same codes, but next to a tie: the interpreter's multiply-add rounds twice, a GPU's once."""
-    expected = quantize_int8(x, scale, zero)
-    off = actual[:, : x.shape[1]].int() - expected.int()
-    steps = x.float() / scale
-    tie = ((steps - steps.floor()) - 0.5).abs() < 2.0**-12
-    assert not (off.abs() > tie).any()
 
 
 def drawn(m, k, dtype=torch.float32):
