@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -52,22 +53,9 @@ def conv2d(
     result: Result,
 ) -> Tensor:
     """X ``(B, IC, H, W)`` to rows ``(B * OH * OW, OC)``; arguments as for `int8.linear`."""
-    g = geometry.groups
-    if g > 1:
-        n, one = weight.n // g, geometry._replace(groups=1)
-        parts = [
-            conv2d(
-                image,
-                host.part_of(weight, i * n, n),
-                None if sums is None else host.parameters_of(sums, i * n, n),
-                None if bias is None else bias[i * n : (i + 1) * n].contiguous(),
-                one,
-                given,
-                result,
-            )
-            for i, image in enumerate(x.chunk(g, dim=1))
-        ]
-        return torch.cat(parts, dim=1)
+    if geometry.groups > 1:
+        one_group = partial(conv2d, given=given, result=result)
+        return host.by_channel_groups(one_group, x, weight, sums, bias, geometry)
     device = device_of(x.device)
     plain = weight.bits == 8 and weight.zero is None and weight.scale.shape[0] == 1 and weight.k < _EXACT_K
     boxes = plain and conv_hopper.serves(device, weight, x.shape[1], geometry, result.dtype)

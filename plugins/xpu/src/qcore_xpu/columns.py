@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -22,22 +24,9 @@ _IN_REGISTERS = 8192
 
 def conv2d(x: Tensor, weight: Weight, sums: Tensor | None, bias: Tensor | None, geometry: Geometry, how: How) -> Tensor:
     """X ``(B, IC, H, W)`` to rows ``(B * OH * OW, OC)``; other arguments as for `tiles.product`."""
-    groups = geometry.groups
-    if groups == 1:
+    if geometry.groups == 1:
         return _one_group(x, weight, sums, bias, geometry, how)
-    n, one = weight.n // groups, geometry._replace(groups=1)
-    parts = [
-        _one_group(
-            image,
-            host.part_of(weight, i * n, n),
-            None if sums is None else host.parameters_of(sums, i * n, n),
-            None if bias is None else bias[i * n : (i + 1) * n].contiguous(),
-            one,
-            how,
-        )
-        for i, image in enumerate(x.chunk(groups, dim=1))
-    ]
-    return torch.cat(parts, dim=1)
+    return host.by_channel_groups(partial(_one_group, how=how), x, weight, sums, bias, geometry)
 
 
 def _one_group(

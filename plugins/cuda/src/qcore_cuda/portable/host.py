@@ -218,3 +218,23 @@ def part_of(weight: Weight, first: int, count: int) -> Weight:
 def parameters_of(parameter: Tensor, first: int, count: int) -> Tensor:
     """The columns of ``(G, N)`` that belong to some rows of the weight."""
     return parameter[:, first : first + count].contiguous()
+
+
+def by_channel_groups(
+    convolve: Callable[[Tensor, Weight, Tensor | None, Tensor | None, Geometry], Tensor],
+    x: Tensor, weight: Weight, sums: Tensor | None, bias: Tensor | None, geometry: Geometry,
+) -> Tensor:  # fmt: skip
+    """``convolve`` for each channel group of x ``(B, C, H, W)`` by itself: rows ``(B * OH * OW, OC)``."""
+    groups = geometry.groups
+    n, one = weight.n // groups, geometry._replace(groups=1)
+    parts = [
+        convolve(
+            image,
+            part_of(weight, i * n, n),
+            None if sums is None else parameters_of(sums, i * n, n),
+            None if bias is None else bias[i * n : (i + 1) * n].contiguous(),
+            one,
+        )
+        for i, image in enumerate(x.chunk(groups, dim=1))
+    ]
+    return torch.cat(parts, dim=1)
