@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import statistics
 import subprocess
 import sys
 
@@ -70,14 +69,25 @@ def test_importing_imports_no_plugin_and_nothing_heavy():
     assert _python(code).splitlines() == ["[]", "[]", "False False", "[]", "None"]
 
 
+def _least(code, limit, **environ):
+    """The least of up to seven times that ``code`` prints, in seconds: what it costs, not what else the machine does.
+
+    One below ``limit`` shows that it can be done, so no more are taken then.
+    """
+    times = []
+    while len(times) < 7 and (not times or min(times) >= limit):
+        times.append(float(_python(code, measured=False, **environ).split()[0]))
+    return min(times)
+
+
 def test_import_time(record_property, tmp_path):
     code = "import time\nimport torch\nt = time.perf_counter()\nimport qcore\nprint(time.perf_counter() - t)"
     # Compiled modules, as an installation has them; the first run compiles.
     environ = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    times = [float(_python(code, measured=False, **environ)) for _ in range(8)][1:]
-    record_property("import_ms", statistics.median(times) * 1e3)
-    # The best of seven: what the import costs, not what else the machine does.
-    assert min(times) < 0.08
+    _python(code, measured=False, **environ)
+    least = _least(code, 0.08, **environ)
+    record_property("import_ms", least * 1e3)
+    assert least < 0.08
 
 
 _EXPLAIN = """if True:
@@ -94,11 +104,11 @@ _EXPLAIN = """if True:
 
 def test_explain_time(record_property, tmp_path):
     environ = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    lines = [_python(_EXPLAIN, measured=False, **environ).splitlines() for _ in range(8)]
-    assert lines[0][1] == "[]"  # nothing is on disk then, so that kernels are verified too
-    times = [float(line[0]) for line in lines[1:]]
-    record_property("explain_ms", statistics.median(times) * 1e3)
-    assert min(times) < 0.05
+    first = _python(_EXPLAIN, measured=False, **environ).splitlines()
+    assert first[1] == "[]"  # nothing is on disk then, so that kernels are verified too
+    least = _least(_EXPLAIN, 0.05, **environ)
+    record_property("explain_ms", least * 1e3)
+    assert least < 0.05
 
 
 def test_the_ops_are_registered_by_the_import():
