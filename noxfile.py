@@ -264,13 +264,20 @@ def docs(session: nox.Session) -> None:
     _run_dev(session, "towncrier", "build", "--draft", "--version", "next")
 
 
+def _build_tools(project: Path) -> list[str]:
+    tools: list[str] = nox.project.load_toml(project / "pyproject.toml")["build-system"]["requires"]
+    return tools
+
+
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build every distribution into dist/ and install qcore from there as a user would; `-- EXTRA ...` adds extras."""
     shutil.rmtree(DIST, ignore_errors=True)
-    session.install(*PINNED, *_group("build"))
-    for project in (CORE, *_buildable(session)):
-        session.run("python", "-m", "build", "--outdir", str(DIST), str(project))
+    projects = (CORE, *_buildable(session))
+    # What they are built with is installed once, and not for each distribution anew.
+    session.install(*PINNED, *_group("build"), *sorted({tool for path in projects for tool in _build_tools(path)}))
+    for project in projects:
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), str(project))
     wanted = f"qcore[{','.join(session.posargs)}]" if session.posargs else "qcore"
     with _new_venv(session) as venv:
         _run_in(session, venv, "python", "-m", "pip", "install", "-qq", *PINNED, "--find-links", DIST, wanted)
