@@ -22,7 +22,7 @@ from .engines import base
 from .memo import Memo
 from .packing import Plan, plan, wants_rows
 from .tables import bare_columns, table_plan
-from .views import WRITABLE, computed
+from .views import computed
 
 MOST_ROWS = 4096
 """Longer inputs are cut: what is compiled for is bounded, and so are float32 copies of x and y."""
@@ -136,32 +136,16 @@ def _power(size: int, least: int) -> int:
 
 def _filled(x: Tensor, of: Plan, count: int, native: bool) -> Tensor:
     """Bring x ``(..., M, K)`` to what the product takes: ``(..., count, columns)``, 0 in what is filled up."""
-    dtype = x.dtype if native or x.dtype == torch.int8 else torch.float32
-    rows = x.shape[-2]
-    if rows == count and of.columns == of.k and x.dtype == dtype and x.is_contiguous():
-        return x
-    if x.device.type not in WRITABLE:
-        return _padded(x.to(dtype), of, count)
-    filled = x.new_zeros((*x.shape[:-2], count, of.columns), dtype=dtype)
+    x = x.to(x.dtype if native or x.dtype == torch.int8 else torch.float32)
+    rows = count - x.shape[-2]
     if of.dense:
-        filled.narrow(-2, 0, rows).narrow(-1, 0, of.k).copy_(x)
-        return filled
-    spread = filled.view(*filled.shape[:-1], of.filled, of.width)[..., :rows, : of.groups, : of.group]
-    whole = of.k // of.group
-    spread[..., :whole, :] = x[..., : whole * of.group].reshape(*x.shape[:-1], whole, of.group)
-    if whole < of.groups:
-        spread[..., whole, : of.k - whole * of.group] = x[..., whole * of.group :]
-    return filled
-
-
-def _padded(x: Tensor, of: Plan, count: int) -> Tensor:
-    """The same without writing to anything."""
-    rows = (0, count - x.shape[-2])
-    if of.dense:
-        return pad(x, (0, of.columns - of.k, *rows))
-    filled = pad(x, (0, of.groups * of.group - of.k, *rows))
-    groups = filled.reshape(*filled.shape[:-1], of.groups, of.group)
+        return _padded(x, of.columns - of.k, rows)
+    groups = _padded(x, of.groups * of.group - of.k, rows).reshape(*x.shape[:-2], count, of.groups, of.group)
     return pad(groups, (0, of.width - of.group, 0, of.filled - of.groups)).flatten(-2)
+
+
+def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
+    return pad(x, (0, columns, 0, rows)) if columns or rows else x.contiguous()
 
 
 def _cut(given: Given, at: int) -> Given:

@@ -17,9 +17,6 @@ from torch import Tensor
 from qcore import QTensor
 from qcore.kernels import Packed
 
-WRITABLE = frozenset({"cpu", "cuda", "meta"})
-"""Devices on which a write to a view is a write to its base, wherever it happens."""
-
 
 def whole(function: Callable[..., Any], tensors: Any) -> Any:
     """``function(tensors)``, with views that work; both sides are trees of tensors."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
@@ -57,7 +58,23 @@ class JaxEngine:
         y = compiled(function, form)(*arrays)
         if tensors[0] is not None and tensors[0].is_cuda:
             return from_dlpack(y)  # makes torch's stream wait for it
-        return from_dlpack(y.block_until_ready().__dlpack__())
+        return _writable(np.asarray(y))  # waits for it
+
+
+class _Memory:
+    """The memory of an array that NumPy holds for read-only, as JAX gives out all of its own."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, array: Any) -> None:
+        self.owner = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _writable(array: Any) -> Tensor:
+    """A tensor on the memory of a result, which is its only user: DLPack's way takes 20 us longer."""
+    return torch.from_numpy(np.asarray(_Memory(array)))
 
 
 def _fresh(tensor: Tensor) -> Any:
