@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from embedding_cases import DTYPES, cases, told_by
 
 import qcore
 from qcore.contracts import EMBEDDING, Problem
-from qcore.schemes import Scheme
 from qcore_cuda import ops
 from qcore_cuda.embedding import CudaEmbedding
 from qcore_cuda.linear import FloatLinear
 
-SCHEMES = [
-    "w4a16", "w4a16-asym", "w4a16-fzp", "w4a16-g32", "w4a16-g64-asym", "w4a16-g96-fzp", "w4a16-g128-asym",
-    "w8a16", "w8a16-asym", "w8a16-fzp", "w8a16-g32", "w8a16-g64-asym", "w8a16-g96-fzp",
-]  # fmt: skip
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 12  # the interpreter runs programs one after the other
 
 
 def run(problem):
     kernel = CudaEmbedding(problem.request)
     return kernel(problem.x, kernel.pack(problem.weight), None)
-
-
-def cases():
-    found = list(EMBEDDING.cases(map(Scheme.parse, SCHEMES), DTYPES))
-    # Every scheme meets every shape, in one of the dtypes.
-    return [case for i, case in enumerate(found) if i % 3 == i * len(SCHEMES) // len(found) % 3]
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
@@ -131,11 +116,7 @@ for one in ((), ("blocks", "v")):  # Triton makes a constant of an argument that
 
 def test_compiled_it_asserts_on_the_device():
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+    found = told_by(COMPILE)
     assert len(found) == 6
     for backend, calls, traps, overflows in found:
         assert (calls if backend == "cuda" else traps) == 1, "the one assertion"

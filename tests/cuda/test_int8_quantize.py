@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreting import assert_codes
+from interpreting import assert_codes, assert_dynamic
 
 from qcore.activations import dynamic_parameters, quantize_int8
 
@@ -26,14 +26,7 @@ def test_codes_and_parameters_are_those_of_the_formula(symmetric, dtype, m, k):
 
     x = rows(m, k, dtype)
     codes = quantize_rows(x, symmetric=symmetric, total=True)
-    scale, zero = dynamic_parameters(x, symmetric)
-    assert torch.equal(codes.scale, scale.flatten())
-    assert (codes.zero is None) == symmetric
-    assert symmetric or torch.equal(codes.zero, zero.flatten())
-    assert codes.q.shape == (m, -(-k // 128) * 128)
-    assert_codes(codes.q, x, scale, zero)
-    assert not codes.q[:, k:].any()
-    assert torch.equal(codes.total, codes.q.sum(1, dtype=torch.int32))
+    assert_dynamic(codes, x, symmetric)
 
 
 @pytest.mark.parametrize("exponent", [-115, -3, 0, 100])

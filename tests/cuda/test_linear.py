@@ -60,7 +60,7 @@ def on_cpu():
 def products(monkeypatch):
     """Stand-ins for what runs in Triton."""
     monkeypatch.setattr(ops, "_weight_only", lambda: stand_ins.float_linear)
-    monkeypatch.setattr(ops, "_int8", lambda: (stand_ins.int8_product, stand_ins.Given))
+    monkeypatch.setattr(ops, "_int8", lambda: stand_ins.int8_product)
     monkeypatch.setattr(ops, "_gather", lambda: stand_ins.gather)
 
 

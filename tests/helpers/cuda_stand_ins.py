@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from qcore.activations import dynamic_parameters, quantize_int8
 from qcore_cuda.portable import packing
-
-
-class Given(NamedTuple):
-    scale: Tensor | float
-    zero: Tensor | float
 
 
 def codes_of(weight):

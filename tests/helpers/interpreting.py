@@ -9,8 +9,9 @@ import os
 import sys
 
 import pytest
+import torch
 
-from qcore.activations import quantize_int8
+from qcore.activations import dynamic_parameters, quantize_int8
 
 if "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -32,3 +33,16 @@ def assert_codes(actual, x, scale, zero):
     steps = x.float() / scale
     tie = ((steps - steps.floor()) - 0.5).abs() < 2.0**-12
     assert not (off.abs() > tie).any()
+
+
+def assert_dynamic(codes, x, symmetric):
+    """Codes, padding, parameters and sums of x, each row by its own range, as the formulas have them."""
+    (m, k), (scale, zero) = x.shape, dynamic_parameters(x, symmetric)
+    assert torch.equal(codes.scale, scale.flatten())
+    assert (codes.zero is None) == symmetric
+    assert symmetric or torch.equal(codes.zero, zero.flatten())
+    assert codes.q.shape == (m, -(-k // 128) * 128)
+    assert_codes(codes.q, x, scale, zero)
+    assert not codes.q[:, k:].any()
+    assert codes.total.dtype == torch.int32
+    assert torch.equal(codes.total, codes.q.sum(1, dtype=torch.int32))

@@ -23,3 +23,11 @@ def stand_in():
     replace_device()
     qcore_xpu_stand_in.forget()
     return qcore_xpu_stand_in
+
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    """Activations quantized by torch ops, with the same numbers: Triton's interpreter is a hundred times slower."""
+    from qcore_xpu import quantizing
+
+    monkeypatch.setattr(quantizing, "why_not_triton", lambda: "for the test")

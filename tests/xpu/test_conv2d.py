@@ -77,9 +77,10 @@ def test_columns_made_in_parts_give_the_same(monkeypatch, scheme):
 @pytest.mark.parametrize("name", ["3x3", "batch-0", "channels-last"])
 def test_results_have_the_form_that_a_trace_expects(scheme, name):
     from qcore_xpu import triton_ops
+    from qcore_xpu.portable.geometry import Geometry
 
     case = problem(scheme, next(shape for shape in _SHAPES if shape.name == name))
-    geometry = triton_ops._geometry(*kernel_for(case.request).geometry)
+    geometry = Geometry.of(*kernel_for(case.request).geometry)
     fake = triton_ops._image(case.x, case.request.n, case.request.out_dtype, geometry)
     y = check(case)
     assert (fake.shape, fake.stride(), fake.dtype) == (y.shape, y.stride(), y.dtype)

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from embedding_cases import DTYPES, SCHEMES, cases, told_by
 from xpu_triton_problems import CPU, check, kernel_for
 
 import qcore
-from qcore.contracts import EMBEDDING, Problem
+from qcore.contracts import Problem
 from qcore.schemes import Scheme
-
-SCHEMES = [
-    "w4a16", "w4a16-asym", "w4a16-fzp", "w4a16-g32", "w4a16-g64-asym", "w4a16-g96-fzp", "w4a16-g128-asym",
-    "w8a16", "w8a16-asym", "w8a16-fzp", "w8a16-g32", "w8a16-g64-asym", "w8a16-g96-fzp",
-]  # fmt: skip
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def cases():
-    found = list(EMBEDDING.cases(map(Scheme.parse, SCHEMES), DTYPES))
-    # Every scheme meets every shape, in one of the dtypes.
-    return [case for i, case in enumerate(found) if i % 3 == i * len(SCHEMES) // len(found) % 3]
 
 
 def table(n, k, fmt=None, dtype=torch.float32, scale_dtype=torch.float32):
@@ -135,11 +119,7 @@ for one in ((), ("blocks", "v")):  # Triton makes a constant of an argument that
 
 def test_compiled_it_asserts_on_the_device():
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+    found = told_by(COMPILE)
     assert len(found) == 4
     for assertions, overflows in found:
         assert assertions, "the one assertion"

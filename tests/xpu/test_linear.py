@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from contract_problems import one_thread  # noqa: F401
 from xpu_problems import NARROW, assert_right, kernel_for, linear_problem, random_weight, result
 
 import qcore
@@ -22,22 +23,6 @@ INT4 = [
 ]  # fmt: skip
 INT8 = ["w8a8", "w8a8-asym", "w8a8-fzp", "w8a8-aasym", "w8a8-asym-aasym", "w8a8-fzp-aasym", "w8a8-static"]
 FLOAT = [*INT4, "w8a16"]
-
-
-@pytest.fixture(autouse=True)
-def seed_and_threads():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def by_torch(monkeypatch):
-    """Activations quantized by torch ops, with the same numbers: Triton's interpreter is a hundred times slower."""
-    from qcore_xpu import quantizing
-
-    monkeypatch.setattr(quantizing, "why_not_triton", lambda: "for the test")
 
 
 @pytest.mark.parametrize("bias", ["none", "same", "float32"])

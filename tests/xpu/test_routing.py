@@ -13,15 +13,7 @@ from xpu_problems import NARROW, assert_right, linear_problem, result
 
 from qcore_xpu import aten, int32
 
-pytestmark = pytest.mark.usefixtures("interpreter")
-
-
-@pytest.fixture(autouse=True)
-def by_torch(monkeypatch):
-    """Activations quantized by torch ops: the interpreter is slow."""
-    from qcore_xpu import quantizing
-
-    monkeypatch.setattr(quantizing, "why_not_triton", lambda: "for the test")
+pytestmark = pytest.mark.usefixtures("interpreter", "by_torch")
 
 
 def only(stand_in):

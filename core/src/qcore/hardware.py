@@ -36,7 +36,7 @@ class Hardware:
 
 def look(root: Path = Path("/")) -> tuple[Hardware, ...]:
     """Accelerators below ``root`` (a test gives its own tree)."""
-    found = [*_pci(root / "sys/bus/pci/devices"), *_device_files(root)]
+    found = [*on_pci(root), *_device_files(root)]
     return tuple({hardware.name: hardware for hardware in reversed(found)}.values())
 
 
@@ -46,8 +46,9 @@ def present() -> tuple[Hardware, ...]:
     return look()
 
 
-def _pci(devices: Path) -> list[Hardware]:
-    found = []
+def on_pci(root: Path) -> list[Hardware]:
+    """Every accelerator that the PCI tree below ``root`` shows, each with the address where it was seen."""
+    found, devices = [], root / "sys/bus/pci/devices"
     for device in sorted(devices.glob("*")) if devices.is_dir() else ():
         vendor, kind = (word(device / name) for name in ("vendor", "class"))
         # Intel's processing accelerators are NPUs, which no plugin serves; its GPUs are all display devices.

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from contract_problems import one_thread  # noqa: F401
 
 import qcore
 from qcore.contracts import CONTRACTS
@@ -63,15 +64,6 @@ def python(code, **environment):
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The problems are small; threads would wait for each other most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

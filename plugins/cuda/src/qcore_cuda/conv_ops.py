@@ -35,7 +35,7 @@ def conv2d_a8(
 
     if bias is not None:
         bias = bias.contiguous()
-    geometry = _geometry(kernel, stride, padding, dilation, groups)
+    geometry = Geometry.of(kernel, stride, padding, dilation, groups)
     size = geometry.output(*x.shape[2:])
     if not x.shape[0]:
         return _image(x.new_empty((0, n), dtype=out_dtype), x, size)
@@ -89,12 +89,8 @@ def _last(y: Tensor) -> Tensor:
     return y.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
-def _geometry(kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int) -> Geometry:
-    return Geometry(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)  # type: ignore[arg-type]
-
-
 def _fake(x: Tensor, n: int, out_dtype: torch.dtype, sizes: tuple[_Pair, _Pair, _Pair, _Pair]) -> Tensor:
-    size = _geometry(*sizes, 1).output(*x.shape[2:])
+    size = Geometry.of(*sizes, 1).output(*x.shape[2:])
     return x.new_empty((x.shape[0], *size, n), dtype=out_dtype).movedim(-1, 1)
 
 

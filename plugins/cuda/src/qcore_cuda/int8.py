@@ -15,7 +15,7 @@ from .kernels.int8_persistent import persistent
 from .kernels.int8_slices import slices
 from .launch import launch, options
 from .portable import host
-from .portable.codes import Codes, Given, Mode, columns_of_codes, mode_of
+from .portable.codes import SYMMETRIC, TENSOR, Codes, Given, Mode, columns_of_codes, mode_of
 from .portable.geometry import power_of_two
 from .portable.host import End, blocking, end_of, operands, steps
 from .portable.kernels.int8_gemm import tiles, unpack
@@ -74,10 +74,10 @@ def product(
             config = choose(device, problem_of(weight, x.shape[0]), specialized=False)
     mode = kind, scale, zero = mode_of(x, symmetric, given)
     if config.kernel == "gemv" and few.quantizes_itself(x, weight, device):
-        if kind == 2:
+        if kind == TENSOR:
             activations = few.Activations(x, None, None, (scale, zero), kind, True)
         else:
-            activations = few.Activations(x, scale, zero, (0.0, 0.0), kind, kind != 0)
+            activations = few.Activations(x, scale, zero, (0.0, 0.0), kind, kind != SYMMETRIC)
         y = empty((1, weight.n), out_dtype, x.device)
         return _few(activations, weight, sums, end_of(bias, out, y), y, device, config)
     # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.

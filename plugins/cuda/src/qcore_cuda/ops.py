@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qcore.kernels import define_op
 
+from .portable.codes import given_of
 from .portable.weights import Weight
 from .replay import again
 
@@ -57,11 +58,10 @@ def _weight_only() -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=1)
-def _int8() -> tuple[Callable[..., Tensor], type]:
+def _int8() -> Callable[..., Tensor]:
     from .int8 import product
-    from .portable.codes import Given
 
-    return product, Given
+    return product
 
 
 @lru_cache(maxsize=1)
@@ -104,17 +104,9 @@ def linear_a8(
             )  # fmt: skip
     if bias is not None:
         bias = bias.contiguous()
-    product, given = _int8()
-    weight, of_x, of_y = Weight(data, scale, zero, n, k, bits, group), None, None
-    if x_scale is not None:
-        of_x = given(x_scale, x_zero_point)
-    elif static_scale is not None:
-        of_x = given(static_scale, static_zero_point)
-    if out_scale is not None:
-        of_y = given(out_scale, out_zero_point)
-    elif output_scale is not None:
-        of_y = given(output_scale, output_zero_point)
-    return product(x, weight, sums, bias, out_dtype, symmetric, of_x, of_y)
+    of_x = given_of(x_scale, x_zero_point, static_scale, static_zero_point)
+    of_y = given_of(out_scale, out_zero_point, output_scale, output_zero_point)
+    return _int8()(x, Weight(data, scale, zero, n, k, bits, group), sums, bias, out_dtype, symmetric, of_x, of_y)
 
 
 def embedding(

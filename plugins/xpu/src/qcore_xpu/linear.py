@@ -49,7 +49,7 @@ class Int4Linear(AtenLinear):
         self.bias = request.bias
         self.form = int32.Form.of(self.format, self.k, bias=self.bias)
         self.note = "oneDNN's int4 product" + self._padding()
-        self._constants = (self.n, [*self.form])
+        self._columns = [*self.form]
 
     def _padding(self) -> str:
         f, parts = self.form, []
@@ -78,7 +78,7 @@ class Int4Linear(AtenLinear):
         factor = packed["factor"] if "factor" in packed else packed["scale"]
         return call(
             x, packed["data"], factor, packed["zeros"], packed.get("after"), packed.get("levels"),
-            packed.get("rest"), packed.get("tail"), bias, *self._constants,
+            packed.get("rest"), packed.get("tail"), bias, self._columns,
         )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ class Int8WeightLinear(AtenLinear):
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         del given
         call = products.linear_w8a16 if runs_now(x) else products.op_linear_w8a16
-        return call(x, packed["data"], _factor(packed), bias, self.n, "wide" in packed)
+        return call(x, packed["data"], _factor(packed), bias, "wide" in packed)
 
 
 _LARGEST_SCALE = 2.0**8
@@ -143,7 +143,7 @@ class Int8Linear(AtenLinear):
         activation = request.activation
         symmetric = isinstance(activation, DynamicInt8) and activation.symmetric
         self._constants = (
-            self.n, self.k, symmetric, *given_numbers(activation), *given_numbers(request.output), request.out_dtype,
+            self.k, symmetric, *given_numbers(activation), *given_numbers(request.output), request.out_dtype,
         )  # fmt: skip
 
     def packed(self, weight: QTensor) -> dict[str, Tensor]:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from qcore import Available, Unavailable
-from qcore.hardware import installed_version, word
+from qcore.hardware import installed_version, on_pci, word
 
 from . import aten
 from .device import why_not_triton
 
-_INTEL, _DISPLAY, _INTEGRATED = "0x8086", "0x03", "0000:00:02.0"
+_INTEL, _INTEGRATED = "0x8086", "0000:00:02.0"
 _VISIBLE = ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR")
 _TRITON_NAMES = ("triton-xpu", "pytorch-triton-xpu", "triton")
 """The distributions that bring the package ``triton`` for XPU: the last in newer releases, as a version ``+xpu``."""
@@ -44,13 +44,8 @@ class Seen(NamedTuple):
 
 
 def seen(root: Path) -> Seen | None:
-    """An Intel GPU below ``root``, one on a card first. A processor's NPU is Intel's, too, but no display device."""
-    devices = sorted((root / "sys/bus/pci/devices").glob("*"))
-    found = [
-        Seen(f"PCI {device.name}", device.name == _INTEGRATED)
-        for device in devices
-        if word(device / "vendor") == _INTEL and word(device / "class").startswith(_DISPLAY)
-    ]
+    """An Intel GPU below ``root``, one on a card first."""
+    found = [Seen(gpu.seen, gpu.seen.endswith(_INTEGRATED)) for gpu in on_pci(root) if "xpu" in gpu.plugins]
     nodes = sorted((root / "sys/class/drm").glob("renderD*"))  # what a container shows that hides the PCI tree
     found += [
         Seen(f"/dev/dri/{node.name}", (node / "device").resolve().name == _INTEGRATED)

@@ -18,6 +18,7 @@ from qcore.activations import quantize_int8
 from . import aten, biases, ops
 from .device import exact
 from .int32 import Form, own, power_of_two
+from .portable.codes import given_of
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
 
@@ -26,7 +27,7 @@ _HALF = torch.finfo(torch.float16)
 
 def linear_w4a16(
     x: Tensor, data: Tensor, factor: Tensor, zeros: Tensor, after: Tensor | None, levels: Tensor | None,
-    rest: Tensor | None, tail: Tensor | None, bias: Tensor | None, n: int, form: list[int],
+    rest: Tensor | None, tail: Tensor | None, bias: Tensor | None, form: list[int],
 ) -> Tensor:  # fmt: skip
     """``x @ W^T + bias``: x ``(M, K)`` bfloat16 or float16, of any strides, to ``(M, N)`` of its dtype.
 
@@ -34,7 +35,7 @@ def linear_w4a16(
     its `Form`.
     """
     if not x.shape[0]:
-        return x.new_empty((0, n))
+        return x.new_empty((0, data.shape[0]))
     where = Form._make(form)
     with ops.settled(x):
         rows, level = (x, None) if levels is None else _levelled(x)
@@ -90,7 +91,7 @@ _CHUNK = 1 << 24
 """Weights dequantized at a time, 32 MiB: a large weight is never whole in memory."""
 
 
-def linear_w8a16(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, n: int, wide: bool) -> Tensor:
+def linear_w8a16(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
     """``x @ W^T + bias``: x ``(M, K)`` bfloat16 or float16, of any strides, to ``(M, N)`` of its dtype.
 
     ``data``: int8 ``(N, K)``; ``scale``: float32 ``(N,)``. The op has no bias, and one that is added to a result in 16
@@ -98,7 +99,7 @@ def linear_w8a16(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, n:
     ``wide``: the weight does not fit x's dtype, and float32 sums serve any number of rows.
     """
     if not x.shape[0]:
-        return x.new_empty((0, n))
+        return x.new_empty((0, data.shape[0]))
     with ops.settled(x):
         if bias is None:
             return aten.int8_mm(own(x), data, scale)
@@ -127,7 +128,7 @@ EXACT_K = 1 << 15
 def linear_w8a8(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor, bias: Tensor | None,
     x_scale: Tensor | None, x_zero_point: Tensor | None, out_scale: Tensor | None, out_zero_point: Tensor | None,
-    n: int, k: int, symmetric: bool, static_scale: float | None, static_zero_point: int,
+    k: int, symmetric: bool, static_scale: float | None, static_zero_point: int,
     output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """``A(x) @ W^T + bias`` with int8 A(x): x ``(M, K)`` float or int8 codes, to ``(M, N)``.
@@ -142,23 +143,23 @@ def linear_w8a8(
     from . import quantizing
 
     if not x.shape[0]:
-        return x.new_empty((0, n), dtype=out_dtype)
-    given = (x_scale, x_zero_point) if x_scale is not None else (static_scale, static_zero_point)
+        return x.new_empty((0, data.shape[1]), dtype=out_dtype)
+    of_x = given_of(x_scale, x_zero_point, static_scale, static_zero_point)
+    of_y = given_of(out_scale, out_zero_point, output_scale, output_zero_point)
     with ops.settled(x):
-        codes = quantizing.rows(x, symmetric, *given)
+        codes = quantizing.rows(x, symmetric, of_x)
         x_zero = None if codes.zero is None else codes.zero.reshape(-1, 1).to(torch.int32)
         total, x_scale = _scaled_sums(codes.q, k, x_zero, data, scale, zero, sums), codes.scale.reshape(-1, 1)
-        wanted: tuple[Tensor | float, Tensor | float]
-        if out_scale is not None and out_zero_point is not None:
-            wanted = out_scale.reshape(-1, 1).float(), out_zero_point.reshape(-1, 1)
-        elif output_scale is not None:
-            wanted = output_scale, output_zero_point
-        else:
+        if of_y is None:
             return _finished(total, x_scale, None, bias, out_dtype)
         total *= x_scale
         if bias is not None:
             total += bias
-        return quantize_int8(total, *wanted)
+        return quantize_int8(total, *map(_per_row, of_y))
+
+
+def _per_row(parameter: Tensor | float) -> Tensor | float:
+    return parameter.reshape(-1, 1).float() if isinstance(parameter, Tensor) else parameter
 
 
 def _scaled_sums(
@@ -186,11 +187,7 @@ def _scaled_sums(
     return torch.addcmul(total, centred.float(), zero.float())
 
 
-def _w4a16_fake(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((x.shape[0], data.shape[0]))
-
-
-def _w8a16_fake(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
+def _a16_fake(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((x.shape[0], data.shape[0]))
 
 
@@ -200,18 +197,18 @@ def _w8a8_fake(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
 
 op_linear_w4a16 = ops.define(
     "linear_w4a16(Tensor x, Tensor data, Tensor factor, Tensor zeros, Tensor? after, Tensor? levels, Tensor? rest, "
-    "Tensor? tail, Tensor? bias, int n, int[] form) -> Tensor",
+    "Tensor? tail, Tensor? bias, int[] form) -> Tensor",
     linear_w4a16,
-    _w4a16_fake,
+    _a16_fake,
 )
 op_linear_w8a16 = ops.define(
-    "linear_w8a16(Tensor x, Tensor data, Tensor scale, Tensor? bias, int n, bool wide) -> Tensor",
+    "linear_w8a16(Tensor x, Tensor data, Tensor scale, Tensor? bias, bool wide) -> Tensor",
     linear_w8a16,
-    _w8a16_fake,
+    _a16_fake,
 )
 op_linear_w8a8 = ops.define(
     "linear_w8a8(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor sums, Tensor? bias, Tensor? x_scale, "
-    "Tensor? x_zero_point, Tensor? out_scale, Tensor? out_zero_point, int n, int k, bool symmetric, "
+    "Tensor? x_zero_point, Tensor? out_scale, Tensor? out_zero_point, int k, bool symmetric, "
     "float? static_scale, int static_zero_point, float? output_scale, int output_zero_point, ScalarType out_dtype) "
     "-> Tensor",
     linear_w8a8,

@@ -16,22 +16,13 @@ _IN_REGISTERS = 8192
 """Values that a program holds, 512 per sub-group: several rows, or one; longer rows are read twice."""
 
 
-def rows(
-    x: Tensor,
-    symmetric: bool,
-    scale: Tensor | float | None,
-    zero: Tensor | float | None,
-    *,
-    total: bool = False,
-    order: int = 0,
-) -> Codes:
+def rows(x: Tensor, symmetric: bool, given: Given | None, *, total: bool = False, order: int = 0) -> Codes:
     """Quantize x ``(M, K)`` of any strides.
 
-    Without ``scale`` each token gets parameters of its own, ``symmetric`` or not. Else ``scale`` and ``zero`` (None
-    for 0) are numbers, or tensors ``(M,)`` of any dtype; an int8 x is then taken as codes. ``total``: also sum the
-    codes; ``order``: of the weight that they meet, which goes with Triton only.
+    Without ``given`` each token gets parameters of its own, ``symmetric`` or not; with it, an int8 x is taken as codes.
+    ``total``: also sum the codes; ``order``: of the weight that they meet, which goes with Triton only.
     """
-    mode = mode_of(x, symmetric, None if scale is None else Given(scale, 0.0 if zero is None else zero))
+    mode = mode_of(x, symmetric, given)
     if why_not_triton():
         assert not order, "an order of columns is for products in Triton"
         return _by_torch(x, mode, total)

@@ -59,7 +59,7 @@ def tile_for(m: int, n: int) -> Tile:
 def product(x: Tensor, weight: Weight, sums: Tensor | None, bias: Tensor | None, how: How) -> Tensor:
     """Quantize x ``(M, K)`` and multiply: ``(M, N)``. See `quantizing.rows` and `linear`."""
     total = host.totals_needed(weight)
-    codes = quantizing.rows(x, how.symmetric, *(how.given or (None, None)), total=total, order=weight.order)
+    codes = quantizing.rows(x, how.symmetric, how.given, total=total, order=weight.order)
     return linear(codes, weight, sums, bias, how)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .ops import define, settled
-from .portable.codes import Given
+from .portable.codes import given_of
 from .portable.geometry import Geometry
 from .portable.weights import Weight
 
@@ -35,8 +35,8 @@ def linear_a8(
     """
     from . import tiles
 
-    of_x = _given(x_scale, x_zero_point, static_scale, static_zero_point)
-    of_y = _given(out_scale, out_zero_point, output_scale, output_zero_point)
+    of_x = given_of(x_scale, x_zero_point, static_scale, static_zero_point)
+    of_y = given_of(out_scale, out_zero_point, output_scale, output_zero_point)
     weight, how = Weight(data, scale, zero, n, k, bits, group), tiles.How(symmetric, of_x, of_y, out_dtype)
     with settled(x):
         return tiles.product(x, weight, sums, _dense(bias), how)
@@ -62,11 +62,11 @@ def conv2d_a8(
     """Int8 activations: x ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``; other arguments as for `linear_a8`."""
     from . import columns, tiles
 
-    geometry = _geometry(kernel, stride, padding, dilation, groups)
+    geometry = Geometry.of(kernel, stride, padding, dilation, groups)
     if not x.shape[0]:
         return _image(x, n, out_dtype, geometry)
-    of_x = _given(None, None, static_scale, static_zero_point)
-    of_y = _given(None, None, output_scale, output_zero_point)
+    of_x = given_of(None, None, static_scale, static_zero_point)
+    of_y = given_of(None, None, output_scale, output_zero_point)
     weight, how = Weight(data, scale, zero, n, k, bits, group), tiles.How(symmetric, of_x, of_y, out_dtype)
     with settled(x):
         y = columns.conv2d(x, weight, sums, _dense(bias), geometry, how)
@@ -81,7 +81,7 @@ def conv2d_dense(
     """Float activations: x ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``; the weight is dequantized, torch convolves."""
     from . import dense
 
-    geometry = _geometry(kernel, stride, padding, dilation, groups)
+    geometry = Geometry.of(kernel, stride, padding, dilation, groups)
     if not x.shape[0]:
         return _image(x, n, out_dtype, geometry)
     with settled(x):
@@ -102,24 +102,8 @@ def embedding(
     return found.view(*indices.shape, d)
 
 
-def _given(scale: Tensor | None, zero: Tensor | None, number: float | None, zero_number: int) -> Given | None:
-    """Per-token tensors where they came with the call, else the scheme's numbers, else nothing."""
-    if scale is not None:
-        return Given(scale, 0.0 if zero is None else zero)
-    return None if number is None else Given(number, float(zero_number))
-
-
 def _dense(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
-
-
-def _geometry(kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int) -> Geometry:
-    return Geometry(_pair(kernel), _pair(stride), _pair(padding), _pair(dilation), groups)
-
-
-def _pair(values: _Pair) -> tuple[int, int]:
-    height, width = values
-    return height, width
 
 
 def _image(x: Tensor, n: int, out_dtype: torch.dtype, geometry: Geometry) -> Tensor:
@@ -146,7 +130,7 @@ def _conv2d_a8_fake(
     n: int, k: int, bits: int, group: int, kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int,
     *rest: Any,
 ) -> Tensor:  # fmt: skip
-    return _image(x, n, rest[-1], _geometry(kernel, stride, padding, dilation, groups))
+    return _image(x, n, rest[-1], Geometry.of(kernel, stride, padding, dilation, groups))
 
 
 def _conv2d_dense_fake(
@@ -154,7 +138,7 @@ def _conv2d_dense_fake(
     n: int, k: int, bits: int, group: int, kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    return _image(x, n, out_dtype, _geometry(kernel, stride, padding, dilation, groups))
+    return _image(x, n, out_dtype, Geometry.of(kernel, stride, padding, dilation, groups))
 
 
 def _embedding_fake(

@@ -48,6 +48,13 @@ class Given(NamedTuple):
     zero: Tensor | float
 
 
+def given_of(scale: Tensor | None, zero: Tensor | None, number: float | None, zero_number: int) -> Given | None:
+    """Tensors ``(M,)`` where they came with the call, else the scheme's numbers, else nothing."""
+    if scale is not None:
+        return Given(scale, torch.zeros_like(scale) if zero is None else zero)
+    return None if number is None else Given(number, float(zero_number))
+
+
 class Mode(NamedTuple):
     """The kind of parameters, and scale and zero point where they are given."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from qcore.contracts.conv2d import convolved_size
@@ -16,9 +17,21 @@ class Geometry(NamedTuple):
     dilation: tuple[int, int]
     groups: int
 
+    @classmethod
+    def of(
+        cls, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+    ) -> Geometry:
+        """From an op's arguments, pairs that torch gives as lists."""
+        return cls(_pair(kernel), _pair(stride), _pair(padding), _pair(dilation), groups)
+
     def output(self, height: int, width: int) -> tuple[int, int]:
         """(OH, OW) for an image of (height, width)."""
         return convolved_size((height, width), self.kernel, self.stride, self.padding, self.dilation)
+
+
+def _pair(values: Sequence[int]) -> tuple[int, int]:
+    height, width = values
+    return height, width
 
 
 def power_of_two(size: int) -> int:
