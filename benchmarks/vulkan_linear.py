@@ -163,7 +163,7 @@ def _copy(device: Device, buffer: Buffer) -> Buffer:
 
 
 class Only(Builder):
-    """Records the steps of one variant alone; what the others made is still in scratch memory."""
+    """Records the steps of one variant alone; what the others made is in scratch memory, if they have just run."""
 
     variant = ""
 
@@ -187,10 +187,11 @@ def _row(device: Device, clock: Clock, cell: Cell, weights: Weights) -> list[str
     x = torch.randn(cell.m, cell.k).to(DTYPE)
     count = max(1, 24 // len(weights.copies)) * len(weights.copies) if cell.m <= 16 else len(weights.copies)
     y = torch.empty(cell.m, cell.n, dtype=DTYPE)
-    whole = clock.median(_record(Builder(device), cell, weights, count), [x], [y]) / count
+    every = _record(Builder(device), cell, weights, count)
+    whole = clock.median(every, [x], [y]) / count
     only = Only(device)
     only.variant = kernel.variant
-    alone = clock.median(_record(only, cell, weights, count), [x], [torch.empty_like(y)]) / count
+    alone = clock.median(_record(only, cell, weights, count), [x], [torch.empty_like(y)], after=every) / count
     gpu.forget(device, problem)
     rates = RATES.get(device.description.name, {})
     return _cells(cell, kernel, weights.copies[0].nbytes, rates, alone, whole, _error(cell, weights, x, y))
@@ -242,11 +243,16 @@ class Clock:
             self.work.append(_record(Builder(device), cell, Weights(device, _weight(cell), copies=1), 16))
         self.x, self.y = torch.randn(cell.m, cell.k).to(DTYPE), torch.empty(cell.m, cell.n, dtype=DTYPE)
 
-    def median(self, program: Program, inputs: list[torch.Tensor], outputs: list[torch.Tensor], runs: int = 9) -> float:
-        """Microseconds on the device."""
+    def median(
+        self, program: Program, inputs: list[torch.Tensor], outputs: list[torch.Tensor], runs: int = 9,
+        after: Program | None = None,
+    ) -> float:  # fmt: skip
+        """Microseconds on the device; ``after``: a program whose scratch memory this one reads."""
         end = time.perf_counter() + _WARM
         while self.work and time.perf_counter() < end:
             self.work[0].run([self.x], [self.y])
+        if after is not None:
+            after.run(inputs, outputs)
         for _ in range(3):
             program.run(inputs, outputs)
         return statistics.median(program.run(inputs, outputs) or 0.0 for _ in range(runs))

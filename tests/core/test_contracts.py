@@ -288,6 +288,19 @@ class TestJudge:
     def test_overflow(self, exact, got, ok):
         assert LINEAR.judge(self.overflowing(exact), torch.full((1, 1), got, dtype=torch.float16)).ok is ok
 
+    def test_a_result_beside_a_tie_is_rounded_where_it_lies(self):
+        """x of half a step: the code 0 gives y = 0; 1, allowed as well, 1.0117, which bfloat16 rounds to 1.0156."""
+        weight = QTensor.from_codes(
+            torch.ones(1, 1, dtype=torch.int8), torch.full((1, 1), 1 + 3 / 256), None, Format("int8")
+        )
+        static = StaticInt8(scale=1.0, zero_point=0)
+        request = LinearRequest(
+            CPU, torch.bfloat16, torch.bfloat16, 1, 1, 1, weight.format, static, None, False, False
+        )
+        problem = Problem(request, torch.full((1, 1), 0.5, dtype=torch.bfloat16), weight)
+        assert LINEAR.judge(problem, torch.full((1, 1), 1.015625, dtype=torch.bfloat16)).ok
+        assert not LINEAR.judge(problem, torch.full((1, 1), 1.0703125, dtype=torch.bfloat16)).ok
+
     def test_nan_in_x_must_come_out(self):
         problem = self.overflowing(1.0)
         problem = replace(problem, x=problem.x * float("nan"))

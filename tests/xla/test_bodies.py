@@ -14,6 +14,7 @@ from qcore_xla.bodies import linear as bodies
 from qcore_xla.bodies.form import Form
 from qcore_xla.engines import base
 from qcore_xla.linear import XlaLinear
+from qcore_xla.packing import wants_rows
 
 jax = pytest.importorskip("jax")
 
@@ -54,21 +55,33 @@ def test_slices_at_once_and_in_turn_agree(problem, recorder, scheme):
     np.testing.assert_allclose(np.asarray(other)[:3, :20], y.float().numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5])
-@pytest.mark.parametrize("scheme", ["w8a16-asym", "w4a16", "w4a16-g32-asym", "w8a8-aasym"])
-def test_the_layout_of_gpus(problem, monkeypatch, scheme, rows):
-    """Weights by rows, as CUDA tensors have them, on the CPU."""
-    monkeypatch.setattr("qcore_xla.linear.wants_rows", lambda *_: True)
-    monkeypatch.setattr(calls, "wants_rows", lambda *_: True)
+@pytest.fixture
+def gpu_layout(monkeypatch):
+    """Weights as CUDA tensors have them, on the CPU."""
+
+    def wanted(device, *of):
+        return wants_rows(torch.device("cuda"), *of)
+
+    monkeypatch.setattr("qcore_xla.linear.wants_rows", wanted)
+    monkeypatch.setattr(calls, "wants_rows", wanted)
     calls.call_of.cache_clear()
-    here = problem(scheme, rows=rows)
+    yield
+    calls.call_of.cache_clear()
+
+
+@pytest.mark.parametrize("k", [36, 70, 256])
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("scheme", ["w8a16-asym", "w4a16", "w4a16-g32-asym", "w8a8-aasym", "w8a8-g64-asym-aasym"])
+def test_the_layout_of_gpus(problem, monkeypatch, gpu_layout, scheme, rows, k):
+    """Of 36 columns, a group of 64 is one of them all."""
+    here = problem(scheme, rows=rows, k=k)
     kernel = XlaLinear(here.request)
     packed = kernel.pack(here.weight)
-    assert packed["data"].shape[0] == 64
+    assert kernel.plan.by_rows == (kernel.plan.groups == 1 or here.request.activation is None)
+    assert packed["data"].ndim == (2 if kernel.plan.groups == 1 and kernel.plan.by_rows else 3)
     assert not difference(kernel.unpack(packed), here.weight)
     monkeypatch.setattr(bodies, "_MANY_ROWS", 5)
     verdict = LINEAR.judge(here, kernel(here.x, packed, here.bias))
-    calls.call_of.cache_clear()
     assert verdict.ok, verdict.message
 
 

@@ -282,6 +282,7 @@ def finish_allowed(problem: Problem, y: Tensor, error: Tensor) -> Tensor:
     """The error allowed to the finished result: one more rounding, or one code plus the error in codes."""
     request = problem.request
     if request.output is None:
-        return error + 2 * ROUNDING[request.out_dtype] * y.abs() + torch.finfo(request.out_dtype).smallest_normal
+        rounded = 2 * ROUNDING[request.out_dtype] * (y.abs() + error)
+        return error + rounded + torch.finfo(request.out_dtype).smallest_normal
     scale, _ = _given_parameters(request.output, problem.given, "out", y)
     return 1.0 + torch.floor(error / scale.double())

@@ -91,6 +91,8 @@ def plan(n: int, k: int, bits: int, group_size: int | None, heads: int = 1, by_r
     """The plan for a weight ``(n, k)`` in groups of ``group_size`` codes (None: per channel)."""
     if by_rows:
         whole = plan(n, k, bits, group_size, heads)
+        if whole.groups == 1:  # one run, although its filling may be groups of their own elsewhere
+            return replace(whole, filled=1, width=whole.columns, length=whole.columns, by_rows=True)
         return replace(whole, length=whole.width, by_rows=True)
     if heads > 1:
         group = k if group_size is None else min(group_size, k)
