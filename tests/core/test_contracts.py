@@ -294,9 +294,7 @@ class TestJudge:
             torch.ones(1, 1, dtype=torch.int8), torch.full((1, 1), 1 + 3 / 256), None, Format("int8")
         )
         static = StaticInt8(scale=1.0, zero_point=0)
-        request = LinearRequest(
-            CPU, torch.bfloat16, torch.bfloat16, 1, 1, 1, weight.format, static, None, False, False
-        )
+        request = LinearRequest(CPU, torch.bfloat16, torch.bfloat16, 1, 1, 1, weight.format, static, None, False, False)
         problem = Problem(request, torch.full((1, 1), 0.5, dtype=torch.bfloat16), weight)
         assert LINEAR.judge(problem, torch.full((1, 1), 1.015625, dtype=torch.bfloat16)).ok
         assert not LINEAR.judge(problem, torch.full((1, 1), 1.0703125, dtype=torch.bfloat16)).ok

@@ -235,7 +235,7 @@ def test_threads_take_turns(own_device):
             buffer = own_device.upload(y)
             if not torch.equal(torch.from_numpy(buffer.read().view("f4")).view(5, -1), y):
                 faults.append("buffer")
-            if not torch.allclose(y, expected(x)):
+            if not torch.allclose(y, expected(x), atol=1e-6):  # some devices fuse 3 x + 0.5
                 faults.append("program")
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]

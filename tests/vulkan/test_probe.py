@@ -111,7 +111,7 @@ def test_a_device_named_that_is_not_here_is_an_error_of_the_user(known, here, mo
 
 
 def test_a_gpu_is_chosen_before_the_cpu_and_offers_to_serve(known, here):
-    known(here, gpu(here, index=1))
+    known(replace(here, type="cpu"), gpu(here, index=1))
     found = probe.probe()
     assert found.device == "Some GPU"
     assert f"0: {here.name}, 1: Some GPU" in found.details["devices"]

@@ -129,7 +129,10 @@ def first(description, *args) -> Kernel:
 def test_the_order_of_capabilities(rich):
     half = torch.float16
     assert first(rich, "gemm_float", 512, "int4-g128", half).variant == "coop_f16"
-    assert first(rich, "gemm_float", 512, "int4-g128", torch.float32).variant == "gemm_float_shared"
+    assert first(rich, "gemm_float", 512, "int4-g128", torch.float32).terms == 3
+    assert first(rich, "gemm_float", 8, "int4-g128", torch.float32).variant == "coop_f16"
+    assert first(rich, "gemm_float", 4, "int4-g128", torch.float32).variant == "gemv_digits_dot"
+    assert first(rich, "gemm_float", 8192, "int4-g128", torch.float32).variant == "gemm_float_shared"  # 384 MB of sums
     assert first(rich, "gemm_int", 512, "int8", half).variant == "coop_int8"
     assert first(rich, "gemm_int", 512, "int8-asym", half).variant == "gemm_int_shared_dot"
     poor = replace(rich, cooperative_matrix=())

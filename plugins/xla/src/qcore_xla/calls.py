@@ -211,9 +211,10 @@ def _form(call: Call, kind: str) -> Any:
     in_turn = kind == "cpu" or (kind == "cuda" and not of.by_rows and of.heads == 1)
     on_tpu = kind == "tpu" or (kind == "xla" and bool(environment.tpu()))
     tiled = on_tpu and of.bits == 4 and call.activation != "float" and of.heads == 1 and of.length >= _TILE
+    few = kind == "cuda" and of.by_rows and environment.triton()
     return Form(
         call.activation,  # type: ignore[arg-type]
-        _name(out), call.requantize, scan=in_turn, rows=of.by_rows, pallas=tiled,
+        _name(out), call.requantize, scan=in_turn, rows=of.by_rows, pallas=tiled or few,
     )  # fmt: skip
 
 

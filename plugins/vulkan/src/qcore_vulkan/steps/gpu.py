@@ -1,6 +1,6 @@
 """Which kernel serves a product on a GPU: by what the device has, the rows of x and the sizes of the weight.
 
-Float activations: `Digits` for a row or two (of float32: a few), `CoopGemv` for a few rows, `CoopF16` beyond,
+Float activations: `Digits` for a row or two (of float32: up to four), `CoopGemv` for a few rows, `CoopF16` beyond,
 `SharedFloat` where there are no cooperative matrices. Int8 activations: `Digits`, then `CoopInt8`, else `SharedInt`.
 A kernel that the device's compiler refuses is passed over. Sizes were measured on an H200.
 """
@@ -26,6 +26,10 @@ _COOP_F16 = (Shape(128, 128, 64, 32, 2, 1), Shape(64, 64, 32, 32, 2, 1), Shape(3
 _COOP_INT8 = (Shape(128, 128, 64, 32, 4, 1), Shape(64, 64, 32, 32, 4, 1), Shape(32, 32, 16, 16, 4, 1))
 _INT = (Shape(128, 128, 8, 8), Shape(128, 64, 8, 8, 2), Shape(64, 64, 4, 8, 2), Shape(32, 32, 4, 4, 2))
 _FLOAT = (Shape(128, 128, 8, 8), Shape(128, 64, 8, 8), Shape(64, 64, 8, 8), Shape(32, 64, 4, 8))
+_FEW_FLOAT32 = 4
+"""Rows of float32 up to which their digits are faster than three float16 rows for each."""
+_MOST_SUMS = 256 << 20
+"""Bytes of sums of terms of float32 that may lie in memory before they are added up."""
 _CORES = 32
 """Assumed where the driver does not tell."""
 
@@ -93,16 +97,21 @@ def _float(description: Description, problem: Problem) -> Iterator[Kernel]:
     tile = _matrix(description, "f16", "f32")
     if tile is not None and narrow and 2 < problem.m <= 4 * FEW and problem.geometry.zero_kind != FLOAT_ZERO:
         yield from _coop_gemv(description, problem)
-    if problem.m <= FEW and description.features.get("integer_dot"):
-        yield from _digits(description, problem, "gemv_digits_dot", 3 if narrow else 4)
-    if tile is not None and narrow:
-        for shape, parts in _coop_shapes(_COOP_F16, description, problem):
-            yield CoopF16(shape, tile, description.subgroup.size, parts)
+    served = problem.m <= FEW and description.features.get("integer_dot")
+    digits = [*_digits(description, problem, "gemv_digits_dot", 3 if narrow else 4)] if served else []
+    last = not narrow and problem.m > _FEW_FLOAT32
+    yield from [] if last else digits
+    if tile is not None:
+        yield from _coop_f16(description, problem, tile, 1 if narrow else 3)
+    yield from digits if last else []
     for shape in _by_time(_FLOAT, description, problem):
         yield SharedFloat(shape)
-    if tile is not None and not narrow:  # not yet measured: for `qcore tune` to find
-        for shape, parts in _coop_shapes(_COOP_F16, description, replace(problem, m=3 * problem.m)):
-            yield CoopF16(shape, tile, description.subgroup.size, parts, 3)
+
+
+def _coop_f16(description: Description, problem: Problem, tile: tuple[int, int, int], terms: int) -> Iterator[Kernel]:
+    for shape, parts in _coop_shapes(_COOP_F16, description, replace(problem, m=terms * problem.m)):
+        if terms == 1 or 4 * terms * parts * problem.m * problem.geometry.n <= _MOST_SUMS:
+            yield CoopF16(shape, tile, description.subgroup.size, parts, terms)
 
 
 def _digits(description: Description, problem: Problem, variant: str, digits: int) -> Iterator[Kernel]:

@@ -77,13 +77,14 @@ def _added(scale: Array, zero: Array) -> Array:
 
 def _product(x: Array, data: Array, scale: Array, form: Form) -> tuple[Array, Array]:
     """``sum over groups of scale * (x @ codes)`` float32 ``(M, N)``, and x padded to the columns of data."""
-    s = scale.astype(jnp.float32)
-    if data.ndim == 2:
+    s, cut = scale.astype(jnp.float32), _few_tiles(x, data, form) if form.rows else None
+    if data.ndim == 2 and cut is None:
         x = _padded(x, length(data, 1))
         return s[0] * _per_channel(x, data, form).astype(jnp.float32), x
     if form.rows:
-        x = _padded(x, data.shape[1] * length(data, 2))
-        return _by_rows(x, data, s), x
+        slices = data.reshape(data.shape[0], -1, data.shape[-1])
+        x = _padded(x, slices.shape[1] * length(slices, 2))
+        return _by_rows(x, slices, s, cut), x
     x = _padded(x, data.shape[0] * length(data, 1))
     if form.pallas:
         from ..pallas.product import product
@@ -112,15 +113,37 @@ def _per_channel(x: Array, data: Array, form: Form) -> Array:
     return _contract(x.reshape(x.shape[0], *w.shape[1:]), w, (1, 2), (1, 2))
 
 
-def _by_rows(x: Array, data: Array, scale: Array) -> Array:
-    """Float x ``(M, K)`` times data ``(N, S, b)``, S groups."""
+def _by_rows(x: Array, data: Array, scale: Array, cut: Any) -> Array:
+    """Float x ``(M, K)`` times data ``(N, S, b)``, S groups; ``cut``: tiles for `qcore_xla.pallas.few`, or None."""
     rows, slices = x.shape[0], data.shape[1]
-    if rows > _FEW_ROWS:
-        w = planes(data, 2, jnp.dtype(jnp.float32)) * scale.T[:, :, None, None]
-        return _contract(x, w.astype(x.dtype).reshape(data.shape[0], -1), (1,), (1,))
-    w = planes(data, 2, x.dtype)
-    products = _contract(x.reshape(rows, slices, *w.shape[2:]), w, (2, 3), (2, 3), batch=(1, 1))
-    return jnp.sum(products * scale[:, None, :], axis=0)
+    if cut is None and rows <= _FEW_ROWS:
+        w = planes(data, 2, x.dtype)
+        products = _contract(x.reshape(rows, slices, *w.shape[2:]), w, (2, 3), (2, 3), batch=(1, 1))
+        return jnp.sum(products * scale[:, None, :], axis=0)
+    if x.dtype != jnp.float16:
+        return _dequantized_rows(x, data, scale, cut)
+    largest = jnp.max(jnp.abs(scale), axis=0)  # small weights would lose bits in float16's subnormal numbers
+    largest = jnp.where(largest == 0, 1.0, largest)
+    return largest * _dequantized_rows(x, data, scale / largest, cut)
+
+
+def _dequantized_rows(x: Array, data: Array, scale: Array, cut: Any) -> Array:
+    if cut is not None:
+        from ..pallas.few import product
+
+        return product(x, data, scale, cut)
+    w = planes(data, 2, jnp.dtype(jnp.float32)) * scale.T[:, :, None, None]
+    return _contract(x, w.astype(x.dtype).reshape(data.shape[0], -1), (1,), (1,))
+
+
+def _few_tiles(x: Array, data: Array, form: Form) -> Any:
+    """Tiles for `qcore_xla.pallas.few` where it serves this product of rows best, else None."""
+    if not (form.pallas and data.dtype == jnp.int32 and x.dtype in (jnp.bfloat16, jnp.float16)):
+        return None
+    from ..pallas.few import tiles
+
+    groups, width = data.shape[1:] if data.ndim == 3 else (1, data.shape[1])
+    return tiles(x.shape[0], data.shape[0], groups, width)
 
 
 def _at_once(x: Array, data: Array, scale: Array) -> Array:

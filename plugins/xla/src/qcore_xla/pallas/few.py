@@ -1,0 +1,145 @@
+"""The product of a few rows with int4 weights stored by rows, for GPUs, through Pallas's Triton.
+
+XLA dequantizes a weight in groups to memory before it multiplies, or multiplies group by group. Here words are
+unpacked in registers and go into the matrix units from there, as the left operand; a single row is multiplied without
+them. What a step reads of the weight, Triton copies ahead.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from ..bodies.codes import NIBBLES
+
+MOST_ROWS = 128
+"""With more rows a tile of the weight is unpacked for several tiles of x, and XLA's way is faster."""
+_WIDE = 8192
+"""Columns of a result from which on two parts of each make programs enough for a GPU."""
+_LEAST = 16
+"""What Triton's matrix products want of each dimension."""
+_EXPONENT = 0x4B000000
+"""Bits of the float32 2^23, whose last bit counts ones."""
+Ref = Any
+
+
+class Tiles(NamedTuple):
+    """How a product is cut.
+
+    **Fields:** ``columns`` of the result and ``rows`` of x that a program takes, 1: without matrix units; ``words`` of
+    a row of the weight in each of its ``steps``; ``parts`` of a row that programs of their own take; ``stages`` of
+    copying ahead.
+    """
+
+    columns: int
+    rows: int
+    words: int
+    steps: int
+    parts: int
+    stages: int
+
+
+def tiles(m: int, n: int, groups: int, width: int) -> Tiles | None:
+    """The tiles for x ``(m, 8 * groups * width)`` and data ``(n, groups, width)``; None where XLA's way is better.
+
+    Sizes were measured on an H200.
+    """
+    words = next((w for w in (32, _LEAST) if groups * width % w == 0 and (w % width == 0 or width % w == 0)), 0)
+    if not words or m > MOST_ROWS or n % 64:
+        return None
+    rows = 1 if m == 1 else max(_LEAST, 1 << (m - 1).bit_length())
+    columns = 128 if 1 < m <= 32 and n % 128 == 0 else 64
+    wanted = 8 if m == 1 else 4 if m <= 32 or (m <= 64 and n < _WIDE) else 2
+    steps = groups * width // words
+    parts = next(p for p in (8, 4, 2, 1) if p <= wanted and steps % p == 0)
+    return Tiles(columns, rows, words, steps // parts, parts, 2 if m == 1 else 3)
+
+
+def product(x: Array, data: Array, scale: Array, cut: Tiles, *, interpret: Any = False) -> Array:
+    """``sum over groups of scale * (x @ codes)``, float32 ``(M, N)``.
+
+    ``x``: ``(M, K)`` of 16-bit floats; ``data``: int32 words ``(N, G, w)``; ``scale``: ``(G, N)``; ``cut``: `tiles` of
+    them. Weights are rounded to the dtype of x before they meet more rows than one.
+    """
+    (m, _), (n, groups, width) = x.shape, data.shape
+    rows = -(-m // cut.rows) * cut.rows
+    planes = _planes(jnp.pad(x, ((0, rows - m), (0, 0))) if rows != m else x, groups, width, cut.words)
+    parts: Array = pl.pallas_call(
+        partial(_kernel, cut=cut, width=width),
+        out_shape=jax.ShapeDtypeStruct((cut.parts, rows, n), jnp.float32),
+        grid=(n // cut.columns, rows // cut.rows, cut.parts),
+        in_specs=[
+            pl.BlockSpec((planes.shape[0], NIBBLES, cut.rows, cut.words), lambda _j, i, _p: (0, 0, i, 0)),
+            pl.BlockSpec((cut.columns, groups * width), lambda j, _i, _p: (j, 0)),
+            pl.BlockSpec((groups, cut.columns), lambda j, _i, _p: (0, j)),
+        ],
+        out_specs=pl.BlockSpec((1, cut.rows, cut.columns), lambda j, i, p: (p, i, j)),
+        compiler_params=None if interpret else _compiler(cut),
+        interpret=interpret,
+        name="qcore_few",
+    )(planes, data.reshape(n, groups * width), scale.astype(jnp.float32))
+    return (parts[0] if cut.parts == 1 else parts.sum(0))[:m]
+
+
+def _planes(x: Array, groups: int, width: int, words: int) -> Array:
+    """X ``(M, K)`` in the order of the words' nibbles, step by step: ``(steps, 8, M, words)``."""
+    together, each = max(1, words // width), max(1, width // words)  # groups of a step, or steps of a group
+    shape = (x.shape[0], groups // together, together, NIBBLES, each, min(width, words))
+    return lax.transpose(x.reshape(shape), (1, 4, 3, 0, 2, 5)).reshape(-1, NIBBLES, x.shape[0], words)
+
+
+def _compiler(cut: Tiles) -> Any:
+    parameters = getattr(triton, "CompilerParams", None) or triton.TritonCompilerParams  # its name up to JAX 0.6
+    return parameters(num_warps=4, num_stages=cut.stages)
+
+
+def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: Tiles, width: int) -> None:
+    """A tile of the result from a part of the rows of the weight."""
+    start, one = pl.program_id(2) * cut.steps, cut.rows == 1
+
+    def step(i: Array, total: Array) -> Array:
+        at = start + i
+        codes = _codes(data[:, pl.ds(at * cut.words, cut.words)])
+        s = _scales(scale, at, cut, width)
+        if one:
+            return total + s * sum(code * x[at, j, 0][None, :].astype(jnp.float32) for j, code in enumerate(codes))
+        for j, code in enumerate(codes):
+            total += _dot((code * s).astype(x.dtype), x[at, j])
+        return total
+
+    shape = (cut.columns, cut.words if one else cut.rows)
+    total = lax.fori_loop(0, cut.steps, step, jnp.zeros(shape, jnp.float32))
+    y[0] = jnp.sum(total, axis=1)[None] if one else total.T
+
+
+def _dot(w: Array, x: Array) -> Array:
+    return lax.dot_general(w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _codes(words: Array) -> list[Array]:
+    """The eight codes of each word, float32. Four lie within reach of a fraction: one OR makes a number of their bits.
+
+    The bits of nibble j under the exponent of 2^23 are the number ``2^23 + u 16^j``, u being the code plus 8.
+    """
+    biased = words ^ jnp.int32(-0x77777778)  # each code plus 8
+    found = []
+    for half in (biased, lax.shift_right_logical(biased, 16)):
+        for j in range(4):
+            number = lax.bitcast_convert_type((half & (15 << 4 * j)) | _EXPONENT, jnp.float32)
+            found.append(number * 16.0**-j - (2.0**23 * 16.0**-j + 8))
+    return found
+
+
+def _scales(scale: Ref, at: Array, cut: Tiles, width: int) -> Array:
+    """What the words of a step are scaled by: ``(columns, 1)``, or ``(columns, words)`` of several groups."""
+    if cut.words <= width:
+        return scale[at * cut.words // width, :][:, None]
+    groups = cut.words // width
+    s = scale[pl.ds(at * groups, groups), :].T
+    return jnp.broadcast_to(s[:, :, None], (cut.columns, groups, width)).reshape(cut.columns, cut.words)
