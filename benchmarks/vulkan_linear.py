@@ -61,6 +61,7 @@ class Cell:
     units: str = "any"
     target: float | None = None
     peer: str = "-"
+    dtype: torch.dtype = torch.bfloat16
 
 
 LARGE = (14336, 4096)
@@ -81,6 +82,7 @@ GPU = (
     Cell("w8a8", 512, *LARGE, "dot", 45, "39"),
     Cell("w4a8-g128", 512, *LARGE, "dot", 45, "30"),
     Cell("w4a16-g128", 512, *LARGE, "none", 28, "28"),
+    *(Cell("w4a16-g128", m, *LARGE, dtype=torch.float32) for m in (1, 8, 64, 512)),
 )
 CPU = (
     Cell("w8a8", 128, 1024, 1024),
@@ -134,7 +136,7 @@ def _weight(cell: Cell) -> tuple[str, int, int]:
 
 def _name(cell: Cell) -> str:
     units = {"any": "", "dot": ", no matrices", "none": ", neither"}[cell.units]
-    return f"{cell.scheme} M={cell.m} K={cell.k} N={cell.n}{units}"
+    return f"{cell.scheme} M={cell.m} K={cell.k} N={cell.n}{units}{', float32' * (cell.dtype == torch.float32)}"
 
 
 class Weights:
@@ -179,14 +181,14 @@ def _row(device: Device, clock: Clock, cell: Cell, weights: Weights) -> list[str
     scheme, geometry = Scheme.parse(cell.scheme), weights.copies[0].geometry
     op: Any = "gemm_float" if scheme.activation is None else "gemm_int"
     asymmetric = scheme.activation is not None and is_asymmetric(scheme.activation)
-    problem = Problem(op, cell.m, geometry, DTYPE, DTYPE, asymmetric)
+    problem = Problem(op, cell.m, geometry, cell.dtype, cell.dtype, asymmetric)
     kernel: Any = tile(device, op, cell.m, geometry, 1)
     if device.profile == "gpu":
         kernel = gpu.choose(device, problem) if cell.units == "any" else _poorer(device, problem, cell.units)
         gpu.prefer(device, problem, kernel)
-    x = torch.randn(cell.m, cell.k).to(DTYPE)
+    x = torch.randn(cell.m, cell.k).to(cell.dtype)
     count = max(1, 24 // len(weights.copies)) * len(weights.copies) if cell.m <= 16 else len(weights.copies)
-    y = torch.empty(cell.m, cell.n, dtype=DTYPE)
+    y = torch.empty(cell.m, cell.n, dtype=cell.dtype)
     every = _record(Builder(device), cell, weights, count)
     whole = clock.median(every, [x], [y]) / count
     only = Only(device)
@@ -213,20 +215,20 @@ def _poorer(device: Device, problem: Problem, units: str) -> Any:
 def _record(b: Builder, cell: Cell, weights: Weights, count: int) -> Program:
     """``count`` products of the same x, one after another."""
     activation = Scheme.parse(cell.scheme).activation
-    x, y = _rows(b, cell.m, cell.k), _rows(b, cell.m, cell.n)
+    x, y = _rows(b, cell.m, cell.k, cell.dtype), _rows(b, cell.m, cell.n, cell.dtype)
     given, result = b.input(x.ref.bytes), b.output(y.ref.bytes)
     b.copy(given, x.ref)
     for i in range(count):
         mark = b.mark()
-        steps.linear(b, x, weights.copies[i % len(weights.copies)], None, activation, None, DTYPE, out=y.ref)
+        steps.linear(b, x, weights.copies[i % len(weights.copies)], None, activation, None, cell.dtype, out=y.ref)
         b.rewind(mark)
     b.copy(y.ref, result)
     return b.program([_place(replace(x, ref=given))], [_place(replace(y, ref=result))], timed=True)
 
 
-def _rows(b: Builder, rows: int, columns: int) -> Rows:
-    ref = b.scratch(steps.rows_bytes(rows, columns, DTYPE))
-    return Rows(ref, rows, columns, steps.rows_pitch(columns, DTYPE), DTYPE)
+def _rows(b: Builder, rows: int, columns: int, dtype: torch.dtype) -> Rows:
+    ref = b.scratch(steps.rows_bytes(rows, columns, dtype))
+    return Rows(ref, rows, columns, steps.rows_pitch(columns, dtype), dtype)
 
 
 def _place(x: Rows) -> Place:
@@ -241,7 +243,8 @@ class Clock:
         self.work: list[Program] = []
         if device.profile == "gpu":
             self.work.append(_record(Builder(device), cell, Weights(device, _weight(cell), copies=1), 16))
-        self.x, self.y = torch.randn(cell.m, cell.k).to(DTYPE), torch.empty(cell.m, cell.n, dtype=DTYPE)
+        self.x = torch.randn(cell.m, cell.k).to(cell.dtype)
+        self.y = torch.empty(cell.m, cell.n, dtype=cell.dtype)
 
     def median(
         self, program: Program, inputs: list[torch.Tensor], outputs: list[torch.Tensor], runs: int = 9,
@@ -262,7 +265,9 @@ def _error(cell: Cell, weights: Weights, x: torch.Tensor, y: torch.Tensor) -> fl
     """Of the first columns and rows, by the contract."""
     scheme, n, m = Scheme.parse(cell.scheme), min(cell.n, 64), min(cell.m, 64)
     cpu = torch.device("cpu")
-    request = LinearRequest(cpu, DTYPE, DTYPE, n, cell.k, None, scheme.weight, scheme.activation, None, False, False)
+    request = LinearRequest(
+        cpu, cell.dtype, cell.dtype, n, cell.k, None, scheme.weight, scheme.activation, None, False, False
+    )
     problem = ContractProblem(request, x[:m], weights.tensor.narrow(0, 0, n))
     return LINEAR.judge(problem, y[:m, :n].contiguous()).worst
 
@@ -307,7 +312,7 @@ def _chain(device: Device, clock: Clock, scheme: Scheme, weight: DeviceWeight, l
     programs = []
     for timed in (False, True):
         b = Builder(device)
-        first = replace(_rows(b, 1, 1024), ref=b.input(steps.rows_bytes(1, 1024, DTYPE)))
+        first = replace(_rows(b, 1, 1024, DTYPE), ref=b.input(steps.rows_bytes(1, 1024, DTYPE)))
         x, out = first, b.output(first.ref.bytes)
         for layer in range(layers):
             last = out if layer + 1 == layers else None
