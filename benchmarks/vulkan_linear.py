@@ -4,9 +4,10 @@
 
 Prints Markdown. A product is timed with x and result in device memory, as inside a chain; copies of the weight take
 turns, so that no cache holds it. *Kernel* is the product's own dispatch with the barrier before it, *whole* adds the
-preparation of x (quantizing, padding, splitting). A while of heavy work comes before each, because the clocks of an
-idle GPU are low. *Roof*: the longer of the times that the weight's bytes and the operations need at the rates
-below, over the kernel's time. *Error*: the largest error over the largest that the contract allows.
+preparation of x (quantizing, padding, splitting) and the sum of parts of K or terms of x. A while of heavy work comes
+before each, because the clocks of an idle GPU are low. *Roof*: the longer of the times that the weight's bytes and
+the operations need at the rates below, over the kernel's time. *Error*: the largest error over the largest that the
+contract allows.
 """
 
 from __future__ import annotations
@@ -278,7 +279,8 @@ def _cells(
     tera = 2e-6 * cell.m * cell.k * cell.n
     unit = {"coop_f16": "matrix f16", "coop_int8": "matrix int8", "gemm_int_shared_dot": "dot"}
     peak = rates.get(unit.get(kernel.variant, "float32" if "float" in kernel.variant else ""), float("inf"))
-    roof = f"{max(nbytes * 1e-6 / rates['read'], tera / peak) / alone:.0%}" if rates else "-"
+    work = tera * getattr(kernel, "terms", 1)
+    roof = f"{max(nbytes * 1e-6 / rates['read'], work / peak) / alone:.0%}" if rates else "-"
     speed, unit_ = (tera / alone, "op/s") if cell.m > 16 else (nbytes / alone * 1e-6, "B/s")
     rate = f"{speed:.3g} T{unit_}" if speed > 0.5 else f"{speed * 1e3:.3g} G{unit_}"
     target = "-" if cell.target is None else f"{cell.target:g}{' T/s' if cell.m > 16 else ' us'}"

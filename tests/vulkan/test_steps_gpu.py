@@ -18,8 +18,9 @@ from qcore.contracts.inputs import Draw
 from qcore.contracts.inputs import Shape as Sizes
 from qcore.schemes import Scheme
 from qcore_vulkan import layout, native
+from qcore_vulkan.builder import Builder
 from qcore_vulkan.description import Matrix
-from qcore_vulkan.steps import gpu, product
+from qcore_vulkan.steps import gpu, product, rows
 from qcore_vulkan.steps.gpu_kernels import CoopF16, CoopInt8, Digits, Kernel, Shape, SharedFloat, SharedInt
 
 FLOAT = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g48-asym", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
@@ -132,7 +133,6 @@ def test_the_order_of_capabilities(rich):
     assert first(rich, "gemm_float", 512, "int4-g128", torch.float32).terms == 3
     assert first(rich, "gemm_float", 8, "int4-g128", torch.float32).variant == "coop_f16"
     assert first(rich, "gemm_float", 4, "int4-g128", torch.float32).variant == "gemv_digits_dot"
-    assert first(rich, "gemm_float", 8192, "int4-g128", torch.float32).variant == "gemm_float_shared"  # 384 MB of sums
     assert first(rich, "gemm_int", 512, "int8", half).variant == "coop_int8"
     assert first(rich, "gemm_int", 512, "int8-asym", half).variant == "gemm_int_shared_dot"
     poor = replace(rich, cooperative_matrix=())
@@ -142,6 +142,18 @@ def test_the_order_of_capabilities(rich):
     poorest = replace(poor, features={**poor.features, "integer_dot": False})
     assert first(poorest, "gemm_int", 512, "int8", half).variant == "gemm_int_shared_plain"
     assert first(poorest, "gemm_float", 1, "int4-g128", half).variant == "gemm_float_shared"
+
+
+def test_float32_rows_are_cut_where_the_sums_of_their_terms_would_take_much_memory(rich, vulkan, monkeypatch):  # noqa: F811
+    wide = problem("gemm_float", 8192, "int4-g128", torch.float32, n=28672).geometry
+    assert gpu.scratch_row(vulkan, torch.float32, wide) == 0
+    monkeypatch.setattr(vulkan, "profile", "gpu")
+    monkeypatch.setattr(vulkan, "description", rich)
+    assert gpu.scratch_row(vulkan, torch.float32, wide) == 3 * 4 * 28672
+    assert gpu.scratch_row(vulkan, torch.bfloat16, wide) == 0
+    parts = [count for _, count in rows.row_parts(Builder(vulkan), 8192, gpu.scratch_row(vulkan, torch.float32, wide))]
+    assert sum(parts) == 8192
+    assert max(parts) * 3 * 4 * 28672 <= 128 << 20
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int8-g32", "int4-g32", "int4-g96", "int4-g128", "int4-g512"])

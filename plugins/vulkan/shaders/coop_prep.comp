@@ -66,10 +66,10 @@ float half_value(uint bits) {
     return (bits & 0x7c00u) != 0u ? unpackHalf2x16(bits).x : (bits & 0x8000u) != 0u ? -small : small;
 }
 
-// The value as float16; what does not fit is taken on to the next term.
+// The value as float16; what does not fit is taken on to the next term. Of Inf and NaN nothing is left.
 uint take(uint i) {
     uint bits = half_bits(value[i]);
-    if (TERMS > 1u) value[i] = (value[i] - half_value(bits)) * 2048.0;
+    if (TERMS > 1u) value[i] = (bits & 0x7c00u) == 0x7c00u ? 0.0 : (value[i] - half_value(bits)) * 2048.0;
     return bits;
 }
 

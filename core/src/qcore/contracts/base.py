@@ -279,7 +279,10 @@ def finish_reference(problem: Problem, y: Tensor) -> Tensor:
 
 
 def finish_allowed(problem: Problem, y: Tensor, error: Tensor) -> Tensor:
-    """The error allowed to the finished result: one more rounding, or one code plus the error in codes."""
+    """The error allowed to the finished result: one more rounding, or one code plus the error in codes.
+
+    A float is rounded where it lies: next to a tie that can be far from ``y``.
+    """
     request = problem.request
     if request.output is None:
         rounded = 2 * ROUNDING[request.out_dtype] * (y.abs() + error)

@@ -211,11 +211,19 @@ def _form(call: Call, kind: str) -> Any:
     in_turn = kind == "cpu" or (kind == "cuda" and not of.by_rows and of.heads == 1)
     on_tpu = kind == "tpu" or (kind == "xla" and bool(environment.tpu()))
     tiled = on_tpu and of.bits == 4 and call.activation != "float" and of.heads == 1 and of.length >= _TILE
-    few = kind == "cuda" and of.by_rows and environment.triton()
+    few = kind == "cuda" and of.bits == 4 and of.by_rows and triton()
     return Form(
         call.activation,  # type: ignore[arg-type]
         _name(out), call.requantize, scan=in_turn, rows=of.by_rows, pallas=tiled or few,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def triton() -> bool:
+    """Whether JAX's Triton serves the GPUs here: NVIDIA's, Ampere or later, and all alike, as it compiles for one."""
+    cuda = torch.cuda
+    kinds = {cuda.get_device_capability(index) for index in range(cuda.device_count())}
+    return torch.version.cuda is not None and len(kinds) == 1 and min(kinds) >= (8, 0)
 
 
 @lru_cache(maxsize=16)

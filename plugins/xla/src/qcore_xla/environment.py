@@ -89,16 +89,6 @@ def gpu_plugin() -> str:
     return next((name for name in _GPU_PLUGINS if find_spec(name)), "")
 
 
-@lru_cache(maxsize=1)
-def triton() -> bool:
-    """Whether JAX's Triton compiles for every GPU that torch sees: NVIDIA's, Ampere and later."""
-    from torch import cuda, version
-
-    return version.cuda is not None and all(
-        cuda.get_device_capability(index) >= (8, 0) for index in range(cuda.device_count())
-    )
-
-
 def gpu_file(root: Path = Path("/")) -> str:
     """A device file that tells of a GPU."""
     return next((f"/{name}" for name in _GPU_FILES if (root / name).exists()), "")

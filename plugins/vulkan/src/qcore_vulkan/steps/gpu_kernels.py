@@ -17,6 +17,8 @@ Pipeline = tuple[str, tuple[int, ...], int]
 """A variant, its constants and the size of its subgroups."""
 
 _SPLIT_LANES = 64
+TERMS = 3
+"""Float16 numbers whose sum is a float32, for cooperative matrices."""
 
 
 class Single:
@@ -255,7 +257,7 @@ class CoopInt8(Single):
 
 @dataclass(frozen=True)
 class CoopF16(Single):
-    """`coop_f16`; fields as of `CoopInt8`, and ``terms``: 3 where x is float32, which as many float16 rows hold."""
+    """`coop_f16`; fields as of `CoopInt8`, and ``terms``: `TERMS` where x is float32."""
 
     shape: Shape
     tile: tuple[int, int, int]

@@ -11,7 +11,7 @@ which are exact int32 sums where activations are int8. Float activations are the
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from jax import Array, lax
 from .codes import length, planes
 from .form import Form
 from .quantize import activations, requantized
+
+if TYPE_CHECKING:
+    from ..pallas.few import Tiles
 
 
 def linear(
@@ -113,7 +116,7 @@ def _per_channel(x: Array, data: Array, form: Form) -> Array:
     return _contract(x.reshape(x.shape[0], *w.shape[1:]), w, (1, 2), (1, 2))
 
 
-def _by_rows(x: Array, data: Array, scale: Array, cut: Any) -> Array:
+def _by_rows(x: Array, data: Array, scale: Array, cut: Tiles | None) -> Array:
     """Float x ``(M, K)`` times data ``(N, S, b)``, S groups; ``cut``: tiles for `qcore_xla.pallas.few`, or None."""
     rows, slices = x.shape[0], data.shape[1]
     if cut is None and rows <= _FEW_ROWS:
@@ -121,13 +124,14 @@ def _by_rows(x: Array, data: Array, scale: Array, cut: Any) -> Array:
         products = _contract(x.reshape(rows, slices, *w.shape[2:]), w, (2, 3), (2, 3), batch=(1, 1))
         return jnp.sum(products * scale[:, None, :], axis=0)
     if x.dtype != jnp.float16:
-        return _dequantized_rows(x, data, scale, cut)
+        return _in_own_dtype(x, data, scale, cut)
     largest = jnp.max(jnp.abs(scale), axis=0)  # small weights would lose bits in float16's subnormal numbers
     largest = jnp.where(largest == 0, 1.0, largest)
-    return largest * _dequantized_rows(x, data, scale / largest, cut)
+    return largest * _in_own_dtype(x, data, scale / largest, cut)
 
 
-def _dequantized_rows(x: Array, data: Array, scale: Array, cut: Any) -> Array:
+def _in_own_dtype(x: Array, data: Array, scale: Array, cut: Tiles | None) -> Array:
+    """The product with weights in the dtype of x: in registers, or in memory."""
     if cut is not None:
         from ..pallas.few import product
 
@@ -136,14 +140,14 @@ def _dequantized_rows(x: Array, data: Array, scale: Array, cut: Any) -> Array:
     return _contract(x, w.astype(x.dtype).reshape(data.shape[0], -1), (1,), (1,))
 
 
-def _few_tiles(x: Array, data: Array, form: Form) -> Any:
+def _few_tiles(x: Array, data: Array, form: Form) -> Tiles | None:
     """Tiles for `qcore_xla.pallas.few` where it serves this product of rows best, else None."""
     if not (form.pallas and data.dtype == jnp.int32 and x.dtype in (jnp.bfloat16, jnp.float16)):
         return None
     from ..pallas.few import tiles
 
     groups, width = data.shape[1:] if data.ndim == 3 else (1, data.shape[1])
-    return tiles(x.shape[0], data.shape[0], groups, width)
+    return tiles(x.shape[0], data.shape[0], groups, width, exact=x.dtype == jnp.float16)
 
 
 def _at_once(x: Array, data: Array, scale: Array) -> Array:

@@ -2,7 +2,7 @@
 
 XLA dequantizes a weight in groups to memory before it multiplies, or multiplies group by group. Here words are
 unpacked in registers and go into the matrix units from there, as the left operand; a single row is multiplied without
-them. What a step reads of the weight, Triton copies ahead.
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton
 from ..bodies.codes import NIBBLES
 
 MOST_ROWS = 128
-"""With more rows a tile of the weight is unpacked for several tiles of x, and XLA's way is faster."""
+"""With more rows XLA's way is faster: here the weight is unpacked again for every 64 of them."""
 _WIDE = 8192
 """Columns of a result from which on two parts of each make programs enough for a GPU."""
 _LEAST = 16
@@ -33,39 +33,37 @@ class Tiles(NamedTuple):
     """How a product is cut.
 
     **Fields:** ``columns`` of the result and ``rows`` of x that a program takes, 1: without matrix units; ``words`` of
-    a row of the weight in each of its ``steps``; ``parts`` of a row that programs of their own take; ``stages`` of
-    copying ahead.
+    a row of the weight that a step takes; ``parts`` of a row, each a program's.
     """
 
     columns: int
     rows: int
     words: int
-    steps: int
     parts: int
-    stages: int
 
 
-def tiles(m: int, n: int, groups: int, width: int) -> Tiles | None:
-    """The tiles for x ``(m, 8 * groups * width)`` and data ``(n, groups, width)``; None where XLA's way is better.
+def tiles(m: int, n: int, groups: int, width: int, *, exact: bool = False) -> Tiles | None:
+    """The tiles for x ``(m, 8 * groups * width)`` and data ``(n, groups, width)``; None where XLA serves it better.
 
-    Sizes were measured on an H200.
+    ``exact``: codes are scaled after the product, where groups are long enough. Sizes were measured on an H200; those
+    of 64 rows take 84 KB of shared memory, more rows would be too much for many GPUs.
     """
-    words = next((w for w in (32, _LEAST) if groups * width % w == 0 and (w % width == 0 or width % w == 0)), 0)
-    if not words or m > MOST_ROWS or n % 64:
+    steps = [w for w in (32, _LEAST) if groups * width % w == 0 and (w % width == 0 or width % w == 0)]
+    if exact and width % _LEAST == 0:
+        steps = [w for w in steps if w <= width]
+    if not steps or m > MOST_ROWS or n % 64:
         return None
-    rows = 1 if m == 1 else max(_LEAST, 1 << (m - 1).bit_length())
     columns = 128 if 1 < m <= 32 and n % 128 == 0 else 64
-    wanted = 8 if m == 1 else 4 if m <= 32 or (m <= 64 and n < _WIDE) else 2
-    steps = groups * width // words
-    parts = next(p for p in (8, 4, 2, 1) if p <= wanted and steps % p == 0)
-    return Tiles(columns, rows, words, steps // parts, parts, 2 if m == 1 else 3)
+    parts = 8 if m == 1 else 4 if m <= 32 or (m <= 64 and n < _WIDE) else 2
+    rows = 1 if m == 1 else min(64, max(_LEAST, 1 << (m - 1).bit_length()))
+    return Tiles(columns, rows, steps[0], min(parts, groups * width // steps[0]))
 
 
 def product(x: Array, data: Array, scale: Array, cut: Tiles, *, interpret: Any = False) -> Array:
     """``sum over groups of scale * (x @ codes)``, float32 ``(M, N)``.
 
     ``x``: ``(M, K)`` of 16-bit floats; ``data``: int32 words ``(N, G, w)``; ``scale``: ``(G, N)``; ``cut``: `tiles` of
-    them. Weights are rounded to the dtype of x before they meet more rows than one.
+    them. More rows than one meet weights rounded to their dtype, unless ``cut.words`` lie in one group.
     """
     (m, _), (n, groups, width) = x.shape, data.shape
     rows = -(-m // cut.rows) * cut.rows
@@ -80,7 +78,7 @@ def product(x: Array, data: Array, scale: Array, cut: Tiles, *, interpret: Any =
             pl.BlockSpec((groups, cut.columns), lambda j, _i, _p: (0, j)),
         ],
         out_specs=pl.BlockSpec((1, cut.rows, cut.columns), lambda j, i, p: (p, i, j)),
-        compiler_params=None if interpret else _compiler(cut),
+        compiler_params=None if interpret else _compiler(),
         interpret=interpret,
         name="qcore_few",
     )(planes, data.reshape(n, groups * width), scale.astype(jnp.float32))
@@ -94,27 +92,32 @@ def _planes(x: Array, groups: int, width: int, words: int) -> Array:
     return lax.transpose(x.reshape(shape), (1, 4, 3, 0, 2, 5)).reshape(-1, NIBBLES, x.shape[0], words)
 
 
-def _compiler(cut: Tiles) -> Any:
-    parameters = getattr(triton, "CompilerParams", None) or triton.TritonCompilerParams  # its name up to JAX 0.6
-    return parameters(num_warps=4, num_stages=cut.stages)
+def _compiler() -> Any:
+    name = "CompilerParams" if hasattr(triton, "CompilerParams") else "TritonCompilerParams"  # in JAX 0.6
+    return getattr(triton, name)(num_warps=4, num_stages=3)
 
 
 def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: Tiles, width: int) -> None:
     """A tile of the result from a part of the rows of the weight."""
-    start, one = pl.program_id(2) * cut.steps, cut.rows == 1
+    one, steps = cut.rows == 1, x.shape[0]
+    each = pl.cdiv(steps, cut.parts)
+    start = pl.program_id(2) * each
+    count = each if steps % cut.parts == 0 else jnp.minimum(each, steps - start)
 
-    def step(i: Array, total: Array) -> Array:
+    def step(i: Array, total: Array) -> Any:
         at = start + i
         codes = _codes(data[:, pl.ds(at * cut.words, cut.words)])
         s = _scales(scale, at, cut, width)
         if one:
             return total + s * sum(code * x[at, j, 0][None, :].astype(jnp.float32) for j, code in enumerate(codes))
+        if cut.words <= width:
+            return total + s * sum(_dot(code.astype(x.dtype), x[at, j]) for j, code in enumerate(codes))
         for j, code in enumerate(codes):
             total += _dot((code * s).astype(x.dtype), x[at, j])
         return total
 
     shape = (cut.columns, cut.words if one else cut.rows)
-    total = lax.fori_loop(0, cut.steps, step, jnp.zeros(shape, jnp.float32))
+    total = lax.fori_loop(0, count, step, jnp.zeros(shape, jnp.float32))
     y[0] = jnp.sum(total, axis=1)[None] if one else total.T
 
 
@@ -129,14 +132,14 @@ def _codes(words: Array) -> list[Array]:
     """
     biased = words ^ jnp.int32(-0x77777778)  # each code plus 8
     found = []
-    for half in (biased, lax.shift_right_logical(biased, 16)):
+    for half in (biased, lax.shift_right_logical(biased, jnp.int32(16))):
         for j in range(4):
             number = lax.bitcast_convert_type((half & (15 << 4 * j)) | _EXPONENT, jnp.float32)
             found.append(number * 16.0**-j - (2.0**23 * 16.0**-j + 8))
     return found
 
 
-def _scales(scale: Ref, at: Array, cut: Tiles, width: int) -> Array:
+def _scales(scale: Ref, at: Array, cut: Tiles, width: int) -> Any:
     """What the words of a step are scaled by: ``(columns, 1)``, or ``(columns, words)`` of several groups."""
     if cut.words <= width:
         return scale[at * cut.words // width, :][:, None]
