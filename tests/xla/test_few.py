@@ -42,7 +42,7 @@ def problem(name, m, dtype, seed=0):
     return x, jnp.asarray(words), jnp.asarray(scale), wide @ w.T, wide**2 @ (w.T**2)
 
 
-@pytest.mark.parametrize("m", [1, 2, 17, 33, 128])
+@pytest.mark.parametrize("m", [1, 17, 128])
 @pytest.mark.parametrize(("name", "dtype"), [
     *((name, jnp.bfloat16) for name in WEIGHTS), ("groups-of-128", jnp.float16), ("groups-of-32", jnp.float16),
 ])  # fmt: skip
@@ -57,7 +57,7 @@ def test_product(name, m, dtype):
     assert (np.abs(y - expected) <= (4 * rounding + 1e-5) * np.sqrt(squares)).all()
 
 
-@pytest.mark.parametrize("m", [1, 16, 128])
+@pytest.mark.parametrize("m", [1, 128])
 @pytest.mark.parametrize(("name", "wide"), [*((name, False) for name in WEIGHTS), ("groups-of-32", True)])
 def test_it_is_lowered_for_gpus(name, m, wide):
     """Also where a program has JAX take Python's numbers for 64 bits."""
