@@ -147,7 +147,7 @@ def _few_tiles(x: Array, data: Array, form: Form) -> Tiles | None:
     from ..pallas.few import tiles
 
     groups, width = data.shape[1:] if data.ndim == 3 else (1, data.shape[1])
-    return tiles(x.shape[0], data.shape[0], groups, width, exact=x.dtype == jnp.float16)
+    return tiles(x.shape[0], data.shape[0], groups, width)
 
 
 def _at_once(x: Array, data: Array, scale: Array) -> Array:

@@ -18,8 +18,10 @@ from jax.experimental.pallas import triton
 
 from ..bodies.codes import NIBBLES
 
-MOST_ROWS = 128
-"""With more rows XLA's way is faster: here the weight is unpacked again for every 64 of them."""
+MOST_ROWS = 64
+"""With more rows XLA's way is about as fast, or faster."""
+WARPS, STAGES = 4, 3
+"""Of a program; steps that are in flight."""
 _WIDE = 8192
 """Columns of a result from which on two parts of each make programs enough for a GPU."""
 _LEAST = 16
@@ -32,8 +34,8 @@ Ref = Any
 class Tiles(NamedTuple):
     """How a product is cut.
 
-    **Fields:** ``columns`` of the result and ``rows`` of x that a program takes, 1: without matrix units; ``words`` of
-    a row of the weight that a step takes; ``parts`` of a row, each a program's.
+    **Fields:** ``columns`` of the result that a program makes; ``rows`` of x, filled up, or 1: without matrix units;
+    ``words`` of a row of the weight that a step takes; ``parts`` of a row, each a program's.
     """
 
     columns: int
@@ -42,21 +44,19 @@ class Tiles(NamedTuple):
     parts: int
 
 
-def tiles(m: int, n: int, groups: int, width: int, *, exact: bool = False) -> Tiles | None:
+def tiles(m: int, n: int, groups: int, width: int) -> Tiles | None:
     """The tiles for x ``(m, 8 * groups * width)`` and data ``(n, groups, width)``; None where XLA serves it better.
 
-    ``exact``: codes are scaled after the product, where groups are long enough. Sizes were measured on an H200; those
-    of 64 rows take 84 KB of shared memory, more rows would be too much for many GPUs.
+    Sizes were measured on an H200, and fit into the registers and the shared memory of every GPU since Ampere.
     """
-    steps = [w for w in (32, _LEAST) if groups * width % w == 0 and (w % width == 0 or width % w == 0)]
-    if exact and width % _LEAST == 0:
-        steps = [w for w in steps if w <= width]
-    if not steps or m > MOST_ROWS or n % 64:
+    fitting = (w for w in (32, _LEAST) if groups * width % w == 0 and (w % width == 0 or width % w == 0))
+    words = next((w for w in fitting if w == _LEAST or m == 1), 0)
+    if not words or m > MOST_ROWS or n % 64:
         return None
     columns = 128 if 1 < m <= 32 and n % 128 == 0 else 64
-    parts = 8 if m == 1 else 4 if m <= 32 or (m <= 64 and n < _WIDE) else 2
-    rows = 1 if m == 1 else min(64, max(_LEAST, 1 << (m - 1).bit_length()))
-    return Tiles(columns, rows, steps[0], min(parts, groups * width // steps[0]))
+    parts = 8 if m == 1 else 4 if m <= 32 or n < _WIDE else 2
+    rows = 1 if m == 1 else max(_LEAST, 1 << (m - 1).bit_length())
+    return Tiles(columns, rows, words, min(parts, groups * width // words))
 
 
 def product(x: Array, data: Array, scale: Array, cut: Tiles, *, interpret: Any = False) -> Array:
@@ -66,18 +66,18 @@ def product(x: Array, data: Array, scale: Array, cut: Tiles, *, interpret: Any =
     them. More rows than one meet weights rounded to their dtype, unless ``cut.words`` lie in one group.
     """
     (m, _), (n, groups, width) = x.shape, data.shape
-    rows = -(-m // cut.rows) * cut.rows
-    planes = _planes(jnp.pad(x, ((0, rows - m), (0, 0))) if rows != m else x, groups, width, cut.words)
+    filled = jnp.pad(x, ((0, cut.rows - m), (0, 0))) if cut.rows != m else x
+    planes = _planes(filled, groups, width, cut.words)
     parts: Array = pl.pallas_call(
         partial(_kernel, cut=cut, width=width),
-        out_shape=jax.ShapeDtypeStruct((cut.parts, rows, n), jnp.float32),
-        grid=(n // cut.columns, rows // cut.rows, cut.parts),
+        out_shape=jax.ShapeDtypeStruct((cut.parts, cut.rows, n), jnp.float32),
+        grid=(n // cut.columns, cut.parts),
         in_specs=[
-            pl.BlockSpec((planes.shape[0], NIBBLES, cut.rows, cut.words), lambda _j, i, _p: (0, 0, i, 0)),
-            pl.BlockSpec((cut.columns, groups * width), lambda j, _i, _p: (j, 0)),
-            pl.BlockSpec((groups, cut.columns), lambda j, _i, _p: (0, j)),
+            pl.BlockSpec(planes.shape, lambda _j, _p: (0, 0, 0, 0)),
+            pl.BlockSpec((cut.columns, groups * width), lambda j, _p: (j, 0)),
+            pl.BlockSpec((groups, cut.columns), lambda j, _p: (0, j)),
         ],
-        out_specs=pl.BlockSpec((1, cut.rows, cut.columns), lambda j, i, p: (p, i, j)),
+        out_specs=pl.BlockSpec((1, cut.rows, cut.columns), lambda j, p: (p, 0, j)),
         compiler_params=None if interpret else _compiler(),
         interpret=interpret,
         name="qcore_few",
@@ -94,14 +94,14 @@ def _planes(x: Array, groups: int, width: int, words: int) -> Array:
 
 def _compiler() -> Any:
     name = "CompilerParams" if hasattr(triton, "CompilerParams") else "TritonCompilerParams"  # in JAX 0.6
-    return getattr(triton, name)(num_warps=4, num_stages=3)
+    return getattr(triton, name)(num_warps=WARPS, num_stages=STAGES)
 
 
 def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: Tiles, width: int) -> None:
     """A tile of the result from a part of the rows of the weight."""
     one, steps = cut.rows == 1, x.shape[0]
     each = pl.cdiv(steps, cut.parts)
-    start = pl.program_id(2) * each
+    start = pl.program_id(1) * each
     count = each if steps % cut.parts == 0 else jnp.minimum(each, steps - start)
 
     def step(i: Array, total: Array) -> Any:

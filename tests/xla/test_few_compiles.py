@@ -1,0 +1,86 @@
+"""The Triton product of a few rows compiles for GPUs from Ampere on: without spills, and into their shared memory.
+
+JAX lowers it to Triton's own language; the Triton that torch brings compiles that as JAX's would. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+jax = pytest.importorskip("jax")
+triton = pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parents[1] / "cuda"))
+
+import jax.numpy as jnp  # noqa: E402
+from compiling import SHARED, facts_of, gpu_target  # noqa: E402
+
+from qcore_xla.pallas import few  # noqa: E402
+
+TARGETS = [name for name in SHARED if name.startswith("sm_")]
+OFTEN = ("sm_86", "sm_90")
+SHAPES = {  # M, N, G, words of a group
+    "one-row": (1, 4096, 32, 16),
+    "groups-of-128": (16, 4096, 86, 16),
+    "groups-of-32": (64, 4096, 128, 4),
+    "groups-of-64": (32, 4096, 64, 8),
+    "per-channel": (64, 4096, 1, 512),
+}
+
+
+def lowered(m: int, n: int, groups: int, width: int, dtype) -> str:
+    """The kernel as text."""
+    spec = jax.ShapeDtypeStruct
+    arrays = spec((m, 8 * groups * width), dtype), spec((n, groups, width), jnp.int32), spec((groups, n), jnp.float32)
+    cut = few.tiles(m, n, groups, width)
+    traced = jax.jit(partial(few.product, cut=cut)).trace(*arrays)
+    try:
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+    except RuntimeError as error:  # later versions of JAX compile it right away
+        assert "does not have a Triton compilation handler" in str(error)  # noqa: PT017
+        pytest.skip("this version of JAX lowers for GPUs only where it has its GPU backend")
+    (call,) = (op for op in operations(module.operation) if op.name == "stablehlo.custom_call")
+    return text_of(call.attributes["mhlo.backend_config"])
+
+
+def operations(of) -> Iterator:
+    for region in of.regions:
+        for block in region:
+            for inner in block:
+                yield inner.operation
+                yield from operations(inner.operation)
+
+
+def text_of(config) -> str:
+    """Triton's module out of what XLA is told of a kernel, without the names of source lines."""
+    from jaxlib.mlir import ir
+    from jaxlib.triton import dialect
+
+    context = ir.Context()
+    dialect.register_dialect(context)
+    with context:
+        module = ir.Module.parse(ir.StringAttr(ir.DictAttr(config)["ir"]).value_bytes)
+        return module.operation.get_asm(enable_debug_info=False)
+
+
+CASES = [
+    *((name, jnp.bfloat16, target) for name in ("groups-of-32", "per-channel") for target in TARGETS),
+    *((name, jnp.bfloat16, target) for name in ("one-row", "groups-of-128", "groups-of-64") for target in OFTEN),
+    *(("groups-of-128", jnp.float16, target) for target in OFTEN),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "target"), CASES)
+def test_it_fits(tmp_path, name, dtype, target):
+    source = tmp_path / "few.ttir"
+    source.write_text(lowered(*SHAPES[name], dtype))
+    options = {"num_warps": few.WARPS, "num_stages": few.STAGES}
+    made = triton.compile(str(source), target=gpu_target(target), options=options)
+    facts = facts_of(made, nvidia=True)
+    assert facts["shared"] <= SHARED[target] * 1024
+    assert facts["spills"] == facts["stack"] == 0
+    assert bool("MMA" in facts["assembly"]) == (name != "one-row")
