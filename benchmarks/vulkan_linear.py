@@ -62,7 +62,7 @@ class Cell:
     units: str = "any"
     target: float | None = None
     peer: str = "-"
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = DTYPE
 
 
 LARGE = (14336, 4096)

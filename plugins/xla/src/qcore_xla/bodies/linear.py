@@ -80,14 +80,16 @@ def _added(scale: Array, zero: Array) -> Array:
 
 def _product(x: Array, data: Array, scale: Array, form: Form) -> tuple[Array, Array]:
     """``sum over groups of scale * (x @ codes)`` float32 ``(M, N)``, and x padded to the columns of data."""
-    s, cut = scale.astype(jnp.float32), _few_tiles(x, data, form) if form.rows else None
-    if data.ndim == 2 and cut is None:
-        x = _padded(x, length(data, 1))
-        return s[0] * _per_channel(x, data, form).astype(jnp.float32), x
+    s = scale.astype(jnp.float32)
     if form.rows:
         slices = data.reshape(data.shape[0], -1, data.shape[-1])
-        x = _padded(x, slices.shape[1] * length(slices, 2))
-        return _by_rows(x, slices, s, cut), x
+        cut = _few_tiles(x, slices, form)
+        if data.ndim == 3 or cut is not None:
+            x = _padded(x, slices.shape[1] * length(slices, 2))
+            return _by_rows(x, slices, s, cut), x
+    if data.ndim == 2:
+        x = _padded(x, length(data, 1))
+        return s[0] * _per_channel(x, data, form).astype(jnp.float32), x
     x = _padded(x, data.shape[0] * length(data, 1))
     if form.pallas:
         from ..pallas.product import product
@@ -141,13 +143,12 @@ def _in_own_dtype(x: Array, data: Array, scale: Array, cut: Tiles | None) -> Arr
 
 
 def _few_tiles(x: Array, data: Array, form: Form) -> Tiles | None:
-    """Tiles for `qcore_xla.pallas.few` where it serves this product of rows best, else None."""
+    """Tiles for `qcore_xla.pallas.few` where it serves x times data ``(N, S, b)`` best, else None."""
     if not (form.pallas and data.dtype == jnp.int32 and x.dtype in (jnp.bfloat16, jnp.float16)):
         return None
     from ..pallas.few import tiles
 
-    groups, width = data.shape[1:] if data.ndim == 3 else (1, data.shape[1])
-    return tiles(x.shape[0], data.shape[0], groups, width)
+    return tiles(x.shape[0], *data.shape)
 
 
 def _at_once(x: Array, data: Array, scale: Array) -> Array:

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from ..bodies.codes import NIBBLES
+from . import compiler_parameters
 
 MOST_ROWS = 64
 """With more rows XLA's way is about as fast, or faster."""
@@ -49,8 +50,8 @@ def tiles(m: int, n: int, groups: int, width: int) -> Tiles | None:
 
     Sizes were measured on an H200, and fit into the registers and the shared memory of every GPU since Ampere.
     """
-    fitting = (w for w in (32, _LEAST) if groups * width % w == 0 and (w % width == 0 or width % w == 0))
-    words = next((w for w in fitting if w == _LEAST or m == 1), 0)
+    sizes = (32, _LEAST) if m == 1 else (_LEAST,)
+    words = next((w for w in sizes if groups * width % w == 0 and (w % width == 0 or width % w == 0)), 0)
     if not words or m > MOST_ROWS or n % 64:
         return None
     columns = 128 if 1 < m <= 32 and n % 128 == 0 else 64
@@ -93,8 +94,7 @@ def _planes(x: Array, groups: int, width: int, words: int) -> Array:
 
 
 def _compiler() -> Any:
-    name = "CompilerParams" if hasattr(triton, "CompilerParams") else "TritonCompilerParams"  # in JAX 0.6
-    return getattr(triton, name)(num_warps=WARPS, num_stages=STAGES)
+    return compiler_parameters(triton, "TritonCompilerParams", num_warps=WARPS, num_stages=STAGES)
 
 
 def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: Tiles, width: int) -> None:

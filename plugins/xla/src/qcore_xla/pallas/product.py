@@ -16,11 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..bodies.codes import NIBBLES, length
+from . import compiler_parameters
 
 _ROWS, _COLUMNS, _DEPTH = 256, 512, 1024
 """The largest tile: rows of x, columns of the weight, codes along K. About 2 MB of a TPU's 16 MB or more on chip."""
 _LANES = 128
-_COMPILER = getattr(pltpu, "CompilerParams" if hasattr(pltpu, "CompilerParams") else "TPUCompilerParams")  # in JAX 0.6
 Ref = Any
 
 
@@ -77,7 +77,9 @@ def product(x: Array, data: Array, scale: Array, *, interpret: Any = False) -> A
         ],
         out_specs=pl.BlockSpec((cut.rows, cut.columns), lambda i, j, _: (i, j)),
         scratch_shapes=[pltpu.VMEM((cut.rows, cut.columns), _sum_dtype(x) if not cut.groups else jnp.float32)],
-        compiler_params=_COMPILER(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=compiler_parameters(
+            pltpu, "TPUCompilerParams", dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
         interpret=interpret,
         name="qcore_product",
     )(x, data, scale.astype(jnp.float32)[:, None, :])
