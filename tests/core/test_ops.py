@@ -18,6 +18,8 @@ from op_formulas import (
 )
 from torch.nn import functional as F
 
+from qcore.errors import FormatError
+
 
 @pytest.mark.parametrize("activation", [False, True])
 def test_per_channel_with_an_odd_k(activation):
@@ -199,3 +201,58 @@ def test_embedding_with_one_scale_per_row():
     assert torch.equal(y, codes * scales[:, None])
     with pytest.raises(IndexError):
         OPS.embedding_q4gsw(signed_nibbles(codes, True, 8), scales, 32, torch.tensor([10]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [-1, 32])
+@pytest.mark.parametrize("int4", [False, True])
+@pytest.mark.parametrize("with_zero", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_gradients_go_through_a_matmul(dtype, block, int4, with_zero, quantized):
+    generator = torch.Generator().manual_seed(block + 2 * int4 + 4 * with_zero + 8 * quantized)
+    n, k = 16, 64
+    groups = (n,) if block == -1 else (k // block, n)
+    w = torch.randint(-8, 8, (n, k) if block == -1 else (k // block, block, n), generator=generator).to(torch.int8)
+    scale = torch.rand(groups, generator=generator)
+    zero = torch.rand(groups, generator=generator) if with_zero else None
+    dense = w.double() * scale[:, None] - (0 if zero is None else zero[:, None])
+    dense = dense if block == -1 else dense.permute(2, 0, 1).reshape(n, k)
+    x = torch.randn(3, k, generator=generator).to(dtype).requires_grad_()
+    with torch.no_grad():
+        expected = torch.ops.qcore.quantized_matmul(x, w, scale, zero, block, int4, quantized)
+    y = torch.ops.qcore.quantized_matmul(x, w, scale, zero, block, int4, quantized)
+    assert not expected.requires_grad
+    torch.testing.assert_close(y.detach(), expected, rtol=0.02, atol=0.02)
+    grad = torch.randn(3, n, generator=generator).to(dtype)
+    y.backward(grad)
+    torch.testing.assert_close(x.grad.double(), grad.double() @ dense, rtol=0.02, atol=0.05)
+
+
+def test_gradients_go_through_a_convolution_and_to_its_bias():
+    x, bias = torch.randn(2, 4, 9, 9, requires_grad=True), torch.zeros(8, requires_grad=True)
+    w, scale = torch.randint(-8, 8, (8, 36)).to(torch.int8), torch.rand(8)
+    geometry = ([3, 3], [1, 1], [1, 1], [1, 1], 1)
+    torch.ops.qcore.conv2d_q8csw(x, w, scale, bias, *geometry).sum().backward()
+    dense = (w * scale[:, None]).view(8, 3, 3, 4).permute(0, 3, 1, 2)
+    (expected,) = torch.autograd.grad(torch.nn.functional.conv2d(x, dense, padding=1).sum(), x)
+    torch.testing.assert_close(x.grad, expected)
+    assert torch.equal(bias.grad, torch.full((8,), 162.0))
+
+
+def test_an_x_that_wants_gradients_is_an_error_inside_a_trace():
+    w, scale = torch.ones(8, 64, dtype=torch.int8), torch.ones(8)
+    compiled = torch.compile(lambda x: torch.ops.qcore.linear_q8csw(x, w, scale), backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(compiled(x), torch.ops.qcore.linear_q8csw(x, w, scale))
+    with pytest.raises(Exception, match="no gradient inside a trace"):
+        compiled(x.requires_grad_())
+    with torch.no_grad():
+        assert compiled(x).shape == (3, 8)
+
+
+@pytest.mark.parametrize("name", ["quantized_matmul", "linear_q8csw"])
+def test_an_x_of_codes_is_named(name):
+    with pytest.raises(FormatError, match=rf"{name}: x has dtype torch.int8; it must be floating"):
+        getattr(torch.ops.qcore, name)(
+            torch.ones(2, 64).to(torch.int8), torch.ones(8, 64).to(torch.int8), torch.ones(8)
+        )

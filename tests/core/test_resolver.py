@@ -308,3 +308,10 @@ def test_offers_for_lists_every_offer(add_kernel, add_plugin, request_of):
     assert "mine.stub" in names
     assert any(name.startswith("torch.") for name in names)
     assert all(status.name != "mine" for status, _ in resolver.offers_for(request_of(), frozenset({"mine"})))
+
+
+def test_strict_names_who_would_serve_if_asked(add_kernel, request_of):
+    add_kernel("mine", qcore.EMULATED)
+    with pytest.raises(UnsupportedError, match="ranks first for this request; mine serves where backends name it"):
+        qcore.resolve(request_of(), strict=True)
+    assert qcore.resolve(request_of(), strict=True, backends="mine").plugin == "mine"

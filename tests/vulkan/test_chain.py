@@ -176,6 +176,10 @@ def test_gradients_are_recorded_as_without_a_chain():
     assert "gradients" in str(chained.explain())
 
 
+def test_before_the_first_call_explain_says_what_to_do():
+    assert "explain(input)" in str(qcore_vulkan.sequential(mlp()).explain())
+
+
 def test_explain_can_be_asked_for_an_input():
     explanation = qcore_vulkan.sequential(mlp()).explain(torch.randn(3, 64))
     assert explanation.submissions == 1

@@ -30,7 +30,8 @@ def known():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "index"), [(None, 3), ("", 3), (0, 0), ("0", 0), ("4", 4), ("arc", 1), ("RADEON", 3), ("thing", 5)]
+    ("wanted", "index"),
+    [(None, 3), ("", 3), (0, 0), ("0", 0), ("4", 4), ("arc", 1), ("RADEON", 3), ("thing", 5), ("7900", 3)],
 )
 def test_the_best_that_fits_is_chosen(known, wanted, index):
     assert select(known, wanted).index == index
@@ -47,6 +48,8 @@ def test_types_have_an_order(known):
         (9, "no device: none of the Vulkan devices here is 9: 0: llvmpipe, 1: "),
         ("9070", "no device: Radeon 9070 cannot serve: its driver is older than Vulkan 1.2"),
         (2, "no device: Radeon 9070 cannot serve"),
+        ("79", "no device: none of the Vulkan devices here is '79'"),
+        ("7", "no device: none of the Vulkan devices here is '7'"),
     ],
 )
 def test_why_none_is_chosen(known, wanted, why):

@@ -26,7 +26,8 @@ def known(monkeypatch):
                 raise found[0]
             return list(found)
 
-        monkeypatch.setattr(probe, "devices", answer)
+        for module in (device, probe):
+            monkeypatch.setattr(module, "devices", answer)
         monkeypatch.setattr(probe, "rank", rank)
 
     return set_devices
@@ -107,6 +108,7 @@ def test_a_device_named_that_is_not_here_is_an_error_of_the_user(known, here, mo
     assert isinstance(found, Unavailable)
     assert found.broken
     assert "'geforce'" in found.reason
+    assert "QCORE_VULKAN_DEVICE=geforce asks for it" in found.reason
     assert here.name in found.reason
 
 

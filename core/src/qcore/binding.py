@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -81,10 +82,22 @@ class WeightStore:
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"weight": self.neutral().map(Tensor.detach)}
+        weight = self.neutral().map(Tensor.detach)
+        _keep_for_spawned(weight)
+        return {"weight": weight}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         WeightStore.__init__(self, state["weight"])
+
+
+def _keep_for_spawned(weight: QTensor) -> None:
+    """Keep ``weight`` while a process that it is being sent to is started.
+
+    That process inherits its shared memory, which goes with the tensors: ours may have been unpacked for this alone.
+    """
+    starting = get_spawning_popen()
+    if starting is not None:
+        weakref.finalize(starting, id, weight).atexit = False
 
 
 def _moved(tensor: Tensor, fn: Fn, device: torch.device) -> Tensor:

@@ -13,6 +13,8 @@ from .activations import Activation, OutputInt8, StaticInt8
 from .autograd import call_differentiably
 from .binding import Bound, WeightStore, bind, call_first
 from .contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
+from .contracts.conv2d import laid_out_like
+from .contracts.embedding import check_index_dtype
 from .errors import FormatError
 from .qtensor import QTensor
 from .settings import current
@@ -124,15 +126,17 @@ def linear(
     The packed weight is cached, weakly, by the identity and version of the weight's tensors.
     """
     check_linear(x, weight, bias)
+    _check_output(activation, output)
     given = given_parameters(activation, output, x_scale, x_zero_point, out_scale, out_zero_point)
     out = torch.int8 if output else out_dtype or (torch.float32 if x.dtype == torch.int8 else x.dtype)
     n, k = weight.shape
-    sizes, training = (x.dtype, out, n, k, None), _needs_grad(x, bias, output)
+    sizes, training = (x.dtype, out, n, k, None), needs_grad(x, bias, output)
     request = LinearRequest(weight.device, *sizes, weight.format, activation, output, bias is not None, training)
     return entry_for(weight).run(request, x, bias, given)
 
 
-def _needs_grad(x: Tensor, bias: Tensor | None, output: OutputInt8 | None) -> bool:
+def needs_grad(x: Tensor, bias: Tensor | None, output: OutputInt8 | None = None) -> bool:
+    """Whether a call has to be differentiable with respect to x or bias."""
     wanted = x.requires_grad or (bias is not None and bias.requires_grad)
     return wanted and output is None and torch.is_grad_enabled()
 
@@ -146,6 +150,13 @@ def check_linear(x: Tensor, weight: QTensor, bias: Tensor | None) -> None:
         raise FormatError(f"x has shape {tuple(x.shape)}; its last dimension must be K = {k} of the weight.")
     if bias is not None and tuple(bias.shape) != (n,):
         raise FormatError(f"bias has shape {tuple(bias.shape)}; this weight needs ({n},).")
+
+
+def _check_output(activation: Activation | None, output: OutputInt8 | None) -> None:
+    if output is not None and activation is None:
+        raise FormatError(
+            "int8 results go with int8 activations: give activation=DynamicInt8() or StaticInt8(...) as well."
+        )
 
 
 def given_parameters(
@@ -179,22 +190,25 @@ def conv2d(
 ) -> Tensor:
     """A quantized convolution; see the contract ``conv2d``.
 
-    ``x``: ``(B, IC, H, W)``, ``weight``: ``(OC, KH*KW*IC/groups)``, columns in (KH, KW, IC) order.
+    ``x``: ``(B, IC, H, W)``, ``weight``: ``(OC, KH*KW*IC/groups)``, columns in (KH, KW, IC) order. The result has the
+    memory format of x.
     """
     if x.dim() != 4:
         raise FormatError(f"x has shape {tuple(x.shape)}; it must be (B, IC, H, W).")
+    _check_output(activation, output)
     geometry = (x.shape[1], weight.shape[0], kernel_size, stride, padding, dilation, groups)
     out = torch.int8 if output else x.dtype
     quantization = (weight.format, activation, output)
-    training = _needs_grad(x, bias, output)
+    training = needs_grad(x, bias, output)
     request = Conv2dRequest(weight.device, x.dtype, out, *geometry, *quantization, bias is not None, training)
     if weight.shape[1] != request.k:
         needs = f"this convolution needs KH*KW*IC/groups = {request.k}"
         raise FormatError(f"weight has {weight.shape[1]} columns; {needs}.")
-    return entry_for(weight).run(request, x, bias, {})
+    return laid_out_like(entry_for(weight).run(request, x, bias, {}), x)
 
 
 def embedding(indices: Tensor, weight: QTensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """Rows of a quantized table ``(V, D)``; see the contract ``embedding``. ``out_dtype``: default the scale's."""
+    check_index_dtype(indices)
     request = EmbeddingRequest(weight.device, out_dtype or weight.dtype, *weight.shape, weight.format)
     return entry_for(weight).run(request, indices, None, {})

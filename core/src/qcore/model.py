@@ -376,13 +376,23 @@ def _row(name: str, module: QuantizedModule) -> LayerReport:
         name,
         type(module).__name__,
         QUANTIZED,
-        served.reason if served else "on meta: bound when its weights are loaded",
+        (served.reason if served else "on meta: bound when its weights are loaded") + _others(module),
         str(module.scheme.blank()),
         served.plugin if served else "",
         served.kernel if served else "",
         _weight_bytes(module),
         sum(_held(module).values()),
     )
+
+
+def _others(module: QuantizedModule) -> str:
+    """Other kernels that a layer has bound since: for gradients, or for an x of another dtype than its own."""
+    found: dict[str, list[str]] = {}
+    for (dtype, training), bound in module._bounds.items():
+        if bound.kernel.name != (module._primary and module._primary.kernel.name):
+            named = f"{'gradients, ' if training else ''}x={str(dtype).removeprefix('torch.')}"
+            found.setdefault(bound.kernel.name, []).append(named)
+    return "".join(f"; {kernel} for {' and '.join(calls)}" for kernel, calls in found.items())
 
 
 def report(model: nn.Module) -> Report:

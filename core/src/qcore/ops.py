@@ -1,8 +1,9 @@
 """``torch.ops.qcore.*``: functional ops with the names, argument orders and byte conventions of the seed systems.
 
 Each op reads its tensors as a neutral `QTensor` and resolves like everything else; packed weights are cached, weakly,
-by the identity and version of the tensors. Sources of the conventions: torch_xla's ``xla::quantized_matmul``, the
-torchao RFC's ``bf16i4bf16_rowwise``, and ExecuTorch's Vulkan ops.
+by the identity and version of the tensors. Gradients with respect to x and bias are those of `qcore.linear`; inside a
+trace (``torch.compile``) an x that wants one is an error. Sources of the conventions: torch_xla's
+``xla::quantized_matmul``, the torchao RFC's ``bf16i4bf16_rowwise``, and ExecuTorch's Vulkan ops.
 """
 
 # ruff: noqa: A002, ARG001 - a fake has the arguments of its op, and those have the seed systems' names
@@ -18,31 +19,12 @@ from torch import Tensor
 from .activations import Activation, DynamicInt8, OutputInt8, StaticInt8
 from .contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
 from .contracts.conv2d import output_size
-from .errors import FormatError
 from .formats import Format, ZeroPoint, interleave, unpack_nibbles
-from .functional import PackedCache, StoreEntry
+from .functional import PackedCache, StoreEntry, needs_grad
+from .op_library import define, require, require_float
 from .qtensor import SCALE_DTYPES, QTensor
 
-_library: Any = torch.library.Library("qcore", "DEF")  # type: ignore[no-untyped-call]
 _cache = PackedCache()
-
-
-def _op(schema: str, fake: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Define ``qcore::<schema>``, with ``fake`` for shapes and dtypes."""
-
-    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        name = schema.split("(", maxsplit=1)[0]
-        _library.define(schema)
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"qcore::{name}", fake, lib=_library)
-        return function
-
-    return register
-
-
-def _require(condition: bool, op: str, text: str) -> None:
-    if not condition:
-        raise FormatError(f"qcore::{op}: {text}")
 
 
 def _entry(tensors: tuple[Tensor | None, ...], extra: Hashable, build: Callable[[], QTensor]) -> StoreEntry:
@@ -65,7 +47,7 @@ def _run(
     **given: Tensor,
 ) -> Tensor:
     out = torch.int8 if output else out_dtype or x.dtype
-    sizes = (*shape, None, fmt, activation, output, bias is not None, False)
+    sizes = (*shape, None, fmt, activation, output, bias is not None, needs_grad(x, bias, output))
     return _plain(entry.run(LinearRequest(x.device, x.dtype, out, *sizes), x, bias, given))
 
 
@@ -79,20 +61,21 @@ def _plain(result: Tensor) -> Tensor:
 
 def _check_matmul(x: Tensor, w: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int) -> tuple[int, int]:
     op = "quantized_matmul"
-    _require(w.dtype == torch.int8, op, f"w has dtype {w.dtype}; int4 values ride in int8 too.")
+    require_float(op, x)
+    require(w.dtype == torch.int8, op, f"w has dtype {w.dtype}; int4 values ride in int8 too.")
     if block_size == -1:
-        _require(w.dim() == 2, op, f"per-channel w has shape {tuple(w.shape)}; it must be (N, K).")
+        require(w.dim() == 2, op, f"per-channel w has shape {tuple(w.shape)}; it must be (N, K).")
         n, k = w.shape
         wanted: tuple[int, ...] = (n,)
     else:
         fits = w.dim() == 3 and w.shape[1] == block_size
-        _require(fits, op, f"blockwise w has shape {tuple(w.shape)}; it must be (K/{block_size}, {block_size}, N).")
+        require(fits, op, f"blockwise w has shape {tuple(w.shape)}; it must be (K/{block_size}, {block_size}, N).")
         n, k = w.shape[2], w.shape[0] * w.shape[1]
         wanted = (w.shape[0], n)
     for name, value in (("scale", scale), ("zero_point", zero_point)):
         if value is not None:
-            _require(tuple(value.shape) == wanted, op, f"{name} has shape {tuple(value.shape)}; it must be {wanted}.")
-    _require(x.dim() > 0 and x.shape[-1] == k, op, f"x has shape {tuple(x.shape)}; its last dimension must be {k}.")
+            require(tuple(value.shape) == wanted, op, f"{name} has shape {tuple(value.shape)}; it must be {wanted}.")
+    require(x.dim() > 0 and x.shape[-1] == k, op, f"x has shape {tuple(x.shape)}; its last dimension must be {k}.")
     return n, k
 
 
@@ -109,7 +92,7 @@ def _fake_matmul(
     return x.new_empty((*x.shape[:-1], n))
 
 
-@_op(
+@define(
     "quantized_matmul(Tensor x, Tensor w, Tensor scale, Tensor? zero_point=None, int block_size=-1, "
     "bool int4_weight=False, bool quantize_activation=False) -> Tensor",
     _fake_matmul,
@@ -150,7 +133,7 @@ def quantized_matmul(
 def _require_int4(codes: Tensor, int4_weight: bool) -> None:
     if int4_weight and codes.numel():
         low, high = (int(v) for v in codes.aminmax())
-        _require(low >= -8 and high <= 7, "quantized_matmul", f"int4_weight is set, but w spans {low}..{high}.")
+        require(low >= -8 and high <= 7, "quantized_matmul", f"int4_weight is set, but w spans {low}..{high}.")
 
 
 # torchao's bf16i4bf16_rowwise
@@ -158,14 +141,15 @@ def _require_int4(codes: Tensor, int4_weight: bool) -> None:
 
 def _check_rowwise(x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[int, int, int]:
     op = "bf16i4bf16_rowwise"
+    require_float(op, x)
     fits = weight.dim() == 2 and weight.dtype in (torch.int8, torch.uint8)
-    _require(fits, op, f"weight has dtype {weight.dtype}, shape {tuple(weight.shape)}; it must be int8 (N, K/2).")
+    require(fits, op, f"weight has dtype {weight.dtype}, shape {tuple(weight.shape)}; it must be int8 (N, K/2).")
     n, k = weight.shape[0], weight.shape[1] * 2
     fits = scale.dim() == 2 and scale.shape == zero_point.shape and scale.shape[1] == n and scale.shape[0] > 0
     shapes = f"{tuple(scale.shape)}, {tuple(zero_point.shape)}"
-    _require(fits, op, f"scale and zero_point have shapes {shapes}; they must be both (K/g, N).")
-    _require(k % scale.shape[0] == 0, op, f"scale has {scale.shape[0]} groups, which do not divide K = {k}.")
-    _require(x.dim() > 0 and x.shape[-1] == k, op, f"input has shape {tuple(x.shape)}; its last dimension must be {k}.")
+    require(fits, op, f"scale and zero_point have shapes {shapes}; they must be both (K/g, N).")
+    require(k % scale.shape[0] == 0, op, f"scale has {scale.shape[0]} groups, which do not divide K = {k}.")
+    require(x.dim() > 0 and x.shape[-1] == k, op, f"input has shape {tuple(x.shape)}; its last dimension must be {k}.")
     return n, k, k // scale.shape[0]
 
 
@@ -173,7 +157,7 @@ def _fake_rowwise(input: Tensor, weight: Tensor, scale: Tensor, zero_point: Tens
     return input.new_empty((*input.shape[:-1], _check_rowwise(input, weight, scale, zero_point)[0]))
 
 
-@_op("bf16i4bf16_rowwise(Tensor input, Tensor weight, Tensor scale, Tensor zero_point) -> Tensor", _fake_rowwise)
+@define("bf16i4bf16_rowwise(Tensor input, Tensor weight, Tensor scale, Tensor zero_point) -> Tensor", _fake_rowwise)
 def bf16i4bf16_rowwise(input: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     """``input @ (q * scale + zero_point)^T``.
 
@@ -195,14 +179,15 @@ _Q8CSW = Format("int8")
 
 
 def _check_q8csw(op: str, x: Tensor, weights: Tensor, scales: Tensor, sums: Tensor | None = None) -> tuple[int, int]:
+    require_float(op, x)
     fits = weights.dim() == 2 and weights.dtype == torch.int8
-    _require(fits, op, f"weights have dtype {weights.dtype}, shape {tuple(weights.shape)}; they must be int8 (N, K).")
+    require(fits, op, f"weights have dtype {weights.dtype}, shape {tuple(weights.shape)}; they must be int8 (N, K).")
     n, k = weights.shape
-    _require(tuple(scales.shape) == (n,), op, f"weight_scales have shape {tuple(scales.shape)}; they must be ({n},).")
+    require(tuple(scales.shape) == (n,), op, f"weight_scales have shape {tuple(scales.shape)}; they must be ({n},).")
     if sums is not None:
         fits = sums.dtype == torch.int32 and tuple(sums.shape) == (n,)
         form = f"dtype {sums.dtype}, shape {tuple(sums.shape)}"
-        _require(fits, op, f"weight_sums have {form}; they must be int32 ({n},).")
+        require(fits, op, f"weight_sums have {form}; they must be int32 ({n},).")
     return n, k
 
 
@@ -210,7 +195,7 @@ def _check_linear_q8csw(
     op: str, x: Tensor, weights: Tensor, scales: Tensor, sums: Tensor | None = None
 ) -> tuple[int, int]:
     n, k = _check_q8csw(op, x, weights, scales, sums)
-    _require(x.dim() > 0 and x.shape[-1] == k, op, f"x has shape {tuple(x.shape)}; its last dimension must be {k}.")
+    require(x.dim() > 0 and x.shape[-1] == k, op, f"x has shape {tuple(x.shape)}; its last dimension must be {k}.")
     return n, k
 
 
@@ -222,7 +207,7 @@ def _fake_linear_q8csw(x: Tensor, weights: Tensor, weight_scales: Tensor, bias: 
     return x.new_empty((*x.shape[:-1], _check_linear_q8csw("linear_q8csw", x, weights, weight_scales)[0]))
 
 
-@_op("linear_q8csw(Tensor x, Tensor weights, Tensor weight_scales, Tensor? bias=None) -> Tensor", _fake_linear_q8csw)
+@define("linear_q8csw(Tensor x, Tensor weights, Tensor weight_scales, Tensor? bias=None) -> Tensor", _fake_linear_q8csw)
 def linear_q8csw(x: Tensor, weights: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ (weights * weight_scales)^T + bias``, float accumulation. ``weights`` int8 ``(N, K)``, scales ``(N,)``."""
     shape = _check_linear_q8csw("linear_q8csw", x, weights, weight_scales)
@@ -242,7 +227,7 @@ def _fake_linear_q8ta_q8csw(
     return x.new_empty((*x.shape[:-1], n))
 
 
-@_op(
+@define(
     "linear_q8ta_q8csw(Tensor x, float input_scale, int input_zero_point, Tensor weights, Tensor? weight_sums, "
     "Tensor weight_scales, Tensor? bias=None) -> Tensor",
     _fake_linear_q8ta_q8csw,
@@ -272,14 +257,15 @@ def _conv_request(
     op: str, x: Tensor, weights: Tensor, scales: Tensor, sums: Tensor | None, bias: Any, activation: Any, geometry: Any
 ) -> Conv2dRequest:
     n, k = _check_q8csw(op, x, weights, scales, sums)
-    _require(x.dim() == 4, op, f"x has shape {tuple(x.shape)}; it must be (B, IC, H, W).")
+    require(x.dim() == 4, op, f"x has shape {tuple(x.shape)}; it must be (B, IC, H, W).")
     *pairs, groups = geometry
     fits = all(len(p) in (1, 2) for p in pairs)
-    _require(fits, op, "kernel_size, stride, padding and dilation take one or two ints.")
+    require(fits, op, "kernel_size, stride, padding and dilation take one or two ints.")
     kernel, stride, padding, dilation = ((int(p[0]), int(p[-1])) for p in pairs)
     sizes = (x.shape[1], n, kernel, stride, padding, dilation, groups)
-    request = Conv2dRequest(x.device, x.dtype, x.dtype, *sizes, _Q8CSW, activation, None, bias is not None, False)
-    _require(request.k == k, op, f"weights have {k} columns; they need KH*KW*IC/groups = {request.k}.")
+    training = needs_grad(x, bias)
+    request = Conv2dRequest(x.device, x.dtype, x.dtype, *sizes, _Q8CSW, activation, None, bias is not None, training)
+    require(request.k == k, op, f"weights have {k} columns; they need KH*KW*IC/groups = {request.k}.")
     return request
 
 
@@ -293,7 +279,7 @@ def _fake_conv2d_q8csw(
     return _fake_conv(_conv_request("conv2d_q8csw", x, weights, weight_scales, None, bias, None, geometry), x)
 
 
-@_op(f"conv2d_q8csw(Tensor x, Tensor weights, Tensor weight_scales, {_CONV_TAIL}", _fake_conv2d_q8csw)
+@define(f"conv2d_q8csw(Tensor x, Tensor weights, Tensor weight_scales, {_CONV_TAIL}", _fake_conv2d_q8csw)
 def conv2d_q8csw(x: Tensor, weights: Tensor, weight_scales: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
     """Convolution, weight dequantized. ``weights`` int8 ``(OC, KH*KW*IC/groups)``, columns (KH, KW, IC).
 
@@ -309,7 +295,7 @@ def _fake_conv2d_q8ta_q8csw(
     return _fake_conv(_conv_request("conv2d_q8ta_q8csw", x, weights, scales, sums, bias, None, geometry), x)
 
 
-@_op(
+@define(
     "conv2d_q8ta_q8csw(Tensor x, float input_scale, int input_zero_point, Tensor weights, Tensor? weight_sums, "
     f"Tensor weight_scales, {_CONV_TAIL}",
     _fake_conv2d_q8ta_q8csw,
@@ -334,16 +320,16 @@ def conv2d_q8ta_q8csw(
 
 
 def _check_qga4w(op: str, x: Tensor, weights: Tensor, group: int, scales: Tensor, zeros: Tensor) -> tuple[int, int]:
-    _require(x.dtype == torch.int8, op, f"x has dtype {x.dtype}; it must hold int8 codes.")
+    require(x.dtype == torch.int8, op, f"x has dtype {x.dtype}; it must hold int8 codes.")
     fits = weights.dim() == 2 and weights.dtype == torch.uint8
     form = f"dtype {weights.dtype}, shape {tuple(weights.shape)}"
-    _require(fits, op, f"weights have {form}; they must be uint8 (N, K/2).")
+    require(fits, op, f"weights have {form}; they must be uint8 (N, K/2).")
     n, k = weights.shape[0], weights.shape[1] * 2
-    _require(group > 0 and k % group == 0, op, f"group_size {group} must divide K = {k}.")
+    require(group > 0 and k % group == 0, op, f"group_size {group} must divide K = {k}.")
     for name, value in (("weight_scales", scales), ("weight_zeros", zeros)):
         fits = tuple(value.shape) == (k // group, n)
-        _require(fits, op, f"{name} have shape {tuple(value.shape)}; they must be (K/g, N) = {(k // group, n)}.")
-    _require(x.dim() > 0 and x.shape[-1] == k, op, f"x has shape {tuple(x.shape)}; its last dimension must be {k}.")
+        require(fits, op, f"{name} have shape {tuple(value.shape)}; they must be (K/g, N) = {(k // group, n)}.")
+    require(x.dim() > 0 and x.shape[-1] == k, op, f"x has shape {tuple(x.shape)}; its last dimension must be {k}.")
     return n, k
 
 
@@ -372,7 +358,7 @@ def _qga4w(
     shape = _check_qga4w(op, x, weights, group_size, scales, zeros)
     fmt = Format("int4", group_size, ZeroPoint.INT)
 
-    _require(not zeros.is_floating_point(), op, f"weight_zeros have dtype {zeros.dtype}; they must be integers.")
+    require(not zeros.is_floating_point(), op, f"weight_zeros have dtype {zeros.dtype}; they must be integers.")
 
     def build() -> QTensor:
         odd, even = unpack_nibbles(weights ^ 0x88)
@@ -386,11 +372,11 @@ def _qga4w(
 
 def _tokens(op: str, x: Tensor, value: Tensor) -> Tensor:
     tokens = x.shape[:-1].numel()
-    _require(value.numel() == tokens, op, f"a per-token parameter has {value.numel()} values; x has {tokens} tokens.")
+    require(value.numel() == tokens, op, f"a per-token parameter has {value.numel()} values; x has {tokens} tokens.")
     return value.reshape(-1)
 
 
-@_op(
+@define(
     "linear_qta8a_qga4w(Tensor x, Tensor input_scale, Tensor input_zero_point, Tensor weights, int group_size, "
     "Tensor weight_scales, Tensor weight_zeros) -> Tensor",
     _fake_qga4w,
@@ -413,7 +399,7 @@ def linear_qta8a_qga4w(
     return _qga4w(op, x, input_scale, input_zero_point, *weight)
 
 
-@_op(
+@define(
     "linear_qta8a_qga4w_qta8o(Tensor x, Tensor input_scale, Tensor input_zero_point, Tensor weights, int group_size, "
     "Tensor weight_scales, Tensor weight_zeros, Tensor output_scale, Tensor output_zero_point) -> Tensor",
     _fake_qga4w_qta8o,
@@ -441,12 +427,12 @@ def linear_qta8a_qga4w_qta8o(
 def _check_q4gsw(weight: Tensor, scales: Tensor, group_size: int) -> tuple[int, int, int]:
     op = "embedding_q4gsw"
     fits = weight.dim() == 2 and weight.dtype == torch.uint8
-    _require(fits, op, f"weight has dtype {weight.dtype}, shape {tuple(weight.shape)}; it must be uint8 (V, D/2).")
+    require(fits, op, f"weight has dtype {weight.dtype}, shape {tuple(weight.shape)}; it must be uint8 (V, D/2).")
     v, d = weight.shape[0], weight.shape[1] * 2
-    _require(group_size > 0 and d % group_size == 0, op, f"group_size {group_size} must divide D = {d}.")
+    require(group_size > 0 and d % group_size == 0, op, f"group_size {group_size} must divide D = {d}.")
     groups = d // group_size
     fits = tuple(scales.shape) in ((v, groups), (groups, v)) or (groups == 1 and tuple(scales.shape) == (v,))
-    _require(fits, op, f"weight_scales have shape {tuple(scales.shape)}; they must be (V, D/g) = {(v, groups)}.")
+    require(fits, op, f"weight_scales have shape {tuple(scales.shape)}; they must be (V, D/g) = {(v, groups)}.")
     return v, d, groups
 
 
@@ -457,7 +443,7 @@ def _fake_q4gsw(
     return _scale(weight_scales).new_empty((*indices.shape, d))
 
 
-@_op(
+@define(
     "embedding_q4gsw(Tensor weight, Tensor weight_scales, int group_size, Tensor indices, bool is_linear_weight=False) "
     "-> Tensor",
     _fake_q4gsw,

@@ -299,7 +299,12 @@ def _fail_if_named_and_broken(status: PluginStatus, order: Sequence[str]) -> Non
 def _enforce_strict(decision: Decision, wanted: Settings) -> None:
     order = wanted.order(decision.request.contract)
     if decision.is_fallback and order[:1] != (BUILTIN,):
-        raise UnsupportedError(f"strict: only the fallback to torch ops can serve this request.\n{decision}")
+        behind = {c.plugin for c in decision.candidates if c.stage == Stage.OUTRANKED.value} - {BUILTIN}
+        text = "only the fallback to torch ops can serve this request."
+        if behind:
+            names = " or ".join(sorted(behind))
+            text = f"the fallback to torch ops ranks first for this request; {names} serves where backends name it."
+        raise UnsupportedError(f"strict: {text}\n{decision}")
 
 
 def _tell_observers(decision: Decision, wanted: Settings) -> None:

@@ -161,9 +161,19 @@ def using(
     ``backends``: plugin names in the order wanted, e.g. ``"vulkan"``, ``"cuda,torch"``, ``"linear=xla;*=torch"``;
     others come after them by rank. Layers that are already bound keep their kernels.
     """
-    merged = {**(_context.get() or {}), **_changes(backends, disable, strict, verify)}
-    token = _context.set(merged)
-    try:
+    with _said({**(_context.get() or {}), **_changes(backends, disable, strict, verify)}):
         yield current()
+
+
+def in_force(settings: Settings) -> contextlib.AbstractContextManager[None]:
+    """Exactly these settings for a block: those that a layer was made under, where it binds once more."""
+    return _said(vars(settings))
+
+
+@contextlib.contextmanager
+def _said(values: Mapping[str, Any]) -> Iterator[None]:
+    token = _context.set(values)
+    try:
+        yield
     finally:
         _context.reset(token)

@@ -89,6 +89,24 @@ def test_memory_formats():
     torch.testing.assert_close(layer(x.to(memory_format=torch.channels_last)), layer(x), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32", "w8a8", "w8a8-static(0.05,3)", "w8a8-o8(0.1,2)"])
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_results_have_the_strides_of_torchs(scheme, channels, kernel):
+    conv = nn.Conv2d(channels, 8, kernel)
+    layer = QuantizedConv2d.from_float(conv, scheme)
+    x = torch.randn(2, channels, 9, 8)
+    last = torch.empty(2, 9, 8, channels).copy_(x.movedim(1, -1)).movedim(-1, 1)
+    with torch.no_grad():
+        for image in (x, last, x[0], last[..., ::2]):
+            assert layer(image).stride() == conv(image).stride()
+            weight = (layer.weight, layer.bias) if image.dim() == 4 else ()
+            if weight and scheme == "w8a16":
+                y = qcore.conv2d(image, *weight, kernel_size=(kernel, kernel))
+                assert y.stride() == conv(image).stride()
+    layer(x).view(2, -1)  # as a model may that was written for torch.nn.Conv2d
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     conv = nn.Conv2d(4, 8, 3, dtype=dtype)

@@ -52,10 +52,17 @@ def test_bad_input_at_the_first_call_does_not_cost_the_kernel_its_place(add_kern
     assert QuantizedEmbedding.from_float(nn.Embedding(20, 64), "w8a16").decision.plugin == "mine"
 
 
-def test_indices_that_are_not_whole_numbers_are_an_error():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.uint8])
+def test_indices_of_another_dtype_are_an_error(add_kernel, dtype):
+    add_kernel("mine")
     layer = QuantizedEmbedding.from_float(nn.Embedding(20, 64), "w8a16")
-    with pytest.raises((RuntimeError, IndexError, TypeError, qcore.FormatError)):
-        layer(torch.tensor([1.0]))
+    for _ in range(2):
+        with pytest.raises(qcore.FormatError, match=r"indices have dtype .*; they must be int64 or int32"):
+            layer(torch.ones(3).to(dtype))
+        with pytest.raises(qcore.FormatError, match="they must be int64 or int32"):
+            qcore.embedding(torch.ones(3).to(dtype), layer.weight)
+    layer(torch.tensor([1]))
+    assert layer.decision.plugin == "mine"
 
 
 def test_dtypes():

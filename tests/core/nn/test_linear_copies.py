@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
+import textwrap
 import warnings
 
 import pytest
@@ -252,3 +255,75 @@ def test_a_layer_on_meta_cannot_be_compiled_and_says_so():
         layer = made()
     with pytest.raises(Exception, match="load its weights first"):
         torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(2, 64, device="meta"))
+
+
+@pytest.fixture
+def made_for_mine(add_kernel):
+    """A layer on a plugin that ranks below torch, so that it serves only where it is asked for."""
+    add_kernel("mine", qcore.EMULATED)
+    with qcore.using("mine", strict=True):
+        return made()
+
+
+def test_what_is_bound_later_is_bound_under_the_settings_that_the_layer_was_made_under(made_for_mine):
+    x = torch.randn(2, 64)
+    made_for_mine(x).sum().backward()
+    made_for_mine(x.bfloat16())
+    assert {bound.decision.plugin for bound in made_for_mine._bounds.values()} == {"mine"}
+    assert len(made_for_mine._bounds) == 3
+    with qcore.using("torch"):
+        assert made_for_mine(x.half()).dtype == torch.float16
+    assert {bound.decision.plugin for bound in made_for_mine._bounds.values()} == {"mine"}
+
+
+@pytest.mark.parametrize(
+    "move", [copy.deepcopy, copy.copy, lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.share_memory()]
+)
+def test_copies_and_moves_to_where_it_is_keep_the_kernel(made_for_mine, move):
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        expected = made_for_mine(x)
+        other = move(made_for_mine)
+        assert other.decision.plugin == "mine"
+        assert torch.equal(other(x), expected)
+    assert [name for name, _ in other.named_buffers()]
+    other(x.bfloat16())
+    assert {bound.decision.plugin for bound in other._bounds.values()} == {"mine"}
+
+
+def test_real_moves_and_pickles_bind_under_the_settings_of_the_moment(made_for_mine):
+    assert pickle.loads(pickle.dumps(made_for_mine)).decision.plugin == "torch"
+    assert made_for_mine.to(torch.bfloat16).decision.plugin == "torch"
+
+
+def test_the_report_names_what_else_serves(made_for_mine):
+    model = torch.nn.Sequential(made(), made_for_mine)
+    model[0](torch.randn(2, 64).bfloat16())
+    rows = qcore.report(model)
+    first = model[0]._bounds[torch.bfloat16, model[0].bias.requires_grad].kernel.name
+    assert f"; {first} for gradients, x=bfloat16" in rows["0"].reason or first == rows["0"].kernel
+    assert ";" not in rows["1"].reason
+
+
+_SENT = """if True:
+    import torch, qcore
+
+    def work(index, layer, x, expected):
+        with torch.no_grad():
+            assert torch.equal(layer(x), expected), (layer(x), expected)
+
+    if __name__ == "__main__":
+        for scheme in ("w8a8", "w4a16-g32", "w8a16"):
+            layer, x = qcore.nn.QuantizedLinear.from_float(torch.nn.Linear(64, 16), scheme), torch.randn(2, 64)
+            with torch.no_grad():
+                torch.multiprocessing.spawn(work, args=(layer, x, layer(x)), nprocs=2)
+        print("done")
+"""
+
+
+@pytest.mark.slow
+def test_modules_are_sent_to_processes_that_are_spawned(tmp_path):
+    file = tmp_path / "sends.py"
+    file.write_text(textwrap.dedent(_SENT.removeprefix("if True:\n")))
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "done\n", done.stderr

@@ -136,7 +136,8 @@ def _how_it_ended(code: int) -> str:
 
 def _where(trace: str) -> str:
     """The innermost line of the plugin's own in a stack, e.g. `` (in qcore_probe, /x/plugin.py:12)``."""
-    skipped = (str(Path(__file__).parents[1]), str(Path(sys.modules["pluggy"].__file__ or "").parent))
+    pluggy = Path(sys.modules["pluggy"].__file__ or "").parent
+    skipped = tuple(f"{house}{os.sep}" for house in (Path(__file__).parents[1], pluggy))
     library = sysconfig.get_path("stdlib")
     for frame in _FRAME.finditer(trace):
         file = frame["file"]

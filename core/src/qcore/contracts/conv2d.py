@@ -230,6 +230,16 @@ def check_image(name: str, x: Tensor, request: Conv2dRequest) -> None:
         )
 
 
+def laid_out_like(y: Tensor, x: Tensor) -> Tensor:
+    """Images y in the memory format of images x, as after `torch.nn.Conv2d`: code behind it may ask for a view.
+
+    Kernels may give either format; most give channels last.
+    """
+    # By the strides, as torch goes: with one channel an image is contiguous in both formats.
+    last = x.stride(1) == 1 and x.stride(3) >= x.shape[1]
+    return y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
 def dense_kernel(weight: QTensor, request: Conv2dRequest, dtype: torch.dtype) -> Tensor:
     """The dequantized weight as torch's convolutions take it: ``(OC, IC/groups, KH, KW)``."""
     kh, kw = request.kernel_size

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..errors import FormatError
 from ..formats import Format
 from ..qtensor import QTensor
 from ..schemes import Scheme
@@ -52,6 +53,9 @@ class EmbeddingRequest:
         return replace(self, num_embeddings=small_n(self.n), embedding_dim=small_k(self.k, self.weight))
 
 
+_INDICES = (torch.int64, torch.int32)
+
+
 @dataclass(frozen=True)
 class _Shape:
     name: str
@@ -82,7 +86,8 @@ class EmbeddingContract(Contract):
 
     - ``indices``: int64 or int32 of any shape; ``y``: ``(*indices.shape, D)`` of ``out_dtype``.
     - Only the rows asked for are dequantized; each value is computed in float32 and rounded once.
-    - Errors: an index outside 0..V-1 raises `IndexError` (on accelerators, a device-side assertion).
+    - Errors: an index outside 0..V-1 raises `IndexError` (on accelerators, a device-side assertion); indices of another
+      dtype raise `FormatError`.
     """
 
     name: ClassVar[str] = "embedding"
@@ -129,11 +134,19 @@ def _problem(
     return Problem(request, draw.whole(0, request.n - 1, *shape).to(dtype), weight)
 
 
+def check_index_dtype(indices: Tensor) -> None:
+    """Raise `FormatError` for indices that are not int64 or int32; some kernels would read them as if they were."""
+    if indices.dtype not in _INDICES:
+        raise FormatError(f"embedding: indices have dtype {indices.dtype}; they must be int64 or int32.")
+
+
 def check_indices(indices: Tensor, size: int) -> None:
     """Raise `IndexError` for an index outside ``0..size-1``: a kernel would read what lies beside the table.
 
-    On an accelerator, whose values nobody waits for, it is an assertion of the device.
+    On an accelerator, whose values nobody waits for, it is an assertion of the device. Raises `FormatError` for
+    indices of another dtype than int64 or int32.
     """
+    check_index_dtype(indices)
     if indices.device.type != "cpu":
         torch._assert_async(((indices >= 0) & (indices < size)).all())  # noqa: SLF001 - torch's own way for devices
     elif indices.numel():

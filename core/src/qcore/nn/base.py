@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..decision import Decision
 from ..errors import FormatError, QcoreWarning
 from ..qtensor import QTensor
 from ..schemes import Scheme
+from ..settings import Settings, current, in_force
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("data", "scale", "zero")
@@ -37,6 +39,22 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+
+@dataclass(frozen=True)
+class _MadeUnder:
+    """The settings that a layer binds under. Copies take them along; where a pickle is read, those there count."""
+
+    settings: Settings | None = None
+
+    def in_force(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.settings is None else in_force(self.settings)
+
+    def __deepcopy__(self, _memo: Any) -> _MadeUnder:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _MadeUnder, ()
 
 
 class QuantizedModule(nn.Module):
@@ -83,8 +101,12 @@ class QuantizedModule(nn.Module):
         """Which kernel serves this layer and why; None on ``meta``, where nothing is bound."""
         return None if self._primary is None else self._primary.decision
 
-    def _bind_primary(self) -> None:
-        """Bind for the layer's own dtype. On ``meta`` there is nothing to pack yet."""
+    def _bind_primary(self, settings: Settings | None = None) -> None:
+        """Bind for the layer's own dtype, under the current settings or those given; they stay the layer's.
+
+        On ``meta`` there is nothing to pack yet.
+        """
+        self._made_under = _MadeUnder(settings or current())
         self._bounds.clear()
         self._primary = None
         # Asking torch about autocast on a device that knows none (meta, vulkan) is an error.
@@ -103,7 +125,8 @@ class QuantizedModule(nn.Module):
     def _bound_for(self, x_dtype: torch.dtype, training: bool) -> Bound:
         key = (x_dtype, training)
         if key not in self._bounds:
-            self._keep(key, bind(self._store, self._request(x_dtype, training)))
+            with self._made_under.in_force():
+                self._keep(key, bind(self._store, self._request(x_dtype, training)))
         return self._bounds[key]
 
     def _keep(self, key: tuple[torch.dtype, bool], bound: Bound) -> None:
@@ -133,7 +156,8 @@ class QuantizedModule(nn.Module):
         bound = self._bound_for(dtype, training)
         if bound.proven:
             return self._call(bound, bound.packed, x, training)
-        fresh, result = call_first(self._store, bound, lambda b: self._call(b, b.packed, x, training))
+        with self._made_under.in_force():
+            fresh, result = call_first(self._store, bound, lambda b: self._call(b, b.packed, x, training))
         if fresh is not bound:
             self._keep((dtype, training), fresh)
         return result
@@ -176,11 +200,13 @@ class QuantizedModule(nn.Module):
         for name in [name for name in self._buffers if name.startswith(_PREFIX)]:
             del self._buffers[name]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._dtype = sample.dtype if sample.dtype in _FLOATS else self._dtype
+        before, self._dtype = self._dtype, sample.dtype if sample.dtype in _FLOATS else self._dtype
         if self._store.move(fn, sample.device):
             self._bind_all()
-        else:
+        elif self._dtype != before:
             self._bind_primary()
+        else:
+            self._show_packed()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -192,7 +218,7 @@ class QuantizedModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._store.users.add(self)
-        self._bind_primary()
+        self._bind_primary(self._made_under.settings)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

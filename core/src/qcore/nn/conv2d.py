@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..binding import WeightStore
 from ..contracts import Conv2dRequest
+from ..contracts.conv2d import laid_out_like
 from ..errors import FormatError
 from ..qtensor import QTensor
 from ..quantize import quantize
@@ -19,7 +20,8 @@ Pair = tuple[int, int]
 class QuantizedConv2d(QuantizedModule):
     """A 2-D convolution with a quantized weight; stands in for `torch.nn.Conv2d`.
 
-    ``x``: ``(B, in_channels, H, W)`` or ``(in_channels, H, W)``. The weight is a `QTensor` of shape
+    ``x``: ``(B, in_channels, H, W)`` or ``(in_channels, H, W)``; the result has its memory format. Kernels work on
+    channels_last, so an x in it saves a copy of x and one of the result. The weight is a `QTensor` of shape
     ``(out_channels, KH*KW*in_channels/groups)``, columns in (KH, KW, IC) order.
     """
 
@@ -126,7 +128,7 @@ class QuantizedConv2d(QuantizedModule):
         if self._outer_padding:
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
             x = nn.functional.pad(x, self._outer_padding, mode=mode)
-        return self._run(x)
+        return laid_out_like(self._run(x), x)
 
     def extra_repr(self) -> str:
         """The line that ``print(model)`` shows."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..binding import WeightStore
 from ..contracts import EmbeddingRequest
+from ..contracts.embedding import check_index_dtype
 from ..errors import UnsupportedError
 from ..qtensor import QTensor
 from ..quantize import quantize
@@ -22,7 +23,8 @@ class QuantizedEmbedding(QuantizedModule):
     """Looks rows up in a quantized table and dequantizes only those; stands in for `torch.nn.Embedding`.
 
     ``indices``: int64 or int32 of any shape; result: ``(*indices.shape, embedding_dim)`` of the layer's dtype.
-    An index out of range raises `IndexError`. Only the weight part of a scheme applies.
+    An index out of range raises `IndexError`, one of another dtype `FormatError`. Only the weight part of a scheme
+    applies.
     """
 
     def __init__(self, store: WeightStore, scheme: Scheme, dtype: torch.dtype, padding_idx: int | None = None) -> None:
@@ -72,6 +74,7 @@ class QuantizedEmbedding(QuantizedModule):
 
     def forward(self, indices: Tensor) -> Tensor:
         """Look up rows."""
+        check_index_dtype(indices)
         if torch.compiler.is_compiling() or (bound := self._primary) is None or not bound.proven:
             return self._run(indices)
         return bound.kernel(indices, bound.packed, None)

@@ -7,6 +7,7 @@ their code, which a profile function sees.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
-_HOUSE = str(Path(__file__).resolve().parents[1])
+_HOUSE = str(Path(__file__).resolve().parents[1]) + os.sep
+"""With the separator: where wheels are installed, ``qcore_cuda`` stands beside ``qcore``."""
 _FORBIDDEN_MODULES = ("resolver.py", "functional.py", "binding.py", "ops.py", "model.py")
 _KERNEL_METHODS = ("__call__", "run", "qcore_linear", "qcore_conv2d", "qcore_embedding")
 _TORCH = frozenset((

@@ -16,6 +16,10 @@ __version__ = "26.11.0"
 __all__ = ["Sequential", "on_device", "sequential"]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     if name in {"Sequential", "sequential"}:
         from . import chain

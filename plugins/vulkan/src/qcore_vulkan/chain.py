@@ -60,6 +60,8 @@ class Explanation:
         return iter(self.steps)
 
     def __str__(self) -> str:
+        if not self.steps:
+            return "not called yet, or compiled: explain(input) calls it and shows where each module runs"
         rows = [(step.name, step.kind, step.where, step.reason) for step in self]
         table = format_table(("module", "kind", "where", "why"), rows)
         return "\n".join([*table, f"{_count(len(rows), 'module')}, {_count(self.submissions, 'submission')}"])
@@ -121,7 +123,10 @@ class Sequential(nn.Sequential):
         return self._run(leaves, 0, len(leaves), input)
 
     def explain(self, input: Tensor | None = None) -> Explanation:  # noqa: A002
-        """Where each module ran in the last call or, given an ``input``, where it runs with that."""
+        """Where each module ran in the last call or, given an ``input``, where it runs with that.
+
+        There are no steps before the first call; a compiled call, which runs the modules one by one, is none.
+        """
         if input is not None:
             with torch.no_grad():
                 self(input)

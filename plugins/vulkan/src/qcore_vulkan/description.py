@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -129,10 +130,14 @@ def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
     return kind(**{name: tuple(v) if isinstance(v := values[name], list) else v for name in names})
 
 
+def _is_named(name: str, part: str) -> bool:
+    return part in (re.findall(r"\d+", name) if part.isdecimal() else name)
+
+
 def select(known: Sequence[Description], wanted: int | str | None = None) -> Description:
     """The device of this index, the best whose name contains the text, or the best. Raises `NoDevice`.
 
-    A text of digits is an index where there is such a device, else a part of a name: as in Radeon 7900.
+    A text of digits is an index where there is such a device, else a whole number in a name: as in Radeon 7900.
     """
     if not known:
         raise NoDevice("no device: the Vulkan drivers that are installed have no device")
@@ -141,7 +146,7 @@ def select(known: Sequence[Description], wanted: int | str | None = None) -> Des
     if isinstance(wanted, int):
         found = [one for one in known if one.index == wanted]
     else:
-        found = [one for one in known if (wanted or "").casefold() in one.name.casefold()]
+        found = [one for one in known if _is_named(one.name.casefold(), (wanted or "").casefold())]
     if not found:
         names = ", ".join(f"{one.index}: {one.name}" for one in known)
         raise NoDevice(f"no device: none of the Vulkan devices here is {wanted!r}: {names}")

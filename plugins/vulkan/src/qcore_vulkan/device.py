@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from . import native
 from .description import Description, parse, select
-from .native import DeviceLost, Unsupported
+from .native import DeviceLost, NoDevice, Unsupported
 
 Array = torch.Tensor | NDArray[Any]
 
@@ -59,6 +59,18 @@ def devices() -> Sequence[Description]:
     return tuple(parse(json.loads(native.library().devices())))
 
 
+def preferred() -> Description:
+    """The device that QCORE_VULKAN_DEVICE names, else the best. Raises `NoDevice`."""
+    wanted = os.environ.get(VARIABLE) or None
+    try:
+        return select(devices(), wanted)
+    except NoDevice as error:
+        if wanted is None:
+            raise
+        text = f"{error}.\n{VARIABLE}={wanted} asks for it; without that variable the best device serves."
+        raise NoDevice(text) from None
+
+
 @contextlib.contextmanager
 def on_device(which: int | str) -> Iterator[Description]:
     """Within it, weights that are packed go to this device: its index or a part of its name."""
@@ -74,12 +86,10 @@ def get(which: int | str | None = None) -> Device:
     """An open device: by index or part of its name, else as `on_device` or QCORE_VULKAN_DEVICE say, else the best."""
     if which is None:
         which = _chosen.get()
-    if which is None:
-        which = os.environ.get(VARIABLE) or None
     found = _open.get(which) if isinstance(which, int) else None
     if found is not None:
         return found
-    description = select(devices(), which)
+    description = preferred() if which is None else select(devices(), which)
     with _lock:
         found = _open.get(description.index)
         if found is None:

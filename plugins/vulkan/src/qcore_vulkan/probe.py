@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from qcore import EMULATED, OFFLOAD, Available, Rank, Unavailable
 
-from .description import Description, select
-from .device import VARIABLE, devices
+from .description import Description
+from .device import VARIABLE, devices, preferred
 from .native import NoDevice, VulkanError, left_out
 
 _REMEDIES = {
@@ -25,8 +25,7 @@ _REMEDIES = {
 def probe() -> Available | Unavailable:
     """What `qcore_probe` answers."""
     try:
-        known = devices()
-        return _found(select(known, os.environ.get(VARIABLE) or None), known)
+        return _found(preferred(), devices())
     except NoDevice as error:
         state = str(error).partition(":")[0]
         text = " ".join(filter(None, (f"{str(error).removesuffix('.')}.", _REMEDIES.get(state, ""))))
@@ -75,4 +74,4 @@ def why_off(chosen: Description) -> Mapping[str, str]:
 @lru_cache(maxsize=1)
 def rank() -> Rank:
     """`EMULATED` where the device that would serve is software, else `OFFLOAD`."""
-    return EMULATED if select(devices(), os.environ.get(VARIABLE) or None).type == "cpu" else OFFLOAD
+    return EMULATED if preferred().type == "cpu" else OFFLOAD

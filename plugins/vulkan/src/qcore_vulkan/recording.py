@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qcore.contracts.conv2d import laid_out_like
 from qcore.contracts.embedding import check_indices
 
 from . import steps
@@ -61,7 +62,7 @@ class Recorded:
         if last.kind != IMAGE:
             return y.view(last.shape)
         batch, channels, height, width = last.shape
-        return y.view(batch, height, width, channels).movedim(-1, 1)
+        return laid_out_like(y.view(batch, height, width, channels).movedim(-1, 1), x)
 
 
 def device_of(stages: Sequence[Stage]) -> Device | None:

@@ -1,9 +1,11 @@
 """qcore-xla: quantized kernels on XLA, for TPUs, GPUs and CPUs; a plugin of qcore.
 
 qcore finds `qcore_xla.plugin` by its entry point. Importing this imports neither JAX nor a backend of torch; it defines
-``torch.ops.xla.quantized_matmul`` where torch_xla is not installed.
+``torch.ops.qcore_xla.*``, which exported programs look for, and ``torch.ops.xla.quantized_matmul`` where torch_xla is
+not installed.
 """
 
+from . import ops as _ops  # noqa: F401 - defines them
 from .quantized_matmul import XlaQuantizedLinear
 
 __version__ = "26.11.0"

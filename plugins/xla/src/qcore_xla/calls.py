@@ -100,7 +100,7 @@ def prepared(
     padding = _mask(of, x.device) if weight.colsum is not None and weight.zero is not None else None
     tensors = (
         _filled(x, of, count, native), weight.data, weight.scale, weight.zero,
-        _biases.get(bias, of) if bias is not None else _no_bias(of, x.device), weight.colsum, padding, *parameters,
+        _bias(bias, of) if bias is not None else _no_bias(of, x.device), weight.colsum, padding, *parameters,
     )  # fmt: skip
     return _body("grouped" if of.heads > 1 else "linear"), _form(call, x.device.type), tensors, fresh
 
@@ -179,13 +179,27 @@ def number(value: float, device: torch.device) -> Tensor:
     return computed(torch.full((1,), value, dtype=torch.float32, device=device))
 
 
-def _make_bias(bias: Tensor, of: Plan) -> tuple[Tensor, bool]:
+def _bias(bias: Tensor, of: Plan) -> Tensor:
+    """A bias as functions take it.
+
+    What is written through ``.data`` does not count as a new version: on a CPU values are compared, in 2 us; on a GPU,
+    where that would wait for it, addresses.
+    """
+    made, seen = _biases.get(bias, of, bias.data_ptr() if bias.is_cuda else 0)
+    if seen is not None and not torch.equal(seen, bias):
+        _biases.drop(bias, of, 0)
+        made, _ = _biases.get(bias, of, 0)
+    return made
+
+
+def _make_bias(bias: Tensor, of: Plan, _address: int) -> tuple[tuple[Tensor, Tensor | None], bool]:
     each = of.n // of.heads
     filled = pad(bias.detach().float().view(of.heads, each), (0, of.rows - each)).contiguous()
-    return computed(filled if of.heads > 1 else filled[0]), False
+    seen = bias.detach().clone() if bias.device.type == "cpu" else None
+    return (computed(filled if of.heads > 1 else filled[0]), seen), False
 
 
-_biases: Memo[Tensor] = Memo(_make_bias)
+_biases: Memo[tuple[Tensor, Tensor | None]] = Memo(_make_bias)
 
 
 @lru_cache(maxsize=256)

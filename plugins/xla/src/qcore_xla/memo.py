@@ -34,6 +34,10 @@ class Memo(Generic[T]):
             self._known[key] = (ref, -1 if shared else tensor._version, value)
         return value
 
+    def drop(self, tensor: Tensor, *rest: Any) -> None:
+        """Forget the value of a tensor that was written to unseen."""
+        self._known.pop((id(tensor), *rest), None)
+
     def _forget(self, key: Any, ref: weakref.ref[Tensor]) -> None:
         found = self._known.get(key)
         if found is not None and found[0] is ref:  # the number may be another tensor's by now
