@@ -115,7 +115,10 @@ def test_export(name):
 
 
 def test_every_op_has_been_tried():
-    assert {name.removeprefix("op_") for name in vars(ops) if name.startswith("op_")} == set(CALLS)
+    assert {name.removeprefix("op_") for name in vars(ops) if name.startswith("op_")} == {
+        *CALLS,
+        "unpack",
+    }  # tried below
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -169,3 +172,33 @@ def test_an_image_that_does_not_fit_is_an_error():
 def test_tuning_has_nothing_to_choose_on_a_cpu():
     module = linear()
     module._primary.kernel.tune(torch.randn(3, 64), module._primary.packed, None)
+
+
+torchs_own = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@torchs_own
+def test_gradients_in_one_graph_and_with_the_right_format():
+    # The forward passes of these are the same op: a graph must not serve a weight of another format.
+    for scheme in ("w4a16-g32", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g32-asym/plain_int32", "w8a8", "w8a16"):
+        with qcore.using("vulkan", strict=True):
+            model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 7))
+            qcore.quantize_(model, scheme)
+        compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+        for rows in (3, 5):
+            x = torch.randn(rows, 64, requires_grad=True)
+            expected = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+            found = torch.autograd.grad(compiled(x).square().sum(), [x, *model.parameters()])
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@torchs_own
+def test_gradients_of_a_convolution_in_one_graph():
+    with qcore.using("vulkan", strict=True):
+        model = nn.Sequential(nn.Conv2d(3, 5, 3))
+        qcore.quantize_(model, "w8a16-asym")
+    x = torch.randn(2, 3, 7, 7, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    (found,) = torch.autograd.grad(torch.compile(model, fullgraph=True, backend="aot_eager")(x).square().sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_input
 
 from .contracts.conv2d import dense_kernel
+from .formats import Format
 from .kernels import Kernel, Packed
 from .qtensor import QTensor
 
@@ -36,6 +37,7 @@ class _Frozen(torch.autograd.Function):
         packed: Packed,
         request: Any,
         given: Mapping[str, Tensor],
+        _guarded: str,
     ) -> Tensor:
         ctx.kernel, ctx.packed, ctx.request, ctx.shape = kernel, packed, request, x.shape
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
@@ -50,7 +52,7 @@ class _Frozen(torch.autograd.Function):
             dx = _input_gradient(grad, weight, ctx.request, ctx.shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             dbias = _bias_gradient(grad, ctx.request.contract).to(ctx.bias_dtype)
-        return dx, dbias, None, None, None, None
+        return dx, dbias, None, None, None, None, None
 
 
 def call_differentiably(
@@ -58,7 +60,16 @@ def call_differentiably(
 ) -> Tensor:
     """``kernel(x, packed, bias, **given)``, differentiable with respect to x and bias."""
     apply: Any = _Frozen.apply
-    return apply(x, bias, kernel, packed, request, given)  # type: ignore[no-any-return]
+    guarded = _in_words(request.weight) if torch.compiler.is_compiling() else ""
+    return apply(x, bias, kernel, packed, request, given, guarded)  # type: ignore[no-any-return]
+
+
+def _in_words(format: Format) -> str:
+    """A format for a trace, which does not guard what only the backward pass looks at.
+
+    A graph would serve weights of another format as well. (``str(format)`` is a constant for it, without a guard.)
+    """
+    return f"{format.dtype} {format.group_size} {format.zero.name} {format.layout.name}"
 
 
 def _input_gradient(grad: Tensor, weight: QTensor, request: Any, shape: torch.Size) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore import DynamicInt8, OutputInt8, StaticInt8
+from qcore import DynamicInt8, Format, OutputInt8, StaticInt8, ZeroPoint
 from qcore.activations import Activation, given_numbers
 from qcore.contracts.base import GIVEN_NAMES
 from qcore.contracts.conv2d import convolved_size
@@ -119,6 +119,30 @@ def _conv2d_fake(
     return x.new_empty((x.shape[0], *size, n), dtype=rest[-1]).movedim(-1, 1)
 
 
+def _unpack(weight: Tensor, n: int, k: int, format: str) -> list[Tensor]:
+    from .layout import download
+    from .weights import find
+
+    # A graph has to know the dtype of scales, which a handle does not show; float32 holds each of them.
+    found = download(find(weight).weight)
+    parts = [found.data, found.scale.float(), *([] if found.zero is None else [_wide(found.zero)])]
+    return [part.contiguous() for part in parts]
+
+
+def _unpack_fake(weight: Tensor, n: int, k: int, format: str) -> list[Tensor]:
+    made = Format.parse(format)
+    codes = made.codec.encode(weight.new_empty((n, k), dtype=torch.int8))
+    scale = weight.new_empty((made.groups(k), n), dtype=torch.float32)
+    if made.zero is ZeroPoint.NONE:
+        return [codes, scale]
+    kept = made.codec.encode_zero(scale.to(torch.int8)) if made.zero is ZeroPoint.INT else torch.empty_like(scale)
+    return [codes, scale, kept]
+
+
+def _wide(zero: Tensor) -> Tensor:
+    return zero.float() if zero.is_floating_point() else zero
+
+
 _define = partial(define_op, _library, keys=("CPU",))
 
 _QUANTIZATION = (
@@ -140,6 +164,7 @@ op_linear_a8 = _define(
 op_embedding = _define(
     "embedding(Tensor indices, Tensor weight, int d, ScalarType out_dtype) -> Tensor", _embedding, _embedding_fake
 )
+op_unpack = _define("unpack(Tensor weight, int n, int k, str format) -> Tensor[]", _unpack, _unpack_fake)
 op_conv2d = _define(
     f"conv2d(Tensor x, Tensor weight, Tensor? bias, int n, int[2] kernel, int[2] stride, int[2] padding, "
     f"int[2] dilation, int groups, bool quantized, {_QUANTIZATION}) -> Tensor",

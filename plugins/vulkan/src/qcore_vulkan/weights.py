@@ -25,6 +25,7 @@ from qcore import Format, Kernel, PluginError, QTensor
 from qcore.kernels import Packed, check_weight
 
 from . import device as devices
+from . import ops
 from .bias import Biases
 from .device import Device
 from .layout import DeviceWeight, download, upload
@@ -138,7 +139,11 @@ class HandleKernel(Kernel):
         return {"weight": handle(weight)}
 
     def unpack(self, packed: Packed) -> QTensor:
-        return download(find(packed["weight"]).weight)
+        weight = packed["weight"]
+        if not torch.compiler.is_compiling():
+            return download(find(weight).weight)
+        data, scale, *zero = ops.op_unpack(weight, self.n, self.k, str(self.format))
+        return QTensor(data, scale, zero[0] if zero else None, (self.n, self.k), self.format)
 
     def nbytes(self, tensor: Tensor) -> int:
         return find(tensor).weight.nbytes
