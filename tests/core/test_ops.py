@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -256,3 +257,42 @@ def test_an_x_of_codes_is_named(name):
         getattr(torch.ops.qcore, name)(
             torch.ones(2, 64).to(torch.int8), torch.ones(8, 64).to(torch.int8), torch.ones(8)
         )
+
+
+def test_parameters_and_onlookers_are_no_trace():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    w, scale = torch.ones(8, 64, dtype=torch.int8), torch.nn.Parameter(torch.ones(8))
+    x, bias = torch.nn.Parameter(torch.randn(3, 64)), torch.nn.Parameter(torch.ones(8))
+    expected = x.detach().sum(-1, keepdim=True).expand(3, 8) + 1
+    for onlooker in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        with onlooker:
+            y = torch.ops.qcore.linear_q8csw(x, w, scale, bias=bias)
+        torch.testing.assert_close(y.detach(), expected)
+        found = torch.autograd.grad(y.sum(), [x, bias])
+        assert torch.equal(found[0], torch.full((3, 64), 8.0))
+        assert torch.equal(found[1], torch.full((8,), 3.0))
+
+
+def test_scales_have_no_gradient_and_ask_for_none_in_a_trace():
+    w, scale = torch.zeros(20, 32, dtype=torch.uint8), torch.ones(20, 2, requires_grad=True)
+    indices = torch.tensor([1, 2])
+    compiled = torch.compile(
+        lambda i, a: torch.ops.qcore.embedding_q4gsw(w, a, 32, i), backend="aot_eager", fullgraph=True
+    )
+    assert not compiled(indices, scale).requires_grad
+    assert not torch.ops.qcore.embedding_q4gsw(w, scale, 32, indices).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
+def test_other_derivatives_are_errors():
+    w, scale, x = torch.ones(8, 64, dtype=torch.int8), torch.ones(8), torch.randn(3, 64)
+
+    def call(x):
+        return torch.ops.qcore.linear_q8csw(x, w, scale)
+
+    with pytest.raises(FormatError, match="no forward-mode derivative"):
+        torch.func.jvp(call, (x,), (torch.ones_like(x),))
+    with pytest.raises(FormatError, match=r"a transform of torch\.func"):
+        torch.func.grad(lambda x: call(x).sum())(x)
+    torch.testing.assert_close(torch.func.vmap(call)(x), call(x))

@@ -91,7 +91,7 @@ class WeightStore:
 
 
 def _keep_for_spawned(weight: QTensor) -> None:
-    """Keep ``weight`` while a process that it is being sent to is started.
+    """Keep ``weight`` as long as the process that it is being sent to, by ``spawn``, is known here.
 
     That process inherits its shared memory, which goes with the tensors: ours may have been unpacked for this alone.
     """

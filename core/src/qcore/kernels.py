@@ -30,7 +30,12 @@ def runs_now(x: Tensor) -> bool:
     A kernel may then call what is behind its op, which saves the 3 to 4 microseconds that torch takes to get there.
     """
     compiling = torch.compiler.is_compiling()
-    return not (compiling or type(x) is not Tensor or _modes() or _transforms() is not None or _traced())
+    return not (compiling or type(x) is not Tensor or _modes() or is_traced())
+
+
+def is_traced() -> bool:
+    """Whether ``torch.jit.trace`` or a transform of ``torch.func`` is at work."""
+    return _transforms() is not None or _traced()
 
 
 def define_op(

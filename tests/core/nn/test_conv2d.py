@@ -104,6 +104,8 @@ def test_results_have_the_strides_of_torchs(scheme, channels, kernel):
             if weight and scheme == "w8a16":
                 y = qcore.conv2d(image, *weight, kernel_size=(kernel, kernel))
                 assert y.stride() == conv(image).stride()
+    padded, pixel = nn.Conv2d(channels, 8, 3, padding=3), torch.randn(2, channels, 1, 1)
+    assert QuantizedConv2d.from_float(padded, scheme)(pixel).stride() == padded(pixel).stride()
     layer(x).view(2, -1)  # as a model may that was written for torch.nn.Conv2d
 
 

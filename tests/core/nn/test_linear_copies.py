@@ -296,12 +296,17 @@ def test_real_moves_and_pickles_bind_under_the_settings_of_the_moment(made_for_m
     assert made_for_mine.to(torch.bfloat16).decision.plugin == "torch"
 
 
-def test_the_report_names_what_else_serves(made_for_mine):
-    model = torch.nn.Sequential(made(), made_for_mine)
-    model[0](torch.randn(2, 64).bfloat16())
+def test_the_report_names_what_else_serves(add_plugin, stub):
+    def offer(request):
+        taken = request.x_dtype == torch.float32 and not request.training
+        return qcore.Offer(stub("mine.k", request), qcore.NATIVE) if taken else qcore.Refusal("not mine")
+
+    add_plugin("mine", linear=offer)
+    model = torch.nn.Sequential(made(), made())
+    model[0](torch.randn(2, 64).double())
     rows = qcore.report(model)
-    first = model[0]._bounds[torch.bfloat16, model[0].bias.requires_grad].kernel.name
-    assert f"; {first} for gradients, x=bfloat16" in rows["0"].reason or first == rows["0"].kernel
+    assert rows["0"].kernel == "mine.k"
+    assert rows["0"].reason.endswith("; torch.plain.linear for gradients, x=float64")
     assert ";" not in rows["1"].reason
 
 

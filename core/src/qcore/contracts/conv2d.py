@@ -235,8 +235,8 @@ def laid_out_like(y: Tensor, x: Tensor) -> Tensor:
 
     Kernels may give either format; most give channels last.
     """
-    # By the strides, as torch goes: with one channel an image is contiguous in both formats.
-    last = x.stride(1) == 1 and x.stride(3) >= x.shape[1]
+    # By the strides, as torch goes: with one channel an image is contiguous in both formats. One pixel is no sign.
+    last = x.stride(1) == 1 and x.stride(3) >= x.shape[1] and x.stride(2) * x.shape[2] > 1
     return y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 

@@ -218,7 +218,7 @@ class QuantizedModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._store.users.add(self)
-        self._bind_primary(self._made_under.settings)
+        self._bind_primary(state.get("_made_under", _MadeUnder()).settings)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -180,26 +180,33 @@ def number(value: float, device: torch.device) -> Tensor:
 
 
 def _bias(bias: Tensor, of: Plan) -> Tensor:
-    """A bias as functions take it.
-
-    What is written through ``.data`` does not count as a new version: on a CPU values are compared, in 2 us; on a GPU,
-    where that would wait for it, addresses.
-    """
-    made, seen = _biases.get(bias, of, bias.data_ptr() if bias.is_cuda else 0)
-    if seen is not None and not torch.equal(seen, bias):
-        _biases.drop(bias, of, 0)
-        made, _ = _biases.get(bias, of, 0)
+    """A bias as functions take it; made anew where it was written to, also through ``.data``."""
+    made, seen = _biases.get(bias, of)
+    if _changed(bias, seen):
+        _biases.drop(bias, of)
+        made, _ = _biases.get(bias, of)
     return made
 
 
-def _make_bias(bias: Tensor, of: Plan, _address: int) -> tuple[tuple[Tensor, Tensor | None], bool]:
+def _changed(bias: Tensor, seen: Tensor) -> bool:
+    """Whether a bias is another one than was seen, although its version is the same.
+
+    On a CPU values are compared, in 2 us; on a GPU, where that would wait for it, addresses.
+    """
+    if bias.is_cuda:
+        return bias.data_ptr() != seen.data_ptr()
+    return bias.device.type == "cpu" and not torch.equal(bias, seen)
+
+
+def _make_bias(bias: Tensor, of: Plan) -> tuple[tuple[Tensor, Tensor], bool]:
     each = of.n // of.heads
     filled = pad(bias.detach().float().view(of.heads, each), (0, of.rows - each)).contiguous()
-    seen = bias.detach().clone() if bias.device.type == "cpu" else None
+    # Elsewhere the same memory: as long as it is held, no other bias can have its address.
+    seen = bias.detach().clone() if bias.device.type == "cpu" else bias.detach()
     return (computed(filled if of.heads > 1 else filled[0]), seen), False
 
 
-_biases: Memo[tuple[Tensor, Tensor | None]] = Memo(_make_bias)
+_biases: Memo[tuple[Tensor, Tensor]] = Memo(_make_bias)
 
 
 @lru_cache(maxsize=256)
