@@ -10,7 +10,8 @@ from qcore.kernels import Packed, runs_now
 
 from . import ops
 from .calls import conv2d, form, geometry
-from .weights import HandleKernel, find
+from .kernel import HandleKernel
+from .weights import find
 
 
 class VulkanConv2d(HandleKernel):

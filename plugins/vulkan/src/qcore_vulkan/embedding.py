@@ -9,7 +9,8 @@ from qcore.kernels import Packed, runs_now
 
 from . import ops
 from .calls import embedding
-from .weights import HandleKernel, find
+from .kernel import HandleKernel
+from .weights import find
 
 
 class VulkanEmbedding(HandleKernel):

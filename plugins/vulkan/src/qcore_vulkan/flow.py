@@ -15,8 +15,8 @@ from qcore.contracts.conv2d import output_size
 from qcore.contracts.refusals import FLOATS
 from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
 
+from .kernel import HandleKernel
 from .steps import rows_bytes
-from .weights import HandleKernel
 
 # ruff: noqa: SLF001 - asks quantized modules for the kernels they are bound to
 

@@ -10,7 +10,8 @@ from qcore.kernels import Packed, RowsKernel, runs_now
 
 from . import ops
 from .calls import form, linear
-from .weights import HandleKernel, find
+from .kernel import HandleKernel
+from .weights import find
 
 
 class VulkanLinear(HandleKernel, RowsKernel):

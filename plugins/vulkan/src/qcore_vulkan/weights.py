@@ -21,14 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qcore import Format, Kernel, PluginError, QTensor
-from qcore.kernels import Packed, check_weight
+from qcore import PluginError, QTensor
 
 from . import device as devices
-from . import ops
 from .bias import Biases
 from .device import Device
-from .layout import DeviceWeight, download, upload
+from .layout import DeviceWeight, upload
 from .native import Forked
 from .programs import Programs
 
@@ -120,30 +118,3 @@ def find(tensor: Tensor) -> Resident:
             "another process.\nPack the weight again: qcore.save and qcore.load_, or kernel.pack(weight)."
         )
     return found.resident()
-
-
-class HandleKernel(Kernel):
-    """A kernel on weights that live in device memory: made for one `Format` and shape ``(n, k)``."""
-
-    def __init__(self, name: str, format: Format, n: int, k: int) -> None:
-        self.name, self.format, self.n, self.k = name, format, n, k
-
-    @property
-    def packing(self) -> str:
-        """One layout serves every contract, so layers that are tied share the memory."""
-        return "vulkan"
-
-    def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Put the weight on the device. Raises `FormatError` for one that the kernel was not made for."""
-        check_weight(self.name, weight, self.format, self.n, self.k)
-        return {"weight": handle(weight)}
-
-    def unpack(self, packed: Packed) -> QTensor:
-        weight = packed["weight"]
-        if not torch.compiler.is_compiling():
-            return download(find(weight).weight)
-        data, scale, *zero = ops.op_unpack(weight, self.n, self.k, str(self.format))
-        return QTensor(data, scale, zero[0] if zero else None, (self.n, self.k), self.format)
-
-    def nbytes(self, tensor: Tensor) -> int:
-        return find(tensor).weight.nbytes
