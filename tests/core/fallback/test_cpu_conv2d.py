@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import qcore
 from qcore.contracts import CONTRACTS, conv2d
 from qcore.contracts.inputs import Draw
 from qcore.errors import FormatError
@@ -102,3 +103,11 @@ def test_without_the_op_nothing_is_offered(case, monkeypatch):
     problem, _ = case("w8a8-static")
     monkeypatch.setattr(cpu_conv2d, "is_exact", lambda bits: False)
     assert cpu_conv2d.kernel(problem.request) is None
+
+
+@pytest.mark.parametrize(("padding", "dilation", "served"), [(2, 1, True), (3, 1, False), (3, 2, True), (5, 2, False)])
+def test_padding_beyond_the_kernel_is_left_to_others(padding, dilation, served):
+    conv = torch.nn.Conv2d(1, 8, 3, padding=padding, dilation=dilation)
+    with qcore.using("torch"):
+        layer = qcore.nn.QuantizedConv2d.from_float(conv, "w8a8-static(0.05,3)")
+    assert (layer.decision.kernel.name == "torch.cpu.conv2d") is served

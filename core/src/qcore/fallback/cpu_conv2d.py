@@ -117,10 +117,18 @@ def is_exact(weight_bits: int) -> bool:
         return torch.equal(int8_conv2d(x, 1.0, 0, packed, one, None, *geometry, torch.float32).double(), expected)
 
 
+def _pads_beyond_the_kernel(request: Conv2dRequest) -> bool:
+    """Whether some results see padding only: with one input channel oneDNN reads beside the image for them."""
+    axes = zip(request.kernel_size, request.dilation, request.padding, strict=True)
+    return any(padding > (size - 1) * dilation for size, dilation, padding in axes)
+
+
 def kernel(request: Conv2dRequest) -> CpuConv2d | None:
     """The kernel for ``request``, None where there is none."""
     fmt, activation = request.weight, request.activation
     one_scale = fmt.groups(request.k) == 1 and fmt.zero is ZeroPoint.NONE
     if request.device.type != "cpu" or not one_scale or not isinstance(activation, StaticInt8):
+        return None
+    if _pads_beyond_the_kernel(request):
         return None
     return CpuConv2d(request) if request.k and is_exact(fmt.bits) else None
