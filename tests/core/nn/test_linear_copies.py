@@ -4,7 +4,6 @@ import copy
 import pickle
 import subprocess
 import sys
-import textwrap
 import warnings
 
 import pytest
@@ -329,6 +328,6 @@ _SENT = """if True:
 @pytest.mark.slow
 def test_modules_are_sent_to_processes_that_are_spawned(tmp_path):
     file = tmp_path / "sends.py"
-    file.write_text(textwrap.dedent(_SENT.removeprefix("if True:\n")))
+    file.write_text(_SENT)
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "done\n", done.stderr
