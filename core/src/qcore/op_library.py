@@ -70,12 +70,14 @@ def _differentiable(name: str, names: Sequence[str], function: Callable[..., Ten
     """What runs in front of autograd: ``function`` is made of operations that it records."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        wanted = [value for key, value in given.items() if key in _DIFFERENTIABLE and isinstance(value, Tensor)]
-        require(not any(map(_has_tangent, wanted)), name, _FORWARD)
-        if torch.is_grad_enabled() and any(value.requires_grad for value in wanted):
-            require(not any(map(_is_traced, wanted)), name, _TRACED)
-            return function(*args, **kwargs)
+        recorded, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0  # noqa: SLF001 - no public way
+        if recorded or forward:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            wanted = [value for key, value in given.items() if key in _DIFFERENTIABLE and isinstance(value, Tensor)]
+            require(not (forward and any(map(_has_tangent, wanted))), name, _FORWARD)
+            if recorded and any(value.requires_grad for value in wanted):
+                require(not any(map(_is_traced, wanted)), name, _TRACED)
+                return function(*args, **kwargs)
         op: Any = getattr(torch.ops.qcore, name).default
         with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - as torch.library's own ops get there
             return op(*args, **kwargs)  # type: ignore[no-any-return]
@@ -89,7 +91,5 @@ def _is_traced(value: Tensor) -> bool:
 
 
 def _has_tangent(value: Tensor) -> bool:
-    if forward_ad._current_level < 0:  # noqa: SLF001 - unpacking takes longer
-        return False
     dual: Any = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
     return dual.tangent is not None
