@@ -88,29 +88,78 @@ def test_an_order_leaves_no_tie(add_kernel, request_of):
     assert qcore.resolve(request_of(), backends="b").plugin == "b"
 
 
-def test_measured_times_decide_inside_a_tier(add_kernel, request_of, monkeypatch):
+@pytest.fixture
+def timed(monkeypatch):
+    """``timed({"a.stub": 2.0})``: milliseconds by kernel, as if ``qcore tune`` had measured them."""
+
+    def set_times(times):
+        monkeypatch.setattr(tuning, "measured", lambda request, status, kernel: times.get(kernel.name))
+
+    return set_times
+
+
+def reason_of(decision, plugin):
+    return next(c.reason for c in decision.candidates if c.plugin == plugin)
+
+
+def test_measured_times_decide_inside_a_tier(add_kernel, request_of, timed):
     for name, rank in (("a", NATIVE + 5), ("b", NATIVE)):
         add_kernel(name, rank)
-    times = {"a.stub": 2.0, "b.stub": 1.0}
-    monkeypatch.setattr(tuning, "measured", lambda request, status, kernel: times.get(kernel.name))
+    timed({"a.stub": 2.0, "b.stub": 1.0})
     decision = qcore.resolve(request_of())
     assert decision.plugin == "b"
-    assert next(c.reason for c in decision.candidates if c.plugin == "a") == "b.stub measured faster"
+    assert reason_of(decision, "a") == "b.stub measured faster"
     assert "[1 ms measured]" in str(decision)
 
 
-def test_a_tier_with_a_kernel_that_was_not_measured_goes_by_rank(add_kernel, request_of, monkeypatch):
-    for name, rank in (("a", NATIVE + 5), ("b", NATIVE)):
+def test_without_both_measured_the_rank_stands(add_kernel, request_of, timed):
+    for name, rank in (("a", NATIVE + 5), ("b", NATIVE), ("c", OFFLOAD)):
         add_kernel(name, rank)
-    times = {"b.stub": 1.0}
-    monkeypatch.setattr(tuning, "measured", lambda request, status, kernel: times.get(kernel.name))
+    timed({"b.stub": 1.0})
     assert qcore.resolve(request_of()).plugin == "a"
+    timed({"b.stub": 1.0, "c.stub": 0.5})
+    resolver.forget()
+    decision = qcore.resolve(request_of())
+    places = [c.plugin for c in decision.candidates if c.rank is not None]
+    assert places[:3] == ["a", "c", "b"], "those measured trade places, the one that was not keeps its own"
 
 
-def test_measured_times_do_not_lift_a_kernel_over_a_tier(add_kernel, request_of, monkeypatch):
+def test_measured_times_decide_across_ranks_and_the_decision_says_so(add_kernel, request_of, timed):
+    add_kernel("a", NATIVE, note="on a card")
+    add_kernel("b", OFFLOAD)
+    timed({"a.stub": 13.0, "b.stub": 20.0, "torch.plain.linear": 0.14})
+    decision = qcore.resolve(request_of())
+    assert decision.plugin == "torch"
+    assert reason_of(decision, "torch") == ("measured faster than a.stub, b.stub, which ranks higher; plain torch ops")
+    assert reason_of(decision, "a") == "torch.plain.linear measured faster; on a card"
+    assert "[13 ms measured]" in str(decision)
+    assert not decision.hints
+
+
+def test_the_users_order_beats_measured_times_and_is_told(add_kernel, request_of, timed):
     add_kernel("a", NATIVE)
-    monkeypatch.setattr(tuning, "measured", lambda request, status, kernel: 9.0 if kernel.name == "a.stub" else 0.1)
-    assert qcore.resolve(request_of()).plugin == "a"
+    timed({"a.stub": 13.0, "torch.plain.linear": 0.14})
+    decision = qcore.resolve(request_of(), backends="a")
+    assert decision.plugin == "a"
+    assert decision.hints == (
+        "a.stub was measured slower than the fallback: 13 ms against 0.14 ms of torch.plain.linear.",
+    )
+
+
+def test_strict_keeps_a_plugin_before_a_faster_fallback(add_kernel, request_of, timed):
+    add_kernel("a", NATIVE)
+    timed({"a.stub": 13.0, "torch.plain.linear": 0.14})
+    decision = qcore.resolve(request_of(), strict=True)
+    assert decision.plugin == "a"
+    assert "slower than the fallback" in decision.hints[0]
+
+
+def test_a_software_device_stays_last_however_fast(add_kernel, request_of, timed):
+    add_kernel("soft", EMULATED)
+    timed({"soft.stub": 0.1, "torch.plain.linear": 9.0})
+    decision = qcore.resolve(request_of())
+    assert decision.plugin == "torch"
+    assert reason_of(decision, "soft") == "torch.plain.linear ranks higher"
 
 
 def test_several_offers_of_one_plugin_are_ranked_one_by_one(add_plugin, stub, request_of):

@@ -1,12 +1,15 @@
 """Choosing a kernel for a request, and explaining the choice.
 
-Order: the user's order, then rank tier, then measured time where ``qcore tune`` has one for every offer of the tier,
-else the fine rank, then the name. The first offer in that order that passes verification serves.
+Order: the user's order, then rank, then name. Offers that ``qcore tune`` measured on this device stand among each other
+by their times, whatever their ranks: a rank is what a plugin expects, a time is what the machine did. Kernels of
+software devices stay last, and under ``strict`` a time does not lift the fallback over a plugin. The first offer in
+that order that passes verification serves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +20,12 @@ from . import hardware, settings, tuning, verify
 from .contracts import contract_of
 from .decision import Candidate, Decision, Stage
 from .errors import PluginError, QcoreWarning, UnsupportedError, did_you_mean
-from .kernels import Kernel, Offer, Refusal
+from .kernels import EMULATED, Kernel, Offer, Refusal
 from .plugins import BUILTIN, Guarded, PluginStatus, State, registry
 from .settings import Settings
 
 _TIER = 1000
-_CACHE_LIMIT = 8192
+_CACHE_LIMIT = 1024
 
 _lock = threading.RLock()
 _decisions: dict[Any, Decision] = {}
@@ -133,9 +136,10 @@ def _decide(request: Any, wanted: Settings) -> Decision:
         else:
             others.append(_plain(status, str(status.state), status.reason))
     others += [_plain(status, str(status.state), status.reason) for status in registry.conflicts()]
-    ranked = _rank(offers, order)
+    ranked = _rank(offers, wanted, order)
     rows, kernel = _select(ranked, request, wanted, order)
-    hints = (*_setting_hints(wanted), *_ties(ranked, rows, order), *_hardware_hints(), *_device_hints(request))
+    slow = _slow_hints(ranked, rows)
+    hints = (*_setting_hints(wanted), *_ties(ranked, rows, order), *slow, *_hardware_hints(), *_device_hints(request))
     return Decision(request, (*rows, *others), kernel, hints)
 
 
@@ -195,19 +199,26 @@ def offers_for(request: Any, disabled: frozenset[str] = frozenset()) -> list[tup
     return found
 
 
-def _rank(offers: list[_Offered], order: Sequence[str]) -> list[_Offered]:
-    tiers: dict[int, list[_Offered]] = {}
-    for offered in offers:
-        tiers.setdefault(_tier(offered), []).append(offered)
-    timed = {tier for tier, members in tiers.items() if all(o.milliseconds is not None for o in members)}
-
+def _rank(offers: list[_Offered], wanted: Settings, order: Sequence[str]) -> list[_Offered]:
     def key(offered: _Offered) -> tuple[Any, ...]:
-        name, tier = offered.status.name, _tier(offered)
+        name = offered.status.name
         place = order.index(name) if name in order else len(order)
-        merit = (offered.milliseconds or 0.0) if tier in timed else -float(offered.offer.rank)
-        return (place, -tier, merit, name, offered.offer.kernel.name)
+        return (place, -offered.offer.rank, name, offered.offer.kernel.name)
 
-    return sorted(offers, key=key)
+    ranked = sorted(offers, key=key)
+    for _, members in itertools.groupby(range(len(ranked)), key=lambda i: key(ranked[i])[0]):
+        # Those measured trade the places that their ranks have won; those not measured keep theirs.
+        places = [i for i in members if _is_timed(ranked[i], wanted)]
+        timed = sorted((ranked[i] for i in places), key=lambda o: o.milliseconds or 0.0)
+        for i, offered in zip(places, timed, strict=True):
+            ranked[i] = offered
+    return ranked
+
+
+def _is_timed(offered: _Offered, wanted: Settings) -> bool:
+    """Whether an offer's measured time counts beside those of other ranks."""
+    barred = wanted.strict and offered.status.name == BUILTIN
+    return offered.milliseconds is not None and _tier(offered) > EMULATED and not barred
 
 
 def _tier(offered: _Offered) -> int:
@@ -225,8 +236,8 @@ def _select(
             rows.append(offered.candidate(Stage.OUTRANKED, _why_outranked(offered, chosen, order)))
             continue
         stage, reason = _trial(offered, request, wanted)
-        rows.append(offered.candidate(stage, reason))
         chosen = offered if stage is Stage.SELECTED else None
+        rows.append(offered.candidate(stage, reason or _why_selected(offered, ranked)))
     return rows, chosen.offer.kernel if chosen else None
 
 
@@ -242,14 +253,45 @@ def _trial(offered: _Offered, request: Any, wanted: Settings) -> tuple[Stage, st
     return Stage.SELECTED, ""
 
 
+def _why_selected(chosen: _Offered, ranked: list[_Offered]) -> str:
+    """Which offers of a higher rank the measured time of the chosen one beats; empty where the rank decided."""
+    behind = ranked[ranked.index(chosen) + 1 :]
+    beaten = [o.offer.kernel.name for o in behind if o.milliseconds is not None and _tier(o) > _tier(chosen)]
+    if not beaten or chosen.milliseconds is None:
+        return ""
+    return _with_note(f"measured faster than {', '.join(beaten)}, which ranks higher", chosen.offer)
+
+
 def _why_outranked(offered: _Offered, chosen: _Offered, order: Sequence[str]) -> str:
     if chosen.status.name in order and offered.status.name != chosen.status.name:
         why = f"{chosen.status.name} comes first in your order"
-    elif _tier(offered) == _tier(chosen) and None not in (offered.milliseconds, chosen.milliseconds):
+    elif _tier(offered) > EMULATED and _is_faster(chosen, offered):
         why = f"{chosen.offer.kernel.name} measured faster"
     else:
         why = f"{chosen.offer.kernel.name} ranks higher"
-    return f"{why}; {offered.offer.note}" if offered.offer.note else why
+    return _with_note(why, offered.offer)
+
+
+def _with_note(why: str, offer: Offer) -> str:
+    return f"{why}; {offer.note}" if offer.note else why
+
+
+def _is_faster(one: _Offered, other: _Offered) -> bool:
+    """Whether both were measured and ``one`` took less time."""
+    times = (one.milliseconds, other.milliseconds)
+    return times[0] is not None and times[1] is not None and times[0] < times[1]
+
+
+def _slow_hints(ranked: list[_Offered], rows: list[Candidate]) -> Iterable[str]:
+    """Point at a kernel that serves although the fallback was measured faster: by the user's order, or strict."""
+    best = next((o for o, row in zip(ranked, rows, strict=True) if row.stage == Stage.SELECTED.value), None)
+    faster = [o for o in ranked if o.status.name == BUILTIN and best is not None and _is_faster(o, best)]
+    if best is not None and faster and best.status.name != BUILTIN:
+        name, (fallback, *_) = best.offer.kernel.name, faster
+        yield (
+            f"{name} was measured slower than the fallback: {best.milliseconds:.3g} ms against "
+            f"{fallback.milliseconds:.3g} ms of {fallback.offer.kernel.name}."
+        )
 
 
 def _ties(ranked: list[_Offered], rows: list[Candidate], order: Sequence[str]) -> Iterable[str]:
