@@ -10,6 +10,7 @@ from .base import GIVEN_NAMES, Case, Contract, Problem, Request, Verdict
 from .conv2d import CONV2D, Conv2dRequest
 from .embedding import EMBEDDING, EmbeddingRequest
 from .linear import LINEAR, LinearRequest
+from .sampling import sampled
 
 CONTRACTS: dict[str, Contract] = {contract.name: contract for contract in (LINEAR, CONV2D, EMBEDDING)}
 """Every contract by name."""
@@ -35,4 +36,5 @@ __all__ = [
     "Request",
     "Verdict",
     "contract_of",
+    "sampled",
 ]

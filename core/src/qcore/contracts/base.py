@@ -131,7 +131,7 @@ class Contract(ABC):
     def judge(self, problem: Problem, result: Any) -> Verdict:
         """Compare a kernel's result with the reference: type, shape, dtype, device, then every element."""
         expected = self.reference(problem)
-        wrong = _wrong_form(problem.request, expected, result)
+        wrong = wrong_form(problem.request, tuple(expected.shape), result)
         if wrong:
             return Verdict(False, float("inf"), wrong)
         if not expected.numel():
@@ -139,11 +139,12 @@ class Contract(ABC):
         return _compare(expected, self.allowed(problem), result.detach().cpu(), problem.request.out_dtype)
 
 
-def _wrong_form(request: Any, expected: Tensor, result: Any) -> str:
+def wrong_form(request: Any, shape: tuple[int, ...], result: Any) -> str:
+    """What is wrong with a result before its numbers are looked at: type, shape, dtype, device. Empty if nothing is."""
     if not isinstance(result, Tensor):
         return f"returned {type(result).__name__} instead of a tensor"
-    if tuple(result.shape) != tuple(expected.shape):
-        return f"returned shape {tuple(result.shape)} instead of {tuple(expected.shape)}"
+    if tuple(result.shape) != shape:
+        return f"returned shape {tuple(result.shape)} instead of {shape}"
     if result.dtype != request.out_dtype:
         return f"returned dtype {result.dtype} instead of {request.out_dtype}"
     if result.device.type != request.device.type:
