@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import verify
 from .decision import Decision, Stage
 from .errors import PluginError, QcoreWarning
 from .kernels import Kernel
-from .plugins import BUILTIN, Guarded
+from .plugins import BUILTIN, Guarded, registry
 from .qtensor import QTensor
 from .resolver import report_failure, resolve, withdraw_failure
 from .settings import current
@@ -70,6 +71,11 @@ class WeightStore:
         """Drop packed forms that no layer uses any more."""
         if packings & self._packs.keys():
             self._packs = {name: pack for name, pack in self._packs.items() if name in packings}
+
+    def withdraw(self, kernel: Kernel, weight: QTensor) -> None:
+        """Take back what ``kernel`` has packed from ``weight``: it is not to be trusted with the only copy."""
+        del self._packs[kernel.packing]
+        self._neutral = self._neutral if self._packs else weight
 
     def move(self, fn: Fn, device: torch.device) -> bool:
         """Bring the weight to ``device`` through ``fn``, which `torch.nn.Module` applies to its tensors.
@@ -150,13 +156,19 @@ class Bound:
 
 
 def bind(store: WeightStore, request: Any) -> Bound:
-    """Resolve ``request`` and pack the weight; a kernel that fails to pack is taken out of use and the next serves."""
+    """Resolve ``request`` and pack the weight.
+
+    A kernel that fails to pack, or gives wrong results with this weight, is taken out of use and the next one serves.
+    """
     while True:
         decision = resolve(request)
         kernel = decision.kernel
         assert kernel is not None
         try:
-            return Bound(decision, kernel, store.packed_for(kernel))
+            return Bound(decision, kernel, _packed(store, decision, kernel))
+        except _WrongError as wrong:
+            report_failure(request, kernel, wrong.reason, Stage.FAILED_VERIFICATION)
+            _warn_out_of_use(decision, f"failed verification {wrong.reason}")
         except Guarded as error:
             if _last_resort(decision):
                 raise
@@ -164,6 +176,29 @@ def bind(store: WeightStore, request: Any) -> Bound:
             reason = f"pack raised {type(error).__name__}: {error}"
             report_failure(request, kernel, reason)
             _warn_out_of_use(decision, reason)
+
+
+class _WrongError(Exception):
+    """A kernel that is wrong with a layer's own weight."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def _packed(store: WeightStore, decision: Decision, kernel: Kernel) -> dict[str, Tensor]:
+    """The weight packed for the kernel of a decision, which gives right results with it; else `_WrongError`."""
+    mode = current().verify
+    key = verify.size_key(registry.status(decision.plugin), kernel, decision.request, mode)
+    if not key:
+        return store.packed_for(kernel)
+    weight = store.neutral()
+    packed = store.packed_for(kernel)
+    result = verify.check_weight(key, kernel, decision.request, weight, packed, mode)
+    if not result.ok:
+        store.withdraw(kernel, weight)
+        raise _WrongError(result.reason)
+    return packed
 
 
 def call_first(store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor]) -> tuple[Bound, Tensor]:

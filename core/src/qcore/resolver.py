@@ -29,7 +29,7 @@ _CACHE_LIMIT = 1024
 
 _lock = threading.RLock()
 _decisions: dict[Any, Decision] = {}
-_failures: dict[tuple[str, str, Any], str] = {}
+_failures: dict[tuple[str, str, Any], tuple[Stage, str]] = {}
 _warned: set[str] = set()
 
 
@@ -104,10 +104,10 @@ def forget() -> None:
         _failures.clear()
 
 
-def report_failure(request: Any, kernel: Kernel, reason: str) -> None:
-    """Take a kernel out of use for requests of this form: it failed while packing or at its first call."""
+def report_failure(request: Any, kernel: Kernel, reason: str, stage: Stage = Stage.FAILED_IN_USE) -> None:
+    """Take a kernel out of use for requests of this form: it failed with a layer's own weight, as ``stage`` says."""
     with _lock:
-        _failures[_plugin_key(kernel, request)] = reason
+        _failures[_plugin_key(kernel, request)] = (stage, reason)
         _decisions.clear()
 
 
@@ -245,7 +245,7 @@ def _trial(offered: _Offered, request: Any, wanted: Settings) -> tuple[Stage, st
     kernel, status = offered.offer.kernel, offered.status
     failure = _failures.get(_plugin_key(kernel, request))
     if failure is not None:
-        return Stage.FAILED_IN_USE, failure
+        return failure
     result = verify.check(status, kernel, request, kernels_of(status.name), wanted.verify)
     if not result.ok:
         _warn_once(f"kernel {kernel.name!r} of {status.dist} {status.version} failed verification: {result.reason}")

@@ -1,24 +1,29 @@
-"""Checking a kernel on small problems with known answers before it serves for the first time.
+"""Checking a kernel on problems with known answers before it serves for the first time.
 
-A verdict is kept in memory and, where the kernel passed, on disk: by plugin version, kernel, device, driver, torch
-version and the form of the request. A kernel that ended an earlier process during its check is not tried again.
+Twice: on small problems, before it is chosen (`check`), and with a layer's own weight, once for each size, before it
+gets the layer's input (`check_weight`): a kernel may be wrong on large weights only. A verdict is kept in memory and,
+if the kernel passed, on disk: by plugin version, kernel, device, driver, torch version and the form of the request;
+for a plugin under development also by the state of its code. A kernel that ended an earlier process during its check
+is not tried again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._cache import crash_mark, crashed, read, write
-from .contracts import Contract, Problem, contract_of
+from .contracts import Contract, EmbeddingRequest, Problem, Verdict, contract_of
+from .contracts.sampling import sampled
 from .kernels import Kernel
 from .plugins import Guarded, PluginStatus
-from .qtensor import QTensor
+from .qtensor import QTensor, has_values
 
 
 @dataclass(frozen=True)
@@ -30,12 +35,15 @@ class Check:
 
 
 _seen: dict[tuple[str, str], Check] = {}
+_seen_sizes: set[tuple[str, str]] = set()
+_MOST_SIZES = 4096
 _usable: set[torch.device] = set()
 
 
 def forget() -> None:
     """Drop the verdicts held in memory; those on disk stay."""
     _seen.clear()
+    _seen_sizes.clear()
 
 
 def check(
@@ -49,6 +57,61 @@ def check(
         stored = _stored(key, mode)
         _seen[key, mode] = stored or _run(key, kernel, request, ask)
     return _seen[key, mode]
+
+
+def size_key(status: PluginStatus, kernel: Kernel, request: Any, mode: str = "once") -> str:
+    """The key of the verdict on ``kernel`` at the size of ``request``; empty if there is nothing to be checked.
+
+    Nothing is with ``mode`` ``off``, on ``meta``, for a size that `check` has tried, and with a verdict at hand.
+    """
+    if mode == "off" or request.device.type == "meta" or contract_of(request).is_probed_whole(request):
+        return ""
+    key = f"{verdict_key(status, kernel, request)}|{request.n}x{request.k}"
+    if (key, mode) in _seen_sizes or (mode == "once" and read("verdicts", key)):
+        _remember_size(key, mode)
+        return ""
+    return key
+
+
+def _remember_size(key: str, mode: str) -> None:
+    if len(_seen_sizes) >= _MOST_SIZES:  # sizes are without end
+        _seen_sizes.clear()
+    _seen_sizes.add((key, mode))
+
+
+def check_weight(
+    key: str, kernel: Kernel, request: Any, weight: QTensor, packed: Mapping[str, Tensor], mode: str = "once"
+) -> Check:
+    """Check ``kernel`` with a layer's own ``weight``, which it has packed; ``key`` is that of `size_key`.
+
+    The reference is computed for some rows and columns of the result (`contracts.sampling`), so it costs milliseconds.
+    """
+    if not has_values(weight.data):
+        return Check(True)
+    if crashed(f"verify {key}"):
+        return _ended()
+    with crash_mark(f"verify {key}"), undisturbed():
+        result = _try_weight(kernel, request, weight, packed)
+    if result.ok:
+        _remember_size(key, mode)
+        write("verdicts", key, ok=True)
+    return result
+
+
+def _try_weight(kernel: Kernel, request: Any, weight: QTensor, packed: Mapping[str, Tensor]) -> Check:
+    size = f"{request.n} x {request.k}"
+    try:
+        lost = difference(kernel.unpack(packed), weight)
+        if lost:
+            return Check(False, f"unpack(pack(w)) is not w for a weight of {size}: {lost}")
+        for problem in contract_of(request).around(request, weight):
+            here, drawn = problem.to(request.device), torch.Generator().manual_seed(0)
+            reason = call_fault(partial(sampled, here, generator=drawn), kernel, here, packed)
+            if reason:
+                return Check(False, f"with a weight of {size}: {reason}")
+    except Guarded as error:
+        return Check(False, f"with a weight of {size}: raised {type(error).__name__}: {error}")
+    return Check(True)
 
 
 def can_run_on(device: torch.device) -> bool:
@@ -71,8 +134,12 @@ def verdict_key(status: PluginStatus, kernel: Kernel, request: Any) -> str:
 
 def _stored(key: str, mode: str) -> Check | None:
     if crashed(f"verify {key}"):
-        return Check(False, "ended an earlier process while it was checked; clear QCORE_CACHE_DIR to try again")
+        return _ended()
     return Check(True) if mode == "once" and read("verdicts", key) else None
+
+
+def _ended() -> Check:
+    return Check(False, "ended an earlier process while it was checked; clear QCORE_CACHE_DIR to try again")
 
 
 def _run(key: str, kernel: Kernel, request: Any, ask: Callable[[Any], list[Kernel]]) -> Check:
@@ -128,9 +195,40 @@ def _fault(contract: Contract, kernel: Kernel, problem: Problem) -> str:
     lost = difference(kernel.unpack(packed), here.weight)
     if lost:
         return f"unpack(pack(w)) is not w: {lost}"
-    verdict = contract.judge(problem, kernel(here.x, packed, here.bias, **here.given))
-    rows = tuple(problem.x.shape)
-    return "" if verdict.ok else f"wrong result for x of shape {rows}: {verdict.message}"
+    fault = call_fault(partial(contract.judge, problem), kernel, here, packed)
+    lost = "" if fault else difference(kernel.unpack(packed), here.weight)
+    return f"its call changed the packed weight: {lost}" if lost else fault
+
+
+def call_fault(judge: Callable[[Any], Verdict], kernel: Kernel, here: Problem, packed: Mapping[str, Tensor]) -> str:
+    """What is wrong with a kernel that is called twice; empty if nothing is.
+
+    The first result must be right and stay so when other values are computed, and the inputs must be left alone.
+    """
+    inputs = {"x": here.x, **here.given, **({} if here.bias is None else {"bias": here.bias})}
+    before = {name: value.clone() for name, value in inputs.items()}
+    first = kernel(here.x, packed, here.bias, **here.given)
+    kept = first.clone() if isinstance(first, Tensor) else first
+    changed = [name for name, value in before.items() if not same_bits(inputs[name], value)]
+    if changed:
+        return f"its call changed {', '.join(changed)} in place"
+    verdict = judge(kept)
+    if not verdict.ok:
+        return f"wrong result for x of shape {tuple(here.x.shape)}: {verdict.message}"
+    kernel(_other_values(here), packed, here.bias, **here.given)
+    return "" if _same_values(first, kept) else "its second call overwrote the result of the first"
+
+
+def _other_values(here: Problem) -> Tensor:
+    """An x of the same shape and dtype, and other values: other rows of a table, other codes, other numbers."""
+    if isinstance(here.request, EmbeddingRequest):
+        return here.request.num_embeddings - 1 - here.x
+    return here.x.neg() if here.x.is_floating_point() else here.x.bitwise_not()
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    """`same_bits`, with NaN equal to itself: results too large for their dtype may hold it."""
+    return same_bits(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else same_bits(a, b)
 
 
 def difference(found: Any, expected: QTensor) -> str:

@@ -128,6 +128,18 @@ class Contract(ABC):
     def probe(self, request: Any, seed: int = 0) -> list[Problem]:
         """Small problems for a request: what a kernel must get right before it serves."""
 
+    def is_probed_whole(self, request: Any) -> bool:
+        """Whether the problems of `probe` are as large as the weight of ``request`` is."""
+        small = request.small()
+        return (small.n, small.k) == (request.n, request.k)
+
+    @abstractmethod
+    def around(self, request: Any, weight: QTensor, seed: int = 0) -> list[Problem]:
+        """Problems with a layer's own ``weight``, as large as a call of it is: judged by `sampling.sampled`.
+
+        ``weight`` may be on any device; x and bias are on CPU.
+        """
+
     def judge(self, problem: Problem, result: Any) -> Verdict:
         """Compare a kernel's result with the reference: type, shape, dtype, device, then every element."""
         expected = self.reference(problem)

@@ -106,6 +106,9 @@ class _Shape:
     channels_last: bool = False
 
 
+_OUTPUTS = 20
+"""Height and width of the result that a layer's own weight is tried with."""
+
 _SHAPES: tuple[_Shape, ...] = (
     _Shape("1x1", (2, 8, 5, 5), 12, (1, 1)),
     _Shape("1x1-strided", (1, 8, 6, 7), 5, (1, 1), stride=(2, 2), bias=True),
@@ -168,6 +171,23 @@ class Conv2dContract(Contract):
         sides = [max(r - 2 * p, 1) + 3 for r, p in zip(reach, request.padding, strict=True)]
         shape = _Shape("probe", (2, request.in_channels, sides[0], sides[1]), request.out_channels, (1, 1))
         return [_problem(draw, request, shape)]
+
+    def is_probed_whole(self, request: Any) -> bool:
+        """Never: the weight is whole, but the images are a few pixels large."""
+        del request
+        return False
+
+    def around(self, request: Any, weight: QTensor, seed: int = 0) -> list[Problem]:
+        draw = Draw(torch.Generator().manual_seed(seed))
+        x = draw.activations((2, request.in_channels, *_sides(request, _OUTPUTS)), request.x_dtype, "normal", "dense")
+        return [Problem(request, x, weight, draw.bias(request.n, "same" if request.bias else "none", torch.float32))]
+
+
+def _sides(request: Conv2dRequest, outputs: int) -> Pair:
+    """The height and width of an image that gives ``outputs`` results along each, or a few more for wide padding."""
+    axes = zip(request.kernel_size, request.stride, request.padding, request.dilation, strict=True)
+    height, width = (max(1, (outputs - 1) * s + d * (k - 1) + 1 - 2 * p) for k, s, p, d in axes)
+    return height, width
 
 
 def _request(scheme: Scheme, device: torch.device, dtype: torch.dtype, shape: _Shape) -> Conv2dRequest:

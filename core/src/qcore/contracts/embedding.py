@@ -54,6 +54,8 @@ class EmbeddingRequest:
 
 
 _INDICES = (torch.int64, torch.int32)
+_LOOKUPS = 256
+"""Rows that are looked up in a layer's own table."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,12 @@ class EmbeddingContract(Contract):
         draw = Draw(torch.Generator().manual_seed(seed))
         weight = draw.weight(request.n, request.k, request.weight)
         return [_problem(draw, request, weight, (2, 3), torch.int64)]
+
+    def around(self, request: Any, weight: QTensor, seed: int = 0) -> list[Problem]:
+        draw = Draw(torch.Generator().manual_seed(seed))
+        problem = _problem(draw, request, weight, (_LOOKUPS,), torch.int64)
+        problem.x[:2] = torch.tensor([0, request.n - 1])
+        return [problem]
 
 
 def _problem(

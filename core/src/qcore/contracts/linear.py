@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..activations import Activation, OutputInt8, StaticInt8
 from ..formats import Format
+from ..qtensor import QTensor
 from ..schemes import Scheme
 from .base import (
     Case,
@@ -94,6 +95,8 @@ _SHAPES: tuple[Shape, ...] = (
 _TOKEN_SCHEMES = ("w4a8-g32-asym-token", "w4a8-g32-asym-token-o8t")
 
 
+_FEW_ROWS, _MANY_ROWS, _WORK = 16, 256, 1 << 32
+"""A layer's own weight is tried with one row and with many: as many as keep the number of products below the last."""
 _LARGEST_PROBE = 1024
 """More rows than columns are tried up to this K: beyond it they would no longer make a small problem."""
 
@@ -158,6 +161,18 @@ class LinearContract(Contract):
             draw.linear(request, Shape("probe", (m,), request.n, request.k, "same" if request.bias else "none"))
             for m in rows
         ]
+
+    def around(self, request: Any, weight: QTensor, seed: int = 0) -> list[Problem]:
+        draw = Draw(torch.Generator().manual_seed(seed))
+        many = min(_MANY_ROWS, max(_FEW_ROWS, _WORK // max(1, request.n * request.k)))
+        return [
+            self._around(draw, request, weight, m) for m in ((1, many) if request.rows is None else (request.rows,))
+        ]
+
+    def _around(self, draw: Draw, request: LinearRequest, weight: QTensor, rows: int) -> Problem:
+        x = draw.activations((rows, request.k), request.x_dtype, "normal", "dense")
+        bias = draw.bias(request.n, "same" if request.bias else "none", torch.float32)
+        return Problem(request, x, weight, bias, draw.given(request, x))
 
 
 def _rows(problem: Problem) -> Tensor:
