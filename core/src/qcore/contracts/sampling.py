@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..qtensor import QTensor
-from .base import Contract, Problem, Request, Verdict, wrong_form
+from .base import Contract, Problem, Verdict, wrong_form
 from .conv2d import CONV2D, Conv2dRequest, output_size
 from .embedding import EMBEDDING, EmbeddingRequest
 from .linear import LINEAR, LinearRequest
@@ -69,7 +69,7 @@ def result_shape(problem: Problem) -> tuple[int, ...]:
     return (*(shape if isinstance(request, EmbeddingRequest) else shape[:-1]), _width(request))
 
 
-def _width(request: Request) -> int:
+def _width(request: Any) -> int:
     return request.k if isinstance(request, EmbeddingRequest) else request.n
 
 
