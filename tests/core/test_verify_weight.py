@@ -74,7 +74,7 @@ def test_a_kernel_that_computes_right_and_harms_is_refused(offer_with, request_o
 def large_only(condition):
     def call(kernel, x, packed, y):
         if condition(kernel.inner, x):
-            y.flatten()[-1] += 1
+            y[..., -1] += 1
         return y
 
     return call

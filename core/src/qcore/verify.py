@@ -207,7 +207,7 @@ def call_fault(judge: Callable[[Any], Verdict], kernel: Kernel, here: Problem, p
     """
     inputs = {"x": here.x, **here.given, **({} if here.bias is None else {"bias": here.bias})}
     before = {name: value.clone() for name, value in inputs.items()}
-    first = kernel(here.x, packed, here.bias, **here.given)
+    first: Any = kernel(here.x, packed, here.bias, **here.given)
     kept = first.clone() if isinstance(first, Tensor) else first
     changed = [name for name, value in before.items() if not same_bits(inputs[name], value)]
     if changed:
