@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ._cache import crash_mark, crashed, read, write
+from .code_state import code_state
 from .contracts import Contract, EmbeddingRequest, Problem, Verdict, contract_of
 from .contracts.sampling import sampled
 from .kernels import Kernel
@@ -129,7 +130,7 @@ def can_run_on(device: torch.device) -> bool:
 def verdict_key(status: PluginStatus, kernel: Kernel, request: Any) -> str:
     """What a verdict is kept under."""
     parts = (status.name, status.dist, status.version, kernel.name, request.device.type, status.device, status.driver)
-    return "|".join(map(str, (*parts, torch.__version__, request.signature())))
+    return "|".join(map(str, (*parts, torch.__version__, request.signature(), code_state(status.dist))))
 
 
 def _stored(key: str, mode: str) -> Check | None:
