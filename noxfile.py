@@ -107,17 +107,17 @@ def _hermetic() -> Iterator[dict[str, str | None]]:
         yield {**unset, "QCORE_CACHE_DIR": cache}
 
 
-def _run_in(session: nox.Session, venv: Path, tool: str, *args: str | Path) -> None:
-    """Run a tool of an environment that is not the session's own, as if that one were active."""
+def _run_in(session: nox.Session, venv: Path, tool: str, *args: str | Path, **given: str) -> None:
+    """Run a tool of an environment that is not the session's own, as if that one were active; ``given``: variables."""
     search = os.pathsep.join([str(venv / BIN), os.environ.get("PATH", "")])
     with _hermetic() as env:
-        activated = {**env, "PATH": search, "VIRTUAL_ENV": str(venv), "PYTHONPATH": None}
+        activated = {**env, "PATH": search, "VIRTUAL_ENV": str(venv), "PYTHONPATH": None, **given}
         session.run(str(venv / BIN / tool), *map(str, args), env=activated, external=True)
 
 
-def _run_dev(session: nox.Session, tool: str, *args: str | Path) -> None:
-    """Run a tool of the shared environment; the session must require `dev`."""
-    _run_in(session, session.env_dir.parent.resolve() / "dev", tool, *args)
+def _run_dev(session: nox.Session, tool: str, *args: str | Path, **given: str) -> None:
+    """Run a tool of the shared environment, with the variables ``given``; the session must require `dev`."""
+    _run_in(session, session.env_dir.parent.resolve() / "dev", tool, *args, **given)
 
 
 @contextmanager
@@ -180,6 +180,20 @@ def tests(session: nox.Session) -> None:
         session.error("Tests failed.")
     _run_dev(session, "coverage", "combine", "--quiet")
     _run_dev(session, "coverage", "report")
+
+
+@nox.session(python=False, requires=["dev"])
+def soak(session: nox.Session) -> None:
+    """Use qcore in ever new ways and watch its memory, which must stay flat; `-- SECONDS`, by default 600."""
+    (seconds,) = session.posargs or ["600"]
+    _run_dev(session, "pytest", "-s", "tests/soak", QCORE_SOAK=seconds)
+
+
+@nox.session(python=False, requires=["dev"])
+def fuzz(session: nox.Session) -> None:
+    """Attack with ROUNDS random draws per test, by default 130000, what `tests` attacks with a few; `-- ROUNDS`."""
+    (rounds,) = session.posargs or ["130000"]
+    _run_dev(session, "pytest", "-k", "fuzz", "tests/core", QCORE_FUZZ=rounds)
 
 
 @nox.session(reuse_venv=True, requires=["dev"])

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> Outcome:
     import torch
 
     from .measuring import cases, left_out_notes
-    from .timing import bandwidth, time_case
+    from .timing import bandwidth, slow_notes, time_case
 
     measured = cases(args.scheme, [(args.n, args.k)], args.device, args.dtype)
     speed = bandwidth(args.device)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> Outcome:
     data = {"n": args.n, "k": args.k, "dtype": arguments.short_dtype(args.dtype), "device": str(args.device)}
     data |= {"threads": torch.get_num_threads(), "bytes_per_second": speed, "rows": rows}
     table = Table(_HEADER, [_cells(row) for row in rows], right=frozenset({1, 3, 4, 5, 6, 7, 8}))
-    return Outcome(data, [head, "", table, *left_out_notes(measured)])
+    return Outcome(data, [head, "", table, *slow_notes(rows), *left_out_notes(measured)])
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ..contracts import Problem
 from ..contracts.inputs import Draw, Shape
 from ..kernels import Kernel
+from ..plugins import BUILTIN
 from ..tuning import interleaved_medians, synchronize
 from ..verify import undisturbed
 from .measuring import Case
@@ -47,7 +48,22 @@ def time_case(case: Case, rows: int, seconds: float, speed: float) -> list[dict[
     around = rows * (request.k * request.x_dtype.itemsize + request.n * request.out_dtype.itemsize)
     return [
         _row(case.scheme, rows, kernel.name, (ms, dense), _bytes(kernel, packed), around, speed)
-        for (_, kernel), packed, ms in zip(case.kernels, packs, times, strict=True)
+        | {"plugin": status.name}
+        for (status, kernel), packed, ms in zip(case.kernels, packs, times, strict=True)
+    ]
+
+
+def slow_notes(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each plugin's kernel that took longer than the fallback, for the same scheme and rows."""
+    own = sorted((row for row in rows if row["plugin"] == BUILTIN), key=lambda row: -row["milliseconds"])
+    fallback = {(row["scheme"], row["m"]): row for row in own}  # the fastest comes last and stays
+    pairs = [(row, fallback.get((row["scheme"], row["m"]))) for row in rows if row["plugin"] != BUILTIN]
+    return [
+        f"slower than the fallback: {row['kernel']} for {row['scheme']}, {row['m']} rows: "
+        f"{row['milliseconds']:.3g} ms, {best['kernel']} {best['milliseconds']:.3g} ms; "
+        f"after 'qcore tune' the faster one serves"
+        for row, best in pairs
+        if best and row["milliseconds"] > best["milliseconds"]
     ]
 
 

@@ -1,7 +1,7 @@
 """Measure every kernel that can serve a layer here and keep the figures, so that the fastest serves from now on.
 
-The figures are kept in the cache directory, by plugin version, device and driver, and decide between kernels of the
-same kind (native, offload, fallback). Exits with 1 where they cannot be stored.
+The figures are kept in the cache directory, by plugin version, device and driver, and decide between kernels whatever
+their ranks. Exits with 1 if they cannot be stored.
 """
 
 from __future__ import annotations
