@@ -29,7 +29,6 @@ def test_memory_stays_flat(name):
     found = json.loads(done.stdout.splitlines()[-1])
     middle, end = found[len(found) // 2 :][:10], found[-10:]
     growth = statistics.median(end) - statistics.median(middle)
-    print(
-        f"{name}: {found[0] / 2**20:.0f} MiB at first, {found[-1] / 2**20:.0f} at last, {growth / 2**20:+.1f} since half"
-    )
+    first, last, grown = (value / 2**20 for value in (found[0], found[-1], growth))
+    print(f"{name}: {first:.0f} MiB at first, {last:.0f} at last, {grown:+.1f} since half")
     assert growth < ALLOWED, [round(value / 2**20, 1) for value in found]
