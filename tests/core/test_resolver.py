@@ -121,7 +121,15 @@ def test_without_both_measured_the_rank_stands(add_kernel, request_of, timed):
     resolver.forget()
     decision = qcore.resolve(request_of())
     places = [c.plugin for c in decision.candidates if c.rank is not None]
-    assert places[:3] == ["a", "c", "b"], "those measured trade places, the one that was not keeps its own"
+    assert places[:3] == ["a", "c", "b"]
+
+
+def test_a_slow_kernel_goes_down_instead_of_lifting_the_faster_one_over_others(add_kernel, request_of, timed):
+    for name, rank in (("slow", NATIVE + 5), ("new", NATIVE)):
+        add_kernel(name, rank)
+    timed({"slow.stub": 13.0, "torch.plain.linear": 0.14})
+    decision = qcore.resolve(request_of())
+    assert [c.plugin for c in decision.candidates if c.rank is not None] == ["new", "torch", "slow"]
 
 
 def test_measured_times_decide_across_ranks_and_the_decision_says_so(add_kernel, request_of, timed):

@@ -43,6 +43,19 @@ def test_measured_times_are_stored_and_decide(slow_and_fast, request_of):
     assert qcore.resolve(request_of(n=32)).plugin == "slow"  # measured at one size only
 
 
+def test_a_fallback_that_measured_faster_serves_before_a_plugin(slow_and_fast, request_of):
+    request = request_of()
+    everything = [(status, offer.kernel) for status, offer in resolver.offers_for(request)]
+    slow = [pair for pair in everything if pair[1].name != "fast.k"]
+    tuning.measure(request, slow, rows=(1, 4), seconds=0.01)
+    resolver.forget()
+    decision = qcore.resolve(request, disable="fast")
+    assert decision.plugin == "torch"
+    assert "measured faster than slow.k, which ranks higher" in str(decision)
+    assert qcore.resolve(request).plugin == "fast", "not measured: its rank stands"
+    assert qcore.resolve(request, backends="slow", disable="fast").plugin == "slow"
+
+
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8-g32-token-o8t", "w8a8-static-o8"])
 def test_any_linear_scheme_can_be_measured(request_of, scheme):
     from dataclasses import replace

@@ -1,9 +1,9 @@
 """Choosing a kernel for a request, and explaining the choice.
 
-Order: the user's order, then rank, then name. Offers that ``qcore tune`` measured on this device stand among each other
-by their times, whatever their ranks: a rank is what a plugin expects, a time is what the machine did. Kernels of
-software devices stay last, and under ``strict`` a time does not lift the fallback over a plugin. The first offer in
-that order that passes verification serves.
+Order: the user's order, then rank, then name. An offer that ``qcore tune`` measured on this device comes behind each one
+that it measured faster, whatever their ranks: a rank is what a plugin expects, a time is what the machine did. Kernels of
+software devices stay last, and under ``strict`` no plugin goes behind the fallback. The first offer in that order that
+passes verification serves.
 """
 
 from __future__ import annotations
@@ -205,14 +205,26 @@ def _rank(offers: list[_Offered], wanted: Settings, order: Sequence[str]) -> lis
         place = order.index(name) if name in order else len(order)
         return (place, -offered.offer.rank, name, offered.offer.kernel.name)
 
-    ranked = sorted(offers, key=key)
-    for _, members in itertools.groupby(range(len(ranked)), key=lambda i: key(ranked[i])[0]):
-        # Those measured trade the places that their ranks have won; those not measured keep theirs.
-        places = [i for i in members if _is_timed(ranked[i], wanted)]
-        timed = sorted((ranked[i] for i in places), key=lambda o: o.milliseconds or 0.0)
-        for i, offered in zip(places, timed, strict=True):
-            ranked[i] = offered
-    return ranked
+    groups = itertools.groupby(sorted(offers, key=key), key=lambda o: key(o)[0])
+    return [offered for _, members in groups for offered in _by_time(list(members), wanted)]
+
+
+def _by_time(ranked: list[_Offered], wanted: Settings) -> list[_Offered]:
+    """Offers in order of rank, but one that was measured behind every one that was measured faster.
+
+    It goes down to the faster one's place instead of giving that one its own: nothing is known against those between.
+    """
+    waiting = sorted((o for o in ranked if _is_timed(o, wanted)), key=lambda o: o.milliseconds or 0.0)
+    ordered: list[_Offered] = []
+    reached: list[_Offered] = []
+    for offered in ranked:
+        if not _is_timed(offered, wanted):
+            ordered.append(offered)
+            continue
+        reached.append(offered)
+        while waiting and any(waiting[0] is o for o in reached):
+            ordered.append(waiting.pop(0))
+    return ordered
 
 
 def _is_timed(offered: _Offered, wanted: Settings) -> bool:
