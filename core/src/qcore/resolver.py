@@ -1,9 +1,9 @@
 """Choosing a kernel for a request, and explaining the choice.
 
-Order: the user's order, then rank, then name. An offer that ``qcore tune`` measured on this device comes behind each one
-that it measured faster, whatever their ranks: a rank is what a plugin expects, a time is what the machine did. Kernels of
-software devices stay last, and under ``strict`` no plugin goes behind the fallback. The first offer in that order that
-passes verification serves.
+Order: the user's order, then rank, then name. An offer that ``qcore tune`` measured on this device comes behind each
+one that it measured faster, whatever their ranks: a rank is what a plugin expects, a time is what the machine did.
+Kernels of software devices stay last, and under ``strict`` no plugin goes behind the fallback. The first offer in that
+order that passes verification serves.
 """
 
 from __future__ import annotations
