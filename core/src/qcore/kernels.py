@@ -138,7 +138,8 @@ class Kernel(ABC):
 class RowsKernel(Kernel):
     """A `Kernel` for ``linear`` that sees x as a matrix: a subclass writes `run` and sets ``n``, ``k``, ``out_dtype``.
 
-    Leading dimensions of x, an x without rows and a wrong K are dealt with here, at the price of a few attribute reads.
+    Leading dimensions of x, an x without rows, a wrong K, and strides of the bias and of given parameters are dealt with
+    here, at the price of a few attribute reads.
     """
 
     n: int
@@ -150,7 +151,10 @@ class RowsKernel(Kernel):
 
     @abstractmethod
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
-        """The product for x ``(M, K)`` of any strides; M is at least 1 outside of a trace. Returns ``(M, N)``."""
+        """The product for x ``(M, K)`` of any strides; M is at least 1 outside of a trace. Returns ``(M, N)``.
+
+        ``bias`` and ``given`` are contiguous.
+        """
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         """Run on x ``(..., K)``, giving ``(..., N)``; raises `FormatError` for another K."""
@@ -159,6 +163,10 @@ class RowsKernel(Kernel):
             raise self._wrong_input(x)
         if not torch.compiler.is_compiling() and not x.numel() and self.k:
             return x.new_empty((*shape[:-1], self.n), dtype=self.out_dtype)
+        if bias is not None and not bias.is_contiguous():
+            bias = bias.contiguous()
+        if given:
+            given = {name: value.contiguous() for name, value in given.items()}
         if len(shape) == 2:
             return self.run(x, packed, bias, **given)
         return self.run(x.reshape(-1, self.k), packed, bias, **given).reshape(*shape[:-1], self.n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,20 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling())
 
 
+def contiguous(t: Tensor) -> Tensor:
+    """``t`` with the strides of a new tensor and plain values: itself, or a view or copy of it.
+
+    Kernels hand addresses to libraries that know of no strides, expanded tensors or negative bits. Where a size is 1,
+    torch takes any stride for contiguous, but oneDNN does not.
+    """
+    t = t.resolve_neg()
+    if not t.is_contiguous():
+        return t.contiguous()
+    sizes = [max(size, 1) for size in t.shape]
+    strides = tuple(math.prod(sizes[place + 1 :]) for place in range(t.dim()))
+    return t if t.stride() == strides else t.as_strided(t.shape, strides)
+
+
 @dataclass(frozen=True, eq=False)
 class QTensor:
     """A quantized weight of logical shape ``(N, K)`` in a neutral, self-describing form.
@@ -36,7 +51,8 @@ class QTensor:
     - ``format``: see `Format`.
     - ``quantizer``: the name of the rule that made the codes, None where it is not known.
 
-    Construction validates; raises `FormatError`. Tensors on ``meta`` are checked for dtype and shape only.
+    Construction validates; raises `FormatError`. Tensors on ``meta`` are checked for dtype and shape only. The tensors
+    are contiguous: those that are not (a transposed scale, say) are copied.
     """
 
     data: Tensor
@@ -51,6 +67,8 @@ class QTensor:
             raise FormatError(f"shape is {tuple(self.shape)}; a quantized weight has shape (N, K).")
         object.__setattr__(self, "shape", torch.Size(self.shape))
         self.validate()
+        for name, value in self.tensors().items():
+            object.__setattr__(self, name, contiguous(value))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A pickle is input like any other: what it holds is validated before a kernel sees it.
@@ -275,6 +293,8 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise FormatError(f"{name} is a {type(value).__name__}; it must be a torch.Tensor.")
+        if value.layout != torch.strided:
+            raise FormatError(f"{name} has the layout {value.layout}; it must be dense. Use {name}.to_dense().")
     devices = {name: str(value.device) for name, value in tensors.items()}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{name} on {device}" for name, device in devices.items())

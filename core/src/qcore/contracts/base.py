@@ -57,19 +57,21 @@ class Problem:
     given: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Problem:
-        """A copy of the inputs on ``device``, keeping the strides of x."""
+        """A copy of the inputs on ``device``, with their strides."""
         return replace(
             self,
             x=_keep_strides(self.x, device),
-            weight=self.weight.to(device),
-            bias=None if self.bias is None else self.bias.to(device),
-            given={name: value.to(device) for name, value in self.given.items()},
+            weight=self.weight.map(lambda t: _keep_strides(t, device)),
+            bias=None if self.bias is None else _keep_strides(self.bias, device),
+            given={name: _keep_strides(value, device) for name, value in self.given.items()},
         )
 
 
 def _keep_strides(x: Tensor, device: torch.device) -> Tensor:
-    moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    return moved.copy_(x)
+    # What is expanded is stored once: nothing may be written to it more than once.
+    once = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
+    moved = torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=device)
+    return moved.copy_(once).expand(x.shape)
 
 
 @dataclass(frozen=True)

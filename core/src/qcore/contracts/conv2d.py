@@ -12,7 +12,7 @@ from torch import Tensor
 from ..activations import Activation, OutputInt8, StaticInt8
 from ..errors import FormatError
 from ..formats import Format
-from ..qtensor import QTensor
+from ..qtensor import QTensor, contiguous
 from ..schemes import Scheme
 from .base import (
     Case,
@@ -25,7 +25,7 @@ from .base import (
     product_error,
     weight_magnitude,
 )
-from .inputs import Draw
+from .inputs import Draw, Parts, laid_out
 
 Pair = tuple[int, int]
 
@@ -104,6 +104,7 @@ class _Shape:
     groups: int = 1
     bias: bool = False
     channels_last: bool = False
+    parts: Parts = "dense"
 
 
 _SHAPES: tuple[_Shape, ...] = (
@@ -118,14 +119,23 @@ _SHAPES: tuple[_Shape, ...] = (
     _Shape("wide", (1, 16, 4, 4), 20, (3, 3), padding=(1, 1)),
     _Shape("channels-last", (2, 8, 6, 5), 8, (3, 3), padding=(1, 1), channels_last=True),
     _Shape("batch-0", (0, 4, 6, 6), 8, (3, 3)),
+    _Shape("one-pixel", (1, 6, 1, 1), 4, (3, 3), padding=(1, 1), bias=True),
+    _Shape("narrow", (2, 1, 8, 1), 4, (5, 4), stride=(1, 2), padding=(2, 2), bias=True),
+    _Shape("padding-only", (2, 1, 5, 2), 6, (2, 2), padding=(1, 2), dilation=(1, 3), bias=True),
+    _Shape("strided-parts", (2, 4, 6, 7), 12, (3, 3), padding=(1, 1), bias=True, parts="strided"),
+    _Shape("expanded-parts", (2, 4, 6, 7), 12, (3, 3), padding=(1, 1), bias=True, parts="expanded"),
 )
+
+
+_STRIDES = {"dense": "dense", "strided": "columns", "expanded": "expanded"}
+"""How x lies in memory where bias and weight lie in some way."""
 
 
 class Conv2dContract(Contract):
     """``y = conv2d(A(x), W) + bias``.
 
     - ``x``: ``(B, IC, H, W)``, ``y``: ``(B, OC, OH, OW)`` of ``out_dtype``; the weight is ``(OC, KH*KW*IC/groups)``
-      with columns in (KH, KW, IC) order, quantized like any `(N, K)` weight.
+      with columns in (KH, KW, IC) order, quantized like any `(N, K)` weight. x and bias may have any strides.
     - The semantics are those of `linear` over im2col columns. A token is one column: the receptive field of one
       output position in one channel group.
     - Padding is the value 0, which is the zero point in the int8 domain.
@@ -179,10 +189,11 @@ def _request(scheme: Scheme, device: torch.device, dtype: torch.dtype, shape: _S
 
 def _problem(draw: Draw, request: Conv2dRequest, shape: _Shape) -> Problem:
     weight = draw.weight(request.n, request.k, request.weight)
-    x = draw.activations(shape.x, request.x_dtype, "normal", "dense")
+    x = draw.activations(shape.x, request.x_dtype, "normal", _STRIDES[shape.parts])
     if shape.channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
-    return Problem(request, x, weight, draw.bias(request.n, "same" if request.bias else "none", request.x_dtype))
+    bias = draw.bias(request.n, "same" if request.bias else "none", request.x_dtype)
+    return laid_out(Problem(request, x, weight, bias), shape.parts)
 
 
 def im2col(x: Tensor, request: Conv2dRequest) -> Tensor:
@@ -243,7 +254,8 @@ def laid_out_like(y: Tensor, x: Tensor) -> Tensor:
 def dense_kernel(weight: QTensor, request: Conv2dRequest, dtype: torch.dtype) -> Tensor:
     """The dequantized weight as torch's convolutions take it: ``(OC, IC/groups, KH, KW)``."""
     kh, kw = request.kernel_size
-    return weight.dequantize(dtype).view(request.n, kh, kw, -1).permute(0, 3, 1, 2)
+    # Contiguous to the last stride: torch's convolutions read beside a kernel whose size 1 has another one.
+    return contiguous(weight.dequantize(dtype).view(request.n, kh, kw, -1).permute(0, 3, 1, 2))
 
 
 def _per_group(problem: Problem, *weights: Tensor) -> Iterator[tuple[Tensor, ...]]:

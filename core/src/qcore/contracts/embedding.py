@@ -14,7 +14,7 @@ from ..formats import Format
 from ..qtensor import QTensor
 from ..schemes import Scheme
 from .base import ROUNDING, Case, Contract, Problem, exact_weight, weight_magnitude
-from .inputs import Draw, small_k, small_n
+from .inputs import Draw, Parts, laid_out, small_k, small_n, with_strides
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class _Shape:
     d: int
     weights: str = "skewed"
     dtype: torch.dtype = torch.int64
+    parts: Parts = "dense"
 
 
 _SHAPES: tuple[_Shape, ...] = (
@@ -78,13 +79,15 @@ _SHAPES: tuple[_Shape, ...] = (
     _Shape("int32-indices", (9,), 20, 64, dtype=torch.int32),
     _Shape("extreme-codes", (9,), 20, 160, weights="codes"),
     _Shape("zero-groups", (9,), 20, 128, weights="zeros"),
+    _Shape("strided-parts", (4, 3), 20, 160, parts="strided"),
+    _Shape("expanded-parts", (4, 3), 20, 160, dtype=torch.int32, parts="expanded"),
 )
 
 
 class EmbeddingContract(Contract):
     """``y = W[indices]`` with W the dequantized table ``(V, D)``.
 
-    - ``indices``: int64 or int32 of any shape; ``y``: ``(*indices.shape, D)`` of ``out_dtype``.
+    - ``indices``: int64 or int32 of any shape and strides; ``y``: ``(*indices.shape, D)`` of ``out_dtype``.
     - Only the rows asked for are dequantized; each value is computed in float32 and rounded once.
     - Errors: an index outside 0..V-1 raises `IndexError` (on accelerators, a device-side assertion); indices of another
       dtype raise `FormatError`.
@@ -117,7 +120,9 @@ class EmbeddingContract(Contract):
             draw = Draw(generator)
             weight = draw.weight(shape.v, shape.d, scheme.weight, shape.weights, scheme.quantizer)
             request = self.request_for(scheme, device, dtype, shape.v, shape.d)
-            return _problem(draw, request, weight, shape.indices, shape.dtype)
+            problem = _problem(draw, request, weight, shape.indices, shape.dtype)
+            strides = {"dense": "dense", "strided": "rows", "expanded": "expanded"}[shape.parts]
+            return laid_out(replace(problem, x=with_strides(problem.x, strides)), shape.parts)
 
         name = f"embedding[{scheme}-{str(dtype).removeprefix('torch.')}-{shape.name}]"
         return Case(name, self.name, str(scheme), make)

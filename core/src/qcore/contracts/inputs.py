@@ -16,7 +16,13 @@ from ..quantize import quantize
 from ..schemes import Scheme
 from .base import Problem
 
+Parts = Literal["dense", "strided", "expanded"]
+"""How bias, per-token parameters and the tensors of the weight lie in memory."""
+
 _SMALL = 256
+_SPIKES = {torch.float16: (3e4, -6e4, 1e3)}
+_WIDE_SPIKES = (1e6, -1e30, 300.0)
+"""Values far above the others in their row, where float16 ends earlier."""
 
 
 def small_n(n: int) -> int:
@@ -39,9 +45,10 @@ class Shape:
     n: int
     k: int
     bias: Literal["none", "same", "float32"] = "none"
-    strides: Literal["dense", "columns", "rows"] = "dense"
+    strides: Literal["dense", "columns", "rows", "expanded"] = "dense"
     weights: Literal["skewed", "codes", "zeros", "tiny", "narrow"] = "skewed"
-    inputs: Literal["normal", "large", "zero-rows", "outliers"] = "normal"
+    inputs: Literal["normal", "large", "zero-rows", "outliers", "spikes"] = "normal"
+    parts: Parts = "dense"
 
 
 class Draw:
@@ -104,13 +111,20 @@ class Draw:
             x[::2] = 0
         if kind == "outliers":
             x[..., ::61] *= 50
-        return _with_strides(x.to(dtype), strides)
+        if kind == "spikes":
+            spikes = torch.tensor(_SPIKES.get(dtype, _WIDE_SPIKES), dtype=torch.float32)
+            rows = x.view(-1, shape[-1])[: len(spikes)]
+            rows[:, _spiked(shape[-1])] = spikes[: len(rows)]
+        return with_strides(x.to(dtype), strides)
 
     def linear(self, request: Any, shape: Shape, quantizer: str = "", dtype: torch.dtype = torch.float32) -> Problem:
         """A problem for a linear request."""
         weight = self.weight(shape.n, shape.k, request.weight, shape.weights, quantizer)
         x = self.activations((*shape.lead, shape.k), request.x_dtype, shape.inputs, shape.strides)
-        return Problem(request, x, weight, self.bias(shape.n, shape.bias, dtype), self.given(request, x))
+        if shape.inputs == "spikes":
+            weight = _without_column(weight, _spiked(shape.k))
+        problem = Problem(request, x, weight, self.bias(shape.n, shape.bias, dtype), self.given(request, x))
+        return laid_out(problem, shape.parts)
 
     def bias(self, n: int, kind: str, dtype: torch.dtype) -> Tensor | None:
         if kind == "none":
@@ -129,9 +143,60 @@ class Draw:
         return given
 
 
-def _with_strides(x: Tensor, strides: str) -> Tensor:
+def _spiked(k: int) -> int:
+    """The column that holds the spikes."""
+    return k // 3
+
+
+def _without_column(weight: QTensor, column: int) -> QTensor:
+    """``weight`` with the value 0 in one column, made of zeros alone: what x holds there must not be seen in y.
+
+    An error that follows the largest value of a row shows, as nothing in the tolerance comes from that value.
+    """
+    codes = weight.codes().clone()
+    codes[:, column] = 0
+    zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
+    if zero is not None:
+        zero = zero.clone()
+        zero[column // weight.format.group(weight.shape[1])] = 0
+    return QTensor.from_codes(codes, weight.scale, zero, weight.format)
+
+
+def laid_out(problem: Problem, parts: Parts) -> Problem:
+    """``problem`` with bias, per-token parameters and the tensors of the weight strided or expanded."""
+    if parts == "dense":
+        return problem
+    place = _strided if parts == "strided" else _expanded
+    weight, bias = problem.weight, problem.bias
+    # Codes that are all alike would hide a row read for another.
+    tensors = {name: place(t) if name != "data" else _strided(t) for name, t in weight.tensors().items()}
+    return replace(
+        problem,
+        weight=QTensor(tensors["data"], tensors["scale"], tensors.get("zero"), weight.shape, weight.format),
+        bias=None if bias is None else place(bias),
+        given={name: place(value) for name, value in problem.given.items()},
+    )
+
+
+def _strided(t: Tensor) -> Tensor:
+    """The same values transposed in memory, with their complements between them."""
+    across = t.t() if t.dim() == 2 else t
+    between = -across if t.is_floating_point() else ~across
+    apart = torch.stack((across, between), dim=-1)[..., 0]
+    return apart.t() if t.dim() == 2 else apart
+
+
+def _expanded(t: Tensor) -> Tensor:
+    """The first value for all."""
+    return t[(slice(1),) * t.dim()].expand(t.shape)
+
+
+def with_strides(x: Tensor, strides: str) -> Tensor:
+    """The same values ``(..., K)`` in another order in memory; "expanded": the first row for all, stored once."""
     if strides == "columns":
         return torch.stack((x, x), dim=-1)[..., 0]
     if strides == "rows":
         return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if strides == "expanded":
+        return x[:1].expand(x.shape)
     return x

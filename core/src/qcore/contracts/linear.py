@@ -88,6 +88,10 @@ _SHAPES: tuple[Shape, ...] = (
     Shape("large-x", (4,), 16, 256, inputs="large"),
     Shape("zero-rows", (4,), 16, 64, inputs="zero-rows"),
     Shape("outliers", (4,), 16, 256, inputs="outliers"),
+    Shape("spikes", (5,), 16, 256, inputs="spikes"),
+    Shape("spike-row", (1,), 16, 160, inputs="spikes"),
+    Shape("strided-parts", (5,), 48, 160, bias="same", strides="rows", parts="strided"),
+    Shape("expanded-parts", (5,), 48, 160, bias="float32", strides="expanded", parts="expanded"),
     Shape("deep", (2,), 48, 2048),
 )
 
@@ -102,8 +106,10 @@ class LinearContract(Contract):
     """``y = A(x) @ W^T + bias``.
 
     - ``x``: ``(..., K)``, ``W`` = the dequantized weight ``(N, K)``, ``bias``: ``(N,)`` of any float dtype,
-      ``y``: ``(..., N)`` of ``out_dtype``. x may be non-contiguous; an x without rows gives an empty result.
-    - Float activations: products accumulated in float32 or better.
+      ``y``: ``(..., N)`` of ``out_dtype``. x, bias and per-token parameters may have any strides (a weight's tensors
+      are contiguous); an x without rows gives an empty result.
+    - Float activations: products accumulated in float32 or better. An element of x adds no more error than its own
+      products are worth: one that is far above the others changes nothing where its weight is 0.
     - Int8 activations: ``A(x) = s_x (q_x - z_x)`` per token. Exact int32 accumulation of the codes per group;
       scales and zero-point corrections in float32.
     - The bias is added before the single rounding to ``out_dtype``.

@@ -19,7 +19,7 @@ from ..contracts import Conv2dRequest
 from ..contracts.conv2d import check_image, convolved_size
 from ..formats import ZeroPoint
 from ..kernels import Kernel, Packed, check_weight
-from ..qtensor import QTensor
+from ..qtensor import QTensor, contiguous
 from .codes import static_codes, unsigned
 from .integer import finish
 from .onednn import OFFSET
@@ -58,7 +58,7 @@ class CpuConv2d(Kernel):
         scale, zero = float(r.activation.scale or 1.0), r.activation.zero_point
         codes = unsigned(x.float()) if x.dtype == torch.int8 else static_codes(x, scale, zero)
         call = self._traced if torch.compiler.is_compiling() else int8_conv2d
-        bias = None if bias is None else bias.float()
+        bias = None if bias is None else bias.float().contiguous()
         geometry = (r.stride, r.padding, r.dilation, r.groups)
         y = call(codes, scale, zero, packed["weight"], packed["scale32"], bias, *geometry, self.direct)
         return y if r.out_dtype == self.direct else finish(y, 1.0, None, r.output, r.out_dtype, {})
@@ -94,7 +94,7 @@ def _fake(x: Tensor, _x_scale: float, _zero: int, weight: Tensor, scale: Tensor,
 
 def _prepack(codes: Tensor, scale: Tensor, request: Conv2dRequest) -> Tensor:
     geometry = (request.stride, request.padding, request.dilation, request.groups)
-    packed: Tensor = torch.ops.onednn.qconv_prepack(codes.contiguous(), scale, 1.0, OFFSET, *geometry, None)
+    packed: Tensor = torch.ops.onednn.qconv_prepack(contiguous(codes), scale, 1.0, OFFSET, *geometry, None)
     return packed
 
 

@@ -10,6 +10,7 @@ from ..activations import DynamicInt8
 from ..contracts import Conv2dRequest
 from ..contracts.conv2d import check_image, im2col, output_size
 from ..kernels import Packed
+from ..qtensor import contiguous
 from .integer import activation_bound, centred_activations, finish, integer_product
 from .plain_linear import compute_dtype
 from .weights import NeutralKernel, autocast_kind
@@ -46,7 +47,7 @@ class PlainConv2d(NeutralKernel):
         dense = torch.cat([self._rows(*chunk) for chunk in self.reader.chunks(packed)])
         kernel = dense.view(self.n, *self.request.kernel_size, -1).permute(0, 3, 1, 2)
         last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-        return kernel if last else kernel.contiguous()
+        return kernel if last else contiguous(kernel)
 
     def _rows(self, data: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         return self.reader.in_order(self.reader.dense(data, scale, zero, self.compute))
