@@ -138,7 +138,7 @@ class Kernel(ABC):
 class RowsKernel(Kernel):
     """A `Kernel` for ``linear`` that sees x as a matrix: a subclass writes `run` and sets ``n``, ``k``, ``out_dtype``.
 
-    Leading dimensions of x, an x without rows, a wrong K, and strides of the bias and of given parameters are dealt with
+    Leading dimensions of x, an x without rows, a wrong K, and strides of bias and given parameters are dealt with
     here, at the price of a few attribute reads.
     """
 
