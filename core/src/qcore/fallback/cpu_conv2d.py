@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..activations import StaticInt8
 from ..contracts import Conv2dRequest
-from ..contracts.conv2d import check_image, convolved_size
+from ..contracts.conv2d import check_image, convolved_size, kernel_shape
 from ..formats import ZeroPoint
 from ..kernels import Kernel, Packed, check_weight
 from ..qtensor import QTensor, contiguous
@@ -42,7 +42,7 @@ class CpuConv2d(Kernel):
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         check_weight(self.name, weight, self.request.weight, self.n, self.k)
-        codes = weight.codes().view(self.n, *self.request.kernel_size, -1).permute(0, 3, 1, 2)
+        codes = weight.codes().view(kernel_shape(self.request)).permute(0, 3, 1, 2)
         scale = weight.scale[0].float()
         return {"weight": _prepack(codes, scale, self.request), "scale": weight.scale, "scale32": scale}
 
@@ -155,4 +155,4 @@ def kernel(request: Conv2dRequest) -> CpuConv2d | None:
     one_scale = fmt.groups(request.k) == 1 and fmt.zero is ZeroPoint.NONE
     if request.device.type != "cpu" or not one_scale or not isinstance(activation, StaticInt8):
         return None
-    return CpuConv2d(request) if request.k and is_exact(fmt.bits) else None
+    return CpuConv2d(request) if request.n and request.k and is_exact(fmt.bits) else None

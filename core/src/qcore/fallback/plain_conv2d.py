@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..activations import DynamicInt8
 from ..contracts import Conv2dRequest
-from ..contracts.conv2d import check_image, im2col, output_size
+from ..contracts.conv2d import check_image, im2col, kernel_shape, output_size
 from ..kernels import Packed
 from ..qtensor import contiguous
 from .integer import activation_bound, centred_activations, finish, integer_product
@@ -31,7 +33,15 @@ class PlainConv2d(NeutralKernel):
         if self.autocast and torch.is_autocast_enabled(self.autocast):
             with torch.autocast(self.autocast, enabled=False):
                 return self(x, packed, bias)
+        if not (self.n and self.k):
+            return self._bias_alone(x, bias)
         return self._float(x, packed, bias) if self.request.activation is None else self._integer(x, packed, bias)
+
+    def _bias_alone(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """What a weight without elements gives; torch's convolutions refuse one."""
+        pixels = x.shape[0] * math.prod(output_size(self.request, *x.shape[2:]))
+        y = x.new_zeros(pixels, self.n, dtype=torch.float64 if self.compute == torch.float64 else torch.float32)
+        return image(finish(y, 1.0, bias, self.request.output, self.out_dtype, {}), x, self.request)
 
     def _float(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         r = self.request
@@ -45,7 +55,7 @@ class PlainConv2d(NeutralKernel):
     def _kernel(self, x: Tensor, packed: Packed) -> Tensor:
         """The dense weight ``(OC, IC/groups, KH, KW)``, in the memory format of x."""
         dense = torch.cat([self._rows(*chunk) for chunk in self.reader.chunks(packed)])
-        kernel = dense.view(self.n, *self.request.kernel_size, -1).permute(0, 3, 1, 2)
+        kernel = dense.view(kernel_shape(self.request)).permute(0, 3, 1, 2)
         last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         return kernel if last else contiguous(kernel)
 
