@@ -89,4 +89,6 @@ def _input_gradient(grad: Tensor, weight: QTensor, request: Any, shape: torch.Si
 
 
 def _bias_gradient(grad: Tensor, contract: str) -> Tensor:
-    return grad.sum((0, 2, 3)) if contract == "conv2d" else grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+    if contract == "conv2d":
+        return grad.sum((0, 2, 3))
+    return grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad

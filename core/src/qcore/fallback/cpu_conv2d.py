@@ -24,6 +24,7 @@ from .codes import static_codes, unsigned
 from .integer import finish
 from .onednn import OFFSET
 from .ops import on_cpu, op
+from .padding import is_misread, padded
 
 
 class CpuConv2d(Kernel):
@@ -82,40 +83,11 @@ def int8_conv2d(
     if not x.shape[0]:
         return _fake(x, x_scale, x_zero_point, weight, scale, bias, *geometry, out_dtype)
     none, zero = torch.zeros_like(scale, dtype=torch.int32), x_zero_point + OFFSET
-    kernel = weight.shape[2:]
-    if any(map(_fails, x.shape[2:], kernel, stride, padding, dilation)):
-        x, stride = _padded(x, kernel, stride, padding, dilation, zero)
+    if is_misread(x.shape[2:], weight.shape, stride, padding, dilation):
+        x, stride = padded(x, weight.shape[2:], stride, padding, dilation, zero)
         geometry = (stride, (0, 0), dilation, groups)
     y = _convolve()(x, x_scale, zero, weight, scale, none, bias, *geometry, 1.0, 0, out_dtype, "none", [], "")
     return y.contiguous(memory_format=torch.channels_last)
-
-
-@lru_cache(maxsize=4096)
-def _fails(size: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
-    """Whether oneDNN must not see an axis of an image as it is.
-
-    Where all taps of a result fall into the padding, it reads beside the image (with a dilated kernel, a depthwise one
-    or few channels: wrong numbers or a crash). Where there is but one result, it misplaces the taps of groups of one
-    input channel if the stride is above 1.
-    """
-    reach = dilation * (kernel - 1) + 1
-    starts = range(-padding, size + padding - reach + 1, stride)
-    if len(starts) == 1 and stride > 1:
-        return True
-    return any(all(not 0 <= tap < size for tap in range(s, s + reach, dilation)) for s in starts) if padding else False
-
-
-def _padded(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], zero: int
-) -> tuple[Tensor, list[int]]:
-    """x with its padding, cut to the window along an axis that gives one result; and the strides for that."""
-    (ph, pw), strides = padding, list(stride)
-    x = F.pad(x, (pw, pw, ph, ph), value=zero)
-    for axis in (0, 1):
-        reach = dilation[axis] * (kernel[axis] - 1) + 1
-        if x.shape[axis + 2] < reach + stride[axis]:
-            x, strides[axis] = x.narrow(axis + 2, 0, reach), 1
-    return x, strides
 
 
 def _fake(x: Tensor, _x_scale: float, _zero: int, weight: Tensor, scale: Tensor, *rest: Any) -> Tensor:
