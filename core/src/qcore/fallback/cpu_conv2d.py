@@ -37,7 +37,8 @@ class CpuConv2d(Kernel):
 
     def __init__(self, request: Conv2dRequest) -> None:
         self.request, self.n, self.k = request, request.n, request.k
-        self._traced = op(int8_conv2d, _fake)  # here, because a trace cannot register it
+        # Here, because a trace cannot register them.
+        self._traced, self._traced_codes = op(int8_conv2d, _fake), op(kernel_codes, _fake_codes)
         # The op rounds to bfloat16 itself; what it cannot write is made from float32.
         self.direct = request.out_dtype if request.out_dtype == torch.bfloat16 else torch.float32
 
@@ -48,8 +49,8 @@ class CpuConv2d(Kernel):
         return {"weight": _prepack(codes, scale, self.request), "scale": weight.scale, "scale32": scale}
 
     def unpack(self, packed: Packed) -> QTensor:
-        codes = packed["weight"].to_dense().permute(0, 2, 3, 1).reshape(self.n, self.k)
-        return QTensor.from_codes(codes, packed["scale"], None, self.request.weight)
+        call = self._traced_codes if torch.compiler.is_compiling() else kernel_codes
+        return QTensor.from_codes(call(packed["weight"]), packed["scale"], None, self.request.weight)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
@@ -94,6 +95,15 @@ def _fake(x: Tensor, _x_scale: float, _zero: int, weight: Tensor, scale: Tensor,
     _bias, stride, padding, dilation, _groups, out_dtype = rest
     oh, ow = convolved_size(x.shape[2:], weight.shape[2:], stride, padding, dilation)
     return scale.new_empty(x.shape[0], oh, ow, scale.shape[0], dtype=out_dtype).permute(0, 3, 1, 2)
+
+
+def kernel_codes(weight: Tensor) -> Tensor:
+    """The codes of a prepacked weight, int8 ``(OC, KH*KW*IC/groups)`` in the order of a `QTensor`."""
+    return weight.to_dense().permute(0, 2, 3, 1).flatten(1).contiguous()
+
+
+def _fake_codes(weight: Tensor) -> Tensor:
+    return weight.new_empty(weight.shape[0], weight.shape[1:].numel(), dtype=torch.int8)
 
 
 def _prepack(codes: Tensor, scale: Tensor, request: Conv2dRequest) -> Tensor:
