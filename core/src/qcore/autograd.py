@@ -73,6 +73,8 @@ def _in_words(format: Format) -> str:
 
 
 def _input_gradient(grad: Tensor, weight: QTensor, request: Any, shape: torch.Size) -> Tensor:
+    if not (request.n and request.k):
+        return grad.new_zeros(shape)
     if request.contract == "conv2d":
         geometry = (request.stride, request.padding, request.dilation, request.groups)
         dense = dense_kernel(weight, request, grad.dtype)
@@ -87,4 +89,6 @@ def _input_gradient(grad: Tensor, weight: QTensor, request: Any, shape: torch.Si
 
 
 def _bias_gradient(grad: Tensor, contract: str) -> Tensor:
-    return grad.sum((0, 2, 3)) if contract == "conv2d" else grad.reshape(-1, grad.shape[-1]).sum(0)
+    if contract == "conv2d":
+        return grad.sum((0, 2, 3))
+    return grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad

@@ -138,7 +138,7 @@ class Kernel(ABC):
 class RowsKernel(Kernel):
     """A `Kernel` for ``linear`` that sees x as a matrix: a subclass writes `run` and sets ``n``, ``k``, ``out_dtype``.
 
-    Leading dimensions of x, an x without rows, a wrong K, and strides of the bias and of given parameters are dealt with
+    Leading dimensions of x, an x without rows, a wrong K, and strides of bias and given parameters are dealt with
     here, at the price of a few attribute reads.
     """
 
@@ -169,7 +169,8 @@ class RowsKernel(Kernel):
             given = {name: value.contiguous() for name, value in given.items()}
         if len(shape) == 2:
             return self.run(x, packed, bias, **given)
-        return self.run(x.reshape(-1, self.k), packed, bias, **given).reshape(*shape[:-1], self.n)
+        rows = -1 if self.k else shape[:-1].numel()  # nothing says how many rows of no columns there are
+        return self.run(x.reshape(rows, self.k), packed, bias, **given).reshape(*shape[:-1], self.n)
 
     def _wrong_input(self, x: Tensor) -> FormatError:
         return FormatError(

@@ -30,6 +30,8 @@ def contiguous(t: Tensor) -> Tensor:
     Kernels hand addresses to libraries that know of no strides, expanded tensors or negative bits. Where a size is 1,
     torch takes any stride for contiguous, but oneDNN does not.
     """
+    if torch.compiler.is_compiling():
+        return t.contiguous()
     t = t.resolve_neg()
     if not t.is_contiguous():
         return t.contiguous()
@@ -293,7 +295,8 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise FormatError(f"{name} is a {type(value).__name__}; it must be a torch.Tensor.")
-        if value.layout != torch.strided:
+        # (In a backward pass dynamo lets nobody ask for layout or strides.)
+        if not torch.compiler.is_compiling() and value.layout != torch.strided:
             raise FormatError(f"{name} has the layout {value.layout}; it must be dense. Use {name}.to_dense().")
     devices = {name: str(value.device) for name, value in tensors.items()}
     if len(set(devices.values())) > 1:

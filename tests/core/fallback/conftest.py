@@ -57,12 +57,14 @@ def same(left, right):
     return equal and left.shape == right.shape and left.format == right.format
 
 
-def python(code, **environment):
+def python(code, *, arguments=(), **environment):
     """Run ``code`` in a process of its own and give back what it printed."""
     source = str(Path(qcore.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import qcore
 from qcore.contracts import CONTRACTS, conv2d
 from qcore.contracts.inputs import Draw
 from qcore.errors import FormatError
@@ -105,9 +104,48 @@ def test_without_the_op_nothing_is_offered(case, monkeypatch):
     assert cpu_conv2d.kernel(problem.request) is None
 
 
-@pytest.mark.parametrize(("padding", "dilation", "served"), [(2, 1, True), (3, 1, False), (3, 2, True), (5, 2, False)])
-def test_padding_beyond_the_kernel_is_left_to_others(padding, dilation, served):
-    conv = torch.nn.Conv2d(1, 8, 3, padding=padding, dilation=dilation)
-    with qcore.using("torch"):
-        layer = qcore.nn.QuantizedConv2d.from_float(conv, "w8a8-static(0.05,3)")
-    assert (layer.decision.kernel.name == "torch.cpu.conv2d") is served
+NARROW = [  # kernel, stride, padding, dilation, width; channels in, out, groups
+    ((2, 1, 1, 2, 1), (4, 6, 1)),
+    ((2, 1, 1, 3, 2), (4, 6, 1)),
+    ((1, 2, 1, 2, 1), (4, 6, 1)),
+    ((2, 3, 4, 3, 2), (16, 16, 1)),
+    ((3, 1, 3, 1, 5), (1, 8, 1)),
+    ((3, 1, 5, 2, 5), (1, 8, 1)),
+    ((1, 1, 1, 1, 3), (16, 16, 16)),
+    ((4, 2, 0, 1, 5), (2, 4, 2)),
+    ((3, 3, 1, 1, 2), (8, 16, 8)),
+    ((4, 2, 1, 1, 3), (1, 16, 1)),
+]
+"""Where results see padding alone, or a stride above 1 leaves one result."""
+
+CONVOLVE = """
+import sys, torch, qcore
+torch.set_num_threads(1)
+
+def check(k, s, p, d, size, ic, oc, groups, across, dtype):
+    def pick(narrow, wide):
+        return (wide, narrow) if across else (narrow, wide)
+    geometry = dict(stride=pick(s, 1), padding=pick(p, 1), dilation=pick(d, 1), groups=groups)
+    conv = torch.nn.Conv2d(ic, oc, pick(k, 2), dtype=dtype, **geometry)
+    x = torch.randn(2, ic, *pick(size, 6)).to(dtype)
+    codes = torch.clamp(torch.round(x.float() / 0.05) + 3, -128, 127) - 3
+    for scheme, seen, served in ("w8a8-static(0.05,3)", codes.double() * 0.05, "cpu"), ("w8a16", x.double(), "plain"):
+        layer = qcore.nn.QuantizedConv2d.from_float(conv, scheme)
+        assert layer.decision.kernel.name == f"torch.{served}.conv2d", layer.decision
+        w = layer.weight.dequantize(torch.float64).view(oc, *conv.kernel_size, -1).permute(0, 3, 1, 2)
+        expected = torch.nn.functional.conv2d(seen, w.contiguous(), conv.bias.double(), **geometry)
+        for image in (x, x.contiguous(memory_format=torch.channels_last)):
+            y = layer(image)
+            worst = float((y.double() - expected).abs().max())
+            assert worst < (1e-4 if dtype == torch.float32 else 0.1), (scheme, worst)
+
+with qcore.using("torch", verify="off"), torch.no_grad():
+    for axis, channels in eval(sys.argv[1]):
+        for across, dtype in (True, torch.float32), (False, torch.float32), (True, torch.bfloat16):
+            print(axis, channels, across, dtype, flush=True)
+            check(*axis, *channels, across, dtype)
+"""
+
+
+def test_narrow_images(tools):
+    assert tools.python(CONVOLVE, arguments=[repr(NARROW)]).count("\n") == 3 * len(NARROW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -220,8 +221,9 @@ def im2col(x: Tensor, request: Conv2dRequest) -> Tensor:
     """``(B, IC, H, W)`` to columns ``(B * OH * OW, groups, KH*KW*IC/groups)`` in (KH, KW, IC) order; padding is 0."""
     kh, kw = request.kernel_size
     batch, channels = x.shape[:2]
-    if batch == 0:
-        return x.new_zeros(0, request.groups, request.k)
+    if batch * channels == 0:
+        pixels = math.prod(output_size(request, *x.shape[2:]))
+        return x.new_zeros(batch * pixels, request.groups, request.k)
     columns = torch.nn.functional.unfold(
         x, request.kernel_size, dilation=request.dilation, padding=request.padding, stride=request.stride
     )
@@ -271,11 +273,15 @@ def laid_out_like(y: Tensor, x: Tensor) -> Tensor:
     return y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
+def kernel_shape(request: Conv2dRequest) -> tuple[int, int, int, int]:
+    """(OC, KH, KW, IC/groups): the weight as it is stored."""
+    return (request.n, *request.kernel_size, request.in_channels // request.groups)
+
+
 def dense_kernel(weight: QTensor, request: Conv2dRequest, dtype: torch.dtype) -> Tensor:
     """The dequantized weight as torch's convolutions take it: ``(OC, IC/groups, KH, KW)``."""
-    kh, kw = request.kernel_size
     # Contiguous to the last stride: torch's convolutions read beside a kernel whose size 1 has another one.
-    return contiguous(weight.dequantize(dtype).view(request.n, kh, kw, -1).permute(0, 3, 1, 2))
+    return contiguous(weight.dequantize(dtype).view(kernel_shape(request)).permute(0, 3, 1, 2))
 
 
 def _per_group(problem: Problem, *weights: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -132,7 +132,7 @@ class EmbeddingContract(Contract):
     def probe(self, request: Any, seed: int = 0) -> list[Problem]:
         draw = Draw(torch.Generator().manual_seed(seed))
         weight = draw.weight(request.n, request.k, request.weight)
-        return [_problem(draw, request, weight, (2, 3), torch.int64)]
+        return [_problem(draw, request, weight, (2, 3) if request.n else (0,), torch.int64)]
 
     def around(self, request: Any, weight: QTensor, seed: int = 0) -> list[Problem]:
         draw = Draw(torch.Generator().manual_seed(seed))
@@ -144,7 +144,7 @@ class EmbeddingContract(Contract):
 def _problem(
     draw: Draw, request: EmbeddingRequest, weight: QTensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Problem:
-    return Problem(request, draw.whole(0, request.n - 1, *shape).to(dtype), weight)
+    return Problem(request, draw.whole(0, max(request.n, 1) - 1, *shape).to(dtype), weight)
 
 
 def check_index_dtype(indices: Tensor) -> None:

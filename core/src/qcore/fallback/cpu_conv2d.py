@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..activations import StaticInt8
 from ..contracts import Conv2dRequest
-from ..contracts.conv2d import check_image, convolved_size
+from ..contracts.conv2d import check_image, convolved_size, kernel_shape
 from ..formats import ZeroPoint
 from ..kernels import Kernel, Packed, check_weight
 from ..qtensor import QTensor, contiguous
@@ -24,6 +24,7 @@ from .codes import static_codes, unsigned
 from .integer import finish
 from .onednn import OFFSET
 from .ops import on_cpu, op
+from .padding import is_misread, padded
 
 
 class CpuConv2d(Kernel):
@@ -36,19 +37,20 @@ class CpuConv2d(Kernel):
 
     def __init__(self, request: Conv2dRequest) -> None:
         self.request, self.n, self.k = request, request.n, request.k
-        self._traced = op(int8_conv2d, _fake)  # here, because a trace cannot register it
+        # Here, because a trace cannot register them.
+        self._traced, self._traced_codes = op(int8_conv2d, _fake), op(kernel_codes, _fake_codes)
         # The op rounds to bfloat16 itself; what it cannot write is made from float32.
         self.direct = request.out_dtype if request.out_dtype == torch.bfloat16 else torch.float32
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         check_weight(self.name, weight, self.request.weight, self.n, self.k)
-        codes = weight.codes().view(self.n, *self.request.kernel_size, -1).permute(0, 3, 1, 2)
+        codes = weight.codes().view(kernel_shape(self.request)).permute(0, 3, 1, 2)
         scale = weight.scale[0].float()
         return {"weight": _prepack(codes, scale, self.request), "scale": weight.scale, "scale32": scale}
 
     def unpack(self, packed: Packed) -> QTensor:
-        codes = packed["weight"].to_dense().permute(0, 2, 3, 1).reshape(self.n, self.k)
-        return QTensor.from_codes(codes, packed["scale"], None, self.request.weight)
+        call = self._traced_codes if torch.compiler.is_compiling() else kernel_codes
+        return QTensor.from_codes(call(packed["weight"]), packed["scale"], None, self.request.weight)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
@@ -82,6 +84,9 @@ def int8_conv2d(
     if not x.shape[0]:
         return _fake(x, x_scale, x_zero_point, weight, scale, bias, *geometry, out_dtype)
     none, zero = torch.zeros_like(scale, dtype=torch.int32), x_zero_point + OFFSET
+    if is_misread(x.shape[2:], weight.shape, stride, padding, dilation):
+        x, stride = padded(x, weight.shape[2:], stride, padding, dilation, zero)
+        geometry = (stride, (0, 0), dilation, groups)
     y = _convolve()(x, x_scale, zero, weight, scale, none, bias, *geometry, 1.0, 0, out_dtype, "none", [], "")
     return y.contiguous(memory_format=torch.channels_last)
 
@@ -90,6 +95,15 @@ def _fake(x: Tensor, _x_scale: float, _zero: int, weight: Tensor, scale: Tensor,
     _bias, stride, padding, dilation, _groups, out_dtype = rest
     oh, ow = convolved_size(x.shape[2:], weight.shape[2:], stride, padding, dilation)
     return scale.new_empty(x.shape[0], oh, ow, scale.shape[0], dtype=out_dtype).permute(0, 3, 1, 2)
+
+
+def kernel_codes(weight: Tensor) -> Tensor:
+    """The codes of a prepacked weight, int8 ``(OC, KH*KW*IC/groups)`` in the order of a `QTensor`."""
+    return weight.to_dense().permute(0, 2, 3, 1).flatten(1).contiguous()
+
+
+def _fake_codes(weight: Tensor) -> Tensor:
+    return weight.new_empty(weight.shape[0], weight.shape[1:].numel(), dtype=torch.int8)
 
 
 def _prepack(codes: Tensor, scale: Tensor, request: Conv2dRequest) -> Tensor:
@@ -117,18 +131,10 @@ def is_exact(weight_bits: int) -> bool:
         return torch.equal(int8_conv2d(x, 1.0, 0, packed, one, None, *geometry, torch.float32).double(), expected)
 
 
-def _pads_beyond_the_kernel(request: Conv2dRequest) -> bool:
-    """Whether some results see padding only: with one input channel oneDNN reads beside the image for them."""
-    axes = zip(request.kernel_size, request.dilation, request.padding, strict=True)
-    return any(padding > (size - 1) * dilation for size, dilation, padding in axes)
-
-
 def kernel(request: Conv2dRequest) -> CpuConv2d | None:
     """The kernel for ``request``, None where there is none."""
     fmt, activation = request.weight, request.activation
     one_scale = fmt.groups(request.k) == 1 and fmt.zero is ZeroPoint.NONE
     if request.device.type != "cpu" or not one_scale or not isinstance(activation, StaticInt8):
         return None
-    if _pads_beyond_the_kernel(request):
-        return None
-    return CpuConv2d(request) if request.k and is_exact(fmt.bits) else None
+    return CpuConv2d(request) if request.n and request.k and is_exact(fmt.bits) else None

@@ -39,7 +39,7 @@ class CpuInt8(RowsKernel):
         self.name, self.format, self.n, self.k = name, request.weight, request.n, request.k
         self.activation, self.output, self.out_dtype = request.activation, request.output, request.out_dtype
         self.groups, self.group = self.format.groups(self.k), self.format.group(self.k)
-        self._traced = onednn.traced_product()
+        self._traced, self._traced_codes = onednn.traced_product(), onednn.traced_codes()
 
     @property
     def packing(self) -> str:
@@ -62,8 +62,8 @@ class CpuInt8(RowsKernel):
         return {**packed, "colsum": colsum, "zeros": torch.zeros(self.n, dtype=torch.int32, device="cpu")}
 
     def unpack(self, packed: Packed) -> QTensor:
-        codes = torch.cat([onednn.codes_of(weight) for weight in self._weights(packed)], dim=1)
-        data = self.format.codec.encode(codes.contiguous())
+        call = self._traced_codes if torch.compiler.is_compiling() else onednn.codes_of
+        data = self.format.codec.encode(call(self._weights(packed)))
         return QTensor(data, packed["scale"], packed.get("zero"), (self.n, self.k), self.format)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:

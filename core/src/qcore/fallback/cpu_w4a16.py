@@ -44,7 +44,8 @@ class CpuW4A16(RowsKernel):
         self.group, self.float_zero = op_group(self.format, self.k), self.format.zero is ZeroPoint.FLOAT
         self.repeats = self.format.group(self.k) // self.group
         self.scale_after = self.format.groups(self.k) == 1 and not self.float_zero
-        self._traced = op(w4a16, _fake)  # here, because a trace cannot register it
+        # Here, because a trace cannot register them; it cannot ask for the layout of the bytes either.
+        self._traced, self._traced_codes = op(w4a16, _fake), op(int4_codes, _fake_codes)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         check_weight(self.name, weight, self.format, self.n, self.k)
@@ -74,7 +75,8 @@ class CpuW4A16(RowsKernel):
             zero = packed["zero"][:: self.repeats, : self.n].contiguous()
         elif self.float_zero:
             zero = packed["added"] if "added" in packed else params[1].contiguous()
-        codes = _layout().unpack(packed["weight"])[: self.n]
+        call = self._traced_codes if torch.compiler.is_compiling() else int4_codes
+        codes = call(packed["weight"])[: self.n]
         return QTensor.from_codes(codes, scale, zero, self.format)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
@@ -108,6 +110,15 @@ def w4a16(
     if bias is not None:
         y = y + bias
     return y.to(torch.bfloat16)
+
+
+def int4_codes(weight: Tensor) -> Tensor:
+    """The signed codes int8 ``(N', K)`` of a packed weight uint8 ``(N', K/2)``."""
+    return _layout().unpack(weight)
+
+
+def _fake_codes(weight: Tensor) -> Tensor:
+    return weight.new_empty(weight.shape[0], 2 * weight.shape[1], dtype=torch.int8)
 
 
 def _fake(x: Tensor, n: int, *_packed: object) -> Tensor:

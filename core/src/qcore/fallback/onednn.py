@@ -41,9 +41,9 @@ def prepack(codes: Tensor) -> Tensor:
     return packed
 
 
-def codes_of(packed: Tensor) -> Tensor:
-    """The inverse of `prepack`, exact."""
-    return packed.to_dense().t()
+def codes_of(packed: Sequence[Tensor]) -> Tensor:
+    """The inverse of `prepack` for one weight per group: int8 ``(N, K)``, exact."""
+    return torch.cat([weight.to_dense() for weight in packed]).t().contiguous()
 
 
 def int8_product(x: Tensor, weights: Sequence[Tensor], scale: Tensor, zeros: Tensor) -> Tensor:
@@ -76,6 +76,16 @@ def scaled_product(
 def traced_product() -> Callable[..., Tensor]:
     """`int8_product` as the op ``qcore_torch::int8_product``, for graphs; to be asked for before tracing."""
     return op(int8_product, _fake_product)
+
+
+def traced_codes() -> Callable[..., Tensor]:
+    """`codes_of` as an op: a fake tensor cannot stand for the opaque weight where a graph unpacks it for gradients."""
+    return op(codes_of, _fake_codes)
+
+
+def _fake_codes(packed: Sequence[Tensor]) -> Tensor:
+    rows = sum(int(weight.shape[0]) for weight in packed)
+    return packed[0].new_empty(packed[0].shape[1], rows, dtype=torch.int8)
 
 
 def _fake_product(x: Tensor, _weights: Sequence[Tensor], scale: Tensor, _zeros: Tensor) -> Tensor:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..activations import DynamicInt8
 from ..contracts import Conv2dRequest
-from ..contracts.conv2d import check_image, im2col, output_size
+from ..contracts.conv2d import Pair, check_image, convolved_size, im2col, kernel_shape, output_size
 from ..kernels import Packed
 from ..qtensor import contiguous
 from .integer import activation_bound, centred_activations, finish, integer_product
+from .ops import op
+from .padding import float_conv2d, may_be_misread, traced_conv2d
 from .plain_linear import compute_dtype
 from .weights import NeutralKernel, autocast_kind
 
@@ -24,6 +29,9 @@ class PlainConv2d(NeutralKernel):
         self.request, self.out_dtype = request, request.out_dtype
         self.compute = compute_dtype(request.device, request.x_dtype, request.out_dtype)
         self.autocast = autocast_kind(request.device)
+        # A graph knows no sizes: only an op can look at them. (Made here, because a trace cannot register it.)
+        checked = request.device.type == "cpu" and may_be_misread(request)
+        self._traced = op(traced_conv2d, _fake) if checked else F.conv2d
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
@@ -31,12 +39,21 @@ class PlainConv2d(NeutralKernel):
         if self.autocast and torch.is_autocast_enabled(self.autocast):
             with torch.autocast(self.autocast, enabled=False):
                 return self(x, packed, bias)
+        if not (self.n and self.k):
+            return self._bias_alone(x, bias)
         return self._float(x, packed, bias) if self.request.activation is None else self._integer(x, packed, bias)
+
+    def _bias_alone(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """What a weight without elements gives; torch's convolutions refuse one."""
+        pixels = x.shape[0] * math.prod(output_size(self.request, *x.shape[2:]))
+        y = x.new_zeros(pixels, self.n, dtype=torch.float64 if self.compute == torch.float64 else torch.float32)
+        return image(finish(y, 1.0, bias, self.request.output, self.out_dtype, {}), x, self.request)
 
     def _float(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         r = self.request
         x, fused = x.to(self.compute), bias if bias is not None and bias.dtype == self.compute else None
-        y = convolve(x, self._kernel(x, packed), fused, r)
+        call = self._traced if torch.compiler.is_compiling() else convolve
+        y = call(x, self._kernel(x, packed), fused, r.stride, r.padding, r.dilation, r.groups)
         if bias is not None and fused is None:
             wide = torch.promote_types(self.compute, torch.float32)
             y = y.to(wide) + bias.to(wide).view(-1, 1, 1)
@@ -45,7 +62,7 @@ class PlainConv2d(NeutralKernel):
     def _kernel(self, x: Tensor, packed: Packed) -> Tensor:
         """The dense weight ``(OC, IC/groups, KH, KW)``, in the memory format of x."""
         dense = torch.cat([self._rows(*chunk) for chunk in self.reader.chunks(packed)])
-        kernel = dense.view(self.n, *self.request.kernel_size, -1).permute(0, 3, 1, 2)
+        kernel = dense.view(kernel_shape(self.request)).permute(0, 3, 1, 2)
         last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         return kernel if last else contiguous(kernel)
 
@@ -66,16 +83,25 @@ class PlainConv2d(NeutralKernel):
         return image(y, x, r)
 
 
-def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, r: Conv2dRequest) -> Tensor:
+def convolve(
+    x: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> Tensor:
     """The dense convolution of x ``(B, IC, H, W)`` and kernel ``(OC, IC/groups, KH, KW)`` in the dtype of both."""
+    if x.device.type == "cpu":
+        return float_conv2d(x, kernel, bias, stride, padding, dilation, groups)
     # The op that says so takes no symbolic sizes: a graph follows torch.backends.cudnn.allow_tf32.
-    if x.dtype != torch.float32 or x.device.type != "cuda" or torch.compiler.is_compiling():
-        return F.conv2d(x, kernel, bias, r.stride, r.padding, r.dilation, r.groups)
+    if x.dtype != torch.float32 or x.device.type != "cuda":
+        return F.conv2d(x, kernel, bias, stride, padding, dilation, groups)
     # cuDNN may round float32 to TF32 unless told not to: 10 bits, a thousand times the error that the contract allows.
     exact = {"benchmark": False, "deterministic": False, "cudnn_enabled": True, "allow_tf32": False}
-    geometry = (r.stride, r.padding, r.dilation, False, (0, 0), r.groups)
+    geometry = (stride, padding, dilation, False, (0, 0), groups)
     y: Tensor = torch.ops.aten._convolution(x, kernel, bias, *geometry, **exact)  # noqa: SLF001  torch's own name
     return y
+
+
+def _fake(x: Tensor, kernel: Tensor, _bias: Tensor | None, *geometry: Any) -> Tensor:
+    size = convolved_size(x.shape[2:], kernel.shape[2:], *geometry[:3])
+    return x.new_empty(x.shape[0], kernel.shape[0], *size)
 
 
 def columns(x: Tensor, request: Conv2dRequest) -> Tensor:
