@@ -195,7 +195,7 @@ def test_a_good_layout_of_a_third_party_serves_and_compiles(installed):
     assert qcore.formats.registered_layouts()["nibbles"] == (layout, "chip")
 
 
-@pytest.mark.parametrize("dtypes", [("int2",), (), ["int4"], None, (["int4"],), "int4"])
+@pytest.mark.parametrize("dtypes", [("int2",), (), None, (["int4"],), "int4"])
 def test_dtypes_that_are_no_tuple_of_known_names(installed, dtypes):
     with pytest.raises(FormatError, match="dtypes is a tuple of int4 and int8"):
         formats.register_layout(broken(dtypes=dtypes))

@@ -326,7 +326,7 @@ def register_layout(layout: Layout, plugin: str = "") -> None:
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise FormatError(f"layout name {name!r} must be lower-case letters, digits and underscores.")
     dtypes: Any = layout.dtypes
-    if not isinstance(dtypes, tuple) or not dtypes or not all(dtype in tuple(_CODE_RANGE) for dtype in dtypes):
+    if not isinstance(dtypes, (tuple, list)) or not dtypes or not all(dtype in tuple(_CODE_RANGE) for dtype in dtypes):
         raise FormatError(f"layout {name!r} holds {dtypes!r}; dtypes is a tuple of {' and '.join(_CODE_RANGE)}.")
     if _LAYOUTS.setdefault(name, layout) != layout:
         raise FormatError(f"layout name {name!r} is taken by {type(_LAYOUTS[name]).__qualname__}; choose another.")

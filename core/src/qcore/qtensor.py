@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .errors import FormatError
-from .formats import Format, Layout, ZeroPoint, has_values
+from .formats import Format, Layout, ZeroPoint
+from .formats import has_values as has_values  # noqa: PLC0414 - others find it here
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT8_MAX = 127

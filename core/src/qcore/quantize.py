@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from .errors import FormatError, did_you_mean
-from .formats import Format, ZeroPoint, has_values
+from .formats import Format, ZeroPoint
 from .gptq import compensate, inverse_factor
-from .qtensor import SCALE_DTYPES, QTensor
+from .qtensor import SCALE_DTYPES, QTensor, has_values
 
 _CHUNK_ELEMENTS = 1 << 19
 """Elements quantized at a time (2 MiB of float32), so that the many passes over a chunk stay in a core's cache."""

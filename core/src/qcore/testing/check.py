@@ -140,7 +140,7 @@ def memory(tensor: Tensor) -> Tensor:
         return tensor.to_dense()
     if type(tensor) is not Tensor or tensor.device.type not in _PLAIN_MEMORY:
         return tensor
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 _THREADS = torch.get_num_threads()
@@ -158,6 +158,11 @@ def threads_for(here: Problem) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape hold the same bits, NaN included, however they lie in memory."""
+    return same_bits(*(memory(t.clone(memory_format=torch.contiguous_format)) for t in (a, b)))
 
 
 def _tensors(here: Problem, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:

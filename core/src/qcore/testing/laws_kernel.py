@@ -22,7 +22,7 @@ from ..qtensor import QTensor
 from ..resolver import resolve
 from ..schemes import Scheme
 from ..verify import same_bits
-from .check import BrokenLawError, first_lines, inputs_kept, memory, resized
+from .check import BrokenLawError, first_lines, inputs_kept, memory, resized, same_values
 from .laws import InapplicableError, Law, Sample
 from .target import Target
 from .watch import OwnOps
@@ -199,7 +199,7 @@ def own_results(_target: Target, sample: Sample, kernel: Kernel, packed: Packed)
         if shared:
             raise BrokenLawError("outputs", f"{kernel.name}: its result lies in the memory of {shared}")
         kept.append((result, result.clone()))
-    if any(not same_bits(result, before) for result, before in kept):
+    if any(not same_values(result, before) for result, before in kept):
         raise BrokenLawError("outputs", f"{kernel.name}: a later call changed the result of an earlier one")
     if any(_shared_with(result, {"another": other}) for (result, _), (other, _) in combinations(kept, 2)):
         raise BrokenLawError("outputs", f"{kernel.name}: two calls gave the same memory")
@@ -231,7 +231,7 @@ def strides(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> N
 
 
 def _strided(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """x in other places of memory, and one row of it expanded to all."""
+    """X in other places of memory, and one row of it expanded to all."""
     yield "one row expanded", x[:1].expand(x.shape)
     yield "every other element", torch.stack((x, x), dim=-1)[..., 0]
     yield "transposed", x.transpose(0, -1).contiguous().transpose(0, -1)

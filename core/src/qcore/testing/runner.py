@@ -19,7 +19,7 @@ import torch
 from .._version import __version__
 from ..contracts import Case
 from ..errors import ConformanceError
-from . import laws_kernel, laws_plugin
+from . import laws_kernel, laws_large, laws_plugin
 from .certificate import Certificate
 from .check import check_case
 from .gaps import Gaps, read_gaps
@@ -28,7 +28,7 @@ from .questions import Question, cases, selects
 from .results import Outcome, Result
 from .target import Target
 
-LAWS = (*laws_plugin.LAWS, *laws_kernel.LAWS)
+LAWS = (*laws_plugin.LAWS, *laws_kernel.LAWS, *laws_large.LAWS)
 
 Progress = Callable[[int, int, str], None]
 """Called before each step with (steps done, steps in all, id)."""
@@ -77,7 +77,9 @@ class Kit:
         every = cases(schemes, contracts)
         self.cases: list[Case] = [case for case in every if selects(patterns, case.id)]
         self.samples = Samples(self.target, every, self.seed)
-        self.laws: list[LawItem] = [i for i in law_items(LAWS, self.samples.families) if selects(patterns, i.id)]
+        with quiet():
+            items = law_items(LAWS, self.samples.families, self.samples.served)
+        self.laws: list[LawItem] = [item for item in items if selects(patterns, item.id)]
         _check_patterns(patterns, [*(case.id for case in self.cases), *(item.id for item in self.laws)])
         self.complete = all(limit is None for limit in (schemes, contracts, select))
         self.gaps = _gaps(self.target, gaps)
