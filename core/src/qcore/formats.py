@@ -215,6 +215,10 @@ _OWNERS: dict[str, str] = {}
 """The plugin that registered a layout, by the layout's name."""
 
 
+class BrokenLayoutError(FormatError):
+    """A third party's layout raised, lost codes or gave something else than promised; the text names its plugin."""
+
+
 class GuardedLayout(Layout):
     """A third party's layout as everybody in qcore calls it: no accident of its code passes, and no wrong result.
 
@@ -271,8 +275,8 @@ class GuardedLayout(Layout):
         except BaseException as error:
             raise self._broken(method, f"raised {type(error).__name__}: {_said(error)}") from error
 
-    def _broken(self, method: str, what: str) -> FormatError:
-        return FormatError(
+    def _broken(self, method: str, what: str) -> BrokenLayoutError:
+        return BrokenLayoutError(
             f"layout {self.name!r} of {layout_origin(self.layout)} is broken: its {method} {what}.\n"
             f"Upgrade or remove what brought it; weights in qcore's own layouts are not affected."
         )

@@ -112,7 +112,7 @@ class Kit:
     def _settle(self, result: Result) -> Result:
         """Hold a result against the list of known gaps."""
         known = self.gaps.reason(result.id)
-        if known is None or result.outcome in (Outcome.REFUSED, Outcome.SKIPPED):
+        if known is None or result.outcome in (Outcome.REFUSED, Outcome.SKIPPED, Outcome.INAPPLICABLE):
             return result
         self.gaps.used(result.id)
         if result.outcome is Outcome.FAILED:
@@ -127,6 +127,12 @@ class Kit:
         outcome = Outcome.FAILED if wrong else Outcome.PASSED
         return Result("gaps[plugin]", "gaps", "", "", outcome, "\n".join(wrong))
 
+    def shown_result(self) -> Result:
+        """Whether every law that applies was shown somewhere: what cannot be told of one law alone."""
+        unshown = self.certificate().unshown
+        text = "\n".join(f"law {law} ran nowhere: {reason}" for law, reason in unshown.items())
+        return Result("shown[plugin]", "shown", "", "", Outcome.FAILED if unshown else Outcome.PASSED, text)
+
     def certificate(self) -> Certificate:
         """What was found out so far."""
         status, target = self.target.status, self.target
@@ -139,7 +145,7 @@ class Kit:
         return Certificate(
             target.name, status.dist, status.version, str(status.state), status.reason, str(target.device),
             status.device, status.driver, __version__, torch.__version__, self.seed, now,
-            tuple(self.results), tuple(laws), time.perf_counter() - self._start, status.broken,
+            tuple(self.results), tuple(laws), time.perf_counter() - self._start, status.broken, self.complete,
         )  # fmt: skip
 
     def status_result(self) -> Result:
