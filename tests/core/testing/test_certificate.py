@@ -39,7 +39,7 @@ def certificate():
         "26.11",
         "2.13",
         5,
-        "2026-11-20T00:00:00",
+        "2026-11-20T00:00:00+00:00",
     )
     return Certificate(*head, cases=(FAILED, PASSED, REFUSED), laws=(ABSENT,))
 
@@ -103,7 +103,7 @@ def faults(schema, value, root, where="$"):
 
 
 def test_certificate_fits_its_schema(certificate, tmp_path):
-    own = testing.run("torch", select=["embedding[w8a16-float32-one", "devices[embedding-w8a16]", seed=1)
+    own = testing.run("torch", select=["embedding[w8a16-float32-one", "devices[embedding-w8a16]"], seed=1)
     gone = replace(certificate, cases=(), laws=(), state="unavailable", reason="no chip")
     for each in (certificate, own, gone, replace(certificate, laws=(SKIPPED,))):
         each.write_json(tmp_path / "c.json")

@@ -91,6 +91,8 @@ def check_origin(target: Target, kernel: Kernel) -> None:
         raise BrokenLawError(
             "origin", f"the kernel is called {name!r}; a kernel of this plugin is called '{target.name}.something'"
         )
+    if getattr(kernel, "name", None) != name:
+        raise BrokenLawError("origin", f"the kernel {name!r} has another name each time it is asked")
     if not target.is_fallback and type(kernel).__module__.startswith("qcore."):
         raise BrokenLawError("origin", f"offers qcore's own {type(kernel).__qualname__} as if it were the plugin's")
 
