@@ -126,7 +126,7 @@ def _why_unusable(device: str | torch.device) -> str:
     except Exception as error:  # noqa: BLE001 - torch raises whatever the missing backend happens to
         text = _printable(str(error).strip().partition("\n")[0][:200])
         # Torch's own words for a backend that was not compiled speak of its operators.
-        return "this build of torch has no such device." if text.startswith("Could not run") else text or repr(error)
+        return "no backend of torch for it is loaded here." if text.startswith("Could not run") else text or repr(error)
     return ""
 
 
