@@ -247,6 +247,57 @@ KERNELS = (
         """,
     ),
     Bad(
+        "zeroes_x",
+        kernel="""
+        def __call__(self, x, packed, bias, **given):
+            y = super().__call__(x, packed, bias, **given)
+            x.zero_()
+            return y
+        """,
+    ),
+    Bad(
+        "one_buffer",
+        kernel="""
+        kept = {}
+
+        def __call__(self, x, packed, bias, **given):
+            y = super().__call__(x, packed, bias, **given)
+            return self.kept.setdefault((y.shape, y.dtype), torch.empty_like(y)).copy_(y)
+        """,
+    ),
+    Bad(
+        "small_only",
+        kernel="""
+        def __call__(self, x, packed, bias, **given):
+            y = super().__call__(x, packed, bias, **given)
+            return y * 1.5 if self.request.n >= 1024 else y
+        """,
+    ),
+    Bad(
+        "lossy_layout",
+        """
+        class Nibbles(qcore.Layout):
+            name = "lossy_nibbles"
+
+            def encode(self, codes):
+                return qcore.PLAIN.encode(codes * 0)
+
+            def decode(self, data, k):
+                return qcore.PLAIN.decode(data, k)
+
+            def check(self, data, n, k):
+                qcore.PLAIN.check(data, n, k)
+
+        @qcore.hookimpl
+        def qcore_formats():
+            return [Nibbles()]
+
+        @qcore.hookimpl
+        def qcore_linear(request):
+            return qcore.Refusal("lossy_layout has a layout and no kernels.")
+        """,
+    ),
+    Bad(
         "mutates",
         kernel="""
         def __call__(self, x, packed, bias, **given):

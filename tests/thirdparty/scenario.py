@@ -77,7 +77,8 @@ def main() -> None:
         sys.modules["qcore.plugins"].PROBE_SECONDS = wanted["probe_seconds"]
     found = {"used": {name or "": use(name) for name in (None, *wanted.get("use", ()))}}
     found["status"] = {s.name: [str(s.state), s.reason] for s in qcore.plugins()}
-    found["kit"] = {name: certify(name, wanted["select"], wanted.get("schemes")) for name in wanted.get("kit", ())}
+    more, few = wanted.get("more", {}), wanted.get("schemes")
+    found["kit"] = {name: certify(name, wanted["select"] + more.get(name, []), few) for name in wanted.get("kit", ())}
     print(json.dumps(found))
 
 

@@ -85,7 +85,9 @@ def _good(wheels, where):
 def _kernels(wheels, where):
     site = [distributions.install(wheels[name], where / name) for name in ("loopback", *KERNELS)]
     select = [*CASES["select"], "discovery", "hooks"]
-    return Run(site, where / "cache", use=list(KERNELS), kit=list(KERNELS), select=select)
+    scheme = f"[linear-{CASES['schemes'][0]}]"
+    more = {"one_buffer": [f"outputs{scheme}"], "small_only": [f"large{scheme}"], "lossy_layout": ["formats["]}
+    return Run(site, where / "cache", use=list(KERNELS), kit=list(KERNELS), select=select, more=more)
 
 
 def _zoo(wheels, where):
@@ -173,6 +175,10 @@ KERNEL_SAYS = {
     "raises": ("failed verification", "raises", "RuntimeError: device lost"),
     "heavy": ("refused", "discovery", "imports dpctl"),
     "unmarked": ("refused", "hooks", "qcore_linear is not marked with @qcore.hookimpl"),
+    "zeroes_x": ("failed verification", "inputs", "changed its input in place: x"),
+    "one_buffer": ("failed verification", "outputs", "a later call changed the result of an earlier one"),
+    "small_only": (None, "large", "wrong in the rows and columns sampled"),
+    "lossy_layout": ("refused", "formats", "layout 'lossy_nibbles' of plugin 'lossy_layout' is broken"),
     "mutates": (None, "inputs", "changed its input in place: packed scale"),
 }
 

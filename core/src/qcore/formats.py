@@ -132,6 +132,13 @@ def interleave(even: Tensor, odd: Tensor) -> Tensor:
     return torch.stack((even, odd), dim=-1).flatten(-2)
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether the numbers of ``tensor`` can be looked at: not meta, not fake, not under a trace."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not (tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling())
+
+
 class _PlainInt8(Layout):
     name = "plain"
     dtypes = ("int8",)
@@ -203,8 +210,116 @@ load_plugin_layouts: Callable[[], object] | None = None
 """Set by `qcore.plugins`: an unknown layout name is looked for in installed plugins before it is an error."""
 
 
-def register_layout(layout: Layout) -> None:
-    """Make ``layout`` known by its name.
+_OWN = (_PlainInt8, _Plain, _PlainInt32)
+_OWNERS: dict[str, str] = {}
+"""The plugin that registered a layout, by the layout's name."""
+
+
+class BrokenLayoutError(FormatError):
+    """A third party's layout raised, lost codes or gave something else than promised; the text names its plugin."""
+
+
+class GuardedLayout(Layout):
+    """A third party's layout as everybody in qcore calls it: no accident of its code passes, and no wrong result.
+
+    What it raises becomes a `FormatError` that names the layout and its plugin, and so does a result of another kind,
+    dtype or shape. What `encode` makes is decoded again and compared, each time: a layout that loses codes would lose
+    them in people's checkpoints.
+    """
+
+    def __init__(self, layout: Layout, dtype: str) -> None:
+        self.layout, self.dtype = layout, dtype
+        self.name, self.dtypes = layout.name, (dtype,)
+
+    def for_dtype(self, dtype: str) -> Layout:
+        return self if dtype == self.dtype else super().for_dtype(dtype)
+
+    def encode(self, codes: Tensor) -> Tensor:
+        data = self._call("encode", codes)
+        if not isinstance(data, Tensor) or data.dim() < 1 or data.shape[0] != codes.shape[0]:
+            raise self._broken("encode", f"gave {_kind(data)} for codes {tuple(codes.shape)}; its rows must be N")
+        if has_values(codes) and not torch.equal(self.decode(data, codes.shape[1]), codes):
+            raise self._broken("encode", f"loses {self.dtype} codes of shape {tuple(codes.shape)}: decode gives others")
+        return data
+
+    def decode(self, data: Tensor, k: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.layout.decode(data, k)
+        codes: Any = self._call("decode", data, k)
+        if not isinstance(codes, Tensor) or codes.dtype != torch.int8 or tuple(codes.shape) != (data.shape[0], k):
+            raise self._broken("decode", f"gave {_kind(codes)} instead of int8 codes {(data.shape[0], k)}")
+        return codes
+
+    def check(self, data: Tensor, n: int, k: int) -> None:
+        self._call("check", data, n, k)
+
+    def encode_zero(self, zero: Tensor) -> Tensor:
+        stored: Tensor = self._call("encode_zero", zero)
+        if has_values(zero) and not torch.equal(self.decode_zero(stored), zero):
+            raise self._broken("encode_zero", "loses zero points: decode_zero gives others")
+        return stored
+
+    def decode_zero(self, zero: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.layout.decode_zero(zero)
+        found: Any = self._call("decode_zero", zero)
+        if not isinstance(found, Tensor) or found.dtype != torch.int8 or found.shape != zero.shape:
+            raise self._broken("decode_zero", f"gave {_kind(found)} instead of int8 {tuple(zero.shape)}")
+        return found
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.layout, method)(*arguments)
+        except (FormatError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
+            raise
+        except BaseException as error:
+            raise self._broken(method, f"raised {type(error).__name__}: {_said(error)}") from error
+
+    def _broken(self, method: str, what: str) -> BrokenLayoutError:
+        return BrokenLayoutError(
+            f"layout {self.name!r} of {layout_origin(self.layout)} is broken: its {method} {what}.\n"
+            f"Upgrade or remove what brought it; weights in qcore's own layouts are not affected."
+        )
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _said(error: BaseException, most: int = 200) -> str:
+    try:
+        return str(error)[:most]
+    except Exception:  # noqa: BLE001 - a third party's exception may fail at this, too
+        return "(without words)"
+
+
+def layout_origin(layout: Layout) -> str:
+    """Who brought a layout: its plugin, or where it was given directly the class."""
+    plugin = _OWNERS.get(layout.name)
+    return f"plugin {plugin!r}" if plugin else f"{type(layout).__module__}.{type(layout).__qualname__}"
+
+
+def registered_layouts() -> dict[str, tuple[Layout, str]]:
+    """Every layout that is known so far, by name, with the plugin that brought it (empty: qcore, or nobody said)."""
+    return {name: (layout, _OWNERS.get(name, "")) for name, layout in _LAYOUTS.items()}
+
+
+def _codec(layout: Layout, dtype: str) -> Layout:
+    """``layout`` specialised to an element type; a third party's is guarded."""
+    if type(layout) in _OWN or torch.compiler.is_compiling():
+        return layout.for_dtype(dtype)
+    if isinstance(layout, GuardedLayout):
+        layout = layout.layout
+    guarded = GuardedLayout(layout, dtype)
+    found = guarded._call("for_dtype", dtype)  # noqa: SLF001 - of this module
+    if not isinstance(found, Layout):
+        raise guarded._broken("for_dtype", f"gave {_kind(found)} instead of a Layout")  # noqa: SLF001
+    guarded.layout = found
+    return guarded
+
+
+def register_layout(layout: Layout, plugin: str = "") -> None:
+    """Make ``layout`` known by its name; ``plugin``: who brings it, for errors.
 
     Raises `FormatError` for anything but a `Layout`, a bad name, one that another layout holds, or element types that
     qcore does not know.
@@ -214,10 +329,13 @@ def register_layout(layout: Layout) -> None:
     name = getattr(layout, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise FormatError(f"layout name {name!r} must be lower-case letters, digits and underscores.")
-    if not layout.dtypes or not set(layout.dtypes) <= set(_CODE_RANGE):
-        raise FormatError(f"layout {name!r} holds {layout.dtypes!r}; dtypes is a tuple of {' and '.join(_CODE_RANGE)}.")
+    dtypes: Any = layout.dtypes
+    if not isinstance(dtypes, (tuple, list)) or not dtypes or not all(dtype in tuple(_CODE_RANGE) for dtype in dtypes):
+        raise FormatError(f"layout {name!r} holds {dtypes!r}; dtypes is a tuple of {' and '.join(_CODE_RANGE)}.")
     if _LAYOUTS.setdefault(name, layout) != layout:
         raise FormatError(f"layout name {name!r} is taken by {type(_LAYOUTS[name]).__qualname__}; choose another.")
+    if plugin:
+        _OWNERS.setdefault(name, plugin)
 
 
 def find_layout(name: str) -> Layout:
@@ -268,7 +386,7 @@ class Format:
             raise FormatError(f"zero is {self.zero!r}; it must be a qcore.ZeroPoint.")
         if not isinstance(self.layout, Layout):
             raise FormatError(f"layout is {self.layout!r}; it must be a Layout such as qcore.PLAIN.")
-        self.layout.for_dtype(self.dtype)
+        _codec(self.layout, self.dtype)
 
     @classmethod
     def parse(cls, text: str) -> Format:
@@ -299,8 +417,8 @@ class Format:
 
     @property
     def codec(self) -> Layout:
-        """The layout specialised to this element type: what encodes and decodes."""
-        return self.layout.for_dtype(self.dtype)
+        """The layout specialised to this element type: what encodes and decodes; of third parties, guarded."""
+        return _codec(self.layout, self.dtype)
 
     def group(self, k: int) -> int:
         """Codes per group along a K of ``k``: `group_size`, or all of them per channel or where K is shorter."""

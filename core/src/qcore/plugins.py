@@ -236,7 +236,7 @@ class Registry:
             self._check_hooks(entry.plugin)
             for layouts in self.call(entry.name, "qcore_formats"):
                 for layout in layouts:
-                    formats.register_layout(layout)
+                    formats.register_layout(layout, entry.name)
         except BaseException:
             self._manager.unregister(entry.plugin)
             raise

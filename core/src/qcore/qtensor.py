@@ -12,16 +12,10 @@ from torch import Tensor
 
 from .errors import FormatError
 from .formats import Format, Layout, ZeroPoint
+from .formats import has_values as has_values  # noqa: PLC0414 - others find it here
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT8_MAX = 127
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether the numbers of ``tensor`` can be looked at: not meta, not fake, not under a trace."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return not (tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling())
 
 
 def contiguous(t: Tensor) -> Tensor:

@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -72,14 +75,36 @@ def test_fills_an_empty_directory(run_json, tmp_path, monkeypatch):
     assert '[project.entry-points."qcore.plugins.v1"]\ntwo_words = "qcore_two_words.plugin"\n' in project
 
 
-def test_nothing_is_left_to_fill_in():
-    for path, text in scaffold.render("acme").items():
+@pytest.mark.parametrize("native", [False, True])
+def test_nothing_is_left_to_fill_in(native):
+    for path, text in scaffold.render("acme", native=native).items():
         assert "$" not in text, path
+        assert text.endswith("\n"), path
+        assert "\n\n\n\n" not in text, path
 
 
+def test_native_package_has_what_the_other_has_and_more(run_json, tmp_path):
+    code, found = run_json("new-plugin", "acme", "--native", "--directory", tmp_path / "p")
+    assert code == 0
+    assert set(found["files"]) - scaffold.render("acme").keys() == {
+        "CMakeLists.txt",
+        "native/kernel.cpp",
+        "src/qcore_acme/native.py",
+    }
+    assert "scikit_build_core" in (tmp_path / "p" / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_workflow_runs_the_kit_with_the_seeds_of_a_claim(native):
+    text = scaffold.render("acme", native=native)[".github/workflows/conformance.yml"]
+    for seed in (0, 1, 2):
+        assert f"qcore conformance acme --seed {seed} --output conformance-{seed}.json" in text
+
+
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("check", [("check", "--select", "E,F,I,UP,B,SIM,RUF"), ("format", "--check")])
-def test_rendered_code_is_clean(tmp_path, check):
-    scaffold.write(scaffold.render("acme"), tmp_path / "p")
+def test_rendered_code_is_clean(tmp_path, check, native):
+    scaffold.write(scaffold.render("acme", native=native), tmp_path / "p")
     command = [sys.executable, "-m", "ruff", *check, "--line-length", "120", "--isolated", tmp_path / "p"]
     ruff = subprocess.run(command, check=False, capture_output=True, text=True)
     if "No module named ruff" in ruff.stderr:
@@ -87,11 +112,9 @@ def test_rendered_code_is_clean(tmp_path, check):
     assert ruff.returncode == 0, ruff.stdout
 
 
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
+def _environment(folder, *, native):
     """A new environment that sees this one's packages, and in it the wheel of a generated package."""
-    folder = tmp_path_factory.mktemp("new-plugin")
-    scaffold.write(scaffold.render("acme"), folder / "qcore-acme")
+    scaffold.write(scaffold.render("acme", native=native), folder / "qcore-acme")
     venv.create(folder / "venv", with_pip=False)
     scripts = "Scripts" if os.name == "nt" else "bin"
     python = folder / "venv" / scripts / "python"
@@ -106,6 +129,16 @@ def scratch(tmp_path_factory):
     # With its dependencies: qcore>=26.11 has to be what is here already.
     subprocess.run([*pip, "--python", python, "install", "--no-index", wheel], check=True)
     return folder, python
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return _environment(tmp_path_factory.mktemp("new-plugin"), native=False)
+
+
+@pytest.fixture(scope="module")
+def native_scratch(tmp_path_factory):
+    return _environment(tmp_path_factory.mktemp("new-native-plugin"), native=True)
 
 
 def in_scratch(scratch, *arguments):
@@ -138,3 +171,52 @@ def test_generated_package_passes_its_own_tests(scratch):
     done = in_scratch(scratch, "pytest", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "acme" in done.stdout + done.stderr
+
+
+_MISSING = [name for name in ("c++", "cmake") if not shutil.which(name)]
+_MISSING += [name for name in ("scikit_build_core",) if not find_spec(name)]
+
+
+@pytest.mark.skipif(bool(_MISSING), reason=f"building C++ takes {', '.join(_MISSING)}")
+class TestNative:
+    def test_is_one_wheel_for_every_python_with_its_library_inside(self, native_scratch):
+        (wheel,) = native_scratch[0].glob("*.whl")
+        assert "-py3-none-" in wheel.name
+        assert "none-any" not in wheel.name
+        with zipfile.ZipFile(wheel) as archive:
+            assert [name for name in archive.namelist() if "libqcore_acme." in name]
+
+    def test_is_found_and_its_library_serves(self, native_scratch):
+        code = (
+            "import qcore, torch; torch.manual_seed(0); l = torch.nn.Linear(70, 33); x = torch.randn(5, 70)\n"
+            "with qcore.using('acme', strict=True):\n"
+            "    qcore.quantize_(m := torch.nn.Sequential(l), 'w8a16'); y = m(x)\n"
+            "print(m[0].decision.kernel.name, float((y - x @ m[0].weight.dequantize().t() - m[0].bias).abs().max()))"
+        )
+        done = subprocess.run([native_scratch[1], "-c", code], capture_output=True, text=True, check=True)
+        name, worst = done.stdout.split()
+        assert name == "acme.w8a16"
+        assert float(worst) < 1e-5
+
+    @pytest.mark.slow
+    def test_passes_its_own_tests_and_the_kit(self, native_scratch):
+        done = in_scratch(native_scratch, "pytest", "-q", "-p", "no:cacheprovider", "--qcore-json=c.json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads((native_scratch[0] / "qcore-acme" / "c.json").read_text())
+        assert found["ok"]
+        assert found["complete"]
+        assert found["counts"]["passed"] > 100
+        assert found["counts"]["gap"] == 0
+
+    def test_whose_library_is_missing_says_what_to_do(self, native_scratch, tmp_path):
+        (wheel,) = native_scratch[0].glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path, [name for name in archive.namelist() if "libqcore_acme" not in name])
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        command = [sys.executable, "-W", "ignore", "-m", "qcore", "plugins", "--json"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
+        )
+        (found,) = [p for p in json.loads(done.stdout) if p["name"] == "acme"]
+        assert found["state"] == "unavailable"
+        assert "Install qcore-acme again" in found["reason"]

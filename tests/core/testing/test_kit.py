@@ -66,8 +66,18 @@ def test_scheme_outside_the_table_can_be_tested(add):
 
 
 def test_device_comes_from_the_probe(add):
-    assert Kit(add(details={"device": "meta"})).target.device == torch.device("meta")
+    assert Kit(add(details={"device": "cpu:0"})).target.device == torch.device("cpu:0")
     assert Kit("toy", device="cpu").target.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:77", "meta", "no-such-device", "ch\udc80p", ""])
+def test_device_that_torch_cannot_use_here_is_an_error_that_says_so(add, device):
+    with pytest.raises(ConformanceError, match=r"you asked for the device.*torch cannot use on this machine") as caught:
+        testing.run(add(), device=device, **FEW)
+    str(caught.value).encode()
+    assert "--device" in str(caught.value)
+    with pytest.raises(ConformanceError, match="the probe of 'chip' tells the kit to test on the device"):
+        testing.run(add("chip", details={"device": device or "none"}), **FEW)
 
 
 def test_probe_that_fails_the_second_time_does_not_stop_the_kit(add):

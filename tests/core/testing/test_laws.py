@@ -1,4 +1,5 @@
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,10 +30,12 @@ def test_good_plugin_keeps_it(add, law):
 
 
 @pytest.mark.parametrize("law", ["discovery", "devices"])
-def test_law_that_cannot_be_tried_is_skipped_with_a_reason(add, law):
-    state, reason = outcome(add(), law)
-    assert state == "skipped"
-    assert reason
+def test_law_that_does_not_apply_says_why_and_is_no_failure(add, law):
+    certificate = testing.run(add(), select=f"{law}[", **ONE)
+    (found,) = certificate.laws
+    assert found.outcome == "inapplicable"
+    assert found.reason
+    assert certificate.ok
 
 
 def test_fake_of_another_dtype(add):
@@ -129,7 +132,11 @@ def test_plugin_that_serves_nothing(add):
             return qcore.Refusal("not today")
 
     assert outcome(add("idle", Idle()), "offers")[0] == "failed"
-    assert outcome("idle", "fake") == ("skipped", "the plugin refuses it: not today")
+    assert outcome("idle", "fake") == ("refused", "the plugin refuses it: not today")
+    certificate = testing.run("idle", **ONE)
+    assert {r.outcome for r in certificate.cases} == {"refused"}
+    assert {"results", "compile", "large", "formats", "neighbour"} <= set(certificate.unshown)
+    assert not replace(certificate, laws=tuple(r for r in certificate.laws if r.law != "offers")).ok
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..errors import QcoreError
 from . import arguments
 from .output import FAILED, OK, Outcome
 from .progress import Progress
@@ -32,10 +33,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write it as a page with a matrix")
 
 
+def _check_writable(path: Path) -> None:
+    """Raise `QcoreError` for a file that could not be written: said before minutes of work, not after them."""
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a directory" if path.is_dir() else f"is to go to {path.parent}, which is no directory"
+        raise QcoreError(f"{path} {what}.\nName a file in a directory that exists.")
+
+
 def run(args: argparse.Namespace) -> Outcome:
     """Run the kit."""
     from .. import testing
 
+    for path in filter(None, (args.output, args.html)):
+        _check_writable(path)
     with Progress("checking", unit="steps").shown() as progress:
         certificate = testing.run(
             args.backend,

@@ -20,16 +20,41 @@ _RESERVED = {"all", "cuda", "qcore", "testing", "torch", "vulkan", "xla", "xpu"}
 """Names of qcore's own plugins and extras, whether or not they are installed."""
 
 _FILES = {
-    "pyproject.toml.txt": "pyproject.toml",
-    "README.md.txt": "README.md",
-    "gitignore.txt": ".gitignore",
-    "src/init.py.txt": "src/{module}/__init__.py",
-    "src/plugin.py.txt": "src/{module}/plugin.py",
-    "src/kernels.py.txt": "src/{module}/kernels.py",
-    "src/gaps.toml.txt": "src/{module}/qcore_gaps.toml",
-    "tests/test_plugin.py.txt": "tests/test_{name}_plugin.py",
+    "pyproject.toml": "pyproject.toml.txt",
+    "README.md": "README.md.txt",
+    ".gitignore": "gitignore.txt",
+    ".github/workflows/conformance.yml": "conformance.yml.txt",
+    "src/{module}/__init__.py": "src/init.py.txt",
+    "src/{module}/plugin.py": "src/plugin.py.txt",
+    "src/{module}/kernels.py": "src/kernels.py.txt",
+    "src/{module}/qcore_gaps.toml": "src/gaps.toml.txt",
+    "tests/test_{name}_plugin.py": "tests/test_plugin.py.txt",
 }
-"""Template to file. Templates end in ``.txt``, so that no tool takes them for code of this repository."""
+"""File to template. Templates end in ``.txt``, so that no tool takes them for code of this repository."""
+_NATIVE_FILES = {
+    "pyproject.toml": "native/pyproject.toml.txt",
+    "CMakeLists.txt": "native/CMakeLists.txt.txt",
+    "native/kernel.cpp": "native/kernel.cpp.txt",
+    "src/{module}/kernels.py": "native/kernels.py.txt",
+    "src/{module}/native.py": "native/native.py.txt",
+}
+"""What is other, or more, where the kernel is written in C++."""
+_WORDS = {
+    False: {"kind": "plain torch ops", "files": "", "probe": ""},
+    True: {
+        "kind": "plain C++",
+        "files": (
+            "\n| `native/kernel.cpp` | the kernel in C++, behind a C interface |"
+            "\n| `src/$module/native.py` | that interface through ctypes: strides and dtypes end here |"
+        ),
+        "probe": (
+            "    from . import native\n\n"
+            "    if native.path() is None:\n"
+            '        return qcore.Unavailable("the native library is not built. Install $dist again.", broken=True)\n'
+        ),
+    },
+}
+"""Words of the templates that both kinds of plugin share."""
 
 
 def check_name(name: str) -> None:
@@ -54,13 +79,15 @@ def _suggestion(name: str) -> str:
     return f" Did you mean {plain!r}?" if _NAME.fullmatch(plain) else ""
 
 
-def render(name: str) -> dict[str, str]:
-    """The text of every file of the package, by its path."""
+def render(name: str, *, native: bool = False) -> dict[str, str]:
+    """The text of every file of the package, by its path; ``native``: with a kernel in C++."""
     module = f"qcore_{name}"
     minimum = ".".join(__version__.split(".")[:2])
     words = {"name": name, "module": module, "dist": module.replace("_", "-"), "minimum": minimum}
     templates = files(__package__) / "templates"
-    texts = {path: templates.joinpath(source).read_text(encoding="utf-8") for source, path in _FILES.items()}
+    words |= {key: Template(text).substitute(words) for key, text in _WORDS[native].items()}
+    sources = {**_FILES, **(_NATIVE_FILES if native else {})}
+    texts = {path: templates.joinpath(source).read_text(encoding="utf-8") for path, source in sources.items()}
     return {path.format(**words): Template(text).substitute(words) for path, text in texts.items()}
 
 

@@ -6,8 +6,8 @@ case of every contract to the plugin, judge each kernel that it offers, and chec
 
 from __future__ import annotations
 
-from .certificate import Certificate
+from .certificate import Certificate, schema
 from .results import Outcome, Result
 from .runner import run
 
-__all__ = ["Certificate", "Outcome", "Result", "run"]
+__all__ = ["Certificate", "Outcome", "Result", "run", "schema"]

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from .certificate import Certificate
 from .results import Outcome, Result, count
 
-SYMBOLS = {"passed": "✓", "partly": "◐", "failed": "✗", "gap": "△", "refused": "⊘", "skipped": "○", "unavailable": "·"}
+SYMBOLS = {
+    "passed": "✓", "partly": "◐", "failed": "✗", "gap": "△", "refused": "⊘", "skipped": "○", "inapplicable": "—",
+    "unavailable": "·",
+}  # fmt: skip
 """A sign for each state, so that it is not told by colour alone."""
 
 
@@ -25,6 +28,10 @@ class Cell:
     text: str
     count: str = ""
     lines: tuple[str, ...] = ()
+
+
+_WITH_REASON = (Outcome.REFUSED, Outcome.INAPPLICABLE, Outcome.SKIPPED)
+"""Neither passed nor failed; the later ones tell more."""
 
 
 def families(certificates: Iterable[Certificate]) -> list[tuple[str, str]]:
@@ -59,13 +66,13 @@ def _absent(certificate: Certificate) -> Cell:
 
 def _cell(results: Sequence[Result], backend: str = "") -> Cell:
     if not results:
-        return Cell("skipped", "does not apply")
+        return Cell("inapplicable", "does not apply")
     counts = count(results)
     state: str = _state(counts)
     kernels: list[str] = list(dict.fromkeys(name for result in results for name in result.kernels))
     ran = counts[Outcome.PASSED] + counts[Outcome.FAILED] + counts[Outcome.GAP]
     lines = [f"{_names(r)}: {r.reason}" for r in results if r.outcome in (Outcome.FAILED, Outcome.GAP)]
-    why = Counter(f"{r.outcome}: {r.reason}" for r in results if r.outcome in (Outcome.REFUSED, Outcome.SKIPPED))
+    why = Counter(f"{r.outcome}: {r.reason}" for r in results if r.outcome in _WITH_REASON)
     lines += [text if times == 1 else f"{text} ({times} times)" for text, times in why.most_common()]
     text = ", ".join(name.removeprefix(f"{backend}.") for name in kernels) or state
     shown = f"{counts[Outcome.PASSED]}/{ran}" if ran else ""
@@ -82,4 +89,4 @@ def _state(counts: Counter[Outcome]) -> str:
             return str(outcome)
     if counts[Outcome.PASSED]:
         return "partly" if counts[Outcome.REFUSED] else "passed"
-    return "refused" if counts[Outcome.REFUSED] else "skipped"
+    return next((str(outcome) for outcome in reversed(_WITH_REASON) if counts[outcome]), "skipped")

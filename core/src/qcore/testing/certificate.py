@@ -12,6 +12,16 @@ from typing import Any
 from ..decision import format_table
 from .results import Outcome, Result, count, summary_line
 
+SCHEMA = 1
+"""The version of the JSON form, which ``certificate.schema.json`` describes."""
+_OPEN = (Outcome.SKIPPED, Outcome.REFUSED)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of what `Certificate.write_json` writes."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("certificate.schema.json").read_text("utf-8"))
+    return found
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -20,7 +30,8 @@ class Certificate:
     **Fields:** ``backend``: the plugin's name; ``dist``, ``version``: its distribution; ``state``, ``reason``: what
     became of it when it was brought up; ``device``: the torch device tested; ``hardware``, ``driver``: what its probe
     found; ``qcore``, ``torch``: versions; ``seed``: of the random inputs (pass it again to repeat them); ``date``: UTC;
-    ``cases``, ``laws``: see `Result`; ``seconds``.
+    ``cases``, ``laws``: see `Result`; ``seconds``; ``complete``: whether every case and law was to run, so that the
+    certificate can stand for the plugin as a whole.
 
     ``str(certificate)`` is a summary table.
     """
@@ -41,6 +52,7 @@ class Certificate:
     laws: tuple[Result, ...] = ()
     seconds: float = 0.0
     broken: bool = field(default=False)
+    complete: bool = False
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -58,9 +70,22 @@ class Certificate:
         return [result for result in self.results if result.outcome is Outcome.FAILED]
 
     @property
+    def unshown(self) -> dict[str, str]:
+        """Laws that ran nowhere although they apply, each with a reason: nothing is known about them.
+
+        A law is shown by one case, scheme or plugin on which it passed, failed, or is a known gap. One that says of
+        what there is that it does not apply, and was refused everywhere else, need not be shown.
+        """
+        groups = _by_law(self.laws)
+        return {law: next(r.reason for r in found if r.outcome in _OPEN) for law, found in groups if _is_unshown(found)}
+
+    @property
     def ok(self) -> bool:
-        """Whether the plugin came up and nothing failed. One that is unavailable here has shown nothing: False."""
-        return self.available and not self.failures
+        """Whether the plugin came up, nothing failed, and every law that applies was shown.
+
+        A plugin that is unavailable here has shown nothing: False.
+        """
+        return self.available and not self.failures and not self.unshown
 
     @property
     def counts(self) -> Counter[Outcome]:
@@ -71,7 +96,7 @@ class Certificate:
         """Plain values."""
         lists = {name: [result.to_json() for result in getattr(self, name)] for name in ("cases", "laws")}
         counts = {outcome.value: self.counts[outcome] for outcome in Outcome}
-        return {**vars(self), **lists, "ok": self.ok, "counts": counts}
+        return {"schema": SCHEMA, **vars(self), **lists, "ok": self.ok, "unshown": self.unshown, "counts": counts}
 
     def write_json(self, path: str | Path) -> None:
         """Write everything, one object."""
@@ -81,7 +106,8 @@ class Certificate:
         """Write a page that needs no other file."""
         from .page import render
 
-        Path(path).write_text(render([self]), encoding="utf-8")
+        # What a plugin says of itself may hold halves of characters, which no encoding has.
+        Path(path).write_text(render([self]), encoding="utf-8", errors="backslashreplace")
 
     def __str__(self) -> str:
         return "\n".join([*self.header(), *self._body(), self.closing()])
@@ -104,13 +130,28 @@ class Certificate:
         if not self.available:
             yield f"{self.state}: {self.reason}"
             return
-        columns = ("passed", "failed", "refused", "gap", "skipped")
+        columns = ("passed", "failed", "refused", "gap", "skipped", "inapplicable")
         groups = [*_by_contract(self.cases), *_by_contract(self.laws, laws=True)]
         rows = [(name, *(str(found[Outcome(c)]) for c in columns), _worst(results)) for name, results, found in groups]
         yield from format_table(("", *columns, "worst error / allowed"), rows)
         yield from (f"FAILED {result.id}: {result.reason}" for result in self.failures[:20])
         if len(self.failures) > 20:
             yield f"... and {len(self.failures) - 20} failures more"
+        yield from (f"NOT SHOWN law {law}: {reason}" for law, reason in self.unshown.items())
+
+
+def _by_law(results: Iterable[Result]) -> list[tuple[str, list[Result]]]:
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.law, []).append(result)
+    return list(groups.items())
+
+
+def _is_unshown(results: Iterable[Result]) -> bool:
+    outcomes = {result.outcome for result in results}
+    if outcomes & {Outcome.PASSED, Outcome.FAILED, Outcome.GAP}:
+        return False
+    return Outcome.SKIPPED in outcomes or Outcome.INAPPLICABLE not in outcomes
 
 
 def _by_contract(

@@ -91,6 +91,8 @@ def check_origin(target: Target, kernel: Kernel) -> None:
         raise BrokenLawError(
             "origin", f"the kernel is called {name!r}; a kernel of this plugin is called '{target.name}.something'"
         )
+    if getattr(kernel, "name", None) != name:
+        raise BrokenLawError("origin", f"the kernel {name!r} has another name each time it is asked")
     if not target.is_fallback and type(kernel).__module__.startswith("qcore."):
         raise BrokenLawError("origin", f"offers qcore's own {type(kernel).__qualname__} as if it were the plugin's")
 
@@ -110,21 +112,37 @@ def packed_and_back(kernel: Kernel, here: Problem) -> dict[str, Tensor]:
 
 def run_watched(target: Target, kernel: Kernel, here: Problem, packed: Mapping[str, Tensor]) -> Any:
     """Call the kernel; it may neither change its inputs nor hand the work back to qcore."""
-    inputs = _tensors(here, packed)
-    before = {name: _readable(tensor).clone() for name, tensor in inputs.items()}
-    with threads_for(here), Watch(is_fallback=target.is_fallback) as watch:
-        output = _guarded("its call", lambda: kernel(here.x, packed, here.bias, **here.given))
-    if watch.entered:
-        raise BrokenLawError("no-fallback", f"falls back secretly: while it ran it entered qcore's {watch.entered[0]}")
-    changed = [name for name, tensor in inputs.items() if not same_bits(_readable(tensor), before[name])]
-    if changed:
-        raise BrokenLawError("inputs", f"changed its input in place: {', '.join(changed)}")
+    with inputs_kept(here, packed):
+        with threads_for(here), Watch(is_fallback=target.is_fallback) as watch:
+            output = _guarded("its call", lambda: kernel(here.x, packed, here.bias, **here.given))
+        if watch.entered:
+            entered = watch.entered[0]
+            raise BrokenLawError("no-fallback", f"falls back secretly: while it ran it entered qcore's {entered}")
     return output
 
 
-def _readable(tensor: Tensor) -> Tensor:
-    """A tensor that can be compared: oneDNN's own layouts cannot."""
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+@contextlib.contextmanager
+def inputs_kept(here: Problem, packed: Mapping[str, Tensor], who: str = "") -> Iterator[None]:
+    """What runs inside leaves x, bias, given parameters and packed weight as they were, and the memory beside them."""
+    inputs = _tensors(here, packed)
+    before = {name: memory(tensor).clone() for name, tensor in inputs.items()}
+    yield
+    changed = [name for name, tensor in inputs.items() if not same_bits(memory(tensor), before[name])]
+    if changed:
+        raise BrokenLawError("inputs", f"{who}changed its input in place: {', '.join(changed)}")
+
+
+_PLAIN_MEMORY = ("cpu", "cuda", "xpu")
+"""Devices whose tensors lie in memory that torch can look at byte by byte."""
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """All bytes that a tensor views a part of, where torch can show them: gaps between its strides count, too."""
+    if tensor.layout is not torch.strided:  # oneDNN's own layouts cannot be compared
+        return tensor.to_dense()
+    if type(tensor) is not Tensor or tensor.device.type not in _PLAIN_MEMORY:
+        return tensor
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 _THREADS = torch.get_num_threads()
@@ -142,6 +160,11 @@ def threads_for(here: Problem) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape hold the same bits, NaN included, however they lie in memory."""
+    return same_bits(*(memory(t.clone(memory_format=torch.contiguous_format)) for t in (a, b)))
 
 
 def _tensors(here: Problem, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from ..contracts import Case, Problem
+from ..contracts import CONTRACTS, Case, Problem
+from ..contracts.base import FLOAT_DTYPES
+from ..contracts.inputs import Draw
+from ..errors import FormatError
 from ..kernels import Kernel
 from ..plugins import Guarded
 from ..schemes import Scheme
@@ -33,11 +37,27 @@ EVERYWHERE = {
     "refusals": "what is not served is refused with a reason",
 }
 
+_ORDINARY = (32, 256)
+"""N and K of a weight that a plugin is asked for to see whether it serves a scheme."""
 _PREFERRED = ("rows-17", "3x3", "batched", "k-aligned-16", "rows-1", "1x1", "one")
 
 
 class NotHereError(Exception):
     """A law that cannot be tried here; the text says why."""
+
+    outcome = Outcome.SKIPPED
+
+
+class RefusedError(NotHereError):
+    """What the law would be tried on is refused by the plugin."""
+
+    outcome = Outcome.REFUSED
+
+
+class InapplicableError(NotHereError):
+    """There is nothing here that the law speaks of; the text says what is missing. Never for lack of trying."""
+
+    outcome = Outcome.INAPPLICABLE
 
 
 @dataclass(frozen=True)
@@ -99,14 +119,24 @@ class Samples:
         return list(self._families)
 
     def get(self, contract: str, scheme: str) -> Sample:
-        """The sample. Raises `NotHereError` where every case is refused, `BrokenLawError` where packing fails."""
+        """The sample. Raises `RefusedError` where every case is refused, `BrokenLawError` where packing fails."""
         key = (contract, scheme)
         if key not in self._found:
             self._found[key] = self._find(key)
         found = self._found[key]
         if isinstance(found, str):
-            raise NotHereError(found)
+            raise RefusedError(found)
         return found
+
+    def served(self, contract: str, scheme: str) -> bool:
+        """Whether the plugin offers a kernel for an ordinary weight, in any dtype; builds no inputs."""
+        if not self._target.available:
+            return False
+        filled = Draw(torch.Generator().manual_seed(0)).fill(Scheme.parse(scheme))
+        asked = partial(CONTRACTS[contract].request_for, filled, self._target.device)
+        with contextlib.suppress(FormatError):
+            return any(self._target.ask(asked(dtype, *_ORDINARY)).kernels for dtype in FLOAT_DTYPES)
+        return False
 
     def any(self) -> Sample:
         """A sample of whatever the plugin offers."""
@@ -132,10 +162,18 @@ def _preference(case: Case) -> int:
     return next((i for i, name in enumerate(_PREFERRED) if shape.endswith(f"-{name}")), len(_PREFERRED))
 
 
-def law_items(laws: Iterable[Law], families: Iterable[tuple[str, str]]) -> list[LawItem]:
-    """Every check to be made of these laws."""
+def law_items(
+    laws: Iterable[Law], families: Iterable[tuple[str, str]], served: Callable[[str, str], bool]
+) -> list[LawItem]:
+    """Every check to be made of these laws; ``served``: whether the plugin serves a contract and scheme.
+
+    A costly law is checked on one scheme of each kind: on the last one that is served, where any is.
+    """
     families = list(families)
-    few = list({_kind(*family): family for family in families}.values())
+    kinds: dict[tuple[object, ...], list[tuple[str, str]]] = {}
+    for family in families:
+        kinds.setdefault(_kind(*family), []).append(family)
+    few = [next((f for f in reversed(kind) if served(*f)), kind[-1]) for kind in kinds.values()]
     items = []
     for law in laws:
         chosen = few if law.sparse else families
@@ -161,7 +199,7 @@ def check_law(target: Target, samples: Samples, item: LawItem) -> Result:
     try:
         _apply(target, samples, item)
     except NotHereError as skip:
-        outcome, reason = Outcome.SKIPPED, str(skip)
+        outcome, reason = skip.outcome, str(skip)
     except BrokenLawError as broken:
         outcome, reason = Outcome.FAILED, broken.fault.text
     except Guarded as error:  # an accelerator may report an error only when its result is fetched
@@ -188,24 +226,26 @@ def _apply_to_kernels(target: Target, sample: Sample, check: KernelLaw) -> None:
         _skipped(partial(check, target, sample, *pair)) for pair in zip(sample.kernels, sample.packs, strict=True)
     ]
     if skipped and all(skipped):
-        raise NotHereError(skipped[0])
+        raise next(skip for skip in skipped if skip)
 
 
-def _skipped(check: Callable[[], None]) -> str:
+def _skipped(check: Callable[[], None]) -> NotHereError | None:
     try:
         check()
     except NotHereError as skip:
-        return str(skip)
-    return ""
+        return skip
+    return None
 
 
 def everywhere(results: Sequence[Result]) -> list[Result]:
     """What the cases together say about the laws that are checked along with each of them."""
-    ran = [result for result in results if result.outcome in (Outcome.PASSED, Outcome.FAILED)]
-    return [_together(name, ran) for name in EVERYWHERE if ran]
+    ran = [result for result in results if result.outcome in (Outcome.PASSED, Outcome.FAILED, Outcome.GAP)]
+    return [_together(name, ran) for name in EVERYWHERE if results]
 
 
 def _together(law: str, ran: Sequence[Result]) -> Result:
+    if not ran:
+        return Result(f"{law}[every case]", law, "", "", Outcome.REFUSED, "the plugin refuses every case")
     broken = [result for result in ran if result.outcome is Outcome.FAILED and result.law == law]
     if not broken:
         return Result(f"{law}[every case]", law, "", "", Outcome.PASSED)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from ..qtensor import QTensor
 from ..resolver import resolve
 from ..schemes import Scheme
 from ..verify import same_bits
-from .check import BrokenLawError, first_lines, resized
-from .laws import Law, NotHereError, Sample
+from .check import BrokenLawError, first_lines, inputs_kept, memory, resized, same_values
+from .laws import InapplicableError, Law, Sample
 from .target import Target
 from .watch import OwnOps
 
@@ -34,7 +35,8 @@ Packed = dict[str, Tensor]
 
 
 def _call(law: str, what: str, kernel: Kernel, here: Problem, packed: Packed) -> Any:
-    return _guard(law, what, lambda: kernel(here.x, packed, here.bias, **here.given))
+    with inputs_kept(here, packed, f"{what} "):
+        return _guard(law, what, lambda: kernel(here.x, packed, here.bias, **here.given))
 
 
 def _guard(law: str, what: str, call: Callable[[], Any]) -> Any:
@@ -54,7 +56,9 @@ def fakes(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> No
         fake_here = replace(
             here, x=mode.from_tensor(here.x), bias=_faked(mode, here.bias), given=_all_faked(mode, here.given)
         )
-        fake = _call("fake", f"{kernel.name} under fake tensors", kernel, fake_here, _all_faked(mode, packed))
+        fakes = _all_faked(mode, packed)
+        call = partial(kernel, fake_here.x, fakes, fake_here.bias, **fake_here.given)
+        fake = _guard("fake", f"{kernel.name} under fake tensors", call)
     for what in ("shape", "dtype", "device"):
         mine, true = getattr(fake, what), getattr(real, what)
         if mine != true:
@@ -74,7 +78,7 @@ def opcheck(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
     with OwnOps() as seen:
         _call("opcheck", kernel.name, kernel, sample.here, packed)
     if not seen.calls:
-        raise NotHereError(f"{kernel.name} calls no op of its own, only torch's")
+        raise InapplicableError(f"{kernel.name} calls no op of its own, only torch's")
     _check_ops("opcheck", kernel, seen)
 
 
@@ -94,7 +98,8 @@ def compiles(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
         problem = resized(sample.question.on(target.device), rows)
         here = problem.to(target.device)
         what = f"{kernel.name}: torch.compile(fullgraph=True, dynamic=True) with {rows} rows"
-        result = _guard("compile", what, partial(call, here.x, here.given))
+        with inputs_kept(here, packed, f"{what} "):
+            result = _guard("compile", what, partial(call, here.x, here.given))
         verdict = sample.question.contract.judge(problem, result)
         if not verdict.ok:
             raise BrokenLawError("compile", f"{what} gave a wrong result: {verdict.message}")
@@ -155,10 +160,11 @@ def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
                 found.append(error)
 
     workers = [threading.Thread(target=work) for _ in range(_THREADS)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with inputs_kept(sample.here, packed, f"{kernel.name} "):
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     for result in found:
         if isinstance(result, BaseException):
             raise BrokenLawError(
@@ -179,6 +185,67 @@ def empty(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> Non
         raise BrokenLawError("empty", f"{kernel.name} with no rows: {verdict.message}")
 
 
+_CALLS_KEPT = 4
+"""Calls whose results are all kept: a kernel that takes turns between two buffers is found out, too."""
+
+
+def own_results(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """Each result is memory of its own: no part of an input, and no later call writes to it."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    for turn in range(_CALLS_KEPT):
+        here = replace(sample.here, x=sample.here.x.roll(turn, 0) if sample.here.x.dim() else sample.here.x)
+        result = _call("outputs", kernel.name, kernel, here, packed)
+        shared = _shared_with(result, {"x": here.x, "bias": here.bias, **packed})
+        if shared:
+            raise BrokenLawError("outputs", f"{kernel.name}: its result lies in the memory of {shared}")
+        kept.append((result, result.clone()))
+    if any(not same_values(result, before) for result, before in kept):
+        raise BrokenLawError("outputs", f"{kernel.name}: a later call changed the result of an earlier one")
+    if any(_shared_with(result, {"another": other}) for (result, _), (other, _) in combinations(kept, 2)):
+        raise BrokenLawError("outputs", f"{kernel.name}: two calls gave the same memory")
+
+
+def _shared_with(result: Tensor, others: Mapping[str, Tensor | None]) -> str:
+    """The first of ``others`` that lies in the same memory as ``result``; empty where none does."""
+    mine = _address(result)
+    return next((name for name, other in others.items() if other is not None and mine == _address(other)), "")
+
+
+def _address(tensor: Tensor) -> object:
+    """Where a tensor's memory begins; where torch cannot say, something equal to nothing else."""
+    try:
+        return (tensor.device, tensor.untyped_storage().data_ptr() or object())
+    except (RuntimeError, NotImplementedError):
+        return object()
+
+
+def strides(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """However x lies in memory, expanded or inside of another tensor, the result is right and x is left as it was."""
+    plain = sample.question.on(target.device)
+    for how, x in _strided(plain.x):
+        problem, here = replace(plain, x=x), replace(sample.here, x=_moved(x, target.device))
+        result = _call("strides", f"{kernel.name} with x {how}", kernel, here, packed)
+        verdict = sample.question.contract.judge(problem, result)
+        if not verdict.ok:
+            raise BrokenLawError("strides", f"{kernel.name} with x {how}: {verdict.message}")
+
+
+def _strided(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """X in other places of memory, and one row of it expanded to all."""
+    yield "one row expanded", x[:1].expand(x.shape)
+    yield "every other element", torch.stack((x, x), dim=-1)[..., 0]
+    yield "transposed", x.transpose(0, -1).contiguous().transpose(0, -1)
+    # Whoever reads beside x gets numbers that show.
+    around = torch.full([size + 2 for size in x.shape], 77, dtype=x.dtype)
+    inside = around[tuple(slice(1, -1) for _ in x.shape)]
+    yield "inside of a larger tensor", inside.copy_(x)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on ``device`` of all the memory that x views a part of, and the same view of it."""
+    return memory(x).clone().view(x.dtype).to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 def _packed_call(kernel: Kernel, here: Problem) -> Tensor:
     return kernel(here.x, kernel.pack(here.weight), here.bias, **here.given)
 
@@ -188,7 +255,7 @@ def two_devices(target: Target, sample: Sample, kernel: Kernel, packed: Packed) 
     del packed
     kind = target.device.type
     if kind == "cpu" or not torch.accelerator.is_available() or torch.accelerator.device_count() < 2:
-        raise NotHereError(f"there is only one {kind} device")
+        raise InapplicableError(f"there is only one {kind} device")
     second = torch.device(kind, 1 - (target.device.index or 0))
     problem = sample.question.on(second)
     here = problem.to(second)
@@ -212,7 +279,8 @@ def decided(target: Target, sample: Sample) -> None:
             _expect(target, _guard("decision", "resolving", lambda: resolve(here.request)))
             return
         module = _guard("decision", "making a module", lambda: _module(here))
-        result = _guard("decision", "calling the module", lambda: module(here.x))
+        with inputs_kept(here, {}, "the module "):
+            result = _guard("decision", "calling the module", lambda: module(here.x))
     _expect(target, module.decision)
     verdict = sample.question.judge(here, result)
     if not verdict.ok:
@@ -251,6 +319,8 @@ LAWS = (
     ),
     Law("determinism", "the same input gives the same bits", kernel=deterministic),
     Law("threads", "eight threads share a kernel and get equal results", kernel=threads),
+    Law("outputs", "each result is memory of its own, which no later call changes", kernel=own_results),
+    Law("strides", "x may have any strides, and its memory is left as it was", kernel=strides),
     Law("empty", "an x without rows gives a result without rows", kernel=empty),
     Law("devices", "two devices of a kind each give right results", kernel=two_devices),
 )

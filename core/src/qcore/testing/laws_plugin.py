@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,8 @@ import torch
 from .. import hookspecs, settings
 from ..contracts import CONTRACTS, LinearRequest
 from ..contracts.inputs import Draw
-from ..formats import PLAIN, PLAIN_INT32, Format, ZeroPoint
+from ..errors import FormatError
+from ..formats import Format, ZeroPoint
 from ..hookspecs import hookimpl
 from ..kernels import Available
 from ..plugins import registry
@@ -24,7 +26,8 @@ from ..resolver import resolve
 from ..schemes import Scheme
 from ..verify import difference, run_check
 from .check import BrokenLawError
-from .laws import Law, NotHereError, Samples
+from .laws import InapplicableError, Law, NotHereError, RefusedError, Sample, Samples
+from .layouts import layout_fault, layouts_of
 from .preflight import HEAVY
 from .target import Target
 
@@ -38,7 +41,7 @@ def light(target: Target, _samples: Samples) -> None:
     """Importing the entry point imports no device's stack and loads no native library."""
     flight = target.preflight
     if flight.skipped:
-        raise NotHereError(flight.skipped)
+        raise InapplicableError(flight.skipped)
     if flight.error or flight.died:
         raise BrokenLawError("discovery", flight.error or flight.died)
     heavy = sorted(set(flight.modules) & set(HEAVY))
@@ -79,32 +82,42 @@ def offers(_target: Target, samples: Samples) -> None:
         raise BrokenLawError("offers", f"{nothing}; a plugin that is available serves something") from nothing
 
 
-def formats() -> Iterator[Format]:
-    """Every combination of element type, group size, zero point and built-in layout."""
-    for dtype, layouts in (("int4", (PLAIN, PLAIN_INT32)), ("int8", (PLAIN,))):
-        for layout in layouts:
+def formats(plugin: str) -> Iterator[Format]:
+    """Every combination of element type, group size, zero point and layout that a plugin answers for."""
+    for layout in layouts_of(plugin).values():
+        for dtype in layout.dtypes:
             for group in (None, 7, 32, 128):
                 yield from (Format(dtype, group, zero, layout) for zero in ZeroPoint)  # type: ignore[arg-type]
 
 
 def every_format(target: Target, _samples: Samples) -> None:
-    """What is offered packs without loss and computes right, also at odd K, ragged groups and extreme codes."""
-    for contract in ("linear", "embedding"):
-        for fmt in formats():
+    """Layouts keep their codes; what is offered packs without loss, also at odd K, ragged groups and extreme codes."""
+    for layout in layouts_of(target.name).values():
+        if fault := layout_fault(layout, target.device):
+            raise BrokenLawError("formats", fault)
+    tried = 0
+    for contract in CONTRACTS.values():
+        for fmt in formats(target.name):
             for n, k in ((3, 5), (20, 77), (16, 168), (32, 256)):
-                request = CONTRACTS[contract].request_for(Scheme(fmt), target.device, torch.float32, n, k)
-                _try_request(target, request, "formats")
+                request = contract.request_for(Scheme(fmt), target.device, torch.float32, n, k)
+                tried += _try_request(target, request, "formats")
+    if not tried:
+        raise RefusedError("the plugin refuses every format")
 
 
-def _try_request(target: Target, request: Any, law: str) -> None:
+def _try_request(target: Target, request: Any, law: str) -> int:
+    """Try what is offered for a request; returns how many kernels that was."""
     answer = target.ask(request)
     what = f"{request.contract} {request.weight} n={request.n} k={request.k} to {request.out_dtype}"
     if answer.broken:
         raise BrokenLawError(law, f"{what}: {answer.reason}")
-    if request.device.type == "meta":
-        return
-    for kernel in answer.kernels:
+    try:
         extreme = Draw(torch.Generator().manual_seed(7)).weight(request.n, request.k, request.weight, "codes")
+    except FormatError:  # the layout does not hold this size
+        return 0
+    if request.device.type == "meta":
+        return 0
+    for kernel in answer.kernels:
         weight = extreme.to(target.device)
         lost = difference(kernel.unpack(kernel.pack(weight)), weight)
         if lost:
@@ -112,6 +125,7 @@ def _try_request(target: Target, request: Any, law: str) -> None:
         checked = run_check(kernel, request)
         if not checked.ok:
             raise BrokenLawError(law, f"{kernel.name}, {what}: {checked.reason}")
+    return len(answer.kernels)
 
 
 def unusual(target: Target, _samples: Samples) -> None:
@@ -156,11 +170,12 @@ class _Empty:
 
 def neighbour(target: Target, samples: Samples) -> None:
     """Beside broken plugins this one is still chosen."""
+    found = [sample for contract in CONTRACTS for sample in itertools.islice(_offered(samples, contract), 1)]
+    if not found:
+        raise RefusedError("the plugin refuses every case")
     with _beside({"qcore-kit-raising": _Raising(), "qcore-kit-empty": _Empty()}), settings.using(target.name):
-        for contract in CONTRACTS:
-            sample = next(iter(_offered(samples, contract)), None)
-            if sample is None:
-                continue
+        for sample in found:
+            contract = sample.here.request.contract
             decision = resolve(sample.here.request)
             if decision.plugin != target.name:
                 raise BrokenLawError(
@@ -168,7 +183,7 @@ def neighbour(target: Target, samples: Samples) -> None:
                 )
 
 
-def _offered(samples: Samples, contract: str) -> Iterator[Any]:
+def _offered(samples: Samples, contract: str) -> Iterator[Sample]:
     for family in samples.families:
         if family[0] == contract:
             with contextlib.suppress(NotHereError):
@@ -191,7 +206,9 @@ LAWS = (
     Law("hooks", "every function that is named like a hook is one", plugin=hooks),
     Law("offers", "the plugin serves something", plugin=offers),
     Law(
-        "formats", "every format and layout that is offered packs without loss and computes right", plugin=every_format
+        "formats",
+        "layouts keep their codes; every format that is offered packs without loss and computes right",
+        plugin=every_format,
     ),
     Law("requests", "unusual requests are refused with a reason, or served right", plugin=unusual),
     Law("neighbour", "beside broken plugins this one is still chosen", plugin=neighbour),

@@ -37,9 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [name for name in options.require if not _is_here(name, certificates)]
     for name in missing:
         print(f"REQUIRED {name} is missing: {_why_missing(name, certificates)}")
+    unshown = [(c.backend, *found) for c in certificates if c.complete for found in c.unshown.items()]
+    for name, law, reason in unshown:
+        print(f"NOT SHOWN {name} law {law}: {reason}")
     passed, failed, skipped = _totals(certificates)
-    print(summary_line(passed, failed + len(missing), skipped))
-    return 1 if failed or missing else 0
+    print(summary_line(passed, failed + len(missing) + len(unshown), skipped))
+    return 1 if failed or missing or unshown else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,7 +94,7 @@ def _write(certificates: Sequence[Certificate], seed: int, options: argparse.Nam
         content = {"seed": seed, "certificates": [certificate.to_json() for certificate in certificates]}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if options.html:
-        options.html.write_text(render(certificates), encoding="utf-8")
+        options.html.write_text(render(certificates), encoding="utf-8", errors="backslashreplace")
 
 
 def _report(certificates: Sequence[Certificate]) -> list[str]:
@@ -114,7 +117,7 @@ def _about(certificate: Certificate) -> list[str]:
 
 def _text(cell: Cell, *, law: bool = False) -> str:
     shown = f"{SYMBOLS[cell.state]} {cell.state if law else cell.text}"
-    why = cell.lines[0] if cell.lines and cell.state in ("refused", "skipped") else ""
+    why = cell.lines[0] if cell.lines and cell.state in ("refused", "skipped", "inapplicable") else ""
     why = why.removeprefix(f"{cell.state}: ")
     return f"{shown} {cell.count}".rstrip() + (f": {_short(why)}" if why else "")
 

@@ -19,7 +19,8 @@ _MEANINGS = {
     "failed": "failed",
     "gap": "known gap",
     "refused": "refused with a reason",
-    "skipped": "skipped",
+    "skipped": "could not be tried",
+    "inapplicable": "does not apply",
     "unavailable": "device not here",
 }
 _MOST_LINES = 60

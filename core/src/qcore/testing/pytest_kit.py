@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,10 @@ class KitFile(pytest.File):
         """Every case and law; for a plugin that did not come up, that."""
         owner = self.config.pluginmanager.get_plugin("qcore-kit")
         assert isinstance(owner, KitPlugin)
-        kit = owner.kit()
+        try:
+            kit = owner.kit()
+        except QcoreError as error:  # a device that is not here, a list of gaps that cannot be read
+            raise self.CollectError(str(error)) from error
         if not kit.target.available:
             yield KitItem.from_parent(self, name="status[plugin]", check=kit.status_result)
             return
@@ -65,6 +69,8 @@ class KitFile(pytest.File):
             yield KitItem.from_parent(self, name=case.id, check=lambda c=case: kit.run_case(Question(c, kit.seed)))
         for item in kit.laws:
             yield KitItem.from_parent(self, name=item.id, check=lambda i=item: kit.run_law(i))
+        if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker sees a part of what ran
+            yield KitItem.from_parent(self, name="shown[plugin]", check=kit.shown_result)
         if kit.gaps.known:
             yield KitItem.from_parent(self, name="gaps[plugin]", check=kit.gaps_result)
 
@@ -107,8 +113,9 @@ class KitPlugin:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """A part of the kit cannot tell which gaps are needed."""
         if self._kit is not None:
-            chosen = sum(isinstance(item, KitItem) for item in items)
-            self._kit.complete = chosen > len(self._kit.cases) + len(self._kit.laws)
+            chosen = {item.name for item in items if isinstance(item, KitItem)}
+            every = {case.id for case in self._kit.cases} | {item.id for item in self._kit.laws}
+            self._kit.complete = chosen >= every
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The certificate's table; writes the files that were asked for."""

@@ -19,6 +19,8 @@ class Outcome(str, enum.Enum):
     """The plugin said, with a reason, that it does not serve this."""
     GAP = "gap"
     """It fails, and the plugin's list of known gaps says so."""
+    INAPPLICABLE = "inapplicable"
+    """There is nothing here that the law speaks of, such as a second device, or an op of the plugin's own."""
     SKIPPED = "skipped"
     """It could not be tried here; nothing is shown either way."""
 

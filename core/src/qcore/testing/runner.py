@@ -19,7 +19,7 @@ import torch
 from .._version import __version__
 from ..contracts import Case
 from ..errors import ConformanceError
-from . import laws_kernel, laws_plugin
+from . import laws_kernel, laws_large, laws_plugin
 from .certificate import Certificate
 from .check import check_case
 from .gaps import Gaps, read_gaps
@@ -28,7 +28,7 @@ from .questions import Question, cases, selects
 from .results import Outcome, Result
 from .target import Target
 
-LAWS = (*laws_plugin.LAWS, *laws_kernel.LAWS)
+LAWS = (*laws_plugin.LAWS, *laws_kernel.LAWS, *laws_large.LAWS)
 
 Progress = Callable[[int, int, str], None]
 """Called before each step with (steps done, steps in all, id)."""
@@ -77,7 +77,9 @@ class Kit:
         every = cases(schemes, contracts)
         self.cases: list[Case] = [case for case in every if selects(patterns, case.id)]
         self.samples = Samples(self.target, every, self.seed)
-        self.laws: list[LawItem] = [i for i in law_items(LAWS, self.samples.families) if selects(patterns, i.id)]
+        with quiet():
+            items = law_items(LAWS, self.samples.families, self.samples.served)
+        self.laws: list[LawItem] = [item for item in items if selects(patterns, item.id)]
         _check_patterns(patterns, [*(case.id for case in self.cases), *(item.id for item in self.laws)])
         self.complete = all(limit is None for limit in (schemes, contracts, select))
         self.gaps = _gaps(self.target, gaps)
@@ -110,7 +112,7 @@ class Kit:
     def _settle(self, result: Result) -> Result:
         """Hold a result against the list of known gaps."""
         known = self.gaps.reason(result.id)
-        if known is None or result.outcome in (Outcome.REFUSED, Outcome.SKIPPED):
+        if known is None or result.outcome in (Outcome.REFUSED, Outcome.SKIPPED, Outcome.INAPPLICABLE):
             return result
         self.gaps.used(result.id)
         if result.outcome is Outcome.FAILED:
@@ -125,6 +127,12 @@ class Kit:
         outcome = Outcome.FAILED if wrong else Outcome.PASSED
         return Result("gaps[plugin]", "gaps", "", "", outcome, "\n".join(wrong))
 
+    def shown_result(self) -> Result:
+        """Whether every law that applies was shown somewhere: what cannot be told of one law alone."""
+        unshown = self.certificate().unshown
+        text = "\n".join(f"law {law} ran nowhere: {reason}" for law, reason in unshown.items())
+        return Result("shown[plugin]", "shown", "", "", Outcome.FAILED if unshown else Outcome.PASSED, text)
+
     def certificate(self) -> Certificate:
         """What was found out so far."""
         status, target = self.target.status, self.target
@@ -137,7 +145,7 @@ class Kit:
         return Certificate(
             target.name, status.dist, status.version, str(status.state), status.reason, str(target.device),
             status.device, status.driver, __version__, torch.__version__, self.seed, now,
-            tuple(self.results), tuple(laws), time.perf_counter() - self._start, status.broken,
+            tuple(self.results), tuple(laws), time.perf_counter() - self._start, status.broken, self.complete,
         )  # fmt: skip
 
     def status_result(self) -> Result:

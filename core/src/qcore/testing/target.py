@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +36,7 @@ class Target:
     **Arguments:** ``name``: of its entry point; ``device``: where its kernels are tested. Default: what its probe says
     in ``Available(details={"device": "cuda:0"})``, else the torch device of the plugin's name, else the CPU.
 
-    Raises `ConformanceError` where no plugin of that name is installed.
+    Raises `ConformanceError` if no plugin of that name is installed, or torch cannot use the device here.
     """
 
     def __init__(self, name: str, device: str | torch.device | None = None) -> None:
@@ -44,7 +46,7 @@ class Target:
             # In a process of its own first: a probe that ends the process leaves a mark, and is not called in this one.
             _ = self.preflight
         self.status: PluginStatus = registry.status(name)
-        self.device = torch.device(device) if device is not None else self._own_device()
+        self.device = self._own_device() if device is None else device_here(device, "you asked for")
 
     @cached_property
     def preflight(self) -> Preflight:
@@ -80,8 +82,8 @@ class Target:
     def _own_device(self) -> torch.device:
         named = self._device_of_probe()
         if named:
-            return torch.device(named)
-        return torch.device(self.name) if _usable(self.name) else torch.device("cpu")
+            return device_here(named, f"the probe of {self.name!r} tells the kit to test on")
+        return torch.device("cpu" if _why_unusable(self.name) else self.name)
 
     def _device_of_probe(self) -> str | None:
         if not self.available or not registry.implements(self.name, "qcore_probe"):
@@ -104,9 +106,37 @@ def check_installed(name: str) -> None:
         )
 
 
-def _usable(device: str) -> bool:
-    """Whether torch has a device of this name that tensors can live on."""
+def device_here(device: str | torch.device, who: str) -> torch.device:
+    """A device that torch can use on this machine; raises `ConformanceError` for any other: ``who`` named it."""
+    reason = _why_unusable(device)
+    if reason:
+        raise ConformanceError(
+            f"{who} the device {_printable(device)!r}, which torch cannot use on this machine:\n"
+            f"{reason}\n"
+            f"Give another one with --device, for example cpu; 'qcore doctor' shows which devices are here."
+        )
+    return torch.device(device)
+
+
+def _why_unusable(device: str | torch.device) -> str:
+    """Why no tensor can live on a device; empty if one can."""
     try:
-        return bool(torch.ones(1, device=device).cpu().item() == 1)
-    except Exception:  # noqa: BLE001 - torch raises whatever the missing backend happens to
-        return False
+        with quiet_start():
+            torch.ones(1, device=device).cpu()
+    except Exception as error:  # noqa: BLE001 - torch raises whatever the missing backend happens to
+        text = _printable(str(error).strip().partition("\n")[0][:200])
+        # Torch's own words for a backend that was not compiled speak of its operators.
+        return "no backend of torch for it is loaded here." if text.startswith("Could not run") else text or repr(error)
+    return ""
+
+
+@contextlib.contextmanager
+def quiet_start() -> Iterator[None]:
+    """What a backend warns of while it starts is not the kit's subject."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _printable(text: object) -> str:
+    return str(text).encode("utf-8", "backslashreplace").decode()

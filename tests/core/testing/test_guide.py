@@ -1,0 +1,76 @@
+"""The plugin guide's own examples: an author starts from them, so they have to pass the kit."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GUIDE = Path(__file__).parents[3] / "docs" / "plugin-guide.md"
+
+KIT = """
+from qcore import testing
+certificate = testing.run("fastchip", seed=0)
+print(certificate)
+assert certificate.ok, certificate.unshown
+assert certificate.complete
+assert sum(r.outcome == "passed" for r in certificate.cases) > 30
+"""
+
+DEVICE = """
+import json
+import qcore
+from qcore.plugins import registry
+
+autoload()
+library = torch.library.Library("qcore_fastchip_test", "DEF")
+op = qcore.kernels.define_op(library, "f(Tensor x) -> Tensor", lambda x: x, lambda x: x, ("PrivateUse1",))
+asked = []
+
+class Fastchip:
+    @qcore.hookimpl
+    def qcore_linear(self, request):
+        asked.append(request.device.type)
+        return qcore.Refusal("not yet")
+
+registry.add("fastchip", Fastchip())
+decision = qcore.explain("w8a16", n=64, k=64, device="fastchip:0", dtype=torch.float32)
+print(json.dumps([torch.device("fastchip", 0).type, torch.fastchip.is_available(), asked, decision.plugin]))
+"""
+
+
+def blocks(heading):
+    """The Python blocks of a section."""
+    _, _, rest = GUIDE.read_text("utf-8").partition(f"\n{heading}\n")
+    assert rest, f"the guide has no {heading!r}"
+    section = re.split(r"\n##+ ", rest)[0]
+    return re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+
+
+def run(source, timeout=300):
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def first_example():
+    """As it stands, up to where it takes the plugin away again."""
+    source = blocks("## Start")[0]
+    assert 'registry.add("fastchip"' in source
+    return source.replace('registry.remove("fastchip")', "")
+
+
+@pytest.mark.slow
+def test_first_example_passes_the_whole_kit():
+    run(first_example() + KIT)
+
+
+def test_device_of_ones_own_is_asked_for_by_its_name():
+    (source,) = blocks("### A device of your own in torch")
+    found = json.loads(run(source + DEVICE).splitlines()[-1])
+    assert found == ["fastchip", True, ["fastchip"] * len(found[2]), "torch"]
+    assert found[2]
