@@ -78,7 +78,7 @@ def check_bias(bias: Any, n: int, device: torch.device) -> None:
         raise FormatError(f"bias has dtype {bias.dtype}; it must be {_FLOATS}.")
 
 
-def check_last_dimension(x: Tensor, k: int, name: str = "K of the weight") -> None:
+def check_last_dimension(x: Tensor, k: int, name: str = "K") -> None:
     """Raise `FormatError` unless x is ``(..., k)``."""
     if not x.dim() or x.shape[-1] != k:
         raise FormatError(f"x has shape {tuple(x.shape)}; its last dimension must be {name} = {k}.")

@@ -221,8 +221,12 @@ def conv2d(
     check_bias(bias, weight.shape[0], weight.device)
     check_quantization(activation, output)
     check_x_dtype(x, activation)
-    sides = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
-    pairs = (side if type(side) is tuple else as_pair(name, side) for name, side in sides.items())
+    pairs = (
+        _pair("kernel_size", kernel_size),
+        _pair("stride", stride),
+        _pair("padding", padding),
+        _pair("dilation", dilation),
+    )
     geometry = (x.shape[1], weight.shape[0], *pairs, groups)
     quantization = (weight.format, activation, output, bias is not None, needs_grad(x, bias, output))
     request = Conv2dRequest(weight.device, x.dtype, _out_dtype(x, output), *geometry, *quantization)
@@ -230,6 +234,11 @@ def conv2d(
         needs = f"this convolution needs KH*KW*IC/groups = {request.k}"
         raise FormatError(f"weight has {weight.shape[1]} columns; {needs}.")
     return laid_out_like(entry_for(weight).run(request, x, bias, {}), x)
+
+
+def _pair(name: str, value: int | Pair) -> Pair:
+    # A request looks at pairs itself.
+    return value if type(value) is tuple else as_pair(name, value)
 
 
 def embedding(indices: Tensor, weight: QTensor, *, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -293,7 +293,8 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise FormatError(f"{name} is a {type(value).__name__}; it must be a torch.Tensor.")
-        if value.layout != torch.strided:
+        # A trace through a backward pass may not ask for a layout.
+        if not torch.compiler.is_compiling() and value.layout != torch.strided:
             raise FormatError(f"{name} has the layout {value.layout}; it must be dense. Use {name}.to_dense().")
     devices = {name: str(value.device) for name, value in tensors.items()}
     if len(set(devices.values())) > 1:

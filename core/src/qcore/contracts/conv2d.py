@@ -82,7 +82,7 @@ class Conv2dRequest:
             for name in _LEAST:
                 as_pair(name, getattr(self, name))
             raise FormatError(f"conv2d: kernel_size, stride, dilation and padding are {sides}; write pairs of ints.")
-        if not isinstance(self.groups, int) or self.groups < 1 or any(c % self.groups for c in self._channels()):
+        if operator.index(self.groups) < 1 or any(c % self.groups for c in self._channels()):
             raise FormatError(
                 f"conv2d: groups={self.groups} must divide in_channels={self.in_channels} "
                 f"and out_channels={self.out_channels}."
