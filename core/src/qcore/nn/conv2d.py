@@ -44,7 +44,7 @@ class QuantizedConv2d(QuantizedModule):
         self.in_channels, self.out_channels = in_channels, store.shape[0]
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.groups, self.padding_mode, self._outer_padding = groups, padding_mode, outer_padding
-        expected = kernel_size[0] * kernel_size[1] * in_channels // groups if groups else 0
+        expected = kernel_size[0] * kernel_size[1] * in_channels // max(groups, 1)
         if store.shape[1] != expected:
             raise FormatError(
                 f"weight has shape {tuple(store.shape)}; this convolution needs KH*KW*IC/groups = {expected} columns."
