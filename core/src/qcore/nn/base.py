@@ -81,6 +81,10 @@ class QuantizedModule(nn.Module):
         self._dtype = dtype if dtype in _FLOATS else torch.float32
         self._bias_shape = store.shape[:1]
         self.register_parameter("bias", _parameter(bias, store.device))
+        # A name without a tensor: what asks a module for its parameters and buffers finds `weight` (get_buffer,
+        # transformers' tie_weights), what goes through all of them passes over None.
+        self._buffers["weight"] = None
+        self._non_persistent_buffers_set.add("weight")
         self._bounds: dict[tuple[torch.dtype, bool], Bound] = {}
         self._primary: Bound | None = None
         store.users.add(self)
@@ -226,6 +230,29 @@ class QuantizedModule(nn.Module):
         bias = self.bias
         wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
         return wanted and self.scheme.output is None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self._set_weight(value)
+        else:
+            super().__setattr__(name, value)
+
+    def _set_weight(self, weight: Any) -> None:
+        """Take another quantized weight of the same shape; that of another layer is shared from then on."""
+        if not isinstance(weight, QTensor):
+            raise FormatError(
+                f"the weight of a {type(self).__name__} must be a QTensor, not a {type(weight).__name__}.\n"
+                f"Give qcore.quantize(tensor, {str(self.scheme.weight)!r}), or change the float layer beforehand."
+            )
+        if tuple(weight.shape) != tuple(self._store.shape):
+            raise FormatError(f"weight has shape {tuple(weight.shape)}; this layer needs {tuple(self._store.shape)}.")
+        store = weight.store if isinstance(weight, WeightView) else WeightStore(weight)
+        if store is not self._store:
+            self._store.users.discard(self)
+            self._store = store
+            store.users.add(self)
+            self.scheme = replace(self.scheme, weight=store.format, quantizer=store.quantizer or "")
+            self._bind_all()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As of any module; a bias where there was none, or none where there was one, binds anew."""
