@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import warnings
 
 import pytest
@@ -10,8 +9,8 @@ from torch.nn.utils import prune
 
 import qcore
 from qcore.errors import FormatError, QcoreWarning, UnsupportedError
-from qcore.model import matches
 from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
+from qcore.selection import matches
 
 
 @pytest.fixture(autouse=True)
@@ -215,29 +214,7 @@ def test_a_transformer_layer_still_works(training):
     assert encoder.layers[0].linear1.training is training
 
 
-# Ties
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(20, 64)
-        self.head = nn.Linear(64, 20)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.head(self.embed(tokens))
-
-
-def shares(model):
-    """Whether both layers hand out the same tensors, and hold the same ones where their kernels read the same form."""
-    ours, theirs = (layer._primary for layer in (model.embed, model.head))
-    assert model.embed._store is model.head._store
-    if ours.kernel.packing == theirs.kernel.packing and ours.packed is not theirs.packed:
-        return False
-    state = model.state_dict()
-    keys = [key.removeprefix("head.") for key in state if key.startswith("head.weight")]
-    return all(state[f"head.{key}"].data_ptr() == state[f"embed.{key}"].data_ptr() for key in keys)
+# Bytes
 
 
 def test_a_kernel_says_how_many_bytes_a_handle_stands_for(add_kernel, stub, monkeypatch):
@@ -245,100 +222,6 @@ def test_a_kernel_says_how_many_bytes_a_handle_stands_for(add_kernel, stub, monk
     monkeypatch.setattr(stub, "nbytes", lambda kernel, tensor: 1000)
     layer = QuantizedLinear.from_float(nn.Linear(64, 8), "w8a16")
     assert qcore.report(layer).bytes_after == 1000 * len(layer._primary.packed)
-
-
-@pytest.fixture(params=["fallback", "stub"])
-def served(request, add_kernel):
-    if request.param == "stub":
-        add_kernel("mine")
-
-
-def test_tied_layers_stay_tied(served):
-    model = Tied().eval()
-    expected = model(TOKENS)
-    report = qcore.quantize_(model, "w8a16")
-    assert states(report) == {"embed": "quantized", "head": "quantized"}
-    assert report["head"].tied_to == "embed"
-    assert report.bytes_before == 20 * 64 * 4
-    distinct = {id(t): t.numel() * t.element_size() for t in model.buffers()}
-    assert qcore.report(model).bytes_after == report.bytes_after == sum(distinct.values())
-    assert torch.cosine_similarity(model(TOKENS), expected, dim=-1).min() > 0.999
-    assert shares(model)
-
-
-def tied_and_quantized():
-    model = Tied()
-    qcore.quantize_(model, "w8a16")
-    return model
-
-
-def _through_meta(model):
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.to("meta").to_empty(device="cpu").load_state_dict(state)
-    return model
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.to(torch.bfloat16),
-        copy.deepcopy,
-        lambda model: (model.load_state_dict(model.state_dict()), model)[1],
-        lambda model: (model.load_state_dict(tied_and_quantized().state_dict(), assign=True), model)[1],
-        _through_meta,
-    ],
-    ids=["cast", "deepcopy", "load", "assign", "meta"],
-)
-def test_ties_survive(served, change):
-    model = change(tied_and_quantized())
-    assert shares(model)
-    assert model(TOKENS).shape == (2, 5, 20)
-
-
-def test_loading_one_tied_layer_changes_both(served):
-    model, other = tied_and_quantized(), tied_and_quantized()
-    model.head.load_state_dict(other.head.state_dict())
-    assert torch.equal(model.embed(TOKENS), other.embed(TOKENS))
-
-
-def test_half_excluded_ties_are_refused_with_the_reason():
-    model = Tied()
-    report = qcore.quantize_(model, "w8a16", exclude="head")
-    assert (report["head"].state, report["embed"].state) == ("excluded", "refused")
-    assert report["embed"].reason == "its weight is tied to 'head', which stays float; treat both alike, or untie them"
-    assert model.head.weight is model.embed.weight
-
-
-def test_ties_of_different_formats_are_refused():
-    report = qcore.quantize_(Tied(), {"head": "w8a16", "embed": "w4a16-g32"})
-    assert {layer.state for layer in report} == {"refused"}
-    assert "which has another weight format" in report["embed"].reason
-
-
-def test_tied_convolutions_are_refused():
-    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 1))
-    model[1].weight = model[0].weight
-    report = qcore.quantize_(model, "w8a16")
-    assert states(report) == {"0": "refused", "1": "refused", "2": "quantized"}
-    assert "convolutions cannot share" in report["0"].reason
-
-
-def test_one_module_in_two_places_is_one_layer():
-    shared = nn.Linear(8, 8)
-    model = nn.Sequential(shared, nn.ReLU(), shared)
-    report = qcore.quantize_(model, "w8a16")
-    assert states(report) == {"0": "quantized"}
-    assert model[0] is model[2]
-    assert isinstance(model[2], QuantizedLinear)
-
-
-def test_tied_linear_layers_keep_their_own_bias():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].weight = model[0].weight
-    biases = [layer.bias for layer in model]
-    qcore.quantize_(model, "w8a16")
-    assert all(layer.bias is bias for layer, bias in zip(model, biases, strict=True))
-    assert model[0]._store is model[1]._store
 
 
 # Safety
@@ -398,14 +281,6 @@ def test_static_activations_are_calibrated():
 
 def _relu_max(x, model):
     return float(torch.relu(model[0](x)).detach().max())
-
-
-def test_embeddings_need_no_numbers_and_the_rest_of_a_static_model_gets_them():
-    model = Tied()
-    report = qcore.quantize_(model, "w8a8-static", calibration=lambda m: m(TOKENS))
-    assert model.head.scheme.activation.is_given
-    assert model.embed.scheme.activation is None
-    assert states(report) == {"embed": "quantized", "head": "quantized"}
 
 
 def test_without_calibration_the_error_says_what_to_pass():

@@ -137,6 +137,16 @@ class WeightView(QTensor):
         """Where the weight is."""
         return self.__dict__["_store"].device  # type: ignore[no-any-return]
 
+    @property
+    def requires_grad(self) -> bool:
+        """Never: a quantized weight is frozen. Code that resizes or freezes layers asks."""
+        return False
+
+    @property
+    def store(self) -> WeightStore:
+        """What holds the weight, for layers that are to share it."""
+        return self.__dict__["_store"]  # type: ignore[no-any-return]
+
     def __reduce__(self) -> Any:
         return QTensor, (self.data, self.scale, self.zero, self.shape, self.format, self.quantizer)
 

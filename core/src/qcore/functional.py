@@ -12,14 +12,27 @@ from torch import Tensor
 from .activations import Activation, OutputInt8, StaticInt8
 from .autograd import call_differentiably
 from .binding import Bound, WeightStore, bind, call_first
+from .checks import (
+    check_bias,
+    check_dense,
+    check_first,
+    check_given,
+    check_last_dimension,
+    check_out_dtype,
+    check_quantization,
+    check_weight,
+    check_x_dtype,
+)
 from .contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
-from .contracts.conv2d import laid_out_like
+from .contracts.conv2d import as_pair, laid_out_like
 from .contracts.embedding import check_index_dtype
 from .errors import FormatError
 from .qtensor import QTensor
 from .settings import current
 
 Pair = tuple[int, int]
+_MOST_BOUNDS = 64
+"""Requests and settings that one weight keeps its kernel for."""
 
 
 class PackedCache:
@@ -82,11 +95,20 @@ class StoreEntry:
     def run(self, request: Any, x: Tensor, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
         """Bind on the first call under these settings, then call."""
         key = (request, current())
-        bound = self._bounds.get(key) or bind(self._store, request)
-        if bound.proven:
+        bound = self._bounds.get(key)
+        if bound is not None and bound.proven:
             return _call(bound, x, bias, given)
-        self._bounds[key], result = call_first(self._store, bound, lambda b: _call(b, x, bias, given))
+        check_first(request, x)
+        bound = bound or bind(self._store, request)
+        fresh, result = call_first(self._store, bound, lambda b: _call(b, x, bias, given))
+        self._keep(key, fresh)
         return result
+
+    def _keep(self, key: Any, bound: Bound) -> None:
+        """Keep a bound kernel for later calls; of ever new requests (a new static scale each) the last ones."""
+        self._bounds[key] = bound
+        while len(self._bounds) > _MOST_BOUNDS:
+            self._bounds.pop(next(iter(self._bounds)), None)
 
 
 def _call(bound: Bound, x: Tensor, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
@@ -126,13 +148,20 @@ def linear(
     The packed weight is cached, weakly, by the identity and version of the weight's tensors.
     """
     check_linear(x, weight, bias)
-    _check_output(activation, output)
+    check_quantization(activation, output)
+    check_x_dtype(x, activation)
+    check_out_dtype(out_dtype, output)
     given = given_parameters(activation, output, x_scale, x_zero_point, out_scale, out_zero_point)
-    out = torch.int8 if output else out_dtype or (torch.float32 if x.dtype == torch.int8 else x.dtype)
+    if given:
+        check_given(given, x.shape[:-1].numel(), weight.device)
     n, k = weight.shape
-    sizes, training = (x.dtype, out, n, k, None), needs_grad(x, bias, output)
+    sizes, training = (x.dtype, _out_dtype(x, output, out_dtype), n, k, None), needs_grad(x, bias, output)
     request = LinearRequest(weight.device, *sizes, weight.format, activation, output, bias is not None, training)
     return entry_for(weight).run(request, x, bias, given)
+
+
+def _out_dtype(x: Tensor, output: OutputInt8 | None, wanted: torch.dtype | None = None) -> torch.dtype:
+    return torch.int8 if output else wanted or (torch.float32 if x.dtype == torch.int8 else x.dtype)
 
 
 def needs_grad(x: Tensor, bias: Tensor | None, output: OutputInt8 | None = None) -> bool:
@@ -142,21 +171,12 @@ def needs_grad(x: Tensor, bias: Tensor | None, output: OutputInt8 | None = None)
 
 
 def check_linear(x: Tensor, weight: QTensor, bias: Tensor | None) -> None:
-    """Raise `FormatError` unless the shapes fit and everything is on one device."""
+    """Raise `FormatError` unless all are dense tensors on one device whose shapes fit."""
+    check_weight(weight)
+    check_dense("x", x, weight.device)
     n, k = weight.shape
-    if x.device != weight.device:
-        raise FormatError(f"x is on {x.device}, the weight on {weight.device}; bring both to one device.")
-    if x.dim() < 1 or x.shape[-1] != k:
-        raise FormatError(f"x has shape {tuple(x.shape)}; its last dimension must be K = {k} of the weight.")
-    if bias is not None and tuple(bias.shape) != (n,):
-        raise FormatError(f"bias has shape {tuple(bias.shape)}; this weight needs ({n},).")
-
-
-def _check_output(activation: Activation | None, output: OutputInt8 | None) -> None:
-    if output is not None and activation is None:
-        raise FormatError(
-            "int8 results go with int8 activations: give activation=DynamicInt8() or StaticInt8(...) as well."
-        )
+    check_last_dimension(x, k)
+    check_bias(bias, n, weight.device)
 
 
 def given_parameters(
@@ -180,35 +200,52 @@ def conv2d(
     weight: QTensor,
     bias: Tensor | None = None,
     *,
-    kernel_size: Pair,
-    stride: Pair = (1, 1),
-    padding: Pair = (0, 0),
-    dilation: Pair = (1, 1),
+    kernel_size: int | Pair,
+    stride: int | Pair = (1, 1),
+    padding: int | Pair = (0, 0),
+    dilation: int | Pair = (1, 1),
     groups: int = 1,
     activation: Activation | None = None,
     output: OutputInt8 | None = None,
 ) -> Tensor:
     """A quantized convolution; see the contract ``conv2d``.
 
-    ``x``: ``(B, IC, H, W)``, ``weight``: ``(OC, KH*KW*IC/groups)``, columns in (KH, KW, IC) order. The result has the
-    memory format of x.
+    ``x``: ``(B, IC, H, W)``, float, or int8 codes under a `StaticInt8` activation; ``weight``:
+    ``(OC, KH*KW*IC/groups)``, columns in (KH, KW, IC) order; ``bias``: ``(OC,)``. The result has the memory format and
+    dtype of x (float32 for int8 x, int8 codes under ``output``).
     """
+    check_weight(weight)
+    check_dense("x", x, weight.device)
     if x.dim() != 4:
         raise FormatError(f"x has shape {tuple(x.shape)}; it must be (B, IC, H, W).")
-    _check_output(activation, output)
-    geometry = (x.shape[1], weight.shape[0], kernel_size, stride, padding, dilation, groups)
-    out = torch.int8 if output else x.dtype
-    quantization = (weight.format, activation, output)
-    training = needs_grad(x, bias, output)
-    request = Conv2dRequest(weight.device, x.dtype, out, *geometry, *quantization, bias is not None, training)
+    check_bias(bias, weight.shape[0], weight.device)
+    check_quantization(activation, output)
+    check_x_dtype(x, activation)
+    pairs = (
+        _pair("kernel_size", kernel_size),
+        _pair("stride", stride),
+        _pair("padding", padding),
+        _pair("dilation", dilation),
+    )
+    geometry = (x.shape[1], weight.shape[0], *pairs, groups)
+    quantization = (weight.format, activation, output, bias is not None, needs_grad(x, bias, output))
+    request = Conv2dRequest(weight.device, x.dtype, _out_dtype(x, output), *geometry, *quantization)
     if weight.shape[1] != request.k:
         needs = f"this convolution needs KH*KW*IC/groups = {request.k}"
         raise FormatError(f"weight has {weight.shape[1]} columns; {needs}.")
     return laid_out_like(entry_for(weight).run(request, x, bias, {}), x)
 
 
+def _pair(name: str, value: int | Pair) -> Pair:
+    # A request looks at pairs itself.
+    return value if type(value) is tuple else as_pair(name, value)
+
+
 def embedding(indices: Tensor, weight: QTensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """Rows of a quantized table ``(V, D)``; see the contract ``embedding``. ``out_dtype``: default the scale's."""
+    check_weight(weight)
+    check_dense("indices", indices, weight.device)
     check_index_dtype(indices)
+    check_out_dtype(out_dtype)
     request = EmbeddingRequest(weight.device, out_dtype or weight.dtype, *weight.shape, weight.format)
     return entry_for(weight).run(request, indices, None, {})

@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -20,10 +19,10 @@ from .errors import FormatError, QcoreWarning, UnsupportedError, did_you_mean
 from .nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
 from .nn.base import QuantizedModule, adopt
 from .schemes import Scheme
+from .selection import Asked, Patterns, Selection, Sharing, as_patterns, as_rules
 
 QUANTIZED, EXCLUDED, REFUSED = "quantized", "excluded", "refused"
 
-Patterns = str | Iterable[str]
 _SUPPORTED: dict[type[nn.Module], Any] = {
     nn.Linear: QuantizedLinear,
     nn.Conv2d: QuantizedConv2d,
@@ -134,7 +133,7 @@ def quantize_(
     stay tied: they are quantized together or not at all. Where anything raises (NaN in a weight, a calibration that
     fails), the model is left as it was.
     """
-    plan = _Plan(model, _rules(scheme), _patterns(include), _patterns(exclude))
+    plan = _Plan(model, Selection(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ()))
     plan.check_model()
     needing = {name: s for name, s in plan.schemes.items() if s.needs_calibration}
     made = plan.build(calibrate(model, needing, calibration, plan.ties))
@@ -143,36 +142,16 @@ def quantize_(
     return Report(tuple(plan.rows(made)))
 
 
-def _rules(scheme: str | Scheme | Mapping[str, str | Scheme]) -> list[tuple[str, Scheme]]:
-    mapping = scheme if isinstance(scheme, Mapping) else {"*": scheme}
-    return [(pattern, Scheme.parse(value)) for pattern, value in mapping.items()]
-
-
-def _patterns(patterns: Patterns | None) -> tuple[str, ...] | None:
-    if patterns is None:
-        return None
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a layer's name is a pattern's full name, glob, or ends in its dotted parts."""
-    return fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
-
-
 class _Plan:
     """What will happen to every layer, decided before anything is touched."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rules: list[tuple[str, Scheme]],
-        include: tuple[str, ...] | None,
-        exclude: tuple[str, ...] | None,
-    ) -> None:
-        self.model, self.rules, self.include, self.exclude = model, rules, include, exclude or ()
+    def __init__(self, model: nn.Module, selection: Selection) -> None:
+        self.model, self.selection = model, selection
         self.layers = {name: module for name, module in model.named_modules() if _holds_weight(module)}
+        self.sharing = Sharing(model, self.layers)
         self.schemes: dict[str, Scheme] = {}
         self.left: dict[str, tuple[str, str]] = {}
+        self.notes: dict[str, str] = {}
         for name, module in self.layers.items():
             verdict = self._verdict(name, module)
             if isinstance(verdict, Scheme):
@@ -180,7 +159,8 @@ class _Plan:
             else:
                 self.left[name] = verdict
         self.ties = self._tie_groups()
-        self._warn_about_patterns()
+        self._warn_about_conflicts()
+        selection.warn_about_typos(self.sharing.names_of(*self.layers), stacklevel=4)
 
     def check_model(self) -> None:
         if isinstance(self.model, tuple(_SUPPORTED)):
@@ -193,16 +173,23 @@ class _Plan:
     def _verdict(self, name: str, module: nn.Module) -> Scheme | tuple[str, str]:
         if isinstance(module, QuantizedModule):
             return REFUSED, f"already quantized as {module.scheme}"
-        pattern = next((p for p in self.exclude if matches(name, p)), None)
-        if pattern is not None:
-            return EXCLUDED, f"matches exclude pattern {pattern!r}"
-        if self.include is not None and not any(matches(name, p) for p in self.include):
-            return EXCLUDED, "matches no include pattern"
-        scheme = next((s for pattern, s in self.rules if matches(name, pattern)), None)
-        if scheme is None:
-            return EXCLUDED, "matches no pattern of the scheme mapping"
+        own, group = self._asked(name), self._asked(*self.sharing.layers_with(name))
+        if not own.same_weight_as(group):
+            other = self._decider(name, group)
+            self.notes[name] = f"its weight is tied to {other!r}, which {group.reason}"
+        if group.scheme is None:
+            return EXCLUDED, self.notes.get(name, group.reason)
+        scheme = own.scheme if own.scheme is not None and own.same_weight_as(group) else group.scheme
         reason = _unsupported(module) or self._reads_weight(name) or _unfit(scheme)
         return (REFUSED, reason) if reason else scheme
+
+    def _asked(self, *layers: str) -> Asked:
+        return self.selection.asked(self.sharing.names_of(*layers))
+
+    def _decider(self, name: str, group: Asked) -> str:
+        """The layer whose name decided for all that share its weight."""
+        layers = self.sharing.layers_with(name)
+        return next((layer for layer in layers if self._asked(layer) == group), layers[0])
 
     def _reads_weight(self, name: str) -> str:
         """Why a parent would break: some modules use a child's weight instead of calling the child."""
@@ -213,45 +200,39 @@ class _Plan:
 
     def _tie_groups(self) -> dict[str, str]:
         """Layer name to the name of the first layer with the same weight. Half-quantizable ties are given up whole."""
-        owners: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(name)
         ties: dict[str, str] = {}
-        for names in owners.values():
-            layers = [name.removesuffix(".weight") for name in names]
-            if len(layers) > 1 and any(layer in self.schemes for layer in layers):
-                self._tie(self._distinct(layers), ties)
+        for group in self.sharing.groups:
+            if any(layer in self.schemes for layer in group):
+                self._tie(group, ties)
         return ties
 
-    def _distinct(self, layers: list[str]) -> list[str]:
-        # One module reachable under two names is one layer, not a tie; named_modules shows it once.
-        seen: dict[int, str] = {}
-        for layer in layers:
-            module = self.layers.get(layer) or _submodule(self.model, layer)
-            seen.setdefault(id(module) if module is not None else id(layer), layer)
-        return list(seen.values())
-
     def _tie(self, layers: list[str], ties: dict[str, str]) -> None:
-        if len(layers) < 2:
-            return
-        formats = {(s.weight, s.quantizer) for layer in layers if (s := self.schemes.get(layer))}
         outside = [layer for layer in layers if layer not in self.schemes]
         convolutions = any(isinstance(self.layers.get(layer), nn.Conv2d) for layer in layers)
-        if not outside and len(formats) == 1 and not convolutions:
+        if not outside and not convolutions:
             ties.update(dict.fromkeys(layers, layers[0]))
             return
-        why = "which stays float" if outside else "which has another weight format"
-        why = "and convolutions cannot share a quantized weight" if convolutions and not outside else why
+        why = "which stays float" if outside else "and convolutions cannot share a quantized weight"
         for layer in [layer for layer in layers if layer in self.schemes]:
             other = next(name for name in (outside or layers) if name != layer)
             self.left[layer] = (REFUSED, f"its weight is tied to {other!r}, {why}; treat both alike, or untie them")
             del self.schemes[layer]
 
-    def _warn_about_patterns(self) -> None:
-        for pattern in (*self.exclude, *(self.include or ()), *(p for p, _ in self.rules)):
-            if not any(matches(name, pattern) for name in self.layers):
-                hint = did_you_mean(pattern, self.layers)
-                warnings.warn(f"pattern {pattern!r} matches no layer.{hint}", QcoreWarning, stacklevel=4)
+    def _warn_about_conflicts(self) -> None:
+        """Layers that share a weight get one scheme; where patterns ask for several, which one may surprise."""
+        for group in self.sharing.groups:
+            layers = [layer for layer in group if layer in self.layers]
+            refused = any(self.left.get(layer, ("",))[0] == REFUSED for layer in layers)
+            if not refused and any(layer in self.notes for layer in layers):
+                asked = ", ".join(f"{layer} as {self._asked(layer)}" for layer in layers)
+                decided = self._asked(*layers)
+                warnings.warn(
+                    f"layers that share a weight are asked for in different forms: {asked}.\n"
+                    f"One form serves all: {decided}, since {self._decider(layers[0], decided)!r} {decided.reason}. "
+                    f"Untie them first to treat them apart.",
+                    QcoreWarning,
+                    stacklevel=4,
+                )
 
     def build(self, found: Calibrated) -> dict[str, QuantizedModule]:
         """Quantize every planned layer beside the original; gives up the moments as it goes."""
@@ -283,23 +264,18 @@ class _Plan:
             if name in made:
                 # Ties are those of the float model: what it held is counted once too.
                 row = ledger.entered(_row(name, made[name]), made[name])
-                yield replace(row, bytes_before=before, reason=self._instead(name, made[name]) + row.reason)
+                notes = (self.notes.get(name), self._instead(name, made[name]), row.reason)
+                yield replace(row, bytes_before=before, reason="; ".join(filter(None, notes)))
             else:
                 state, reason = self.left[name]
-                row = LayerReport(name, type(module).__name__, state, reason, bytes_before=before, bytes_after=before)
-                yield ledger.entered(row, module)
+                quantized = isinstance(module, QuantizedModule)
+                row = _row(name, module) if quantized else replace(_float_row(name, module), plugin="")
+                yield replace(ledger.entered(row, module), state=state, reason=reason)
 
     def _instead(self, name: str, module: QuantizedModule) -> str:
         """Which other quantizer than the one asked for made a weight, and why."""
         wanted, used = self.schemes[name].quantizer, module.scheme.quantizer
-        return "" if used == wanted else f"{used} instead of {wanted}: no inputs reach a table's weight; "
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
+        return "" if used == wanted else f"{used} instead of {wanted}: no inputs reach a table's weight"
 
 
 def _holds_weight(module: nn.Module) -> bool:

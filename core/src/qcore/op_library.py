@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
+from .checks import FLOAT_DTYPES, check_dense
 from .errors import FormatError
 from .kernels import is_traced
 
@@ -22,6 +23,9 @@ _TRACED = (
     "this op has no gradient inside a trace or a transform of torch.func. "
     "Call it under torch.no_grad(), or use a layer of qcore.nn, which has one."
 )
+_NO_NUMBERS = frozenset({
+    torch.bool, torch.complex32, torch.complex64, torch.complex128, torch.qint8, torch.quint8, torch.qint32
+})  # fmt: skip
 _FORWARD = "this op has no forward-mode derivative."
 
 
@@ -29,14 +33,47 @@ def define(schema: str, fake: Callable[..., Tensor]) -> Callable[[Callable[..., 
     """Define ``qcore::<schema>`` by the decorated function, with ``fake`` for shapes and dtypes."""
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        name = schema.split("(", maxsplit=1)[0]
+        name, names = schema.split("(", maxsplit=1)[0], _arguments(schema)
+        checked = _checked(name, names, function)
         _library.define(schema)
-        _library.impl(name, _without_gradients(function), "CompositeExplicitAutograd")
-        _library.impl(name, _differentiable(name, _arguments(schema), function), "Autograd")
-        torch.library.register_fake(f"qcore::{name}", fake, lib=_library)
+        _library.impl(name, _without_gradients(checked), "CompositeExplicitAutograd")
+        _library.impl(name, _differentiable(name, names, checked), "Autograd")
+        torch.library.register_fake(f"qcore::{name}", _checked(name, names, fake), lib=_library)
         return function
 
     return register
+
+
+def _checked(name: str, names: Sequence[str], function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` behind a look at its tensors: dense, of real numbers, all on one device.
+
+    The fake needs it too: one tensor on meta is enough for torch to call it, with the others where they are.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        device = None
+        for at, value in enumerate((*args, *kwargs.values()) if kwargs else args):
+            if isinstance(value, Tensor):
+                device = device or value.device
+                if value.device != device or value.layout is not torch.strided or not _holds_numbers(value):
+                    raise _unfit(name, (*names[: len(args)], *kwargs)[at], value, device)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _holds_numbers(value: Tensor) -> bool:
+    return value.dtype not in _NO_NUMBERS and not value.is_nested
+
+
+def _unfit(op: str, argument: str, value: Tensor, device: torch.device) -> FormatError:
+    try:
+        check_dense(argument, value, value.device)
+    except FormatError as error:
+        return FormatError(f"qcore::{op}: {error}")
+    if value.dtype in _NO_NUMBERS:
+        return FormatError(f"qcore::{op}: {argument} has dtype {value.dtype}; this op takes none of that dtype.")
+    return FormatError(f"qcore::{op}: {argument} is on {value.device}, others on {device}; bring all to one device.")
 
 
 def require(condition: bool, op: str, text: str) -> None:
@@ -46,8 +83,9 @@ def require(condition: bool, op: str, text: str) -> None:
 
 
 def require_float(op: str, x: Tensor) -> None:
-    """Raise `FormatError` in the name of an op unless x is floating."""
-    require(x.is_floating_point(), op, f"x has dtype {x.dtype}; it must be floating.")
+    """Raise `FormatError` in the name of an op unless x is floating, in a dtype that is computed in."""
+    fits = f"it must be floating: {', '.join(str(dtype).removeprefix('torch.') for dtype in FLOAT_DTYPES)}"
+    require(x.dtype in FLOAT_DTYPES, op, f"x has dtype {x.dtype}; {fits}.")
 
 
 def _without_gradients(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from .activations import Activation, DynamicInt8, OutputInt8, StaticInt8
+from .checks import check_bias, check_given
 from .contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
-from .contracts.conv2d import output_size
+from .contracts.conv2d import check_image, output_size
+from .contracts.embedding import check_index_dtype
 from .formats import Format, ZeroPoint, interleave, unpack_nibbles
 from .functional import PackedCache, StoreEntry, needs_grad
 from .op_library import define, require, require_float
@@ -35,6 +37,12 @@ def _scale(scale: Tensor) -> Tensor:
     return scale if scale.dtype in SCALE_DTYPES else scale.float()
 
 
+def _alike(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and float zero point in one dtype that a weight may have: neither is rounded to the other's."""
+    scale = _scale(scale)
+    return (scale, zero_point) if scale.dtype == zero_point.dtype else (scale.float(), zero_point.float())
+
+
 def _run(
     entry: StoreEntry,
     x: Tensor,
@@ -46,6 +54,9 @@ def _run(
     out_dtype: torch.dtype | None = None,
     **given: Tensor,
 ) -> Tensor:
+    check_bias(bias, shape[0], x.device)
+    if given:
+        check_given(given, x.shape[:-1].numel(), x.device)
     out = torch.int8 if output else out_dtype or x.dtype
     sizes = (*shape, None, fmt, activation, output, bias is not None, needs_grad(x, bias, output))
     return _plain(entry.run(LinearRequest(x.device, x.dtype, out, *sizes), x, bias, given))
@@ -120,11 +131,11 @@ def quantized_matmul(
     def build() -> QTensor:
         codes = w if block_size == -1 else w.permute(2, 0, 1).reshape(shape)
         _require_int4(codes, int4_weight)
-        s = _scale(scale)
-        s = s if zero_point is None or zero_point.dtype == s.dtype else s.float()
-        added = None if zero_point is None else (-zero_point).to(s.dtype)
         groups = (-1, shape[0])
-        return QTensor.from_codes(codes, s.reshape(groups), None if added is None else added.reshape(groups), fmt)
+        if zero_point is None:
+            return QTensor.from_codes(codes, _scale(scale).reshape(groups), None, fmt)
+        s, zero = _alike(scale, zero_point)
+        return QTensor.from_codes(codes, s.reshape(groups), -zero.reshape(groups), fmt)
 
     entry = _entry((w, scale, zero_point), ("quantized_matmul", fmt), build)
     return _run(entry, x, shape, fmt, activation=DynamicInt8() if quantize_activation else None)
@@ -167,8 +178,8 @@ def bf16i4bf16_rowwise(input: Tensor, weight: Tensor, scale: Tensor, zero_point:
     fmt = Format("int4", group, ZeroPoint.FLOAT)
 
     def build() -> QTensor:
-        s = _scale(scale)
-        return QTensor(weight.contiguous().view(torch.uint8), s, zero_point.to(s.dtype), (n, k), fmt)
+        s, zero = _alike(scale, zero_point)
+        return QTensor(weight.contiguous().view(torch.uint8), s, zero, (n, k), fmt)
 
     return _run(_entry((weight, scale, zero_point), "bf16i4bf16_rowwise", build), input, (n, k), fmt)
 
@@ -258,11 +269,12 @@ def _conv_request(
 ) -> Conv2dRequest:
     n, k = _check_q8csw(op, x, weights, scales, sums)
     require(x.dim() == 4, op, f"x has shape {tuple(x.shape)}; it must be (B, IC, H, W).")
+    check_bias(bias, n, x.device)
     *pairs, groups = geometry
     fits = all(len(p) in (1, 2) for p in pairs)
     require(fits, op, "kernel_size, stride, padding and dilation take one or two ints.")
     kernel, stride, padding, dilation = ((int(p[0]), int(p[-1])) for p in pairs)
-    sizes = (x.shape[1], n, kernel, stride, padding, dilation, groups)
+    sizes = (x.shape[1], n, kernel, stride, padding, dilation, int(groups))
     training = needs_grad(x, bias)
     request = Conv2dRequest(x.device, x.dtype, x.dtype, *sizes, _Q8CSW, activation, None, bias is not None, training)
     require(request.k == k, op, f"weights have {k} columns; they need KH*KW*IC/groups = {request.k}.")
@@ -270,6 +282,7 @@ def _conv_request(
 
 
 def _fake_conv(request: Conv2dRequest, x: Tensor) -> Tensor:
+    check_image("conv2d", x, request)
     return x.new_empty((x.shape[0], request.n, *output_size(request, x.shape[2], x.shape[3])))
 
 
@@ -361,6 +374,9 @@ def _qga4w(
     require(not zeros.is_floating_point(), op, f"weight_zeros have dtype {zeros.dtype}; they must be integers.")
 
     def build() -> QTensor:
+        # Before they are cast to int8, where 256 would become 0.
+        fits = not zeros.numel() or (int(zeros.min()) >= -8 and int(zeros.max()) <= 7)
+        require(fits, op, "weight_zeros hold values outside -8..7, which int4 codes span.")
         odd, even = unpack_nibbles(weights ^ 0x88)
         return QTensor.from_codes(interleave(even, odd), _scale(scales), zeros.to(torch.int8), fmt)
 
@@ -440,6 +456,7 @@ def _fake_q4gsw(
     weight: Tensor, weight_scales: Tensor, group_size: int, indices: Tensor, is_linear_weight: bool = False
 ) -> Tensor:
     _, d, _ = _check_q4gsw(weight, weight_scales, group_size)
+    check_index_dtype(indices)
     return _scale(weight_scales).new_empty((*indices.shape, d))
 
 
@@ -457,6 +474,7 @@ def embedding_q4gsw(
     ``is_linear_weight``. ``weight_scales`` ``(V, D/g)``; ``(D/g, V)`` is taken where only that fits.
     """
     v, d, groups = _check_q4gsw(weight, weight_scales, group_size)
+    check_index_dtype(indices)
     fmt = Format("int4", group_size)
 
     def build() -> QTensor:

@@ -289,7 +289,7 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise FormatError(f"{name} is a {type(value).__name__}; it must be a torch.Tensor.")
-        # (In a backward pass dynamo lets nobody ask for layout or strides.)
+        # A trace through a backward pass may not ask for a layout.
         if not torch.compiler.is_compiling() and value.layout != torch.strided:
             raise FormatError(f"{name} has the layout {value.layout}; it must be dense. Use {name}.to_dense().")
     devices = {name: str(value.device) for name, value in tensors.items()}

@@ -70,7 +70,7 @@ def test_a_wrong_last_dimension_is_named(shape):
 def test_an_x_that_is_not_floating_is_named():
     layer = made()
     for dtype in (torch.int64, torch.int8, torch.bool):
-        with pytest.raises(FormatError, match="it must be floating, or int8 codes under a static scheme"):
+        with pytest.raises(FormatError, match=r"x has dtype[\s\S]*int8"):
             layer(torch.ones(2, 64, dtype=dtype))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -29,6 +30,25 @@ from .base import (
 from .inputs import Draw, Parts, laid_out
 
 Pair = tuple[int, int]
+
+
+_LEAST = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1}
+
+
+def as_pair(name: str, value: Any) -> Pair:
+    """(height, width) from one whole number or two; raises `FormatError` for anything else and for a size too small."""
+    try:
+        found = tuple(map(operator.index, value if isinstance(value, Sequence) else (value, value)))
+    except TypeError:
+        found = ()
+    if len(found) != 2 or min(found) < _LEAST[name]:
+        raise FormatError(f"conv2d: {name} is {value!r}; it must be one or two whole numbers from {_LEAST[name]}.")
+    return found
+
+
+def _is_pair(value: Any) -> bool:
+    # By the types as well: 1.0 equals 1, so that what is decided for one request would be taken for the other.
+    return type(value) is tuple and list(map(type, value)) == [int, int]
 
 
 @dataclass(frozen=True)
@@ -58,13 +78,21 @@ class Conv2dRequest:
     training: bool
 
     def __post_init__(self) -> None:
-        if self.groups < 1 or self.in_channels % self.groups or self.out_channels % self.groups:
+        sides = (self.kernel_size, self.stride, self.dilation, self.padding)
+        if not all(map(_is_pair, sides)) or min(map(min, sides[:3])) < 1 or min(self.padding) < 0:
+            for name in _LEAST:
+                as_pair(name, getattr(self, name))
+            raise FormatError(f"conv2d: kernel_size, stride, dilation and padding are {sides}; write pairs of ints.")
+        if operator.index(self.groups) < 1 or any(c % self.groups for c in self._channels()):
             raise FormatError(
                 f"conv2d: groups={self.groups} must divide in_channels={self.in_channels} "
                 f"and out_channels={self.out_channels}."
             )
         if _per_token(self):
             raise FormatError("conv2d: per-token parameters given with each call are for linear only; use per-tensor.")
+
+    def _channels(self) -> Pair:
+        return self.in_channels, self.out_channels
 
     @property
     def n(self) -> int:

@@ -53,7 +53,8 @@ class EmbeddingRequest:
         return replace(self, num_embeddings=small_n(self.n), embedding_dim=small_k(self.k, self.weight))
 
 
-_INDICES = (torch.int64, torch.int32)
+INDEX_DTYPES = (torch.int64, torch.int32)
+"""What indices may be."""
 _LOOKUPS = 256
 """Rows that are looked up in a layer's own table."""
 
@@ -149,7 +150,7 @@ def _problem(
 
 def check_index_dtype(indices: Tensor) -> None:
     """Raise `FormatError` for indices that are not int64 or int32; some kernels would read them as if they were."""
-    if indices.dtype not in _INDICES:
+    if indices.dtype not in INDEX_DTYPES:
         raise FormatError(f"embedding: indices have dtype {indices.dtype}; they must be int64 or int32.")
 
 

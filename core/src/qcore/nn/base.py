@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..activations import OutputInt8, StaticInt8
 from ..autograd import call_differentiably
 from ..binding import Bound, WeightStore, WeightView, bind, call_first
+from ..checks import check_bias, check_dense, check_first, check_x_dtype
 from ..decision import Decision
 from ..errors import FormatError, QcoreWarning
 from ..qtensor import QTensor
@@ -30,6 +31,7 @@ from ..settings import Settings, current, in_force
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("data", "scale", "zero")
 _PREFIX = "packed_"
+_STRIDED = torch.strided
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -69,10 +71,20 @@ class QuantizedModule(nn.Module):
                 f"scheme {str(scheme)!r} needs numbers: give them as StaticInt8(scale, zero_point) or "
                 f"OutputInt8(scale, zero_point),\nor let qcore.quantize_(model, scheme, calibration=batches) find them."
             )
+        if any(getattr(part, "per_token", False) for part in (scheme.activation, scheme.output)):
+            raise FormatError(
+                f"scheme {str(scheme)!r}: per-token parameters come with each call, which a layer has no way to take;\n"
+                f"use qcore.linear(x, weight, activation=..., x_scale=..., x_zero_point=...)."
+            )
         self.scheme = replace(scheme, weight=store.format)
         self._store = store
         self._dtype = dtype if dtype in _FLOATS else torch.float32
+        self._bias_shape = store.shape[:1]
         self.register_parameter("bias", _parameter(bias, store.device))
+        # A name without a tensor: what asks a module for its parameters and buffers finds `weight` (get_buffer,
+        # transformers' tie_weights), what goes through all of them passes over None.
+        self._buffers["weight"] = None
+        self._non_persistent_buffers_set.add("weight")
         self._bounds: dict[tuple[torch.dtype, bool], Bound] = {}
         self._primary: Bound | None = None
         store.users.add(self)
@@ -146,8 +158,36 @@ class QuantizedModule(nn.Module):
 
     # Running.
 
+    def _is_usual(self, x: Tensor, bias: Tensor | None) -> bool:
+        """Whether x and bias are dense tensors of the layer's own dtype, device and sizes: what needs no other check.
+
+        Asked at every call: a bias can be replaced, and its ``data`` too.
+        """
+        device = self._store.device
+        if x.dtype is not self._dtype or x.device != device or x.layout is not _STRIDED or x.is_nested:
+            return False
+        if bias is None:
+            return True
+        fits = bias.shape == self._bias_shape and bias.dtype in _FLOATS
+        return fits and bias.device == device and bias.layout is _STRIDED
+
+    def _check(self, x: Tensor) -> None:
+        """Raise `FormatError` that says what is wrong with x, or with a bias that somebody put there."""
+        device = self._store.device
+        check_dense("x", x, device)
+        check_x_dtype(x, self.scheme.activation)
+        self._check_shape(x)
+        check_bias(self.bias, self._bias_shape[0], device)
+
+    def _check_shape(self, x: Tensor) -> None:
+        """Raise `FormatError` unless x has a shape that the layer takes."""
+
     def _run(self, x: Tensor) -> Tensor:
-        """Everything but the shortest way: first calls, gradients, autocast, other dtypes, traces."""
+        """Everything but the shortest way: first calls, gradients, autocast, other dtypes, traces, wrong inputs."""
+        self._check(x)
+        return self._run_checked(x)
+
+    def _run_checked(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self._run_traced(x)
         dtype = self._compute_dtype(x)
@@ -156,6 +196,7 @@ class QuantizedModule(nn.Module):
         bound = self._bound_for(dtype, training)
         if bound.proven:
             return self._call(bound, bound.packed, x, training)
+        check_first(bound.request, x)
         with self._made_under.in_force():
             fresh, result = call_first(self._store, bound, lambda b: self._call(b, b.packed, x, training))
         if fresh is not bound:
@@ -174,23 +215,51 @@ class QuantizedModule(nn.Module):
         return result.to(dtype) if result.is_floating_point() else result
 
     def _call(self, bound: Bound, packed: dict[str, Tensor], x: Tensor, training: bool) -> Tensor:
-        bias = self._parameters["bias"]
+        bias = self.bias
         if training:
             return call_differentiably(x, bias, bound.kernel, packed, bound.request)
         return bound.kernel(x, packed, bias)
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         kind = x.device.type
-        if not x.is_floating_point() and not (x.dtype == torch.int8 and isinstance(self.scheme.activation, StaticInt8)):
-            raise FormatError(f"x has dtype {x.dtype}; it must be floating, or int8 codes under a static scheme.")
         if x.is_floating_point() and self._autocasts and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return x.dtype
 
     def _needs_grad(self, x: Tensor) -> bool:
-        bias = self._parameters["bias"]
+        bias = self.bias
         wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
         return wanted and self.scheme.output is None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self._set_weight(value)
+        else:
+            super().__setattr__(name, value)
+
+    def _set_weight(self, weight: Any) -> None:
+        """Take another quantized weight of the same shape; that of another layer is shared from then on."""
+        if not isinstance(weight, QTensor):
+            raise FormatError(
+                f"the weight of a {type(self).__name__} must be a QTensor, not a {type(weight).__name__}.\n"
+                f"Give qcore.quantize(tensor, {str(self.scheme.weight)!r}), or change the float layer beforehand."
+            )
+        if tuple(weight.shape) != tuple(self._store.shape):
+            raise FormatError(f"weight has shape {tuple(weight.shape)}; this layer needs {tuple(self._store.shape)}.")
+        store = weight.store if isinstance(weight, WeightView) else WeightStore(weight)
+        if store is not self._store:
+            self._store.users.discard(self)
+            self._store = store
+            store.users.add(self)
+            self.scheme = replace(self.scheme, weight=store.format, quantizer=store.quantizer or "")
+            self._bind_all()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module; a bias where there was none, or none where there was one, binds anew."""
+        super().register_parameter(name, param)
+        primary = self.__dict__.get("_primary")
+        if name == "bias" and primary is not None and primary.request.bias != (param is not None):
+            self._bind_primary(self._made_under.settings)
 
     # Moving, copying, saving.
 

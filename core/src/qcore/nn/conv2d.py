@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..binding import WeightStore
 from ..contracts import Conv2dRequest
-from ..contracts.conv2d import laid_out_like
+from ..contracts.conv2d import as_pair, laid_out_like
 from ..errors import FormatError
 from ..qtensor import QTensor
 from ..quantize import quantize
@@ -44,7 +44,7 @@ class QuantizedConv2d(QuantizedModule):
         self.in_channels, self.out_channels = in_channels, store.shape[0]
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.groups, self.padding_mode, self._outer_padding = groups, padding_mode, outer_padding
-        expected = kernel_size[0] * kernel_size[1] * in_channels // groups
+        expected = kernel_size[0] * kernel_size[1] * in_channels // max(groups, 1)
         if store.shape[1] != expected:
             raise FormatError(
                 f"weight has shape {tuple(store.shape)}; this convolution needs KH*KW*IC/groups = {expected} columns."
@@ -102,10 +102,10 @@ class QuantizedConv2d(QuantizedModule):
             bias,
             dtype or weight.dtype,
             in_channels=in_channels,
-            kernel_size=_pair(kernel_size),
-            stride=_pair(stride),
-            padding=_pair(padding),
-            dilation=_pair(dilation),
+            kernel_size=as_pair("kernel_size", kernel_size),
+            stride=as_pair("stride", stride),
+            padding=as_pair("padding", padding),
+            dilation=as_pair("dilation", dilation),
             groups=groups,
         )
 
@@ -119,16 +119,21 @@ class QuantizedConv2d(QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer. Raises `FormatError` where x does not have ``in_channels`` channels."""
-        if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
-            raise FormatError(
-                f"x has shape {tuple(x.shape)}; it must be (B, {self.in_channels}, H, W) or ({self.in_channels}, H, W)."
-            )
+        self._check(x)
         if x.dim() == 3:
-            return self.forward(x.unsqueeze(0)).squeeze(0)
+            return self._convolve(x.unsqueeze(0)).squeeze(0)
+        return self._convolve(x)
+
+    def _check_shape(self, x: Tensor) -> None:
+        channels = self.in_channels
+        if x.dim() not in (3, 4) or x.shape[-3] != channels:
+            raise FormatError(f"x has shape {tuple(x.shape)}; it must be (B, {channels}, H, W) or ({channels}, H, W).")
+
+    def _convolve(self, x: Tensor) -> Tensor:
         if self._outer_padding:
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
             x = nn.functional.pad(x, self._outer_padding, mode=mode)
-        return laid_out_like(self._run(x), x)
+        return laid_out_like(self._run_checked(x), x)
 
     def extra_repr(self) -> str:
         """The line that ``print(model)`` shows."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..binding import WeightStore
+from ..checks import check_dense
 from ..contracts import EmbeddingRequest
-from ..contracts.embedding import check_index_dtype
+from ..contracts.embedding import INDEX_DTYPES, check_index_dtype
 from ..errors import UnsupportedError
 from ..qtensor import QTensor
 from ..quantize import quantize
@@ -62,6 +63,10 @@ class QuantizedEmbedding(QuantizedModule):
         sizes = (self.num_embeddings, self.embedding_dim)
         return EmbeddingRequest(self._store.device, self._dtype, *sizes, self.scheme.weight)
 
+    def _check(self, x: Tensor) -> None:
+        check_dense("indices", x, self._store.device)
+        check_index_dtype(x)
+
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         # Lookups run in the layer's own dtype, whatever autocast says: as torch.nn.Embedding does.
         return self._dtype
@@ -74,8 +79,16 @@ class QuantizedEmbedding(QuantizedModule):
 
     def forward(self, indices: Tensor) -> Tensor:
         """Look up rows."""
-        check_index_dtype(indices)
-        if torch.compiler.is_compiling() or (bound := self._primary) is None or not bound.proven:
+        if (
+            torch.compiler.is_compiling()
+            or type(indices) is not Tensor
+            or (bound := self._primary) is None
+            or not bound.proven
+            or indices.dtype not in INDEX_DTYPES
+            or indices.device != self._store.device
+            or indices.layout is not torch.strided
+            or indices.is_nested
+        ):
             return self._run(indices)
         return bound.kernel(indices, bound.packed, None)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..binding import WeightStore
+from ..checks import check_last_dimension
 from ..contracts import LinearRequest
 from ..errors import FormatError
 from ..qtensor import QTensor
@@ -72,21 +73,23 @@ class QuantizedLinear(QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer. Raises `FormatError` where the last dimension of x is not ``in_features``."""
-        if not x.dim() or x.shape[-1] != self.in_features:
-            raise FormatError(
-                f"x has shape {tuple(x.shape)}; its last dimension must be in_features = {self.in_features}."
-            )
         # Compiling comes first: what a trace does not look at cannot make it trace again.
         if (
             torch.compiler.is_compiling()
+            or type(x) is not Tensor
             or (bound := self._primary) is None
             or not bound.proven
-            or x.dtype is not self._dtype
+            or not self._is_usual(x, bias := self._parameters.get("bias"))
+            or not x.dim()
+            or x.shape[-1] != self.in_features
             or (torch.is_grad_enabled() and self._needs_grad(x))
             or _any_autocast()
         ):
             return self._run(x)
-        return bound.kernel(x, bound.packed, self._parameters["bias"])
+        return bound.kernel(x, bound.packed, bias)
+
+    def _check_shape(self, x: Tensor) -> None:
+        check_last_dimension(x, self.in_features, "in_features")
 
     def extra_repr(self) -> str:
         """The line that ``print(model)`` shows."""
