@@ -7,6 +7,7 @@ the new one is read. Files that are open stay readable when their names are gone
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -225,14 +226,20 @@ def find_files(path: Path) -> tuple[list[Path], Index | None]:
         if not path.is_file():
             raise problem(path, "it is no regular file.", "Give a .safetensors file or a directory with one.")
         return [path], None
-    place = _only(path, INDEX, "*.safetensors.index.json")
-    if place is not None:
-        index = _read_index(place)
-        return [path / shard for shard in sorted(set(index.weight_map.values()))], index
-    single = _only(path, SINGLE, "*.safetensors")
-    if single is None:
-        raise _nothing_in(path)
-    return [single], None
+    place = _found(path)
+    if not place.name.endswith(".json"):
+        return [place], None
+    index = _read_index(place)
+    return [path / shard for shard in sorted(set(index.weight_map.values()))], index
+
+
+def _found(directory: Path) -> Path:
+    """The index or the single file of a directory; those with the usual names come first."""
+    usual = next((directory / name for name in (INDEX, SINGLE) if (directory / name).is_file()), None)
+    found = usual or _only(directory, "*.safetensors.index.json") or _only(directory, "*.safetensors")
+    if found is None:
+        raise _nothing_in(directory)
+    return found
 
 
 def _nothing_in(path: Path) -> CheckpointError:
@@ -243,11 +250,11 @@ def _nothing_in(path: Path) -> CheckpointError:
     return problem(path, f"{what}, but {shown(file.name)}, which is {kind.what}.", kind.remedy)
 
 
-def _only(directory: Path, usual: str, pattern: str) -> Path | None:
-    """The file with the usual name, or the only one that matches."""
-    if (directory / usual).is_file():
-        return directory / usual
+def _only(directory: Path, pattern: str) -> Path | None:
     found = [file for file in sorted(directory.glob(pattern)) if file.is_file()]
+    if any(_is_part(file.name) for file in found):
+        what = f"it holds shards ({shown(found[0].name)}) but no index: a save or download did not get to the end."
+        raise problem(directory, what, "Save, copy or download the directory again.")
     if len(found) > 1:
         names = ", ".join(shown(file.name) for file in found[:4])
         raise problem(directory, f"it holds several checkpoints: {names}.", "Name the file that is meant.")
@@ -280,6 +287,12 @@ def _check_shards(path: Path, weight_map: dict[str, object]) -> None:
         if not (path.parent / shard).is_file():
             what = f"its shard {shown(shard)!r} is not in the directory."
             raise problem(path, what, "Copy or download the missing file.")
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file is called one of several."""
+    match = re.search(r"-\d{5,9}-of-(\d{5,9})\.safetensors$", name)
+    return match is not None and int(match[1]) > 1
 
 
 def _is_plain_name(shard: str) -> bool:
