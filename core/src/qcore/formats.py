@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .errors import FormatError, did_you_mean
+from .errors import FormatError, did_you_mean, quoted
 
 ElementType = Literal["int4", "int8"]
 
@@ -344,7 +344,7 @@ def find_layout(name: str) -> Layout:
         load_plugin_layouts()
     if name not in _LAYOUTS:
         raise FormatError(
-            f"unknown layout {name!r}; known: {', '.join(sorted(_LAYOUTS))}.{did_you_mean(name, _LAYOUTS)}\n"
+            f"unknown layout {quoted(name)}; known: {', '.join(sorted(_LAYOUTS))}.{did_you_mean(name, _LAYOUTS)}\n"
             f"A third-party layout needs its plugin installed."
         )
     return _LAYOUTS[name]
@@ -376,7 +376,7 @@ class Format:
     def __post_init__(self) -> None:
         if self.dtype not in _CODE_RANGE:
             raise FormatError(
-                f"unknown element type {self.dtype!r}; qcore knows {' and '.join(_CODE_RANGE)}."
+                f"unknown element type {quoted(self.dtype)}; qcore knows {' and '.join(_CODE_RANGE)}."
                 f"{did_you_mean(str(self.dtype), _CODE_RANGE)}"
             )
         g = self.group_size
@@ -394,7 +394,7 @@ class Format:
         match = match_text(_TEXT, text)
         if match is None:
             raise FormatError(
-                f"cannot read the format {text!r}.\n"
+                f"cannot read the format {quoted(text)}.\n"
                 f"It is written int4|int8[-gGROUP][-asym|-fzp][/layout], for example int4-g128-asym/plain."
             )
         zero = {None: ZeroPoint.NONE, "asym": ZeroPoint.INT, "fzp": ZeroPoint.FLOAT}[match["zero"]]

@@ -390,7 +390,9 @@ class _Ledger:
 
     def entered(self, row: LayerReport, module: nn.Module) -> LayerReport:
         """The row, with what it shares with those before it."""
-        weight = module._store if isinstance(module, QuantizedModule) else module._parameters.get("weight")
+        weight = (
+            module._store if isinstance(module, QuantizedModule) else dict(module._parameters.items()).get("weight")
+        )
         first = self.owners.setdefault(id(module if weight is None else weight), row.name)
         held = _held(module)
         shared = sum(size for key, size in held.items() if key in self.seen)

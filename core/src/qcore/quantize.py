@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import FormatError, did_you_mean
+from .errors import FormatError, did_you_mean, quoted
 from .formats import Format, ZeroPoint
 from .gptq import compensate, inverse_factor
 from .qtensor import SCALE_DTYPES, QTensor, has_values
@@ -182,7 +182,8 @@ def check_quantizer(quantizer: str, format: Format) -> str:
     """``quantizer`` itself; raises `FormatError` where it is unknown or cannot make ``format``'s zero point."""
     if quantizer not in _QUANTIZERS:
         raise FormatError(
-            f"unknown quantizer {quantizer!r}; known: {', '.join(QUANTIZERS)}.{did_you_mean(quantizer, QUANTIZERS)}"
+            f"unknown quantizer {quoted(quantizer)}; known: {', '.join(QUANTIZERS)}."
+            f"{did_you_mean(quantizer, QUANTIZERS)}"
         )
     if format.zero not in _QUANTIZERS[quantizer].zeros:
         fitting = ", ".join(name for name, q in _QUANTIZERS.items() if format.zero in q.zeros)

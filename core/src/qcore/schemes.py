@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from .activations import Activation, DynamicInt8, OutputInt8, StaticInt8
-from .errors import FormatError, did_you_mean
+from .errors import FormatError, did_you_mean, quoted
 from .formats import PLAIN, Format, ZeroPoint, find_layout, match_text
 from .quantize import NEEDS_MOMENTS, check_quantizer, default_quantizer
 
@@ -150,8 +150,9 @@ def _output(parts: dict[str, str | None]) -> OutputInt8 | None:
 
 
 def _unreadable(text: object, why: str = "") -> FormatError:
+    hint = did_you_mean(text, SCHEMES) if isinstance(text, str) else ""
     return FormatError(
-        f"cannot read the scheme {text!r}.{did_you_mean(str(text), SCHEMES)}\n"
+        f"cannot read the scheme {quoted(text)}.{hint}\n"
         + (f"{why}\n" if why else "")
         + f"A scheme is written {_GRAMMAR} without spaces;\nfor example {', '.join(SCHEMES)}."
     )

@@ -1,7 +1,14 @@
-"""A checkpoint on disk, one file or many, seen as one set of tensors and validated from its headers alone."""
+"""A checkpoint on disk, one file or many, seen as one set of tensors and validated from its headers alone.
+
+A directory may be saved over while it is read. Its index is replaced in one step and its shards have names of their own
+for every save, so what an index names either is there whole or was removed after another index took its place: then
+the new one is read. Files that are open stay readable when their names are gone.
+"""
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,14 +17,18 @@ from typing import BinaryIO, TypeVar
 
 from torch import Tensor
 
+from ..errors import CheckpointError, quoted
 from ..qtensor import QTensor
-from .header import MAX_HEADER, Entry, parse_json, problem, read_header
-from .records import Record, read_notes
+from .foreign import among
+from .header import MAX_HEADER, Entry, parse_json, problem, read_header, shown
+from .records import SAVE, Record, read_notes
 from .values import build_weight, read_tensor
 
 _T = TypeVar("_T")
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
+_PATIENCE = 5.0
+"""Seconds for which a checkpoint that is replaced whenever it is opened is tried again."""
 _REWRITE = "The index does not belong to these files: copy or download the directory again."
 
 
@@ -37,20 +48,31 @@ class Archive:
     aliases: dict[str, str] = field(default_factory=dict)
     version: str = ""
     _handles: dict[Path, BinaryIO] = field(default_factory=dict)
+    _saves: dict[str, Path] = field(default_factory=dict)
 
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Archive]:
         """Read and check all headers; the files stay open for the block. Raises `CheckpointError`; reads no values."""
         with ExitStack() as stack:
-            archive = cls(path)
+            yield cls._opened(path, stack)
+
+    @classmethod
+    def _opened(cls, path: Path, stack: ExitStack) -> Archive:
+        end = time.monotonic() + _PATIENCE
+        while True:
+            before = _state(path)
             try:
-                archive._open_all(stack)
-            except OSError as error:
-                raise problem(
-                    path, f"cannot be read: {error.strerror or error}.", "Check the path and rights."
-                ) from error
-            yield archive
+                with ExitStack() as files:
+                    archive = cls(path)
+                    archive._open_all(files)
+                    stack.push(files.pop_all())
+                    return archive
+            except (CheckpointError, OSError) as error:
+                # A state that did not change is what the error is about; otherwise the next one is read.
+                if _state(path) == before or time.monotonic() > end:
+                    raise _unreadable(path, error) from error
+            time.sleep(0.001)
 
     # Opening.
 
@@ -59,9 +81,10 @@ class Archive:
         for file in self.files:
             self._add(file, stack.enter_context(file.open("rb")))
         if index is not None:
-            self._check_index(*index)
+            self._check_index(index)
+        known: set[object] = set()
         for record in self.records.values():
-            self._check_record(record)
+            self._check_record(record, known)
         self._check_aliases()
 
     def _add(self, path: Path, handle: BinaryIO) -> None:
@@ -69,46 +92,69 @@ class Archive:
         header = read_header(handle, path)
         notes = read_notes(header.metadata, path)
         self.version = max(self.version, notes.version)
+        if notes.save:
+            self._saves.setdefault(notes.save, path)
         for name, entry in header.entries.items():
             if name in self.entries:
-                raise problem(path, f"also in {self.shards[name].name}; a tensor is stored once.", _REWRITE, name)
+                raise problem(
+                    path, f"also in {shown(self.shards[name].name)}; a tensor is stored once.", _REWRITE, name
+                )
             self.entries[name], self.shards[name] = entry, path
         _merge(self.records, notes.records, path)
         _merge(self.aliases, notes.aliases, path)
 
-    def _check_index(self, path: Path, weight_map: dict[str, str]) -> None:
-        for name, shard in weight_map.items():
+    def _check_index(self, index: Index) -> None:
+        path = index.path
+        if len(self._saves.keys() | {index.save} - {""}) > 1:
+            other = next((file.name for save, file in self._saves.items() if save != index.save), "")
+            raise problem(path, f"{shown(other)!r} belongs to another save than the rest.", _REWRITE)
+        for name, shard in index.weight_map.items():
             if name not in self.entries:
-                raise problem(path, f"not in {shard}, where the index has it.", _REWRITE, name)
+                raise problem(path, f"not in {shown(shard)}, where the index has it.", _REWRITE, name)
             if self.shards[name].name != shard:
-                raise problem(path, f"in {self.shards[name].name}; the index has it in {shard}.", _REWRITE, name)
+                what = f"in {shown(self.shards[name].name)}; the index has it in {shown(shard)}."
+                raise problem(path, what, _REWRITE, name)
         for name in self.entries:
-            if name not in weight_map:
-                raise problem(path, f"in {self.shards[name].name}, but the index does not name it.", _REWRITE, name)
+            if name not in index.weight_map:
+                what = f"in {shown(self.shards[name].name)}, but the index does not name it."
+                raise problem(path, what, _REWRITE, name)
 
-    def _check_record(self, record: Record) -> None:
-        """A quantized weight is stored whole, or it is an alias of one that is."""
+    def _check_record(self, record: Record, known: set[object]) -> None:
+        """A quantized weight is stored whole, or it is an alias of one that is. ``known``: what has been checked."""
         if record.name in self.aliases:
             return
         missing = [name for name in record.part_names if name not in self.entries]
         if missing:
-            raise problem(self.path, f"its metadata is here, but {missing[0]!r} is not.", tensor=record.name)
+            raise problem(self.path, f"its metadata is here, but {shown(missing[0])!r} is not.", tensor=record.name)
         surplus = {record.name, f"{record.name}.zero"} - set(record.part_names)
         for name in surplus & self.entries.keys():
-            raise problem(self.path, f"its format {record.format} leaves no place for {name!r}.", tensor=record.name)
-        record.check([self.entries[name] for name in record.part_names], self.shards[record.part_names[0]])
+            raise problem(
+                self.path, f"its format {record.format} leaves no place for {shown(name)!r}.", tensor=record.name
+            )
+        parts = [self.entries[name] for name in record.part_names]
+        key = (record.format, record.shape, *((part.dtype, part.shape) for part in parts))
+        if key not in known:
+            record.check(parts, self.shards[record.part_names[0]])
+            known.add(key)
 
     def _check_aliases(self) -> None:
         for name, target in self.aliases.items():
-            if target in self.aliases:
-                raise problem(self.path, f"it is an alias of {target!r}, which is an alias itself.", tensor=name)
-            if name in self.entries:
-                raise problem(self.path, f"it is stored and also an alias of {target!r}.", tensor=name)
-            if target not in self.records and target not in self.entries:
-                raise problem(self.path, f"it is an alias of {target!r}, which is not in the checkpoint.", tensor=name)
-            mine, other = self.records.get(name), self.records.get(target)
-            if (mine is None) != (other is None) or (mine and other and not mine.same_weight(other)):
-                raise problem(self.path, f"its metadata differs from that of {target!r}, its alias.", tensor=name)
+            reason = self._why_no_alias(name, target)
+            if reason:
+                raise problem(self.path, reason, tensor=name)
+
+    def _why_no_alias(self, name: str, target: str) -> str:
+        other = repr(shown(target))
+        if target in self.aliases:
+            return f"it is an alias of {other}, which is an alias itself."
+        if name in self.entries:
+            return f"it is stored and also an alias of {other}."
+        if target not in self.records and target not in self.entries:
+            return f"it is an alias of {other}, which is not in the checkpoint."
+        mine, theirs = self.records.get(name), self.records.get(target)
+        if (mine is None) != (theirs is None) or (mine and theirs and not mine.same_weight(theirs)):
+            return f"its metadata differs from that of {other}, its alias."
+        return ""
 
     # What is in it.
 
@@ -140,51 +186,116 @@ def _merge(into: dict[str, _T], new: dict[str, _T], path: Path) -> None:
             raise problem(path, "its metadata differs from that in another shard.", _REWRITE, name)
 
 
-def find_files(path: Path) -> tuple[list[Path], tuple[Path, dict[str, str]] | None]:
-    """The safetensors files of a checkpoint and, where there is one, its index with its weight map."""
+@dataclass(frozen=True)
+class Index:
+    """The index of a sharded directory. ``save``: which save wrote it, empty for another tool's."""
+
+    path: Path
+    weight_map: dict[str, str]
+    save: str
+
+
+def _state(path: Path) -> object:
+    """What changes whenever a checkpoint is replaced."""
+    try:
+        files = path.glob("*.safetensors*") if path.is_dir() else iter([path])
+        return sorted(identity for file in files if (identity := _identity(file)))
+    except OSError:
+        return None
+
+
+def _identity(file: Path) -> tuple[str, int, int, int] | None:
+    try:
+        stat = file.stat()
+    except FileNotFoundError:
+        return None
+    return file.name, stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def _unreadable(path: Path, error: CheckpointError | OSError) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    return problem(path, f"cannot be read: {error.strerror or error}.", "Check the path and rights.")
+
+
+def find_files(path: Path) -> tuple[list[Path], Index | None]:
+    """The safetensors files of a checkpoint and, where there is one, its index."""
     if not path.exists():
         raise problem(path, "there is no such file or directory.", "Check the path.")
     if not path.is_dir():
         if not path.is_file():
             raise problem(path, "it is no regular file.", "Give a .safetensors file or a directory with one.")
         return [path], None
-    index = _only(path, INDEX, "*.safetensors.index.json")
-    if index is not None:
-        weight_map = _read_index(index)
-        return [path / shard for shard in sorted(set(weight_map.values()))], (index, weight_map)
-    single = _only(path, SINGLE, "*.safetensors")
-    if single is None:
-        raise problem(path, f"it holds neither {INDEX} nor {SINGLE}.", "Give the directory that holds the weights.")
-    return [single], None
+    place = _found(path)
+    if not place.name.endswith(".json"):
+        return [place], None
+    index = _read_index(place)
+    return [path / shard for shard in sorted(set(index.weight_map.values()))], index
 
 
-def _only(directory: Path, usual: str, pattern: str) -> Path | None:
-    """The file with the usual name, or the only one that matches."""
-    if (directory / usual).is_file():
-        return directory / usual
+def _found(directory: Path) -> Path:
+    """The index or the single file of a directory; those with the usual names come first."""
+    usual = next((directory / name for name in (INDEX, SINGLE) if (directory / name).is_file()), None)
+    found = usual or _only(directory, "*.safetensors.index.json") or _only(directory, "*.safetensors")
+    if found is None:
+        raise _nothing_in(directory)
+    return found
+
+
+def _nothing_in(path: Path) -> CheckpointError:
+    what, found = f"it holds neither {INDEX} nor {SINGLE}", among(sorted(path.iterdir()))
+    if found is None:
+        return problem(path, f"{what}.", "Give the directory that holds the weights.")
+    file, kind = found
+    return problem(path, f"{what}, but {shown(file.name)}, which is {kind.what}.", kind.remedy)
+
+
+def _only(directory: Path, pattern: str) -> Path | None:
     found = [file for file in sorted(directory.glob(pattern)) if file.is_file()]
+    if any(_is_part(file.name) for file in found):
+        what = f"it holds shards ({shown(found[0].name)}) but no index: a save or download did not get to the end."
+        raise problem(directory, what, "Save, copy or download the directory again.")
     if len(found) > 1:
-        names = ", ".join(file.name for file in found[:4])
+        names = ", ".join(shown(file.name) for file in found[:4])
         raise problem(directory, f"it holds several checkpoints: {names}.", "Name the file that is meant.")
     return found[0] if found else None
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    if path.stat().st_size > MAX_HEADER:
+def _read_index(path: Path) -> Index:
+    with path.open("rb") as file:
+        text = file.read(MAX_HEADER + 1)
+    if len(text) > MAX_HEADER:
         raise problem(path, f"it is longer than {MAX_HEADER} bytes.")
-    weight_map = parse_json(path.read_bytes(), path, "index").get("weight_map")
+    tree = parse_json(text, path, "index")
+    weight_map, notes = tree.get("weight_map"), tree.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise problem(path, "it holds no weight_map.")
-    shards = set()
+    _check_shards(path, weight_map)
+    save = notes.get(SAVE, "") if isinstance(notes, dict) else ""
+    return Index(path, weight_map, save if isinstance(save, str) else quoted(save))
+
+
+def _check_shards(path: Path, weight_map: dict[str, object]) -> None:
+    shards: set[str] = set()
     for name, shard in weight_map.items():
+        if isinstance(shard, str) and shard in shards:
+            continue
         if not isinstance(shard, str) or not _is_plain_name(shard):
-            raise problem(path, f"its shard {str(shard)[:80]!r} is no file name in this directory.", _REWRITE, name)
+            raise problem(path, f"its shard {quoted(shard)} is no file name in this directory.", _REWRITE, name)
         shards.add(shard)
     for shard in sorted(shards):
         if not (path.parent / shard).is_file():
-            raise problem(path, f"its shard {shard!r} is not in the directory.", "Copy or download the missing file.")
-    return weight_map
+            what = f"its shard {shown(shard)!r} is not in the directory."
+            raise problem(path, what, "Copy or download the missing file.")
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file is called one of several."""
+    match = re.search(r"-\d{5,9}-of-(\d{5,9})\.safetensors$", name)
+    return match is not None and int(match[1]) > 1
 
 
 def _is_plain_name(shard: str) -> bool:
-    return shard.endswith(".safetensors") and not set(shard) & set("/\\:\0") and shard.isprintable()
+    return (
+        len(shard) <= 255 and shard.endswith(".safetensors") and not set(shard) & set("/\\:\0") and shard.isprintable()
+    )

@@ -7,19 +7,23 @@ the library accepts as well; the tests hold both to that.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import math
+import operator
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, clipped, quoted
+from .foreign import kind_of
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -50,13 +54,19 @@ MAX_SIZE = 1 << 48
 
 DOWNLOAD_AGAIN = "The file is truncated or damaged: copy or download it again."
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_KEYS = {"dtype", "shape", "data_offsets"}
 
 
 def problem(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN, tensor: str = "") -> CheckpointError:
     """The error that says what is wrong with a file, in which tensor, and what to do."""
-    where = f"{path}: tensor {tensor[:200]!r}" if tensor else f"{path}"
-    return CheckpointError(f"{where}: {what}\n{remedy}")
+    where = f"{path}: tensor {shown(tensor)!r}" if tensor else f"{path}"
+    return CheckpointError(f"{where}: {clipped(what, 700)}\n{clipped(remedy, 400)}")
+
+
+def shown(name: str) -> str:
+    """A name from a file as errors and tables show it: cut where it is long, without what a terminal would obey."""
+    text = name if name.isprintable() else ascii(name[:200])
+    return text if len(text) <= 120 else f"{text[:60]}...{text[-40:]}"
 
 
 @dataclass(frozen=True)
@@ -73,11 +83,14 @@ class Part:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Entry(Part):
-    """A stored tensor and where it is. ``start``: of its first byte in the file."""
+class Entry(NamedTuple):
+    """A stored tensor and where it is. ``start``: of its first byte in the file; ``nbytes``: of its values."""
 
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
     start: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -89,14 +102,29 @@ class Header:
 
 
 def parse_json(text: bytes, path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON object from a file that is not trusted; a key that occurs twice is an error."""
+    """Read a JSON object from a file that is not trusted; a key that occurs twice, or is no text, is an error."""
     try:
-        tree = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        with _without_gc():
+            tree = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise problem(path, f"its {what} is no valid JSON: {str(error)[:200]}.") from None
     if not isinstance(tree, dict):
         raise problem(path, f"its {what} is a JSON {type(tree).__name__}; it must be an object.")
+    if b"\\u" in text:  # nothing else makes half a character
+        _check_names(tree, path)
     return tree
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """The collector looks at all objects again and again while hundreds of thousands are made; none is garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -120,16 +148,16 @@ def read_header(file: BinaryIO, path: Path) -> Header:
         raise _no_header(head, length, size, path)
     tree = parse_json(file.read(length), path, "header")
     metadata = _metadata(tree.pop("__metadata__", {}), path)
-    _check_names(tree, path)
-    entries = {name: _entry(name, value, 8 + length, path) for name, value in tree.items()}
-    _check_layout(entries.values(), 8 + length, size, path)
+    with _without_gc():
+        entries = {name: _entry(name, value, 8 + length, path) for name, value in tree.items()}
+        _check_layout(entries.values(), 8 + length, size, path)
     return Header(metadata, entries)
 
 
 def _no_header(head: bytes, length: int, size: int, path: Path) -> CheckpointError:
-    if head.startswith(_PICKLES):
-        remedy = "qcore never unpickles. Load it with torch.load(path, weights_only=True) and save it with safetensors."
-        return problem(path, "this is a pickle or zip archive of torch.save, not safetensors.", remedy)
+    kind = kind_of(head, path)
+    if kind is not None:
+        return problem(path, f"this is {kind.what}, not safetensors.", kind.remedy)
     return problem(path, f"it is {size} bytes long, which cannot hold a header of {length} bytes.")
 
 
@@ -148,41 +176,44 @@ def _check_names(names: Iterable[str], path: Path) -> None:
 
 def is_size(value: Any) -> bool:
     """Whether ``value`` can be a dimension or an offset."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
+    return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 def is_shape(value: Any) -> bool:
     """Whether ``value`` is a list of sizes whose product, zeros aside, stays in bounds too."""
-    if not isinstance(value, list) or len(value) > 64 or not all(is_size(n) for n in value):
+    if not isinstance(value, list) or len(value) > 64:
         return False
-    product: int = math.prod(n for n in value if n)
+    product = 1
+    for n in value:
+        if type(n) is not int or not 0 <= n <= MAX_SIZE:
+            return False
+        product *= n or 1
     return product <= MAX_SIZE
 
 
 def _entry(name: str, value: Any, base: int, path: Path) -> Entry:
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(value, dict) or value.keys() != _KEYS:
         raise problem(path, "its header entry must hold dtype, shape and data_offsets.", tensor=name)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
-        raise problem(path, f"dtype {str(dtype)[:40]!r} is not known; known: {known}.", "Upgrade qcore.", name)
+        raise problem(path, f"dtype {quoted(dtype)} is not known; known: {known}.", "Upgrade qcore.", name)
     if not is_shape(shape):
-        raise problem(path, f"shape {str(shape)[:80]} is impossible.", tensor=name)
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_size(n) for n in offsets):
-        raise problem(path, f"data_offsets {str(offsets)[:80]} are impossible.", tensor=name)
-    entry = Entry(name, DTYPES[dtype], tuple(shape), base + offsets[0])
-    if offsets[1] - offsets[0] != entry.nbytes:
-        span = offsets[1] - offsets[0]
-        raise problem(
-            path, f"{dtype} of shape {shape} needs {entry.nbytes} bytes; its offsets span {span}.", tensor=name
-        )
-    return entry
+        raise problem(path, f"shape {quoted(shape)} is impossible.", tensor=name)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not (is_size(offsets[0]) and is_size(offsets[1])):
+        raise problem(path, f"data_offsets {quoted(offsets)} are impossible.", tensor=name)
+    start, stop = offsets
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if stop - start != nbytes:
+        what = f"{dtype} of shape {quoted(shape)} needs {nbytes} bytes; its offsets span {stop - start}."
+        raise problem(path, what, tensor=name)
+    return Entry(name, DTYPES[dtype], tuple(shape), base + start, nbytes)
 
 
 def _check_layout(entries: Iterable[Entry], base: int, size: int, path: Path) -> None:
     """Tensors follow each other without gap or overlap, and end where the file ends."""
     end = base
-    for entry in sorted(entries, key=lambda e: (e.start, e.nbytes)):
+    for entry in sorted(entries, key=operator.itemgetter(3, 4)):
         if entry.start != end:
             raise problem(path, f"its bytes start at {entry.start}, where {end} is expected.", tensor=entry.name)
         end += entry.nbytes

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,12 @@ from ..nn.base import QuantizedModule
 from ..qtensor import QTensor
 from ..schemes import Scheme
 from .archive import Archive
-from .header import problem
+from .buffers import lost_buffers
+from .header import problem, shown
 from .matching import Match, Swap, match
 from .modules import rebuild, weight_place
+from .overlap import is_expanded, torn_by_writing
+from .placing import Placing
 from .values import as_bytes
 
 
@@ -57,15 +59,15 @@ def load_(
     float; the report says so. Tied weights are tied again. Returns the report of the model. Raises `CheckpointError`;
     the model is then as it was, because everything is validated, read and packed before the first layer is replaced.
     """
-    with Archive.open(Path(path)) as archive:
-        found = match(model, archive)
-        if strict:
-            _check_complete(found, archive)
-        loader = _Loader(model, archive, found, torch.device(device or "cpu"))
-        loader.prepare()
-    loader.commit()
-    layers = tuple(_explained(row, found) for row in report(model))
-    return LoadReport(layers, tuple(found.missing), tuple(found.unexpected))
+    # Inference tensors could never be trained or saved for a gradient, so none are made here.
+    with torch.inference_mode(False), torch.no_grad():
+        with Archive.open(Path(path)) as archive:
+            found = match(model, archive)
+            if strict:
+                _check_complete(found, archive)
+            loader = _Loader(model, archive, found, torch.device(device or "cpu"))
+            loader.prepare()
+        return loader.commit()
 
 
 def _explained(row: LayerReport, found: Match) -> LayerReport:
@@ -86,25 +88,29 @@ def _check_complete(found: Match, archive: Archive) -> None:
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (", ".join(names[:5]) or "none") + more
+    return (", ".join(shown(name) for name in names[:5]) or "none") + more
 
 
 def _remedy(found: Match) -> str:
     if not found.volatile:
         return ""
-    return f"\nNo checkpoint holds the buffer {found.volatile[0]!r}: build the model on a real device instead of meta."
+    return (
+        f"\nNo checkpoint holds the buffer {found.volatile[0]!r}: build the model on a real device, or with only its\n"
+        f"parameters on meta, as accelerate.init_empty_weights(include_buffers=False) does."
+    )
 
 
 class _Loader:
-    """Reads and builds everything beside the model, then puts it in place without a step that can fail."""
+    """Reads, checks and builds everything beside the model, then puts it in place: all, or if it raises, nothing."""
 
     def __init__(self, model: nn.Module, archive: Archive, found: Match, device: torch.device) -> None:
         self.model, self.archive, self.found, self.device = model, archive, found, device
         self.stores: dict[tuple[str, torch.device], WeightStore] = {}
         self.weights: dict[str, QTensor] = {}
         self.modules: dict[int, QuantizedModule] = {}
-        self.values: dict[int, tuple[Tensor, Tensor]] = {}
-        self.replaced: dict[int, Tensor] = {}
+        self.values: dict[int, tuple[str, Tensor, Tensor]] = {}
+        self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors of the model, by identity, that others take the place of: the old one and the new one."""
 
     def prepare(self) -> None:
         """Read all values, validate them, build and bind the quantized layers. Leaves the model alone."""
@@ -113,10 +119,22 @@ class _Loader:
         schemes = [self._scheme(swap) for swap in self.found.swaps]
         for name, value in self._plain_values():
             self._stage(name, value)
+        self._stage_computed()
+        self._check_memory()
         self._tie()
         for swap, scheme in zip(self.found.swaps, schemes, strict=True):
             if id(swap.module) not in self.modules:
-                self.modules[id(swap.module)] = rebuild(swap.module, self._store(swap), scheme)
+                self.modules[id(swap.module)] = self._rebuilt(swap, scheme)
+        self._plan()
+
+    def _rebuilt(self, swap: Swap, scheme: Scheme) -> QuantizedModule:
+        try:
+            return rebuild(swap.module, self._store(swap), scheme)
+        except FormatError as error:
+            kind, name = type(swap.module).__name__, swap.record.name
+            what = f"scheme {scheme} cannot be used by {swap.layer!r}, a {kind}: {error}"
+            remedy = "The metadata was edited, or the checkpoint is of another model."
+            raise problem(self.archive.path, what.replace("\n", " "), remedy, name) from None
 
     def _plain_values(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.found.plain:
@@ -127,23 +145,40 @@ class _Loader:
     def _stage(self, name: str, value: Tensor) -> None:
         slot = self.found.slots[name]
         value = value.to(slot.dtype).contiguous()
-        _, earlier = self.values.setdefault(id(slot), (slot, value))
+        _, _, earlier = self.values.setdefault(id(slot), (name, slot, value))
         if earlier is not value and as_bytes(earlier) != as_bytes(value):
             # What the model ties must be equal in the file, or one of the two would be lost.
-            remedy = "Untie them in the model first."
-            raise problem(self.archive.path, "the model ties it to a tensor that has other values here.", remedy, name)
-        if slot.device.type == "meta" and id(slot) not in self.replaced:
-            value = value.to(self.device)
-            self.replaced[id(slot)] = (
-                nn.Parameter(value, slot.requires_grad) if isinstance(slot, nn.Parameter) else value
-            )
+            raise self._torn(name)
+        if id(slot) not in self.replaced and (slot.device.type == "meta" or is_expanded(slot)):
+            self._replace(slot, value.to(self.device if slot.device.type == "meta" else slot.device))
+
+    def _replace(self, slot: Tensor, value: Tensor) -> None:
+        new = nn.Parameter(value, slot.requires_grad) if isinstance(slot, nn.Parameter) else value
+        self.replaced[id(slot)] = slot, new
+
+    def _torn(self, name: str) -> CheckpointError:
+        remedy = "Untie them in the model first."
+        return problem(self.archive.path, "the model ties it to a tensor that has other values here.", remedy, name)
+
+    def _stage_computed(self) -> None:
+        for _, module, key in lost_buffers(self.model):
+            buffer = module._buffers[key]  # noqa: SLF001
+            if buffer is not None and id(buffer) in self.found.computed:
+                self._replace(buffer, self.found.computed[id(buffer)].to(self.device))
+
+    def _check_memory(self) -> None:
+        """Tensors of the model that share memory, without being one, must be able to hold their values at once."""
+        written = [(name, slot, value) for name, slot, value in self.values.values() if id(slot) not in self.replaced]
+        torn = torn_by_writing(written)
+        if torn:
+            raise self._torn(torn)
 
     def _tie(self) -> None:
         """Parameters that are one in the file become one in the model."""
         for name, target in self.archive.aliases.items():
             mine, other = self.found.slots.get(name), self.found.slots.get(target)
             if isinstance(mine, nn.Parameter) and isinstance(other, nn.Parameter) and _alike(mine, other):
-                self.replaced[id(mine)] = self.replaced.get(id(other), other)
+                self.replaced[id(mine)] = mine, self.replaced.get(id(other), (other, other))[1]
 
     def _scheme(self, swap: Swap) -> Scheme:
         """The scheme with its calibrated numbers."""
@@ -167,23 +202,54 @@ class _Loader:
             self.stores[swap.owner, device] = WeightStore(weight.to(device))
         return self.stores[swap.owner, device]
 
-    def commit(self) -> None:
-        """Put everything in place."""
-        with torch.no_grad():
-            for slot, value in self.values.values():
-                if slot.device.type != "meta":
-                    slot.copy_(value)
-        for parent in list(self.model.modules()):
-            for name, child in list(parent._modules.items()):  # noqa: SLF001
-                if child is not None and id(child) in self.modules:
-                    setattr(parent, name, self.modules[id(child)])
-        if id(self.model) in self.modules:
-            # Nothing holds the root that could hold another: it takes over the state.
-            self.model.__setstate__(self.modules[id(self.model)].__getstate__())  # type: ignore[no-untyped-call]
-        for module in self.model.modules():
-            for held in (module._parameters, module._buffers):  # noqa: SLF001
-                new: dict[str, Any] = {key: self.replaced[id(t)] for key, t in held.items() if id(t) in self.replaced}
-                held.update(new)
+    def _plan(self) -> None:
+        """List what will be put where; refuse what cannot be."""
+        self.children = [
+            (parent, name, self.modules[id(child)])
+            for parent in self.model.modules()
+            for name, child in parent._modules.items()  # noqa: SLF001
+            if child is not None and id(child) in self.modules
+        ]
+        # The new layers share what they keep with the old ones.
+        modules = {id(module): module for module in (*self.model.modules(), *self.modules.values())}
+        self.tensors = [
+            (module, key, *self.replaced[id(tensor)])
+            for module in modules.values()
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001
+            if tensor is not None and id(tensor) in self.replaced
+        ]
+        for module in (*(parent for parent, _, _ in self.children), *(module for module, *_ in self.tensors)):
+            if isinstance(module, torch.jit.ScriptModule):
+                what = f"the model holds a scripted {module.original_name}, whose tensors cannot be replaced."
+                raise problem(self.archive.path, what, "Build the model on a real device; script it after loading.")
+
+    def commit(self) -> LoadReport:
+        """Put everything in place. Where it raises, the model is as it was."""
+        placing = Placing()
+        try:
+            with placing.all_or_nothing():
+                self._put(placing)
+                placing.doing = "reporting"
+                layers = tuple(_explained(row, self.found) for row in report(self.model))
+        except Exception as error:
+            what = f"the model does not take it: {placing.doing} raised {type(error).__name__}: {error}"
+            remedy = "The model is as it was. Load before it is frozen, wrapped or scripted."
+            raise problem(self.archive.path, what.replace("\n", " "), remedy) from error
+        return LoadReport(layers, tuple(self.found.missing), tuple(self.found.unexpected))
+
+    def _put(self, placing: Placing) -> None:
+        for key in list(self.values):
+            name, slot, value = self.values.pop(key)
+            if id(slot) not in self.replaced:
+                placing.fill(name, slot, value)
+        for parent, name, module in self.children:
+            placing.put_module(parent, name, module)
+        for holder, name, old, new in self.tensors:
+            placing.put_tensor(holder, name, old, new)
+        root = self.modules.get(id(self.model))
+        if root is not None:
+            assert isinstance(self.model, QuantizedModule)
+            placing.become(self.model, root)
 
 
 def _alike(mine: nn.Parameter, other: nn.Parameter) -> bool:

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..activations import OutputInt8, StaticInt8
-from ..errors import CheckpointError
+from ..errors import CheckpointError, clipped, quoted
 from ..nn.base import QuantizedModule
 from .archive import Archive
-from .header import Entry
-from .modules import weight_identity, weight_shape, why_not
+from .buffers import lost_buffers, recomputed
+from .header import Entry, shown
+from .modules import own_weight, weight_identity, weight_shape, why_not
 from .records import Record
 
 _NUMBERS = {"scale": (torch.float64, torch.float32), "zero_point": (torch.int32, torch.int64, torch.int8)}
@@ -54,14 +56,16 @@ class Match:
     """The plan of a load.
 
     **Fields:** ``swaps``: layers that become quantized; ``dense``: slots that take a quantized weight turned back to
-    float; ``plain``: slots that take a stored tensor; ``slots``: the model's own tensors by name; ``missing``,
-    ``unexpected``: names; ``volatile``: buffers on meta that are never saved, part of ``missing``.
+    float; ``plain``: slots that take a stored tensor; ``slots``: the model's own tensors by name; ``computed``: values
+    of buffers on meta that are never saved, by the identity of the buffer; ``missing``, ``unexpected``: names;
+    ``volatile``: buffers on meta that are never saved and that nobody can compute, part of ``missing``.
     """
 
     swaps: list[Swap] = field(default_factory=list)
     dense: dict[str, Dense] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
     slots: dict[str, Tensor] = field(default_factory=dict)
+    computed: dict[int, Tensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     volatile: list[str] = field(default_factory=list)
@@ -72,36 +76,41 @@ def match(model: nn.Module, archive: Archive) -> Match:
     layers = dict(model.named_modules(remove_duplicate=False))
     found = Match()
     for record in archive.records.values():
-        _place(model, layers, record, archive, found)
-    found.swaps += list(_tied_swaps(model, layers, found.swaps, archive))
+        _place(layers, record, archive, found)
+    found.swaps += list(_tied_swaps(layers, found.swaps, archive))
     swapped = {id(swap.module) for swap in found.swaps}
     found.slots = dict(_slots(layers, swapped))
     _complete_dense(found, archive)
     _match_plain(found, archive, layers)
+    _match_buffers(found, model)
     problems = [*_swap_problems(found, archive), *_slot_problems(found, archive)]
     if problems:
         raise _unfit(archive, problems)
     return found
 
 
-def _place(model: nn.Module, layers: dict[str, nn.Module], record: Record, archive: Archive, found: Match) -> None:
+def _place(layers: dict[str, nn.Module], record: Record, archive: Archive, found: Match) -> None:
     layer, _, attribute = record.name.rpartition(".")
     module = layers.get(layer)
-    if module is None or attribute != "weight" or getattr(module, "weight", None) is None:
+    if module is None or attribute != "weight" or not _has_weight(module):
         found.unexpected += _stored_names(record, archive)
         return
-    reason = why_not(model, layer)
+    reason = why_not(layers, layer)
     if reason:
         found.dense[record.name] = Dense(record.name, reason)
     else:
         found.swaps.append(Swap(layer, module, record, archive.aliases.get(record.name, record.name)))
 
 
+def _has_weight(module: nn.Module) -> bool:
+    return isinstance(module, QuantizedModule) or own_weight(module) is not None
+
+
 def _stored_names(record: Record, archive: Archive) -> tuple[str, ...]:
     return (record.name,) if record.name in archive.aliases else record.part_names
 
 
-def _tied_swaps(model: nn.Module, layers: dict[str, nn.Module], swaps: list[Swap], archive: Archive) -> Iterator[Swap]:
+def _tied_swaps(layers: dict[str, nn.Module], swaps: list[Swap], archive: Archive) -> Iterator[Swap]:
     """Layers that the model ties to a quantized one and that the file, as is usual, does not name."""
     by_weight = {weight_identity(swap.module): swap for swap in swaps}
     named = {swap.layer for swap in swaps}
@@ -111,15 +120,16 @@ def _tied_swaps(model: nn.Module, layers: dict[str, nn.Module], swaps: list[Swap
         swap = by_weight.get(weight_identity(module))
         name = f"{layer}.weight"
         absent = name not in archive.entries and name not in archive.aliases
-        if swap is not None and absent and not why_not(model, layer):
+        if swap is not None and absent and not why_not(layers, layer):
             yield Swap(layer, module, swap.record, swap.owner)
 
 
 def _slots(layers: dict[str, nn.Module], swapped: set[int]) -> Iterator[tuple[str, Tensor]]:
     """Parameters and saved buffers by name, but for the weights that are replaced."""
     for layer, module in layers.items():
-        lasting = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}  # noqa: SLF001
-        for key, tensor in {**module._parameters, **lasting}.items():  # noqa: SLF001
+        unsaved = module._non_persistent_buffers_set  # noqa: SLF001
+        lasting = {k: b for k, b in module._buffers.items() if k not in unsaved}  # noqa: SLF001
+        for key, tensor in {**dict(module._parameters.items()), **lasting}.items():  # noqa: SLF001
             if tensor is not None and not (key == "weight" and id(module) in swapped):
                 yield (f"{layer}.{key}" if layer else key), tensor
 
@@ -144,8 +154,14 @@ def _match_plain(found: Match, archive: Archive, layers: dict[str, nn.Module]) -
     found.unexpected += sorted(stored - found.slots.keys() - numbers)
     filled = {id(found.slots[name]) for name in (*found.plain, *found.dense)}
     found.missing += [name for name, slot in found.slots.items() if id(slot) not in filled]
-    found.volatile = list(_volatile(layers))
-    found.missing += [*_unnamed(found, layers), *found.volatile]
+    found.missing += _unnamed(found, layers)
+
+
+def _match_buffers(found: Match, model: nn.Module) -> None:
+    found.computed = recomputed(model)
+    lost = lost_buffers(model)
+    found.volatile = [name for name, module, key in lost if id(module._buffers[key]) not in found.computed]  # noqa: SLF001
+    found.missing += found.volatile
 
 
 def _unnamed(found: Match, layers: dict[str, nn.Module]) -> Iterator[str]:
@@ -156,20 +172,11 @@ def _unnamed(found: Match, layers: dict[str, nn.Module]) -> Iterator[str]:
             yield f"{layer}.weight.data" if layer else "weight.data"
 
 
-def _volatile(layers: dict[str, nn.Module]) -> Iterator[str]:
-    for layer, module in layers.items():
-        unsaved = module._non_persistent_buffers_set  # noqa: SLF001
-        for key in () if isinstance(module, QuantizedModule) else sorted(unsaved):
-            buffer = module._buffers.get(key)  # noqa: SLF001
-            if buffer is not None and buffer.device.type == "meta":
-                yield f"{layer}.{key}" if layer else key
-
-
 def _swap_problems(found: Match, archive: Archive) -> Iterator[str]:
     for swap in found.swaps:
         expected = weight_shape(swap.module)
         if swap.record.shape != expected:
-            yield f"{swap.record.name!r} has shape {swap.record.shape}; {swap.layer!r} needs {expected}"
+            yield f"{shown(swap.record.name)!r} has shape {swap.record.shape}; {swap.layer!r} needs {expected}"
         for prefix in swap.numbers().values():
             yield from _number_problems(archive, prefix)
 
@@ -181,20 +188,30 @@ def _number_problems(archive: Archive, prefix: str) -> Iterator[str]:
         if entry is None:
             yield f"{name!r} is missing, which the scheme of its layer needs"
         elif entry.dtype not in dtypes or entry.shape != ():
-            yield f"{name!r} is {entry.dtype} of shape {entry.shape}; it must be one {dtypes[0]}"
+            yield f"{name!r} is {entry.dtype} of shape {quoted(entry.shape)}; it must be one {dtypes[0]}"
 
 
 def _slot_problems(found: Match, archive: Archive) -> Iterator[str]:
-    for name in found.plain:
-        slot, entry = found.slots[name], archive.entry(name)
-        if entry.shape != tuple(slot.shape):
-            yield f"{name!r} has shape {entry.shape}; the model needs {tuple(slot.shape)}"
-        elif not _convertible(entry, slot):
-            yield f"{name!r} is {entry.dtype}; the model needs {slot.dtype}"
-    for name in found.dense:
-        slot, shape = found.slots[name], archive.records[found.dense[name].source].shape
-        if slot.dim() not in (2, 4) or shape != (slot.shape[0], slot.shape[1:].numel()):
-            yield f"{name!r} has shape {shape}; the model needs {tuple(slot.shape)}"
+    for name in (*found.plain, *found.dense):
+        slot = found.slots[name]
+        if is_lazy(slot):
+            yield f"{name!r} is not initialized in the model, so its shape is not known: run the model once first"
+        elif name in found.dense:
+            yield from _dense_problems(name, slot, archive.records[found.dense[name].source].shape)
+        else:
+            yield from _plain_problems(name, slot, archive.entry(name))
+
+
+def _plain_problems(name: str, slot: Tensor, entry: Entry) -> Iterator[str]:
+    if entry.shape != tuple(slot.shape):
+        yield f"{name!r} has shape {quoted(entry.shape)}; the model needs {tuple(slot.shape)}"
+    elif not _convertible(entry, slot):
+        yield f"{name!r} is {entry.dtype}; the model needs {slot.dtype}"
+
+
+def _dense_problems(name: str, slot: Tensor, shape: tuple[int, int]) -> Iterator[str]:
+    if slot.dim() not in (2, 4) or shape != (slot.shape[0], slot.shape[1:].numel()):
+        yield f"{name!r} has shape {shape}; the model needs {tuple(slot.shape)}"
 
 
 def _convertible(entry: Entry, slot: Tensor) -> bool:
@@ -204,6 +221,6 @@ def _convertible(entry: Entry, slot: Tensor) -> bool:
 def _unfit(archive: Archive, problems: list[str]) -> CheckpointError:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return CheckpointError(
-        f"{archive.path}: tensor {problems[0]}{more}.\n"
+        f"{archive.path}: tensor {clipped(problems[0], 700)}{more}.\n"
         f"The checkpoint is of another model: build the model with the configuration it was saved from."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,25 @@ from ..schemes import Scheme
 # ruff: noqa: SLF001 - these modules and the quantized ones are two ends of one thing
 
 
-def why_not(model: nn.Module, layer: str) -> str:
-    """Why a layer has no quantized counterpart; empty where it has one."""
-    module = model.get_submodule(layer)
+def why_not(layers: Mapping[str, nn.Module], layer: str) -> str:
+    """Why a layer has no quantized counterpart; empty where it has one. ``layers``: all of the model by name."""
+    module = layers[layer]
     if isinstance(module, QuantizedModule):
         return ""
     if not layer:
         return f"the model itself is a {type(module).__name__}, which cannot be replaced in place"
-    if isinstance(model.get_submodule(layer.rpartition(".")[0]), nn.MultiheadAttention):
+    if isinstance(layers[layer.rpartition(".")[0]], nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention reads this weight itself instead of calling the layer"
     return _unsupported(module)
+
+
+def own_weight(module: nn.Module) -> Tensor | None:
+    """The parameter ``weight`` of a module, if it has one.
+
+    A weight that is computed when it is read (a parametrization) is left alone: spectral norm, for one, changes its
+    buffers then.
+    """
+    return dict(module._parameters.items()).get("weight")
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
@@ -34,22 +43,25 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     if isinstance(module, QuantizedModule):
         n, k = module._store.shape
         return n, k
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight = own_weight(module)
+    assert weight is not None
     return weight.shape[0], weight.shape[1:].numel()
 
 
 def weight_identity(module: nn.Module) -> int:
     """Equal for layers whose weights are tied."""
-    return id(module._store if isinstance(module, QuantizedModule) else module.weight)
+    if isinstance(module, QuantizedModule):
+        return id(module._store)
+    weight = own_weight(module)
+    return id(module if weight is None else weight)
 
 
 def weight_place(module: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Where a layer's weight is, and what the layer computes in."""
     if isinstance(module, QuantizedModule):
         return module._store.device, module._dtype
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight = own_weight(module)
+    assert weight is not None
     return weight.device, weight.dtype
 
 

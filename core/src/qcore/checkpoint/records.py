@@ -4,6 +4,7 @@
 ``qcore``               the version of qcore that wrote the file
 ``qcore.schema``        the version of these records; a reader refuses a newer one
 ``qcore.tensors``       JSON: name to ``{"format", "shape", "quantizer", "scheme"}``, for each quantized weight
+``qcore.save``          in a shard: the save that it belongs to, which the index names too
 ``qcore.aliases``       JSON: name of a tied tensor or quantized weight to the one that is stored
 ======================  =============================================================================================
 
@@ -22,13 +23,15 @@ from typing import Any
 import torch
 
 from .._version import __version__
-from ..errors import FormatError
+from ..errors import FormatError, quoted
 from ..formats import Format, ZeroPoint
+from ..plugins import Guarded
 from ..qtensor import QTensor
 from ..schemes import Scheme
-from .header import Part, is_shape, parse_json, problem
+from .header import Entry, Part, is_shape, parse_json, problem
 
 SCHEMA = 1
+SAVE = "qcore.save"
 _FIELDS = {"format", "shape", "quantizer", "scheme"}
 _UPGRADE = "Upgrade qcore, or write the checkpoint again with this version."
 _REWRITE = "The metadata is damaged or was edited: write the checkpoint again with qcore.save."
@@ -70,31 +73,40 @@ class Record:
             "scheme": str(self.scheme),
         }
 
-    def check(self, parts: Iterable[Part], path: Path) -> None:
+    def check(self, parts: Iterable[Part | Entry], path: Path) -> None:
         """Raise `CheckpointError` unless dtypes and shapes of the stored tensors fit the format and logical shape."""
         held = {p.name.rpartition(".")[2]: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parts}
         try:
             QTensor(held["data"], held["scale"], held.get("zero"), self.shape, self.format, self.quantizer)
         except FormatError as error:
             raise problem(path, str(error).replace("\n", " "), _REWRITE, self.name) from None
+        except Guarded as error:  # the layout of a third party
+            what = f"layout {self.format.layout.name!r} raised {type(error).__name__}: {error}"
+            raise problem(path, what.replace("\n", " "), _REWRITE, self.name) from error
 
 
 @dataclass(frozen=True)
 class Notes:
-    """The metadata of one file. ``version``: of the qcore that wrote it, empty for a foreign file."""
+    """The metadata of one file.
+
+    **Fields:** ``version``: of the qcore that wrote it, empty for a foreign file; ``save``: which save it is a shard
+    of, empty for a file that stands alone.
+    """
 
     version: str
     records: dict[str, Record]
     aliases: dict[str, str]
+    save: str
 
 
-def write_notes(records: Iterable[Record], aliases: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of a file that holds these weights."""
+def write_notes(records: Iterable[Record], aliases: Mapping[str, str], save: str = "") -> dict[str, str]:
+    """The metadata of a file that holds these weights. ``save``: which save it is a shard of."""
     tree = {record.name: record.to_json() for record in records}
     notes = {
         "format": "pt",  # transformers refuses a file that does not say which framework wrote it
         "qcore": __version__,
         "qcore.schema": str(SCHEMA),
+        **({SAVE: save} if save else {}),
         "qcore.tensors": json.dumps(tree, separators=(",", ":")),
     }
     return {**notes, "qcore.aliases": json.dumps(dict(aliases), separators=(",", ":"))} if aliases else notes
@@ -104,7 +116,7 @@ def read_notes(metadata: Mapping[str, str], path: Path) -> Notes:
     """Read the metadata of a file. Raises `CheckpointError` for what it cannot mean."""
     version = metadata.get("qcore", "")
     if not version and not any(key.startswith("qcore") for key in metadata):
-        return Notes("", {}, {})
+        return Notes("", {}, {}, "")
     schema = metadata.get("qcore.schema", "")
     if not re.fullmatch(r"[1-9][0-9]{0,5}", schema) or not re.fullmatch(r"[0-9A-Za-z.+!-]{1,64}", version):
         raise problem(path, f"its metadata names qcore {version[:64]!r} and schema {schema[:64]!r}.", _REWRITE)
@@ -114,22 +126,38 @@ def read_notes(metadata: Mapping[str, str], path: Path) -> Notes:
     aliases = parse_json(metadata.get("qcore.aliases", "{}").encode(errors="replace"), path, "metadata 'qcore.aliases'")
     for name, target in aliases.items():
         if not isinstance(target, str):
-            raise problem(path, f"its alias {str(target)[:80]} is no name.", _REWRITE, name)
-    return Notes(version, {name: _record(name, value, path) for name, value in tensors.items()}, aliases)
+            raise problem(path, f"its alias {quoted(target)} is no name.", _REWRITE, name)
+    known: dict[Any, _Meaning] = {}
+    records = {name: _record(name, value, path, known) for name, value in tensors.items()}
+    return Notes(version, records, aliases, metadata.get(SAVE, ""))
 
 
-def _record(name: str, value: Any, path: Path) -> Record:
+_Meaning = tuple[Format, Scheme]
+
+
+def _record(name: str, value: Any, path: Path, known: dict[Any, _Meaning]) -> Record:
     if not isinstance(value, dict) or value.keys() != _FIELDS:
         raise problem(path, f"its record must hold {', '.join(sorted(_FIELDS))}.", _REWRITE, name)
     shape, quantizer = value["shape"], value["quantizer"]
     if not is_shape(shape) or len(shape) != 2:
-        raise problem(path, f"logical shape {str(shape)[:80]} is impossible.", _REWRITE, name)
+        raise problem(path, f"logical shape {quoted(shape)} is impossible.", _REWRITE, name)
     if quantizer is not None and not (isinstance(quantizer, str) and re.fullmatch(r"[\w.-]{1,64}", quantizer)):
-        raise problem(path, f"quantizer {str(quantizer)[:80]!r} is no name.", _REWRITE, name)
+        raise problem(path, f"quantizer {quoted(quantizer)} is no name.", _REWRITE, name)
+    format, scheme = _meaning(name, value["format"], value["scheme"], path, known)
+    return Record(name, format, (shape[0], shape[1]), quantizer, scheme)
+
+
+def _meaning(name: str, format: Any, scheme: Any, path: Path, known: dict[Any, _Meaning]) -> _Meaning:
+    """What the texts of a record mean. A file with thousands of weights has few of them, so they are read once."""
+    key = (format, scheme) if isinstance(format, str) and isinstance(scheme, str) else None
+    if key in known:
+        return known[key]
     try:
-        format, scheme = Format.parse(value["format"]), Scheme.parse(value["scheme"])
+        found = Format.parse(format), Scheme.parse(scheme)
     except FormatError as error:
         raise problem(path, str(error), _UPGRADE, name) from None
-    if scheme.weight != format or scheme != scheme.blank():
-        raise problem(path, f"scheme {value['scheme']!r} does not go with format {format}.", _REWRITE, name)
-    return Record(name, format, (shape[0], shape[1]), quantizer, scheme)
+    if found[1].weight != found[0] or found[1] != found[1].blank():
+        what = f"scheme {quoted(scheme)} does not go with format {found[0]}."
+        raise problem(path, what, _REWRITE, name)
+    known[key] = found
+    return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..formats import Format
-from ..qtensor import QTensor
+from ..qtensor import QTensor, has_values
 from ..schemes import Scheme
 from .header import NAMES, Part
 from .records import Record
@@ -56,7 +56,8 @@ def save(
 
 def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor | tuple[QTensor, Scheme]]:
     """Plain tensors by name, and quantized weights with their schemes."""
-    state: Mapping[str, Any] = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
+    state: Mapping[Any, Any] = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
+    _check_names(state)
     weights = {**_described_weights(state), **_whole_weights(state)}
     taken = {f"{name}.{part}" for name in weights for part in _PARTS} | weights.keys()
     plain = {name: _checked(name, value) for name, value in state.items() if name not in taken}
@@ -69,8 +70,29 @@ def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor
     return {**plain, **weights}
 
 
+def _check_names(state: Mapping[Any, Any]) -> None:
+    for name in state:
+        if not isinstance(name, str) or name == "__metadata__" or not _is_text(name):
+            raise CheckpointError(f"cannot save {name!r}: safetensors has no such name.\nNames are texts; rename it.")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half a character
+        return False
+    return True
+
+
 def _whole_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]]:
-    return {name: (value, Scheme(value.format)) for name, value in state.items() if isinstance(value, QTensor)}
+    weights = {name: (value, Scheme(value.format)) for name, value in state.items() if isinstance(value, QTensor)}
+    for name in weights:
+        taken = next((f"{name}.{part}" for part in _PARTS if f"{name}.{part}" in state), None)
+        if taken is not None:
+            raise CheckpointError(
+                f"cannot save {taken!r}: the quantized weight {name!r} is stored under that name.\nRename one of them."
+            )
+    return weights
 
 
 def _described_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]]:
@@ -96,14 +118,19 @@ def _checked(name: str, value: Any) -> Tensor:
             f"cannot save {name!r}: it is a {type(value).__name__}, and safetensors holds tensors only.\n"
             f"Leave it out of the state dict, or store it beside the checkpoint."
         )
-    if value.layout != torch.strided or value.dtype not in NAMES:
-        kind = f"{value.dtype}, {value.layout}"
+    if value.layout != torch.strided or value.dtype not in NAMES or value.is_nested or _is_wrapper(value):
+        kind = f"{type(value).__name__}, {value.dtype}, {value.layout}"
         raise CheckpointError(
             f"cannot save {name!r}: safetensors has no form for {kind}.\nConvert it to a dense float tensor."
         )
-    if value.device.type == "meta":
+    if not has_values(value):
         raise _no_values(name)
     return value
+
+
+def _is_wrapper(value: Tensor) -> bool:
+    """Whether a tensor has no memory of its own, as a DTensor."""
+    return hasattr(value, "__tensor_flatten__")
 
 
 def _no_values(name: str) -> CheckpointError:
@@ -140,7 +167,11 @@ def _memory(name: str, tensor: Tensor) -> Any:
         raise _no_values(name)
     if not tensor.numel():
         return name
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
+    # Memory that has no address on this device is known by what holds it.
+    start = tensor.data_ptr() or id(tensor)
+    # The lazy bits say that what memory holds is yet to be negated or conjugated.
+    bits = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, start, tensor.dtype, tuple(tensor.shape), tensor.stride(), *bits)
 
 
 def _unit(name: str, value: Tensor | tuple[QTensor, Scheme], record: Record | None) -> Unit:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from ..selection import Patterns, matches
 from .archive import Archive
 from .header import Entry, Part, problem
 from .records import Record
-from .writing import Aliases, Unit, explained, new_directory, plan_shards, shard_limit, write_directory, write_file
+from .writing import Aliases, Unit, explained, plan_shards, shard_limit, write_directory, write_file
 
 COPIED = "copied"
 Progress = Callable[[int, int, str], object]
@@ -100,7 +99,7 @@ def quantize_checkpoint(
         if target.suffix == ".safetensors":
             _into_file(target, units, aliases, job)
         else:
-            _into_directory(source, target, plan_shards(units, limit), aliases, job, overwrite=overwrite)
+            _into_directory(source, target, plan_shards(units, limit), aliases, job)
         return job.rows
 
 
@@ -276,16 +275,11 @@ def _into_file(target: Path, units: Sequence[Unit], aliases: Aliases, job: _Job)
     write_file(target, units, aliases, job.advance)
 
 
-def _into_directory(
-    source: Path, target: Path, shards: Sequence[Sequence[Unit]], aliases: Aliases, job: _Job, *, overwrite: bool
-) -> None:
-    with new_directory(target, overwrite=overwrite) as temporary:
-        if source.is_dir():
-            for file in _side_files(source):
-                place = temporary / file.relative_to(source)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, place)
-        write_directory(temporary, shards, aliases, job.advance)
+def _into_directory(source: Path, target: Path, shards: Sequence[Sequence[Unit]], aliases: Aliases, job: _Job) -> None:
+    """An existing directory is replaced: readers find the old checkpoint in it until all of the new one is there."""
+    files = _side_files(source) if source.is_dir() else ()
+    beside = {str(file.relative_to(source)): file for file in files}
+    write_directory(target, shards, aliases, job.advance, beside=beside, alone=True)
 
 
 def _side_files(directory: Path) -> Iterator[Path]:

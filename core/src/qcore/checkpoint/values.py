@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from ..formats import PLAIN, PLAIN_INT32
+from ..plugins import Guarded
 from ..qtensor import QTensor
 from .header import Entry, problem
 from .records import Record
@@ -19,21 +20,26 @@ from .records import Record
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; the caller keeps the tensor alive. Needs no numpy."""
     size = tensor.numel() * tensor.element_size()
-    return (
-        memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
-        if size
-        else memoryview(bytearray())
-    )
+    if not size:
+        return memoryview(bytearray())
+    assert tensor.data_ptr(), "memory that is not there cannot be read"
+    assert not tensor.is_neg(), "what memory holds is not negated yet"
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def storable(tensor: Tensor) -> Tensor:
-    """The same values, dense and contiguous on the CPU."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    """The same values in memory of the CPU, dense and contiguous: nothing is left to be negated or conjugated."""
+    found = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return found if found.data_ptr() or not found.numel() else found.clone()  # torch's tensor of zeros has no memory
 
 
 def read_tensor(file: BinaryIO, entry: Entry, path: Path) -> Tensor:
     """Read one tensor into memory of its own."""
-    tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    try:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    except (RuntimeError, MemoryError):
+        what = f"it takes {entry.nbytes:,} bytes of memory, which this machine does not have."
+        raise problem(path, what, "Is this the right file? Use a machine with more memory.", entry.name) from None
     try:
         file.seek(entry.start)
         count = file.readinto(as_bytes(tensor))  # type: ignore[attr-defined]
@@ -50,9 +56,13 @@ def build_weight(record: Record, tensors: dict[str, Tensor], path: Path) -> QTen
         weight = QTensor(
             tensors["data"], tensors["scale"], tensors.get("zero"), record.shape, record.format, record.quantizer
         )
+        canonical = _is_canonical(weight)
     except FormatError as error:
         raise problem(path, str(error).replace("\n", " "), tensor=record.name) from None
-    if not _is_canonical(weight):
+    except Guarded as error:  # the layout of a third party
+        what = f"layout {record.format.layout.name!r} raised {type(error).__name__}: {error}"
+        raise problem(path, what.replace("\n", " "), tensor=record.name) from error
+    if not canonical:
         raise problem(path, "padding after the last column holds codes other than zero.", tensor=record.name)
     return weight
 

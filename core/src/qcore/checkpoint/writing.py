@@ -1,7 +1,8 @@
 """Write a checkpoint: plan its shards from shapes alone, then stream the values; all of it appears, or nothing.
 
-A file is written under a temporary name in its directory, synchronised to disk and renamed. A new directory is written
-beside its place and renamed whole.
+A file is written under a temporary name, synchronised to disk and renamed. So is a new directory. An existing directory
+keeps loading as what it was until all is written; shards get names that no save before had, so that whoever reads the
+old index finds the old shards, or none and looks again. See `archive` for that end of it.
 """
 
 from __future__ import annotations
@@ -10,20 +11,32 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
 from .._version import __version__
 from ..errors import CheckpointError
 from .archive import INDEX, SINGLE
-from .header import Part, build_header, problem
-from .records import Record, write_notes
+from .header import MAX_HEADER, Part, build_header, problem
+from .records import SAVE, Record, write_notes
+from .staging import (
+    Rights,
+    clean,
+    create,
+    new_id,
+    one_at_a_time,
+    remove,
+    replacing,
+    save_of,
+    staging,
+    sync,
+    temporaries,
+)
 from .values import as_bytes, storable
 
 _UNITS = {
@@ -37,7 +50,9 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_SHARD_NAME = re.compile(r"model-((?P<save>[0-9a-f]{12})-)?\d{5,}-of-\d{5,}\.safetensors")
+_STEM = "model"
+_BESIDE = f"{INDEX}.beside"
 
 
 @dataclass(frozen=True)
@@ -65,13 +80,13 @@ class Aliases:
     targets: Mapping[str, str]
     records: Mapping[str, Record]
 
-    def notes(self, units: Iterable[Unit]) -> dict[str, str]:
+    def notes(self, units: Iterable[Unit], save: str = "") -> dict[str, str]:
         """The metadata of a file that holds ``units``."""
         held = list(units)
         names = {unit.name for unit in held}
         here = {name: target for name, target in self.targets.items() if target in names}
         tied = [self.records[name] for name in here if name in self.records]
-        return write_notes([*(unit.record for unit in held if unit.record), *tied], here)
+        return write_notes([*(unit.record for unit in held if unit.record), *tied], here, save)
 
 
 OnUnit = Callable[[Unit], None]
@@ -101,12 +116,19 @@ def plan_shards(units: Iterable[Unit], limit: int | None) -> list[list[Unit]]:
 
 def write_file(path: Path, units: Sequence[Unit], aliases: Aliases, on_unit: OnUnit) -> None:
     """Write one safetensors file atomically."""
-    header, starts = build_header((part for unit in units for part in unit.parts), aliases.notes(units))
     with replacing(path) as file:
-        file.write(header)
-        for unit in units:
-            _write_unit(file, unit, starts)
-            on_unit(unit)
+        _write_units(file, path, units, aliases.notes(units), on_unit)
+
+
+def _write_units(file: BinaryIO, path: Path, units: Sequence[Unit], notes: Mapping[str, str], on_unit: OnUnit) -> None:
+    header, starts = build_header((part for unit in units for part in unit.parts), notes)
+    if len(header) - 8 > MAX_HEADER:
+        what = f"its header would take {len(header):,} bytes; {MAX_HEADER:,} are the limit."
+        raise problem(path, what, "Split it: give a directory and max_shard_size.")
+    file.write(header)
+    for unit in units:
+        _write_unit(file, unit, starts)
+        on_unit(unit)
 
 
 def _write_unit(file: BinaryIO, unit: Unit, starts: Mapping[str, int]) -> None:
@@ -117,72 +139,167 @@ def _write_unit(file: BinaryIO, unit: Unit, starts: Mapping[str, int]) -> None:
         file.write(as_bytes(tensor))
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` when the block ends well, and vanishes when it does not."""
-    temporary = path.with_name(_temporary_name(path))
+def write_directory(
+    path: Path,
+    shards: Sequence[Sequence[Unit]],
+    aliases: Aliases,
+    on_unit: OnUnit,
+    *,
+    beside: Mapping[str, Path] | None = None,
+    alone: bool = False,
+) -> None:
+    """Write shards and index into a new or existing directory.
+
+    ``beside``: files to be copied, by their names in it; ``alone``: nothing else of an existing directory stays.
+    """
+    save = new_id()
+    job = _Job(path, shards, aliases, on_unit, beside or {}, save)
+    clean(path.parent, path.name)
+    if path.is_dir():
+        clean(path)
+        with staging(path / _STEM, save, mode=0o700) as stage:
+            job.write(stage, Rights.of(*_files_of(path)))
+            job.publish(stage, alone=alone)
+        return
+    with staging(path, save) as stage:
+        job.write(stage, None)
+        job.take_names(stage, stage)
+        _put_in_place(stage, job, alone=alone)
+
+
+def _put_in_place(stage: Path, job: _Job, *, alone: bool) -> None:
     try:
-        with temporary.open("xb") as file:
-            yield file
+        stage.rename(job.path)
+    except OSError:
+        if not job.path.is_dir():
+            raise
+        if alone:
+            what = "it appeared while its checkpoint was made."
+            raise problem(job.path, what, "Choose another target, or allow to overwrite it.") from None
+        # Another save made the directory meanwhile: this one is later.
+        job.publish(stage, alone=False)
+    sync(job.path.parent)
+
+
+class _Job:
+    """One save into a directory: its files are complete before the first of them gets a name there.
+
+    What loads changes in one step. That step is the renaming of an index; or, to a single file, the removal of an
+    index; or the renaming of one single file to another's name. Before it the old state loads, afterwards the new one.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        shards: Sequence[Sequence[Unit]],
+        aliases: Aliases,
+        on_unit: OnUnit,
+        beside: Mapping[str, Path],
+        save: str,
+    ) -> None:
+        self.path, self.shards, self.aliases, self.on_unit, self.save = path, shards, aliases, on_unit, save
+        self.beside = beside
+        usual = shard_names(len(shards))
+        self.names = dict(zip(usual, usual, strict=True))
+        """The names of the shards while they wait, and those that they get."""
+
+    @property
+    def single(self) -> bool:
+        """Whether all is in one file, without an index."""
+        return len(self.shards) == 1
+
+    def write(self, stage: Path, rights: Rights | None) -> None:
+        """Write all files under names in ``stage``."""
+        self.rights = rights
+        for name, units in zip(self.names, self.shards, strict=True):
+            with create(stage / name, rights) as file:
+                notes = self.aliases.notes(units, "" if self.single else self.save)
+                _write_units(file, self.path, units, notes, self.on_unit)
+                file.flush()
+                os.fsync(file.fileno())
+        for name, source in self.beside.items():
+            place = stage / _BESIDE / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, place)
+
+    def publish(self, stage: Path, *, alone: bool) -> None:
+        """Replace what is in the directory by what is in ``stage``."""
+        with one_at_a_time(self.path) as locked:
+            old = _identity(self.path / SINGLE)
+            if not (locked and _is_free(self.path, self.names)) and not self.single:
+                self.names = {name: f"model-{self.save}{usual[5:]}" for name, usual in self.names.items()}
+            try:
+                self.take_names(stage, self.path)
+            except BaseException:
+                self._withdraw(old)
+                raise
+            sync(self.path)
+            self._remove_stale(old, alone=alone)
+
+    def take_names(self, stage: Path, directory: Path) -> None:
+        """Rename the files of ``stage`` to where they belong in ``directory``, so that the last step decides."""
+        if (stage / _BESIDE).is_dir():
+            for name in self.beside:
+                _replace(stage / _BESIDE / name, directory / name)
+            remove(stage / _BESIDE)
+        for waiting, name in self.names.items():
+            if stage / waiting != directory / name:
+                (stage / waiting).replace(directory / name)
+        if self.single:
+            sync(directory)
+            (directory / INDEX).unlink(missing_ok=True)
+            return
+        self._write_index(stage / f"{INDEX}.new")
+        sync(directory)
+        (stage / f"{INDEX}.new").replace(directory / INDEX)
+        sync(directory)
+
+    def _write_index(self, path: Path) -> None:
+        held = dict(zip(self.names.values(), self.shards, strict=True))
+        weight_map = {part.name: name for name, units in held.items() for unit in units for part in unit.parts}
+        total = sum(unit.nbytes for units in self.shards for unit in units)
+        notes = {"total_size": total, "qcore": __version__, SAVE: self.save}
+        tree = {"metadata": notes, "weight_map": dict(sorted(weight_map.items()))}
+        path.unlink(missing_ok=True)
+        with create(path, self.rights) as file:
+            file.write(json.dumps(tree, indent=2).encode())
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
 
+    def _withdraw(self, old: object) -> None:
+        """Remove what has a name already, unless the step that decides was done."""
+        index = self.path / INDEX
+        if self.single:
+            # Beside an index the file does not count; without one it is the checkpoint.
+            if index.exists() and _identity(self.path / SINGLE) != old:
+                remove(self.path / SINGLE)
+            return
+        if _save_in(index) != self.save:
+            for name in self.names.values():
+                remove(self.path / name)
 
-def _temporary_name(path: Path) -> str:
-    return f".{path.name[:100]}.{secrets.token_hex(6)}.tmp"
+    def _remove_stale(self, old: object, *, alone: bool) -> None:
+        """Remove the files of the checkpoint that stood here before, and shards of saves that did not get to the end.
 
+        What another save has renamed meanwhile is its own. A reader that has a file open keeps it.
+        """
+        kept = {INDEX, *self.names.values(), *_shards_in(self.path / INDEX)}
+        living = {save_of(temporary) for temporary in temporaries(self.path)} - {self.save}
+        for file in self.path.glob("model*.safetensors"):
+            match = _SHARD_NAME.fullmatch(file.name)
+            if file.name not in kept and match and match["save"] not in living:
+                remove(file)
+        if not self.single and old is not None and _identity(self.path / SINGLE) == old:
+            remove(self.path / SINGLE)
+        if alone:
+            self._remove_others(kept)
 
-def _sync_directory(path: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_directory(path: Path, shards: Sequence[Sequence[Unit]], aliases: Aliases, on_unit: OnUnit) -> None:
-    """Write shards and index into a new or existing directory."""
-    if path.is_dir():
-        _write_into(path, shards, aliases, on_unit)
-    else:
-        with new_directory(path) as temporary:
-            _write_into(temporary, shards, aliases, on_unit)
-
-
-@contextlib.contextmanager
-def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A directory that appears at ``path``, whole, when the block ends well, and vanishes when it does not."""
-    temporary = path.with_name(_temporary_name(path))
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        _sync_directory(temporary)
-        _move_into_place(temporary, path, overwrite=overwrite)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    _sync_directory(path.parent)
-
-
-def _move_into_place(temporary: Path, path: Path, *, overwrite: bool) -> None:
-    if not (overwrite and path.exists()):
-        temporary.rename(path)
-        return
-    old = path.with_name(_temporary_name(path))
-    path.rename(old)
-    try:
-        temporary.rename(path)
-    except BaseException:
-        old.rename(path)
-        raise
-    shutil.rmtree(old) if old.is_dir() else old.unlink()
+    def _remove_others(self, kept: set[str]) -> None:
+        stay = {self.path / name for name in (*kept, *self.beside)}
+        stay |= {parent for path in stay for parent in path.parents}
+        for path in sorted(self.path.rglob("*"), key=lambda path: len(path.parts)):
+            if path not in stay and save_of(self.path / path.relative_to(self.path).parts[0]) is None:
+                remove(path)
 
 
 def shard_names(count: int) -> list[str]:
@@ -192,48 +309,50 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _write_into(directory: Path, shards: Sequence[Sequence[Unit]], aliases: Aliases, on_unit: OnUnit) -> None:
-    """All files are complete before the first takes its name; without an index in between, nothing can be mixed up."""
-    names = shard_names(len(shards))
-    with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(_pending(directory / name)) for name in names}
-        for name, units in zip(names, shards, strict=True):
-            write_file(files[name], units, aliases, on_unit)
-        index = stack.enter_context(_pending(directory / INDEX))
-        if len(names) > 1:
-            _write_index(index, dict(zip(names, shards, strict=True)))
-        (directory / INDEX).unlink(missing_ok=True)
-        for name, file in files.items():
-            file.replace(directory / name)
-        if len(names) > 1:
-            index.replace(directory / INDEX)
-        _remove_stale(directory, names)
-    _sync_directory(directory)
+def _is_free(directory: Path, names: Iterable[str]) -> bool:
+    """Whether no checkpoint is or was here whose readers could take these names for its own."""
+    return not any((directory / name).exists() for name in (INDEX, SINGLE, *names))
 
 
-@contextlib.contextmanager
-def _pending(path: Path) -> Iterator[Path]:
-    """A temporary name for ``path``; what is left under it at the end is removed."""
-    temporary = path.with_name(_temporary_name(path))
+def _identity(path: Path) -> object:
     try:
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def _write_index(path: Path, shards: Mapping[str, Sequence[Unit]]) -> None:
-    weight_map = {part.name: name for name, units in shards.items() for unit in units for part in unit.parts}
-    total = sum(unit.nbytes for units in shards.values() for unit in units)
-    tree = {"metadata": {"total_size": total, "qcore": __version__}, "weight_map": dict(sorted(weight_map.items()))}
-    with replacing(path) as file:
-        file.write(json.dumps(tree, indent=2).encode())
+def _replace(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_dir() and not target.is_symlink():
+        remove(target)
+    source.replace(target)
 
 
-def _remove_stale(directory: Path, names: Sequence[str]) -> None:
-    """Shards of the checkpoint that stood here before."""
-    for file in directory.glob("model*.safetensors"):
-        if file.name not in names and (file.name == SINGLE or _SHARD_NAME.fullmatch(file.name)):
-            file.unlink()
+def _index_in(path: Path) -> Mapping[str, Any]:
+    try:
+        tree = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _save_in(index: Path) -> object:
+    notes = _index_in(index).get("metadata")
+    return notes.get(SAVE) if isinstance(notes, dict) else None
+
+
+def _shards_in(index: Path) -> set[str]:
+    found = _index_in(index).get("weight_map")
+    return {name for name in found.values() if isinstance(name, str)} if isinstance(found, dict) else set()
+
+
+def _files_of(directory: Path) -> list[Path]:
+    """The files of the checkpoint that a directory holds."""
+    index = directory / INDEX
+    return (
+        [index, *(directory / name for name in sorted(_shards_in(index)))] if index.exists() else [directory / SINGLE]
+    )
 
 
 @contextlib.contextmanager

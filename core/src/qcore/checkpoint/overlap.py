@@ -1,0 +1,80 @@
+"""Tensors that share memory: whether each can hold a value of its own, found out beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .values import as_bytes, storable
+
+Write = tuple[str, Tensor, Tensor]
+"""A name, the tensor to be written, and the value, of the same dtype and shape."""
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether places of a tensor are surely one in memory, so that it cannot be written."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def torn_by_writing(writes: Sequence[Write]) -> str:
+    """The name of a tensor that would hold something else than its value after all writes; empty if there is none."""
+    for cluster in _clusters(writes):
+        if len(cluster) > 1 or not _is_dense(cluster[0][1]):
+            torn = _torn(cluster)
+            if torn:
+                return torn
+    return ""
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return torch.ops.aten.is_non_overlapping_and_dense(tensor)  # type: ignore[no-any-return]
+
+
+def _clusters(writes: Sequence[Write]) -> Iterator[list[Write]]:
+    """Groups of tensors whose spans of memory overlap."""
+    spans = sorted((*_span(slot), i) for i, (_, slot, _) in enumerate(writes) if slot.numel())
+    cluster: list[Write] = []
+    reach: tuple[str, int] = ("", 0)
+    for device, start, end, i in spans:
+        if cluster and (device != reach[0] or start >= reach[1]):
+            yield cluster
+            cluster = []
+        reach = device, max(end, reach[1]) if cluster else end
+        cluster.append(writes[i])
+    if cluster:
+        yield cluster
+
+
+def _span(tensor: Tensor) -> tuple[str, int, int]:
+    """Device, first byte and end of what a tensor covers. Where memory has no address every tensor is on its own."""
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:
+        start = 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if not start:
+        return f"{tensor.device}, object {id(tensor)}", 0, 1
+    return str(tensor.device), start, start + (last + 1) * tensor.element_size()
+
+
+def _torn(cluster: Sequence[Write]) -> str:
+    low = min(_span(slot)[1] for _, slot, _ in cluster)
+    low -= low % 16  # where elements of any size begin
+    high = max(_span(slot)[2] for _, slot, _ in cluster)
+    memory = torch.zeros(high - low, dtype=torch.uint8).untyped_storage()
+    twins = [_twin(slot, memory, _span(slot)[1] - low) for _, slot, _ in cluster]
+    for twin, (_, _, value) in zip(twins, cluster, strict=True):
+        twin.copy_(value)
+    for twin, (name, _, value) in zip(twins, cluster, strict=True):
+        if as_bytes(storable(twin)) != as_bytes(storable(value)):
+            return name
+    return ""
+
+
+def _twin(slot: Tensor, memory: torch.UntypedStorage, offset: int) -> Tensor:
+    plain = torch.empty(0, dtype=slot.dtype)
+    twin = plain.set_(memory, offset // slot.element_size(), slot.shape, slot.stride())
+    twin = twin.conj() if slot.is_conj() else twin
+    return torch._neg_view(twin) if slot.is_neg() else twin  # noqa: SLF001
