@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -87,7 +88,139 @@ def test_a_mark_of_a_living_process_is_no_crash():
     assert not _cache.crashed("work")
 
 
-@pytest.mark.parametrize("pid", [0, -1, None, "x", 1.5])
+@pytest.mark.parametrize("pid", [0, -1, None, "x", 1.5, 10**30, True])
 def test_a_damaged_mark_is_no_crash(pid):
     _cache.write("running", "work", pid=pid)
     assert not _cache.crashed("work")
+
+
+def _in_place_of_a_record(make):
+    assert _cache.write("kind", "key", value=1)
+    path = _cache._path("kind", "key")
+    path.unlink()
+    make(path)
+    start = time.perf_counter()
+    found = _cache.read("kind", "key")
+    assert time.perf_counter() - start < 2
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs on this system")
+def test_what_is_no_file_reads_as_nothing(tmp_path):
+    target = tmp_path / "elsewhere.json"
+    target.write_text('{"key": "key", "value": 2}')
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(target)):
+        assert _in_place_of_a_record(make) is None
+    assert _in_place_of_a_record(lambda path: path.mkdir()) is None
+    assert not _cache.write("kind", "key", value=1)
+    _cache.remove("kind", "key")
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"key": ' * 50_000, '{"key": "key", "value": ' + "9" * 10_000 + "}"])
+def test_hostile_json_reads_as_nothing(text):
+    assert _in_place_of_a_record(lambda path: path.write_text(text)) is None
+
+
+def test_a_giant_is_not_read():
+    def giant(path):
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+
+    assert _in_place_of_a_record(giant) is None
+
+
+needs_users = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no users on this system")
+
+
+@needs_users
+def test_what_everybody_can_write_is_not_believed():
+    assert _cache.write("kind", "key", value=1)
+    path = _cache._path("kind", "key")
+    for each in (path, path.parent, path.parents[1]):
+        mode = each.stat().st_mode
+        each.chmod(mode | 0o002)
+        assert _cache.read("kind", "key") is None
+        assert each == path or "can be written by everybody" in _cache.distrusted()
+        assert each == path or not _cache.write("kind", "other", value=1)
+        each.chmod(mode)
+        assert _cache.read("kind", "key")
+    assert not _cache.distrusted()
+
+
+@needs_users
+def test_what_another_user_owns_is_not_believed(monkeypatch):
+    assert _cache.write("kind", "key", value=1)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    if own:
+        assert _cache.read("kind", "key") is None
+        assert "belongs to another user" in _cache.distrusted()
+        return
+    assert _cache.read("kind", "key")  # the administrator's own
+    path = _cache._path("kind", "key")
+    for each in (path, path.parent):
+        os.chown(each, 12345, -1)
+        assert _cache.read("kind", "key") is None
+        os.chown(each, 0, -1)
+
+
+@needs_users
+def test_what_is_made_is_nobody_elses_whatever_the_umask(monkeypatch, tmp_path):
+    monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "new"))
+    before = os.umask(0)
+    try:
+        assert _cache.write("kind", "key", value=1)
+    finally:
+        os.umask(before)
+    assert _cache.read("kind", "key")
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("QCORE_CACHE_DIR")
+    for name in ("HOME", "XDG_CACHE_HOME", "USERPROFILE", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is no passwd entry
+    assert _cache.cache_dir() is None
+    assert not _cache.write("kind", "key", value=1)
+    assert _cache.read("kind", "key") is None
+    with _cache.crash_mark("work"):
+        assert not _cache.crashed("work")
+    assert _cache.records("kind") == []
+    assert "no home directory" in _cache.distrusted()
+    assert not list(tmp_path.iterdir())
+
+
+def test_keys_of_any_text():
+    assert _cache.write("kind", "a\udcffb", value=1)
+    assert _cache.read("kind", "a\udcffb")["value"] == 1
+
+
+def test_a_mark_whose_pid_another_process_has_got_is_a_crash():
+    pid = os.getppid()
+    if not _cache._start_of(pid):
+        pytest.skip("this system does not tell when a process started")
+    _cache.write("running", "work", pid=pid, started=_cache._start_of(pid))
+    assert not _cache.crashed("work")
+    _cache.write("running", "work", pid=pid, started="1")
+    assert _cache.crashed("work")
+
+
+def test_two_threads_at_the_same_work_have_one_mark():
+    with _cache.crash_mark("work"):
+        with _cache.crash_mark("work"):
+            pass
+        assert _cache.read("running", "work")
+    assert not _cache.read("running", "work")
+
+
+def test_a_mark_of_another_process_is_left_to_it():
+    with _cache.crash_mark("work"):
+        _cache.write("running", "work", pid=os.getppid())
+    assert _cache.read("running", "work")
+
+
+def test_the_end_of_a_process_takes_its_marks_away():
+    code = "import sys\nfrom qcore import _cache\n_cache.set_mark('work')\nsys.exit(3)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 3
+    assert not _cache.read("running", "work")

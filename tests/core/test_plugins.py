@@ -128,7 +128,7 @@ def test_a_misspelt_hook_is_found_with_a_suggestion():
     registry = Registry([item])
     with warns("registration failed: unknown hook 'qcore_liner'. Did you mean 'qcore_linear'"):
         registry.status("p")
-    assert not registry._manager.is_registered(item.plugin)
+    assert item.manager is None
 
 
 def test_an_optional_hook_of_a_newer_qcore_is_no_mistake():
@@ -313,6 +313,43 @@ def test_the_listing_obeys_the_settings(add_plugin):
     add_plugin("mine", probe=lambda: pytest.fail("probed"))
     with qcore.using(disable="mine"):
         assert {status.name: status.state for status in qcore.plugins()}["mine"] is State.BLOCKED
+
+
+def test_the_distribution_called_by_a_name_has_it():
+    impostor = entry("vulkan", load=lambda: pytest.fail("imported"))
+    impostor.dist, owner = "aaa-impostor", probing(here)
+    owner.name, owner.dist = "vulkan", "Qcore_Vulkan"
+    with warns("the name 'vulkan' is taken by Qcore_Vulkan 1.0; uninstall one") as caught:
+        statuses = Registry([impostor, owner]).statuses()
+    assert [(s.dist, s.state) for s in statuses] == [
+        ("Qcore_Vulkan", State.AVAILABLE),
+        ("aaa-impostor", State.NAME_CONFLICT),
+    ]
+    assert "QCORE_DISABLE" not in str(caught[0].message)  # which would disable the other one
+
+
+@pytest.mark.parametrize("name", ["nib ble,", "", "a;b", "linear=a", "*", "-a", "a\n", "x" * 65, "n\xefbble"])
+def test_names_that_no_list_can_hold_are_refused_without_import(name):
+    with warns("bad name: .* cannot be written in a list of names") as caught:
+        status = status_of(entry(name, load=lambda: pytest.fail("imported")))
+    assert (status.state, status.broken) == (State.BAD_NAME, True)
+    assert "QCORE_DISABLE" not in str(caught[0].message)
+
+
+@pytest.mark.parametrize("group", ["qcore.plugins", "qcore.plugin", "qcore_plugins.v1", "Qcore.Plugins.v1"])
+def test_a_group_without_the_right_version_is_reported(group, monkeypatch):
+    points = [_Point("old", group, None), _Point("other", "qcore.pluginsandmore", None)]
+    monkeypatch.setattr("importlib_metadata.entry_points", lambda: points)
+    (found,) = plugins._scan()
+    with warns(f"wrong API: made for {group}, this qcore speaks qcore.plugins.v1; upgrade"):
+        assert status_of(found).state is State.WRONG_API
+
+
+def test_the_fallback_cannot_be_disabled_so_nobody_is_told_to():
+    broken = PluginStatus("torch", "qcore", "1", State.IMPORT_FAILED, "x", broken=True)
+    with warns("'torch' .* is out of use") as caught:
+        plugins._warn_if_broken(broken)
+    assert "QCORE_DISABLE" not in str(caught[0].message)
 
 
 class _Point:

@@ -372,3 +372,61 @@ def test_strict_names_who_would_serve_if_asked(add_kernel, request_of):
     with pytest.raises(UnsupportedError, match="ranks first for this request; mine serves where backends name it"):
         qcore.resolve(request_of(), strict=True)
     assert qcore.resolve(request_of(), strict=True, backends="mine").plugin == "mine"
+
+
+@pytest.mark.parametrize("rank", [10**9, -(10**9), 10**400, NATIVE + 500, EMULATED - 501, True])
+def test_ranks_out_of_bounds_are_flagged(add_plugin, stub, request_of, rank):
+    add_plugin("mine", linear=lambda request: Offer(stub("mine.k", request), rank))
+    with pytest.warns(QcoreWarning, match="passed over: the rank of its Offer is"):
+        assert qcore.resolve(request_of()).plugin == "torch"
+
+
+@pytest.mark.parametrize("rank", [NATIVE + 499, EMULATED - 499])
+def test_ranks_within_their_tiers_are_taken(add_plugin, stub, request_of, rank):
+    add_plugin("mine", linear=lambda request: Offer(stub("mine.k", request), rank))
+    assert qcore.resolve(request_of(), backends="mine").plugin == "mine"
+
+
+def test_a_plugin_that_changes_its_request_changes_nobody_elses(add_plugin, request_of):
+    seen = []
+
+    def change(request):
+        object.__setattr__(request, "n", 5)
+        return Refusal("no")
+
+    add_plugin("a", linear=change)
+    add_plugin("b", linear=lambda request: (seen.append(request.n), Refusal("no"))[1])
+    wanted = request_of()
+    qcore.resolve(wanted)
+    assert seen == [16]
+    assert wanted.n == 16
+
+
+def test_errors_that_differ_each_time_are_one_warning(add_plugin, request_of):
+    asked = []
+
+    def offer(request):
+        asked.append(request)
+        raise ValueError(f"error {len(asked)}")
+
+    add_plugin("mine", linear=offer)
+    with pytest.warns(QcoreWarning, match="error 1"):
+        qcore.resolve(request_of(n=16))
+    qcore.resolve(request_of(n=32))
+    qcore.resolve(request_of(n=48))
+
+
+def test_kernels_that_fail_under_ever_new_names_come_to_an_end(add_plugin, stub, request_of):
+    from qcore.binding import WeightStore, bind
+
+    asked = []
+
+    def offer(request):
+        asked.append(request)
+        return Offer(stub(f"mine.{len(asked)}", request, "pack"))
+
+    add_plugin("mine", linear=offer)
+    store = WeightStore(qcore.quantize(torch.ones(16, 64), "int4-g32"))
+    with qcore.using(verify="off"), pytest.warns(QcoreWarning, match="cannot pack") as caught:
+        assert bind(store, request_of()).decision.plugin == "torch"
+    assert len(caught) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -13,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import verify
+from . import _answers, _forks, verify
+from ._answers import name_of, packing_of
+from ._guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, undone
+from ._words import plain
 from .decision import Decision, Stage
-from .errors import PluginError, QcoreWarning
+from .errors import PluginError, QcoreError, QcoreWarning
 from .kernels import Kernel
-from .plugins import BUILTIN, Guarded, registry
+from .plugins import BUILTIN, PluginStatus, State, registry
 from .qtensor import QTensor
-from .resolver import report_failure, resolve, withdraw_failure
+from .resolver import kernel_key, note, report_failure, resolve, withdraw_failure
 from .settings import current
 
 Fn = Callable[[Tensor], Tensor]
@@ -33,6 +37,8 @@ class WeightStore:
     """
 
     def __init__(self, weight: QTensor) -> None:
+        self.lock = _forks.Lock()
+        """Held by whoever packs, moves or binds the weight; a call of a kernel that is bound needs none."""
         self.set(weight)
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -46,26 +52,39 @@ class WeightStore:
 
     def neutral(self) -> QTensor:
         """The weight in its neutral format. While an earlier answer is alive its tensors are handed out again."""
-        if self._neutral is not None:
-            return self._neutral
+        with self.lock:
+            if self._neutral is not None:
+                return self._neutral
+            recent = self._recently_unpacked()
+            return self._unpacked() if recent is None else recent
+
+    def _recently_unpacked(self) -> QTensor | None:
         alive = {name: tensor for name, ref in self._recent.items() if (tensor := ref()) is not None}
-        if alive and len(alive) == len(self._recent):
-            zero = alive.get("zero")
-            return QTensor(alive["data"], alive["scale"], zero, self.shape, self.format, self.quantizer)
+        if not alive or len(alive) < len(self._recent):
+            return None
+        return QTensor(alive["data"], alive["scale"], alive.get("zero"), self.shape, self.format, self.quantizer)
+
+    def _unpacked(self) -> QTensor:
         kernel, packed = next(iter(self._packs.values()))
         # Kernels are shared by many weights and do not carry the name of the quantizer.
-        weight = kernel.unpack(packed)._with(quantizer=self.quantizer)  # noqa: SLF001
+        weight = _unpack(kernel, packed)._with(quantizer=self.quantizer)  # noqa: SLF001
         self._recent = {name: weakref.ref(tensor) for name, tensor in weight.tensors().items()}
         return weight
 
-    def packed_for(self, kernel: Kernel) -> dict[str, Tensor]:
-        """The weight packed for ``kernel``; kernels of equal `Kernel.packing` share the tensors."""
-        if kernel.packing not in self._packs:
-            # Inference tensors could never be used where gradients are recorded.
-            with torch.inference_mode(False), torch.no_grad():
-                self._packs[kernel.packing] = (kernel, kernel.pack(self.neutral()))
-            self._neutral = None
-        return self._packs[kernel.packing][1]
+    def packed_for(self, kernel: Kernel, *, trusted: bool = True) -> dict[str, Tensor]:
+        """The weight packed for ``kernel``; kernels of equal `Kernel.packing` share the tensors.
+
+        A kernel that is not ``trusted`` gets a copy: it may write on what it is given.
+        """
+        packing = packing_of(kernel)
+        with self.lock:
+            if packing not in self._packs:
+                weight = self.neutral() if trusted else self.neutral().map(Tensor.clone)
+                # Inference tensors could never be used where gradients are recorded.
+                with torch.inference_mode(False), torch.no_grad():
+                    self._packs[packing] = (kernel, _answers.packed(kernel.pack(weight)))
+                self._neutral = None
+            return self._packs[packing][1]
 
     def keep_only(self, packings: AbstractSet[str]) -> None:
         """Drop packed forms that no layer uses any more."""
@@ -74,7 +93,7 @@ class WeightStore:
 
     def withdraw(self, kernel: Kernel, weight: QTensor) -> None:
         """Take back what ``kernel`` has packed from ``weight``: it is not to be trusted with the only copy."""
-        del self._packs[kernel.packing]
+        del self._packs[packing_of(kernel)]
         self._neutral = self._neutral if self._packs else weight
 
     def move(self, fn: Fn, device: torch.device) -> bool:
@@ -160,9 +179,55 @@ class Bound:
     packed: dict[str, Tensor]
     proven: bool = False
 
+    def __post_init__(self) -> None:
+        # Plain values: a property of the kernel's may say something else each time.
+        self.name, self.packing = name_of(self.kernel), packing_of(self.kernel)
+        self.x_dtype: torch.dtype | None = getattr(self.request, "x_dtype", None)
+
     @property
     def request(self) -> Any:
         return self.decision.request
+
+    def blame(self, error: Exception) -> None:
+        """Add to what a call raised whose kernel ran; what qcore raises on purpose blames the argument already."""
+        served = self.decision.selected
+        if served is not None and not isinstance(error, QcoreError):
+            note = f"raised by kernel {self.name!r} of plugin {served.plugin!r} ({served.dist} {served.version})"
+            add_note(error, note)
+
+    def nbytes(self, tensor: Tensor) -> int:
+        """Bytes that one packed tensor stands for; its own, if the kernel cannot say."""
+        try:
+            with guarded(_plugin_of(self.decision), "nbytes", f"nbytes {self.name}"):
+                return _answers.size(self.kernel.nbytes(tensor))
+        except StepError:
+            return tensor.numel() * tensor.element_size()
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Append a line to what an exception says, once; before Python 3.11 to its first argument."""
+    if sys.version_info >= (3, 11):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    elif error.args and isinstance(error.args[0], str) and note not in error.args[0]:
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+def _plugin_of(decision: Decision) -> PluginStatus:
+    served = decision.selected
+    assert served is not None
+    return PluginStatus(served.plugin, served.dist, served.version, State.AVAILABLE)
+
+
+def _unpack(kernel: Kernel, packed: dict[str, Tensor]) -> QTensor:
+    try:
+        with undone():
+            return _answers.unpacked(kernel.unpack(packed))
+    except StepError as error:
+        raise PluginError(f"kernel {name_of(kernel)!r}: {error.reason}.") from error
+    except Exception as error:
+        add_note(error, f"raised by kernel {name_of(kernel)!r} as it unpacked a weight")
+        raise
 
 
 def bind(store: WeightStore, request: Any) -> Bound:
@@ -170,22 +235,32 @@ def bind(store: WeightStore, request: Any) -> Bound:
 
     A kernel that fails to pack, or gives wrong results with this weight, is taken out of use and the next one serves.
     """
-    while True:
-        decision = resolve(request)
-        kernel = decision.kernel
-        assert kernel is not None
-        try:
-            return Bound(decision, kernel, _packed(store, decision, kernel))
-        except _WrongError as wrong:
-            report_failure(request, kernel, wrong.reason, Stage.FAILED_VERIFICATION)
-            _warn_out_of_use(decision, f"failed verification {wrong.reason}")
-        except Guarded as error:
-            if _last_resort(decision):
-                raise
-            _fail_if_named(decision, error)
-            reason = f"pack raised {type(error).__name__}: {error}"
-            report_failure(request, kernel, reason)
-            _warn_out_of_use(decision, reason)
+    with store.lock:
+        while True:
+            decision = resolve(request)
+            kernel = decision.kernel
+            assert kernel is not None
+            try:
+                return Bound(decision, kernel, _packed(store, decision, kernel))
+            except _WrongError as wrong:
+                report_failure(request, kernel, wrong.reason, Stage.FAILED_VERIFICATION)
+                _warn_out_of_use(decision, f"failed verification {wrong.reason}")
+            except StepError as error:
+                if _last_resort(decision):
+                    raise _own(error) from None
+                _fail_if_named(decision, error)
+                reason = _in_words("pack", error)
+                report_failure(request, kernel, reason)
+                _warn_out_of_use(decision, reason)
+
+
+def _own(error: StepError) -> BaseException:
+    """What the code of a step raised itself, to be raised once more."""
+    return PluginError(error.reason) if error.cause is None else error.cause
+
+
+def _in_words(what: str, error: StepError) -> str:
+    return error.reason if error.cause is None else f"{what} raised {error.reason}"
 
 
 class _WrongError(Exception):
@@ -198,17 +273,26 @@ class _WrongError(Exception):
 
 def _packed(store: WeightStore, decision: Decision, kernel: Kernel) -> dict[str, Tensor]:
     """The weight packed for the kernel of a decision, which gives right results with it; else `_WrongError`."""
-    mode = current().verify
-    key = verify.size_key(registry.status(decision.plugin), kernel, decision.request, mode)
-    if not key:
-        return store.packed_for(kernel)
-    weight = store.neutral()
-    packed = store.packed_for(kernel)
-    result = verify.check_weight(key, kernel, decision.request, weight, packed, mode)
+    step = _step("pack", decision, kernel)
+    with guarded(_plugin_of(decision), f"the pack of {name_of(kernel)}", **step):
+        mode = current().verify
+        key = verify.size_key(registry.status(decision.plugin), kernel, decision.request, mode)
+        if not key:
+            return store.packed_for(kernel, trusted=has_passed(**step))
+        weight = store.neutral()
+        packed = store.packed_for(kernel, trusted=False)
+        result = verify.check_weight(key, kernel, decision.request, weight, packed, mode)
     if not result.ok:
         store.withdraw(kernel, weight)
-        raise _WrongError(result.reason)
+        raise _WrongError(plain(result.reason))
     return packed
+
+
+def _step(stage: str, decision: Decision, kernel: Kernel) -> dict[str, Any]:
+    """Under which key a step of a kernel leaves its mark; in a process each size is a step of its own."""
+    request = decision.request
+    key = kernel_key(stage, _plugin_of(decision), kernel, request)
+    return {"key": key, "size": f"{request.n}x{request.k}", "seconds": FIRST_CALL_SECONDS}
 
 
 def call_first(store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor]) -> tuple[Bound, Tensor]:
@@ -217,25 +301,27 @@ def call_first(store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor]
     Where that one cannot do it either, the input is at fault: the first error is raised and the kernel stays in use.
     """
     try:
-        result = call(bound)
-    except Guarded as error:
+        step = _step("call", bound.decision, bound.kernel)
+        with guarded(_plugin_of(bound.decision), f"the first call of {bound.name}", **step):
+            result = _answers.result(call(bound))
+    except StepError as error:
         if _last_resort(bound.decision):
-            raise
+            raise _own(error) from None
         return _call_next(store, bound, call, error)
     bound.proven = True
     return bound, result
 
 
 def _call_next(
-    store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor], error: BaseException
+    store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor], error: StepError
 ) -> tuple[Bound, Tensor]:
-    reason = f"its first call raised {type(error).__name__}: {error}"
+    reason = _in_words("its first call", error)
     report_failure(bound.request, bound.kernel, reason)
     try:
         fresh, result = call_first(store, bind(store, bound.request), call)
-    except Guarded:
+    except Exception:  # noqa: BLE001 - the first error is the one that tells
         withdraw_failure(bound.request, bound.kernel)
-        raise error from None
+        raise _own(error) from None
     try:
         _fail_if_named(bound.decision, error)
     except PluginError:
@@ -250,20 +336,22 @@ def _last_resort(decision: Decision) -> bool:
     return all(c.stage != Stage.OUTRANKED.value for c in decision.candidates)
 
 
-def _fail_if_named(decision: Decision, error: BaseException) -> None:
+def _fail_if_named(decision: Decision, error: StepError) -> None:
     """A plugin that the user asked for by name fails loudly instead of giving way."""
     served = decision.selected
     assert served is not None
     if served.plugin != BUILTIN and served.plugin in current().order(decision.request.contract):
         raise PluginError(
             f"kernel {served.kernel!r} of plugin {served.plugin!r}, which you asked for, failed.\n"
-            f"{type(error).__name__}: {error}\nTake it out of the order of backends to let the next one serve."
-        ) from error
+            f"{error.reason}\nTake it out of the order of backends to let the next one serve."
+        ) from error.cause
 
 
 def _warn_out_of_use(decision: Decision, reason: str) -> None:
     served = decision.selected
     assert served is not None
+    assert decision.kernel is not None
+    note(_plugin_of(decision), decision.kernel, decision.request, reason)
     warnings.warn(
         f"kernel {served.kernel!r} of {served.dist} {served.version} is out of use for {decision.request.weight}: "
         f"{reason}\n"

@@ -96,7 +96,7 @@ class Decision:
     def to_json(self) -> dict[str, Any]:
         """Plain values, as ``qcore explain --json`` prints them."""
         rows = [vars(c) | {"rank_text": c.rank_text} for c in self.candidates]
-        kernel = self.kernel.name if self.kernel else None
+        kernel = self.selected.kernel if self.selected else None
         return {
             "request": describe(self.request),
             "plugin": self.plugin or None,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._forks import Lock
 from .activations import Activation, OutputInt8, StaticInt8
 from .autograd import call_differentiably
 from .binding import Bound, WeightStore, bind, call_first
@@ -45,7 +45,7 @@ class PackedCache:
         from torch.utils.weak import WeakTensorKeyDictionary
 
         self._entries: Any = WeakTensorKeyDictionary()
-        self._lock = threading.RLock()
+        self._lock = Lock()
 
     def store(self, tensors: tuple[Tensor | None, ...], extra: Hashable, build: Callable[[], QTensor]) -> StoreEntry:
         """The store for ``tensors`` read as ``extra`` says; ``build`` makes its `QTensor` where there is none."""
@@ -97,7 +97,11 @@ class StoreEntry:
         key = (request, current())
         bound = self._bounds.get(key)
         if bound is not None and bound.proven:
-            return _call(bound, x, bias, given)
+            try:
+                return _call(bound, x, bias, given)
+            except Exception as error:
+                bound.blame(error)
+                raise
         check_first(request, x)
         bound = bound or bind(self._store, request)
         fresh, result = call_first(self._store, bound, lambda b: _call(b, x, bias, given))

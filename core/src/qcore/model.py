@@ -365,9 +365,9 @@ def _others(module: QuantizedModule) -> str:
     """Other kernels that a layer has bound since: for gradients, or for an x of another dtype than its own."""
     found: dict[str, list[str]] = {}
     for (dtype, training), bound in module._bounds.items():
-        if bound.kernel.name != (module._primary and module._primary.kernel.name):
+        if bound.name != (module._primary and module._primary.name):
             named = f"{'gradients, ' if training else ''}x={str(dtype).removeprefix('torch.')}"
-            found.setdefault(bound.kernel.name, []).append(named)
+            found.setdefault(bound.name, []).append(named)
     return "".join(f"; {kernel} for {' and '.join(calls)}" for kernel, calls in found.items())
 
 
@@ -403,7 +403,7 @@ class _Ledger:
 def _held(module: nn.Module) -> dict[int, int]:
     """Bytes of each tensor that stands for a layer's weight."""
     if isinstance(module, QuantizedModule):
-        return {id(t): b.kernel.nbytes(t) for b in module._bounds.values() for t in b.packed.values()}
+        return {id(t): b.nbytes(t) for b in module._bounds.values() for t in b.packed.values()}
     parametrized: Any = module.parametrizations if is_parametrized(module) else None
     own = module.parameters(recurse=False) if parametrized is None else parametrized.parameters()
     return {id(p): p.numel() * p.element_size() for p in own if not is_lazy(p) and p.dim() >= 2}

@@ -9,28 +9,35 @@ order that passes verification serves.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import hardware, settings, tuning, verify
+from . import _answers, _cache, _forks, hardware, settings, tuning, verify
+from ._answers import name_of
+from ._guard import FIRST_CALL_SECONDS, Plugin, StepError, guarded, mark_key, note_failure
+from ._words import plain
 from .contracts import contract_of
 from .decision import Candidate, Decision, Stage
 from .errors import PluginError, QcoreWarning, UnsupportedError, did_you_mean
 from .kernels import EMULATED, Kernel, Offer, Refusal
-from .plugins import BUILTIN, Guarded, PluginStatus, State, registry
+from .plugins import BUILTIN, PluginStatus, State, registry
 from .settings import Settings
 
 _TIER = 1000
 _CACHE_LIMIT = 1024
 
-_lock = threading.RLock()
+_lock = _forks.Lock(awaited=True)
 _decisions: dict[Any, Decision] = {}
 _failures: dict[tuple[str, str, Any], tuple[Stage, str]] = {}
+_first_names: dict[tuple[str, Any], frozenset[str]] = {}
 _warned: set[str] = set()
+
+_HOW_TO_CLEAR = "('qcore doctor --clear' forgets it)"
+_STAGES = {"pack": "its pack", "call": "its first call"}
 
 
 @dataclass(frozen=True)
@@ -41,13 +48,18 @@ class _Offered:
     offer: Offer
     milliseconds: float | None
 
+    @property
+    def name(self) -> str:
+        """The kernel's, as it was when it was offered."""
+        return name_of(self.offer.kernel)
+
     def candidate(self, stage: Stage, reason: str = "") -> Candidate:
         return Candidate(
             self.status.name,
-            self.offer.kernel.name,
+            self.name,
             stage.value,
             reason or self.offer.note,
-            int(self.offer.rank),
+            self.offer.rank,
             self.milliseconds,
             self.status.dist,
             self.status.version,
@@ -102,6 +114,7 @@ def forget() -> None:
     with _lock:
         _decisions.clear()
         _failures.clear()
+        _first_names.clear()
 
 
 def report_failure(request: Any, kernel: Kernel, reason: str, stage: Stage = Stage.FAILED_IN_USE) -> None:
@@ -119,7 +132,7 @@ def withdraw_failure(request: Any, kernel: Kernel) -> None:
 
 
 def _plugin_key(kernel: Kernel, request: Any) -> tuple[str, str, Any]:
-    return (kernel.name, str(request.device), request.signature())
+    return (name_of(kernel), str(request.device), request.signature())
 
 
 def _decide(request: Any, wanted: Settings) -> Decision:
@@ -150,25 +163,32 @@ def _plain(status: PluginStatus, stage: str, reason: str) -> Candidate:
 def _ask(status: PluginStatus, request: Any, order: Sequence[str] = ()) -> Sequence[_Offered | Candidate]:
     """A plugin's offers, or the one row that says why there are none."""
     hook = contract_of(request).hook
+    key = mark_key("offer", status, f"{hook} {_form(request)}")
+    if left := _cache.left_over(key):
+        return [_defective(status, f"{hook} {left} {_HOW_TO_CLEAR}", order)]
     try:
-        answer = registry.call(status.name, hook, request=request)
-    except Guarded as error:
-        return [_defective(status, f"{hook} raised {type(error).__name__}: {error}", order, error)]
-    if answer is None and not registry.implements(status.name, hook):
-        return [_plain(status, Stage.REFUSED.value, f"has no kernels for {request.contract}")]
-    if isinstance(answer, Refusal) and answer.reason:
-        return [_plain(status, Stage.REFUSED.value, answer.reason)]
-    offers = list(answer) if isinstance(answer, (list, tuple)) else [answer]
-    if not offers or not all(map(_is_offer, offers)):
-        return [_defective(status, f"{hook} returned {answer!r}, not an Offer(kernel) or Refusal(reason)", order)]
-    return [_Offered(status, offer, tuning.measured(request, status, offer.kernel)) for offer in offers]
+        # A copy, since frozen is a request between friends only; with it everything that the plugin's objects say.
+        with guarded(status, hook, key):
+            answer = registry.call(status.name, hook, request=copy.copy(request))
+            if answer is None and not registry.implements(status.name, hook):
+                return [_plain(status, Stage.REFUSED.value, f"has no kernels for {request.contract}")]
+            answers = _answers.offered(hook, answer)
+    except StepError as error:
+        return [_defective(status, _in_words(hook, error), order, error.cause)]
+    if isinstance(answers, Refusal):
+        return [_plain(status, Stage.REFUSED.value, answers.reason)]
+    if len(_first_names) >= _CACHE_LIMIT:
+        _first_names.clear()
+    _first_names.setdefault((status.name, request), frozenset(name_of(offer.kernel) for offer in answers))
+    return [_Offered(status, offer, tuning.measured(request, status, offer.kernel)) for offer in answers]
 
 
-def _is_offer(answer: Any) -> bool:
-    """Whether an answer is an `Offer` that can be ranked and shown."""
-    kernel, rank = getattr(answer, "kernel", None), getattr(answer, "rank", None)
-    named = isinstance(kernel, Kernel) and isinstance(getattr(kernel, "name", None), str)
-    return named and isinstance(answer, Offer) and isinstance(rank, int)
+def _in_words(what: str, error: StepError) -> str:
+    return error.reason if error.cause is None else f"{what} raised {error.reason}"
+
+
+def _form(request: Any) -> str:
+    return f"{request.device} {request.signature()}"
 
 
 def _defective(
@@ -179,7 +199,8 @@ def _defective(
         raise PluginError(
             f"plugin {status.name!r} ({status.dist} {status.version}), which you asked for, is broken.\n{reason}"
         ) from error
-    _warn_once(f"plugin {status.name!r} ({status.dist} {status.version}) is passed over: {reason}")
+    who = f"plugin {status.name!r} ({status.dist} {status.version})"
+    _warn_once(f"{who} is passed over: {reason}", about=who)
     return _plain(status, Stage.OFFER_FAILED.value, reason)
 
 
@@ -203,7 +224,7 @@ def _rank(offers: list[_Offered], wanted: Settings, order: Sequence[str]) -> lis
     def key(offered: _Offered) -> tuple[Any, ...]:
         name = offered.status.name
         place = order.index(name) if name in order else len(order)
-        return (place, -offered.offer.rank, name, offered.offer.kernel.name)
+        return (place, -offered.offer.rank, name, offered.name)
 
     groups = itertools.groupby(sorted(offers, key=key), key=lambda o: key(o)[0])
     return [offered for _, members in groups for offered in _by_time(list(members), wanted)]
@@ -255,20 +276,64 @@ def _select(
 
 def _trial(offered: _Offered, request: Any, wanted: Settings) -> tuple[Stage, str]:
     kernel, status = offered.offer.kernel, offered.status
-    failure = _failures.get(_plugin_key(kernel, request))
+    failure = _failures.get(_plugin_key(kernel, request)) or _renamed(offered, request)
     if failure is not None:
         return failure
-    result = verify.check(status, kernel, request, kernels_of(status.name), wanted.verify)
+    key = f"verify {verify.verdict_key(status, kernel, request)}"  # as verify marks it
+    reason = left_over(status, kernel, request)
+    if reason:
+        _warn_once(f"kernel {offered.name!r} of {status.dist} {status.version} is passed over: {reason}")
+        return Stage.FAILED_IN_USE, reason
+    # A step would leave a mark of its own over the one that is found there.
+    step = guarded(status, f"the verification of {offered.name}", key, FIRST_CALL_SECONDS)
+    try:
+        with contextlib.nullcontext() if _cache.crashed(key) else step:
+            result = verify.check(status, kernel, request, kernels_of(status.name), wanted.verify)
+    except StepError as error:
+        result = verify.Check(False, f"raised {error.reason}")
+    reason = plain(result.reason)
+    note(status, kernel, request, "" if result.ok else f"failed verification: {reason}")
     if not result.ok:
-        _warn_once(f"kernel {kernel.name!r} of {status.dist} {status.version} failed verification: {result.reason}")
-        return Stage.FAILED_VERIFICATION, result.reason
+        _warn_once(f"kernel {offered.name!r} of {status.dist} {status.version} failed verification: {reason}")
+        return Stage.FAILED_VERIFICATION, reason
     return Stage.SELECTED, ""
+
+
+def _renamed(offered: _Offered, request: Any) -> tuple[Stage, str] | None:
+    """A kernel that comes under a new name after another one of its plugin failed would be tried without end."""
+    before = _first_names.get((offered.status.name, request), frozenset())
+    failed = any((name, str(request.device), request.signature()) in _failures for name in before)
+    if offered.name in before or not failed:
+        return None
+    return Stage.FAILED_IN_USE, "another kernel of this plugin failed, and this one was not offered before"
+
+
+def kernel_key(stage: str, plugin: Plugin, kernel: Kernel, request: Any) -> str:
+    """The key of the mark that stands while a kernel is at ``stage`` (pack, call) for requests of a form."""
+    return mark_key(stage, plugin, f"{name_of(kernel)} {_form(request)}")
+
+
+def note(plugin: Plugin, kernel: Kernel, request: Any, failure: str) -> None:
+    """Leave on disk that a kernel failed for requests of a form, or with an empty text that it does not any more."""
+    key = kernel_key("failed", plugin, kernel, request)
+    if failure:
+        note_failure(plugin, key, f"{name_of(kernel)} for {request.weight} on {request.device}: {failure}")
+    elif plugin.name != BUILTIN:
+        _cache.remove(_cache.FAILURES, key)
+
+
+def left_over(plugin: Plugin, kernel: Kernel, request: Any) -> str:
+    """What became of an earlier process that used a kernel for requests of this form; empty if nothing did."""
+    for stage, what in _STAGES.items():
+        if left := _cache.left_over(kernel_key(stage, plugin, kernel, request)):
+            return f"{what} {left} {_HOW_TO_CLEAR}"
+    return ""
 
 
 def _why_selected(chosen: _Offered, ranked: list[_Offered]) -> str:
     """Which offers of a higher rank the measured time of the chosen one beats; empty where the rank decided."""
     behind = ranked[ranked.index(chosen) + 1 :]
-    beaten = [o.offer.kernel.name for o in behind if o.milliseconds is not None and _tier(o) > _tier(chosen)]
+    beaten = [o.name for o in behind if o.milliseconds is not None and _tier(o) > _tier(chosen)]
     if not beaten or chosen.milliseconds is None:
         return ""
     return _with_note(f"measured faster than {', '.join(beaten)}, which ranks higher", chosen.offer)
@@ -278,9 +343,9 @@ def _why_outranked(offered: _Offered, chosen: _Offered, order: Sequence[str]) ->
     if chosen.status.name in order and offered.status.name != chosen.status.name:
         why = f"{chosen.status.name} comes first in your order"
     elif _tier(offered) > EMULATED and _is_faster(chosen, offered):
-        why = f"{chosen.offer.kernel.name} measured faster"
+        why = f"{chosen.name} measured faster"
     else:
-        why = f"{chosen.offer.kernel.name} ranks higher"
+        why = f"{chosen.name} ranks higher"
     return _with_note(why, offered.offer)
 
 
@@ -299,10 +364,10 @@ def _slow_hints(ranked: list[_Offered], rows: list[Candidate]) -> Iterable[str]:
     best = next((o for o, row in zip(ranked, rows, strict=True) if row.stage == Stage.SELECTED.value), None)
     faster = [o for o in ranked if o.status.name == BUILTIN and best is not None and _is_faster(o, best)]
     if best is not None and faster and best.status.name != BUILTIN:
-        name, (fallback, *_) = best.offer.kernel.name, faster
+        name, (fallback, *_) = best.name, faster
         yield (
             f"{name} was measured slower than the fallback: {best.milliseconds:.3g} ms against "
-            f"{fallback.milliseconds:.3g} ms of {fallback.offer.kernel.name}."
+            f"{fallback.milliseconds:.3g} ms of {fallback.name}."
         )
 
 
@@ -363,13 +428,24 @@ def _enforce_strict(decision: Decision, wanted: Settings) -> None:
 
 def _tell_observers(decision: Decision, wanted: Settings) -> None:
     for name in registry.entries():
-        if registry.status(name, wanted.disable).state is State.AVAILABLE:
-            with contextlib.suppress(*Guarded):
-                registry.call(name, "qcore_decided", decision=decision)
+        status = registry.status(name, wanted.disable)
+        if status.state is State.AVAILABLE and registry.implements(name, "qcore_decided"):
+            _tell(status, mark_key("observer", status), decision)
 
 
-def _warn_once(text: str) -> str:
-    if text not in _warned:
-        _warned.add(text)
+def _tell(status: PluginStatus, key: str, decision: Decision) -> None:
+    if left := _cache.left_over(key):
+        who = f"plugin {status.name!r} ({status.dist} {status.version})"
+        _warn_once(f"{who} is not told of decisions: qcore_decided {left} {_HOW_TO_CLEAR}")
+        return
+    # Silent, whatever it raises: an observer changes nothing.
+    with contextlib.suppress(StepError), guarded(status, "qcore_decided", key):
+        registry.call(status.name, "qcore_decided", decision=copy.copy(decision))
+
+
+def _warn_once(text: str, about: str = "") -> str:
+    """Warn, but once in a process about one thing: ``about``, where the text need not be the same each time."""
+    if (about or text) not in _warned:
+        _warned.add(about or text)
         warnings.warn(text, QcoreWarning, stacklevel=2)
     return text

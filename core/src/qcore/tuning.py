@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ._answers import name_of
 from ._cache import read, write
 from .contracts.inputs import Draw, Shape
 from .kernels import Kernel
@@ -65,7 +66,7 @@ def _times_of(record: dict[str, Any] | None) -> dict[int, float] | None:
 
 def _key(request: Any, status: PluginStatus, kernel: Kernel) -> str:
     anonymous = replace(request, rows=None, bias=False, training=False)
-    parts = (status.name, status.dist, status.version, kernel.name, status.device, status.driver, torch.__version__)
+    parts = (status.name, status.dist, status.version, name_of(kernel), status.device, status.driver, torch.__version__)
     return "|".join(map(str, (*parts, request.device, request.n, request.k, anonymous.signature())))
 
 
@@ -81,7 +82,7 @@ def measure(
         key = _key(request, status, kernel)
         _known[key] = times
         stored = write("tuning", key, milliseconds={str(m): ms for m, ms in times.items()})
-        found.append(Measurement(status.name, kernel.name, times, stored))
+        found.append(Measurement(status.name, name_of(kernel), times, stored))
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._answers import name_of
 from ._cache import crash_mark, crashed, read, write
 from .code_state import code_state
 from .contracts import Contract, EmbeddingRequest, Problem, Verdict, contract_of
@@ -129,8 +130,9 @@ def can_run_on(device: torch.device) -> bool:
 
 def verdict_key(status: PluginStatus, kernel: Kernel, request: Any) -> str:
     """What a verdict is kept under."""
-    parts = (status.name, status.dist, status.version, kernel.name, request.device.type, status.device, status.driver)
-    return "|".join(map(str, (*parts, torch.__version__, request.signature(), code_state(status.dist))))
+    plugin = (status.name, status.dist, status.version, name_of(kernel), request.device.type, status.device)
+    parts = (*plugin, status.driver, torch.__version__, request.signature(), code_state(status.dist))
+    return "|".join(map(str, parts))
 
 
 def _stored(key: str, mode: str) -> Check | None:
@@ -157,7 +159,7 @@ def _smallest(kernel: Kernel, request: Any, ask: Callable[[Any], list[Kernel]]) 
     small = request.small()
     with contextlib.suppress(*Guarded):
         for other in ask(small):
-            if other.name == kernel.name:
+            if name_of(other) == name_of(kernel):
                 return other, small
     return kernel, request
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import qcore
-from qcore import Available, _cache, hardware
+from qcore import Available, _cache, hardware, resolver, verify
 from qcore.cli import health, probe, probing
 from qcore.cli.doctor import Finding
+from qcore.errors import QcoreWarning
 from qcore.plugins import PluginStatus, State, crash_marks
 
 PROBE = "import os, time, qcore\n@qcore.hookimpl\ndef qcore_probe():\n    "
@@ -183,3 +184,56 @@ def test_what_runs_in_the_process_of_a_probe(add_plugin, tmp_path, monkeypatch):
     probe.main()
     found = json.loads(result.read_text())
     assert (found["name"], found["state"], found["device"]) == ("here", "available", "GPU 9")
+
+
+def test_left_marks_failed_kernels_and_slow_steps_are_listed_and_cleared(run_json, monkeypatch):
+    about = {"plugin": "mine", "dist": "qcore-mine", "version": "1"}
+    _cache.write("running", "pack mine", doing="the pack of mine.k", pid=2**22 + 1, since=1e9, **about)
+    own = {"plugin": "torch", "dist": "qcore", "version": qcore.__version__}
+    _cache.write("failures", "a", text="torch.k failed verification: wrong", since=1e9, slow=False, **own)
+    _cache.write("failures", "b", text="qcore_linear took 20 seconds", since="?", slow=True, **own)
+    _cache.write("failures", "c", text="of a plugin that is gone", slow=True, **about)
+    listed = [PluginStatus("torch", "qcore", qcore.__version__, State.AVAILABLE)]
+    monkeypatch.setattr(health, "examine", lambda *_: listed)
+    code, found = run_json("doctor")
+    assert code == 1
+    assert [(p["about"], p["text"].partition(" (")[0]) for p in found["problems"]] == [
+        ("mine", "the pack of mine.k ended an earlier process"),
+        ("torch", "torch.k failed verification: wrong"),
+    ]
+    assert all("qcore doctor --clear" in p["remedy"] for p in found["problems"])
+    assert [n["text"] for n in found["notes"] if n["about"] == "torch"] == ["qcore_linear took 20 seconds"]
+    code, found = run_json("doctor", "--clear")
+    assert code == 0
+    assert "4 failures of plugins forgotten." in [n["text"] for n in found["notes"]]
+    assert not _cache.crashed("pack mine")
+
+
+def test_a_kernel_that_fails_verification_is_remembered_until_it_passes(add_kernel, request_of):
+    made = add_kernel("mine", fault="wrong")
+    with pytest.warns(QcoreWarning, match="failed verification"):
+        qcore.resolve(request_of())
+    (record,) = _cache.records("failures")
+    assert record["plugin"] == "mine"
+    assert "mine.stub for int4-g32/plain on cpu: failed verification: wrong result" in record["text"]
+    for kernel in made.values():
+        kernel.fault = None
+    verify.forget()
+    resolver.forget()
+    assert qcore.resolve(request_of()).plugin == "mine"
+    assert not _cache.records("failures")
+
+
+def test_a_cache_that_is_not_believed_is_a_note(run, monkeypatch, tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "open"))
+    _, out, _ = run("doctor")
+    assert "can be written by everybody" in out
+
+
+def test_without_a_home_there_is_one_line(run, monkeypatch):
+    monkeypatch.setattr(_cache, "cache_dir", lambda: None)
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert out.count("there is no home directory to keep it in") == 1

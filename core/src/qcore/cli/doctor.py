@@ -12,13 +12,14 @@ from .output import FAILED, OK, Outcome, Table
 
 NAME = "doctor"
 HELP = "plugins, devices, problems and what to do about them"
-EXAMPLES = ("qcore doctor", "qcore doctor --timeout 60 --json")
+EXAMPLES = ("qcore doctor", "qcore doctor --timeout 60 --json", "qcore doctor --clear")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``qcore doctor``."""
     text = "seconds that each plugin gets (default: %(default)s)"
     parser.add_argument("--timeout", type=arguments.seconds, default=10.0, metavar="SECONDS", help=text)
+    parser.add_argument("--clear", action="store_true", help="forget failures, crashes and hangs of plugins before")
     at_once = min(4, os.cpu_count() or 1)
     parser.add_argument("--jobs", type=arguments.count, default=at_once, help="probes at once (default: %(default)s)")
 
@@ -42,9 +43,11 @@ def run(args: argparse.Namespace) -> Outcome:
     from . import health
 
     wanted, findings = health.settings_in_force()
+    findings += health.clear() if args.clear else []
     statuses = health.examine(wanted.disable, args.timeout, args.jobs)
     findings += health.plugin_findings(statuses)
     findings += health.name_findings(wanted, statuses)
+    findings += health.left_findings(statuses)
     findings += health.cache_findings()
     findings += health.hardware_findings(statuses)
     return _outcome(health.machine(), health.settings_table(wanted), statuses, findings)

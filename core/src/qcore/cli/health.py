@@ -6,12 +6,18 @@ import importlib.metadata
 import os
 import platform
 import sys
+import time
+from typing import Any
 
 from .. import __version__, _cache, hardware, settings
+from .._words import plain
 from ..errors import QcoreError, did_you_mean
-from ..plugins import BUILTIN, PROBE_SECONDS, PluginStatus, State, registry
+from ..plugins import BUILTIN, PROBE_SECONDS, PluginStatus, State, crash_marks, registry
 from .doctor import Finding
 from .probing import probe_all
+
+_CLEAR = "Once the cause is gone: qcore doctor --clear"
+_FAR_FUTURE = 1e11
 
 _SETTINGS = {
     "backends": "QCORE_BACKENDS",
@@ -28,7 +34,7 @@ def machine() -> dict[str, str]:
         "torch": importlib.metadata.version("torch"),
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
-        "cache": f"{_cache.cache_dir()} ({'writable' if cache_writable() else 'not writable'})",
+        "cache": f"{_cache.place()} ({'writable' if cache_writable() else 'not writable'})",
     }
 
 
@@ -56,7 +62,7 @@ def settings_table(wanted: settings.Settings) -> list[dict[str, str]]:
         "verify": wanted.verify,
     }
     rows = [{"name": n, "value": v, "source": _source(_SETTINGS[n])} for n, v in values.items()]
-    return [*rows, {"name": "cache", "value": str(_cache.cache_dir()), "source": _source("QCORE_CACHE_DIR")}]
+    return [*rows, {"name": "cache", "value": _cache.place(), "source": _source("QCORE_CACHE_DIR")}]
 
 
 def _source(variable: str) -> str:
@@ -87,7 +93,7 @@ def plugin_findings(statuses: list[PluginStatus]) -> list[Finding]:
 
 
 def _remedy(status: PluginStatus) -> str:
-    if status.state in (State.WRONG_API, State.NAME_CONFLICT):
+    if status.state in (State.WRONG_API, State.NAME_CONFLICT, State.BAD_NAME) or status.name == BUILTIN:
         return ""  # the reason says it
     if status.state is State.UNAVAILABLE:
         return _disable(status)
@@ -117,10 +123,45 @@ def name_findings(wanted: settings.Settings, statuses: list[PluginStatus]) -> li
 
 def cache_findings() -> list[Finding]:
     """A note where nothing can be kept."""
-    if cache_writable():
+    why = _cache.distrusted() or ("" if cache_writable() else f"{_cache.place()} cannot be written")
+    if not why:
         return []
-    text = f"{_cache.cache_dir()} cannot be written: kernels are checked again in every process, and tuning is lost."
-    return [Finding("cache", text, "Set QCORE_CACHE_DIR to a directory that can.", problem=False)]
+    text = f"{why}: kernels are checked again in every process, and tuning is lost."
+    return [Finding("cache", text, "Set QCORE_CACHE_DIR to a directory that only you can write.", problem=False)]
+
+
+def clear() -> list[Finding]:
+    """Forget what earlier processes left of plugins that failed, crashed or hung."""
+    count = _cache.forget_failures()
+    return [Finding("cache", f"{count} failure{'' if count == 1 else 's'} of plugins forgotten.", problem=False)]
+
+
+def left_findings(statuses: list[PluginStatus]) -> list[Finding]:
+    """A problem for each step of a plugin that ended or held up an earlier process, and for each kernel that failed."""
+    by_doctor = {mark for s in statuses if s.broken for mark in crash_marks(s.name, s.dist, s.version)}
+    marks = [mark for mark in _cache.left_over_marks() if mark["key"] not in by_doctor]
+    here = {(s.name, s.dist, s.version) for s in statuses}
+    failed = [f for f in _cache.records(_cache.FAILURES) if (f.get("plugin"), f.get("dist"), f.get("version")) in here]
+    return [*map(_of_mark, marks), *map(_of_failure, failed)]
+
+
+def _of_mark(mark: dict[str, Any]) -> Finding:
+    plugin, doing = (plain(str(mark.get(name) or "")) for name in ("plugin", "doing"))
+    text = f"{doing or plain(mark['key'])} {_cache.left_over(mark['key'])}{_when(mark)}; it is not tried again."
+    return Finding(plugin or "plugins", text, _CLEAR)
+
+
+def _of_failure(failure: dict[str, Any]) -> Finding:
+    slow = failure.get("slow") is True
+    text = f"{plain(str(failure.get('text')))}{_when(failure)}"
+    return Finding(plain(str(failure.get("plugin"))), text, "" if slow else _CLEAR, problem=not slow)
+
+
+def _when(record: dict[str, Any]) -> str:
+    since = record.get("since")
+    if not isinstance(since, float) or not 0 < since < _FAR_FUTURE:
+        return ""
+    return time.strftime(" (%Y-%m-%d %H:%M)", time.localtime(since))
 
 
 def hardware_findings(statuses: list[PluginStatus]) -> list[Finding]:

@@ -85,7 +85,7 @@ class _Child:
         for mark in self._marks():
             _cache.remove("running", mark)
 
-    def _marks(self) -> tuple[str, str]:
+    def _marks(self) -> tuple[str, ...]:
         return crash_marks(self.plugin.name, self.plugin.dist, self.plugin.version)
 
     def status(self) -> PluginStatus:

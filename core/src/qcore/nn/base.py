@@ -119,14 +119,15 @@ class QuantizedModule(nn.Module):
         On ``meta`` there is nothing to pack yet.
         """
         self._made_under = _MadeUnder(settings or current())
-        self._bounds.clear()
+        # Other dictionaries, not emptied ones: another thread may be looking at these.
         self._primary = None
+        self._bounds = {}
         # Asking torch about autocast on a device that knows none (meta, vulkan) is an error.
         self._autocasts = torch.amp.is_autocast_available(self._store.device.type)
         if self._store.device.type != "meta":
             self._primary = self._bound_for(self._dtype, False)
             # A dtype that is no longer computed in leaves nothing behind.
-            self._store.keep_only({b.kernel.packing for user in self._store.users for b in user._bounds.values()})
+            self._store.keep_only({b.packing for user in self._store.users for b in user._bounds.values()})
         self._show_packed()
 
     def _bind_all(self) -> None:
@@ -136,25 +137,29 @@ class QuantizedModule(nn.Module):
 
     def _bound_for(self, x_dtype: torch.dtype, training: bool) -> Bound:
         key = (x_dtype, training)
-        if key not in self._bounds:
-            with self._made_under.in_force():
-                self._keep(key, bind(self._store, self._request(x_dtype, training)))
-        return self._bounds[key]
+        bound = self._bounds.get(key)
+        if bound is None:
+            with self._store.lock, self._made_under.in_force():
+                bound = self._bounds.get(key) or bind(self._store, self._request(x_dtype, training))
+                self._keep(key, bound)
+        return bound
 
     def _keep(self, key: tuple[torch.dtype, bool], bound: Bound) -> None:
-        self._bounds[key] = bound
+        self._bounds = {**self._bounds, key: bound}
         if key == (self._dtype, False):
             self._primary = bound
         self._show_packed()
 
     def _show_packed(self) -> None:
         """Show the packed tensors as buffers, for whoever counts memory or traces; they are never saved."""
-        for name in [name for name in self._buffers if name.startswith(_PREFIX)]:
-            del self._buffers[name]
-            self._non_persistent_buffers_set.discard(name)
-        for bound in self._bounds.values():
-            for key, tensor in bound.packed.items():
-                self.register_buffer(_buffer_name(bound, key), tensor, persistent=False)
+        packed = {_buffer_name(b, key): tensor for b in self._bounds.values() for key, tensor in b.packed.items()}
+        self._show(packed)
+
+    def _show(self, packed: dict[str, Tensor]) -> None:
+        kept = {name for name in self._non_persistent_buffers_set if not name.startswith(_PREFIX)}
+        self._non_persistent_buffers_set = kept | packed.keys()
+        others = {name: buffer for name, buffer in self._buffers.items() if not name.startswith(_PREFIX)}
+        self._buffers = {**others, **packed}
 
     # Running.
 
@@ -195,12 +200,19 @@ class QuantizedModule(nn.Module):
         training = self._needs_grad(x)
         bound = self._bound_for(dtype, training)
         if bound.proven:
-            return self._call(bound, bound.packed, x, training)
+            try:
+                return self._call(bound, bound.packed, x, training)
+            except Exception as error:
+                bound.blame(error)
+                raise
         check_first(bound.request, x)
         with self._made_under.in_force():
             fresh, result = call_first(self._store, bound, lambda b: self._call(b, b.packed, x, training))
         if fresh is not bound:
-            self._keep((dtype, training), fresh)
+            with self._store.lock:
+                # Not if it was moved meanwhile: then it is bound anew, and this one belongs to another device.
+                if self._bounds.get((dtype, training)) is bound:
+                    self._keep((dtype, training), fresh)
         return result
 
     def _run_traced(self, x: Tensor) -> Tensor:
@@ -264,10 +276,13 @@ class QuantizedModule(nn.Module):
     # Moving, copying, saving.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
+        with self._store.lock:
+            return self._apply_alone(fn, recurse)
+
+    def _apply_alone(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> QuantizedModule:
         # Packed tensors must not see fn: .half() would round their scales. A sample tells what fn does.
         sample = fn(torch.empty(0, dtype=self._dtype, device=self._store.device))
-        for name in [name for name in self._buffers if name.startswith(_PREFIX)]:
-            del self._buffers[name]
+        self._show({})
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         before, self._dtype = self._dtype, sample.dtype if sample.dtype in _FLOATS else self._dtype
         if self._store.move(fn, sample.device):
@@ -345,9 +360,10 @@ class QuantizedModule(nn.Module):
             warnings.warn(f"for {prefix}weight: {text}", QcoreWarning, stacklevel=2)
         # As with any parameter: assign takes the tensors themselves, otherwise they are copied to where the layer is.
         taken = weight if assign else weight.map(lambda t: t.detach().to(self._store.device, copy=True))
-        self.scheme = scheme
-        self._store.set(taken)
-        self._bind_all()
+        with self._store.lock:
+            self.scheme = scheme
+            self._store.set(taken)
+            self._bind_all()
 
     def _scheme_with(self, found: dict[str, Tensor], prefix: str) -> Scheme:
         scheme = self.scheme
@@ -360,7 +376,7 @@ class QuantizedModule(nn.Module):
 
 
 def _buffer_name(bound: Bound, key: str) -> str:
-    return f"{_PREFIX}{bound.kernel.packing}_{key}".replace(".", "_")
+    return f"{_PREFIX}{bound.packing}_{key}".replace(".", "_")
 
 
 def _parameter(bias: Tensor | None, device: torch.device) -> nn.Parameter | None:

@@ -90,9 +90,13 @@ class QuantizedEmbedding(QuantizedModule):
             or indices.is_nested
         ):
             return self._run(indices)
-        return bound.kernel(indices, bound.packed, None)
+        try:
+            return bound.kernel(indices, bound.packed, None)
+        except Exception as error:
+            bound.blame(error)
+            raise
 
     def extra_repr(self) -> str:
         """The line that ``print(model)`` shows."""
-        served = self.decision.kernel.name if self.decision and self.decision.kernel else "not bound"
+        served = "not bound" if self._primary is None else self._primary.name
         return f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.scheme}, kernel={served}"

@@ -80,19 +80,24 @@ class QuantizedLinear(QuantizedModule):
             or (bound := self._primary) is None
             or not bound.proven
             or not self._is_usual(x, bias := self._parameters.get("bias"))
+            or x.dtype is not bound.x_dtype
             or not x.dim()
             or x.shape[-1] != self.in_features
             or (torch.is_grad_enabled() and self._needs_grad(x))
             or _any_autocast()
         ):
             return self._run(x)
-        return bound.kernel(x, bound.packed, bias)
+        try:
+            return bound.kernel(x, bound.packed, bias)
+        except Exception as error:
+            bound.blame(error)
+            raise
 
     def _check_shape(self, x: Tensor) -> None:
         check_last_dimension(x, self.in_features, "in_features")
 
     def extra_repr(self) -> str:
         """The line that ``print(model)`` shows."""
-        served = self.decision.kernel.name if self.decision and self.decision.kernel else "not bound"
+        served = "not bound" if self._primary is None else self._primary.name
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, scheme={self.scheme}, kernel={served}"
