@@ -139,14 +139,19 @@ def _weight_like(weight: QTensor, parts: dict[str, Tensor]) -> QTensor:
     return QTensor(parts["data"], parts["scale"], parts.get("zero"), weight.shape, weight.format, weight.quantizer)
 
 
-def wrong_layouts(contract: str, kernel_for, seed: int, count: int, **more) -> tuple[int, list[str]]:
+def wrong_layouts(
+    contract: str, kernel_for, seed: int, count: int, *, device: str = "cpu", **more
+) -> tuple[int, list[str]]:
     """How many problems a kernel served, and what it got wrong; ``kernel_for(request)`` gives None for a refusal."""
+    there = torch.device(device)
     served, wrong = 0, []
-    for label, odd, plain in problems(contract, seed, count, **more):
-        kernel = kernel_for(odd.request)
+    for label, made, dense_one in problems(contract, seed, count, **more):
+        request = replace(made.request, device=there)
+        kernel = kernel_for(request)
         if kernel is None:
             continue
         served += 1
+        odd, plain = made if there.type == "cpu" else _moved(made, there), replace(dense_one, request=request)
         packed = kernel.pack(odd.weight)
         for turn in ("first", "second"):  # the second call may go a shorter way
             verdict = CONTRACTS[contract].judge(plain, kernel(odd.x, packed, odd.bias, **odd.given))
@@ -156,3 +161,22 @@ def wrong_layouts(contract: str, kernel_for, seed: int, count: int, **more) -> t
         if any(not torch.equal(back[name], part) for name, part in plain.weight.tensors().items()):
             wrong.append(f"{kernel.name} unpack {label}")
     return served, wrong
+
+
+def _moved(problem: Problem, device: torch.device) -> Problem:
+    """On another device, lying there as it did here: the whole storage goes, and the same view of it is taken."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        storage = tensor if not tensor.is_neg() else torch._neg_view(tensor)
+        whole = torch.empty(0, dtype=tensor.dtype).set_(storage.untyped_storage()).to(device)
+        view = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return torch._neg_view(view) if tensor.is_neg() else view
+
+    parts = {name: moved(part) for name, part in problem.weight.tensors().items()}
+    return replace(
+        problem,
+        x=moved(problem.x),
+        weight=_weight_like(problem.weight, parts),
+        bias=None if problem.bias is None else moved(problem.bias),
+        given={name: moved(tensor) for name, tensor in problem.given.items()},
+    )

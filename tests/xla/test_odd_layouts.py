@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import odd_layouts
+import plugin_answers
 import pytest
 
 import qcore
@@ -19,3 +20,7 @@ def test_every_tensor_may_lie_in_any_way(contract, count):
     served, wrong = odd_layouts.wrong_layouts(contract, kernel_for, seed=1, count=count)
     assert served >= 8
     assert not wrong, "\n".join(wrong)
+
+
+def test_answers_are_plain_values():
+    assert not list(plugin_answers.faults(plugin, lambda contract: getattr(plugin, f"qcore_{contract}")))
