@@ -12,8 +12,13 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "helpers"))
+
+import odd_layouts
 
 import qcore
 
@@ -126,6 +131,64 @@ def other_device():
         assert torch.cuda.current_device() == 0
 
 
+def odd_layouts_of_everything():
+    """Strides, steps of 0, offsets that break 16 bytes and the negative bit; the second call may be a replay."""
+    for contract, count in (("linear", 120), ("conv2d", 60), ("embedding", 60)):
+        served, wrong = odd_layouts.wrong_layouts(contract, _kernel_for, seed=3, count=count, device="cuda:0")
+        assert served >= count // 4, f"{contract}: {served}"
+        assert not wrong, "\n".join(wrong[:5])
+
+
+def _kernel_for(request):
+    decision = qcore.resolve(request)
+    return decision.kernel if decision.kernel.name.startswith("cuda.") else None
+
+
+def zeros_give_zeros():
+    for scheme in ("w8a8", "w8a8-aasym", "w4a8-g128-aasym", "w8a8-static(0.03,5)"):
+        mine = layer(scheme)
+        mine.bias = None
+        for rows in (1, 16, 300):
+            with torch.no_grad():
+                y = mine(torch.zeros(rows, K, device="cuda", dtype=torch.bfloat16))
+            assert not y.any(), f"{scheme}, {rows} rows: {float(y.abs().max()):.3g}"
+
+
+def results_are_each_their_own():
+    for scheme in SCHEMES:
+        mine, x = layer(scheme), inputs(3)
+        with torch.no_grad():
+            results = [mine(x) for _ in range(6)]
+            kept, _ = results[0].clone(), [y.fill_(9) for y in results[1:]]
+            mine(inputs(3) * 2)
+        assert torch.equal(results[0], kept), scheme
+        assert len({y.data_ptr() for y in results}) == len(results), scheme
+
+
+def tensors_elsewhere_are_named():
+    elsewhere = ["cpu", *(["cuda:1"] if torch.cuda.device_count() > 1 else [])]
+    for scheme in SCHEMES:
+        mine = layer(scheme)
+        kernel, packed, x = mine.decision.kernel, mine._primary.packed, inputs(3)
+        bias = mine.bias.detach()
+        with torch.no_grad():
+            expected = kernel(x, packed, bias)
+            for device in elsewhere:
+                for args, said in (((x.to(device), packed, bias), "x"), ((x, packed, bias.to(device)), "bias")):
+                    for _ in range(2):
+                        told = _error(kernel, *args)
+                        assert told.startswith(f"{said} is on {device}"), f"{scheme}: {said} on {device}: {told}"
+            assert torch.equal(kernel(x, packed, bias), expected), scheme
+
+
+def _error(kernel, *args):
+    try:
+        kernel(*args)
+    except qcore.FormatError as error:
+        return str(error)
+    return "no error"
+
+
 def autocast_changes_nothing():
     for rows in (1, 300):
         x = inputs(rows, dtype=torch.float32)
@@ -215,7 +278,8 @@ def _host(call, x, calls=500):
 
 CHECKS = (
     probe, probing_leaves_cuda_alone, right_beside_the_fallback, graph_capture, embedding_in_a_graph, streams,
-    other_device, autocast_changes_nothing, compiles, gradients, threads, index_out_of_range, host_time,
+    other_device, odd_layouts_of_everything, zeros_give_zeros, results_are_each_their_own, tensors_elsewhere_are_named,
+    autocast_changes_nothing, compiles, gradients, threads, index_out_of_range, host_time,
 )  # fmt: skip
 
 

@@ -151,3 +151,14 @@ def test_convolutions_come_from_a_module_of_their_own(monkeypatch):
     assert isinstance(offer, qcore.Offer)
     assert offer.kernel is made
     assert plugin.qcore_conv2d(request).reason == "5x5 kernels have no kernel"
+
+
+def test_answers_are_plain_values(monkeypatch):
+    import plugin_answers
+
+    from qcore_cuda import plugin
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    hooks = {contract: getattr(plugin, f"qcore_{contract}") for contract in ("linear", "conv2d", "embedding")}
+    for device in ("cpu", "cuda:0"):
+        assert not list(plugin_answers.faults(plugin, hooks.__getitem__, device))

@@ -14,13 +14,14 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import qcore
+from qcore import FormatError
 from qcore.contracts import CONTRACTS, EMBEDDING, LINEAR
 from qcore.schemes import SCHEMES, Scheme
 from qcore.testing import laws_kernel
 from qcore.testing.laws import Sample
 from qcore.testing.questions import Question
 from qcore.verify import difference
-from qcore_cuda import ops
+from qcore_cuda import conv_ops, ops
 from qcore_cuda.embedding import CudaEmbedding
 from qcore_cuda.linear import FloatLinear, kernel
 
@@ -274,3 +275,48 @@ def test_strided_biases_and_parameters_are_read_in_order(monkeypatch):
     assert seen["bias"].tolist() == [0.0, 2.0, 4.0, 6.0]
     pairs = torch.arange(8.0).view(4, 2)
     assert flat(pairs[:, 0]).is_contiguous()
+
+
+class On:
+    """What is asked of a tensor that lies on a GPU."""
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+
+    def get_device(self):
+        return -1 if self.device.index is None else self.device.index
+
+
+@pytest.mark.parametrize(("x", "bias", "said"), [
+    ("cuda:1", "cuda:0", "x is on cuda:1, the weight on cuda:0"),
+    ("cpu", "cuda:0", "x is on cpu, the weight on cuda:0"),
+    ("cuda:0", "cuda:1", "bias is on cuda:1, the weight on cuda:0"),
+    ("cuda:0", "cpu", "bias is on cpu, the weight on cuda:0"),
+])  # fmt: skip
+def test_tensors_on_another_device_are_named(x, bias, said):
+    weight, rest = On("cuda:0"), (16, 64, 8, 64)
+    with pytest.raises(FormatError, match=said):
+        ops.linear_a16(On(x), weight, weight, None, On(bias), *rest, torch.float32)
+    with pytest.raises(FormatError, match=said):
+        ops.linear_a8(
+            On(x), weight, weight, None, None, On(bias), None, None, None, None, *rest, True, None, 0, None, 0, None
+        )
+    window = ([1, 1], [1, 1], [0, 0], [1, 1], 1)
+    with pytest.raises(FormatError, match=said):
+        conv_ops.conv2d_a16(On(x), weight, weight, None, On(bias), *rest, *window, torch.float32)
+    with pytest.raises(FormatError, match=said):
+        conv_ops.conv2d_a8(
+            On(x), weight, weight, None, None, On(bias), *rest, *window, True, None, 0, None, 0, torch.float32
+        )
+    if x != "cuda:0":
+        with pytest.raises(FormatError, match=said):
+            ops.embedding(On(x), weight, weight, None, *rest, torch.float32)
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a8"])
+def test_a_bias_of_another_shape_is_an_error(scheme):
+    mine = kernel(replace(LINEAR.request_for(Scheme.parse(scheme), CPU, torch.float32, 16, 64), bias=True))
+    packed = mine.pack(qcore.quantize(torch.randn(16, 64), qcore.Format("int8")))
+    for bias in (torch.zeros(5), torch.zeros(1), torch.tensor(0.0), torch.zeros(1, 16)):
+        with pytest.raises(FormatError, match=r"bias has shape .*; this weight needs \(16,\)"):
+            mine(torch.randn(2, 64), packed, bias)

@@ -86,6 +86,49 @@ def test_memory_of_a_large_program_goes_with_it(own_device):
     torch.testing.assert_close(y, expected(x))
 
 
+def test_shared_memory_shrinks_when_it_was_not_needed_for_long(own_device):
+    small, x, y = chain(own_device, 3, 100), torch.randn(3, 100), torch.empty(3, 100)
+    large, big, out = chain(own_device, 1000, 10000), torch.randn(1000, 10000), torch.empty(1000, 10000)
+    before = own_device.stats().pooled
+    assert before >= 3 * 40_000_000
+    for program, inputs, outputs in ((large, big, out), (small, x, y), (large, big, out), (small, x, y)):
+        program.run([inputs], [outputs])
+    assert own_device.stats().pooled == before  # it may be needed again at once
+    own_device.inject(native.INJECT_IDLE)
+    large.run([big], [out])
+    small.run([x], [y])
+    assert own_device.stats().pooled == before
+    own_device.inject(native.INJECT_IDLE)
+    small.run([x], [y])
+    assert own_device.stats().pooled < 20 << 20
+    torch.testing.assert_close(y, expected(x))
+    large.run([big], [out])
+    torch.testing.assert_close(out, expected(big))
+
+
+def test_shared_memory_goes_with_the_last_of_its_users(own_device):
+    kept = own_device.upload(torch.zeros(10))
+    program, x, y = chain(own_device, 1000, 4000), torch.randn(1000, 4000), torch.empty(1000, 4000)
+    program.run([x], [y])
+    assert own_device.stats().pooled >= 3 * 16_000_000
+    del kept, program
+    gc.collect()
+    assert own_device.stats().pooled <= 4 << 20  # a spare block for buffers
+    own_device.trim()
+    assert own_device.stats().pooled == 0
+
+
+def test_memory_is_given_back_on_request(own_device):
+    program, x, y = chain(own_device, 1000, 4000), torch.randn(1000, 4000), torch.empty(1000, 4000)
+    kept = own_device.upload(torch.ones(10))
+    for _ in range(2):
+        program.run([x], [y])
+        torch.testing.assert_close(y, expected(x))
+        own_device.trim()
+        assert own_device.stats().pooled <= 4 << 20
+        assert (kept.read().view("float32") == 1).all()
+
+
 def test_no_room_for_a_program(own_device):
     before = own_device.stats()
     b = Builder(own_device)

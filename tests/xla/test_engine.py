@@ -148,6 +148,34 @@ def test_a_forked_process_is_told_what_to_do():
     assert run.stdout.strip() == "7", run.stderr
 
 
+FORKED_BEFORE = """
+import os, sys
+import jax, jax.numpy as jnp
+import qcore_xla.plugin
+jnp.ones(3).block_until_ready()
+child = os.fork()
+if child == 0:
+    import torch, qcore
+    from qcore_xla.linear import XlaLinear
+    from qcore.contracts import LINEAR
+    scheme = qcore.Scheme.parse("w8a16")
+    kernel = XlaLinear(LINEAR.request_for(scheme, torch.device("cpu"), torch.float32, 64, 128))
+    packed = kernel.pack(qcore.quantize(torch.randn(64, 128), scheme.weight, "absmax"))
+    try:
+        kernel(torch.randn(4, 128), packed, None)
+    except qcore.PluginError as error:
+        os._exit(7 if "spawn" in str(error) else 1)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_whoever_had_jax_in_use_before_the_fork():
+    run = subprocess.run([sys.executable, "-c", FORKED_BEFORE], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.strip() == "7", run.stderr
+
+
 def test_rows_are_filled_up_to_few_different_numbers():
     assert [calls.bucket(rows) for rows in (1, 4, 5, 16, 17, 256, 257)] == [4, 4, 16, 16, 32, 256, 512]
 

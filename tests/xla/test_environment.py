@@ -47,6 +47,21 @@ def test_platforms_that_leave_the_cpu_out(machine, monkeypatch):
     assert environment.why_not("cpu", machine.root) == ""
 
 
+def test_nothing_left_to_serve_is_unavailable(machine, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    found = probe.probe(machine.root)
+    assert isinstance(found, qcore.Unavailable)
+    assert not found.broken
+    assert found.reason == (
+        "JAX_PLATFORMS=cuda leaves JAX without a backend for cpu tensors; add cpu to it before the process starts."
+    )
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    assert isinstance(probe.probe(machine.root), qcore.Available)
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setattr(probe, "installed_version", lambda name: "2.9" if name == "torch_xla" else "")
+    assert isinstance(probe.probe(machine.root), qcore.Available)  # for tensors of torch_xla
+
+
 def test_a_gpu_whose_memory_jax_would_take(machine, monkeypatch):
     monkeypatch.setattr(environment, "gpu_plugin", lambda: "jax_cuda13_plugin")
     root = machine("dev/nvidia0")

@@ -38,7 +38,7 @@ def test_channel_groups(fmt):
     plan = packing.plan(12, 50, fmt.bits, fmt.group_size, heads=3)
     packed = packing.pack(w, plan, sums=True)
     assert packed["data"].shape[0] == 3
-    assert packed["colsum"].shape == (3, 4)
+    assert packed["sums"].shape == (3, plan.groups, 4)
     assert not difference(packing.unpack(packed, plan, fmt), w)
 
 
@@ -74,11 +74,15 @@ def test_padding_stays_below_a_slice(k):
         assert k <= plan.columns < k + packing.SLICE
 
 
-def test_column_sums_are_those_of_the_weight():
-    w = weight(20, 77, Format("int4", 32, ZeroPoint.INT))
-    packed = packing.pack(w, packing.plan(20, 77, 4, 32), sums=True)
-    torch.testing.assert_close(packed["colsum"][:20], w.dequantize(torch.float32).sum(1))
-    assert not packed["colsum"][20:].any()
+@pytest.mark.parametrize("group", [32, 64, None])
+def test_sums_are_those_of_the_codes(group):
+    w = weight(20, 77, Format("int4", group, ZeroPoint.INT))
+    sums = packing.pack(w, packing.plan(20, 77, 4, group), sums=True)["sums"]
+    groups = torch.split(w.codes().int(), group or 77, dim=1)
+    assert sums.dtype == torch.int32
+    assert torch.equal(sums[: len(groups), :20], torch.stack([part.sum(1) for part in groups]).int())
+    assert not sums[:, 20:].any()
+    assert not sums[len(groups) :].any()
 
 
 def test_a_kernel_packs_only_what_it_was_made_for():

@@ -21,8 +21,8 @@ X, DATA, SCALE = ((M, S * B), BF16), ((S, B // 8, N), S32), ((S, N), BF16)
 def test_zero_points_and_requantized_results(chip):
     form = Form("asymmetric", requantize=True)
 
-    def call(x, data, scale, zero, bias, colsum, out_scale, out_zero):
-        return linear(x, data, scale, zero, bias, colsum, None, None, None, out_scale, out_zero, form=form)
+    def call(x, data, scale, zero, bias, sums, out_scale, out_zero):
+        return linear(x, data, scale, zero, bias, sums, None, None, None, out_scale, out_zero, form=form)
 
     token = ((M,), F32)
     program = compile_for(chip, call, X, DATA, SCALE, ((S, N), S8), ((N,), F32), ((N,), F32), token, token)

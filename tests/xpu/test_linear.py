@@ -318,3 +318,13 @@ def test_weights_that_kernels_pack_alike_are_told_apart_from_others():
 )
 def test_notes_say_what_padding_costs(scheme, k, bias, text):
     assert linear.kernel(request(scheme, k=k, bias=bias)).note == f"oneDNN's int4 product{text}"
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16", "w8a8", "w4a8-g32", "w8a16-g32"])
+def test_a_bias_of_another_shape_is_an_error(interpreter, stand_in, scheme):
+    with qcore.using("xpu_stand_in", strict=True):
+        layer = qcore.nn.QuantizedLinear.from_float(torch.nn.Linear(64, 32, dtype=torch.bfloat16), scheme)
+        kernel, packed = layer.decision.kernel, layer._primary.packed
+    for bias in (torch.zeros(5), torch.zeros(1), torch.tensor(0.0), torch.zeros(1, 32)):
+        with pytest.raises(qcore.FormatError, match=r"bias has shape .*; this weight needs \(32,\)"):
+            kernel(torch.randn(2, 64, dtype=torch.bfloat16), packed, bias)

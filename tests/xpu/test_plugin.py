@@ -136,3 +136,14 @@ def test_tensors_on_a_gpu_run_on_theirs(monkeypatch):
     monkeypatch.setattr(torch.xpu, "current_device", lambda: 1)
     with ops.settled(Far()):
         assert len(entered) == 2
+
+
+def test_answers_are_plain_values(stand_in):
+    import plugin_answers
+    from qcore_xpu_stand_in import plugin as stand_in_plugin
+
+    from qcore_xpu import plugin
+
+    for mine, device in ((plugin, "cpu"), (plugin, "cuda:0"), (stand_in_plugin, "cpu")):
+        hooks = {contract: getattr(mine, f"qcore_{contract}") for contract in ("linear", "conv2d", "embedding")}
+        assert not list(plugin_answers.faults(mine, hooks.__getitem__, device))

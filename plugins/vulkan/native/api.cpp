@@ -157,9 +157,14 @@ QV_EXPORT int qv_stats(qv_device* device, uint64_t* values, uint32_t count) {
   return with(device, [&](Device& open) { open.stats(values, count); });
 }
 
+QV_EXPORT int qv_trim(qv_device* device) {
+  return with(device, [&](Device& open) { open.give_back(); });
+}
+
 QV_EXPORT int qv_inject(qv_device* device, uint32_t what) {
   return with(device, [&](Device& open) {
     if (what == QV_INJECT_LOST) open.queue.lose_next();
     if (what == QV_INJECT_OUT_OF_MEMORY) open.context.fail_next_allocation = true;
+    if (what == QV_INJECT_IDLE) open.pretend_idle();
   });
 }

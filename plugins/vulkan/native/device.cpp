@@ -13,7 +13,9 @@ namespace {
 constexpr uint64_t kLeastRegion = uint64_t{1} << 18;
 constexpr uint64_t kStep = uint64_t{64} << 20;      // regions double up to this size, then grow by it
 constexpr uint64_t kChunk = uint64_t{16} << 20;     // at most of staging for one copy of qv_write and qv_read
-constexpr uint64_t kKeep = uint64_t{256} << 20;     // a region of this size stays though nothing needs it any more
+constexpr uint64_t kKeep = uint64_t{16} << 20;      // a region of this size stays though nothing needs it any more
+constexpr auto kIdle = std::chrono::seconds(10);    // a larger one shrinks when no run has needed its size for so long
+constexpr uint64_t kRegions[] = {QV_ARENA, QV_INPUT, QV_OUTPUT};
 
 uint64_t rounded(uint64_t bytes) {
   if (bytes > UINT64_MAX - kStep) return bytes;
@@ -27,6 +29,7 @@ uint64_t rounded(uint64_t bytes) {
 
 void Region::ensure(uint64_t bytes) {
   if (bytes <= this->bytes()) return;
+  needed_ = Clock::now();
   drop();  // before the new one is made: both might not fit
   context_.allocating();
   try {
@@ -37,7 +40,19 @@ void Region::ensure(uint64_t bytes) {
   }
 }
 
+void Region::shrink(uint64_t bytes) {
+  if (this->bytes() <= kKeep) return;
+  const auto now = Clock::now();
+  if (rounded(bytes) >= this->bytes()) {
+    needed_ = now;
+  } else if (now - needed_ > kIdle) {
+    drop();
+    ensure(bytes);
+  }
+}
+
 void Region::drop() {
+  if (!block_) return;
   block_.reset();
   ++moves_;
 }
@@ -78,6 +93,7 @@ const std::shared_ptr<Range>& Device::find(uint64_t buffer) const {
 void Device::free(uint64_t buffer) {
   alive_ -= find(buffer)->bytes;
   buffers_.erase(buffer);
+  if (buffers_.empty() && programs_.empty()) drop_shared();
 }
 
 std::shared_ptr<Range> Device::within(uint64_t buffer, uint64_t offset, uint64_t bytes) const {
@@ -140,9 +156,23 @@ void Device::remove(Program* program) {
   trim();
 }
 
-// Gives back large regions that no program needs any longer.
+void Device::drop_shared() {
+  for (uint64_t buffer : kRegions) region(buffer).drop();
+}
+
+void Device::give_back() {
+  drop_shared();
+  pool_.trim();
+}
+
+void Device::pretend_idle() {
+  for (uint64_t buffer : kRegions) region(buffer).pretend_idle();
+}
+
+// Gives back large regions that no program needs any longer, and all with the last program and buffer.
 void Device::trim() {
-  for (uint64_t buffer : {QV_ARENA, QV_INPUT, QV_OUTPUT}) {
+  if (buffers_.empty() && programs_.empty()) return drop_shared();
+  for (uint64_t buffer : kRegions) {
     if (region(buffer).bytes() <= kKeep) continue;
     uint64_t needed = 0;
     for (const auto& [key, program] : programs_) needed = std::max(needed, program->needs(buffer));

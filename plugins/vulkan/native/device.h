@@ -2,6 +2,7 @@
 // and every submission has ended before that lock is let go.
 #pragma once
 
+#include <chrono>
 #include <unordered_map>
 
 #include "memory.h"
@@ -13,13 +14,18 @@ namespace qv {
 
 class Program;
 
-// Memory that all programs of a device share, one run at a time. Grows; whatever recorded its address looks at `moves`.
+// Memory that all programs of a device share, one run at a time. Grows, and shrinks where nobody has needed its size for
+// a while; whatever recorded its address looks at `moves`.
 class Region {
  public:
+  using Clock = std::chrono::steady_clock;
+
   Region(Context& context, Use use) : context_(context), use_(use) {}
 
   void ensure(uint64_t bytes);
+  void shrink(uint64_t bytes);  // to what a run needs, if this is less than all for long
   void drop();
+  void pretend_idle() { needed_ = Clock::time_point(); }
   const Block& block() const { return *block_; }
   uint64_t bytes() const { return block_ ? block_->bytes : 0; }
   uint64_t moves() const { return moves_; }
@@ -28,6 +34,7 @@ class Region {
   Context& context_;
   const Use use_;
   std::unique_ptr<Block> block_;
+  Clock::time_point needed_;  // when a run last needed all of it
   uint64_t moves_ = 0;
 };
 
@@ -46,6 +53,9 @@ class Device {
 
   Program* add(std::unique_ptr<Program> program);
   void remove(Program* program);
+  void drop_shared();
+  void give_back();  // whatever no buffer is in
+  void pretend_idle();
 
   void stats(uint64_t* values, uint32_t count) const;
   Region& region(uint64_t buffer);  // QV_ARENA, QV_INPUT or QV_OUTPUT

@@ -191,11 +191,20 @@ void Pool::release(Block& block, uint64_t offset, uint64_t reserved) {
   if (reserved == block.bytes) drop_spare(block);
 }
 
+void Pool::trim() {
+  for (auto block = blocks_.begin(); block != blocks_.end();) {
+    if (!(*block)->empty()) {
+      ++block;
+      continue;
+    }
+    pooled_ -= (*block)->bytes;
+    block = blocks_.erase(block);
+  }
+}
+
 // One empty block of ordinary size stays, so that a buffer made and freed in turn does not ask the driver each time.
 void Pool::drop_spare(const Block& block) {
-  auto empty = [](const auto& other) {
-    return other->holes_.size() == 1 && other->holes_.begin()->second == other->bytes;
-  };
+  auto empty = [](const auto& other) { return other->empty(); };
   if (block.bytes <= kLargeBlock && std::count_if(blocks_.begin(), blocks_.end(), empty) == 1) return;
   pooled_ -= block.bytes;
   blocks_.erase(std::find_if(blocks_.begin(), blocks_.end(), [&](const auto& other) { return other.get() == &block; }));

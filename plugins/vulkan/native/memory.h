@@ -33,6 +33,7 @@ class Block {
 
  private:
   friend class Pool;
+  bool empty() const { return holes_.size() == 1 && holes_.begin()->second == bytes; }
   void take(uint32_t allowed, Use use, uint64_t size);
   void release();
 
@@ -64,6 +65,7 @@ class Pool {
 
   std::shared_ptr<Range> allocate(uint64_t bytes);
   uint64_t pooled() const { return pooled_; }  // bytes taken from the driver
+  void trim();                                 // gives back blocks that nothing is in
 
  private:
   friend struct Range;

@@ -94,6 +94,7 @@ void Program::check_range(const qv_range& range, uint64_t align, uint64_t most) 
 void Program::refresh() {
   bool moved = false;
   for (uint64_t region : kRegions) {
+    device_.region(region).shrink(sizes_[region]);
     device_.region(region).ensure(sizes_[region]);
     moved = moved || device_.region(region).moves() != moves_[region];
   }

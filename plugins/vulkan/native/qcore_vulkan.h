@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#define QV_ABI 1u  // raised whenever anything below changes its meaning
+#define QV_ABI 2u  // raised whenever anything below changes its meaning
 
 enum {
   QV_OK = 0,
@@ -32,7 +32,7 @@ enum { QV_DISPATCH = 0, QV_COPY = 1, QV_FILL = 2 };      // kinds of steps
 enum { QV_NO_BARRIER = 1 };                              // flags of a step
 enum { QV_TIMESTAMPS = 1 };                              // flags of a program
 enum { QV_UNWRITTEN = 1 };                               // flags of qv_alloc
-enum { QV_INJECT_LOST = 1, QV_INJECT_OUT_OF_MEMORY = 2 };
+enum { QV_INJECT_LOST = 1, QV_INJECT_OUT_OF_MEMORY = 2, QV_INJECT_IDLE = 4 };
 
 typedef struct qv_device qv_device;
 typedef struct qv_recording qv_recording;  // a program
@@ -96,7 +96,11 @@ int qv_program_free(qv_recording* program);
 // buffers alive, their bytes, bytes taken from the driver, programs, pipelines, submissions, validation messages.
 int qv_stats(qv_device* device, uint64_t* values, uint32_t count);
 
-// For tests: what the next submission or allocation meets.
+// Gives back memory that no buffer is in, and ARENA, INPUT and OUTPUT; the next run takes what it needs. Without this call
+// those shrink where no run has needed their size for 10 seconds, and go with the last program and buffer.
+int qv_trim(qv_device* device);
+
+// For tests: what the next submission or allocation meets; IDLE: the next run finds that 10 seconds have passed.
 int qv_inject(qv_device* device, uint32_t what);
 
 #ifdef __cplusplus

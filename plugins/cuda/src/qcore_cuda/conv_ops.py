@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .ops import define, settled, unsettled
 from .portable.geometry import Geometry
-from .portable.weights import Weight
+from .portable.weights import Weight, bias_of, check_devices
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
 
@@ -25,6 +25,7 @@ def conv2d_a8(
     output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Int8 activations: x ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``; other arguments as for `ops.linear_a8`."""
+    check_devices(x, data, {"bias": bias})
     if unsettled(x):
         with settled(x):
             return conv2d_a8(
@@ -33,8 +34,6 @@ def conv2d_a8(
             )  # fmt: skip
     from .conv8 import Given, Result, conv2d
 
-    if bias is not None:
-        bias = bias.contiguous()
     geometry = Geometry.of(kernel, stride, padding, dilation, groups)
     size = geometry.output(*x.shape[2:])
     if not x.shape[0]:
@@ -43,7 +42,7 @@ def conv2d_a8(
         x,
         Weight(data, scale, zero, n, k, bits, group),
         sums,
-        bias,
+        bias_of(bias, n),
         geometry,
         Given(symmetric, static_scale, static_zero_point),
         Result(out_dtype, output_scale, output_zero_point),
@@ -57,6 +56,7 @@ def conv2d_a16(
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Float activations: the weight is dequantized; torch convolves in x's dtype, in float32 for wider results."""
+    check_devices(x, data, {"bias": bias})
     if unsettled(x):
         with settled(x):
             return conv2d_a16(
@@ -64,6 +64,7 @@ def conv2d_a16(
             )
     from .weight_only import dense
 
+    bias = bias_of(bias, n)
     dtype = x.dtype if x.dtype == out_dtype else torch.float32
     w = dense(Weight(data, scale, zero, n, k, bits, group), dtype).view(n, *kernel, -1).permute(0, 3, 1, 2)
     fused = bias if bias is not None and bias.dtype == dtype else None

@@ -37,10 +37,12 @@ class _Linear(PackedKernel, RowsKernel):
         if given or not runs_now(x):
             return super().__call__(x, packed, bias, **given)
         parts = self._parts(packed)
-        key: Any = (x.shape, x.stride(), x.dtype, x.get_device(), parts[1].dtype)
+        # What a recorded call takes for granted: also that nothing is on another device, and that a bias is one.
+        key: Any = (x.shape, x.stride(), x.dtype, x.get_device(), parts[0].get_device(), parts[1].dtype)
         tensors: tuple[Tensor, ...] = (x, *parts)
         if bias is not None:
-            key, tensors = (*key, bias.dtype, bias.stride()), (*tensors, bias)
+            form = (bias.dtype, bias.shape, bias.stride(), bias.get_device(), bias.is_neg())
+            key, tensors = (*key, *form), (*tensors, bias)
         replay = self._replays.get(key)
         if replay is not None and (y := replay(tensors)) is not None:
             return y

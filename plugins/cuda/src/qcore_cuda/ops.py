@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcore.contracts.base import GIVEN_NAMES
 from qcore.kernels import define_op
 
 from .portable.codes import given_of
-from .portable.weights import Weight
+from .portable.weights import Weight, bias_of, check_devices
 from .replay import again
 
 NAMESPACE = "qcore_cuda"
@@ -76,12 +77,11 @@ def linear_a16(
     n: int, k: int, bits: int, group: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """``x @ W^T + bias``: x ``(M, K)`` float, of any strides, M at least 1, to ``(M, N)``; W as in `packing`."""
+    check_devices(x, data, {"bias": bias})
     if unsettled(x):
         with settled(x):
             return linear_a16(x, data, scale, zero, bias, n, k, bits, group, out_dtype)
-    if bias is not None and not bias.is_contiguous():
-        bias = bias.contiguous()
-    return _weight_only()(x, Weight(data, scale, zero, n, k, bits, group), bias, out_dtype)
+    return _weight_only()(x, Weight(data, scale, zero, n, k, bits, group), bias_of(bias, n), out_dtype)
 
 
 def linear_a8(
@@ -96,17 +96,18 @@ def linear_a8(
     where given, else per token, ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``,
     or by ``output_scale`` and ``output_zero_point``, else of ``out_dtype``. ``sums``: see `packing.pack`.
     """
+    given = zip(GIVEN_NAMES, (x_scale, x_zero_point, out_scale, out_zero_point), strict=True)
+    check_devices(x, data, {"bias": bias, **dict(given)})
     if unsettled(x):
         with settled(x):
             return linear_a8(
                 x, data, scale, zero, sums, bias, x_scale, x_zero_point, out_scale, out_zero_point, n, k, bits, group,
                 symmetric, static_scale, static_zero_point, output_scale, output_zero_point, out_dtype,
             )  # fmt: skip
-    if bias is not None:
-        bias = bias.contiguous()
     of_x = given_of(x_scale, x_zero_point, static_scale, static_zero_point)
     of_y = given_of(out_scale, out_zero_point, output_scale, output_zero_point)
-    return _int8()(x, Weight(data, scale, zero, n, k, bits, group), sums, bias, out_dtype, symmetric, of_x, of_y)
+    weight = Weight(data, scale, zero, n, k, bits, group)
+    return _int8()(x, weight, sums, bias_of(bias, n), out_dtype, symmetric, of_x, of_y)
 
 
 def embedding(
@@ -114,6 +115,7 @@ def embedding(
     v: int, d: int, bits: int, group: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Rows of a table ``(v, d)``: int32 or int64 indices of any shape to ``(*indices.shape, d)``."""
+    check_devices(indices, data, {})
     if unsettled(indices):
         with settled(indices):
             return embedding(indices, data, scale, zero, v, d, bits, group, out_dtype)

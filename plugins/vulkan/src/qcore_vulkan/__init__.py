@@ -1,7 +1,8 @@
 """qcore-vulkan: quantized kernels for any GPU with a Vulkan driver; a plugin of qcore.
 
 qcore finds `qcore_vulkan.plugin` by its entry point. What there is to call: `sequential`, which runs several modules as
-one submission, and `on_device`, which picks one of several devices. Importing this loads no native library.
+one submission, `on_device`, which picks one of several devices, and `empty_cache`, which gives memory back. Importing
+this loads no native library.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .chain import Sequential, sequential
-    from .device import on_device
+    from .device import empty_cache, on_device
 
 __version__ = "26.11.0"
-__all__ = ["Sequential", "on_device", "sequential"]
+__all__ = ["Sequential", "empty_cache", "on_device", "sequential"]
 
 
 def __dir__() -> list[str]:
@@ -25,8 +26,8 @@ def __getattr__(name: str) -> Any:
         from . import chain
 
         return getattr(chain, name)
-    if name == "on_device":
-        from .device import on_device
+    if name in {"empty_cache", "on_device"}:
+        from . import device
 
-        return on_device
+        return getattr(device, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

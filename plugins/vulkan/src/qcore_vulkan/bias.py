@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qcore import FormatError
+from qcore.qtensor import contiguous
 
 if TYPE_CHECKING:
     from .device import Buffer, Device
@@ -45,7 +46,7 @@ class Biases:
         """The device's copy. Raises `FormatError` for a shape other than ``(n,)``."""
         if bias.shape != self._shape:
             raise FormatError(f"bias has shape {tuple(bias.shape)}; this weight needs {tuple(self._shape)}.")
-        bias = bias if bias.is_contiguous() else bias.contiguous()
+        bias = contiguous(bias) if bias.is_neg() or not bias.is_contiguous() else bias
         dtype, address, nbytes = bias.dtype, bias.data_ptr(), bias.nbytes
         for known in self._known:
             if known.values.dtype is dtype and not _differ(known.address, address, nbytes):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qcore import DynamicInt8, FormatError, OutputInt8, StaticInt8
 from qcore.contracts.embedding import check_indices
+from qcore.qtensor import contiguous
 
 from . import steps
 from .builder import Builder, Place, Program
@@ -130,7 +131,7 @@ def per_token(name: str, value: Tensor, rows: int) -> Tensor:
     """A vector of parameters as the device takes it. Raises `FormatError` for another length."""
     if tuple(value.shape) != (rows,):
         raise FormatError(f"{name} has shape {tuple(value.shape)}; there are {rows} tokens, so it must be ({rows},).")
-    return value.to(torch.int32 if name.endswith("zero_point") else torch.float32).contiguous()
+    return contiguous(value.to(torch.int32 if name.endswith("zero_point") else torch.float32))
 
 
 def embedding(indices: Tensor, resident: Resident, out_dtype: torch.dtype) -> Tensor:
@@ -138,9 +139,7 @@ def embedding(indices: Tensor, resident: Resident, out_dtype: torch.dtype) -> Te
 
     Raises `IndexError` for an index outside ``0..V-1``.
     """
-    flat = indices.reshape(-1)
-    check_indices(flat, resident.n)
-    flat = flat.to(torch.int32)
+    flat = indices_of(indices, resident.n)
     y = torch.empty((flat.shape[0], resident.k), dtype=out_dtype)
 
     def run(start: int, stop: int) -> None:
@@ -150,6 +149,12 @@ def embedding(indices: Tensor, resident: Resident, out_dtype: torch.dtype) -> Te
 
     in_parts(flat.shape[0], largest(resident.device) // _row_bytes(resident.k), run)
     return y.view(*indices.shape, resident.k)
+
+
+def indices_of(indices: Tensor, size: int) -> Tensor:
+    """Indices of any shape and strides as the device takes them, int32 in a row; `IndexError` outside ``0..size-1``."""
+    check_indices(indices, size)
+    return indices.reshape(-1).to(torch.int32).contiguous()
 
 
 def _embedding(resident: Resident, count: int, out_dtype: torch.dtype) -> Program:

@@ -97,6 +97,15 @@ def get(which: int | str | None = None) -> Device:
         return found
 
 
+def empty_cache() -> None:
+    """Give back what open devices hold beside weights: the memory that activations cross, and scratch memory.
+
+    Calls take what they need again. Memory that no call has needed for 10 seconds goes by itself at the next one.
+    """
+    for device in list(_open.values()):
+        device.trim()
+
+
 class Device:
     """An open device. Everything on it may be used from any thread; calls take turns."""
 
@@ -188,6 +197,10 @@ class Device:
             self.library.qv_pipeline(self.handle, module, len(module), values, len(values), subgroup, byref(number))
         )
         return number.value
+
+    def trim(self) -> None:
+        """Give back the memory that calls share; the next one takes what it needs."""
+        self.check(self.library.qv_trim(self.handle))
 
     def inject(self, what: int) -> None:
         """For tests: what the next submission (`native.INJECT_LOST`) or allocation meets."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from qcore.errors import PluginError
 
-ABI = 1
+ABI = 2
 FILE = "libqcore_vulkan.so"
 
 VALIDATE, BLOCK, SPIN = 1, 2, 4
@@ -24,7 +24,7 @@ DISPATCH, COPY, FILL = 0, 1, 2
 NO_BARRIER = 1
 TIMESTAMPS = 1
 UNWRITTEN = 1
-INJECT_LOST, INJECT_OUT_OF_MEMORY = 1, 2
+INJECT_LOST, INJECT_OUT_OF_MEMORY, INJECT_IDLE = 1, 2, 4
 PUSH_WORDS, BINDINGS = 32, 8
 
 
@@ -110,6 +110,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "qv_run": (c_void_p, POINTER(Copy), c_uint32, POINTER(Copy), c_uint32, POINTER(c_double)),
     "qv_program_free": (c_void_p,),
     "qv_stats": (c_void_p, POINTER(c_uint64), c_uint32),
+    "qv_trim": (c_void_p,),
     "qv_inject": (c_void_p, c_uint32),
 }  # fmt: skip
 

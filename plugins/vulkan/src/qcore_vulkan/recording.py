@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from qcore.contracts.conv2d import laid_out_like
-from qcore.contracts.embedding import check_indices
 
 from . import steps
 from .bias import Biases
 from .builder import Builder, Place, Program, Ref
-from .calls import geometry, in_rows, pixels_of, place, rows_in
+from .calls import geometry, in_rows, indices_of, pixels_of, place, rows_in
 from .device import Buffer, Device
 from .flow import IMAGE, INDICES, Flow, Stage
 from .steps import Image, Rows
@@ -52,9 +51,7 @@ class Recorded:
         """What the modules give for x, which has the shape and dtype that was recorded."""
         first, last = self.stages[0].before, self.stages[-1].after
         if first.kind == INDICES:
-            flat = x.reshape(1, -1)
-            check_indices(flat, self.residents[0].n)
-            flat = flat.to(torch.int32)
+            flat = indices_of(x, self.residents[0].n)
         else:
             flat = pixels_of(x) if first.kind == IMAGE else in_rows(x.reshape(first.matrix))
         y = torch.empty(last.matrix, dtype=last.dtype)

@@ -17,9 +17,8 @@ from torch.nn.functional import pad
 
 from qcore.contracts.embedding import check_indices
 
-from . import environment
+from . import biases, environment
 from .engines import base
-from .memo import Memo
 from .packing import Plan, plan, wants_rows
 from .tables import bare_columns, table_plan
 from .views import computed
@@ -32,12 +31,12 @@ _TILE = 64
 
 
 class Weight(NamedTuple):
-    """A packed weight, see `packing`: ``colsum`` where activations have zero points."""
+    """A packed weight, see `packing`: ``sums`` of codes where activations have zero points."""
 
     data: Tensor
     scale: Tensor
     zero: Tensor | None
-    colsum: Tensor | None
+    sums: Tensor | None
 
 
 class Given(NamedTuple):
@@ -97,10 +96,10 @@ def prepared(
     native = x.device.type != "cpu"
     count = bucket(rows, 1 if of.by_rows else _FEWEST)
     fresh, parameters = _parameters(given, rows, count)
-    padding = _mask(of, x.device) if weight.colsum is not None and weight.zero is not None else None
+    padding = _mask(of, x.device) if weight.sums is not None and weight.zero is not None else None
+    added = _no_bias(of, x.device) if bias is None else biases.filled(bias, weight.data, of)
     tensors = (
-        _filled(x, of, count, native), weight.data, weight.scale, weight.zero,
-        _bias(bias, of) if bias is not None else _no_bias(of, x.device), weight.colsum, padding, *parameters,
+        _filled(x, of, count, native), weight.data, weight.scale, weight.zero, added, weight.sums, padding, *parameters,
     )  # fmt: skip
     return _body("grouped" if of.heads > 1 else "linear"), _form(call, x.device.type), tensors, fresh
 
@@ -177,36 +176,6 @@ def _ones(parameter: Tensor | None, count: int) -> Tensor | None:
 def number(value: float, device: torch.device) -> Tensor:
     """A parameter for all rows, ``(1,)``."""
     return computed(torch.full((1,), value, dtype=torch.float32, device=device))
-
-
-def _bias(bias: Tensor, of: Plan) -> Tensor:
-    """A bias as functions take it; made anew where it was written to, also through ``.data``."""
-    made, seen = _biases.get(bias, of)
-    if _changed(bias, seen):
-        _biases.drop(bias, of)
-        made, _ = _biases.get(bias, of)
-    return made
-
-
-def _changed(bias: Tensor, seen: Tensor) -> bool:
-    """Whether a bias is another one than was seen, although its version is the same.
-
-    On a CPU values are compared, in 2 us; on a GPU, where that would wait for it, addresses.
-    """
-    if bias.is_cuda:
-        return bias.data_ptr() != seen.data_ptr()
-    return bias.device.type == "cpu" and not torch.equal(bias, seen)
-
-
-def _make_bias(bias: Tensor, of: Plan) -> tuple[tuple[Tensor, Tensor], bool]:
-    each = of.n // of.heads
-    filled = pad(bias.detach().float().view(of.heads, each), (0, of.rows - each)).contiguous()
-    # Elsewhere the same memory: as long as it is held, no other bias can have its address.
-    seen = bias.detach().clone() if bias.device.type == "cpu" else bias.detach()
-    return (computed(filled if of.heads > 1 else filled[0]), seen), False
-
-
-_biases: Memo[tuple[Tensor, Tensor]] = Memo(_make_bias)
 
 
 @lru_cache(maxsize=256)

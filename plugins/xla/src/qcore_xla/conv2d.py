@@ -33,5 +33,5 @@ class XlaConv2d(PackedKernel):
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
         check_image(self.name, x, self.request)
         call = ops.conv2d if runs_now(x) else ops.op_conv2d
-        weight = (packed["data"], packed["scale"], packed.get("zero"), packed.get("colsum"))
+        weight = (packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"))
         return call(x, *weight, bias, *self._constants)

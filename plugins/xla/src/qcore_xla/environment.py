@@ -18,13 +18,24 @@ JAX = "0.6"
 _GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
 _GPU_FILES = ("dev/nvidia0", "dev/kfd")
 _GPU_NAMES = {"cuda", "gpu", "rocm"}
+forked = False
+"""Whether this process was forked from one in which JAX was in use, by whomever."""
 TPUS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
 """Generations of TPUs by PCI device; Google's vendor is 0x1ae0."""
 
 
+def _after_fork() -> None:
+    global forked  # noqa: PLW0603 - a process is forked or not
+    forked = forked or initialised()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def why_not(kind: str, root: Path = Path("/")) -> str:
     """Why JAX cannot serve tensors of a type of torch device in this process; empty where it can."""
-    return jax_fault() or _platform_fault(kind) or _accelerator_fault(kind, root)
+    return jax_fault() or platform_fault(kind) or _accelerator_fault(kind, root)
 
 
 @lru_cache(maxsize=1)
@@ -42,7 +53,8 @@ def platforms() -> list[str]:
     return [name.strip() for name in chosen.split(",") if name.strip()]
 
 
-def _platform_fault(kind: str) -> str:
+def platform_fault(kind: str) -> str:
+    """Why JAX's choice of platforms leaves out a type of torch device; empty where it does not."""
     chosen, wanted = set(platforms()), {"cpu"} if kind == "cpu" else _GPU_NAMES
     if kind == "cuda" and not gpu_plugin():
         return "JAX has no GPU backend here: pip install 'jax[cuda13]' (or jax[cuda12]), for the CUDA that torch uses."

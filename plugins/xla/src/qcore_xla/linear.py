@@ -25,7 +25,7 @@ class XlaLinear(PackedKernel, RowsKernel):
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         call = ops.linear if runs_now(x) else ops.op_linear
         return call(
-            x, packed["data"], packed["scale"], packed.get("zero"), packed.get("colsum"), bias,
+            x, packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"), bias,
             given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),
             *self._constants,
         )  # fmt: skip

@@ -47,7 +47,7 @@ def flat(
 
 
 def linear(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, colsum: Tensor | None, bias: Tensor | None,
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, bias: Tensor | None,
     x_scale: Tensor | None, x_zero_point: Tensor | None, out_scale: Tensor | None, out_zero_point: Tensor | None,
     n: int, k: int, bits: int, group: int, activation: str, static_scale: float | None, static_zero_point: int,
     requantize: bool, output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype,
@@ -62,7 +62,7 @@ def linear(
         *_either(out_scale, out_zero_point, output_scale, output_zero_point, x.device),
     )
     call = call_of(x.device, n, k, bits, group, 1, activation, requantize, out_dtype)
-    return calls.linear(x, Weight(data, scale, zero, colsum), bias, given, call)
+    return calls.linear(x, Weight(data, scale, zero, sums), bias, given, call)
 
 
 def _either(
@@ -76,7 +76,7 @@ def _either(
 
 
 def _linear_fake(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, colsum: Tensor | None, bias: Tensor | None,
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, bias: Tensor | None,
     x_scale: Tensor | None, x_zero_point: Tensor | None, out_scale: Tensor | None, out_zero_point: Tensor | None,
     n: int, *rest: Any,
 ) -> Tensor:  # fmt: skip
@@ -84,7 +84,7 @@ def _linear_fake(
 
 
 def conv2d(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, colsum: Tensor | None, bias: Tensor | None, n: int,
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, bias: Tensor | None, n: int,
     kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int, bits: int, group: int,
     activation: str, static_scale: float | None, static_zero_point: int,
     requantize: bool, output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype,
@@ -98,11 +98,11 @@ def conv2d(
     k = kernel[0] * kernel[1] * x.shape[1] // groups
     call = call_of(x.device, n, k, bits, group, groups, activation, requantize, out_dtype)
     filling = static_zero_point if x.dtype == torch.int8 else 0
-    return convolve(x, Weight(data, scale, zero, colsum), bias, given, call, geometry, filling)
+    return convolve(x, Weight(data, scale, zero, sums), bias, given, call, geometry, filling)
 
 
 def _conv2d_fake(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, colsum: Tensor | None, bias: Tensor | None, n: int,
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, bias: Tensor | None, n: int,
     kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, *rest: Any,
 ) -> Tensor:  # fmt: skip
     size = convolved_size(x.shape[2:], kernel, stride, padding, dilation)
@@ -126,13 +126,13 @@ _QUANTIZATION = (
 )
 
 op_linear = _define(
-    f"linear(Tensor x, {_WEIGHT}, Tensor? colsum, Tensor? bias, Tensor? x_scale, Tensor? x_zero_point, "
+    f"linear(Tensor x, {_WEIGHT}, Tensor? sums, Tensor? bias, Tensor? x_scale, Tensor? x_zero_point, "
     f"Tensor? out_scale, Tensor? out_zero_point, int n, int k, int bits, int group, {_QUANTIZATION}) -> Tensor",
     linear,
     _linear_fake,
 )
 op_conv2d = _define(
-    f"conv2d(Tensor x, {_WEIGHT}, Tensor? colsum, Tensor? bias, int n, int[2] kernel, int[2] stride, int[2] padding, "
+    f"conv2d(Tensor x, {_WEIGHT}, Tensor? sums, Tensor? bias, int n, int[2] kernel, int[2] stride, int[2] padding, "
     f"int[2] dilation, int groups, int bits, int group, {_QUANTIZATION}) -> Tensor",
     conv2d,
     _conv2d_fake,

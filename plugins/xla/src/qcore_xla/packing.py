@@ -117,15 +117,15 @@ def wants_rows(device: torch.device, k: int, group_size: int | None, heads: int,
 def pack(weight: QTensor, plan: Plan, *, sums: bool = False) -> dict[str, Tensor]:
     """``data``, ``scale`` and, where there is one, ``zero``.
 
-    ``sums``: also ``colsum``, float32 ``(N,)``: the sum of each row of the weight, which activations with a zero point
-    are corrected by.
+    ``sums``: also int32 ``(G, N)``, the sum of codes over each group, which activations with a zero point are
+    corrected by.
     """
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
     packed = {"data": _pack_data(weight, plan), "scale": _filled(weight.scale, plan)}
     if zero is not None:
         packed["zero"] = _filled(zero, plan)
     if sums:
-        packed["colsum"] = _column_sums(weight, plan)
+        packed["sums"] = _filled(_group_sums(weight, plan), plan)
     return packed
 
 
@@ -207,7 +207,7 @@ def codes_of(words: Tensor) -> Tensor:
 def _filled(parameter: Tensor, plan: Plan) -> Tensor:
     """``(G, N)`` with zeros for what is filled up; ``(H, G, N/H)`` for channel groups."""
     if plan.heads > 1:
-        return parameter.view(parameter.shape[0], plan.heads, -1).movedim(1, 0).contiguous()
+        return parameter.reshape(parameter.shape[0], plan.heads, -1).movedim(1, 0).contiguous()
     return pad(parameter, (0, plan.rows - plan.n, 0, plan.filled - plan.groups)).contiguous()
 
 
@@ -217,14 +217,13 @@ def _bare(parameter: Tensor, plan: Plan) -> Tensor:
     return parameter[: plan.groups, : plan.n].contiguous()
 
 
-def _column_sums(weight: QTensor, plan: Plan) -> Tensor:
-    rows = [
-        part.dequantize(torch.float32).sum(1)
-        for start in range(0, plan.n, _step(plan.k))
-        for part in [weight.narrow(0, start, min(_step(plan.k), plan.n - start))]
+def _group_sums(weight: QTensor, plan: Plan) -> Tensor:
+    """Sums of codes over each group, int32 ``(G, N)``."""
+    parts = [
+        pad(codes, (0, plan.groups * plan.group - plan.k)).view(-1, plan.groups, plan.group).sum(-1, dtype=torch.int32)
+        for codes in _chunks_of_codes(weight)
     ]
-    sums = torch.cat(rows)
-    return sums.view(plan.heads, -1) if plan.heads > 1 else pad(sums, (0, plan.rows - plan.n))
+    return torch.cat(parts).t()
 
 
 class PackedKernel(Kernel):

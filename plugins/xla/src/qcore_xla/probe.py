@@ -17,9 +17,23 @@ def probe(root: Path = Path("/")) -> Available | Unavailable:
     """What `qcore_probe` answers; ``root`` is where device files are looked for."""
     if fault := jax_fault():
         return Unavailable(fault, broken=True)
+    if fault := _nothing_left(root):
+        return Unavailable(fault)
     devices = [*([f"TPU {tpu(root)}"] if tpu(root) else []), *(["GPU"] if _has_gpu(root) else []), "CPU"]
     versions = [f"{name} {found}" for name in _VERSIONS if (found := installed_version(name))]
     return Available(f"XLA: {', '.join(devices)}", ", ".join(versions), _details(root))
+
+
+_TENSORS = ("torch_tpu", "torch_xla")
+"""Who brings tensors that JAX only compiles for, whatever backends it has."""
+
+
+def _nothing_left(root: Path) -> str:
+    """Why no tensors at all can be served, since JAX was told to leave out what there is; empty where some can."""
+    if any(map(installed_version, _TENSORS)):
+        return ""
+    faults = [environment.platform_fault(kind) for kind in ("cpu", *(["cuda"] if _has_gpu(root) else []))]
+    return " ".join(faults) if all(faults) else ""
 
 
 def _has_gpu(root: Path) -> bool:

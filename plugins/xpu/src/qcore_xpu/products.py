@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qcore.activations import quantize_int8
+from qcore.contracts.base import GIVEN_NAMES
 
 from . import aten, biases, ops
 from .device import exact
 from .int32 import Form, own, power_of_two
 from .portable.codes import given_of
+from .portable.weights import bias_of, check_devices
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
 
@@ -34,9 +36,10 @@ def linear_w4a16(
     The weight is packed as `int32.pack` says (``factor``: or ``scale``, where there is none); ``form``: the fields of
     its `Form`.
     """
+    check_devices(x, data, {"bias": bias})
     if not x.shape[0]:
         return x.new_empty((0, data.shape[0]))
-    where = Form._make(form)
+    where, bias = Form._make(form), bias_of(bias, data.shape[0])
     with ops.settled(x):
         rows, level = (x, None) if levels is None else _levelled(x)
         if where.biased:
@@ -98,8 +101,10 @@ def linear_w8a16(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, wi
     bits is rounded a second time: a few rows get float32 sums, many a dequantized weight and a product with a bias.
     ``wide``: the weight does not fit x's dtype, and float32 sums serve any number of rows.
     """
+    check_devices(x, data, {"bias": bias})
     if not x.shape[0]:
         return x.new_empty((0, data.shape[0]))
+    bias = bias_of(bias, data.shape[0])
     with ops.settled(x):
         if bias is None:
             return aten.int8_mm(own(x), data, scale)
@@ -142,8 +147,11 @@ def linear_w8a8(
     """
     from . import quantizing
 
+    given = zip(GIVEN_NAMES, (x_scale, x_zero_point, out_scale, out_zero_point), strict=True)
+    check_devices(x, data, {"bias": bias, **dict(given)})
     if not x.shape[0]:
         return x.new_empty((0, data.shape[1]), dtype=out_dtype)
+    bias = bias_of(bias, data.shape[1])
     of_x = given_of(x_scale, x_zero_point, static_scale, static_zero_point)
     of_y = given_of(out_scale, out_zero_point, output_scale, output_zero_point)
     with ops.settled(x):

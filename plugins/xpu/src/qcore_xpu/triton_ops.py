@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcore.contracts.base import GIVEN_NAMES
+
 from .ops import define, settled
 from .portable.codes import given_of
 from .portable.geometry import Geometry
-from .portable.weights import Weight
+from .portable.weights import Weight, bias_of, check_devices
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
 
@@ -35,11 +37,13 @@ def linear_a8(
     """
     from . import tiles
 
+    given = zip(GIVEN_NAMES, (x_scale, x_zero_point, out_scale, out_zero_point), strict=True)
+    check_devices(x, data, {"bias": bias, **dict(given)})
     of_x = given_of(x_scale, x_zero_point, static_scale, static_zero_point)
     of_y = given_of(out_scale, out_zero_point, output_scale, output_zero_point)
     weight, how = Weight(data, scale, zero, n, k, bits, group), tiles.How(symmetric, of_x, of_y, out_dtype)
     with settled(x):
-        return tiles.product(x, weight, sums, _dense(bias), how)
+        return tiles.product(x, weight, sums, bias_of(bias, n), how)
 
 
 def linear_dense(
@@ -49,8 +53,9 @@ def linear_dense(
     """``x @ W^T + bias``: x ``(M, K)`` float, of any strides, to ``(M, N)``; W is dequantized some rows at a time."""
     from . import dense
 
+    check_devices(x, data, {"bias": bias})
     with settled(x):
-        return dense.linear(x, Weight(data, scale, zero, n, k, bits, group), bias, out_dtype)
+        return dense.linear(x, Weight(data, scale, zero, n, k, bits, group), bias_of(bias, n), out_dtype)
 
 
 def conv2d_a8(
@@ -62,6 +67,7 @@ def conv2d_a8(
     """Int8 activations: x ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``; other arguments as for `linear_a8`."""
     from . import columns, tiles
 
+    check_devices(x, data, {"bias": bias})
     geometry = Geometry.of(kernel, stride, padding, dilation, groups)
     if not x.shape[0]:
         return _image(x, n, out_dtype, geometry)
@@ -69,7 +75,7 @@ def conv2d_a8(
     of_y = given_of(None, None, output_scale, output_zero_point)
     weight, how = Weight(data, scale, zero, n, k, bits, group), tiles.How(symmetric, of_x, of_y, out_dtype)
     with settled(x):
-        y = columns.conv2d(x, weight, sums, _dense(bias), geometry, how)
+        y = columns.conv2d(x, weight, sums, bias_of(bias, n), geometry, how)
     return y.view(x.shape[0], *geometry.output(*x.shape[2:]), n).movedim(-1, 1)
 
 
@@ -81,11 +87,13 @@ def conv2d_dense(
     """Float activations: x ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``; the weight is dequantized, torch convolves."""
     from . import dense
 
+    check_devices(x, data, {"bias": bias})
     geometry = Geometry.of(kernel, stride, padding, dilation, groups)
     if not x.shape[0]:
         return _image(x, n, out_dtype, geometry)
     with settled(x):
-        return dense.conv2d(x, Weight(data, scale, zero, n, k, bits, group), bias, geometry, out_dtype)
+        weight = Weight(data, scale, zero, n, k, bits, group)
+        return dense.conv2d(x, weight, bias_of(bias, n), geometry, out_dtype)
 
 
 def embedding(
@@ -95,15 +103,12 @@ def embedding(
     """Rows of a table ``(v, d)``: int32 or int64 indices of any shape to ``(*indices.shape, d)``."""
     from . import gathering
 
+    check_devices(indices, data, {})
     with settled(indices):
         found = gathering.rows(
             indices.reshape(-1).contiguous(), Weight(data, scale, zero, v, d, bits, group), out_dtype
         )
     return found.view(*indices.shape, d)
-
-
-def _dense(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()
 
 
 def _image(x: Tensor, n: int, out_dtype: torch.dtype, geometry: Geometry) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qcore import DynamicInt8, OutputInt8
 from qcore.activations import Activation, given_numbers
+from qcore.qtensor import contiguous
 
 SYMMETRIC, ASYMMETRIC, TENSOR, TOKEN = range(4)
 """Kinds of parameters, as `kernels.quantize` knows them: a token's own, or given for all or for each token."""
@@ -74,7 +75,7 @@ def mode_of(x: Tensor, symmetric: bool, given: Given | None) -> Mode:
 
 def flat(parameter: Tensor) -> Tensor:
     """Parameters per token as kernels read them, one after the other."""
-    return parameter.reshape(-1).contiguous()
+    return contiguous(parameter.reshape(-1))
 
 
 def columns_of_codes(k: int) -> int:

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qcore import FormatError
+from qcore.qtensor import contiguous
+
 NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
 """Kinds of zero points, as kernels know them: w = q * s, (q - z) * s, q * s + z."""
+
+
+def check_devices(x: Tensor, data: Tensor, others: Mapping[str, Tensor | None]) -> None:
+    """Raise `FormatError` unless x, a packed weight's ``data`` and whatever else comes with a call are on one device.
+
+    A kernel takes addresses: what it would read at one of another device is anybody's.
+    """
+    index = data.get_device()
+    if x.get_device() != index:
+        raise FormatError(f"x is on {x.device}, the weight on {data.device}; bring both to one device.")
+    for name, tensor in others.items():
+        if tensor is not None and tensor.get_device() != index:
+            raise FormatError(f"{name} is on {tensor.device}, the weight on {data.device}; bring both to one device.")
+
+
+def bias_of(bias: Tensor | None, n: int) -> Tensor | None:
+    """A bias as kernels read it, from its address. Raises `FormatError` for another shape than ``(n,)``."""
+    if bias is None:
+        return None
+    if bias.shape != (n,):
+        raise FormatError(f"bias has shape {tuple(bias.shape)}; this weight needs ({n},).")
+    return contiguous(bias)
 
 
 class Weight(NamedTuple):

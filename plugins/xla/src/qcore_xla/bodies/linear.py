@@ -2,16 +2,17 @@
 
 With ``x = s_x (q_x - z_x)`` per token and ``W = s q + added`` per group (an integer zero point z means added = -s z)::
 
-    y = s_x * (sum over groups of s * (q_x @ q)  +  xsum @ added  -  z_x * colsum) + bias
+    y = s_x * (sum over groups of s * (q_x @ q - z_x * sums)  +  xsum @ added) + bias
 
-where xsum holds the sums of q_x per group and colsum the sums of W along K. Scales come after the products of codes,
-which are exact int32 sums where activations are int8. Float activations are the case ``s_x = 1, z_x = 0``.
+where xsum holds the sums of ``q_x - z_x`` per group and sums those of q. Scales come after the products of codes, which
+are exact int32 sums where activations are int8, zero points included: x of zeros gives zeros. Float activations are the
+case ``s_x = 1, z_x = 0``.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def linear(
     x: Array, data: Array, scale: Array, zero: Array | None, bias: Array | None,
-    colsum: Array | None = None, mask: Array | None = None,
+    sums: Array | None = None, mask: Array | None = None,
     x_scale: Array | None = None, x_zero: Array | None = None,
     out_scale: Array | None = None, out_zero: Array | None = None,
     *, form: Form,
@@ -36,8 +37,8 @@ def linear(
 
     ``data``: codes as in `codes`, ``(N, K)`` per channel, or ``(S, b, N)``: S slices of b along K, a group or a part
     of one each; ``(N, S, b)`` if ``form.rows``, for float activations. ``scale``, ``zero``: ``(G, N)``, S a multiple
-    of G; zero int8 is subtracted from codes, a float is added to ``q * s``. ``bias``: ``(N,)``. ``colsum``: ``(N,)``
-    float32, where activations have zero points.
+    of G; zero int8 is subtracted from codes, a float is added to ``q * s``. ``bias``: ``(N,)``. ``sums``: ``(G, N)``
+    int32, sums of codes, where activations have zero points.
     ``mask``: int8 ``(K,)``, 0 for columns of x that are padding: 0 has the code z_x, which must not count in xsum.
     ``x_scale``, ``x_zero``, ``out_scale``, ``out_zero``: ``(M,)`` or ``(1,)``, where they are given. Where data holds
     more columns than x, they are 0.
@@ -45,12 +46,17 @@ def linear(
     codes, s_x, z_x = activations(x, form.activation, x_scale, x_zero)
     if mask is not None:
         codes = codes * mask
-    y, columns = _product(codes, data, scale, form)
-    if zero is not None:
-        y = y + _dot(_group_sums(columns, scale.shape[0]), _added(scale, zero))
+    moved = None
     if z_x is not None:
-        assert colsum is not None
-        y = y - z_x * colsum
+        assert sums is not None
+        moved = Moved(z_x.astype(jnp.int32), sums)
+    y, columns = _product(codes, data, scale, moved, form)
+    if zero is not None:
+        total = _group_sums(columns, scale.shape[0])
+        if moved is not None:
+            there = jnp.ones((1, x.shape[1]), jnp.int32) if mask is None else mask[None]
+            total = total - moved.zero * _group_sums(_padded(there, columns.shape[1]), scale.shape[0])
+        y = y + _dot(total.astype(jnp.float32), _added(scale, zero))
     if s_x is not None:
         y = y * s_x
     if bias is not None:
@@ -60,14 +66,14 @@ def linear(
 
 def grouped(
     x: Array, data: Array, scale: Array, zero: Array | None, bias: Array | None,
-    colsum: Array | None = None, mask: Array | None = None,
+    sums: Array | None = None, mask: Array | None = None,
     x_scale: Array | None = None, x_zero: Array | None = None,
     out_scale: Array | None = None, out_zero: Array | None = None,
     *, form: Form,
 ) -> Array:  # fmt: skip
     """`linear` for H channel groups at once: x ``(H, M, K)``, each with a weight, scales and a bias of its own."""
-    axes = [0, 0, 0, *(None if part is None else 0 for part in (zero, bias, colsum)), *[None] * 5]
-    arrays = (x, data, scale, zero, bias, colsum, mask, x_scale, x_zero, out_scale, out_zero)
+    axes = [0, 0, 0, *(None if part is None else 0 for part in (zero, bias, sums)), *[None] * 5]
+    arrays = (x, data, scale, zero, bias, sums, mask, x_scale, x_zero, out_scale, out_zero)
     y: Array = jax.vmap(partial(linear, form=form), in_axes=axes)(*arrays)
     return y
 
@@ -78,8 +84,32 @@ def _added(scale: Array, zero: Array) -> Array:
     return -wide * scale.astype(jnp.float32) if zero.dtype == jnp.int8 else wide
 
 
-def _product(x: Array, data: Array, scale: Array, form: Form) -> tuple[Array, Array]:
-    """``sum over groups of scale * (x @ codes)`` float32 ``(M, N)``, and x padded to the columns of data."""
+class Moved(NamedTuple):
+    """A zero point of activations, int32 ``(M, 1)``, and the sums of the weight's codes that it meets, ``(G, N)``."""
+
+    zero: Array
+    sums: Array
+
+    def of(self, group: int) -> Moved:
+        """What concerns one group, sums ``(N,)``."""
+        return Moved(self.zero, self.sums[group])
+
+    def less(self, total: Array, codes: int) -> Array:
+        """Products ``(..., M, N)`` of so many codes without what the zero point adds: exact where that fits int32."""
+        if codes > _EXACT:
+            return total.astype(jnp.float32) - self.zero.astype(jnp.float32) * self.sums.astype(jnp.float32)
+        return total - self.zero * self.sums
+
+
+_EXACT = 1 << 16
+"""Codes in a group whose products with differences of codes and zero points, 255 * 128 each, add up within int32."""
+
+
+def _product(x: Array, data: Array, scale: Array, moved: Moved | None, form: Form) -> tuple[Array, Array]:
+    """``sum over groups of scale * (x @ codes)`` float32 ``(M, N)``, and x padded to the columns of data.
+
+    ``moved``: a zero point of x, which is subtracted.
+    """
     s = scale.astype(jnp.float32)
     if form.rows:
         slices = data.reshape(data.shape[0], -1, data.shape[-1])
@@ -89,14 +119,17 @@ def _product(x: Array, data: Array, scale: Array, form: Form) -> tuple[Array, Ar
             return _by_rows(x, slices, s, cut), x
     if data.ndim == 2:
         x = _padded(x, length(data, 1))
-        return s[0] * _per_channel(x, data, form).astype(jnp.float32), x
+        total = _per_channel(x, data, form)
+        total = total if moved is None else moved.of(0).less(total, x.shape[1])
+        return s[0] * total.astype(jnp.float32), x
     x = _padded(x, data.shape[0] * length(data, 1))
     if form.pallas:
         from ..pallas.product import product
 
-        return product(x, data, s), x
+        y = product(x, data, s)
+        return (y if moved is None else y - moved.zero * jnp.sum(s * moved.sums, axis=0)), x
     slices = x.reshape(x.shape[0], data.shape[0], -1)
-    return (_in_turn if form.scan else _at_once)(slices, data, s), x
+    return (_in_turn if form.scan else _at_once)(slices, data, s, moved), x
 
 
 _MANY_ROWS = 512
@@ -151,7 +184,7 @@ def _few_tiles(x: Array, data: Array, form: Form) -> Tiles | None:
     return tiles(x.shape[0], *data.shape)
 
 
-def _at_once(x: Array, data: Array, scale: Array) -> Array:
+def _at_once(x: Array, data: Array, scale: Array, moved: Moved | None) -> Array:
     """All slices of x ``(M, S, b)`` in one batched product."""
     w = planes(data, 1, x.dtype)
     parts = x.reshape(*x.shape[:2], *w.shape[1:3])
@@ -159,27 +192,35 @@ def _at_once(x: Array, data: Array, scale: Array) -> Array:
     groups, each = scale.shape[0], data.shape[0] // scale.shape[0]
     if each > 1 and x.dtype == jnp.int8:  # slices of one group are added exactly
         products, each = products.reshape(groups, each, *products.shape[1:]).sum(1), 1
+    if moved is not None:
+        products = Moved(moved.zero, moved.sums[:, None, :]).less(products, x.shape[1] * x.shape[2] // groups)
     # Floats are scaled before any sum: else XLA makes one long product of it, and moves a packed weight to do so.
     scales = jnp.repeat(scale, each, axis=0) if each > 1 else scale
     return jnp.sum(products.astype(jnp.float32) * scales[:, None, :], axis=0)
 
 
-def _in_turn(x: Array, data: Array, scale: Array) -> Array:
+def _in_turn(x: Array, data: Array, scale: Array, moved: Moved | None) -> Array:
     """Slice after slice of x ``(M, S, b)``."""
     groups, each = scale.shape[0], data.shape[0] // scale.shape[0]
     xs, ws = lax.transpose(x, (1, 0, 2)), data
+    codes = x.shape[1] * x.shape[2] // groups
     if groups == 1:
-        return scale * _sum_of_slices(xs, ws).astype(jnp.float32)
+        total = _sum_of_slices(xs, ws)
+        return scale * (total if moved is None else moved.of(0).less(total, codes)).astype(jnp.float32)
     product = _slice_product
     if each > 1:  # a dimension of one in between would cost a copy of the weight
         xs, ws = xs.reshape(groups, each, *xs.shape[1:]), ws.reshape(groups, each, *ws.shape[1:])
         product = _sum_of_slices
 
-    def step(y: Array, group: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        x_g, w_g, s_g = group
-        return y + s_g * product(x_g, w_g).astype(jnp.float32), None
+    def step(y: Array, group: tuple[Array, Array, Array, Array | None]) -> tuple[Array, None]:
+        x_g, w_g, s_g, sums_g = group
+        total = product(x_g, w_g)
+        if moved is not None and sums_g is not None:
+            total = Moved(moved.zero, sums_g).less(total, codes)
+        return y + s_g * total.astype(jnp.float32), None
 
-    y: Array = lax.scan(step, jnp.zeros((x.shape[0], data.shape[-1]), jnp.float32), (xs, ws, scale))[0]
+    parts = (xs, ws, scale, None if moved is None else moved.sums)
+    y: Array = lax.scan(step, jnp.zeros((x.shape[0], data.shape[-1]), jnp.float32), parts)[0]
     return y
 
 
@@ -220,9 +261,9 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 def _group_sums(x: Array, groups: int) -> Array:
-    """Sum x ``(M, K)`` over each group: float32 ``(M, G)``."""
-    wide = x.astype(_sum_dtype(x))
-    return wide.reshape(x.shape[0], groups, -1).sum(-1).astype(jnp.float32)
+    """Sum x ``(M, K)`` over each group: ``(M, G)``, int32 for codes, else float32."""
+    wide = x if x.dtype == jnp.int32 else x.astype(_sum_dtype(x))
+    return wide.reshape(x.shape[0], groups, -1).sum(-1)
 
 
 def _padded(x: Array, columns: int) -> Array:

@@ -33,7 +33,7 @@ def activations(
     low = jnp.minimum(jnp.min(x, axis=-1, keepdims=True).astype(jnp.float32), 0)
     high = jnp.maximum(jnp.max(x, axis=-1, keepdims=True).astype(jnp.float32), 0)
     s = _usable((high - low) / 255)
-    z = jnp.round(-128 - low / s)
+    z = jnp.where(high == low, 0.0, jnp.round(-128 - low / s))  # a token of zeros is zeros, whatever follows
     return _codes(x, s, z), s, z
 
 

@@ -6,8 +6,8 @@ before it is handed out (on a GPU its stream is), so that nothing JAX still read
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,13 +21,7 @@ from qcore import PluginError
 from .. import environment
 from ..memo import Memo
 
-_forked = False
 _NUMPY = {torch.float32, torch.int8, torch.int32}
-
-
-def _mark_fork() -> None:
-    global _forked  # noqa: PLW0603 - a process is forked or not
-    _forked = True
 
 
 class JaxEngine:
@@ -45,11 +39,20 @@ class JaxEngine:
     def run(
         self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
     ) -> Tensor:
-        if _forked:
+        if environment.forked:
             raise PluginError(
                 "this process was forked from one in which JAX was in use, and JAX does not survive a fork.\n"
                 "Start workers with the 'spawn' method: torch.multiprocessing.set_start_method('spawn')."
             )
+        try:
+            return self._run(function, form, tensors, fresh)
+        except Exception:  # noqa: BLE001 - what fails for another reason fails again, and says so
+            with _apart():
+                return self._run(function, form, tensors, fresh)
+
+    def _run(
+        self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
+    ) -> Tensor:
         kept = self._arrays.get
         arrays = [
             None if tensor is None else _fresh(tensor) if i in fresh else kept(tensor)
@@ -59,6 +62,18 @@ class JaxEngine:
         if tensors[0] is not None and tensors[0].is_cuda:
             return from_dlpack(y)  # makes torch's stream wait for it
         return _writable(np.asarray(y))  # waits for it
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """What a program is about with JAX does not count: a trace that goes on, a ban on transfers.
+
+    Tensors of torch are no part of either. Entering this takes longer than many calls: only what has failed does.
+    """
+    import jax
+
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        yield
 
 
 class _Memory:
@@ -97,7 +112,6 @@ def _shared_array(tensor: Tensor) -> tuple[Any, bool]:
 def _from_dlpack() -> Callable[[Tensor], Any]:
     from jax import dlpack
 
-    os.register_at_fork(after_in_child=_mark_fork)
     return dlpack.from_dlpack
 
 

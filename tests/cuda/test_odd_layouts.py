@@ -1,0 +1,35 @@
+"""Any strides, steps of 0, offsets and the negative bit, of every tensor that a call or a weight brings along."""
+
+from __future__ import annotations
+
+import odd_layouts
+import pytest
+import torch
+
+from qcore_cuda import conv2d, conv_ops, embedding, linear, ops
+
+KERNELS = {"linear": linear.kernel, "conv2d": conv2d.kernel, "embedding": embedding.CudaEmbedding}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    """The ops also for the CPU, which the plugin does not register them for."""
+    library = torch.library.Library(ops.NAMESPACE, "IMPL")
+    for name in ("linear_a16", "linear_a8", "embedding"):
+        library.impl(name, getattr(ops, name), "CPU")
+    for name in ("conv2d_a16", "conv2d_a8"):
+        library.impl(name, getattr(conv_ops, name), "CPU")
+    yield
+    library._destroy()
+
+
+def kernel_for(request):
+    made = KERNELS[request.contract](request)
+    return None if isinstance(made, str) else made
+
+
+@pytest.mark.parametrize(("contract", "count"), [("linear", 10), ("conv2d", 10), ("embedding", 20)])
+def test_every_tensor_may_lie_in_any_way(interpreter, contract, count):
+    served, wrong = odd_layouts.wrong_layouts(contract, kernel_for, seed=1, count=count)
+    assert served >= 8
+    assert not wrong, "\n".join(wrong)
