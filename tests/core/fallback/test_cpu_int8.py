@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from qcore.activations import DynamicInt8
-from qcore.fallback import codes, cpu_int8, onednn
+from qcore.fallback import codes, cpu_int8, cpu_w8a16, onednn
 from qcore.formats import Format, ZeroPoint
+from qcore.qtensor import QTensor
 from qcore.quantize import quantize
 
 
@@ -37,7 +38,7 @@ def test_the_product_is_exact_at_the_extremes(k, rows):
     x[1::2] = 0
     y = onednn.int8_product(x, [onednn.prepack(weight)], torch.ones(1, 33), torch.zeros(33, dtype=torch.int32))
     assert torch.equal(y.double(), (x.double() - 128) @ weight.double().t())
-    assert torch.equal(onednn.codes_of(onednn.prepack(weight)), weight)
+    assert torch.equal(onednn.codes_of([onednn.prepack(weight)]), weight)
 
 
 def test_saturating_instructions_are_found_out(tools):
@@ -77,7 +78,7 @@ def test_float_activations_are_multiplied_exactly(tools, fast, scheme, dtype):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_digits_add_up_to_the_activations(digits, rows):
     x = torch.randn(rows, 33) * torch.logspace(25, -25, rows)[:, None]
-    values, scale = codes.whole_numbers(x, 8 * digits - 2)
+    values, scale, _ = codes.whole_numbers(x, 8 * digits - 2)
     assert values.abs().max() <= 2.0 ** (8 * digits - 2)
     assert torch.equal(values, values.round())
     bytes_ = codes.digit_rows(values, digits).view(digits, rows, 33).double() - 128
@@ -90,11 +91,69 @@ def test_digits_add_up_to_the_activations(digits, rows):
 def test_digits_of_tiny_zero_and_infinite_rows():
     x = torch.tensor([[0.0, 0.0], [1e-40, -1e-45], [float("inf"), 1.0], [float("nan"), 1.0]])
     for rows in (x, x[:1], x[1:2], x[2:3], x[3:]):
-        values, scale = codes.whole_numbers(rows, 22)
+        values, scale, _ = codes.whole_numbers(rows, 22)
         result = values * scale
         finite = rows.isfinite().all(1)
         torch.testing.assert_close(result[finite], rows[finite], rtol=0, atol=1e-34)
         assert not result[~finite].isfinite().any()
+
+
+SPARSE = ("dense", "one", "few", "holes")
+
+
+def with_weights(weight, kind, generator):
+    """``weight`` with most of its values 0: an output then depends on few elements of x, small ones too."""
+    n, k = weight.shape
+    drawn = torch.rand(n, k, generator=generator)
+    kept = {"one": drawn == drawn.amax(1, keepdim=True), "few": drawn < 0.1, "holes": drawn[:1].expand(n, k) < 0.7}
+    if kind not in kept:
+        return weight
+    zero = None if weight.zero is None else torch.zeros_like(weight.zero)
+    return QTensor.from_codes(weight.codes() * kept[kind], weight.scale, zero, weight.format)
+
+
+def uneven(kind, x):
+    """x of float64 with the values of a row far apart."""
+    largest = 3e4 if x.dtype == torch.float16 else 1e30
+    spikes = {"1e2": 1e2, "1e4": 1e4, "1e6": 1e6, "largest": largest}
+    if kind in spikes:
+        x[:, x.shape[1] // 3] = min(spikes[kind], largest)
+        return x
+    changed = {
+        "heavy": lambda v: v.double() ** 5,
+        "wide": lambda v: v.double() * torch.logspace(-12, 12, v.shape[1], dtype=torch.float64),
+        "tiny": lambda v: v.double() * 1e-37,
+        "huge": lambda v: v.double() * 1e34,
+        "relu": lambda v: v.clamp_min(0),
+    }[kind](x)
+    end = 3e4 if x.dtype == torch.float16 else 1e34
+    return changed.double().clamp(-end, end).to(x.dtype)
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a16-asym", "w8a16-g32-fzp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_outliers_drown_nothing(tools, scheme, dtype):
+    generator = torch.Generator().manual_seed(1)
+    made = tools.linear(scheme, dtype, n=24, k=160)
+    for kind in SPARSE:
+        weight = with_weights(made.weight, kind, generator)
+        packs = {name: kernel.pack(weight) for name, kernel in made.kernels.items() if "plain" not in name}
+        assert ("torch.cpu.w8a16" in packs) is (dtype != torch.float64)
+        for values in ("1e2", "1e4", "1e6", "largest", "heavy", "wide", "tiny", "huge", "relu"):
+            for rows in (1, 3):
+                x = uneven(values, torch.randn(rows, 160, generator=generator).to(dtype))
+                problem = replace(made.problem(rows), x=x, weight=weight)
+                for name, packed in packs.items():
+                    tools.check(made.kernels[name], problem, packed)
+
+
+def test_ordinary_rows_need_no_more_digits(fast):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        made = fast("w8a16", dtype, n=64, k=4096)
+        spread = float(made.kernel.pack(made.weight)["spread"])
+        limit = made.kernel._limit + spread * 4096
+        for x in (torch.randn(8, 4096), torch.rand(1, 4096)):
+            assert len(cpu_w8a16._parts(x.to(dtype), made.kernel.digits, limit)) == 1
 
 
 def test_one_row_and_many_agree(fast):
@@ -106,7 +165,7 @@ def test_one_row_and_many_agree(fast):
 
 
 def test_kernels_share_packed_tensors(fast):
-    one, other = fast("w8a8"), fast("w8a16")
+    one, other = fast("w8a8"), fast("w8a8-aasym")
     assert one.kernel.packing == other.kernel.packing
     packed = one.kernel.pack(one.weight)
     assert other.kernel(torch.ones(2, 256).bfloat16(), packed, None).shape == (2, 48)

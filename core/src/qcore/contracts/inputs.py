@@ -103,7 +103,7 @@ class Draw:
     def activations(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str, strides: str) -> Tensor:
         """Draw x of ``shape``; its last dimension is K. Leans to one side too, so that a dropped correction shows."""
         if dtype == torch.int8:
-            return self.whole(-128, 127, *shape).to(torch.int8)
+            return with_strides(self.whole(-128, 127, *shape).to(torch.int8), strides)
         x = self.normal(*shape) + 0.3
         if kind == "large":
             x *= 100.0 if dtype == torch.float16 else 1e4

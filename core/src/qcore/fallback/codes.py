@@ -17,6 +17,8 @@ from .integer import Given, Parameter, parameters
 from .onednn import OFFSET
 
 _SMALLEST = torch.finfo(torch.float32).smallest_normal
+_LARGE = 2.0**96
+"""The sum of a row's values stays finite below it."""
 _ROUND_BYTE = 1.5 * 2.0**23 + OFFSET
 
 
@@ -65,26 +67,34 @@ def static_codes(x: Tensor, scale: float, zero: int) -> Tensor:
     return unsigned(values.clamp_(INT8_MIN - zero, INT8_MAX - zero).round_(), zero)
 
 
-def whole_numbers(x: Tensor, bits: int) -> tuple[Tensor, Tensor | float]:
+def whole_numbers(x: Tensor, bits: int, limit: float = 0.0) -> tuple[Tensor, Tensor | float, Tensor | None]:
     """``x = values * scale`` per row: values are whole numbers up to ``2**bits`` in float32, the scale a power of two.
 
     bfloat16 values are exact as long as they are above ``2**(8 - bits)`` of the row's largest; smaller ones err by at
-    most ``2**-bits`` of it. A row that holds NaN or Inf gets the scale NaN.
+    most ``2**-bits`` of it. A row that holds NaN or Inf gets the scale NaN. The third result are the indices of rows
+    for which that is too coarse, None if there are none: their absolute values sum up to less than ``limit`` times the
+    largest, or that is too near either end of float32.
     """
     values = x.float()
-    top = values.abs().amax(-1, keepdim=True)
+    size = values.abs()
+    top, total = size.amax(-1, keepdim=True), size.sum(-1, keepdim=True)
     up: Tensor | float
     scale: Tensor | float
-    if x.shape[0] == 1 and not torch.compiler.is_compiling() and type(x) is Tensor:
+    if x.shape[0] == 1:
         largest = float(top)
         scale = math.ldexp(1.0, max(math.frexp(largest)[1], bits - 126) - bits) if math.isfinite(largest) else math.nan
         up = 1.0 / scale
+        inside = 2.0 ** (bits - 127) <= largest <= _LARGE and float(total) >= limit * largest
+        coarse = None if inside or not 0.0 < largest < math.inf else torch.zeros(1, dtype=torch.int64)
     else:
         # The exponent bits alone are the power of two at or below a number.
-        power = (top.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(2.0 ** (bits - 127))
+        power = (top.view(torch.int32) & 0x7F800000).view(torch.float32)
+        inside = (total >= top * limit) & (top <= _LARGE) & (power >= 2.0 ** (bits - 127))
+        coarse = None if bool(inside.all()) else (~inside & (top > 0.0) & (top < math.inf)).view(-1).nonzero().view(-1)
+        power = power.clamp_min_(2.0 ** (bits - 127))
         up, scale = power.reciprocal().mul_(2.0 ** (bits - 1)), power * 2.0 ** (1 - bits) + (top - top)
     values = values * up if values is x else values.mul_(up)
-    return values.round_(), scale
+    return values.round_(), scale, coarse
 
 
 def digit_rows(values: Tensor, digits: int) -> Tensor:
@@ -93,10 +103,18 @@ def digit_rows(values: Tensor, digits: int) -> Tensor:
     Adding 128 to every digit at once turns signed digits into the bytes of an unsigned number.
     """
     number = values.to(torch.int32).add_(_ALL_OFFSETS[digits])
-    if torch.compiler.is_compiling():
-        return torch.cat([(number >> 8 * i).to(torch.uint8) for i in range(digits)])
     planes = number.view(torch.uint8).view(*values.shape, 4)[..., :digits].permute(2, 0, 1)
     return planes.reshape(-1, values.shape[1])
 
 
-_ALL_OFFSETS = {3: 0x808080, 4: 0x80808080 - (1 << 32)}
+_ALL_OFFSETS = {2: 0x8080, 3: 0x808080, 4: 0x80808080 - (1 << 32)}
+
+
+def group_sums(values: Tensor, group: int) -> Tensor:
+    """Sums of ``(M, K)`` per group of ``group`` columns, the last of which may be short: ``(M, G)``."""
+    rows, k = values.shape
+    if group >= k:
+        return values.sum(-1, keepdim=True)
+    ragged = -k % group
+    values = torch.nn.functional.pad(values, (0, ragged)) if ragged else values
+    return values.reshape(rows, -1, group).sum(-1)

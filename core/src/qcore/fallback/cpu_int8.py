@@ -1,12 +1,10 @@
-"""``torch.cpu.w8a8``, ``torch.cpu.w4a8`` and ``torch.cpu.w8a16``: kernels on oneDNN's int8 product.
+"""``torch.cpu.w8a8`` and ``torch.cpu.w4a8``: kernels on oneDNN's int8 product.
 
 With ``x = s_x (q_x - z_x)`` per token and ``W = s q + added`` per group (an integer zero point z means added = -s z)::
 
     y = s_x * (sum over groups of s * (q_x @ q)  +  xsum @ added  -  z_x * colsum) + bias
 
-where xsum holds the sums of q_x per group and colsum the sums of W along K. Float activations are served too,
-and exactly: a row is written as a whole number times a power of two, in three or four signed digits of eight bits, and
-each digit is one row of the int8 product.
+where xsum holds the sums of q_x per group and colsum the sums of W along K.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from ..formats import ZeroPoint
 from ..kernels import Packed, RowsKernel, check_weight
 from ..qtensor import QTensor
 from . import onednn
-from .codes import digit_rows, quantized, static_codes, symmetric_token, symmetric_tokens, unsigned, whole_numbers
+from .codes import group_sums, quantized, static_codes, symmetric_token, symmetric_tokens, unsigned
 from .integer import Given, finish
 
-_MOST_ROWS = 1024
+MOST_ROWS = 1024
 """Longer inputs are cut, so that float32 copies of x and y stay small."""
 
 
@@ -70,7 +68,7 @@ class CpuInt8(RowsKernel):
         if torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
                 return self.run(x, packed, bias, **given)
-        if not torch.compiler.is_compiling() and x.shape[0] > _MOST_ROWS:
+        if not torch.compiler.is_compiling() and x.shape[0] > MOST_ROWS:
             return torch.cat([self.run(p, packed, bias, **g) for p, g in _pieces(x, given)])
         return self._rows(x.contiguous(), packed, bias, given)
 
@@ -82,17 +80,11 @@ class CpuInt8(RowsKernel):
 
     def _product(self, codes: Tensor, packed: Packed) -> Tensor:
         multiply = self._traced if torch.compiler.is_compiling() else onednn.int8_product
-        return multiply(codes, self._weights(packed), _scale32(packed), packed["zeros"])
+        return multiply(codes, self._weights(packed), scale32(packed), packed["zeros"])
 
     def _sums(self, values: Tensor, packed: Packed) -> Tensor | None:
         """Sums of float32 whole numbers ``(M, K)`` per group, ``(M, G)``, where a zero point needs them."""
-        if "added" not in packed:
-            return None
-        if self.groups == 1:
-            return values.sum(-1, keepdim=True)
-        ragged = self.groups * self.group - self.k
-        values = torch.nn.functional.pad(values, (0, ragged)) if ragged else values
-        return values.reshape(values.shape[0], self.groups, self.group).sum(-1)
+        return group_sums(values, self.group) if "added" in packed else None
 
 
 class CpuInt8Activations(CpuInt8):
@@ -129,48 +121,28 @@ class CpuOneScale(CpuInt8Activations):
             scale, zero = float(static.scale or 1.0), static.zero_point
             codes = unsigned(x.float()) if x.dtype == torch.int8 else static_codes(x, scale, zero)
         bias = None if bias is None else bias.float()
-        weight, weight_scale = packed["weight_0"], _scale32(packed)[0]
+        weight, weight_scale = packed["weight_0"], scale32(packed)[0]
         return onednn.scaled_product(codes, scale, zero, weight, weight_scale, packed["zeros"], bias, self.out_dtype)
 
 
-class CpuFloatActivations(CpuInt8):
-    """Float activations times int8 weights, as an exact integer product of their digits."""
-
-    def __init__(self, name: str, request: LinearRequest) -> None:
-        super().__init__(name, request)
-        self.digits = 4 if request.x_dtype == torch.float32 else 3
-
-    def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
-        values, scale = whole_numbers(x, 8 * self.digits - 2)
-        parts = self._product(digit_rows(values, self.digits), packed).view(self.digits, x.shape[0], self.n)
-        y = parts[0]
-        for i in range(1, self.digits):
-            y = y.add_(parts[i], alpha=256.0**i)
-        sums = self._sums(values, packed)
-        if sums is not None:
-            y = y.addmm_(sums, packed["added"])
-        return finish(y, scale, bias, None, self.out_dtype, given)
-
-
-def _scale32(packed: Packed) -> Tensor:
+def scale32(packed: Packed) -> Tensor:
+    """The scale ``(G, N)`` in float32."""
     return packed["scale32"] if "scale32" in packed else packed["scale"]
 
 
 def _pieces(x: Tensor, given: Given) -> list[tuple[Tensor, Given]]:
-    rows = torch.split(x, _MOST_ROWS)
-    cut = {name: torch.split(value, _MOST_ROWS) for name, value in given.items()}
+    rows = torch.split(x, MOST_ROWS)
+    cut = {name: torch.split(value, MOST_ROWS) for name, value in given.items()}
     return [(part, {name: values[i] for name, values in cut.items()}) for i, part in enumerate(rows)]
 
 
-def kernel(request: LinearRequest) -> CpuInt8 | None:
+def kernel(request: LinearRequest) -> CpuInt8Activations | None:
     """The kernel for ``request``, None where there is none."""
     fmt, activation = request.weight, request.activation
-    if request.device.type != "cpu" or not (request.n and request.k) or (activation is None and fmt.bits != 8):
+    if request.device.type != "cpu" or not (request.n and request.k) or activation is None:
         return None
     if not onednn.is_exact(fmt.bits):
         return None
-    if activation is None:
-        return CpuFloatActivations("torch.cpu.w8a16", request)
     name = f"torch.cpu.w{fmt.bits}a8"
     one_group = fmt.groups(request.k) == 1 and fmt.zero is ZeroPoint.NONE
     one_scale = activation == DynamicInt8() or (not isinstance(activation, DynamicInt8) and not activation.per_token)

@@ -142,7 +142,8 @@ def finish(
 
     ``y``: float32 ``(..., N)``, overwritten.
     """
-    y = y.mul_(scale)
+    if isinstance(scale, Tensor) or scale != 1.0:
+        y = y.mul_(scale)
     if bias is not None:
         y = y.add_(bias.float())
     if output is None:

@@ -9,7 +9,7 @@ import torch
 from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
 from ..hookspecs import hookimpl
 from ..kernels import FALLBACK, Available, Offer
-from . import cpu_conv2d, cpu_int8, cpu_int8pack, cpu_w4a16
+from . import cpu_conv2d, cpu_int8, cpu_int8pack, cpu_w4a16, cpu_w8a16
 from .embedding import PlainEmbedding
 from .plain_conv2d import PlainConv2d
 from .plain_linear import PlainLinear
@@ -48,7 +48,7 @@ def _linear(request: LinearRequest) -> tuple[Offer, ...]:
     int8pack = cpu_int8pack.kernel(request)
     if int8pack is not None:
         offers.insert(0, Offer(int8pack, FALLBACK + 15, "ATen int8 product; from 24 rows on dequantized in the cache"))
-    int8 = cpu_int8.kernel(request)
+    int8 = cpu_int8.kernel(request) or cpu_w8a16.kernel(request)
     if int8 is not None:
         offers.insert(0, Offer(int8, FALLBACK + 10, "oneDNN int8 product, exact"))
     int4 = cpu_w4a16.kernel(request)
