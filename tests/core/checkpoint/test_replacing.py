@@ -1,4 +1,4 @@
-"""What a save leaves of what stood there: rights, links, files beside it, temporaries of others; names of other kinds."""
+"""What a save leaves of what stood there: rights, links, temporaries of others; and how files of other kinds are named."""
 
 from __future__ import annotations
 
