@@ -135,7 +135,7 @@ def fork(act: Callable[[], None]) -> int:
     if not child:
         try:
             act()
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - nothing may get back into the copy of the parent's stack
             traceback.print_exc()
         os._exit(1)
     return child

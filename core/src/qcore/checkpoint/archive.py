@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import CheckpointError, quoted
 from ..qtensor import QTensor
 from .foreign import among
-from .header import MAX_HEADER, Entry, parse_json, problem, read_header, shown
+from .header import MAX_HEADER, Entry, parse_json, problem, read_header, shown, without_gc
 from .records import SAVE, Record, read_notes
 from .values import build_weight, read_tensor
 
@@ -63,7 +63,7 @@ class Archive:
         while True:
             before = _state(path)
             try:
-                with ExitStack() as files:
+                with ExitStack() as files, without_gc():
                     archive = cls(path)
                     archive._open_all(files)
                     stack.push(files.pop_all())

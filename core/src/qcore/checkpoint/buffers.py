@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.base import QuantizedModule
-from .values import as_bytes, storable
+from .values import same_bits
 
 # ruff: noqa: SLF001 - reads the tables that torch keeps in modules
 
@@ -41,7 +41,7 @@ def recomputed(model: nn.Module) -> dict[int, Tensor]:
     """The values of lost buffers that their modules can compute, on the CPU, by the identity of the buffer."""
     lost: dict[int, tuple[str, nn.Module, list[str]]] = {}
     for name, module, key in lost_buffers(model):
-        lost.setdefault(id(module), (name.removesuffix(f".{key}"), module, []))[2].append(key)
+        lost.setdefault(id(module), (name.rpartition(".")[0], module, []))[2].append(key)
     found: dict[int, Tensor] = {}
     layers = dict(model.named_modules(remove_duplicate=False))
     for layer, module, keys in lost.values():
@@ -89,8 +89,8 @@ def _results(recipe: Recipe, module: nn.Module, keys: list[str]) -> dict[str, Te
         return {}
     alike = {key for key in keys if _usable(module, key, first) and _usable(module, key, second)}
     dtypes = {key: module._buffers[key].dtype for key in alike}  # type: ignore[union-attr]
-    pairs = {key: [storable(run[key]).to(dtypes[key]) for run in (first, second)] for key in alike}
-    return {key: one for key, (one, other) in pairs.items() if as_bytes(one) == as_bytes(other)}
+    pairs = {key: [run[key].cpu().to(dtypes[key]) for run in (first, second)] for key in alike}
+    return {key: one for key, (one, other) in pairs.items() if same_bits(one, other)}
 
 
 def _usable(module: nn.Module, key: str, found: dict[str, Tensor]) -> bool:

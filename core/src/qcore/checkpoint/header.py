@@ -104,8 +104,7 @@ class Header:
 def parse_json(text: bytes, path: Path, what: str) -> dict[str, Any]:
     """Read a JSON object from a file that is not trusted; a key that occurs twice, or is no text, is an error."""
     try:
-        with _without_gc():
-            tree = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        tree = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise problem(path, f"its {what} is no valid JSON: {str(error)[:200]}.") from None
     if not isinstance(tree, dict):
@@ -116,7 +115,7 @@ def parse_json(text: bytes, path: Path, what: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """The collector looks at all objects again and again while hundreds of thousands are made; none is garbage."""
     enabled = gc.isenabled()
     gc.disable()
@@ -148,9 +147,8 @@ def read_header(file: BinaryIO, path: Path) -> Header:
         raise _no_header(head, length, size, path)
     tree = parse_json(file.read(length), path, "header")
     metadata = _metadata(tree.pop("__metadata__", {}), path)
-    with _without_gc():
-        entries = {name: _entry(name, value, 8 + length, path) for name, value in tree.items()}
-        _check_layout(entries.values(), 8 + length, size, path)
+    entries = {name: _entry(name, value, 8 + length, path) for name, value in tree.items()}
+    _check_layout(entries.values(), 8 + length, size, path)
     return Header(metadata, entries)
 
 

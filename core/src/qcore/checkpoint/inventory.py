@@ -11,6 +11,7 @@ from typing import Any
 from ..decision import format_table
 from ..errors import did_you_mean
 from .archive import Archive
+from .header import shown
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ class Inventory:
     def __str__(self) -> str:
         header = ("tensor", "kind", "shape", "quantizer", "scheme", "bytes", "shard", "tied to")
         rows = [
-            (t.name, t.kind, "x".join(map(str, t.shape)), t.quantizer, t.scheme, f"{t.nbytes:,}", t.shard, t.alias_of)
+            (
+                *(shown(t.name), t.kind, "x".join(map(str, t.shape)), t.quantizer, t.scheme, f"{t.nbytes:,}"),
+                *(shown(t.shard), shown(t.alias_of)),
+            )
             for t in self.tensors
         ]
         wrote = f"written by qcore {self.version}" if self.version else "not written by qcore"

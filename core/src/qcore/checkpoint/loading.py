@@ -23,7 +23,7 @@ from .matching import Match, Swap, match
 from .modules import rebuild, weight_place
 from .overlap import is_expanded, torn_by_writing
 from .placing import Placing
-from .values import as_bytes
+from .values import same_bits
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LoadReport(Report):
 
     def __str__(self) -> str:
         lists = {"missing": self.missing, "unexpected": self.unexpected}
-        return "\n".join([super().__str__(), *(f"{k}: {', '.join(v)}" for k, v in lists.items() if v)])
+        return "\n".join([super().__str__(), *(f"{k}: {', '.join(map(shown, v))}" for k, v in lists.items() if v)])
 
 
 def load_(
@@ -146,7 +146,7 @@ class _Loader:
         slot = self.found.slots[name]
         value = value.to(slot.dtype).contiguous()
         _, _, earlier = self.values.setdefault(id(slot), (name, slot, value))
-        if earlier is not value and as_bytes(earlier) != as_bytes(value):
+        if earlier is not value and not same_bits(earlier, value):
             # What the model ties must be equal in the file, or one of the two would be lost.
             raise self._torn(name)
         if id(slot) not in self.replaced and (slot.device.type == "meta" or is_expanded(slot)):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .values import as_bytes, storable
+from .values import same_bits
 
 Write = tuple[str, Tensor, Tensor]
 """A name, the tensor to be written, and the value, of the same dtype and shape."""
@@ -68,7 +68,7 @@ def _torn(cluster: Sequence[Write]) -> str:
     for twin, (_, _, value) in zip(twins, cluster, strict=True):
         twin.copy_(value)
     for twin, (name, _, value) in zip(twins, cluster, strict=True):
-        if as_bytes(storable(twin)) != as_bytes(storable(value)):
+        if not same_bits(twin, value):
             return name
     return ""
 

@@ -33,6 +33,12 @@ def storable(tensor: Tensor) -> Tensor:
     return found if found.data_ptr() or not found.numel() else found.clone()  # torch's tensor of zeros has no memory
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same values, bit for bit."""
+    one, other = storable(one), storable(other)
+    return as_bytes(one) == as_bytes(other)
+
+
 def read_tensor(file: BinaryIO, entry: Entry, path: Path) -> Tensor:
     """Read one tensor into memory of its own."""
     try:

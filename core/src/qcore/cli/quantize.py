@@ -72,9 +72,11 @@ def _outcome(args: argparse.Namespace, rows: list[Any]) -> Outcome:
 
 
 def _table(rows: list[Any]) -> Table:
+    from ..checkpoint.header import shown
+
     header = ("tensor", "shape", "result", "before", "after", "scheme or why not")
     cells = [
-        (r.name, "x".join(map(str, r.shape)), r.action, size(r.bytes_before), size(r.bytes_after), r.reason)
+        (shown(r.name), "x".join(map(str, r.shape)), r.action, size(r.bytes_before), size(r.bytes_after), r.reason)
         for r in rows
     ]
     return Table(header, cells, state=2, right=frozenset({3, 4}))
