@@ -11,6 +11,7 @@ from . import settings
 from .contracts import CONTRACTS, Request
 from .decision import Decision
 from .errors import FormatError, did_you_mean
+from .hints import dtype_hint
 from .resolver import decide
 from .schemes import Scheme
 
@@ -35,7 +36,10 @@ def explain(
     Never raises for want of a kernel: ``decision.kernel`` is then None.
     """
     request = plain_request(scheme, device=device, n=n, k=k, contract=contract, dtype=dtype, rows=rows)
-    return decide(request, replace(settings.current(**arguments), strict=False))
+    wanted = replace(settings.current(**arguments), strict=False)
+    decision = decide(request, wanted)
+    hint = dtype_hint(decision, wanted)
+    return replace(decision, hints=(*decision.hints, hint)) if hint else decision
 
 
 def plain_request(

@@ -16,10 +16,12 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from .calibration import Calibrated, Calibration, calibrate
 from .decision import format_table
 from .errors import FormatError, QcoreWarning, UnsupportedError, did_you_mean
+from .hints import dtype_hint
 from .nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
 from .nn.base import QuantizedModule, adopt
 from .schemes import Scheme
 from .selection import Asked, Patterns, Selection, Sharing, as_patterns, as_rules
+from .settings import current
 
 QUANTIZED, EXCLUDED, REFUSED = "quantized", "excluded", "refused"
 
@@ -37,7 +39,7 @@ class LayerReport:
     **Fields:** ``name``; ``kind``: class name; ``state``: ``quantized``, ``excluded`` or ``refused``; ``reason``;
     ``scheme``; ``plugin`` and ``kernel`` that serve it; ``bytes_before``: of the float weight; ``bytes_after``: of what
     is held now; ``tied_to``: the layer whose weight it shares; ``bytes_shared``: how much of ``bytes_after`` a layer
-    above it holds already, which the totals count once.
+    above it holds already, which the totals count once; ``hint``: what would make the layer faster.
     """
 
     name: str
@@ -51,6 +53,7 @@ class LayerReport:
     bytes_after: int = 0
     tied_to: str = ""
     bytes_shared: int = 0
+    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,13 @@ class Report:
         states = dict.fromkeys((QUANTIZED, EXCLUDED, REFUSED, *(r.state for r in self.layers)))
         counts = ", ".join(f"{len(self.by_state(s))} {s}" for s in states)
         sizes = f"{_size(self.bytes_before)} before, {_size(self.bytes_after)} after"
-        return "\n".join([*format_table(header, rows), f"{len(self.layers)} layers: {counts}; {sizes}"])
+        total = f"{len(self.layers)} layers: {counts}; {sizes}"
+        return "\n".join([*format_table(header, rows), total, *(f"hint: {hint}" for hint in self.hints)])
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """What would make layers faster, each hint once."""
+        return tuple(dict.fromkeys(layer.hint for layer in self.layers if layer.hint))
 
     @property
     def bytes_before(self) -> int:
@@ -358,6 +367,7 @@ def _row(name: str, module: QuantizedModule) -> LayerReport:
         served.kernel if served else "",
         _weight_bytes(module),
         sum(_held(module).values()),
+        hint=dtype_hint(decision, module._made_under.settings or current()) if decision else "",
     )
 
 

@@ -28,6 +28,7 @@ ROWS = (1, 16, 256)
 """The row counts that are measured by default: decoding, small batches, prompts."""
 
 _known: dict[str, dict[int, float] | None] = {}
+_MOST_KNOWN = 4096
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ def measured(request: Any, status: PluginStatus, kernel: Kernel) -> float | None
         return None
     key = _key(request, status, kernel)
     if key not in _known:
+        if len(_known) >= _MOST_KNOWN:  # sizes are without end; what was measured stays, it need not be on disk
+            for other in [other for other, times in _known.items() if not times]:
+                del _known[other]
         _known[key] = _times_of(read("tuning", key))
     times = _known[key]
     if not times:

@@ -12,6 +12,7 @@ from typing import Any
 from .. import _version
 from ..errors import QcoreError
 from . import bench, conformance, doctor, explain, inspect, new_plugin, plugins, quantize, tune
+from .arguments import Parser
 from .output import FAILED, INTERRUPTED, WRONG_USAGE, plain_warnings, show, stdout_kept_clean
 
 _COMMANDS: tuple[Any, ...] = (doctor, plugins, explain, quantize, inspect, bench, tune, conformance, new_plugin)
@@ -39,7 +40,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``qcore`` with all of its commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="qcore",
         description="Quantize once, run on any accelerator, and always know why it ran there.",
         epilog=f"{_EXAMPLE}\n{_EXIT_CODES}",

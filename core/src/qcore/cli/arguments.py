@@ -18,7 +18,35 @@ _DTYPES = {
 MEASURED = ("w8a16", "w4a16-g128", "w8a8", "w4a8-g32")
 """The schemes that are measured where none is named."""
 
+_SAID = "options given so far"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class Once(argparse.Action):
+    """How options take their one value. argparse would let a later one replace it without a word."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        del parser
+        if option and self.dest in vars(namespace).setdefault(_SAID, {}):
+            listed = "; separate its values by commas" if self.type is counts or self.metavar == "NAMES" else ""
+            raise argparse.ArgumentError(self, f"may be given once only{listed}")
+        vars(namespace).setdefault(_SAID, {})[self.dest] = values
+        setattr(namespace, self.dest, values)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose options refuse to be given twice, but for those that say that they may be repeated."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register("action", None, Once)
+        self.register("action", "store", Once)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As of any parser; the parser of a command comes through here too."""
+        found, rest = super().parse_known_args(args, namespace)
+        found.__dict__.pop(_SAID, None)
+        return found, rest
 
 
 def dtype(text: str) -> Any:
