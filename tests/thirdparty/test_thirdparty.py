@@ -37,7 +37,7 @@ class Run:
         path = os.pathsep.join([*map(str, site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         environment = {**os.environ, "PYTHONPATH": path, "QCORE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(HERE / "scenario.py"), json.dumps({**CASES, **wanted})]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=140, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
         self.status, self.errors = done.returncode, done.stderr
         self.found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
 

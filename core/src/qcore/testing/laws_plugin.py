@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import hookspecs, settings
-from ..contracts import CONTRACTS, LinearRequest
+from ..contracts import CONTRACTS, CONV2D, LinearRequest
 from ..contracts.inputs import Draw
 from ..errors import FormatError
 from ..formats import Format, ZeroPoint
@@ -82,6 +82,10 @@ def offers(_target: Target, samples: Samples) -> None:
         raise BrokenLawError("offers", f"{nothing}; a plugin that is available serves something") from nothing
 
 
+_SIZES = ((3, 5), (20, 77), (16, 168), (32, 256))
+"""N and K: less than a byte of columns, an odd K, a ragged last group, whole groups; convolutions take every other."""
+
+
 def formats(plugin: str) -> Iterator[Format]:
     """Every combination of element type, group size, zero point and layout that a plugin answers for."""
     for layout in layouts_of(plugin).values():
@@ -98,7 +102,7 @@ def every_format(target: Target, _samples: Samples) -> None:
     tried = 0
     for contract in CONTRACTS.values():
         for fmt in formats(target.name):
-            for n, k in ((3, 5), (20, 77), (16, 168), (32, 256)):
+            for n, k in _SIZES[:: 2 if contract is CONV2D else 1]:
                 request = contract.request_for(Scheme(fmt), target.device, torch.float32, n, k)
                 tried += _try_request(target, request, "formats")
     if not tried:
