@@ -117,3 +117,23 @@ def test_calls_take_turns():
     assert len(rounds) == 6
     assert all(sorted(calls) == ["a", "b"] for calls in rounds), "each once a round, in whatever order"
     assert tuning.interleaved_medians([], torch.device("cpu")) == []
+
+
+def test_what_was_measured_slower_than_the_fallback_is_listed(slow_and_fast, request_of, add_plugin):
+    request = request_of()
+    pairs_of_all = [(status, offer.kernel) for status, offer in resolver.offers_for(request)]
+    tuning.measure(request, pairs_of_all, rows=(1, 4), seconds=0.01)
+    found = {slow.kernel: slow for slow in tuning.slower_than_fallback(qcore.plugins())}
+    assert found["slow.k"].plugin == "slow"
+    assert found["slow.k"].milliseconds > found["slow.k"].fallback_milliseconds
+    assert found["slow.k"].fallback.startswith("torch.")
+    assert "n=16 k=64" in found["slow.k"].request
+    assert not any(name.startswith("torch.") for name in found)
+    add_plugin("slow", "another version", linear=lambda request: qcore.Refusal("mended"))
+    assert "slow.k" not in {slow.kernel for slow in tuning.slower_than_fallback(qcore.plugins())}
+
+
+@pytest.mark.parametrize("about", [{}, {"request": 5, "plugin": "slow", "kernel": "slow.k"}])
+def test_records_that_do_not_say_what_they_are_about_are_not_listed(about):
+    assert _cache.write("tuning", "some key", milliseconds={"1": 1.0}, **about)
+    assert tuning.slower_than_fallback(qcore.plugins()) == []

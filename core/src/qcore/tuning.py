@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from ._answers import name_of
-from ._cache import read, write
+from ._cache import read, records, write
 from .contracts.inputs import Draw, Shape
+from .decision import describe
 from .kernels import Kernel
-from .plugins import PluginStatus
+from .plugins import BUILTIN, PluginStatus
 from .verify import undisturbed
 
 ROWS = (1, 16, 256)
@@ -29,6 +30,46 @@ ROWS = (1, 16, 256)
 
 _known: dict[str, dict[int, float] | None] = {}
 _MOST_KNOWN = 4096
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A plugin's kernel that was measured slower than the fallback: mean milliseconds over the row counts of each."""
+
+    plugin: str
+    kernel: str
+    milliseconds: float
+    fallback: str
+    fallback_milliseconds: float
+    request: str
+
+
+def slower_than_fallback(installed: Iterable[PluginStatus]) -> list[Slow]:
+    """Every such kernel of the ``installed`` plugins in the records of ``qcore tune``."""
+    versions = {status.name: (status.dist, status.version) for status in installed}
+    fastest: dict[str, tuple[float, str]] = {}
+    others: list[tuple[str, str, str, float]] = []
+    for record in records("tuning"):
+        times, told = _times_of(record), [record.get(name) for name in ("request", "plugin", "kernel")]
+        if not times or not all(isinstance(text, str) for text in told):
+            continue  # damaged, or of an earlier version, which did not say
+        request, plugin, kernel = map(str, told)
+        if [*versions.get(plugin, ())] != [record.get("dist"), record.get("version")]:
+            continue
+        if plugin == BUILTIN:
+            fastest[request] = min((_mean(times), kernel), fastest.get(request, (math.inf, "")))
+        else:
+            others.append((request, plugin, kernel, _mean(times)))
+    return [
+        Slow(plugin, kernel, ms, fastest[request][1], fastest[request][0], request)
+        for request, plugin, kernel, ms in sorted(others)
+        if request in fastest and ms > fastest[request][0]
+    ]
+
+
+def _mean(times: dict[int, float]) -> float:
+    """The geometric mean: a row count at which all are slow counts no more than any other."""
+    return math.exp(statistics.fmean(math.log(ms) for ms in times.values()))
 
 
 @dataclass(frozen=True)
@@ -55,7 +96,7 @@ def measured(request: Any, status: PluginStatus, kernel: Kernel) -> float | None
     if not times:
         return None
     if request.rows is None:
-        return math.exp(statistics.fmean(math.log(ms) for ms in times.values()))
+        return _mean(times)
     return times[min(times, key=lambda m: abs(m - request.rows))]
 
 
@@ -85,7 +126,9 @@ def measure(
         times = {m: timings[m][index] for m in timings}
         key = _key(request, status, kernel)
         _known[key] = times
-        stored = write("tuning", key, milliseconds={str(m): ms for m, ms in times.items()})
+        about = {"plugin": status.name, "dist": status.dist, "version": status.version, "kernel": name_of(kernel)}
+        figures = {str(m): ms for m, ms in times.items()}
+        stored = write("tuning", key, milliseconds=figures, request=describe(request), **about)
         found.append(Measurement(status.name, name_of(kernel), times, stored))
     return found
 

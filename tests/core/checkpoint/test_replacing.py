@@ -1,4 +1,4 @@
-"""What a save leaves of what stood there: rights, links, temporaries of others; and how files of other kinds are named."""
+"""What a save leaves of what stood there (rights, links, temporaries of others), and files of other kinds."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -237,3 +238,22 @@ def test_without_a_home_there_is_one_line(run, monkeypatch):
     code, out, _ = run("doctor")
     assert code == 0
     assert out.count("there is no home directory to keep it in") == 1
+
+
+def test_a_kernel_that_was_measured_slower_than_the_fallback_is_a_note(run_json, request_of):
+    from qcore import tuning
+
+    request = request_of()
+    status, offer = resolver.offers_for(request)[0]
+    tuning.measure(request, [(status, offer.kernel)], rows=(1,), seconds=0.001)
+    (record,) = _cache.records("tuning")
+    about = {"plugin": "mine", "dist": status.dist, "version": status.version, "kernel": "mine.k"}
+    slow = [replace(status, name="mine"), status]
+    _cache.write("tuning", "another", milliseconds={"1": 1e6}, request=record["request"], **about)
+    (finding,) = health.slow_findings(slow)
+    assert not finding.problem
+    assert finding.text.startswith("mine.k was measured slower than the fallback for linear int4-g32/plain n=16 k=64")
+    assert "1e+06 ms against" in finding.text
+    code, found = run_json("doctor")
+    assert code == 0
+    assert not found["problems"]

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> Outcome:
     findings += health.plugin_findings(statuses)
     findings += health.name_findings(wanted, statuses)
     findings += health.left_findings(statuses)
+    findings += health.slow_findings(statuses)
     findings += health.cache_findings()
     findings += health.hardware_findings(statuses)
     return _outcome(health.machine(), health.settings_table(wanted), statuses, findings)

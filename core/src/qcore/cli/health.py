@@ -164,6 +164,22 @@ def _when(record: dict[str, Any]) -> str:
     return time.strftime(" (%Y-%m-%d %H:%M)", time.localtime(since))
 
 
+def slow_findings(statuses: list[PluginStatus]) -> list[Finding]:
+    """A note for each kernel of a plugin that ``qcore tune`` measured slower than the fallback."""
+    from ..tuning import slower_than_fallback
+
+    return [
+        Finding(
+            slow.plugin,
+            f"{slow.kernel} was measured slower than the fallback for {slow.request}: "
+            f"{slow.milliseconds:.3g} ms against {slow.fallback_milliseconds:.3g} ms of {slow.fallback}.",
+            "The fallback serves, unless the order of backends or strict says otherwise.",
+            problem=False,
+        )
+        for slow in slower_than_fallback(statuses)
+    ]
+
+
 def hardware_findings(statuses: list[PluginStatus]) -> list[Finding]:
     """A note for each accelerator that is here without a plugin."""
     installed = {s.name for s in statuses if s.name != BUILTIN}
