@@ -108,6 +108,12 @@ def test_a_kernel_that_is_wrong_on_large_weights_only_does_not_serve(offer_with,
     assert torch.allclose(made(x), torch.nn.functional.linear(x, made.weight.dequantize(), layer.bias), atol=1e-4)
 
 
+def test_a_kernel_that_is_wrong_with_many_rows_only_does_not_serve_a_small_layer(offer_with, request_of):
+    offer_with(large_only(lambda inner, x: x.shape[0] > 128))
+    with pytest.warns(QcoreWarning, match="failed verification: wrong result"):
+        assert qcore.resolve(request_of("w8a16")).plugin == "torch"
+
+
 def test_every_layer_and_the_functional_form_are_checked(offer_with):
     offer_with(large_only(lambda inner, x: inner.n >= 256))
     weight = qcore.quantize(torch.randn(SIZE), "int8")

@@ -162,7 +162,7 @@ class LinearContract(Contract):
     def probe(self, request: Any, seed: int = 0) -> list[Problem]:
         draw = Draw(torch.Generator().manual_seed(seed))
         # One row, a few, and more rows than columns: the three row counts at which dispatch inside kernels changes.
-        rows = (1, 5, request.k + 3 if request.k <= _LARGEST_PROBE else 80)
+        rows = (1, 5, max(_MANY_ROWS + 1, request.k + 3 if request.k <= _LARGEST_PROBE else 0))
         return [
             draw.linear(request, Shape("probe", (m,), request.n, request.k, "same" if request.bias else "none"))
             for m in rows
