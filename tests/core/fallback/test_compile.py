@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import qcore
 from qcore.contracts import CONTRACTS
+from qcore.schemes import Scheme
 
 SCHEMES = ["w4a16-g32-asym", "w4a16-g32-fzp", "w8a16-asym", "w8a16", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static-o8"]
 
@@ -87,3 +91,61 @@ def test_opcheck_of_the_int8_product(tools):
     for rows in (1, 90):
         x = torch.randn(rows, 256).bfloat16()
         torch.library.opcheck(torch.ops.qcore_torch.int8pack.default, (x, data, scale))
+
+
+LAYERS = [
+    *(("linear", scheme, torch.float32) for scheme in ("w8a16", "w8a16-asym", "w8a8", "w4a8-g32-asym")),
+    *(("linear", scheme, torch.bfloat16) for scheme in ("w4a16-g32", "w4a16-g32-asym", "w4a16", "w8a16")),
+    *(("conv2d", scheme, torch.float32) for scheme in ("w8a8-static(0.05,3)", "w8a16", "w4a8-g32-asym")),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("kind", "scheme", "dtype"), LAYERS)
+def test_gradients_in_one_graph(kind, scheme, dtype, dynamic):
+    # A stride above 1 and one channel per group: the convolution is an op in the graph.
+    made = torch.nn.Linear(64, 32) if kind == "linear" else torch.nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=4)
+    kinds = {"linear": qcore.nn.QuantizedLinear, "conv2d": qcore.nn.QuantizedConv2d}
+    with qcore.using("torch", verify="off"):
+        layer = kinds[kind].from_float(made.to(dtype), scheme)
+    assert layer.decision.kernel.name.startswith("torch.")
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for count in (3, 5, 90):
+        x = torch.randn((count, 64) if kind == "linear" else (count, 4, 5, 6)).to(dtype)
+        found = []
+        for call in (compiled, layer):
+            inputs, layer.bias.grad = x.clone().requires_grad_(), None
+            y = call(inputs)
+            y.float().pow(2).sum().backward()
+            found.append((y.detach(), inputs.grad, layer.bias.grad))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_outliers_in_a_graph(tools, dtype):
+    made = tools.linear("w8a16", dtype, n=16)
+    kernel = made.kernels.get("torch.cpu.w8a16")
+    if kernel is None:
+        pytest.skip("this CPU has no exact int8 product")
+    torch._dynamo.reset()
+    compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend="aot_eager")
+    cases = CONTRACTS["linear"].cases([Scheme.parse("w8a16")], [dtype])
+    problems = [case.build(3) for case in cases if case.id.endswith("spikes]")]
+    problems += [replace(problem, x=problem.x[row : row + 2]) for problem in problems for row in range(3)]
+    for problem in problems:
+        agrees(problem, compiled(problem.x, kernel.pack(problem.weight), None))
+
+
+def test_narrow_images_in_a_graph():
+    with qcore.using("torch"), torch.no_grad():
+        for scheme in ("w8a16", "w8a8-static(0.05,3)"):
+            conv = torch.nn.Conv2d(4, 6, (1, 2), stride=(1, 2), padding=(0, 3), dilation=(1, 2))
+            layer = qcore.nn.QuantizedConv2d.from_float(conv, scheme)
+            torch._dynamo.reset()
+            compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+            for width in (2, 5, 1):
+                x = torch.randn(2, 4, 6, width)
+                torch.testing.assert_close(compiled(x), layer(x))
