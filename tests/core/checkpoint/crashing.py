@@ -108,26 +108,35 @@ def leftovers(root: Path, path: Path) -> list[str]:
 
 
 def run(root: Path, name: str, target: str) -> int:
+    """Crash before each step of a scenario in turn; how many steps there are."""
     before, act = SCENARIOS[name]
+    clear(root)
+    for earlier in before:
+        earlier(root / target)
+    old_state = content(root / target)
+    shutil.move(root, root.with_name("before"))
     for step in range(1000):
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(root.with_name("before"), root)
         path = root / target
-        for old in root.iterdir():
-            if not old.name.startswith("float"):
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-        for earlier in before:
-            earlier(path)
-        old_state = content(path)
         died = crash(path, act, step)
         found = content(path)
         assert found in (old_state, (2.0,)), (step, found)
         if not died:
             assert found == (2.0,), found
             assert not leftovers(root, path), leftovers(root, path)
+            shutil.rmtree(root.with_name("before"))
             return step
         saving(5, 200 if not target.endswith(".safetensors") else None)(path)
         assert content(path) == (5.0,), (step, content(path))
         assert not leftovers(root, path), (step, leftovers(root, path))
     raise AssertionError("it never ends")
+
+
+def clear(root: Path) -> None:
+    for old in root.iterdir():
+        if not old.name.startswith("float"):
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
 def fork(act: Callable[[], None]) -> int:
@@ -200,7 +209,8 @@ def main() -> None:
     warnings.simplefilter("ignore")  # newer Pythons warn of forks beside torch's threads
     torch.set_num_threads(1)
     os.fsync = lambda _: None  # it is processes that die here, not disks
-    root, what = Path(sys.argv[1]), sys.argv[2]
+    root, what = Path(sys.argv[1]) / "here", sys.argv[2]
+    root.mkdir()
     if what == "steps":
         print(json.dumps(every_step(root)))
     else:

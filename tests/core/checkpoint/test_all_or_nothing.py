@@ -91,6 +91,29 @@ def test_scripted_modules(tmp_path, trained, place):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_scripted_modules_stay_as_they_are_where_the_file_ties_theirs(tmp_path):
+    first, second = nn.LayerNorm(4), nn.LayerNorm(4)
+    nn.init.normal_(first.weight)
+    second.weight = first.weight
+    save(nn.Sequential(first, second), tmp_path / "m.safetensors")
+    model = nn.Sequential(nn.LayerNorm(4), torch.jit.script(nn.LayerNorm(4)))
+    load_(model, tmp_path / "m.safetensors")
+    assert torch.equal(model[1].weight, first.weight)
+    x = torch.randn(2, 4)
+    assert torch.allclose(model(x), second(first(x)))
+
+
+def test_a_bias_that_is_no_parameter(tmp_path, trained):
+    model = fresh().eval()
+    bias = model[0].bias.detach()
+    del model[0].bias
+    model[0].register_buffer("bias", bias)
+    report = load_(model, tmp_path / "m.safetensors")
+    assert "its bias is no parameter" in report["0"].reason
+    assert torch.allclose(model(X), trained(X), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_scripted_modules_on_meta_are_refused(tmp_path, trained):
     with torch.device("meta"):
         norm = torch.jit.script(nn.LayerNorm(4))

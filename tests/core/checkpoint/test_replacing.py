@@ -1,4 +1,4 @@
-"""What a save leaves of what stood there (rights, links, temporaries of others), and files of other kinds."""
+"""What a save leaves of what stood there: rights, links, temporaries of others. How files of other kinds are named."""
 
 from __future__ import annotations
 
@@ -280,6 +280,16 @@ def test_without_locks_a_save_works_and_age_decides(tmp_path, monkeypatch):
         save(STATE, tmp_path / "d", max_shard_size=limit)
         assert len(inspect(tmp_path / "d")) == 4
     assert dead.is_dir()
+
+
+@posix
+def test_a_lock_that_nobody_lets_go_does_not_hold_up_forever(tmp_path, monkeypatch):
+    save(STATE, tmp_path / "d", max_shard_size=200)
+    monkeypatch.setattr(staging, "LOCK_SECONDS", 0.05)
+    with staging.one_at_a_time(tmp_path / "d") as locked:
+        assert locked
+        save(STATE, tmp_path / "d", max_shard_size=300)
+    assert len(inspect(tmp_path / "d").shards) == 2
 
 
 def test_two_new_directories_at_once(tmp_path, monkeypatch):

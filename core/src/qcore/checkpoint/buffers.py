@@ -101,7 +101,7 @@ def _usable(module: nn.Module, key: str, found: dict[str, Tensor]) -> bool:
 def _run(recipe: Recipe, module: nn.Module, fill: int) -> dict[str, Tensor]:
     twin = _twin(module, fill)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        torch.manual_seed(fill)
+        torch.default_generator.manual_seed(fill)  # torch.manual_seed would reach the generators of GPUs too
         recipe(twin)
     return {key: buffer for key, buffer in twin._buffers.items() if buffer is not None}
 

@@ -174,10 +174,14 @@ class _Loader:
             raise self._torn(torn)
 
     def _tie(self) -> None:
-        """Parameters that are one in the file become one in the model."""
+        """Parameters that are one in the file become one in the model, except in scripted modules."""
+        scripted = [m for m in self.model.modules() if isinstance(m, torch.jit.ScriptModule)]
+        fixed = {id(parameter) for module in scripted for parameter in module.parameters(recurse=False)}
         for name, target in self.archive.aliases.items():
             mine, other = self.found.slots.get(name), self.found.slots.get(target)
-            if isinstance(mine, nn.Parameter) and isinstance(other, nn.Parameter) and _alike(mine, other):
+            if not (isinstance(mine, nn.Parameter) and isinstance(other, nn.Parameter)):
+                continue
+            if _alike(mine, other) and id(mine) not in fixed:
                 self.replaced[id(mine)] = mine, self.replaced.get(id(other), (other, other))[1]
 
     def _scheme(self, swap: Swap) -> Scheme:

@@ -26,6 +26,8 @@ def why_not(layers: Mapping[str, nn.Module], layer: str) -> str:
         return f"the model itself is a {type(module).__name__}, which cannot be replaced in place"
     if isinstance(layers[layer.rpartition(".")[0]], nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention reads this weight itself instead of calling the layer"
+    if isinstance(module, (nn.Linear, nn.Conv2d)) and "bias" not in module._parameters:
+        return "its bias is no parameter but computed or a buffer"
     return _unsupported(module)
 
 

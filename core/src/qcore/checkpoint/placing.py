@@ -51,7 +51,7 @@ class Placing:
         """Copy ``value`` into ``slot``, which has its dtype; what was in it waits on the CPU."""
         self.doing = f"writing {name!r}"
         with torch.inference_mode(slot.is_inference()):
-            old = slot.detach().cpu().clone()
+            old = slot.detach().to("cpu", copy=True)
         self._undo.append(partial(_copy, slot, old))
         _copy(slot, value)
 

@@ -25,6 +25,8 @@ _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
 ABANDONED_SECONDS = 24 * 3600.0
 """Age after which a temporary is taken for a dead saver's where no lock tells."""
+LOCK_SECONDS = 30.0
+"""How long a save waits for another that is about to rename its files: a process forked just then keeps its lock."""
 _TEMPORARY = re.compile(r"\.(?P<stem>.+?)\.(?:(?P<machine>[0-9a-f]{8})-)?(?P<id>[0-9a-f]{12})\.tmp")
 
 
@@ -101,7 +103,9 @@ def replacing(path: Path, rights: Rights | None = None) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            # Still locked: nobody takes the finished file for an abandoned one.
+            if _fcntl is None:
+                file.close()  # Windows renames no open file
+            # Elsewhere it is still locked: nobody takes the finished file for an abandoned one.
             temporary.replace(path)
     except BaseException:
         remove(temporary)
@@ -182,20 +186,33 @@ def _hold(handle: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def one_at_a_time(directory: Path) -> Iterator[bool]:
-    """Wait until no other save publishes in ``directory``. Gives False where the file system knows no locks."""
+    """Wait until no other save publishes in ``directory``, which takes milliseconds.
+
+    Gives False where there is no lock to be had: the file system knows none, or somebody does not let go.
+    """
     if _fcntl is None:
         yield False
         return
     handle = os.open(directory, os.O_RDONLY)
     try:
-        try:
-            _fcntl.flock(handle, _fcntl.LOCK_EX)
-        except OSError:
-            yield False
-        else:
-            yield True
+        yield _locked(handle)
     finally:
         os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            _fcntl.flock(handle, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+        except OSError:
+            return False
+        else:
+            return True
+        time.sleep(0.002)
 
 
 def clean(directory: Path, stem: str | None = None) -> None:
