@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 import warnings
 
@@ -124,6 +127,28 @@ def test_what_a_handler_of_the_user_raises_is_not_the_plugins():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not marks()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such signals on this system")
+def test_native_code_that_hangs_can_be_ended_once_it_has_been_named():
+    code = """
+        import ctypes
+        from qcore import _guard
+        from qcore.plugins import PluginStatus, State
+        with _guard.guarded(PluginStatus("mine", "qcore-mine", "1", State.AVAILABLE), "its work", "step", 0.2):
+            print("inside", flush=True)
+            ctypes.CDLL(None).system(b"sleep 30")
+    """
+    command = [sys.executable, "-W", "always", "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        assert "is at its work" in process.stderr.readline()
+        time.sleep(0.5)
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM
+        assert time.monotonic() - start < 15
+    assert _cache.left_over("step") == "took over 0.2 seconds in an earlier process"
 
 
 def test_ignored_signals_stay_ignored():

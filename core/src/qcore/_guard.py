@@ -8,6 +8,7 @@ watchdog names the plugin once a step takes too long; and what a step changes of
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -236,6 +237,16 @@ def _end_orderly(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), number)
 
 
+def _let_signals_end() -> None:
+    """Have signals end the process at once, as without a guard: Python's handlers wait for native code that hangs."""
+    defaults = [number for number, handler in list(_handlers.items()) if handler is signal.SIG_DFL]
+    # Only the main thread may ask Python for it. It sets them anew when the step ends.
+    with contextlib.suppress(Exception):
+        libc = ctypes.CDLL(None)
+        for number in defaults:
+            libc.signal(int(number), 0)
+
+
 # The watchdog.
 
 
@@ -273,6 +284,7 @@ class _Watchdog:
             for step in running:
                 if not step.told and step.took >= step.seconds:
                     step.tell()
+                    _let_signals_end()
             time.sleep(min([_POLL, *(max(0.01, s.seconds - s.took) for s in running if not s.told)]))
 
 

@@ -338,12 +338,16 @@ def register_layout(layout: Layout, plugin: str = "") -> None:
         _OWNERS.setdefault(name, plugin)
 
 
+class UnknownLayoutError(FormatError):
+    """A layout that neither qcore nor an installed plugin has."""
+
+
 def find_layout(name: str) -> Layout:
     """The registered layout called ``name``; looks into installed plugins before it raises `FormatError`."""
     if name not in _LAYOUTS and load_plugin_layouts is not None:
         load_plugin_layouts()
     if name not in _LAYOUTS:
-        raise FormatError(
+        raise UnknownLayoutError(
             f"unknown layout {quoted(name)}; known: {', '.join(sorted(_LAYOUTS))}.{did_you_mean(name, _LAYOUTS)}\n"
             f"A third-party layout needs its plugin installed."
         )

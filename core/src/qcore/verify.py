@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ._answers import name_of
-from ._cache import crash_mark, crashed, read, write
+from ._cache import crash_mark, crashed, left_over, read, write
 from .code_state import code_state
 from .contracts import Contract, EmbeddingRequest, Problem, Verdict, contract_of
 from .contracts.sampling import sampled
@@ -93,7 +93,7 @@ def check_weight(
     if not has_values(weight.data):
         return Check(True)
     if crashed(f"verify {key}"):
-        return _ended()
+        return _ended(key)
     with crash_mark(f"verify {key}"), undisturbed():
         result = _try_weight(kernel, request, weight, packed)
     if result.ok:
@@ -139,12 +139,13 @@ def verdict_key(status: PluginStatus, kernel: Kernel, request: Any) -> str:
 
 def _stored(key: str, mode: str) -> Check | None:
     if crashed(f"verify {key}"):
-        return _ended()
+        return _ended(key)
     return Check(True) if mode == "once" and read("verdicts", key) else None
 
 
-def _ended() -> Check:
-    return Check(False, "ended an earlier process while it was checked; clear QCORE_CACHE_DIR to try again")
+def _ended(key: str) -> Check:
+    how_to_clear = "clear QCORE_CACHE_DIR to try again, or run 'qcore doctor --clear'"
+    return Check(False, f"{left_over(f'verify {key}')} while it was checked; {how_to_clear}")
 
 
 def _run(key: str, kernel: Kernel, request: Any, ask: Callable[[Any], list[Kernel]]) -> Check:

@@ -179,7 +179,7 @@ def setting(key: str, value):
     ("edit", "match"),
     [
         (setting("format", "int3/plain"), "unknown element type 'int3'"),
-        (setting("format", "int4-g8-asym/tiled"), "unknown layout 'tiled'"),
+        (setting("format", "int4-g8-asym/tiled"), r"unknown layout 'tiled'.*\n.*plugin.*\n((?!Upgrade).)*\Z"),
         (setting("format", 7), "cannot read the format"),
         (setting("format", "int4-g16-asym/plain"), "does not go with format"),
         (setting("scheme", "w2a2"), "cannot read the scheme"),

@@ -24,7 +24,7 @@ import torch
 
 from .._version import __version__
 from ..errors import FormatError, quoted
-from ..formats import Format, ZeroPoint
+from ..formats import Format, UnknownLayoutError, ZeroPoint
 from ..plugins import Guarded
 from ..qtensor import QTensor
 from ..schemes import Scheme
@@ -34,6 +34,7 @@ SCHEMA = 1
 SAVE = "qcore.save"
 _FIELDS = {"format", "shape", "quantizer", "scheme"}
 _UPGRADE = "Upgrade qcore, or write the checkpoint again with this version."
+_INSTALL = "Install that plugin here, or write the checkpoint again, converted to 'plain', where it is installed."
 _REWRITE = "The metadata is damaged or was edited: write the checkpoint again with qcore.save."
 
 
@@ -154,6 +155,8 @@ def _meaning(name: str, format: Any, scheme: Any, path: Path, known: dict[Any, _
         return known[key]
     try:
         found = Format.parse(format), Scheme.parse(scheme)
+    except UnknownLayoutError as error:
+        raise problem(path, str(error), _INSTALL, name) from None  # another qcore has no more layouts than this one
     except FormatError as error:
         raise problem(path, str(error), _UPGRADE, name) from None
     if found[1].weight != found[0] or found[1] != found[1].blank():
