@@ -20,7 +20,7 @@ _WORTH = 1.2
 _MEASURED = {
     ("torch.plain.linear", torch.float32, "torch.cpu.w4a16", torch.bfloat16): (
         21,
-        "at one row of 4096 x 4096 on an AMD EPYC with AVX-512: benchmarks/results/2026-11-21-cpu-linear.md",
+        "at one row of 4096 x 4096 with AVX-512 (benchmarks/results/2026-11-21-cpu-linear.md)",
     ),
 }
 """How many times as fast one kernel was as another, and where that is written: for machines that were not tuned."""
@@ -39,7 +39,7 @@ def dtype_hint(decision: Decision, wanted: Settings) -> str:
         return ""
     times, where, dtype, found = max(better, key=lambda one: one[0])
     asked, named = (str(value).removeprefix("torch.") for value in (request.x_dtype, dtype))
-    how = f"about {times:.0f} times as fast, {where}" if times else "'qcore tune' measures how much faster it is"
+    how = f"about {times:.0f} times as fast {where}" if times else "'qcore tune' measures how much faster it is"
     return f"only plain torch ops serve an x of {asked} here; use {named}, which {found.kernel} serves: {how}."
 
 
