@@ -245,3 +245,9 @@ class TestHookSpecifications:
 
     def test_the_group_is_the_version(self):
         assert (hookspecs.PROJECT, hookspecs.ENTRY_POINT_GROUP) == ("qcore", "qcore.plugins.v1")
+
+
+def test_a_negative_bit_goes_by_the_op():
+    c = torch.randn(2, 3, dtype=torch.complex64)
+    assert runs_now(c.imag)
+    assert not runs_now(c.conj().imag)  # what a kernel would read at its address is the opposite
