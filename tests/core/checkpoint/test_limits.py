@@ -75,12 +75,12 @@ def refusals(path: Path) -> list[str]:
 )
 def test_huge_texts_in_a_record(tmp_path, changes):
     path = with_records(tmp_path / "m.safetensors", {"weight": record(**changes)})
-    parsing = time.perf_counter()
+    parsing = time.process_time()
     json.loads(json.loads(path.read_bytes()[8:])["__metadata__"]["qcore.tensors"])
-    parsing = time.perf_counter() - parsing
-    start = time.perf_counter()
+    parsing = time.process_time() - parsing
+    start = time.process_time()
     texts = refusals(path)
-    assert (time.perf_counter() - start) / 2 < 10 * parsing + 0.5
+    assert (time.process_time() - start) / 2 < 10 * parsing + 0.5
     assert max(map(len, texts)) < 1500
 
 
