@@ -148,7 +148,7 @@ def _product(
     start = None if start is None else F.pad(start, (0, n - start.shape[0]))
     for place in range(0, n, step):
         cut = slice(place, min(place + step, n))
-        dense = buffer[: k * (cut.stop - start)].view(k, -1)
+        dense = buffer[: k * (cut.stop - place)].view(k, -1)
         _centre(dense, weight[cut], None if zero is None else zero[:, cut], group)
         if params is not None:
             _scale(dense, params[:, cut], group, float_zero)
