@@ -89,8 +89,8 @@ def whole_numbers(x: Tensor, bits: int, limit: float = 0.0) -> tuple[Tensor, Ten
     else:
         # The exponent bits alone are the power of two at or below a number.
         power = (top.view(torch.int32) & 0x7F800000).view(torch.float32)
-        inside = (total >= top * limit) & (top <= _LARGE) & (power >= 2.0 ** (bits - 127))
-        coarse = None if bool(inside.all()) else (~inside & (top > 0.0) & (top < math.inf)).view(-1).nonzero().view(-1)
+        wide = (total >= top * limit) & (top <= _LARGE) & (power >= 2.0 ** (bits - 127))
+        coarse = None if bool(wide.all()) else (~wide & (top > 0.0) & (top < math.inf)).view(-1).nonzero().view(-1)
         power = power.clamp_min_(2.0 ** (bits - 127))
         up, scale = power.reciprocal().mul_(2.0 ** (bits - 1)), power * 2.0 ** (1 - bits) + (top - top)
     values = values * up if values is x else values.mul_(up)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..contracts import LinearRequest
 from ..formats import Format
 from ..kernels import Packed
-from .integer import joined
+from .integer import joined, split_bias
 from .ops import int8_product, op
 from .plain_linear import PlainLinear
 
@@ -33,22 +33,24 @@ class CpuInt8Pack(PlainLinear):
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
         call = self._traced if torch.compiler.is_compiling() else int8pack
-        y = call(x, packed["data"], packed["scale"])
-        return y if bias is None else (y + bias).to(torch.bfloat16)
+        return call(x, packed["data"], packed["scale"], bias)
 
 
-def int8pack(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
+def int8pack(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply x ``(M, K)`` bfloat16 by data ``(N, K)`` int8 times scale ``(1, N)``, to bfloat16 ``(M, N)``."""
     if x.shape[0] < _CROSSOVER:
         assert int8_product is not None  # nothing is offered without it
-        return int8_product(x.contiguous(), data.contiguous(), scale[0].to(torch.bfloat16))
+        y = int8_product(x.contiguous(), data.contiguous(), scale[0].to(torch.bfloat16))
+        return y if bias is None else (y + bias).to(torch.bfloat16)
     rows = max(64, _CHUNK // data.shape[1])
-    y = joined([F.linear(x, part.to(torch.bfloat16)) for part in torch.split(data, rows)])
-    return (y.float() * scale).to(torch.bfloat16)
+    inside, rest = (None, None) if bias is None else split_bias(bias, scale[0].float())
+    starts = [None] * -(-data.shape[0] // rows) if inside is None else torch.split(inside, rows)
+    parts = zip(torch.split(data, rows), starts, strict=True)
+    y = joined([F.linear(x, part.to(torch.bfloat16), start) for part, start in parts]).float() * scale
+    return (y if rest is None else y + rest).to(torch.bfloat16)
 
 
-def _fake(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
-    del scale
+def _fake(x: Tensor, data: Tensor, *_parameters: object) -> Tensor:
     return x.new_empty(x.shape[0], data.shape[0])
 
 

@@ -16,6 +16,7 @@ from ..formats import Format, ZeroPoint
 from ..kernels import Packed, RowsKernel, check_weight
 from ..qtensor import QTensor
 from .int4_blocks import COLUMNS, BlockLayout, block_layout
+from .integer import split_bias
 from .ops import int4_product, op
 
 GROUP_SIZES = (256, 128, 64, 32)
@@ -99,7 +100,10 @@ def w4a16(
 ) -> Tensor:
     """Multiply x ``(M, K)`` bfloat16 to ``(M, n)``; see `CpuW4A16` for the packed weight."""
     if x.shape[0] >= _CROSSOVER:
-        y = _product(x, weight, params if scale is None else None, zero, group, float_zero)
+        start = None
+        if bias is not None:
+            start, bias = split_bias(bias, None if scale is None else scale[0].float())
+        y = _product(x, weight, params if scale is None else None, zero, start, group, float_zero)
     else:
         assert int4_product is not None  # nothing is offered without it
         y = int4_product(x.contiguous(), weight, group, params)
@@ -126,22 +130,32 @@ def _fake(x: Tensor, n: int, *_packed: object) -> Tensor:
 
 
 def _product(
-    x: Tensor, weight: Tensor, params: Tensor | None, zero: Tensor | None, group: int, float_zero: bool
+    x: Tensor,
+    weight: Tensor,
+    params: Tensor | None,
+    zero: Tensor | None,
+    start: Tensor | None,
+    group: int,
+    float_zero: bool,
 ) -> Tensor:
     """The product through dequantized columns ``(K, C)``, a chunk of them at a time in one buffer.
 
-    Without ``params`` the columns hold whole numbers.
+    Without ``params`` the columns hold whole numbers. ``start``: bfloat16 ``(N,)``, added before the result is rounded.
     """
     n, k = weight.shape[0], weight.shape[1] * 2
     step = max(COLUMNS, _CHUNK // k // COLUMNS * COLUMNS)
     y, buffer = x.new_empty(x.shape[0], n), x.new_empty(k * min(step, n))
-    for start in range(0, n, step):
-        cut = slice(start, min(start + step, n))
-        dense = buffer[: k * (cut.stop - start)].view(k, -1)
+    start = None if start is None else F.pad(start, (0, n - start.shape[0]))
+    for place in range(0, n, step):
+        cut = slice(place, min(place + step, n))
+        dense = buffer[: k * (cut.stop - place)].view(k, -1)
         _centre(dense, weight[cut], None if zero is None else zero[:, cut], group)
         if params is not None:
             _scale(dense, params[:, cut], group, float_zero)
-        torch.mm(x, dense, out=y[:, cut])
+        if start is None:
+            torch.mm(x, dense, out=y[:, cut])
+        else:
+            torch.addmm(start[cut], x, dense, out=y[:, cut])
     return y
 
 

@@ -25,7 +25,7 @@ class PlainEmbedding(NeutralKernel):
             return self._gather(x, packed)
         try:
             return self._gather(x, packed)
-        except IndexError:
+        except (IndexError, RuntimeError):  # the second from a table without rows
             check_indices(x, self.n)  # in the words of the contract
             raise
 

@@ -135,6 +135,16 @@ def joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
+def split_bias(bias: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``bias = inside * scale + rest``: bfloat16 to start a bfloat16 product with, and float32 for its result.
+
+    A bias added to a result that was rounded before brings out that rounding where the two cancel.
+    """
+    wide = bias.float()
+    inside = (wide if scale is None else (wide / scale).nan_to_num(0.0, 0.0, 0.0)).to(torch.bfloat16)
+    return inside, wide - (inside.float() if scale is None else inside.float() * scale)
+
+
 def finish(
     y: Tensor, scale: Parameter, bias: Tensor | None, output: OutputInt8 | None, dtype: torch.dtype, given: Given
 ) -> Tensor:
