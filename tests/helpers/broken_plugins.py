@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import itertools
 import os
 import random
@@ -141,7 +142,7 @@ RAISED: dict[str, Callable[[Any], Any]] = {
     "CancelledError": _raiser(asyncio.CancelledError),
     "PanicException": _raiser(lambda: PanicException("called `Option::unwrap()` on a `None` value")),
     "BaseExceptionGroup": _raiser(
-        lambda: getattr(__builtins__, "BaseExceptionGroup", lambda *_: PanicException())("many", [GeneratorExit()])
+        lambda: getattr(builtins, "BaseExceptionGroup", lambda *_: PanicException())("many", [GeneratorExit()])
     ),
     "speechless": _raiser(SpeechlessError),
     "surrogates": _raiser(lambda: RuntimeError("\udcff\ud800")),

@@ -105,7 +105,7 @@ def _remedy(status: PluginStatus) -> str:
 
 
 def _disable(status: PluginStatus) -> str:
-    return f"To do without it: QCORE_DISABLE={status.name}"
+    return "" if status.name == BUILTIN else f"To do without it: QCORE_DISABLE={status.name}"
 
 
 def name_findings(wanted: settings.Settings, statuses: list[PluginStatus]) -> list[Finding]:
