@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ ROWS = (17, 1, 256)
 """Rows of x (a tenth as many images): few, one as in decoding, and many as in a prompt."""
 _LONG, _SHORT = (4096, 4000, 3584, 3072), (1024, 1040, 1280, 1536)
 """N and K of a weight are one of each: wide, then deep."""
+_NARROW = (1040, 64)
+"""N and K on which a kernel is timed first: an interpreter, for which a real layer takes minutes, is left at these."""
+_TOO_LONG = 20.0
+"""Seconds that a call on a real layer may take, by what it takes on a narrow one."""
 _ENOUGH = 5.0
 """Seconds after which a slow device has shown what it can: no more rows are tried."""
 
@@ -59,11 +64,14 @@ def large(target: Target, sample: Sample) -> None:
     draw = Draw(torch.Generator().manual_seed(zlib.crc32(f"{sample.question.seed} large {case.id}".encode())))
     refused, tried = "", 0
     for size in _sizes(draw):
-        problem = _BUILD[case.contract](draw, draw.fill(scheme), target.device, size)
+        build = partial(_BUILD[case.contract], draw, draw.fill(scheme), target.device)
+        problem, narrow = build(size), build(replace(size, n=_NARROW[0], k=_NARROW[1]))
         answer = target.ask(problem.request)
         refused = answer.reason or refused
+        timed = {kernel.name: kernel for kernel in target.ask(narrow.request).kernels}
         for kernel in answer.kernels:
-            _try(target, kernel, problem, draw.generator, until=start + _ENOUGH)
+            small = _packed(target, timed[kernel.name], narrow) if kernel.name in timed else None
+            _try(_packed(target, kernel, problem), small, draw.generator, until=start + _ENOUGH)
             tried += 1
         if time.perf_counter() > start + _ENOUGH:
             break
@@ -71,34 +79,63 @@ def large(target: Target, sample: Sample) -> None:
         raise RefusedError(f"the plugin refuses layers of ordinary size: {refused}")
 
 
-def _try(target: Target, kernel: Kernel, problem: Problem, generator: torch.Generator, until: float) -> None:
-    whole = problem.to(target.device)
-    size = f"{problem.request.n} x {problem.request.k}"
+@dataclass(frozen=True)
+class _Layer:
+    """A kernel with a problem and the packed weight of it."""
+
+    target: Target
+    kernel: Kernel
+    problem: Problem
+    packed: Packed
+
+    @property
+    def size(self) -> str:
+        return f"{self.problem.request.n} x {self.problem.request.k}"
+
+
+def _packed(target: Target, kernel: Kernel, problem: Problem) -> _Layer:
+    here = problem.to(target.device)
     try:
-        packed = packed_and_back(kernel, whole)
+        return _Layer(target, kernel, here, packed_and_back(kernel, here))
     except BrokenLawError as broken:
+        size = f"{problem.request.n} x {problem.request.k}"
         raise BrokenLawError("large", f"{kernel.name} with a weight of {size}: {broken.fault.text}") from broken
+
+
+def _try(layer: _Layer, narrow: _Layer | None, generator: torch.Generator, until: float) -> None:
     for rows in ROWS:
-        here, other = _rows(whole, 0, rows), _rows(whole, -rows, None)
-        what = f"{kernel.name} with a weight of {size} and {len(here.x)} rows in {problem.request.out_dtype}"
+        tried = narrow if narrow is not None and _takes_too_long(narrow, layer, rows) else layer
+        here, other = _rows(tried.problem, 0, rows), _rows(tried.problem, -rows, None)
+        dtype = tried.problem.request.out_dtype
+        what = f"{tried.kernel.name} with a weight of {tried.size} and {len(here.x)} rows in {dtype}"
         try:
-            _check(target, kernel, packed, here, other, generator)
+            _check(tried, here, other, generator)
         except BrokenLawError as broken:
             raise BrokenLawError("large", f"{what}: {first_lines(broken)}") from broken
         if time.perf_counter() > until:
             return
 
 
-def _check(
-    target: Target, kernel: Kernel, packed: Packed, here: Problem, other: Problem, generator: torch.Generator
-) -> None:
+def _takes_too_long(narrow: _Layer, layer: _Layer, rows: int) -> bool:
+    """Whether a call on a real layer would take too long, by the time of one on a narrow layer."""
+    here, more = _rows(narrow.problem, 0, rows), layer.problem.weight.numel() / narrow.problem.weight.numel()
+    for _ in range(2):  # the first may compile
+        start = time.perf_counter()
+        narrow.kernel(here.x, narrow.packed, here.bias, **here.given).cpu()
+        seconds = time.perf_counter() - start
+        if seconds * more < _TOO_LONG:
+            return False
+    return True
+
+
+def _check(layer: _Layer, here: Problem, other: Problem, generator: torch.Generator) -> None:
     """The result for ``here`` is right, and stays so when the kernel runs on ``other``, of the same shape."""
-    result = run_watched(target, kernel, here, packed)
+    result = run_watched(layer.target, layer.kernel, here, layer.packed)
     kept = result.clone() if isinstance(result, Tensor) else result
     verdict = sampled(here, kept, generator)
     if not verdict.ok:
         raise BrokenLawError("results", f"wrong in the rows and columns sampled: {verdict.message}")
-    run_watched(target, kernel, other, packed)
+    run_watched(layer.target, layer.kernel, other, layer.packed)
     if not same_values(result, kept):
         raise BrokenLawError("outputs", "a later call changed the result of an earlier one")
 
