@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from xpu_triton_problems import CPU, check, kernel_for
 
 from qcore import Scheme
+from qcore.contracts import CONV2D
+from qcore.contracts.base import Problem
 from qcore.contracts.conv2d import _SHAPES, _problem, _request, _Shape
 from qcore.contracts.inputs import Draw
 
@@ -120,3 +124,27 @@ def test_without_dpas_only_int8_products_are_refused(monkeypatch, scheme):
     monkeypatch.setattr(device, "why_not_int8", lambda device: f"no DPAS on {device}")
     made = kernel_for(problem(scheme, WIDE[0]).request)
     assert isinstance(made, conv2d.DenseConv2d) if scheme == "w8a16" else made == "no DPAS on cpu"
+
+
+NARROW_IMAGES = [
+    ((5, 1), (1, 2), (1, 1), (1, 3), (8, 1)),
+    ((5, 4), (1, 2), (2, 2), (1, 1), (8, 1)),
+    ((2, 2), (1, 1), (1, 1), (2, 2), (4, 1)),
+    ((2, 2), (1, 1), (1, 1), (3, 3), (2, 2)),
+    ((3, 3), (2, 2), (3, 3), (1, 1), (1, 1)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation", "size"), NARROW_IMAGES)
+def test_images_narrower_than_the_kernel_reaches(interpreter, stand_in, kernel, stride, padding, dilation, size, dtype):
+    draw, scheme = Draw(torch.Generator().manual_seed(0)), Scheme.parse("w8a16")
+    request = replace(
+        CONV2D.request_for(scheme, torch.device("cpu"), dtype, 4, 2),
+        kernel_size=kernel, stride=stride, padding=padding, dilation=dilation, groups=2,
+    )  # fmt: skip
+    x = draw.activations((2, 2, *size), dtype, "normal", "dense")
+    problem = Problem(request, x, draw.weight(4, request.k, request.weight, "skewed", scheme.quantizer))
+    mine = kernel_for(request)
+    verdict = CONV2D.judge(problem, mine(x, mine.pack(problem.weight), None))
+    assert verdict.ok, verdict.message
