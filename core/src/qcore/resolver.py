@@ -23,6 +23,7 @@ from ._words import plain
 from .contracts import contract_of
 from .decision import Candidate, Decision, Stage
 from .errors import PluginError, QcoreWarning, UnsupportedError, did_you_mean
+from .formats import BrokenLayoutError
 from .kernels import EMULATED, Kernel, Offer, Refusal
 from .plugins import BUILTIN, PluginStatus, State, registry
 from .settings import Settings
@@ -290,6 +291,8 @@ def _trial(offered: _Offered, request: Any, wanted: Settings) -> tuple[Stage, st
         with contextlib.nullcontext() if _cache.crashed(key) else step:
             result = verify.check(status, kernel, request, kernels_of(status.name), wanted.verify)
     except StepError as error:
+        if isinstance(error.cause, BrokenLayoutError):  # a layout's fault, which no other kernel could make good
+            raise error.cause from None
         result = verify.Check(False, f"raised {error.reason}")
     reason = plain(result.reason)
     note(status, kernel, request, "" if result.ok else f"failed verification: {reason}")

@@ -23,6 +23,7 @@ from ._cache import crash_mark, crashed, left_over, read, write
 from .code_state import code_state
 from .contracts import Contract, EmbeddingRequest, Problem, Verdict, contract_of
 from .contracts.sampling import sampled
+from .formats import BrokenLayoutError
 from .kernels import Kernel
 from .plugins import Guarded, PluginStatus
 from .qtensor import QTensor, has_values
@@ -113,6 +114,8 @@ def _try_weight(kernel: Kernel, request: Any, weight: QTensor, packed: Mapping[s
             reason = call_fault(partial(sampled, here, generator=drawn), kernel, here, packed)
             if reason:
                 return Check(False, f"with a weight of {size}: {reason}")
+    except BrokenLayoutError:  # no fault of the kernel's
+        raise
     except Guarded as error:
         return Check(False, f"with a weight of {size}: raised {type(error).__name__}: {error}")
     return Check(True)
@@ -187,6 +190,8 @@ def run_check(kernel: Kernel, request: Any) -> Check:
     for problem in contract.probe(request):
         try:
             reason = _fault(contract, kernel, problem)
+        except BrokenLayoutError:  # no fault of the kernel's
+            raise
         except Guarded as error:
             reason = f"raised {type(error).__name__}: {error}"
         if reason:
