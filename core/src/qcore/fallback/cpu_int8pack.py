@@ -44,8 +44,9 @@ def int8pack(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
         return y if bias is None else (y + bias).to(torch.bfloat16)
     rows = max(64, _CHUNK // data.shape[1])
     inside, rest = (None, None) if bias is None else split_bias(bias, scale[0].float())
-    starts = [None] * -(-data.shape[0] // rows) if inside is None else torch.split(inside, rows)
-    parts = zip(torch.split(data, rows), starts, strict=True)
+    weights = torch.split(data, rows)
+    starts = (None,) * len(weights) if inside is None else torch.split(inside, rows)
+    parts = zip(weights, starts, strict=True)
     y = joined([F.linear(x, part.to(torch.bfloat16), start) for part, start in parts]).float() * scale
     return (y if rest is None else y + rest).to(torch.bfloat16)
 
