@@ -89,12 +89,18 @@ def whole_numbers(x: Tensor, bits: int, limit: float = 0.0) -> tuple[Tensor, Ten
     else:
         # The exponent bits alone are the power of two at or below a number.
         power = (top.view(torch.int32) & 0x7F800000).view(torch.float32)
-        wide = (total >= top * limit) & (top <= _LARGE) & (power >= 2.0 ** (bits - 127))
-        coarse = None if bool(wide.all()) else (~wide & (top > 0.0) & (top < math.inf)).view(-1).nonzero().view(-1)
+        coarse = _coarse_rows(top, total, 2.0 ** (bits - 127), limit) if limit else None
         power = power.clamp_min_(2.0 ** (bits - 127))
         up, scale = power.reciprocal().mul_(2.0 ** (bits - 1)), power * 2.0 ** (1 - bits) + (top - top)
     values = values * up if values is x else values.mul_(up)
     return values.round_(), scale, coarse
+
+
+def _coarse_rows(top: Tensor, total: Tensor, least: float, limit: float) -> Tensor | None:
+    # As numbers: each op on a few rows costs as much as a pass over all of x.
+    pairs = enumerate(zip(top.view(-1).tolist(), total.view(-1).tolist(), strict=True))
+    rows = [i for i, (t, s) in pairs if not (s >= limit * t and least <= t <= _LARGE) and 0.0 < t < math.inf]
+    return torch.tensor(rows) if rows else None
 
 
 def digit_rows(values: Tensor, digits: int) -> Tensor:

@@ -109,7 +109,7 @@ def _parts(x: Tensor, digits: int, limit: float) -> list[_Part]:
     parts[0].rows = torch.arange(x.shape[0])
     # What the first digits leave of a narrow x has few bits.
     fewer = 2 if digits == 3 else 4
-    while (part := parts[-1]).coarse is not None and part.coarse.numel():
+    while (part := parts[-1]).coarse is not None:
         scale = part.scale if isinstance(part.scale, float) else part.scale[part.coarse]
         left = x[part.coarse].float() - part.values[part.coarse] * scale
         some = left.abs().amax(-1) > 0.0
