@@ -158,7 +158,7 @@ def wrong_layouts(
             if not verdict.ok:
                 wrong.append(f"{kernel.name} {turn} {label}: {verdict.message}")
         back = kernel.unpack(packed).tensors()
-        if any(not torch.equal(back[name], part) for name, part in plain.weight.tensors().items()):
+        if any(not torch.equal(back[name].cpu(), part.cpu()) for name, part in plain.weight.tensors().items()):
             wrong.append(f"{kernel.name} unpack {label}")
     return served, wrong
 
