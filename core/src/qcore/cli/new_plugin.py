@@ -14,7 +14,7 @@ NAME = "new-plugin"
 HELP = "write a plugin package to start from"
 EXAMPLES = (
     "qcore new-plugin fastchip",
-    "qcore new-plugin fastchip --native",
+    "qcore new-plugin otherchip --native",
     "qcore new-plugin fastchip --directory ~/src/qcore-fastchip --json",
 )
 
