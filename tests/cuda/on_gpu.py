@@ -1,4 +1,6 @@
-"""What only a GPU can show of the plugin's wiring; a script, not collected by pytest: ``python tests/cuda/on_gpu.py``.
+"""What only a GPU can show of the plugin's wiring; a script, not collected by pytest.
+
+``python tests/cuda/on_gpu.py [CHECK ...]``
 
 Streams and graphs, devices beside the current one, autocast, compilation, threads, an index out of range, and what a
 call costs the host. Numbers are the conformance kit's business: ``qcore conformance cuda``.
@@ -284,8 +286,9 @@ CHECKS = (
 
 
 def main():
+    chosen = [check for check in CHECKS if check.__name__ in sys.argv[1:]] or CHECKS
     failed = []
-    for check in CHECKS:
+    for check in chosen:
         start = time.perf_counter()
         try:
             check()
@@ -294,7 +297,7 @@ def main():
             outcome, _ = "FAILED", failed.append(check.__name__)
             traceback.print_exc()
         print(f"{outcome:6} {check.__name__} ({time.perf_counter() - start:.1f} s)", flush=True)
-    print(f"{len(CHECKS) - len(failed)} passed, {len(failed)} failed")
+    print(f"{len(chosen) - len(failed)} passed, {len(failed)} failed")
     return bool(failed)
 
 

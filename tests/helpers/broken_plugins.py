@@ -418,7 +418,7 @@ MEDDLED: dict[str, Callable[[Any], Any]] = {
     "device": _meddling(lambda: torch.set_default_device("meta")),
     "deterministic": _meddling(lambda: torch.use_deterministic_algorithms(True)),
     "warnings": _meddling(lambda: warnings.simplefilter("error")),
-    "signals": _meddling(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)),
+    "signals": _meddling(lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN)),
     "directory": _meddling(lambda: os.chdir("/")),
     "threads": _meddling(lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
 }

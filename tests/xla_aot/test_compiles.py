@@ -25,7 +25,7 @@ def test_zero_points_and_requantized_results(chip):
         return linear(x, data, scale, zero, bias, sums, None, None, None, out_scale, out_zero, form=form)
 
     token = ((M,), F32)
-    program = compile_for(chip, call, X, DATA, SCALE, ((S, N), S8), ((N,), F32), ((N,), F32), token, token)
+    program = compile_for(chip, call, X, DATA, SCALE, ((S, N), S8), ((N,), F32), ((S, N), S32), token, token)
     assert "s32" in program.products
 
 

@@ -36,7 +36,7 @@ def problem(shape, x_dtype, w_dtype):
 def test_product(shape, x_dtype, w_dtype):
     x, data, scale = problem(shape, x_dtype, w_dtype)
     kind, zero, one = ("given", jnp.zeros(1), jnp.ones(1)) if x_dtype == jnp.int8 else ("float", None, None)
-    sums = None if zero is None else jnp.zeros(data.shape[-1])
+    sums = None if zero is None else jnp.zeros(scale.shape, jnp.int32)
     expected = linear(x, data, scale, None, None, sums, None, one, zero, form=Form(kind))
     y = product(x, data, scale, interpret=True)
     assert float(jnp.abs(y - expected).max()) <= 1e-5 * float(jnp.abs(expected).max())
