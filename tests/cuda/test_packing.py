@@ -15,7 +15,7 @@ from qcore.verify import difference, same_bits
 from qcore_cuda.portable import packing
 from qcore_cuda.portable.packing import PackedKernel, block_size, group_sums, pack, packing_name, unpack
 
-SERVED = [fmt for fmt in formats() if block_size(fmt.group_size)]
+SERVED = [fmt for fmt in formats("cuda") if block_size(fmt.group_size)]
 SHAPES = ((1, 1), (3, 5), (20, 77), (16, 168), (32, 256), (129, 130))
 
 
