@@ -38,7 +38,7 @@ def new_row_counts() -> Step:
     for layer, scheme in zip(layers, schemes, strict=True):
         batches = [torch.randn(4, 128)] if "static" in scheme else None
         qcore.quantize_(layer, scheme, calibration=batches)
-    return lambda: [layer(torch.randn(random.randint(1, 6000), 128)) for layer in layers]
+    return lambda: [layer(torch.randn(int(2 ** random.uniform(0, 12.5)), 128)) for layer in layers]
 
 
 def new_images() -> Step:
