@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import qcore
 from qcore.activations import DynamicInt8
 from qcore.fallback import codes, cpu_int8, cpu_w8a16, onednn
 from qcore.formats import Format, ZeroPoint
@@ -210,3 +211,14 @@ def test_cpu_instructions_are_tried_only_where_the_product_would_serve(tools, mo
     assert cpu_int8.kernel(int4) is None
     with pytest.raises(AssertionError):
         cpu_int8.kernel(replace(int4, activation=DynamicInt8()))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-aasym", "w8a8-g32-asym-aasym", "w4a8-g32-aasym", "w4a8-g32-asym-aasym"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_zeros_give_zeros(scheme, rows):
+    layer = qcore.nn.QuantizedLinear.from_float(torch.nn.Linear(512, 48, bias=False), scheme)
+    x = torch.randn(rows + 1, 512)
+    x[:rows] = 0
+    with torch.no_grad():
+        assert not layer(x)[:rows].any()
+        assert not layer(x[:rows]).any()

@@ -36,6 +36,9 @@ def quantized(activation: Activation, x: Tensor, given: Given) -> tuple[Tensor, 
     values = (values / scale if values is x else values.div_(scale)).round_()
     if zero is None:
         return values, scale, zero  # at most 127 by construction
+    if isinstance(activation, DynamicInt8):
+        # Zeros mean zeros: a zero point beside codes of its own would leave what float32 rounds off.
+        zero = zero * values.any(-1, keepdim=True)
     return values.add_(zero).clamp_(INT8_MIN, INT8_MAX), scale, zero
 
 
