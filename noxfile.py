@@ -193,7 +193,8 @@ def soak(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Attack with ROUNDS random draws per test, by default 130000, what `tests` attacks with a few; `-- ROUNDS`."""
     (rounds,) = session.posargs or ["130000"]
-    _run_dev(session, "pytest", "-k", "fuzz", "tests/core", QCORE_FUZZ=rounds)
+    drawing = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "fuzzing import" in path.read_text("utf-8")]
+    _run_dev(session, "pytest", *drawing, QCORE_FUZZ=rounds)
 
 
 @nox.session(reuse_venv=True, requires=["dev"])
