@@ -54,6 +54,10 @@ class StepError(Exception):
         super().__init__(reason)
         self.reason, self.cause = reason, cause
 
+    def describe(self, step: str) -> str:
+        """The reason as a clause about ``step``, e.g. ``"pack raised RuntimeError: no memory"``."""
+        return self.reason if self.cause is None else f"{step} raised {self.reason}"
+
 
 class Step:
     """One step of one plugin, while it runs."""

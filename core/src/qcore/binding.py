@@ -249,7 +249,7 @@ def bind(store: WeightStore, request: Any) -> Bound:
                 if _last_resort(decision):
                     raise _own(error) from None
                 _fail_if_named(decision, error)
-                reason = _in_words("pack", error)
+                reason = error.describe("pack")
                 report_failure(request, kernel, reason)
                 _warn_out_of_use(decision, reason)
 
@@ -257,10 +257,6 @@ def bind(store: WeightStore, request: Any) -> Bound:
 def _own(error: StepError) -> BaseException:
     """What the code of a step raised itself, to be raised once more."""
     return PluginError(error.reason) if error.cause is None else error.cause
-
-
-def _in_words(what: str, error: StepError) -> str:
-    return error.reason if error.cause is None else f"{what} raised {error.reason}"
 
 
 class _WrongError(Exception):
@@ -315,7 +311,7 @@ def call_first(store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor]
 def _call_next(
     store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor], error: StepError
 ) -> tuple[Bound, Tensor]:
-    reason = _in_words("its first call", error)
+    reason = error.describe("its first call")
     report_failure(bound.request, bound.kernel, reason)
     try:
         fresh, result = call_first(store, bind(store, bound.request), call)

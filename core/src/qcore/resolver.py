@@ -175,17 +175,13 @@ def _ask(status: PluginStatus, request: Any, order: Sequence[str] = ()) -> Seque
                 return [_plain(status, Stage.REFUSED.value, f"has no kernels for {request.contract}")]
             answers = _answers.offered(hook, answer)
     except StepError as error:
-        return [_defective(status, _in_words(hook, error), order, error.cause)]
+        return [_defective(status, error.describe(hook), order, error.cause)]
     if isinstance(answers, Refusal):
         return [_plain(status, Stage.REFUSED.value, answers.reason)]
     if len(_first_names) >= _CACHE_LIMIT:
         _first_names.clear()
     _first_names.setdefault((status.name, request), frozenset(name_of(offer.kernel) for offer in answers))
     return [_Offered(status, offer, tuning.measured(request, status, offer.kernel)) for offer in answers]
-
-
-def _in_words(what: str, error: StepError) -> str:
-    return error.reason if error.cause is None else f"{what} raised {error.reason}"
 
 
 def _form(request: Any) -> str:
@@ -362,9 +358,13 @@ def _is_faster(one: _Offered, other: _Offered) -> bool:
     return times[0] is not None and times[1] is not None and times[0] < times[1]
 
 
+def _selected(ranked: list[_Offered], rows: list[Candidate]) -> _Offered | None:
+    return next((o for o, row in zip(ranked, rows, strict=True) if row.stage == Stage.SELECTED.value), None)
+
+
 def _slow_hints(ranked: list[_Offered], rows: list[Candidate]) -> Iterable[str]:
     """Point at a kernel that serves although the fallback was measured faster: by the user's order, or strict."""
-    best = next((o for o, row in zip(ranked, rows, strict=True) if row.stage == Stage.SELECTED.value), None)
+    best = _selected(ranked, rows)
     faster = [o for o in ranked if o.status.name == BUILTIN and best is not None and _is_faster(o, best)]
     if best is not None and faster and best.status.name != BUILTIN:
         name, (fallback, *_) = best.name, faster
@@ -375,7 +375,7 @@ def _slow_hints(ranked: list[_Offered], rows: list[Candidate]) -> Iterable[str]:
 
 
 def _ties(ranked: list[_Offered], rows: list[Candidate], order: Sequence[str]) -> Iterable[str]:
-    best = next((o for o, row in zip(ranked, rows, strict=True) if row.stage == Stage.SELECTED.value), None)
+    best = _selected(ranked, rows)
     if best is None or best.status.name in order:
         return
     for other in ranked:
