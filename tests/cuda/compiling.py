@@ -28,6 +28,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shared_buffers import overwritten_too_early
 from workers import find, in_processes
 
 WARP = 32
@@ -85,7 +86,8 @@ class Compiled:
     """What became of a `Job`; ``error`` is empty where it compiled.
 
     **Fields:** ``spills``: instructions that reach for local memory (NVIDIA) or registers that were spilled (AMD);
-    ``stack``: bytes of a thread's local memory; ``shared``: bytes of a program; ``assembly``: SASS or AMD assembly.
+    ``stack``: bytes of a thread's local memory; ``shared``: bytes of a program; ``assembly``: SASS or AMD assembly;
+    ``overwritten``: see `shared_buffers`.
     """
 
     job: Job
@@ -95,6 +97,7 @@ class Compiled:
     spills: int = 0
     stack: int = 0
     shared: int = 0
+    overwritten: tuple[str, ...] = ()
     assembly: str = field(default="", repr=False)
 
     @property
@@ -162,7 +165,8 @@ def compile_job(job: Job) -> Compiled:
 def facts_of(made: Any, nvidia: bool) -> dict[str, Any]:
     """The figures of Triton's `CompiledKernel`, by fields of `Compiled`."""
     facts = _nvidia(made.asm["cubin"]) if nvidia else _amd(made.asm["amdgcn"])
-    return {**facts, "shared": made.metadata.shared}
+    overwritten = tuple(overwritten_too_early(made.asm.get("ttgir", "")))
+    return {**facts, "shared": made.metadata.shared, "overwritten": overwritten}
 
 
 def gpu_target(name: str) -> Any:

@@ -32,6 +32,8 @@ OTHER += [linear("w4a16-g128", m, dtype=dtype) for dtype in ("float16", "float32
 OTHER += [linear("w4a16-g128", 64, target, dtype="float32") for target in SHARED if target != "sm_90"]
 OTHER += [linear(s, m) for s in ("w4a8-g32-asym-aasym", "w8a8-g64", "w8a8-aasym") for m in (1, 2048)]
 OTHER += [linear(s, 512) for s in ("w4a16-g128-asym", "w4a16", "w8a16-asym")]
+OTHER += [linear(s, 512, dtype=d) for s in ("w4a16-fzp", "w8a16-fzp", "w4a16-g64-fzp") for d in ("bfloat16", "float16")]
+OTHER += [linear("w4a16-g64-fzp", 257, dtype=d, size={"n": 16, "k": 64}) for d in ("bfloat16", "float32")]
 OTHER += [linear(s, 512) for s in ("w4a8", "w4a8-g128-asym-aasym", "w4a8-g128-static-o8", "w4a8-g128-o8")]
 OTHER += [linear("w4a16-asym", 512, dtype="float16", bias=True), linear("w8a16", 512, dtype="float16")]
 OTHER += [linear("w4a8-g32-static", 16, bias=True), linear("w8a8-static-o8", 16), linear("w8a8-asym", 2048)]
@@ -97,6 +99,8 @@ def faults_of(kernel):
         yield f"{kernel.spills} spills with {kernel.registers} registers, {kernel.stack} bytes of stack"
     if not kernel.fits:
         yield f"{kernel.shared} bytes of shared memory; there are {SHARED[kernel.job.target]} KiB"
+    if kernel.overwritten:
+        yield f"copies overwrite what running products read: {', '.join(kernel.overwritten)}"
 
 
 @pytest.mark.parametrize("name", [str(call) for call in MAIN])

@@ -143,6 +143,7 @@ def _gemm(
     else:  # never touched
         parts, counts = x[:1, :8].view(torch.float32), x[:1, :8].view(torch.int32)
     limit = {"maxnreg": config.registers} if config.registers and device.asm else {}
+    scales = 2 if one and weight.zero_kind != FLOAT_ZERO else int(config.scaled)
     launch(
         gemm, (programs,),
         x, weight.data, scale, scale if zero is None else zero, scale if bias is None else bias, y, parts, counts,
@@ -150,7 +151,7 @@ def _gemm(
         columns // 32, waves, share,
         BITS=weight.bits, P=block, U=unroll, ZERO=weight.zero_kind, BIAS=bias is not None, BN=bn, BM=bm,
         NW=min(config.warps, bn // 16), STAGES=config.stages, FRAG=_fragments(weight),
-        SCALES=2 if one else int(config.scaled), EACH=each, PARTS=x.shape[0] // m, ALIGNED=n % 8 == 0, GROUP_M=16,
+        SCALES=scales, EACH=each, PARTS=x.shape[0] // m, ALIGNED=n % 8 == 0, GROUP_M=16,
         ASM=device.asm, HOPPER=device.arch == 90, WIDE=device.interpreted,
         num_stages=config.stages, **limit, **options(device, config.warps),
     )  # fmt: skip

@@ -107,12 +107,10 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
     plane = M.to(tl.int64) * (eighths * 8)
     rn = tl.minimum(n0 + tl.arange(0, BN), N - 1)
     acc = tl.zeros([BN, BM], tl.float32)
-    total = tl.zeros([BM], tl.float32)
     S: tl.constexpr = scale.dtype.element_ty
     Z: tl.constexpr = zero.dtype.element_ty
-    # The tensor cores cut sums off, which a long one shows where float32 is asked for. And products that run on while x
-    # is summed up for a float zero point of one group have given wrong results on an H100, in another way each time.
-    APART: tl.constexpr = SCALES == 0 or PARTS > 1 or (SCALES == 2 and ZERO == 2)
+    # The tensor cores cut sums off, which a long one shows where float32 is asked for.
+    APART: tl.constexpr = SCALES == 0 or PARTS > 1
     FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # taken away where nibbles are unpacked, in their order
     scales = (first * U + tl.arange(0, U))[None, :] * N + rn[:, None] if EACH else first // PER * N + rn
     zeros = (first * U + block if EACH else first // PER) * N + tl.minimum(row, N - 1) if FOLDED else scales
@@ -162,20 +160,17 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
             acc += d * as_float(s, S, ASM)[:, None]
         else:
             acc = acc + d if APART else d
-        if ZERO == 2 and SCALES != 1:
+        if ZERO == 2 and SCALES == 0:
+            # x is read into registers while products read the same slot of shared memory, and Triton's pipeliner copies
+            # into it once the registers are there: only products that were waited for (``d`` above) may stand here.
             sums = tl.zeros([BM], tl.float32)
             for p in tl.static_range(PARTS):
                 sums += tl.sum(xt[p].to(tl.float32), 1)
-            if SCALES == 0:
-                acc += as_float(z, Z, ASM)[:, None] * sums[None, :]
-            else:
-                total += sums
+            acc += as_float(z, Z, ASM)[:, None] * sums[None, :]
         s = s_next
         z = z_next
     if SCALES == 2:
         acc *= as_float(s, S, ASM)[:, None]
-        if ZERO == 2:
-            acc += as_float(z, Z, ASM)[:, None] * total[None, :]
     return acc
 
 
@@ -189,9 +184,9 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
 
     x: rows ``8 * eighths`` values apart (said so, because Triton then knows that they are aligned), zero from K to
     ``KB * U * P``. pitch: 32 times that many bytes are a row of rows16. PER: steps per group.
-    SCALES: 0: applied to sums over a step; 1: to the weight, which is rounded to x's dtype; 2: there is but one group,
-    applied to the whole sum. EACH: each block of a step has scales of its own. PARTS: x is the sum of so many matrices
-    that follow each other; their products are added up in order. ALIGNED: N is a multiple of 8. WIDE:
+    SCALES: 0: applied to sums over a step; 1: to the weight, which is rounded to x's dtype; 2: to the whole sum (one
+    group, no float zero points). EACH: each block of a step has scales of its own. PARTS: x is the sum of so many
+    matrices that follow each other; their products are added up in order. ALIGNED: N is a multiple of 8. WIDE:
     products of float32 numbers (Triton's interpreter multiplies no bfloat16).
 
     A program computes ``waves`` whole tiles, and ``share`` steps of the tiles that are left, which lie in a row. Of a
