@@ -20,7 +20,7 @@ _COPY = re.compile(rf"ttg\.async_copy_global_to_local {_VALUE}, ({_VALUE})")
 
 
 def overwritten_too_early(ttgir: str) -> list[str]:
-    """Names of buffers that are read into registers and by running products, and copied into before those have ended."""
+    """Names of buffers read into registers and by running products, and copied into before those have ended."""
     root: dict[str, str] = {}
     loaded, running, found = set[str](), set[str](), set[str]()
     for line in ttgir.splitlines():

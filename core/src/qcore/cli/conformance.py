@@ -28,7 +28,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_repeatable(parser, "--select", "only cases and laws whose id fits a glob or holds a word", "PATTERN")
     gaps = "known gaps, with their reasons (default: qcore_gaps.toml beside the plugin's module)"
     parser.add_argument("--gaps", type=Path, metavar="FILE", help=gaps)
-    parser.add_argument("--jobs", type=arguments.count, default=1, help="processes that share the cases (default: 1)")
+    jobs = "processes that share the cases and laws (default: 1)"
+    parser.add_argument("--jobs", type=arguments.count, default=1, help=jobs)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write it as a page with a matrix")
 

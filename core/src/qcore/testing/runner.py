@@ -95,10 +95,11 @@ class Kit:
         return result
 
     def adopt(self, results: Iterable[Result]) -> None:
-        """Take over what other processes found out about the cases."""
+        """Take over what other processes found out about every case and law."""
         by_id = {result.id: result for result in results}
         self.results += [by_id[case.id] for case in self.cases]
-        for result in self.results:
+        self.law_results += [by_id[item.id] for item in self.laws]
+        for result in by_id.values():
             if result.outcome is Outcome.GAP:
                 self.gaps.used(result.id)
 
@@ -196,7 +197,7 @@ def run(
     - ``schemes``, ``contracts``: only these; default all.
     - ``select``: only cases and laws whose id fits one of these globs, or holds one of these words.
     - ``gaps``: the file of known gaps; default ``qcore_gaps.toml`` beside the plugin's module.
-    - ``jobs``: processes that share the cases.
+    - ``jobs``: processes that share the cases and laws.
     - ``progress``: called with (steps done, steps in all, id of the next).
 
     Raises `ConformanceError` for an unknown plugin or contract, or a list of gaps that cannot be read. A plugin that is
@@ -210,8 +211,9 @@ def run(
     tell, total = progress or (lambda _done, _total, _name: None), len(kit.cases) + len(kit.laws)
     if jobs > 1:
         arguments = {"backend": backend, "device": str(kit.target.device), "seed": kit.seed, "gaps": gaps, **chosen}
-        kit.adopt(_shared(arguments, len(kit.cases), jobs, lambda done: tell(done, total, "")))
-    for done, case in enumerate(kit.cases if jobs <= 1 else ()):
+        kit.adopt(_shared(arguments, kit, jobs, lambda done: tell(done, total, "")))
+        return kit.certificate()
+    for done, case in enumerate(kit.cases):
         tell(done, total, case.id)
         kit.run_case(Question(case, kit.seed))
     for done, item in enumerate(kit.laws, len(kit.cases)):
@@ -224,13 +226,18 @@ _AT_A_TIME = 8
 """Cases that a process takes at a time: neighbours share what has to be compiled."""
 
 
-def _shared(arguments: dict[str, Any], count: int, jobs: int, tell: Callable[[int], None]) -> list[Result]:
-    """Run the cases in processes of their own; new interpreters, because not every device's stack survives a fork."""
+def _shared(arguments: dict[str, Any], kit: Kit, jobs: int, tell: Callable[[int], None]) -> list[Result]:
+    """Run cases and laws in processes of their own; new interpreters: not every device's stack survives a fork."""
     results: list[Result] = []
+    parts = [range(start, start + _AT_A_TIME) for start in range(0, len(kit.cases), _AT_A_TIME)]
+    samples: dict[tuple[str, str], list[int]] = {}  # the laws of one contract and scheme share a sample
+    for index, item in enumerate(kit.laws):
+        samples.setdefault((item.contract, item.scheme or item.id), []).append(index)
     with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (arguments,)) as pool:
-        parts = [pool.submit(_part, start) for start in range(0, count, _AT_A_TIME)]
         try:
-            for part in as_completed(parts):
+            done = [pool.submit(_part_of_laws, indices) for indices in samples.values()]  # first: they take longest
+            done += [pool.submit(_part_of_cases, part) for part in parts]
+            for part in as_completed(done):
                 results += part.result()
                 tell(len(results))
         except BaseException:
@@ -240,13 +247,18 @@ def _shared(arguments: dict[str, Any], count: int, jobs: int, tell: Callable[[in
 
 
 _mine: list[Kit] = []
-"""The kit of a process that has been handed some of the cases."""
+"""The kit of a process that has been handed some of the cases and laws."""
 
 
 def _begin(arguments: dict[str, Any]) -> None:
     _mine[:] = [Kit(**arguments)]
 
 
-def _part(start: int) -> list[Result]:
+def _part_of_cases(part: range) -> list[Result]:
     (kit,) = _mine
-    return [kit.run_case(Question(case, kit.seed)) for case in kit.cases[start : start + _AT_A_TIME]]
+    return [kit.run_case(Question(case, kit.seed)) for case in kit.cases[part.start : part.stop]]
+
+
+def _part_of_laws(indices: list[int]) -> list[Result]:
+    (kit,) = _mine
+    return [kit.run_law(kit.laws[index]) for index in indices]
