@@ -146,10 +146,10 @@ def load_quad(address, wanted):
     return tuple(_words(found[:, i]) for i in range(4))
 
 
-def spread(nibbles, BF16, CENTERED):
+def spread(nibbles, taken, BF16):
     bf16 = _value(BF16)
-    base = -8 if _value(CENTERED) else 128 if bf16 else 1024
-    return _pairs(_array(nibbles).view(np.uint8).reshape(-1, 4).astype(np.float64) + base, bf16)
+    values = _array(nibbles).view(np.uint8).reshape(-1, 4).astype(np.float64) + (128 if bf16 else 1024)
+    return _pairs(values + _floats(taken, bf16).reshape(-1, 2)[:, :1], bf16)
 
 
 def codes8(word, BF16):

@@ -122,9 +122,8 @@ def float_product(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, dev
     """``y = x @ W^T + bias``: x ``(M, K)`` of 16-bit floats, M <= ROWS, filled up and aligned as `gemv` asks for."""
     weight = _placed(weight)
     m, block, (data, scale, zero, *_) = x.shape[0], weight.block, weight
-    fine = y.dtype == torch.float32
-    # Sums over all of K: float16's larger offset leaves them too little of float32's digits, and tensor cores cut off.
-    one_group = scale.shape[0] == 1 and not fine and (weight.bits == 8 or x.dtype == torch.bfloat16)
+    # Tensor cores cut long sums off, which shows in float32.
+    one_group = scale.shape[0] == 1 and y.dtype != torch.float32
     rows_of_x = 2 * block * _x_rows(m)
     ring = _weight_ring(weight, not one_group, rows_of_x, 2 * block if m == 1 else 0)
     shape = ring.fitted(_sized(shape, weight), device)
@@ -134,7 +133,7 @@ def float_product(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, dev
         x, data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
         m, weight.n, rows, blocks, per, x.stride(0), pitch,
         BITS=weight.bits, P=block, ZERO=weight.zero_kind, BIAS=bias is not None, ONE_GROUP=one_group,
-        BF16=x.dtype == torch.bfloat16, CENTERED=fine and weight.bits == 4, ALIGNED=_even(weight),
+        BF16=x.dtype == torch.bfloat16, ALIGNED=_even(weight),
         **_meta(ring, shape, device, m),
     )  # fmt: skip
 

@@ -4,9 +4,10 @@ Each warp takes blocks of K in turn and copies what it needs of them, several st
 from there weights go straight into fragments of the tensor core (`warp`), W being its A operand and the tokens its
 columns. The warps of a program share its rows, and add up at the end.
 
-A nibble becomes a 16-bit float by setting its upper byte (bfloat16 128 + u, float16 1024 + u: exact), and the offset
-leaves the sum again as what a row of codes 0 would have given: one more product per row block of tokens, in just the
-layout of the result, and half an instruction per weight less than subtracting from each one.
+A nibble becomes a 16-bit float by setting its upper byte (bfloat16 128 + u, float16 1024 + u: exact), from which the
+offset is subtracted at once. Subtracting it from the sum instead would save half an instruction per weight, but a value
+of x far above the others, times 136, would take the digits of all others with it, even if its weight is 0. An integer
+zero point is part of what is subtracted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import ring
 from .blocks import copy_stage, group_of, over_warps, pair, places, turn, weights
-from .warp import codes8, mma, spread
+from .warp import codes8, mma, spread, taken_of
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
@@ -74,12 +75,15 @@ def _x_words(at, spots, n: tl.constexpr, u: tl.constexpr, BITS: tl.constexpr, U:
 
 
 @triton.jit
-def _tile4(words0, words8, x, d, NB: tl.constexpr, V: tl.constexpr, BF16: tl.constexpr, CENTERED: tl.constexpr):
-    """Products of one block of int4: rows r (words0) and r + 8 (words8), added to d, four numbers per column block."""
+def _tile4(words0, words8, taken0, taken8, x, d, NB: tl.constexpr, V: tl.constexpr, BF16: tl.constexpr):
+    """Products of one block of int4: rows r (words0) and r + 8 (words8), added to d, four numbers per column block.
+
+    taken0, taken8: `taken_of` their zero points.
+    """
     for h in tl.static_range(2):
         for j in tl.static_range(V):
-            p0, p2 = spread((words0[j] >> (4 * h)) & 0x0F0F0F0F, BF16, CENTERED)
-            p1, p3 = spread((words8[j] >> (4 * h)) & 0x0F0F0F0F, BF16, CENTERED)
+            p0, p2 = spread((words0[j] >> (4 * h)) & 0x0F0F0F0F, taken0, BF16)
+            p1, p3 = spread((words8[j] >> (4 * h)) & 0x0F0F0F0F, taken8, BF16)
             out = ()
             for n in tl.static_range(NB):
                 a = x[n]
@@ -107,12 +111,12 @@ def _tile8(words0, words8, x, d, NB: tl.constexpr, V: tl.constexpr, BF16: tl.con
 
 
 @triton.jit
-def _sums(x, zero, c, OF: tl.constexpr, NB: tl.constexpr, P: tl.constexpr, BF16: tl.constexpr):
-    """Add OF (two equal floats) times x's sums over one block, in the layout of the result: of columns 2t and 2t + 1.
+def _sums(x, zero, c, NB: tl.constexpr, P: tl.constexpr, BF16: tl.constexpr):
+    """Add x's sums over one block, in the layout of the result: of columns 2t and 2t + 1.
 
-    Summed in the order of the products, so that a row of codes 0 comes out as exactly 0.
+    Summed in the order of the products, so that a row of codes that equal their zero point comes out as exactly 0.
     """
-    of = tl.full(zero.shape, OF, tl.int32)
+    of = tl.full(zero.shape, 0x3F803F80 if BF16 else 0x3C003C00, tl.int32)  # 1 twice
     for j in tl.static_range(P // 16):
         out = ()
         for n in tl.static_range(NB):
@@ -123,85 +127,52 @@ def _sums(x, zero, c, OF: tl.constexpr, NB: tl.constexpr, P: tl.constexpr, BF16:
 
 
 @triton.jit
-def _parameters(scale, zero, row, group, N, R: tl.constexpr, ZERO: tl.constexpr):
-    """Scales and zero points of rows r and r + 8 of each row block, from memory: (s0, s8, z0, z8)."""
-    out = ()
-    for i in tl.static_range(R):
-        at0 = group * N + tl.minimum(row + 16 * i, N - 1)
-        at8 = group * N + tl.minimum(row + 16 * i + 8, N - 1)
-        s0 = tl.load(scale + at0).to(tl.float32)
-        s8 = tl.load(scale + at8).to(tl.float32)
-        if ZERO:
-            z0 = tl.load(zero + at0).to(tl.float32)
-            z8 = tl.load(zero + at8).to(tl.float32)
-        else:
-            z0 = s0
-            z8 = s8
-        out = out + ((s0, s8, z0, z8),)
-    return out
+def _loaded(pointer, row, group, N, i: tl.constexpr):
+    """Scales, in float32, or zero points, int8 as int32, of rows r and r + 8 of row block i, from memory."""
+    DTYPE: tl.constexpr = tl.int32 if pointer.dtype.element_ty == tl.int8 else tl.float32
+    at0 = group * N + tl.minimum(row + 16 * i, N - 1)
+    at8 = group * N + tl.minimum(row + 16 * i + 8, N - 1)
+    return tl.load(pointer + at0).to(DTYPE), tl.load(pointer + at8).to(DTYPE)
 
 
 @triton.jit
-def _copied(at_scale, at_zero, lane, u: tl.constexpr, R: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
-            POINT: tl.constexpr):  # fmt: skip
-    """`_parameters` from the ring."""
-    out = ()
-    for i in tl.static_range(R):
-        s0, s8 = pair(at_scale, lane, u, i, R, SCALE)
-        z0 = s0
-        z8 = s8
-        if ZERO:
-            z0, z8 = pair(at_zero, lane, u, i, R, POINT)
-            z0 = z0.to(tl.float32)
-            z8 = z8.to(tl.float32)
-        out = out + ((s0, s8, z0, z8),)
-    return out
+def _scaled(acc, d, s, scales, points, NB: tl.constexpr, ZERO: tl.constexpr):
+    """One row block's accumulators, four per column block, and a group's products with scales and zero points applied.
 
-
-@triton.jit
-def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr):
-    """Add one group's contribution, scales and zero points applied, to the accumulators: 4 per row and column block.
-
-    s: sums of x, times OFFSET where the codes have that offset.
+    scales, points: of rows r and r + 8; s: sums of x, where ZERO.
     """
+    s0, s8 = scales
+    z0 = points[0].to(tl.float32)
+    z8 = points[1].to(tl.float32)
     out = ()
-    for i in tl.static_range(R):
-        s0, s8, z0, z8 = parameters[i]
-        if ZERO == 1 and OFFSET:
-            f0 = 1.0 + z0 * (1.0 / OFFSET)
-            f8 = 1.0 + z8 * (1.0 / OFFSET)
-        for n in tl.static_range(NB):
-            a = acc[i * NB + n]
-            d0, d1, d2, d3 = d[i * NB + n]
-            x0, x1 = s[n]
-            if ZERO == 1 and OFFSET:  # both at once; a zero point of 0 gives what there is without
-                d0 -= f0 * x0
-                d1 -= f0 * x1
-                d2 -= f8 * x0
-                d3 -= f8 * x1
-            elif ZERO == 1:
-                d0 -= z0 * x0
-                d1 -= z0 * x1
-                d2 -= z8 * x0
-                d3 -= z8 * x1
-            elif OFFSET:
-                d0 -= x0
-                d1 -= x1
-                d2 -= x0
-                d3 -= x1
-            if ZERO == 2 and OFFSET:
-                x0 *= 1.0 / OFFSET
-                x1 *= 1.0 / OFFSET
-            a0 = a[0] + s0 * d0
-            a1 = a[1] + s0 * d1
-            a2 = a[2] + s8 * d2
-            a3 = a[3] + s8 * d3
-            if ZERO == 2:
-                a0 += z0 * x0
-                a1 += z0 * x1
-                a2 += z8 * x0
-                a3 += z8 * x1
-            out = out + ((a0, a1, a2, a3),)
+    for n in tl.static_range(NB):
+        a = acc[n]
+        d0, d1, d2, d3 = d[n]
+        x0, x1 = s[n]
+        if ZERO == 1:
+            d0 -= z0 * x0
+            d1 -= z0 * x1
+            d2 -= z8 * x0
+            d3 -= z8 * x1
+        a0 = a[0] + s0 * d0
+        a1 = a[1] + s0 * d1
+        a2 = a[2] + s8 * d2
+        a3 = a[3] + s8 * d3
+        if ZERO == 2:
+            a0 += z0 * x0
+            a1 += z0 * x1
+            a2 += z8 * x0
+            a3 += z8 * x1
+        out = out + ((a0, a1, a2, a3),)
+    return out
+
+
+@triton.jit
+def _of_block(acc, i: tl.constexpr, NB: tl.constexpr):
+    """The accumulators of row block i."""
+    out = ()
+    for n in tl.static_range(NB):
+        out = out + (acc[i * NB + n],)
     return out
 
 
@@ -209,15 +180,14 @@ def _scaled(acc, d, s, parameters, R: tl.constexpr, NB: tl.constexpr, ZERO: tl.c
 def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
          BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
          NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr,
-         BF16: tl.constexpr, CENTERED: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
+         BF16: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
          DYNAMIC: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]`` for M <= XR <= 8 * NB.
 
     x: 16-bit floats, rows ``stride`` values apart, on 16 bytes, zero from K to ``KB * P``; w: planar16 or rows16 (rows
     of ``32 * pitch`` bytes); KB: blocks of P codes along K; PER: blocks per scale group; ZERO: 0 none, 1 integer,
-    2 float zero points; XR: 1, or 8 * NB; CENTERED: sums never hold the offset of int4's codes, which would take four
-    of float32's binary digits; ALIGNED: N is a multiple of 16. A program takes R * 16 rows of W; each of its NW warps
-    takes U blocks of K at a time.
+    2 float zero points; XR: 1, or 8 * NB; ALIGNED: N is a multiple of 16. A program takes R * 16 rows of W; each of
+    its NW warps takes U blocks of K at a time.
     """
     T: tl.constexpr = 32 * NW
     BYTES: tl.constexpr = P // 8 if BITS == 4 else P // 4  # of a lane, row and block
@@ -225,10 +195,8 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     V: tl.constexpr = BYTES // 4
     PAIRS: tl.constexpr = BITS == 8 and P == 64 and U % 2 == 0
     RINGED: tl.constexpr = ALIGNED and not ONE_GROUP
-    # What the codes of int4 are too large by, after `spread`; and a 16-bit float of it, twice, or of 1.
-    SHIFTED: tl.constexpr = BITS == 4 and not CENTERED
-    OFFSET: tl.constexpr = (136 if BF16 else 1032) if SHIFTED else 0
-    OF: tl.constexpr = (0x43084308 if BF16 else 0x64086408) if SHIFTED else (0x3F803F80 if BF16 else 0x3C003C00)
+    FOLDED: tl.constexpr = BITS == 4 and ZERO == 1  # subtracted where nibbles become floats, else from sums
+    AFTER: tl.constexpr = 0 if FOLDED else ZERO
     SCALE: tl.constexpr = scale.dtype.element_ty
     POINT: tl.constexpr = zero.dtype.element_ty
     W_BYTES: tl.constexpr = U * R * 64 * BYTES
@@ -278,6 +246,11 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     for _ in tl.static_range(R):
         acc = acc + empty
     total = none
+    whole = tl.zeros([T], tl.int32)
+    of_all = ()
+    if ONE_GROUP and ZERO:
+        for i in tl.static_range(R):
+            of_all = of_all + (_loaded(zero, row, 0, N, i),)
     if PDL and not LATE:
         gdc_launch_dependents()
     slot = 0
@@ -306,37 +279,44 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
             for n in tl.static_range(NB):
                 words = words + (_x_words(x_at, spots, n, u, BITS, U, P),)
             sums = none
-            if ZERO or OFFSET:
-                sums = _sums(words, zeros, total if ONE_GROUP else none, OF, NB, P, BF16)
-            d = ()
+            if AFTER:
+                sums = _sums(words, zeros, total if ONE_GROUP else none, NB, P, BF16)
+            group = group_of(first + u, KB, each)
+            now = ()
             for i in tl.static_range(R):
                 w0, w8 = weights(here, lane, u, i, R, BYTES, PAIRS)
-                before = empty
-                if ONE_GROUP:
-                    before = ()
-                    for n in tl.static_range(NB):
-                        before = before + (acc[i * NB + n],)
+                before = _of_block(acc, i, NB)
+                points = (whole, whole)
+                if ZERO:
+                    if ONE_GROUP:
+                        points = of_all[i]
+                    elif RINGED:
+                        points = pair(here + (W_BYTES + X_BYTES + S_BYTES), lane, u, i, R, POINT)
+                    else:
+                        points = _loaded(zero, row, group, N, i)
                 if BITS == 4:
-                    d = d + _tile4(w0, w8, words, before, NB, V, BF16, CENTERED)
+                    taken0 = taken_of(points[0] if FOLDED else whole, BF16)
+                    taken8 = taken_of(points[1] if FOLDED else whole, BF16)
+                    d = _tile4(w0, w8, taken0, taken8, words, before if ONE_GROUP else empty, NB, V, BF16)
                 else:
-                    d = d + _tile8(w0, w8, words, before, NB, V, BF16)
-            if ONE_GROUP:
-                acc = d
-                total = sums
-            else:
+                    d = _tile8(w0, w8, words, before if ONE_GROUP else empty, NB, V, BF16)
                 if RINGED:
-                    at_scale = here + (W_BYTES + X_BYTES)
-                    p = _copied(at_scale, at_scale + S_BYTES, lane, u, R, ZERO, SCALE, POINT)
-                else:
-                    p = _parameters(scale, zero, row, group_of(first + u, KB, each), N, R, ZERO)
-                acc = _scaled(acc, d, sums, p, R, NB, ZERO, OFFSET)
+                    scales = pair(here + (W_BYTES + X_BYTES), lane, u, i, R, SCALE)
+                    d = _scaled(before, d, sums, scales, points, NB, AFTER)
+                elif not ONE_GROUP:
+                    d = _scaled(before, d, sums, _loaded(scale, row, group, N, i), points, NB, AFTER)
+                now = now + d
+            acc = now
+            if ONE_GROUP:
+                total = sums
 
     if ONE_GROUP:
-        d = acc
-        acc = ()
-        for _ in tl.static_range(R):
-            acc = acc + empty
-        acc = _scaled(acc, d, total, _parameters(scale, zero, row, 0, N, R, ZERO), R, NB, ZERO, OFFSET)
+        now = ()
+        for i in tl.static_range(R):
+            scales = _loaded(scale, row, 0, N, i)
+            points = of_all[i] if ZERO else (whole, whole)
+            now = now + _scaled(empty, _of_block(acc, i, NB), total, scales, points, NB, AFTER)
+        acc = now
 
     if PDL and LATE:
         gdc_launch_dependents()

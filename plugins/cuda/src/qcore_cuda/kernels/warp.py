@@ -47,11 +47,10 @@ def both(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def spread(nibbles, BF16: tl.constexpr, CENTERED: tl.constexpr):
-    """Four bytes of unsigned nibbles ``u = q + 8`` to four 16-bit floats as two words, in order; exact.
+def spread(nibbles, taken, BF16: tl.constexpr):
+    """Four bytes of unsigned nibbles ``q + 8`` to four 16-bit floats ``q - zero`` as two words, in order; exact.
 
-    Setting the upper byte of the float makes bfloat16 128 + u and float16 1024 + u; CENTERED: q, half an instruction
-    more for each.
+    Setting the upper byte of the float makes bfloat16 128 + u and float16 1024 + u. taken: `taken_of` the zero point.
     """
     low, high = tl.inline_asm_elementwise(
         "prmt.b32 $0, $2, $3, 0x4140; prmt.b32 $1, $2, $3, 0x4342;",
@@ -61,21 +60,24 @@ def spread(nibbles, BF16: tl.constexpr, CENTERED: tl.constexpr):
         is_pure=True,
         pack=1,
     )
-    if CENTERED:
-        low = _less_offset(low, BF16)
-        high = _less_offset(high, BF16)
-    return low, high
+    return _less(low, taken, BF16), _less(high, taken, BF16)
 
 
 @triton.jit
-def _less_offset(word, BF16: tl.constexpr):
-    """Two 16-bit floats less 136, or 1032 in float16."""
+def taken_of(zero, BF16: tl.constexpr):
+    """Minus ``136 + zero`` as a bfloat16 twice in a word, or minus ``1032 + zero`` as a float16; zero in -8..7."""
+    return (zero + (0xC308 if BF16 else 0xE408)) * 0x10001
+
+
+@triton.jit
+def _less(word, taken, BF16: tl.constexpr):
+    """Two 16-bit floats plus those of ``taken``."""
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 one, off; mov.b32 one, 0x3F803F80; mov.b32 off, 0xC308C308; fma.rn.bf16x2 $0, $1, one, off; }"
+        "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }"
         if BF16
-        else "{ .reg .b32 off; mov.b32 off, 0xE408E408; add.rn.f16x2 $0, $1, off; }",
-        "=r,r",
-        [word],
+        else "add.rn.f16x2 $0, $1, $2;",
+        "=r,r,r",
+        [word, taken],
         dtype=tl.int32,
         is_pure=True,
         pack=1,

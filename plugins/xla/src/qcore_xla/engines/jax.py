@@ -44,11 +44,12 @@ class JaxEngine:
                 "this process was forked from one in which JAX was in use, and JAX does not survive a fork.\n"
                 "Start workers with the 'spawn' method: torch.multiprocessing.set_start_method('spawn')."
             )
-        try:
-            return self._run(function, form, tensors, fresh)
-        except Exception:  # noqa: BLE001 - what fails for another reason fails again, and says so
-            with _apart():
+        with _device_of(tensors):
+            try:
                 return self._run(function, form, tensors, fresh)
+            except Exception:  # noqa: BLE001 - what fails for another reason fails again, and says so
+                with _apart():
+                    return self._run(function, form, tensors, fresh)
 
     def _run(
         self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
@@ -62,6 +63,15 @@ class JaxEngine:
         if tensors[0] is not None and tensors[0].is_cuda:
             return from_dlpack(y)  # makes torch's stream wait for it
         return _writable(np.asarray(y))  # waits for it
+
+
+def _device_of(tensors: Sequence[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
+    """The tensors' GPU as torch's current device, and the present one again afterwards.
+
+    torch exports memory of its current device alone, and JAX, when it starts, leaves the last GPU of all as that.
+    """
+    first = next(tensor for tensor in tensors if tensor is not None)
+    return torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
