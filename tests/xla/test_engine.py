@@ -199,3 +199,18 @@ def test_an_index_out_of_range_is_an_error():
 
 def test_the_engine_serves_the_cpu_here():
     assert ENGINE.serves(torch.device("cpu")) == ""
+
+
+def test_starting_jax_leaves_the_current_gpu_as_it_was(monkeypatch):
+    import jax
+
+    from qcore_xla.engines import jax as engine
+
+    now = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: now.__setitem__(0, index))
+    monkeypatch.setattr(jax, "devices", lambda: now.__setitem__(0, 1))  # as JAX does with two GPUs
+    engine._start_on_gpus.cache_clear()
+    engine._start_on_gpus()
+    engine._start_on_gpus.cache_clear()
+    assert now == [0]

@@ -66,12 +66,24 @@ class JaxEngine:
 
 
 def _device_of(tensors: Sequence[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
-    """The tensors' GPU as torch's current device, and the present one again afterwards.
-
-    torch exports memory of its current device alone, and JAX, when it starts, leaves the last GPU of all as that.
-    """
+    """The tensors' GPU as torch's current device: torch exports memory of that device alone."""
     first = next(tensor for tensor in tensors if tensor is not None)
-    return torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext()
+    if not first.is_cuda:
+        return contextlib.nullcontext()
+    _start_on_gpus()
+    return torch.cuda.device(first.device)
+
+
+@lru_cache(maxsize=1)
+def _start_on_gpus() -> None:
+    """Let JAX find its devices; when it does, it leaves the last GPU of all as the thread's current one."""
+    import jax
+
+    before = torch.cuda.current_device()
+    try:
+        jax.devices()
+    finally:
+        torch.cuda.set_device(before)
 
 
 @contextlib.contextmanager
