@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 import qcore
 from qcore.nn import QuantizedLinear
-from qcore.tuning import interleaved_medians
+from qcore.resolving.tuning import interleaved_medians
 
 SCHEMES = (
     "w4a16-g128", "w4a16-g128-asym", "w4a16-g32", "w8a16", "w8a16-asym", "w8a16-g128", "w8a8", "w8a8-asym", "w8a8-g128",

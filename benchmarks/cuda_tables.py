@@ -97,7 +97,7 @@ def _short(config: Any) -> dict[str, Any]:
 def _weight(bits: int, n: int, k: int) -> Any:
     import torch
 
-    from qcore_cuda.portable.weights import Weight
+    from qcore_triton.weights import Weight
 
     if bits == 8:
         data = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda")

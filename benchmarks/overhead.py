@@ -27,7 +27,7 @@ from _table import header, markdown
 from torch import Tensor
 
 import qcore
-from qcore.kernels import Kernel, Packed, RowsKernel
+from qcore.discovery.kernels import Kernel, Packed, RowsKernel
 
 N, K = 16, 16
 
@@ -68,8 +68,8 @@ def layer_rows() -> list[tuple[str, ...]]:
     """A layer bound to `OneOp`, its kernel, and the op itself."""
     from types import ModuleType
 
-    from qcore.plugins import registry
-    from qcore.resolver import offers_for
+    from qcore.discovery.registry import registry
+    from qcore.resolving.resolver import offers_for
 
     def offer(request: Any) -> Any:
         kernels = [offer.kernel for _, offer in offers_for(request, frozenset({"overhead"}))]

@@ -14,7 +14,7 @@ import torch
 from _table import header, markdown
 
 import qcore
-from qcore.tuning import interleaved_medians
+from qcore.resolving.tuning import interleaved_medians
 
 FORMATS = ("int4-g128", "int4-g128-asym", "int4-g128-fzp", "int8", "int8-asym")
 QUANTIZERS = ("absmax", "absmax_full", "minmax", "mse")

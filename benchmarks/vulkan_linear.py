@@ -31,7 +31,7 @@ from qcore_vulkan import native, steps
 from qcore_vulkan.builder import Builder, Place, Program, Ref
 from qcore_vulkan.device import Buffer, Device
 from qcore_vulkan.layout import DeviceWeight, upload
-from qcore_vulkan.steps import Rows, gpu
+from qcore_vulkan.steps import Rows, selection
 from qcore_vulkan.steps.prepare import is_asymmetric
 from qcore_vulkan.steps.product import Problem, tile
 
@@ -185,8 +185,8 @@ def _row(device: Device, clock: Clock, cell: Cell, weights: Weights) -> list[str
     problem = Problem(op, cell.m, geometry, cell.dtype, cell.dtype, asymmetric)
     kernel: Any = tile(device, op, cell.m, geometry, 1)
     if device.profile == "gpu":
-        kernel = gpu.choose(device, problem) if cell.units == "any" else _poorer(device, problem, cell.units)
-        gpu.prefer(device, problem, kernel)
+        kernel = selection.choose(device, problem) if cell.units == "any" else _poorer(device, problem, cell.units)
+        selection.prefer(device, problem, kernel)
     x = torch.randn(cell.m, cell.k).to(cell.dtype)
     count = max(1, 24 // len(weights.copies)) * len(weights.copies) if cell.m <= 16 else len(weights.copies)
     y = torch.empty(cell.m, cell.n, dtype=cell.dtype)
@@ -195,7 +195,7 @@ def _row(device: Device, clock: Clock, cell: Cell, weights: Weights) -> list[str
     only = Only(device)
     only.variant = kernel.variant
     alone = clock.median(_record(only, cell, weights, count), [x], [torch.empty_like(y)], after=every) / count
-    gpu.forget(device, problem)
+    selection.forget(device, problem)
     rates = RATES.get(device.description.name, {})
     return _cells(cell, kernel, weights.copies[0].nbytes, rates, alone, whole, _error(cell, weights, x, y))
 
@@ -204,7 +204,7 @@ def _poorer(device: Device, problem: Problem, units: str) -> Any:
     """The kernel for a device without cooperative matrices, and without integer dot products."""
     features = {**device.description.features, "integer_dot": units == "dot"}
     poorer = replace(device.description, cooperative_matrix=(), features=features)
-    for kernel in gpu.candidates(poorer, problem):
+    for kernel in selection.candidates(poorer, problem):
         try:
             device.pipeline(kernel.variant, kernel.constants(problem.geometry), kernel.subgroup)
         except native.Unsupported:

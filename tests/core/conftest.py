@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import qcore
-from qcore import resolver, settings, tuning, verify
+from qcore.discovery.kernels import Kernel, Offer
+from qcore.discovery.registry import BUILTIN, registry
 from qcore.fallback import plugin as builtin
-from qcore.kernels import Kernel, Offer
-from qcore.plugins import BUILTIN, registry
-from qcore.qtensor import QTensor
+from qcore.resolving import offers, tuning, verification
+from qcore.runtime import settings
+from qcore.weights.qtensor import QTensor
 
 _versions = itertools.count(1)
 _PLAIN = {"linear": "qcore_linear", "conv2d": "qcore_conv2d", "embedding": "qcore_embedding"}
@@ -23,7 +24,7 @@ _PLAIN = {"linear": "qcore_linear", "conv2d": "qcore_conv2d", "embedding": "qcor
 @pytest.fixture(autouse=True)
 def isolated(tmp_path_factory):
     """No settings from outside, a cache of its own; verdicts, decisions and plugins as before afterwards."""
-    memory = (settings._configured, tuning._known, resolver._warned)
+    memory = (settings._configured, tuning._known, offers._warned)
     saved = [(store, store.copy()) for store in memory]
     with isolation.isolated(tmp_path_factory.getbasetemp() / f"cache{next(_versions)}") as patch:
         patch.setattr(registry, "_entries", {BUILTIN: registry.entries()[BUILTIN]})
@@ -34,8 +35,8 @@ def isolated(tmp_path_factory):
             store.clear()
             store.update(content)
     # What was found out about the built-in kernels stays, so that each is checked once per session.
-    for key in [key for key in verify._seen if not key[0].startswith("torch|qcore|")]:
-        del verify._seen[key]
+    for key in [key for key in verification._seen if not key[0].startswith("torch|qcore|")]:
+        del verification._seen[key]
 
 
 class StubKernel(Kernel):
@@ -108,7 +109,7 @@ def add_kernel(add_plugin):
 @pytest.fixture
 def request_of():
     """``request_of("w4a16-g32", n=16, k=64)``: a plain request on the CPU."""
-    from qcore.explain import plain_request
+    from qcore.resolving.explaining import plain_request
 
     def make(scheme="w4a16-g32", *, n=16, k=64, dtype=torch.float32, **more):
         return plain_request(scheme, n=n, k=k, dtype=dtype, **more)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from qcore.activations import (
+from qcore.errors import FormatError
+from qcore.weights.activations import (
     DynamicInt8,
     OutputInt8,
     StaticInt8,
@@ -15,7 +16,6 @@ from qcore.activations import (
     quantize_int8,
     static_from_range,
 )
-from qcore.errors import FormatError
 
 F = np.float32
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import qcore
-from qcore import resolver
-from qcore.binding import WeightStore, bind, call_first
 from qcore.errors import PluginError, QcoreWarning
-from qcore.verify import difference
+from qcore.resolving import offers, resolver
+from qcore.resolving.binding import WeightStore, bind, call_first
+from qcore.resolving.verification import difference
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_the_last_kernel_raises_its_own_error(monkeypatch, weight, request_):
     decision = qcore.resolve(request_)
     # Only the plain kernel is left.
     for candidate in decision.candidates[:-1]:
-        for _, offer in resolver.offers_for(request_):
+        for _, offer in offers.offers_for(request_):
             if offer.kernel.name == candidate.kernel:
                 resolver.report_failure(request_, offer.kernel, "taken out by the test")
     last = qcore.resolve(request_)

@@ -15,10 +15,11 @@ from broken_plugins import KINDS, GoodKernel, Kind
 from fuzzing import rounds
 
 import qcore
-from qcore import _guard, _surroundings, formats
 from qcore.cli import doctor, health
-from qcore.explain import plain_request
-from qcore.plugins import BUILTIN, _Entry, registry
+from qcore.discovery.registry import BUILTIN, _Entry, registry
+from qcore.formats import layouts
+from qcore.resolving.explaining import plain_request
+from qcore.runtime import guard, process_state
 
 _versions = itertools.count(1)
 
@@ -36,8 +37,8 @@ def weight():
 @pytest.fixture
 def neighbours(monkeypatch):
     """``neighbours(kind)``: a registry with a broken plugin, a healthy one and the fallback."""
-    monkeypatch.setattr(formats, "_LAYOUTS", dict(formats._LAYOUTS))
-    monkeypatch.setattr(_guard, "_meddlers", set())
+    monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
+    monkeypatch.setattr(guard, "_meddlers", set())
 
     def install(kind):
         good = broken_plugins.ModuleType("healthy")
@@ -75,7 +76,7 @@ def test_a_broken_plugin_costs_itself_and_nobody_else(kind, neighbours, weight):
     neighbours(kind)
     x = torch.linspace(-1, 1, 3 * 64).reshape(3, 64)
     expected = x @ weight.dequantize().t()
-    state, place = _surroundings.snapshot(), Path.cwd()
+    state, place = process_state.snapshot(), Path.cwd()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -95,5 +96,5 @@ def test_a_broken_plugin_costs_itself_and_nobody_else(kind, neighbours, weight):
     assert not others
     assert len(named) == (0 if kind.harmless else 1), named
     assert len(shown) < 100_000
-    assert kind.stage == "call" or not set(changed) - {_surroundings.SEED}
+    assert kind.stage == "call" or not set(changed) - {process_state.SEED}
     shown.encode()

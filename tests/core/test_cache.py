@@ -7,100 +7,100 @@ import time
 
 import pytest
 
-from qcore import _cache
+from qcore.runtime import disk_cache
 
 
 def test_directory_is_the_named_one(monkeypatch, tmp_path):
     monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "here"))
-    assert _cache.cache_dir() == tmp_path / "here"
+    assert disk_cache.cache_dir() == tmp_path / "here"
     monkeypatch.setenv("QCORE_CACHE_DIR", "~/somewhere")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert _cache.cache_dir() == tmp_path / "somewhere"
+    assert disk_cache.cache_dir() == tmp_path / "somewhere"
 
 
 def test_directory_of_the_user_otherwise(monkeypatch):
     monkeypatch.delenv("QCORE_CACHE_DIR")
-    assert _cache.cache_dir().name == "qcore"
+    assert disk_cache.cache_dir().name == "qcore"
 
 
 def test_written_records_are_read_back():
-    assert _cache.read("kind", "key") is None
-    assert _cache.write("kind", "key", value=[1, 2])
-    assert _cache.read("kind", "key") == {"key": "key", "value": [1, 2]}
-    assert _cache.read("other", "key") is None
-    _cache.remove("kind", "key")
-    _cache.remove("kind", "key")
-    assert _cache.read("kind", "key") is None
+    assert disk_cache.read("kind", "key") is None
+    assert disk_cache.write("kind", "key", value=[1, 2])
+    assert disk_cache.read("kind", "key") == {"key": "key", "value": [1, 2]}
+    assert disk_cache.read("other", "key") is None
+    disk_cache.remove("kind", "key")
+    disk_cache.remove("kind", "key")
+    assert disk_cache.read("kind", "key") is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"key": "another"}', '{"value": 1}', "\udcff"])
 def test_damaged_records_read_as_nothing(text):
-    assert _cache.write("kind", "key", value=1)
-    _cache._path("kind", "key").write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert _cache.read("kind", "key") is None
+    assert disk_cache.write("kind", "key", value=1)
+    disk_cache._path("kind", "key").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert disk_cache.read("kind", "key") is None
 
 
 def test_a_directory_that_cannot_be_made_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "file" / "below"))
-    assert not _cache.write("kind", "key", value=1)
-    assert _cache.read("kind", "key") is None
-    with _cache.crash_mark("work"):
-        assert not _cache.crashed("work")
+    assert not disk_cache.write("kind", "key", value=1)
+    assert disk_cache.read("kind", "key") is None
+    with disk_cache.crash_mark("work"):
+        assert not disk_cache.crashed("work")
 
 
 def test_a_failed_write_leaves_nothing(monkeypatch):
     def full(self, target):
         raise OSError("disk full")
 
-    assert _cache.write("kind", "key", value=1)
+    assert disk_cache.write("kind", "key", value=1)
     monkeypatch.setattr("pathlib.Path.replace", full)
-    assert not _cache.write("kind", "key", value=2)
-    assert [path.suffix for path in _cache._path("kind", "key").parent.iterdir()] == [".json"]
-    assert _cache.read("kind", "key")["value"] == 1
+    assert not disk_cache.write("kind", "key", value=2)
+    assert [path.suffix for path in disk_cache._path("kind", "key").parent.iterdir()] == [".json"]
+    assert disk_cache.read("kind", "key")["value"] == 1
 
 
 def test_a_mark_goes_when_the_block_ends():
-    with pytest.raises(ValueError, match="x"), _cache.crash_mark("work"):  # noqa: PT012 - the block is the subject
-        assert _cache.read("running", "work")["pid"] == os.getpid()
-        assert not _cache.crashed("work")
+    with pytest.raises(ValueError, match="x"), disk_cache.crash_mark("work"):  # noqa: PT012 - the block is the subject
+        assert disk_cache.read("running", "work")["pid"] == os.getpid()
+        assert not disk_cache.crashed("work")
         raise ValueError("x")
-    assert _cache.read("running", "work") is None
-    assert not _cache.crashed("work")
+    assert disk_cache.read("running", "work") is None
+    assert not disk_cache.crashed("work")
 
 
 def test_a_process_that_dies_inside_leaves_its_mark():
-    code = "import os\nfrom qcore import _cache\nwith _cache.crash_mark('work'):\n    os._exit(3)"
+    code = "import os\nfrom qcore import _cache\nwith disk_cache.crash_mark('work'):\n    os._exit(3)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 3
-    assert _cache.crashed("work")
-    with _cache.crash_mark("work"):
+    assert disk_cache.crashed("work")
+    with disk_cache.crash_mark("work"):
         pass
-    assert not _cache.crashed("work")
+    assert not disk_cache.crashed("work")
 
 
 def test_a_mark_with_our_own_pid_that_we_did_not_set_is_an_earlier_run():
-    _cache.write("running", "work", pid=os.getpid())
-    assert _cache.crashed("work")
+    disk_cache.write("running", "work", pid=os.getpid())
+    assert disk_cache.crashed("work")
 
 
 def test_a_mark_of_a_living_process_is_no_crash():
-    _cache.write("running", "work", pid=os.getppid())
-    assert not _cache.crashed("work")
+    disk_cache.write("running", "work", pid=os.getppid())
+    assert not disk_cache.crashed("work")
 
 
 @pytest.mark.parametrize("pid", [0, -1, None, "x", 1.5, 10**30, True])
 def test_a_damaged_mark_is_no_crash(pid):
-    _cache.write("running", "work", pid=pid)
-    assert not _cache.crashed("work")
+    disk_cache.write("running", "work", pid=pid)
+    assert not disk_cache.crashed("work")
 
 
 def _in_place_of_a_record(make):
-    assert _cache.write("kind", "key", value=1)
-    path = _cache._path("kind", "key")
+    assert disk_cache.write("kind", "key", value=1)
+    path = disk_cache._path("kind", "key")
     path.unlink()
     make(path)
     start = time.perf_counter()
-    found = _cache.read("kind", "key")
+    found = disk_cache.read("kind", "key")
     assert time.perf_counter() - start < 2
     return found
 
@@ -112,8 +112,8 @@ def test_what_is_no_file_reads_as_nothing(tmp_path):
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(target)):
         assert _in_place_of_a_record(make) is None
     assert _in_place_of_a_record(lambda path: path.mkdir()) is None
-    assert not _cache.write("kind", "key", value=1)
-    _cache.remove("kind", "key")
+    assert not disk_cache.write("kind", "key", value=1)
+    disk_cache.remove("kind", "key")
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"key": ' * 50_000, '{"key": "key", "value": ' + "9" * 10_000 + "}"])
@@ -134,33 +134,33 @@ needs_users = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no users on
 
 @needs_users
 def test_what_everybody_can_write_is_not_believed():
-    assert _cache.write("kind", "key", value=1)
-    path = _cache._path("kind", "key")
+    assert disk_cache.write("kind", "key", value=1)
+    path = disk_cache._path("kind", "key")
     for each in (path, path.parent, path.parents[1]):
         mode = each.stat().st_mode
         each.chmod(mode | 0o002)
-        assert _cache.read("kind", "key") is None
-        assert each == path or "can be written by everybody" in _cache.distrusted()
-        assert each == path or not _cache.write("kind", "other", value=1)
+        assert disk_cache.read("kind", "key") is None
+        assert each == path or "can be written by everybody" in disk_cache.distrusted()
+        assert each == path or not disk_cache.write("kind", "other", value=1)
         each.chmod(mode)
-        assert _cache.read("kind", "key")
-    assert not _cache.distrusted()
+        assert disk_cache.read("kind", "key")
+    assert not disk_cache.distrusted()
 
 
 @needs_users
 def test_what_another_user_owns_is_not_believed(monkeypatch):
-    assert _cache.write("kind", "key", value=1)
+    assert disk_cache.write("kind", "key", value=1)
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     if own:
-        assert _cache.read("kind", "key") is None
-        assert "belongs to another user" in _cache.distrusted()
+        assert disk_cache.read("kind", "key") is None
+        assert "belongs to another user" in disk_cache.distrusted()
         return
-    assert _cache.read("kind", "key")  # the administrator's own
-    path = _cache._path("kind", "key")
+    assert disk_cache.read("kind", "key")  # the administrator's own
+    path = disk_cache._path("kind", "key")
     for each in (path, path.parent):
         os.chown(each, 12345, -1)
-        assert _cache.read("kind", "key") is None
+        assert disk_cache.read("kind", "key") is None
         os.chown(each, 0, -1)
 
 
@@ -169,10 +169,10 @@ def test_what_is_made_is_nobody_elses_whatever_the_umask(monkeypatch, tmp_path):
     monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "new"))
     before = os.umask(0)
     try:
-        assert _cache.write("kind", "key", value=1)
+        assert disk_cache.write("kind", "key", value=1)
     finally:
         os.umask(before)
-    assert _cache.read("kind", "key")
+    assert disk_cache.read("kind", "key")
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch, tmp_path):
@@ -181,46 +181,46 @@ def test_without_a_home_nothing_is_kept(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is no passwd entry
-    assert _cache.cache_dir() is None
-    assert not _cache.write("kind", "key", value=1)
-    assert _cache.read("kind", "key") is None
-    with _cache.crash_mark("work"):
-        assert not _cache.crashed("work")
-    assert _cache.records("kind") == []
-    assert "no home directory" in _cache.distrusted()
+    assert disk_cache.cache_dir() is None
+    assert not disk_cache.write("kind", "key", value=1)
+    assert disk_cache.read("kind", "key") is None
+    with disk_cache.crash_mark("work"):
+        assert not disk_cache.crashed("work")
+    assert disk_cache.records("kind") == []
+    assert "no home directory" in disk_cache.distrusted()
     assert not list(tmp_path.iterdir())
 
 
 def test_keys_of_any_text():
-    assert _cache.write("kind", "a\udcffb", value=1)
-    assert _cache.read("kind", "a\udcffb")["value"] == 1
+    assert disk_cache.write("kind", "a\udcffb", value=1)
+    assert disk_cache.read("kind", "a\udcffb")["value"] == 1
 
 
 def test_a_mark_whose_pid_another_process_has_got_is_a_crash():
     pid = os.getppid()
-    if not _cache._start_of(pid):
+    if not disk_cache._start_of(pid):
         pytest.skip("this system does not tell when a process started")
-    _cache.write("running", "work", pid=pid, started=_cache._start_of(pid))
-    assert not _cache.crashed("work")
-    _cache.write("running", "work", pid=pid, started="1")
-    assert _cache.crashed("work")
+    disk_cache.write("running", "work", pid=pid, started=disk_cache._start_of(pid))
+    assert not disk_cache.crashed("work")
+    disk_cache.write("running", "work", pid=pid, started="1")
+    assert disk_cache.crashed("work")
 
 
 def test_two_threads_at_the_same_work_have_one_mark():
-    with _cache.crash_mark("work"):
-        with _cache.crash_mark("work"):
+    with disk_cache.crash_mark("work"):
+        with disk_cache.crash_mark("work"):
             pass
-        assert _cache.read("running", "work")
-    assert not _cache.read("running", "work")
+        assert disk_cache.read("running", "work")
+    assert not disk_cache.read("running", "work")
 
 
 def test_a_mark_of_another_process_is_left_to_it():
-    with _cache.crash_mark("work"):
-        _cache.write("running", "work", pid=os.getppid())
-    assert _cache.read("running", "work")
+    with disk_cache.crash_mark("work"):
+        disk_cache.write("running", "work", pid=os.getppid())
+    assert disk_cache.read("running", "work")
 
 
 def test_the_end_of_a_process_takes_its_marks_away():
     code = "import sys\nfrom qcore import _cache\n_cache.set_mark('work')\nsys.exit(3)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 3
-    assert not _cache.read("running", "work")
+    assert not disk_cache.read("running", "work")

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from qcore.activations import StaticInt8
-from qcore.calibration import Calibrated, calibrate
 from qcore.errors import FormatError
+from qcore.model.calibration import Calibrated, calibrate
 from qcore.nn.conv2d import im2col
-from qcore.schemes import Scheme
+from qcore.weights.activations import StaticInt8
+from qcore.weights.schemes import Scheme
 
 STATIC = Scheme.parse("w8a8-static")
 GPTQ = Scheme.parse("w4a8-g2@gptq")

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from qcore import verify
-from qcore.code_state import code_state
-from qcore.kernels import Available
-from qcore.plugins import PluginStatus, State
+from qcore.discovery.kernels import Available
+from qcore.discovery.registry import PluginStatus, State
+from qcore.resolving import verification
+from qcore.runtime.code_state import code_state
 
 
 @pytest.fixture
@@ -103,6 +103,6 @@ def test_the_verdict_belongs_to_the_state_of_the_code(install, stub, request_of)
     status = PluginStatus("sample", "sample", "1.0", State.AVAILABLE, device=Available().device)
     request = request_of(dtype=torch.float32)
     kernel = stub("sample.k", request)
-    first = verify.verdict_key(status, kernel, request)
+    first = verification.verdict_key(status, kernel, request)
     changed(code)
-    assert verify.verdict_key(status, kernel, request) != first
+    assert verification.verdict_key(status, kernel, request) != first

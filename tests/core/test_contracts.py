@@ -30,7 +30,6 @@ from contract_problems import (
     wrong_group,
 )
 
-from qcore.activations import DynamicInt8, OutputInt8, StaticInt8
 from qcore.contracts import (
     CONV2D,
     LINEAR,
@@ -42,9 +41,10 @@ from qcore.contracts import (
 from qcore.contracts.conv2d import convolved_size, dense_kernel, im2col, output_size
 from qcore.errors import FormatError
 from qcore.formats import Format, ZeroPoint
-from qcore.qtensor import QTensor
-from qcore.quantize import quantize
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.activations import DynamicInt8, OutputInt8, StaticInt8
+from qcore.weights.qtensor import QTensor
+from qcore.weights.quantizers import quantize
+from qcore.weights.schemes import SCHEMES, Scheme
 
 
 class TestLinearReference:

@@ -11,7 +11,7 @@ import qcore
 from qcore.contracts.conv2d import check_image
 from qcore.contracts.embedding import check_indices
 from qcore.contracts.refusals import FLOATS, why_not_dtypes, why_not_empty
-from qcore.explain import plain_request
+from qcore.resolving.explaining import plain_request
 
 
 def request(contract="linear", scheme="w8a16", **changes):

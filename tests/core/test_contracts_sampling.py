@@ -12,7 +12,7 @@ import qcore
 from qcore.contracts import CONTRACTS, Conv2dRequest, EmbeddingRequest, LinearRequest, Problem, sampled
 from qcore.contracts.inputs import Draw, Shape
 from qcore.contracts.sampling import excerpt, positions, result_shape
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 
 CPU = torch.device("cpu")
 CASES = [

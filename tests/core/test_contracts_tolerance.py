@@ -7,7 +7,6 @@ import pytest
 import torch
 from contract_problems import CPU, DTYPES, dense_weight, linear_cases, shape_name
 
-from qcore.activations import StaticInt8
 from qcore.contracts import (
     CONTRACTS,
     EMBEDDING,
@@ -18,8 +17,9 @@ from qcore.contracts import (
 )
 from qcore.contracts.inputs import small_k, small_n
 from qcore.formats import Format
-from qcore.qtensor import QTensor
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.activations import StaticInt8
+from qcore.weights.qtensor import QTensor
+from qcore.weights.schemes import SCHEMES, Scheme
 
 
 class TestEmbedding:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import qcore
-from qcore.decision import Candidate, Decision, Stage, describe, format_table
-from qcore.kernels import EMULATED, FALLBACK, NATIVE, OFFLOAD
+from qcore.discovery.kernels import EMULATED, FALLBACK, NATIVE, OFFLOAD
+from qcore.resolving.decision import Candidate, Decision, Stage, describe, format_table
 
 
 @pytest.mark.parametrize(

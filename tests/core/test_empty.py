@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import qcore
-from qcore.activations import OutputInt8, StaticInt8
 from qcore.errors import FormatError
-from qcore.quantize import quantize
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.activations import OutputInt8, StaticInt8
+from qcore.weights.quantizers import quantize
+from qcore.weights.schemes import SCHEMES, Scheme
 
 SIZES = [(4, 0), (0, 64), (0, 0), (4, 64)]
 LEADS = [(0,), (3,), (), (2, 0), (2, 3)]

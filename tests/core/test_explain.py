@@ -8,7 +8,7 @@ import torch
 import qcore
 from qcore.contracts import CONTRACTS
 from qcore.errors import FormatError
-from qcore.schemes import SCHEMES
+from qcore.weights.schemes import SCHEMES
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

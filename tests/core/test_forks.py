@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import qcore
-from qcore import _forks
+from qcore.runtime import forks
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
@@ -65,7 +65,7 @@ def _script(body):
 @pytest.mark.parametrize("seconds", [5.0, 0.2])
 def test_a_child_resolves_although_another_thread_was_resolving(seconds):
     body = f"""
-        _forks.WAIT_SECONDS = {seconds}
+        forks.WAIT_SECONDS = {seconds}
         plugin = ModuleType("slow")
         def offer(request):
             block_once()
@@ -91,7 +91,7 @@ def test_a_child_resolves_although_another_thread_was_resolving(seconds):
 @needs_fork
 def test_a_child_does_without_a_plugin_that_another_thread_was_importing():
     body = """
-        _forks.WAIT_SECONDS = 0.2
+        forks.WAIT_SECONDS = 0.2
         def load():
             block_once()
             return plugin
@@ -145,7 +145,7 @@ def test_a_hook_that_forks_goes_on_in_both_processes():
         plugin.qcore_linear = qcore.hookimpl(offer)
         plugin.qcore_probe = qcore.hookimpl(lambda: (in_child(lambda: None), qcore.Available())[1])
         registry.add("forks", plugin)
-        _forks.WAIT_SECONDS = 60
+        forks.WAIT_SECONDS = 60
         start = time.monotonic()
         print(qcore.resolve(request).plugin, time.monotonic() - start < 30, flush=True)
     """
@@ -153,7 +153,7 @@ def test_a_hook_that_forks_goes_on_in_both_processes():
 
 
 def test_a_lock_is_reentrant_and_tells_whose_it_is():
-    lock = _forks.Lock()
+    lock = forks.Lock()
     with lock, lock:
         assert lock.is_mine()
         other = threading.Thread(target=lambda: found.append(lock.acquire(0.01)))

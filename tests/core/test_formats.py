@@ -10,9 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qcore import formats
 from qcore.errors import FormatError
-from qcore.formats import PLAIN, PLAIN_INT32, Format, Layout, ZeroPoint, find_layout, grouped_int4, register_layout
+from qcore.formats import (
+    PLAIN,
+    PLAIN_INT32,
+    Format,
+    Layout,
+    ZeroPoint,
+    find_layout,
+    grouped_int4,
+    layouts,
+    register_layout,
+)
 
 INT4, INT8 = Format("int4"), Format("int8")
 
@@ -212,7 +221,7 @@ class HighFirst(Layout):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(formats, "_LAYOUTS", dict(formats._LAYOUTS))
+    monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
 
 
 class TestThirdPartyLayouts:
@@ -253,7 +262,7 @@ class TestThirdPartyLayouts:
             register_layout(thing)
 
     def test_an_unknown_name_is_looked_for_in_plugins_first(self, registry, monkeypatch):
-        monkeypatch.setattr(formats, "load_plugin_layouts", lambda: register_layout(HighFirst()))
+        monkeypatch.setattr(layouts, "load_plugin_layouts", lambda: register_layout(HighFirst()))
         assert find_layout("high_first") == HighFirst()
         with pytest.raises(FormatError, match="plugin installed"):
             find_layout("nowhere")

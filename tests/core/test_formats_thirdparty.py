@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import qcore
-from qcore import formats
+from qcore.discovery.registry import registry
 from qcore.errors import FormatError, QcoreError
-from qcore.formats import PLAIN, Format, Layout
-from qcore.plugins import registry
+from qcore.formats import PLAIN, Format, Layout, layouts
 
 
 class Nibbles(Layout):
@@ -54,8 +53,8 @@ def broken(**methods):
 @pytest.fixture
 def installed(monkeypatch):
     """``installed(layout)``: a plugin called ``chip`` that brings it."""
-    monkeypatch.setattr(formats, "_LAYOUTS", dict(formats._LAYOUTS))
-    monkeypatch.setattr(formats, "_OWNERS", {}, raising=False)
+    monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
+    monkeypatch.setattr(layouts, "_OWNERS", {}, raising=False)
 
     def install(layout):
         class Chip:
@@ -198,4 +197,4 @@ def test_a_good_layout_of_a_third_party_serves_and_compiles(installed):
 @pytest.mark.parametrize("dtypes", [("int2",), (), None, (["int4"],), "int4"])
 def test_dtypes_that_are_no_tuple_of_known_names(installed, dtypes):
     with pytest.raises(FormatError, match="dtypes is a tuple of int4 and int8"):
-        formats.register_layout(broken(dtypes=dtypes))
+        layouts.register_layout(broken(dtypes=dtypes))

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import qcore
-from qcore import functional
 from qcore.errors import FormatError
+from qcore.functional import calls
 
 
 @pytest.fixture(autouse=True)
@@ -129,22 +129,22 @@ def test_packed_once_and_freed(add_kernel):
 
     made = add_kernel("mine")
     qt, x = weight(), torch.randn(3, 64)
-    before = len(functional._cache)
+    before = len(calls._cache)
     for _ in range(3):
         qcore.linear(x, qt)
     assert [k.packs for request, k in made.items() if request.n == 16 and request.x_dtype == torch.float32] == [4]
-    assert len(functional._cache) == before + 1
+    assert len(calls._cache) == before + 1
     del qt
     gc.collect()
-    assert len(functional._cache) == before
+    assert len(calls._cache) == before
 
 
 def test_the_same_tensors_in_another_qtensor_share_the_entry():
     qt = weight()
     twin = qcore.QTensor(qt.data, qt.scale, qt.zero, qt.shape, qt.format, qt.quantizer)
-    assert functional.entry_for(twin) is functional.entry_for(qt)
+    assert calls.entry_for(twin) is calls.entry_for(qt)
     other = qcore.QTensor(qt.data, qt.scale * 2, qt.zero, qt.shape, qt.format, qt.quantizer)
-    assert functional.entry_for(other) is not functional.entry_for(qt)
+    assert calls.entry_for(other) is not calls.entry_for(qt)
 
 
 def test_a_change_in_place_is_seen():

@@ -14,8 +14,8 @@ import qcore
 from qcore.checkpoint import quantize_checkpoint
 from qcore.errors import FormatError
 from qcore.formats import Format, ZeroPoint
-from qcore.gptq import inverse_factor
-from qcore.quantize import quantize
+from qcore.weights.gptq import inverse_factor
+from qcore.weights.quantizers import quantize
 
 TEXTS = [
     "int4", "int4-asym", "int4-fzp", "int4-g32", "int4-g32-asym", "int4-g7-fzp", "int4-g200", "int4-g48/plain_int32",
@@ -115,7 +115,7 @@ class TestAlgorithm:
         moments = x.t() @ x
         first = quantize(weight, "int4-g32-asym", "gptq", moments=moments)
         again = quantize(weight, "int4-g32-asym", "gptq", moments=moments.double())
-        monkeypatch.setattr(sys.modules["qcore.quantize"], "_GPTQ_CHUNK_ELEMENTS", 200 * 7)
+        monkeypatch.setattr(sys.modules["qcore.weights.quantizers"], "_GPTQ_CHUNK_ELEMENTS", 200 * 7)
         parts = quantize(weight, "int4-g32-asym", "gptq", moments=moments)
         assert torch.equal(first.data, again.data)
         assert (first.codes() != parts.codes()).float().mean() < 0.002

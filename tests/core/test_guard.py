@@ -14,19 +14,19 @@ import pytest
 import torch
 
 import qcore
-from qcore import _cache, _guard, _surroundings, _words
-from qcore._guard import StepError, guarded
-from qcore.binding import add_note
+from qcore.discovery.registry import BUILTIN, PluginStatus, State
 from qcore.errors import QcoreWarning
-from qcore.plugins import BUILTIN, PluginStatus, State
+from qcore.resolving.binding import add_note
+from qcore.runtime import disk_cache, guard, plain_text, process_state
+from qcore.runtime.guard import StepError, guarded
 
 PLUGIN = PluginStatus("mine", "qcore-mine", "1", State.AVAILABLE)
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(_guard, "_passed", set())
-    monkeypatch.setattr(_guard, "_meddlers", set())
+    monkeypatch.setattr(guard, "_passed", set())
+    monkeypatch.setattr(guard, "_meddlers", set())
 
 
 def step(key="step", seconds=None, plugin=PLUGIN, size=""):
@@ -34,12 +34,12 @@ def step(key="step", seconds=None, plugin=PLUGIN, size=""):
 
 
 def marks():
-    return [record["key"] for record in _cache.records("running")]
+    return [record["key"] for record in disk_cache.records("running")]
 
 
 def test_a_mark_stands_while_a_step_runs_for_the_first_time():
     with step():
-        (mark,) = _cache.records("running")
+        (mark,) = disk_cache.records("running")
         assert (mark["plugin"], mark["dist"], mark["version"], mark["doing"]) == ("mine", "qcore-mine", "1", "its work")
     assert not marks()
     with step():
@@ -71,7 +71,7 @@ def test_whatever_a_step_raises_leaves_as_one_kind_of_error(error):
 def test_a_quick_interrupt_leaves_nothing():
     with pytest.raises(KeyboardInterrupt), step():
         raise KeyboardInterrupt
-    assert not _cache.crashed("step")
+    assert not disk_cache.crashed("step")
 
 
 def test_an_interrupt_of_what_hangs_leaves_a_mark_that_says_so():
@@ -79,17 +79,17 @@ def test_an_interrupt_of_what_hangs_leaves_a_mark_that_says_so():
     with told, pytest.raises(KeyboardInterrupt), step(seconds=0.05):  # noqa: PT012
         time.sleep(1.5)
         raise KeyboardInterrupt
-    assert _cache.crashed("step")
-    assert _cache.left_over("step") == "was interrupted after 2 seconds in an earlier process"
-    _cache.forget_failures()
-    assert not _cache.crashed("step")
+    assert disk_cache.crashed("step")
+    assert disk_cache.left_over("step") == "was interrupted after 2 seconds in an earlier process"
+    disk_cache.forget_failures()
+    assert not disk_cache.crashed("step")
 
 
 def test_what_takes_long_and_ends_is_a_note_for_the_doctor():
     with pytest.warns(QcoreWarning, match="is at its work"), step(seconds=0.02):
         time.sleep(1.2)
     assert not marks()
-    (record,) = _cache.records(_cache.FAILURES)
+    (record,) = disk_cache.records(disk_cache.FAILURES)
     assert (record["text"], record["slow"]) == ("its work took 1 seconds", True)
 
 
@@ -101,7 +101,7 @@ def test_where_warnings_are_errors_the_watchdog_lives(capsys):
     assert "is at its work for over 0.02 seconds" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", _guard._ENDING)
+@pytest.mark.parametrize("number", guard._ENDING)
 def test_handlers_of_the_user_run_and_stay(number):
     heard = []
     before = signal.signal(number, lambda *_: heard.append(number))
@@ -135,7 +135,7 @@ def test_native_code_that_hangs_can_be_ended_once_it_has_been_named():
         import ctypes
         from qcore import _guard
         from qcore.plugins import PluginStatus, State
-        with _guard.guarded(PluginStatus("mine", "qcore-mine", "1", State.AVAILABLE), "its work", "step", 0.2):
+        with guard.guarded(PluginStatus("mine", "qcore-mine", "1", State.AVAILABLE), "its work", "step", 0.2):
             print("inside", flush=True)
             ctypes.CDLL(None).system(b"sleep 30")
     """
@@ -148,7 +148,7 @@ def test_native_code_that_hangs_can_be_ended_once_it_has_been_named():
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == -signal.SIGTERM
         assert time.monotonic() - start < 15
-    assert _cache.left_over("step") == "took over 0.2 seconds in an earlier process"
+    assert disk_cache.left_over("step") == "took over 0.2 seconds in an earlier process"
 
 
 def test_ignored_signals_stay_ignored():
@@ -185,7 +185,7 @@ def test_random_numbers_go_on_as_if_nothing_had_been():
 
 
 def test_a_snapshot_of_what_has_not_changed_changes_nothing():
-    assert _surroundings.snapshot()() == []
+    assert process_state.snapshot()() == []
 
 
 def test_words_of_what_has_none():
@@ -195,11 +195,11 @@ def test_words_of_what_has_none():
 
         __repr__ = __str__
 
-    assert _words.of_error(Mute()) == "Mute: (its text cannot be had)"
-    assert _words.described(Mute()) == "a Mute whose repr raises"
-    assert _words.plain("a\udcff\0\nb") == "a\\xdcff\\x00\nb"
-    assert len(_words.plain("x" * 10**6)) < 3000
-    assert _words.value({"a": [1, 10**30, Mute]}) == {"a": [1, "a number of 100 bits", str(Mute)]}
+    assert plain_text.of_error(Mute()) == "Mute: (its text cannot be had)"
+    assert plain_text.described(Mute()) == "a Mute whose repr raises"
+    assert plain_text.plain("a\udcff\0\nb") == "a\\xdcff\\x00\nb"
+    assert len(plain_text.plain("x" * 10**6)) < 3000
+    assert plain_text.value({"a": [1, 10**30, Mute]}) == {"a": [1, "a number of 100 bits", str(Mute)]}
 
 
 def test_an_exception_of_a_running_kernel_names_it(add_kernel):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pluggy
 import pytest
 
-from qcore import hardware
+from qcore.discovery import hardware
 
 
 def _pci(root, name, vendor, kind):

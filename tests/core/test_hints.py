@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import qcore
-from qcore import hints, tuning
-from qcore.kernels import FALLBACK, Offer, Refusal
+from qcore.discovery.kernels import FALLBACK, Offer, Refusal
+from qcore.resolving import hints, tuning
 
 
 @pytest.fixture
@@ -92,23 +92,23 @@ def test_a_scheme_with_a_kernel_for_every_dtype_gives_no_hint(scheme):
 
 
 def test_explain_of_ever_new_sizes_holds_on_to_little(monkeypatch, add_plugin, stub):
-    from qcore import resolver, verify
+    from qcore.resolving import resolver, verification
 
-    monkeypatch.setattr(resolver, "_CACHE_LIMIT", 8)
+    monkeypatch.setattr(resolver, "CACHE_LIMIT", 8)
     monkeypatch.setattr(tuning, "_MOST_KNOWN", 8)
-    monkeypatch.setattr(verify, "_MOST_SIZES", 8)
+    monkeypatch.setattr(verification, "_MOST_SIZES", 8)
     add_plugin("mine", linear=lambda request: Offer(stub("mine.kernel", request), FALLBACK - 1))
     for n in range(1, 30):
         qcore.explain("w8a16", n=n, k=64)
     assert len(resolver._decisions) <= 8
     assert len(tuning._known) <= 8 + 2
-    assert len(verify._seen) <= 8
+    assert len(verification._seen) <= 8
 
 
 def test_a_weight_used_with_ever_new_scales_keeps_the_last_kernels():
-    from qcore import functional
+    from qcore.functional import calls
 
     weight, x = qcore.quantize(torch.randn(16, 64), "int8"), torch.randn(2, 64)
-    for step in range(functional._MOST_BOUNDS + 9):
+    for step in range(calls._MOST_BOUNDS + 9):
         qcore.linear(x, weight, activation=qcore.StaticInt8(0.01 + step * 1e-4))
-    assert len(functional.entry_for(weight)._bounds) == functional._MOST_BOUNDS
+    assert len(calls.entry_for(weight)._bounds) == calls._MOST_BOUNDS

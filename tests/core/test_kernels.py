@@ -10,9 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qcore import hookspecs
-from qcore.errors import FormatError
-from qcore.formats import PLAIN_INT32, Format
-from qcore.kernels import (
+from qcore.discovery.kernels import (
     EMULATED,
     FALLBACK,
     NATIVE,
@@ -28,7 +26,9 @@ from qcore.kernels import (
     define_op,
     runs_now,
 )
-from qcore.quantize import quantize
+from qcore.errors import FormatError
+from qcore.formats import PLAIN_INT32, Format
+from qcore.weights.quantizers import quantize
 
 
 class Dense(RowsKernel):

@@ -9,8 +9,8 @@ from torch.nn.utils import prune
 
 import qcore
 from qcore.errors import FormatError, QcoreWarning, UnsupportedError
+from qcore.model.selection import matches
 from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
-from qcore.selection import matches
 
 
 @pytest.fixture(autouse=True)

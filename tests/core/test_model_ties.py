@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import qcore
+from qcore.discovery.kernels import Offer
 from qcore.errors import FormatError, QcoreWarning
-from qcore.kernels import Offer
 from qcore.nn import QuantizedLinear
 
 TOKENS = torch.arange(10).view(2, 5)

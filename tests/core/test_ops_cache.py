@@ -9,8 +9,8 @@ import torch
 from op_formulas import OPS, TAIL, B, Q, S, T, W, X, expected_matmul, per_channel, samples
 
 import qcore
-from qcore import ops
 from qcore.errors import FormatError
+from qcore.functional import torch_ops
 
 
 @pytest.mark.parametrize("index", range(11))
@@ -31,7 +31,7 @@ def test_every_op_has_a_sample_and_an_implementation_that_is_documented():
         if line.startswith("qcore::")
     }
     assert names == defined
-    assert all(inspect.getdoc(getattr(ops, name)) for name in names)
+    assert all(inspect.getdoc(getattr(torch_ops, name)) for name in names)
 
 
 def test_compile_packs_once_and_keeps_one_graph():
@@ -46,12 +46,12 @@ def test_compile_packs_once_and_keeps_one_graph():
     compiled = torch.compile(
         lambda x: OPS.quantized_matmul(x, w, scale) * 2, fullgraph=True, dynamic=True, backend=backend
     )
-    before = len(ops._cache)
+    before = len(torch_ops._cache)
     for rows in (2, 3, 7):
         x = torch.randn(rows, 64)
         torch.testing.assert_close(compiled(x), OPS.quantized_matmul(x, w, scale) * 2)
     assert len(graphs) == 1
-    assert len(ops._cache) == before + 1
+    assert len(torch_ops._cache) == before + 1
 
 
 def test_a_weight_is_packed_once_and_freed_with_it(add_kernel):
@@ -64,7 +64,7 @@ def test_a_weight_is_packed_once_and_freed_with_it(add_kernel):
         OPS.quantized_matmul(x, w, scale)
     assert sum(kernel.packs for kernel in made.values()) == packs
     (entry,) = [
-        e for entries in ops._cache._entries.values() for e in entries.values() if e.made_from((w, scale, None))
+        e for entries in torch_ops._cache._entries.values() for e in entries.values() if e.made_from((w, scale, None))
     ]
     freed = weakref.ref(entry)
     del entry, w
@@ -75,13 +75,13 @@ def test_a_weight_is_packed_once_and_freed_with_it(add_kernel):
 @pytest.mark.parametrize("index", range(11))
 def test_no_op_keeps_its_weight_alive(index):
     gc.collect()
-    before = len(ops._cache)
+    before = len(torch_ops._cache)
     name, arguments = list(samples())[index]
     getattr(OPS, name)(*arguments)
-    assert len(ops._cache) == before + 1
+    assert len(torch_ops._cache) == before + 1
     del arguments
     gc.collect()
-    assert len(ops._cache) == before
+    assert len(torch_ops._cache) == before
 
 
 def test_a_weight_that_is_changed_in_place_is_packed_anew():
@@ -102,7 +102,7 @@ def test_scales_made_for_each_call_are_not_mistaken_for_one_another():
         torch.testing.assert_close(
             y.double(), expected_matmul(x, w, scale * factor, None, -1, False), atol=1e-3, rtol=1e-3
         )
-    assert sum(len(entries) for key, entries in ops._cache._entries.items() if key is w) <= 2
+    assert sum(len(entries) for key, entries in torch_ops._cache._entries.items() if key is w) <= 2
 
 
 def test_one_weight_read_in_two_ways():

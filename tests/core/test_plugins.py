@@ -12,12 +12,12 @@ from types import ModuleType
 import pytest
 
 import qcore
-from qcore import formats
+from qcore.discovery.kernels import Available, Unavailable
+from qcore.discovery.registry import PluginStatus, Registry, State, _Entry
 from qcore.errors import PluginError, QcoreWarning
-from qcore.kernels import Available, Unavailable
-from qcore.plugins import PluginStatus, Registry, State, _Entry
+from qcore.formats import layouts
 
-plugins = importlib.import_module("qcore.plugins")  # `qcore.plugins` is the function of that name
+plugins = importlib.import_module("qcore.discovery.registry")  # `qcore.plugins` is the function of that name
 NEXT_GROUP = "qcore.plugins.v2"
 
 
@@ -262,7 +262,7 @@ def test_call_asks_one_plugin_only():
     assert registry.call("a", "qcore_conv2d", request=1) is None
 
 
-class _Layout(formats.Layout):
+class _Layout(layouts.Layout):
     name = "upside_down"
     dtypes = ("int8",)
 
@@ -278,7 +278,7 @@ class _Layout(formats.Layout):
 
 @pytest.fixture
 def layouts(monkeypatch):
-    monkeypatch.setattr(formats, "_LAYOUTS", dict(formats._LAYOUTS))
+    monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
 
 
 def test_layouts_of_a_plugin_are_known_once_somebody_names_one(layouts, add_plugin):

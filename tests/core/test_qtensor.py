@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qcore.errors import FormatError
 from qcore.formats import PLAIN, PLAIN_INT32, Format, ZeroPoint
-from qcore.qtensor import QTensor, dequantize_codes, has_values
+from qcore.weights.qtensor import QTensor, dequantize_codes, has_values
 
 
 def make(text: str, n: int = 3, k: int = 77, seed: int = 0, scale_dtype: torch.dtype = torch.float32) -> QTensor:

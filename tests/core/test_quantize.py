@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qcore.errors import FormatError
 from qcore.formats import Format, ZeroPoint
-from qcore.quantize import QUANTIZERS, check_quantizer, default_quantizer, quantize
+from qcore.weights.quantizers import QUANTIZERS, check_quantizer, default_quantizer, quantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 F = np.float32

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import qcore
-from qcore import resolver, tuning
+from qcore.discovery.kernels import EMULATED, FALLBACK, NATIVE, OFFLOAD, Offer, Refusal
+from qcore.discovery.registry import registry
 from qcore.errors import PluginError, QcoreWarning, UnsupportedError
-from qcore.kernels import EMULATED, FALLBACK, NATIVE, OFFLOAD, Offer, Refusal
-from qcore.plugins import registry
+from qcore.resolving import offers, resolver, tuning
 
 
 def stages(decision):
@@ -255,7 +255,7 @@ def test_strict_takes_the_fallback_where_it_was_asked_for(request_of):
 
 
 def test_nobody_is_an_error_with_the_table(monkeypatch, request_of):
-    monkeypatch.setattr(resolver, "_ask", lambda status, request, order=(): [])
+    monkeypatch.setattr(resolver, "ask", lambda status, request, order=(): [])
     with pytest.raises(UnsupportedError, match="no kernel can serve this request"):
         qcore.resolve(request_of())
 
@@ -285,7 +285,7 @@ def test_a_new_plugin_voids_the_cache(add_kernel, request_of):
 
 
 def test_the_cache_is_bounded(monkeypatch, request_of):
-    monkeypatch.setattr(resolver, "_CACHE_LIMIT", 2)
+    monkeypatch.setattr(resolver, "CACHE_LIMIT", 2)
     for n in (16, 32, 48):
         qcore.resolve(request_of(n=n), verify="off")
     assert len(resolver._decisions) <= 2
@@ -336,7 +336,7 @@ def test_a_kernel_that_failed_in_use_is_passed_over_until_forgotten(add_kernel, 
 
 
 def test_hints_about_hardware_without_its_plugin(monkeypatch, request_of):
-    from qcore import hardware
+    from qcore.discovery import hardware
 
     monkeypatch.setattr(hardware, "present", lambda: (hardware.Hardware("Some GPU", ("somewhere",), "PCI 1"),))
     assert "hint: Some GPU present (PCI 1), but no plugin for it: pip install qcore-somewhere" in str(
@@ -361,10 +361,10 @@ def test_a_device_of_another_machine_is_decided_without_a_check(request_of):
 def test_offers_for_lists_every_offer(add_kernel, add_plugin, request_of):
     add_kernel("mine")
     add_plugin("no", linear=lambda request: Refusal("no"))
-    names = [offer.kernel.name for _, offer in resolver.offers_for(request_of())]
+    names = [offer.kernel.name for _, offer in offers.offers_for(request_of())]
     assert "mine.stub" in names
     assert any(name.startswith("torch.") for name in names)
-    assert all(status.name != "mine" for status, _ in resolver.offers_for(request_of(), frozenset({"mine"})))
+    assert all(status.name != "mine" for status, _ in offers.offers_for(request_of(), frozenset({"mine"})))
 
 
 def test_strict_names_who_would_serve_if_asked(add_kernel, request_of):
@@ -417,7 +417,7 @@ def test_errors_that_differ_each_time_are_one_warning(add_plugin, request_of):
 
 
 def test_kernels_that_fail_under_ever_new_names_come_to_an_end(add_plugin, stub, request_of):
-    from qcore.binding import WeightStore, bind
+    from qcore.resolving.binding import WeightStore, bind
 
     asked = []
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcore.activations import DynamicInt8, OutputInt8, StaticInt8
 from qcore.errors import FormatError
 from qcore.formats import PLAIN, PLAIN_INT32, Format, ZeroPoint
-from qcore.quantize import QUANTIZERS
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.activations import DynamicInt8, OutputInt8, StaticInt8
+from qcore.weights.quantizers import QUANTIZERS
+from qcore.weights.schemes import SCHEMES, Scheme
 
 NUMBERS = st.tuples(st.floats(1e-30, 1e30), st.integers(-128, 127))
 GIVEN = st.just({}) | st.just({"per_token": True}) | NUMBERS.map(lambda n: {"scale": n[0], "zero_point": n[1]})

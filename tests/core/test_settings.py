@@ -6,9 +6,9 @@ import threading
 import pytest
 
 import qcore
-from qcore import settings
 from qcore.errors import QcoreError, QcoreWarning
-from qcore.settings import Settings, current, parse_backends, parse_flag
+from qcore.runtime import settings
+from qcore.runtime.settings import Settings, current, parse_backends, parse_flag
 
 
 def test_defaults():

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import qcore
-from qcore import _cache, resolver, tuning
-from qcore.plugins import registry
+from qcore.discovery.registry import registry
+from qcore.resolving import offers, resolver, tuning
+from qcore.runtime import disk_cache
 
 
 def pairs(request, *names):
-    found = [(status, offer.kernel) for status, offer in resolver.offers_for(request)]
+    found = [(status, offer.kernel) for status, offer in offers.offers_for(request)]
     return [pair for pair in found if pair[1].name in names]
 
 
@@ -45,7 +46,7 @@ def test_measured_times_are_stored_and_decide(slow_and_fast, request_of):
 
 def test_a_fallback_that_measured_faster_serves_before_a_plugin(slow_and_fast, request_of):
     request = request_of()
-    everything = [(status, offer.kernel) for status, offer in resolver.offers_for(request)]
+    everything = [(status, offer.kernel) for status, offer in offers.offers_for(request)]
     slow = [pair for pair in everything if pair[1].name != "fast.k"]
     tuning.measure(request, slow, rows=(1, 4), seconds=0.01)
     resolver.forget()
@@ -61,15 +62,15 @@ def test_any_linear_scheme_can_be_measured(request_of, scheme):
     from dataclasses import replace
 
     request = replace(request_of(scheme), bias=True)
-    found = tuning.measure(request, [(s, o.kernel) for s, o in resolver.offers_for(request)], rows=(2,), seconds=0.001)
+    found = tuning.measure(request, [(s, o.kernel) for s, o in offers.offers_for(request)], rows=(2,), seconds=0.001)
     assert found
     assert all(m.milliseconds[2] > 0 for m in found)
 
 
 def _known(request, times):
-    status, kernel = next((s, o.kernel) for s, o in resolver.offers_for(request))
+    status, kernel = next((s, o.kernel) for s, o in offers.offers_for(request))
     key = tuning._key(request, status, kernel)
-    assert _cache.write("tuning", key, milliseconds=times)
+    assert disk_cache.write("tuning", key, milliseconds=times)
     tuning._known.clear()
     return status, kernel
 
@@ -89,7 +90,7 @@ def test_damaged_records_count_as_not_measured(request_of, times):
 def test_a_record_without_figures_counts_as_not_measured(request_of):
     status, kernel = _known(request_of(), {"1": 1.0})
     key = tuning._key(request_of(), status, kernel)
-    _cache._path("tuning", key).write_text(json.dumps({"key": key}))
+    disk_cache._path("tuning", key).write_text(json.dumps({"key": key}))
     tuning._known.clear()
     assert tuning.measured(request_of(), status, kernel) is None
 
@@ -97,17 +98,17 @@ def test_a_record_without_figures_counts_as_not_measured(request_of):
 def test_other_contracts_are_not_measured(request_of):
     request = request_of("w8a16", contract="embedding")
     status = registry.status("torch")
-    assert tuning.measured(request, status, resolver.kernels_of("torch")(request)[0]) is None
+    assert tuning.measured(request, status, offers.kernels_of("torch")(request)[0]) is None
 
 
 def test_figures_that_cannot_be_stored_still_count_here(request_of, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "file"))
     request = request_of()
-    (found, *_) = tuning.measure(request, [(s, o.kernel) for s, o in resolver.offers_for(request)], (1,), 0.001)
+    (found, *_) = tuning.measure(request, [(s, o.kernel) for s, o in offers.offers_for(request)], (1,), 0.001)
     assert not found.stored
-    assert resolver.offers_for(request)
-    assert tuning.measured(request, registry.status("torch"), resolver.offers_for(request)[0][1].kernel) is not None
+    assert offers.offers_for(request)
+    assert tuning.measured(request, registry.status("torch"), offers.offers_for(request)[0][1].kernel) is not None
 
 
 def test_calls_take_turns():
@@ -121,7 +122,7 @@ def test_calls_take_turns():
 
 def test_what_was_measured_slower_than_the_fallback_is_listed(slow_and_fast, request_of, add_plugin):
     request = request_of()
-    pairs_of_all = [(status, offer.kernel) for status, offer in resolver.offers_for(request)]
+    pairs_of_all = [(status, offer.kernel) for status, offer in offers.offers_for(request)]
     tuning.measure(request, pairs_of_all, rows=(1, 4), seconds=0.01)
     found = {slow.kernel: slow for slow in tuning.slower_than_fallback(qcore.plugins())}
     assert found["slow.k"].plugin == "slow"
@@ -135,5 +136,5 @@ def test_what_was_measured_slower_than_the_fallback_is_listed(slow_and_fast, req
 
 @pytest.mark.parametrize("about", [{}, {"request": 5, "plugin": "slow", "kernel": "slow.k"}])
 def test_records_that_do_not_say_what_they_are_about_are_not_listed(about):
-    assert _cache.write("tuning", "some key", milliseconds={"1": 1.0}, **about)
+    assert disk_cache.write("tuning", "some key", milliseconds={"1": 1.0}, **about)
     assert tuning.slower_than_fallback(qcore.plugins()) == []

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import qcore
-from qcore import _cache, verify
+from qcore.discovery.registry import registry
 from qcore.errors import QcoreWarning
-from qcore.plugins import registry
-from qcore.resolver import kernels_of
+from qcore.resolving import verification
+from qcore.resolving.offers import kernels_of
+from qcore.runtime import disk_cache
 
 
 def key_of(name, request):
     status = registry.status(name)
-    return verify.verdict_key(status, kernels_of(name)(request)[0], request)
+    return verification.verdict_key(status, kernels_of(name)(request)[0], request)
 
 
 def fails(text):
@@ -68,9 +69,9 @@ def test_a_passed_verdict_is_kept_on_disk_and_in_memory(add_kernel, request_of):
     qcore.resolve(request_of())
     calls = sum(kernel.calls for kernel in made.values())
     assert calls == 6  # one row, a few, more rows than columns: twice each
-    assert _cache.read("verdicts", key_of("mine", request_of()))
+    assert disk_cache.read("verdicts", key_of("mine", request_of()))
     qcore.resolve(request_of(), backends="mine")
-    verify.forget()
+    verification.forget()
     qcore.resolve(request_of(), backends="mine,torch")
     assert sum(kernel.calls for kernel in made.values()) == calls
 
@@ -79,11 +80,11 @@ def test_a_failed_verdict_is_kept_for_the_process_only(add_kernel, request_of):
     made = add_kernel("mine", fault="wrong")
     with fails("wrong"):
         qcore.resolve(request_of())
-    assert _cache.read("verdicts", key_of("mine", request_of())) is None
+    assert disk_cache.read("verdicts", key_of("mine", request_of())) is None
     (kernel,) = made.values()
     kernel.fault = None
     assert qcore.resolve(request_of(), backends="mine").plugin == "torch"
-    verify.forget()
+    verification.forget()
     assert qcore.resolve(request_of(), backends="mine,torch").plugin == "mine"
 
 
@@ -147,7 +148,7 @@ def test_off(add_kernel, request_of):
 def test_always_runs_in_each_process_whatever_the_disk_says(add_kernel, request_of):
     made = add_kernel("mine")
     qcore.resolve(request_of())
-    verify.forget()
+    verification.forget()
     qcore.resolve(request_of(), backends="mine")  # takes the verdict from the disk
     qcore.resolve(request_of(), verify="always")
     assert sum(kernel.calls for kernel in made.values()) == 12
@@ -187,7 +188,7 @@ def test_without_a_cache_the_kernel_is_checked_in_each_process(add_kernel, reque
     monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "file"))
     made = add_kernel("mine")
     assert qcore.resolve(request_of()).plugin == "mine"
-    verify.forget()
+    verification.forget()
     assert qcore.resolve(request_of(), backends="mine").plugin == "mine"
     assert sum(kernel.calls for kernel in made.values()) == 12
 
@@ -225,15 +226,15 @@ def test_results_of_the_wrong_kind(request_of, stub):
         def __call__(self, x, packed, bias, **given):
             return super().__call__(x, packed, bias, **given).double()
 
-    found = verify.run_check(Kernel("k", request_of()), request_of())
-    assert found == verify.Check(
+    found = verification.run_check(Kernel("k", request_of()), request_of())
+    assert found == verification.Check(
         False, "wrong result for x of shape (1, 64): returned dtype torch.float64 instead of torch.float32"
     )
 
 
 def test_difference_names_what_differs():
     qt = qcore.quantize(torch.randn(4, 8), "int4-g4")
-    assert verify.difference(qt, qt) == ""
-    assert verify.difference(None, qt) == "a NoneType instead of a QTensor"
-    assert verify.difference(qt._with(scale=qt.scale * 2), qt) == "scale differs"
-    assert verify.difference(qt.narrow(0, 0, 2), qt) == "int4-g4/plain (2, 8) instead of int4-g4/plain (4, 8)"
+    assert verification.difference(qt, qt) == ""
+    assert verification.difference(None, qt) == "a NoneType instead of a QTensor"
+    assert verification.difference(qt._with(scale=qt.scale * 2), qt) == "scale differs"
+    assert verification.difference(qt.narrow(0, 0, 2), qt) == "int4-g4/plain (2, 8) instead of int4-g4/plain (4, 8)"

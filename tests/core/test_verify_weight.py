@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import qcore
-from qcore import _cache, verify
 from qcore.errors import QcoreWarning, UnsupportedError
 from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
+from qcore.resolving import verification
+from qcore.runtime import disk_cache
 
 SIZE = (320, 576)  # beyond the small problem that stands for it
 
@@ -139,7 +140,9 @@ def test_a_weight_that_is_packed_with_loss_is_not_lost(offer_with):
 
 
 def test_where_no_kernel_is_right_nothing_serves(monkeypatch):
-    monkeypatch.setattr(verify, "_try_weight", lambda *_: verify.Check(False, "with a weight of any size: wrong"))
+    monkeypatch.setattr(
+        verification, "_try_weight", lambda *_: verification.Check(False, "with a weight of any size: wrong")
+    )
     with (
         pytest.warns(QcoreWarning, match="failed verification with a weight"),
         pytest.raises(UnsupportedError, match=r"failed verification .* with a weight of any size: wrong"),
@@ -158,7 +161,7 @@ def test_the_verdict_is_kept_by_size(offer_with, request_of):
 
     assert calls() == 6 + 4, "the small problems, then one row and many, twice each"
     assert calls() == 0
-    verify.forget()
+    verification.forget()
     assert calls() == 0, "taken from the disk"
     layer = torch.nn.Linear(SIZE[1], 2 * SIZE[0], bias=False)
     assert calls() == 4, "another size of the same form"
@@ -177,15 +180,15 @@ def test_what_ended_a_process_at_a_size_is_not_tried_there_again(offer_with, req
     request = request_of("w8a16", n=SIZE[0], k=SIZE[1])
     decision = qcore.resolve(request)
     status = next(s for s in qcore.plugins() if s.name == "mine")
-    key = verify.size_key(status, decision.kernel, request)
-    assert _cache.write("running", f"verify {key}", pid=2**22 + 12345)
+    key = verification.size_key(status, decision.kernel, request)
+    assert disk_cache.write("running", f"verify {key}", pid=2**22 + 12345)
     with pytest.warns(QcoreWarning, match="ended an earlier process while it was checked"):
         made = QuantizedLinear.from_float(torch.nn.Linear(SIZE[1], SIZE[0], bias=False), "w8a16", name="x")
     assert made.decision.plugin == "torch"
 
 
 def test_sizes_are_not_remembered_without_end(monkeypatch):
-    monkeypatch.setattr(verify, "_MOST_SIZES", 3)
+    monkeypatch.setattr(verification, "_MOST_SIZES", 3)
     for n in range(300, 310):
         QuantizedLinear.from_float(torch.nn.Linear(300, n), "w8a16")
-    assert len(verify._seen_sizes) <= 3
+    assert len(verification._seen_sizes) <= 3

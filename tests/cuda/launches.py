@@ -146,7 +146,7 @@ def dry_run(payload: dict[str, str]) -> list[str]:
     import torch
     from triton.runtime.driver import driver
 
-    from qcore.testing.questions import cases
+    from qcore.testing.case_selection import cases
 
     driver.set_active(Driver(payload["target"]))
     _pretend(payload["target"], lambda *_, **__: None)
@@ -251,8 +251,8 @@ CALLS: dict[str, Callable[..., None]] = {"linear": linear, "embedding": embeddin
 
 
 def _scheme(text: str) -> Any:
-    from qcore.explain import _with_numbers
-    from qcore.schemes import Scheme
+    from qcore.resolving.explaining import _with_numbers
+    from qcore.weights.schemes import Scheme
 
     return _with_numbers(Scheme.parse(text))
 

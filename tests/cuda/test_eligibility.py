@@ -11,7 +11,7 @@ import torch
 
 import qcore
 from qcore.contracts import CONTRACTS
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_cuda import eligibility, plugin, probe
 from qcore_cuda.linear import FloatLinear, Int8Linear
 

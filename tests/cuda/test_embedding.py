@@ -97,7 +97,7 @@ import json, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from qcore_cuda.gather import _OPTIONS
-from qcore_cuda.portable.kernels.gather import gather
+from qcore_triton.kernels.gather import gather
 
 types = {"indices": "*i64", "data": "*u8", "scale": "*bf16", "zero": "*bf16", "out": "*bf16", "v": "i32", "d": "i32"}
 types |= {"group": "i32", "blocks": "i32", "stride": "i32"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qcore.contracts import LINEAR
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_cuda.linear import kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

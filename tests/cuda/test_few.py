@@ -55,7 +55,7 @@ def float_product(case, device, shape):
 def int8_product(case, shape):
     from qcore_cuda.int8 import product
     from qcore_cuda.int8_config import Config
-    from qcore_cuda.portable.codes import Given
+    from qcore_triton.codes import Given
 
     weight, sums = packed(case)
     activation, output, given = case.request.activation, case.request.output, case.given

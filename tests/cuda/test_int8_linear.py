@@ -61,7 +61,7 @@ def problem(scheme, m, n, k, dtype=torch.float32, bias="none", **kind):
 
 def codes_for(problem, total=False):
     from qcore_cuda import int8
-    from qcore_cuda.portable import packing
+    from qcore_triton import packing
 
     weight = problem.weight.format
     order = packing.block_size(weight.group_size) if weight.bits == 4 else 0

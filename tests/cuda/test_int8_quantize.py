@@ -1,4 +1,4 @@
-"""Quantizing activations in Triton's interpreter, against the formulas of `qcore.activations`."""
+"""Quantizing activations in Triton's interpreter, against the formulas of `qcore.weights.activations`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreting import assert_codes, assert_dynamic
 
-from qcore.activations import dynamic_parameters, quantize_int8
+from qcore.weights.activations import dynamic_parameters, quantize_int8
 
 pytestmark = [
     pytest.mark.usefixtures("interpreter"),

@@ -58,7 +58,7 @@ def test_int4_in_blocks_of_128_meets_many_codes_in_a_kernel_of_its_own(gluon):
 
 def test_what_it_does_not_compute():
     from qcore_cuda.large import computes_fours
-    from qcore_cuda.portable.weights import Weight
+    from qcore_triton.weights import Weight
 
     scale = torch.ones(1, 16)
     weight = Weight(torch.zeros(1, 1, 16, 64, dtype=torch.uint8), scale, None, 16, 128, 4, 128)
@@ -72,7 +72,7 @@ def test_what_it_does_not_compute():
 def test_codes_in_its_order_meet_the_weights_that_its_threads_hold(interpreter):
     from qcore_cuda.int8 import quantize_rows
     from qcore_cuda.large import FOURS_ORDER
-    from qcore_cuda.portable.packing import _planar
+    from qcore_triton.packing import _planar
 
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-8, 8, (16, 256), dtype=torch.int8, generator=generator)

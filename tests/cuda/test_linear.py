@@ -16,11 +16,10 @@ from torch._subclasses import FakeTensorMode
 import qcore
 from qcore import FormatError
 from qcore.contracts import CONTRACTS, EMBEDDING, LINEAR
-from qcore.schemes import SCHEMES, Scheme
-from qcore.testing import laws_kernel
-from qcore.testing.laws import Sample
-from qcore.testing.questions import Question
-from qcore.verify import difference
+from qcore.resolving.verification import difference
+from qcore.testing.case_selection import Question
+from qcore.testing.laws.base import Sample
+from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_cuda import conv_ops, ops
 from qcore_cuda.embedding import CudaEmbedding
 from qcore_cuda.linear import FloatLinear, kernel
@@ -102,8 +101,8 @@ FAMILIES = [
     ("linear", scheme) for scheme in ("w4a16-g32", "w8a16", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static-o8", *TOKENS)
 ]
 FAMILIES += [("embedding", "w4a16-g128-asym"), ("embedding", "w8a16")]
-LAWS = {"fake": laws_kernel.fakes, "opcheck": laws_kernel.opcheck, "compile": laws_kernel.compiles}
-LAWS |= {"threads": laws_kernel.threads, "empty": laws_kernel.empty, "determinism": laws_kernel.deterministic}
+LAWS = {"fake": kernel.fakes, "opcheck": kernel.opcheck, "compile": kernel.compiles}
+LAWS |= {"threads": kernel.threads, "empty": kernel.empty, "determinism": kernel.deterministic}
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -264,7 +263,7 @@ def test_the_device_of_x_becomes_the_current_one(monkeypatch):
 
 def test_strided_biases_and_parameters_are_read_in_order(monkeypatch):
     from qcore_cuda import ops
-    from qcore_cuda.portable.codes import flat
+    from qcore_triton.codes import flat
 
     seen = {}
     monkeypatch.setattr(ops, "_weight_only", lambda: lambda x, weight, bias, dtype: seen.update(bias=bias))

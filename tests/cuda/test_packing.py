@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qcore
-from qcore.testing.laws_plugin import formats
-from qcore.verify import difference, same_bits
-from qcore_cuda.portable import packing
-from qcore_cuda.portable.packing import PackedKernel, block_size, group_sums, pack, packing_name, unpack
+from qcore.resolving.verification import difference, same_bits
+from qcore.testing.laws.plugin import formats
+from qcore_triton import packing
+from qcore_triton.packing import PackedKernel, block_size, group_sums, pack, packing_name, unpack
 
 SERVED = [fmt for fmt in formats("cuda") if block_size(fmt.group_size)]
 SHAPES = ((1, 1), (3, 5), (20, 77), (16, 168), (32, 256), (129, 130))

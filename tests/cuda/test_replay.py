@@ -14,7 +14,7 @@ from fake_triton import SIZE, Kernel, add
 
 import qcore
 from qcore.contracts import CONTRACTS
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 from qcore_cuda import device, replay
 from qcore_cuda import launch as launching
 from qcore_cuda.launch import launch

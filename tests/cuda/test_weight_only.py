@@ -165,8 +165,8 @@ NUMBERS = (0.0, 3.4e38, -3.4e38, 1e-30, torch.pi, float("inf"), -float("inf"), f
 @pytest.mark.parametrize("layout", ["rows", "columns", "every second"])
 def test_three_parts_make_up_float32(layout, arranged):
     from qcore_cuda.device import device_of
-    from qcore_cuda.portable.kernels.order import position_of
     from qcore_cuda.thirds import split
+    from qcore_triton.kernels.order import position_of
 
     m, k, columns = 3, 700, 768
     wide = torch.randn(2 * m, 2 * k)

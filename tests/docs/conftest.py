@@ -12,7 +12,7 @@ pytest.register_assert_rewrite("plugin_page")  # it holds tests
 @pytest.fixture(autouse=True, scope="session")
 def qcore_alone():
     """The pages show what qcore prints without plugins, whichever are installed where they are tested."""
-    from qcore.plugins import registry
+    from qcore.discovery.registry import registry
 
     removed = {name: entry for name, entry in registry.entries().items() if entry.dist != "qcore"}
     for name in removed:
@@ -23,7 +23,7 @@ def qcore_alone():
 @pytest.fixture
 def with_plugin(qcore_alone):
     """``with_plugin("vulkan")`` brings one plugin back, where it is installed, for the page that is its own."""
-    from qcore.plugins import registry
+    from qcore.discovery.registry import registry
 
     names = []
 

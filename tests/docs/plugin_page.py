@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 
 import qcore
 from qcore.contracts import CONTRACTS
-from qcore.explain import plain_request
-from qcore.schemes import SCHEMES
+from qcore.resolving.explaining import plain_request
+from qcore.weights.schemes import SCHEMES
 
 
 def request(contract: str = "linear", scheme: str = "w8a16", dtype: Any = torch.float32, **changes: Any) -> Any:

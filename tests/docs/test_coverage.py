@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import qcore
-from qcore import contracts, hookspecs, kernels
+from qcore import contracts, hookspecs
 from qcore.cli import app
-from qcore.quantize import QUANTIZERS
-from qcore.schemes import SCHEMES
-from qcore.testing.laws import EVERYWHERE
+from qcore.discovery import kernels
+from qcore.testing.laws.base import EVERYWHERE
 from qcore.testing.runner import LAWS
+from qcore.weights.quantizers import QUANTIZERS
+from qcore.weights.schemes import SCHEMES
 
 DOCS = pages.ROOT / "docs"
 SOURCE = pages.ROOT / "core" / "src" / "qcore"

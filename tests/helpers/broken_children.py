@@ -22,9 +22,10 @@ from broken_plugins import GoodKernel, Kind
 from broken_plugins import _Entry as Entry
 
 import qcore
-from qcore import _guard, resolver, verify
-from qcore.explain import plain_request
-from qcore.plugins import BUILTIN, registry
+from qcore.discovery.registry import BUILTIN, registry
+from qcore.resolving import offers, resolver, verification
+from qcore.resolving.explaining import plain_request
+from qcore.runtime import guard
 
 LIMIT = 0.3
 _DEADLINE = 30.0
@@ -73,10 +74,10 @@ def _live(mode: str, stage: str) -> dict[str, Any]:
 
 def _as_new() -> None:
     """Forget what the first process, which all others are forked from, found out."""
-    _guard._passed.clear()
-    verify.forget()
+    guard._passed.clear()
+    verification.forget()
     resolver.forget()
-    resolver._warned.clear()
+    offers._warned.clear()
 
 
 def _child(mode: str, stage: str, result: Path, errors: Path) -> None:
@@ -93,9 +94,9 @@ def _child(mode: str, stage: str, result: Path, errors: Path) -> None:
         os.write(2, traceback.format_exc().encode())
         code = 1
     # As the interpreter would at its end; this one is the parent's.
-    from qcore import _cache
+    from qcore.runtime import disk_cache
 
-    _cache.clear_own_marks()
+    disk_cache.clear_own_marks()
     os._exit(code)
 
 
@@ -129,8 +130,8 @@ def _meet(mode: str, stage: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
-    _guard.SECONDS = _guard.FIRST_CALL_SECONDS = LIMIT
-    for module in ("qcore.resolver", "qcore.binding"):
+    guard.SECONDS = guard.FIRST_CALL_SECONDS = LIMIT
+    for module in ("qcore.resolving.resolver", "qcore.resolving.binding"):
         sys.modules[module].FIRST_CALL_SECONDS = LIMIT  # type: ignore[attr-defined]
     _live("exit", "nowhere")  # what is imported late is imported here
     done = {}

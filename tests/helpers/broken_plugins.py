@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import qcore
+from qcore.discovery.kernels import NATIVE, Available, Kernel, Offer, Refusal, Unavailable
+from qcore.discovery.registry import _Entry
 from qcore.fallback import plugin as builtin
-from qcore.kernels import NATIVE, Available, Kernel, Offer, Refusal, Unavailable
-from qcore.plugins import _Entry
 
 STAGES = ("import", "register", "probe", "formats", "offer", "pack", "unpack", "call", "observer")
 

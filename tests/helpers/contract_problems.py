@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from qcore.activations import DynamicInt8
 from qcore.contracts import (
     CONV2D,
     LINEAR,
@@ -17,8 +16,9 @@ from qcore.contracts import (
     Problem,
 )
 from qcore.formats import ZeroPoint
-from qcore.qtensor import QTensor
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.activations import DynamicInt8
+from qcore.weights.qtensor import QTensor
+from qcore.weights.schemes import SCHEMES, Scheme
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

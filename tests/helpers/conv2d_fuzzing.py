@@ -11,13 +11,13 @@ import sys
 import torch
 from torch.nn.grad import conv2d_input
 
-from qcore.activations import StaticInt8
-from qcore.autograd import _input_gradient
 from qcore.contracts import CONV2D, Conv2dRequest, Problem
 from qcore.contracts.conv2d import dense_kernel, laid_out_like, output_size
 from qcore.contracts.inputs import Draw, laid_out
 from qcore.fallback import plugin
-from qcore.schemes import Scheme
+from qcore.functional.autograd import _input_gradient
+from qcore.weights.activations import StaticInt8
+from qcore.weights.schemes import Scheme
 
 SCHEMES = (
     *("w8a16", "w4a16-g32-asym", "w8a16-g32-fzp", "w8a8", "w4a8-g32-asym", "w8a8-aasym"),

@@ -22,8 +22,8 @@ def linear_problem(scheme, m, n, k, dtype=torch.bfloat16, bias="none", **kind):
 
 def packed_weight(problem, sums=False):
     """The plugin's `Weight` of a problem, and the sums of its codes, if wanted."""
-    from qcore_cuda.portable import packing
-    from qcore_cuda.portable.weights import Weight
+    from qcore_triton import packing
+    from qcore_triton.weights import Weight
 
     form, parts = problem.weight.format, packing.pack(problem.weight, sums=sums)
     n, k = problem.request.n, problem.request.k

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcore.activations import dynamic_parameters, quantize_int8
-from qcore_cuda.portable import packing
+from qcore.weights.activations import dynamic_parameters, quantize_int8
+from qcore_triton import packing
 
 
 def codes_of(weight):

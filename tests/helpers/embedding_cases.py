@@ -10,7 +10,7 @@ import sys
 import torch
 
 from qcore.contracts import EMBEDDING
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 
 SCHEMES = [
     "w4a16", "w4a16-asym", "w4a16-fzp", "w4a16-g32", "w4a16-g64-asym", "w4a16-g96-fzp", "w4a16-g128-asym",

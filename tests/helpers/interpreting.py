@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from qcore.activations import dynamic_parameters, quantize_int8
+from qcore.weights.activations import dynamic_parameters, quantize_int8
 
 if "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"

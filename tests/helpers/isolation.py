@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qcore import resolver
+from qcore.resolving import resolver
 
 
 @contextmanager

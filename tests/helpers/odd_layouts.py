@@ -16,7 +16,7 @@ from qcore import QTensor
 from qcore.contracts import CONTRACTS
 from qcore.contracts.base import Problem
 from qcore.contracts.inputs import Draw, Shape
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 
 SCHEMES = (
     "w8a16", "w4a16-g32-asym", "w8a16-g64-fzp", "w4a16-g64-fzp/plain_int32", "w8a8", "w8a8-aasym",

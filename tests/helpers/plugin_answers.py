@@ -11,7 +11,7 @@ import torch
 
 import qcore
 from qcore.contracts import CONTRACTS
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, Scheme
 
 _MORE = ("w8a16-g64-fzp", "w4a8-g32-asym-token-o8t", "w8a8-static-o8", "w4a16-g20", "w8a16-g8-asym")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)

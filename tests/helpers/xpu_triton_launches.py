@@ -146,8 +146,8 @@ def _run(kernel: Any, x: Any, scheme: Any, n: int, k: int, bias: bool) -> None:
 
 
 def _scheme(text: str) -> Any:
-    from qcore.explain import _with_numbers
-    from qcore.schemes import Scheme
+    from qcore.resolving.explaining import _with_numbers
+    from qcore.weights.schemes import Scheme
 
     return _with_numbers(Scheme.parse(text))
 

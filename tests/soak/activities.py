@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import qcore
-from qcore import resolver
+from qcore.resolving import resolver
 
 _SAMPLES = 60
 Step = Callable[[], object]
@@ -125,7 +125,7 @@ def broken_plugins() -> Step:
     """Plugins that come, fail in different words each time, and go."""
     from types import ModuleType
 
-    from qcore.plugins import registry
+    from qcore.discovery.registry import registry
 
     def step() -> None:
         plugin, words = ModuleType("mine"), str(random.random())

@@ -74,7 +74,7 @@ def certify(name: str, select: list[str], schemes: list[str] | None) -> dict:
 def main() -> None:
     wanted = json.loads(sys.argv[1])
     if "probe_seconds" in wanted:
-        sys.modules["qcore.plugins"].PROBE_SECONDS = wanted["probe_seconds"]
+        sys.modules["qcore.discovery.registry"].PROBE_SECONDS = wanted["probe_seconds"]
     found = {"used": {name or "": use(name) for name in (None, *wanted.get("use", ()))}}
     found["status"] = {s.name: [str(s.state), s.reason] for s in qcore.plugins()}
     more, few = wanted.get("more", {}), wanted.get("schemes")

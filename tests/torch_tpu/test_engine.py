@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import qcore
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_xla import calls, environment, plugin
 from qcore_xla.bodies.form import Form
 from qcore_xla.bodies.linear import linear

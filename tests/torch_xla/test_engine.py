@@ -9,7 +9,7 @@ import qcore
 from qcore.contracts.conv2d import CONV2D
 from qcore.contracts.embedding import EMBEDDING
 from qcore.contracts.linear import LINEAR
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_xla import plugin
 from qcore_xla.engines import base
 from qcore_xla.engines.torch_xla import ENGINE

@@ -11,7 +11,7 @@ from torch import nn
 import qcore
 from qcore.contracts import CONTRACTS, Conv2dRequest
 from qcore.nn import QuantizedConv2d, QuantizedLinear
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_vulkan import device, eligibility, plugin
 from qcore_vulkan.steps import convolution
 

@@ -11,7 +11,7 @@ from contract_problems import one_thread  # noqa: F401
 import qcore
 from qcore.contracts import CONV2D, Problem
 from qcore.nn import QuantizedConv2d
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 from qcore_vulkan import calls
 from qcore_vulkan.conv2d import VulkanConv2d
 from qcore_vulkan.native import OutOfMemory

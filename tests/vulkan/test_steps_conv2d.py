@@ -12,7 +12,7 @@ from vulkan_problems import run_conv2d, vulkan  # noqa: F401
 from qcore import PluginError, StaticInt8
 from qcore.contracts import CONV2D, Conv2dRequest, Problem
 from qcore.contracts.inputs import Draw
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_vulkan import layout
 from qcore_vulkan.steps import Geometry2d, convolution, rows
 from qcore_vulkan.steps.direct import is_direct

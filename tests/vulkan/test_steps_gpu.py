@@ -16,11 +16,11 @@ from qcore import Format, QTensor
 from qcore.contracts import CONV2D, LINEAR, Problem
 from qcore.contracts.inputs import Draw
 from qcore.contracts.inputs import Shape as Sizes
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 from qcore_vulkan import layout, native
 from qcore_vulkan.builder import Builder
 from qcore_vulkan.description import Matrix
-from qcore_vulkan.steps import gpu, product, rows
+from qcore_vulkan.steps import product, rows, selection
 from qcore_vulkan.steps.gpu_kernels import CoopF16, CoopInt8, Digits, Kernel, Shape, SharedFloat, SharedInt
 
 FLOAT = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g48-asym", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
@@ -54,7 +54,7 @@ def digits(device, count: int, rows: int = 2, chunk: int = 4) -> Digits:
 def only(monkeypatch, device, kernel) -> None:
     """Let ``kernel`` (of a problem) serve every product of ``device``."""
     monkeypatch.setattr(device, "profile", "gpu")
-    monkeypatch.setattr(gpu, "choose", lambda _device, problem: kernel(problem))
+    monkeypatch.setattr(selection, "choose", lambda _device, problem: kernel(problem))
 
 
 @pytest.mark.parametrize("scheme", FLOAT)
@@ -124,7 +124,7 @@ def rich(vulkan):  # noqa: F811
 
 
 def first(description, *args) -> Kernel:
-    return next(gpu.candidates(description, problem(*args)))
+    return next(selection.candidates(description, problem(*args)))
 
 
 def test_the_order_of_capabilities(rich):
@@ -146,12 +146,14 @@ def test_the_order_of_capabilities(rich):
 
 def test_float32_rows_are_cut_where_the_sums_of_their_terms_would_take_much_memory(rich, vulkan, monkeypatch):  # noqa: F811
     wide = problem("gemm_float", 8192, "int4-g128", torch.float32, n=28672).geometry
-    assert gpu.scratch_row(vulkan, torch.float32, wide) == 0
+    assert selection.scratch_row(vulkan, torch.float32, wide) == 0
     monkeypatch.setattr(vulkan, "profile", "gpu")
     monkeypatch.setattr(vulkan, "description", rich)
-    assert gpu.scratch_row(vulkan, torch.float32, wide) == 3 * 4 * 28672
-    assert gpu.scratch_row(vulkan, torch.bfloat16, wide) == 0
-    parts = [count for _, count in rows.row_parts(Builder(vulkan), 8192, gpu.scratch_row(vulkan, torch.float32, wide))]
+    assert selection.scratch_row(vulkan, torch.float32, wide) == 3 * 4 * 28672
+    assert selection.scratch_row(vulkan, torch.bfloat16, wide) == 0
+    parts = [
+        count for _, count in rows.row_parts(Builder(vulkan), 8192, selection.scratch_row(vulkan, torch.float32, wide))
+    ]
     assert sum(parts) == 8192
     assert max(parts) * 3 * 4 * 28672 <= 128 << 20
 
@@ -161,7 +163,7 @@ def test_float32_rows_are_cut_where_the_sums_of_their_terms_would_take_much_memo
 def test_tiles_fit_into_groups(rich, op, fmt):
     for m in (1, 8, 16, 100, 512):
         asked = problem(op, m, fmt, torch.bfloat16, k=1536)
-        for kernel in gpu.candidates(rich, asked):
+        for kernel in selection.candidates(rich, asked):
             if isinstance(kernel, (CoopF16, CoopInt8)):
                 assert asked.geometry.blocks % kernel.shape.blocks(asked.geometry) == 0
             if kernel.variant == "gemv_coop":
@@ -180,7 +182,7 @@ def test_kernels_keep_to_the_limits_of_a_device(rich, lanes, shared):
     for op in ("gemm_float", "gemm_int"):
         for m in (1, 3, 8, 16, 100, 512):
             asked = problem(op, m, "int4-g128", torch.bfloat16)
-            for kernel in gpu.candidates(small, asked):
+            for kernel in selection.candidates(small, asked):
                 needs = kernel.needs(asked.geometry)
                 assert needs[0] <= lanes
                 assert needs[1] <= shared
@@ -236,13 +238,13 @@ def test_a_kernel_that_the_compiler_refuses_is_passed_over(rich):
                 raise native.Unsupported(variant)
 
     asked = problem("gemm_float", 512, "int4-g128", torch.float16)
-    assert gpu.choose(Refusing(), asked).variant == "gemm_float_shared"
+    assert selection.choose(Refusing(), asked).variant == "gemm_float_shared"
 
 
 def test_a_preferred_kernel_serves(vulkan, monkeypatch):  # noqa: F811
     monkeypatch.setattr(vulkan, "profile", "gpu")
     asked, kernel = problem("gemm_int", 300, "int8", torch.float16), SharedInt("gemm_int_shared_dot", SMALL)
-    gpu.prefer(vulkan, asked, kernel)
-    assert gpu.choose(vulkan, asked) is kernel
-    gpu.forget(vulkan, asked)
-    assert gpu.choose(vulkan, asked) != kernel
+    selection.prefer(vulkan, asked, kernel)
+    assert selection.choose(vulkan, asked) is kernel
+    selection.forget(vulkan, asked)
+    assert selection.choose(vulkan, asked) != kernel

@@ -12,9 +12,9 @@ from vulkan_problems import run_linear, vulkan  # noqa: F401
 from qcore import OutputInt8, QTensor, StaticInt8
 from qcore.contracts import LINEAR, LinearRequest, Problem
 from qcore.contracts.inputs import Draw, Shape
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_vulkan import layout
-from qcore_vulkan.steps import gpu, prepare, product, rows
+from qcore_vulkan.steps import prepare, product, rows, selection
 
 MORE = (
     "w8a16-fzp", "w8a16-g5-asym", "w4a16-g48-asym", "w4a16-g1", "w8a8-fzp-aasym", "w8a8-g5-asym-aasym", "w8a8-g512",
@@ -145,7 +145,7 @@ def test_results_are_the_same_by_whatever_instructions(vulkan, scheme, monkeypat
 def test_tiles_of_other_devices(vulkan, scheme, monkeypatch):  # noqa: F811
     """GPUs without kernels of their own get the same shaders in other sizes."""
     monkeypatch.setattr(vulkan, "profile", "gpu")
-    monkeypatch.setattr(gpu, "choose", lambda *_: None)
+    monkeypatch.setattr(selection, "choose", lambda *_: None)
     monkeypatch.setattr(prepare, "_SMALL", 1000)  # beyond which activations are copied to the device first
     monkeypatch.setattr(vulkan, "description", replace(vulkan.description, local_input=False))
     for m, n, k in ((1, 20, 200), (6, 70, 5000), (2, 9, 70000)):

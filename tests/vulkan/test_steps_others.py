@@ -10,7 +10,7 @@ from vulkan_problems import bring, place, run_embedding, vulkan  # noqa: F401
 
 from qcore import quantize
 from qcore.contracts import EMBEDDING
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_vulkan import layout, steps
 from qcore_vulkan.builder import Builder
 

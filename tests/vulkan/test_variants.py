@@ -15,7 +15,7 @@ from vulkan_problems import vulkan  # noqa: F401
 from qcore import Format
 from qcore_vulkan import layout, native, variants
 from qcore_vulkan.description import Description, Matrix
-from qcore_vulkan.steps import gpu, product
+from qcore_vulkan.steps import product, selection
 
 SHADERS = Path(__file__).parents[2] / "plugins" / "vulkan" / "shaders"
 
@@ -74,7 +74,7 @@ def test_each_kernel_for_gpus_is_declared(vulkan, dot, matrix):  # noqa: F811
         cooperative_matrix=matrices() if matrix else (),
         subgroup=replace(vulkan.description.subgroup, size=32, min=32, max=32, control=True),
     )
-    named = {kernel.variant for problem in problems() for kernel in gpu.candidates(description, problem)}
+    named = {kernel.variant for problem in problems() for kernel in selection.candidates(description, problem)}
     assert named <= set(declared())
     assert any("dot" in name for name in named) == dot
     assert any("coop" in name for name in named) == matrix

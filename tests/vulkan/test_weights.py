@@ -17,10 +17,10 @@ from torch import nn
 
 import qcore
 from qcore.errors import FormatError, PluginError, QcoreWarning
-from qcore.explain import plain_request
 from qcore.formats import PLAIN, PLAIN_INT32, ZeroPoint
 from qcore.nn import QuantizedEmbedding, QuantizedLinear
-from qcore.verify import difference
+from qcore.resolving.explaining import plain_request
+from qcore.resolving.verification import difference
 from qcore_vulkan import calls, device, native, weights
 
 X = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))

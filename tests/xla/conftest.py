@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qcore.contracts import CONTRACTS
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 
 if importlib.util.find_spec("qcore_xla") is None or importlib.util.find_spec("jax") is None:
     collect_ignore_glob = ["*"]

@@ -8,7 +8,7 @@ import torch
 
 from qcore import Conv2dRequest, Scheme
 from qcore.contracts import LINEAR
-from qcore.verify import difference
+from qcore.resolving.verification import difference
 from qcore_xla import calls, ops
 from qcore_xla.bodies import linear as bodies
 from qcore_xla.bodies.form import Form

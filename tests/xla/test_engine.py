@@ -14,7 +14,7 @@ import torch
 
 import qcore
 from qcore.contracts import EMBEDDING, LINEAR
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 from qcore_xla import calls
 from qcore_xla.embedding import XlaEmbedding
 from qcore_xla.engines.jax import ENGINE, JaxEngine, _array

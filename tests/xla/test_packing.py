@@ -8,7 +8,7 @@ import torch
 from qcore import Format, FormatError, QTensor, ZeroPoint
 from qcore.contracts.inputs import Draw
 from qcore.formats import PLAIN_INT32
-from qcore.verify import difference
+from qcore.resolving.verification import difference
 from qcore_xla import packing, tables
 
 FORMATS = [

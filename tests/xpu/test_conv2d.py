@@ -80,8 +80,8 @@ def test_columns_made_in_parts_give_the_same(monkeypatch, scheme):
 @pytest.mark.parametrize("scheme", ["w8a8-static", "w8a16"])
 @pytest.mark.parametrize("name", ["3x3", "batch-0", "channels-last"])
 def test_results_have_the_form_that_a_trace_expects(scheme, name):
+    from qcore_triton.geometry import Geometry
     from qcore_xpu import triton_ops
-    from qcore_xpu.portable.geometry import Geometry
 
     case = problem(scheme, next(shape for shape in _SHAPES if shape.name == name))
     geometry = Geometry.of(*kernel_for(case.request).geometry)

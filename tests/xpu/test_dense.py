@@ -54,8 +54,8 @@ def test_results_of_another_dtype_are_rounded_once(out, x, bias):
 
 @pytest.mark.parametrize("scheme", ["w4a16-g96-asym", "w8a16-g32-asym", "w4a16-fzp"])
 def test_dense_weights_are_those_of_the_formula(scheme):
+    from qcore_triton.weights import Weight
     from qcore_xpu.dense import dense
-    from qcore_xpu.portable.weights import Weight
 
     case = linear_problem(scheme, 1, 37, 300, weights="codes")
     kernel = kernel_for(case.request)

@@ -10,7 +10,7 @@ import torch
 
 import qcore
 from qcore.contracts import CONTRACTS
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_xpu import aten, linear, plugin, serving, triton_linear
 
 GPU = torch.device("xpu:0")

@@ -9,7 +9,7 @@ from xpu_triton_problems import CPU, check, kernel_for
 
 import qcore
 from qcore.contracts import Problem
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 
 
 def table(n, k, fmt=None, dtype=torch.float32, scale_dtype=torch.float32):
@@ -101,7 +101,7 @@ import json, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from qcore_xpu.gathering import _ASSERTING
-from qcore_xpu.portable.kernels.gather import gather_pieces
+from qcore_triton.kernels.gather import gather_pieces
 
 types = {"indices": "*i64", "data": "*u8", "scale": "*bf16", "zero": "*bf16", "out": "*bf16", "v": "i32", "d": "i32"}
 types |= {"group": "i32", "blocks": "i32", "stride": "i32", "pieces": "i32"}

@@ -10,7 +10,7 @@ import torch
 from xpu_problems import NARROW, random_weight
 
 from qcore import PLAIN, PLAIN_INT32, QTensor, ZeroPoint
-from qcore.verify import difference
+from qcore.resolving.verification import difference
 from qcore_xpu import int32
 
 FORMS = [

@@ -12,7 +12,7 @@ from xpu_problems import NARROW, assert_right, kernel_for, linear_problem, rando
 import qcore
 from qcore import FormatError, QTensor
 from qcore.contracts import LINEAR
-from qcore.verify import difference
+from qcore.resolving.verification import difference
 from qcore_xpu import linear, products
 
 pytestmark = pytest.mark.usefixtures("stand_in", "interpreter")

@@ -1,4 +1,4 @@
-"""Quantizing activations, interpreted and in torch ops, against the formulas of `qcore.activations`."""
+"""Quantizing activations, interpreted and in torch ops, against the formulas of `qcore.weights.activations`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from interpreting import assert_codes, assert_dynamic
 
-from qcore.activations import dynamic_parameters
+from qcore.weights.activations import dynamic_parameters
+from qcore_triton.codes import Given, given_of
+from qcore_triton.kernels.order import position_of
 from qcore_xpu import quantizing
-from qcore_xpu.portable.codes import Given, given_of
-from qcore_xpu.portable.kernels.order import position_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

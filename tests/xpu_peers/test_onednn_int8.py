@@ -16,8 +16,8 @@ from xpu_peers_onednn import Matrix
 from xpu_peers_problems import DTYPES, for_the_op, made, operands, problems, transposed
 
 from qcore import DynamicInt8
-from qcore.activations import dynamic_parameters, quantize_int8
 from qcore.contracts import LINEAR
+from qcore.weights.activations import dynamic_parameters, quantize_int8
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,12 +7,24 @@ from typing import Any as _Any
 
 import torch as _torch
 
-from . import hookspecs, nn
-from . import ops as _ops  # noqa: F401 - registers torch.ops.qcore
+from . import nn
 from ._version import __version__
-from .activations import DynamicInt8, OutputInt8, StaticInt8
 from .contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
-from .decision import Decision
+from .discovery import hookspecs
+from .discovery.hookspecs import hookimpl
+from .discovery.kernels import (
+    EMULATED,
+    FALLBACK,
+    NATIVE,
+    OFFLOAD,
+    Available,
+    Kernel,
+    Offer,
+    Rank,
+    Refusal,
+    Unavailable,
+)
+from .discovery.registry import PluginStatus, plugins
 from .errors import (
     CheckpointError,
     ConformanceError,
@@ -22,19 +34,19 @@ from .errors import (
     QcoreWarning,
     UnsupportedError,
 )
-from .explain import explain
 from .formats import PLAIN, PLAIN_INT32, Format, Layout, ZeroPoint, grouped_int4
 from .formats import find_layout as _find_layout
 from .functional import conv2d, embedding, linear
-from .hookspecs import hookimpl
-from .kernels import EMULATED, FALLBACK, NATIVE, OFFLOAD, Available, Kernel, Offer, Rank, Refusal, Unavailable
+from .functional import torch_ops as _ops  # noqa: F401 - registers torch.ops.qcore
 from .model import Report, quantize_, report
-from .plugins import PluginStatus, plugins
-from .qtensor import QTensor
-from .quantize import quantize
-from .resolver import resolve
-from .schemes import Scheme
-from .settings import configure, using
+from .resolving.decision import Decision
+from .resolving.explaining import explain
+from .resolving.resolver import resolve
+from .runtime.settings import configure, using
+from .weights.activations import DynamicInt8, OutputInt8, StaticInt8
+from .weights.qtensor import QTensor
+from .weights.quantizers import quantize
+from .weights.schemes import Scheme
 
 if _TYPE_CHECKING:
     from .checkpoint import load_, save

@@ -8,9 +8,9 @@ import sys
 import importlib_metadata
 import pytest
 
-from qcore import resolver
 from qcore.cli import app
 from qcore.cli.output import FAILED, OK, WRONG_USAGE
+from qcore.resolving import offers, resolver
 
 SMALL = ("--n", "64", "--k", "128", "--rows", "1,3", "--seconds", "0.001")
 
@@ -169,8 +169,8 @@ def test_a_reader_that_leaves_is_no_accident(tmp_path):
 
 
 def test_explain_exits_with_1_where_nobody_serves(run, monkeypatch):
-    monkeypatch.setattr(resolver, "offers_for", list)
-    monkeypatch.setattr(resolver, "_ask", lambda status, *_: [resolver._plain(status, "refused", "not today")])
+    monkeypatch.setattr(offers, "offers_for", list)
+    monkeypatch.setattr(resolver, "ask", lambda status, *_: [offers.row_of(status, "refused", "not today")])
     code, out, _ = run("explain", "w8a16", "--n", "8", "--k", "8")
     assert code == FAILED
     assert "nobody can serve this" in out

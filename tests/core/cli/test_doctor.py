@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 import qcore
-from qcore import Available, _cache, hardware, resolver, verify
+from qcore import Available
 from qcore.cli import health, probe, probing
 from qcore.cli.doctor import Finding
+from qcore.discovery import hardware
+from qcore.discovery.registry import PluginStatus, State, crash_marks
 from qcore.errors import QcoreWarning
-from qcore.plugins import PluginStatus, State, crash_marks
+from qcore.resolving import offers, resolver, verification
+from qcore.runtime import disk_cache
 
 PROBE = "import os, time, qcore\n@qcore.hookimpl\ndef qcore_probe():\n    "
 
@@ -85,7 +88,7 @@ def test_crash_mark_stands_until_the_plugin_is_mended(spawn, install, monkeypatc
     assert first.returncode == 1
     assert "-> Tell its authors" in first.stdout
     assert "see below" in first.stdout
-    assert _cache.crashed(mark)
+    assert disk_cache.crashed(mark)
     (listed,) = spawn(["plugins", "--json"], PYTHONPATH=str(folder))
     shaky = next(p for p in json.loads(listed.stdout) if p["name"] == "shaky")
     assert "qcore doctor" in shaky["reason"]
@@ -93,7 +96,7 @@ def test_crash_mark_stands_until_the_plugin_is_mended(spawn, install, monkeypatc
     (second,) = spawn(["doctor", "--timeout", "20"], PYTHONPATH=str(folder))
     assert second.returncode == 0, second.stdout
     assert "No problems found." in second.stdout
-    assert not _cache.crashed(mark)
+    assert not disk_cache.crashed(mark)
 
 
 def test_settings_that_cannot_be_read_are_a_problem(run_json, monkeypatch):
@@ -147,12 +150,12 @@ def test_ctrl_c_ends_the_probes_and_marks_nobody(install):
         # Other marks stand as well: of other plugins, and of the built-in one, which the command itself brings up.
         mark = crash_marks("hangs", "qcore-hangs", "1.0")[1]
         deadline = time.monotonic() + 120
-        while not _cache.read("running", mark) and time.monotonic() < deadline:
+        while not disk_cache.read("running", mark) and time.monotonic() < deadline:
             time.sleep(0.05)
         doctor.send_signal(signal.SIGINT)
         _, err = doctor.communicate(timeout=30)
     assert (doctor.returncode, err) == (130, "stopped\n")
-    assert not list((_cache.cache_dir() / "running").glob("*.json"))
+    assert not list((disk_cache.cache_dir() / "running").glob("*.json"))
 
 
 def test_ctrl_c_while_a_plugin_is_imported_has_the_same_exit_code(spawn, install):
@@ -178,7 +181,7 @@ def test_where_skips_frames_of_python_and_qcore():
 
 def test_what_runs_in_the_process_of_a_probe(add_plugin, tmp_path, monkeypatch):
     add_plugin("here", version="1.0", probe=lambda: Available("GPU 9"))
-    monkeypatch.setattr(sys.modules["qcore.plugins"], "PROBE_SECONDS", 10.0)
+    monkeypatch.setattr(sys.modules["qcore.discovery.registry"], "PROBE_SECONDS", 10.0)
     monkeypatch.setattr(os, "_exit", lambda code: None)
     result = tmp_path / "result"
     monkeypatch.setattr(sys, "argv", ["probe", "here", "30", str(result), str(tmp_path / "trace")])
@@ -189,11 +192,11 @@ def test_what_runs_in_the_process_of_a_probe(add_plugin, tmp_path, monkeypatch):
 
 def test_left_marks_failed_kernels_and_slow_steps_are_listed_and_cleared(run_json, monkeypatch):
     about = {"plugin": "mine", "dist": "qcore-mine", "version": "1"}
-    _cache.write("running", "pack mine", doing="the pack of mine.k", pid=2**22 + 1, since=1e9, **about)
+    disk_cache.write("running", "pack mine", doing="the pack of mine.k", pid=2**22 + 1, since=1e9, **about)
     own = {"plugin": "torch", "dist": "qcore", "version": qcore.__version__}
-    _cache.write("failures", "a", text="torch.k failed verification: wrong", since=1e9, slow=False, **own)
-    _cache.write("failures", "b", text="qcore_linear took 20 seconds", since="?", slow=True, **own)
-    _cache.write("failures", "c", text="of a plugin that is gone", slow=True, **about)
+    disk_cache.write("failures", "a", text="torch.k failed verification: wrong", since=1e9, slow=False, **own)
+    disk_cache.write("failures", "b", text="qcore_linear took 20 seconds", since="?", slow=True, **own)
+    disk_cache.write("failures", "c", text="of a plugin that is gone", slow=True, **about)
     listed = [PluginStatus("torch", "qcore", qcore.__version__, State.AVAILABLE)]
     monkeypatch.setattr(health, "examine", lambda *_: listed)
     code, found = run_json("doctor")
@@ -207,22 +210,22 @@ def test_left_marks_failed_kernels_and_slow_steps_are_listed_and_cleared(run_jso
     code, found = run_json("doctor", "--clear")
     assert code == 0
     assert "4 failures of plugins forgotten." in [n["text"] for n in found["notes"]]
-    assert not _cache.crashed("pack mine")
+    assert not disk_cache.crashed("pack mine")
 
 
 def test_a_kernel_that_fails_verification_is_remembered_until_it_passes(add_kernel, request_of):
     made = add_kernel("mine", fault="wrong")
     with pytest.warns(QcoreWarning, match="failed verification"):
         qcore.resolve(request_of())
-    (record,) = _cache.records("failures")
+    (record,) = disk_cache.records("failures")
     assert record["plugin"] == "mine"
     assert "mine.stub for int4-g32/plain on cpu: failed verification: wrong result" in record["text"]
     for kernel in made.values():
         kernel.fault = None
-    verify.forget()
+    verification.forget()
     resolver.forget()
     assert qcore.resolve(request_of()).plugin == "mine"
-    assert not _cache.records("failures")
+    assert not disk_cache.records("failures")
 
 
 def test_a_cache_that_is_not_believed_is_a_note(run, monkeypatch, tmp_path):
@@ -234,22 +237,22 @@ def test_a_cache_that_is_not_believed_is_a_note(run, monkeypatch, tmp_path):
 
 
 def test_without_a_home_there_is_one_line(run, monkeypatch):
-    monkeypatch.setattr(_cache, "cache_dir", lambda: None)
+    monkeypatch.setattr(disk_cache, "cache_dir", lambda: None)
     code, out, _ = run("doctor")
     assert code == 0
     assert out.count("there is no home directory to keep it in") == 1
 
 
 def test_a_kernel_that_was_measured_slower_than_the_fallback_is_a_note(run_json, request_of):
-    from qcore import tuning
+    from qcore.resolving import tuning
 
     request = request_of()
-    status, offer = resolver.offers_for(request)[0]
+    status, offer = offers.offers_for(request)[0]
     tuning.measure(request, [(status, offer.kernel)], rows=(1,), seconds=0.001)
-    (record,) = _cache.records("tuning")
+    (record,) = disk_cache.records("tuning")
     about = {"plugin": "mine", "dist": status.dist, "version": status.version, "kernel": "mine.k"}
     slow = [replace(status, name="mine"), status]
-    _cache.write("tuning", "another", milliseconds={"1": 1e6}, request=record["request"], **about)
+    disk_cache.write("tuning", "another", milliseconds={"1": 1e6}, request=record["request"], **about)
     (finding,) = health.slow_findings(slow)
     assert not finding.problem
     assert finding.text.startswith("mine.k was measured slower than the fallback for linear int4-g32/plain n=16 k=64")

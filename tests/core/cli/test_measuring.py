@@ -61,7 +61,9 @@ def test_tune_changes_the_decision_and_says_so(run_json, run, add_kernel, monkey
     made = add_kernel("claims", rank=3001)
     add_kernel("quick", rank=3000)
     times = {"claims.stub": 2.0, "quick.stub": 1.0}
-    monkeypatch.setattr("qcore.tuning._times", lambda _r, kernels, *_: [times.get(k.name, 9.0) for k in kernels])
+    monkeypatch.setattr(
+        "qcore.resolving.tuning._times", lambda _r, kernels, *_: [times.get(k.name, 9.0) for k in kernels]
+    )
     code, found = run_json("tune", "--scheme", "w8a16", *QUICK)
     assert made
     assert code == 0

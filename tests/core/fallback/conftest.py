@@ -17,7 +17,7 @@ import qcore
 from qcore.contracts import CONTRACTS
 from qcore.contracts.inputs import Draw, Shape
 from qcore.fallback import plugin
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 
 LINEAR = CONTRACTS["linear"]
 

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import qcore
 from qcore.contracts import CONTRACTS
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 
 SCHEMES = ["w4a16-g32-asym", "w4a16-g32-fzp", "w8a16-asym", "w8a16", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static-o8"]
 

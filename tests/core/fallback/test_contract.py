@@ -9,7 +9,7 @@ import torch
 
 from qcore.contracts import CONTRACTS
 from qcore.contracts.linear import _TOKEN_SCHEMES
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, Scheme
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SAMPLED = "torch.cpu."

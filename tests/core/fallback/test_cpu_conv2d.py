@@ -11,7 +11,7 @@ from qcore.contracts import CONTRACTS, conv2d
 from qcore.contracts.inputs import Draw
 from qcore.errors import FormatError
 from qcore.fallback import cpu_conv2d
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import qcore
-from qcore.activations import DynamicInt8
 from qcore.fallback import codes, cpu_int8, cpu_w8a16, onednn
 from qcore.formats import Format, ZeroPoint
-from qcore.qtensor import QTensor
-from qcore.quantize import quantize
+from qcore.weights.activations import DynamicInt8
+from qcore.weights.qtensor import QTensor
+from qcore.weights.quantizers import quantize
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_cpu_without_vnni_is_still_served(tools):
 import torch
 from qcore.contracts import CONTRACTS
 from qcore.fallback import plugin
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 contract = CONTRACTS["linear"]
 for text in ("w8a16", "w8a8", "w8a8-static"):
     for case in contract.cases([Scheme.parse(text)], [torch.bfloat16]):

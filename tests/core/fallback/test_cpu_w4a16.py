@@ -28,7 +28,7 @@ import torch
 from qcore.fallback.int4_blocks import block_layout
 from qcore.contracts import CONTRACTS
 from qcore.fallback import plugin
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 layout = block_layout()
 print(torch.backends.cpu.get_cpu_capability(), layout.size, layout.pairs)
 codes = torch.randint(-8, 8, (192, 160), dtype=torch.int8)
@@ -73,7 +73,7 @@ def test_few_and_many_rows(tools, fast, scheme, rows, n):
 @pytest.mark.parametrize("zero", list(ZeroPoint))
 @pytest.mark.parametrize("group", [32, 256, 512])
 def test_unpacking_is_exact_for_every_scale(tools, scale_dtype, zero, group):
-    from qcore.quantize import quantize
+    from qcore.weights.quantizers import quantize
 
     weight = quantize(torch.randn(130, 512), Format("int4", group, zero), scale_dtype=scale_dtype)
     made = tools.linear("w4a16", torch.bfloat16, n=130, k=512)

@@ -7,8 +7,8 @@ import torch
 
 from qcore.contracts import CONTRACTS
 from qcore.formats import PLAIN_INT32, Format, ZeroPoint
-from qcore.quantize import quantize
-from qcore.schemes import Scheme
+from qcore.weights.quantizers import quantize
+from qcore.weights.schemes import Scheme
 
 
 @pytest.fixture

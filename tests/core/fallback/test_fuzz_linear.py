@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from fuzzing import rounds
 
-from qcore.activations import StaticInt8
 from qcore.contracts import LINEAR
 from qcore.contracts.inputs import Draw, Shape
-from qcore.schemes import SCHEMES, Scheme
+from qcore.weights.activations import StaticInt8
+from qcore.weights.schemes import SCHEMES, Scheme
 
 SEED = 14
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -13,8 +13,8 @@ from qcore.contracts import CONTRACTS
 from qcore.errors import FormatError
 from qcore.fallback import integer, plugin, weights
 from qcore.formats import PLAIN_INT32, Format, Layout, ZeroPoint
-from qcore.qtensor import QTensor
-from qcore.quantize import quantize
+from qcore.weights.qtensor import QTensor
+from qcore.weights.quantizers import quantize
 
 
 class Backwards(Layout):
@@ -230,7 +230,7 @@ import ctypes, torch, sys
 from pathlib import Path
 from qcore.contracts import CONTRACTS
 from qcore.fallback import plugin
-from qcore.schemes import Scheme
+from qcore.weights.schemes import Scheme
 ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once, so that the need shows
 def peak():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import qcore
-from qcore.activations import DynamicInt8
 from qcore.contracts import CONTRACTS
 from qcore.errors import FormatError
 from qcore.formats import Format
-from qcore.qtensor import QTensor, contiguous
-from qcore.quantize import quantize
-from qcore.schemes import Scheme
+from qcore.weights.activations import DynamicInt8
+from qcore.weights.qtensor import QTensor, contiguous
+from qcore.weights.quantizers import quantize
+from qcore.weights.schemes import Scheme
 
 SCHEMES = ["w8a16", "w8a8", "w4a8", "w8a8-static(0.05,3)", "w4a16-g32-asym", "w4a8-g32-asym", "w8a16-g32-fzp"]
 SHAPES = ("strided-parts", "expanded-parts")

@@ -138,7 +138,7 @@ def test_large_weights_are_differentiated_in_pieces(monkeypatch):
 
     layer, x = made(), torch.randn(5, 64)
     whole, _ = _gradients(layer, x, torch.ones(5, 16))
-    monkeypatch.setattr(importlib.import_module("qcore.autograd"), "_CHUNK_ELEMENTS", 64 * 3)
+    monkeypatch.setattr(importlib.import_module("qcore.functional.autograd"), "_CHUNK_ELEMENTS", 64 * 3)
     parts, _ = _gradients(layer, x, torch.ones(5, 16))
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import qcore
-from qcore.plugins import registry
+from qcore.discovery.registry import registry
 
 LOOPBACK = Path(__file__).parents[2] / "thirdparty" / "dists" / "loopback" / "src"
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import qcore
-from qcore import formats, testing
-from qcore.formats import PLAIN
-from qcore.plugins import registry
+from qcore import testing
+from qcore.discovery.registry import registry
+from qcore.formats import PLAIN, layouts
 
 ONE = {"contracts": ["linear"], "seed": 3}
 
@@ -153,7 +153,7 @@ def test_name_that_changes_with_each_reading(add):
     assert "another name each time" in certificate.failures[0].reason
 
 
-class Nibbles(formats.Layout):
+class Nibbles(layouts.Layout):
     name = "nibbles"
 
     def encode(self, codes):
@@ -192,8 +192,8 @@ LAYOUTS = {
 
 @pytest.fixture
 def layout_plugin(monkeypatch, loopback):
-    monkeypatch.setattr(formats, "_LAYOUTS", dict(formats._LAYOUTS))
-    monkeypatch.setattr(formats, "_OWNERS", {}, raising=False)
+    monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
+    monkeypatch.setattr(layouts, "_OWNERS", {}, raising=False)
 
     def install(called, **methods):
         class Chip:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from qcore import testing
-from qcore.plugins import State
+from qcore.discovery.registry import State
 from qcore.testing import Certificate, Outcome, Result
 
 FAILED = Result(
@@ -165,7 +165,7 @@ def test_page_stands_alone_and_escapes_reasons(certificate, tmp_path):
 
 
 def test_page_shows_many_backends_side_by_side(certificate):
-    from qcore.testing.page import render
+    from qcore.testing.html_report import render
 
     gone = replace(certificate, backend="gone", cases=(), laws=(), state="unavailable", reason="no chip")
     broken = replace(gone, backend="broken_one", state="import failed", broken=True)

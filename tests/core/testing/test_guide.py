@@ -28,7 +28,7 @@ from qcore.plugins import registry
 
 autoload()
 library = torch.library.Library("qcore_fastchip_test", "DEF")
-op = qcore.kernels.define_op(library, "f(Tensor x) -> Tensor", lambda x: x, lambda x: x, ("PrivateUse1",))
+op = qcore.discovery.kernels.define_op(library, "f(Tensor x) -> Tensor", lambda x: x, lambda x: x, ("PrivateUse1",))
 asked = []
 
 class Fastchip:

@@ -2,13 +2,13 @@ import json
 
 import pytest
 
-from qcore.testing import matrix, questions, runner
+from qcore.testing import case_selection, matrix, runner
 
 
 @pytest.fixture
 def small(monkeypatch):
     """The matrix on one contract and scheme."""
-    few = questions.cases(["w8a16"], ["embedding"])
+    few = case_selection.cases(["w8a16"], ["embedding"])
     for module in (matrix, runner):
         monkeypatch.setattr(module, "cases", lambda *_: few)
 

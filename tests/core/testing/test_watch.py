@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import qcore
-from qcore.testing.watch import Watch
+from qcore.testing.fallback_watch import Watch
 
 
 @pytest.mark.parametrize("house", ["qcore", "qcore_acme"])

@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar
 from torch import Tensor
 
 from ..errors import CheckpointError, quoted
-from ..qtensor import QTensor
+from ..weights.qtensor import QTensor
 from .foreign import among
 from .header import MAX_HEADER, Entry, parse_json, problem, read_header, shown, without_gc
 from .records import SAVE, Record, read_notes
@@ -26,7 +26,7 @@ from .values import build_weight, read_tensor
 
 _T = TypeVar("_T")
 SINGLE = "model.safetensors"
-INDEX = f"{SINGLE}.index.json"
+INDEX: str = f"{SINGLE}.index.json"
 _PATIENCE = 5.0
 """Seconds for which a checkpoint that is replaced whenever it is opened is tried again."""
 _REWRITE = "The index does not belong to these files: copy or download the directory again."

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..decision import format_table
 from ..errors import did_you_mean
+from ..resolving.decision import format_table
 from .archive import Archive
 from .header import shown
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..binding import WeightStore
 from ..errors import CheckpointError, FormatError
 from ..model import LayerReport, Report, report
 from ..nn.base import QuantizedModule
-from ..qtensor import QTensor
-from ..schemes import Scheme
+from ..nn.counterparts import rebuild, weight_place
+from ..resolving.binding import WeightStore
+from ..weights.qtensor import QTensor
+from ..weights.schemes import Scheme
 from .archive import Archive
 from .buffers import lost_buffers
 from .header import problem, shown
 from .matching import Match, Swap, match
-from .modules import rebuild, weight_place
 from .overlap import is_expanded, torn_by_writing
 from .placing import Placing
 from .values import same_bits

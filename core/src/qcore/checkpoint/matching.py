@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..activations import OutputInt8, StaticInt8
 from ..errors import CheckpointError, clipped, quoted
 from ..nn.base import QuantizedModule
+from ..nn.counterparts import own_weight, weight_identity, weight_shape, why_not
+from ..weights.activations import OutputInt8, StaticInt8
 from .archive import Archive
 from .buffers import lost_buffers, recomputed
 from .header import Entry, shown
-from .modules import own_weight, weight_identity, weight_shape, why_not
 from .records import Record
 
 _NUMBERS = {"scale": (torch.float64, torch.float32), "zero_point": (torch.int32, torch.int64, torch.int8)}

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from .._version import __version__
+from ..discovery.registry import Guarded
 from ..errors import FormatError, quoted
 from ..formats import Format, UnknownLayoutError, ZeroPoint
-from ..plugins import Guarded
-from ..qtensor import QTensor
-from ..schemes import Scheme
+from ..weights.qtensor import QTensor
+from ..weights.schemes import Scheme
 from .header import Entry, Part, is_shape, parse_json, problem
 
 SCHEMA = 1

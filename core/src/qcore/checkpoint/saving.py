@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..formats import Format
-from ..qtensor import QTensor, has_values
-from ..schemes import Scheme
+from ..formats.bits import has_values
+from ..weights.qtensor import QTensor
+from ..weights.schemes import Scheme
 from .header import NAMES, Part
 from .records import Record
 from .writing import Aliases, Unit, explained, plan_shards, shard_limit, write_directory, write_file

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..errors import CheckpointError, FormatError, QcoreWarning, did_you_mean
 from ..formats import ZeroPoint
-from ..model import EXCLUDED, QUANTIZED, REFUSED
-from ..qtensor import SCALE_DTYPES, QTensor
-from ..quantize import quantize
-from ..schemes import Scheme
-from ..selection import Patterns, matches
+from ..model.report import EXCLUDED, QUANTIZED, REFUSED
+from ..model.selection import Patterns, matches
+from ..weights.qtensor import SCALE_DTYPES, QTensor
+from ..weights.quantizers import quantize
+from ..weights.schemes import Scheme
 from .archive import Archive
 from .header import Entry, Part, problem
 from .records import Record

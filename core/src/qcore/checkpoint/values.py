@@ -9,10 +9,10 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from ..discovery.registry import Guarded
 from ..errors import FormatError
 from ..formats import PLAIN, PLAIN_INT32
-from ..plugins import Guarded
-from ..qtensor import QTensor
+from ..weights.qtensor import QTensor
 from .header import Entry, problem
 from .records import Record
 

@@ -44,6 +44,7 @@ def _check_writable(path: Path) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Run the kit."""
     from .. import testing
+    from ..testing import html_report
 
     for path in filter(None, (args.output, args.html)):
         _check_writable(path)
@@ -62,6 +63,6 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.output:
         certificate.write_json(args.output)
     if args.html:
-        certificate.write_html(args.html)
+        html_report.write([certificate], args.html)
     written = [f"written: {path}" for path in (args.output, args.html) if path]
     return Outcome(certificate.to_json(), [str(certificate), *written], OK if certificate.ok else FAILED)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
 from typing import Any
 
 from . import arguments
-from .output import FAILED, OK, Outcome, Table
+from .findings import Finding
+from .output import FAILED, OK, Outcome, Table, plugin_table
 
 NAME = "doctor"
 HELP = "plugins, devices, problems and what to do about them"
@@ -22,20 +22,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clear", action="store_true", help="forget failures, crashes and hangs of plugins before")
     at_once = min(4, os.cpu_count() or 1)
     parser.add_argument("--jobs", type=arguments.count, default=at_once, help="probes at once (default: %(default)s)")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something found: a ``problem`` makes the command exit with 1, a note does not; ``remedy``: what to do."""
-
-    about: str
-    text: str
-    remedy: str = ""
-    problem: bool = True
-
-    def __str__(self) -> str:
-        text = self.text.replace("\n", "\n    ")
-        return f"{self.about}: {text}" + (f"\n    -> {self.remedy}" if self.remedy else "")
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -81,21 +67,6 @@ def _finding_json(finding: Finding) -> dict[str, str]:
 
 def _settings(settings: list[dict[str, str]]) -> Table:
     return Table(("setting", "value", "from"), [(s["name"], s["value"], s["source"]) for s in settings])
-
-
-def plugin_table(statuses: list[Any], *, brief: bool = False) -> Table:
-    """One row per plugin; ``brief``: what is wrong with one is said elsewhere."""
-    rows = [(s.name, str(s.state), f"{s.dist} {s.version}", f"{s.seconds:.2f}", _what(s, brief)) for s in statuses]
-    return Table(
-        ("plugin", "state", "version", "seconds", "device and driver, or why not"), rows, state=1, right=frozenset({3})
-    )
-
-
-def _what(status: Any, brief: bool) -> str:
-    if status.broken and brief:
-        return "see below"
-    found = (status.device, status.driver, *(f"{name}={value}" for name, value in status.details.items()))
-    return str(status.reason) or "; ".join(filter(None, found))
 
 
 def _listed(kind: str, findings: list[Finding]) -> list[str]:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def parts(decision: Any) -> list[str | Table]:
     """A decision as a sentence, a table and hints."""
-    from ..decision import describe
+    from ..resolving.decision import describe
 
     served = decision.selected
     head = f"{served.kernel} ({served.dist} {served.version})" if served else "nobody can serve this"

@@ -9,11 +9,13 @@ import sys
 import time
 from typing import Any
 
-from .. import __version__, _cache, hardware, settings
-from .._words import plain
+from .. import __version__
+from ..discovery import hardware
+from ..discovery.registry import BUILTIN, PROBE_SECONDS, PluginStatus, State, crash_marks, registry
 from ..errors import QcoreError, did_you_mean
-from ..plugins import BUILTIN, PROBE_SECONDS, PluginStatus, State, crash_marks, registry
-from .doctor import Finding
+from ..runtime import disk_cache, settings
+from ..runtime.plain_text import plain
+from .findings import Finding
 from .probing import probe_all
 
 _CLEAR = "Once the cause is gone: qcore doctor --clear"
@@ -34,14 +36,14 @@ def machine() -> dict[str, str]:
         "torch": importlib.metadata.version("torch"),
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
-        "cache": f"{_cache.place()} ({'writable' if cache_writable() else 'not writable'})",
+        "cache": f"{disk_cache.place()} ({'writable' if cache_writable() else 'not writable'})",
     }
 
 
 def cache_writable() -> bool:
     """Whether a record can really be stored; permissions alone do not tell on a read-only file system."""
-    stored = _cache.write("doctor", "writable?")
-    _cache.remove("doctor", "writable?")
+    stored = disk_cache.write("doctor", "writable?")
+    disk_cache.remove("doctor", "writable?")
     return stored
 
 
@@ -62,7 +64,7 @@ def settings_table(wanted: settings.Settings) -> list[dict[str, str]]:
         "verify": wanted.verify,
     }
     rows = [{"name": n, "value": v, "source": _source(_SETTINGS[n])} for n, v in values.items()]
-    return [*rows, {"name": "cache", "value": _cache.place(), "source": _source("QCORE_CACHE_DIR")}]
+    return [*rows, {"name": "cache", "value": disk_cache.place(), "source": _source("QCORE_CACHE_DIR")}]
 
 
 def _source(variable: str) -> str:
@@ -123,7 +125,7 @@ def name_findings(wanted: settings.Settings, statuses: list[PluginStatus]) -> li
 
 def cache_findings() -> list[Finding]:
     """A note where nothing can be kept."""
-    why = _cache.distrusted() or ("" if cache_writable() else f"{_cache.place()} cannot be written")
+    why = disk_cache.distrusted() or ("" if cache_writable() else f"{disk_cache.place()} cannot be written")
     if not why:
         return []
     text = f"{why}: kernels are checked again in every process, and tuning is lost."
@@ -132,22 +134,24 @@ def cache_findings() -> list[Finding]:
 
 def clear() -> list[Finding]:
     """Forget what earlier processes left of plugins that failed, crashed or hung."""
-    count = _cache.forget_failures()
+    count = disk_cache.forget_failures()
     return [Finding("cache", f"{count} failure{'' if count == 1 else 's'} of plugins forgotten.", problem=False)]
 
 
 def left_findings(statuses: list[PluginStatus]) -> list[Finding]:
     """A problem for each step of a plugin that ended or held up an earlier process, and for each kernel that failed."""
     by_doctor = {mark for s in statuses if s.broken for mark in crash_marks(s.name, s.dist, s.version)}
-    marks = [mark for mark in _cache.left_over_marks() if mark["key"] not in by_doctor]
+    marks = [mark for mark in disk_cache.left_over_marks() if mark["key"] not in by_doctor]
     here = {(s.name, s.dist, s.version) for s in statuses}
-    failed = [f for f in _cache.records(_cache.FAILURES) if (f.get("plugin"), f.get("dist"), f.get("version")) in here]
+    failed = [
+        f for f in disk_cache.records(disk_cache.FAILURES) if (f.get("plugin"), f.get("dist"), f.get("version")) in here
+    ]
     return [*map(_of_mark, marks), *map(_of_failure, failed)]
 
 
 def _of_mark(mark: dict[str, Any]) -> Finding:
     plugin, doing = (plain(str(mark.get(name) or "")) for name in ("plugin", "doing"))
-    text = f"{doing or plain(mark['key'])} {_cache.left_over(mark['key'])}{_when(mark)}; it is not tried again."
+    text = f"{doing or plain(mark['key'])} {disk_cache.left_over(mark['key'])}{_when(mark)}; it is not tried again."
     return Finding(plugin or "plugins", text, _CLEAR)
 
 
@@ -166,7 +170,7 @@ def _when(record: dict[str, Any]) -> str:
 
 def slow_findings(statuses: list[PluginStatus]) -> list[Finding]:
     """A note for each kernel of a plugin that ``qcore tune`` measured slower than the fallback."""
-    from ..tuning import slower_than_fallback
+    from ..resolving.tuning import slower_than_fallback
 
     return [
         Finding(

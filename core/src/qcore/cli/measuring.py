@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..discovery.kernels import Kernel
+from ..discovery.registry import PluginStatus
 from ..errors import UnsupportedError
-from ..explain import plain_request
-from ..kernels import Kernel
-from ..plugins import PluginStatus
-from ..resolver import kernels_of, offers_for
-from ..settings import current
-from ..verify import check
+from ..resolving.explaining import plain_request
+from ..resolving.offers import kernels_of, offers_for
+from ..resolving.verification import check
+from ..runtime.settings import current
 from .arguments import MEASURED
 
 

@@ -41,7 +41,7 @@ class Table:
 
     def plain(self) -> str:
         """Aligned columns without any markup."""
-        from ..decision import format_table
+        from ..resolving.decision import format_table
 
         rows = [tuple(self.header), *(tuple(row) for row in self.rows)]
         widths = {i: max(len(row[i]) for row in rows) for i in self.right}
@@ -170,3 +170,18 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
+
+
+def plugin_table(statuses: list[Any], *, brief: bool = False) -> Table:
+    """One row per plugin; ``brief``: what is wrong with one is said elsewhere."""
+    rows = [(s.name, str(s.state), f"{s.dist} {s.version}", f"{s.seconds:.2f}", _what(s, brief)) for s in statuses]
+    return Table(
+        ("plugin", "state", "version", "seconds", "device and driver, or why not"), rows, state=1, right=frozenset({3})
+    )
+
+
+def _what(status: Any, brief: bool) -> str:
+    if status.broken and brief:
+        return "see below"
+    found = (status.device, status.driver, *(f"{name}={value}" for name, value in status.details.items()))
+    return str(status.reason) or "; ".join(filter(None, found))

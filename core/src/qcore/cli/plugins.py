@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(_args: argparse.Namespace) -> Outcome:
     """Bring every plugin up in this process, as a program would."""
     from .. import plugins
-    from .doctor import plugin_table
+    from .output import plugin_table
     from .probing import as_json
 
     with no_warnings():

@@ -15,15 +15,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .. import _cache
-from ..plugins import crash_marks, registry
+from ..discovery.registry import crash_marks, registry
+from ..runtime import disk_cache
 
 
 def probe(name: str) -> dict[str, Any]:
     """Import, register and probe one plugin, whether or not it once ended a process."""
     entry = registry.entries()[name]
     for mark in crash_marks(name, entry.dist, entry.version):
-        _cache.remove("running", mark)
+        disk_cache.remove("running", mark)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the status says the same
         return dataclasses.asdict(registry.status(name))
@@ -32,7 +32,7 @@ def probe(name: str) -> dict[str, Any]:
 def watched(name: str, seconds: float, trace: Path) -> dict[str, Any]:
     """`probe`, given ``seconds``; a hang or a crash leaves its Python stack in the file ``trace``."""
     # So that the watchdog is the one that bites. (The name qcore.plugins is also that of a function.)
-    sys.modules["qcore.plugins"].PROBE_SECONDS = 2 * seconds  # type: ignore[attr-defined]
+    sys.modules["qcore.discovery.registry"].PROBE_SECONDS = 2 * seconds  # type: ignore[attr-defined]
     with trace.open("w", encoding="utf-8") as file:
         faulthandler.enable(file)
         faulthandler.dump_traceback_later(seconds, exit=True, file=file)

@@ -17,8 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from .. import _cache
-from ..plugins import PluginStatus, State, crash_marks
+from ..discovery.registry import PluginStatus, State, crash_marks
+from ..runtime import disk_cache
 
 _STARTUP = 60.0
 """Seconds that a process may take to import torch, on top of the plugin's own limit."""
@@ -83,7 +83,7 @@ class _Child:
     def _forgive(self) -> None:
         """A process that was ended from here, for being slow or by Ctrl-C, did not crash."""
         for mark in self._marks():
-            _cache.remove("running", mark)
+            disk_cache.remove("running", mark)
 
     def _marks(self) -> tuple[str, ...]:
         return crash_marks(self.plugin.name, self.plugin.dist, self.plugin.version)
@@ -101,7 +101,7 @@ class _Child:
         if "Timeout (" in trace or self._process.returncode == -int(getattr(signal, "SIGKILL", 9)):
             return self._hung(trace)
         state, doing = State.IMPORT_FAILED, "imported"
-        if _cache.crashed(self._marks()[1]):
+        if disk_cache.crashed(self._marks()[1]):
             state, doing = State.PROBE_FAILED, "probed"
         how = _how_it_ended(self._process.returncode)
         last = "" if trace else _last_line(_text(self._output))

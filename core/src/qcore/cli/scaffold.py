@@ -12,8 +12,8 @@ from pathlib import Path
 from string import Template
 
 from .. import __version__
+from ..discovery.registry import registry
 from ..errors import QcoreError
-from ..plugins import registry
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _RESERVED = {"all", "cuda", "qcore", "testing", "torch", "vulkan", "xla", "xpu"}

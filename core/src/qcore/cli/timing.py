@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from ..contracts import Problem
 from ..contracts.inputs import Draw, Shape
-from ..kernels import Kernel
-from ..plugins import BUILTIN
-from ..tuning import interleaved_medians, synchronize
-from ..verify import undisturbed
+from ..discovery.kernels import Kernel
+from ..discovery.registry import BUILTIN
+from ..resolving.tuning import interleaved_medians, synchronize
+from ..resolving.verification import undisturbed
 from .measuring import Case
 
 _PROBE_BYTES = 1 << 28

@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Measure, and compare the decisions before and after."""
-    from .. import resolver
+    from ..resolving import resolver
     from .measuring import cases, left_out_notes
 
     measured = _model_cases(args) if args.model else cases(args.scheme, [(args.n, args.k)], args.device, args.dtype)
@@ -59,15 +59,15 @@ def _model_cases(args: argparse.Namespace) -> list[Any]:
 def _kernel(case: Any) -> str:
     from dataclasses import replace
 
-    from ..resolver import decide
-    from ..settings import current
+    from ..resolving.resolver import decide
+    from ..runtime.settings import current
 
     decision = decide(case.request, replace(current(), strict=False))
     return decision.kernel.name if decision.kernel else ""
 
 
 def _measure(case: Any, args: argparse.Namespace) -> Any:
-    from .. import tuning
+    from ..resolving import tuning
 
     return tuning.measure(case.request, case.kernels, args.rows, args.seconds)
 
@@ -80,14 +80,14 @@ def _row(case: Any, found: Any, old: str) -> dict[str, Any]:
 
 
 def _outcome(rows: list[dict[str, Any]], counts: tuple[int, ...], stored: bool, notes: list[str]) -> Outcome:
-    from .. import _cache
+    from ..runtime import disk_cache
 
     header = ("scheme", "N", "K", "kernel", *(f"M={m} ms" for m in counts))
     lines = [line for row in rows for line in _lines(row, counts)]
     changed = sum(row["changed"] for row in rows)
-    place = f"kept in {_cache.cache_dir()}" if stored else f"NOT kept: {_cache.cache_dir()} cannot be written"
+    place = f"kept in {disk_cache.cache_dir()}" if stored else f"NOT kept: {disk_cache.cache_dir()} cannot be written"
     summary = f"{len(rows)} weights measured, {changed} decisions changed; figures {place}"
-    data = {"weights": rows, "changed": changed, "stored": stored, "cache": str(_cache.cache_dir())}
+    data = {"weights": rows, "changed": changed, "stored": stored, "cache": str(disk_cache.cache_dir())}
     table = Table(header, lines, right=frozenset({1, 2, *range(4, 4 + len(counts))}))
     return Outcome(data, [table, *map(_change, rows), *notes, summary], OK if stored else FAILED)
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..activations import DynamicInt8, OutputInt8, StaticInt8, dynamic_parameters
 from ..formats import Format, ZeroPoint
-from ..qtensor import QTensor, dequantize_codes
-from ..schemes import Scheme
+from ..weights.activations import DynamicInt8, OutputInt8, StaticInt8, dynamic_parameters
+from ..weights.qtensor import QTensor, dequantize_codes
+from ..weights.schemes import Scheme
 
 GIVEN_NAMES = ("x_scale", "x_zero_point", "out_scale", "out_zero_point")
 """Keyword arguments of a kernel call that carry per-token parameters, each of shape ``(tokens,)``; only for requests

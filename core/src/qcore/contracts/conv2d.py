@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..activations import Activation, OutputInt8, StaticInt8
 from ..errors import FormatError
 from ..formats import Format
-from ..qtensor import QTensor, contiguous
-from ..schemes import Scheme
+from ..weights.activations import Activation, OutputInt8, StaticInt8
+from ..weights.qtensor import QTensor, contiguous
+from ..weights.schemes import Scheme
 from .base import (
     Case,
     Contract,

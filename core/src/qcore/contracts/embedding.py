@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..errors import FormatError
 from ..formats import Format
-from ..qtensor import QTensor
-from ..schemes import Scheme
+from ..weights.qtensor import QTensor
+from ..weights.schemes import Scheme
 from .base import ROUNDING, Case, Contract, Problem, exact_weight, weight_magnitude
 from .inputs import Draw, Parts, laid_out, small_k, small_n, with_strides
 

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..activations import OutputInt8, StaticInt8
 from ..formats import Format, ZeroPoint
-from ..qtensor import QTensor
-from ..quantize import quantize
-from ..schemes import Scheme
+from ..weights.activations import OutputInt8, StaticInt8
+from ..weights.qtensor import QTensor
+from ..weights.quantizers import quantize
+from ..weights.schemes import Scheme
 from .base import Problem
 
 Parts = Literal["dense", "strided", "expanded"]

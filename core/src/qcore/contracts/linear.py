@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..activations import Activation, OutputInt8, StaticInt8
 from ..formats import Format
-from ..qtensor import QTensor
-from ..schemes import Scheme
+from ..weights.activations import Activation, OutputInt8, StaticInt8
+from ..weights.qtensor import QTensor
+from ..weights.schemes import Scheme
 from .base import (
     Case,
     Contract,

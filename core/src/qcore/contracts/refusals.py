@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from ..activations import StaticInt8
+from ..weights.activations import StaticInt8
 from .conv2d import Conv2dRequest
 from .embedding import EmbeddingRequest
 from .linear import LinearRequest

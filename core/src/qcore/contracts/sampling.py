@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..qtensor import QTensor
+from ..weights.qtensor import QTensor
 from .base import Contract, Problem, Verdict, wrong_form
 from .conv2d import CONV2D, Conv2dRequest, output_size
 from .embedding import EMBEDDING, EmbeddingRequest

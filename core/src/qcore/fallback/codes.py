@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..activations import INT8_MAX, INT8_MIN, Activation, DynamicInt8, dynamic_parameters
+from ..weights.activations import INT8_MAX, INT8_MIN, Activation, DynamicInt8, dynamic_parameters
 from .integer import Given, Parameter, parameters
 from .onednn import OFFSET
 

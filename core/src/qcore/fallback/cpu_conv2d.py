@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..activations import StaticInt8
 from ..contracts import Conv2dRequest
 from ..contracts.conv2d import check_image, convolved_size, kernel_shape
+from ..discovery.kernels import Kernel, Packed, check_weight
 from ..formats import ZeroPoint
-from ..kernels import Kernel, Packed, check_weight
-from ..qtensor import QTensor, contiguous
+from ..weights.activations import StaticInt8
+from ..weights.qtensor import QTensor, contiguous
 from .codes import static_codes, unsigned
 from .integer import finish
 from .onednn import OFFSET

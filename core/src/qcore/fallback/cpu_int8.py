@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..activations import DynamicInt8, StaticInt8
 from ..contracts import LinearRequest
+from ..discovery.kernels import Packed, RowsKernel, check_weight
 from ..formats import ZeroPoint
-from ..kernels import Packed, RowsKernel, check_weight
-from ..qtensor import QTensor
+from ..weights.activations import DynamicInt8, StaticInt8
+from ..weights.qtensor import QTensor
 from . import onednn
 from .codes import group_sums, quantized, static_codes, symmetric_token, symmetric_tokens, unsigned
 from .integer import Given, finish

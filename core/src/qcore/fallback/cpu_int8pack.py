@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..contracts import LinearRequest
+from ..discovery.kernels import Packed
 from ..formats import Format
-from ..kernels import Packed
 from .integer import joined, split_bias
 from .ops import int8_product, op
 from .plain_linear import PlainLinear

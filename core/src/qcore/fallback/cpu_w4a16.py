@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..contracts import LinearRequest
+from ..discovery.kernels import Packed, RowsKernel, check_weight
 from ..formats import Format, ZeroPoint
-from ..kernels import Packed, RowsKernel, check_weight
-from ..qtensor import QTensor
+from ..weights.qtensor import QTensor
 from .int4_blocks import COLUMNS, BlockLayout, block_layout
 from .integer import split_bias
 from .ops import int4_product, op

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..contracts import LinearRequest
 from ..contracts.base import ROUNDING
-from ..kernels import Packed
-from ..qtensor import QTensor
+from ..discovery.kernels import Packed
+from ..weights.qtensor import QTensor
 from . import onednn
 from .codes import digit_rows, group_sums, whole_numbers
 from .cpu_int8 import MOST_ROWS, CpuInt8, scale32

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..contracts import EmbeddingRequest
 from ..contracts.embedding import check_indices
-from ..kernels import Packed
+from ..discovery.kernels import Packed
 from .weights import NeutralKernel
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..activations import (
+from ..discovery.kernels import Packed
+from ..formats import Format, ZeroPoint
+from ..weights.activations import (
     INT8_MAX,
     INT8_MIN,
     Activation,
@@ -20,8 +22,6 @@ from ..activations import (
     dynamic_parameters,
     quantize_int8,
 )
-from ..formats import Format, ZeroPoint
-from ..kernels import Packed
 from .weights import WeightReader
 
 EXACT = 1 << 24

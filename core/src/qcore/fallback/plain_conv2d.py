@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..activations import DynamicInt8
 from ..contracts import Conv2dRequest
 from ..contracts.conv2d import Pair, check_image, convolved_size, im2col, kernel_shape, output_size
-from ..kernels import Packed
-from ..qtensor import contiguous
+from ..discovery.kernels import Packed
+from ..weights.activations import DynamicInt8
+from ..weights.qtensor import contiguous
 from .integer import activation_bound, centred_activations, finish, integer_product
 from .ops import op
 from .padding import float_conv2d, may_be_misread, traced_conv2d

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..contracts import LinearRequest
+from ..discovery.kernels import Packed, RowsKernel
 from ..formats import ZeroPoint
-from ..kernels import Packed, RowsKernel
 from .integer import activation_bound, centred_activations, finish, integer_product, joined
 from .weights import NeutralKernel, autocast_kind
 

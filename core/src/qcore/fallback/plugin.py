@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 
 from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
-from ..hookspecs import hookimpl
-from ..kernels import FALLBACK, Available, Offer
+from ..discovery.hookspecs import hookimpl
+from ..discovery.kernels import FALLBACK, Available, Offer
 from . import cpu_conv2d, cpu_int8, cpu_int8pack, cpu_w4a16, cpu_w8a16
 from .embedding import PlainEmbedding
 from .plain_conv2d import PlainConv2d

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..formats import PLAIN, PLAIN_INT32, Format, ZeroPoint, unpack_nibbles
-from ..kernels import Kernel, Packed, check_weight
-from ..qtensor import QTensor
+from ..discovery.kernels import Kernel, Packed, check_weight
+from ..formats import PLAIN, PLAIN_INT32, Format, ZeroPoint
+from ..formats.bits import unpack_nibbles
+from ..weights.qtensor import QTensor
 
 _CACHED = 1 << 20
 """Elements of a chunk on a CPU: 4 MiB of float32, so that the passes over it stay in the cache."""

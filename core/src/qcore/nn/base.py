@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..activations import OutputInt8, StaticInt8
-from ..autograd import call_differentiably
-from ..binding import Bound, WeightStore, WeightView, bind, call_first
-from ..checks import check_bias, check_dense, check_first, check_x_dtype
-from ..decision import Decision
 from ..errors import FormatError, QcoreWarning
-from ..qtensor import QTensor
-from ..schemes import Scheme
-from ..settings import Settings, current, in_force
+from ..functional.autograd import call_differentiably
+from ..functional.checks import check_bias, check_dense, check_first, check_x_dtype
+from ..resolving.binding import Bound, WeightStore, WeightView, bind, call_first
+from ..resolving.decision import Decision
+from ..runtime.settings import Settings, current, in_force
+from ..weights.activations import OutputInt8, StaticInt8
+from ..weights.qtensor import QTensor
+from ..weights.schemes import Scheme
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("data", "scale", "zero")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..binding import WeightStore
 from ..contracts import Conv2dRequest
 from ..contracts.conv2d import as_pair, laid_out_like
 from ..errors import FormatError
-from ..qtensor import QTensor
-from ..quantize import quantize
-from ..schemes import Scheme
+from ..resolving.binding import WeightStore
+from ..weights.qtensor import QTensor
+from ..weights.quantizers import quantize
+from ..weights.schemes import Scheme
 from .base import QuantizedModule, adopt
 
 Pair = tuple[int, int]

@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..binding import WeightStore
-from ..checks import check_dense
 from ..contracts import EmbeddingRequest
 from ..contracts.embedding import INDEX_DTYPES, check_index_dtype
 from ..errors import UnsupportedError
-from ..qtensor import QTensor
-from ..quantize import quantize
-from ..schemes import Scheme
+from ..functional.checks import check_dense
+from ..resolving.binding import WeightStore
+from ..weights.qtensor import QTensor
+from ..weights.quantizers import quantize
+from ..weights.schemes import Scheme
 from .base import QuantizedModule, adopt
 
 

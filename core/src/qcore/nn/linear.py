@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..binding import WeightStore
-from ..checks import check_last_dimension
 from ..contracts import LinearRequest
 from ..errors import FormatError
-from ..qtensor import QTensor
-from ..quantize import quantize
-from ..schemes import Scheme
+from ..functional.checks import check_last_dimension
+from ..resolving.binding import WeightStore
+from ..weights.qtensor import QTensor
+from ..weights.quantizers import quantize
+from ..weights.schemes import Scheme
 from .base import QuantizedModule, adopt
 
 # The public function asks about one device, by name, at four times the price.

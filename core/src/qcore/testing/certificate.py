@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..decision import format_table
+from ..resolving.decision import format_table
 from .results import Outcome, Result, count, summary_line
 
 SCHEMA = 1
@@ -99,15 +99,14 @@ class Certificate:
         return {"schema": SCHEMA, **vars(self), **lists, "ok": self.ok, "unshown": self.unshown, "counts": counts}
 
     def write_json(self, path: str | Path) -> None:
-        """Write everything, one object."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-
-    def write_html(self, path: str | Path) -> None:
-        """Write a page that needs no other file."""
-        from .page import render
-
-        # What a plugin says of itself may hold halves of characters, which no encoding has.
-        Path(path).write_text(render([self]), encoding="utf-8", errors="backslashreplace")
+        """Write everything as one object, with a line for each case and each law."""
+        data = self.to_json()
+        lists = {name: data.pop(name) for name in ("cases", "laws")}
+        parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in data.items()]
+        for name, results in lists.items():
+            lines = ",\n  ".join(map(json.dumps, results))
+            parts.append(f"{json.dumps(name)}: [\n  {lines}\n ]")
+        Path(path).write_text("{" + ",\n ".join(parts) + "}\n", encoding="utf-8")
 
     def __str__(self) -> str:
         return "\n".join([*self.header(), *self._body(), self.closing()])

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ..contracts import Problem
-from ..kernels import Kernel
-from ..plugins import Guarded
-from ..verify import difference, same_bits
-from .questions import Question
+from ..discovery.kernels import Kernel
+from ..discovery.registry import Guarded
+from ..resolving.verification import difference, same_bits
+from .case_selection import Question
+from .fallback_watch import Watch
 from .results import Outcome, Result
 from .target import Target
-from .watch import Watch
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from ..formats import BrokenLayoutError, Format, Layout, ZeroPoint, layout_origin, registered_layouts
-from ..verify import same_bits
+from ..resolving.verification import same_bits
 
 _SIZES = ((1, 1), (3, 5), (2, 8), (20, 77), (16, 168), (32, 256), (0, 8), (4, 0))
 

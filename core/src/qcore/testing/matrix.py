@@ -12,12 +12,12 @@ import zlib
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from ..decision import format_table
-from ..plugins import registry
-from .cells import SYMBOLS, Cell, families, law_cell, laws, scheme_cell
+from ..discovery.registry import registry
+from ..resolving.decision import format_table
+from . import html_report
+from .case_selection import Question, cases
 from .certificate import Certificate
-from .page import render
-from .questions import Question, cases
+from .matrix_cells import SYMBOLS, Cell, families, law_cell, laws, scheme_cell
 from .results import Outcome, summary_line
 from .runner import Kit, fresh_seed
 
@@ -94,7 +94,7 @@ def _write(certificates: Sequence[Certificate], seed: int, options: argparse.Nam
         content = {"seed": seed, "certificates": [certificate.to_json() for certificate in certificates]}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if options.html:
-        options.html.write_text(render(certificates), encoding="utf-8", errors="backslashreplace")
+        html_report.write(certificates, options.html)
 
 
 def _report(certificates: Sequence[Certificate]) -> list[str]:

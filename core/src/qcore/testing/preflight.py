@@ -13,7 +13,7 @@ from typing import Any
 
 import importlib_metadata
 
-from ..hookspecs import ENTRY_POINT_GROUP
+from ..discovery.hookspecs import ENTRY_POINT_GROUP
 
 _SECONDS = 120
 

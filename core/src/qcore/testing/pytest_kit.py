@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ..errors import QcoreError
-from .questions import Question
+from . import html_report
+from .case_selection import Question
 from .results import Outcome, Result
 from .runner import Kit, fresh_seed
 from .target import check_installed
@@ -124,10 +125,12 @@ class KitPlugin:
         certificate, options = self._kit.certificate(), self._config.option
         terminalreporter.section("qcore conformance")
         terminalreporter.line(str(certificate))
-        for path, write in ((options.qcore_json, certificate.write_json), (options.qcore_html, certificate.write_html)):
-            if path:
-                write(path)
-                terminalreporter.line(f"written: {path}")
+        if options.qcore_json:
+            certificate.write_json(options.qcore_json)
+        if options.qcore_html:
+            html_report.write([certificate], options.qcore_html)
+        for path in filter(None, (options.qcore_json, options.qcore_html)):
+            terminalreporter.line(f"written: {path}")
 
 
 def _as_usage(call: Callable[[], None]) -> None:

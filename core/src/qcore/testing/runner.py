@@ -19,16 +19,13 @@ import torch
 from .._version import __version__
 from ..contracts import Case
 from ..errors import ConformanceError
-from . import laws_kernel, laws_large, laws_plugin
+from .case_selection import Question, cases, selects
 from .certificate import Certificate
 from .check import check_case
 from .gaps import Gaps, read_gaps
-from .laws import LawItem, Samples, check_law, everywhere, law_items
-from .questions import Question, cases, selects
+from .laws import LAWS, LawItem, Samples, check_law, everywhere, law_items
 from .results import Outcome, Result
 from .target import Target
-
-LAWS = (*laws_plugin.LAWS, *laws_kernel.LAWS, *laws_large.LAWS)
 
 Progress = Callable[[int, int, str], None]
 """Called before each step with (steps done, steps in all, id)."""

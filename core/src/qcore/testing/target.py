@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..decision import Candidate, Stage
+from ..discovery.kernels import Available, Kernel
+from ..discovery.registry import BUILTIN, Guarded, PluginStatus, State, registry
 from ..errors import ConformanceError, did_you_mean
-from ..kernels import Available, Kernel
-from ..plugins import BUILTIN, Guarded, PluginStatus, State, registry
-from ..resolver import _ask
+from ..resolving.decision import Candidate, Stage
+from ..resolving.offers import ask
 from .gaps import FILE_NAME
 from .preflight import Preflight, preflight
 
@@ -68,7 +68,7 @@ class Target:
 
     def ask(self, request: Any) -> Answer:
         """Ask this plugin, and only this one."""
-        rows: Sequence[Any] = _ask(self.status, request)
+        rows: Sequence[Any] = ask(self.status, request)
         if isinstance(rows[0], Candidate):
             return Answer(reason=rows[0].reason, broken=rows[0].stage != Stage.REFUSED.value)
         return Answer(tuple(row.offer.kernel for row in rows))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcore import Conv2dRequest
-from qcore.kernels import Kernel, Packed
+from qcore.plugin_api import Kernel, Packed
+from qcore_triton.codes import numbers_of
+from qcore_triton.conv2d import PackedConv2d, why_not_int8
 
 from . import conv_ops, ops
-from .portable.codes import numbers_of
-from .portable.conv2d import PackedConv2d, why_not_int8
 
 _LARGEST_COLUMN = 1 << 15
 """What `column_size` may be: a column stays in the registers of one program."""

@@ -8,16 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qcore_triton import host
+from qcore_triton.codes import Codes, columns_of_codes, mode_of
+from qcore_triton.codes import Given as Numbers
+from qcore_triton.geometry import Geometry, column_size, power_of_two
+from qcore_triton.kernels.conv import gathered, quantize_image
+from qcore_triton.weights import Weight
+
 from . import conv_hopper
 from .device import Device, device_of
 from .int8 import linear
 from .launch import launch, options
-from .portable import host
-from .portable.codes import Codes, columns_of_codes, mode_of
-from .portable.codes import Given as Numbers
-from .portable.geometry import Geometry, column_size, power_of_two
-from .portable.kernels.conv import gathered, quantize_image
-from .portable.weights import Weight
 from .replay import empty
 
 _COLUMN_BYTES = 1 << 25

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcore_triton.geometry import Geometry
+from qcore_triton.kernels.conv import column_scales, pixel_extents
+from qcore_triton.weights import Weight
+
 from . import hopper
 from .device import Device
 from .launch import launch, options
-from .portable.geometry import Geometry
-from .portable.kernels.conv import column_scales, pixel_extents
-from .portable.weights import Weight
 
 _ROWS = 128
 """Output positions in a tile."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qcore_triton.geometry import Geometry
+from qcore_triton.weights import Weight, bias_of, check_devices
+
 from .ops import define, settled, unsettled
-from .portable.geometry import Geometry
-from .portable.weights import Weight, bias_of, check_devices
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
 

@@ -261,18 +261,18 @@ def _key(device: Device, problem: Any) -> str:
 
 def tuned(kind: str, device: Device, problem: Any) -> dict[str, Any] | None:
     """The fields of the configuration that was measured on this machine for a problem (a dataclass), if one was."""
-    from qcore import _cache
+    from qcore.plugin_api import read_record
 
-    record = _cache.read(f"cuda-{kind}", _key(device, problem))
+    record = read_record(f"cuda-{kind}", _key(device, problem))
     fields = (record or {}).get("config")
     return fields if isinstance(fields, dict) else None
 
 
 def keep(kind: str, device: Device, problem: Any, config: Any) -> bool:
     """Keep a measured choice on disk (atomically), for every process that starts from now on; whether that worked."""
-    from qcore import _cache
+    from qcore.plugin_api import write_record
 
-    return _cache.write(f"cuda-{kind}", _key(device, problem), config=asdict(config))
+    return write_record(f"cuda-{kind}", _key(device, problem), config=asdict(config))
 
 
 def _tuned(device: Device, problem: Problem) -> Iterator[Config]:

@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import torch
 
-from qcore.contracts.refusals import AnyRequest, why_not_dtypes, why_not_empty
+from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
+from qcore_triton.packing import block_size
 
-from .portable.packing import block_size
 from .probe import triton_fault
 
 OLDEST = (8, 0)

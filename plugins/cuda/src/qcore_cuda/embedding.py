@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcore import EmbeddingRequest
-from qcore.kernels import Packed, runs_now
+from qcore.plugin_api import Packed, runs_now
+from qcore_triton.packing import PackedKernel
 
 from . import ops
-from .portable.packing import PackedKernel
 
 
 class CudaEmbedding(PackedKernel):

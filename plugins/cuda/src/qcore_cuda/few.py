@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qcore_triton.weights import Weight
+
 from .device import Device
 from .kernels.gemv import gemv
 from .kernels.int8_gemv import int8_gemv
 from .kernels.ring import STATIC, scratch
 from .launch import asks, launch, options
-from .portable.weights import Weight
 
 ROWS = 16
 """The largest M that the kernels take."""

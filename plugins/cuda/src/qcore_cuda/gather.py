@@ -1,4 +1,4 @@
-"""The host's side of row gathers: sizes, grid and launch of `qcore_cuda.portable.kernels.gather`."""
+"""The host's side of row gathers: sizes, grid and launch of `qcore_triton.kernels.gather`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
+from qcore_triton import host
+from qcore_triton.weights import Weight
+
 from .launch import launch
-from .portable import host
-from .portable.weights import Weight
 
 _COLUMNS = 4096
 """Columns per program: 16 bytes of int4 codes per thread."""

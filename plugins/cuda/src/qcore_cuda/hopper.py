@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcore_triton.weights import Weight
+
 from .device import Device
 from .launch import launch, options
-from .portable.weights import Weight
 
 _TRIED = ("3.6.",)
 ROOM = (227 << 10) - 2048

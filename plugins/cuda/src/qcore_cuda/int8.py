@@ -7,6 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qcore_triton import host
+from qcore_triton.codes import SYMMETRIC, TENSOR, Codes, Given, Mode, columns_of_codes, mode_of
+from qcore_triton.geometry import power_of_two
+from qcore_triton.host import End, blocking, end_of, operands, steps
+from qcore_triton.kernels.int8_gemm import tiles, unpack
+from qcore_triton.weights import INT_ZERO, Weight
+
 from . import few, hopper, large, replay
 from .device import Device, device_of
 from .dispatch import bucket
@@ -14,12 +21,6 @@ from .int8_config import Config, Problem, choose
 from .kernels.int8_persistent import persistent
 from .kernels.int8_slices import slices
 from .launch import launch, options
-from .portable import host
-from .portable.codes import SYMMETRIC, TENSOR, Codes, Given, Mode, columns_of_codes, mode_of
-from .portable.geometry import power_of_two
-from .portable.host import End, blocking, end_of, operands, steps
-from .portable.kernels.int8_gemm import tiles, unpack
-from .portable.weights import INT_ZERO, Weight
 from .replay import empty
 
 _IN_REGISTERS = 32768

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qcore_triton.weights import FLOAT_ZERO, Weight
+
 from .counters import counters
 from .device import Device
 from .hopper import usable
 from .launch import launch, options
-from .portable.weights import FLOAT_ZERO, Weight
 from .replay import empty, provided
 
 if TYPE_CHECKING:

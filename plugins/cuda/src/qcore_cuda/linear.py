@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from qcore import LinearRequest, ZeroPoint
-from qcore.kernels import Packed, RowsKernel, runs_now
+from qcore.plugin_api import Packed, RowsKernel, runs_now
+from qcore_triton.codes import numbers_of
+from qcore_triton.packing import PackedKernel
+from qcore_triton.weights import Weight
 
 from . import ops
-from .portable.codes import numbers_of
-from .portable.packing import PackedKernel
-from .portable.weights import Weight
 from .replay import replays
 
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore.contracts.base import GIVEN_NAMES
-from qcore.kernels import define_op
+from qcore.plugin_api import GIVEN_NAMES, define_op
+from qcore_triton.codes import given_of
+from qcore_triton.weights import Weight, bias_of, check_devices
 
-from .portable.codes import given_of
-from .portable.weights import Weight, bias_of, check_devices
 from .replay import again
 
 NAMESPACE = "qcore_cuda"

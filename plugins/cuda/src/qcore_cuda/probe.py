@@ -12,7 +12,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from qcore import Available, Unavailable
-from qcore.hardware import installed_version
+from qcore.plugin_api import installed_version
 
 from . import nvml
 

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from qcore_triton.weights import Weight
+
 from . import dispatch, int8_config
 from .device import device_of
-from .portable.weights import Weight
 
 C = TypeVar("C")
 Call = Callable[[], Any]

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qcore_triton import host
+from qcore_triton.weights import FLOAT_ZERO, Weight
+
 from . import few, large, replay, thirds
 from .counters import counters
 from .device import Device, device_of
@@ -17,8 +20,6 @@ from .dispatch import Config, Problem, bucket, choose
 from .kernels.gemm import arrange_columns, gemm
 from .kernels.slices import slices
 from .launch import launch, options
-from .portable import host
-from .portable.weights import FLOAT_ZERO, Weight
 from .replay import empty, provided
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qcore import FormatError
-from qcore.qtensor import contiguous
+from qcore.plugin_api import contiguous
 
 if TYPE_CHECKING:
     from .device import Buffer, Device

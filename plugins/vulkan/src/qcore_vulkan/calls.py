@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from qcore import DynamicInt8, FormatError, OutputInt8, StaticInt8
-from qcore.contracts.embedding import check_indices
-from qcore.qtensor import contiguous
+from qcore.plugin_api import check_indices, contiguous
 
 from . import steps
 from .builder import Builder, Place, Program

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from qcore.decision import format_table
-from qcore.kernels import runs_now
+from qcore.plugin_api import format_table, runs_now
 
 from .calls import largest
 from .flow import Stage, flow_of, has_hooks, stage_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcore import Conv2dRequest
-from qcore.contracts.conv2d import check_image
-from qcore.kernels import Packed, runs_now
+from qcore.plugin_api import Packed, check_image, runs_now
 
 from . import ops
 from .calls import conv2d, form, geometry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qcore import Conv2dRequest
-from qcore.contracts.refusals import AnyRequest, why_not_dtypes, why_not_empty
+from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
 
 from .layout import ROWS, Geometry, rows_per_part
 from .layout import why_not as why_not_packed

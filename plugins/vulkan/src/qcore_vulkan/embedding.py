@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcore import EmbeddingRequest
-from qcore.kernels import Packed, runs_now
+from qcore.plugin_api import Packed, runs_now
 
 from . import ops
 from .calls import embedding

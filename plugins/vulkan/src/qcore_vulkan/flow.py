@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from qcore import FormatError
-from qcore.contracts.conv2d import output_size
-from qcore.contracts.refusals import FLOATS
 from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
+from qcore.plugin_api import FLOATS, output_size
 
 from .kernel import HandleKernel
 from .steps import rows_bytes

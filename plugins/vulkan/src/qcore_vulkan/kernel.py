@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qcore import Format, Kernel, QTensor
-from qcore.kernels import Packed, check_weight
+from qcore.plugin_api import Packed, check_weight
 
 from . import ops
 from .layout import download

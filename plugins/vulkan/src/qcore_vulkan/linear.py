@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcore import LinearRequest
-from qcore.contracts.base import GIVEN_NAMES
-from qcore.kernels import Packed, RowsKernel, runs_now
+from qcore.plugin_api import GIVEN_NAMES, Packed, RowsKernel, runs_now
 
 from . import ops
 from .calls import form, linear

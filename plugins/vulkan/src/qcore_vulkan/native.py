@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from qcore.errors import PluginError
+from qcore.plugin_api import PluginError
 
 ABI = 2
 FILE = "libqcore_vulkan.so"

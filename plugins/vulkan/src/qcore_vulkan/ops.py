@@ -1,7 +1,7 @@
 """``torch.ops.qcore_vulkan.*``: what the kernels are in a graph.
 
 Weights are handles (see `weights`), every other argument is flat. Ops look at the number of rows when they run, so one
-graph serves any. In eager mode kernels call `calls` directly where `qcore.kernels.runs_now` allows.
+graph serves any. In eager mode kernels call `calls` directly where `qcore.discovery.kernels.runs_now` allows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from qcore import DynamicInt8, Format, OutputInt8, StaticInt8, ZeroPoint
-from qcore.activations import Activation, given_numbers
-from qcore.contracts.base import GIVEN_NAMES
-from qcore.contracts.conv2d import convolved_size
-from qcore.kernels import define_op
+from qcore.plugin_api import GIVEN_NAMES, Activation, convolved_size, define_op, given_numbers
 
 NAMESPACE = "qcore_vulkan"
 

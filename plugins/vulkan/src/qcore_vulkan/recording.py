@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qcore.contracts.conv2d import laid_out_like
+from qcore.plugin_api import laid_out_like
 
 from . import steps
 from .bias import Biases

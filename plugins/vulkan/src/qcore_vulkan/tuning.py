@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from . import tuned
+from . import tuning_cache
 from .calls import Form, in_rows, per_token, record_linear
 from .layout import DeviceWeight, download, upload
-from .steps import gpu
+from .steps import selection
 from .steps.prepare import is_asymmetric
-from .steps.product import Problem
+from .steps.problem import Problem
 from .weights import Resident
 
 _CACHED = 96 << 20
@@ -41,8 +41,8 @@ def tune_linear(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, 
     y = torch.empty((x.shape[0], resident.n), dtype=form.out_dtype)
     buffer = None if bias is None else resident.biases.buffer(bias)
     times = {}
-    for kernel in list(gpu.usable(device, problem)):
-        gpu.prefer(device, problem, kernel)
+    for kernel in list(selection.usable(device, problem)):
+        selection.prefer(device, problem, kernel)
         programs = [
             record_linear(device, weight, x.shape[0], x.dtype, buffer, form, tuple(given), timed=True)
             for weight in weights
@@ -51,8 +51,8 @@ def tune_linear(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, 
         times[kernel] = statistics.median(time for time in found[len(programs) :] if time is not None)
     if times:
         best = min(times, key=times.__getitem__)
-        gpu.prefer(device, problem, best)
-        tuned.keep(device.description, problem, best)
+        selection.prefer(device, problem, best)
+        tuning_cache.keep(device.description, problem, best)
     resident.programs.clear()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore.contracts.embedding import check_indices
+from qcore.plugin_api import check_indices
 
 from . import biases, environment
 from .engines import base

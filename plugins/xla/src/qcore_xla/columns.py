@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore.contracts.conv2d import convolved_size
+from qcore.plugin_api import convolved_size
 
 from .calls import Call, Given, Weight, linear
 from .views import whole

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from qcore import Conv2dRequest
-from qcore.contracts.conv2d import check_image
-from qcore.kernels import Packed, runs_now
+from qcore.plugin_api import Packed, check_image, runs_now
 
 from . import ops
 from .packing import PackedKernel, wants_rows

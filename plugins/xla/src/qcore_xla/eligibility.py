@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qcore import EmbeddingRequest
-from qcore.contracts.refusals import AnyRequest, why_not_dtypes, why_not_empty
+from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
 
 from . import environment
 from .aot import why_not_int8

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from qcore import EmbeddingRequest, QTensor
-from qcore.kernels import Packed, check_weight, runs_now
+from qcore.plugin_api import Packed, check_weight, runs_now
 
 from . import calls, ops
 from .packing import PackedKernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcore import LinearRequest
-from qcore.kernels import Packed, RowsKernel, runs_now
+from qcore.plugin_api import Packed, RowsKernel, runs_now
 
 from . import ops
 from .packing import PackedKernel, wants_rows

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from qcore import DynamicInt8, OutputInt8
-from qcore.activations import Activation, given_numbers
-from qcore.contracts.conv2d import convolved_size
-from qcore.kernels import define_op
+from qcore.plugin_api import Activation, convolved_size, define_op, given_numbers
 
 from . import calls
 from .calls import Given, Weight, call_of, number

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qcore import Format, Kernel, QTensor, ZeroPoint
-from qcore.kernels import Packed, check_weight
+from qcore.plugin_api import Packed, check_weight
 
 from .views import pack_whole, unpack_whole
 

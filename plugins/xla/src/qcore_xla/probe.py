@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qcore import FALLBACK, NATIVE, Available, Unavailable
-from qcore.hardware import installed_version
+from qcore.plugin_api import installed_version
 
 from . import environment
 from .environment import jax_fault, tpu

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qcore import Format, QTensor, ZeroPoint
-from qcore.kernels import Packed
+from qcore.plugin_api import Packed
 
 from .packing import NIBBLES, codes_of, up, words_of
 

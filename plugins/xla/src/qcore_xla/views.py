@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qcore import QTensor
-from qcore.kernels import Packed
+from qcore.plugin_api import Packed
 
 
 def whole(function: Callable[..., Any], tensors: Any) -> Any:

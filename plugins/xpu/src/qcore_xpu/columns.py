@@ -7,12 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from qcore_triton import host
+from qcore_triton.codes import columns_of_codes, mode_of
+from qcore_triton.geometry import Geometry, column_size, power_of_two
+from qcore_triton.weights import Weight
+
 from . import tiles
 from .device import empty, launch, options, sub_groups
-from .portable import host
-from .portable.codes import columns_of_codes, mode_of
-from .portable.geometry import Geometry, column_size, power_of_two
-from .portable.weights import Weight
 from .tiles import How
 
 _COLUMN_BYTES = 1 << 23

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from qcore import Conv2dRequest
-from qcore.kernels import Packed, runs_now
+from qcore.plugin_api import Packed, runs_now
+from qcore_triton.codes import numbers_of
+from qcore_triton.conv2d import PackedConv2d, why_not_int8
 
 from . import device, triton_ops
-from .portable.codes import numbers_of
-from .portable.conv2d import PackedConv2d, why_not_int8
 from .triton_linear import why_not
 
 _LARGEST_COLUMN = 1 << 14

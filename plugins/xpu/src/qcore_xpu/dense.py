@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qcore.fallback.padding import float_conv2d
+from qcore.plugin_api import float_conv2d
+from qcore_triton import host
+from qcore_triton.geometry import Geometry
+from qcore_triton.packing import ROWS
+from qcore_triton.weights import Weight
 
 from .biases import split
 from .device import exact, launch
-from .portable import host
-from .portable.geometry import Geometry
-from .portable.packing import ROWS
-from .portable.weights import Weight
 
 _CHUNK = 1 << 24
 """Weights dequantized at a time, 32 MiB of bfloat16: a large weight is never whole in memory."""

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from qcore.contracts.refusals import AnyRequest, why_not_dtypes, why_not_empty
+from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
 
 
 def why_not(request: AnyRequest) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from qcore import EmbeddingRequest
-from qcore.kernels import Packed, runs_now
+from qcore.plugin_api import Packed, runs_now
+from qcore_triton.packing import PackedKernel
 
 from . import triton_ops
-from .portable.packing import PackedKernel
 from .triton_linear import why_not
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore.contracts.embedding import check_indices
+from qcore.plugin_api import check_indices
+from qcore_triton import host
+from qcore_triton.weights import Weight
 
 from .device import interpreted, launch
-from .portable import host
-from .portable.weights import Weight
 
 _COLUMNS = 2048
 """Columns per program: 16 bytes of int4 codes for each of 64 lanes."""

@@ -36,8 +36,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qcore import PLAIN, PLAIN_INT32, Format, QTensor, ZeroPoint
-from qcore.kernels import Packed
-from qcore.qtensor import has_values
+from qcore.plugin_api import Packed, has_values
 
 from .aten import ALIGNMENT, GROUP
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qcore import DynamicInt8, LinearRequest, QTensor, ZeroPoint
-from qcore.activations import given_numbers
-from qcore.kernels import Packed, RowsKernel, check_weight, runs_now
+from qcore.plugin_api import Packed, RowsKernel, check_weight, given_numbers, runs_now
+from qcore_triton.codes import columns_of_codes
 
 from . import aten, int32, products
 from .int32 import own
-from .portable.codes import columns_of_codes
 
 
 class AtenLinear(RowsKernel):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore.kernels import define_op
+from qcore.plugin_api import define_op
 
 NAMESPACE = "qcore_xpu"
 

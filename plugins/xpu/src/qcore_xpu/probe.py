@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qcore import Available, Unavailable
-from qcore.hardware import installed_version, on_pci, word
+from qcore.plugin_api import installed_version, on_pci, word
 
 from . import aten
 from .device import why_not_triton

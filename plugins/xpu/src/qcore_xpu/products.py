@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qcore.activations import quantize_int8
-from qcore.contracts.base import GIVEN_NAMES
+from qcore.plugin_api import GIVEN_NAMES, quantize_int8
+from qcore_triton.codes import given_of
+from qcore_triton.weights import bias_of, check_devices
 
 from . import aten, biases, ops
 from .device import exact
 from .int32 import Form, own, power_of_two
-from .portable.codes import given_of
-from .portable.weights import bias_of, check_devices
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
 

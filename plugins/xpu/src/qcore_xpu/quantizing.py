@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore.activations import dynamic_parameters, quantize_int8
+from qcore.plugin_api import dynamic_parameters, quantize_int8
+from qcore_triton.codes import SYMMETRIC, TENSOR, Codes, Given, Mode, columns_of_codes, flat, mode_of
+from qcore_triton.geometry import power_of_two
 
 from .device import empty, launch, options, sub_groups, why_not_triton
-from .portable.codes import SYMMETRIC, TENSOR, Codes, Given, Mode, columns_of_codes, flat, mode_of
-from .portable.geometry import power_of_two
 
 _IN_REGISTERS = 8192
 """Values that a program holds, 512 per sub-group: several rows, or one; longer rows are read twice."""
@@ -30,7 +30,7 @@ def rows(x: Tensor, symmetric: bool, given: Given | None, *, total: bool = False
 
 
 def _by_triton(x: Tensor, mode: Mode, total: bool, order: int) -> Codes:
-    from .portable import host
+    from qcore_triton import host
 
     m, k = x.shape
     block = min(_IN_REGISTERS, power_of_two(columns_of_codes(k)))

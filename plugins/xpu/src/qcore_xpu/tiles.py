@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qcore_triton import host
+from qcore_triton.codes import Codes, Given
+from qcore_triton.geometry import power_of_two
+from qcore_triton.kernels.int8_gemm import tiles
+from qcore_triton.weights import Weight
+
 from . import quantizing
 from .device import empty, launch, options
-from .portable import host
-from .portable.codes import Codes, Given
-from .portable.geometry import power_of_two
-from .portable.kernels.int8_gemm import tiles
-from .portable.weights import Weight
 
 _BAND = 8
 """Rows of tiles that are computed next to each other, so that they find the weight in the cache."""

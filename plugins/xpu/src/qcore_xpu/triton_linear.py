@@ -7,13 +7,12 @@ from collections.abc import Callable
 from torch import Tensor
 
 from qcore import LinearRequest
-from qcore.contracts.refusals import AnyRequest
-from qcore.kernels import Packed, RowsKernel, runs_now
+from qcore.plugin_api import AnyRequest, Packed, RowsKernel, runs_now
+from qcore_triton.codes import numbers_of
+from qcore_triton.packing import PackedKernel, block_size
 
 from . import triton_ops
 from .device import why_not_int8, why_not_triton
-from .portable.codes import numbers_of
-from .portable.packing import PackedKernel, block_size
 
 
 class DenseLinear(PackedKernel, RowsKernel):

@@ -1,6 +1,6 @@
 """``torch.ops.qcore_xpu.*`` that run in Triton, and the functions behind them. Triton is imported when one first runs.
 
-In eager mode kernels call the functions directly, where `qcore.kernels.runs_now` allows.
+In eager mode kernels call the functions directly, where `qcore.discovery.kernels.runs_now` allows.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore.contracts.base import GIVEN_NAMES
+from qcore.plugin_api import GIVEN_NAMES
+from qcore_triton.codes import given_of
+from qcore_triton.geometry import Geometry
+from qcore_triton.weights import Weight, bias_of, check_devices
 
 from .ops import define, settled
-from .portable.codes import given_of
-from .portable.geometry import Geometry
-from .portable.weights import Weight, bias_of, check_devices
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
 

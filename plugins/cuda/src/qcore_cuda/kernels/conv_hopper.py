@@ -17,8 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..portable.kernels.int8_common import ended
-from ..portable.kernels.rounding import begin
+from qcore_triton.kernels.int8_common import ended
+from qcore_triton.kernels.rounding import begin
+
 from .hopper import WIDEST, advance, cut, leave, ring
 
 # mypy: disable-error-code="unreachable"

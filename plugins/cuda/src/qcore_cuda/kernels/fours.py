@@ -19,8 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..portable.kernels.int8_common import ended, tile_order
-from ..portable.kernels.rounding import begin
+from qcore_triton.kernels.int8_common import ended, tile_order
+from qcore_triton.kernels.rounding import begin
+
 from .hopper import advance, ring
 from .mixed import ROWS, load_words, row_numbers, words_layout
 

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..portable.kernels.order import position_of
+from qcore_triton.kernels.order import position_of
+
 from .parts import add_parts, part_at, put, zeros_like
 from .unpack import as_float, load_raw, unpack_bytes, unpack_nibbles
 

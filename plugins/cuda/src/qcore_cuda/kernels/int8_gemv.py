@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..portable.kernels.int8_common import FLOAT_ZERO, INT_ZERO, finish
-from ..portable.kernels.order import position_of
-from ..portable.kernels.quantize import SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
+from qcore_triton.kernels.int8_common import FLOAT_ZERO, INT_ZERO, finish
+from qcore_triton.kernels.order import position_of
+from qcore_triton.kernels.quantize import SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
+
 from . import ring
 from .blocks import copy_stage, group_of, over_warps, pair, places, turn, weights
 from .warp import both, load_quad, mma8, nibbles16

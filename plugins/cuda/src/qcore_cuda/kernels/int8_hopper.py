@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..portable.kernels.int8_common import ended, tile_order
-from ..portable.kernels.rounding import begin
+from qcore_triton.kernels.int8_common import ended, tile_order
+from qcore_triton.kernels.rounding import begin
+
 from .hopper import WIDEST, advance, cut, leave, ring
 
 # mypy: disable-error-code="unreachable"

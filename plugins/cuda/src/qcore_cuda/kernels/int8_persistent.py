@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..portable.kernels.int8_common import FLOAT_ZERO, INT_ZERO, ended, store, tile_order
-from ..portable.kernels.rounding import begin
+from qcore_triton.kernels.int8_common import FLOAT_ZERO, INT_ZERO, ended, store, tile_order
+from qcore_triton.kernels.rounding import begin
 
 
 @triton.jit

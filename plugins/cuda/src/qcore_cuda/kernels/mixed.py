@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..portable.kernels.int8_common import tile_order
+from qcore_triton.kernels.int8_common import tile_order
+
 from .hopper import advance, ring
 from .parts import add_at, put, segment, steps_of, value_at, zeros_like
 

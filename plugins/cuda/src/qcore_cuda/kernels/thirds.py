@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..portable.kernels.order import position_of
+from qcore_triton.kernels.order import position_of
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from qcore import OutputInt8, PluginError
-from qcore.contracts.conv2d import convolved_size
+from qcore.plugin_api import convolved_size
 
 from ..builder import Builder, Ref
 from ..device import Buffer

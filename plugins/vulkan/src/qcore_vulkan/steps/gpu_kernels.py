@@ -10,7 +10,7 @@ import torch
 from ..builder import Builder, Ref, fold
 from ..device import Buffer
 from ..layout import FLOAT_ZERO, INT_ZERO, Geometry, Part
-from .product import Activations
+from .problem import Activations
 from .rows import NUMBERS, FloatRows, Int8Rows, Rows
 
 Pipeline = tuple[str, tuple[int, ...], int]

@@ -11,7 +11,7 @@ from qcore import OutputInt8
 from ..builder import Builder, Ref
 from ..device import Buffer, Device
 from ..layout import DeviceWeight
-from . import gpu
+from . import selection
 from .finish import finish
 from .prepare import Activation, Source
 from .product import multiply
@@ -50,4 +50,4 @@ def linear(
 def scratch_row(device: Device, x_dtype: torch.dtype, weight: DeviceWeight, output: OutputInt8 | None) -> int:
     """Bytes for each row of activations in the largest piece of scratch memory, at most."""
     g = weight.geometry
-    return max(4 * g.columns, 4 * g.n if output else 0, gpu.scratch_row(device, x_dtype, g))
+    return max(4 * g.columns, 4 * g.n if output else 0, selection.scratch_row(device, x_dtype, g))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -15,40 +15,11 @@ from ..device import Buffer, Device
 from ..layout import DeviceWeight, Geometry, Part
 from ..variants import float_variant, int_variant
 from .prepare import Activation, Source, is_asymmetric, prepare_float, quantize
-from .rows import NUMBERS, FloatRows, Int8Rows, Rows
+from .problem import Activations, Problem, Product
+from .rows import NUMBERS, Int8Rows, Rows
 
 _WIDE = 256
 """Columns beyond which larger tiles are worth the time that a CPU's compiler takes for them."""
-
-Activations = Rows | FloatRows | Int8Rows
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a kernel is chosen for.
-
-    **Fields:** ``op``: which activations are multiplied; ``m``: rows; ``asymmetric``: as in `Int8Rows`.
-    """
-
-    op: Literal["gemm_float", "gemm_int"]
-    m: int
-    geometry: Geometry
-    x_dtype: torch.dtype
-    out_dtype: torch.dtype
-    asymmetric: bool
-
-
-class Product(Protocol):
-    """A kernel."""
-
-    @property
-    def form(self) -> Literal["float32", "float16", "int8", "rows"]:
-        """The activations that it wants; "rows" are those that came, as they are, or float32 rows of a convolution."""
-
-    def append(
-        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
-    ) -> None:
-        """Append its steps: columns ``part.first`` ... of ``out``, which is float32, float16 or bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +104,11 @@ def multiply(
 def _choose(device: Device, source: Source, weight: DeviceWeight, activation: Activation | None, out: Rows) -> Product:
     op: Literal["gemm_float", "gemm_int"] = "gemm_float" if activation is None else "gemm_int"
     if source.heads == 1:
-        from . import gpu
+        from . import selection
 
         asymmetric = activation is not None and is_asymmetric(activation)
         problem = Problem(op, source.rows, weight.geometry, source.x.dtype, out.dtype, asymmetric)
-        found = gpu.choose(device, problem)
+        found = selection.choose(device, problem)
         if found is not None:
             return found
     return tile(device, op, source.rows, weight.geometry, source.heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from .codes import length, planes
+from ..codes import length, planes
 from .form import Form
 
 

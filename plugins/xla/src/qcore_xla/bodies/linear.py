@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .codes import length, planes
+from ..codes import length, planes
 from .form import Form
 from .quantize import activations, requantized
 

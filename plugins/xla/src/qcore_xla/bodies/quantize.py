@@ -1,4 +1,4 @@
-"""Activations to int8 codes and results to int8 codes, by the rules of `qcore.activations`, in float32."""
+"""Activations to int8 codes and results to int8 codes, by the rules of `qcore.weights.activations`, in float32."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from ..bodies.codes import NIBBLES
+from ..codes import NIBBLES
 from . import compiler_parameters
 
 MOST_ROWS = 64

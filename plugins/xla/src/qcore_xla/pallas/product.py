@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..bodies.codes import NIBBLES, length
+from ..codes import NIBBLES, length
 from . import compiler_parameters
 
 _ROWS, _COLUMNS, _DEPTH = 256, 512, 1024

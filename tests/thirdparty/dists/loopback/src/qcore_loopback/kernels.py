@@ -4,8 +4,8 @@ import torch
 from torch.nn import functional as F
 
 import qcore
-from qcore.activations import dynamic_parameters, quantize_int8
 from qcore.formats import ZeroPoint
+from qcore.weights.activations import dynamic_parameters, quantize_int8
 
 _library = torch.library.Library("qcore_loopback", "DEF")
 _library.define("product(Tensor a, Tensor codes, Tensor scale, Tensor? minus, Tensor? plus, int group) -> Tensor")

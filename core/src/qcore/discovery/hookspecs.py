@@ -1,0 +1,62 @@
+"""The hook specifications that a plugin implements (pluggy project ``qcore``), and the marker to do it with.
+
+A plugin is a module (or object) found through the entry-point group ``qcore.plugins.v1``, whose functions carry
+``@qcore.hookimpl``. Importing it must not import the device's stack: do that inside the kernel. Hooks run once per
+request, one plugin at a time, inside a guard. An implementation may take fewer arguments than its specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
+from ..formats import Layout
+from .kernels import Available, Offer, Refusal, Unavailable
+
+if TYPE_CHECKING:
+    Answer = Offer | Refusal | Sequence[Offer]
+
+PROJECT = "qcore"
+ENTRY_POINT_GROUP = "qcore.plugins.v1"
+"""The group's name is the API version: a plugin made for another one is reported without being imported."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function of a plugin as the implementation of the hook of the same name."""
+
+
+@hookspec(firstresult=True)
+def qcore_probe() -> Available | Unavailable:  # type: ignore[empty-body]
+    """Is the device here? Say which one, with driver and toolchain versions.
+
+    Called once per process, at the first resolve or listing. Keep it cheap and create no device context: look for
+    device files, ask ``find_spec`` and package metadata. A probe that takes over 10 seconds counts as hung.
+    """
+
+
+@hookspec(firstresult=True)
+def qcore_linear(request: LinearRequest) -> Answer:  # type: ignore[empty-body]
+    """Offer a kernel for `LinearRequest`, or refuse with a reason. A list of offers is ranked one by one."""
+
+
+@hookspec(firstresult=True)
+def qcore_conv2d(request: Conv2dRequest) -> Answer:  # type: ignore[empty-body]
+    """Offer a kernel for `Conv2dRequest`, or refuse with a reason. A list of offers is ranked one by one."""
+
+
+@hookspec(firstresult=True)
+def qcore_embedding(request: EmbeddingRequest) -> Answer:  # type: ignore[empty-body]
+    """Offer a kernel for `EmbeddingRequest`, or refuse with a reason. A list of offers is ranked one by one."""
+
+
+@hookspec
+def qcore_formats() -> Iterable[Layout]:  # type: ignore[empty-body]
+    """Extra layouts that checkpoints and formats may name; see `Layout`. Called once, when the plugin is loaded."""
+
+
+@hookspec
+def qcore_decided(decision: Any) -> None:
+    """Observe a fresh `Decision`; what it returns or raises changes nothing."""

@@ -1,0 +1,407 @@
+"""Discovery of plugins by entry point, one at a time and each step inside a guard.
+
+A plugin that cannot be imported, registered or probed costs itself and nobody else: its status says why. Nothing is
+imported before the first resolve or listing, and plugins that are disabled are not imported at all.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import pluggy
+
+from ..errors import PluginError, QcoreWarning, did_you_mean
+from ..formats import layouts
+from ..runtime import disk_cache, forks, guard, plain_text, settings
+from ..runtime.guard import StepError, guarded, mark_key
+from . import answers, hookspecs
+from .hookspecs import ENTRY_POINT_GROUP, PROJECT
+from .kernels import Available, Unavailable
+
+BUILTIN = guard.BUILTIN
+"""The name of the built-in fallback plugin."""
+_BUILTIN_MODULE = "qcore.fallback.plugin"
+"""Loaded by name, as every plugin is: discovery stands below all of them."""
+
+PROBE_SECONDS = 10.0
+"""A probe that has not answered by then counts as hung."""
+
+_GROUP = re.compile(r"qcore[._-]plugins?(?P<version>[._-].*)?", re.IGNORECASE)
+"""Entry-point groups that are meant for qcore: of any version, and of none."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names that can be written in a list of backends."""
+
+_T = TypeVar("_T")
+
+Guarded = (Exception, SystemExit)
+"""What a guard catches: everything but an interrupt. A plugin that calls ``sys.exit`` must not end the program."""
+
+
+class State(str, enum.Enum):
+    """How far a plugin got."""
+
+    AVAILABLE = "available"
+    BLOCKED = "blocked"
+    WRONG_API = "wrong API"
+    BAD_NAME = "bad name"
+    NAME_CONFLICT = "name conflict"
+    IMPORT_FAILED = "import failed"
+    REGISTRATION_FAILED = "registration failed"
+    PROBE_FAILED = "probe failed"
+    UNAVAILABLE = "unavailable"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_BROKEN = (
+    State.WRONG_API,
+    State.BAD_NAME,
+    State.NAME_CONFLICT,
+    State.IMPORT_FAILED,
+    State.REGISTRATION_FAILED,
+    State.PROBE_FAILED,
+)
+
+
+@dataclass(frozen=True)
+class PluginStatus:
+    """What became of one plugin.
+
+    **Fields:** ``name``; ``dist`` and ``version`` of the distribution it came from; ``state``; ``reason``: empty when
+    available; ``device``, ``driver`` and ``details``: what its probe found; ``seconds``: time to import, register and
+    probe it; ``broken``: whether something is wrong, as opposed to not applicable here.
+    """
+
+    name: str
+    dist: str
+    version: str
+    state: State
+    reason: str = ""
+    device: str = ""
+    driver: str = ""
+    seconds: float = 0.0
+    broken: bool = False
+    details: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def crash_marks(name: str, dist: str, version: str) -> tuple[str, str, str]:
+    """The keys of the marks that stand while a plugin is imported, while it is probed, and while it is registered."""
+    plugin = PluginStatus(name, dist, version, State.AVAILABLE)
+    return mark_key("import", plugin), mark_key("probe", plugin), mark_key("register", plugin)
+
+
+@dataclass
+class _Entry:
+    """One entry point, and how far it got."""
+
+    name: str
+    dist: str
+    version: str
+    load: Callable[[], Any]
+    group: str = ENTRY_POINT_GROUP
+    plugin: Any = None
+    manager: pluggy.PluginManager | None = None
+    error: BaseException | None = None
+    status: PluginStatus | None = None
+    begun: bool = False
+    told: bool = False
+
+    def call(self, hook: str, **arguments: Any) -> Any:
+        """Call one hook; None if the plugin does not implement it."""
+        # A manager of its own: pluggy asks every plugin of a manager for attributes, hashes and equality.
+        return None if self.manager is None else getattr(self.manager.hook, hook)(**arguments)
+
+    def implements(self, hook: str) -> bool:
+        return self.manager is not None and bool(getattr(self.manager.hook, hook).get_hookimpls())
+
+    def set(self, state: State, reason: str = "", error: BaseException | None = None, **found: Any) -> PluginStatus:
+        self.error = error
+        broken = found.pop("broken", state in _BROKEN)
+        self.status = PluginStatus(self.name, self.dist, self.version, state, reason, broken=broken, **found)
+        return self.status
+
+
+class Registry:
+    """The plugins of this process."""
+
+    def __init__(self, entries: Iterable[_Entry] | None = None) -> None:
+        self._lock = forks.Lock(awaited=True)
+        self._entries: dict[str, _Entry] | None = None
+        self._given = entries
+        self._extra: list[PluginStatus] = []
+        self.generation = 0
+
+    def entries(self) -> dict[str, _Entry]:
+        """Every plugin by name, without importing any."""
+        with self._lock:
+            if self._entries is None:
+                found = [*_builtin(), *_scan()] if self._given is None else list(self._given)
+                # Whole from the first moment on: other threads look without a lock, and a fork may come any time.
+                self._entries, self._extra = _sorted_out(found)
+            return self._entries
+
+    def add(self, name: str, plugin: Any, dist: str = "", version: str = "") -> None:
+        """Register a plugin object directly, as tests and notebooks do; one of the same name gives way."""
+        with self._lock:
+            others = {key: entry for key, entry in self.entries().items() if key != name}
+            self._entries = {**others, name: _Entry(name, dist or name, version or "0", lambda: plugin)}
+            self.generation += 1
+
+    def remove(self, name: str) -> None:
+        """Forget a plugin that was added."""
+        with self._lock:
+            self._entries = {key: entry for key, entry in self.entries().items() if key != name}
+            self.generation += 1
+
+    def status(self, name: str, disabled: frozenset[str] = frozenset()) -> PluginStatus:
+        """The status of one plugin; imports, registers and probes it at the first asking."""
+        entry = self.entries()[name]
+        if name in disabled and name != BUILTIN:
+            return PluginStatus(name, entry.dist, entry.version, State.BLOCKED, "disabled by the user")
+        if not entry.told:
+            with self._lock:
+                self._settle(entry)
+        assert entry.status is not None
+        return entry.status
+
+    def _settle(self, entry: _Entry) -> None:
+        """Find out the status of a plugin, and say once what is wrong with it."""
+        if entry.status is None:
+            start = time.perf_counter()
+            entry.begun = True
+            status = _bring_up(entry)
+            entry.status = replace(status, seconds=time.perf_counter() - start)
+        if not entry.told:
+            entry.told = True
+            for status in (entry.status, *(s for s in self._extra if s.name == entry.name)):
+                _warn_if_broken(status)
+
+    def statuses(self, disabled: frozenset[str] = frozenset()) -> list[PluginStatus]:
+        """Every plugin's status, the built-in one last."""
+        names = sorted(self.entries(), key=lambda name: (name == BUILTIN, name))
+        return [*(self.status(name, disabled) for name in names), *self.conflicts()]
+
+    def conflicts(self) -> tuple[PluginStatus, ...]:
+        """The plugins whose name another one holds."""
+        self.entries()
+        return tuple(self._extra)
+
+    def error(self, name: str) -> BaseException | None:
+        """The exception that broke a plugin, for chaining."""
+        return self._up(name).error
+
+    def call(self, name: str, hook: str, **arguments: Any) -> Any:
+        """Call one hook of one plugin; what it raises passes through. None where it does not implement the hook."""
+        return self._up(name).call(hook, **arguments)
+
+    def implements(self, name: str, hook: str) -> bool:
+        """Whether a plugin that is up implements a hook."""
+        return self._up(name).implements(hook)
+
+    def repair(self) -> None:
+        """In a forked child: give up what another thread was bringing up: nobody releases its locks on modules."""
+        for entry in (self._entries or {}).values():
+            if entry.begun and entry.status is None:
+                reason = "another thread was bringing it up when this process was forked; use it before, or spawn."
+                entry.set(State.IMPORT_FAILED, reason)
+
+    def _up(self, name: str) -> _Entry:
+        # Takes no lock: a probe runs in a thread of its own while the lock is held for it.
+        assert self._entries is not None
+        return self._entries[name]
+
+    def load_layouts(self) -> None:
+        """Bring up every plugin that is not disabled, so that the layouts they add are known."""
+        self.statuses(settings.current().disable)
+
+
+def _bring_up(entry: _Entry) -> PluginStatus:
+    """Import, register and probe a plugin: three steps, each of which may fail."""
+    marks = crash_marks(entry.name, entry.dist, entry.version)
+    steps = (
+        (State.IMPORT_FAILED, "its import", marks[0], _import, None),
+        (State.REGISTRATION_FAILED, "its registration", marks[2], _register, None),
+        (State.PROBE_FAILED, "its probe", marks[1], _probe, 2 * PROBE_SECONDS),  # given up on before that
+    )
+    if entry.name != BUILTIN:
+        for state, _, mark, _, _ in steps:
+            if left := disk_cache.left_over(mark):
+                return entry.set(state, f"it {left}; run 'qcore doctor', which has a process for each.")
+    found: Available | Unavailable = Available()
+    try:
+        for state, doing, mark, step, seconds in steps:  # noqa: B007 - who failed is looked at below
+            with guarded(entry, doing, mark, seconds):
+                found = step(entry)
+    except StepError as error:
+        return entry.set(state, _reason(error), error.cause)
+    if isinstance(found, Unavailable):
+        return entry.set(State.UNAVAILABLE, found.reason, broken=found.broken)
+    return entry.set(State.AVAILABLE, device=found.device, driver=found.driver, details=dict(found.details or {}))
+
+
+def _import(entry: _Entry) -> Available:
+    entry.plugin = entry.load()
+    return Available()
+
+
+def _register(entry: _Entry) -> Available:
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(entry.plugin, entry.name)
+    _check_hooks(manager, entry.plugin)
+    # All of them, before the first is taken: a generator may raise in the middle.
+    for layout in answers.layouts(manager.hook.qcore_formats()):
+        layouts.register_layout(layout, entry.name)
+    entry.manager = manager
+    return Available()
+
+
+def _check_hooks(manager: pluggy.PluginManager, plugin: Any) -> None:
+    callers = manager.get_hookcallers(plugin) or []
+    known = [name for name in dir(hookspecs) if name.startswith("qcore_")]
+    for caller in callers:
+        # A plugin may mark a hook of a newer qcore as optional, as pluggy's own check allows.
+        if not caller.has_spec() and not all(i.optionalhook for i in caller.get_hookimpls()):
+            raise PluginError(f"unknown hook {caller.name!r}.{did_you_mean(caller.name, known)}")
+    if not callers:
+        raise PluginError("it implements no hook; mark its functions with @qcore.hookimpl.")
+
+
+def _probe(entry: _Entry) -> Available | Unavailable:
+    if not entry.implements("qcore_probe"):
+        return Available()
+    return _limited(lambda: answers.probed(entry.call("qcore_probe")), PROBE_SECONDS)
+
+
+def _limited(call: Callable[[], _T], seconds: float) -> _T:
+    """Run ``call`` in a thread of its own and give up on it after ``seconds``."""
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with forks.waited_for():
+                results.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            errors.append(error)
+
+    # A daemon, so that a hung probe does not keep the interpreter from ending.
+    thread = threading.Thread(target=run, name="qcore-probe", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    for error in errors:
+        raise StepError(plain_text.of_error(error), error) if isinstance(error, KeyboardInterrupt) else error
+    if not results:
+        raise TimeoutError(f"its probe did not answer within {seconds:g} seconds.")
+    return results[0]
+
+
+def _reason(error: StepError) -> str:
+    if isinstance(error.cause, SystemExit):
+        return f"it called sys.exit({plain_text.described(error.cause.code)})"
+    own = isinstance(error.cause, (PluginError, TimeoutError)) and plain_text.message(error.cause)
+    return own or error.reason
+
+
+def _warn_if_broken(status: PluginStatus) -> None:
+    if status.broken:
+        warnings.warn(
+            f"qcore plugin {status.name!r} ({status.dist} {status.version}) is out of use: "
+            f"{status.state}: {status.reason}\n"
+            f"Run 'qcore doctor' for details{_silence(status)}.",
+            QcoreWarning,
+            stacklevel=2,
+        )
+
+
+def _silence(status: PluginStatus) -> str:
+    """How to be rid of a warning; empty if the name is another plugin's, or none that can be disabled."""
+    lasting = status.name == BUILTIN or status.state in (State.BAD_NAME, State.NAME_CONFLICT)
+    return "" if lasting else f", or set QCORE_DISABLE={status.name} to silence this"
+
+
+def _builtin() -> list[_Entry]:
+    from .._version import __version__
+
+    def load() -> Any:
+        return importlib.import_module(_BUILTIN_MODULE)
+
+    return [_Entry(BUILTIN, "qcore", __version__, load)]
+
+
+def _scan() -> list[_Entry]:
+    """Entry points of every API version, in a stable order."""
+    import importlib_metadata
+
+    points = [point for point in importlib_metadata.entry_points() if _GROUP.fullmatch(point.group)]
+    found = [_Entry(plain_text.plain(point.name), *_provider(point), point.load, point.group) for point in points]
+    return sorted(found, key=lambda e: (e.group != ENTRY_POINT_GROUP, e.dist, e.name))
+
+
+def _sorted_out(found: Iterable[_Entry]) -> tuple[dict[str, _Entry], list[PluginStatus]]:
+    """Who gets which name, and who gets none."""
+    entries: dict[str, _Entry] = {}
+    lost: list[PluginStatus] = []
+    # If names clash, a plugin of this API should hold the name, and the distribution that is called by it.
+    for entry in sorted(found, key=lambda e: (e.group != ENTRY_POINT_GROUP, not _is_called(e.dist, e.name))):
+        holder = entries.get(entry.name)
+        if holder is not None and entry.name == BUILTIN and entry.dist == holder.dist:
+            continue  # core's own entry point; the fallback is here even where core's metadata is not
+        if entry.group != ENTRY_POINT_GROUP:
+            reason = f"made for {entry.group}, this qcore speaks {ENTRY_POINT_GROUP}; upgrade {_older(entry)}."
+            entry.set(State.WRONG_API, reason)
+        elif not _NAME.fullmatch(entry.name):
+            reason = f"{entry.name!r} cannot be written in a list of names; its authors should rename its entry point."
+            entry.set(State.BAD_NAME, reason)
+        if holder is None:
+            entries[entry.name] = entry
+        else:
+            taken = f"the name {entry.name!r} is taken by {holder.dist} {holder.version}; uninstall one of the two."
+            lost.append(entry.set(State.NAME_CONFLICT, taken))
+    return entries, lost
+
+
+def _is_called(dist: str, name: str) -> bool:
+    """Whether a distribution has the right to a plugin's name: core to its own, qcore-x to x."""
+    normal = re.sub(r"[-_.]+", "-", dist).lower()
+    return normal in ("qcore", f"qcore-{re.sub(r'[-_.]+', '-', name).lower()}")
+
+
+def _older(entry: _Entry) -> str:
+    """Which of the two to upgrade, where a plugin speaks another version of the API."""
+    versions = [re.sub(r"\D", "", group.rpartition(".")[2]) for group in (entry.group, ENTRY_POINT_GROUP)]
+    theirs, ours = (int(version) if version else 0 for version in versions)
+    return "qcore" if theirs > ours else entry.dist
+
+
+def _provider(point: Any) -> tuple[str, str]:
+    """Name and version of the distribution behind an entry point."""
+    try:
+        # Two lines are wanted: asking for dist.name would import an e-mail parser first.
+        head = (point.dist.read_text("METADATA") or point.dist.read_text("PKG-INFO") or "").partition("\n\n")[0]
+    except Exception:  # noqa: BLE001 - half-removed installations raise in many ways
+        head = ""
+    found = dict(re.findall(r"^(Name|Version):\s*(\S+)", head, re.MULTILINE))
+    return plain_text.plain(found.get("Name", "?")), plain_text.plain(found.get("Version", "?"))
+
+
+registry = Registry()
+"""The process's plugins."""
+
+layouts.load_plugin_layouts = registry.load_layouts
+forks.after_broken_fork(registry.repair)
+
+
+def plugins() -> list[PluginStatus]:
+    """The status of every installed plugin; imports and probes those that are not disabled."""
+    return registry.statuses(settings.current().disable)

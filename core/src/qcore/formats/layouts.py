@@ -1,0 +1,297 @@
+"""How the codes of one weight become one tensor, and back: the built-in layouts, and those that plugins bring.
+
+`PLAIN` and `PLAIN_INT32` are built in; plugins add more by the hook ``qcore_formats``.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError, did_you_mean, quoted
+from .bits import has_values, interleave, pack_nibbles, pad_columns, unpack_nibbles
+from .elements import CODE_RANGE
+
+
+class Layout(ABC):
+    """How the codes of one weight become one tensor, and back.
+
+    A third party subclasses this, sets ``name`` and ``dtypes``, and returns an instance from ``qcore_formats``.
+    ``decode(encode(codes), k)`` must equal ``codes`` bit for bit, on every device, and both must work on ``meta``.
+    """
+
+    name: str
+    """How the layout is spelled behind the slash of a format: lower case, digits, underscores."""
+    dtypes: tuple[str, ...] = ("int4",)
+    """The element types it can hold."""
+
+    def for_dtype(self, dtype: str) -> Layout:
+        """The layout that holds ``dtype``; raises `FormatError` where there is none."""
+        if dtype not in self.dtypes:
+            raise FormatError(
+                f"layout {self.name!r} cannot hold {dtype} codes; it holds {', '.join(self.dtypes)}.\n"
+                f"Use layout 'plain', which holds every element type."
+            )
+        return self
+
+    @abstractmethod
+    def encode(self, codes: Tensor) -> Tensor:
+        """Pack signed int8 codes of shape ``(N, K)``; the result's first dimension is N."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, k: int) -> Tensor:
+        """Unpack to signed int8 codes of shape ``(N, k)``."""
+
+    @abstractmethod
+    def check(self, data: Tensor, n: int, k: int) -> None:
+        """Raise `FormatError` unless dtype and shape of ``data`` can hold ``(n, k)`` codes."""
+
+    def encode_zero(self, zero: Tensor) -> Tensor:
+        """Store an integer zero point; default: as it is. ``(G, N)`` int8 to ``(G, N)`` int8."""
+        return zero
+
+    def decode_zero(self, zero: Tensor) -> Tensor:
+        """The inverse of `encode_zero`."""
+        return zero
+
+    def __repr__(self) -> str:
+        return f"<Layout {self.name}>"
+
+    def __eq__(self, other: object) -> bool:
+        # A plugin may make a new instance each time it is asked; formats that name it must still be equal.
+        return type(other) is type(self) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __reduce__(self) -> tuple[Callable[[str], Layout], tuple[str]]:
+        # A layout is pickled by name, so that a format read back compares equal to the registered one.
+        return find_layout, (self.name,)
+
+
+def _expect(data: Tensor, dtype: torch.dtype, shape: tuple[int, int], layout: str) -> None:
+    if data.dtype != dtype or tuple(data.shape) != shape:
+        raise FormatError(
+            f"data has dtype {data.dtype} and shape {tuple(data.shape)};\n"
+            f"layout {layout!r} needs {dtype} and {shape} for this weight."
+        )
+
+
+class _PlainInt8(Layout):
+    name = "plain"
+    dtypes = ("int8",)
+
+    def encode(self, codes: Tensor) -> Tensor:
+        return codes.to(torch.int8).contiguous()
+
+    def decode(self, data: Tensor, k: int) -> Tensor:
+        return data[:, :k]
+
+    def check(self, data: Tensor, n: int, k: int) -> None:
+        _expect(data, torch.int8, (n, k), self.name)
+
+
+class _Plain(Layout):
+    """int8: int8 ``(N, K)``. int4: uint8 ``(N, ceil(K/2))``, two's complement, low nibble = even k, pad code 0."""
+
+    name = "plain"
+    dtypes = ("int4", "int8")
+    _int8 = _PlainInt8()
+
+    def for_dtype(self, dtype: str) -> Layout:
+        return self._int8 if dtype == "int8" else super().for_dtype(dtype)
+
+    def encode(self, codes: Tensor) -> Tensor:
+        codes = pad_columns(codes, 2)
+        return pack_nibbles(codes[:, 0::2], codes[:, 1::2])
+
+    def decode(self, data: Tensor, k: int) -> Tensor:
+        return interleave(*unpack_nibbles(data))[:, :k]
+
+    def check(self, data: Tensor, n: int, k: int) -> None:
+        _expect(data, torch.uint8, (n, (k + 1) // 2), self.name)
+
+
+class _PlainInt32(Layout):
+    """int4 only: int32 ``(N, ceil(K/8))``, eight unsigned codes q+8, lowest bits = lowest k, pad code 8."""
+
+    name = "plain_int32"
+    dtypes = ("int4",)
+
+    def encode(self, codes: Tensor) -> Tensor:
+        unsigned = pad_columns(codes, 8) + 8
+        if not codes.shape[1]:
+            return unsigned.to(torch.int32)
+        # Little-endian: four bytes of two nibbles each are, bit for bit, one word with the lowest k lowest.
+        return pack_nibbles(unsigned[:, 0::2], unsigned[:, 1::2]).contiguous().view(torch.int32)
+
+    def decode(self, data: Tensor, k: int) -> Tensor:
+        # Flipping the top bit of each nibble turns offset binary (q + 8) into two's complement.
+        return interleave(*unpack_nibbles(data.contiguous().view(torch.uint8) ^ 0x88))[:, :k]
+
+    def check(self, data: Tensor, n: int, k: int) -> None:
+        _expect(data, torch.int32, (n, (k + 7) // 8), self.name)
+
+    def encode_zero(self, zero: Tensor) -> Tensor:
+        return zero + 8
+
+    def decode_zero(self, zero: Tensor) -> Tensor:
+        return zero - 8
+
+
+PLAIN: Layout = _Plain()
+PLAIN_INT32: Layout = _PlainInt32()
+
+_LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (PLAIN, PLAIN_INT32)}
+
+load_plugin_layouts: Callable[[], object] | None = None
+"""Set by `qcore.plugins`: an unknown layout name is looked for in installed plugins before it is an error."""
+
+
+_OWN = (_PlainInt8, _Plain, _PlainInt32)
+_OWNERS: dict[str, str] = {}
+"""The plugin that registered a layout, by the layout's name."""
+
+
+class BrokenLayoutError(FormatError):
+    """A third party's layout raised, lost codes or gave something else than promised; the text names its plugin."""
+
+
+class GuardedLayout(Layout):
+    """A third party's layout as everybody in qcore calls it: no accident of its code passes, and no wrong result.
+
+    What it raises becomes a `FormatError` that names the layout and its plugin, and so does a result of another kind,
+    dtype or shape. What `encode` makes is decoded again and compared, each time: a layout that loses codes would lose
+    them in people's checkpoints.
+    """
+
+    def __init__(self, layout: Layout, dtype: str) -> None:
+        self.layout, self.dtype = layout, dtype
+        self.name, self.dtypes = layout.name, (dtype,)
+
+    def for_dtype(self, dtype: str) -> Layout:
+        return self if dtype == self.dtype else super().for_dtype(dtype)
+
+    def encode(self, codes: Tensor) -> Tensor:
+        data = self._call("encode", codes)
+        if not isinstance(data, Tensor) or data.dim() < 1 or data.shape[0] != codes.shape[0]:
+            raise self._broken("encode", f"gave {_kind(data)} for codes {tuple(codes.shape)}; its rows must be N")
+        if has_values(codes) and not torch.equal(self.decode(data, codes.shape[1]), codes):
+            raise self._broken("encode", f"loses {self.dtype} codes of shape {tuple(codes.shape)}: decode gives others")
+        return data
+
+    def decode(self, data: Tensor, k: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.layout.decode(data, k)
+        codes: Any = self._call("decode", data, k)
+        if not isinstance(codes, Tensor) or codes.dtype != torch.int8 or tuple(codes.shape) != (data.shape[0], k):
+            raise self._broken("decode", f"gave {_kind(codes)} instead of int8 codes {(data.shape[0], k)}")
+        return codes
+
+    def check(self, data: Tensor, n: int, k: int) -> None:
+        self._call("check", data, n, k)
+
+    def encode_zero(self, zero: Tensor) -> Tensor:
+        stored: Tensor = self._call("encode_zero", zero)
+        if has_values(zero) and not torch.equal(self.decode_zero(stored), zero):
+            raise self._broken("encode_zero", "loses zero points: decode_zero gives others")
+        return stored
+
+    def decode_zero(self, zero: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.layout.decode_zero(zero)
+        found: Any = self._call("decode_zero", zero)
+        if not isinstance(found, Tensor) or found.dtype != torch.int8 or found.shape != zero.shape:
+            raise self._broken("decode_zero", f"gave {_kind(found)} instead of int8 {tuple(zero.shape)}")
+        return found
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.layout, method)(*arguments)
+        except (FormatError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
+            raise
+        except BaseException as error:
+            raise self._broken(method, f"raised {type(error).__name__}: {_said(error)}") from error
+
+    def _broken(self, method: str, what: str) -> BrokenLayoutError:
+        return BrokenLayoutError(
+            f"layout {self.name!r} of {layout_origin(self.layout)} is broken: its {method} {what}.\n"
+            f"Upgrade or remove what brought it; weights in qcore's own layouts are not affected."
+        )
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _said(error: BaseException, most: int = 200) -> str:
+    try:
+        return str(error)[:most]
+    except Exception:  # noqa: BLE001 - a third party's exception may fail at this, too
+        return "(without words)"
+
+
+def layout_origin(layout: Layout) -> str:
+    """Who brought a layout: its plugin, or where it was given directly the class."""
+    plugin = _OWNERS.get(layout.name)
+    return f"plugin {plugin!r}" if plugin else f"{type(layout).__module__}.{type(layout).__qualname__}"
+
+
+def registered_layouts() -> dict[str, tuple[Layout, str]]:
+    """Every layout that is known so far, by name, with the plugin that brought it (empty: qcore, or nobody said)."""
+    return {name: (layout, _OWNERS.get(name, "")) for name, layout in _LAYOUTS.items()}
+
+
+def _codec(layout: Layout, dtype: str) -> Layout:
+    """``layout`` specialised to an element type; a third party's is guarded."""
+    if type(layout) in _OWN or torch.compiler.is_compiling():
+        return layout.for_dtype(dtype)
+    if isinstance(layout, GuardedLayout):
+        layout = layout.layout
+    guarded = GuardedLayout(layout, dtype)
+    found = guarded._call("for_dtype", dtype)  # noqa: SLF001 - of this module
+    if not isinstance(found, Layout):
+        raise guarded._broken("for_dtype", f"gave {_kind(found)} instead of a Layout")  # noqa: SLF001
+    guarded.layout = found
+    return guarded
+
+
+def register_layout(layout: Layout, plugin: str = "") -> None:
+    """Make ``layout`` known by its name; ``plugin``: who brings it, for errors.
+
+    Raises `FormatError` for anything but a `Layout`, a bad name, one that another layout holds, or element types that
+    qcore does not know.
+    """
+    if not isinstance(layout, Layout):
+        raise FormatError(f"{layout!r} is no layout: subclass qcore.Layout and register an instance of it.")
+    name = getattr(layout, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise FormatError(f"layout name {name!r} must be lower-case letters, digits and underscores.")
+    dtypes: Any = layout.dtypes
+    if not isinstance(dtypes, (tuple, list)) or not dtypes or not all(dtype in tuple(CODE_RANGE) for dtype in dtypes):
+        raise FormatError(f"layout {name!r} holds {dtypes!r}; dtypes is a tuple of {' and '.join(CODE_RANGE)}.")
+    if _LAYOUTS.setdefault(name, layout) != layout:
+        raise FormatError(f"layout name {name!r} is taken by {type(_LAYOUTS[name]).__qualname__}; choose another.")
+    if plugin:
+        _OWNERS.setdefault(name, plugin)
+
+
+class UnknownLayoutError(FormatError):
+    """A layout that neither qcore nor an installed plugin has."""
+
+
+def find_layout(name: str) -> Layout:
+    """The registered layout called ``name``; looks into installed plugins before it raises `FormatError`."""
+    if name not in _LAYOUTS and load_plugin_layouts is not None:
+        load_plugin_layouts()
+    if name not in _LAYOUTS:
+        raise UnknownLayoutError(
+            f"unknown layout {quoted(name)}; known: {', '.join(sorted(_LAYOUTS))}.{did_you_mean(name, _LAYOUTS)}\n"
+            f"A third-party layout needs its plugin installed."
+        )
+    return _LAYOUTS[name]

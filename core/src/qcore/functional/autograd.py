@@ -1,0 +1,94 @@
+"""Gradients with respect to x through frozen quantized weights, for every kernel of every plugin.
+
+The backward pass multiplies with the dequantized weight: ``dx = dy @ W`` (for a convolution, its transpose), and sums
+dy for the bias. Where activations are quantized this is the straight-through estimator (Bengio et al., 2013): rounding
+counts as the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.grad import conv2d_input
+
+from ..contracts.conv2d import dense_kernel
+from ..discovery.kernels import Kernel, Packed
+from ..formats import Format
+from ..weights.qtensor import QTensor
+
+_CHUNK_ELEMENTS = 1 << 23
+"""Weights dequantized at a time in the backward pass, so that the dense weight is never whole in memory."""
+
+_NOTHING: dict[str, Tensor] = {}
+
+
+class _Frozen(torch.autograd.Function):
+    """Calls a kernel; differentiates it with respect to x and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        kernel: Kernel,
+        packed: Packed,
+        request: Any,
+        given: Mapping[str, Tensor],
+        _guarded: str,
+    ) -> Tensor:
+        ctx.kernel, ctx.packed, ctx.request, ctx.shape = kernel, packed, request, x.shape
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        return kernel(x, packed, bias, **given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            weight = ctx.kernel.unpack(ctx.packed)
+            dx = _input_gradient(grad, weight, ctx.request, ctx.shape).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            dbias = _bias_gradient(grad, ctx.request.contract).to(ctx.bias_dtype)
+        return dx, dbias, None, None, None, None, None
+
+
+def call_differentiably(
+    x: Tensor, bias: Tensor | None, kernel: Kernel, packed: Packed, request: Any, given: Mapping[str, Tensor] = _NOTHING
+) -> Tensor:
+    """``kernel(x, packed, bias, **given)``, differentiable with respect to x and bias."""
+    apply: Any = _Frozen.apply
+    guarded = _in_words(request.weight) if torch.compiler.is_compiling() else ""
+    return apply(x, bias, kernel, packed, request, given, guarded)  # type: ignore[no-any-return]
+
+
+def _in_words(format: Format) -> str:
+    """A format for a trace, which does not guard what only the backward pass looks at.
+
+    A graph would serve weights of another format as well. (``str(format)`` is a constant for it, without a guard.)
+    """
+    return f"{format.dtype} {format.group_size} {format.zero.name} {format.layout.name}"
+
+
+def _input_gradient(grad: Tensor, weight: QTensor, request: Any, shape: torch.Size) -> Tensor:
+    if not (request.n and request.k):
+        return grad.new_zeros(shape)
+    if request.contract == "conv2d":
+        geometry = (request.stride, request.padding, request.dilation, request.groups)
+        dense = dense_kernel(weight, request, grad.dtype)
+        return conv2d_input(shape, dense, grad, *geometry)  # type: ignore[no-any-return, no-untyped-call]
+    rows = grad.reshape(-1, request.n)
+    step = max(1, _CHUNK_ELEMENTS // request.k)
+    dx = grad.new_zeros(rows.shape[0], request.k, dtype=torch.float32)
+    for start in range(0, request.n, step):
+        part = weight.narrow(0, start, min(step, request.n - start)).dequantize(grad.dtype)
+        dx = dx + rows[:, start : start + step] @ part
+    return dx.view(shape)
+
+
+def _bias_gradient(grad: Tensor, contract: str) -> Tensor:
+    if contract == "conv2d":
+        return grad.sum((0, 2, 3))
+    return grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad

@@ -1,0 +1,158 @@
+"""Checks of what a call is given, before any kernel sees it: an error blames the argument and says what fits.
+
+What reaches a kernel is valid, so that a kernel which raises at its first call is at fault itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contracts.conv2d import check_image
+from ..contracts.embedding import check_indices
+from ..errors import FormatError
+from ..formats.bits import has_values
+from ..weights.activations import INT8_MAX, INT8_MIN, Activation, DynamicInt8, OutputInt8, StaticInt8
+from ..weights.qtensor import QTensor
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What x, bias and result may be; narrower floats are storage formats, which nothing computes in."""
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = "float32, bfloat16, float16 or float64"
+
+
+def check_dense(name: str, value: Any, device: torch.device) -> None:
+    """Raise `FormatError` unless ``value`` is a plain dense tensor on the weight's ``device``."""
+    if not isinstance(value, Tensor):
+        raise FormatError(f"{name} must be a torch.Tensor, not a {type(value).__name__}.")
+    if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+        raise FormatError(f"{name} must be a dense tensor, not {_in_words(value)}.")
+    if value.device != device and not _same_device(value.device, device):
+        verb = "are" if name == "indices" else "is"
+        raise FormatError(f"{name} {verb} on {value.device}, the weight on {device}; bring both to one device.")
+
+
+def _in_words(value: Tensor) -> str:
+    """A tensor that no kernel reads, with the way to make one of it that they do."""
+    if value.is_nested:
+        return "a nested one; pad it, or call once per part"
+    if value.is_quantized:
+        return f"one of torch's own quantized dtype {value.dtype}; call its dequantize() first"
+    return f"one of layout {value.layout}; call its to_dense() first"
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    # Some backends leave the index of their only device out.
+    return a.type == b.type and None in (a.index, b.index)
+
+
+def check_weight(weight: Any) -> None:
+    """Raise `FormatError` unless ``weight`` is a `QTensor`."""
+    if not isinstance(weight, QTensor):
+        raise FormatError(f"weight must be a QTensor, e.g. from qcore.quantize, not a {type(weight).__name__}.")
+
+
+def check_x_dtype(x: Tensor, activation: Activation | None) -> None:
+    """Raise `FormatError` unless x is floating, or holds int8 codes of a static activation."""
+    if x.dtype in FLOAT_DTYPES:
+        return
+    if x.dtype != torch.int8 or x.is_quantized:
+        raise FormatError(f"x has dtype {x.dtype}; it must be {_FLOATS},\nor int8 codes under a static activation.")
+    if not isinstance(activation, StaticInt8):
+        raise FormatError(
+            f"x has dtype int8, but the activation is {activation}: what its codes mean is not known.\n"
+            f"Say so with StaticInt8(scale, zero_point), or pass x as floats."
+        )
+
+
+def check_bias(bias: Any, n: int, device: torch.device) -> None:
+    """Raise `FormatError` unless ``bias`` is None, or floats ``(n,)`` on the weight's ``device``."""
+    if bias is None:
+        return
+    check_dense("bias", bias, device)
+    if tuple(bias.shape) != (n,):
+        raise FormatError(f"bias has shape {tuple(bias.shape)}; this weight needs ({n},).")
+    if bias.dtype not in FLOAT_DTYPES:
+        raise FormatError(f"bias has dtype {bias.dtype}; it must be {_FLOATS}.")
+
+
+def check_last_dimension(x: Tensor, k: int, name: str = "K") -> None:
+    """Raise `FormatError` unless x is ``(..., k)``."""
+    if not x.dim() or x.shape[-1] != k:
+        raise FormatError(f"x has shape {tuple(x.shape)}; its last dimension must be {name} = {k}.")
+
+
+def check_quantization(activation: Any, output: Any) -> None:
+    """Raise `FormatError` unless activation and output are specifications with numbers that go together."""
+    if not (activation is None or isinstance(activation, (DynamicInt8, StaticInt8))):
+        raise FormatError(f"activation is {activation!r}; it must be None, DynamicInt8(...) or StaticInt8(...).")
+    if not (output is None or isinstance(output, OutputInt8)):
+        raise FormatError(f"output is {output!r}; it must be None or OutputInt8(scale, zero_point).")
+    if output is not None and activation is None:
+        raise FormatError(
+            "int8 results go with int8 activations: give activation=DynamicInt8() or StaticInt8(...) as well."
+        )
+    for name, part in (("activation", activation), ("output", output)):
+        if not getattr(part, "is_given", True):
+            raise FormatError(f"{name} is {part}, without numbers; give scale and zero_point, or per_token=True.")
+
+
+def check_out_dtype(out_dtype: Any, output: OutputInt8 | None = None) -> None:
+    """Raise `FormatError` unless ``out_dtype`` is None, a float dtype, or int8 where ``output`` says so."""
+    if out_dtype is None or (out_dtype in FLOAT_DTYPES and output is None):
+        return
+    if output is None:
+        hint = "\nFor int8 results give output=OutputInt8(scale, zero_point)." if out_dtype == torch.int8 else ""
+        raise FormatError(f"out_dtype is {out_dtype}; it must be {_FLOATS}.{hint}")
+    if out_dtype != torch.int8:
+        raise FormatError(f"out_dtype is {out_dtype}, but output={output} makes int8 codes; leave out_dtype out.")
+
+
+def check_given(given: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
+    """Raise `FormatError` unless per-token parameters are ``(tokens,)`` on the weight's ``device`` and usable.
+
+    Scales are floats, positive and finite; zero points whole numbers in -128..127. Values are looked at on a CPU only:
+    elsewhere each call would wait for the device.
+    """
+    for name, value in given.items():
+        check_dense(name, value, device)
+        if tuple(value.shape) != (tokens,):
+            raise FormatError(f"{name} has shape {tuple(value.shape)}; x has {tokens} tokens: it must be ({tokens},).")
+        scale = name.endswith("scale")
+        _check_given_dtype(name, value.dtype, FLOAT_DTYPES if scale else (*_INTEGERS, *FLOAT_DTYPES))
+        if tokens and value.device.type == "cpu" and has_values(value):
+            (_check_scale_values if scale else _check_zero_values)(name, value)
+
+
+def _check_given_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
+    if dtype not in allowed:
+        kinds = _FLOATS if allowed is FLOAT_DTYPES else f"int8, int16, int32, int64, {_FLOATS}"
+        raise FormatError(f"{name} has dtype {dtype}; it must be {kinds}.")
+
+
+def _check_scale_values(name: str, scale: Tensor) -> None:
+    low, high = (float(v) for v in scale.detach().aminmax())
+    if not 0 < low <= high <= torch.finfo(torch.float32).max:  # NaN passes through aminmax and fails here
+        raise FormatError(f"{name} spans {low}..{high}; scales must be positive and finite in float32.")
+
+
+def _check_zero_values(name: str, zero: Tensor) -> None:
+    low, high = (float(v) for v in zero.detach().aminmax())
+    if not INT8_MIN <= low <= high <= INT8_MAX:
+        raise FormatError(f"{name} spans {low}..{high}; zero points are codes in {INT8_MIN}..{INT8_MAX}.")
+    if zero.is_floating_point() and not bool((zero == zero.round()).all()):
+        raise FormatError(f"{name} holds fractions; zero points are whole numbers.")
+
+
+def check_first(request: Any, x: Tensor) -> None:
+    """Raise for what is looked at before a first call only: an image smaller than the kernel, indices out of range.
+
+    Kernels look themselves, at every call; but one that has not run yet is blamed for what it raises.
+    """
+    if request.contract == "conv2d":
+        check_image("conv2d", x, request)
+    elif request.contract == "embedding" and x.device.type == "cpu" and has_values(x):
+        check_indices(x, request.n)

@@ -1,0 +1,157 @@
+"""Finding what schemes need to know of a layer's inputs: run batches, watch what enters each layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import FormatError
+from ..nn.conv2d import im2col
+from ..weights.activations import StaticInt8, static_from_range
+from ..weights.schemes import Scheme
+
+Calibration = Iterable[Any] | Callable[[nn.Module], Any]
+"""Batches (each a tensor, a tuple of positional or a mapping of keyword arguments), or a function of the model."""
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What calibration found.
+
+    **Fields:** ``schemes``: by layer name, with the numbers of static activations filled in; ``moments``: by the name
+    of the first layer that holds a weight, the sum of ``x x^T`` over its inputs, float32 ``(K, K)``, for a convolution
+    ``(groups, K, K)``.
+    """
+
+    schemes: dict[str, Scheme]
+    moments: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Moments:
+    """The sum of ``x x^T`` over the inputs of the layers that share a weight."""
+
+    def __init__(self) -> None:
+        self.sum: Tensor | None = None
+
+    def add(self, module: nn.Module, x: Tensor) -> None:
+        with torch.autocast(x.device.type, enabled=False):
+            rows = _rows(module, x.detach().float())
+            if self.sum is None:
+                self.sum = rows.new_zeros(len(rows), rows.shape[2], rows.shape[2])
+            self.sum.baddbmm_(rows.transpose(1, 2), rows)
+
+    def result(self, module: nn.Module) -> Tensor:
+        assert self.sum is not None
+        return self.sum if isinstance(module, nn.Conv2d) else self.sum[0]
+
+
+def _rows(module: nn.Module, x: Tensor) -> Tensor:
+    """The vectors that a layer's weight is multiplied with: ``(groups, rows, K)``."""
+    if isinstance(module, nn.Conv2d):
+        return im2col(module, x.reshape(-1, *x.shape[-3:]))
+    return x.reshape(1, -1, x.shape[-1])
+
+
+class _Inputs:
+    """What entered a layer: the smallest and largest value and, where they are wanted, the moments."""
+
+    def __init__(self, moments: _Moments | None) -> None:
+        self.low, self.high, self.seen, self.finite = 0.0, 0.0, False, True
+        self.moments = moments
+
+    def watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next(iter((*args, *kwargs.values())), None)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
+            low, high = (float(v) for v in x.detach().aminmax())
+            # min() and max() would pass over NaN.
+            self.finite = self.finite and math.isfinite(low) and math.isfinite(high)
+            self.low, self.high, self.seen = min(self.low, low), max(self.high, high), True
+            if self.moments is not None:
+                self.moments.add(module, x)
+
+
+def calibrate(
+    model: nn.Module,
+    schemes: Mapping[str, Scheme],
+    calibration: Calibration | None,
+    ties: Mapping[str, str] | None = None,
+) -> Calibrated:
+    """Find what ``schemes``, keyed by layer name, need to know of each layer's input; the batches run once.
+
+    Scale and zero point of static activations cover ``[min(x, 0), max(x, 0)]``. ``ties``: layer name to the name of the
+    first layer with the same weight; their moments are summed. Raises `FormatError` where there is no calibration, or a
+    layer saw no input or a value that is not finite.
+    """
+    # A table has no activations: an embedding needs no numbers under a static scheme, and has no moments.
+    wanted = {name: s for name, s in schemes.items() if not isinstance(model.get_submodule(name), nn.Embedding)}
+    blank = {name: _without_activation(scheme) for name, scheme in schemes.items() if name not in wanted}
+    if not wanted:
+        return Calibrated(blank)
+    if calibration is None:
+        raise _uncalibrated(next(iter(wanted.values())))
+    owners = {name: (ties or {}).get(name, name) for name, scheme in wanted.items() if scheme.needs_moments}
+    moments = {owner: _Moments() for owner in owners.values()}
+    inputs = {name: _Inputs(moments[owners[name]] if name in owners else None) for name in wanted}
+    _observe(model, inputs, calibration)
+    filled = {name: _filled(name, scheme, inputs[name]) for name, scheme in wanted.items()}
+    sums = {owner: moments[owner].result(model.get_submodule(name)) for name, owner in owners.items()}
+    return Calibrated({name: filled.get(name) or blank[name] for name in schemes}, sums)
+
+
+def _uncalibrated(scheme: Scheme) -> FormatError:
+    why = "has static activations, whose scale must be known"
+    if not scheme.needs_numbers:
+        why = f"rounds weights by what enters each layer ({scheme.quantizer})"
+    return FormatError(
+        f"scheme {str(scheme)!r} {why}.\nPass calibration=batches, or a function that runs the model on typical inputs."
+    )
+
+
+def _observe(model: nn.Module, inputs: Mapping[str, _Inputs], calibration: Calibration) -> None:
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(i.watch, with_kwargs=True) for name, i in inputs.items()
+    ]
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad():
+            _run(model, calibration)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
+
+
+def _run(model: nn.Module, calibration: Calibration) -> None:
+    if callable(calibration):
+        calibration(model)
+        return
+    for batch in calibration:
+        if isinstance(batch, Mapping):
+            model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            model(*batch)
+        else:
+            model(batch)
+
+
+def _filled(name: str, scheme: Scheme, found: _Inputs) -> Scheme:
+    if not found.seen:
+        raise FormatError(
+            f"layer {name!r} saw no input during calibration.\nExclude it, or calibrate with batches that reach it."
+        )
+    if not found.finite:
+        raise FormatError(f"layer {name!r} saw NaN or Inf during calibration.")
+    if not scheme.needs_numbers:
+        return scheme
+    return replace(scheme, activation=StaticInt8(*static_from_range(found.low, found.high)))
+
+
+def _without_activation(scheme: Scheme) -> Scheme:
+    return replace(scheme, activation=None, output=None)

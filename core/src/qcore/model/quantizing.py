@@ -1,0 +1,191 @@
+"""`quantize_`: quantize the layers of a model in place."""
+
+# ruff: noqa: SLF001 - torch's table of submodules, and the weight that tied layers share
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from ..errors import QcoreWarning, UnsupportedError
+from ..nn.base import QuantizedModule
+from ..nn.counterparts import COUNTERPARTS, base_of, read_by, rebuild, unsupported
+from ..weights.schemes import Scheme
+from .calibration import Calibrated, Calibration, calibrate
+from .report import EXCLUDED, REFUSED, LayerReport, Ledger, Report, float_row_of, holds_weight, row_of, weight_bytes
+from .selection import Asked, Patterns, Selection, Sharing, as_patterns, as_rules
+
+
+def quantize_(
+    model: nn.Module,
+    scheme: str | Scheme | Mapping[str, str | Scheme],
+    *,
+    include: Patterns | None = None,
+    exclude: Patterns = (),
+    calibration: Calibration | None = None,
+) -> Report:
+    """Quantize a model in place: every `torch.nn.Linear`, `Conv2d` and `Embedding` becomes its quantized counterpart.
+
+    **Arguments:**
+
+    - ``scheme``: e.g. ``"w4a16-g128"``, or a mapping from patterns to schemes; the first pattern that matches decides.
+    - ``include``, ``exclude``: patterns of layer names: a full name, a glob, or its last parts (``"lm_head"`` matches
+      ``model.lm_head``).
+    - ``calibration``: batches, or a function of the model, for schemes with static activations or ``@gptq``; runs once.
+
+    Returns a `Report` of every layer that holds a weight: quantized, excluded, or refused with the reason. Tied weights
+    stay tied: they are quantized together or not at all. Where anything raises (NaN in a weight, a calibration that
+    fails), the model is left as it was.
+    """
+    plan = _Plan(model, Selection(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ()))
+    plan.check_model()
+    needing = {name: s for name, s in plan.schemes.items() if s.needs_calibration}
+    made = plan.build(calibrate(model, needing, calibration, plan.ties))
+    for (parent, child), module in plan.placements(made):
+        setattr(parent, child, module)
+    return Report(tuple(plan.rows(made)))
+
+
+class _Plan:
+    """What will happen to every layer, decided before anything is touched."""
+
+    def __init__(self, model: nn.Module, selection: Selection) -> None:
+        self.model, self.selection = model, selection
+        self.layers = {name: module for name, module in model.named_modules() if holds_weight(module)}
+        self.sharing = Sharing(model, self.layers)
+        self.schemes: dict[str, Scheme] = {}
+        self.left: dict[str, tuple[str, str]] = {}
+        self.notes: dict[str, str] = {}
+        for name, module in self.layers.items():
+            verdict = self._verdict(name, module)
+            if isinstance(verdict, Scheme):
+                self.schemes[name] = verdict
+            else:
+                self.left[name] = verdict
+        self.ties = self._tie_groups()
+        self._warn_about_conflicts()
+        selection.warn_about_typos(self.sharing.names_of(*self.layers), stacklevel=4)
+
+    def check_model(self) -> None:
+        if isinstance(self.model, tuple(COUNTERPARTS)):
+            kind = COUNTERPARTS[base_of(self.model)].__name__
+            raise UnsupportedError(
+                f"the model itself is a {type(self.model).__name__}, which cannot be replaced in place.\n"
+                f"Use qcore.nn.{kind}.from_float(model, scheme)."
+            )
+
+    def _verdict(self, name: str, module: nn.Module) -> Scheme | tuple[str, str]:
+        if isinstance(module, QuantizedModule):
+            return REFUSED, f"already quantized as {module.scheme}"
+        own, group = self._asked(name), self._asked(*self.sharing.layers_with(name))
+        if not own.same_weight_as(group):
+            other = self._decider(name, group)
+            self.notes[name] = f"its weight is tied to {other!r}, which {group.reason}"
+        if group.scheme is None:
+            return EXCLUDED, self.notes.get(name, group.reason)
+        scheme = own.scheme if own.scheme is not None and own.same_weight_as(group) else group.scheme
+        reason = unsupported(module) or self._reads_weight(name) or _unfit(scheme)
+        return (REFUSED, reason) if reason else scheme
+
+    def _asked(self, *layers: str) -> Asked:
+        return self.selection.asked(self.sharing.names_of(*layers))
+
+    def _decider(self, name: str, group: Asked) -> str:
+        """The layer whose name decided for all that share its weight."""
+        layers = self.sharing.layers_with(name)
+        return next((layer for layer in layers if self._asked(layer) == group), layers[0])
+
+    def _reads_weight(self, name: str) -> str:
+        """Why a parent would break: some modules use a child's weight instead of calling the child."""
+        return read_by(self.model.get_submodule(name.rpartition(".")[0]))
+
+    def _tie_groups(self) -> dict[str, str]:
+        """Layer name to the name of the first layer with the same weight. Half-quantizable ties are given up whole."""
+        ties: dict[str, str] = {}
+        for group in self.sharing.groups:
+            if any(layer in self.schemes for layer in group):
+                self._tie(group, ties)
+        return ties
+
+    def _tie(self, layers: list[str], ties: dict[str, str]) -> None:
+        outside = [layer for layer in layers if layer not in self.schemes]
+        convolutions = any(isinstance(self.layers.get(layer), nn.Conv2d) for layer in layers)
+        if not outside and not convolutions:
+            ties.update(dict.fromkeys(layers, layers[0]))
+            return
+        why = "which stays float" if outside else "and convolutions cannot share a quantized weight"
+        for layer in [layer for layer in layers if layer in self.schemes]:
+            other = next(name for name in (outside or layers) if name != layer)
+            self.left[layer] = (REFUSED, f"its weight is tied to {other!r}, {why}; treat both alike, or untie them")
+            del self.schemes[layer]
+
+    def _warn_about_conflicts(self) -> None:
+        """Layers that share a weight get one scheme; where patterns ask for several, which one may surprise."""
+        for group in self.sharing.groups:
+            layers = [layer for layer in group if layer in self.layers]
+            refused = any(self.left.get(layer, ("",))[0] == REFUSED for layer in layers)
+            if not refused and any(layer in self.notes for layer in layers):
+                asked = ", ".join(f"{layer} as {self._asked(layer)}" for layer in layers)
+                decided = self._asked(*layers)
+                warnings.warn(
+                    f"layers that share a weight are asked for in different forms: {asked}.\n"
+                    f"One form serves all: {decided}, since {self._decider(layers[0], decided)!r} {decided.reason}. "
+                    f"Untie them first to treat them apart.",
+                    QcoreWarning,
+                    stacklevel=4,
+                )
+
+    def build(self, found: Calibrated) -> dict[str, QuantizedModule]:
+        """Quantize every planned layer beside the original; gives up the moments as it goes."""
+        made: dict[str, QuantizedModule] = {}
+        for name, planned in self.schemes.items():
+            first, layer, scheme = self.ties.get(name, name), self.layers[name], found.schemes.get(name, planned)
+            if first in made:
+                shared = replace(scheme, quantizer=made[first].scheme.quantizer)
+                made[name] = rebuild(layer, made[first]._store, shared)
+            else:
+                moments = found.moments.pop(first, None)
+                made[name] = COUNTERPARTS[base_of(layer)].from_float(layer, scheme, name=name, moments=moments)
+        return made
+
+    def placements(self, made: Mapping[str, QuantizedModule]) -> Iterator[tuple[tuple[nn.Module, str], nn.Module]]:
+        """Every place a replaced layer sits, including places that share one module."""
+        by_id = {id(self.layers[name]): module for name, module in made.items()}
+        places = [
+            ((parent, child), by_id[id(module)])
+            for parent in self.model.modules()
+            for child, module in parent._modules.items()
+            if id(module) in by_id
+        ]
+        return iter(places)
+
+    def rows(self, made: Mapping[str, QuantizedModule]) -> Iterator[LayerReport]:
+        ledger = Ledger()
+        for name, module in self.layers.items():
+            before = weight_bytes(module)
+            if name in made:
+                # Ties are those of the float model: what it held is counted once too.
+                row = ledger.entered(row_of(name, made[name]), made[name])
+                notes = (self.notes.get(name), self._instead(name, made[name]), row.reason)
+                yield replace(row, bytes_before=before, reason="; ".join(filter(None, notes)))
+            else:
+                state, reason = self.left[name]
+                quantized = isinstance(module, QuantizedModule)
+                row = row_of(name, module) if quantized else replace(float_row_of(name, module), plugin="")
+                yield replace(ledger.entered(row, module), state=state, reason=reason)
+
+    def _instead(self, name: str, module: QuantizedModule) -> str:
+        """Which other quantizer than the one asked for made a weight, and why."""
+        wanted, used = self.schemes[name].quantizer, module.scheme.quantizer
+        return "" if used == wanted else f"{used} instead of {wanted}: no inputs reach a table's weight"
+
+
+def _unfit(scheme: Scheme) -> str:
+    if scheme.output is not None:
+        return "-o8 makes a layer return int8 codes, which the next layer cannot read; use it on single modules"
+    if getattr(scheme.activation, "per_token", False):
+        return "per-token parameters come with each call; use qcore.linear"
+    return ""

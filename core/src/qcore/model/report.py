@@ -1,0 +1,205 @@
+"""`report`: what serves every layer of a model that holds a weight, and what it takes."""
+
+# ruff: noqa: SLF001 - reads the layers' own bookkeeping, and torch's table of submodules
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from ..errors import did_you_mean
+from ..nn.base import QuantizedModule
+from ..nn.counterparts import COUNTERPARTS
+from ..resolving.decision import format_table
+from ..resolving.hints import dtype_hint
+from ..runtime.settings import current
+
+QUANTIZED, EXCLUDED, REFUSED = "quantized", "excluded", "refused"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What became of one layer.
+
+    **Fields:** ``name``; ``kind``: class name; ``state``: ``quantized``, ``excluded`` or ``refused``; ``reason``;
+    ``scheme``; ``plugin`` and ``kernel`` that serve it; ``bytes_before``: of the float weight; ``bytes_after``: of what
+    is held now; ``tied_to``: the layer whose weight it shares; ``bytes_shared``: how much of ``bytes_after`` a layer
+    above it holds already, which the totals count once; ``hint``: what would make the layer faster.
+    """
+
+    name: str
+    kind: str
+    state: str
+    reason: str = ""
+    scheme: str = ""
+    plugin: str = ""
+    kernel: str = ""
+    bytes_before: int = 0
+    bytes_after: int = 0
+    tied_to: str = ""
+    bytes_shared: int = 0
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every layer that holds a weight; ``str(report)`` is a table."""
+
+    layers: tuple[LayerReport, ...]
+
+    def __iter__(self) -> Iterator[LayerReport]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, name: str) -> LayerReport:
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(f"no layer is called {name!r}.{did_you_mean(name, [layer.name for layer in self.layers])}")
+
+    def by_state(self, state: str) -> tuple[LayerReport, ...]:
+        """The layers that were ``quantized``, ``excluded`` or ``refused``."""
+        return tuple(layer for layer in self.layers if layer.state == state)
+
+    def kernels(self) -> dict[str, int]:
+        """How many layers each kernel serves."""
+        counts: dict[str, int] = {}
+        for layer in self.by_state(QUANTIZED):
+            counts[layer.kernel] = counts.get(layer.kernel, 0) + 1
+        return counts
+
+    def __str__(self) -> str:
+        rows = [
+            (r.name, r.kind, r.state, r.scheme, r.kernel, _size(r.bytes_before), _size(r.bytes_after), r.reason)
+            for r in self.layers
+        ]
+        header = ("layer", "kind", "state", "scheme", "kernel", "before", "after", "why")
+        states = dict.fromkeys((QUANTIZED, EXCLUDED, REFUSED, *(r.state for r in self.layers)))
+        counts = ", ".join(f"{len(self.by_state(s))} {s}" for s in states)
+        sizes = f"{_size(self.bytes_before)} before, {_size(self.bytes_after)} after"
+        total = f"{len(self.layers)} layers: {counts}; {sizes}"
+        return "\n".join([*format_table(header, rows), total, *(f"hint: {hint}" for hint in self.hints)])
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """What would make layers faster, each hint once."""
+        return tuple(dict.fromkeys(layer.hint for layer in self.layers if layer.hint))
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of all float weights; tied ones count once."""
+        return sum(layer.bytes_before for layer in self.layers if not layer.tied_to)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of all weights as they are held now; tied ones count once."""
+        return sum(layer.bytes_after - layer.bytes_shared for layer in self.layers)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Plain values."""
+        return [vars(layer) for layer in self.layers]
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB" if count >= 2**17 else f"{count / 2**10:.1f} KiB"
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of a layer's float weight."""
+    if isinstance(module, QuantizedModule):
+        n, k = module._store.shape
+        return int(n * k * module._dtype.itemsize)
+    return sum(_held(module).values())
+
+
+def row_of(name: str, module: QuantizedModule) -> LayerReport:
+    """The row of a quantized layer."""
+    decision = module.decision
+    served = decision.selected if decision else None
+    return LayerReport(
+        name,
+        type(module).__name__,
+        QUANTIZED,
+        (served.reason if served else "on meta: bound when its weights are loaded") + _others(module),
+        str(module.scheme.blank()),
+        served.plugin if served else "",
+        served.kernel if served else "",
+        weight_bytes(module),
+        sum(_held(module).values()),
+        hint=dtype_hint(decision, module._made_under.settings or current()) if decision else "",
+    )
+
+
+def _others(module: QuantizedModule) -> str:
+    """Other kernels that a layer has bound since: for gradients, or for an x of another dtype than its own."""
+    found: dict[str, list[str]] = {}
+    for (dtype, training), bound in module._bounds.items():
+        if bound.name != (module._primary and module._primary.name):
+            named = f"{'gradients, ' if training else ''}x={str(dtype).removeprefix('torch.')}"
+            found.setdefault(bound.name, []).append(named)
+    return "".join(f"; {kernel} for {' and '.join(calls)}" for kernel, calls in found.items())
+
+
+def report(model: nn.Module) -> Report:
+    """What serves every layer of a model that holds a weight: plugin, kernel, why, bytes before and after."""
+    ledger, rows = Ledger(), []
+    for name, module in model.named_modules():
+        if holds_weight(module):
+            row = row_of(name, module) if isinstance(module, QuantizedModule) else float_row_of(name, module)
+            rows.append(ledger.entered(row, module))
+    return Report(tuple(rows))
+
+
+class Ledger:
+    """What the layers of a table hold, so that nothing is counted twice."""
+
+    def __init__(self) -> None:
+        self.owners: dict[int, str] = {}
+        self.seen: set[int] = set()
+
+    def entered(self, row: LayerReport, module: nn.Module) -> LayerReport:
+        """The row, with what it shares with those before it."""
+        weight = (
+            module._store if isinstance(module, QuantizedModule) else dict(module._parameters.items()).get("weight")
+        )
+        first = self.owners.setdefault(id(module if weight is None else weight), row.name)
+        held = _held(module)
+        shared = sum(size for key, size in held.items() if key in self.seen)
+        self.seen |= held.keys()
+        return replace(row, tied_to="" if first == row.name else first, bytes_shared=shared)
+
+
+def _held(module: nn.Module) -> dict[int, int]:
+    """Bytes of each tensor that stands for a layer's weight."""
+    if isinstance(module, QuantizedModule):
+        return {id(t): b.nbytes(t) for b in module._bounds.values() for t in b.packed.values()}
+    parametrized: Any = module.parametrizations if is_parametrized(module) else None
+    own = module.parameters(recurse=False) if parametrized is None else parametrized.parameters()
+    return {id(p): p.numel() * p.element_size() for p in own if not is_lazy(p) and p.dim() >= 2}
+
+
+def float_row_of(name: str, module: nn.Module) -> LayerReport:
+    """The row of a layer that is not quantized."""
+    size = weight_bytes(module)
+    return LayerReport(name, type(module).__name__, "float", plugin="torch", bytes_before=size, bytes_after=size)
+
+
+def holds_weight(module: nn.Module) -> bool:
+    """Whether a module has a row in a report: it is quantized, can be, or has a parameter of two dimensions."""
+    if isinstance(module, (QuantizedModule, *COUNTERPARTS)):
+        return True
+    # The tensors behind a parametrized weight belong to the layer that they are for.
+    own = () if isinstance(module, ParametrizationList) else module.parameters(recurse=False)
+    return any(_counts(p) and p.is_floating_point() for p in own)
+
+
+def _counts(parameter: Any) -> bool:
+    """Whether a parameter is a weight: a lazy one will be."""
+    return is_lazy(parameter) or parameter.dim() >= 2

@@ -1,0 +1,110 @@
+"""The door for authors of plugins: what a device plugin needs beside the names of `qcore` itself.
+
+Everything listed in ``__all__`` is public and follows the deprecation policy of docs: a name stays for two minor
+releases after the one that deprecates it, with a `DeprecationWarning`. The modules behind these names are private.
+The plugins of this repository import `qcore` and `qcore.plugin_api` only.
+"""
+
+from __future__ import annotations
+
+from .contracts import GIVEN_NAMES, Conv2dRequest, EmbeddingRequest, LinearRequest, Request
+from .contracts.conv2d import check_image, convolved_size, laid_out_like, output_size
+from .contracts.embedding import check_indices
+from .contracts.refusals import FLOATS, AnyRequest, why_not_dtypes, why_not_empty
+from .discovery.hardware import Hardware, installed_version, on_pci, word
+from .discovery.hookspecs import hookimpl
+from .discovery.kernels import (
+    EMULATED,
+    FALLBACK,
+    NATIVE,
+    OFFLOAD,
+    Available,
+    Kernel,
+    Offer,
+    Packed,
+    Rank,
+    Refusal,
+    RowsKernel,
+    Unavailable,
+    check_weight,
+    define_op,
+    runs_now,
+)
+from .errors import FormatError, PluginError
+from .fallback.padding import float_conv2d
+from .formats import PLAIN, PLAIN_INT32, Format, Layout, ZeroPoint
+from .formats.bits import has_values
+from .resolving.decision import Decision, format_table
+from .runtime.disk_cache import read as read_record
+from .runtime.disk_cache import write as write_record
+from .weights.activations import (
+    Activation,
+    DynamicInt8,
+    OutputInt8,
+    StaticInt8,
+    dynamic_parameters,
+    given_numbers,
+    quantize_int8,
+)
+from .weights.qtensor import QTensor, contiguous
+from .weights.schemes import Scheme
+
+__all__ = [
+    "EMULATED",
+    "FALLBACK",
+    "FLOATS",
+    "GIVEN_NAMES",
+    "NATIVE",
+    "OFFLOAD",
+    "PLAIN",
+    "PLAIN_INT32",
+    "Activation",
+    "AnyRequest",
+    "Available",
+    "Conv2dRequest",
+    "Decision",
+    "DynamicInt8",
+    "EmbeddingRequest",
+    "Format",
+    "FormatError",
+    "Hardware",
+    "Kernel",
+    "Layout",
+    "LinearRequest",
+    "Offer",
+    "OutputInt8",
+    "Packed",
+    "PluginError",
+    "QTensor",
+    "Rank",
+    "Refusal",
+    "Request",
+    "RowsKernel",
+    "Scheme",
+    "StaticInt8",
+    "Unavailable",
+    "ZeroPoint",
+    "check_image",
+    "check_indices",
+    "check_weight",
+    "contiguous",
+    "convolved_size",
+    "define_op",
+    "dynamic_parameters",
+    "float_conv2d",
+    "format_table",
+    "given_numbers",
+    "has_values",
+    "hookimpl",
+    "installed_version",
+    "laid_out_like",
+    "on_pci",
+    "output_size",
+    "quantize_int8",
+    "read_record",
+    "runs_now",
+    "why_not_dtypes",
+    "why_not_empty",
+    "word",
+    "write_record",
+]

@@ -1,0 +1,359 @@
+"""A quantized weight on its way to a kernel: resolved, packed once, shared by layers that are tied."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..discovery import answers
+from ..discovery.answers import name_of, packing_of
+from ..discovery.kernels import Kernel
+from ..discovery.registry import BUILTIN, PluginStatus, State, registry
+from ..errors import PluginError, QcoreError, QcoreWarning
+from ..runtime import forks
+from ..runtime.guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, undone
+from ..runtime.plain_text import plain
+from ..runtime.settings import current
+from ..weights.qtensor import QTensor
+from . import verification
+from .decision import Decision, Stage
+from .resolver import kernel_key, note, report_failure, resolve, withdraw_failure
+
+Fn = Callable[[Tensor], Tensor]
+
+
+class WeightStore:
+    """One weight, neutral or packed. Tied layers share a store, so that they share memory and move together.
+
+    Once a kernel has packed the weight the neutral form is dropped; `neutral` unpacks it on demand. ``users`` are the
+    layers that share the store: they bind anew when the weight changes under them.
+    """
+
+    def __init__(self, weight: QTensor) -> None:
+        self.lock = forks.Lock()
+        """Held by whoever packs, moves or binds the weight; a call of a kernel that is bound needs none."""
+        self.set(weight)
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def set(self, weight: QTensor) -> None:
+        """Take another weight; everything packed before is void."""
+        self.shape, self.format, self.quantizer = weight.shape, weight.format, weight.quantizer
+        self.device = weight.device
+        self._neutral: QTensor | None = weight
+        self._packs: dict[str, tuple[Kernel, dict[str, Tensor]]] = {}
+        self._recent: dict[str, weakref.ref[Tensor]] = {}
+
+    def neutral(self) -> QTensor:
+        """The weight in its neutral format. While an earlier answer is alive its tensors are handed out again."""
+        with self.lock:
+            if self._neutral is not None:
+                return self._neutral
+            recent = self._recently_unpacked()
+            return self._unpacked() if recent is None else recent
+
+    def _recently_unpacked(self) -> QTensor | None:
+        alive = {name: tensor for name, ref in self._recent.items() if (tensor := ref()) is not None}
+        if not alive or len(alive) < len(self._recent):
+            return None
+        return QTensor(alive["data"], alive["scale"], alive.get("zero"), self.shape, self.format, self.quantizer)
+
+    def _unpacked(self) -> QTensor:
+        kernel, packed = next(iter(self._packs.values()))
+        # Kernels are shared by many weights and do not carry the name of the quantizer.
+        weight = _unpack(kernel, packed)._with(quantizer=self.quantizer)  # noqa: SLF001
+        self._recent = {name: weakref.ref(tensor) for name, tensor in weight.tensors().items()}
+        return weight
+
+    def packed_for(self, kernel: Kernel, *, trusted: bool = True) -> dict[str, Tensor]:
+        """The weight packed for ``kernel``; kernels of equal `Kernel.packing` share the tensors.
+
+        A kernel that is not ``trusted`` gets a copy: it may write on what it is given.
+        """
+        packing = packing_of(kernel)
+        with self.lock:
+            if packing not in self._packs:
+                weight = self.neutral() if trusted else self.neutral().map(Tensor.clone)
+                # Inference tensors could never be used where gradients are recorded.
+                with torch.inference_mode(False), torch.no_grad():
+                    self._packs[packing] = (kernel, answers.packed(kernel.pack(weight)))
+                self._neutral = None
+            return self._packs[packing][1]
+
+    def keep_only(self, packings: AbstractSet[str]) -> None:
+        """Drop packed forms that no layer uses any more."""
+        if packings & self._packs.keys():
+            self._packs = {name: pack for name, pack in self._packs.items() if name in packings}
+
+    def withdraw(self, kernel: Kernel, weight: QTensor) -> None:
+        """Take back what ``kernel`` has packed from ``weight``: it is not to be trusted with the only copy."""
+        del self._packs[packing_of(kernel)]
+        self._neutral = self._neutral if self._packs else weight
+
+    def move(self, fn: Fn, device: torch.device) -> bool:
+        """Bring the weight to ``device`` through ``fn``, which `torch.nn.Module` applies to its tensors.
+
+        Returns whether anything moved.
+        """
+        if device == self.device:
+            return False
+        self.set(self.neutral().map(lambda t: _moved(t, fn, device)))
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        weight = self.neutral().map(Tensor.detach)
+        _keep_for_spawned(weight)
+        return {"weight": weight}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        WeightStore.__init__(self, state["weight"])
+
+
+def _keep_for_spawned(weight: QTensor) -> None:
+    """Keep ``weight`` as long as the process that it is being sent to, by ``spawn``, is known here.
+
+    That process inherits its shared memory, which goes with the tensors: ours may have been unpacked for this alone.
+    """
+    starting = get_spawning_popen()
+    if starting is not None:
+        weakref.finalize(starting, id, weight).atexit = False
+
+
+def _moved(tensor: Tensor, fn: Fn, device: torch.device) -> Tensor:
+    # From meta there are no numbers to copy: fn is to_empty's. What fresh memory holds need not be a valid weight.
+    return torch.zeros_like(fn(tensor), dtype=tensor.dtype) if tensor.device.type == "meta" else tensor.to(device)
+
+
+class WeightView(QTensor):
+    """What ``module.weight`` gives: a `QTensor` that answers shape, dtype and device at once and unpacks on demand."""
+
+    def __init__(self, store: WeightStore, dtype: torch.dtype) -> None:
+        known = {"shape": store.shape, "format": store.format, "quantizer": store.quantizer}
+        for name, value in {**known, "_store": store, "_dtype": dtype}.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("data", "scale", "zero"):
+            raise AttributeError(f"a quantized weight has no attribute {name!r}; dequantize() gives a dense tensor.")
+        weight = self.__dict__["_store"].neutral()
+        for part in ("data", "scale", "zero"):
+            object.__setattr__(self, part, getattr(weight, part))
+        return self.__dict__[name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the layer computes in."""
+        return self.__dict__["_dtype"]  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        return self.__dict__["_store"].device  # type: ignore[no-any-return]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Never: a quantized weight is frozen. Code that resizes or freezes layers asks."""
+        return False
+
+    @property
+    def store(self) -> WeightStore:
+        """What holds the weight, for layers that are to share it."""
+        return self.__dict__["_store"]  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> Any:
+        return QTensor, (self.data, self.scale, self.zero, self.shape, self.format, self.quantizer)
+
+
+@dataclass
+class Bound:
+    """A kernel with its packed weight, ready to call. ``proven``: a first call has gone through."""
+
+    decision: Decision
+    kernel: Kernel
+    packed: dict[str, Tensor]
+    proven: bool = False
+
+    def __post_init__(self) -> None:
+        # Plain values: a property of the kernel's may say something else each time.
+        self.name, self.packing = name_of(self.kernel), packing_of(self.kernel)
+        self.x_dtype: torch.dtype | None = getattr(self.request, "x_dtype", None)
+
+    @property
+    def request(self) -> Any:
+        return self.decision.request
+
+    def blame(self, error: Exception) -> None:
+        """Add to what a call raised whose kernel ran; what qcore raises on purpose blames the argument already."""
+        served = self.decision.selected
+        if served is not None and not isinstance(error, QcoreError):
+            note = f"raised by kernel {self.name!r} of plugin {served.plugin!r} ({served.dist} {served.version})"
+            add_note(error, note)
+
+    def nbytes(self, tensor: Tensor) -> int:
+        """Bytes that one packed tensor stands for; its own, if the kernel cannot say."""
+        try:
+            with guarded(_plugin_of(self.decision), "nbytes", f"nbytes {self.name}"):
+                return answers.size(self.kernel.nbytes(tensor))
+        except StepError:
+            return tensor.numel() * tensor.element_size()
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Append a line to what an exception says, once; before Python 3.11 to its first argument."""
+    if sys.version_info >= (3, 11):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    elif error.args and isinstance(error.args[0], str) and note not in error.args[0]:
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+def _plugin_of(decision: Decision) -> PluginStatus:
+    served = decision.selected
+    assert served is not None
+    return PluginStatus(served.plugin, served.dist, served.version, State.AVAILABLE)
+
+
+def _unpack(kernel: Kernel, packed: dict[str, Tensor]) -> QTensor:
+    try:
+        with undone():
+            return answers.unpacked(kernel.unpack(packed))
+    except StepError as error:
+        raise PluginError(f"kernel {name_of(kernel)!r}: {error.reason}.") from error
+    except Exception as error:
+        add_note(error, f"raised by kernel {name_of(kernel)!r} as it unpacked a weight")
+        raise
+
+
+def bind(store: WeightStore, request: Any) -> Bound:
+    """Resolve ``request`` and pack the weight.
+
+    A kernel that fails to pack, or gives wrong results with this weight, is taken out of use and the next one serves.
+    """
+    with store.lock:
+        while True:
+            decision = resolve(request)
+            kernel = decision.kernel
+            assert kernel is not None
+            try:
+                return Bound(decision, kernel, _packed(store, decision, kernel))
+            except _WrongError as wrong:
+                report_failure(request, kernel, wrong.reason, Stage.FAILED_VERIFICATION)
+                _warn_out_of_use(decision, f"failed verification {wrong.reason}")
+            except StepError as error:
+                if _last_resort(decision):
+                    raise _own(error) from None
+                _fail_if_named(decision, error)
+                reason = error.describe("pack")
+                report_failure(request, kernel, reason)
+                _warn_out_of_use(decision, reason)
+
+
+def _own(error: StepError) -> BaseException:
+    """What the code of a step raised itself, to be raised once more."""
+    return PluginError(error.reason) if error.cause is None else error.cause
+
+
+class _WrongError(Exception):
+    """A kernel that is wrong with a layer's own weight."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def _packed(store: WeightStore, decision: Decision, kernel: Kernel) -> dict[str, Tensor]:
+    """The weight packed for the kernel of a decision, which gives right results with it; else `_WrongError`."""
+    step = _step("pack", decision, kernel)
+    with guarded(_plugin_of(decision), f"the pack of {name_of(kernel)}", **step):
+        mode = current().verify
+        key = verification.size_key(registry.status(decision.plugin), kernel, decision.request, mode)
+        if not key:
+            return store.packed_for(kernel, trusted=has_passed(**step))
+        weight = store.neutral()
+        packed = store.packed_for(kernel, trusted=False)
+        result = verification.check_weight(key, kernel, decision.request, weight, packed, mode)
+    if not result.ok:
+        store.withdraw(kernel, weight)
+        raise _WrongError(plain(result.reason))
+    return packed
+
+
+def _step(stage: str, decision: Decision, kernel: Kernel) -> dict[str, Any]:
+    """Under which key a step of a kernel leaves its mark; in a process each size is a step of its own."""
+    request = decision.request
+    key = kernel_key(stage, _plugin_of(decision), kernel, request)
+    return {"key": key, "size": f"{request.n}x{request.k}", "seconds": FIRST_CALL_SECONDS}
+
+
+def call_first(store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor]) -> tuple[Bound, Tensor]:
+    """The first call of a kernel, guarded: where it raises, the next kernel is bound and called instead.
+
+    Where that one cannot do it either, the input is at fault: the first error is raised and the kernel stays in use.
+    """
+    try:
+        step = _step("call", bound.decision, bound.kernel)
+        with guarded(_plugin_of(bound.decision), f"the first call of {bound.name}", **step):
+            result = answers.result(call(bound))
+    except StepError as error:
+        if _last_resort(bound.decision):
+            raise _own(error) from None
+        return _call_next(store, bound, call, error)
+    bound.proven = True
+    return bound, result
+
+
+def _call_next(
+    store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor], error: StepError
+) -> tuple[Bound, Tensor]:
+    reason = error.describe("its first call")
+    report_failure(bound.request, bound.kernel, reason)
+    try:
+        fresh, result = call_first(store, bind(store, bound.request), call)
+    except Exception:  # noqa: BLE001 - the first error is the one that tells
+        withdraw_failure(bound.request, bound.kernel)
+        raise _own(error) from None
+    try:
+        _fail_if_named(bound.decision, error)
+    except PluginError:
+        withdraw_failure(bound.request, bound.kernel)
+        raise
+    _warn_out_of_use(bound.decision, reason)
+    return fresh, result
+
+
+def _last_resort(decision: Decision) -> bool:
+    """Whether no other candidate could serve, so that the selected kernel's own error is the answer."""
+    return all(c.stage != Stage.OUTRANKED.value for c in decision.candidates)
+
+
+def _fail_if_named(decision: Decision, error: StepError) -> None:
+    """A plugin that the user asked for by name fails loudly instead of giving way."""
+    served = decision.selected
+    assert served is not None
+    if served.plugin != BUILTIN and served.plugin in current().order(decision.request.contract):
+        raise PluginError(
+            f"kernel {served.kernel!r} of plugin {served.plugin!r}, which you asked for, failed.\n"
+            f"{error.reason}\nTake it out of the order of backends to let the next one serve."
+        ) from error.cause
+
+
+def _warn_out_of_use(decision: Decision, reason: str) -> None:
+    served = decision.selected
+    assert served is not None
+    assert decision.kernel is not None
+    note(_plugin_of(decision), decision.kernel, decision.request, reason)
+    warnings.warn(
+        f"kernel {served.kernel!r} of {served.dist} {served.version} is out of use for {decision.request.weight}: "
+        f"{reason}\n"
+        f"The next one serves; 'qcore doctor' says more.",
+        QcoreWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,67 @@
+"""`explain`: the decision for a plain request, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..contracts import CONTRACTS, Request
+from ..errors import FormatError, did_you_mean
+from ..runtime import settings
+from ..weights.schemes import Scheme
+from .decision import Decision
+from .hints import dtype_hint
+from .resolver import decide
+
+
+def explain(
+    scheme: str | Scheme,
+    *,
+    device: str | torch.device = "cpu",
+    n: int = 4096,
+    k: int = 4096,
+    contract: str = "linear",
+    dtype: torch.dtype = torch.bfloat16,
+    rows: int | None = None,
+    **arguments: Any,
+) -> Decision:
+    """Which kernel would serve, and for every other plugin why not; print the result to see the table.
+
+    **Arguments:** ``scheme``: e.g. ``"w4a16-g128"``; ``device``; ``n``, ``k``: output and input features (for
+    ``embedding``: rows and dimension, for ``conv2d``: output and input channels of a 1x1 kernel); ``contract``;
+    ``dtype``: of the activations; ``rows``: M where it is known. The rest are the settings that `using` takes.
+
+    Never raises for want of a kernel: ``decision.kernel`` is then None.
+    """
+    request = plain_request(scheme, device=device, n=n, k=k, contract=contract, dtype=dtype, rows=rows)
+    wanted = replace(settings.current(**arguments), strict=False)
+    decision = decide(request, wanted)
+    hint = dtype_hint(decision, wanted)
+    return replace(decision, hints=(*decision.hints, hint)) if hint else decision
+
+
+def plain_request(
+    scheme: str | Scheme,
+    *,
+    device: str | torch.device = "cpu",
+    n: int = 4096,
+    k: int = 4096,
+    contract: str = "linear",
+    dtype: torch.dtype = torch.bfloat16,
+    rows: int | None = None,
+) -> Request:
+    """The request that `explain` resolves; a static activation without numbers gets scale 1."""
+    if contract not in CONTRACTS:
+        known = f"known: {', '.join(CONTRACTS)}.{did_you_mean(contract, CONTRACTS)}"
+        raise FormatError(f"unknown contract {contract!r}; {known}")
+    parsed = _with_numbers(Scheme.parse(scheme))
+    request = CONTRACTS[contract].request_for(parsed, torch.device(device), dtype, n, k)
+    return replace(request, rows=rows) if rows is not None and contract == "linear" else request  # type: ignore[no-any-return]
+
+
+def _with_numbers(scheme: Scheme) -> Scheme:
+    parts = {"activation": scheme.activation, "output": scheme.output}
+    missing = {n: p for n, p in parts.items() if p is not None and not getattr(p, "is_given", True)}
+    return replace(scheme, **{n: replace(p, scale=1.0) for n, p in missing.items()})  # type: ignore[arg-type]

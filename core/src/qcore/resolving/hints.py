@@ -1,0 +1,70 @@
+"""What decisions for other requests tell about this one: a dtype of x that a faster kernel serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..discovery.kernels import Rank
+from ..runtime.settings import Settings
+from .decision import Candidate, Decision
+from .resolver import decide
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_WORTH = 1.2
+"""A kernel that was measured less than this many times as fast is not worth another dtype."""
+_MEASURED = {
+    ("torch.plain.linear", torch.float32, "torch.cpu.w4a16", torch.bfloat16): (
+        21,
+        "at one row of 4096 x 4096 with AVX-512 (benchmarks/results/2026-11-21-cpu-linear.md)",
+    ),
+}
+"""How many times as fast one kernel was as another, and where that is written: for machines that were not tuned."""
+
+
+def dtype_hint(decision: Decision, wanted: Settings) -> str:
+    """Which dtype of x a faster kernel serves, where plain torch ops serve this one; empty if there is none.
+
+    Says how many times as fast it is if ``qcore tune`` has measured both here, or else a benchmark of this repository.
+    """
+    request, served = decision.request, decision.selected
+    if getattr(request, "x_dtype", None) not in _DTYPES or served is None or not _is_plain(served):
+        return ""
+    better = [(*_gain(decision, found, dtype), dtype, found) for dtype, found in _others(request, wanted, served)]
+    if not better:
+        return ""
+    times, where, dtype, found = max(better, key=lambda one: one[0])
+    asked, named = (str(value).removeprefix("torch.") for value in (request.x_dtype, dtype))
+    how = f"about {times:.0f} times as fast {where}" if times else "'qcore tune' measures how much faster it is"
+    return f"only plain torch ops serve an x of {asked} here; use {named}, which {found.kernel} serves: {how}."
+
+
+def _is_plain(candidate: Candidate) -> bool:
+    return candidate.rank is not None and candidate.rank <= Rank.FALLBACK
+
+
+def _others(request: Any, wanted: Settings, served: Candidate) -> Iterator[tuple[torch.dtype, Candidate]]:
+    """Other dtypes of x with the better kernels that serve them."""
+    for dtype in _DTYPES:
+        if dtype == request.x_dtype:
+            continue
+        out = dtype if request.out_dtype == request.x_dtype else request.out_dtype
+        found = decide(replace(request, x_dtype=dtype, out_dtype=out), replace(wanted, strict=False)).selected
+        if found is None or found.rank is None or served.rank is None or found.rank <= served.rank:
+            continue
+        times = (found.milliseconds, served.milliseconds)
+        if times[0] is None or times[1] is None or times[0] * _WORTH < times[1]:
+            yield dtype, found
+
+
+def _gain(decision: Decision, found: Candidate, dtype: torch.dtype) -> tuple[float, str]:
+    """How many times as fast ``found`` is, and where that was measured; 0 where nobody knows."""
+    served = decision.selected
+    assert served is not None
+    if served.milliseconds and found.milliseconds:
+        return served.milliseconds / found.milliseconds, "as measured on this machine"
+    return _MEASURED.get((served.kernel, decision.request.x_dtype, found.kernel, dtype), (0, ""))

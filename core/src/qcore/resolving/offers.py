@@ -1,0 +1,122 @@
+"""What plugins offer for a request: each answer is read once, guarded, and a defective one is told once."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..contracts import contract_of
+from ..discovery import answers
+from ..discovery.answers import name_of
+from ..discovery.kernels import Kernel, Offer, Refusal
+from ..discovery.registry import PluginStatus, State, registry
+from ..errors import PluginError, QcoreWarning
+from ..runtime import disk_cache
+from ..runtime.guard import StepError, guarded, mark_key
+from .decision import Candidate, Stage
+
+CACHE_LIMIT = 1024
+HOW_TO_CLEAR = "('qcore doctor --clear' forgets it)"
+
+first_names: dict[tuple[str, Any], frozenset[str]] = {}
+"""The kernels' names that a plugin gave for a request when it was asked first."""
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Offered:
+    """One offer of one plugin, with what it is ordered by."""
+
+    status: PluginStatus
+    offer: Offer
+    milliseconds: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The kernel's, as it was when it was offered."""
+        return name_of(self.offer.kernel)
+
+    def candidate(self, stage: Stage, reason: str = "") -> Candidate:
+        return Candidate(
+            self.status.name,
+            self.name,
+            stage.value,
+            reason or self.offer.note,
+            self.offer.rank,
+            self.milliseconds,
+            self.status.dist,
+            self.status.version,
+        )
+
+
+def warn_once(text: str, about: str = "") -> str:
+    """Warn, but once in a process about one thing: ``about``, where the text need not be the same each time."""
+    if (about or text) not in _warned:
+        _warned.add(about or text)
+        warnings.warn(text, QcoreWarning, stacklevel=2)
+    return text
+
+
+def row_of(status: PluginStatus, stage: str, reason: str) -> Candidate:
+    """The row of a plugin that offers nothing."""
+    return Candidate(status.name, "", stage, reason, dist=status.dist, version=status.version)
+
+
+def ask(status: PluginStatus, request: Any, order: Sequence[str] = ()) -> Sequence[Offered | Candidate]:
+    """A plugin's offers, or the one row that says why there are none."""
+    hook = contract_of(request).hook
+    key = mark_key("offer", status, f"{hook} {form_of(request)}")
+    if left := disk_cache.left_over(key):
+        return [_defective(status, f"{hook} {left} {HOW_TO_CLEAR}", order)]
+    try:
+        # A copy, since frozen is a request between friends only; with it everything that the plugin's objects say.
+        with guarded(status, hook, key):
+            answer = registry.call(status.name, hook, request=copy.copy(request))
+            if answer is None and not registry.implements(status.name, hook):
+                return [row_of(status, Stage.REFUSED.value, f"has no kernels for {request.contract}")]
+            found = answers.offered(hook, answer)
+    except StepError as error:
+        return [_defective(status, error.describe(hook), order, error.cause)]
+    if isinstance(found, Refusal):
+        return [row_of(status, Stage.REFUSED.value, found.reason)]
+    if len(first_names) >= CACHE_LIMIT:
+        first_names.clear()
+    first_names.setdefault((status.name, request), frozenset(name_of(offer.kernel) for offer in found))
+    return [Offered(status, offer) for offer in found]
+
+
+def form_of(request: Any) -> str:
+    """A request's device and form, without its sizes."""
+    return f"{request.device} {request.signature()}"
+
+
+def _defective(
+    status: PluginStatus, reason: str, order: Sequence[str], error: BaseException | None = None
+) -> Candidate:
+    """The row of a plugin whose answer is a defect: worth one warning, or an error where the user named the plugin."""
+    if status.name in order:
+        raise PluginError(
+            f"plugin {status.name!r} ({status.dist} {status.version}), which you asked for, is broken.\n{reason}"
+        ) from error
+    who = f"plugin {status.name!r} ({status.dist} {status.version})"
+    warn_once(f"{who} is passed over: {reason}", about=who)
+    return row_of(status, Stage.OFFER_FAILED.value, reason)
+
+
+def kernels_of(name: str) -> Callable[[Any], list[Kernel]]:
+    """A function that asks one plugin for its kernels for a request."""
+    status = registry.status(name)
+    return lambda request: [o.offer.kernel for o in ask(status, request) if isinstance(o, Offered)]
+
+
+def offers_for(request: Any, disabled: frozenset[str] = frozenset()) -> list[tuple[PluginStatus, Offer]]:
+    """Every offer of every available plugin, unranked and unverified; what ``qcore tune`` and ``bench`` measure."""
+    found = []
+    for name in registry.entries():
+        status = registry.status(name, disabled)
+        if status.state is State.AVAILABLE:
+            found += [(status, o.offer) for o in ask(status, request) if isinstance(o, Offered)]
+    return found

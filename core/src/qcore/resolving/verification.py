@@ -1,0 +1,258 @@
+"""Checking a kernel on problems with known answers before it serves for the first time.
+
+Twice: on small problems, before it is chosen (`check`), and with a layer's own weight, once for each size, before it
+gets the layer's input (`check_weight`): a kernel may be wrong on large weights only. A verdict is kept in memory and,
+if the kernel passed, on disk: by plugin version, kernel, device, driver, torch version and the form of the request;
+for a plugin under development also by the state of its code. A kernel that ended an earlier process during its check
+is not tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contracts import Contract, EmbeddingRequest, Problem, Verdict, contract_of
+from ..contracts.sampling import sampled
+from ..discovery.answers import name_of
+from ..discovery.kernels import Kernel
+from ..discovery.registry import Guarded, PluginStatus
+from ..formats import BrokenLayoutError
+from ..formats.bits import has_values
+from ..runtime.code_state import code_state
+from ..runtime.disk_cache import crash_mark, crashed, left_over, read, write
+from ..weights.qtensor import QTensor
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of checking a kernel: ``ok``, and where it is not, ``reason`` with the numbers."""
+
+    ok: bool
+    reason: str = ""
+
+
+_seen: dict[tuple[str, str], Check] = {}
+_seen_sizes: set[tuple[str, str]] = set()
+_MOST_SIZES = 4096
+_usable: set[torch.device] = set()
+
+
+def forget() -> None:
+    """Drop the verdicts held in memory; those on disk stay."""
+    _seen.clear()
+    _seen_sizes.clear()
+
+
+def check(
+    status: PluginStatus, kernel: Kernel, request: Any, ask: Callable[[Any], list[Kernel]], mode: str = "once"
+) -> Check:
+    """Check ``kernel`` for ``request``; ``ask`` gets the plugin's kernels for another request."""
+    if mode == "off" or request.device.type == "meta" or not can_run_on(request.device):
+        return Check(True)
+    key = verdict_key(status, kernel, request)
+    if (key, mode) not in _seen:
+        stored = _stored(key, mode)
+        if len(_seen) >= _MOST_SIZES:  # convolutions are verified per geometry
+            _seen.clear()
+        _seen[key, mode] = stored or _run(key, kernel, request, ask)
+    return _seen[key, mode]
+
+
+def size_key(status: PluginStatus, kernel: Kernel, request: Any, mode: str = "once") -> str:
+    """The key of the verdict on ``kernel`` at the size of ``request``; empty if there is nothing to be checked.
+
+    Nothing is with ``mode`` ``off``, on ``meta``, for a size that `check` has tried, and with a verdict at hand.
+    """
+    if mode == "off" or request.device.type == "meta" or contract_of(request).is_probed_whole(request):
+        return ""
+    key = f"{verdict_key(status, kernel, request)}|{request.n}x{request.k}"
+    if (key, mode) in _seen_sizes or (mode == "once" and read("verdicts", key)):
+        _remember_size(key, mode)
+        return ""
+    return key
+
+
+def _remember_size(key: str, mode: str) -> None:
+    if len(_seen_sizes) >= _MOST_SIZES:  # sizes are without end
+        _seen_sizes.clear()
+    _seen_sizes.add((key, mode))
+
+
+def check_weight(
+    key: str, kernel: Kernel, request: Any, weight: QTensor, packed: Mapping[str, Tensor], mode: str = "once"
+) -> Check:
+    """Check ``kernel`` with a layer's own ``weight``, which it has packed; ``key`` is that of `size_key`.
+
+    The reference is computed for some rows and columns of the result (`contracts.sampling`), so it costs milliseconds.
+    """
+    if not has_values(weight.data):
+        return Check(True)
+    if crashed(f"verify {key}"):
+        return _ended(key)
+    with crash_mark(f"verify {key}"), undisturbed():
+        result = _try_weight(kernel, request, weight, packed)
+    if result.ok:
+        _remember_size(key, mode)
+        write("verdicts", key, ok=True)
+    return result
+
+
+def _try_weight(kernel: Kernel, request: Any, weight: QTensor, packed: Mapping[str, Tensor]) -> Check:
+    size = f"{request.n} x {request.k}"
+    try:
+        lost = difference(kernel.unpack(packed), weight)
+        if lost:
+            return Check(False, f"unpack(pack(w)) is not w for a weight of {size}: {lost}")
+        for problem in contract_of(request).around(request, weight):
+            here, drawn = problem.to(request.device), torch.Generator().manual_seed(0)
+            reason = call_fault(partial(sampled, here, generator=drawn), kernel, here, packed)
+            if reason:
+                return Check(False, f"with a weight of {size}: {reason}")
+    except BrokenLayoutError:  # no fault of the kernel's
+        raise
+    except Guarded as error:
+        return Check(False, f"with a weight of {size}: raised {type(error).__name__}: {error}")
+    return Check(True)
+
+
+def can_run_on(device: torch.device) -> bool:
+    """Whether torch can put a tensor on ``device`` here; `explain` is also asked about devices of other machines."""
+    if device not in _usable:
+        try:
+            with undisturbed():
+                torch.empty(1, device=device)
+        except Guarded:
+            return False
+        _usable.add(device)
+    return True
+
+
+def verdict_key(status: PluginStatus, kernel: Kernel, request: Any) -> str:
+    """What a verdict is kept under."""
+    plugin = (status.name, status.dist, status.version, name_of(kernel), request.device.type, status.device)
+    parts = (*plugin, status.driver, torch.__version__, request.signature(), code_state(status.dist))
+    return "|".join(map(str, parts))
+
+
+def _stored(key: str, mode: str) -> Check | None:
+    if crashed(f"verify {key}"):
+        return _ended(key)
+    return Check(True) if mode == "once" and read("verdicts", key) else None
+
+
+def _ended(key: str) -> Check:
+    how_to_clear = "clear QCORE_CACHE_DIR to try again, or run 'qcore doctor --clear'"
+    return Check(False, f"{left_over(f'verify {key}')} while it was checked; {how_to_clear}")
+
+
+def _run(key: str, kernel: Kernel, request: Any, ask: Callable[[Any], list[Kernel]]) -> Check:
+    with crash_mark(f"verify {key}"), undisturbed():
+        result = run_check(*_smallest(kernel, request, ask))
+    if result.ok:
+        # A failure is not kept: it is found again at once, and a repaired plugin is not held to it.
+        write("verdicts", key, ok=True)
+    return result
+
+
+def _smallest(kernel: Kernel, request: Any, ask: Callable[[Any], list[Kernel]]) -> tuple[Kernel, Any]:
+    """The same kernel made for a small weight, or where the plugin has another one for that, the kernel itself."""
+    small = request.small()
+    with contextlib.suppress(*Guarded):
+        for other in ask(small):
+            if name_of(other) == name_of(kernel):
+                return other, small
+    return kernel, request
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """No gradients, no autocast, no fake tensors, no default device of the user's."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.device("cpu"))
+        for kind in ("cpu", "cuda", "xpu"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def run_check(kernel: Kernel, request: Any) -> Check:
+    """Run every probe problem of the request's contract; the first failure is the reason."""
+    contract = contract_of(request)
+    for problem in contract.probe(request):
+        try:
+            reason = _fault(contract, kernel, problem)
+        except BrokenLayoutError:  # no fault of the kernel's
+            raise
+        except Guarded as error:
+            reason = f"raised {type(error).__name__}: {error}"
+        if reason:
+            return Check(False, reason)
+    return Check(True)
+
+
+def _fault(contract: Contract, kernel: Kernel, problem: Problem) -> str:
+    """What is wrong with a kernel's answer to one problem; empty where nothing is."""
+    here = problem.to(problem.request.device)
+    packed = kernel.pack(here.weight)
+    lost = difference(kernel.unpack(packed), here.weight)
+    if lost:
+        return f"unpack(pack(w)) is not w: {lost}"
+    fault = call_fault(partial(contract.judge, problem), kernel, here, packed)
+    lost = "" if fault else difference(kernel.unpack(packed), here.weight)
+    return f"its call changed the packed weight: {lost}" if lost else fault
+
+
+def call_fault(judge: Callable[[Any], Verdict], kernel: Kernel, here: Problem, packed: Mapping[str, Tensor]) -> str:
+    """What is wrong with a kernel that is called twice; empty if nothing is.
+
+    The first result must be right and stay so when other values are computed, and the inputs must be left alone.
+    """
+    inputs = {"x": here.x, **here.given, **({} if here.bias is None else {"bias": here.bias})}
+    before = {name: value.clone() for name, value in inputs.items()}
+    first: Any = kernel(here.x, packed, here.bias, **here.given)
+    kept = first.clone() if isinstance(first, Tensor) else first
+    changed = [name for name, value in before.items() if not same_bits(inputs[name], value)]
+    if changed:
+        return f"its call changed {', '.join(changed)} in place"
+    verdict = judge(kept)
+    if not verdict.ok:
+        return f"wrong result for x of shape {tuple(here.x.shape)}: {verdict.message}"
+    kernel(_other_values(here), packed, here.bias, **here.given)
+    return "" if _same_values(first, kept) else "its second call overwrote the result of the first"
+
+
+def _other_values(here: Problem) -> Tensor:
+    """An x of the same shape and dtype, and other values: other rows of a table, other codes, other numbers."""
+    if isinstance(here.request, EmbeddingRequest):
+        return here.request.num_embeddings - 1 - here.x
+    return here.x.neg() if here.x.is_floating_point() else here.x.bitwise_not()
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    """`same_bits`, with NaN equal to itself: results too large for their dtype may hold it."""
+    return same_bits(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else same_bits(a, b)
+
+
+def difference(found: Any, expected: QTensor) -> str:
+    """In what a QTensor differs from another; empty where they are equal bit for bit (whatever their quantizer)."""
+    if not isinstance(found, QTensor):
+        return f"a {type(found).__name__} instead of a QTensor"
+    if found.format != expected.format or tuple(found.shape) != tuple(expected.shape):
+        return f"{found.format} {tuple(found.shape)} instead of {expected.format} {tuple(expected.shape)}"
+    mine, other = found.tensors(), expected.tensors()
+    return next((f"{name} differs" for name in other if not same_bits(mine[name], other[name])), "")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal in dtype, shape and every bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())

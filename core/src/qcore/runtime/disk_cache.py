@@ -1,0 +1,314 @@
+"""The cache on disk: small JSON records, written atomically, and marks that outlive a crash.
+
+Everything here degrades to "no cache" where the directory cannot be written, or where somebody else could have written
+what is in it; nothing raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from . import forks
+
+_LARGEST = 1 << 20
+"""Bytes of the largest record that is read: what qcore writes has some hundred."""
+
+_MARKS = "running"
+FAILURES = "failures"
+"""Records of what failed, for ``qcore doctor`` to list: nothing is decided by them."""
+
+_LARGEST_PID = (1 << 31) - 1
+
+
+def cache_dir() -> Path | None:
+    """``QCORE_CACHE_DIR``, or the user's cache directory for qcore. It may not exist yet.
+
+    None where it would be in a home directory and there is none.
+    """
+    named = os.environ.get("QCORE_CACHE_DIR")
+    # Path.expanduser raises where there is no home; this leaves the tilde.
+    path = os.path.expanduser(named) if named else _of_user()  # noqa: PTH111
+    return None if path.startswith("~") or "\0" in path else Path(path)
+
+
+def _of_user() -> str:
+    import platformdirs
+
+    try:
+        return platformdirs.user_cache_dir("qcore")
+    except RuntimeError:  # newer ones raise where older ones leave the tilde
+        return "~"
+
+
+def place() -> str:
+    """The directory in words."""
+    return str(cache_dir() or "none: there is no home directory")
+
+
+def distrusted() -> str:
+    """Why what is stored is not believed, in words; empty where it is."""
+    root = cache_dir()
+    if root is None:
+        return "there is no home directory to keep it in"
+    for folder in (root, *_folders(root)):
+        why = _unsafe(folder)
+        if why:
+            return f"{folder} {why}"
+    return ""
+
+
+def _folders(root: Path) -> list[Path]:
+    try:
+        return [path for path in root.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+
+
+def _unsafe(folder: Path) -> str:
+    """Why a directory is not trusted; empty where it is, and where there is none."""
+    try:
+        return _writable_by_others(folder.stat())
+    except (OSError, ValueError):
+        return ""
+
+
+def _writable_by_others(info: os.stat_result) -> str:
+    """In words who else could have written a file or directory; empty where that is nobody."""
+    if not hasattr(os, "geteuid"):
+        return ""
+    if info.st_uid not in (os.geteuid(), 0):
+        return "belongs to another user"
+    sticky = stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX
+    return "can be written by everybody" if info.st_mode & stat.S_IWOTH and not sticky else ""
+
+
+def _path(kind: str, key: str) -> Path | None:
+    root = cache_dir()
+    # A key may hold what a device calls itself, which need not be text that can be encoded.
+    name = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:32]
+    return None if root is None else root / kind / f"{name}.json"
+
+
+def read(kind: str, key: str) -> dict[str, Any] | None:
+    """The record stored under ``key``, or None where there is none or it cannot be read or believed."""
+    path = _path(kind, key)
+    if path is None or _unsafe(path.parents[1]) or _unsafe(path.parent):
+        return None
+    record = _record(path)
+    # The key is kept in full, so that a collision or a damaged file reads as "nothing stored".
+    return record if record is not None and record.get("key") == key else None
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(_bytes(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _bytes(path: Path) -> bytes:
+    """What a file of our own holds. Raises OSError for a pipe, a device, a link, a giant, and a file of others."""
+    special = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    handle = os.open(path, os.O_RDONLY | special)
+    try:
+        info = os.fstat(handle)
+        if not stat.S_ISREG(info.st_mode) or info.st_size > _LARGEST or _writable_by_others(info):
+            raise OSError(f"{path} is no record of ours")
+        return os.read(handle, _LARGEST)
+    finally:
+        os.close(handle)
+
+
+def write(kind: str, key: str, **values: Any) -> bool:
+    """Store ``values`` under ``key``; returns whether that worked. Readers never see half a record."""
+    path, text = _path(kind, key), json.dumps({"key": key, **values})
+    if path is None:
+        return False
+    try:
+        for folder in (path.parents[1], path.parent):
+            _make(folder)
+        _replace(path, text)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _make(folder: Path) -> None:
+    """Make a directory that nobody else can write, whatever the umask. Raises OSError where the one here is not so."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    elif _unsafe(folder):
+        raise OSError(f"{folder} {_unsafe(folder)}")
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
+
+
+def remove(kind: str, key: str) -> None:
+    """Forget what is stored under ``key``."""
+    path = _path(kind, key)
+    if path is not None:
+        with contextlib.suppress(OSError, ValueError):
+            path.unlink()
+
+
+def records(kind: str) -> list[dict[str, Any]]:
+    """Every record of a kind that can be believed, in a stable order."""
+    root = cache_dir()
+    if root is None or _unsafe(root) or _unsafe(root / kind):
+        return []
+    try:
+        paths = sorted((root / kind).glob("*.json"))
+    except OSError:
+        return []
+    found = (_record(path) for path in paths)
+    return [record for record in found if record is not None and isinstance(record.get("key"), str)]
+
+
+def forget_failures() -> int:
+    """Remove what earlier processes left of plugins that failed, crashed or hung; returns how many records."""
+    gone, failed = left_over_marks(), records(FAILURES)
+    for record in gone:
+        remove(_MARKS, record["key"])
+    for record in failed:
+        remove(FAILURES, record["key"])
+    return len(gone) + len(failed)
+
+
+def left_over_marks() -> list[dict[str, Any]]:
+    """The marks of processes that are gone, or that were given up on."""
+    return [record for record in records(_MARKS) if is_left_over(record)]
+
+
+# Marks: records that stand while something runs that may end the process.
+
+_lock = forks.Lock()
+_running: dict[str, int] = {}
+
+
+@contextlib.contextmanager
+def crash_mark(key: str, **about: Any) -> Iterator[None]:
+    """Leave a mark on disk while the block runs; if the process dies inside, the mark stays for `crashed`."""
+    set_mark(key, **about)
+    try:
+        yield
+    finally:
+        clear_mark(key)
+
+
+def set_mark(key: str, **about: Any) -> None:
+    """Leave a mark; ``about`` says what runs, for whoever lists the marks."""
+    with _lock:
+        _running[key] = _running.get(key, 0) + 1
+        if _running[key] == 1:
+            write(_MARKS, key, pid=os.getpid(), started=_own_start(os.getpid()), since=time.time(), **about)
+
+
+def amend_mark(key: str, **changes: Any) -> None:
+    """Say more in a mark of this process, e.g. ``ended``: why it stays although the process goes on."""
+    with _lock:
+        found = read(_MARKS, key)
+        if found is not None and found.get("pid") == os.getpid():
+            write(_MARKS, **{**found, **changes})
+
+
+def clear_mark(key: str) -> None:
+    """Take a mark of this process away; one that says how it ``ended`` stays."""
+    with _lock:
+        count = _running.get(key, 0) - 1
+        if count > 0:
+            _running[key] = count
+            return
+        _running.pop(key, None)
+        found = read(_MARKS, key)
+        if found is None or (found.get("pid") == os.getpid() and not found.get("ended")):
+            remove(_MARKS, key)
+
+
+def clear_own_marks() -> None:
+    """Take every mark of this process away, because it ends in an orderly way; those of what hangs stay."""
+    for key in list(_running):
+        hung = (read(_MARKS, key) or {}).get("hung")
+        if hung:
+            amend_mark(key, ended=hung)
+        _running[key] = 1
+        clear_mark(key)
+
+
+def crashed(key: str) -> bool:
+    """Whether an earlier process died inside ``crash_mark(key)``, or was given up on in it."""
+    mark = read(_MARKS, key)
+    return mark is not None and is_left_over(mark)
+
+
+def left_over(key: str) -> str:
+    """What became of an earlier process inside ``crash_mark(key)``, as a verb; empty where nothing did."""
+    mark = read(_MARKS, key)
+    if mark is None or not is_left_over(mark):
+        return ""
+    ended = mark.get("ended") or mark.get("hung")
+    return ended if isinstance(ended, str) else "ended an earlier process"
+
+
+def is_left_over(mark: dict[str, Any]) -> bool:
+    """Whether a mark is that of a process that is gone, or of one that was given up on."""
+    if mark.get("ended"):
+        return True
+    pid = mark.get("pid")
+    if not isinstance(pid, int) or not 0 < pid <= _LARGEST_PID:
+        return False
+    # In a container every run may have the same pid: a mark of ours that we did not set is that of an earlier one.
+    if pid == os.getpid():
+        return mark["key"] not in _running
+    return not _alive(pid, mark.get("started"))
+
+
+def _alive(pid: int, started: object) -> bool:
+    if os.name == "nt":  # there os.kill(pid, 0) is no question: it ends the process
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    # Another process may have got the pid since.
+    return not isinstance(started, str) or _start_of(pid) in ("", started)
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, in ticks since boot, where the kernel tells; empty elsewhere."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        return text.rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+_own_start = lru_cache(maxsize=1)(_start_of)
+
+atexit.register(clear_own_marks)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)

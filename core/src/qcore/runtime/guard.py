@@ -1,0 +1,305 @@
+"""The guard around each step of a plugin: import, registration, probe, hook, pack, first call.
+
+Whatever a step raises becomes a `StepError`, except for a KeyboardInterrupt, which is the user's. A mark on disk stands
+while it runs, so that a step that ends the process, or hangs until somebody ends it, is not tried by the next one; a
+watchdog names the plugin once a step takes too long; and what a step changes of the process is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol
+
+from ..errors import QcoreWarning
+from . import disk_cache, forks, plain_text, process_state
+
+SECONDS = 10.0
+"""A step that takes longer is named in a warning; who interrupts it then is not bothered by it in the next run."""
+
+FIRST_CALL_SECONDS = 60.0
+"""The same for what may compile a kernel."""
+
+BUILTIN = "torch"
+"""The name of the built-in fallback plugin."""
+
+_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+_POLL = 1.0
+
+
+class Plugin(Protocol):
+    """Whose step it is."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dist(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+
+
+class StepError(Exception):
+    """A step of a plugin raised ``cause``, or gave what it must not; ``reason`` says so in words."""
+
+    def __init__(self, reason: str, cause: BaseException | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.cause = reason, cause
+
+    def describe(self, step: str) -> str:
+        """The reason as a clause about ``step``, e.g. ``"pack raised RuntimeError: no memory"``."""
+        return self.reason if self.cause is None else f"{step} raised {self.reason}"
+
+
+class Step:
+    """One step of one plugin, while it runs."""
+
+    def __init__(self, plugin: Plugin, doing: str, key: str, seconds: float) -> None:
+        self.plugin, self.doing, self.key, self.seconds = plugin, doing, key, seconds
+        self.since = time.monotonic()
+        self.told = False
+
+    @property
+    def took(self) -> float:
+        return time.monotonic() - self.since
+
+    def begin(self) -> None:
+        who = {"plugin": self.plugin.name, "dist": self.plugin.dist, "version": self.plugin.version}
+        disk_cache.set_mark(self.key, doing=self.doing, **who)
+
+    def end(self, error: BaseException | None) -> None:
+        if isinstance(error, KeyboardInterrupt) and self.took >= self.seconds:
+            ended = f"was interrupted after {self.took:.0f} seconds in an earlier process"
+            disk_cache.amend_mark(self.key, ended=ended)
+        disk_cache.clear_mark(self.key)
+        if self.told:
+            note_failure(self.plugin, self.key, f"{self.doing} took {self.took:.0f} seconds", slow=True)
+
+    def tell(self) -> None:
+        """Say that it takes long, and leave it in the mark: whatever ends the process now, this is why."""
+        self.told = True
+        disk_cache.amend_mark(self.key, hung=f"took over {self.seconds:g} seconds in an earlier process")
+        _warn(
+            f"qcore plugin {self.plugin.name!r} ({self.plugin.dist} {self.plugin.version}) is at {self.doing} for over "
+            f"{self.seconds:g} seconds.\nIf you interrupt it, the next run does without; "
+            f"QCORE_DISABLE={self.plugin.name} does so for good."
+        )
+
+
+def note_failure(plugin: Plugin, key: str, text: str, *, slow: bool = False) -> None:
+    """Leave a record for ``qcore doctor`` to list."""
+    about = {"plugin": plugin.name, "dist": plugin.dist, "version": plugin.version, "since": time.time()}
+    disk_cache.write(disk_cache.FAILURES, key, text=text, slow=slow, **about)
+
+
+_passed: set[str] = set()
+_meddlers: set[str] = set()
+_MOST_PASSED = 16384
+
+
+def mark_key(stage: str, plugin: Plugin, what: object = "") -> str:
+    """The key of the mark of a step; ``what`` it is about, e.g. the form of a request."""
+    return f"{stage} {plugin.name} {plugin.dist} {plugin.version}" + (f" {what}" if what else "")
+
+
+def has_passed(key: str, size: str = "", **_: Any) -> bool:
+    """Whether a step of this ``key`` and ``size`` has gone through in this process."""
+    return f"{key} {size}" in _passed
+
+
+@contextmanager
+def guarded(plugin: Plugin, doing: str, key: str, seconds: float | None = None, size: str = "") -> Iterator[None]:
+    """Run a step; what it raises leaves as a `StepError`.
+
+    ``doing``: in words; ``key``: of its mark, see `mark_key`; ``seconds``: until it hangs, default `SECONDS`;
+    ``size``: a step of one key is tried anew for each. What has passed in this process leaves no mark any more.
+    """
+    try:
+        if plugin.name == BUILTIN or (has_passed(key, size) and plugin.name not in _meddlers):
+            yield
+        else:
+            with _watched(Step(plugin, doing, key, SECONDS if seconds is None else seconds)):
+                yield
+            _remember(f"{key} {size}")
+    except (KeyboardInterrupt, StepError):
+        raise
+    except BaseException as error:
+        if error is _foreign.error:
+            raise
+        raise StepError(plain_text.of_error(error), error) from error
+
+
+@contextmanager
+def undone() -> Iterator[None]:
+    """Put back what changes in the process, if a plugin has been seen to change it: for calls that are no steps."""
+    restore = process_state.snapshot() if _meddlers else list
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
+def _watched(step: Step) -> Iterator[None]:
+    error: BaseException | None = None
+    restore = process_state.snapshot()
+    try:
+        step.begin()
+        _watchdog.add(step)
+        with _ending_signals():
+            yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        _watchdog.remove(step)
+        step.end(error)
+        changed = restore()
+        _tell_meddler(step, changed)
+
+
+def _remember(key: str) -> None:
+    if len(_passed) >= _MOST_PASSED:
+        _passed.clear()
+    _passed.add(key)
+
+
+def _tell_meddler(step: Step, changed: list[str]) -> None:
+    names = [name for name in changed if name != process_state.SEED]
+    if changed and step.plugin.name not in _meddlers:
+        _meddlers.add(step.plugin.name)
+        if names:
+            _warn(
+                f"qcore plugin {step.plugin.name!r} ({step.plugin.dist} {step.plugin.version}) changed this process in "
+                f"{step.doing}: {', '.join(names)}.\nIt was put back."
+            )
+
+
+def _warn(text: str) -> None:
+    try:
+        warnings.warn(text, QcoreWarning, stacklevel=3)
+    except QcoreWarning:
+        # Warnings are errors here; raised in a guard or in the watchdog's thread it would hit the wrong one.
+        sys.stderr.write(f"{text}\n")
+
+
+# Signals that end the process: a kernel that happens to run then is not at fault.
+
+
+class _Foreign(threading.local):
+    """The exception that a handler of the user's raised in this thread, which is no plugin's."""
+
+    error: BaseException | None = None
+
+
+_foreign = _Foreign()
+_handlers: dict[int, Any] = {}
+
+
+@contextmanager
+def _ending_signals() -> Iterator[None]:
+    """Take marks away before SIGTERM and SIGHUP do what they would do."""
+    if _handlers or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    for number in _ENDING:
+        handler = signal.getsignal(number)
+        if handler is not None and handler is not signal.SIG_IGN:
+            _handlers[number] = handler
+            signal.signal(number, _end_orderly)
+    try:
+        yield
+    finally:
+        _restore_handlers()
+
+
+def _restore_handlers() -> None:
+    while _handlers:
+        number, handler = _handlers.popitem()
+        signal.signal(number, handler)
+
+
+def _end_orderly(number: int, frame: FrameType | None) -> None:
+    handler = _handlers.get(number, signal.SIG_DFL)
+    if callable(handler):
+        try:
+            handler(number, frame)
+        except BaseException as error:
+            _foreign.error = error
+            raise
+        return
+    disk_cache.clear_own_marks()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _let_signals_end() -> None:
+    """Have signals end the process at once, as without a guard: Python's handlers wait for native code that hangs."""
+    defaults = [number for number, handler in list(_handlers.items()) if handler is signal.SIG_DFL]
+    # Only the main thread may ask Python for it. It sets them anew when the step ends.
+    with contextlib.suppress(Exception):
+        libc = ctypes.CDLL(None)
+        for number in defaults:
+            libc.signal(int(number), 0)
+
+
+# The watchdog.
+
+
+class _Watchdog:
+    """A thread that looks at running steps once a second while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = forks.Lock()
+        self._steps: dict[int, Step] = {}
+        self._thread: threading.Thread | None = None
+
+    def add(self, step: Step) -> None:
+        with self._lock:
+            self._steps[id(step)] = step
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="qcore-watchdog", daemon=True)
+                with contextlib.suppress(RuntimeError):  # at the end of the interpreter no thread can be started
+                    self._thread.start()
+
+    def remove(self, step: Step) -> None:
+        with self._lock:
+            self._steps.pop(id(step), None)
+
+    def forget(self) -> None:
+        """In a forked child, which has none of the threads."""
+        self._steps, self._thread = {}, None
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                running = list(self._steps.values())
+                if not running:
+                    self._thread = None
+                    return
+            for step in running:
+                if not step.told and step.took >= step.seconds:
+                    step.tell()
+                    _let_signals_end()
+            time.sleep(min([_POLL, *(max(0.01, s.seconds - s.took) for s in running if not s.told)]))
+
+
+_watchdog = _Watchdog()
+
+
+def _in_child() -> None:
+    _watchdog.forget()
+    with contextlib.suppress(ValueError):
+        _restore_handlers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

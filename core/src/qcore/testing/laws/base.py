@@ -1,0 +1,253 @@
+"""The laws: what must hold beside right numbers, each under a name of its own.
+
+Some are checked along with every case (`EVERYWHERE`), some once per contract and scheme on a sample of its cases
+(`laws_kernel`), some once per plugin (`laws_plugin`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...contracts import CONTRACTS, Case, Problem
+from ...contracts.base import FLOAT_DTYPES
+from ...contracts.inputs import Draw
+from ...discovery.kernels import Kernel
+from ...discovery.registry import Guarded
+from ...errors import FormatError
+from ...weights.schemes import Scheme
+from ..case_selection import Question
+from ..check import BrokenLawError, first_lines, packed_and_back
+from ..results import Outcome, Result
+from ..target import Target
+
+EVERYWHERE = {
+    "results": "results are within the tolerance of the contract",
+    "raises": "pack, unpack and calls do not raise for what was offered",
+    "pack": "unpack(pack(w)) gives back w, bit for bit",
+    "inputs": "x, bias and packed weight are left as they were",
+    "no-fallback": "the plugin's own kernel does the work, and hands none of it back to qcore",
+    "origin": "kernels come from the plugin and bear its name",
+    "refusals": "what is not served is refused with a reason",
+}
+
+_ORDINARY = (32, 256)
+"""N and K of a weight that a plugin is asked for to see whether it serves a scheme."""
+_PREFERRED = ("rows-17", "3x3", "batched", "k-aligned-16", "rows-1", "1x1", "one")
+
+
+class NotHereError(Exception):
+    """A law that cannot be tried here; the text says why."""
+
+    outcome = Outcome.SKIPPED
+
+
+class RefusedError(NotHereError):
+    """What the law would be tried on is refused by the plugin."""
+
+    outcome = Outcome.REFUSED
+
+
+class InapplicableError(NotHereError):
+    """There is nothing here that the law speaks of; the text says what is missing. Never for lack of trying."""
+
+    outcome = Outcome.INAPPLICABLE
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An offered case of one contract and scheme, ready to run: ``packs`` holds a packed weight per kernel."""
+
+    question: Question
+    here: Problem
+    kernels: Sequence[Kernel]
+    packs: Sequence[dict[str, Tensor]]
+
+
+KernelLaw = Callable[[Target, Sample, Kernel, dict[str, Tensor]], None]
+SchemeLaw = Callable[[Target, Sample], None]
+PluginLaw = Callable[[Target, "Samples"], None]
+
+
+@dataclass(frozen=True)
+class Law:
+    """One law: ``statement`` says what must hold; one of the checks is set. It raises `BrokenLawError` or skips.
+
+    ``sparse``: it is costly, and checked on one scheme per element type and kind of activation.
+    """
+
+    name: str
+    statement: str
+    kernel: KernelLaw | None = None
+    scheme: SchemeLaw | None = None
+    plugin: PluginLaw | None = None
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class LawItem:
+    """A law to be checked on one contract and scheme, or on the plugin as a whole."""
+
+    law: Law
+    contract: str = ""
+    scheme: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.law.name}[{self.contract}-{self.scheme}]" if self.contract else f"{self.law.name}[plugin]"
+
+
+class Samples:
+    """One sample per contract and scheme, found when first asked for."""
+
+    def __init__(self, target: Target, cases: Iterable[Case], seed: int) -> None:
+        self._target, self._seed = target, seed
+        self._families: dict[tuple[str, str], list[Case]] = {}
+        for case in cases:
+            self._families.setdefault((case.contract, case.scheme), []).append(case)
+        self._found: dict[tuple[str, str], Sample | str] = {}
+
+    @property
+    def families(self) -> list[tuple[str, str]]:
+        """Every (contract, scheme) there are cases of."""
+        return list(self._families)
+
+    def get(self, contract: str, scheme: str) -> Sample:
+        """The sample. Raises `RefusedError` where every case is refused, `BrokenLawError` where packing fails."""
+        key = (contract, scheme)
+        if key not in self._found:
+            self._found[key] = self._find(key)
+        found = self._found[key]
+        if isinstance(found, str):
+            raise RefusedError(found)
+        return found
+
+    def served(self, contract: str, scheme: str) -> bool:
+        """Whether the plugin offers a kernel for an ordinary weight, in any dtype; builds no inputs."""
+        if not self._target.available:
+            return False
+        filled = Draw(torch.Generator().manual_seed(0)).fill(Scheme.parse(scheme))
+        asked = partial(CONTRACTS[contract].request_for, filled, self._target.device)
+        with contextlib.suppress(FormatError):
+            return any(self._target.ask(asked(dtype, *_ORDINARY)).kernels for dtype in FLOAT_DTYPES)
+        return False
+
+    def any(self) -> Sample:
+        """A sample of whatever the plugin offers."""
+        for family in self._families:
+            with contextlib.suppress(NotHereError):
+                return self.get(*family)
+        raise NotHereError("the plugin offers no kernel for any case")
+
+    def _find(self, key: tuple[str, str]) -> Sample | str:
+        reason = "there are no cases of it"
+        for case in sorted(self._families.get(key, ()), key=_preference):
+            question = Question(case, self._seed)
+            answer = self._target.ask(question.on(self._target.device).request)
+            if answer.kernels:
+                here = question.on(self._target.device).to(self._target.device)
+                return Sample(question, here, answer.kernels, [packed_and_back(k, here) for k in answer.kernels])
+            reason = answer.reason
+        return f"the plugin refuses it: {reason}"
+
+
+def _preference(case: Case) -> int:
+    shape = case.id.rstrip("]")
+    return next((i for i, name in enumerate(_PREFERRED) if shape.endswith(f"-{name}")), len(_PREFERRED))
+
+
+def law_items(
+    laws: Iterable[Law], families: Iterable[tuple[str, str]], served: Callable[[str, str], bool]
+) -> list[LawItem]:
+    """Every check to be made of these laws; ``served``: whether the plugin serves a contract and scheme.
+
+    A costly law is checked on one scheme of each kind: on the last one that is served, where any is.
+    """
+    families = list(families)
+    kinds: dict[tuple[object, ...], list[tuple[str, str]]] = {}
+    for family in families:
+        kinds.setdefault(_kind(*family), []).append(family)
+    few = [next((f for f in reversed(kind) if served(*f)), kind[-1]) for kind in kinds.values()]
+    items = []
+    for law in laws:
+        chosen = few if law.sparse else families
+        items += [LawItem(law)] if law.plugin else [LawItem(law, *family) for family in chosen]
+    return items
+
+
+def _kind(contract: str, text: str) -> tuple[object, ...]:
+    scheme = Scheme.parse(text)
+    per_token = getattr(scheme.activation, "per_token", None)
+    return (
+        contract,
+        scheme.weight.dtype,
+        type(scheme.activation),
+        per_token,
+        getattr(scheme.activation, "symmetric", None),
+    )
+
+
+def check_law(target: Target, samples: Samples, item: LawItem) -> Result:
+    """The outcome of one check; known gaps are not considered here."""
+    start, outcome, reason = time.perf_counter(), Outcome.PASSED, ""
+    try:
+        _apply(target, samples, item)
+    except NotHereError as skip:
+        outcome, reason = skip.outcome, str(skip)
+    except BrokenLawError as broken:
+        outcome, reason = Outcome.FAILED, broken.fault.text
+    except Guarded as error:  # an accelerator may report an error only when its result is fetched
+        outcome, reason = Outcome.FAILED, f"raised {type(error).__name__}: {first_lines(error)}"
+    seconds = time.perf_counter() - start
+    return Result(item.id, item.law.name, item.contract, item.scheme, outcome, reason, seconds=seconds)
+
+
+def _apply(target: Target, samples: Samples, item: LawItem) -> None:
+    law = item.law
+    if law.plugin is not None:
+        law.plugin(target, samples)
+        return
+    sample = samples.get(item.contract, item.scheme)
+    if law.scheme is not None:
+        law.scheme(target, sample)
+    if law.kernel is not None:
+        _apply_to_kernels(target, sample, law.kernel)
+
+
+def _apply_to_kernels(target: Target, sample: Sample, check: KernelLaw) -> None:
+    """Check every kernel; the law is skipped only where none of them can be tried."""
+    skipped = [
+        _skipped(partial(check, target, sample, *pair)) for pair in zip(sample.kernels, sample.packs, strict=True)
+    ]
+    if skipped and all(skipped):
+        raise next(skip for skip in skipped if skip)
+
+
+def _skipped(check: Callable[[], None]) -> NotHereError | None:
+    try:
+        check()
+    except NotHereError as skip:
+        return skip
+    return None
+
+
+def everywhere(results: Sequence[Result]) -> list[Result]:
+    """What the cases together say about the laws that are checked along with each of them."""
+    ran = [result for result in results if result.outcome in (Outcome.PASSED, Outcome.FAILED, Outcome.GAP)]
+    return [_together(name, ran) for name in EVERYWHERE if results]
+
+
+def _together(law: str, ran: Sequence[Result]) -> Result:
+    if not ran:
+        return Result(f"{law}[every case]", law, "", "", Outcome.REFUSED, "the plugin refuses every case")
+    broken = [result for result in ran if result.outcome is Outcome.FAILED and result.law == law]
+    if not broken:
+        return Result(f"{law}[every case]", law, "", "", Outcome.PASSED)
+    text = f"broken in {len(broken)} of {len(ran)} cases, first in {broken[0].id}: {broken[0].reason}"
+    return Result(f"{law}[every case]", law, "", "", Outcome.FAILED, text)

@@ -1,0 +1,327 @@
+"""Laws on a kernel: fakes, opcheck, compilation, determinism, threads, empty inputs, two devices, the decision."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ... import nn
+from ...contracts import Problem
+from ...discovery.kernels import Kernel
+from ...discovery.registry import Guarded
+from ...resolving.decision import Decision
+from ...resolving.resolver import resolve
+from ...resolving.verification import same_bits
+from ...runtime import settings
+from ...weights.qtensor import QTensor
+from ...weights.schemes import Scheme
+from ..check import BrokenLawError, first_lines, inputs_kept, memory, resized, same_values
+from ..fallback_watch import OwnOps
+from ..target import Target
+from .base import InapplicableError, Law, Sample
+
+_THREADS, _CALLS = 8, 3
+_COMPILED_ROWS = {"linear": (11, 3, 17, 1), "embedding": (11, 3, 17, 1), "conv2d": (11, 3, 7, 1)}
+"""All but a single row share a graph. The first count equals no other size, which dynamo would take for the same one;
+images stay below 16, where torch's own convolutions specialise on the batch."""
+Packed = dict[str, Tensor]
+
+
+def _call(law: str, what: str, kernel: Kernel, here: Problem, packed: Packed) -> Any:
+    with inputs_kept(here, packed, f"{what} "):
+        return _guard(law, what, lambda: kernel(here.x, packed, here.bias, **here.given))
+
+
+def _guard(law: str, what: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Guarded as error:
+        raise BrokenLawError(law, f"{what} raised {type(error).__name__}: {first_lines(error)}") from error
+
+
+def fakes(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """Run under fake tensors: shape, dtype and device must be those of the real result."""
+    from torch._subclasses import FakeTensorMode
+
+    here = sample.here
+    real = _call("fake", f"{kernel.name}", kernel, here, packed)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake_here = replace(
+            here, x=mode.from_tensor(here.x), bias=_faked(mode, here.bias), given=_all_faked(mode, here.given)
+        )
+        fakes = _all_faked(mode, packed)
+        call = partial(kernel, fake_here.x, fakes, fake_here.bias, **fake_here.given)
+        fake = _guard("fake", f"{kernel.name} under fake tensors", call)
+    for what in ("shape", "dtype", "device"):
+        mine, true = getattr(fake, what), getattr(real, what)
+        if mine != true:
+            raise BrokenLawError("fake", f"{kernel.name}: its fake says {what} {mine}, the real result has {true}")
+
+
+def _faked(mode: Any, tensor: Tensor | None) -> Any:
+    return None if tensor is None else mode.from_tensor(tensor)
+
+
+def _all_faked(mode: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def opcheck(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """`torch.library.opcheck` for every op that the kernel calls and torch does not own."""
+    with OwnOps() as seen:
+        _call("opcheck", kernel.name, kernel, sample.here, packed)
+    if not seen.calls:
+        raise InapplicableError(f"{kernel.name} calls no op of its own, only torch's")
+    _check_ops("opcheck", kernel, seen)
+
+
+def _check_ops(law: str, kernel: Kernel, seen: OwnOps) -> None:
+    for op, (args, kwargs) in seen.calls.items():
+        # It reads the storage of its arguments, which oneDNN's packed weights do not have.
+        if not any(isinstance(arg, Tensor) and arg.layout is not torch.strided for arg in tree_leaves(args)):
+            _guard(law, f"{kernel.name}: opcheck of {op}", partial(torch.library.opcheck, op, args, kwargs))
+
+
+def compiles(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """One graph without breaks serves any number of rows; 1 row may have one of its own."""
+    graphs: set[Any] = set()
+    seen = OwnOps()
+    call = _compiled(kernel, packed, sample.here.bias, graphs, seen)
+    for rows in _COMPILED_ROWS[sample.here.request.contract]:
+        problem = resized(sample.question.on(target.device), rows)
+        here = problem.to(target.device)
+        what = f"{kernel.name}: torch.compile(fullgraph=True, dynamic=True) with {rows} rows"
+        with inputs_kept(here, packed, f"{what} "):
+            result = _guard("compile", what, partial(call, here.x, here.given))
+        verdict = sample.question.contract.judge(problem, result)
+        if not verdict.ok:
+            raise BrokenLawError("compile", f"{what} gave a wrong result: {verdict.message}")
+        if rows > 1 and len(graphs) > 1:
+            raise BrokenLawError("compile", f"{what} took a graph of its own; one must serve any number of rows")
+    # A kernel may call an op only where it is traced.
+    _check_ops("compile", kernel, seen)
+
+
+def _compiled(
+    kernel: Kernel, packed: Packed, bias: Tensor | None, graphs: set[Any], seen: OwnOps
+) -> Callable[..., Tensor]:
+    from torch._dynamo import lookup_backend, reset
+    from torch._guards import CompileContext
+
+    reset()
+    eager = lookup_backend("aot_eager")
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        # Dynamo may take more than one attempt at a graph: those carry the same number.
+        identity = CompileContext.current_compile_id()
+        graphs.add(identity.frame_compile_id if identity else len(graphs))
+        return seen.watching(eager(graph, inputs))
+
+    def call(x: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return kernel(x, packed, bias, **given)
+
+    return torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+
+
+def deterministic(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """The same input gives the same bits."""
+    first, second = (_call("determinism", kernel.name, kernel, sample.here, packed) for _ in range(2))
+    if not same_bits(first, second):
+        raise BrokenLawError(
+            "determinism", f"{kernel.name}: two calls with the same input differ in {_differing(first, second)}"
+        )
+
+
+def _differing(a: Tensor, b: Tensor) -> str:
+    return f"{int((a.cpu() != b.cpu()).sum())} of {a.numel()} elements"
+
+
+def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """Eight threads share the kernel and its packed weight."""
+    alone = _call("threads", kernel.name, kernel, sample.here, packed)
+    start = threading.Barrier(_THREADS)
+    found: list[Tensor | BaseException] = []
+
+    def work() -> None:
+        with torch.no_grad():  # grad mode is a thread's own
+            start.wait()
+            try:
+                found.extend(
+                    kernel(sample.here.x, packed, sample.here.bias, **sample.here.given) for _ in range(_CALLS)
+                )
+            except Guarded as error:
+                found.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(_THREADS)]
+    with inputs_kept(sample.here, packed, f"{kernel.name} "):
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    for result in found:
+        if isinstance(result, BaseException):
+            raise BrokenLawError(
+                "threads", f"{kernel.name}: in {_THREADS} threads it raised {type(result).__name__}: {result}"
+            )
+        if not same_bits(result, alone):
+            raise BrokenLawError(
+                "threads", f"{kernel.name}: a result from one of {_THREADS} threads differs from one alone"
+            )
+
+
+def empty(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """An x without rows gives a result without rows."""
+    problem = resized(sample.question.on(target.device), 0)
+    result = _call("empty", f"{kernel.name} with no rows", kernel, problem.to(target.device), packed)
+    verdict = sample.question.contract.judge(problem, result)
+    if not verdict.ok:
+        raise BrokenLawError("empty", f"{kernel.name} with no rows: {verdict.message}")
+
+
+_CALLS_KEPT = 4
+"""Calls whose results are all kept: a kernel that takes turns between two buffers is found out, too."""
+
+
+def own_results(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """Each result is memory of its own: no part of an input, and no later call writes to it."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    for turn in range(_CALLS_KEPT):
+        here = replace(sample.here, x=sample.here.x.roll(turn, 0) if sample.here.x.dim() else sample.here.x)
+        result = _call("outputs", kernel.name, kernel, here, packed)
+        shared = _shared_with(result, {"x": here.x, "bias": here.bias, **packed})
+        if shared:
+            raise BrokenLawError("outputs", f"{kernel.name}: its result lies in the memory of {shared}")
+        kept.append((result, result.clone()))
+    if any(not same_values(result, before) for result, before in kept):
+        raise BrokenLawError("outputs", f"{kernel.name}: a later call changed the result of an earlier one")
+    if any(_shared_with(result, {"another": other}) for (result, _), (other, _) in combinations(kept, 2)):
+        raise BrokenLawError("outputs", f"{kernel.name}: two calls gave the same memory")
+
+
+def _shared_with(result: Tensor, others: Mapping[str, Tensor | None]) -> str:
+    """The first of ``others`` that lies in the same memory as ``result``; empty where none does."""
+    mine = _address(result)
+    return next((name for name, other in others.items() if other is not None and mine == _address(other)), "")
+
+
+def _address(tensor: Tensor) -> object:
+    """Where a tensor's memory begins; where torch cannot say, something equal to nothing else."""
+    try:
+        return (tensor.device, tensor.untyped_storage().data_ptr() or object())
+    except (RuntimeError, NotImplementedError):
+        return object()
+
+
+def strides(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """However x lies in memory, expanded or inside of another tensor, the result is right and x is left as it was."""
+    plain = sample.question.on(target.device)
+    for how, x in _strided(plain.x):
+        problem, here = replace(plain, x=x), replace(sample.here, x=_moved(x, target.device))
+        result = _call("strides", f"{kernel.name} with x {how}", kernel, here, packed)
+        verdict = sample.question.contract.judge(problem, result)
+        if not verdict.ok:
+            raise BrokenLawError("strides", f"{kernel.name} with x {how}: {verdict.message}")
+
+
+def _strided(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """X in other places of memory, and one row of it expanded to all."""
+    yield "one row expanded", x[:1].expand(x.shape)
+    yield "every other element", torch.stack((x, x), dim=-1)[..., 0]
+    yield "transposed", x.transpose(0, -1).contiguous().transpose(0, -1)
+    # Whoever reads beside x gets numbers that show.
+    around = torch.full([size + 2 for size in x.shape], 77, dtype=x.dtype)
+    inside = around[tuple(slice(1, -1) for _ in x.shape)]
+    yield "inside of a larger tensor", inside.copy_(x)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on ``device`` of all the memory that x views a part of, and the same view of it."""
+    return memory(x).clone().view(x.dtype).to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _packed_call(kernel: Kernel, here: Problem) -> Tensor:
+    return kernel(here.x, kernel.pack(here.weight), here.bias, **here.given)
+
+
+def two_devices(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """With two devices of a kind, each gives its own result while the other one is current."""
+    del packed
+    kind = target.device.type
+    if kind == "cpu" or not torch.accelerator.is_available() or torch.accelerator.device_count() < 2:
+        raise InapplicableError(f"there is only one {kind} device")
+    second = torch.device(kind, 1 - (target.device.index or 0))
+    problem = sample.question.on(second)
+    here = problem.to(second)
+    answer = target.ask(problem.request)
+    for other in answer.kernels:
+        result = _guard(
+            "devices",
+            f"{other.name} on {second}",
+            partial(_packed_call, other, here),
+        )
+        verdict = sample.question.judge(problem, result)
+        if not verdict.ok or result.device != second:
+            raise BrokenLawError("devices", f"{kernel.name} on {second}: on {result.device}, {verdict.message}")
+
+
+def decided(target: Target, sample: Sample) -> None:
+    """Asked for by name, the plugin serves a module: the decision says so after the first call, the result is right."""
+    here = sample.here
+    with settings.using(target.name, verify="always"):
+        if here.given:  # per-token parameters come with each call: modules do not take them
+            _expect(target, _guard("decision", "resolving", lambda: resolve(here.request)))
+            return
+        module = _guard("decision", "making a module", lambda: _module(here))
+        with inputs_kept(here, {}, "the module "):
+            result = _guard("decision", "calling the module", lambda: module(here.x))
+    _expect(target, module.decision)
+    verdict = sample.question.judge(here, result)
+    if not verdict.ok:
+        raise BrokenLawError("decision", f"the module gave a wrong result: {verdict.message}")
+
+
+def _expect(target: Target, decision: Decision) -> None:
+    if decision.plugin != target.name:
+        rows = [f"{c.kernel or c.plugin} {c.stage}: {c.reason}" for c in decision.candidates if c.plugin == target.name]
+        raise BrokenLawError(
+            "decision", f"{decision.plugin or 'nobody'} served instead of {target.name}: {'; '.join(rows)}"
+        )
+
+
+def _module(here: Problem) -> Any:
+    request, weight = here.request, QTensor(**{**vars(here.weight), "quantizer": None})
+    if request.contract == "embedding":
+        return nn.QuantizedEmbedding.from_qtensor(weight, dtype=request.out_dtype)
+    scheme = Scheme(weight.format, "", request.activation, request.output)
+    if request.contract == "linear":
+        return nn.QuantizedLinear.from_qtensor(weight, here.bias, scheme, dtype=request.x_dtype)
+    names = ("in_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+    geometry = {name: getattr(request, name) for name in names}
+    return nn.QuantizedConv2d.from_qtensor(weight, here.bias, scheme, dtype=request.x_dtype, **geometry)
+
+
+LAWS = (
+    Law("decision", "asked for by name, the plugin serves a module, and the decision says so", scheme=decided),
+    Law("fake", "under fake tensors, shape, dtype and device are those of the real result", kernel=fakes),
+    Law("opcheck", "torch.library.opcheck passes for the plugin's own ops", kernel=opcheck),
+    Law(
+        "compile",
+        "torch.compile(fullgraph=True, dynamic=True): one graph serves any number of rows",
+        kernel=compiles,
+        sparse=True,
+    ),
+    Law("determinism", "the same input gives the same bits", kernel=deterministic),
+    Law("threads", "eight threads share a kernel and get equal results", kernel=threads),
+    Law("outputs", "each result is memory of its own, which no later call changes", kernel=own_results),
+    Law("strides", "x may have any strides, and its memory is left as it was", kernel=strides),
+    Law("empty", "an x without rows gives a result without rows", kernel=empty),
+    Law("devices", "two devices of a kind each give right results", kernel=two_devices),
+)

@@ -1,0 +1,182 @@
+"""The law ``large``: a kernel is right at the sizes of real layers, not only on the small problems of the cases.
+
+The reference is computed for some rows and columns of a result: see `qcore.contracts.sampling`.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...contracts import CONTRACTS, Problem, sampled
+from ...contracts.inputs import Draw, Shape
+from ...discovery.kernels import Kernel, Packed
+from ...weights.schemes import Scheme
+from ..check import BrokenLawError, first_lines, packed_and_back, run_watched, same_values
+from ..target import Target
+from .base import Law, RefusedError, Sample
+
+ROWS = (17, 1, 256)
+"""Rows of x (a tenth as many images): few, one as in decoding, and many as in a prompt."""
+_LONG, _SHORT = (4096, 4000, 3584, 3072), (1024, 1040, 1280, 1536)
+"""N and K of a weight are one of each: wide, then deep."""
+_NARROW = (1040, 64)
+"""N and K on which a kernel is timed first: an interpreter, for which a real layer takes minutes, is left at these."""
+_TOO_LONG = 20.0
+"""Seconds that a call on a real layer may take, by what it takes on a narrow one."""
+_ENOUGH = 5.0
+"""Seconds after which a slow device has shown what it can: no more rows are tried."""
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A layer: its dtype, N, K, and for a convolution the side of its kernel."""
+
+    dtype: torch.dtype
+    n: int
+    k: int
+    side: int
+
+
+def _sizes(draw: Draw) -> tuple[_Size, ...]:
+    """Three layers: the dtype that people run first, then the others."""
+
+    def pick(sizes: tuple[int, ...]) -> int:
+        return sizes[int(draw.whole(0, len(sizes) - 1))]
+
+    return (
+        _Size(torch.bfloat16, pick(_LONG), pick(_SHORT), 3),
+        _Size(torch.float32, pick(_SHORT), pick(_LONG), 1),
+        _Size(torch.float16, pick(_LONG) + 1, pick(_SHORT), 3),
+    )
+
+
+def large(target: Target, sample: Sample) -> None:
+    """Every kernel that is offered for layers of ordinary size is right on them, twice, and leaves its inputs alone."""
+    case, start = sample.question.case, time.perf_counter()
+    scheme = Scheme.parse(case.scheme)
+    draw = Draw(torch.Generator().manual_seed(zlib.crc32(f"{sample.question.seed} large {case.id}".encode())))
+    refused, tried = "", 0
+    for size in _sizes(draw):
+        build = partial(_BUILD[case.contract], draw, draw.fill(scheme), target.device)
+        problem, narrow = build(size), build(replace(size, n=_NARROW[0], k=_NARROW[1]))
+        answer = target.ask(problem.request)
+        refused = answer.reason or refused
+        timed = {kernel.name: kernel for kernel in target.ask(narrow.request).kernels}
+        for kernel in answer.kernels:
+            small = _packed(target, timed[kernel.name], narrow) if kernel.name in timed else None
+            _try(_packed(target, kernel, problem), small, draw.generator, until=start + _ENOUGH)
+            tried += 1
+        if time.perf_counter() > start + _ENOUGH:
+            break
+    if not tried:
+        raise RefusedError(f"the plugin refuses layers of ordinary size: {refused}")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A kernel with a problem and the packed weight of it."""
+
+    target: Target
+    kernel: Kernel
+    problem: Problem
+    packed: Packed
+
+    @property
+    def size(self) -> str:
+        return f"{self.problem.request.n} x {self.problem.request.k}"
+
+
+def _packed(target: Target, kernel: Kernel, problem: Problem) -> _Layer:
+    here = problem.to(target.device)
+    try:
+        return _Layer(target, kernel, here, packed_and_back(kernel, here))
+    except BrokenLawError as broken:
+        size = f"{problem.request.n} x {problem.request.k}"
+        raise BrokenLawError("large", f"{kernel.name} with a weight of {size}: {broken.fault.text}") from broken
+
+
+def _try(layer: _Layer, narrow: _Layer | None, generator: torch.Generator, until: float) -> None:
+    for rows in ROWS:
+        tried = narrow if narrow is not None and _takes_too_long(narrow, layer, rows) else layer
+        here, other = _rows(tried.problem, 0, rows), _rows(tried.problem, -rows, None)
+        dtype = tried.problem.request.out_dtype
+        what = f"{tried.kernel.name} with a weight of {tried.size} and {len(here.x)} rows in {dtype}"
+        try:
+            _check(tried, here, other, generator)
+        except BrokenLawError as broken:
+            raise BrokenLawError("large", f"{what}: {first_lines(broken)}") from broken
+        if time.perf_counter() > until:
+            return
+
+
+def _takes_too_long(narrow: _Layer, layer: _Layer, rows: int) -> bool:
+    """Whether a call on a real layer would take too long, by the time of one on a narrow layer."""
+    here, more = _rows(narrow.problem, 0, rows), layer.problem.weight.numel() / narrow.problem.weight.numel()
+    for _ in range(2):  # the first may compile
+        start = time.perf_counter()
+        narrow.kernel(here.x, narrow.packed, here.bias, **here.given).cpu()
+        seconds = time.perf_counter() - start
+        if seconds * more < _TOO_LONG:
+            return False
+    return True
+
+
+def _check(layer: _Layer, here: Problem, other: Problem, generator: torch.Generator) -> None:
+    """The result for ``here`` is right, and stays so when the kernel runs on ``other``, of the same shape."""
+    result = run_watched(layer.target, layer.kernel, here, layer.packed)
+    kept = result.clone() if isinstance(result, Tensor) else result
+    verdict = sampled(here, kept, generator)
+    if not verdict.ok:
+        raise BrokenLawError("results", f"wrong in the rows and columns sampled: {verdict.message}")
+    run_watched(layer.target, layer.kernel, other, layer.packed)
+    if not same_values(result, kept):
+        raise BrokenLawError("outputs", "a later call changed the result of an earlier one")
+
+
+def _rows(problem: Problem, start: int, stop: int | None) -> Problem:
+    given = {name: value[start:stop].contiguous() for name, value in problem.given.items()}
+    return replace(problem, x=problem.x[start:stop].contiguous(), given=given)
+
+
+def _linear(draw: Draw, scheme: Scheme, device: torch.device, size: _Size) -> Problem:
+    request = CONTRACTS["linear"].request_for(scheme, device, size.dtype, size.n, size.k)
+    shape = Shape("large", (max(ROWS),), size.n, size.k, "same", weights="codes")
+    return draw.linear(replace(request, bias=True), shape, dtype=size.dtype)
+
+
+def _embedding(draw: Draw, scheme: Scheme, device: torch.device, size: _Size) -> Problem:
+    request = CONTRACTS["embedding"].request_for(scheme, device, size.dtype, 4 * size.n, size.k // 2)
+    weight = draw.weight(request.n, request.k, request.weight, "codes")
+    return Problem(request, draw.whole(0, request.n - 1, max(ROWS)), weight)
+
+
+def _conv2d(draw: Draw, scheme: Scheme, device: torch.device, size: _Size) -> Problem:
+    channels, side = size.k // 8, size.side
+    request = CONTRACTS["conv2d"].request_for(scheme, device, size.dtype, size.n // 16, channels)
+    request = replace(request, kernel_size=(side, side), padding=(side // 2, side // 2), stride=(side, side), bias=True)
+    x = draw.activations((max(ROWS) // 32, channels, 28, 31), request.x_dtype, "normal", "dense")
+    weight = draw.weight(request.n, request.k, request.weight, "codes")
+    return Problem(request, x, weight, draw.bias(request.n, "same", size.dtype))
+
+
+_BUILD: dict[str, Callable[[Draw, Scheme, torch.device, _Size], Problem]] = {
+    "linear": _linear,
+    "embedding": _embedding,
+    "conv2d": _conv2d,
+}
+
+LAWS = (
+    Law(
+        "large",
+        "at the sizes of real layers, the rows and columns sampled are right",
+        scheme=large,
+        sparse=True,
+    ),
+)

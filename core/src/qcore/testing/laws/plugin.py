@@ -1,0 +1,220 @@
+"""Laws on a plugin as a whole: discovery, hooks, formats, unusual requests, a broken neighbour."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...contracts import CONTRACTS, CONV2D, LinearRequest
+from ...contracts.inputs import Draw
+from ...discovery import hookspecs
+from ...discovery.hookspecs import hookimpl
+from ...discovery.kernels import Available
+from ...discovery.registry import registry
+from ...errors import FormatError
+from ...formats import Format, ZeroPoint
+from ...resolving.resolver import resolve
+from ...resolving.verification import difference, run_check
+from ...runtime import settings
+from ...weights.schemes import Scheme
+from ..check import BrokenLawError
+from ..layouts import layout_fault, layouts_of
+from ..preflight import HEAVY
+from ..target import Target
+from .base import InapplicableError, Law, NotHereError, RefusedError, Sample, Samples
+
+_DEVICE_LIBRARIES = (
+    "libOpenCL", "libamdhip", "libcublas", "libcuda", "libcudart", "libhsa", "libnvrtc", "libpjrt", "libsycl", "libtpu",
+    "libur_loader", "libvulkan", "libze_loader",
+)  # fmt: skip
+
+
+def light(target: Target, _samples: Samples) -> None:
+    """Importing the entry point imports no device's stack and loads no native library."""
+    flight = target.preflight
+    if flight.skipped:
+        raise InapplicableError(flight.skipped)
+    if flight.error or flight.died:
+        raise BrokenLawError("discovery", flight.error or flight.died)
+    heavy = sorted(set(flight.modules) & set(HEAVY))
+    if heavy:
+        raise BrokenLawError(
+            "discovery", f"importing the entry point imports {', '.join(heavy)}; import inside the kernel instead"
+        )
+    native = [path for path in flight.libraries if _is_native(path, flight.home)]
+    if native:
+        raise BrokenLawError(
+            "discovery", f"importing the entry point loads {', '.join(native)}; load it at the first call instead"
+        )
+
+
+def _is_native(path: str, home: str) -> bool:
+    return Path(path).name.startswith(_DEVICE_LIBRARIES) or bool(home and path.startswith(home))
+
+
+def hooks(target: Target, _samples: Samples) -> None:
+    """Every function that is named like a hook is one, spelt right and marked."""
+    known = [name for name in dir(hookspecs) if name.startswith("qcore_")]
+    for name, value in inspect.getmembers(target.plugin, inspect.isroutine):
+        if hasattr(value, "qcore_impl") or getattr(value, "__module__", None) != getattr(
+            target.plugin, "__name__", None
+        ):
+            continue
+        if name in known:
+            raise BrokenLawError("hooks", f"{name} is not marked with @qcore.hookimpl, so it is never called")
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
+            raise BrokenLawError("hooks", f"{name} looks like the hook {close[0]}, misspelt and unmarked")
+
+
+def offers(_target: Target, samples: Samples) -> None:
+    """The plugin serves something."""
+    try:
+        samples.any()
+    except NotHereError as nothing:
+        raise BrokenLawError("offers", f"{nothing}; a plugin that is available serves something") from nothing
+
+
+_SIZES = ((3, 5), (20, 77), (16, 168), (32, 256))
+"""N and K: less than a byte of columns, an odd K, a ragged last group, whole groups; convolutions take every other."""
+
+
+def formats(plugin: str) -> Iterator[Format]:
+    """Every combination of element type, group size, zero point and layout that a plugin answers for."""
+    for layout in layouts_of(plugin).values():
+        for dtype in layout.dtypes:
+            for group in (None, 7, 32, 128):
+                yield from (Format(dtype, group, zero, layout) for zero in ZeroPoint)  # type: ignore[arg-type]
+
+
+def every_format(target: Target, _samples: Samples) -> None:
+    """Layouts keep their codes; what is offered packs without loss, also at odd K, ragged groups and extreme codes."""
+    for layout in layouts_of(target.name).values():
+        if fault := layout_fault(layout, target.device):
+            raise BrokenLawError("formats", fault)
+    tried = 0
+    for contract in CONTRACTS.values():
+        for fmt in formats(target.name):
+            for n, k in _SIZES[:: 2 if contract is CONV2D else 1]:
+                request = contract.request_for(Scheme(fmt), target.device, torch.float32, n, k)
+                tried += _try_request(target, request, "formats")
+    if not tried:
+        raise RefusedError("the plugin refuses every format")
+
+
+def _try_request(target: Target, request: Any, law: str) -> int:
+    """Try what is offered for a request; returns how many kernels that was."""
+    answer = target.ask(request)
+    what = f"{request.contract} {request.weight} n={request.n} k={request.k} to {request.out_dtype}"
+    if answer.broken:
+        raise BrokenLawError(law, f"{what}: {answer.reason}")
+    try:
+        extreme = Draw(torch.Generator().manual_seed(7)).weight(request.n, request.k, request.weight, "codes")
+    except FormatError:  # the layout does not hold this size
+        return 0
+    if request.device.type == "meta":
+        return 0
+    for kernel in answer.kernels:
+        weight = extreme.to(target.device)
+        lost = difference(kernel.unpack(kernel.pack(weight)), weight)
+        if lost:
+            raise BrokenLawError(law, f"{kernel.name}, {what}: unpack(pack(w)) is not w: {lost}")
+        checked = run_check(kernel, request)
+        if not checked.ok:
+            raise BrokenLawError(law, f"{kernel.name}, {what}: {checked.reason}")
+    return len(answer.kernels)
+
+
+def unusual(target: Target, _samples: Samples) -> None:
+    """Unusual requests are refused with a reason, or served right."""
+    for text in ("w4a16-g32", "w8a16", "w8a8", "w4a8-g32-asym"):
+        scheme = Scheme.parse(text)
+        plain: LinearRequest = CONTRACTS["linear"].request_for(scheme, target.device, torch.bfloat16, 24, 96)
+        for request in (
+            replace(plain, out_dtype=torch.float32),
+            replace(plain, x_dtype=torch.float64, out_dtype=torch.float64),
+            replace(plain, training=True),
+            replace(plain, rows=1),
+            replace(plain, n=1, k=1),
+            replace(plain, device=torch.device("meta")),
+        ):
+            _try_request(target, request, "requests")
+
+
+class _Raising:
+    """A neighbour whose every answer is an accident."""
+
+    @hookimpl
+    def qcore_probe(self) -> Available:
+        return Available("nothing")
+
+    @hookimpl
+    def qcore_linear(self) -> Any:
+        raise RuntimeError("this plugin raises on purpose")
+
+    @hookimpl
+    def qcore_conv2d(self) -> Any:
+        sys.exit(3)
+
+    @hookimpl
+    def qcore_embedding(self) -> Any:
+        return None
+
+
+class _Empty:
+    """A neighbour that cannot be registered: it has no hooks."""
+
+
+def neighbour(target: Target, samples: Samples) -> None:
+    """Beside broken plugins this one is still chosen."""
+    found = [sample for contract in CONTRACTS for sample in itertools.islice(_offered(samples, contract), 1)]
+    if not found:
+        raise RefusedError("the plugin refuses every case")
+    with _beside({"qcore-kit-raising": _Raising(), "qcore-kit-empty": _Empty()}), settings.using(target.name):
+        for sample in found:
+            contract = sample.here.request.contract
+            decision = resolve(sample.here.request)
+            if decision.plugin != target.name:
+                raise BrokenLawError(
+                    "neighbour", f"beside a broken plugin, {decision.plugin} served {contract}:\n{decision}"
+                )
+
+
+def _offered(samples: Samples, contract: str) -> Iterator[Sample]:
+    for family in samples.families:
+        if family[0] == contract:
+            with contextlib.suppress(NotHereError):
+                yield samples.get(*family)
+
+
+@contextlib.contextmanager
+def _beside(plugins: dict[str, Any]) -> Iterator[None]:
+    for name, plugin in plugins.items():
+        registry.add(name, plugin)
+    try:
+        yield
+    finally:
+        for name in plugins:
+            registry.remove(name)
+
+
+LAWS = (
+    Law("discovery", "importing the entry point imports no device's stack and loads no native library", plugin=light),
+    Law("hooks", "every function that is named like a hook is one", plugin=hooks),
+    Law("offers", "the plugin serves something", plugin=offers),
+    Law(
+        "formats",
+        "layouts keep their codes; every format that is offered packs without loss and computes right",
+        plugin=every_format,
+    ),
+    Law("requests", "unusual requests are refused with a reason, or served right", plugin=unusual),
+    Law("neighbour", "beside broken plugins this one is still chosen", plugin=neighbour),
+)

@@ -1,0 +1,131 @@
+"""Activation and output quantization: how ``x`` becomes int8 codes, and how a result does.
+
+A code ``q`` with scale ``s`` and zero point ``z`` means ``s * (q - z)``. Everything is computed in float32 and rounds
+half to even; "per token" means one scale per row of the last dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+INT8_MIN, INT8_MAX = -128, 127
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class DynamicInt8:
+    """Activations are quantized per token at run time.
+
+    ``symmetric``: ``s = max|x| / 127``, ``z = 0``. Otherwise ``s = (max(x, 0) - min(x, 0)) / 255`` and
+    ``z = round(-128 - min/s)``. A row of zeros gets ``s = 1`` and code ``z``.
+    """
+
+    symmetric: bool = True
+
+
+@dataclass(frozen=True)
+class _GivenInt8:
+    scale: float | None = None
+    zero_point: int = 0
+    per_token: bool = False
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        if self.per_token and self.scale is not None:
+            raise FormatError(f"{kind}: per-token scales are tensors, given with each call; leave scale out.")
+        if self.scale is None and self.zero_point != 0:
+            raise FormatError(f"{kind}: zero_point {self.zero_point!r} needs a scale; give both numbers or neither.")
+        if self.scale is not None:
+            # Plain numbers, so that equality, hashing and the text form see the same value.
+            object.__setattr__(self, "scale", float(self.scale))
+            if not _SMALLEST <= self.scale <= _LARGEST:
+                raise FormatError(f"{kind}: scale is {self.scale!r}; it must be positive and finite in float32.")
+        if self.zero_point != int(self.zero_point) or not INT8_MIN <= int(self.zero_point) <= INT8_MAX:
+            raise FormatError(
+                f"{kind}: zero_point is {self.zero_point!r}; it must be a whole number in {INT8_MIN}..{INT8_MAX}."
+            )
+        object.__setattr__(self, "zero_point", int(self.zero_point))
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the numbers are known: a scale is set, or they come per token with each call."""
+        return self.per_token or self.scale is not None
+
+    def blank(self) -> Self:
+        """The same kind without its numbers."""
+        return replace(self, scale=None, zero_point=0)
+
+
+@dataclass(frozen=True)
+class StaticInt8(_GivenInt8):
+    """Activations are quantized with given parameters: ``q = clamp(round(x / scale) + zero_point, -128, 127)``.
+
+    ``scale`` None means "to be calibrated". ``per_token``: one scale and zero point per token, passed with each call
+    as tensors of shape ``(tokens,)``. An x of dtype int8 is taken as codes already.
+    """
+
+
+@dataclass(frozen=True)
+class OutputInt8(_GivenInt8):
+    """Results are requantized to int8: ``clamp(round(y / scale) + zero_point, -128, 127)``; see `StaticInt8`."""
+
+
+Activation = DynamicInt8 | StaticInt8
+
+
+def given_numbers(part: Activation | OutputInt8 | None) -> tuple[float | None, int]:
+    """Scale and zero point for a whole tensor, as plain arguments of an op.
+
+    The scale is None where there is no such number: nothing is quantized, or with parameters per token. A request that
+    leaves its numbers open is only asked about, so any will do: it gets 1.
+    """
+    if part is None or isinstance(part, DynamicInt8) or part.per_token:
+        return None, 0
+    return (1.0 if part.scale is None else part.scale), part.zero_point
+
+
+def dynamic_parameters(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Per-token scale, float32 ``(..., 1)``, and zero point, float32 of whole numbers (None if ``symmetric``)."""
+    if not x.shape[-1]:  # nothing to reduce: a row without values is a row of zeros
+        x = x.new_zeros((*x.shape[:-1], 1))
+    if symmetric:
+        scale = x.abs().amax(-1, keepdim=True).float() / INT8_MAX
+        return _usable(scale), None
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    low, high = low.float().clamp_max(0), high.float().clamp_min(0)
+    scale = _usable((high - low) / (INT8_MAX - INT8_MIN))
+    return scale, torch.round(INT8_MIN - low / scale)
+
+
+def _usable(scale: Tensor) -> Tensor:
+    # NaN passes through both: a token that holds NaN must give NaN, not a number.
+    return torch.where(scale == 0, 1.0, scale.clamp_min(_SMALLEST))
+
+
+def quantize_int8(x: Tensor, scale: Tensor | float, zero_point: Tensor | float | None) -> Tensor:
+    """``clamp(round(x / scale) + zero_point, -128, 127)`` as int8; parameters broadcast against x."""
+    codes = torch.round(x.float() / scale)
+    if zero_point is not None:
+        codes = codes + zero_point
+    return codes.clamp(INT8_MIN, INT8_MAX).to(torch.int8)
+
+
+def static_from_range(low: float, high: float) -> tuple[float, int]:
+    """The (scale, zero point) that cover ``[min(low, 0), max(high, 0)]`` with int8 codes.
+
+    Raises `FormatError` for a range that is not finite in float32.
+    """
+    low, high = min(low, 0.0), max(high, 0.0)
+    if not high - low <= _LARGEST:
+        raise FormatError(f"the range {low}..{high} is not finite; activations that hold NaN or Inf have no scale.")
+    scale = max((high - low) / (INT8_MAX - INT8_MIN), _SMALLEST) if high > low else 1.0
+    return scale, max(INT8_MIN, min(INT8_MAX, round(INT8_MIN - low / scale)))

@@ -1,0 +1,346 @@
+"""Weight quantizers: float weight ``(N, K)`` in, `QTensor` out.
+
+"Symmetric int4" means at least four things in the field, so a quantizer has a name and the name is stored:
+
+- ``absmax``: ``s = max|w| / 7`` (int8: ``/ 127``); codes -7..7 (-127..127). Zero NONE.
+- ``absmax_full``: ``s = max(max(w)/7, min(w)/-8)``: the negative end may use -8 (-128). Zero NONE.
+- ``minmax``: ``s = (max - min) / 15`` (``/ 255``) over ``[min(w, 0), max(w, 0)]``; zero INT. For zero FLOAT the
+  range need not hold 0 and ``z = min + 8 s`` (``+ 128 s``).
+- ``mse``: searches, per group, the fraction of the full range that minimises the squared error. Any zero.
+- ``gptq``: groups as ``mse`` finds them, codes column by column, each error made up for by the columns behind it. It
+  needs the second moments of the layer's inputs; see `gptq`. Any zero.
+
+Arithmetic is float32. The scale (and a FLOAT zero) is rounded to its stored dtype before the codes are computed;
+codes round half to even. An all-zero group dequantizes to exact zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError, did_you_mean, quoted
+from ..formats import Format, ZeroPoint
+from ..formats.bits import has_values
+from .gptq import compensate, inverse_factor
+from .qtensor import SCALE_DTYPES, QTensor
+
+_CHUNK_ELEMENTS = 1 << 19
+"""Elements quantized at a time (2 MiB of float32), so that the many passes over a chunk stay in a core's cache."""
+
+_GPTQ_CHUNK_ELEMENTS = 1 << 24
+"""Likewise under ``gptq``, whose passes are over single columns: long ones, or the calls cost more than the work."""
+
+_CLIPS = tuple(1.0 - 0.03 * i for i in range(15))
+"""Fractions of the full range that ``mse`` tries: 1.00, 0.97, ... 0.58."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What a chunk is quantized to."""
+
+    low: int
+    high: int
+    zero: ZeroPoint
+    scale_dtype: torch.dtype
+
+    def round_scale(self, scale: Tensor) -> Tensor:
+        """Round to the stored dtype, floored at its smallest normal so that no code divides by zero."""
+        tiny = torch.finfo(self.scale_dtype).smallest_normal
+        return scale.clamp_min(tiny).to(self.scale_dtype).float()
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Per-group scale and zero, both ``(rows, G, 1)`` float32; ``zero`` is 0 where the format has none."""
+
+    scale: Tensor
+    zero: Tensor
+
+
+_Range = tuple[Tensor, Tensor]
+
+
+def _symmetric(scale: Tensor, target: _Target) -> _Parameters:
+    empty = scale == 0
+    rounded = torch.where(empty, torch.ones_like(scale), target.round_scale(scale))
+    return _Parameters(rounded, torch.zeros_like(rounded))
+
+
+def _affine(low: Tensor, high: Tensor, target: _Target) -> _Parameters:
+    span = high - low
+    scale = torch.where(span == 0, torch.ones_like(span), target.round_scale(span / (target.high - target.low)))
+    if target.zero is ZeroPoint.INT:
+        zero = torch.round(target.low - low / scale).clamp_(target.low, target.high)
+        return _Parameters(scale, zero)
+    # A constant group keeps its value in the zero point, exactly: code 0 then means z.
+    zero = torch.where(span == 0, low, low - target.low * scale)
+    return _Parameters(scale, zero.to(target.scale_dtype).float())
+
+
+def _range(groups: Tensor, zero: ZeroPoint) -> _Range:
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    if zero is ZeroPoint.FLOAT:
+        return low, high
+    return low.clamp_max(0), high.clamp_min(0)
+
+
+def _absmax(span: _Range, target: _Target) -> _Parameters:
+    low, high = span
+    return _symmetric(torch.maximum(-low, high) / target.high, target)
+
+
+def _absmax_full(span: _Range, target: _Target) -> _Parameters:
+    low, high = span
+    return _symmetric(torch.maximum(high / target.high, low / target.low), target)
+
+
+def _minmax(span: _Range, target: _Target) -> _Parameters:
+    return _affine(*span, target)
+
+
+def _codes(groups: Tensor, p: _Parameters, target: _Target, low: int) -> Tensor:
+    """Codes as float32, ``(rows, G, g)``."""
+    if target.zero is ZeroPoint.FLOAT:
+        scaled = (groups - p.zero).div_(p.scale).round_()
+    else:
+        scaled = (groups / p.scale).round_().add_(p.zero)
+    return scaled.clamp_(low, target.high)
+
+
+def _squared_error(groups: Tensor, p: _Parameters, target: _Target) -> Tensor:
+    restored = _restore_(_codes(groups, p, target, target.low), p, target)
+    error: Tensor = torch.linalg.vector_norm(restored.sub_(groups), dim=-1, keepdim=True)
+    return error
+
+
+def _restore_(codes: Tensor, p: _Parameters, target: _Target) -> Tensor:
+    """The values of float32 codes, in place."""
+    if target.zero is ZeroPoint.FLOAT:
+        return codes.mul_(p.scale).add_(p.zero)
+    return codes.sub_(p.zero).mul_(p.scale)
+
+
+def _mse(groups: Tensor, target: _Target) -> _Parameters:
+    low, high = _range(groups, target.zero)
+    best: Tensor | None = None
+    for clip in _CLIPS:
+        shrunk = _shrink(low, high, clip, target)
+        error = _squared_error(groups, shrunk, target)
+        if best is None:
+            best, scale, zero = error, shrunk.scale, shrunk.zero
+        else:
+            better = error < best
+            best = torch.where(better, error, best)
+            scale, zero = torch.where(better, shrunk.scale, scale), torch.where(better, shrunk.zero, zero)
+    return _Parameters(scale, zero)
+
+
+def _shrink(low: Tensor, high: Tensor, clip: float, target: _Target) -> _Parameters:
+    if target.zero is ZeroPoint.NONE:
+        return _absmax_full((low * clip, high * clip), target)
+    if target.zero is ZeroPoint.INT:
+        return _affine(low * clip, high * clip, target)
+    cut = (high - low) * (1 - clip) / 2
+    return _affine(low + cut, high - cut, target)
+
+
+@dataclass(frozen=True)
+class _Quantizer:
+    parameters: Callable[[Tensor, _Target], _Parameters]
+    zeros: tuple[ZeroPoint, ...]
+    full_range: bool = True
+
+
+_SYMMETRIC, _AFFINE = (ZeroPoint.NONE,), (ZeroPoint.INT, ZeroPoint.FLOAT)
+
+_QUANTIZERS: dict[str, _Quantizer] = {
+    "absmax": _Quantizer(lambda groups, t: _absmax(_range(groups, t.zero), t), _SYMMETRIC, full_range=False),
+    "absmax_full": _Quantizer(lambda groups, t: _absmax_full(_range(groups, t.zero), t), _SYMMETRIC),
+    "minmax": _Quantizer(lambda groups, t: _minmax(_range(groups, t.zero), t), _AFFINE),
+    "mse": _Quantizer(_mse, (*_SYMMETRIC, *_AFFINE)),
+    "gptq": _Quantizer(_mse, (*_SYMMETRIC, *_AFFINE)),
+}
+
+NEEDS_MOMENTS: tuple[str, ...] = ("gptq",)
+"""The quantizers that need the second moments of a layer's inputs."""
+
+QUANTIZERS: tuple[str, ...] = tuple(_QUANTIZERS)
+"""The names of the quantizers."""
+
+
+def default_quantizer(format: Format) -> str:
+    """``mse`` for 4 bits; for 8 bits ``absmax`` or, with a zero point, ``minmax``."""
+    if format.bits == 4:
+        return "mse"
+    return "absmax" if format.zero is ZeroPoint.NONE else "minmax"
+
+
+def check_quantizer(quantizer: str, format: Format) -> str:
+    """``quantizer`` itself; raises `FormatError` where it is unknown or cannot make ``format``'s zero point."""
+    if quantizer not in _QUANTIZERS:
+        raise FormatError(
+            f"unknown quantizer {quoted(quantizer)}; known: {', '.join(QUANTIZERS)}."
+            f"{did_you_mean(quantizer, QUANTIZERS)}"
+        )
+    if format.zero not in _QUANTIZERS[quantizer].zeros:
+        fitting = ", ".join(name for name, q in _QUANTIZERS.items() if format.zero in q.zeros)
+        raise FormatError(
+            f"quantizer {quantizer!r} does not make zero points of kind {format.zero.name}.\n"
+            f"For {format} use one of: {fitting}."
+        )
+    return quantizer
+
+
+def quantize(
+    weight: Tensor,
+    format: Format | str,
+    quantizer: str | None = None,
+    *,
+    moments: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
+    name: str = "weight",
+) -> QTensor:
+    """Quantize a dense weight.
+
+    **Arguments:**
+
+    - ``weight``: floating point, ``(N, K)``; on any device, or on ``meta``.
+    - ``format``: a `Format` or its text, e.g. ``"int4-g128-asym/plain"``.
+    - ``quantizer``: a name from `QUANTIZERS`; default ``mse`` for 4 bits, ``absmax`` or ``minmax`` for 8.
+    - ``moments``: for ``gptq``: float ``(K, K)``, the sum of ``x x^T`` over the inputs x of the layer.
+    - ``scale_dtype``: float32, bfloat16 or float16; default the weight's dtype (float32 for float64).
+    - ``name``: what errors call the tensor.
+
+    Raises `FormatError` for NaN or Inf in the weight, a wrong shape or dtype, a quantizer that does not fit, or moments
+    that are missing.
+    """
+    fmt = Format.parse(format) if isinstance(format, str) else format
+    chosen = check_quantizer(quantizer or default_quantizer(fmt), fmt)
+    stored = scale_dtype or (weight.dtype if weight.dtype in SCALE_DTYPES else torch.float32)
+    _check_weight(weight, stored, name)
+    weight = weight.detach()
+    with torch.no_grad():
+        factor = _factor(weight, chosen, moments, name)
+        chunks = _row_chunks(weight, _CHUNK_ELEMENTS if factor is None else _GPTQ_CHUNK_ELEMENTS)
+        parts = [_quantize_rows(rows, fmt, chosen, stored, name, factor) for rows in chunks]
+    codes = torch.cat([part[0] for part in parts])
+    scale = torch.cat([part[1] for part in parts]).t().contiguous()
+    zeros = [part[2] for part in parts if part[2] is not None]
+    return QTensor.from_codes(codes, scale, torch.cat(zeros).t().contiguous() if zeros else None, fmt, chosen)
+
+
+def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
+    if weight.dim() != 2 or not weight.dtype.is_floating_point:
+        raise FormatError(
+            f"cannot quantize {name}: dtype {weight.dtype}, shape {tuple(weight.shape)}.\n"
+            f"A weight is floating point of shape (N, K) = (output features, input features)."
+        )
+    if scale_dtype not in SCALE_DTYPES:
+        raise FormatError(f"scale_dtype is {scale_dtype}; it must be float32, bfloat16 or float16.")
+
+
+def _factor(weight: Tensor, quantizer: str, moments: Tensor | None, name: str) -> Tensor | None:
+    """What `gptq` makes of the moments; None where they are not needed."""
+    if quantizer not in NEEDS_MOMENTS:
+        if moments is not None:
+            raise FormatError(f"quantizer {quantizer!r} for {name} takes no moments; they are for gptq.")
+        return None
+    k = weight.shape[1]
+    if moments is None:
+        raise FormatError(
+            f"quantizer {quantizer!r} for {name} needs the second moments of the layer's inputs.\n"
+            f"Use qcore.quantize_(model, scheme, calibration=batches), or pass moments=H, the sum of x x^T."
+        )
+    if tuple(moments.shape) != (k, k) or not moments.dtype.is_floating_point:
+        raise FormatError(
+            f"moments for {name}: dtype {moments.dtype}, shape {tuple(moments.shape)}.\n"
+            f"They are the sum of x x^T over inputs x of this weight: floating point, ({k}, {k})."
+        )
+    # Without values, on meta, only shapes are asked for, and they do not depend on the rule.
+    return inverse_factor(moments.detach().to(weight.device), name) if has_values(weight) else None
+
+
+def _row_chunks(weight: Tensor, elements: int) -> tuple[Tensor, ...]:
+    rows = max(1, elements // max(1, weight.shape[1]))
+    return torch.split(weight, rows) if weight.shape[0] else (weight,)
+
+
+def _quantize_rows(
+    rows: Tensor, fmt: Format, quantizer: str, scale_dtype: torch.dtype, name: str, factor: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    k = rows.shape[1]
+    target = _Target(*fmt.code_range, fmt.zero, scale_dtype)
+    if not k:
+        parts = [_empty_part(rows, fmt.groups(k))]
+    elif factor is not None:
+        parts = [_compensated(rows.float(), factor, fmt.group(k), target)]
+    else:
+        parts = [_quantize_part(groups, target, quantizer) for groups in _grouped(rows.float(), fmt)]
+    codes = torch.cat([part for part, _ in parts], dim=1)
+    scale, zero = (torch.cat([getattr(p, name) for _, p in parts], dim=1).squeeze(-1) for name in ("scale", "zero"))
+    _check_finite(scale + zero, rows, scale_dtype, name)
+    return codes, scale.to(scale_dtype), _stored_zero(zero, target)
+
+
+def _empty_part(rows: Tensor, groups: int) -> tuple[Tensor, _Parameters]:
+    n = rows.shape[0]
+    scale = rows.new_ones((n, groups, 1), dtype=torch.float32)
+    return rows.new_empty((n, 0), dtype=torch.int8), _Parameters(scale, torch.zeros_like(scale))
+
+
+def _quantize_part(groups: Tensor, target: _Target, quantizer: str) -> tuple[Tensor, _Parameters]:
+    rule = _QUANTIZERS[quantizer]
+    parameters = rule.parameters(groups, target)
+    codes = _codes(groups, parameters, target, target.low if rule.full_range else -target.high)
+    return codes.to(torch.int8).flatten(1), parameters
+
+
+@dataclass(frozen=True)
+class _MseGrid:
+    """Groups for `gptq`: parameters ``(n, 1, 1)`` as ``mse`` finds them."""
+
+    target: _Target
+
+    def fit(self, group: Tensor) -> _Parameters:
+        found = [_mse(rows.unsqueeze(1), self.target) for rows in _row_chunks(group, _CHUNK_ELEMENTS)]
+        return _Parameters(torch.cat([p.scale for p in found]), torch.cat([p.zero for p in found]))
+
+    def round(self, column: Tensor, parameters: _Parameters) -> tuple[Tensor, Tensor]:
+        codes = _codes(column.view(-1, 1, 1), parameters, self.target, self.target.low)
+        return codes.flatten().to(torch.int8), _restore_(codes, parameters, self.target).flatten()
+
+
+def _compensated(rows: Tensor, factor: Tensor, group: int, target: _Target) -> tuple[Tensor, _Parameters]:
+    codes, found = compensate(rows, factor, group, _MseGrid(target))
+    return codes, _Parameters(torch.cat([p.scale for p in found], dim=1), torch.cat([p.zero for p in found], dim=1))
+
+
+def _grouped(rows: Tensor, fmt: Format) -> list[Tensor]:
+    """``(n, K)`` to ``(n, G, g)``, and a ragged last group apart, as ``(n, 1, rest)``: filling would bend ``mse``."""
+    n, k = rows.shape
+    g = fmt.group(k)
+    whole = k // g * g
+    parts = [rows[:, :whole].reshape(n, k // g, g)]
+    return parts if whole == k else [*parts, rows[:, whole:].unsqueeze(1)]
+
+
+def _stored_zero(zero: Tensor, target: _Target) -> Tensor | None:
+    if target.zero is ZeroPoint.NONE:
+        return None
+    dtype = torch.int8 if target.zero is ZeroPoint.INT else target.scale_dtype
+    return zero.to(dtype)
+
+
+def _check_finite(parameters: Tensor, rows: Tensor, scale_dtype: torch.dtype, name: str) -> None:
+    if not has_values(rows) or torch.isfinite(parameters).all():
+        return
+    if not torch.isfinite(rows).all():
+        raise FormatError(
+            f"{name} holds NaN or Inf, which has no quantized form.\nRepair the weight, or exclude this layer."
+        )
+    remedy = "Rescale the weight" if scale_dtype == torch.float32 else "Pass scale_dtype=torch.float32"
+    raise FormatError(f"{name} is too large for scales in {scale_dtype}.\n{remedy}, or exclude this layer.")

@@ -1,0 +1,73 @@
+"""`Weight`: a packed weight with its sizes, as functions on the host's side of kernels hand it on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcore import FormatError
+from qcore.plugin_api import contiguous
+
+NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
+"""Kinds of zero points, as kernels know them: w = q * s, (q - z) * s, q * s + z."""
+
+
+def check_devices(x: Tensor, data: Tensor, others: Mapping[str, Tensor | None]) -> None:
+    """Raise `FormatError` unless x, a packed weight's ``data`` and whatever else comes with a call are on one device.
+
+    A kernel takes addresses: what it would read at one of another device is anybody's.
+    """
+    index = data.get_device()
+    if x.get_device() != index:
+        raise FormatError(f"x is on {x.device}, the weight on {data.device}; bring both to one device.")
+    for name, tensor in others.items():
+        if tensor is not None and tensor.get_device() != index:
+            raise FormatError(f"{name} is on {tensor.device}, the weight on {data.device}; bring both to one device.")
+
+
+def bias_of(bias: Tensor | None, n: int) -> Tensor | None:
+    """A bias as kernels read it, from its address. Raises `FormatError` for another shape than ``(n,)``."""
+    if bias is None:
+        return None
+    if bias.shape != (n,):
+        raise FormatError(f"bias has shape {tuple(bias.shape)}; this weight needs ({n},).")
+    return contiguous(bias)
+
+
+class Weight(NamedTuple):
+    """A weight ``(n, k)`` packed as `packing` says.
+
+    **Fields:** ``data``; ``scale``: ``(G, n)``, float32, bfloat16 or float16; ``zero``: None, or ``(G, n)``: int8 is
+    subtracted from the codes, the scale's dtype is added to ``q * s``; ``bits``: 4 or 8; ``group``: codes along k that
+    share a scale, k per channel.
+    """
+
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    n: int
+    k: int
+    bits: int
+    group: int
+
+    @property
+    def zero_kind(self) -> int:
+        """`NO_ZERO`, `INT_ZERO` or `FLOAT_ZERO`."""
+        if self.zero is None:
+            return NO_ZERO
+        return INT_ZERO if self.zero.dtype == torch.int8 else FLOAT_ZERO
+
+    @property
+    def order(self) -> int:
+        """Columns per block of planar16, in whose order codes of activations have to be; 0 for rows16."""
+        return int(self.data.shape[3]) * 2 if self.bits == 4 else 0
+
+    @property
+    def block(self) -> int:
+        """Columns of a block, which lies in one group."""
+        if self.bits == 4:
+            return self.order
+        return 64 if self.scale.shape[0] == 1 or self.group % 64 == 0 else 32

@@ -1,0 +1,43 @@
+"""What a kernel for a product is chosen for, and what it has to offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from ..builder import Builder
+from ..device import Buffer
+from ..layout import Geometry, Part
+from .rows import FloatRows, Int8Rows, Rows
+
+Activations = Rows | FloatRows | Int8Rows
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a kernel is chosen for.
+
+    **Fields:** ``op``: which activations are multiplied; ``m``: rows; ``asymmetric``: as in `Int8Rows`.
+    """
+
+    op: Literal["gemm_float", "gemm_int"]
+    m: int
+    geometry: Geometry
+    x_dtype: torch.dtype
+    out_dtype: torch.dtype
+    asymmetric: bool
+
+
+class Product(Protocol):
+    """A kernel."""
+
+    @property
+    def form(self) -> Literal["float32", "float16", "int8", "rows"]:
+        """The activations that it wants; "rows" are those that came, as they are, or float32 rows of a convolution."""
+
+    def append(
+        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
+    ) -> None:
+        """Append its steps: columns ``part.first`` ... of ``out``, which is float32, float16 or bfloat16."""
