@@ -113,7 +113,7 @@ _START = "import gc, time, warnings\nwarnings.simplefilter('ignore')\nimport tor
 _START += "t = time.perf_counter()\nimport qcore\n"
 _PLUGINS = """
 from types import ModuleType
-from qcore.plugins import registry
+from qcore.discovery.registry import registry
 for i in range(10):
     plugin = ModuleType(f"p{i}")
     plugin.qcore_probe = qcore.hookimpl(lambda: qcore.Available("x"))

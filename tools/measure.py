@@ -41,7 +41,9 @@ class Measures:
         """Count one file."""
         tree = ast.parse(text)
         self.files.append(len(text.splitlines()))
-        self.comments += sum(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text).readline))
+        self.comments += sum(
+            token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        )
         self.documented.append(ast.get_docstring(tree) is not None)
         for node in ast.walk(tree):
             if isinstance(node, Function):
@@ -65,7 +67,9 @@ def _functions() -> tuple[type[ast.FunctionDef], type[ast.AsyncFunctionDef]]:
 def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of a function without its docstring."""
     first = node.body[0]
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    is_text = (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    )
     text = (first.end_lineno or 0) - first.lineno + 1 if is_text else 0
     return (node.end_lineno or 0) - node.lineno + 1 - text
 

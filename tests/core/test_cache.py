@@ -70,7 +70,7 @@ def test_a_mark_goes_when_the_block_ends():
 
 
 def test_a_process_that_dies_inside_leaves_its_mark():
-    code = "import os\nfrom qcore import _cache\nwith disk_cache.crash_mark('work'):\n    os._exit(3)"
+    code = "import os\nfrom qcore.runtime import disk_cache\nwith disk_cache.crash_mark('work'):\n    os._exit(3)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 3
     assert disk_cache.crashed("work")
     with disk_cache.crash_mark("work"):
@@ -221,6 +221,6 @@ def test_a_mark_of_another_process_is_left_to_it():
 
 
 def test_the_end_of_a_process_takes_its_marks_away():
-    code = "import sys\nfrom qcore import _cache\n_cache.set_mark('work')\nsys.exit(3)"
+    code = "import sys\nfrom qcore.runtime import disk_cache\ndisk_cache.set_mark('work')\nsys.exit(3)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 3
     assert not disk_cache.read("running", "work")

@@ -22,9 +22,9 @@ _HEAD = """
     import os, sys, threading, time, warnings
     from types import ModuleType
     import torch, qcore
-    from qcore import _forks
-    from qcore.explain import plain_request
-    from qcore.plugins import Registry, _Entry, registry
+    from qcore.runtime import forks
+    from qcore.resolving.explaining import plain_request
+    from qcore.discovery.registry import Registry, _Entry, registry
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     request = plain_request("w8a16", n=16, k=64, dtype=torch.float32)

@@ -19,7 +19,7 @@ import qcore
 from qcore import DynamicInt8, OutputInt8, StaticInt8, contracts
 from qcore.contracts import Conv2dRequest, EmbeddingRequest, LinearRequest, Problem
 from qcore.discovery.kernels import Offer
-from qcore.functional import entry_for
+from qcore.functional.calls import entry_for
 
 FORMATS = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "int4-g32-fzp", "int8-g64")
 pytestmark = [

@@ -133,8 +133,8 @@ def test_what_a_handler_of_the_user_raises_is_not_the_plugins():
 def test_native_code_that_hangs_can_be_ended_once_it_has_been_named():
     code = """
         import ctypes
-        from qcore import _guard
-        from qcore.plugins import PluginStatus, State
+        from qcore.runtime import guard
+        from qcore.discovery.registry import PluginStatus, State
         with guard.guarded(PluginStatus("mine", "qcore-mine", "1", State.AVAILABLE), "its work", "step", 0.2):
             print("inside", flush=True)
             ctypes.CDLL(None).system(b"sleep 30")

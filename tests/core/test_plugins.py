@@ -15,7 +15,7 @@ import qcore
 from qcore.discovery.kernels import Available, Unavailable
 from qcore.discovery.registry import PluginStatus, Registry, State, _Entry
 from qcore.errors import PluginError, QcoreWarning
-from qcore.formats import layouts
+from qcore.formats import layouts as known_layouts
 
 plugins = importlib.import_module("qcore.discovery.registry")  # `qcore.plugins` is the function of that name
 NEXT_GROUP = "qcore.plugins.v2"
@@ -195,7 +195,7 @@ def test_a_probe_that_ended_an_earlier_process_is_not_run_again():
         import os
         from types import ModuleType
         import qcore
-        from qcore.plugins import Registry, _Entry
+        from qcore.discovery.registry import Registry, _Entry
         plugin = ModuleType("plugin")
         plugin.qcore_probe = qcore.hookimpl(lambda: os._exit(7))
         Registry([_Entry("p", "dist-p", "1.0", lambda: plugin)]).status("p")
@@ -210,7 +210,7 @@ def test_a_probe_that_ended_an_earlier_process_is_not_run_again():
 def test_an_import_that_ended_an_earlier_process_is_not_run_again():
     code = """
         import os
-        from qcore.plugins import Registry, _Entry
+        from qcore.discovery.registry import Registry, _Entry
         Registry([_Entry("p", "dist-p", "1.0", lambda: os._exit(7))]).status("p")
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode == 7
@@ -262,7 +262,7 @@ def test_call_asks_one_plugin_only():
     assert registry.call("a", "qcore_conv2d", request=1) is None
 
 
-class _Layout(layouts.Layout):
+class _Layout(known_layouts.Layout):
     name = "upside_down"
     dtypes = ("int8",)
 
@@ -278,7 +278,7 @@ class _Layout(layouts.Layout):
 
 @pytest.fixture
 def layouts(monkeypatch):
-    monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
+    monkeypatch.setattr(known_layouts, "_LAYOUTS", dict(known_layouts._LAYOUTS))
 
 
 def test_layouts_of_a_plugin_are_known_once_somebody_names_one(layouts, add_plugin):

@@ -63,7 +63,7 @@ def test_importing_imports_no_plugin_and_nothing_heavy():
         print(sorted(new & {"rich", "safetensors", "pytest", "importlib_metadata", "platformdirs", "numpy"}))
         print("torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
         print(sorted(name for name in new if name.startswith("qcore_")))
-        from qcore.plugins import registry
+        from qcore.discovery.registry import registry
         print(registry._entries)
     """
     assert _python(code).splitlines() == ["[]", "[]", "False False", "[]", "None"]

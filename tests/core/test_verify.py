@@ -162,7 +162,7 @@ def test_a_kernel_that_ended_an_earlier_process_is_not_tried_again(add_plugin, s
         import os, sys
         from types import ModuleType
         import torch, qcore
-        from qcore.explain import plain_request
+        from qcore.resolving.explaining import plain_request
         from qcore.fallback import plugin as builtin
         class Bad(type(builtin.qcore_linear(plain_request("w4a16-g32", n=16, k=64, dtype=torch.float32))[-1].kernel)):
             def pack(self, weight):
@@ -173,7 +173,7 @@ def test_a_kernel_that_ended_an_earlier_process_is_not_tried_again(add_plugin, s
             return qcore.Offer(kernel)
         plugin = ModuleType("mine")
         plugin.qcore_linear = qcore.hookimpl(offer)
-        from qcore.plugins import registry
+        from qcore.discovery.registry import registry
         registry.add("mine", plugin, "qcore-mine", "1")
         qcore.resolve(plain_request("w4a16-g32", n=16, k=64, dtype=torch.float32))
     """

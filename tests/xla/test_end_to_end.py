@@ -213,7 +213,7 @@ def test_a_first_call_inside_of_what_a_program_does_with_jax(scheme, contract):
 
 BOTH = """
 import torch, qcore
-from qcore import resolver
+from qcore.resolving import resolver
 layers = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 16)).eval()
 with qcore.using("xla"):
     qcore.quantize_(layers, "w8a16")

@@ -112,7 +112,7 @@ before = dict(os.environ)
 import qcore
 from qcore_xla import plugin
 found = plugin.qcore_probe()
-from qcore.explain import plain_request
+from qcore.resolving.explaining import plain_request
 answer = plugin.qcore_linear(plain_request("w8a16", device="cpu", n=64, k=64))
 assert isinstance(answer, qcore.Offer), answer
 heavy = {"jax", "jaxlib", "torch_xla", "torch_tpu", "torchax", "libtpu"} & set(sys.modules)

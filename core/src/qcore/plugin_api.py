@@ -7,7 +7,18 @@ The plugins of this repository import `qcore` and `qcore.plugin_api` only.
 
 from __future__ import annotations
 
-from .contracts import GIVEN_NAMES, Conv2dRequest, EmbeddingRequest, LinearRequest, Request
+from .contracts import (
+    CONTRACTS,
+    CONV2D,
+    EMBEDDING,
+    GIVEN_NAMES,
+    LINEAR,
+    Conv2dRequest,
+    EmbeddingRequest,
+    LinearRequest,
+    Problem,
+    Request,
+)
 from .contracts.conv2d import check_image, convolved_size, laid_out_like, output_size
 from .contracts.embedding import check_indices
 from .contracts.refusals import FLOATS, AnyRequest, why_not_dtypes, why_not_empty
@@ -30,6 +41,7 @@ from .discovery.kernels import (
     define_op,
     runs_now,
 )
+from .discovery.registry import registry
 from .errors import FormatError, PluginError
 from .fallback.padding import float_conv2d
 from .formats import PLAIN, PLAIN_INT32, Format, Layout, ZeroPoint
@@ -50,10 +62,14 @@ from .weights.qtensor import QTensor, contiguous
 from .weights.schemes import Scheme
 
 __all__ = [
+    "CONTRACTS",
+    "CONV2D",
+    "EMBEDDING",
     "EMULATED",
     "FALLBACK",
     "FLOATS",
     "GIVEN_NAMES",
+    "LINEAR",
     "NATIVE",
     "OFFLOAD",
     "PLAIN",
@@ -75,6 +91,7 @@ __all__ = [
     "OutputInt8",
     "Packed",
     "PluginError",
+    "Problem",
     "QTensor",
     "Rank",
     "Refusal",
@@ -102,6 +119,7 @@ __all__ = [
     "output_size",
     "quantize_int8",
     "read_record",
+    "registry",
     "runs_now",
     "why_not_dtypes",
     "why_not_empty",

@@ -7,7 +7,7 @@ import pytest
 
 from qcore import testing
 from qcore.discovery.registry import State
-from qcore.testing import Certificate, Outcome, Result
+from qcore.testing import Certificate, Outcome, Result, html_report
 
 FAILED = Result(
     "linear[w8a16-float32-rows-1]",
@@ -123,7 +123,7 @@ def test_schema_knows_every_outcome_and_state():
 
 
 def test_page_of_a_plugin_with_halves_of_characters_in_its_name(certificate, tmp_path):
-    replace(certificate, hardware="chip \udcff").write_html(tmp_path / "c.html")
+    html_report.write([replace(certificate, hardware="chip \udcff")], tmp_path / "c.html")
     assert "chip \\udcff" in (tmp_path / "c.html").read_text(encoding="utf-8")
 
 
@@ -155,7 +155,7 @@ def test_json_holds_every_result_and_no_infinity(certificate, tmp_path):
 
 
 def test_page_stands_alone_and_escapes_reasons(certificate, tmp_path):
-    certificate.write_html(tmp_path / "c.html")
+    html_report.write([certificate], tmp_path / "c.html")
     page = (tmp_path / "c.html").read_text()
     assert "http" not in page
     assert "off by </script>" not in page

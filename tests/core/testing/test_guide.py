@@ -24,7 +24,7 @@ assert sum(r.outcome == "passed" for r in certificate.cases) > 30
 DEVICE = """
 import json
 import qcore
-from qcore.plugins import registry
+from qcore.discovery.registry import registry
 
 autoload()
 library = torch.library.Library("qcore_fastchip_test", "DEF")

@@ -55,7 +55,7 @@ def test_unknown_backend_is_a_usage_error(tmp_path):
 def test_outcomes_in_the_terms_of_pytest(tmp_path):
     plugin = (
         "import qcore\n"
-        "from qcore.plugins import registry\n"
+        "from qcore.discovery.registry import registry\n"
         "class Toy:\n"
         "    @qcore.hookimpl\n"
         "    def qcore_embedding(self, request):\n"

@@ -19,7 +19,10 @@ from typing_extensions import Self
 
 _HOUSE = str(Path(__file__).resolve().parents[1]) + os.sep
 """With the separator: where wheels are installed, ``qcore_cuda`` stands beside ``qcore``."""
-_FORBIDDEN_MODULES = ("resolver.py", "functional.py", "binding.py", "ops.py", "model.py")
+_FORBIDDEN = (
+    "functional/calls.py", "functional/torch_ops.py", "model/", "nn/", "resolving/binding.py", "resolving/resolver.py",
+)  # fmt: skip
+"""Modules of qcore, or packages, that compute a result or find who does."""
 _KERNEL_METHODS = ("__call__", "run", "qcore_linear", "qcore_conv2d", "qcore_embedding")
 _TORCH = frozenset((
     "_c10d_functional", "_quantized", "_test", "aten", "c10d", "c10d_functional", "cuda", "debugprims", "fsdp",
@@ -64,10 +67,10 @@ class Watch:
     def _forbids(self, code: CodeType) -> bool:
         if not code.co_filename.startswith(_HOUSE):
             return False
-        parts = Path(code.co_filename).relative_to(_HOUSE).parts
-        if parts[0] == "fallback":
+        path = Path(code.co_filename).relative_to(_HOUSE).as_posix()
+        if path.startswith("fallback/"):
             return code.co_name in _KERNEL_METHODS and not self._is_fallback
-        return parts[0] in _FORBIDDEN_MODULES or parts[0] == "nn"
+        return path.startswith(_FORBIDDEN)
 
 
 class OwnOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
