@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GUIDES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+GUIDES = sorted(DOCS.rglob("*.md"))
 PAGES = [ROOT / "README.md", *GUIDES]
 
 _FENCE = re.compile(r"^```(?P<kind>[a-z]*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -15,6 +16,11 @@ _HEADING = re.compile(r"^(#{1,6}) (.+)$", re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 _VARY = "<!-- figures vary -->"
 _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^>]+) -->\s*$")
+
+
+def name(page: Path) -> str:
+    """A page's path in the repository: several pages are called `index.md`."""
+    return page.relative_to(ROOT).as_posix()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def request(contract: str = "linear", scheme: str = "w8a16", dtype: Any = torch.
 
 
 class PluginPage:
-    """Tests that ``docs/<name>.md`` agrees with the plugin: what it serves, refuses and reads.
+    """Tests that ``docs/reference/<name>.md`` agrees with the plugin: what it serves, refuses and reads.
 
     ``hooks``: the plugin's module of hooks; ``device``: where the tensors are that it serves; ``dtype``: of those whose
     kernels stand in the table; ``refused``: a request for each row of "What it refuses", but for those ``elsewhere``:
@@ -45,7 +45,7 @@ class PluginPage:
 
     @property
     def page(self):
-        return pages.ROOT / "docs" / f"{self.name}.md"
+        return pages.DOCS / "reference" / f"{self.name}.md"
 
     @property
     def folder(self):
