@@ -69,10 +69,7 @@ def _moved(link: re.Match[str], here: str, source: str) -> str:
 
 def _index(results: list[Path]) -> str:
     heads = {path.name: path.read_text("utf-8").partition("\n")[0].removeprefix("# ") for path in results}
-    lines = (
-        f"* [{head}]({name}), {name[:10]}" if name[0].isdigit() else f"* [{head}]({name})"
-        for name, head in heads.items()
-    )
+    lines = [f"* [{head}]({name}) (`{name.removesuffix('.md')}`)" for name, head in heads.items()]
     return "\n".join(
         ["# Measurements", "", "Ratios against a peer in the same run, each with date and machine.", "", *lines, ""]
     )
