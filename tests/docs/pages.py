@@ -10,6 +10,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = sorted(DOCS.rglob("*.md"))
 PAGES = [ROOT / "README.md", *GUIDES]
+"""Whose examples run."""
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md"]
+"""Whose links and commands are checked."""
 
 _FENCE = re.compile(r"^```(?P<kind>[a-z]*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^(#{1,6}) (.+)$", re.MULTILINE)
