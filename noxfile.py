@@ -286,7 +286,7 @@ def site(session: nox.Session) -> None:
     """Build the documentation site into site/, warnings as errors; conformance.html is taken in if it is there."""
     # Not --quiet: that hides warnings from --strict as well. The variable silences the theme's advertisement.
     _run_dev(session, "mkdocs", "build", "--strict", *session.posargs, NO_MKDOCS_2_WARNING="1")
-    session.log("open site/index.html in a browser, or run `.nox/dev/bin/mkdocs serve` while you write")
+    session.log("to read it, search included: python3 -m http.server --directory site; while you write: mkdocs serve")
 
 
 def _build_tools(project: Path) -> list[str]:
