@@ -13,7 +13,7 @@ import qcore
 # Mean cosine to the float32 embedding. At 8 bits every single sentence is held to it as well; at 4 bits one short
 # sentence may lie further off than the sixty together.
 COSINE = {"w8a16": 0.999, "w8a8": 0.99, "w4a16-g32-asym": 0.97, "w4a8-g32@gptq": 0.97}
-WHY = "docs/user-guide.md, 'Accuracy at 4 bits', says which layers cost what"
+WHY = "benchmarks/results/2026-11-20-accuracy-minilm.md says which layers cost what"
 EACH_SENTENCE = ("w8a16", "w8a8")
 DIGITS_ACCURACY = 0.97
 DIGITS_LOSS = 0.005

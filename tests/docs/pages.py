@@ -7,14 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GUIDES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+GUIDES = sorted(DOCS.rglob("*.md"))
 PAGES = [ROOT / "README.md", *GUIDES]
+"""Whose examples run."""
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md"]
+"""Whose links and commands are checked."""
 
 _FENCE = re.compile(r"^```(?P<kind>[a-z]*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^(#{1,6}) (.+)$", re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 _VARY = "<!-- figures vary -->"
 _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^>]+) -->\s*$")
+
+
+def name(page: Path) -> str:
+    """A page's path in the repository: several pages are called `index.md`."""
+    return page.relative_to(ROOT).as_posix()
 
 
 @dataclass(frozen=True)

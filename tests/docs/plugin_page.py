@@ -24,11 +24,11 @@ def request(contract: str = "linear", scheme: str = "w8a16", dtype: Any = torch.
 
 
 class PluginPage:
-    """Tests that ``docs/<name>.md`` agrees with the plugin: what it serves, refuses and reads.
+    """Tests that ``docs/reference/<name>.md`` agrees with the plugin: what it serves, refuses and reads.
 
-    ``hooks``: the plugin's module of hooks; ``device``: where the tensors are that it serves; ``dtype``: of those whose
-    kernels stand in the table; ``refused``: a request for each row of "What it refuses", but for those ``elsewhere``:
-    refused before a request is looked at.
+    ``hooks``: the plugin's module of hooks; ``device``: that of the tensors in its requests; ``dtype``: of those whose
+    kernels are in the table; ``refused``: a request for each row of "Unsupported requests", except for those
+    ``elsewhere``: refused before the request is looked at.
     """
 
     name: ClassVar[str]
@@ -45,7 +45,7 @@ class PluginPage:
 
     @property
     def page(self):
-        return pages.ROOT / "docs" / f"{self.name}.md"
+        return pages.DOCS / "reference" / f"{self.name}.md"
 
     @property
     def folder(self):
@@ -82,7 +82,7 @@ class PluginPage:
         found = self.served()
         table = [
             (pages.named(contract), pages.named(schemes) or set(SCHEMES), pages.named(kernels))
-            for contract, schemes, kernels in self.rows("What it serves")
+            for contract, schemes, kernels in self.rows("Supported schemes")
         ]
         told = {(c, s): kernels for contracts, schemes, kernels in table for c in contracts for s in schemes}
         assert told.keys() == found.keys()
@@ -96,7 +96,7 @@ class PluginPage:
         assert answer.reason
 
     def test_the_table_of_refusals_is_what_is_tested(self):
-        assert {row[0] for row in self.rows("What it refuses")} == {*self.refused, *self.elsewhere}
+        assert {row[0] for row in self.rows("Unsupported requests")} == {*self.refused, *self.elsewhere}
 
     def test_every_variable_that_the_plugin_reads_is_listed(self):
         read = set(re.findall(r"\bQCORE_[A-Z]+(?:_[A-Z]+)*\b", self.source()))

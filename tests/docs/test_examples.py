@@ -73,7 +73,7 @@ def run_command(words):
 def check_page(page):
     namespace, printed = {"__name__": "__main__"}, None
     for block in pages.blocks(page):
-        where = f"{page.name}:{block.line}"
+        where = f"{pages.name(page)}:{block.line}"
         if block.kind == "python" and not block.not_run:
             printed = run_python(block, namespace, str(page))
         elif block.kind == "text" and block.follows and printed is not None:
@@ -85,7 +85,7 @@ def check_page(page):
                 assert same_output(wanted, found, block.vary), f"{where}: {shlex.join(words)} prints\n{found}"
 
 
-@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages.PAGES, ids=pages.name)
 def test_examples_run(page, elsewhere, with_plugin):
     if page.stem != "cuda":  # whose examples show what is printed without a GPU
         with_plugin(page.stem)
@@ -93,12 +93,13 @@ def test_examples_run(page, elsewhere, with_plugin):
 
 
 def test_few_examples_are_not_run_and_each_says_why():
-    skipped = [f"{page.name}:{b.line}: {b.not_run}" for page in pages.PAGES for b in pages.blocks(page) if b.not_run]
+    blocks = [(pages.name(page), block) for page in pages.PAGES for block in pages.blocks(page)]
+    skipped = [f"{name}:{block.line}: {block.not_run}" for name, block in blocks if block.not_run]
     assert len(skipped) <= _MOST_NOT_RUN, skipped
 
 
 def test_blocks_have_a_kind_that_is_known():
-    kinds = {b.kind: f"{page.name}:{b.line}" for page in pages.PAGES for b in pages.blocks(page)}
+    kinds = {b.kind: f"{pages.name(page)}:{b.line}" for page in pages.PAGES for b in pages.blocks(page)}
     assert set(kinds) <= {"python", "console", "text", "sh", "toml"}, kinds
 
 

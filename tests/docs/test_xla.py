@@ -23,14 +23,14 @@ def somewhere_with_jax(monkeypatch):
 
 REFUSED = {
     "tensors on a device without an engine": request(device=torch.device("meta")),
-    "CUDA tensors where JAX has no GPU backend": request(device=torch.device("cuda")),
+    "CUDA tensors if JAX has no GPU backend": request(device=torch.device("cuda")),
     "float64 activations or results": request(x_dtype=torch.float64, out_dtype=torch.float64),
     "an int8 result of float activations": request(output=qcore.OutputInt8(1.0, 0), out_dtype=torch.int8),
 }
 ELSEWHERE = {
     "a process in which JAX would take most of the GPU's memory at its first use",
     "a process whose `JAX_PLATFORMS` leaves the tensors' platform out",
-    "tensors on a TPU's machine where JAX would take the TPU away from torch_tpu or torch_xla",
+    "tensors on a TPU's machine if JAX would take the TPU away from torch_tpu or torch_xla",
     "int8 activations on TPU v4 and TPU7x, which multiply no int8",
 }
 """Refused by the environment; tests/xla/test_environment.py holds the reasons."""
@@ -44,9 +44,9 @@ class TestPage(PluginPage):
         assert {environment.PLATFORMS, environment.PREALLOCATE, *environment.FRACTIONS} <= told
 
     def test_every_device_with_an_engine_is_listed(self):
-        told = self.told("Which tensors", slice(1, 2))
+        told = self.told("Devices and engines", slice(1, 2))
         assert told == {kind for kind in base.MODULES if base.find(kind)}
-        assert self.told("Which tensors", slice(1)) == {base.MODULES[kind] for kind in told}
+        assert self.told("Devices and engines", slice(1)) == {base.MODULES[kind] for kind in told}
 
     def test_the_requirements_are_those_of_the_distribution(self):
         told = self.told("Install", slice(1))
@@ -54,7 +54,7 @@ class TestPage(PluginPage):
         assert f"jax>={environment.JAX}" in told
 
     def test_the_figures_for_shapes_are_those_of_the_code(self):
-        text = pages.sections(self.page)["What is compiled, and when"] + pages.sections(self.page)["Memory"]
+        text = pages.sections(self.page)["Compilation"] + pages.sections(self.page)["Memory"]
         assert [calls.bucket(rows) for rows in (1, 5, 17)] == [4, 16, 32]
         assert f"longer than {calls.MOST_ROWS} rows" in text
         of = calls.plan(65, 129, 4, 128)

@@ -30,7 +30,7 @@ REFUSED = {
     "tensors on another device than `xpu`": replace(refused(), device=torch.device("cpu")),
     "float64 activations or results": refused(x_dtype=torch.float64, out_dtype=torch.float64),
     "an int8 result of float activations": refused(output=qcore.OutputInt8(1.0, 0), out_dtype=torch.int8),
-    "a group size that is no multiple of 32, but for `w4a16`": refused(weight=qcore.Format("int8", 20), k=80),
+    "a group size that is not a multiple of 32, except for `w4a16`": refused(weight=qcore.Format("int8", 20), k=80),
     "`w4a16` in groups of fewer than 8 columns": refused(scheme="w4a16", weight=qcore.Format("int4", 7), k=70),
     "a convolution with int8 activations in channel groups of other than a multiple of 16 output channels, or in more "
     "than 32 groups": convolution(64, groups=8),
@@ -42,7 +42,7 @@ WITHOUT_DPAS = (
 )
 ELSEWHERE = {
     "no Intel GPU, a build of torch without XPU, a driver that torch cannot use",  # tests/xpu/test_probe.py
-    "kernels in Triton where Triton for XPU is missing",
+    "kernels in Triton if Triton for XPU is missing",
     WITHOUT_DPAS,  # tests/xpu/test_device.py
 }
 
@@ -65,7 +65,7 @@ class TestPage(PluginPage):
         assert names == {"xpu.dense_w4a16", "xpu.dense_w8a16", "xpu.w8a8"}
 
     def test_every_kernel_has_a_row_that_says_what_computes_it(self):
-        told = self.told("Which kernel", slice(1))
+        told = self.told("Kernels", slice(1))
         assert all(name in told or f"{name.split('_')[0]}_*" in told for name in set(self.served().values()))
 
     def test_widths_of_padding_are_those_of_the_kernel(self):

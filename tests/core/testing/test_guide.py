@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-GUIDE = Path(__file__).parents[3] / "docs" / "plugin-guide.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "how-to" / "write-a-plugin"
 
 KIT = """
 from qcore import testing
@@ -43,10 +43,10 @@ print(json.dumps([torch.device("fastchip", 0).type, torch.fastchip.is_available(
 """
 
 
-def blocks(heading):
+def blocks(page, heading):
     """The Python blocks of a section."""
-    _, _, rest = GUIDE.read_text("utf-8").partition(f"\n{heading}\n")
-    assert rest, f"the guide has no {heading!r}"
+    _, _, rest = (GUIDE / page).read_text("utf-8").partition(f"\n{heading}\n")
+    assert rest, f"{page} has no {heading!r}"
     section = re.split(r"\n##+ ", rest)[0]
     return re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
@@ -59,7 +59,7 @@ def run(source, timeout=300):
 
 def first_example():
     """As it stands, up to where it takes the plugin away again."""
-    source = blocks("## Start")[0]
+    source = blocks("index.md", "## Start")[0]
     assert 'registry.add("fastchip"' in source
     return source.replace('registry.remove("fastchip")', "")
 
@@ -70,7 +70,7 @@ def test_first_example_passes_the_whole_kit():
 
 
 def test_device_of_ones_own_is_asked_for_by_its_name():
-    (source,) = blocks("### A device of your own in torch")
+    (source,) = blocks("native.md", "## A device of your own in torch")
     found = json.loads(run(source + DEVICE).splitlines()[-1])
     assert found == ["fastchip", True, ["fastchip"] * len(found[2]), "torch"]
     assert found[2]
