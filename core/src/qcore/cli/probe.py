@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ..discovery import registry as discovered
 from ..discovery.registry import crash_marks, registry
 from ..runtime import disk_cache
 
@@ -31,8 +32,8 @@ def probe(name: str) -> dict[str, Any]:
 
 def watched(name: str, seconds: float, trace: Path) -> dict[str, Any]:
     """`probe`, given ``seconds``; a hang or a crash leaves its Python stack in the file ``trace``."""
-    # So that the watchdog is the one that bites. (The name qcore.plugins is also that of a function.)
-    sys.modules["qcore.discovery.registry"].PROBE_SECONDS = 2 * seconds  # type: ignore[attr-defined]
+    # So that the watchdog fires first.
+    discovered.PROBE_SECONDS = 2 * seconds
     with trace.open("w", encoding="utf-8") as file:
         faulthandler.enable(file)
         faulthandler.dump_traceback_later(seconds, exit=True, file=file)

@@ -27,7 +27,7 @@ HEAVY = (
 _SCRIPT = """
 import json, os, sys
 import qcore
-from qcore.plugins import registry
+from qcore.discovery.registry import registry
 
 def libraries():
     try:
