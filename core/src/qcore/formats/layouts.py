@@ -150,7 +150,7 @@ PLAIN_INT32: Layout = _PlainInt32()
 _LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (PLAIN, PLAIN_INT32)}
 
 load_plugin_layouts: Callable[[], object] | None = None
-"""Set by `qcore.discovery.registry`: an unknown layout name is looked for in installed plugins before it is an error."""
+"""Set by the registry of plugins: it looks for an unknown name in installed plugins before there is an error."""
 
 
 _OWN = (_PlainInt8, _Plain, _PlainInt32)
