@@ -38,7 +38,7 @@ def met(tmp_path_factory):
 
 
 @pytest.mark.parametrize("pair", list(dict.fromkeys(_drawn())))
-def test_the_next_process_does_without_a_plugin_that_ends_or_holds_up_one(met, pair):
+def test_the_next_process_skips_a_plugin_that_ended_or_hung_one(met, pair):
     mode, _, stage = pair.partition(":")
     first, second = met[pair]
     if mode == "hang":

@@ -89,7 +89,7 @@ def test_a_child_resolves_although_another_thread_was_resolving(seconds):
 
 
 @needs_fork
-def test_a_child_does_without_a_plugin_that_another_thread_was_importing():
+def test_a_child_skips_a_plugin_another_thread_was_importing():
     body = """
         _forks.WAIT_SECONDS = 0.2
         def load():

@@ -171,7 +171,7 @@ def test_the_fallback_still_serves_weights_in_qcores_own_layouts(installed, what
     torch.testing.assert_close(qcore.linear(x, qt), x @ qt.dequantize().t())
 
 
-def test_a_checkpoint_in_a_layout_whose_decode_raises_is_refused_by_name(installed, tmp_path, monkeypatch):
+def test_a_layout_whose_decode_raises_is_refused_by_name(installed, tmp_path, monkeypatch):
     layout, path = installed(Nibbles()), tmp_path / "w.safetensors"
     qcore.save({"weight": weight().convert(layout)}, path)
     for method in ("decode", "check", "decode_zero"):

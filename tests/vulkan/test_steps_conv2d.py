@@ -69,7 +69,7 @@ def test_positions_are_cut_where_columns_would_grow_large(vulkan, scheme, monkey
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16-g32"])
-def test_images_are_copied_to_the_device_where_it_would_read_across_a_bus(vulkan, scheme, monkeypatch):  # noqa: F811
+def test_images_are_copied_to_a_device_behind_a_bus(vulkan, scheme, monkeypatch):  # noqa: F811
     monkeypatch.setattr(vulkan, "description", replace(vulkan.description, local_input=False))
     assert_right(vulkan, drawn(request_of(scheme, 6, 10, padding=(1, 1)), (2, 5, 7)))
 

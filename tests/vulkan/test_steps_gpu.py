@@ -144,7 +144,7 @@ def test_the_order_of_capabilities(rich):
     assert first(poorest, "gemm_float", 1, "int4-g128", half).variant == "gemm_float_shared"
 
 
-def test_float32_rows_are_cut_where_the_sums_of_their_terms_would_take_much_memory(rich, vulkan, monkeypatch):  # noqa: F811
+def test_float32_rows_are_split_if_their_sums_take_much_memory(rich, vulkan, monkeypatch):  # noqa: F811
     wide = problem("gemm_float", 8192, "int4-g128", torch.float32, n=28672).geometry
     assert gpu.scratch_row(vulkan, torch.float32, wide) == 0
     monkeypatch.setattr(vulkan, "profile", "gpu")
@@ -219,7 +219,7 @@ def test_more_rows_never_read_the_weight_by_rows(rich):
             assert "gemv" not in first(rich, op, m, "int8", torch.bfloat16).variant
 
 
-def test_products_of_few_rows_are_cut_along_k_until_the_cores_have_work(rich):
+def test_products_of_few_rows_are_split_along_k_to_fill_cores(rich):
     for m, parts in ((48, 4), (128, 4), (256, 2), (512, 1)):
         kernel = first(rich, "gemm_float", m, "int4-g128", torch.bfloat16, 4096, 14336)
         assert (kernel.variant, kernel.parts) == ("coop_f16", parts)

@@ -152,7 +152,7 @@ def test_tiles_of_other_devices(vulkan, scheme, monkeypatch):  # noqa: F811
         assert_right(vulkan, drawn(scheme, m, n, k, torch.bfloat16))
 
 
-def test_static_output_of_static_input_has_the_numbers_of_the_request(vulkan):  # noqa: F811
+def test_static_output_of_static_input_has_the_requests_numbers(vulkan):  # noqa: F811
     problem = drawn("w8a8-static-o8", 3, 8, 32)
     numbers = {"activation": StaticInt8(0.5, -3), "output": OutputInt8(0.25, 100)}
     request: LinearRequest = replace(problem.request, **numbers)

@@ -62,7 +62,7 @@ def test_groups_of_any_size_are_right_with_float_activations(scheme, name):
 
 
 @pytest.mark.parametrize("shape", [WIDE[0], _SHAPES[4]], ids=lambda shape: shape.name)
-def test_codes_are_taken_as_they_are_and_padded_with_the_zero_point(shape):
+def test_codes_are_unchanged_and_padded_with_the_zero_point(shape):
     check(problem("w8a8-static-o8", shape, torch.int8))
 
 

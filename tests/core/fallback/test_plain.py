@@ -167,7 +167,7 @@ def test_half_precision_does_not_overflow_before_its_scale(monkeypatch, tools):
     assert verdict.ok, verdict.message
 
 
-def test_long_groups_are_cut_where_float32_would_lose_whole_numbers():
+def test_long_groups_are_cut_if_float32_would_lose_integers():
     k = 40000
     x, w = torch.full((1, 2, 1, k), 255.0), torch.full((1, 3, 1, k), 255.0)
     x[0, 0, 0, 0] = 254

@@ -42,7 +42,7 @@ def test_an_index_out_of_range_is_an_error(index):
         layer(torch.tensor([0, 19]))
 
 
-def test_bad_input_at_the_first_call_does_not_cost_the_kernel_its_place(add_kernel):
+def test_bad_input_at_the_first_call_does_not_fail_the_kernel(add_kernel):
     add_kernel("mine")
     layer = QuantizedEmbedding.from_float(nn.Embedding(20, 64), "w8a16")
     with pytest.raises(IndexError):

@@ -264,7 +264,7 @@ def made_for_mine(add_kernel):
         return made()
 
 
-def test_what_is_bound_later_is_bound_under_the_settings_that_the_layer_was_made_under(made_for_mine):
+def test_late_binding_uses_the_settings_the_layer_was_made_under(made_for_mine):
     x = torch.randn(2, 64)
     made_for_mine(x).sum().backward()
     made_for_mine(x.bfloat16())
@@ -290,7 +290,7 @@ def test_copies_and_moves_to_where_it_is_keep_the_kernel(made_for_mine, move):
     assert {bound.decision.plugin for bound in other._bounds.values()} == {"mine"}
 
 
-def test_real_moves_and_pickles_bind_under_the_settings_of_the_moment(made_for_mine):
+def test_moves_and_pickles_bind_under_the_current_settings(made_for_mine):
     assert pickle.loads(pickle.dumps(made_for_mine)).decision.plugin == "torch"
     assert made_for_mine.to(torch.bfloat16).decision.plugin == "torch"
 

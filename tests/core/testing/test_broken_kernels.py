@@ -225,7 +225,7 @@ def test_layout_that_is_broken_is_found(layout_plugin, name):
     assert says in result.reason
 
 
-def test_layout_that_is_right_passes_and_its_kernels_are_tried_in_it(layout_plugin, loopback, monkeypatch):
+def test_correct_layout_passes_and_its_kernels_are_tried_in_it(layout_plugin, loopback, monkeypatch):
     asked = set()
     pack = loopback.Embedding.pack
     monkeypatch.setattr(
