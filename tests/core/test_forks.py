@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from processes import printed
 
 import qcore
 from qcore import _forks
@@ -56,9 +55,7 @@ _HEAD = """
 
 def _script(body):
     code = textwrap.dedent(_HEAD) + textwrap.dedent(body)
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return printed("-c", code, timeout=120).split()
 
 
 @needs_fork

@@ -6,33 +6,13 @@ import sys
 
 import pytest
 import torch
+from layouts import Nibbles
 
 import qcore
 from qcore import formats
 from qcore.errors import FormatError, QcoreError
-from qcore.formats import PLAIN, Format, Layout
+from qcore.formats import PLAIN, Format
 from qcore.plugins import registry
-
-
-class Nibbles(Layout):
-    """As PLAIN int4, by other names; each test breaks one method."""
-
-    name = "nibbles"
-
-    def encode(self, codes):
-        return PLAIN.encode(codes)
-
-    def decode(self, data, k):
-        return PLAIN.decode(data, k)
-
-    def check(self, data, n, k):
-        PLAIN.check(data, n, k)
-
-    def encode_zero(self, zero):
-        return zero + 8
-
-    def decode_zero(self, zero):
-        return zero - 8
 
 
 def raising(*_arguments):

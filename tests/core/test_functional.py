@@ -11,11 +11,6 @@ from qcore import functional
 from qcore.errors import FormatError
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def weight(text="int4-g32-asym", n=16, k=64):
     return qcore.quantize(torch.randn(n, k), text)
 

@@ -16,11 +16,6 @@ from qcore.nn import QuantizedLinear
 TOKENS = torch.arange(10).view(2, 5)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def states(report):
     return {layer.name: layer.state for layer in report}
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
-from vulkan_problems import run_conv2d, vulkan  # noqa: F401
+from vulkan_problems import assert_right, run_conv2d, vulkan  # noqa: F401
 
 from qcore import PluginError, StaticInt8
 from qcore.contracts import CONV2D, Conv2dRequest, Problem
@@ -35,11 +35,6 @@ def request_of(scheme: str, channels: int, out: int, **geometry) -> Conv2dReques
         CPU, torch.float32, result, channels, out, **sizes, weight=s.weight, activation=s.activation, output=s.output,
         bias=False, training=False,
     )  # fmt: skip
-
-
-def assert_right(device, problem: Problem) -> None:
-    verdict = CONV2D.judge(problem, run_conv2d(device, problem))
-    assert verdict.ok, verdict.message
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
-from xpu_problems import NARROW, assert_right, kernel_for, linear_problem, random_weight, result
+from linear_problems import linear_problem
+from xpu_problems import NARROW, assert_right, kernel_for, random_weight, result
 
 import qcore
 from qcore import FormatError, QTensor

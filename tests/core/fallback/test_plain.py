@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from grids import sampled
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qcore.contracts import CONTRACTS
@@ -249,8 +251,9 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux tells the peak")
-@pytest.mark.parametrize("name", ["torch.plain.linear", "torch.cpu.w4a16"])
-@pytest.mark.parametrize("rows", [4, 100])
+@pytest.mark.parametrize(
+    ("name", "rows"), sampled(itertools.product(("torch.plain.linear", "torch.cpu.w4a16"), (4, 100)), 2)
+)
 def test_a_large_linear_needs_little_extra_memory(tools, name, rows):
     program = MEMORY.replace("NAME", repr(name)).replace("ROWS", str(rows))
     grown = float(tools.python(program))

@@ -10,11 +10,6 @@ import qcore
 from qcore.nn import QuantizedEmbedding
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32", "w4a16-g32-asym", "w8a8", "w4a16-g32/plain_int32"])
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (0,), (2, 0)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

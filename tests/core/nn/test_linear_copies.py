@@ -312,15 +312,18 @@ def test_the_report_names_what_else_serves(add_plugin, stub):
 _SENT = """if True:
     import torch, qcore
 
-    def work(index, layer, x, expected):
+    def work(index, sent):
         with torch.no_grad():
-            assert torch.equal(layer(x), expected), (layer(x), expected)
+            for layer, x, expected in sent:
+                assert torch.equal(layer(x), expected), (layer(x), expected)
 
     if __name__ == "__main__":
+        sent = []
         for scheme in ("w8a8", "w4a16-g32", "w8a16"):
             layer, x = qcore.nn.QuantizedLinear.from_float(torch.nn.Linear(64, 16), scheme), torch.randn(2, 64)
             with torch.no_grad():
-                torch.multiprocessing.spawn(work, args=(layer, x, layer(x)), nprocs=2)
+                sent.append((layer, x, layer(x)))
+        torch.multiprocessing.spawn(work, args=(sent,), nprocs=2)
         print("done")
 """
 

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from layouts import Nibbles
 
 import qcore
 from qcore import formats, testing
@@ -151,19 +152,6 @@ def test_name_that_changes_with_each_reading(add):
     name = property(lambda self: f"toy.linear{next(count)}", lambda self, value: None)
     certificate = testing.run(add(name=name), schemes=["w8a16"], select=FLOAT32 + "k-5]", **ONE)
     assert "another name each time" in certificate.failures[0].reason
-
-
-class Nibbles(formats.Layout):
-    name = "nibbles"
-
-    def encode(self, codes):
-        return PLAIN.encode(codes)
-
-    def decode(self, data, k):
-        return PLAIN.decode(data, k)
-
-    def check(self, data, n, k):
-        PLAIN.check(data, n, k)
 
 
 LAYOUTS = {
