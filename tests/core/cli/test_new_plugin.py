@@ -198,6 +198,7 @@ class TestNative:
         assert name == "acme.w8a16"
         assert float(worst) < 1e-5
 
+    @pytest.mark.grid  # the same kit as for the package without native code, which `tests` runs
     @pytest.mark.slow
     def test_passes_its_own_tests_and_the_kit(self, native_scratch):
         assert_passes(native_scratch)

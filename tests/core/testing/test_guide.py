@@ -57,6 +57,7 @@ def first_example():
     return source.replace('registry.remove("fastchip")', "")
 
 
+@pytest.mark.grid  # `tests` runs the whole kit on what `new-plugin` writes
 @pytest.mark.slow
 def test_first_example_passes_the_whole_kit():
     printed("-c", first_example() + KIT, env=unmeasured())
