@@ -5,16 +5,15 @@ The first draws of each kind run in `nox -s tests`, the others in `nox -s grids`
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import checkpoint_mutations as mutations
 import pytest
 import safetensors
 import safetensors.torch
@@ -30,15 +29,6 @@ from qcore.nn.base import QuantizedModule
 
 SECONDS, CHARACTERS = 10.0, 2000
 PARTS = 4
-
-
-@pytest.fixture(scope="module")
-def mutations():
-    spec = importlib.util.spec_from_file_location("checkpoint_mutations", Path(__file__).with_name("mutations.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Small(nn.Module):
@@ -143,7 +133,7 @@ def checked(model: nn.Module, path: Path, seed: str) -> str:
 
 
 @pytest.mark.parametrize("numbers", draws(12_000, few=400, parts=PARTS))
-def test_mutated_files(mutations, tmp_path, numbers):
+def test_mutated_files(tmp_path, numbers):
     save(quantized(0), tmp_path / "good.safetensors")
     good, path, model = (tmp_path / "good.safetensors").read_bytes(), tmp_path / "m.safetensors", quantized(1)
     outcomes = Counter()
@@ -156,7 +146,7 @@ def test_mutated_files(mutations, tmp_path, numbers):
 
 
 @pytest.mark.parametrize("numbers", draws(8_000, few=250, parts=PARTS))
-def test_mutated_directories(mutations, tmp_path, numbers):
+def test_mutated_directories(tmp_path, numbers):
     good, stranger = (whole(quantized(seed), tmp_path / str(seed)) for seed in (0, 2))
     path, model = tmp_path / "d", quantized(1)
     path.mkdir()
