@@ -47,11 +47,13 @@ INTEL = ("pyopencl==2026.1.4", "intel-opencl-rt==2026.2.0", "intel-sycl-rt==2026
 STAND_IN = ROOT / "tests" / "xpu" / "stand_in"
 """A plugin for tests only: it serves CPU tensors with what qcore-xpu would run on an Intel GPU."""
 
-IN_PROCESSES = {"tests/cuda", "tests/xpu"}
-"""Tests that two processes share: many, each busy with one core. Those of core look at times and at their process."""
+INTERPRETING = {"tests/cuda", "tests/xpu"}
+"""Tests of kernels in Triton's interpreter, which has to be chosen before anything imports Triton."""
 COMPILING = "tests/core/fallback/test_compile.py"
-"""Tests of core that go with those: coverage would follow torch's compiler through, at twice the time."""
+"""Tests of core without coverage, which would follow torch's compiler through, at twice the time."""
 TWO = ("--numprocesses", "2", "--dist", "loadfile")
+EXHAUSTIVE = ("-m", "grid")
+"""Those that `tests` leaves out: tests/helpers/grids.py."""
 
 QUICK_XLA = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"}
 """For hundreds of tiny problems: XLA compiles in half the time, and what is compiled is the same program."""
@@ -161,25 +163,48 @@ def _passes(session: nox.Session, chosen: Iterable[str], *, covered: bool) -> bo
 
 @nox.session(python=False, requires=["dev"])
 def tests(session: nox.Session) -> None:
-    """Test core, the third-party scenarios and every plugin present; coverage of core at least 95 %."""
+    """Test core, the third-party scenarios and every plugin present; coverage of core at least 95 %.
+
+    Of exhaustive tests a sample runs here, the others in `grids`.
+    """
     if session.posargs:  # a part of the tests covers a part of the code
         if not _passes(session, session.posargs, covered=False):
             session.error("Tests failed.")
         return
-    plugins = [f"tests/{path.name}" for path in PLUGINS]
-    shared = [folder for folder in plugins if folder in IN_PROCESSES]
-    alone = [folder for folder in plugins if folder not in IN_PROCESSES]
     _run_dev(session, "coverage", "erase")
     # All of them, so that everything there is to mend shows. Coverage is core's, and would double the time that kernels
     # take in Triton's interpreter.
     passed = [
-        _passes(session, ["tests/core", "tests/thirdparty", f"--ignore={COMPILING}"], covered=True),
-        *(_passes(session, chosen, covered=False) for chosen in (alone, [*TWO, COMPILING, *shared])),
+        _passes(session, [*TWO, "tests/core", f"--ignore={COMPILING}"], covered=True),
+        *(_passes(session, [*TWO, *chosen], covered=False) for chosen in _uncovered()),
     ]
     if not all(passed):
         session.error("Tests failed.")
     _run_dev(session, "coverage", "combine", "--quiet")
     _run_dev(session, "coverage", "report")
+
+
+def _uncovered() -> tuple[list[str], list[str]]:
+    """What is tested without coverage, in two runs of pytest: with and without Triton's interpreter."""
+    plugins = [f"tests/{path.name}" for path in PLUGINS if (ROOT / "tests" / path.name).is_dir()]
+    interpreting = [folder for folder in plugins if folder in INTERPRETING]
+    others = [folder for folder in plugins if folder not in INTERPRETING]
+    return ["tests/thirdparty", *others], [COMPILING, *interpreting]
+
+
+@nox.session(python=False, requires=["dev"])
+def grids(session: nox.Session) -> None:
+    """Test what `tests` takes a sample of: the other cases of exhaustive tests and the other draws of fuzzing."""
+    if session.posargs:
+        _run_dev(session, "pytest", *EXHAUSTIVE, *session.posargs)
+        return
+    plain, interpreting = _uncovered()
+    passed = [
+        _passes(session, [*TWO, *EXHAUSTIVE, *chosen], covered=False)
+        for chosen in (["tests/core", f"--ignore={COMPILING}", *plain], interpreting)
+    ]
+    if not all(passed):
+        session.error("Tests failed.")
 
 
 @nox.session(python=False, requires=["dev"])
@@ -191,10 +216,12 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(python=False, requires=["dev"])
 def fuzz(session: nox.Session) -> None:
-    """Attack with ROUNDS random draws per test, by default 130000, what `tests` attacks with a few; `-- ROUNDS`."""
+    """Attack with ROUNDS random draws per test, by default 130000; `tests` and `grids` draw fewer; `-- ROUNDS`."""
     (rounds,) = session.posargs or ["130000"]
-    drawing = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "fuzzing import" in path.read_text("utf-8")]
-    _run_dev(session, "pytest", *drawing, QCORE_FUZZ=rounds)
+    drawing = [
+        path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "grids import draws" in path.read_text("utf-8")
+    ]
+    _run_dev(session, "pytest", "-m", "", *drawing, QCORE_FUZZ=rounds)
 
 
 @nox.session(reuse_venv=True, requires=["dev"])

@@ -39,6 +39,12 @@ def isolated(tmp_path_factory):
         del verification._seen[key]
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    """Random numbers of torch's own generator are the same for each test, alone or among others."""
+    torch.manual_seed(0)
+
+
 class StubKernel(Kernel):
     """Computes what the fallback computes, on bytes of its own: every packed tensor is stored back to front."""
 

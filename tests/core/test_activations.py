@@ -57,7 +57,7 @@ class TestDynamic:
         assert torch.equal((q - (0 if zero is None else zero)) * scale, x)
 
     @pytest.mark.parametrize("symmetric", [True, False])
-    def test_zero_is_represented_exactly_and_nothing_by_more_than_half_a_step(self, symmetric):
+    def test_zero_is_exact_and_errors_are_at_most_half_a_step(self, symmetric):
         x = torch.cat([rows()[:4], torch.zeros(4, 1)], dim=1)
         scale, zero = dynamic_parameters(x, symmetric)
         back = (quantize_int8(x, scale, zero).float() - (0 if zero is None else zero)) * scale

@@ -78,7 +78,7 @@ def test_a_process_that_dies_inside_leaves_its_mark():
     assert not disk_cache.crashed("work")
 
 
-def test_a_mark_with_our_own_pid_that_we_did_not_set_is_an_earlier_run():
+def test_a_foreign_mark_with_our_own_pid_is_an_earlier_run():
     disk_cache.write("running", "work", pid=os.getpid())
     assert disk_cache.crashed("work")
 

@@ -44,7 +44,7 @@ def changed(path):
     return code_state("sample")
 
 
-def test_an_editable_installation_is_told_by_the_times_and_sizes_of_its_files(install):
+def test_editable_code_is_identified_by_file_times_and_sizes(install):
     code = install(editable=True)
     first = code_state("sample")
     assert first

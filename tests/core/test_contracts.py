@@ -333,7 +333,7 @@ class TestConv2d:
             assert torch.equal(found, expected.view(found.shape)), case.id
 
     @pytest.mark.parametrize("scheme", ["w8a8-static", "w8a8-static-o8", "w4a8-g32-static"])
-    def test_static_activations_are_torchs_convolution_of_quantized_x(self, scheme):
+    def test_static_activations_are_torchs_conv_of_quantized_x(self, scheme):
         for case in conv_cases(scheme):
             problem = case.build(0)
             r = problem.request
@@ -426,7 +426,7 @@ class TestConv2d:
             assert output_size(r, *size) == tuple(expected)
             assert convolved_size(size, r.kernel_size, r.stride, r.padding, r.dilation) == tuple(expected)
 
-    def test_the_size_of_an_image_that_the_kernel_does_not_fit_is_below_1(self):
+    def test_an_image_smaller_than_the_kernel_has_sizes_below_1(self):
         none, one = (0, 0), (1, 1)
         assert convolved_size([2, 9], [3, 3], one, none, one) == (0, 7)
         assert convolved_size([9, 2], [3, 3], one, none, (2, 2)) == (5, -2)

@@ -31,7 +31,7 @@ def right(problem: Problem) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_accepts_the_reference_of_every_case_and_finds_another_one(case):
+def test_accepts_each_cases_reference_and_finds_another_result(case):
     problem = case.build(3)
     y = right(problem)
     assert tuple(y.shape) == result_shape(problem)
@@ -101,7 +101,7 @@ def test_given_parameters_and_bias_follow_their_rows():
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 32])
-def test_patches_of_an_image_are_what_the_contract_says_of_the_whole(groups, static):
+def test_patches_agree_with_the_contract_of_the_whole_image(groups, static):
     dtype, activation = torch.float32, None
     if static:
         dtype, activation = torch.int8, qcore.StaticInt8(0.02, 7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from grids import sampled
 
 import qcore
 from qcore.errors import FormatError
@@ -21,7 +22,7 @@ def parsed(text):
     return scheme.weight, activation, OutputInt8(0.1, 2) if scheme.output else None
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", sampled(SCHEMES, 8))
 def test_linear(scheme):
     weight_format, activation, output = parsed(scheme)
     for (n, k), dtype in ((size, dtype) for size in SIZES for dtype in (torch.float32, torch.bfloat16)):
@@ -40,7 +41,7 @@ def test_linear(scheme):
                     assert x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", sampled(SCHEMES, 8))
 def test_conv2d(scheme):
     weight_format, activation, output = parsed(scheme)
     for oc, ic, groups in ((4, 0, 1), (0, 2, 1), (0, 0, 1), (0, 2, 2)):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from processes import printed
 
 import qcore
 from qcore.runtime import forks
@@ -56,9 +55,7 @@ _HEAD = """
 
 def _script(body):
     code = textwrap.dedent(_HEAD) + textwrap.dedent(body)
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return printed("-c", code, timeout=120).split()
 
 
 @needs_fork
@@ -89,7 +86,7 @@ def test_a_child_resolves_although_another_thread_was_resolving(seconds):
 
 
 @needs_fork
-def test_a_child_does_without_a_plugin_that_another_thread_was_importing():
+def test_a_child_skips_a_plugin_another_thread_was_importing():
     body = """
         forks.WAIT_SECONDS = 0.2
         def load():

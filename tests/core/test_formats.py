@@ -52,7 +52,7 @@ class TestBytes:
     def test_plain_int8_is_contiguous(self):
         assert INT8.codec.encode(codes([1, 2], [3, 4]).t()).is_contiguous()
 
-    def test_plain_int32_holds_unsigned_codes_lowest_k_in_the_lowest_bits(self):
+    def test_plain_int32_holds_unsigned_codes_lowest_k_first(self):
         data = PLAIN_INT32.for_dtype("int4").encode(codes([-8, -7, -6, -5, -4, -3, -2, 7]))
         assert data.dtype == torch.int32
         assert data.tolist() == [[signed(0xF6543210)]]

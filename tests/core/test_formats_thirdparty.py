@@ -6,32 +6,12 @@ import sys
 
 import pytest
 import torch
+from layouts import Nibbles
 
 import qcore
 from qcore.discovery.registry import registry
 from qcore.errors import FormatError, QcoreError
-from qcore.formats import PLAIN, Format, Layout, layouts
-
-
-class Nibbles(Layout):
-    """As PLAIN int4, by other names; each test breaks one method."""
-
-    name = "nibbles"
-
-    def encode(self, codes):
-        return PLAIN.encode(codes)
-
-    def decode(self, data, k):
-        return PLAIN.decode(data, k)
-
-    def check(self, data, n, k):
-        PLAIN.check(data, n, k)
-
-    def encode_zero(self, zero):
-        return zero + 8
-
-    def decode_zero(self, zero):
-        return zero - 8
+from qcore.formats import PLAIN, Format, layouts
 
 
 def raising(*_arguments):
@@ -170,7 +150,7 @@ def test_the_fallback_still_serves_weights_in_qcores_own_layouts(installed, what
     torch.testing.assert_close(qcore.linear(x, qt), x @ qt.dequantize().t())
 
 
-def test_a_checkpoint_in_a_layout_whose_decode_raises_is_refused_by_name(installed, tmp_path, monkeypatch):
+def test_a_layout_whose_decode_raises_is_refused_by_name(installed, tmp_path, monkeypatch):
     layout, path = installed(Nibbles()), tmp_path / "w.safetensors"
     qcore.save({"weight": weight().convert(layout)}, path)
     for method in ("decode", "check", "decode_zero"):

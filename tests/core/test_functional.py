@@ -11,11 +11,6 @@ from qcore.errors import FormatError
 from qcore.functional import calls
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def weight(text="int4-g32-asym", n=16, k=64):
     return qcore.quantize(torch.randn(n, k), text)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuzzing import rounds
+from grids import draws
 from torch import Tensor
 
 import qcore
@@ -291,16 +291,18 @@ def strict_stub(stub: Any) -> Any:
     return Strict
 
 
+@pytest.mark.parametrize("seeds", draws(40, few=12))
 @pytest.mark.parametrize("contract", DRAWS)
-def test_an_attack_on_the_functional_forms(contract, add_plugin, stub):
+def test_an_attack_on_the_functional_forms(contract, seeds, add_plugin, stub):
     made: dict[Any, Any] = {}
     strict = strict_stub(stub)
     add_plugin("mine", **{contract: lambda request: made.setdefault(request, Offer(strict("mine.kernel", request)))})
-    for seed in range(rounds(40)):
+    for seed in seeds:
         run_attack(contract, seed, "mine")
 
 
+@pytest.mark.parametrize("numbers", draws(20, few=6))
 @pytest.mark.parametrize("contract", DRAWS)
-def test_an_attack_on_the_built_in_kernels(contract):
-    for seed in range(1000, 1000 + rounds(20)):
-        run_attack(contract, seed, "torch.")
+def test_an_attack_on_the_built_in_kernels(contract, numbers):
+    for number in numbers:
+        run_attack(contract, 1000 + number, "torch.")

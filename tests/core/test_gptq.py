@@ -87,7 +87,7 @@ class TestAlgorithm:
         assert torch.equal(plain.codes(), same.codes())
         assert torch.equal(plain.scale, same.scale)
 
-    def test_an_input_that_was_always_zero_is_rounded_to_nearest_and_disturbs_nothing(self):
+    def test_an_always_zero_input_is_rounded_to_nearest(self):
         x, weight = inputs(64), weights(8, 64)
         x[:, 16:32] = 0
         moments, dead = x.t() @ x, slice(16, 32)
@@ -263,7 +263,7 @@ class TestModel:
             qcore.quantize_(net, "w4a16-g16@gptq", calibration=batches)
         assert {name: type(module) for name, module in net.named_modules()} == kinds
 
-    def test_a_tied_table_takes_the_codes_of_the_layer_that_has_inputs(self, batches):
+    def test_a_tied_table_takes_the_codes_of_the_calibrated_layer(self, batches):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(50, 48), nn.Linear(48, 50, bias=False))
         model[1].weight = model[0].weight

@@ -130,7 +130,7 @@ def test_what_a_handler_of_the_user_raises_is_not_the_plugins():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no such signals on this system")
-def test_native_code_that_hangs_can_be_ended_once_it_has_been_named():
+def test_native_code_that_hangs_is_named_and_can_be_ended():
     code = """
         import ctypes
         from qcore.runtime import guard

@@ -105,7 +105,7 @@ def test_explain_of_ever_new_sizes_holds_on_to_little(monkeypatch, add_plugin, s
     assert len(verification._seen) <= 8
 
 
-def test_a_weight_used_with_ever_new_scales_keeps_the_last_kernels():
+def test_a_weight_under_ever_new_scales_keeps_the_last_kernels():
     from qcore.functional import calls
 
     weight, x = qcore.quantize(torch.randn(16, 64), "int8"), torch.randn(2, 64)

@@ -13,11 +13,6 @@ from qcore.model.selection import matches
 from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

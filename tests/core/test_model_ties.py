@@ -16,11 +16,6 @@ from qcore.nn import QuantizedLinear
 TOKENS = torch.arange(10).view(2, 5)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def states(report):
     return {layer.name: layer.state for layer in report}
 
@@ -131,7 +126,7 @@ def test_excluding_one_name_of_a_tied_weight_leaves_it_float(arguments, reason):
         ("w8a16", "embed", "w8a16", "embed"),
     ],
 )
-def test_the_first_pattern_that_matches_a_name_of_a_tied_weight_decides(scheme, include, used, deciding):
+def test_the_first_pattern_matching_a_tied_name_decides(scheme, include, used, deciding):
     model, other = Tied(), {"head": "embed", "embed": "head"}[deciding]
     with pytest.warns(QcoreWarning, match=f"One form serves all: {used}, since '{deciding}' matches pattern"):
         report = qcore.quantize_(model, scheme, include=include)
@@ -169,7 +164,7 @@ def test_a_second_call_reports_what_is_held(kind):
     assert not second.by_state("quantized")
 
 
-def test_a_table_that_two_kernels_pack_is_counted_as_often_as_it_is_held(add_plugin, stub):
+def test_a_table_packed_by_two_kernels_is_counted_twice(add_plugin, stub):
     made = {}
     add_plugin("mine", linear=lambda request: Offer(made.setdefault(request, stub("mine.kernel", request))))
     model = Tied()
@@ -280,7 +275,7 @@ def test_tied_linear_layers_keep_their_own_bias():
     assert model[0]._store is model[1]._store
 
 
-def test_embeddings_need_no_numbers_and_the_rest_of_a_static_model_gets_them():
+def test_a_static_model_needs_no_numbers_for_its_embeddings():
     model = Tied()
     report = qcore.quantize_(model, "w8a8-static", calibration=lambda m: m(TOKENS))
     assert model.head.scheme.activation.is_given

@@ -23,7 +23,7 @@ def test_opcheck_and_fakes(index):
     assert (meta.shape, meta.dtype, meta.device.type) == (y.shape, y.dtype, "meta")
 
 
-def test_every_op_has_a_sample_and_an_implementation_that_is_documented():
+def test_every_op_has_a_sample_and_a_documented_implementation():
     names = {name for name, _ in samples()}
     defined = {
         line.split("(")[0].split("::")[1]
@@ -93,7 +93,7 @@ def test_a_weight_that_is_changed_in_place_is_packed_anew():
         torch.testing.assert_close(y.double(), expected_matmul(x, w, scale, None, -1, False), atol=1e-3, rtol=1e-3)
 
 
-def test_scales_made_for_each_call_are_not_mistaken_for_one_another():
+def test_scales_made_per_call_are_not_mistaken_for_one_another():
     # A tensor that is gone leaves its id to the next one.
     w, scale, _ = per_channel(torch.randn(8, 64))
     x = torch.randn(2, 64)

@@ -207,7 +207,7 @@ def test_a_probe_that_ended_an_earlier_process_is_not_run_again():
     assert status.state is State.PROBE_FAILED
 
 
-def test_an_import_that_ended_an_earlier_process_is_not_run_again():
+def test_an_import_that_ended_a_process_is_not_run_again():
     code = """
         import os
         from qcore.discovery.registry import Registry, _Entry
@@ -398,14 +398,14 @@ def test_a_failed_scan_is_tried_again(monkeypatch):
     assert list(registry.entries()) == ["torch"]
 
 
-def test_another_distribution_cannot_take_the_name_of_the_fallback(monkeypatch):
+def test_another_distribution_cannot_take_the_fallbacks_name(monkeypatch):
     monkeypatch.setattr(plugins, "_scan", lambda: [entry("torch", load=lambda: pytest.fail("imported"))])
     registry = Registry()
     with warns("the name 'torch' is taken by qcore"):
         assert registry.status("torch").dist == "qcore"
 
 
-def test_a_named_plugin_that_is_broken_fails_loudly_with_the_original_error(add_plugin, request_of):
+def test_a_named_broken_plugin_fails_with_the_original_error(add_plugin, request_of):
     error = OSError("no driver")
     add_plugin("mine", probe=raising(error))
     with pytest.warns(QcoreWarning), qcore.using("mine"), pytest.raises(PluginError, match="probe failed") as caught:

@@ -107,7 +107,7 @@ class TestFormulas:
         assert found.codes().tolist() == [[-7, 3]]
         assert quantize(weight, "int8", "absmax").codes()[0, 0] == -127
 
-    def test_absmax_stays_above_the_lowest_code_where_its_scale_is_rounded_down(self):
+    def test_absmax_stays_above_the_lowest_code_if_scales_round_down(self):
         weight = torch.linspace(-3, 3, 997).unsqueeze(1)
         for text, lowest in (("int8", -127), ("int4", -7)):
             found = quantize(weight, text, "absmax", scale_dtype=torch.bfloat16)

@@ -42,7 +42,7 @@ def test_fine_ranks_decide_inside_a_tier(add_kernel, request_of):
     assert decision.hints == ()
 
 
-def test_an_emulated_device_stands_below_the_fallback_unless_named(add_kernel, request_of):
+def test_an_emulated_device_is_below_the_fallback_unless_named(add_kernel, request_of):
     add_kernel("soft", EMULATED)
     assert qcore.resolve(request_of()).plugin == "torch"
     assert qcore.resolve(request_of(), backends="soft").plugin == "soft"
@@ -124,7 +124,7 @@ def test_without_both_measured_the_rank_stands(add_kernel, request_of, timed):
     assert places[:3] == ["a", "c", "b"]
 
 
-def test_a_slow_kernel_goes_down_instead_of_lifting_the_faster_one_over_others(add_kernel, request_of, timed):
+def test_a_slow_kernel_goes_down_and_lifts_no_other(add_kernel, request_of, timed):
     for name, rank in (("slow", NATIVE + 5), ("new", NATIVE)):
         add_kernel(name, rank)
     timed({"slow.stub": 13.0, "torch.plain.linear": 0.14})
@@ -132,7 +132,7 @@ def test_a_slow_kernel_goes_down_instead_of_lifting_the_faster_one_over_others(a
     assert [c.plugin for c in decision.candidates if c.rank is not None] == ["new", "torch", "slow"]
 
 
-def test_measured_times_decide_across_ranks_and_the_decision_says_so(add_kernel, request_of, timed):
+def test_measured_times_decide_across_ranks_and_are_shown(add_kernel, request_of, timed):
     add_kernel("a", NATIVE, note="on a card")
     add_kernel("b", OFFLOAD)
     timed({"a.stub": 13.0, "b.stub": 20.0, "torch.plain.linear": 0.14})
@@ -235,7 +235,7 @@ def test_an_offer_that_raises_in_a_named_plugin_fails_loudly(add_plugin, request
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_strict_turns_the_fallback_into_an_error_whose_text_is_the_table(add_plugin, request_of):
+def test_strict_turns_the_fallback_into_an_error_with_the_table(add_plugin, request_of):
     add_plugin("mine", linear=lambda request: Refusal("only on Tuesdays"))
     with pytest.raises(UnsupportedError, match="strict: only the fallback") as caught:
         qcore.resolve(request_of(), strict=True)
@@ -320,7 +320,7 @@ def test_threads_decide_once(add_plugin, request_of):
     assert len(heard) == 1
 
 
-def test_a_kernel_that_failed_in_use_is_passed_over_until_forgotten(add_kernel, request_of):
+def test_a_kernel_that_failed_in_use_is_skipped_until_forgotten(add_kernel, request_of):
     add_kernel("mine")
     first = qcore.resolve(request_of())
     resolver.report_failure(request_of(), first.kernel, "pack raised X")

@@ -135,6 +135,6 @@ def test_what_was_measured_slower_than_the_fallback_is_listed(slow_and_fast, req
 
 
 @pytest.mark.parametrize("about", [{}, {"request": 5, "plugin": "slow", "kernel": "slow.k"}])
-def test_records_that_do_not_say_what_they_are_about_are_not_listed(about):
+def test_records_that_do_not_name_their_subject_are_not_listed(about):
     assert disk_cache.write("tuning", "some key", milliseconds={"1": 1.0}, **about)
     assert tuning.slower_than_fallback(qcore.plugins()) == []

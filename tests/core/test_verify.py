@@ -24,7 +24,7 @@ def fails(text):
     return pytest.warns(QcoreWarning, match=f"failed verification: {text}")
 
 
-def test_a_wrong_kernel_is_refused_with_the_numbers_and_the_next_serves(add_kernel, request_of):
+def test_a_wrong_kernel_is_refused_and_the_next_one_serves(add_kernel, request_of):
     add_kernel("mine", fault="wrong")
     with fails("wrong result for x of shape .*got .*, expected .*, allowed error"):
         decision = qcore.resolve(request_of())
@@ -123,7 +123,7 @@ def test_large_requests_are_checked_on_a_small_weight(add_plugin, stub, request_
     assert set(seen) == {(64, 256)}
 
 
-def test_a_kernel_that_only_serves_the_large_size_is_checked_there(add_plugin, stub, request_of):
+def test_a_kernel_for_the_large_size_only_is_checked_there(add_plugin, stub, request_of):
     seen = []
 
     class Kernel(stub):
@@ -157,7 +157,7 @@ def test_always_runs_in_each_process_whatever_the_disk_says(add_kernel, request_
 
 
 @pytest.mark.parametrize("mode", ["once", "always"])
-def test_a_kernel_that_ended_an_earlier_process_is_not_tried_again(add_plugin, stub, request_of, mode):
+def test_a_kernel_that_ended_a_process_is_not_tried_again(add_plugin, stub, request_of, mode):
     code = """
         import os, sys
         from types import ModuleType

@@ -81,7 +81,7 @@ def large_only(condition):
     return call
 
 
-def test_a_convolution_that_is_wrong_on_larger_images_does_not_serve(offer_with):
+def test_a_convolution_wrong_on_larger_images_does_not_serve(offer_with):
     offer_with(large_only(lambda inner, x: x.shape[-1] > 16))
     with pytest.warns(QcoreWarning, match="failed verification with a weight of 8 x 36: wrong result"):
         conv = QuantizedConv2d.from_float(torch.nn.Conv2d(4, 8, 3, padding=1), "w8a16")
@@ -96,7 +96,7 @@ CONDITIONS = {
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
-def test_a_kernel_that_is_wrong_on_large_weights_only_does_not_serve(offer_with, condition):
+def test_a_kernel_wrong_on_large_weights_only_does_not_serve(offer_with, condition):
     offer_with(large_only(CONDITIONS[condition]))
     layer = torch.nn.Linear(SIZE[1], SIZE[0])
     with pytest.warns(QcoreWarning, match=r"out of use .*failed verification with a weight of 320 x 576: wrong result"):
@@ -109,7 +109,7 @@ def test_a_kernel_that_is_wrong_on_large_weights_only_does_not_serve(offer_with,
     assert torch.allclose(made(x), torch.nn.functional.linear(x, made.weight.dequantize(), layer.bias), atol=1e-4)
 
 
-def test_a_kernel_that_is_wrong_with_many_rows_only_does_not_serve_a_small_layer(offer_with, request_of):
+def test_a_kernel_wrong_with_many_rows_serves_no_small_layer(offer_with, request_of):
     offer_with(large_only(lambda inner, x: x.shape[0] > 128))
     with pytest.warns(QcoreWarning, match="failed verification: wrong result"):
         assert qcore.resolve(request_of("w8a16")).plugin == "torch"

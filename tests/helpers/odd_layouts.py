@@ -6,15 +6,16 @@ What lies between the numbers is NaN, or a code that no test means, so that a wr
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from qcore import QTensor
+from qcore import Kernel, Offer, QTensor
 from qcore.contracts import CONTRACTS
-from qcore.contracts.base import Problem
+from qcore.contracts.base import Problem, Request
 from qcore.contracts.inputs import Draw, Shape
 from qcore.weights.schemes import Scheme
 
@@ -180,3 +181,13 @@ def _moved(problem: Problem, device: torch.device) -> Problem:
         bias=None if problem.bias is None else moved(problem.bias),
         given={name: moved(tensor) for name, tensor in problem.given.items()},
     )
+
+
+def offered_by(plugin: ModuleType) -> Callable[[Request], Kernel | None]:
+    """The kernel that a plugin's own hooks offer for a request, if any."""
+
+    def kernel_for(request: Request) -> Kernel | None:
+        answer = getattr(plugin, f"qcore_{request.contract}")(request=request)
+        return answer.kernel if isinstance(answer, Offer) else None
+
+    return kernel_for

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from linear_problems import linear_problem
 from torch import Tensor
 
-from qcore.contracts import Problem
+from qcore.contracts import CONTRACTS, Problem
 from qcore_vulkan import device as devices
 from qcore_vulkan import steps
 from qcore_vulkan.builder import Builder, Place
@@ -78,3 +79,15 @@ def run_embedding(device: Device, problem: Problem) -> Tensor:
 
 
 RUN = {"linear": run_linear, "conv2d": run_conv2d, "embedding": run_embedding}
+
+
+def drawn(scheme: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32, **more) -> Problem:
+    """A linear problem, in float32 unless said otherwise."""
+    return linear_problem(scheme, m, n, k, dtype, **more)
+
+
+def assert_right(device: Device, problem: Problem) -> None:
+    """Hold what ``device`` makes of a problem against its contract."""
+    contract = problem.request.contract
+    verdict = CONTRACTS[contract].judge(problem, RUN[contract](device, problem))
+    assert verdict.ok, verdict.message

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import linear_problems
 import torch
 
-from qcore import Format, QTensor, Scheme, ZeroPoint
-from qcore.contracts import LINEAR
-from qcore.contracts.inputs import Draw, Shape
+from qcore import Format, QTensor, ZeroPoint
 
 NARROW = [torch.bfloat16, torch.float16]
-
-
-def linear_problem(scheme, m, n, k, dtype=torch.bfloat16, *, bias="none", seed=0, **kind):
-    """A problem of the contract with random numbers; ``kind``: as `Shape` takes it."""
-    draw = Draw(torch.Generator().manual_seed(seed * 1009 + m * 7 + n))
-    filled = draw.fill(Scheme.parse(scheme))
-    request = LINEAR.request_for(filled, torch.device("cpu"), dtype, n, k)
-    shape = Shape("case", (m,), n, k, bias=bias, **kind)
-    return draw.linear(replace(request, bias=bias != "none"), shape, filled.quantizer, dtype)
 
 
 def kernel_for(problem):
@@ -39,8 +27,7 @@ def result(problem):
 
 def assert_right(problem, y=None):
     """Hold a result, or that of the kernel, against the contract."""
-    verdict = LINEAR.judge(problem, result(problem) if y is None else y)
-    assert verdict.ok, verdict.message
+    linear_problems.assert_right(problem, result(problem) if y is None else y)
 
 
 def random_weight(n, k, form, *, scale_dtype=torch.float32, seed=0):

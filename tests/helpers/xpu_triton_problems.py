@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import linear_problems
 import torch
 
-from qcore import Scheme
 from qcore.contracts import CONTRACTS
-from qcore.contracts.inputs import Draw, Shape
 
 CPU = torch.device("cpu")
 
 
-def linear_problem(scheme, m, n, k, dtype=torch.float32, bias="none", seed=0, **kind):
-    """A problem of the contract with random numbers; ``kind``: as `Shape` takes it."""
-    draw = Draw(torch.Generator().manual_seed(seed + m * 7 + n + k))
-    filled = draw.fill(Scheme.parse(scheme))
-    request = CONTRACTS["linear"].request_for(filled, CPU, dtype, n, k)
-    shape = Shape("case", (m,), n, k, bias=bias, **kind)
-    return draw.linear(replace(request, bias=bias != "none"), shape, filled.quantizer, dtype)
+def linear_problem(scheme, m, n, k, dtype=torch.float32, bias="none", **kind):
+    """As `linear_problems.linear_problem`, in float32 unless said otherwise."""
+    return linear_problems.linear_problem(scheme, m, n, k, dtype, bias, **kind)
 
 
 def kernel_for(request):

@@ -187,7 +187,7 @@ DEFECTIVE = [name for name, (stage, *_) in KERNEL_SAYS.items() if stage == "offe
 
 
 @pytest.mark.parametrize("name", DEFECTIVE)
-def test_plugin_without_a_proper_answer_is_an_error_where_it_is_named(runs, name):
+def test_plugin_without_a_proper_answer_is_an_error_if_named(runs, name):
     used = runs["kernels"].used(name)
     assert f"plugin {name!r}" in used["error"]
     assert KERNEL_SAYS[name][2].split(",")[0] in used["error"]

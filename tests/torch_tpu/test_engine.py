@@ -65,7 +65,7 @@ def test_another_torch_tpu_is_not_taken_for_googles(device, monkeypatch):
 
 
 @pytest.mark.parametrize("generation", ["v4", "tpu7x"])
-def test_int8_activations_are_refused_where_nothing_multiplies_them(generation, device, monkeypatch):
+def test_int8_activations_are_refused_if_nothing_multiplies_them(generation, device, monkeypatch):
     monkeypatch.setattr(environment, "tpu", lambda *_: generation)
     refusal = plugin.qcore_linear(request("w8a8", device))
     assert isinstance(refusal, qcore.Refusal)

@@ -94,7 +94,7 @@ def test_convolutions(scheme, memory):
     same(model, x, atol=0.02 if scheme == "w8a8" else 1e-4)
 
 
-def test_a_convolution_down_to_one_pixel_is_flattened_for_a_linear_layer():
+def test_a_one_pixel_convolution_is_flattened_for_a_linear_layer():
     model = made(nn.Conv2d(3, 8, 4), nn.ReLU(), nn.Flatten(), nn.Linear(8, 5))
     same(model, torch.randn(2, 3, 4, 4), atol=1e-4)
 

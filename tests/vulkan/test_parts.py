@@ -42,7 +42,7 @@ def test_boxes_make_up_the_result_in_order(most, runs_out):
     assert done == list(product(range(3), range(5), range(7)))
 
 
-def test_where_memory_runs_out_for_a_single_result_the_error_comes_through():
+def test_out_of_memory_for_a_single_result_is_passed_on():
     def run(box):
         raise OutOfMemory("no memory")
 

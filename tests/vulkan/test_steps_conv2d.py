@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
-from vulkan_problems import run_conv2d, vulkan  # noqa: F401
+from vulkan_problems import assert_right, run_conv2d, vulkan  # noqa: F401
 
 from qcore import PluginError, StaticInt8
 from qcore.contracts import CONV2D, Conv2dRequest, Problem
@@ -37,11 +37,6 @@ def request_of(scheme: str, channels: int, out: int, **geometry) -> Conv2dReques
     )  # fmt: skip
 
 
-def assert_right(device, problem: Problem) -> None:
-    verdict = CONV2D.judge(problem, run_conv2d(device, problem))
-    assert verdict.ok, verdict.message
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_cases_of_the_contract(vulkan, scheme):  # noqa: F811
     for case in CONV2D.cases([Scheme.parse(scheme)], [torch.float32]):
@@ -69,7 +64,7 @@ def test_positions_are_cut_where_columns_would_grow_large(vulkan, scheme, monkey
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16-g32"])
-def test_images_are_copied_to_the_device_where_it_would_read_across_a_bus(vulkan, scheme, monkeypatch):  # noqa: F811
+def test_images_are_copied_to_a_device_behind_a_bus(vulkan, scheme, monkeypatch):  # noqa: F811
     monkeypatch.setattr(vulkan, "description", replace(vulkan.description, local_input=False))
     assert_right(vulkan, drawn(request_of(scheme, 6, 10, padding=(1, 1)), (2, 5, 7)))
 

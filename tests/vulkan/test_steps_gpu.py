@@ -10,12 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
-from vulkan_problems import run_conv2d, run_linear, vulkan  # noqa: F401
+from vulkan_problems import assert_right, drawn, run_conv2d, run_linear, vulkan  # noqa: F401
 
 from qcore import Format, QTensor
-from qcore.contracts import CONV2D, LINEAR, Problem
-from qcore.contracts.inputs import Draw
-from qcore.contracts.inputs import Shape as Sizes
+from qcore.contracts import CONV2D, LINEAR
 from qcore.weights.schemes import Scheme
 from qcore_vulkan import layout, native
 from qcore_vulkan.builder import Builder
@@ -27,18 +25,6 @@ FLOAT = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g48-asym", "w8a
 INT = ("w8a8", "w8a8-aasym", "w8a8-asym", "w8a8-fzp-aasym", "w4a8-g32-asym-aasym", "w4a8-fzp", "w4a8-g48-asym-static")
 SIZES = ((1, 33, 200), (2, 8, 64), (5, 20, 77), (19, 40, 600))
 SMALL = Shape(16, 16, 4, 4, 2)
-
-
-def drawn(scheme: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> Problem:
-    draw = Draw(torch.Generator().manual_seed(m + n + k))
-    filled = draw.fill(Scheme.parse(scheme))
-    request = replace(LINEAR.request_for(filled, torch.device("cpu"), dtype, n, k), bias=True)
-    return draw.linear(request, Sizes("drawn", (m,), n, k, bias="same"), "", dtype)
-
-
-def assert_right(device, problem: Problem) -> None:
-    verdict = LINEAR.judge(problem, run_linear(device, problem))
-    assert verdict.ok, verdict.message
 
 
 def matrices() -> tuple[Matrix, ...]:
@@ -62,14 +48,14 @@ def test_digits_of_floats(vulkan, monkeypatch, scheme):  # noqa: F811
     only(monkeypatch, vulkan, lambda problem: digits(vulkan, 4 if problem.x_dtype == torch.float32 else 3))
     for m, n, k in SIZES:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            assert_right(vulkan, drawn(scheme, m, n, k, dtype))
+            assert_right(vulkan, drawn(scheme, m, n, k, dtype, bias="same"))
 
 
 @pytest.mark.parametrize("scheme", INT)
 def test_digits_of_int8(vulkan, monkeypatch, scheme):  # noqa: F811
     only(monkeypatch, vulkan, lambda _: digits(vulkan, 1))
     for m, n, k in SIZES:
-        assert_right(vulkan, drawn(scheme, m, n, k))
+        assert_right(vulkan, drawn(scheme, m, n, k, bias="same"))
 
 
 def test_digits_of_what_floats_can_be(vulkan, monkeypatch):  # noqa: F811
@@ -84,7 +70,7 @@ def test_digits_of_what_floats_can_be(vulkan, monkeypatch):  # noqa: F811
 def test_shared_tiles_of_floats(vulkan, monkeypatch, scheme):  # noqa: F811
     only(monkeypatch, vulkan, lambda _: SharedFloat(SMALL))
     for m, n, k in SIZES:
-        assert_right(vulkan, drawn(scheme, m, n, k, torch.bfloat16))
+        assert_right(vulkan, drawn(scheme, m, n, k, torch.bfloat16, bias="same"))
 
 
 @pytest.mark.parametrize("variant", ["gemm_int_shared_dot", "gemm_int_shared_plain"])
@@ -92,7 +78,7 @@ def test_shared_tiles_of_floats(vulkan, monkeypatch, scheme):  # noqa: F811
 def test_shared_tiles_of_int8(vulkan, monkeypatch, scheme, variant):  # noqa: F811
     only(monkeypatch, vulkan, lambda _: SharedInt(variant, SMALL))
     for m, n, k in SIZES:
-        assert_right(vulkan, drawn(scheme, m, n, k))
+        assert_right(vulkan, drawn(scheme, m, n, k, bias="same"))
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a8"])
@@ -144,7 +130,7 @@ def test_the_order_of_capabilities(rich):
     assert first(poorest, "gemm_float", 1, "int4-g128", half).variant == "gemm_float_shared"
 
 
-def test_float32_rows_are_cut_where_the_sums_of_their_terms_would_take_much_memory(rich, vulkan, monkeypatch):  # noqa: F811
+def test_float32_rows_are_split_if_their_sums_take_much_memory(rich, vulkan, monkeypatch):  # noqa: F811
     wide = problem("gemm_float", 8192, "int4-g128", torch.float32, n=28672).geometry
     assert selection.scratch_row(vulkan, torch.float32, wide) == 0
     monkeypatch.setattr(vulkan, "profile", "gpu")
@@ -193,7 +179,7 @@ def test_kernels_keep_to_the_limits_of_a_device(rich, lanes, shared):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_digits_keep_what_is_not_finite(vulkan, monkeypatch, dtype, value, place):  # noqa: F811
     only(monkeypatch, vulkan, lambda asked: digits(vulkan, 4 if asked.x_dtype == torch.float32 else 3))
-    asked = drawn("w4a16-g32", 1, 16, 64, dtype)
+    asked = drawn("w4a16-g32", 1, 16, 64, dtype, bias="same")
     asked.x[0, place] = value
     assert_right(vulkan, asked)
 
@@ -205,7 +191,7 @@ def test_digits_beside_a_large_value_whose_weight_is_zero(vulkan, monkeypatch, d
     if large > torch.finfo(dtype).max:
         return
     only(monkeypatch, vulkan, lambda asked: digits(vulkan, 4 if asked.x_dtype == torch.float32 else 3))
-    asked = drawn(scheme, 2, 16, 64, dtype)
+    asked = drawn(scheme, 2, 16, 64, dtype, bias="same")
     codes = asked.weight.codes().clone()
     zero = asked.weight.integer_zero()
     codes[:, 5] = 0 if zero is None else zero[0].to(codes.dtype)
@@ -221,7 +207,7 @@ def test_more_rows_never_read_the_weight_by_rows(rich):
             assert "gemv" not in first(rich, op, m, "int8", torch.bfloat16).variant
 
 
-def test_products_of_few_rows_are_cut_along_k_until_the_cores_have_work(rich):
+def test_products_of_few_rows_are_split_along_k_to_fill_cores(rich):
     for m, parts in ((48, 4), (128, 4), (256, 2), (512, 1)):
         kernel = first(rich, "gemm_float", m, "int4-g128", torch.bfloat16, 4096, 14336)
         assert (kernel.variant, kernel.parts) == ("coop_f16", parts)

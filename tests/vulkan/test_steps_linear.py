@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
-from vulkan_problems import run_linear, vulkan  # noqa: F401
+from vulkan_problems import assert_right, drawn, run_linear, vulkan  # noqa: F401
 
 from qcore import OutputInt8, QTensor, StaticInt8
-from qcore.contracts import LINEAR, LinearRequest, Problem
-from qcore.contracts.inputs import Draw, Shape
+from qcore.contracts import LINEAR, LinearRequest
 from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_vulkan import layout
 from qcore_vulkan.steps import prepare, product, rows, selection
@@ -21,19 +20,6 @@ MORE = (
     "w4a8-fzp", "w4a8-g32-fzp-aasym", "w4a8-g48-asym-static", "w8a8-asym-o8t", "w4a8-g128-asym-aasym-o8",
 )  # fmt: skip
 CPU = torch.device("cpu")
-
-
-def drawn(scheme: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32, **more) -> Problem:
-    draw = Draw(torch.Generator().manual_seed(m + n + k))
-    filled = draw.fill(Scheme.parse(scheme))
-    request = LINEAR.request_for(filled, CPU, dtype, n, k)
-    shape = Shape("drawn", (m,), n, k, **more)
-    return draw.linear(replace(request, bias=shape.bias != "none"), shape, "", dtype)
-
-
-def assert_right(device, problem: Problem) -> None:
-    verdict = LINEAR.judge(problem, run_linear(device, problem))
-    assert verdict.ok, verdict.message
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "w4a8-g32-asym-token", "w4a8-g32-asym-token-o8t"])
@@ -152,7 +138,7 @@ def test_tiles_of_other_devices(vulkan, scheme, monkeypatch):  # noqa: F811
         assert_right(vulkan, drawn(scheme, m, n, k, torch.bfloat16))
 
 
-def test_static_output_of_static_input_has_the_numbers_of_the_request(vulkan):  # noqa: F811
+def test_static_output_of_static_input_has_the_requests_numbers(vulkan):  # noqa: F811
     problem = drawn("w8a8-static-o8", 3, 8, 32)
     numbers = {"activation": StaticInt8(0.5, -3), "output": OutputInt8(0.25, 100)}
     request: LinearRequest = replace(problem.request, **numbers)

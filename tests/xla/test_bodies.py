@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from grids import sampled
 
 from qcore import Conv2dRequest, Scheme
 from qcore.contracts import LINEAR
@@ -69,9 +72,10 @@ def gpu_layout(monkeypatch):
     calls.call_of.cache_clear()
 
 
-@pytest.mark.parametrize("k", [36, 70, 256])
-@pytest.mark.parametrize("rows", [1, 3, 5])
-@pytest.mark.parametrize("scheme", ["w8a16-asym", "w4a16", "w4a16-g32-asym", "w8a8-aasym", "w8a8-g64-asym-aasym"])
+LAID_OUT = ("w8a16-asym", "w4a16", "w4a16-g32-asym", "w8a8-aasym", "w8a8-g64-asym-aasym")
+
+
+@pytest.mark.parametrize(("scheme", "rows", "k"), sampled(itertools.product(LAID_OUT, (1, 3, 5), (36, 70, 256)), 12))
 def test_the_layout_of_gpus(problem, monkeypatch, gpu_layout, scheme, rows, k):
     """Of 36 columns, a group of 64 is one of them all."""
     here = problem(scheme, rows=rows, k=k)

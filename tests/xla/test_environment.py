@@ -121,7 +121,7 @@ assert dict(os.environ) == before
 """
 
 
-def test_probes_and_offers_import_nothing_heavy_and_change_nothing():
+def test_probes_and_offers_import_nothing_heavy():
     subprocess.run([sys.executable, "-c", PROBE], timeout=120, check=True)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from grids import sampled
 
 from qcore_xla.bodies import linear as bodies
 from qcore_xla.bodies.form import Form
@@ -44,11 +45,13 @@ def problem(name, m, dtype, seed=0):
     return x, jnp.asarray(words), jnp.asarray(scale), wide @ w.T, wide**2 @ (w.T**2)
 
 
-@pytest.mark.parametrize("m", [1, 17, 64])
-@pytest.mark.parametrize(("name", "dtype"), [
+PRODUCTS = [
     *((name, jnp.bfloat16) for name in WEIGHTS), ("groups-of-128", jnp.float16), ("groups-of-32", jnp.float16),
-])  # fmt: skip
-def test_product(name, m, dtype):
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype", "m"), sampled([(*p, m) for p in PRODUCTS for m in (1, 17, 64)], 8))
+def test_product(name, dtype, m):
     x, words, scale, expected, squares = problem(name, m, dtype)
     cut = few.tiles(m, *words.shape)
     assert cut is not None

@@ -83,7 +83,7 @@ def test_a_weight_dequantized_in_parts_gives_the_same(monkeypatch, scheme, bias)
 
 
 @pytest.mark.parametrize("contract", ["linear", "conv2d"])
-def test_a_bias_of_another_dtype_that_cancels_the_product_is_added_before_it_is_rounded(contract):
+def test_a_bias_of_another_dtype_is_added_before_rounding(contract):
     from qcore.contracts import CONTRACTS
 
     judge, scheme, dtype = CONTRACTS[contract], "w8a16-g32-asym", torch.float16
@@ -115,7 +115,7 @@ def tf32():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float32_is_multiplied_as_such_and_only_for_it_a_setting_changes(monkeypatch, tf32, dtype):
+def test_float32_products_change_a_setting_and_only_they(monkeypatch, tf32, dtype):
     from qcore_xpu import dense
 
     seen, linear = [], dense.F.linear

@@ -120,7 +120,7 @@ def as_shipped():
     return module
 
 
-def test_a_torch_without_xpu_ops_is_told_from_its_dispatch_tables(as_shipped, monkeypatch):
+def test_a_torch_without_xpu_ops_is_known_by_its_dispatch_tables(as_shipped, monkeypatch):
     for name in (as_shipped.INT4, as_shipped.INT8, as_shipped.INT):
         if torch.version.xpu is None:
             assert as_shipped.missing(name) == (

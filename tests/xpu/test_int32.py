@@ -175,7 +175,7 @@ def test_scales_that_float16_does_not_hold_are_levelled(scale, levelled):
     assert not {"after", "levels"} & set(int32.pack(weight, torch.bfloat16))
 
 
-def test_scales_of_groups_without_weights_do_not_level_the_others():
+def test_scales_of_empty_groups_do_not_level_the_others():
     codes = torch.zeros(2, 64, dtype=torch.int8)
     codes[:, 32:] = 5
     scale = torch.tensor([[1.0, 1.0], [1e-6, 1e-7]])  # a group of zeros gets the scale 1
@@ -186,7 +186,7 @@ def test_scales_of_groups_without_weights_do_not_level_the_others():
     assert not difference(int32.unpack(packed, weight.format, 2, 64), weight)
 
 
-def test_a_single_group_in_bfloat16_is_scaled_afterwards_in_float32():
+def test_a_single_bfloat16_group_is_scaled_later_in_float32():
     weight = random_weight(4, 96, "int4-asym")
     packed = int32.pack(weight, torch.bfloat16)
     assert torch.equal(packed["after"], weight.scale[0])

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
-from xpu_problems import NARROW, assert_right, kernel_for, linear_problem, random_weight, result
+from linear_problems import linear_problem
+from xpu_problems import NARROW, assert_right, kernel_for, random_weight, result
 
 import qcore
 from qcore import FormatError, QTensor
@@ -115,7 +116,7 @@ def test_int8_weights_that_float16_does_not_hold(size):
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_int8_weights_for_many_rows_are_dequantized_some_at_a_time(monkeypatch, dtype):
+def test_int8_weights_for_many_rows_are_dequantized_in_parts(monkeypatch, dtype):
     monkeypatch.setattr(products, "_CHUNK", 1000)
     for bias in ("same", "float32"):
         assert_right(linear_problem("w8a16", 40, 33, 300, dtype, bias=bias))
@@ -133,7 +134,7 @@ def test_a_bias_that_is_inf_or_nan_stays_in_its_column(scheme):
         assert y[:, [0, 1, 2, 4, 6, *range(8, 16)]].isfinite().all()
 
 
-def test_a_kernel_for_a_layer_with_a_bias_takes_none_and_the_other_way_round():
+def test_a_kernel_for_a_layer_with_a_bias_also_takes_none():
     for scheme in ("w4a16-g32-asym", "w4a16", "w8a16"):
         with_bias = linear_problem(scheme, 3, 16, 64, bias="same")
         without = replace(with_bias, bias=None)
@@ -275,7 +276,7 @@ def test_what_is_left_to_triton(asked):
     assert linear.kernel(asked) is None
 
 
-def test_groups_that_padding_would_make_larger_than_a_dense_weight():
+def test_groups_that_padding_makes_larger_than_a_dense_weight():
     reason = linear.kernel(request("w4a16-g7-asym"))
     assert "groups of 7 make the weight 4.57 times as large. Use groups of 32, 64 or 128." in reason
     assert linear.kernel(request("w4a16-g8-asym")).name == "xpu.w4a16"
@@ -293,7 +294,7 @@ def test_an_op_that_this_torch_lacks(monkeypatch):
     assert linear.kernel(request("w8a16-asym")) is None
 
 
-def test_weights_that_kernels_pack_alike_are_told_apart_from_others():
+def test_weights_packed_alike_are_told_apart_from_others():
     packings = {
         linear.kernel(asked).packing
         for asked in (

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from xpu_problems import linear_problem
+from linear_problems import linear_problem
 
 import qcore
 from qcore_xpu import ops

@@ -208,7 +208,7 @@ def test_a_device_file_is_asked_for_before_a_filter_is_blamed(machine, monkeypat
     assert "docker run --device /dev/dri" in machine(pci=CARD).reason
 
 
-def test_an_error_of_torchs_is_passed_on_where_no_gpu_is_in_sight(machine):
+def test_torchs_error_is_passed_on_if_no_gpu_is_found(machine):
     def count():
         raise RuntimeError("Level-Zero: no loader")
 

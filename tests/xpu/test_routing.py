@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from xpu_problems import NARROW, assert_right, linear_problem, result
+from linear_problems import linear_problem
+from xpu_problems import NARROW, assert_right, result
 
 from qcore_xpu import aten, int32
 

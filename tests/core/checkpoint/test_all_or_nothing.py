@@ -67,7 +67,7 @@ def test_a_model_made_under_inference_mode(tmp_path, trained):
     assert torch.equal(model(X), trained(X))
 
 
-def test_loading_under_inference_mode_makes_tensors_that_can_be_trained(tmp_path, trained):
+def test_loading_under_inference_mode_gives_trainable_tensors(tmp_path, trained):
     with torch.device("meta"):
         model = fresh()
     with torch.inference_mode():
@@ -91,7 +91,7 @@ def test_scripted_modules(tmp_path, trained, place):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_scripted_modules_stay_as_they_are_where_the_file_ties_theirs(tmp_path):
+def test_scripted_modules_stay_if_the_file_ties_theirs(tmp_path):
     first, second = nn.LayerNorm(4), nn.LayerNorm(4)
     nn.init.normal_(first.weight)
     second.weight = first.weight

@@ -21,7 +21,7 @@ def counts(*arguments: object) -> dict[str, int]:
     return json.loads(done.stdout)
 
 
-def test_a_save_that_dies_at_any_step_leaves_the_old_state_or_the_new_one(tmp_path):
+def test_a_save_that_dies_leaves_the_old_state_or_the_new_one(tmp_path):
     steps = counts(tmp_path, "steps")
     assert len(steps) == 9
     assert steps["shards to shards"] > 20
@@ -29,7 +29,7 @@ def test_a_save_that_dies_at_any_step_leaves_the_old_state_or_the_new_one(tmp_pa
 
 
 @pytest.mark.parametrize("savers", ["one saver", "two savers"])
-def test_readers_see_whole_states_while_savers_save_and_are_killed(tmp_path, savers):
+def test_readers_see_whole_states_while_savers_are_killed(tmp_path, savers):
     found = counts(tmp_path, savers, 3)
     assert found["loads"] > 30
     assert found["kills"] > 10

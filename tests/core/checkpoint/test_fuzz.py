@@ -1,25 +1,24 @@
 """Mutated checkpoints: refused, with the model untouched, or loaded with the values that the file holds.
 
-QCORE_FUZZ=130000 draws more than the sample that runs by default.
+The first draws of each kind run in `nox -s tests`, the others in `nox -s grids`; QCORE_FUZZ=130000 draws more.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import checkpoint_mutations as mutations
 import pytest
 import safetensors
 import safetensors.torch
 import torch
-from fuzzing import rounds
+from grids import draws
 from torch import Tensor, nn
 
 import qcore
@@ -30,16 +29,6 @@ from qcore.nn.base import QuantizedModule
 
 SECONDS, CHARACTERS = 10.0, 2000
 PARTS = 4
-"""The draws are dealt to this many tests of each kind, each with a seed of its own."""
-
-
-@pytest.fixture(scope="module")
-def mutations():
-    spec = importlib.util.spec_from_file_location("checkpoint_mutations", Path(__file__).with_name("mutations.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Small(nn.Module):
@@ -143,27 +132,27 @@ def checked(model: nn.Module, path: Path, seed: str) -> str:
         raise AssertionError(f"seed {seed!r}: {type(error).__name__}: {str(error)[:1000]}") from error
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_mutated_files(mutations, tmp_path, part):
+@pytest.mark.parametrize("numbers", draws(12_000, few=400, parts=PARTS))
+def test_mutated_files(tmp_path, numbers):
     save(quantized(0), tmp_path / "good.safetensors")
     good, path, model = (tmp_path / "good.safetensors").read_bytes(), tmp_path / "m.safetensors", quantized(1)
     outcomes = Counter()
-    for i in range(rounds(20_000) * 3 // 5 // PARTS):
-        seed = f"file {part} {i}"
+    for number in numbers:
+        seed = f"file {number}"
         path.unlink(missing_ok=True)
         path.write_bytes(mutations.mutate_file(good, random.Random(seed)))
         outcomes[checked(model, path, seed)] += 1
     assert outcomes["refused"] > outcomes["loaded"] > 0, outcomes
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_mutated_directories(mutations, tmp_path, part):
+@pytest.mark.parametrize("numbers", draws(8_000, few=250, parts=PARTS))
+def test_mutated_directories(tmp_path, numbers):
     good, stranger = (whole(quantized(seed), tmp_path / str(seed)) for seed in (0, 2))
     path, model = tmp_path / "d", quantized(1)
     path.mkdir()
     outcomes, there = Counter(), {}
-    for i in range(rounds(20_000) * 2 // 5 // PARTS):
-        seed = f"directory {part} {i}"
+    for number in numbers:
+        seed = f"directory {number}"
         there = put(path, there, mutations.mutate_directory(good, stranger, random.Random(seed)))
         outcomes[checked(model, path, seed)] += 1
     assert outcomes["refused"] > outcomes["loaded"] > 0, outcomes

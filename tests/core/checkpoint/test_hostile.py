@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from checkpoint_mutations import split
 from torch import nn
 
 import qcore
@@ -20,11 +21,6 @@ from qcore.checkpoint import header, inspect, load_, save
 
 def fresh() -> nn.Module:
     return nn.Sequential(nn.Linear(13, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-
-
-def parse(blob: bytes) -> tuple[dict, bytes]:
-    (length,) = struct.unpack("<Q", blob[:8])
-    return json.loads(blob[8 : 8 + length]), blob[8 + length :]
 
 
 def build(tree: dict | str, data: bytes) -> bytes:
@@ -93,7 +89,7 @@ def test_flipped_bits_are_refused_or_harmless(good, tmp_path, seed):
 
 
 def test_random_json_values_in_the_header(good, tmp_path):
-    tree, data = parse(good)
+    tree, data = split(good)
     path = tmp_path / "m.safetensors"
     values = [None, True, -1, 1.5, 2**62, 10**400, "x", [], {}, [1], [-1, 2], [2**40, 2**40], [[1]], "\ud800"]
     for name in tree:
@@ -164,7 +160,7 @@ def test_paths_that_are_no_file(tmp_path):
 
 
 def with_records(good: bytes, path: Path, edit) -> None:
-    tree, data = parse(good)
+    tree, data = split(good)
     records = json.loads(tree["__metadata__"]["qcore.tensors"])
     edit(records, tree["__metadata__"], tree)
     tree["__metadata__"]["qcore.tensors"] = json.dumps(records)
@@ -342,11 +338,11 @@ def test_shards_that_do_not_belong_together(sharded, edit, match):
 
 def test_shards_with_different_records(sharded):
     first, second = (shard for shard in shards_of(sharded) if b"weight.data" in shard.read_bytes())
-    tree, _ = parse(first.read_bytes())
+    tree, _ = split(first.read_bytes())
     records = json.loads(tree["__metadata__"]["qcore.tensors"])
     name = next(iter(records))
     records[name]["quantizer"] = "mse"
-    other, other_data = parse(second.read_bytes())
+    other, other_data = split(second.read_bytes())
     other["__metadata__"]["qcore.tensors"] = json.dumps(records)
     second.write_bytes(build(other, other_data))
     with pytest.raises(CheckpointError, match="differs from that in another shard"):

@@ -124,7 +124,7 @@ def test_links_are_followed_to_a_file_and_to_a_directory(tmp_path):
 
 
 @posix
-def test_a_link_in_a_directory_is_replaced_and_what_it_points_to_stays(tmp_path):
+def test_a_link_in_a_directory_is_replaced_but_not_its_target(tmp_path):
     """The hub's cache is made of such directories; its blobs are shared."""
     save({"a": torch.zeros(2)}, tmp_path / "blob.safetensors")
     before = (tmp_path / "blob.safetensors").read_bytes()

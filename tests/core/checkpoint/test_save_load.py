@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkpoint_zoo as zoo
 import pytest
 import safetensors.torch
 import torch
@@ -27,7 +28,7 @@ def linear_model(scheme: str = "w8a16", *shape: int) -> nn.Module:
     return model
 
 
-def test_a_fresh_process_computes_the_same_bits(zoo, tmp_path):
+def test_a_fresh_process_computes_the_same_bits(tmp_path):
     expected = {}
     for scheme, kind in zoo.FAMILIES.items():
         model = zoo.quantized(scheme)
@@ -43,7 +44,7 @@ def test_a_fresh_process_computes_the_same_bits(zoo, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a8-static"])
 @pytest.mark.parametrize("start", ["meta", "quantized", "quantized on meta"])
-def test_loads_into_a_model_on_meta_or_quantized_already(zoo, tmp_path, scheme, start):
+def test_loads_into_a_model_on_meta_or_quantized_already(tmp_path, scheme, start):
     model, kind = zoo.quantized(scheme), zoo.FAMILIES[scheme]
     save(model, tmp_path / "m.safetensors")
     if start == "quantized":
@@ -58,7 +59,7 @@ def test_loads_into_a_model_on_meta_or_quantized_already(zoo, tmp_path, scheme, 
     assert torch.equal(fresh.eval()(zoo.inputs(kind)), model(zoo.inputs(kind)))
 
 
-def test_the_report_is_that_of_the_model(zoo, tmp_path):
+def test_the_report_is_that_of_the_model(tmp_path):
     model = zoo.quantized("w4a16-g32-asym")
     save(model, tmp_path / "m.safetensors")
     fresh = zoo.Text()
@@ -68,7 +69,7 @@ def test_the_report_is_that_of_the_model(zoo, tmp_path):
     assert report.missing == report.unexpected == ()
 
 
-def test_tied_weights_are_stored_once_and_tied_again(zoo, tmp_path):
+def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
     model = zoo.quantized("w8a8")
     save(model, tmp_path / "m.safetensors")
     assert not [k for k in safetensors.torch.load_file(tmp_path / "m.safetensors") if k.startswith("head")]
@@ -95,7 +96,7 @@ def test_ordinary_tied_parameters_are_one_again(tmp_path, on_meta):
     assert torch.equal(fresh[0].weight, first.weight)
 
 
-def test_what_the_model_ties_needs_one_name_in_the_file(zoo, tmp_path):
+def test_what_the_model_ties_needs_one_name_in_the_file(tmp_path):
     model = zoo.quantized("w4a16-g32-asym")
     state = {name: t for name, t in model.state_dict().items() if not name.startswith(("head", "embed"))}
     plain = {name: t for name, t in state.items() if ".weight." not in name}
@@ -120,21 +121,21 @@ def test_one_module_in_two_places_stays_one(tmp_path):
     assert torch.equal(fresh(x), model(x))
 
 
-def test_a_state_dict_saves_the_same_file_as_its_model(zoo, tmp_path):
+def test_a_state_dict_saves_the_same_file_as_its_model(tmp_path):
     model = zoo.quantized("w8a8-static")
     save(model, tmp_path / "a.safetensors")
     save(model.state_dict(), tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
-def test_a_state_that_lost_its_formats_is_refused(zoo, tmp_path):
+def test_a_state_that_lost_its_formats_is_refused(tmp_path):
     state = dict(zoo.quantized("w8a16").state_dict())
     with pytest.raises(CheckpointError, match=r"embed.weight.scale.*\n.*unchanged state_dict"):
         save(state, tmp_path / "m.safetensors")
     assert not list(tmp_path.iterdir())
 
 
-def test_other_tools_read_the_file(zoo, tmp_path):
+def test_other_tools_read_the_file(tmp_path):
     model = zoo.quantized("w4a16-g32-asym")
     save(model, tmp_path / "m.safetensors")
     tensors = safetensors.torch.load_file(tmp_path / "m.safetensors")
@@ -167,7 +168,7 @@ def test_dtypes_of_every_kind_survive(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [1, 2000, "3KB", None])
-def test_sharded_directories(zoo, tmp_path, limit):
+def test_sharded_directories(tmp_path, limit):
     model = zoo.quantized("w4a16-g32-asym")
     save(model, tmp_path / "d", max_shard_size=limit)
     files = sorted(path.name for path in (tmp_path / "d").iterdir())
@@ -199,7 +200,7 @@ def test_parts_of_a_weight_may_be_in_different_shards(tmp_path):
     assert torch.equal(fresh[0].weight.data, model[0].weight.data)
 
 
-def test_a_directory_is_replaced_without_leftovers(zoo, tmp_path):
+def test_a_directory_is_replaced_without_leftovers(tmp_path):
     target = tmp_path / "d"
     save(zoo.quantized("w8a16"), target, max_shard_size=2000)
     (target / "config.json").write_text("{}")
@@ -210,7 +211,7 @@ def test_a_directory_is_replaced_without_leftovers(zoo, tmp_path):
     load_(zoo.Text(), target)
 
 
-def test_dtypes_of_the_model_hold(zoo, tmp_path):
+def test_dtypes_of_the_model_hold(tmp_path):
     model = zoo.quantized("w8a16")
     save(model, tmp_path / "m.safetensors")
     fresh = zoo.Text().to(torch.bfloat16)
@@ -221,7 +222,7 @@ def test_dtypes_of_the_model_hold(zoo, tmp_path):
     assert fresh.up.weight.scale.dtype == torch.float32
 
 
-def test_requires_grad_hooks_and_mode_stay(zoo, tmp_path):
+def test_requires_grad_hooks_and_mode_stay(tmp_path):
     save(zoo.quantized("w8a16"), tmp_path / "m.safetensors")
     with torch.device("meta"):
         fresh = zoo.Text().eval()
@@ -278,7 +279,7 @@ def test_layers_without_a_counterpart_are_turned_back_to_float(tmp_path):
     fresh(torch.randn(1, 4, 8))
 
 
-def test_a_foreign_float_file_loads(zoo, tmp_path):
+def test_a_foreign_float_file_loads(tmp_path):
     model = zoo.Text()
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
     safetensors.torch.save_file(state, tmp_path / "m.safetensors")
@@ -303,7 +304,7 @@ def snapshot(model: nn.Module) -> dict[str, object]:
         (lambda zoo: zoo.Image(), "Not wanted by the model: .*embed.weight"),
     ],
 )
-def test_another_model_is_left_alone(zoo, tmp_path, make, text):
+def test_another_model_is_left_alone(tmp_path, make, text):
     save(zoo.quantized("w8a16"), tmp_path / "m.safetensors")
     fresh = make(zoo)
     before = snapshot(fresh)
@@ -312,7 +313,7 @@ def test_another_model_is_left_alone(zoo, tmp_path, make, text):
     assert snapshot(fresh) == before
 
 
-def test_not_strict_lists_what_was_left_out(zoo, tmp_path):
+def test_not_strict_lists_what_was_left_out(tmp_path):
     save(zoo.quantized("w8a16"), tmp_path / "m.safetensors")
     fresh = zoo.Text()
     fresh.extra = nn.Linear(2, 2)
@@ -330,7 +331,7 @@ def test_a_layer_that_is_float_in_the_file_only_is_missing(tmp_path):
         load_(linear_model("w8a16", 4, 4), tmp_path / "m.safetensors")
 
 
-def test_an_error_while_binding_leaves_the_model_alone(zoo, tmp_path, monkeypatch):
+def test_an_error_while_binding_leaves_the_model_alone(tmp_path, monkeypatch):
     save(zoo.quantized("w8a16"), tmp_path / "m.safetensors")
     fresh = zoo.Text()
     before = snapshot(fresh)
@@ -353,7 +354,7 @@ def test_a_buffer_on_meta_that_no_file_holds_is_said(tmp_path):
     assert fresh[0].weight.device.type == "meta"
 
 
-def test_ties_with_two_values_are_refused(zoo, tmp_path):
+def test_ties_with_two_values_are_refused(tmp_path):
     model = zoo.Text()
     state = {**model.state_dict(), "head.weight": torch.randn(50, 33)}
     safetensors.torch.save_file(state, tmp_path / "m.safetensors")
@@ -377,7 +378,7 @@ def test_wrong_kinds_of_numbers_are_refused(tmp_path):
 
 @pytest.mark.parametrize("target", ["m.safetensors", "d", "old"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_nothing_is_half_written(zoo, tmp_path, monkeypatch, target, error):
+def test_nothing_is_half_written(tmp_path, monkeypatch, target, error):
     save(zoo.quantized("w8a16"), tmp_path / "old", max_shard_size=2000)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     calls = []

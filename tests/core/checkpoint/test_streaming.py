@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkpoint_zoo as zoo
 import pytest
 import safetensors.torch
 import torch
@@ -18,7 +19,7 @@ from qcore.checkpoint import Inventory, inspect, load_, quantize_checkpoint, sav
 
 
 @pytest.fixture
-def source(zoo, tmp_path) -> Path:
+def source(tmp_path) -> Path:
     """A sharded float directory with the files that stand beside weights."""
     torch.manual_seed(0)
     directory = tmp_path / "source"
@@ -34,7 +35,7 @@ def source(zoo, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32-asym", "w4a8-g32", "w4a16-g32-fzp", "w4a16/plain_int32"])
-def test_the_result_is_that_of_quantizing_the_model(zoo, source, tmp_path, scheme):
+def test_the_result_is_that_of_quantizing_the_model(source, tmp_path, scheme):
     quantize_checkpoint(source, tmp_path / "out", scheme, max_shard_size="3KB")
     fresh, model = zoo.Text(), zoo.Text()
     load_(fresh, tmp_path / "out")
@@ -44,7 +45,7 @@ def test_the_result_is_that_of_quantizing_the_model(zoo, source, tmp_path, schem
     assert torch.equal(fresh(zoo.inputs(zoo.Text)), model(zoo.inputs(zoo.Text)))
 
 
-def test_convolutions(zoo, tmp_path):
+def test_convolutions(tmp_path):
     model = zoo.Image().eval()
     save(model, tmp_path / "in.safetensors")
     rows = quantize_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "w8a16-g32")
@@ -123,7 +124,7 @@ def test_tensors_of_other_kinds(tmp_path):
     assert found["double.weight.scale"].dtype == torch.float32
 
 
-def test_ties_of_the_source_stay(zoo, tmp_path):
+def test_ties_of_the_source_stay(tmp_path):
     save(zoo.Text(), tmp_path / "in.safetensors")
     rows = quantize_checkpoint(tmp_path / "in.safetensors", tmp_path / "a.safetensors", "w8a16")
     assert "head.weight" not in [row.name for row in rows]
@@ -221,7 +222,7 @@ def test_peak_memory_is_about_one_tensor(tmp_path):
 # inspect.
 
 
-def test_an_inventory(zoo, tmp_path):
+def test_an_inventory(tmp_path):
     save(zoo.quantized("w8a8"), tmp_path / "d", max_shard_size=2000)
     inventory = inspect(tmp_path / "d")
     assert isinstance(inventory, Inventory)

@@ -1,13 +1,13 @@
 """What the tests of the command share: ways to run it, plugins made of text files."""
 
 import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from processes import unmeasured
 from safetensors.torch import save_file
 
 from qcore.cli import main
@@ -41,7 +41,7 @@ def spawn(tmp_path):
     """Run commands in processes of their own, two at a time."""
 
     def call(*commands, **environment):
-        env = {**os.environ, **environment}
+        env = {**unmeasured(), **environment}
 
         def one(arguments):
             command = [sys.executable, "-m", "qcore", *map(str, arguments)]

@@ -7,6 +7,7 @@ import sys
 
 import importlib_metadata
 import pytest
+from grids import sampled
 
 from qcore.cli import app
 from qcore.cli.output import FAILED, OK, WRONG_USAGE
@@ -36,21 +37,34 @@ def test_the_table_names_every_command():
     assert [command.NAME for command in app._COMMANDS] == list(COMMANDS)
 
 
-@pytest.mark.slow
-def test_every_command_in_a_process_of_its_own(spawn, model):
-    lines = []
-    for name, (arguments, _, _) in COMMANDS.items():
-        for json_flag in ((), ("--json",)):
-            place = (f"new{len(json_flag)}",) if name == "new-plugin" else ()
-            lines.append((name, *arguments, *place, *json_flag))
-    for line, done in zip(lines, spawn(*lines), strict=True):
-        _, code, text = COMMANDS[line[0]]
-        assert done.returncode == code, (line, done.stdout, done.stderr)
-        assert done.stderr == "", line
-        if "--json" in line:
-            assert json.loads(done.stdout) is not None
-        else:
-            assert text in done.stdout, line
+WAYS = [(name, json_flag) for name in COMMANDS for json_flag in ("", "--json")]
+
+
+def assert_done(name, json_flag, call):
+    """Hold what ``call(*arguments)`` gives, exit code, output and errors, against the table."""
+    arguments, code, text = COMMANDS[name]
+    place = (f"new{json_flag}",) if name == "new-plugin" else ()
+    found, out, err = call(name, *arguments, *place, *filter(None, [json_flag]))
+    assert (found, err) == (code, ""), out
+    if json_flag:
+        assert json.loads(out) is not None
+    else:
+        assert text in out
+
+
+@pytest.mark.parametrize(("name", "json_flag"), WAYS)
+def test_every_command(run, model, monkeypatch, name, json_flag):
+    monkeypatch.chdir(model)
+    assert_done(name, json_flag, run)
+
+
+@pytest.mark.parametrize(("name", "json_flag"), sampled(WAYS, 4))
+def test_every_command_in_a_process_of_its_own(spawn, model, name, json_flag):
+    def call(*line):
+        (done,) = spawn(line)
+        return done.returncode, done.stdout, done.stderr
+
+    assert_done(name, json_flag, call)
 
 
 NOT_RUN = {

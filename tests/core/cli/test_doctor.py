@@ -158,7 +158,7 @@ def test_ctrl_c_ends_the_probes_and_marks_nobody(install):
     assert not list((disk_cache.cache_dir() / "running").glob("*.json"))
 
 
-def test_ctrl_c_while_a_plugin_is_imported_has_the_same_exit_code(spawn, install):
+def test_ctrl_c_during_a_plugins_import_has_the_same_exit_code(spawn, install):
     # As where it strikes in the decorator of a dataclass, whose methods are text that is executed.
     folder = install("interrupted", 'exec("raise KeyboardInterrupt")\n')
     (done,) = spawn(["plugins"], PYTHONPATH=str(folder))
@@ -190,7 +190,7 @@ def test_what_runs_in_the_process_of_a_probe(add_plugin, tmp_path, monkeypatch):
     assert (found["name"], found["state"], found["device"]) == ("here", "available", "GPU 9")
 
 
-def test_left_marks_failed_kernels_and_slow_steps_are_listed_and_cleared(run_json, monkeypatch):
+def test_marks_failures_and_slow_steps_are_listed_and_cleared(run_json, monkeypatch):
     about = {"plugin": "mine", "dist": "qcore-mine", "version": "1"}
     disk_cache.write("running", "pack mine", doing="the pack of mine.k", pid=2**22 + 1, since=1e9, **about)
     own = {"plugin": "torch", "dist": "qcore", "version": qcore.__version__}
@@ -213,7 +213,7 @@ def test_left_marks_failed_kernels_and_slow_steps_are_listed_and_cleared(run_jso
     assert not disk_cache.crashed("pack mine")
 
 
-def test_a_kernel_that_fails_verification_is_remembered_until_it_passes(add_kernel, request_of):
+def test_a_failed_verification_is_remembered_until_it_passes(add_kernel, request_of):
     made = add_kernel("mine", fault="wrong")
     with pytest.warns(QcoreWarning, match="failed verification"):
         qcore.resolve(request_of())
@@ -243,7 +243,7 @@ def test_without_a_home_there_is_one_line(run, monkeypatch):
     assert out.count("there is no home directory to keep it in") == 1
 
 
-def test_a_kernel_that_was_measured_slower_than_the_fallback_is_a_note(run_json, request_of):
+def test_a_kernel_slower_than_the_fallback_is_a_note(run_json, request_of):
     from qcore.resolving import tuning
 
     request = request_of()

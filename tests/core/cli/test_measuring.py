@@ -22,7 +22,7 @@ def test_bench_measures_every_kernel_at_every_row_count(run_json, add_kernel):
         assert row["weight_bytes"] >= 64 * 128
 
 
-def test_bench_points_at_a_kernel_that_is_slower_than_the_fallback(run, add_kernel, monkeypatch):
+def test_bench_points_at_a_kernel_slower_than_the_fallback(run, add_kernel, monkeypatch):
     add_kernel("claims")
     add_kernel("quick")
     monkeypatch.setattr(timing, "interleaved_medians", lambda calls, *_: [1.0, *[0.14] * (len(calls) - 3), 13.0, 0.01])

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from processes import unmeasured
 
 from qcore import QcoreError
 from qcore.cli import scaffold
@@ -122,12 +123,11 @@ def _environment(folder, *, native):
     site = Path(sysconfig.get_path("purelib", "venv", paths))
     (site / "base.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, folder / "qcore-acme"], check=True
-    )
+    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, folder / "qcore-acme"]
+    subprocess.run(wheel, check=True, env=unmeasured())
     (wheel,) = folder.glob("*.whl")
     # With its dependencies: qcore>=26.11 has to be what is here already.
-    subprocess.run([*pip, "--python", python, "install", "--no-index", wheel], check=True)
+    subprocess.run([*pip, "--python", python, "install", "--no-index", wheel], check=True, env=unmeasured())
     return folder, python
 
 
@@ -143,8 +143,23 @@ def native_scratch(tmp_path_factory):
 
 def in_scratch(scratch, *arguments):
     folder, python = scratch
-    command = [python, "-m", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder / "qcore-acme", timeout=600)
+    command, where = [python, "-m", *arguments], folder / "qcore-acme"
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=where, timeout=600, env=unmeasured()
+    )
+
+
+def assert_passes(scratch):
+    """The package's own tests pass, and with them the whole kit, which writes its files beside them."""
+    done = in_scratch(scratch, "pytest", "-q", "-p", "no:cacheprovider", "--qcore-json=c.json", "--qcore-html=c.html")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = scratch[0] / "qcore-acme"
+    found = json.loads((folder / "c.json").read_text())
+    assert found["ok"]
+    assert found["complete"]
+    assert found["counts"]["passed"] > 100
+    assert found["counts"]["failed"] == found["counts"]["gap"] == 0
+    assert "acme" in (folder / "c.html").read_text()
 
 
 def test_generated_package_is_found(scratch):
@@ -154,23 +169,8 @@ def test_generated_package_is_found(scratch):
 
 
 @pytest.mark.slow
-def test_generated_package_passes_the_kit(scratch):
-    done = in_scratch(scratch, "qcore", "conformance", "acme", "--json", "--output", "c.json", "--html", "c.html")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert found["ok"]
-    assert found["counts"]["passed"] > 100
-    assert found["counts"]["failed"] == found["counts"]["gap"] == 0
-    folder = scratch[0] / "qcore-acme"
-    assert json.loads((folder / "c.json").read_text())["ok"]
-    assert "acme" in (folder / "c.html").read_text()
-
-
-@pytest.mark.slow
-def test_generated_package_passes_its_own_tests(scratch):
-    done = in_scratch(scratch, "pytest", "-q", "-p", "no:cacheprovider")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "acme" in done.stdout + done.stderr
+def test_generated_package_passes_its_own_tests_and_the_kit(scratch):
+    assert_passes(scratch)
 
 
 _MISSING = [name for name in ("c++", "cmake") if not shutil.which(name)]
@@ -198,15 +198,10 @@ class TestNative:
         assert name == "acme.w8a16"
         assert float(worst) < 1e-5
 
+    @pytest.mark.grid  # the same kit as for the package without native code, which `tests` runs
     @pytest.mark.slow
     def test_passes_its_own_tests_and_the_kit(self, native_scratch):
-        done = in_scratch(native_scratch, "pytest", "-q", "-p", "no:cacheprovider", "--qcore-json=c.json")
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = json.loads((native_scratch[0] / "qcore-acme" / "c.json").read_text())
-        assert found["ok"]
-        assert found["complete"]
-        assert found["counts"]["passed"] > 100
-        assert found["counts"]["gap"] == 0
+        assert_passes(native_scratch)
 
     def test_whose_library_is_missing_says_what_to_do(self, native_scratch, tmp_path):
         (wheel,) = native_scratch[0].glob("*.whl")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
+from processes import printed, unmeasured
 
 import qcore
-from qcore.contracts import CONTRACTS
+from qcore.contracts import CONTRACTS, conv2d
 from qcore.contracts.inputs import Draw, Shape
 from qcore.fallback import plugin
+from qcore.weights.quantizers import quantize
 from qcore.weights.schemes import Scheme
 
 LINEAR = CONTRACTS["linear"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def offers(request):
@@ -60,14 +60,36 @@ def same(left, right):
 def python(code, *, arguments=(), **environment):
     """Run ``code`` in a process of its own and give back what it printed."""
     source = str(Path(qcore.__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    return printed("-c", code, *arguments, env={**unmeasured(), "PYTHONPATH": source, **ONE_THREAD, **environment})
 
 
 @pytest.fixture
 def tools():
     return SimpleNamespace(offers=offers, linear=linear, check=check, same=same, python=python)
+
+
+@pytest.fixture
+def case():
+    """``case("w8a8", "3x3")``: a convolution of the contract by the name of its shape, and the kernels for it."""
+
+    def make(scheme, shape="3x3", dtype=torch.float32, **changes):
+        draw = Draw(torch.Generator().manual_seed(1))
+        shape = next(s for s in conv2d._SHAPES if s.name == shape)
+        request = conv2d._request(draw.fill(Scheme.parse(scheme)), torch.device("cpu"), dtype, shape)
+        request = replace(request, **changes)
+        return conv2d._problem(draw, request, shape), offers(request)
+
+    return make
+
+
+@pytest.fixture
+def table():
+    """``table(Format("int4", 32))``: the kernel for an embedding, its weight packed, and the weight."""
+
+    def make(fmt, dtype=torch.float32, v=20, d=96):
+        weight = quantize(torch.randn(v, d), fmt)
+        request = CONTRACTS["embedding"].request_for(Scheme(fmt), torch.device("cpu"), dtype, v, d)
+        (kernel,) = offers(request).values()
+        return kernel, kernel.pack(weight), weight
+
+    return make

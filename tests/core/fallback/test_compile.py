@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import qcore
 from qcore.contracts import CONTRACTS
+from qcore.formats import Format, ZeroPoint
 from qcore.weights.schemes import Scheme
 
 SCHEMES = ["w4a16-g32-asym", "w4a16-g32-fzp", "w8a16-asym", "w8a16", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static-o8"]
@@ -150,3 +151,24 @@ def test_narrow_images_in_a_graph():
             for width in (2, 5, 1):
                 x = torch.randn(2, 4, 6, width)
                 torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a8-static", "w8a8"])
+def test_one_graph_of_a_convolution(case, scheme):
+    problem, kernels = case(scheme, dtype=torch.bfloat16)
+    for kernel in kernels.values():
+        packed = kernel.pack(problem.weight)
+        torch._dynamo.reset()
+        compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend="aot_eager")
+        for batch in (2, 5):
+            x = torch.randn(batch, *problem.x.shape[1:]).bfloat16()
+            verdict = CONTRACTS["conv2d"].judge(replace(problem, x=x), compiled(x, packed, problem.bias))
+            assert verdict.ok, f"{kernel.name}: {verdict.message}"
+
+
+def test_one_graph_of_an_embedding(table):
+    kernel, packed, weight = table(Format("int4", 32, ZeroPoint.INT))
+    compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count in (3, 7):
+        index = torch.arange(count)
+        assert torch.equal(compiled(index, packed), weight.dequantize()[:count])

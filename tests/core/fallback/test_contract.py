@@ -6,6 +6,7 @@ import zlib
 
 import pytest
 import torch
+from grids import sampled
 
 from qcore.contracts import CONTRACTS
 from qcore.contracts.linear import _TOKEN_SCHEMES
@@ -39,13 +40,13 @@ def run(tools, contract, scheme, seed):
     return seen
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, *_TOKEN_SCHEMES])
-@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("scheme", sampled([*SCHEMES, *_TOKEN_SCHEMES], 13))
+@pytest.mark.parametrize("seed", sampled([11, 12], 1))
 def test_linear(tools, scheme, seed):
     assert "torch.plain.linear" in run(tools, "linear", scheme, seed)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", sampled(SCHEMES, 12))
 def test_conv2d(tools, scheme):
     run(tools, "conv2d", scheme, 11)
 

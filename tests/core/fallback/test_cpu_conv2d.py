@@ -7,23 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qcore.contracts import CONTRACTS, conv2d
-from qcore.contracts.inputs import Draw
 from qcore.errors import FormatError
 from qcore.fallback import cpu_conv2d
-from qcore.weights.schemes import Scheme
-
-
-@pytest.fixture
-def case(tools):
-    def make(scheme, shape="3x3", dtype=torch.float32, **changes):
-        draw = Draw(torch.Generator().manual_seed(1))
-        shape = next(s for s in conv2d._SHAPES if s.name == shape)
-        request = conv2d._request(draw.fill(Scheme.parse(scheme)), torch.device("cpu"), dtype, shape)
-        request = replace(request, **changes)
-        return conv2d._problem(draw, request, shape), tools.offers(request)
-
-    return make
 
 
 @pytest.mark.parametrize("scheme", ["w8a8-static", "w8a8-static-o8"])
@@ -44,19 +29,6 @@ def test_another_channel_count_is_an_error(case, scheme):
         for x in (problem.x[:, :2], problem.x[0]):
             with pytest.raises(FormatError, match="IC=4"):
                 kernel(x, packed, None)
-
-
-@pytest.mark.parametrize("scheme", ["w8a16", "w8a8-static", "w8a8"])
-def test_compiled_for_every_batch(tools, case, scheme):
-    problem, kernels = case(scheme, dtype=torch.bfloat16)
-    for kernel in kernels.values():
-        packed = kernel.pack(problem.weight)
-        torch._dynamo.reset()
-        compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend="aot_eager")
-        for batch in (2, 5):
-            x = torch.randn(batch, *problem.x.shape[1:]).bfloat16()
-            verdict = CONTRACTS["conv2d"].judge(replace(problem, x=x), compiled(x, packed, problem.bias))
-            assert verdict.ok, f"{kernel.name}: {verdict.message}"
 
 
 def test_channels_last_stays(case):

@@ -202,7 +202,7 @@ def test_without_the_op_nothing_is_offered(tools, monkeypatch):
     assert cpu_int8.kernel(tools.linear("w8a8").request) is None
 
 
-def test_cpu_instructions_are_tried_only_where_the_product_would_serve(tools, monkeypatch):
+def test_cpu_instructions_are_tried_only_if_the_product_serves(tools, monkeypatch):
     def tried(bits):
         raise AssertionError("this costs 5 ms, and 30 while other programs are busy")
 

@@ -5,22 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qcore.contracts import CONTRACTS
 from qcore.formats import PLAIN_INT32, Format, ZeroPoint
-from qcore.weights.quantizers import quantize
-from qcore.weights.schemes import Scheme
-
-
-@pytest.fixture
-def table(tools):
-    def make(fmt, dtype=torch.float32, v=20, d=96):
-        weight = quantize(torch.randn(v, d), fmt)
-        scheme = Scheme(fmt)
-        request = CONTRACTS["embedding"].request_for(scheme, torch.device("cpu"), dtype, v, d)
-        (kernel,) = tools.offers(request).values()
-        return kernel, kernel.pack(weight), weight
-
-    return make
 
 
 @pytest.mark.parametrize("indices", [[0, 20], [-1, 3], [5, 10**9]])
@@ -43,11 +28,3 @@ def test_no_indices_and_meta(table):
     assert kernel(torch.empty(0, 4, dtype=torch.int64), packed).shape == (0, 4, 96)
     meta = {name: tensor.to("meta") for name, tensor in packed.items()}
     assert kernel(torch.empty(5, dtype=torch.int64, device="meta"), meta).shape == (5, 96)
-
-
-def test_compiled(table):
-    kernel, packed, weight = table(Format("int4", 32, ZeroPoint.INT))
-    compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend="aot_eager")
-    for count in (3, 7):
-        index = torch.arange(count)
-        assert torch.equal(compiled(index, packed), weight.dequantize()[:count])

@@ -1,6 +1,6 @@
 """Random convolutions in processes of their own: kernels, strides, padding, dilation, groups, images down to a pixel.
 
-QCORE_FUZZ=N draws N of them.
+The first run in `nox -s tests`, the others in `nox -s grids`; QCORE_FUZZ=N draws N of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import conv2d_fuzzing
-from fuzzing import rounds
+import pytest
+from grids import draws
 
 import qcore
 
@@ -32,8 +33,9 @@ def run(start, stop):
     return last + 1, wrong
 
 
-def test_random_convolutions():
-    place, stop, wrong = 0, rounds(150), []
+@pytest.mark.parametrize("numbers", draws(300, few=50))
+def test_random_convolutions(numbers):
+    place, stop, wrong = numbers.start, numbers.stop, []
     while place < stop:
         place, found = run(place, stop)
         wrong += found

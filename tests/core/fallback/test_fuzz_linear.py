@@ -1,6 +1,6 @@
 """Random products: every kernel under biases, scales, zero points, parameters and x in any strides, and uneven values.
 
-QCORE_FUZZ=N draws N of them.
+The first run in `nox -s tests`, the others in `nox -s grids`; QCORE_FUZZ=N draws N of them.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 import torch
-from fuzzing import rounds
+from grids import draws
 
 from qcore.contracts import LINEAR
 from qcore.contracts.inputs import Draw, Shape
@@ -41,9 +42,10 @@ def draw(number):
     return source.linear(asked, replace(shape, strides=strides), scheme.quantizer, dtype)
 
 
-def test_random_products(tools):
+@pytest.mark.parametrize("numbers", draws(500, few=80))
+def test_random_products(tools, numbers):
     wrong = []
-    for number in range(rounds(250)):
+    for number in numbers:
         problem = draw(number)
         for name, kernel in tools.offers(problem.request).items():
             packed = kernel.pack(problem.weight)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from grids import sampled
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qcore.contracts import CONTRACTS
@@ -167,7 +169,7 @@ def test_half_precision_does_not_overflow_before_its_scale(monkeypatch, tools):
     assert verdict.ok, verdict.message
 
 
-def test_long_groups_are_cut_where_float32_would_lose_whole_numbers():
+def test_long_groups_are_cut_if_float32_would_lose_integers():
     k = 40000
     x, w = torch.full((1, 2, 1, k), 255.0), torch.full((1, 3, 1, k), 255.0)
     x[0, 0, 0, 0] = 254
@@ -249,8 +251,9 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux tells the peak")
-@pytest.mark.parametrize("name", ["torch.plain.linear", "torch.cpu.w4a16"])
-@pytest.mark.parametrize("rows", [4, 100])
+@pytest.mark.parametrize(
+    ("name", "rows"), sampled(itertools.product(("torch.plain.linear", "torch.cpu.w4a16"), (4, 100)), 2)
+)
 def test_a_large_linear_needs_little_extra_memory(tools, name, rows):
     program = MEMORY.replace("NAME", repr(name)).replace("ROWS", str(rows))
     grown = float(tools.python(program))

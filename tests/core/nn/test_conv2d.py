@@ -16,11 +16,6 @@ from qcore.nn import QuantizedConv2d
 SCHEMES = ["w8a16", "w4a16-g32-asym", "w8a8", "w4a8-g32"]
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def kernel_of(layer):
     """The dequantized weight as torch's convolution takes it."""
     kh, kw = layer.kernel_size

@@ -10,11 +10,6 @@ import qcore
 from qcore.nn import QuantizedEmbedding
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32", "w4a16-g32-asym", "w8a8", "w4a16-g32/plain_int32"])
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (0,), (2, 0)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -42,7 +37,7 @@ def test_an_index_out_of_range_is_an_error(index):
         layer(torch.tensor([0, 19]))
 
 
-def test_bad_input_at_the_first_call_does_not_cost_the_kernel_its_place(add_kernel):
+def test_bad_input_at_the_first_call_does_not_fail_the_kernel(add_kernel):
     add_kernel("mine")
     layer = QuantizedEmbedding.from_float(nn.Embedding(20, 64), "w8a16")
     with pytest.raises(IndexError):

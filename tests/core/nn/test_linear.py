@@ -125,7 +125,7 @@ def test_nan_in_the_weight_names_the_layer():
         QuantizedLinear.from_float(linear, "w8a16", name="block.fc")
 
 
-def test_weight_answers_what_model_code_asks_and_unpacks_on_demand(add_kernel):
+def test_weight_answers_model_code_and_unpacks_on_demand(add_kernel):
     add_kernel("mine")
     layer = made(dtype=torch.bfloat16)
     weight = layer.weight

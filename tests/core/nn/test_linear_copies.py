@@ -264,7 +264,7 @@ def made_for_mine(add_kernel):
         return made()
 
 
-def test_what_is_bound_later_is_bound_under_the_settings_that_the_layer_was_made_under(made_for_mine):
+def test_late_binding_uses_the_settings_the_layer_was_made_under(made_for_mine):
     x = torch.randn(2, 64)
     made_for_mine(x).sum().backward()
     made_for_mine(x.bfloat16())
@@ -290,7 +290,7 @@ def test_copies_and_moves_to_where_it_is_keep_the_kernel(made_for_mine, move):
     assert {bound.decision.plugin for bound in other._bounds.values()} == {"mine"}
 
 
-def test_real_moves_and_pickles_bind_under_the_settings_of_the_moment(made_for_mine):
+def test_moves_and_pickles_bind_under_the_current_settings(made_for_mine):
     assert pickle.loads(pickle.dumps(made_for_mine)).decision.plugin == "torch"
     assert made_for_mine.to(torch.bfloat16).decision.plugin == "torch"
 
@@ -312,15 +312,18 @@ def test_the_report_names_what_else_serves(add_plugin, stub):
 _SENT = """if True:
     import torch, qcore
 
-    def work(index, layer, x, expected):
+    def work(index, sent):
         with torch.no_grad():
-            assert torch.equal(layer(x), expected), (layer(x), expected)
+            for layer, x, expected in sent:
+                assert torch.equal(layer(x), expected), (layer(x), expected)
 
     if __name__ == "__main__":
+        sent = []
         for scheme in ("w8a8", "w4a16-g32", "w8a16"):
             layer, x = qcore.nn.QuantizedLinear.from_float(torch.nn.Linear(64, 16), scheme), torch.randn(2, 64)
             with torch.no_grad():
-                torch.multiprocessing.spawn(work, args=(layer, x, layer(x)), nprocs=2)
+                sent.append((layer, x, layer(x)))
+        torch.multiprocessing.spawn(work, args=(sent,), nprocs=2)
         print("done")
 """
 

@@ -21,11 +21,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def linear(scheme="w8a16", bias=True):
     return QuantizedLinear.from_float(nn.Linear(64, 16, bias=bias), scheme)
 

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from layouts import Nibbles
 
 import qcore
 from qcore import testing
@@ -153,19 +154,6 @@ def test_name_that_changes_with_each_reading(add):
     assert "another name each time" in certificate.failures[0].reason
 
 
-class Nibbles(layouts.Layout):
-    name = "nibbles"
-
-    def encode(self, codes):
-        return PLAIN.encode(codes)
-
-    def decode(self, data, k):
-        return PLAIN.decode(data, k)
-
-    def check(self, data, n, k):
-        PLAIN.check(data, n, k)
-
-
 LAYOUTS = {
     "zeroes": ({"encode": lambda self, codes: PLAIN.encode(codes * 0)}, "its encode loses int4 codes"),
     "raises": ({"encode": lambda self, codes: 1 / 0}, "its encode raised ZeroDivisionError"),
@@ -225,7 +213,7 @@ def test_layout_that_is_broken_is_found(layout_plugin, name):
     assert says in result.reason
 
 
-def test_layout_that_is_right_passes_and_its_kernels_are_tried_in_it(layout_plugin, loopback, monkeypatch):
+def test_correct_layout_passes_and_its_kernels_are_tried_in_it(layout_plugin, loopback, monkeypatch):
     asked = set()
     pack = loopback.Embedding.pack
     monkeypatch.setattr(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import printed, unmeasured
 
 GUIDE = Path(__file__).parents[3] / "docs" / "how-to" / "write-a-plugin"
 
@@ -51,12 +50,6 @@ def blocks(page, heading):
     return re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
 
-def run(source, timeout=300):
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def first_example():
     """As it stands, up to where it takes the plugin away again."""
     source = blocks("index.md", "## Start")[0]
@@ -64,13 +57,14 @@ def first_example():
     return source.replace('registry.remove("fastchip")', "")
 
 
+@pytest.mark.grid  # `tests` runs the whole kit on what `new-plugin` writes
 @pytest.mark.slow
 def test_first_example_passes_the_whole_kit():
-    run(first_example() + KIT)
+    printed("-c", first_example() + KIT, env=unmeasured())
 
 
 def test_device_of_ones_own_is_asked_for_by_its_name():
-    (source,) = blocks("native.md", "## A device of your own in torch")
-    found = json.loads(run(source + DEVICE).splitlines()[-1])
+    (source,) = blocks("### A device of your own in torch")
+    found = json.loads(printed("-c", source + DEVICE).splitlines()[-1])
     assert found == ["fastchip", True, ["fastchip"] * len(found[2]), "torch"]
     assert found[2]

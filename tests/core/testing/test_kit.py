@@ -71,7 +71,7 @@ def test_device_comes_from_the_probe(add):
 
 
 @pytest.mark.parametrize("device", ["mps", "cuda:77", "meta", "no-such-device", "ch\udc80p", ""])
-def test_device_that_torch_cannot_use_here_is_an_error_that_says_so(add, device):
+def test_device_that_torch_cannot_use_here_is_a_clear_error(add, device):
     with pytest.raises(ConformanceError, match=r"you asked for the device.*torch cannot use on this machine") as caught:
         testing.run(add(), device=device, **FEW)
     str(caught.value).encode()

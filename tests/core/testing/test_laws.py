@@ -175,7 +175,7 @@ def test_hook_misspelt_and_unmarked(add):
     assert (state, reason) == ("failed", "qcore_linaer looks like the hook qcore_linear, misspelt and unmarked")
 
 
-def test_accident_of_the_kernel_outside_a_call_is_a_failure_not_a_crash(add):
+def test_kernel_error_outside_a_call_is_a_failure_not_a_crash(add):
     class Strange(torch.Tensor):
         def detach(self):
             raise RuntimeError("device lost")

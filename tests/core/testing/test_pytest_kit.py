@@ -35,7 +35,7 @@ def test_runs_alone_where_it_is_asked_for_on_the_command_line(tmp_path):
     assert (tmp_path / "c.html").exists()
 
 
-def test_runs_beside_the_projects_own_tests_where_its_settings_ask_for_it(tmp_path):
+def test_runs_beside_the_projects_own_tests_if_configured(tmp_path):
     (tmp_path / "pyproject.toml").write_text(
         '[tool.pytest.ini_options]\naddopts = ["--qcore-backend=torch", "--import-mode=importlib"]\ntestpaths = ["."]\n'
     )
