@@ -94,9 +94,9 @@ def test_columns_made_in_parts_give_the_same(monkeypatch):
 def test_scales_of_columns_come_from_the_extents_of_pixels():
     from qcore_cuda import conv_hopper
     from qcore_cuda.conv8 import Given, column_codes
-    from qcore_cuda.device import Device
     from qcore_cuda.portable.geometry import Geometry
     from qcore_cuda.portable.weights import Weight
+    from qcore_cuda.runtime.device import Device
 
     x = torch.randn(2, 48, 6, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
     x = x.contiguous(memory_format=torch.channels_last)

@@ -231,7 +231,7 @@ def test_autocast_changes_nothing(monkeypatch, contract):
     expected = mine(problem.x, packed, None)
     torch.set_autocast_enabled("cuda", True)
     try:
-        assert ops.unsettled(problem.x)
+        assert ops.needs_guard(problem.x)
         found = mine(problem.x, packed, None)
     finally:
         torch.set_autocast_enabled("cuda", False)
@@ -242,9 +242,9 @@ def test_the_device_of_x_becomes_the_current_one(monkeypatch):
     entered = []
     x = SimpleNamespace(get_device=lambda: 1, is_cuda=True, device=torch.device("cuda:1"))
     monkeypatch.setattr(ops, "_current_device", lambda: 0)
-    assert ops.unsettled(x)
+    assert ops.needs_guard(x)
     monkeypatch.setattr(ops, "_current_device", lambda: 1)
-    assert not ops.unsettled(x)
+    assert not ops.needs_guard(x)
 
     class Device:
         def __init__(self, device):
@@ -257,7 +257,7 @@ def test_the_device_of_x_becomes_the_current_one(monkeypatch):
             entered.append("out")
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    with ops.settled(x):
+    with ops.device_guard(x):
         entered.append("body")
     assert entered == [torch.device("cuda:1"), "in", "body", "out"]
 

@@ -31,6 +31,14 @@ def packed_weight(problem, sums=False):
     return weight, parts.get("sums")
 
 
+def float_product(case, weight, product, config, device=None):
+    """The result of a float product of `qcore_cuda.products` with a given configuration, called as it is planned."""
+    from qcore_cuda import weight_only
+
+    plan = weight_only.plan(case.x, weight, case.request.out_dtype)
+    return product.launch(case.x, weight, case.bias, device or plan.device, plan.problem, config)
+
+
 def assert_right(problem, result):
     """Hold a result against the contract."""
     verdict = LINEAR.judge(problem, result)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import hopper
-from .device import Device
-from .launch import launch, options
 from .portable.geometry import Geometry
 from .portable.kernels.conv import column_scales, pixel_extents
 from .portable.weights import Weight
+from .runtime import hopper
+from .runtime.device import Device
+from .runtime.launch import launch, options
 
 _ROWS = 128
 """Output positions in a tile."""
@@ -24,7 +24,7 @@ _CODES, _BOXES = 2, 2
 def serves(device: Device, weight: Weight, channels: int, geometry: Geometry, out_dtype: torch.dtype) -> bool:
     """Whether a product of int8 per channel without zero points can be convolved so."""
     fits = channels % 128 == 0 and geometry.stride == (1, 1) and out_dtype.itemsize <= 2
-    return fits and hopper.serves(device, weight.n, 128)
+    return fits and hopper.fits(device, weight.n, 128)
 
 
 def encodes(x: Tensor) -> bool:

@@ -6,9 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .launch import launch
 from .portable import host
 from .portable.weights import Weight
+from .runtime.launch import launch
 
 _COLUMNS = 4096
 """Columns per program: 16 bytes of int4 codes per thread."""
