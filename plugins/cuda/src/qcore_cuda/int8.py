@@ -11,7 +11,7 @@ from torch import Tensor
 from .portable.codes import SYMMETRIC, Codes, Given, Mode, mode_of
 from .portable.host import blocking
 from .portable.weights import NO_ZERO, Weight
-from .problem import Problem, bucket
+from .problem import Form, Problem, form_of, int8_problem
 from .products.base import Choice, Int8Product, Operands
 from .products.quantized import codes_of
 from .runtime import replay
@@ -67,25 +67,16 @@ def plan_of(
 ) -> Plan:
     """The plan for a call, made once for each of its forms; ``x_zero``: activations have a zero point."""
     by_token = out is not None and isinstance(out.scale, Tensor)
-    sizes = (weight.bits, weight.n, weight.k, weight.block)
-    form = (weight.scale.shape[0] == 1, weight.zero_kind, out_dtype, x_zero, by_token, own_order)
-    return _plan(x.device, x.shape[0], sizes, blocking(weight), form)
+    return _plan(x.device, x.shape[0], form_of(weight), out_dtype, x_zero, by_token, own_order)
 
 
 @lru_cache(maxsize=8192)
 def _plan(
-    where: torch.device,
-    m: int,
-    sizes: tuple[int, int, int, int],
-    along_k: tuple[int, bool, int],
-    form: tuple[bool, int, torch.dtype, bool, bool, bool],
+    where: torch.device, m: int, form: Form, out_dtype: torch.dtype, x_zero: bool, by_token: bool, own_order: bool
 ) -> Plan:
-    (bits, n, k, block), (step, grouped, per) = sizes, along_k
-    one_group, zero, out_dtype, x_zero, by_token, own_order = form
-    problem = Problem(
-        bits, n, k, bucket(m), block, one_group, zero, out_dtype=out_dtype, codes=True, step=step, grouped=grouped,
-        per=per, x_zero=x_zero, out_by_token=by_token, own_order=own_order,
-    )  # fmt: skip
+    problem = int8_problem(
+        form, m, out_dtype, blocking(form.weight()), x_zero=x_zero, out_by_token=by_token, own_order=own_order
+    )
     device = device_of(where)
     return planned(device, problem, choose(device, problem))
 

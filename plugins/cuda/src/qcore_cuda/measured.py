@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ def _table(arch: int, activations: str) -> _Sizes:
     return found
 
 
-def shipped(device: Device, problem: Problem) -> Iterator[Record]:
+def shipped(device: Device, problem: Problem) -> list[Record]:
     """What the table of the device's architecture has for a problem, measurements of sizes near ``(n, k)`` first.
 
     A number of rows that was not measured goes by the next larger one that was.
@@ -52,8 +51,8 @@ def shipped(device: Device, problem: Problem) -> Iterator[Record]:
     bits, n, k, asked = problem.bits, problem.n, max(problem.k, 1), problem.split_rows or problem.rows
     rows = min((m for b, m in table if b == bits and m >= asked), default=0)
     sizes = table.get((bits, rows), ())
-    for _, _, record in sorted(sizes, key=lambda s: abs(math.log(s[0] / n)) + 0.5 * abs(math.log(s[1] / k))):
-        yield record
+    near = sorted(sizes, key=lambda s: abs(math.log(s[0] / n)) + 0.5 * abs(math.log(s[1] / k)))
+    return [record for _, _, record in near]
 
 
 @lru_cache(maxsize=1)
@@ -68,7 +67,10 @@ def version() -> str:
 
 
 def _key(device: Device, problem: Problem) -> str:
-    return f"{version()}|{tuple(device)}|{sorted(problem.key().items())}"
+    """What the time of a product depends on most: a measurement serves every problem of the same key."""
+    p, sizes = problem, (problem.bits, problem.n, problem.k, problem.rows)
+    form = (p.grouped, p.step) if p.codes else (p.split_rows, p.block, p.narrow, p.exact, p.whole)
+    return f"{version()}|{tuple(device)}|{sizes}|{form}"
 
 
 def tuned(device: Device, problem: Problem) -> Record | None:

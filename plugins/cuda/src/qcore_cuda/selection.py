@@ -59,8 +59,11 @@ def _of_record(device: Device, problem: Problem, record: Record) -> Iterator[Cho
     """What a record stands for: nothing if its kernel does not serve this problem."""
     for product in _products(problem):
         if product.name == record.kernel and product.serves(device, problem):
-            config = product.read(record.config)
-            choice = None if config is None else product.adapted(problem, config)
+            try:
+                config = product.config(**record.config)
+            except TypeError:  # written by hand, or damaged
+                continue
+            choice = product.adapted(problem, config)
             if choice:
                 yield choice
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .portable.weights import Weight
-from .problem import PARTS, Problem, bucket
+from .problem import Form, Problem, float_problem, form_of
 from .products.base import FloatProduct
 from .runtime import replay
 from .runtime.device import Device, device_of
@@ -36,18 +36,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
 
 def plan(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> Plan:
     """The plan for a call, made once for each of its forms."""
-    one_group, zero = weight.scale.shape[0] == 1, weight.zero_kind
-    sizes = (weight.bits, weight.n, weight.k, weight.block)
-    return _plan(x.device, x.dtype, out_dtype, x.shape[0], one_group, zero, *sizes)
+    return _plan(x.device, x.dtype, out_dtype, x.shape[0], form_of(weight))
 
 
 @lru_cache(maxsize=8192)
-def _plan(
-    where: torch.device, x_dtype: torch.dtype, out_dtype: torch.dtype, m: int, one_group: bool, zero: int, *sizes: int
-) -> Plan:
-    bits, n, k, block = sizes
-    split_rows = bucket(PARTS * m) if x_dtype == torch.float32 else 0
-    problem = Problem(bits, n, k, bucket(m), block, one_group, zero, x_dtype, out_dtype, split_rows)
+def _plan(where: torch.device, x_dtype: torch.dtype, out_dtype: torch.dtype, m: int, form: Form) -> Plan:
+    problem = float_problem(form, m, x_dtype, out_dtype)
     device = device_of(where)
     choice = choose(device, problem)
     return Plan(device, problem, cast("FloatProduct[Any]", choice.product), choice.config)

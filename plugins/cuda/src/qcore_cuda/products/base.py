@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -43,13 +43,6 @@ class Product(ABC, Generic[C]):
         """What runs a configuration, which may have been measured for a neighbour; None if it cannot serve."""
         del problem
         return Choice(self, config)
-
-    def read(self, fields: Mapping[str, Any]) -> C | None:
-        """A configuration from a record; None if that was written by hand, or is damaged."""
-        try:
-            return self.config(**fields)  # type: ignore[no-any-return]
-        except TypeError:
-            return None
 
 
 class FloatProduct(Product[C]):
