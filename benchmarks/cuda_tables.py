@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,17 @@ def _write(path: Path, records: dict[str, dict[Any, dict[str, Any]]], machine: s
 
 
 def _record(bits: int, rows: int, k: int, n: int, best: tuple[float, Any]) -> dict[str, Any]:
-    return {"bits": bits, "rows": rows, "n": n, "k": k, "us": round(best[0], 2), "config": _short(best[1])}
+    return {"bits": bits, "rows": rows, "n": n, "k": k, "us": round(best[0], 2), **_short(best[1])}
 
 
-def _short(config: Any) -> dict[str, Any]:
-    """The fields of a configuration that are not its defaults."""
-    defaults = {f.name: f.default for f in fields(config)}
-    return {name: value for name, value in asdict(config).items() if value != defaults[name]}
+def _short(choice: Any) -> dict[str, Any]:
+    """The kernel's name, and the fields of its configuration that are not its defaults."""
+    defaults, unset = choice.config._field_defaults, object()
+    fields = choice.config._asdict().items()
+    return {
+        "kernel": choice.product.name,
+        "config": {name: value for name, value in fields if value != defaults.get(name, unset)},
+    }
 
 
 def _weight(bits: int, n: int, k: int) -> Any:
@@ -107,26 +111,31 @@ def _weight(bits: int, n: int, k: int) -> Any:
     return Weight(data, scale, None, n, k, 4, GROUP)
 
 
-def _problem(kind: str, bits: int, m: int, n: int, k: int) -> tuple[Any, list[Any]]:
-    """The device, and the candidates for a problem."""
+def _call(kind: str, x: Any, weight: Any, choice: Any) -> Any:
+    """A product by a given choice, planned as the plugin plans it."""
+    from qcore_cuda import int8, weight_only
+    from qcore_cuda.products.base import Operands
+    from qcore_triton.codes import mode_of
+
+    if kind == "float":
+        plan = weight_only.plan(x, weight, x.dtype)
+        return partial(choice.product.launch, x, weight, None, plan.device, plan.problem, choice.config)
+    device, problem, *_ = int8.plan_of(x, weight, x.dtype, False, None)
+    operands = Operands(weight, None, None, None)
+    return partial(int8.run, x, mode_of(x, True, None), operands, int8.planned(device, problem, choice))
+
+
+def _candidates(kind: str, bits: int, m: int, n: int, k: int) -> list[Any]:
     import torch
 
-    from qcore_cuda import dispatch, int8_config
-    from qcore_cuda.device import device_of
+    from qcore_cuda import int8, selection, weight_only
 
-    device = device_of(torch.device("cuda", 0))
+    x, weight = torch.empty(m, k, device="cuda", dtype=torch.bfloat16), _weight(bits, n, k)
     if kind == "float":
-        problem = dispatch.Problem(bits, n, k, m, 128 if bits == 4 else 64, whole=bits == 8)
-        return device, dispatch.candidates(device, problem)
-    return device, int8_config.candidates(device, int8_config.Problem(bits, n, k, m, bits == 4, 128))
-
-
-def _call(kind: str, x: Any, weight: Any, device: Any, config: Any) -> Any:
-    from qcore_cuda import int8, weight_only
-
-    if kind == "float":
-        return weight_only.run(x, weight, None, x.dtype, device, config)
-    return int8.product(x, weight, None, None, x.dtype, config=config)
+        device, problem, *_ = weight_only.plan(x, weight, x.dtype)
+    else:
+        device, problem, *_ = int8.plan_of(x, weight, x.dtype, False, None)
+    return selection.candidates(device, problem)
 
 
 def _measure(kind: str, bits: int, m: int, k: int, n: int, broken: set[Any]) -> list[tuple[float, Any]]:
@@ -134,16 +143,21 @@ def _measure(kind: str, bits: int, m: int, k: int, n: int, broken: set[Any]) -> 
 
     from qcore_cuda.tuning import copies, ranked
 
-    device, candidates = _problem(kind, bits, m, n, k)
     many = copies(_weight(bits, n, k))
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
 
-    def calls(config: Any) -> list[Any]:
-        return [lambda w=w: _call(kind, x, w, device, config) for w in many]
+    def calls(choice: Any) -> list[Any]:
+        return [_call(kind, x, weight, choice) for weight in many]
 
-    found = ranked([c for c in candidates if (kind, bits, _class(m), c) not in broken], calls)
+    candidates = _candidates(kind, bits, m, n, k)
+    found = ranked([c for c in candidates if (kind, bits, _class(m), _form(c)) not in broken], calls)
     torch.cuda.empty_cache()
     return found
+
+
+def _form(choice: Any) -> tuple[str, Any]:
+    """A choice, as another process can be told."""
+    return choice.product.name, choice.config
 
 
 def _class(m: int) -> int:
@@ -155,8 +169,8 @@ def _compile_all(order: list[tuple[str, int, int]], workers: int, budget: float)
     """Run every configuration once on a small weight, in processes, so that the disk cache holds it afterwards."""
     jobs: dict[Any, int] = {}
     for kind, bits, m in order:
-        for config in _problem(kind, bits, m, 4096, 4096)[1]:
-            jobs.setdefault((kind, bits, _class(m), config), m)
+        for choice in _candidates(kind, bits, m, 4096, 4096):
+            jobs.setdefault((kind, bits, _class(m), _form(choice)), m)
     broken = set()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -173,13 +187,18 @@ def _compile_all(order: list[tuple[str, int, int]], workers: int, budget: float)
     return broken
 
 
-def _try(kind: str, bits: int, _class: int, config: Any, m: int) -> str:
+def _try(kind: str, bits: int, _class: int, form: tuple[str, Any], m: int) -> str:
     import torch
 
+    from qcore_cuda.products.base import Choice
+    from qcore_cuda.products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
+
     try:
-        device, _ = _problem(kind, bits, m, 512, 1024)
+        name, config = form
+        products = FLOAT_PRODUCTS if kind == "float" else INT8_PRODUCTS
+        choice = Choice(next(product for product in products if product.name == name), config)
         x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
-        _call(kind, x, _weight(bits, 512, 1024), device, config)
+        _call(kind, x, _weight(bits, 512, 1024), choice)()
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001 - whatever it is, the configuration is not for this GPU
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"

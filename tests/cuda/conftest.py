@@ -23,7 +23,7 @@ def kernel(monkeypatch):
     import torch
     from fake_triton import Kernel
 
-    from qcore_cuda import launch, replay
+    from qcore_cuda.runtime import launch, replay
 
     made = Kernel()
     monkeypatch.setattr(launch, "_quick", lambda: True)

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from types import FunctionType
 from typing import Any, ClassVar
 
 from compiling import Compiled, Job, facts_of, gpu_target, report, require_compiler
@@ -24,6 +25,8 @@ from workers import in_processes
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170}
 CUS = {"gfx942": 304, "gfx90a": 208}
+_LAUNCH = "qcore_cuda.runtime.launch"
+"""The module whose function other modules launch by."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,7 @@ class Recorder:
         self.kernels: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._mine: set[str] = set()
 
-    def __call__(self, kernel: Any, grid: Any, *args: Any, again: bool = False, **meta: Any) -> None:
-        del again  # there is nothing to start
+    def __call__(self, kernel: Any, grid: Any, *args: Any, **meta: Any) -> None:
         start = time.perf_counter()
         made = kernel.warmup(*args, grid=grid, **meta)
         if made.hash in self._mine:
@@ -116,7 +118,7 @@ def _shared(facts: dict[str, Any], meta: dict[str, Any]) -> dict[str, int]:
     """Shared memory with what Triton does not know of: a kernel's ring."""
     if "RING" not in meta:
         return {}
-    from qcore_cuda.kernels.ring import scratch
+    from qcore_cuda.kernels.smem_pipeline import scratch
 
     own = scratch(meta["num_warps"])
     assert facts["shared"] <= own, f"Triton takes {facts['shared']} bytes of shared memory, more than {own}"
@@ -185,16 +187,18 @@ def _pretend(target: str, recorder: Recorder) -> None:
 
     import qcore_cuda
 
-    for module in pkgutil.iter_modules(qcore_cuda.__path__):
-        loaded = importlib.import_module(f"qcore_cuda.{module.name}")
-        if hasattr(loaded, "launch") and module.name != "launch":
+    for module in pkgutil.walk_packages(qcore_cuda.__path__, "qcore_cuda."):
+        if module.name.startswith(("qcore_cuda.kernels.", "qcore_triton.")):
+            continue
+        loaded = importlib.import_module(module.name)
+        if isinstance(getattr(loaded, "launch", None), FunctionType | Recorder) and module.name != _LAUNCH:
             loaded.launch = recorder  # type: ignore[attr-defined]
         for remembered in vars(loaded).values():  # the device is another one now
             if hasattr(remembered, "cache_clear"):
                 remembered.cache_clear()
         for name in [name for name in vars(loaded) if name.startswith("op_")]:  # torch has fakes alone run on meta
             setattr(loaded, name, getattr(loaded, name.removeprefix("op_")))
-    from qcore_cuda import device
+    from qcore_cuda.runtime import device
 
     arch = int(target[3:]) if target.startswith("sm_") else 0
     here = device.Device(arch, not arch, {**MULTIPROCESSORS, **CUS}[target])

@@ -110,7 +110,9 @@ def test_products_run_on_tensor_cores(results, name):
     assert by_torch == [True] or any(kernel.loops and kernel.inner_loop.mma for kernel in found)
 
 
-@pytest.mark.parametrize(("scheme", "name"), [("w4a16-g128", "mixed"), ("w8a16", "mixed"), ("w4a8-g128", "fours")])
+@pytest.mark.parametrize(
+    ("scheme", "name"), [("w4a16-g128", "gemm_hopper"), ("w8a16", "gemm_hopper"), ("w4a8-g128", "w4a8_hopper")]
+)
 def test_many_rows_have_a_kernel_of_their_own_on_hopper(results, scheme, name):
     *_, made = results[str(linear(scheme, 2048))].kernels
     assert made.job.kernel.endswith(f":{name}")

@@ -94,7 +94,7 @@ def test_columns_made_in_parts_give_the_same(monkeypatch):
 def test_scales_of_columns_come_from_the_extents_of_pixels():
     from qcore_cuda import conv_hopper
     from qcore_cuda.conv8 import Given, column_codes
-    from qcore_cuda.device import Device
+    from qcore_cuda.runtime.device import Device
     from qcore_triton.geometry import Geometry
     from qcore_triton.weights import Weight
 

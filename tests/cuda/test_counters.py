@@ -11,7 +11,7 @@ def here(monkeypatch):
     """The module, on a pretended GPU; ``capturing`` and ``stream`` say what the current stream is."""
     from types import SimpleNamespace
 
-    from qcore_cuda import counters
+    from qcore_cuda.runtime import counters
 
     now = SimpleNamespace(capturing=False, stream=7, take=lambda count: counters._found(count, torch.device("cpu")))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
@@ -45,7 +45,7 @@ def test_each_captured_call_has_its_own(here):
 
 
 def test_where_there_are_none_they_are_zeroed_for_the_call(here):
-    from qcore_cuda.counters import _SLAB, _STREAM, counters
+    from qcore_cuda.runtime.counters import _SLAB, _STREAM, counters
 
     assert here.take(_STREAM + 1) is None
     here.capturing = True

@@ -38,16 +38,19 @@ SCHEMES = (
 SIZES = ((1, 20, 77), (2, 1, 5), (15, 3, 64), (17, 33, 300), (33, 65, 96))
 
 
-def config(name):
-    from qcore_cuda.int8_config import Config
+def choice(name):
+    """A kernel with a configuration."""
+    from qcore_cuda.products import int8_persistent, int8_slices, int8_tiles
+    from qcore_cuda.products.base import Choice
 
     return {
-        "default": None,
-        "slices": Config("slices", 16, 16, 2, 2),
-        "tiles": Config("tiles", 32, 64, 4, 2),
-        "tiles-swapped": Config("tiles", 16, 32, 4, 2, swap=True),
-        "persistent": Config("persistent", 32, 32, 4, 2, parts=2, tma_store=True, per_sm=1, unpack=True),
-        "persistent-pointers": Config("persistent", 32, 64, 4, 2, unpack=True),
+        "slices": Choice(int8_slices.INT8_SLICES, int8_slices.Slice(16, 16, 2, 2)),
+        "tiles": Choice(int8_tiles.INT8_TILES, int8_tiles.Tile(32, 64, 4, 2)),
+        "tiles-swapped": Choice(int8_tiles.INT8_TILES, int8_tiles.Tile(16, 32, 4, 2, swap=True)),
+        "persistent": Choice(
+            int8_persistent.INT8_PERSISTENT, int8_persistent.Band(32, 32, 4, 2, parts=2, tma_store=True, per_sm=1)
+        ),
+        "persistent-pointers": Choice(int8_persistent.INT8_PERSISTENT, int8_persistent.Band(32, 64, 4, 2)),
     }[name]
 
 
@@ -60,31 +63,39 @@ def problem(scheme, m, n, k, dtype=torch.float32, bias="none", **kind):
 
 
 def codes_for(problem, total=False):
-    from qcore_cuda import int8
+    from qcore_cuda.products.quantized import codes_of
+    from qcore_cuda.runtime.device import device_of
     from qcore_triton import packing
+    from qcore_triton.codes import Given, mode_of
 
     weight = problem.weight.format
     order = packing.block_size(weight.group_size) if weight.bits == 4 else 0
-    activation = problem.request.activation
-    if isinstance(activation, DynamicInt8):
-        return int8.quantize_rows(problem.x, symmetric=activation.symmetric, total=total, order=order)
-    if activation.per_token:
+    activation, given = problem.request.activation, None
+    if not isinstance(activation, DynamicInt8):
+        numbers = (activation.scale, activation.zero_point)
         given = problem.given
-        return int8.quantize_given(problem.x, given["x_scale"], given["x_zero_point"], total=total, order=order)
-    return int8.quantize_given(problem.x, activation.scale, activation.zero_point, total=total, order=order)
+        given = Given(*((given["x_scale"], given["x_zero_point"]) if activation.per_token else numbers))
+    mode = mode_of(problem.x, given is None and activation.symmetric, given)
+    return codes_of(problem.x, mode, total, order, device_of(problem.x.device))
 
 
-def product(problem, config=None, total=False):
+def product(problem, chosen=None, total=False):
+    """The result by the kernel that is chosen for the problem, or by another one."""
     from qcore_cuda import int8
+    from qcore_cuda.products.base import Operands
+    from qcore_triton.codes import Given
 
     request, codes = problem.request, codes_for(problem, total)
     weight, sums = packed_weight(problem, sums=codes.zero is not None)
-    output, numbers = request.output, (None, None)
+    output, out = request.output, None
     if output is not None:
-        given = problem.given
-        numbers = (output.scale, output.zero_point)
-        numbers = (given["out_scale"], given["out_zero_point"]) if output.per_token else numbers
-    return int8.linear(codes, weight, sums, problem.bias, request.out_dtype, *numbers, config=config)
+        given, numbers = problem.given, (output.scale, output.zero_point)
+        out = Given(*((given["out_scale"], given["out_zero_point"]) if output.per_token else numbers))
+    if chosen is None:
+        return int8.linear(codes, weight, sums, problem.bias, request.out_dtype, out)
+    plan = int8.plan_of(codes.q, weight, request.out_dtype, codes.zero is not None, out, own_order=True)
+    kernel, config = chosen.product.adapted(plan.problem, chosen.config)
+    return kernel.launch(codes, Operands(weight, sums, problem.bias, out), plan.device, plan.problem, config)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -98,7 +109,7 @@ def test_the_default_is_right_for_every_scheme_and_size(scheme, m, n, k):
 @pytest.mark.parametrize("name", ["slices", "tiles", "tiles-swapped", "persistent", "persistent-pointers"])
 def test_every_kernel_is_right_for_every_scheme(scheme, name):
     case = problem(scheme, 17, 48, 300, torch.float16, "float32")
-    assert_right(case, product(case, config(name), total=case.weight.zero is not None))
+    assert_right(case, product(case, choice(name), total=case.weight.zero is not None))
 
 
 @pytest.mark.parametrize(
@@ -125,32 +136,10 @@ def test_sums_of_differences_from_zero_points_do_not_overflow():
 def test_a_row_without_a_number_gives_none_and_leaves_the_others(name):
     case = problem("w8a8", 3, 16, 64)
     case.x[1, 5] = float("nan")
-    y = product(case, config(name))
+    y = product(case, None if name == "default" else choice(name))
     assert y[1].isnan().all()
     assert y[[0, 2]].isfinite().all()
 
 
 def test_no_rows_give_no_rows():
     assert product(problem("w4a8-g32", 0, 20, 64)).shape == (0, 20)
-
-
-def test_many_rows_on_hopper_go_where_the_last_wave_wastes_least(monkeypatch):
-    from qcore_cuda import hopper
-    from qcore_cuda.device import Device
-    from qcore_cuda.int8_config import Problem, choose
-
-    monkeypatch.setattr(hopper, "usable", lambda: True)
-    choose.cache_clear()
-    device = Device(90, False, 132)
-    found = {
-        (n, rows): choose(device, Problem(8, n, 4096, rows, False, 128)).bn
-        for n, rows in ((4096, 2048), (14336, 1024), (4096, 256))
-    }
-    assert found == {(4096, 2048): 256, (14336, 1024): 128, (4096, 256): 64}
-    plain = Problem(8, 4096, 4096, 2048, False, 128)
-    assert choose(device, plain).kernel == "specialized"
-    others = (replace(plain, rows=64), replace(plain, bits=4), replace(plain, grouped=True), replace(plain, n=4100))
-    assert all(choose(device, other).kernel != "specialized" for other in others)
-    assert choose(device, plain, specialized=False).kernel != "specialized"
-    assert choose(device._replace(arch=100), plain).kernel != "specialized"
-    choose.cache_clear()

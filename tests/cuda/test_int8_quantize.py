@@ -18,11 +18,20 @@ def rows(m, k, dtype=torch.float32):
     return (torch.randn(m, k, generator=torch.Generator().manual_seed(m + k)) + 0.3).to(dtype)
 
 
+def quantize_given(x, scale, zero):
+    """X quantized with given numbers, or tensors ``(M,)`` per token; an int8 x is taken as codes."""
+    from qcore_cuda.products.quantized import codes_of
+    from qcore_cuda.runtime.device import device_of
+    from qcore_triton.codes import Given, mode_of
+
+    return codes_of(x, mode_of(x, True, Given(scale, zero)), False, 0, device_of(x.device))
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("m", "k"), [(1, 1), (1, 77), (3, 128), (2, 600)])
 def test_codes_and_parameters_are_those_of_the_formula(symmetric, dtype, m, k):
-    from qcore_cuda.int8 import quantize_rows
+    from qcore_cuda.products.quantized import quantize_rows
 
     x = rows(m, k, dtype)
     codes = quantize_rows(x, symmetric=symmetric, total=True)
@@ -31,7 +40,7 @@ def test_codes_and_parameters_are_those_of_the_formula(symmetric, dtype, m, k):
 
 @pytest.mark.parametrize("exponent", [-115, -3, 0, 100])
 def test_one_multiplication_rounds_every_bfloat16_as_the_quotient_does(exponent):
-    from qcore_cuda.int8 import quantize_rows
+    from qcore_cuda.products.quantized import quantize_rows
 
     largest = torch.arange(128, 256) * 2.0 ** (exponent - 7)
     values = torch.cat([torch.arange(128, 256) * 2.0 ** (exponent - 7 - j) for j in range(10)])
@@ -45,7 +54,7 @@ def test_one_multiplication_rounds_every_bfloat16_as_the_quotient_does(exponent)
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_rows_longer_than_the_registers_hold_are_read_twice(symmetric):
-    from qcore_cuda.int8 import quantize_rows
+    from qcore_cuda.products.quantized import quantize_rows
 
     x = rows(2, 40001)
     codes = quantize_rows(x, symmetric=symmetric, total=True)
@@ -55,7 +64,7 @@ def test_rows_longer_than_the_registers_hold_are_read_twice(symmetric):
 
 
 def test_strides_do_not_matter():
-    from qcore_cuda.int8 import quantize_rows
+    from qcore_cuda.products.quantized import quantize_rows
 
     x = rows(6, 40)
     assert torch.equal(quantize_rows(x.t(), symmetric=True).q, quantize_rows(x.t().contiguous(), symmetric=True).q)
@@ -64,7 +73,7 @@ def test_strides_do_not_matter():
 
 
 def test_a_row_of_zeros_has_scale_one():
-    from qcore_cuda.int8 import quantize_rows
+    from qcore_cuda.products.quantized import quantize_rows
 
     codes = quantize_rows(torch.zeros(2, 5), symmetric=False)
     assert codes.scale.tolist() == [1.0, 1.0]
@@ -74,7 +83,7 @@ def test_a_row_of_zeros_has_scale_one():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_what_is_no_number_makes_the_scale_none(bad, symmetric):
-    from qcore_cuda.int8 import quantize_rows
+    from qcore_cuda.products.quantized import quantize_rows
 
     x = rows(3, 20)
     x[1, 3] = bad
@@ -83,8 +92,6 @@ def test_what_is_no_number_makes_the_scale_none(bad, symmetric):
 
 
 def test_given_numbers_clamp_and_pass_on():
-    from qcore_cuda.int8 import quantize_given
-
     x = rows(3, 20) * 10
     x[0, 0], x[0, 1] = float("inf"), -float("inf")
     codes = quantize_given(x, 0.05, -3)
@@ -94,8 +101,6 @@ def test_given_numbers_clamp_and_pass_on():
 
 
 def test_given_parameters_per_token_and_codes_as_they_are():
-    from qcore_cuda.int8 import quantize_given
-
     x, scale, zero = rows(3, 20), torch.tensor([0.1, 0.02, 0.5]), torch.tensor([1, -30, 7], dtype=torch.int32)
     codes = quantize_given(x, scale, zero)
     assert_codes(codes.q, x, scale[:, None], zero[:, None].float())

@@ -9,8 +9,8 @@ import pytest
 import torch
 from fake_triton import Metadata
 
-from qcore_cuda import launch as module
-from qcore_cuda.launch import launch
+from qcore_cuda.runtime import launch as module
+from qcore_cuda.runtime.launch import launch
 
 
 def test_the_second_launch_takes_addresses_and_asks_triton_nothing(kernel):

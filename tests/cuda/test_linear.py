@@ -18,6 +18,7 @@ from qcore import FormatError
 from qcore.contracts import CONTRACTS, EMBEDDING, LINEAR
 from qcore.resolving.verification import difference
 from qcore.testing.case_selection import Question
+from qcore.testing.laws import kernel as kernel_laws
 from qcore.testing.laws.base import Sample
 from qcore.weights.schemes import SCHEMES, Scheme
 from qcore_cuda import conv_ops, ops
@@ -101,8 +102,8 @@ FAMILIES = [
     ("linear", scheme) for scheme in ("w4a16-g32", "w8a16", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static-o8", *TOKENS)
 ]
 FAMILIES += [("embedding", "w4a16-g128-asym"), ("embedding", "w8a16")]
-LAWS = {"fake": kernel.fakes, "opcheck": kernel.opcheck, "compile": kernel.compiles}
-LAWS |= {"threads": kernel.threads, "empty": kernel.empty, "determinism": kernel.deterministic}
+LAWS = {"fake": kernel_laws.fakes, "opcheck": kernel_laws.opcheck, "compile": kernel_laws.compiles}
+LAWS |= {"threads": kernel_laws.threads, "empty": kernel_laws.empty, "determinism": kernel_laws.deterministic}
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -230,7 +231,7 @@ def test_autocast_changes_nothing(monkeypatch, contract):
     expected = mine(problem.x, packed, None)
     torch.set_autocast_enabled("cuda", True)
     try:
-        assert ops.unsettled(problem.x)
+        assert ops.needs_guard(problem.x)
         found = mine(problem.x, packed, None)
     finally:
         torch.set_autocast_enabled("cuda", False)
@@ -241,9 +242,9 @@ def test_the_device_of_x_becomes_the_current_one(monkeypatch):
     entered = []
     x = SimpleNamespace(get_device=lambda: 1, is_cuda=True, device=torch.device("cuda:1"))
     monkeypatch.setattr(ops, "_current_device", lambda: 0)
-    assert ops.unsettled(x)
+    assert ops.needs_guard(x)
     monkeypatch.setattr(ops, "_current_device", lambda: 1)
-    assert not ops.unsettled(x)
+    assert not ops.needs_guard(x)
 
     class Device:
         def __init__(self, device):
@@ -256,7 +257,7 @@ def test_the_device_of_x_becomes_the_current_one(monkeypatch):
             entered.append("out")
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    with ops.settled(x):
+    with ops.device_guard(x):
         entered.append("body")
     assert entered == [torch.device("cuda:1"), "in", "body", "out"]
 

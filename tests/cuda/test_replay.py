@@ -1,4 +1,4 @@
-"""Calls made again by addresses alone, with a kernel that computes on the CPU."""
+"""Recorded launches replayed with new pointers, with a kernel that computes on the CPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fake_triton import SIZE, Kernel, add
 import qcore
 from qcore.contracts import CONTRACTS
 from qcore.weights.schemes import Scheme
-from qcore_cuda import device, replay
-from qcore_cuda import launch as launching
-from qcore_cuda.launch import launch
 from qcore_cuda.linear import kernel as kernel_for
-from qcore_cuda.replay import empty, provided, replays
+from qcore_cuda.runtime import device, replay
+from qcore_cuda.runtime import launch as launching
+from qcore_cuda.runtime.launch import launch
+from qcore_cuda.runtime.replay import empty, replays, tracked
 
 
 def numbers():
@@ -41,7 +41,7 @@ def plus(kernel, m=5):
     return call
 
 
-def again(call, x, key=None):
+def repeated(call, x, key=None):
     return replays(call).call(key, (x,), call, x)
 
 
@@ -49,7 +49,7 @@ def test_the_second_call_of_a_form_needs_addresses_only(kernel):
     call = plus(kernel)
     for turn in range(3):
         x = numbers()
-        assert torch.equal(again(call, x), x + 5)
+        assert torch.equal(repeated(call, x), x + 5)
         assert len(kernel.direct) == turn
     flags = ("function", False, True, None, None, "metadata", None, None, None)
     assert kernel.direct[-1][:13] == (4, 1, 1, 77, *flags)
@@ -57,7 +57,7 @@ def test_the_second_call_of_a_form_needs_addresses_only(kernel):
     assert kernel.direct[-1][15:] == (5, True)
 
 
-def test_what_is_provided_is_asked_for_at_each_call(kernel):
+def test_what_is_tracked_is_asked_for_at_each_call(kernel):
     given = [torch.arange(8.0) + i for i in range(3)]
     source = iter(given)
 
@@ -68,11 +68,11 @@ def test_what_is_provided_is_asked_for_at_each_call(kernel):
     def call(x):
         y = result_of(x)
         launch(kernel, (4,), x, y, 5, WIDE=True)
-        launch(kernel, (4,), provided(next_one, 2), y, 1, WIDE=True)
+        launch(kernel, (4,), tracked(next_one, 2), y, 1, WIDE=True)
         return y
 
     for expected in given:
-        assert torch.equal(again(call, numbers()), expected + 1)
+        assert torch.equal(repeated(call, numbers()), expected + 1)
     assert len(kernel.direct) == 4
 
 
@@ -87,7 +87,7 @@ def test_several_launches_and_the_memory_between_them(kernel):
 
     for _ in range(3):
         x = numbers()
-        assert torch.equal(again(call, x), x + 7)
+        assert torch.equal(repeated(call, x), x + 7)
     assert len(kernel.direct) == 6
     first, second = (next(args for args in reversed(kernel.direct) if args[15] == m)[13] for m in (2, 4))
     assert second - first == 256, "one allocation"
@@ -117,7 +117,7 @@ def test_tensor_descriptors_are_made_of_addresses(kernel):
 
     for _ in range(3):
         x = numbers()
-        assert torch.equal(again(call, x), x + 5)
+        assert torch.equal(repeated(call, x), x + 5)
     assert len(kernel.direct) == 2
     assert described == [((2, 4), (4, 1), "zero")] * 3
     call(x)
@@ -130,9 +130,9 @@ def test_tensor_descriptors_are_made_of_addresses(kernel):
 def test_other_keys_and_other_kinds_are_other_calls(kernel):
     five, six, x = plus(kernel, 5), plus(kernel, 6), numbers()
     for _ in range(2):
-        assert torch.equal(again(five, x, "a"), x + 5)
-        assert torch.equal(again(six, x, "a"), x + 6)
-        assert torch.equal(again(lambda x: five(x) * 2, x, "a"), (x + 5) * 2)
+        assert torch.equal(repeated(five, x, "a"), x + 5)
+        assert torch.equal(repeated(six, x, "a"), x + 6)
+        assert torch.equal(repeated(lambda x: five(x) * 2, x, "a"), (x + 5) * 2)
 
 
 def test_the_result_may_have_another_shape(kernel):
@@ -175,7 +175,7 @@ def test_what_torch_has_a_part_in_goes_the_long_way(kernel, what):
 
     for _ in range(3):
         x = numbers()
-        assert torch.equal(again(call, x), what(kernel, x))
+        assert torch.equal(repeated(call, x), what(kernel, x))
     assert not kernel.direct
 
 
@@ -183,7 +183,7 @@ def test_a_kernel_that_wants_scratch_memory_is_left_to_triton(kernel, monkeypatc
     monkeypatch.setattr("fake_triton.Run.global_scratch_size", 64)
     call, x = plus(kernel), numbers()
     for _ in range(3):
-        again(call, x)
+        repeated(call, x)
     assert not kernel.direct
 
 
@@ -191,7 +191,7 @@ def test_other_versions_of_triton_are_never_replayed(kernel, monkeypatch):
     monkeypatch.setattr(launching, "_quick", lambda: False)
     call, x = plus(kernel), numbers()
     for _ in range(3):
-        assert torch.equal(again(call, x), x + 5)
+        assert torch.equal(repeated(call, x), x + 5)
     assert len(kernel.made) == 3
 
 
@@ -207,34 +207,34 @@ def test_inputs_that_are_one_tensor_need_not_be_one_the_next_time(kernel):
 def test_odd_addresses_go_the_long_way(kernel):
     call, storage = plus(kernel), torch.randint(-99, 99, (SIZE + 1,)).float()
     for x in (storage[1:], storage[:-1], storage[:-1], storage[1:], storage[:-1]):
-        assert torch.equal(again(call, x), x + 5)
+        assert torch.equal(repeated(call, x), x + 5)
     assert len(kernel.direct) == 2
 
 
 def test_another_current_device_goes_the_long_way(kernel):
     call, x = plus(kernel), numbers()
-    again(call, x)
+    repeated(call, x)
     kernel.device = 1
-    assert torch.equal(again(call, x), x + 5)
+    assert torch.equal(repeated(call, x), x + 5)
     assert not kernel.direct
 
 
 def test_the_current_stream_is_asked_for_at_each_call(kernel):
     call, x = plus(kernel), numbers()
-    again(call, x)
+    repeated(call, x)
     for kernel.stream in (1, 2, 1):
-        again(call, x)
+        repeated(call, x)
     assert [args[3] for args in kernel.direct] == [1, 2, 1]
 
 
 def test_forgotten_calls_are_recorded_anew(kernel):
     call, x = plus(kernel), numbers()
     for _ in range(2):
-        again(call, x)
+        repeated(call, x)
     replay.forget()
-    again(call, x)
+    repeated(call, x)
     assert len(kernel.direct) == 1
-    again(call, x)
+    repeated(call, x)
     assert len(kernel.direct) == 2
 
 
@@ -243,7 +243,7 @@ def test_an_error_ends_the_recording(kernel):
         raise ValueError("of its own")
 
     with pytest.raises(ValueError, match="of its own"):
-        again(call, numbers())
+        repeated(call, numbers())
     assert replay.recording() is None
 
 
@@ -251,24 +251,24 @@ def test_a_call_within_a_call_is_part_of_it(kernel):
     inner = plus(kernel, 1)
 
     def call(x):
-        return again(inner, again(inner, x))
+        return repeated(inner, repeated(inner, x))
 
     for _ in range(3):
         x = numbers()
-        assert torch.equal(again(call, x), x + 2)
+        assert torch.equal(repeated(call, x), x + 2)
     assert len(kernel.direct) == 4
 
 
 def test_a_call_that_replays_another_is_none_itself(kernel):
     inner, x = plus(kernel, 1), numbers()
-    again(inner, x)
+    repeated(inner, x)
 
     def call(x):
-        return again(inner, again(inner, x))
+        return repeated(inner, repeated(inner, x))
 
     for _ in range(3):
         x = numbers()
-        assert torch.equal(again(call, x), x + 2)
+        assert torch.equal(repeated(call, x), x + 2)
     assert replays(call)[None] is None
 
 
@@ -281,13 +281,13 @@ def test_calls_of_other_threads_are_not_recorded(kernel):
 
     for _ in range(2):
         x = numbers()
-        assert torch.equal(again(call, x), x + 5)
+        assert torch.equal(repeated(call, x), x + 5)
     assert len(kernel.direct) == 1
 
 
 def test_no_tensor_is_kept(kernel):
     call, x = plus(kernel), numbers()
-    seen = [weakref.ref(x), weakref.ref(again(call, x)), weakref.ref(again(call, x))]
+    seen = [weakref.ref(x), weakref.ref(repeated(call, x)), weakref.ref(repeated(call, x))]
     del x
     kernel.made.clear()
     gc.collect()
@@ -300,7 +300,7 @@ def test_few_are_kept(kernel, monkeypatch):
     call, x = plus(kernel), numbers()
     for i in range(20):
         for _ in range(3):
-            assert torch.equal(again(call, x, i), x + 5)
+            assert torch.equal(repeated(call, x, i), x + 5)
     assert len(replays(call)) <= 4
 
 
@@ -319,7 +319,7 @@ def layer(scheme):
 def launches(kernel, interpreter, monkeypatch):
     """Everything that linear layers launch on a GPU, computing nothing."""
     import qcore_cuda.int8
-    import qcore_cuda.weight_only  # noqa: F401 - both bring what they launch
+    import qcore_cuda.weight_only  # noqa: F401 - both bring the kernels they launch
 
     monkeypatch.setattr(device, "_device", lambda _kind, _index: device.Device(90, False, 132))
     direct = []

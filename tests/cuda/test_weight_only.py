@@ -7,7 +7,7 @@ from dataclasses import replace
 import cuda_problems
 import pytest
 import torch
-from cuda_problems import assert_right
+from cuda_problems import assert_right, float_product
 from cuda_problems import linear_problem as problem
 
 SCHEMES = (
@@ -33,24 +33,23 @@ def test_the_default_is_right_for_every_scheme_and_size(scheme, m, n, k):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["gemm", "scaled", "split", "even", "steps", "slices", "dense"])
 def test_every_kernel_is_right_for_every_scheme(scheme, name):
-    from qcore_cuda.device import device_of
-    from qcore_cuda.dispatch import Config
-    from qcore_cuda.weight_only import run
+    from qcore_cuda.products.dense import DENSE, Whole
+    from qcore_cuda.products.gemm import GEMM, Tile
+    from qcore_cuda.products.slices import SLICES, Slice
 
-    configs = {
-        "gemm": Config("gemm", 64, 32, stages=2),
-        "scaled": Config("gemm", 64, 16, stages=2, scaled=True),
-        "split": Config("gemm", 64, 16, stages=2, split=2),
-        "even": Config("gemm", 64, 16, stages=2, even=1),
-        "steps": Config("gemm", 64, 32, stages=2, unroll=2, scaled=True),
-        "slices": Config("slices", 16, 16, stages=2),
-        "dense": Config("dense"),
-    }
+    product, config = {
+        "gemm": (GEMM, Tile(64, 32, stages=2)),
+        "scaled": (GEMM, Tile(64, 16, stages=2, scaled=True)),
+        "split": (GEMM, Tile(64, 16, stages=2, split=2)),
+        "even": (GEMM, Tile(64, 16, stages=2, even=1)),
+        "steps": (GEMM, Tile(64, 32, stages=2, unroll=2, scaled=True)),
+        "slices": (SLICES, Slice(16, 16, stages=2)),
+        "dense": (DENSE, Whole()),
+    }[name]
     if name == "slices" and scheme.startswith("w4"):
         pytest.skip("slices is for int8 weights; int4 has gemv")
     case = problem(scheme, 17, 40, 300, torch.bfloat16, "same" if name == "dense" else "float32")
-    result = run(case.x, packed_weight(case), case.bias, torch.bfloat16, device_of(case.x.device), configs[name])
-    assert_right(case, result)
+    assert_right(case, float_product(case, packed_weight(case), product, config))
 
 
 @pytest.mark.parametrize(("out", "x"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
@@ -72,49 +71,41 @@ def test_x_may_have_any_strides(columns):
 
 @pytest.mark.parametrize("scheme", ["w4a16-g96-asym", "w8a16-g32-asym", "w4a16"])
 def test_dense_weights_are_right(scheme):
-    from qcore_cuda.weight_only import dense
+    from qcore_cuda.products.dense import dequantized
 
     case = problem(scheme, 1, 37, 300)
     expected = case.weight.dequantize(torch.float64)
     # Triton's interpreter cuts float32 off where it makes bfloat16 of it; a GPU rounds.
     for dtype, rtol in ((torch.float32, 2**-22), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)):
-        torch.testing.assert_close(dense(packed_weight(case), dtype).double(), expected, rtol=rtol, atol=1e-6)
+        torch.testing.assert_close(dequantized(packed_weight(case), dtype).double(), expected, rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize(("n", "m", "even", "k"), [(64 * 3, 16, 1, 640), (64 * 9, 17, 1, 384), (64 * 5, 40, 2, 1152)])
 def test_tiles_are_spread_evenly_over_programs(n, m, even, k):
     """4 programs of 3 tiles, 8 of 15, 4 of 18: parts of tiles, whole ones, and both."""
-    from qcore_cuda.device import device_of
-    from qcore_cuda.dispatch import Config
-    from qcore_cuda.weight_only import run
+    from qcore_cuda.products.gemm import GEMM, Tile
 
     case = problem("w4a16-g128-asym", m, n, k, bias="same")
-    config = Config("gemm", 64, 16, stages=2, even=even)
-    result = run(case.x, packed_weight(case), case.bias, torch.bfloat16, device_of(case.x.device), config)
+    config, weight = Tile(64, 16, stages=2, even=even), packed_weight(case)
+    result = float_product(case, weight, GEMM, config)
     assert_right(case, result)
-    again = run(case.x, packed_weight(case), case.bias, torch.bfloat16, device_of(case.x.device), config)
-    assert torch.equal(result, again)
+    assert torch.equal(result, float_product(case, weight, GEMM, config))
 
 
 def test_a_step_may_have_blocks_of_several_groups():
-    from qcore_cuda.device import device_of
-    from qcore_cuda.dispatch import Config
-    from qcore_cuda.weight_only import run
+    from qcore_cuda.products.gemm import GEMM, Tile
 
     for scheme, k in (("w4a16-g128-asym", 512), ("w4a16-g128-fzp", 384), ("w4a16-g256", 1024), ("w8a16-g64-asym", 512)):
         case = problem(scheme, 17, 80, k)
-        config = Config("gemm", 64, 32, stages=2, unroll=2, scaled=True, split=2)
-        assert_right(case, run(case.x, packed_weight(case), None, torch.bfloat16, device_of(case.x.device), config))
+        config = Tile(64, 32, stages=2, unroll=2, scaled=True, split=2)
+        assert_right(case, float_product(case, packed_weight(case), GEMM, config))
 
 
 def test_a_part_of_a_split_may_be_empty():
-    from qcore_cuda.device import device_of
-    from qcore_cuda.dispatch import Config
-    from qcore_cuda.weight_only import run
+    from qcore_cuda.products.gemm import GEMM, Tile
 
     case = problem("w4a16-g128-asym", 17, 16, 640)  # 5 blocks for 4 programs: two each, so the last has none
-    config = Config("gemm", 64, 32, stages=2, split=4)
-    assert_right(case, run(case.x, packed_weight(case), None, torch.bfloat16, device_of(case.x.device), config))
+    assert_right(case, float_product(case, packed_weight(case), GEMM, Tile(64, 32, stages=2, split=4)))
 
 
 @pytest.mark.parametrize("m", [1, 5, 6, 17])
@@ -137,25 +128,45 @@ def test_float32_is_served_by_few_and_many_rows(scheme, m):
     ],
 )  # fmt: skip
 def test_tiles_of_float32_are_as_large_as_there_are_enough_of(n, k, rows, expected):
-    from qcore_cuda import thirds
-    from qcore_cuda.device import Device
-    from qcore_cuda.dispatch import Problem
+    from qcore_cuda.products.float32_split import FLOAT32_SPLIT
+    from qcore_cuda.runtime.device import Device
 
-    problem = Problem(4, n, k, rows, 128, narrow=False, exact=True)
-    config = thirds.rule(Device(90, False, 132), problem)
+    problem = float32_problem(n, k, rows)
+    config = FLOAT32_SPLIT.rule(Device(90, False, 132), problem)
     assert (config.bn, config.bm, config.split) == expected
-    assert thirds.rule(Device(0, True, 304), problem).bm == 16
+    assert FLOAT32_SPLIT.rule(Device(0, True, 304), problem).bm == 16
 
 
-def test_what_was_measured_serves_float32():
-    from qcore_cuda import dispatch, thirds
-    from qcore_cuda.device import Device
+def float32_problem(n, k, rows):
+    from qcore_cuda.problem import Problem, bucket
 
-    device, problem = Device(90, False, 132), dispatch.Problem(4, 64, 128, 32, 128, narrow=False, exact=True)
-    for config in thirds.candidates(device, problem)[-2:]:
-        assert dispatch.keep("float", device, problem, config)
-        thirds.choose.cache_clear()
-        assert thirds.choose(device, problem) == config
+    return Problem(4, n, k, rows, x_dtype=torch.float32, out_dtype=torch.float32, split_rows=bucket(3 * rows))
+
+
+@pytest.mark.parametrize("kernel", ["float32_split", "gemv"])
+def test_a_measurement_decides_for_its_problem(kernel):
+    from qcore_cuda import selection
+    from qcore_cuda.runtime.device import Device
+
+    device, problem = Device(90, False, 132), float32_problem(64, 128, 4 if kernel == "gemv" else 32)
+    for choice in selection.candidates(device, problem)[-2:]:
+        assert choice.product.name == kernel
+        assert selection.keep(device, problem, choice)
+        selection.choose.cache_clear()
+        assert selection.choose(device, problem) == choice
+    selection.choose.cache_clear()
+
+
+@pytest.mark.parametrize("fields", [{"bn": 64}, {"bn": 64, "bm": 16, "of": "another version"}, {}])
+def test_a_damaged_record_is_passed_over(fields):
+    from qcore_cuda import measured, selection
+    from qcore_cuda.runtime.device import Device
+
+    device, problem = Device(90, False, 132), float32_problem(64, 256, 32)
+    expected = selection.choose(device, problem)
+    assert measured.keep(device, problem, measured.Record("float32_split", fields))
+    selection.choose.cache_clear()
+    assert selection.choose(device, problem) == expected
 
 
 NUMBERS = (0.0, 3.4e38, -3.4e38, 1e-30, torch.pi, float("inf"), -float("inf"), float("nan"))
@@ -164,8 +175,8 @@ NUMBERS = (0.0, 3.4e38, -3.4e38, 1e-30, torch.pi, float("inf"), -float("inf"), f
 @pytest.mark.parametrize("arranged", [False, True])
 @pytest.mark.parametrize("layout", ["rows", "columns", "every second"])
 def test_three_parts_make_up_float32(layout, arranged):
-    from qcore_cuda.device import device_of
-    from qcore_cuda.thirds import split
+    from qcore_cuda.products.float32_split import split
+    from qcore_cuda.runtime.device import device_of
     from qcore_triton.kernels.order import position_of
 
     m, k, columns = 3, 700, 768

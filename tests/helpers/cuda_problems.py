@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from linear_problems import assert_right, linear_problem
+from dataclasses import replace
 
-__all__ = ["assert_right", "linear_problem", "packed_weight"]
+import torch
+
+from qcore import Scheme
+from qcore.contracts import LINEAR
+from qcore.contracts.inputs import Draw, Shape
+
+
+def linear_problem(scheme, m, n, k, dtype=torch.bfloat16, bias="none", **kind):
+    """A problem of the contract with random numbers; ``kind``: as `Shape` takes it."""
+    draw = Draw(torch.Generator().manual_seed(m * 7 + n))
+    filled = draw.fill(Scheme.parse(scheme))
+    request = LINEAR.request_for(filled, torch.device("cpu"), dtype, n, k)
+    shape = Shape("case", (m,), n, k, bias=bias, **kind)
+    return draw.linear(replace(request, bias=bias != "none"), shape, filled.quantizer, dtype)
 
 
 def packed_weight(problem, sums=False):
@@ -16,3 +29,17 @@ def packed_weight(problem, sums=False):
     n, k = problem.request.n, problem.request.k
     weight = Weight(parts["data"], parts["scale"], parts.get("zero"), n, k, form.bits, form.group_size or k)
     return weight, parts.get("sums")
+
+
+def float_product(case, weight, product, config, device=None):
+    """The result of a float product of `qcore_cuda.products` with a given configuration, called as it is planned."""
+    from qcore_cuda import weight_only
+
+    plan = weight_only.plan(case.x, weight, case.request.out_dtype)
+    return product.launch(case.x, weight, case.bias, device or plan.device, plan.problem, config)
+
+
+def assert_right(problem, result):
+    """Hold a result against the contract."""
+    verdict = LINEAR.judge(problem, result)
+    assert verdict.ok, verdict.message

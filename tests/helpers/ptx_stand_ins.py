@@ -35,7 +35,7 @@ def _value(constant):
 
 
 class Ring:
-    """Stands in for the functions of `qcore_cuda.kernels.ring`."""
+    """Stands in for the functions of `qcore_cuda.kernels.smem_pipeline`."""
 
     START = 256
 
@@ -203,6 +203,6 @@ def install(monkeypatch):
 
     ring = Ring()
     for module, functions in ((blocks, ()), (gemv, (spread, codes8, mma)), (int8_gemv, (load_quad, mma8, nibbles16))):
-        monkeypatch.setattr(module, "ring", ring)
+        monkeypatch.setattr(module, "pipeline", ring)
         for function in functions:
             monkeypatch.setattr(module, function.__name__, function)

@@ -16,10 +16,10 @@ from qcore_triton.kernels.conv import gathered, quantize_image
 from qcore_triton.weights import Weight
 
 from . import conv_hopper
-from .device import Device, device_of
 from .int8 import linear
-from .launch import launch, options
-from .replay import empty
+from .runtime.device import Device, device_of
+from .runtime.launch import launch, options
+from .runtime.replay import empty
 
 _COLUMN_BYTES = 1 << 25
 """Codes of columns made at a time: they stay in the L2 cache until the product reads them."""
@@ -184,16 +184,16 @@ def _by_columns(
     oh, ow = geometry.output(*x.shape[2:])
     rows = x.shape[0] * oh * ow
     step = max(_LEAST_COLUMNS, _COLUMN_BYTES // columns_of_codes(weight.k) // 128 * 128)
-    numbers = (result.scale, result.zero) if result.scale is not None else (None, None)
+    out = None if result.scale is None else Numbers(result.scale, result.zero)
     parts = []
     for first in range(0, rows, step):
         codes = column_codes(x, geometry, given, first, min(step, rows - first), weight)
-        parts.append(linear(codes, weight, sums, bias, result.dtype, *numbers))
+        parts.append(linear(codes, weight, sums, bias, result.dtype, out))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def column_codes(x: Tensor, geometry: Geometry, given: Given, first: int, count: int, weight: Weight) -> Codes:
-    """Codes of ``count`` columns from position ``first`` on, as `int8.quantize_rows` would make them of those rows."""
+    """Codes of ``count`` columns from position ``first`` on, as `quantize_rows` would make them of those rows."""
     mode = mode_of(x, given.symmetric, None if given.scale is None else Numbers(given.scale, given.zero))
     size = column_size(geometry.kernel[0] * geometry.kernel[1], x.shape[1])
     meta = options(device_of(x.device), max(1, min(16, size // 1024)))

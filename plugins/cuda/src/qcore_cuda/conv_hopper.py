@@ -11,9 +11,9 @@ from qcore_triton.geometry import Geometry
 from qcore_triton.kernels.conv import column_scales, pixel_extents
 from qcore_triton.weights import Weight
 
-from . import hopper
-from .device import Device
-from .launch import launch, options
+from .runtime import hopper
+from .runtime.device import Device
+from .runtime.launch import launch, options
 
 _ROWS = 128
 """Output positions in a tile."""
@@ -25,7 +25,7 @@ _CODES, _BOXES = 2, 2
 def serves(device: Device, weight: Weight, channels: int, geometry: Geometry, out_dtype: torch.dtype) -> bool:
     """Whether a product of int8 per channel without zero points can be convolved so."""
     fits = channels % 128 == 0 and geometry.stride == (1, 1) and out_dtype.itemsize <= 2
-    return fits and hopper.serves(device, weight.n, 128)
+    return fits and hopper.fits(device, weight.n, 128)
 
 
 def encodes(x: Tensor) -> bool:

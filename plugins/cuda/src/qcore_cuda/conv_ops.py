@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from qcore_triton.geometry import Geometry
 from qcore_triton.weights import Weight, bias_of, check_devices
 
-from .ops import define, settled, unsettled
+from .ops import define, device_guard, needs_guard
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
 
@@ -27,8 +27,8 @@ def conv2d_a8(
 ) -> Tensor:  # fmt: skip
     """Int8 activations: x ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``; other arguments as for `ops.linear_a8`."""
     check_devices(x, data, {"bias": bias})
-    if unsettled(x):
-        with settled(x):
+    if needs_guard(x):
+        with device_guard(x):
             return conv2d_a8(
                 x, data, scale, zero, sums, bias, n, k, bits, group, kernel, stride, padding, dilation, groups,
                 symmetric, static_scale, static_zero_point, output_scale, output_zero_point, out_dtype,
@@ -58,16 +58,16 @@ def conv2d_a16(
 ) -> Tensor:  # fmt: skip
     """Float activations: the weight is dequantized; torch convolves in x's dtype, in float32 for wider results."""
     check_devices(x, data, {"bias": bias})
-    if unsettled(x):
-        with settled(x):
+    if needs_guard(x):
+        with device_guard(x):
             return conv2d_a16(
                 x, data, scale, zero, bias, n, k, bits, group, kernel, stride, padding, dilation, groups, out_dtype
             )
-    from .weight_only import dense
+    from .products.dense import dequantized
 
     bias = bias_of(bias, n)
     dtype = x.dtype if x.dtype == out_dtype else torch.float32
-    w = dense(Weight(data, scale, zero, n, k, bits, group), dtype).view(n, *kernel, -1).permute(0, 3, 1, 2)
+    w = dequantized(Weight(data, scale, zero, n, k, bits, group), dtype).view(n, *kernel, -1).permute(0, 3, 1, 2)
     fused = bias if bias is not None and bias.dtype == dtype else None
     x = x.to(dtype)
     if dtype != torch.float32:

@@ -9,7 +9,7 @@ from torch import Tensor
 from qcore_triton import host
 from qcore_triton.weights import Weight
 
-from .launch import launch
+from .runtime.launch import launch
 
 _COLUMNS = 4096
 """Columns per program: 16 bytes of int4 codes per thread."""

@@ -15,7 +15,7 @@ from qcore_triton.packing import PackedKernel
 from qcore_triton.weights import Weight
 
 from . import ops
-from .replay import replays
+from .runtime.replay import replays
 
 
 class _Linear(PackedKernel, RowsKernel):
@@ -65,7 +65,7 @@ class FloatLinear(_Linear):
         del given
         from .tuning import tune_float
 
-        with ops.settled(x):
+        with ops.device_guard(x):
             tune_float(x.reshape(-1, self.k), self._weight(packed), bias, self.out_dtype)
 
     def _weight(self, packed: Packed) -> Weight:
@@ -96,7 +96,7 @@ class Int8Linear(_Linear):
         if x.dtype == torch.int8:
             return  # parameters per token come with each call: measured with the dynamic form
         weight = Weight(packed["data"], packed["scale"], packed.get("zero"), *self.sizes)
-        with ops.settled(x):
+        with ops.device_guard(x):
             tune_int8(x.reshape(-1, self.k), weight, self.out_dtype)
 
 

@@ -19,7 +19,7 @@ from qcore.plugin_api import GIVEN_NAMES, define_op
 from qcore_triton.codes import given_of
 from qcore_triton.weights import Weight, bias_of, check_devices
 
-from .replay import again
+from .runtime.replay import replay_call
 
 NAMESPACE = "qcore_cuda"
 
@@ -36,14 +36,14 @@ def define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..
     return define_op(library, schema, implementation, fake, ("CUDA",))
 
 
-def unsettled(x: Tensor) -> bool:
-    """Whether torch's state is not what launches and products of torch on x need; see `settled`."""
+def needs_guard(x: Tensor) -> bool:
+    """Whether torch's state is not what launches and products of torch on x need; see `device_guard`."""
     index = x.get_device()
     return torch.is_autocast_enabled() or (index >= 0 and index != _current_device())
 
 
 @contextlib.contextmanager
-def settled(x: Tensor) -> Any:
+def device_guard(x: Tensor) -> Any:
     """Make x's device the current one, and switch autocast off, which would narrow products."""
     here = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
     with here, torch.autocast("cuda", enabled=False):
@@ -77,8 +77,8 @@ def linear_a16(
 ) -> Tensor:  # fmt: skip
     """``x @ W^T + bias``: x ``(M, K)`` float, of any strides, M at least 1, to ``(M, N)``; W as in `packing`."""
     check_devices(x, data, {"bias": bias})
-    if unsettled(x):
-        with settled(x):
+    if needs_guard(x):
+        with device_guard(x):
             return linear_a16(x, data, scale, zero, bias, n, k, bits, group, out_dtype)
     return _weight_only()(x, Weight(data, scale, zero, n, k, bits, group), bias_of(bias, n), out_dtype)
 
@@ -97,8 +97,8 @@ def linear_a8(
     """
     given = zip(GIVEN_NAMES, (x_scale, x_zero_point, out_scale, out_zero_point), strict=True)
     check_devices(x, data, {"bias": bias, **dict(given)})
-    if unsettled(x):
-        with settled(x):
+    if needs_guard(x):
+        with device_guard(x):
             return linear_a8(
                 x, data, scale, zero, sums, bias, x_scale, x_zero_point, out_scale, out_zero_point, n, k, bits, group,
                 symmetric, static_scale, static_zero_point, output_scale, output_zero_point, out_dtype,
@@ -115,8 +115,8 @@ def embedding(
 ) -> Tensor:  # fmt: skip
     """Rows of a table ``(v, d)``: int32 or int64 indices of any shape to ``(*indices.shape, d)``."""
     check_devices(indices, data, {})
-    if unsettled(indices):
-        with settled(indices):
+    if needs_guard(indices):
+        with device_guard(indices):
             return embedding(indices, data, scale, zero, v, d, bits, group, out_dtype)
     found = _gather()(indices.reshape(-1).contiguous(), Weight(data, scale, zero, v, d, bits, group), out_dtype)
     return found.view(*indices.shape, d)
@@ -126,7 +126,7 @@ def embedding(
 
 
 def _linear_a16(x: Tensor, *rest: Any) -> Tensor:
-    return again(linear_a16, (x, *rest[:4]), rest[4:]) if x.shape[0] else _linear_a16_fake(x, *rest)
+    return replay_call(linear_a16, (x, *rest[:4]), rest[4:]) if x.shape[0] else _linear_a16_fake(x, *rest)
 
 
 def _linear_a16_fake(
@@ -137,7 +137,7 @@ def _linear_a16_fake(
 
 
 def _linear_a8(x: Tensor, *rest: Any) -> Tensor:
-    return again(linear_a8, (x, *rest[:9]), rest[9:]) if x.shape[0] else _linear_a8_fake(x, *rest)
+    return replay_call(linear_a8, (x, *rest[:9]), rest[9:]) if x.shape[0] else _linear_a8_fake(x, *rest)
 
 
 def _linear_a8_fake(

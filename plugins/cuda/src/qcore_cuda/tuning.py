@@ -10,15 +10,18 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from qcore_triton.codes import mode_of
 from qcore_triton.weights import Weight
 
-from . import dispatch, int8_config
-from .device import device_of
+from .problem import Problem
+from .products.base import Operands
+from .runtime.device import Device
 
 C = TypeVar("C")
 Call = Callable[[], Any]
@@ -83,30 +86,36 @@ def ranked(candidates: Iterable[C], calls: Callable[[C], Sequence[Call]]) -> lis
 
 def tune_float(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> None:
     """Measure `weight_only.linear` for this number of rows, and keep the fastest configuration."""
-    from . import thirds, weight_only
+    from . import weight_only
 
-    device, problem = weight_only.plan(x, weight, out_dtype)
-    candidates, many = dispatch.candidates if problem.narrow else thirds.candidates, copies(weight)
+    device, problem, *_ = weight_only.plan(x, weight, out_dtype)
+    many = copies(weight)
 
-    def calls(config: dispatch.Config) -> list[Call]:
-        return [lambda w=w: weight_only.run(x, w, bias, out_dtype, device, config) for w in many]  # type: ignore[misc]
+    def calls(choice: Any) -> list[Call]:
+        return [partial(choice.product.launch, x, w, bias, device, problem, choice.config) for w in many]
 
-    best = ranked(candidates(device, problem), calls)
-    if best:
-        dispatch.keep("float", device, problem, best[0][1])
-        weight_only.forget()
+    _tune(device, problem, calls)
+    weight_only.forget()
 
 
 def tune_int8(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
     """Measure `int8.product` for this number of rows, and keep the fastest configuration."""
     from . import int8
 
-    device, problem, many = device_of(x.device), int8.problem_of(weight, x.shape[0]), copies(weight)
+    device, problem, *_ = int8.plan_of(x, weight, out_dtype, False, None)
+    mode, many = mode_of(x, True, None), [Operands(w, None, None, None) for w in copies(weight)]
 
-    def calls(config: int8_config.Config) -> list[Call]:
-        return [lambda w=w: int8.product(x, w, None, None, out_dtype, config=config) for w in many]  # type: ignore[misc]
+    def calls(choice: Any) -> list[Call]:
+        plan = int8.planned(device, problem, choice)
+        return [partial(int8.run, x, mode, operands, plan) for operands in many]
 
-    best = ranked(int8_config.candidates(device, problem), calls)
+    _tune(device, problem, calls)
+    int8.forget()
+
+
+def _tune(device: Device, problem: Problem, calls: Callable[[Any], Sequence[Call]]) -> None:
+    from . import selection
+
+    best = ranked(selection.candidates(device, problem), calls)
     if best:
-        dispatch.keep("int8", device, problem, best[0][1])
-        int8.forget()
+        selection.keep(device, problem, best[0][1])

@@ -1,4 +1,4 @@
-"""Blocks of a packed weight on their way into a `ring`: what products for few rows share.
+"""Blocks of a packed weight on their way into a `smem_pipeline`: what products for few rows share.
 
 A block is 16 rows by P columns. Lane l = 4 r + t holds consecutive words of rows r and r + 8, see `packing`. Mostly a
 lane copies just what it holds. Blocks of int8 go in PAIRS where there are two at a time: 128 consecutive bytes of a
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import ring
+from . import smem_pipeline as pipeline
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
@@ -57,15 +57,15 @@ def copy_weights(to, at, lane, first, tiles, step, KB, R: tl.constexpr, U: tl.co
             for i in tl.static_range(R):
                 for q in tl.static_range(4):
                     here = at + (tiles[i] + q * step + p * 2 * NEXT)
-                    ring.copy(spot + ((p * R + i) * 2048 + q * 512), here, size, wanted, 16)
+                    pipeline.copy(spot + ((p * R + i) * 2048 + q * 512), here, size, wanted, 16)
     else:
         spot = to + lane * BYTES
         for u in tl.static_range(U):
             wanted = (first + u < KB).to(tl.int32)
             for i in tl.static_range(R):
                 here = at + (tiles[i] + u * NEXT)
-                ring.copy(spot + (u * R + i) * (64 * BYTES), here, size, wanted, BYTES)
-                ring.copy(spot + (u * R + i) * (64 * BYTES) + 32 * BYTES, here + step, size, wanted, BYTES)
+                pipeline.copy(spot + (u * R + i) * (64 * BYTES), here, size, wanted, BYTES)
+                pipeline.copy(spot + (u * R + i) * (64 * BYTES) + 32 * BYTES, here + step, size, wanted, BYTES)
 
 
 @triton.jit
@@ -74,10 +74,10 @@ def weights(at, lane, u: tl.constexpr, i: tl.constexpr, R: tl.constexpr, BYTES: 
     if PAIRS:
         turned = (u % 2 * 4 + lane % 4) ^ (lane // 4 % 2 * 4)
         spot = at + ((u // 2 * R + i) * 2048 + (lane // 4) * 128 + turned * 16)
-        words = (ring.words(spot, 4), ring.words(spot + 1024, 4))
+        words = (pipeline.words(spot, 4), pipeline.words(spot + 1024, 4))
     else:
         spot = at + (u * R + i) * (64 * BYTES) + lane * BYTES
-        words = (ring.words(spot, BYTES // 4), ring.words(spot + 32 * BYTES, BYTES // 4))
+        words = (pipeline.words(spot, BYTES // 4), pipeline.words(spot + 32 * BYTES, BYTES // 4))
     return words
 
 
@@ -97,10 +97,10 @@ def copy_parameters(to, scale, zero, lane, first, live, rows, N, KB, each, R: tl
         row = tl.minimum(rows + c % R * 16, N - 16)
         at = group_of(first + c // R, KB, each).to(tl.int64) * N + row
         for j in tl.static_range(SB):
-            ring.copy(to + (c * SB + j) * 16, scale.to(tl.int64, bitcast=True) + at * SB + j * 16, size, wanted, 16)
+            pipeline.copy(to + (c * SB + j) * 16, scale.to(tl.int64, bitcast=True) + at * SB + j * 16, size, wanted, 16)
         for j in tl.static_range(ZB):
             spot = to + (U * R * SB * 16 + (c * ZB + j) * 16)
-            ring.copy(spot, zero.to(tl.int64, bitcast=True) + at * ZB + j * 16, size, wanted, 16)
+            pipeline.copy(spot, zero.to(tl.int64, bitcast=True) + at * ZB + j * 16, size, wanted, 16)
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def pair(at, lane, u: tl.constexpr, i: tl.constexpr, R: tl.constexpr, DTYPE: tl.
     """The scales or zero points of rows r and r + 8, of block u and row block i of a stage."""
     B: tl.constexpr = DTYPE.primitive_bitwidth // 8
     spot = at + ((u * R + i) * 16 + lane // 4) * B
-    return ring.number(spot, DTYPE), ring.number(spot + 8 * B, DTYPE)
+    return pipeline.number(spot, DTYPE), pipeline.number(spot + 8 * B, DTYPE)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """``gemv``: weight-only product for few rows (M <= 16), bound by reading the weight once. NVIDIA, 16-bit activations.
 
-Each warp takes blocks of K in turn and copies what it needs of them, several stages ahead, into a `ring` of its own;
-from there weights go straight into fragments of the tensor core (`warp`), W being its A operand and the tokens its
-columns. The warps of a program share its rows, and add up at the end.
+Each warp takes blocks of K in turn and copies what it needs of them, several stages ahead, into shared memory of its
+own (`smem_pipeline`); from there weights go straight into fragments of the tensor core (`warp`), W being its A operand
+and the tokens its columns. The warps of a program share its rows, and add up at the end.
 
 A nibble becomes a 16-bit float by setting its upper byte (bfloat16 128 + u, float16 1024 + u: exact), from which the
 offset is subtracted at once. Subtracting it from the sum instead would save half an instruction per weight, but a value
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import ring
+from . import smem_pipeline as pipeline
 from .blocks import copy_stage, group_of, over_warps, pair, places, turn, weights
 from .warp import codes8, mma, spread, taken_of
 
@@ -37,7 +37,7 @@ def _copy_x(to, x, lane, first, live, M, KB, stride, XR: tl.constexpr, U: tl.con
         size = tl.where(inside, 16, 0)
         at = tl.where(inside, at.to(tl.int64, bitcast=True), x.to(tl.int64, bitcast=True))
         wanted = ((c < XR * C) & live).to(tl.int32)
-        ring.copy(to + (token * C + (k ^ (token & MASK))) * 16, at, size, wanted, 16)
+        pipeline.copy(to + (token * C + (k ^ (token & MASK))) * 16, at, size, wanted, 16)
 
 
 @triton.jit
@@ -67,9 +67,11 @@ def _x_words(at, spots, n: tl.constexpr, u: tl.constexpr, BITS: tl.constexpr, U:
     out = ()
     for c in tl.static_range(P // 32):
         if BITS == 4:
-            w = ring.fragments(at + spots[(u * (P // 32) + c) % 2] + (8 * n * C + (u * (P // 32) + c) // 2 * 8) * 16)
+            w = pipeline.fragments(
+                at + spots[(u * (P // 32) + c) % 2] + (8 * n * C + (u * (P // 32) + c) // 2 * 8) * 16
+            )
         else:
-            w = ring.words(at + spots[c if P == 64 else u % 2] + (8 * n * C + u * (P // 8) // 8 * 8) * 16, 4)
+            w = pipeline.words(at + spots[c if P == 64 else u % 2] + (8 * n * C + u * (P // 8) // 8 * 8) * 16, 4)
         out = out + (w[0], w[1], w[2], w[3])
     return out
 
@@ -209,12 +211,12 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     lane = thread % 32
     BLANK: tl.constexpr = U * P * 2 if XR == 1 else 0
     tl.static_assert(RING == NW * (STAGES * STAGE + BLANK))
-    mine = ring.allocate(thread, NW, RING, DYNAMIC) + warp * (STAGES * STAGE + BLANK)
+    mine = pipeline.allocate(thread, NW, RING, DYNAMIC) + warp * (STAGES * STAGE + BLANK)
     token, spots = _x_places(lane, BITS, XR, U, P)
     if XR == 1:  # a row of zeros for the tokens that there are not
         blank = mine + STAGES * STAGE
         for q in tl.static_range((BLANK + 511) // 512):
-            ring.clear(blank + (q * 512 + lane * 16) % BLANK)
+            pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
     each = 1.0 / PER
     rows = tl.program_id(0) * (16 * R)
     row = rows + lane // 4
@@ -234,7 +236,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     for s in tl.static_range(STAGES - 1):
         ahead = first + s * (U * NW)
         _copy_x(mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M, KB, stride, XR, U, P)
-        ring.commit(thread)
+        pipeline.commit(thread)
 
     zeros = tl.zeros([T], tl.float32)
     empty = ()
@@ -256,7 +258,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     slot = 0
     at += (STAGES - 1) * (U * NW * NEXT)
     for start in tl.range(0, KB, U * NW, num_stages=1):
-        ring.wait(thread, STAGES - 2)
+        pipeline.wait(thread, STAGES - 2)
         here = mine + slot
         slot, free = turn(slot, STAGE, STAGES)
         first = start + warp * U
@@ -268,7 +270,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
             R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO,
         )  # fmt: skip
         _copy_x(to + W_BYTES, x, lane, ahead, live, M, KB, stride, XR, U, P)
-        ring.commit(thread)
+        pipeline.commit(thread)
         at += U * NW * NEXT
 
         x_at = here + W_BYTES

@@ -2,7 +2,7 @@
 
 A program has a warp that only fetches (TMA), in some kernels four that only convert, and two warpgroups that multiply,
 each half of the rows of a tile. They hand stages of shared memory on through barriers: "full" by who wrote a stage,
-"empty" by who has read it. Gluon is no settled interface: `qcore_cuda.hopper` says where these kernels are used.
+"empty" by who has read it. Gluon is no settled interface: `runtime.hopper` says where these kernels are used.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from qcore_triton.kernels.int8_common import FLOAT_ZERO, INT_ZERO, finish
 from qcore_triton.kernels.order import position_of
 from qcore_triton.kernels.quantize import SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
 
-from . import ring
+from . import smem_pipeline as pipeline
 from .blocks import copy_stage, group_of, over_warps, pair, places, turn, weights
 from .warp import both, load_quad, mma8, nibbles16
 
@@ -35,7 +35,7 @@ def _copy_codes(to, x, lane, first, live, M, KB, pitch, XR: tl.constexpr, U: tl.
         at = x.to(tl.int64, bitcast=True) + (token * (pitch.to(tl.int64) * 128) + (first * P + k * 16))
         at = tl.where(inside, at, x.to(tl.int64, bitcast=True))
         wanted = ((c < XR * C) & live).to(tl.int32)
-        ring.copy(to + (token * C + (k ^ (token % 2 * TURN))) * 16, at, tl.where(inside, 16, 0), wanted, 16)
+        pipeline.copy(to + (token * C + (k ^ (token % 2 * TURN))) * 16, at, tl.where(inside, 16, 0), wanted, 16)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _quantize(to, x, thread, given_scale, given_zero, given_scale_number, given_
             c0 = encode(low, s, inverse, z, MODE, False, NARROW).to(tl.int32) & 0xFF
             c1 = encode(high, s, inverse, z, MODE, False, NARROW).to(tl.int32) & 0xFF
             codes = tl.where(at < K, c0 | (c1 << 8), 0)
-            ring.place(to + position_of(at + 2 * i, ORDER), codes, here.to(tl.int32))
+            pipeline.place(to + position_of(at + 2 * i, ORDER), codes, here.to(tl.int32))
     return s, z
 
 
@@ -81,9 +81,9 @@ def _x_words(at, lane, n: tl.constexpr, u: tl.constexpr, BITS: tl.constexpr, XR:
         row = at + (8 * n + token) * (C * 16)
         turn = token % 2 * (64 if C >= 8 else 0)
     here = u * P + lane % 4 * B
-    out = ring.words(row + (here ^ turn), B // 4)
+    out = pipeline.words(row + (here ^ turn), B // 4)
     if BITS == 4:
-        out = out + ring.words(row + ((here + P // 2) ^ turn), B // 4)
+        out = out + pipeline.words(row + ((here + P // 2) ^ turn), B // 4)
     return out
 
 
@@ -171,12 +171,12 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     warp = thread // 32
     lane = thread % 32
     tl.static_assert(NW * OWN + (WIDE if FUSED else 0) == RING)
-    buffer = ring.allocate(thread, NW, RING, DYNAMIC)
+    buffer = pipeline.allocate(thread, NW, RING, DYNAMIC)
     mine = buffer + warp * OWN
     if XR == 1:  # zeros for the tokens that there are not
         blank = mine + STAGES * STAGE
         for q in tl.static_range((BLANK + 511) // 512):
-            ring.clear(blank + (q * 512 + lane * 16) % BLANK)
+            pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
     each = 1.0 / PER
     rows = tl.program_id(0) * (16 * R)
     row = rows + lane // 4
@@ -191,7 +191,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
             R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, WZERO,
         )  # fmt: skip
         if FUSED:
-            ring.commit(thread)
+            pipeline.commit(thread)
     if PDL:
         gdc_wait()
     if FUSED:
@@ -205,7 +205,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         for s in tl.static_range(STAGES - 1):
             ahead = first + s * (U * NW)
             _copy_codes(mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M, KB, stride, XR, U, P)
-            ring.commit(thread)
+            pipeline.commit(thread)
 
     nothing = tl.zeros([T], tl.int32)
     zeros = tl.zeros([T], tl.float32)
@@ -227,7 +227,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     slot = 0
     at += (STAGES - 1) * (U * NW * NEXT)
     for start in tl.range(0, KB, U * NW, num_stages=1):
-        ring.wait(thread, STAGES - 2)
+        pipeline.wait(thread, STAGES - 2)
         here = mine + slot
         slot, free = turn(slot, STAGE, STAGES)
         first = start + warp * U
@@ -243,7 +243,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         else:
             _copy_codes(to + W_BYTES, x, lane, ahead, live, M, KB, stride, XR, U, P)
             x_at = here + W_BYTES
-        ring.commit(thread)
+        pipeline.commit(thread)
         at += U * NW * NEXT
         if XR == 1:
             x_at = tl.where((lane < 4) & (first < KB), x_at, blank)

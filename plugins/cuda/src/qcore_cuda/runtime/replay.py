@@ -1,9 +1,9 @@
-"""Calls made again by addresses alone.
+"""Replay recorded launches with new pointers.
 
 What a call does on the host - choosing a kernel, counting its grid, asking Triton for what it compiled - depends on its
 form alone: shapes, strides, dtypes, numbers. The first call of a form is recorded, and the next ones make its launches
 with the addresses of their own tensors. That can be done where a call does nothing but allocate with `empty`, ask for
-what is `provided`, and `launch`, and where every tensor that it launches with, and its result, is an input or was had
+what is `tracked`, and `launch`, and where every tensor that it launches with, and its result, is an input or was had
 so. Any other call goes the long way each time.
 """
 
@@ -76,7 +76,7 @@ class Recording:
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._inputs, self._made, self._launches = inputs, list[Tensor](), list[Launch]()
-        self._provided = list[tuple[Tensor, Callable[[], Tensor]]]()
+        self._tracked = list[tuple[Tensor, Callable[[], Tensor]]]()
         self._possible = True
         self._index = inputs[0].get_device()
 
@@ -86,7 +86,7 @@ class Recording:
 
     def had(self, tensor: Tensor, source: Callable[[], Tensor]) -> None:
         """A tensor came from ``source``."""
-        self._provided.append((tensor, source))
+        self._tracked.append((tensor, source))
 
     def launched(self, launch: Launch | None) -> None:
         """A kernel was launched; None: in a way that cannot be made again."""
@@ -101,7 +101,7 @@ class Recording:
         if out is None or not (self._possible and self._launches and result.is_contiguous()):
             return None
         scratch = [t for t in self._made if t is not out]
-        tensors = [*self._inputs, out, *scratch, *(tensor for tensor, _ in self._provided)]
+        tensors = [*self._inputs, out, *scratch, *(tensor for tensor, _ in self._tracked)]
         slots = {t.data_ptr(): slot for slot, t in enumerate(tensors)}
         # Inputs that are one tensor now need not be one the next time.
         if len(slots) < len(tensors):
@@ -110,7 +110,7 @@ class Recording:
             calls = [(launch, [slots[_tensor(t).data_ptr()] for t in launch.tensors]) for launch in self._launches]
         except KeyError:  # what torch computed
             return None
-        sources = [source for _, source in self._provided]
+        sources = [source for _, source in self._tracked]
         return _written(self._index, calls, len(self._inputs), result, [t.nbytes for t in scratch], sources)
 
 
@@ -204,7 +204,7 @@ def replays(*kind: Any) -> Replays:
     return _kinds.setdefault(kind, Replays())
 
 
-def again(function: Callable[..., Tensor], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...]) -> Tensor:
+def replay_call(function: Callable[..., Tensor], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...]) -> Tensor:
     """``function(*tensors, *numbers)``, replayed where it can be; for calls that are known by nothing else."""
     forms = [t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]
     present = tuple(t for t in tensors if t is not None)
@@ -212,7 +212,7 @@ def again(function: Callable[..., Tensor], tensors: Sequence[Tensor | None], num
 
 
 def forget() -> None:
-    """Drop all: kernels are chosen anew."""
+    """Clear the cache; kernels are selected again."""
     for found in list(_kinds.values()):
         found.clear()
 
@@ -243,7 +243,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return made
 
 
-def provided(source: Callable[..., Tensor], *args: Any) -> Tensor:
+def tracked(source: Callable[..., Tensor], *args: Any) -> Tensor:
     """``source(*args)``, which a replay asks for anew; ``args`` must not be tensors."""
     asked = partial(source, *args)
     tensor, notes = asked(), recording()

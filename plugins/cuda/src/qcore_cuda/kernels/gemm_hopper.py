@@ -1,4 +1,4 @@
-"""``mixed``: weight-only product for many rows on Hopper, in Gluon: warps that copy, warps that unpack and multiply.
+"""``gemm_hopper``: weight-only product for many rows on Hopper, in Gluon: warps copy, or unpack and multiply.
 
 One warp copies x and the packed weight through tensor descriptors into a ring of stages. Two groups of four warps wait
 for them: each has 64 rows of the weight, which it unpacks into registers, and BM tokens, which stay in shared memory;
@@ -380,9 +380,11 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
 
 
 @gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "waves", "share"])
-def mixed(x, w, scale, zero, bias, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr, BM: gl.constexpr,
-          STAGES: gl.constexpr, GROUP: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr,
-          PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def gemm_hopper(
+    x, w, scale, zero, bias, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
+    BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
 
     x, w, y: descriptors, of x with blocks (BM, 64), of int4 words ``(N / 16, KB * 256)`` with blocks (4, 256), of pairs

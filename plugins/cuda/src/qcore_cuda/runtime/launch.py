@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -43,7 +44,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """
     found, notes = _launch(kernel, grid, args, meta), recording()
     if notes is not None:
-        notes.launched(None if found is None else _again(*found, grid, args))
+        notes.launched(None if found is None else _relaunch(*found, grid, args))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> _Found | None:
@@ -82,7 +83,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dic
     return found
 
 
-def asks() -> bool:
+def supports_dynamic_shared() -> bool:
     """Whether a kernel can have more shared memory than Triton knows of: by a constexpr ``DYNAMIC``, in bytes."""
     return _quick()
 
@@ -107,7 +108,7 @@ def _first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict
 
 def _ask(compiled: Any, more: int) -> None:
     """Let a kernel that was not loaded yet have ``more`` bytes of shared memory, behind those of Triton's exchanges."""
-    from .kernels.ring import scratch
+    from ..kernels.smem_pipeline import scratch
 
     facts = compiled.metadata
     own = scratch(facts.num_warps)
@@ -119,8 +120,8 @@ def _ask(compiled: Any, more: int) -> None:
     compiled.packed_metadata = (facts.num_warps, facts.num_ctas, own + more)
 
 
-def _again(compiled: Any, constants: tuple[Any, ...], grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch | None:
-    """How to launch it again; None where the kernel wants scratch memory, which only Triton knows how to provide."""
+def _relaunch(compiled: Any, constants: tuple[Any, ...], grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch | None:
+    """How to repeat the launch; None where the kernel wants scratch memory, which only Triton knows how to provide."""
     run, plain = compiled.run, [arg is None or isinstance(arg, (int, float)) for arg in args]
     count = plain.count(False)
     if run.global_scratch_size or run.profile_scratch_size or any(plain[:count]):
@@ -131,7 +132,8 @@ def _again(compiled: Any, constants: tuple[Any, ...], grid: tuple[int, ...], arg
     return Launch(run.launch, (x, y, z), (compiled.function, *options), tensors, (*numbers, *constants))
 
 
-def options(device: Device, warps: int) -> dict[str, Any]:
+@lru_cache(maxsize=512)
+def options(device: Device, warps: int) -> Mapping[str, Any]:
     """Options of a launch: warps per program, and whether it may start before the previous one has ended."""
     if device.dependent:
         return {"PDL": True, "num_warps": warps, "launch_pdl": True}

@@ -1,7 +1,7 @@
-"""``fours``: int8 times int4 for many rows on Hopper, in Gluon: warps that copy, warps that unpack, multiply and scale.
+"""``w4a8_hopper``: int8 times int4 for many rows on Hopper, in Gluon: warps copy, or unpack, multiply and scale.
 
-As `mixed`, but for codes of x: a group of four warps unpacks its 64 rows of the weight into registers as int8, 128
-columns at a time, and ``wgmma`` multiplies them with BM tokens in shared memory. Sums of 128 products are exact in
+As `gemm_hopper`, but for codes of x: a group of four warps unpacks its 64 rows of the weight into registers as int8,
+128 columns at a time, and ``wgmma`` multiplies them with BM tokens in shared memory. Sums of 128 products are exact in
 int32; they are scaled by the rows of their group and added up in float32, while the tensor cores work for the other
 group of warps. With one scale for all of K, all of K is added up in int32.
 """
@@ -22,8 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qcore_triton.kernels.int8_common import ended, tile_order
 from qcore_triton.kernels.rounding import begin
 
+from .gemm_hopper import ROWS, load_words, row_numbers, words_layout
 from .hopper import advance, ring
-from .mixed import ROWS, load_words, row_numbers, words_layout
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -247,7 +247,7 @@ def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, o
 
 
 @gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "out_scale", "out_zero"])
-def fours(x, x_scale, x_zero, w, scale, zero, sums, bias, y, tiles_of_y, out_scale, out_zero, M, N, KB, PER,
+def w4a8_hopper(x, x_scale, x_zero, w, scale, zero, sums, bias, y, tiles_of_y, out_scale, out_zero, M, N, KB, PER,
           BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, ZERO: gl.constexpr,
           MOVED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr, U: gl.constexpr,
           PDL: gl.constexpr):  # fmt: skip
@@ -258,7 +258,8 @@ def fours(x, x_scale, x_zero, w, scale, zero, sums, bias, y, tiles_of_y, out_sca
     PER of them share a row of scales, zero points and sums. EACH: sums of a block are scaled, and scale is a descriptor
     with blocks (1, 128); else there is one scale per row. ZERO: zero is a descriptor likewise, of whole numbers. MOVED:
     x has zero points; sums of a group's codes are described as scales are. OUT, out_scale, out_zero: as for
-    `int8_gemm.tiles`, numbers alone. U: blocks in a turn of the loop. GROUP: as for `mixed`. N is a multiple of 16.
+    `int8_gemm.tiles`, numbers alone. U: blocks in a turn of the loop. GROUP: as for `gemm_hopper`. N is a
+    multiple of 16.
     """
     N = N // 16 * 16  # tells the compiler
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], x.layout)

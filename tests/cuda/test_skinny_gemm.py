@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cuda_problems
 import ptx_stand_ins
 import pytest
 import torch
@@ -30,13 +31,10 @@ SHAPES = ((1, 1, 4, 2), (1, 4, 2, 3), (2, 1, 2, 3), (4, 2, 1, 2))
 @pytest.fixture(autouse=True)
 def ampere(monkeypatch):
     """A device that has PTX, and no dependent launches, which the interpreter lacks."""
-    from qcore_cuda import int8
-    from qcore_cuda.device import Device
+    from qcore_cuda.runtime.device import Device
 
     ptx_stand_ins.install(monkeypatch)
-    device = Device(80, False, 4)
-    monkeypatch.setattr(int8, "device_of", lambda _: device)
-    return device
+    return Device(80, False, 4)
 
 
 def packed(case):
@@ -44,18 +42,20 @@ def packed(case):
 
 
 def float_product(case, device, shape):
-    from qcore_cuda.dispatch import Config
-    from qcore_cuda.weight_only import run
+    from qcore_cuda.products.float32_split import SplitRows
+    from qcore_cuda.products.gemv import GEMV
+    from qcore_cuda.products.skinny_gemm import Shape
 
-    row_blocks, unroll, warps, stages = shape
-    config = Config("gemv", 16 * row_blocks, warps=warps, stages=stages, unroll=unroll)
-    return run(case.x, packed(case)[0], case.bias, case.request.out_dtype, device, config)
+    product = SplitRows(GEMV) if case.x.dtype == torch.float32 else GEMV
+    return cuda_problems.float_product(case, packed(case)[0], product, Shape(*shape), device)
 
 
-def int8_product(case, shape):
-    from qcore_cuda.int8 import product
-    from qcore_cuda.int8_config import Config
-    from qcore_triton.codes import Given
+def int8_product(case, device, shape):
+    from qcore_cuda import int8
+    from qcore_cuda.products.base import Choice, Operands
+    from qcore_cuda.products.int8_gemv import INT8_GEMV
+    from qcore_cuda.products.skinny_gemm import Shape
+    from qcore_triton.codes import SYMMETRIC, Given, mode_of
 
     weight, sums = packed(case)
     activation, output, given = case.request.activation, case.request.output, case.given
@@ -67,11 +67,11 @@ def int8_product(case, shape):
     if output is not None:
         numbers = (output.scale, output.zero_point)
         of_y = Given(*((given["out_scale"], given["out_zero_point"]) if output.per_token else numbers))
-    row_blocks, unroll, warps, stages = shape
-    config = Config("gemv", 0, 16 * row_blocks, warps, stages, unroll=unroll)
     symmetric = dynamic and activation.symmetric
-    sums = None if symmetric else sums
-    return product(case.x, weight, sums, case.bias, case.request.out_dtype, symmetric, of_x, of_y, config)
+    mode = mode_of(case.x, symmetric, of_x)
+    problem = int8.plan_of(case.x, weight, case.request.out_dtype, mode.kind != SYMMETRIC, of_y).problem
+    operands = Operands(weight, None if symmetric else sums, case.bias, of_y)
+    return int8.run(case.x, mode, operands, int8.planned(device, problem, Choice(INT8_GEMV, Shape(*shape))))
 
 
 def cases(schemes):
@@ -100,35 +100,35 @@ def test_every_shape_of_a_program_is_right(scheme, shape, ampere):
 
 
 @pytest.mark.parametrize(("scheme", "index"), cases(INT8))
-def test_int8_activations_are_right(scheme, index):
+def test_int8_activations_are_right(scheme, index, ampere):
     m, n, k = SIZES[index]
     case = problem(scheme, m, n, k, (torch.bfloat16, torch.float16)[index % 2], "float32" if index > 1 else "none")
-    assert_right(case, int8_product(case, SHAPES[index]))
+    assert_right(case, int8_product(case, ampere, SHAPES[index]))
 
 
 @pytest.mark.parametrize("inputs", ["outliers", "zero-rows"])
 @pytest.mark.parametrize("scheme", ["w8a8-aasym", "w4a8-g32"])
-def test_a_row_that_a_program_quantizes_itself_may_be_odd(scheme, inputs):
+def test_a_row_that_a_program_quantizes_itself_may_be_odd(scheme, inputs, ampere):
     case = problem(scheme, 1, 20, 160, inputs=inputs)
-    assert_right(case, int8_product(case, SHAPES[0]))
+    assert_right(case, int8_product(case, ampere, SHAPES[0]))
 
 
-def test_a_row_without_a_number_gives_none():
+def test_a_row_without_a_number_gives_none(ampere):
     case = problem("w8a8", 1, 16, 64)
     case.x[0, 5] = float("nan")
-    assert int8_product(case, SHAPES[0]).isnan().all()
+    assert int8_product(case, ampere, SHAPES[0]).isnan().all()
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8-g128-asym-aasym"])
-def test_a_long_row_is_quantized_in_several_turns(scheme):
+def test_a_long_row_is_quantized_in_several_turns(scheme, ampere):
     case = problem(scheme, 1, 32, 1160)
-    assert_right(case, int8_product(case, (1, 2, 2, 2)))
+    assert_right(case, int8_product(case, ampere, (1, 2, 2, 2)))
 
 
 @pytest.mark.parametrize("scheme", ["w8a8-asym-aasym", "w4a8"])
-def test_more_columns_than_int32_sums_hold_are_added_in_parts(scheme):
+def test_more_columns_than_int32_sums_hold_are_added_in_parts(scheme, ampere):
     case = problem(scheme, 1, 16, (1 << 16) + 40)
-    assert_right(case, int8_product(case, (1, 4, 4, 2)))
+    assert_right(case, int8_product(case, ampere, (1, 4, 4, 2)))
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32-fzp", "w4a16-g64-asym", "w8a16-g32", "w4a8-g32-asym"])
@@ -142,43 +142,43 @@ def test_packed_tensors_may_start_anywhere(scheme, ampere, monkeypatch):
     assert weight.scale.data_ptr() % 16
     monkeypatch.setitem(globals(), "packed", lambda _: (weight, sums))
     a8 = case.request.activation is not None
-    assert_right(case, int8_product(case, SHAPES[2]) if a8 else float_product(case, ampere, SHAPES[2]))
+    assert_right(case, int8_product(case, ampere, SHAPES[2]) if a8 else float_product(case, ampere, SHAPES[2]))
 
 
-def test_a_row_gives_the_same_bits_alone_and_among_others():
+def test_a_row_gives_the_same_bits_alone_and_among_others(ampere):
     case = problem("w4a8-g32-asym", 2, 32, 160)
-    both, first = int8_product(case, SHAPES[2]), replace(case, x=case.x[:1].clone())
-    assert torch.equal(int8_product(first, SHAPES[2])[0], both[0])
+    both, first = int8_product(case, ampere, SHAPES[2]), replace(case, x=case.x[:1].clone())
+    assert torch.equal(int8_product(first, ampere, SHAPES[2])[0], both[0])
 
 
 @pytest.mark.parametrize("change", ["strided", "unaligned"])
-def test_a_row_that_cannot_be_read_in_wide_pieces_is_quantized_first(change):
+def test_a_row_that_cannot_be_read_in_wide_pieces_is_quantized_first(change, ampere):
     case = problem("w4a8-g32", 1, 32, 160)
     wide = torch.zeros(1, 2 * 160 + 1, dtype=case.x.dtype)
     x = wide[:, : 2 * 160 : 2] if change == "strided" else wide[:, 1:161]
     x.copy_(case.x)
     case = replace(case, x=x)
-    assert_right(case, int8_product(case, SHAPES[0]))
+    assert_right(case, int8_product(case, ampere, SHAPES[0]))
 
 
 def test_a_shape_is_made_smaller_until_its_ring_fits(ampere):
-    from qcore_cuda import few
-    from qcore_cuda.kernels.ring import STATIC, scratch
+    from qcore_cuda.kernels.smem_pipeline import STATIC, scratch
+    from qcore_cuda.products.skinny_gemm import Ring, Shape
 
-    ring = few.Ring(block=1024, x=4096, parameters=32, blank=0)
-    shape = ring.fitted(few.Shape(4, 2, 8, 4), ampere)
+    ring = Ring(block=1024, x=4096, parameters=32, blank=0)
+    shape = ring.fitted(Shape(4, 2, 8, 4), ampere, dynamic=False)
     assert ring.size(shape) + scratch(shape.warps) <= STATIC
     assert shape.stages >= 2
-    small = few.Shape(1, 1, 4, 2)
-    assert ring.fitted(small, ampere) == small
+    small = Shape(1, 1, 4, 2)
+    assert ring.fitted(small, ampere, dynamic=False) == small
 
 
-def test_int8_activations_of_one_row_take_one_launch(monkeypatch):
-    from qcore_cuda import few, int8
+def test_int8_activations_of_one_row_take_one_launch(monkeypatch, ampere):
+    from qcore_cuda.products import int8_gemv, quantized
 
     launched = []
-    for module in (few, int8):
+    for module in (int8_gemv, quantized):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: launched.append(kernel.fn.__name__))
-    int8_product(problem("w4a8-g32", 1, 32, 64), SHAPES[0])
-    int8_product(problem("w4a8-g32", 2, 32, 64), SHAPES[0])
+    int8_product(problem("w4a8-g32", 1, 32, 64), ampere, SHAPES[0])
+    int8_product(problem("w4a8-g32", 2, 32, 64), ampere, SHAPES[0])
     assert launched == ["int8_gemv", "quantize_rows", "int8_gemv"]

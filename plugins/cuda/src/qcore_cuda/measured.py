@@ -1,0 +1,89 @@
+"""What was measured: on this machine by ``qcore tune``, and for an architecture in the table shipped for it.
+
+A record names a kernel and holds the fields of its configuration; tables have one flat record a line, so that they diff
+well. Measurements of this machine count for the version of the plugin and of Triton that they were made with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .problem import Problem
+from .runtime.device import Device
+
+_HERE = Path(__file__).parent
+
+
+class Record(NamedTuple):
+    """**Fields:** ``kernel``: the name of a product; ``config``: the fields of its configuration."""
+
+    kernel: str
+    config: dict[str, Any]
+
+
+_Sizes = dict[tuple[int, int], list[tuple[int, int, Record]]]
+
+
+@lru_cache(maxsize=8)
+def _table(arch: int, activations: str) -> _Sizes:
+    """(bits, rows) -> [(n, k, record)]."""
+    path = _HERE / "tables" / f"sm_{arch}.json"
+    if not path.exists():
+        return {}
+    found: _Sizes = {}
+    for line in json.loads(path.read_text("utf-8")).get(activations, []):
+        record = Record(line["kernel"], line["config"])
+        found.setdefault((line["bits"], line["rows"]), []).append((line["n"], line["k"], record))
+    return found
+
+
+def shipped(device: Device, problem: Problem) -> list[Record]:
+    """What the table of the device's architecture has for a problem, measurements of sizes near ``(n, k)`` first.
+
+    A number of rows that was not measured goes by the next larger one that was.
+    """
+    table = _table(device.arch, problem.activations) if device.arch and problem.tabulated else {}
+    bits, n, k, asked = problem.bits, problem.n, max(problem.k, 1), problem.split_rows or problem.rows
+    rows = min((m for b, m in table if b == bits and m >= asked), default=0)
+    sizes = table.get((bits, rows), ())
+    near = sorted(sizes, key=lambda s: abs(math.log(s[0] / n)) + 0.5 * abs(math.log(s[1] / k)))
+    return [record for _, _, record in near]
+
+
+@lru_cache(maxsize=1)
+def version() -> str:
+    """A hash of the plugin's source and Triton's version: measurements of another one do not count."""
+    import triton
+
+    digest = hashlib.sha256(triton.__version__.encode())
+    for path in sorted(_HERE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _key(device: Device, problem: Problem) -> str:
+    """What the time of a product depends on most: a measurement serves every problem of the same key."""
+    p, sizes = problem, (problem.bits, problem.n, problem.k, problem.rows)
+    form = (p.grouped, p.step) if p.codes else (p.split_rows, p.block, p.narrow, p.exact, p.whole)
+    return f"{version()}|{tuple(device)}|{sizes}|{form}"
+
+
+def tuned(device: Device, problem: Problem) -> Record | None:
+    """What was measured on this machine for a problem, if it was."""
+    from qcore.plugin_api import read_record
+
+    record = read_record(f"cuda-{problem.activations}", _key(device, problem)) or {}
+    kernel, config = record.get("kernel"), record.get("config")
+    return Record(kernel, config) if isinstance(kernel, str) and isinstance(config, dict) else None
+
+
+def keep(device: Device, problem: Problem, record: Record) -> bool:
+    """Keep a measured choice on disk (atomically), for every process that starts from now on; whether that worked."""
+    from qcore.plugin_api import write_record
+
+    return write_record(f"cuda-{problem.activations}", _key(device, problem), **record._asdict())

@@ -1,0 +1,132 @@
+"""`Problem`: all that the choice of a kernel depends on, made once for each form of a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from qcore_triton.weights import FLOAT_ZERO, NO_ZERO, Weight
+
+FLOAT, INT8 = "float", "int8"
+"""The two kinds of activations, which have kernels and tables of their own."""
+
+PARTS = 3
+"""How many bfloat16 matrices float32 activations are split into."""
+
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+def bucket(m: int) -> int:
+    """M rounded up to the next power of two, at most 2048: the row counts that choices are made for."""
+    return next((b for b in _BUCKETS if m <= b), _BUCKETS[-1])
+
+
+class Form(NamedTuple):
+    """What a packed weight is, in plain values: ``packed``: the shape of its data; ``groups``; ``zero``: a dtype."""
+
+    packed: tuple[int, ...]
+    groups: int
+    zero: torch.dtype | None
+    n: int
+    k: int
+    bits: int
+    group: int
+
+    def weight(self) -> Weight:
+        """A weight of this form, without memory."""
+        data = torch.empty(self.packed, dtype=torch.uint8 if self.bits == 4 else torch.int8, device="meta")
+        scale = torch.empty((self.groups, self.n), device="meta")
+        zero = None if self.zero is None else torch.empty((self.groups, self.n), dtype=self.zero, device="meta")
+        return Weight(data, scale, zero, *self[3:])
+
+
+def form_of(weight: Weight) -> Form:
+    """The form of a packed weight."""
+    data, scale, zero, *sizes = weight
+    return Form(data.shape, scale.shape[0], None if zero is None else zero.dtype, *sizes)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A product ``x @ W^T``, as far as kernels can tell.
+
+    **Fields:** ``bits``, ``n``, ``k``: of the weight; ``rows``: `bucket` of M; ``block``: columns of a block of the
+    packed weight; ``one_group``: one scale for all of K; ``zero``: the weight's kind of zero point (`NO_ZERO`,
+    `INT_ZERO` or `FLOAT_ZERO`); ``x_dtype``: of float activations; ``out_dtype``: of the result; ``split_rows``: of
+    float32 activations, `bucket` of 3 M, the rows of their `PARTS`, else 0.
+
+    Of int8 activations (``codes``): ``step``: columns per step along K; ``grouped``: sums of some steps are scaled;
+    ``per``: steps whose sums are added in int32; ``x_zero``: activations have a zero point; ``out_by_token``: int8
+    results are scaled by parameters of each token; ``own_order``: codes have come in the weight's own order of columns.
+
+    Derived: ``activations``: `FLOAT` or `INT8`; ``narrow``: x is of 16-bit floats; ``exact``: a weight must not be
+    rounded to x's dtype (float16, whose small numbers are coarse, or a result wider than x); ``whole``: scales may come
+    after the sum over all of K (one group, no float zero point), and the result has x's dtype; ``tabulated``: shipped
+    measurements, made with one format of each element, say anything about it.
+    """
+
+    bits: int
+    n: int
+    k: int
+    rows: int
+    block: int = 128
+    one_group: bool = False
+    zero: int = NO_ZERO
+    x_dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype = torch.bfloat16
+    split_rows: int = 0
+    codes: bool = False
+    step: int = 128
+    grouped: bool = False
+    per: int = 1
+    x_zero: bool = False
+    out_by_token: bool = False
+    own_order: bool = False
+
+    activations: str = field(init=False, compare=False)
+    narrow: bool = field(init=False, compare=False)
+    exact: bool = field(init=False, compare=False)
+    whole: bool = field(init=False, compare=False)
+    tabulated: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Work out what kernels ask for over and over."""
+        narrow = self.x_dtype.itemsize == 2
+        same = narrow and self.out_dtype == self.x_dtype
+        vars(self).update(
+            activations=INT8 if self.codes else FLOAT,
+            narrow=narrow,
+            exact=self.x_dtype != torch.bfloat16 or self.out_dtype != self.x_dtype,
+            whole=same and self.one_group and self.zero != FLOAT_ZERO,
+            tabulated=self._tabulated(),
+        )
+
+    def _tabulated(self) -> bool:
+        if self.codes:
+            return self.step == 128 and self.grouped == (self.bits == 4)
+        # What was measured reads 16 bytes at a time; kernels for few rows take more of smaller blocks.
+        return self.bits == 8 or self.block == 128 or (self.split_rows or self.rows) <= 16
+
+
+def float_problem(form: Form, m: int, x_dtype: torch.dtype, out_dtype: torch.dtype) -> Problem:
+    """A product of M rows of floats."""
+    weight, split_rows = form.weight(), bucket(PARTS * m) if x_dtype == torch.float32 else 0
+    return Problem(
+        form.bits, form.n, form.k, bucket(m), weight.block, form.groups == 1, weight.zero_kind, x_dtype, out_dtype,
+        split_rows,
+    )  # fmt: skip
+
+
+def int8_problem(
+    form: Form, m: int, out_dtype: torch.dtype, along_k: tuple[int, bool, int], *,
+    x_zero: bool, out_by_token: bool, own_order: bool,
+) -> Problem:  # fmt: skip
+    """A product of M rows of codes; ``along_k``: step, grouped, per; these and the flags: see `Problem`."""
+    weight, (step, grouped, per) = form.weight(), along_k
+    return Problem(
+        form.bits, form.n, form.k, bucket(m), weight.block, form.groups == 1, weight.zero_kind, out_dtype=out_dtype,
+        codes=True, step=step, grouped=grouped, per=per,
+        x_zero=x_zero, out_by_token=out_by_token, own_order=own_order,
+    )  # fmt: skip

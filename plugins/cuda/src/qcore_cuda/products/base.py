@@ -1,0 +1,102 @@
+"""What `selection` asks of a kernel, whatever it computes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from qcore_triton.codes import Codes
+from qcore_triton.weights import Weight
+
+from ..problem import Problem
+from ..runtime.device import Device
+
+C = TypeVar("C", bound=tuple[Any, ...])
+"""A kernel's configuration: a named tuple of plain values, so that a table can hold it."""
+
+
+class Product(ABC, Generic[C]):
+    """A kernel that multiplies."""
+
+    name: ClassVar[str]
+    """What records of measurements call it."""
+    config: ClassVar[type[Any]]
+    """The class of its configurations."""
+    leads: ClassVar[bool] = False
+    """Whether its rule goes before the shipped table, which was measured in part without it."""
+
+    @abstractmethod
+    def serves(self, device: Device, problem: Problem) -> bool:
+        """Whether it can compute a product."""
+
+    @abstractmethod
+    def rule(self, device: Device, problem: Problem) -> C | None:
+        """A good configuration for a problem that it serves, by analysis; None if another kernel should take it."""
+
+    @abstractmethod
+    def candidates(self, device: Device, problem: Problem) -> Iterable[C]:
+        """What ``qcore tune`` measures for a problem that it serves, if it may be the fastest kernel."""
+
+    def adapted(self, problem: Problem, config: C) -> Choice | None:
+        """What runs a configuration, which may have been measured for a neighbour; None if it cannot serve."""
+        del problem
+        return Choice(self, config)
+
+
+class FloatProduct(Product[C]):
+    """A product with float activations."""
+
+    @abstractmethod
+    def launch(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: C
+    ) -> Tensor:
+        """``x @ W^T + bias``: x ``(M, K)`` of any strides, M >= 1, to ``(M, N)`` of ``problem.out_dtype``."""
+
+
+class Operands(NamedTuple):
+    """What int8 products multiply x by, and end with.
+
+    **Fields:** ``weight``; ``sums``: of its codes, int32 ``(G, N)``, needed if x has a zero point; ``bias``; ``out``:
+    scale and zero point of int8 results, numbers or tensors ``(M,)``.
+    """
+
+    weight: Weight
+    sums: Tensor | None
+    bias: Tensor | None
+    out: Any
+
+
+class Int8Product(Product[C]):
+    """A product of int8 codes, int32 sums of which are scaled."""
+
+    wants_totals: ClassVar[bool] = True
+    """Whether quantizing x has to sum its rows, if a zero point per channel meets those sums."""
+
+    def order(self, weight: Weight) -> int:
+        """The order of columns in which it takes codes of x, see `Codes.order`."""
+        return weight.order
+
+    def fuses(self, x: Tensor, device: Device, problem: Problem) -> bool:
+        """Whether `launch_floats` quantizes x by itself."""
+        del x, device, problem
+        return False
+
+    @abstractmethod
+    def launch(self, codes: Codes, operands: Operands, device: Device, problem: Problem, config: C) -> Tensor:
+        """``(M, N)`` of ``problem.out_dtype``: codes times the weight, scaled, plus bias, rounded once; M >= 1."""
+
+    def launch_floats(
+        self, x: Tensor, mode: Any, operands: Operands, device: Device, problem: Problem, config: C
+    ) -> Tensor:
+        """`launch`, for x that it `fuses`, quantized as ``mode`` (`qcore_triton.codes.Mode`) says."""
+        raise NotImplementedError
+
+
+class Choice(NamedTuple):
+    """A kernel and a configuration for it."""
+
+    product: Product[Any]
+    config: Any

@@ -1,0 +1,26 @@
+"""The kernels that multiply, in order of preference: the first whose rule says so takes a problem nobody measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import FloatProduct, Int8Product
+from .dense import DENSE
+from .float32_split import FLOAT32_SPLIT, SplitRows
+from .gemm import GEMM
+from .gemm_hopper import GEMM_HOPPER
+from .gemv import GEMV
+from .int8_gemv import INT8_GEMV
+from .int8_hopper import INT8_HOPPER
+from .int8_persistent import INT8_PERSISTENT
+from .int8_slices import INT8_SLICES
+from .int8_tiles import INT8_TILES
+from .slices import SLICES
+from .w4a8_hopper import W4A8_HOPPER
+
+FLOAT_PRODUCTS: tuple[FloatProduct[Any], ...] = (
+    GEMV, SLICES, GEMM_HOPPER, DENSE, GEMM, SplitRows(GEMV), SplitRows(SLICES), FLOAT32_SPLIT,
+)  # fmt: skip
+INT8_PRODUCTS: tuple[Int8Product[Any], ...] = (
+    INT8_HOPPER, W4A8_HOPPER, INT8_GEMV, INT8_SLICES, INT8_PERSISTENT, INT8_TILES,
+)  # fmt: skip

@@ -1,0 +1,59 @@
+"""`DENSE`: the weight is dequantized, torch multiplies; for many rows if no kernel is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qcore_triton import host
+from qcore_triton.weights import Weight
+
+from ..problem import Problem
+from ..runtime.device import Device
+from ..runtime.launch import launch
+from .base import FloatProduct
+
+
+class Whole(NamedTuple):
+    """There is nothing to configure."""
+
+
+def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The dequantized weight ``(N, K)``: computed in float32, rounded once."""
+    return host.dense(launch, weight, dtype, num_warps=4)
+
+
+class Dense(FloatProduct[Whole]):
+    """See `qcore_triton.kernels.dequant`."""
+
+    name: ClassVar[str] = "dense"
+    config = Whole
+
+    def serves(self, device: Device, problem: Problem) -> bool:
+        del device
+        return problem.narrow and not problem.exact
+
+    def rule(self, device: Device, problem: Problem) -> Whole | None:
+        del device
+        return Whole() if problem.rows >= 1024 else None
+
+    def candidates(self, device: Device, problem: Problem) -> Iterator[Whole]:
+        del device
+        if problem.rows >= 64:
+            yield Whole()
+
+    def launch(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: Whole
+    ) -> Tensor:
+        del device, config
+        w = dequantized(weight, x.dtype)
+        if bias is None or bias.dtype == x.dtype:
+            return F.linear(x, w, bias)
+        return (torch.mm(x, w.t(), out_dtype=torch.float32) + bias.float()).to(problem.out_dtype)
+
+
+DENSE = Dense()

@@ -1,0 +1,78 @@
+"""`GEMV`: up to 16 rows of 16-bit floats on NVIDIA; each warp streams the weight through shared memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qcore_triton.weights import Weight
+
+from ..kernels.gemv import gemv
+from ..problem import Problem
+from ..runtime.device import Device
+from ..runtime.launch import launch, supports_dynamic_shared
+from ..runtime.replay import empty
+from . import skinny_gemm
+from .aligned import aligned
+from .base import FloatProduct
+from .skinny_gemm import Shape
+
+_SHAPES = {
+    (4, 1): (
+        (2, 1, 8, 3), (2, 1, 8, 2), (2, 1, 4, 4), (2, 2, 4, 2), (2, 2, 4, 3), (2, 2, 8, 2), (4, 1, 8, 2), (4, 1, 4, 2),
+        (1, 2, 4, 3), (1, 2, 4, 4), (1, 4, 4, 2), (1, 4, 8, 2),
+    ),
+    (4, 8): ((1, 1, 8, 3), (2, 1, 8, 2), (2, 1, 8, 3), (2, 2, 4, 2), (4, 1, 4, 2), (4, 1, 4, 3), (4, 1, 8, 2)),
+    (4, 16): (
+        (2, 1, 8, 2), (2, 2, 8, 2), (4, 1, 2, 2), (4, 1, 4, 2), (4, 1, 4, 3), (4, 1, 8, 2), (4, 2, 4, 2),
+    ),
+    (8, 1): (
+        (1, 8, 4, 2), (1, 4, 2, 4), (1, 4, 4, 2), (1, 4, 4, 4), (1, 4, 4, 3), (1, 2, 4, 3), (1, 2, 4, 4), (1, 2, 8, 3),
+        (1, 4, 8, 2), (2, 2, 4, 3),
+    ),
+    (8, 8): ((1, 2, 8, 2), (1, 4, 4, 2), (2, 2, 4, 2), (2, 2, 4, 3), (2, 2, 8, 2), (4, 2, 4, 2)),
+    (8, 16): ((2, 2, 4, 2), (2, 2, 8, 2), (4, 1, 4, 2), (4, 1, 8, 3), (4, 2, 4, 2), (8, 1, 4, 2)),
+}  # fmt: skip
+"""Shapes by bits and `row_class`: each has been the fastest for some size."""
+
+
+class Gemv(FloatProduct[Shape]):
+    """See `kernels.gemv`."""
+
+    name: ClassVar[str] = "gemv"
+    config = Shape
+
+    def serves(self, device: Device, problem: Problem) -> bool:
+        return device.asm and problem.narrow and problem.rows <= skinny_gemm.ROWS
+
+    def rule(self, device: Device, problem: Problem) -> Shape:
+        return skinny_gemm.rule(device, problem)
+
+    def candidates(self, device: Device, problem: Problem) -> Iterator[Shape]:
+        del device
+        return skinny_gemm.candidates(_SHAPES, problem)
+
+    def launch(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: Shape
+    ) -> Tensor:
+        x, part, scale, zero = aligned(x, weight, problem), skinny_gemm.layout(weight, problem), weight[1], weight[2]
+        m, n, bits, block = x.shape[0], problem.n, problem.bits, problem.block
+        y = empty((m, n), problem.out_dtype, x.device)
+        # Tensor cores cut long sums off, which shows in float32.
+        one_group = problem.one_group and y.dtype != torch.float32
+        of_row = 0 if one_group else part.of_row
+        made = skinny_gemm.program(device, config, supports_dynamic_shared(), m, bits, block, 2, of_row, 0)
+        launch(
+            gemv, (-(-n // made.rows),),
+            x, part.data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
+            m, n, *part.sizes[:3], x.stride(0), part.sizes[3],
+            BITS=bits, P=block, ZERO=problem.zero, BIAS=bias is not None, ONE_GROUP=one_group,
+            BF16=x.dtype == torch.bfloat16, ALIGNED=part.even, **made.meta,
+        )  # fmt: skip
+        return y
+
+
+GEMV = Gemv()

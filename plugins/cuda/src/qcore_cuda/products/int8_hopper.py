@@ -1,0 +1,84 @@
+"""`INT8_HOPPER`: many rows of codes and int8 weights per channel on sm_90: one warp copies, two groups multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from qcore_triton.codes import Codes
+
+from ..problem import Problem
+from ..runtime import hopper
+from ..runtime.device import Device
+from ..runtime.launch import launch, options
+from .base import Int8Product, Operands
+from .quantized import parts_of
+
+_ROWS = 128
+"""Tokens of a tile."""
+_WAVES = {256: 1.0, 128: 0.54, 64: 0.37}
+"""What a tile of so many columns takes, all multiprocessors being busy."""
+
+
+class Columns(NamedTuple):
+    """**Fields:** ``bn``: weight rows of a tile of 128 tokens; ``group_m``: rows of tiles per band."""
+
+    bn: int
+    group_m: int = 8
+
+
+class Int8Hopper(Int8Product[Columns]):
+    """See `kernels.int8_hopper`."""
+
+    name: ClassVar[str] = "int8_hopper"
+    config = Columns
+    leads: ClassVar[bool] = True
+
+    def serves(self, device: Device, problem: Problem) -> bool:
+        """No groups, no zero points, results of one or two bytes, not scaled by tokens."""
+        plain = problem.bits == 8 and not (problem.grouped or problem.zero or problem.x_zero or problem.out_by_token)
+        return (
+            plain and problem.rows > 64 and problem.out_dtype.itemsize <= 2
+            and hopper.fits(device, problem.n, problem.step)
+        )  # fmt: skip
+
+    def rule(self, device: Device, problem: Problem) -> Columns:
+        """The tile with which the last wave wastes least."""
+
+        def cost(bn: int) -> float:
+            tiles = -(-problem.rows // _ROWS) * -(-problem.n // bn)
+            return -(-tiles // device.sms) * _WAVES[bn]
+
+        return Columns(min(_WAVES, key=cost), group_m=16)
+
+    def candidates(self, device: Device, problem: Problem) -> Iterator[Columns]:
+        del device, problem
+        for bn in _WAVES:
+            yield from (Columns(bn, band) for band in (8, 16))
+
+    def launch(self, codes: Codes, operands: Operands, device: Device, problem: Problem, config: Columns) -> Tensor:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from ..kernels.int8_hopper import specialized
+
+        layout, data, parts = gl.NVMMASharedLayout, operands.weight.data, parts_of(codes, operands, problem)
+        (m, wide), n, p, bn, bits = codes.q.shape, problem.n, problem.step, config.bn, parts.y.element_size() * 8
+        piece = min(64, bn)
+        x = TensorDescriptor(codes.q, [m, wide], [wide, 1], [_ROWS, p], layout(128, 8, 2))
+        w = TensorDescriptor(data, list(data.shape), [data.shape[1], 1], [bn, p], layout(128, 8, 2))
+        tiles = layout(min(128, piece * bits // 8), bits, 2)
+        y = TensorDescriptor(parts.y, [m, n], [n, 1], [_ROWS // 2, piece], tiles)
+        stages = (hopper.ROOM - 2 * _ROWS * piece * bits // 8) // ((_ROWS + bn) * p)
+        launch(
+            specialized, (min(-(-n // bn) * -(-m // _ROWS), device.sms),),
+            x, codes.scale, w, parts.of_w[0], parts.end.args[0], parts.y, y, *parts.end.numbers, m, n, parts.blocks,
+            P=p, BM=_ROWS, BN=bn, STAGES=min(8, stages), GROUP_M=config.group_m,
+            HAS_BIAS=parts.form["HAS_BIAS"], OUT=parts.form["OUT"], **options(device, 4),
+        )  # fmt: skip
+        return parts.y
+
+
+INT8_HOPPER = Int8Hopper()

@@ -1,0 +1,69 @@
+"""`SLICES`: few rows of 16-bit floats and int8 weights, in plain Triton: warps share the K of a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from qcore_triton.weights import Weight
+
+from ..kernels.slices import slices
+from ..problem import Problem
+from ..runtime.device import Device
+from ..runtime.launch import launch, options
+from ..runtime.replay import empty
+from .aligned import aligned, columns_of
+from .base import FloatProduct
+
+
+class Slice(NamedTuple):
+    """**Fields:** ``bn``, ``bm``: the tile, of weight rows and tokens; ``warps``; ``stages``."""
+
+    bn: int
+    bm: int
+    warps: int = 4
+    stages: int = 1
+
+
+class Slices(FloatProduct[Slice]):
+    """See `kernels.slices`."""
+
+    name: ClassVar[str] = "slices"
+    config = Slice
+
+    def serves(self, device: Device, problem: Problem) -> bool:
+        del device
+        return problem.bits == 8 and problem.narrow
+
+    def rule(self, device: Device, problem: Problem) -> Slice | None:
+        if problem.rows > 16:
+            return None
+        return Slice(16 if problem.n <= 64 * device.sms else 32, 16 if problem.rows > 8 or device.hip else 8, stages=4)
+
+    def candidates(self, device: Device, problem: Problem) -> Iterator[Slice]:
+        if device.asm or problem.rows > 16:  # `gemv` is faster
+            return
+        for bn in (16, 32):
+            for warps in (4, 8):
+                yield from (Slice(bn, max(8, min(16, problem.rows)), warps, stages) for stages in (3, 4, 6))
+
+    def launch(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: Slice
+    ) -> Tensor:
+        x, (data, scale, zero, *_) = aligned(x, weight, problem), weight
+        m, n = x.shape[0], problem.n
+        y = empty((m, n), problem.out_dtype, x.device)
+        launch(
+            slices, (-(-n // config.bn), -(-m // config.bm)),
+            x, data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
+            m, n, data.shape[0], problem.k, columns_of(weight, problem) // 32, weight.group, x.stride(0) // 8,
+            BK=problem.block, ZERO=problem.zero, BIAS=bias is not None,
+            ONE_GROUP=problem.one_group, BN=config.bn, BM=config.bm, NW=config.warps, STAGES=config.stages,
+            WIDE=device.interpreted, num_stages=config.stages, **options(device, config.warps),
+        )  # fmt: skip
+        return y
+
+
+SLICES = Slices()

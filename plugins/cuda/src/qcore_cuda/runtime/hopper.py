@@ -1,0 +1,50 @@
+"""Where kernels in Gluon can be used, and the descriptors of tensors that they copy by.
+
+They are written in the part of Triton that is no settled interface: so they are used with the versions they were tried
+with, on sm_90 alone; everything that they compute has a kernel in plain Triton as well.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .device import Device
+
+_TRIED = ("3.6.",)
+ROOM = (227 << 10) - 2048
+"""Bytes of shared memory for stages and pieces of the result; the rest holds barriers."""
+
+
+@lru_cache(maxsize=1)
+def usable() -> bool:
+    """Whether this is a Triton that the kernels in Gluon were tried with."""
+    import triton
+
+    return bool(triton.__version__.startswith(_TRIED))
+
+
+def fits(device: Device, n: int, step: int) -> bool:
+    """Whether kernels in Gluon take a weight of n rows, its K in steps of ``step`` columns."""
+    return device.arch == 90 and step == 128 and n % 16 == 0 and usable()
+
+
+def descriptor(tensor: Tensor, block: tuple[int, int], *, swizzled: bool = True) -> Any:
+    """What Triton makes a descriptor of blocks of a matrix of."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    if tensor.data_ptr() % 16:
+        tensor = tensor.clone()
+    size, (rows, columns) = tensor.element_size(), tensor.shape
+    layout = NVMMASharedLayout(min(128, block[1] * size) if swizzled else 0, 8 * size, 2)
+    pitch = tensor.stride(0) if rows > 1 else columns  # the stride of a single row may be anything
+    return TensorDescriptor(tensor, [rows, columns], [pitch, 1], list(block), layout)
+
+
+def int4_words(data: Tensor) -> Any:
+    """A descriptor of int4 words by 64 rows and 128 columns."""
+    return descriptor(data.view(torch.int32).view(data.shape[0], -1), (4, 256), swizzled=False)
