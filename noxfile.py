@@ -259,7 +259,7 @@ def torch_tpu(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def xpu_peers(session: nox.Session) -> None:
     """Hold what qcore-xpu packs against Intel's own runtime and library on the CPU: downloads 0.5 GB."""
-    tree = ("-e", f"{CORE}[testing]", "-e", str(ROOT / "plugins/xpu"))
+    tree = ("-e", f"{CORE}[testing]", "-e", str(ROOT / "plugins/triton"), "-e", str(ROOT / "plugins/xpu"))
     session.install("--no-compile", *PINNED, *INTEL, *tree, *_group("test"))
     with _hermetic() as env:
         session.run("pytest", *(session.posargs or ["tests/xpu_peers"]), env=env)
@@ -339,8 +339,9 @@ def wheels(session: nox.Session) -> None:
 @nox.session(python=False)
 def isolated(session: nox.Session) -> None:
     """Test core with one plugin alone, away from the tree: `-- NAME ...`, by default each plugin in turn."""
-    for name in session.posargs or [path.name for path in PLUGINS] or ["core"]:
-        projects = [f"{CORE}[testing]", *([] if name == "core" else [str(ROOT / "plugins" / name)])]
+    for name in session.posargs or [path.name for path in PLUGINS if (ROOT / "tests" / path.name).is_dir()] or ["core"]:
+        folders = {"core": (), "cuda": ("triton", "cuda"), "xpu": ("triton", "xpu")}.get(name, (name,))
+        projects = [f"{CORE}[testing]", *(str(ROOT / "plugins" / folder) for folder in folders)]
         projects += [str(STAND_IN)] if name == "xpu" else []
         with _new_venv(session) as venv:
             _run_in(session, venv, "python", "-m", "pip", "install", "-qq", *PINNED, *projects, *_group("test"))
