@@ -70,7 +70,7 @@ def test_importing_imports_no_plugin_and_nothing_heavy():
 
 
 def _least(code, limit, **environ):
-    """The least of up to seven times that ``code`` prints, in seconds: what it costs, not what else the machine does.
+    """The least of up to seven times that ``code`` prints: what it costs, not what else the machine does.
 
     ``code`` takes processor time of its own thread for the same reason; benchmarks/overhead.py takes the time of the
     clock. One below ``limit`` shows that it can be done, so no more are taken then.
@@ -88,12 +88,26 @@ def compiled(tmp_path_factory):
     return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
 
 
+_IMPORT = """if True:
+    import time, torch
+    def work():  # 6 ms on an idle machine of 2025; as much longer as importing where the machine is busy
+        start = time.thread_time()
+        for _ in range(40):
+            compile("def f(a, b):\\n    return {a: [b, str(a)] for a in range(b) if a % 3}\\n" * 12, "x", "exec")
+        return time.thread_time() - start
+    work()
+    before, start = work(), time.thread_time()
+    import qcore
+    seconds = time.thread_time() - start
+    print(2 * seconds / (before + work()))
+"""
+
+
 def test_import_time(record_property, compiled):
-    code = "import time\nimport torch\nt = time.thread_time()\nimport qcore\nprint(time.thread_time() - t)"
-    _python(code, measured=False, **compiled)  # the first run compiles
-    least = _least(code, 0.08, **compiled)
-    record_property("import_ms", least * 1e3)
-    assert least < 0.08
+    _python(_IMPORT, measured=False, **compiled)  # the first run compiles
+    least = _least(_IMPORT, 14, **compiled)
+    record_property("import_in_units_of_work", least)
+    assert least < 14
 
 
 _EXPLAIN = """if True:

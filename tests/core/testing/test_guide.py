@@ -64,7 +64,7 @@ def test_first_example_passes_the_whole_kit():
 
 
 def test_device_of_ones_own_is_asked_for_by_its_name():
-    (source,) = blocks("### A device of your own in torch")
+    (source,) = blocks("native.md", "## A device of your own in torch")
     found = json.loads(printed("-c", source + DEVICE).splitlines()[-1])
     assert found == ["fastchip", True, ["fastchip"] * len(found[2]), "torch"]
     assert found[2]
