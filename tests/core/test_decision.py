@@ -78,7 +78,7 @@ def test_nobody(request_of):
     nobody = Decision(request_of(), (), None)
     assert nobody.selected is None
     assert (nobody.plugin, nobody.is_fallback) == ("", False)
-    assert "nobody can serve this" in str(nobody)
+    assert "no kernel supports this request" in str(nobody)
     assert nobody.to_json()["plugin"] is None
 
 

@@ -1,4 +1,4 @@
-"""The ops of the plugin in graphs, and the ops of the seed systems when the plugin serves them."""
+"""The ops of the plugin in graphs, and the ops of torch_xla, torchao and ExecuTorch when the plugin serves them."""
 
 from __future__ import annotations
 

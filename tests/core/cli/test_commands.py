@@ -187,7 +187,7 @@ def test_explain_exits_with_1_where_nobody_serves(run, monkeypatch):
     monkeypatch.setattr(resolver, "ask", lambda status, *_: [offers.row_of(status, "refused", "not today")])
     code, out, _ = run("explain", "w8a16", "--n", "8", "--k", "8")
     assert code == FAILED
-    assert "nobody can serve this" in out
+    assert "no kernel supports this request" in out
     assert "not today" in out
 
 

@@ -149,7 +149,7 @@ class _Plan:
         return (REFUSED, reason) if reason else scheme
 
     def warn_about_patterns(self, names: Iterable[str]) -> None:
-        """A pattern that matches nothing is a slip of the hand."""
+        """A pattern that matches nothing is most likely a typo."""
         known = list(names)
         for pattern in (*self.exclude, *(self.include or ()), *(p for p, _ in self.rules)):
             if not any(_matches(name, pattern) for name in known):
@@ -266,7 +266,7 @@ def _check_target(source: Path, target: Path, *, overwrite: bool) -> None:
     if target.is_dir() != (target.suffix != ".safetensors"):
         raise problem(target, "it exists and is of another kind (file, directory).", "Choose another target.")
     if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
-        # A slip of the hand must not replace somebody's documents by a checkpoint.
+        # A typo must not replace somebody's documents by a checkpoint.
         raise problem(target, "it exists and holds no checkpoint, so it is not overwritten.", "Choose another target.")
 
 

@@ -53,7 +53,7 @@ def parts(decision: Any) -> list[str | Table]:
     from ..resolving.decision import describe
 
     served = decision.selected
-    head = f"{served.kernel} ({served.dist} {served.version})" if served else "nobody can serve this"
+    head = f"{served.kernel} ({served.dist} {served.version})" if served else "no kernel supports this request"
     rows = [(c.plugin, c.kernel, c.stage, c.rank_text, _why(c)) for c in decision.candidates]
     table = Table(("plugin", "kernel", "stage", "rank", "why"), rows, state=2)
     return [f"{describe(decision.request)}: {head}", table, *(f"hint: {hint}" for hint in decision.hints)]

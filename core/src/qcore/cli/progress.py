@@ -28,7 +28,7 @@ class Progress:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[Progress]:
-        """Draw the bar while the block runs, and wipe it away then. Who stops it is told how far it had come."""
+        """Draw the bar while the block runs, then erase it; on Ctrl-C, print the progress so far."""
         try:
             with self._drawn():
                 yield self

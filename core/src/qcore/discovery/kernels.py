@@ -83,7 +83,7 @@ class Rank(enum.IntEnum):
     FALLBACK = 1000
     """Torch ops."""
     OFFLOAD = 2000
-    """Runs on a device other than the tensors', copying activations to and fro."""
+    """Runs on a device other than the tensors', copying activations back and forth."""
     NATIVE = 3000
     """Runs where the tensors are."""
 

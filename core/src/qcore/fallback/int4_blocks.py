@@ -1,4 +1,4 @@
-"""The byte layout of ``aten::_weight_int4pack_mm_for_cpu``, learnt from the op itself.
+"""The byte layout of ``aten::_weight_int4pack_mm_for_cpu``, reverse-engineered from the op.
 
 The layout depends on the instruction set that torch picked and is documented nowhere, so it is read off once per
 process by packing weights whose codes are the digits of their own positions. Where N is a multiple of 64 it is

@@ -1,4 +1,4 @@
-"""``torch.ops.qcore.*``: functional ops with the names, argument orders and byte conventions of the seed systems.
+"""``torch.ops.qcore.*``: functional ops with names, arguments and bytes as in torch_xla, torchao and ExecuTorch.
 
 Each op reads its tensors as a neutral `QTensor` and resolves like everything else; packed weights are cached, weakly,
 by the identity and version of the tensors. Gradients with respect to x and bias are those of `qcore.linear`; inside a
@@ -6,7 +6,7 @@ trace (``torch.compile``) an x that wants one is an error. Sources of the conven
 ``xla::quantized_matmul``, the torchao RFC's ``bf16i4bf16_rowwise``, and ExecuTorch's Vulkan ops.
 """
 
-# ruff: noqa: A002, ARG001 - a fake has the arguments of its op, and those have the seed systems' names
+# ruff: noqa: A002, ARG001 - a fake has the arguments of its op, and those have the names of the systems that they come from
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Decision:
     def __str__(self) -> str:
         served = self.selected
         head = f"{describe(self.request)}: " + (
-            f"{served.kernel} ({served.dist} {served.version})" if served else "nobody can serve this"
+            f"{served.kernel} ({served.dist} {served.version})" if served else "no kernel supports this request"
         )
         rows = [(c.plugin, c.kernel, c.stage, c.rank_text, _reason(c)) for c in self.candidates]
         table = format_table(("plugin", "kernel", "stage", "rank", "why"), rows)

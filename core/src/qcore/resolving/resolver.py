@@ -49,7 +49,7 @@ def resolve(
     """Choose a kernel for a `LinearRequest`, `Conv2dRequest` or `EmbeddingRequest`.
 
     The arguments are those of `using` and beat every other setting. Raises `UnsupportedError`, with the decision table
-    as its text, where nobody can serve the request, or under ``strict`` where only the fallback can; `PluginError`
+    as its text, if no kernel supports the request, or under ``strict`` if only the fallback does; `PluginError`
     where a plugin that the user named is broken.
     """
     decision = decide(request, settings.current(backends=backends, disable=disable, strict=strict, verify=verify))
@@ -59,7 +59,7 @@ def resolve(
 
 
 def decide(request: Any, wanted: Settings) -> Decision:
-    """The decision under given settings, cached. Its ``kernel`` is None where nobody can serve."""
+    """The decision under given settings, cached. Its ``kernel`` is None if none supports the request."""
     key = (request, wanted, registry.generation)
     found = _decisions.get(key) or _decide_once(key, request, wanted)
     if wanted.strict:

@@ -1,4 +1,4 @@
-"""GPTQ: the rounding error of a weight's column is made up for by the columns that are not rounded yet.
+"""GPTQ: the rounding error of a weight's column is compensated by the columns that are not rounded yet.
 
 A layer computes ``W x``. With the second moments ``H = sum x x^T`` of its inputs, the squared error of the output is
 ``tr((W - Q) H (W - Q)^T)``. Columns are rounded in order; the error of column k, spread over the later columns as

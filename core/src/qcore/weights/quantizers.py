@@ -7,7 +7,7 @@
 - ``minmax``: ``s = (max - min) / 15`` (``/ 255``) over ``[min(w, 0), max(w, 0)]``; zero INT. For zero FLOAT the
   range need not hold 0 and ``z = min + 8 s`` (``+ 128 s``).
 - ``mse``: searches, per group, the fraction of the full range that minimises the squared error. Any zero.
-- ``gptq``: groups as ``mse`` finds them, codes column by column, each error made up for by the columns behind it. It
+- ``gptq``: groups as ``mse`` finds them, codes column by column, each error compensated by the remaining columns. It
   needs the second moments of the layer's inputs; see `gptq`. Any zero.
 
 Arithmetic is float32. The scale (and a FLOAT zero) is rounded to its stored dtype before the codes are computed;
