@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..contracts import LinearRequest
 from ..discovery.kernels import Kernel
 from ..discovery.registry import PluginStatus
 from ..errors import UnsupportedError
@@ -21,7 +22,7 @@ class Case:
     """One weight to measure: ``request`` without a row count, and every kernel that can serve it."""
 
     scheme: str
-    request: Any
+    request: LinearRequest
     kernels: tuple[tuple[PluginStatus, Kernel], ...]
     left_out: tuple[tuple[str, str], ...]
     """(kernel, why) of those that failed their check: a wrong answer has no speed."""
@@ -33,7 +34,7 @@ def cases(schemes: Sequence[str], sizes: Iterable[tuple[int, int]], device: Any,
     return [_case(scheme, plain_request(scheme, device=device, n=n, k=k, dtype=dtype)) for scheme, n, k in pairs]
 
 
-def _case(scheme: str, request: Any) -> Case:
+def _case(scheme: str, request: LinearRequest) -> Case:
     wanted = current()
     kernels, left_out = [], []
     for status, offer in offers_for(request, wanted.disable):

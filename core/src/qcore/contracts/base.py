@@ -34,10 +34,13 @@ class Request(Protocol):
     """What every request can say about itself, whatever its contract."""
 
     contract: ClassVar[str]
-    device: torch.device
-    out_dtype: torch.dtype
-    weight: Format
 
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def out_dtype(self) -> torch.dtype: ...
+    @property
+    def weight(self) -> Format: ...
     @property
     def n(self) -> int: ...
     @property

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_input
 
+from ..contracts import Conv2dRequest, Request
 from ..contracts.conv2d import dense_kernel
 from ..discovery.kernels import Kernel, Packed
 from ..formats import Format
@@ -35,7 +36,7 @@ class _Frozen(torch.autograd.Function):
         bias: Tensor | None,
         kernel: Kernel,
         packed: Packed,
-        request: Any,
+        request: Request,
         given: Mapping[str, Tensor],
         _guarded: str,
     ) -> Tensor:
@@ -56,7 +57,12 @@ class _Frozen(torch.autograd.Function):
 
 
 def call_differentiably(
-    x: Tensor, bias: Tensor | None, kernel: Kernel, packed: Packed, request: Any, given: Mapping[str, Tensor] = _NOTHING
+    x: Tensor,
+    bias: Tensor | None,
+    kernel: Kernel,
+    packed: Packed,
+    request: Request,
+    given: Mapping[str, Tensor] = _NOTHING,
 ) -> Tensor:
     """``kernel(x, packed, bias, **given)``, differentiable with respect to x and bias."""
     apply: Any = _Frozen.apply
@@ -72,10 +78,10 @@ def _in_words(format: Format) -> str:
     return f"{format.dtype} {format.group_size} {format.zero.name} {format.layout.name}"
 
 
-def _input_gradient(grad: Tensor, weight: QTensor, request: Any, shape: torch.Size) -> Tensor:
+def _input_gradient(grad: Tensor, weight: QTensor, request: Request, shape: torch.Size) -> Tensor:
     if not (request.n and request.k):
         return grad.new_zeros(shape)
-    if request.contract == "conv2d":
+    if isinstance(request, Conv2dRequest):
         geometry = (request.stride, request.padding, request.dilation, request.groups)
         dense = dense_kernel(weight, request, grad.dtype)
         return conv2d_input(shape, dense, grad, *geometry)  # type: ignore[no-any-return, no-untyped-call]

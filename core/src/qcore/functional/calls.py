@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
+from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest, Request
 from ..contracts.conv2d import as_pair, laid_out_like
 from ..contracts.embedding import check_index_dtype
 from ..errors import FormatError
@@ -92,7 +92,7 @@ class StoreEntry:
         """Whether every tensor it was made from still exists."""
         return all(ref is None or ref() is not None for ref in self._made_from)
 
-    def run(self, request: Any, x: Tensor, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
+    def run(self, request: Request, x: Tensor, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
         """Bind on the first call under these settings, then call."""
         key = (request, current())
         bound = self._bounds.get(key)

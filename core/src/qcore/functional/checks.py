@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contracts import Conv2dRequest, Request
 from ..contracts.conv2d import check_image
 from ..contracts.embedding import check_indices
 from ..errors import FormatError
@@ -147,12 +148,12 @@ def _check_zero_values(name: str, zero: Tensor) -> None:
         raise FormatError(f"{name} holds fractions; zero points are whole numbers.")
 
 
-def check_first(request: Any, x: Tensor) -> None:
+def check_first(request: Request, x: Tensor) -> None:
     """Raise for what is looked at before a first call only: an image smaller than the kernel, indices out of range.
 
     Kernels look themselves, at every call; but one that has not run yet is blamed for what it raises.
     """
-    if request.contract == "conv2d":
+    if isinstance(request, Conv2dRequest):
         check_image("conv2d", x, request)
     elif request.contract == "embedding" and x.device.type == "cpu" and has_values(x):
         check_indices(x, request.n)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contracts import Request
 from ..discovery import answers
 from ..discovery.answers import name_of, packing_of
 from ..discovery.kernels import Kernel
@@ -232,7 +233,7 @@ def _unpack(kernel: Kernel, packed: dict[str, Tensor]) -> QTensor:
         raise
 
 
-def bind(store: WeightStore, request: Any) -> Bound:
+def bind(store: WeightStore, request: Request) -> Bound:
     """Resolve ``request`` and pack the weight.
 
     A kernel that fails to pack, or gives wrong results with this weight, is taken out of use and the next one serves.

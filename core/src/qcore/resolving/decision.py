@@ -64,7 +64,7 @@ class Decision:
     ``str(decision)`` is the table that ``explain`` prints.
     """
 
-    request: Any
+    request: Request
     candidates: tuple[Candidate, ...]
     kernel: Kernel | None
     hints: tuple[str, ...] = ()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from ..contracts import Conv2dRequest, LinearRequest
 from ..discovery.kernels import Rank
 from ..runtime.settings import Settings
 from .decision import Candidate, Decision
@@ -32,22 +32,29 @@ def dtype_hint(decision: Decision, wanted: Settings) -> str:
     Says how many times as fast it is if ``qcore tune`` has measured both here, or else a benchmark of this repository.
     """
     request, served = decision.request, decision.selected
-    if getattr(request, "x_dtype", None) not in _DTYPES or served is None or not _is_plain(served):
+    if not isinstance(request, (LinearRequest, Conv2dRequest)) or request.x_dtype not in _DTYPES:
         return ""
-    better = [(*_gain(decision, found, dtype), dtype, found) for dtype, found in _others(request, wanted, served)]
+    if served is None or not _is_plain(served):
+        return ""
+    better = [
+        (*_gain(decision, request.x_dtype, found, dtype), dtype, found)
+        for dtype, found in _others(request, wanted, served)
+    ]
     if not better:
         return ""
     times, where, dtype, found = max(better, key=lambda one: one[0])
-    asked, named = (str(value).removeprefix("torch.") for value in (request.x_dtype, dtype))
+    mine, named = (str(value).removeprefix("torch.") for value in (asked, dtype))
     how = f"about {times:.0f} times as fast {where}" if times else "'qcore tune' measures how much faster it is"
-    return f"only plain torch ops serve an x of {asked} here; use {named}, which {found.kernel} serves: {how}."
+    return f"only plain torch ops serve an x of {mine} here; use {named}, which {found.kernel} serves: {how}."
 
 
 def _is_plain(candidate: Candidate) -> bool:
     return candidate.rank is not None and candidate.rank <= Rank.FALLBACK
 
 
-def _others(request: Any, wanted: Settings, served: Candidate) -> Iterator[tuple[torch.dtype, Candidate]]:
+def _others(
+    request: LinearRequest | Conv2dRequest, wanted: Settings, served: Candidate
+) -> Iterator[tuple[torch.dtype, Candidate]]:
     """Other dtypes of x with the better kernels that serve them."""
     for dtype in _DTYPES:
         if dtype == request.x_dtype:
@@ -61,10 +68,10 @@ def _others(request: Any, wanted: Settings, served: Candidate) -> Iterator[tuple
             yield dtype, found
 
 
-def _gain(decision: Decision, found: Candidate, dtype: torch.dtype) -> tuple[float, str]:
+def _gain(decision: Decision, asked: torch.dtype, found: Candidate, dtype: torch.dtype) -> tuple[float, str]:
     """How many times as fast ``found`` is, and where that was measured; 0 where nobody knows."""
     served = decision.selected
     assert served is not None
     if served.milliseconds and found.milliseconds:
         return served.milliseconds / found.milliseconds, "as measured on this machine"
-    return _MEASURED.get((served.kernel, decision.request.x_dtype, found.kernel, dtype), (0, ""))
+    return _MEASURED.get((served.kernel, asked, found.kernel, dtype), (0, ""))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..contracts import contract_of
+from ..contracts import Request, contract_of
 from ..discovery import answers
 from ..discovery.answers import name_of
 from ..discovery.kernels import Kernel, Offer, Refusal
@@ -65,7 +65,7 @@ def row_of(status: PluginStatus, stage: str, reason: str) -> Candidate:
     return Candidate(status.name, "", stage, reason, dist=status.dist, version=status.version)
 
 
-def ask(status: PluginStatus, request: Any, order: Sequence[str] = ()) -> Sequence[Offered | Candidate]:
+def ask(status: PluginStatus, request: Request, order: Sequence[str] = ()) -> Sequence[Offered | Candidate]:
     """A plugin's offers, or the one row that says why there are none."""
     hook = contract_of(request).hook
     key = mark_key("offer", status, f"{hook} {form_of(request)}")
@@ -88,7 +88,7 @@ def ask(status: PluginStatus, request: Any, order: Sequence[str] = ()) -> Sequen
     return [Offered(status, offer) for offer in found]
 
 
-def form_of(request: Any) -> str:
+def form_of(request: Request) -> str:
     """A request's device and form, without its sizes."""
     return f"{request.device} {request.signature()}"
 
@@ -112,7 +112,7 @@ def kernels_of(name: str) -> Callable[[Any], list[Kernel]]:
     return lambda request: [o.offer.kernel for o in ask(status, request) if isinstance(o, Offered)]
 
 
-def offers_for(request: Any, disabled: frozenset[str] = frozenset()) -> list[tuple[PluginStatus, Offer]]:
+def offers_for(request: Request, disabled: frozenset[str] = frozenset()) -> list[tuple[PluginStatus, Offer]]:
     """Every offer of every available plugin, unranked and unverified; what ``qcore tune`` and ``bench`` measure."""
     found = []
     for name in registry.entries():

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..contracts import Request
 from ..discovery import hardware
 from ..discovery.answers import name_of
 from ..discovery.kernels import EMULATED, Kernel, Offer
@@ -39,7 +40,7 @@ _STAGES = {"pack": "its pack", "call": "its first call"}
 
 
 def resolve(
-    request: Any,
+    request: Request,
     *,
     backends: str | Iterable[str] | None = None,
     disable: str | Iterable[str] | None = None,
@@ -58,7 +59,7 @@ def resolve(
     return decision
 
 
-def decide(request: Any, wanted: Settings) -> Decision:
+def decide(request: Request, wanted: Settings) -> Decision:
     """The decision under given settings, cached. Its ``kernel`` is None if none supports the request."""
     key = (request, wanted, registry.generation)
     found = _decisions.get(key) or _decide_once(key, request, wanted)
@@ -67,7 +68,7 @@ def decide(request: Any, wanted: Settings) -> Decision:
     return found
 
 
-def _decide_once(key: Any, request: Any, wanted: Settings) -> Decision:
+def _decide_once(key: Any, request: Request, wanted: Settings) -> Decision:
     with _lock:
         # Another thread may have decided the same while this one waited.
         found = _decisions.get(key)
@@ -89,25 +90,25 @@ def forget() -> None:
         first_names.clear()
 
 
-def report_failure(request: Any, kernel: Kernel, reason: str, stage: Stage = Stage.FAILED_IN_USE) -> None:
+def report_failure(request: Request, kernel: Kernel, reason: str, stage: Stage = Stage.FAILED_IN_USE) -> None:
     """Take a kernel out of use for requests of this form: it failed with a layer's own weight, as ``stage`` says."""
     with _lock:
         _failures[_plugin_key(kernel, request)] = (stage, reason)
         _decisions.clear()
 
 
-def withdraw_failure(request: Any, kernel: Kernel) -> None:
+def withdraw_failure(request: Request, kernel: Kernel) -> None:
     """Take `report_failure` back: no other kernel could do better, so the input was at fault."""
     with _lock:
         _failures.pop(_plugin_key(kernel, request), None)
         _decisions.clear()
 
 
-def _plugin_key(kernel: Kernel, request: Any) -> tuple[str, str, Any]:
+def _plugin_key(kernel: Kernel, request: Request) -> tuple[str, str, Any]:
     return (name_of(kernel), str(request.device), request.signature())
 
 
-def _decide(request: Any, wanted: Settings) -> Decision:
+def _decide(request: Request, wanted: Settings) -> Decision:
     order = wanted.order(request.contract)
     offers: list[Offered] = []
     others: list[Candidate] = []
@@ -128,7 +129,7 @@ def _decide(request: Any, wanted: Settings) -> Decision:
     return Decision(request, (*rows, *others), kernel, hints)
 
 
-def _timed(offered: Offered, request: Any) -> Offered:
+def _timed(offered: Offered, request: Request) -> Offered:
     """The offer with what ``qcore tune`` measured of it."""
     return replace(offered, milliseconds=tuning.measured(request, offered.status, offered.offer.kernel))
 
@@ -173,7 +174,7 @@ def _tier(offered: Offered) -> int:
 
 
 def _select(
-    ranked: list[Offered], request: Any, wanted: Settings, order: Sequence[str]
+    ranked: list[Offered], request: Request, wanted: Settings, order: Sequence[str]
 ) -> tuple[list[Candidate], Kernel | None]:
     rows: list[Candidate] = []
     chosen: Offered | None = None
@@ -187,7 +188,7 @@ def _select(
     return rows, chosen.offer.kernel if chosen else None
 
 
-def _trial(offered: Offered, request: Any, wanted: Settings) -> tuple[Stage, str]:
+def _trial(offered: Offered, request: Request, wanted: Settings) -> tuple[Stage, str]:
     kernel, status = offered.offer.kernel, offered.status
     failure = _failures.get(_plugin_key(kernel, request)) or _renamed(offered, request)
     if failure is not None:
@@ -214,7 +215,7 @@ def _trial(offered: Offered, request: Any, wanted: Settings) -> tuple[Stage, str
     return Stage.SELECTED, ""
 
 
-def _renamed(offered: Offered, request: Any) -> tuple[Stage, str] | None:
+def _renamed(offered: Offered, request: Request) -> tuple[Stage, str] | None:
     """A kernel that comes under a new name after another one of its plugin failed would be tried without end."""
     before = first_names.get((offered.status.name, request), frozenset())
     failed = any((name, str(request.device), request.signature()) in _failures for name in before)
@@ -223,12 +224,12 @@ def _renamed(offered: Offered, request: Any) -> tuple[Stage, str] | None:
     return Stage.FAILED_IN_USE, "another kernel of this plugin failed, and this one was not offered before"
 
 
-def kernel_key(stage: str, plugin: Plugin, kernel: Kernel, request: Any) -> str:
+def kernel_key(stage: str, plugin: Plugin, kernel: Kernel, request: Request) -> str:
     """The key of the mark that stands while a kernel is at ``stage`` (pack, call) for requests of a form."""
     return mark_key(stage, plugin, f"{name_of(kernel)} {form_of(request)}")
 
 
-def note(plugin: Plugin, kernel: Kernel, request: Any, failure: str) -> None:
+def note(plugin: Plugin, kernel: Kernel, request: Request, failure: str) -> None:
     """Leave on disk that a kernel failed for requests of a form, or with an empty text that it does not any more."""
     key = kernel_key("failed", plugin, kernel, request)
     if failure:
@@ -237,7 +238,7 @@ def note(plugin: Plugin, kernel: Kernel, request: Any, failure: str) -> None:
         disk_cache.remove(disk_cache.FAILURES, key)
 
 
-def left_over(plugin: Plugin, kernel: Kernel, request: Any) -> str:
+def left_over(plugin: Plugin, kernel: Kernel, request: Request) -> str:
     """What became of an earlier process that used a kernel for requests of this form; empty if nothing did."""
     for stage, what in _STAGES.items():
         if left := disk_cache.left_over(kernel_key(stage, plugin, kernel, request)):
@@ -319,7 +320,7 @@ def _hardware_hints() -> Iterable[str]:
     return filter(None, (seen.hint(installed) for seen in hardware.present()))
 
 
-def _device_hints(request: Any) -> Iterable[str]:
+def _device_hints(request: Request) -> Iterable[str]:
     if not verification.can_run_on(request.device):
         yield f"torch cannot use {str(request.device)!r} on this machine: no kernel was checked."
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..contracts import LinearRequest, Request
 from ..contracts.inputs import Draw, Shape
 from ..discovery.answers import name_of
 from ..discovery.kernels import Kernel
@@ -82,9 +83,9 @@ class Measurement:
     stored: bool
 
 
-def measured(request: Any, status: PluginStatus, kernel: Kernel) -> float | None:
+def measured(request: Request, status: PluginStatus, kernel: Kernel) -> float | None:
     """The measured time for this request, in milliseconds; None where it was never tuned."""
-    if request.contract != "linear":
+    if not isinstance(request, LinearRequest):
         return None
     key = _key(request, status, kernel)
     if key not in _known:
@@ -95,9 +96,8 @@ def measured(request: Any, status: PluginStatus, kernel: Kernel) -> float | None
     times = _known[key]
     if not times:
         return None
-    if request.rows is None:
-        return _mean(times)
-    return times[min(times, key=lambda m: abs(m - request.rows))]
+    rows = request.rows
+    return _mean(times) if rows is None else times[min(times, key=lambda m: abs(m - rows))]
 
 
 def _times_of(record: dict[str, Any] | None) -> dict[int, float] | None:
@@ -109,14 +109,17 @@ def _times_of(record: dict[str, Any] | None) -> dict[int, float] | None:
     return times if all(0 < ms < math.inf for ms in times.values()) else None
 
 
-def _key(request: Any, status: PluginStatus, kernel: Kernel) -> str:
+def _key(request: LinearRequest, status: PluginStatus, kernel: Kernel) -> str:
     anonymous = replace(request, rows=None, bias=False, training=False)
     parts = (status.name, status.dist, status.version, name_of(kernel), status.device, status.driver, torch.__version__)
     return "|".join(map(str, (*parts, request.device, request.n, request.k, anonymous.signature())))
 
 
 def measure(
-    request: Any, offers: Iterable[tuple[PluginStatus, Kernel]], rows: Iterable[int] = ROWS, seconds: float = 0.3
+    request: LinearRequest,
+    offers: Iterable[tuple[PluginStatus, Kernel]],
+    rows: Iterable[int] = ROWS,
+    seconds: float = 0.3,
 ) -> list[Measurement]:
     """Time every kernel on the full-sized request and store the figures; ``request`` is a `LinearRequest`."""
     offers, found = list(offers), []
@@ -133,7 +136,7 @@ def measure(
     return found
 
 
-def _times(request: Any, kernels: list[Kernel], rows: int, seconds: float) -> list[float]:
+def _times(request: LinearRequest, kernels: list[Kernel], rows: int, seconds: float) -> list[float]:
     shape = Shape("tune", (rows,), request.n, request.k, "same" if request.bias else "none")
     problem = Draw(torch.Generator().manual_seed(0)).linear(request, shape)
     here = problem.to(request.device)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contracts import Contract, EmbeddingRequest, Problem, Verdict, contract_of
+from ..contracts import Contract, EmbeddingRequest, Problem, Request, Verdict, contract_of
 from ..contracts.sampling import sampled
 from ..discovery.answers import name_of
 from ..discovery.kernels import Kernel
@@ -51,7 +51,7 @@ def forget() -> None:
 
 
 def check(
-    status: PluginStatus, kernel: Kernel, request: Any, ask: Callable[[Any], list[Kernel]], mode: str = "once"
+    status: PluginStatus, kernel: Kernel, request: Request, ask: Callable[[Any], list[Kernel]], mode: str = "once"
 ) -> Check:
     """Check ``kernel`` for ``request``; ``ask`` gets the plugin's kernels for another request."""
     if mode == "off" or request.device.type == "meta" or not can_run_on(request.device):
@@ -65,7 +65,7 @@ def check(
     return _seen[key, mode]
 
 
-def size_key(status: PluginStatus, kernel: Kernel, request: Any, mode: str = "once") -> str:
+def size_key(status: PluginStatus, kernel: Kernel, request: Request, mode: str = "once") -> str:
     """The key of the verdict on ``kernel`` at the size of ``request``; empty if there is nothing to be checked.
 
     Nothing is with ``mode`` ``off``, on ``meta``, for a size that `check` has tried, and with a verdict at hand.
@@ -86,7 +86,7 @@ def _remember_size(key: str, mode: str) -> None:
 
 
 def check_weight(
-    key: str, kernel: Kernel, request: Any, weight: QTensor, packed: Mapping[str, Tensor], mode: str = "once"
+    key: str, kernel: Kernel, request: Request, weight: QTensor, packed: Mapping[str, Tensor], mode: str = "once"
 ) -> Check:
     """Check ``kernel`` with a layer's own ``weight``, which it has packed; ``key`` is that of `size_key`.
 
@@ -104,7 +104,7 @@ def check_weight(
     return result
 
 
-def _try_weight(kernel: Kernel, request: Any, weight: QTensor, packed: Mapping[str, Tensor]) -> Check:
+def _try_weight(kernel: Kernel, request: Request, weight: QTensor, packed: Mapping[str, Tensor]) -> Check:
     size = f"{request.n} x {request.k}"
     try:
         lost = difference(kernel.unpack(packed), weight)
@@ -134,7 +134,7 @@ def can_run_on(device: torch.device) -> bool:
     return True
 
 
-def verdict_key(status: PluginStatus, kernel: Kernel, request: Any) -> str:
+def verdict_key(status: PluginStatus, kernel: Kernel, request: Request) -> str:
     """What a verdict is kept under."""
     plugin = (status.name, status.dist, status.version, name_of(kernel), request.device.type, status.device)
     parts = (*plugin, status.driver, torch.__version__, request.signature(), code_state(status.dist))
@@ -152,7 +152,7 @@ def _ended(key: str) -> Check:
     return Check(False, f"{left_over(f'verify {key}')} while it was checked; {how_to_clear}")
 
 
-def _run(key: str, kernel: Kernel, request: Any, ask: Callable[[Any], list[Kernel]]) -> Check:
+def _run(key: str, kernel: Kernel, request: Request, ask: Callable[[Any], list[Kernel]]) -> Check:
     with crash_mark(f"verify {key}"), undisturbed():
         result = run_check(*_smallest(kernel, request, ask))
     if result.ok:
@@ -161,7 +161,7 @@ def _run(key: str, kernel: Kernel, request: Any, ask: Callable[[Any], list[Kerne
     return result
 
 
-def _smallest(kernel: Kernel, request: Any, ask: Callable[[Any], list[Kernel]]) -> tuple[Kernel, Any]:
+def _smallest(kernel: Kernel, request: Request, ask: Callable[[Any], list[Kernel]]) -> tuple[Kernel, Any]:
     """The same kernel made for a small weight, or where the plugin has another one for that, the kernel itself."""
     small = request.small()
     with contextlib.suppress(*Guarded):
@@ -185,7 +185,7 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def run_check(kernel: Kernel, request: Any) -> Check:
+def run_check(kernel: Kernel, request: Request) -> Check:
     """Run every probe problem of the request's contract; the first failure is the reason."""
     contract = contract_of(request)
     for problem in contract.probe(request):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..contracts import Request
 from ..discovery.kernels import Available, Kernel
 from ..discovery.registry import BUILTIN, Guarded, PluginStatus, State, registry
 from ..errors import ConformanceError, did_you_mean
@@ -66,7 +67,7 @@ class Target:
         """The module or object behind the entry point; None where it did not come up."""
         return registry.entries()[self.name].plugin
 
-    def ask(self, request: Any) -> Answer:
+    def ask(self, request: Request) -> Answer:
         """Ask this plugin, and only this one."""
         rows: Sequence[Any] = ask(self.status, request)
         if isinstance(rows[0], Candidate):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...contracts import CONTRACTS, CONV2D, LinearRequest
+from ...contracts import CONTRACTS, CONV2D, LinearRequest, Request
 from ...contracts.inputs import Draw
 from ...discovery import hookspecs
 from ...discovery.hookspecs import hookimpl
@@ -110,7 +110,7 @@ def every_format(target: Target, _samples: Samples) -> None:
         raise RefusedError("the plugin refuses every format")
 
 
-def _try_request(target: Target, request: Any, law: str) -> int:
+def _try_request(target: Target, request: Request, law: str) -> int:
     """Try what is offered for a request; returns how many kernels that was."""
     answer = target.ask(request)
     what = f"{request.contract} {request.weight} n={request.n} k={request.k} to {request.out_dtype}"
