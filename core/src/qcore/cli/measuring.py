@@ -31,7 +31,8 @@ class Case:
 def cases(schemes: Sequence[str], sizes: Iterable[tuple[int, int]], device: Any, dtype: Any) -> list[Case]:
     """A case per scheme and size (N, K). Raises `UnsupportedError` where nobody serves one."""
     pairs = [(scheme, n, k) for n, k in sizes for scheme in schemes or MEASURED]
-    return [_case(scheme, plain_request(scheme, device=device, n=n, k=k, dtype=dtype)) for scheme, n, k in pairs]
+    asked = [(scheme, plain_request(scheme, device=device, n=n, k=k, dtype=dtype)) for scheme, n, k in pairs]
+    return [_case(scheme, request) for scheme, request in asked if isinstance(request, LinearRequest)]
 
 
 def _case(scheme: str, request: LinearRequest) -> Case:

@@ -43,7 +43,7 @@ def dtype_hint(decision: Decision, wanted: Settings) -> str:
     if not better:
         return ""
     times, where, dtype, found = max(better, key=lambda one: one[0])
-    mine, named = (str(value).removeprefix("torch.") for value in (asked, dtype))
+    mine, named = (str(value).removeprefix("torch.") for value in (request.x_dtype, dtype))
     how = f"about {times:.0f} times as fast {where}" if times else "'qcore tune' measures how much faster it is"
     return f"only plain torch ops serve an x of {mine} here; use {named}, which {found.kernel} serves: {how}."
 
