@@ -323,7 +323,7 @@ def launches(kernel, interpreter, monkeypatch):
 
     monkeypatch.setattr(device, "_device", lambda _kind, _index: device.Device(90, False, 132))
     direct = []
-    for module in [module for name, module in sys.modules.items() if name.startswith("qcore_cuda.")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith(("qcore_cuda.", "qcore_triton."))]:
         for name, jitted in vars(module).copy().items():
             if type(jitted).__module__.startswith("triton.") and hasattr(jitted, "arg_names"):
                 monkeypatch.setattr(module, name, Kernel(jitted.arg_names, lambda *_args: None, direct))
