@@ -57,12 +57,14 @@ def shipped(device: Device, problem: Problem) -> list[Record]:
 
 @lru_cache(maxsize=1)
 def version() -> str:
-    """A hash of the plugin's source and Triton's version: measurements of another one do not count."""
+    """A hash of the kernels' and the plugin's source and of Triton's version: measurements of another do not count."""
+    import qcore_triton
     import triton
 
     digest = hashlib.sha256(triton.__version__.encode())
-    for path in sorted(_HERE.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for folder in (_HERE, Path(qcore_triton.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
