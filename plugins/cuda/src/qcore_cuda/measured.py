@@ -58,8 +58,9 @@ def shipped(device: Device, problem: Problem) -> list[Record]:
 @lru_cache(maxsize=1)
 def version() -> str:
     """A hash of the kernels' and the plugin's source and of Triton's version: measurements of another do not count."""
-    import qcore_triton
     import triton
+
+    import qcore_triton
 
     digest = hashlib.sha256(triton.__version__.encode())
     for folder in (_HERE, Path(qcore_triton.__file__).parent):
