@@ -49,7 +49,7 @@ class Measures:
             if isinstance(node, Function):
                 self.functions.append(_length(node))
                 self.typed.append(_is_typed(node))
-            if isinstance(node, (*_functions(), ast.ClassDef)) and not node.name.startswith("_"):
+            if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
                 self.documented.append(ast.get_docstring(node) is not None)
 
     def row(self, name: str) -> str:
@@ -60,11 +60,7 @@ class Measures:
         return f"| {' | '.join(map(str, cells))} |"
 
 
-def _functions() -> tuple[type[ast.FunctionDef], type[ast.AsyncFunctionDef]]:
-    return ast.FunctionDef, ast.AsyncFunctionDef
-
-
-def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def _length(node: Function) -> int:
     """Lines of a function without its docstring."""
     first = node.body[0]
     is_text = (
@@ -74,7 +70,7 @@ def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or 0) - node.lineno + 1 - text
 
 
-def _is_typed(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def _is_typed(node: Function) -> bool:
     given = node.args
     arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
     named = [a for a in arguments if a is not None and a.arg not in {"self", "cls"}]

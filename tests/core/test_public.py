@@ -90,7 +90,7 @@ def compiled(tmp_path_factory):
 
 _IMPORT = """if True:
     import time, torch
-    def work():  # 6 ms on an idle machine of 2025; as much longer as importing where the machine is busy
+    def work():  # takes as much longer as an import does if the machine is slow or busy
         start = time.thread_time()
         for _ in range(40):
             compile("def f(a, b):\\n    return {a: [b, str(a)] for a in range(b) if a % 3}\\n" * 12, "x", "exec")

@@ -2,7 +2,7 @@
 
 Everything listed in ``__all__`` is public and follows the deprecation policy of docs: a name stays for two minor
 releases after the one that deprecates it, with a `DeprecationWarning`. The modules behind these names are private.
-The plugins of this repository import `qcore` and `qcore.plugin_api` only.
+The plugins of this repository import `qcore`, its layers in `qcore.nn`, and `qcore.plugin_api` only.
 """
 
 from __future__ import annotations

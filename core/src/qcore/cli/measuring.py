@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ..contracts import LinearRequest
 from ..discovery.kernels import Kernel
@@ -32,7 +32,7 @@ def cases(schemes: Sequence[str], sizes: Iterable[tuple[int, int]], device: Any,
     """A case per scheme and size (N, K). Raises `UnsupportedError` where nobody serves one."""
     pairs = [(scheme, n, k) for n, k in sizes for scheme in schemes or MEASURED]
     asked = [(scheme, plain_request(scheme, device=device, n=n, k=k, dtype=dtype)) for scheme, n, k in pairs]
-    return [_case(scheme, request) for scheme, request in asked if isinstance(request, LinearRequest)]
+    return [_case(scheme, cast("LinearRequest", request)) for scheme, request in asked]
 
 
 def _case(scheme: str, request: LinearRequest) -> Case:

@@ -6,7 +6,7 @@ trace (``torch.compile``) an x that wants one is an error. Sources of the conven
 ``xla::quantized_matmul``, the torchao RFC's ``bf16i4bf16_rowwise``, and ExecuTorch's Vulkan ops.
 """
 
-# ruff: noqa: A002, ARG001 - a fake has the arguments of its op, and those have the names of the systems that they come from
+# ruff: noqa: A002, ARG001 - a fake has its op's arguments, which are named as in those systems
 
 from __future__ import annotations
 
