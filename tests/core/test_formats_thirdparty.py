@@ -174,7 +174,12 @@ def test_a_good_layout_of_a_third_party_serves_and_compiles(installed):
     assert qcore.formats.registered_layouts()["nibbles"] == (layout, "chip")
 
 
-@pytest.mark.parametrize("dtypes", [("int2",), (), None, (["int4"],), "int4"])
+@pytest.mark.parametrize("dtypes", [(), None, (["int4"],), "int4"])
 def test_dtypes_that_are_no_tuple_of_known_names(installed, dtypes):
-    with pytest.raises(FormatError, match="dtypes is a tuple of int4 and int8"):
+    with pytest.raises(FormatError, match="dtypes is a tuple of names"):
         layouts.register_layout(broken(dtypes=dtypes))
+
+
+def test_dtypes_that_no_element_has(installed):
+    with pytest.raises(FormatError, match="unknown element type 'int2'"):
+        layouts.register_layout(broken(dtypes=("int2",)))

@@ -162,7 +162,7 @@ class TestValidation:
             ({"zero": torch.zeros(2, 3, dtype=torch.int8)}, r"\(3, 3\)"),
             ({"zero": torch.full((3, 3), 8, dtype=torch.int8)}, r"zero points span 8..8; int4 codes allow -8..7"),
             ({"zero": torch.full((3, 3), -9, dtype=torch.int8)}, "span -9..-9"),
-            ({"shape": (3, 77, 1)}, r"shape \(N, K\)"),
+            ({"shape": (3, 77, 1, 1)}, r"shape \(N, K\)"),
             ({"shape": (-3, 77)}, r"\(-3, 39\)"),
             ({"shape": (3, 80)}, "data has dtype"),
             ({"format": Format("int4", 32)}, "zero NONE, but a zero point was given"),

@@ -123,7 +123,7 @@ class TestErrors:
     def test_list_what_is_possible(self, text):
         with pytest.raises(FormatError, match="cannot read the scheme") as caught:
             Scheme.parse(text)
-        assert "[-gGROUP] [-asym|-fzp] [-aasym|-static" in str(caught.value)
+        assert "[-gGROUP] [-asym|-fzp] [-e8m0|-e4m3|-e4m3d] [-aasym|-static" in str(caught.value)
         assert all(scheme in str(caught.value) for scheme in SCHEMES)
         assert len(str(caught.value).splitlines()) <= 4 or text == "w8a8\n"
 

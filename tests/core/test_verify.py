@@ -236,5 +236,5 @@ def test_difference_names_what_differs():
     qt = qcore.quantize(torch.randn(4, 8), "int4-g4")
     assert verification.difference(qt, qt) == ""
     assert verification.difference(None, qt) == "a NoneType instead of a QTensor"
-    assert verification.difference(qt._with(scale=qt.scale * 2), qt) == "scale differs"
+    assert verification.difference(qt.derived(scale=qt.scale * 2), qt) == "scale differs"
     assert verification.difference(qt.narrow(0, 0, 2), qt) == "int4-g4/plain (2, 8) instead of int4-g4/plain (4, 8)"

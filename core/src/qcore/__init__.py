@@ -34,7 +34,7 @@ from .errors import (
     QcoreWarning,
     UnsupportedError,
 )
-from .formats import PLAIN, PLAIN_INT32, Format, Layout, ZeroPoint, grouped_int4
+from .formats import PLAIN, PLAIN_INT32, Element, Format, Layout, ScaleType, ZeroPoint, grouped_int4
 from .formats import find_layout as _find_layout
 from .functional import conv2d, embedding, linear
 from .functional import torch_ops as _ops  # noqa: F401 - registers torch.ops.qcore
@@ -64,6 +64,7 @@ __all__ = [
     "Conv2dRequest",
     "Decision",
     "DynamicInt8",
+    "Element",
     "EmbeddingRequest",
     "Format",
     "FormatError",
@@ -80,6 +81,7 @@ __all__ = [
     "Rank",
     "Refusal",
     "Report",
+    "ScaleType",
     "Scheme",
     "StaticInt8",
     "Unavailable",
@@ -116,4 +118,4 @@ def __getattr__(name: str) -> _Any:
 
 
 # What torch.load(weights_only=True) may build: a QTensor and what it is made of.
-_torch.serialization.add_safe_globals([QTensor, Format, ZeroPoint, _find_layout, _torch.Size])
+_torch.serialization.add_safe_globals([QTensor, Format, ScaleType, ZeroPoint, _find_layout, _torch.Size])

@@ -21,7 +21,7 @@ from .contracts import (
 )
 from .contracts.conv2d import check_image, convolved_size, laid_out_like, output_size
 from .contracts.embedding import check_indices
-from .contracts.refusals import FLOATS, AnyRequest, why_not_dtypes, why_not_empty
+from .contracts.refusals import FLOATS, AnyRequest, why_not_dtypes, why_not_empty, why_not_encoding
 from .discovery.hardware import Hardware, installed_version, on_pci, word
 from .discovery.hookspecs import hookimpl
 from .discovery.kernels import (
@@ -123,6 +123,7 @@ __all__ = [
     "runs_now",
     "why_not_dtypes",
     "why_not_empty",
+    "why_not_encoding",
     "word",
     "write_record",
 ]

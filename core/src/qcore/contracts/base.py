@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, ZeroPoint
-from ..weights.activations import DynamicInt8, OutputInt8, StaticInt8, dynamic_parameters
+from ..weights.activations import (
+    FP8_MAX,
+    DynamicFP8,
+    DynamicInt8,
+    FP8Activation,
+    OutputInt8,
+    StaticFP8,
+    StaticInt8,
+    dynamic_parameters,
+    fp8_scale,
+    quantize_fp8,
+)
 from ..weights.qtensor import QTensor, dequantize_codes
 from ..weights.schemes import Scheme
 
@@ -210,20 +221,23 @@ def exact_weight(weight: QTensor) -> Tensor:
 def weight_magnitude(weight: QTensor) -> Tensor:
     """``(|q| + |z|) * s`` (or ``|q| s + |z|``) in float64: what the rounding errors of a kernel are relative to."""
     k = weight.shape[1]
-    scale, zero = weight.scale.double().abs(), weight.integer_zero()
+    scale, zero = weight.scales(torch.float64).abs(), weight.integer_zero()
     added = weight.zero.double().abs() if weight.format.zero is ZeroPoint.FLOAT and weight.zero is not None else None
     minus = None if zero is None else -zero.double().abs()
-    return dequantize_codes(weight.codes().double().abs(), scale, minus, added, weight.format.group(k))
+    return dequantize_codes(weight.values().double().abs(), scale, minus, added, weight.format.group(k))
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Exactly quantized activations of shape ``(rows, K)``: codes and zero point as float64 whole numbers."""
+    """Exactly quantized activations of shape ``(rows, K)``: codes (or fp8 values) and zero point in float64.
+
+    ``slack``: how far a code may be from ``codes``, in its own unit: near a tie the distance to the next code, else 0.
+    """
 
     codes: Tensor
     scale: Tensor
     zero: Tensor
-    near_tie: Tensor
+    slack: Tensor
 
     def values(self) -> Tensor:
         return (self.codes - self.zero) * self.scale
@@ -234,20 +248,33 @@ def quantize_rows(problem: Problem, rows: Tensor) -> Quantized | None:
     activation = problem.request.activation
     if activation is None:
         return None
+    if isinstance(activation, (DynamicFP8, StaticFP8)):
+        return _quantize_fp8_rows(activation, rows)
     if isinstance(activation, DynamicInt8):
         scale, zero = dynamic_parameters(rows, activation.symmetric)
     else:
         scale, zero = _given_parameters(activation, problem.given, "x", rows)
     z = torch.zeros_like(scale) if zero is None else zero
     if rows.dtype == torch.int8:
-        return Quantized(rows.double(), scale.double(), z.double(), torch.zeros(rows.shape, dtype=torch.bool))
+        return Quantized(rows.double(), scale.double(), z.double(), torch.zeros(rows.shape, dtype=torch.float64))
     steps = rows.float() / scale
     codes = (torch.round(steps) + z).clamp(-128, 127).double()
     near = _near_tie(steps)
     if activation == DynamicInt8(symmetric=False) and rows.shape[-1]:
         # A zero point that may round either way decides whether the outermost codes are clipped, by one step.
         near |= _near_tie(rows.float().amin(-1, keepdim=True).clamp_max(0) / scale) & (codes.abs() >= 127)
-    return Quantized(codes, scale.double(), z.double(), near)
+    return Quantized(codes, scale.double(), z.double(), near.double())
+
+
+def _quantize_fp8_rows(activation: FP8Activation, rows: Tensor) -> Quantized:
+    scale = fp8_scale(activation, rows).expand(rows.shape)
+    codes, ratio = quantize_fp8(rows, scale).double(), (rows.float() / scale).double()
+    # Neighbouring values differ by one unit of the last place: 3 bits of mantissa, and the smallest step is 2**-9.
+    step = torch.exp2(torch.floor(torch.log2(ratio.abs().clamp_min(2.0**-6))) - 3)
+    near = ((ratio.abs() / step - torch.floor(ratio.abs() / step)) - 0.5).abs() < _NEAR_TIE
+    # Either side of a tie is off by up to one step from the other; beyond the largest value there is no tie.
+    slack = torch.where(near & (ratio.abs() < FP8_MAX), step, 0.0)
+    return Quantized(codes, scale.double(), torch.zeros_like(codes), slack)
 
 
 def _near_tie(steps: Tensor) -> Tensor:
@@ -283,7 +310,7 @@ def product_error(problem: Problem, rows: Tensor, dense: Tensor, magnitude: Tens
         narrow = 4 * ROUNDING[rows.dtype] * ((values**2) @ (magnitude**2).t()).sqrt()
         return narrow + _FLOAT32_SUM * (values.abs() @ magnitude.t())
     sums = ((quantized.codes.abs() + quantized.zero.abs()) * quantized.scale) @ magnitude.t()
-    ties = (quantized.near_tie.double() * quantized.scale) @ dense.abs().t()
+    ties = (quantized.slack * quantized.scale) @ dense.abs().t()
     return _FLOAT32_SUM * sums + ties
 
 

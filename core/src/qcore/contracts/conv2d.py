@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from ..formats import Format
-from ..weights.activations import Activation, OutputInt8, StaticInt8
+from ..weights.activations import Activation, DynamicFP8, OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import QTensor, contiguous
 from ..weights.schemes import Scheme
 from .base import (
@@ -117,6 +117,11 @@ class Conv2dRequest:
         return replace(self, training=False)
 
 
+def _has_convolution(scheme: Scheme) -> bool:
+    """Parameters per token and fp8 activations are for `linear` alone."""
+    return not _per_token(scheme) and not isinstance(scheme.activation, (DynamicFP8, StaticFP8))
+
+
 def _per_token(asked: Conv2dRequest | Scheme) -> bool:
     return any(getattr(part, "per_token", False) for part in (asked.activation, asked.output))
 
@@ -190,7 +195,9 @@ class Conv2dContract(Contract):
 
     def cases(self, schemes: Iterable[Scheme], dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
         dtypes = tuple(dtypes)
-        for scheme in (s for s in schemes if not _per_token(s)):
+        for scheme in (
+            s for s in schemes if not _per_token(s) and not isinstance(s.activation, (DynamicFP8, StaticFP8))
+        ):
             for dtype in dtypes:
                 for shape in _SHAPES:
                     yield self._case(scheme, dtype, shape)

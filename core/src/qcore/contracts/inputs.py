@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..formats import Format, ZeroPoint
-from ..weights.activations import OutputInt8, StaticInt8
+from ..formats import Element, Format, ScaleType, ZeroPoint
+from ..weights.activations import OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
@@ -46,7 +46,7 @@ class Shape:
     k: int
     bias: Literal["none", "same", "float32"] = "none"
     strides: Literal["dense", "columns", "rows", "expanded"] = "dense"
-    weights: Literal["skewed", "codes", "zeros", "tiny", "narrow"] = "skewed"
+    weights: Literal["skewed", "codes", "zeros", "tiny", "narrow", "signed"] = "skewed"
     inputs: Literal["normal", "large", "zero-rows", "outliers", "spikes"] = "normal"
     parts: Parts = "dense"
 
@@ -70,14 +70,16 @@ class Draw:
         activation, output = scheme.activation, scheme.output
         if isinstance(activation, StaticInt8) and not activation.is_given:
             activation = StaticInt8(0.021, int(self.whole(-40, 40)))
+        if isinstance(activation, StaticFP8) and not activation.is_given:
+            activation = StaticFP8(0.0071)
         if output is not None and not output.is_given:
             output = OutputInt8(0.05, int(self.whole(-20, 20)))
         return replace(scheme, activation=activation, output=output)
 
     def weight(self, n: int, k: int, fmt: Format, kind: str = "skewed", quantizer: str = "") -> QTensor:
         """A quantized weight whose values lean to one side by group, so that a wrong zero point shows at once."""
-        if kind == "codes":
-            return self._codes(n, k, fmt)
+        if kind in ("codes", "signed"):
+            return self._codes(n, k, fmt, signed=kind == "signed")
         lean = self.normal(n, 1) * 0.03 + 0.04
         dense = self.normal(n, k) * 0.05 + lean
         if kind == "zeros":
@@ -89,16 +91,35 @@ class Draw:
         narrow = torch.bfloat16 if kind == "narrow" else torch.float32
         return quantize(dense, fmt, fast if quantizer in ("", "mse", "gptq") else quantizer, scale_dtype=narrow)
 
-    def _codes(self, n: int, k: int, fmt: Format) -> QTensor:
-        low, high = fmt.code_range
-        codes, groups = self.whole(low, high, n, k).to(torch.int8), (fmt.groups(k), n)
+    def _codes(self, n: int, k: int, fmt: Format, *, signed: bool = False) -> QTensor:
+        """Every code there is, drawn evenly; ``signed``: with scales of either sign, as GGUF files have them."""
+        element, groups = fmt.element, (fmt.groups(k), n)
+        codes = self._some_codes(element, n, k)
         scale = torch.rand(*groups, generator=self.generator, dtype=torch.float32) * 0.01 + 0.001
+        if signed:
+            scale *= self.whole(0, 1, *groups) * 2 - 1
+        scale /= max(1.0, element.value_range[1] / 127)  # as large as an int8 weight
         zero = None
         if fmt.zero is ZeroPoint.INT:
-            zero = self.whole(low, high, *groups).to(torch.int8)
+            zero = self.whole(*fmt.code_range, *groups).to(torch.int8)
         elif fmt.zero is ZeroPoint.FLOAT:
             zero = self.normal(*groups) * 0.05
-        return QTensor.from_codes(codes, scale, zero, fmt)
+        if fmt.scale is ScaleType.E8M0:
+            return QTensor.from_codes(codes, self.whole(110, 122, *groups).to(torch.uint8), zero, fmt)
+        if not fmt.scale.has_global:
+            return QTensor.from_codes(codes, scale, zero, fmt)
+        fraction = (scale * 1e4).to(torch.float8_e4m3fn)
+        factor = torch.tensor(1e-4 if fmt.scale is ScaleType.E4M3 else 1e4)
+        return QTensor.from_codes(codes, fraction, zero, fmt, global_scale=factor)
+
+    def _some_codes(self, element: Element, *shape: int) -> Tensor:
+        """Codes whose values are finite."""
+        low, high = element.code_range
+        if not element.has_invalid_codes:
+            return self.whole(low, high, *shape).to(element.code_dtype)
+        every = torch.arange(low, high + 1).to(element.code_dtype)
+        usable = every[torch.isfinite(element.decode(every))]
+        return usable[self.whole(0, len(usable) - 1, *shape)]
 
     def activations(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str, strides: str) -> Tensor:
         """Draw x of ``shape``; its last dimension is K. Leans to one side too, so that a dropped correction shows."""
@@ -154,12 +175,12 @@ def _without_column(weight: QTensor, column: int) -> QTensor:
     An error that follows the largest value of a row shows, as nothing in the tolerance comes from that value.
     """
     codes = weight.codes().clone()
-    codes[:, column] = 0
+    codes[:, column] = weight.format.element.zero_code or 0
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
     if zero is not None:
         zero = zero.clone()
         zero[column // weight.format.group(weight.shape[1])] = 0
-    return QTensor.from_codes(codes, weight.scale, zero, weight.format)
+    return QTensor.from_codes(codes, weight.scale, zero, weight.format, global_scale=weight.global_scale)
 
 
 def laid_out(problem: Problem, parts: Parts) -> Problem:
@@ -172,7 +193,7 @@ def laid_out(problem: Problem, parts: Parts) -> Problem:
     tensors = {name: place(t) if name != "data" else _strided(t) for name, t in weight.tensors().items()}
     return replace(
         problem,
-        weight=QTensor(tensors["data"], tensors["scale"], tensors.get("zero"), weight.shape, weight.format),
+        weight=weight.derived(**tensors, quantizer=None),
         bias=None if bias is None else place(bias),
         given={name: place(value) for name, value in problem.given.items()},
     )
@@ -180,6 +201,8 @@ def laid_out(problem: Problem, parts: Parts) -> Problem:
 
 def _strided(t: Tensor) -> Tensor:
     """The same values transposed in memory, with their complements between them."""
+    if t.dtype == torch.float8_e4m3fn:  # which torch neither negates nor stacks everywhere
+        return _strided(t.view(torch.uint8)).view(t.dtype)
     across = t.t() if t.dim() == 2 else t
     between = -across if t.is_floating_point() else ~across
     apart = torch.stack((across, between), dim=-1)[..., 0]

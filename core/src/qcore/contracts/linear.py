@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..weights.activations import Activation, OutputInt8, StaticInt8
+from ..weights.activations import Activation, DynamicInt8, OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .base import (
@@ -53,7 +53,8 @@ class LinearRequest:
 
     def signature(self) -> tuple[Any, ...]:
         """What a verdict on a kernel depends on: everything but the device, the exact sizes and given numbers."""
-        activation = self.activation.blank() if isinstance(self.activation, StaticInt8) else self.activation
+        static = isinstance(self.activation, (StaticInt8, StaticFP8))
+        activation = self.activation.blank() if static else self.activation  # type: ignore[union-attr]
         output = self.output and self.output.blank()
         form = (small_n(self.n), small_k(self.k, self.weight))
         return (self.contract, self.x_dtype, self.out_dtype, str(self.weight), activation, output, self.bias, form)
@@ -83,6 +84,8 @@ _SHAPES: tuple[Shape, ...] = (
     Shape("strided-rows", (6,), 16, 64, strides="rows"),
     Shape("strided-odd", (6,), 16, 77, strides="columns"),
     Shape("extreme-codes", (5,), 20, 160, weights="codes"),
+    Shape("signed-scales", (5,), 20, 160, weights="signed"),
+    Shape("signed-scales-rows", (65,), 32, 256, weights="signed"),
     Shape("zero-groups", (4,), 16, 256, weights="zeros"),
     Shape("tiny-scales", (4,), 16, 128, weights="tiny"),
     Shape("narrow-scales", (4,), 16, 128, weights="narrow"),
@@ -115,6 +118,8 @@ class LinearContract(Contract):
       products are worth: one that is far above the others changes nothing where its weight is 0.
     - Int8 activations: ``A(x) = s_x (q_x - z_x)`` per token. Exact int32 accumulation of the codes per group;
       scales and zero-point corrections in float32.
+    - Fp8 activations: ``A(x) = s_x q_x`` with ``q_x = e4m3(x / s_x)``, saturating at 448. Products of e4m3 values are
+      exact in float32; they are accumulated in float32 or better.
     - The bias is added before the single rounding to ``out_dtype``.
     - Int8 output: ``clamp(round(y / s) + z, -128, 127)``, half to even, one code of tolerance.
     - Errors: a last dimension of x other than K, a bias of another shape.
@@ -143,7 +148,8 @@ class LinearContract(Contract):
 
     def cases(self, schemes: Iterable[Scheme], dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
         schemes, dtypes = tuple(schemes), tuple(dtypes)
-        given = _TOKEN_SCHEMES if any(scheme.activation for scheme in schemes) else ()
+        int8 = any(isinstance(scheme.activation, (DynamicInt8, StaticInt8)) for scheme in schemes)
+        given = _TOKEN_SCHEMES if int8 else ()
         for scheme in dict.fromkeys((*schemes, *map(Scheme.parse, given))):
             for dtype in dtypes:
                 for shape in _SHAPES:

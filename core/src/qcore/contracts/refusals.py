@@ -6,7 +6,8 @@ from typing import TypeAlias
 
 import torch
 
-from ..weights.activations import StaticInt8
+from ..formats import ScaleType
+from ..weights.activations import DynamicFP8, StaticFP8, StaticInt8
 from .conv2d import Conv2dRequest
 from .embedding import EmbeddingRequest
 from .linear import LinearRequest
@@ -21,6 +22,22 @@ def why_not_empty(request: AnyRequest) -> str:
     """Why a weight without elements is refused; empty for any other."""
     if request.n < 1 or request.k < 1:
         return f"a weight of shape {(request.n, request.k)} holds nothing to compute with; torch ops serve it."
+    return ""
+
+
+def why_not_encoding(request: AnyRequest, elements: tuple[str, ...] = ("int4", "int8")) -> str:
+    """Why a request is refused for the element of its weight, the type of its scales, or fp8 activations.
+
+    For plugins whose kernels know ``elements`` with float scales: elements are open, and new ones may come. Empty if
+    there is nothing against the request.
+    """
+    weight = request.weight
+    if weight.dtype not in elements:
+        return f"{weight.dtype} weights have no kernel here, {' and '.join(elements)} have; torch ops run this layer."
+    if weight.scale is not ScaleType.FLOAT:
+        return f"scales of type {weight.scale.value} have no kernel here; torch ops run this layer."
+    if isinstance(getattr(request, "activation", None), (DynamicFP8, StaticFP8)):
+        return "fp8 activations have no kernel here; torch ops run this layer."
     return ""
 
 

@@ -153,10 +153,14 @@ def some_rows(weight: QTensor, rows: Tensor) -> QTensor:
     """The weight made of ``rows`` (int64 positions) of another one, on CPU."""
     zero = None if weight.zero is None else _take(weight.zero, 1, rows).cpu()
     data, scale = _take(weight.data, 0, rows).cpu(), _take(weight.scale, 1, rows).cpu()
-    return QTensor(data, scale, zero, (len(rows), weight.shape[1]), weight.format, weight.quantizer)
+    order, factor = (None if t is None else t.cpu() for t in (weight.order, weight.global_scale))
+    shape = (len(rows), weight.shape[1])
+    return QTensor(data, scale, zero, shape, weight.format, weight.quantizer, order, factor)
 
 
 def _take(tensor: Tensor, dim: int, at: Tensor) -> Tensor:
+    if tensor.dtype == torch.float8_e4m3fn:  # index_select knows no float8
+        return _take(tensor.view(torch.uint8), dim, at).view(tensor.dtype)
     return tensor.index_select(dim, at.to(tensor.device))
 
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..weights.activations import INT8_MAX, INT8_MIN, Activation, DynamicInt8, dynamic_parameters
+from ..weights.activations import INT8_MAX, INT8_MIN, DynamicInt8, Int8Activation, dynamic_parameters
 from .integer import Given, Parameter, parameters
 from .onednn import OFFSET
 
@@ -22,7 +22,7 @@ _LARGE = 2.0**96
 _ROUND_BYTE = 1.5 * 2.0**23 + OFFSET
 
 
-def quantized(activation: Activation, x: Tensor, given: Given) -> tuple[Tensor, Parameter, Parameter | None]:
+def quantized(activation: Int8Activation, x: Tensor, given: Given) -> tuple[Tensor, Parameter, Parameter | None]:
     """Codes of x ``(..., K)`` as float32, their scale and zero point (None where there is none)."""
     values = x.float()
     scale: Parameter

@@ -139,7 +139,9 @@ def _pieces(x: Tensor, given: Given) -> list[tuple[Tensor, Given]]:
 def kernel(request: LinearRequest) -> CpuInt8Activations | None:
     """The kernel for ``request``, None where there is none."""
     fmt, activation = request.weight, request.activation
-    if request.device.type != "cpu" or not (request.n and request.k) or activation is None:
+    if request.device.type != "cpu" or not (request.n and request.k):
+        return None
+    if not isinstance(activation, (DynamicInt8, StaticInt8)):
         return None
     if not onednn.is_exact(fmt.bits):
         return None

@@ -11,6 +11,12 @@ from ..discovery.kernels import Packed
 from .weights import NeutralKernel
 
 
+def _columns(scale: Tensor, indices: Tensor) -> Tensor:
+    if scale.dtype == torch.float8_e4m3fn:  # index_select knows no float8
+        return scale.view(torch.uint8).index_select(1, indices).view(scale.dtype)
+    return scale.index_select(1, indices)
+
+
 class PlainEmbedding(NeutralKernel):
     """`embedding` in plain torch ops: int32 or int64 indices of any shape to ``(*indices.shape, D)``."""
 
@@ -31,7 +37,7 @@ class PlainEmbedding(NeutralKernel):
 
     def _gather(self, x: Tensor, packed: Packed) -> Tensor:
         indices, zero = x.reshape(-1), packed.get("zero")
-        data, scale = packed["data"].index_select(0, indices), packed["scale"].index_select(1, indices)
+        data, scale = packed["data"].index_select(0, indices), _columns(packed["scale"], indices)
         zero = None if zero is None else zero.index_select(1, indices)
-        rows = self.reader.in_order(self.reader.dense(data, scale, zero, self.out_dtype))
+        rows = self.reader.in_order(self.reader.dense(data, scale, zero, self.out_dtype, packed.get("global_scale")))
         return rows.reshape(*x.shape, self.k)

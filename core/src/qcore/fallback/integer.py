@@ -15,8 +15,8 @@ from ..formats import Format, ZeroPoint
 from ..weights.activations import (
     INT8_MAX,
     INT8_MIN,
-    Activation,
     DynamicInt8,
+    Int8Activation,
     OutputInt8,
     StaticInt8,
     dynamic_parameters,
@@ -46,7 +46,7 @@ def parameters(part: StaticInt8 | OutputInt8, given: Given, prefix: str) -> tupl
     return float(part.scale if part.scale is not None else 1.0), float(part.zero_point)
 
 
-def centred_activations(activation: Activation, x: Tensor, given: Given) -> tuple[Tensor, Parameter]:
+def centred_activations(activation: Int8Activation, x: Tensor, given: Given) -> tuple[Tensor, Parameter]:
     """Quantize x ``(..., K)``: ``q - z``, whole numbers in float32, and the scale ``(..., 1)`` or a number."""
     zero: Parameter | None
     scale: Parameter
@@ -62,7 +62,7 @@ def centred_activations(activation: Activation, x: Tensor, given: Given) -> tupl
     return (codes + zero).clamp(INT8_MIN, INT8_MAX) - zero, scale
 
 
-def activation_bound(activation: Activation) -> int:
+def activation_bound(activation: Int8Activation) -> int:
     """The largest size of a centred activation code."""
     symmetric = activation.symmetric if isinstance(activation, DynamicInt8) else False
     return 128 if symmetric else 255

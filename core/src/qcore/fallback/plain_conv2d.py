@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..contracts import Conv2dRequest
 from ..contracts.conv2d import Pair, check_image, convolved_size, im2col, kernel_shape, output_size
 from ..discovery.kernels import Packed
-from ..weights.activations import DynamicInt8
+from ..weights.activations import DynamicInt8, StaticInt8
 from ..weights.qtensor import contiguous
 from .integer import activation_bound, centred_activations, finish, integer_product
 from .ops import op
@@ -61,17 +61,18 @@ class PlainConv2d(NeutralKernel):
 
     def _kernel(self, x: Tensor, packed: Packed) -> Tensor:
         """The dense weight ``(OC, IC/groups, KH, KW)``, in the memory format of x."""
-        dense = torch.cat([self._rows(*chunk) for chunk in self.reader.chunks(packed)])
+        factor = packed.get("global_scale")
+        dense = torch.cat([self._rows(*chunk, factor) for chunk in self.reader.chunks(packed)])
         kernel = dense.view(kernel_shape(self.request)).permute(0, 3, 1, 2)
         last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         return kernel if last else contiguous(kernel)
 
-    def _rows(self, data: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        return self.reader.in_order(self.reader.dense(data, scale, zero, self.compute))
+    def _rows(self, data: Tensor, scale: Tensor, zero: Tensor | None, global_scale: Tensor | None) -> Tensor:
+        return self.reader.in_order(self.reader.dense(data, scale, zero, self.compute, global_scale))
 
     def _integer(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         r = self.request
-        assert r.activation is not None
+        assert isinstance(r.activation, (DynamicInt8, StaticInt8))
         if isinstance(r.activation, DynamicInt8):
             codes, scale = centred_activations(r.activation, columns(x.float(), r), {})
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from ..contracts import LinearRequest
 from ..discovery.kernels import Packed, RowsKernel
 from ..formats import ZeroPoint
+from ..weights.activations import DynamicFP8, DynamicInt8, StaticFP8, StaticInt8, fp8_scale, quantize_fp8
 from .integer import activation_bound, centred_activations, finish, integer_product, joined
 from .weights import NeutralKernel, autocast_kind
 
@@ -38,7 +40,16 @@ class PlainLinear(NeutralKernel, RowsKernel):
         # Scaling the result is cheaper, and codes are exact in bfloat16 where a scaled weight is not; but their
         # products would overflow float16.
         one_scale = self.reader.groups == 1 and self.format.zero is not ZeroPoint.FLOAT
-        self.scale_after = one_scale and self.compute != torch.float16
+        self.scale_after = one_scale and self.compute != torch.float16 and self._exact_values()
+        if isinstance(self.activation, (DynamicFP8, StaticFP8)):
+            self.compute = torch.float64 if request.x_dtype == torch.float64 else torch.float32
+
+    def _exact_values(self) -> bool:
+        """Whether the values of all codes are exact in the dtype of the product."""
+        if self.format.element.values is None:
+            return True
+        table = torch.tensor([v for v in self.format.element.values if math.isfinite(v)], dtype=torch.float32)
+        return bool((table.to(self.compute).float() == table).all())
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         if self.autocast and torch.is_autocast_enabled(self.autocast):
@@ -46,6 +57,9 @@ class PlainLinear(NeutralKernel, RowsKernel):
                 return self.run(x, packed, bias, **given)
         if self.activation is None:
             return self._float(x, packed, bias)
+        if isinstance(self.activation, (DynamicFP8, StaticFP8)):
+            scale = fp8_scale(self.activation, x)
+            return self._float(quantize_fp8(x, scale).to(self.compute) * scale.to(self.compute), packed, bias)
         return self._integer(x, packed, bias, given)
 
     def _float(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -57,7 +71,7 @@ class PlainLinear(NeutralKernel, RowsKernel):
             return joined([F.linear(x, w, next(biases)) for w in self._dense(packed)]).to(self.out_dtype)
         y = joined([F.linear(x, w) for w in self._dense(packed)])
         if self.scale_after:
-            y = y.to(wide) * packed["scale"].to(wide)
+            y = y.to(wide) * self.reader.scales(packed["scale"], packed.get("global_scale"), wide)
         if bias is not None:
             y = y.to(wide) + bias.to(wide)
         return y.to(self.out_dtype)
@@ -68,10 +82,10 @@ class PlainLinear(NeutralKernel, RowsKernel):
             if self.scale_after:
                 yield self.reader.centred(data, zero, self.compute).flatten(1)[:, : self.k]
             else:
-                yield self.reader.dense(data, scale, zero, self.compute)
+                yield self.reader.dense(data, scale, zero, self.compute, packed.get("global_scale"))
 
     def _integer(self, x: Tensor, packed: Packed, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
-        assert self.activation is not None
+        assert isinstance(self.activation, (DynamicInt8, StaticInt8))
         codes, scale = centred_activations(self.activation, self.reader.reorder(x), given)
         y = integer_product(self.reader, codes.unsqueeze(0), packed, activation_bound(self.activation)).squeeze(0)
         return finish(y, scale, bias, self.output, self.out_dtype, given)

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
+from ..contracts.refusals import why_not_encoding
 from ..discovery.hookspecs import hookimpl
 from ..discovery.kernels import FALLBACK, Available, Offer
 from . import cpu_conv2d, cpu_int8, cpu_int8pack, cpu_w4a16, cpu_w8a16
@@ -45,6 +46,8 @@ def qcore_embedding(request: EmbeddingRequest) -> list[Offer]:
 @lru_cache(maxsize=1024)
 def _linear(request: LinearRequest) -> tuple[Offer, ...]:
     offers = [Offer(PlainLinear(request), FALLBACK, _NOTE)]
+    if why_not_encoding(request):  # what follows knows integer codes alone
+        return tuple(offers)
     int8pack = cpu_int8pack.kernel(request)
     if int8pack is not None:
         offers.insert(0, Offer(int8pack, FALLBACK + 15, "ATen int8 product; from 24 rows on dequantized in the cache"))
@@ -59,5 +62,6 @@ def _linear(request: LinearRequest) -> tuple[Offer, ...]:
 
 @lru_cache(maxsize=1024)
 def _conv2d(request: Conv2dRequest) -> tuple[Offer, ...]:
-    plain, fast = Offer(PlainConv2d(request), FALLBACK, _NOTE), cpu_conv2d.kernel(request)
+    plain = Offer(PlainConv2d(request), FALLBACK, _NOTE)
+    fast = None if why_not_encoding(request) else cpu_conv2d.kernel(request)
     return (plain,) if fast is None else (Offer(fast, FALLBACK + 10, "oneDNN int8 convolution, exact"), plain)

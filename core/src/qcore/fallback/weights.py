@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..discovery.kernels import Kernel, Packed, check_weight
-from ..formats import PLAIN, PLAIN_INT32, Format, ZeroPoint
-from ..formats.bits import unpack_nibbles
+from ..formats import PLAIN, PLAIN_INT32, Format, ZeroPoint, effective_scale
+from ..formats.bits import unpack_nibbles, unpack_unsigned_nibbles
 from ..weights.qtensor import QTensor
 
 _CACHED = 1 << 20
@@ -20,10 +20,13 @@ _FEWEST_ROWS = 64
 """Below this many output rows a matrix product runs at a fraction of its speed."""
 
 
+_NIBBLE = 4
+
+
 class WeightReader:
     """Decodes rows of a neutral weight of ``format`` and width ``k``, in an order of K that is cheap to decode.
 
-    Two int4 codes share a byte. Putting them side by side costs a slow interleaving store per weight, so a plain int4
+    Two 4-bit codes share a byte. Putting them side by side costs a slow interleaving store per weight, so such a
     weight is read as all even columns of a group, then all odd ones; `reorder` brings x into the same order.
     """
 
@@ -31,7 +34,9 @@ class WeightReader:
         self.format, self.k = format, k
         self.groups, self.group = format.groups(k), format.group(k) if k else 0
         self.padding = self.groups * self.group - k
-        unit = {PLAIN: 2, PLAIN_INT32: 8}.get(format.layout, 0) if format.dtype == "int4" else 0
+        self.element = format.element
+        nibbles = self.element.container_bits == _NIBBLE
+        unit = {PLAIN: 2, PLAIN_INT32: 8}.get(format.layout, 0) if nibbles else 0
         self.halves = unit > 0 and k > 0 and k % unit == 0 and self.group % 2 == 0 and not self.padding
 
     def reorder(self, x: Tensor) -> Tensor:
@@ -48,12 +53,16 @@ class WeightReader:
         return weight.view(-1, self.groups, 2, self.group // 2).transpose(-1, -2).reshape(weight.shape)
 
     def codes(self, data: Tensor) -> Tensor:
-        """The codes of some rows, int8 ``(rows, G, g)``; a ragged last group is filled with code 0."""
+        """The codes of some rows, ``(rows, G, g)``: int8 of integers, uint8 of tables.
+
+        A ragged last group is filled with code 0, whose value need not be 0: x is 0 there.
+        """
         n = data.shape[0]
         if self.halves:
             offset_binary = self.format.layout is PLAIN_INT32
             data = data.contiguous().view(torch.uint8) ^ 0x88 if offset_binary else data
-            halves = [part.view(n, self.groups, self.group // 2) for part in unpack_nibbles(data)]
+            unpack = unpack_nibbles if self.element.is_integer else unpack_unsigned_nibbles
+            halves = [part.view(n, self.groups, self.group // 2) for part in unpack(data)]
             return torch.stack(halves, dim=2).view(n, self.groups, self.group)
         codes = self.format.codec.decode(data, self.k)
         if self.padding:
@@ -61,19 +70,32 @@ class WeightReader:
         return codes.reshape(n, self.groups, self.group)
 
     def centred(self, data: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Codes minus their integer zero points, ``(rows, G, g)``: whole numbers up to 255, exact in any float dtype.
+        """Values of codes minus their integer zero points, ``(rows, G, g)``.
 
-        The filling of a ragged group holds minus the zero point.
+        Those of integers are whole numbers up to 255, exact in any float dtype. The filling of a ragged group holds
+        minus the zero point.
         """
-        values = self.codes(data).to(dtype)
+        values = self.element.decode(self.codes(data), dtype)
         if zero is not None and self.format.zero is ZeroPoint.INT:
             values = values - self.format.codec.decode_zero(zero).t().to(dtype).unsqueeze(-1)
         return values
 
-    def dense(self, data: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def scales(self, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The numbers that stored scales ``(G, rows)`` stand for; see `effective_scale`."""
+        return effective_scale(self.format.scale, scale, global_scale, dtype)
+
+    def dense(
+        self,
+        data: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        dtype: torch.dtype,
+        global_scale: Tensor | None = None,
+    ) -> Tensor:
         """The weight ``(rows, K)``, computed in float32 (float64) and rounded once to ``dtype``."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
-        weight = self.centred(data, zero, compute) * scale.t().to(compute).unsqueeze(-1)
+        factors = self.scales(scale, global_scale, compute)
+        weight = self.centred(data, zero, compute) * factors.t().unsqueeze(-1)
         if zero is not None and self.format.zero is ZeroPoint.FLOAT:
             weight = weight + zero.t().to(compute).unsqueeze(-1)
         return weight.to(dtype).reshape(data.shape[0], self.groups * self.group)[:, : self.k]
@@ -112,7 +134,8 @@ class NeutralKernel(Kernel):
         return weight.tensors()
 
     def unpack(self, packed: Packed) -> QTensor:
-        return QTensor(packed["data"], packed["scale"], packed.get("zero"), (self.n, self.k), self.format)
+        shape, factor = (self.n, self.k), packed.get("global_scale")
+        return QTensor(packed["data"], packed["scale"], packed.get("zero"), shape, self.format, global_scale=factor)
 
 
 def autocast_kind(device: torch.device) -> str:

@@ -23,6 +23,11 @@ def unpack_nibbles(data: Tensor) -> tuple[Tensor, Tensor]:
     return _shifted(signed << 4), _shifted(signed)
 
 
+def unpack_unsigned_nibbles(data: Tensor) -> tuple[Tensor, Tensor]:
+    """The (low, high) nibbles of a uint8 tensor as they are, uint8 0 to 15."""
+    return data & 15, data >> 4
+
+
 def _shifted(signed: Tensor) -> Tensor:
     # On XLA tensors >> of a negative number divides, towards zero; this function shifts, but its result is wider.
     return torch.bitwise_right_shift(signed, 4).to(torch.int8)

@@ -1,9 +1,9 @@
 """What the bytes of a quantized weight mean: element type, groups, zero point and layout.
 
-A `Format` says everything needed to read the bytes back and never depends on a device. Codes are signed integers
-(int4: -8..7, int8: -128..127) of a logical weight of shape ``(N, K)`` = (output features, input features); each
-group of ``group_size`` consecutive codes along K shares a scale and, where there is one, a zero point, both of
-shape ``(G, N)`` with ``G = ceil(K / group_size)``.
+A `Format` says everything needed to read the bytes back and never depends on a device. Codes are those of an `Element`
+(int4: -8..7, int8: -128..127, tables such as fp8 and nf4: 0..2**bits - 1) of a logical weight of shape ``(N, K)`` =
+(output features, input features); each group of ``group_size`` consecutive codes along K shares a scale and, if the
+format has one, a zero point, both of shape ``(G, N)`` with ``G = ceil(K / group_size)``.
 
 A `Layout` says how codes become a tensor. Two are built in, `PLAIN` and `PLAIN_INT32`; plugins add more through
 the hook ``qcore_formats``.
@@ -16,18 +16,19 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import FormatError, did_you_mean, quoted
-from .elements import CODE_RANGE, ElementType
+from ..errors import FormatError, quoted
+from .elements import Element, ElementType, find_element
 from .layouts import PLAIN, Layout, _codec, find_layout
+from .scales import ScaleType
 
 
 class ZeroPoint(enum.Enum):
-    """How a group's zero point enters the weight ``w``, given its code ``q`` and scale ``s``."""
+    """How a group's zero point enters the weight ``w``, given the value ``q`` of its code and its scale ``s``."""
 
     NONE = "none"
     """``w = q * s``"""
     INT = "int"
-    """``w = (q - z) * s``, z int8 in the domain of the codes"""
+    """``w = (q - z) * s``, z int8 in the domain of the codes; for integer elements"""
     FLOAT = "float"
     """``w = q * s + z``, z in the scale's dtype"""
 
@@ -35,7 +36,10 @@ class ZeroPoint(enum.Enum):
 _ZERO_SUFFIX = {ZeroPoint.NONE: "", ZeroPoint.INT: "-asym", ZeroPoint.FLOAT: "-fzp"}
 
 
-_TEXT = re.compile(r"(?P<dtype>[a-z]+[0-9]+)(-g(?P<group>[0-9]{1,18}))?(-(?P<zero>asym|fzp))?(/(?P<layout>\w+))?")
+_TEXT = re.compile(
+    r"(?P<dtype>[a-z][a-z0-9_]*)(-g(?P<group>[0-9]{1,18}))?(-(?P<zero>asym|fzp))?"
+    r"(-(?P<scale>e8m0|e4m3d?))?(/(?P<layout>\w+))?"
+)
 
 
 def match_text(pattern: re.Pattern[str], text: object) -> re.Match[str] | None:
@@ -47,23 +51,22 @@ def match_text(pattern: re.Pattern[str], text: object) -> re.Match[str] | None:
 class Format:
     """The meaning of a quantized weight's bytes; ``str(format)`` is e.g. ``int4-g128-asym/plain``.
 
-    **Fields:** ``dtype``: ``"int4"`` or ``"int8"``. ``group_size``: codes along K that share a scale, None = one
-    group per output channel. ``zero``: see `ZeroPoint`. ``layout``: how the codes are stored.
+    **Fields:** ``dtype``: the name of an `Element`: ``"int4"``, ``"int8"``, ``"fp8"``, ``"fp4"``, ``"nf4"``, ...
+    ``group_size``: codes along K that share a scale, None = one group per output channel. ``zero``: see `ZeroPoint`.
+    ``layout``: how the codes are stored. ``scale``: how the scales are stored, see `ScaleType`.
 
-    Raises `FormatError` for an element type, group size or layout that qcore does not know.
+    Raises `FormatError` for an element type, group size or layout that qcore does not know, and for a zero point that
+    the element or the scale type cannot have.
     """
 
     dtype: ElementType
     group_size: int | None = None
     zero: ZeroPoint = ZeroPoint.NONE
     layout: Layout = field(default=PLAIN)
+    scale: ScaleType = ScaleType.FLOAT
 
     def __post_init__(self) -> None:
-        if self.dtype not in CODE_RANGE:
-            raise FormatError(
-                f"unknown element type {quoted(self.dtype)}; qcore knows {' and '.join(CODE_RANGE)}."
-                f"{did_you_mean(str(self.dtype), CODE_RANGE)}"
-            )
+        element = find_element(self.dtype)
         g = self.group_size
         if g is not None and (type(g) is not int or g < 1):
             raise FormatError(f"group_size is {g!r}; it must be a positive integer, or None for per-channel.")
@@ -71,6 +74,17 @@ class Format:
             raise FormatError(f"zero is {self.zero!r}; it must be a qcore.ZeroPoint.")
         if not isinstance(self.layout, Layout):
             raise FormatError(f"layout is {self.layout!r}; it must be a Layout such as qcore.PLAIN.")
+        if not isinstance(self.scale, ScaleType):
+            raise FormatError(f"scale is {self.scale!r}; it must be a qcore.ScaleType.")
+        if self.zero is ZeroPoint.INT and not element.is_integer:
+            raise FormatError(
+                f"{self.dtype} codes are no integers, so an integer zero point (-asym) means nothing to them.\n"
+                f"Use ZeroPoint.FLOAT (-fzp), or none."
+            )
+        if self.zero is ZeroPoint.FLOAT and self.scale is not ScaleType.FLOAT:
+            raise FormatError(
+                f"a float zero point (-fzp) has the dtype of a float scale; scales here are {self.scale.value}."
+            )
         _codec(self.layout, self.dtype)
 
     @classmethod
@@ -80,25 +94,33 @@ class Format:
         if match is None:
             raise FormatError(
                 f"cannot read the format {quoted(text)}.\n"
-                f"It is written int4|int8[-gGROUP][-asym|-fzp][/layout], for example int4-g128-asym/plain."
+                f"It is written ELEMENT[-gGROUP][-asym|-fzp][-e8m0|-e4m3|-e4m3d][/LAYOUT],\n"
+                f"for example int4-g128-asym/plain or fp4-g32-e8m0/plain."
             )
         zero = {None: ZeroPoint.NONE, "asym": ZeroPoint.INT, "fzp": ZeroPoint.FLOAT}[match["zero"]]
         group = None if match["group"] is None else int(match["group"])
-        return cls(match["dtype"], group, zero, find_layout(match["layout"] or PLAIN.name))  # type: ignore[arg-type]
+        scale = ScaleType(match["scale"] or "float")
+        return cls(match["dtype"], group, zero, find_layout(match["layout"] or PLAIN.name), scale)
 
     def __str__(self) -> str:
         group = "" if self.group_size is None else f"-g{self.group_size}"
-        return f"{self.dtype}{group}{_ZERO_SUFFIX[self.zero]}/{self.layout.name}"
+        scale = "" if self.scale is ScaleType.FLOAT else f"-{self.scale.value}"
+        return f"{self.dtype}{group}{_ZERO_SUFFIX[self.zero]}{scale}/{self.layout.name}"
+
+    @property
+    def element(self) -> Element:
+        """The alphabet of the codes."""
+        return find_element(self.dtype)
 
     @property
     def bits(self) -> int:
-        """Bits per code: 4 or 8."""
-        return 4 if self.dtype == "int4" else 8
+        """Bits per code."""
+        return self.element.bits
 
     @property
     def code_range(self) -> tuple[int, int]:
         """Smallest and largest code, both included."""
-        return CODE_RANGE[self.dtype]
+        return self.element.code_range
 
     @property
     def codec(self) -> Layout:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, did_you_mean, quoted
-from .bits import has_values, interleave, pack_nibbles, pad_columns, unpack_nibbles
-from .elements import CODE_RANGE
+from .bits import has_values, interleave, pack_nibbles, pad_columns, unpack_nibbles, unpack_unsigned_nibbles
+from .elements import Element, find_element, registered_elements
 
 
 class Layout(ABC):
@@ -41,11 +41,11 @@ class Layout(ABC):
 
     @abstractmethod
     def encode(self, codes: Tensor) -> Tensor:
-        """Pack signed int8 codes of shape ``(N, K)``; the result's first dimension is N."""
+        """Pack codes ``(N, K)``, int8 of integer elements or uint8 of tables; the result's first dimension is N."""
 
     @abstractmethod
     def decode(self, data: Tensor, k: int) -> Tensor:
-        """Unpack to signed int8 codes of shape ``(N, k)``."""
+        """Unpack to codes of shape ``(N, k)``: int8 for integer elements, uint8 for tables."""
 
     @abstractmethod
     def check(self, data: Tensor, n: int, k: int) -> None:
@@ -82,39 +82,91 @@ def _expect(data: Tensor, dtype: torch.dtype, shape: tuple[int, int], layout: st
         )
 
 
-class _PlainInt8(Layout):
+_NIBBLE = 4
+
+
+class _PlainBytes(Layout):
+    """One code per byte: int8 ``(N, K)`` for integers, uint8 for tables."""
+
     name = "plain"
-    dtypes = ("int8",)
+
+    def __init__(self, element: Element) -> None:
+        self.dtypes, self.stored = (element.name,), element.code_dtype
+
+    def for_dtype(self, dtype: str) -> Layout:
+        return self if dtype in self.dtypes else PLAIN.for_dtype(dtype)
 
     def encode(self, codes: Tensor) -> Tensor:
-        return codes.to(torch.int8).contiguous()
+        return codes.to(self.stored).contiguous()
 
     def decode(self, data: Tensor, k: int) -> Tensor:
         return data[:, :k]
 
     def check(self, data: Tensor, n: int, k: int) -> None:
-        _expect(data, torch.int8, (n, k), self.name)
+        _expect(data, self.stored, (n, k), self.name)
 
 
-class _Plain(Layout):
-    """int8: int8 ``(N, K)``. int4: uint8 ``(N, ceil(K/2))``, two's complement, low nibble = even k, pad code 0."""
+class _PlainNibbles(Layout):
+    """Two codes per byte: uint8 ``(N, ceil(K/2))``, low nibble = even k, pad code 0; integers in two's complement."""
 
     name = "plain"
-    dtypes = ("int4", "int8")
-    _int8 = _PlainInt8()
+
+    def __init__(self, element: Element) -> None:
+        self.dtypes = (element.name,)
+        self.unpack = unpack_nibbles if element.is_integer else unpack_unsigned_nibbles
 
     def for_dtype(self, dtype: str) -> Layout:
-        return self._int8 if dtype == "int8" else super().for_dtype(dtype)
+        return self if dtype in self.dtypes else PLAIN.for_dtype(dtype)
 
     def encode(self, codes: Tensor) -> Tensor:
         codes = pad_columns(codes, 2)
         return pack_nibbles(codes[:, 0::2], codes[:, 1::2])
 
     def decode(self, data: Tensor, k: int) -> Tensor:
-        return interleave(*unpack_nibbles(data))[:, :k]
+        return interleave(*self.unpack(data))[:, :k]
 
     def check(self, data: Tensor, n: int, k: int) -> None:
         _expect(data, torch.uint8, (n, (k + 1) // 2), self.name)
+
+
+class _Plain(Layout):
+    """Every element type: codes of up to four bits as nibbles, others as bytes.
+
+    ``for_dtype`` gives the codec of an element; called directly, the layout packs int4.
+    """
+
+    name = "plain"
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:  # type: ignore[override]  # every element, also those registered later
+        return tuple(registered_elements())
+
+    def for_dtype(self, dtype: str) -> Layout:
+        return _plain_codec(dtype)
+
+    def encode(self, codes: Tensor) -> Tensor:
+        return _plain_codec("int4").encode(codes)
+
+    def decode(self, data: Tensor, k: int) -> Tensor:
+        return _plain_codec("int4").decode(data, k)
+
+    def check(self, data: Tensor, n: int, k: int) -> None:
+        _plain_codec("int4").check(data, n, k)
+
+
+_PLAIN_CODECS: dict[str, Layout] = {}
+
+
+def _plain_codec(dtype: str) -> Layout:
+    # A plain dictionary, which Dynamo can look into; elements are never replaced.
+    if dtype not in _PLAIN_CODECS:
+        element = find_element(dtype)
+        _PLAIN_CODECS[dtype] = (_PlainNibbles if element.container_bits == _NIBBLE else _PlainBytes)(element)
+    return _PLAIN_CODECS[dtype]
+
+
+for _built_in in registered_elements():
+    _plain_codec(_built_in)
 
 
 class _PlainInt32(Layout):
@@ -153,7 +205,7 @@ load_plugin_layouts: Callable[[], object] | None = None
 """Set by the registry of plugins: it looks for an unknown name in installed plugins before there is an error."""
 
 
-_OWN = (_PlainInt8, _Plain, _PlainInt32)
+_OWN = (_PlainBytes, _PlainNibbles, _Plain, _PlainInt32)
 _OWNERS: dict[str, str] = {}
 """The plugin that registered a layout, by the layout's name."""
 
@@ -189,8 +241,10 @@ class GuardedLayout(Layout):
         if torch.compiler.is_compiling():
             return self.layout.decode(data, k)
         codes: Any = self._call("decode", data, k)
-        if not isinstance(codes, Tensor) or codes.dtype != torch.int8 or tuple(codes.shape) != (data.shape[0], k):
-            raise self._broken("decode", f"gave {_kind(codes)} instead of int8 codes {(data.shape[0], k)}")
+        dtype = find_element(self.dtype).code_dtype
+        if not isinstance(codes, Tensor) or codes.dtype != dtype or tuple(codes.shape) != (data.shape[0], k):
+            kind = str(dtype).removeprefix("torch.")
+            raise self._broken("decode", f"gave {_kind(codes)} instead of {kind} codes {(data.shape[0], k)}")
         return codes
 
     def check(self, data: Tensor, n: int, k: int) -> None:
@@ -273,8 +327,10 @@ def register_layout(layout: Layout, plugin: str = "") -> None:
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise FormatError(f"layout name {name!r} must be lower-case letters, digits and underscores.")
     dtypes: Any = layout.dtypes
-    if not isinstance(dtypes, (tuple, list)) or not dtypes or not all(dtype in tuple(CODE_RANGE) for dtype in dtypes):
-        raise FormatError(f"layout {name!r} holds {dtypes!r}; dtypes is a tuple of {' and '.join(CODE_RANGE)}.")
+    if not isinstance(dtypes, (tuple, list)) or not dtypes or not all(isinstance(dtype, str) for dtype in dtypes):
+        raise FormatError(f"layout {name!r} holds {dtypes!r}; dtypes is a tuple of names of elements, such as int4.")
+    for dtype in dtypes:
+        find_element(dtype)
     if _LAYOUTS.setdefault(name, layout) != layout:
         raise FormatError(f"layout name {name!r} is taken by {type(_LAYOUTS[name]).__qualname__}; choose another.")
     if plugin:

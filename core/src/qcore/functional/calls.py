@@ -251,5 +251,7 @@ def embedding(indices: Tensor, weight: QTensor, *, out_dtype: torch.dtype | None
     check_dense("indices", indices, weight.device)
     check_index_dtype(indices)
     check_out_dtype(out_dtype)
-    request = EmbeddingRequest(weight.device, out_dtype or weight.dtype, *weight.shape, weight.format)
+    request = EmbeddingRequest(
+        weight.device, out_dtype or weight.dtype, weight.shape[0], weight.shape[1], weight.format
+    )
     return entry_for(weight).run(request, indices, None, {})

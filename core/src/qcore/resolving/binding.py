@@ -70,7 +70,7 @@ class WeightStore:
     def _unpacked(self) -> QTensor:
         kernel, packed = next(iter(self._packs.values()))
         # Kernels are shared by many weights and do not carry the name of the quantizer.
-        weight = _unpack(kernel, packed)._with(quantizer=self.quantizer)  # noqa: SLF001
+        weight = _unpack(kernel, packed).derived(quantizer=self.quantizer)
         self._recent = {name: weakref.ref(tensor) for name, tensor in weight.tensors().items()}
         return weight
 

@@ -31,10 +31,10 @@ def layout_fault(layout: Layout, device: torch.device) -> str:
 
 
 def _faults(layout: Layout, dtype: str, device: torch.device) -> Iterator[str]:
-    fmt, generator, held = Format(dtype, layout=layout), torch.Generator().manual_seed(5), 0  # type: ignore[arg-type]
+    fmt, generator, held = Format(dtype, layout=layout), torch.Generator().manual_seed(5), 0
     for n, k in _SIZES:
         low, high = fmt.code_range
-        codes = torch.randint(low, high + 1, (n, k), generator=generator).to(torch.int8)
+        codes = torch.randint(low, high + 1, (n, k), generator=generator).to(fmt.element.code_dtype)
         try:
             data = fmt.codec.encode(codes.clone())
         except BrokenLayoutError:
@@ -85,6 +85,8 @@ def _refuses(codec: Layout, data: Tensor, n: int, k: int) -> bool:
 
 
 def _zero_faults(fmt: Format, generator: torch.Generator) -> Iterator[str]:
+    if not fmt.element.is_integer:
+        return
     low, high = fmt.code_range
     zero = torch.randint(low, high + 1, (3, 7), generator=generator).to(torch.int8)
     codec = Format(fmt.dtype, 4, ZeroPoint.INT, fmt.layout).codec

@@ -1,7 +1,8 @@
-"""Activation and output quantization: how ``x`` becomes int8 codes, and how a result does.
+"""Activation and output quantization: how ``x`` becomes int8 or fp8 codes, and how a result becomes int8 codes.
 
-A code ``q`` with scale ``s`` and zero point ``z`` means ``s * (q - z)``. Everything is computed in float32 and rounds
-half to even; "per token" means one scale per row of the last dimension.
+An int8 code ``q`` with scale ``s`` and zero point ``z`` means ``s * (q - z)``, an fp8 (e4m3fn) value ``q`` means
+``s * q``. Everything is computed in float32 and rounds half to even; "per token" means one scale per row of the last
+dimension.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 INT8_MIN, INT8_MAX = -128, 127
+FP8_MAX = 448.0
+"""The largest value of e4m3fn."""
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
 
 
@@ -30,6 +33,13 @@ class DynamicInt8:
     """
 
     symmetric: bool = True
+
+
+def _usable_number(kind: str, scale: float) -> float:
+    scale = float(scale)
+    if not _SMALLEST <= scale <= _LARGEST:
+        raise FormatError(f"{kind}: scale is {scale!r}; it must be positive and finite in float32.")
+    return scale
 
 
 @dataclass(frozen=True)
@@ -46,9 +56,7 @@ class _GivenInt8:
             raise FormatError(f"{kind}: zero_point {self.zero_point!r} needs a scale; give both numbers or neither.")
         if self.scale is not None:
             # Plain numbers, so that equality, hashing and the text form see the same value.
-            object.__setattr__(self, "scale", float(self.scale))
-            if not _SMALLEST <= self.scale <= _LARGEST:
-                raise FormatError(f"{kind}: scale is {self.scale!r}; it must be positive and finite in float32.")
+            object.__setattr__(self, "scale", _usable_number(kind, self.scale))
         if self.zero_point != int(self.zero_point) or not INT8_MIN <= int(self.zero_point) <= INT8_MAX:
             raise FormatError(
                 f"{kind}: zero_point is {self.zero_point!r}; it must be a whole number in {INT8_MIN}..{INT8_MAX}."
@@ -79,7 +87,47 @@ class OutputInt8(_GivenInt8):
     """Results are requantized to int8: ``clamp(round(y / scale) + zero_point, -128, 127)``; see `StaticInt8`."""
 
 
-Activation = DynamicInt8 | StaticInt8
+@dataclass(frozen=True)
+class DynamicFP8:
+    """Activations are quantized to e4m3fn at run time: ``s = max|x| / 448``, ``q = e4m3(x / s)``, saturating at 448.
+
+    ``group``: features of x that share a scale, None = one scale per token. A row or group of zeros gets ``s = 1``.
+    Raises `FormatError` for a group that is no positive integer.
+    """
+
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.group is not None and (type(self.group) is not int or self.group < 1):
+            raise FormatError(f"DynamicFP8: group is {self.group!r}; it must be a positive integer, or None.")
+
+
+@dataclass(frozen=True)
+class StaticFP8:
+    """Activations are quantized to e4m3fn with a given scale: ``q = e4m3(x / scale)``, saturating at 448.
+
+    ``scale`` None means "to be calibrated". Raises `FormatError` unless the scale is positive and finite in float32.
+    """
+
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None:
+            object.__setattr__(self, "scale", _usable_number("StaticFP8", self.scale))
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the scale is known."""
+        return self.scale is not None
+
+    def blank(self) -> StaticFP8:
+        """The same kind without its number."""
+        return StaticFP8()
+
+
+Activation = DynamicInt8 | StaticInt8 | DynamicFP8 | StaticFP8
+Int8Activation = DynamicInt8 | StaticInt8
+FP8Activation = DynamicFP8 | StaticFP8
 
 
 def given_numbers(part: Activation | OutputInt8 | None) -> tuple[float | None, int]:
@@ -88,7 +136,11 @@ def given_numbers(part: Activation | OutputInt8 | None) -> tuple[float | None, i
     The scale is None where there is no such number: nothing is quantized, or with parameters per token. A request that
     leaves its numbers open is only asked about, so any will do: it gets 1.
     """
-    if part is None or isinstance(part, DynamicInt8) or part.per_token:
+    if part is None or isinstance(part, (DynamicInt8, DynamicFP8)):
+        return None, 0
+    if isinstance(part, StaticFP8):
+        return (1.0 if part.scale is None else part.scale), 0
+    if part.per_token:
         return None, 0
     return (1.0 if part.scale is None else part.scale), part.zero_point
 
@@ -129,3 +181,33 @@ def static_from_range(low: float, high: float) -> tuple[float, int]:
         raise FormatError(f"the range {low}..{high} is not finite; activations that hold NaN or Inf have no scale.")
     scale = max((high - low) / (INT8_MAX - INT8_MIN), _SMALLEST) if high > low else 1.0
     return scale, max(INT8_MIN, min(INT8_MAX, round(INT8_MIN - low / scale)))
+
+
+def fp8_scale(activation: FP8Activation, x: Tensor) -> Tensor:
+    """The scale of each feature of x ``(..., K)``: float32, ``(..., K)``, or one that broadcasts to it."""
+    if isinstance(activation, StaticFP8):
+        return torch.tensor(1.0 if activation.scale is None else activation.scale, device=x.device)
+    k, group = x.shape[-1], activation.group
+    if group is None or group >= k:
+        return _fp8_usable(x.abs().amax(-1, keepdim=True) if k else x.new_zeros((*x.shape[:-1], 1)))
+    padded = torch.nn.functional.pad(x.abs(), (0, -k % group))
+    largest = padded.reshape(*x.shape[:-1], -1, group).amax(-1)
+    return _fp8_usable(largest).repeat_interleave(group, dim=-1)[..., :k]
+
+
+def _fp8_usable(largest: Tensor) -> Tensor:
+    scale = largest.float() / FP8_MAX
+    return torch.where(scale == 0, 1.0, scale.clamp_min(_SMALLEST))
+
+
+def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """``e4m3(clamp(x / scale, -448, 448))`` as float8_e4m3fn; ``scale`` broadcasts against x. NaN stays NaN."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def fp8_static_from_range(low: float, high: float) -> float:
+    """The scale that covers ``[low, high]`` with e4m3fn; raises `FormatError` for a range that is not finite."""
+    largest = max(abs(low), abs(high))
+    if not largest <= _LARGEST:
+        raise FormatError(f"the range {low}..{high} is not finite; activations that hold NaN or Inf have no scale.")
+    return max(largest / FP8_MAX, _SMALLEST) if largest else 1.0

@@ -32,14 +32,17 @@ _DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 class Grid(Protocol[P]):
-    """How a group's values become codes."""
+    """How a group's values become codes of ``code_dtype``."""
+
+    @property
+    def code_dtype(self) -> torch.dtype: ...
 
     def fit(self, group: Tensor) -> P:
         """The parameters of a group ``(n, g)``, one set per row."""
         ...
 
     def round(self, column: Tensor, parameters: P) -> tuple[Tensor, Tensor]:
-        """The codes (int8) of a column ``(n,)`` of the group, and the values that they stand for."""
+        """The codes of a column ``(n,)`` of the group, and the values that they stand for."""
         ...
 
 
@@ -75,7 +78,7 @@ def compensate(weight: Tensor, factor: Tensor, group: int, grid: Grid[P]) -> tup
     - ``group``: columns that share parameters; the last group may be ragged. They are fitted to the group's values as
       the columns before it left them.
 
-    Returns codes, int8 ``(n, K)``, and the parameters of each group. A row of a group that is all zero in ``weight``
+    Returns codes ``(n, K)``, and the parameters of each group. A row of a group that is all zero in ``weight``
     stays zero, whatever error reaches it; that is passed on.
     """
     sweep = _Sweep(weight, factor, group, grid)
@@ -99,7 +102,7 @@ class _Sweep(Generic[P]):
     def __init__(self, weight: Tensor, factor: Tensor, group: int, grid: Grid[P]) -> None:
         self.weight, self.factor, self.group, self.grid = weight, factor, group, grid
         self.rest = weight.t().clone(memory_format=torch.contiguous_format)
-        self.codes = torch.empty_like(self.rest, dtype=torch.int8)
+        self.codes = torch.empty_like(self.rest, dtype=grid.code_dtype)
         self.parameters: list[P] = []
         self.diagonal = factor.diagonal().tolist()
 

@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
-from ..formats import Format, Layout, ZeroPoint
+from ..formats import FLOAT_SCALES, Format, Layout, ScaleType, ZeroPoint, effective_scale
 from ..formats.bits import has_values
+from . import slicing
+from .validation import (
+    check_codes,
+    check_global_scale,
+    check_order,
+    check_parameter,
+    check_tensors,
+    check_valid_codes,
+    check_values,
+    check_zero,
+)
 
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INT8_MAX = 127
+SCALE_DTYPES = FLOAT_SCALES
 
 
 def contiguous(t: Tensor) -> Tensor:
@@ -36,16 +46,18 @@ def contiguous(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class QTensor:
-    """A quantized weight of logical shape ``(N, K)`` in a neutral, self-describing form.
+    """A quantized weight of logical shape ``(N, K)``, or E of them, ``(E, N, K)``, in a neutral, self-describing form.
 
     **Fields:**
 
     - ``data``: the codes in ``format.layout``, first dimension N.
-    - ``scale``: ``(G, N)``, float32, bfloat16 or float16, finite.
+    - ``scale``: ``(G, N)``: float32, bfloat16 or float16, or as ``format.scale`` says; finite.
     - ``zero``: None, or ``(G, N)``: int8 for `ZeroPoint.INT`, the scale's dtype for `ZeroPoint.FLOAT`.
-    - ``shape``: ``(N, K)``.
+    - ``shape``: ``(N, K)`` or ``(E, N, K)``; with E weights every other tensor has a leading dimension E, too.
     - ``format``: see `Format`.
-    - ``quantizer``: the name of the rule that made the codes, None where it is not known.
+    - ``quantizer``: the name of the rule that made the codes, None if it is not known.
+    - ``order``: None, or int32 ``(K,)``: stored column j multiplies feature ``order[j]`` of x (GPTQ's act-order).
+    - ``global_scale``: float32 ``()`` (``(E,)``) for the scale types that have one, else None.
 
     Construction validates; raises `FormatError`. Tensors on ``meta`` are checked for dtype and shape only. The tensors
     are contiguous: those that are not (a transposed scale, say) are copied.
@@ -54,15 +66,25 @@ class QTensor:
     data: Tensor
     scale: Tensor
     zero: Tensor | None
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     format: Format
     quantizer: str | None = None
+    order: Tensor | None = None
+    global_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if len(self.shape) != 2:
-            raise FormatError(f"shape is {tuple(self.shape)}; a quantized weight has shape (N, K).")
+        if len(self.shape) not in (2, 3):
+            raise FormatError(f"shape is {tuple(self.shape)}; a quantized weight has shape (N, K) or (E, N, K).")
         object.__setattr__(self, "shape", torch.Size(self.shape))
+        given: Any = (self.format, self.scale)  # anything at all, until it is validated
+        if isinstance(given[0], Format) and isinstance(given[1], Tensor):
+            object.__setattr__(self, "scale", self.format.scale.normalized(self.scale))
+        if isinstance(self.global_scale, Tensor) and self.global_scale.numel() == 1 and len(self.shape) == 2:
+            object.__setattr__(self, "global_scale", self.global_scale.reshape(()))
         self.validate()
+        self._keep_contiguous()
+
+    def _keep_contiguous(self) -> None:
         for name, value in self.tensors().items():
             object.__setattr__(self, name, contiguous(value))
 
@@ -86,15 +108,23 @@ class QTensor:
         zero: Tensor | None,
         format: Format,
         quantizer: str | None = None,
+        order: Tensor | None = None,
+        global_scale: Tensor | None = None,
     ) -> QTensor:
-        """Build from signed int8 codes ``(N, K)``, scale ``(G, N)`` and zero ``(G, N)`` in the domain of the codes.
+        """Build from raw codes ``(N, K)`` or ``(E, N, K)``: int8 of integer elements, uint8 of tables.
 
-        Raises `FormatError`, also for codes outside the range of the format's element type.
+        **Arguments:** ``scale``: ``(G, N)``; ``zero``: ``(G, N)``, an integer one in the domain of the codes; the
+        others as the fields of `QTensor`.
+
+        Raises `FormatError`, also for codes outside the range of the format's element type, and for those that
+        stand for NaN or Inf.
         """
-        _check_codes(codes, format)
+        if not isinstance(format, Format):
+            raise FormatError(f"format is {format!r}; it must be a qcore.Format, or Format.parse(text).")
+        check_codes(codes, format)
         stored = format.codec.encode_zero(zero) if zero is not None and format.zero is ZeroPoint.INT else zero
-        shape = (int(codes.shape[0]), int(codes.shape[1]))
-        return cls(format.codec.encode(codes), scale, stored, shape, format, quantizer)
+        data = _encode(format, codes)
+        return cls(data, scale, stored, tuple(codes.shape), format, quantizer, order, global_scale)
 
     @property
     def device(self) -> torch.device:
@@ -103,16 +133,16 @@ class QTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that computations with this weight use by default: the scale's."""
-        return self.scale.dtype
+        """The dtype that computations with this weight use by default: a float scale's, else float32."""
+        return self.scale.dtype if self.format.scale is ScaleType.FLOAT else torch.float32
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data, scale and zero together."""
+        """Bytes of all tensors together."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     def dim(self) -> int:
-        """Always 2."""
+        """2, or 3 for E weights."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
@@ -120,49 +150,45 @@ class QTensor:
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
-        """N * K."""
-        return self.shape[0] * self.shape[1]
+        """N * K, times E."""
+        return math.prod(self.shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by field name: ``data``, ``scale`` and, where there is one, ``zero``."""
+        """The tensors by field name: ``data``, ``scale``, and ``zero``, ``order``, ``global_scale`` if they exist."""
         found = {"data": self.data, "scale": self.scale}
-        return found if self.zero is None else {**found, "zero": self.zero}
+        for name in ("zero", "order", "global_scale"):
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = value
+        return found
 
     def validate(self) -> None:
         """Raise `FormatError` unless dtypes, shapes, scales and ranges fit the format."""
+        self._check_form()
+        if has_values(self.data):
+            fmt = self.format
+            check_values(fmt, self.scale, self.global_scale, self.zero, self.integer_zero())
+            if fmt.element.has_invalid_codes:
+                check_valid_codes(self.codes(), fmt.element)
+
+    def _check_form(self) -> None:
         if not isinstance(self.format, Format):
             raise FormatError(f"format is {self.format!r}; it must be a qcore.Format, or Format.parse(text).")
-        n, k = self.shape
-        _check_tensors(self.tensors())
-        self.format.codec.check(self.data, n, k)
-        groups = (self.format.groups(k), n)
-        _check_parameter("scale", self.scale, SCALE_DTYPES, groups)
-        self._check_zero(groups)
-        if has_values(self.data):
-            self._check_values()
-
-    def _check_zero(self, groups: tuple[int, int]) -> None:
-        kind = self.format.zero
-        if (self.zero is None) != (kind is ZeroPoint.NONE):
-            have = "no zero point" if self.zero is None else "a zero point"
-            raise FormatError(f"format {self.format} has zero {kind.name}, but {have} was given.")
-        if self.zero is not None:
-            allowed = (torch.int8,) if kind is ZeroPoint.INT else (self.scale.dtype,)
-            _check_parameter("zero", self.zero, allowed, groups)
-
-    def _check_values(self) -> None:
-        if not bool(torch.isfinite(self.scale).all()):
-            raise FormatError("scale holds NaN or Inf; a quantized weight needs finite scales.")
-        zero = self.integer_zero()
-        if zero is not None and zero.numel():
-            low, high = self.format.code_range
-            found_low, found_high = (int(v) for v in torch.aminmax(zero))
-            if found_low < low or found_high > high:
+        *lead, n, k = self.shape
+        check_tensors(self.tensors())
+        first = self.data
+        if lead:
+            if first.dim() < 2 or first.shape[0] != lead[0]:
                 raise FormatError(
-                    f"zero points span {found_low}..{found_high}; {self.format.dtype} codes allow {low}..{high}."
+                    f"data has shape {tuple(first.shape)}; for {lead[0]} weights it starts with that number."
                 )
-        elif self.zero is not None and not bool(torch.isfinite(self.zero).all()):
-            raise FormatError("zero holds NaN or Inf; a float zero point must be finite.")
+            first = first[0] if lead[0] else first.new_empty(first.shape[1:])
+        self.format.codec.check(first, n, k)
+        groups, dims = (*lead, self.format.groups(k), n), "(E, G, N)" if lead else "(G, N)"
+        check_parameter("scale", self.scale, self.format.scale.dtypes, groups, dims)
+        check_zero(self.zero, self.format, self.scale, groups, dims)
+        check_order(self.order, tuple(lead), k)
+        check_global_scale(self.global_scale, self.format, tuple(lead))
 
     def integer_zero(self) -> Tensor | None:
         """The `ZeroPoint.INT` zero point in the domain of the codes, int8 ``(G, N)``; None for other kinds."""
@@ -171,19 +197,41 @@ class QTensor:
         return self.format.codec.decode_zero(self.zero)
 
     def codes(self) -> Tensor:
-        """The signed codes, int8 ``(N, K)``."""
-        return self.format.codec.decode(self.data, self.shape[1])
+        """The raw codes ``(N, K)`` as stored: int8 of integer elements, uint8 of tables."""
+        k = self.shape[-1]
+        if self.dim() == 2:
+            return self.format.codec.decode(self.data, k)
+        if not self.shape[0]:
+            return self.data.new_empty(tuple(self.shape), dtype=self.format.element.code_dtype)
+        return torch.stack([self.format.codec.decode(data, k) for data in self.data])
+
+    def encode(self, codes: Tensor) -> Tensor:
+        """Other raw codes ``(N, K)`` or ``(E, N, K)`` in this weight's layout."""
+        return _encode(self.format, codes)
+
+    def values(self) -> Tensor:
+        """What the codes stand for before scales and zero points, float32 ``(N, K)``, columns as stored."""
+        return self.format.element.decode(self.codes())
+
+    def scales(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers that the stored scales stand for, ``(G, N)`` in float32 or float64; see `effective_scale`."""
+        return effective_scale(self.format.scale, self.scale, self.global_scale, dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense weight ``(N, K)``: `ZeroPoint` gives the formula, computed in float32 and rounded once.
 
-        ``dtype``: of the result, default the scale's; float64 is computed in float64.
+        ``dtype``: of the result, default `dtype`; float64 is computed in float64. An order is undone.
         """
         out = self.dtype if dtype is None else dtype
         compute = torch.float64 if out == torch.float64 else torch.float32
-        scale, zero = self.scale.to(compute), self.integer_zero()
+        if self.dim() == 3:
+            each = [self[e].dequantize(out) for e in range(self.shape[0])]
+            return torch.stack(each) if each else torch.empty(tuple(self.shape), dtype=out, device=self.device)
         added = self.zero if self.format.zero is ZeroPoint.FLOAT else None
-        return dequantize_codes(self.codes(), scale, zero, added, self.format.group(self.shape[1])).to(out)
+        values = self.format.element.decode(self.codes(), compute)
+        group = self.format.group(self.shape[-1])
+        dense = dequantize_codes(values, self.scales(compute), self.integer_zero(), added, group).to(out)
+        return dense if self.order is None else dense.index_select(1, torch.argsort(self.order))
 
     def convert(self, layout: Layout) -> QTensor:
         """The same codes, scales and zero points in another layout; nothing is requantized."""
@@ -191,7 +239,7 @@ class QTensor:
             return self
         target = self.format.with_layout(layout)
         zero = self.integer_zero() if self.format.zero is ZeroPoint.INT else self.zero
-        return QTensor.from_codes(self.codes(), self.scale, zero, target, self.quantizer)
+        return QTensor.from_codes(self.codes(), self.scale, zero, target, self.quantizer, self.order, self.global_scale)
 
     def to(self, device: torch.device | str) -> QTensor:
         """A copy on ``device``; dtypes never change."""
@@ -199,83 +247,102 @@ class QTensor:
             raise FormatError(
                 f"a QTensor cannot be cast to {device}: its dtypes are part of its format.\nUse dequantize({device})."
             )
-        return self.map(lambda t: t.to(device))
+        return self.derived(**{name: t.to(device) for name, t in self.tensors().items()})
 
     def map(self, fn: Any) -> QTensor:
-        """Apply ``fn`` to each tensor; it must keep dtype and shape."""
-        return self._with(**{name: fn(t) for name, t in self.tensors().items()})
+        """Apply ``fn`` to each tensor; it must keep dtype and shape. Validates the result."""
+        changed = self.derived(**{name: fn(t) for name, t in self.tensors().items()})
+        changed.validate()
+        return changed
+
+    def derived(self, **changes: Any) -> QTensor:
+        """A copy with other fields whose values are valid already: dtypes and shapes are checked, values are not."""
+        # Not dataclasses.replace: a subclass that fetches its tensors late must come out as a plain QTensor.
+        made = object.__new__(QTensor)
+        for name in QTensor.__dataclass_fields__:
+            object.__setattr__(made, name, changes[name] if name in changes else getattr(self, name))
+        object.__setattr__(made, "shape", torch.Size(made.shape))
+        made._check_form()
+        made._keep_contiguous()
+        return made
+
+    def __getitem__(self, expert: int) -> QTensor:
+        """One of E weights, ``(N, K)``: a view of its tensors."""
+        if self.dim() != 3 or isinstance(expert, bool) or not isinstance(expert, int):
+            raise FormatError("qt[e] takes weight e of a QTensor of shape (E, N, K); e is an int.")
+        if not -self.shape[0] <= expert < self.shape[0]:
+            raise IndexError(f"expert {expert} of {self.shape[0]}")
+        return self.derived(**{name: t[expert] for name, t in self.tensors().items()}, shape=self.shape[1:])
+
+    def __len__(self) -> int:
+        """E, or N of a single weight."""
+        return int(self.shape[0])
+
+    def experts(self, which: slice) -> QTensor:
+        """Some of E weights, as a `QTensor` of three dimensions."""
+        found = {name: t[which] for name, t in self.tensors().items()}
+        return self.derived(**found, shape=(int(found["data"].shape[0]), *self.shape[1:]))
+
+    @staticmethod
+    def stack(tensors: Sequence[QTensor]) -> QTensor:
+        """E weights of one format and shape to one of shape ``(E, N, K)``."""
+        if not tensors:
+            raise FormatError("stack needs at least one QTensor.")
+        lifted = [
+            t.derived(**{name: part.unsqueeze(0) for name, part in t.tensors().items()}, shape=(1, *t.shape))
+            for t in tensors
+        ]
+        return slicing.cat(lifted, 0)
 
     def narrow(self, dim: int, start: int, length: int) -> QTensor:
-        """Rows (``dim`` 0) or columns (``dim`` 1) ``start .. start+length``.
+        """Rows (``dim`` -2) or columns (``dim`` -1) ``start .. start+length``; of E weights also experts (``dim`` 0).
 
         Columns must be cut at group borders, because codes inside a group share a scale; otherwise `FormatError`
-        names the nearest legal cut.
+        names the nearest legal cut. Bytes are cut without decoding them if the cut falls between bytes.
         """
-        dim = _dimension(dim)
-        if start < 0 or length < 0 or start + length > self.shape[dim]:
-            raise FormatError(f"narrow(dim={dim}, {start}, {length}) leaves the weight of shape {tuple(self.shape)}.")
-        stop = start + length
-        if dim == 0:
-            zero = None if self.zero is None else self.zero[:, start:stop].contiguous()
-            scale = self.scale[:, start:stop].contiguous()
-            return self._with(data=self.data[start:stop], scale=scale, zero=zero, shape=(length, self.shape[1]))
-        return self._narrow_columns(start, stop)
+        return slicing.narrow(self, dim, start, length)
 
-    def _with(self, **changes: Any) -> QTensor:
-        # Not dataclasses.replace: a subclass that fetches its tensors late must come out as a plain QTensor.
-        same = {name: getattr(self, name) for name in QTensor.__dataclass_fields__ if name not in changes}
-        return QTensor(**same, **changes)
+    def regroup(self, group_size: int) -> QTensor:
+        """The same weight in finer groups, exactly: scales and zero points are repeated.
 
-    def _narrow_columns(self, start: int, stop: int) -> QTensor:
-        k, g = self.shape[1], self.format.group_size
-        codes = self.codes()[:, start:stop]
-        zero = self.integer_zero() if self.format.zero is ZeroPoint.INT else self.zero
-        if g is None:
-            return QTensor.from_codes(codes, self.scale, zero, self.format, self.quantizer)
-        for cut in (start, stop):
-            if cut % g and cut != k:
-                below, above = cut // g * g, min(cut // g * g + g, k)
-                raise FormatError(
-                    f"cannot cut K at {cut}: groups of {g} codes share a scale.\n"
-                    f"The nearest legal cuts are {below} and {above}."
-                )
-        groups = slice(-(-start // g), -(-stop // g))  # an empty cut at the ragged end has no group
-        part = None if zero is None else zero[groups]
-        return QTensor.from_codes(codes, self.scale[groups], part, self.format, self.quantizer)
+        Raises `FormatError` unless ``group_size`` divides the present one; per-channel weights take any.
+        """
+        return slicing.regroup(self, group_size)
 
     @staticmethod
     def cat(tensors: Sequence[QTensor], dim: int = 0) -> QTensor:
-        """Join weights along output features (``dim`` 0) or input features (``dim`` 1).
+        """Join weights along output features (``dim`` -2), input features (``dim`` -1) or, of E weights, experts (0).
 
         Along K every part but the last must end at a group border; per-channel parts must share their scales.
-        Raises `FormatError` where formats or shapes differ.
+        Raises `FormatError` if formats or shapes differ.
         """
-        if not tensors:
-            raise FormatError("cat needs at least one QTensor.")
-        first, dim = tensors[0], _dimension(dim)
-        for other in tensors[1:]:
-            if other.format != first.format or other.shape[1 - dim] != first.shape[1 - dim]:
-                raise FormatError(
-                    f"cannot join {first.format} {tuple(first.shape)} and {other.format} {tuple(other.shape)}\n"
-                    f"along dim {dim}: formats and the other dimension must be equal."
-                )
-        return _cat_rows(tensors) if dim == 0 else _cat_columns(tensors)
+        return slicing.cat(tensors, dim)
 
     def __repr__(self) -> str:
         made = f", quantizer={self.quantizer!r}" if self.quantizer else ""
+        made += ", order" if self.order is not None else ""
         where = f"scale={self.scale.dtype}, device={str(self.device)!r}"
         return f"QTensor({tuple(self.shape)}, {str(self.format)!r}, {where}{made})"
 
 
-def dequantize_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, added: Tensor | None, group: int) -> Tensor:
-    """Codes ``(N, K)`` to the dense weight in the scale's dtype: ``(q - zero) * scale + added``, per group of K.
+def _encode(format: Format, codes: Tensor) -> Tensor:
+    if codes.dim() == 2:
+        return format.codec.encode(codes)
+    if not codes.shape[0]:
+        one = format.codec.encode(codes.new_empty(codes.shape[1:]))
+        return one.new_empty((0, *one.shape))
+    return torch.stack([format.codec.encode(part) for part in codes])
+
+
+def dequantize_codes(values: Tensor, scale: Tensor, zero: Tensor | None, added: Tensor | None, group: int) -> Tensor:
+    """The dense weight ``(N, K)`` in the scale's dtype: ``(value - zero) * scale + added``, per group of K.
 
     ``scale``, ``zero`` (subtracted, integer) and ``added`` (float) have shape ``(G, N)``.
     """
-    n, k = codes.shape
+    n, k = values.shape
     groups = scale.shape[0]
     ragged = groups * group - k
-    values = torch.nn.functional.pad(codes, (0, ragged)) if ragged else codes
+    values = torch.nn.functional.pad(values, (0, ragged)) if ragged else values
     weight = values.to(scale.dtype).reshape(n, groups, group)
     if zero is not None:
         weight = weight - zero.t().to(scale.dtype).unsqueeze(-1)
@@ -283,85 +350,3 @@ def dequantize_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, added: T
     if added is not None:
         weight = weight + added.t().to(scale.dtype).unsqueeze(-1)
     return weight.reshape(n, groups * group)[:, :k]
-
-
-def _check_tensors(tensors: dict[str, Tensor]) -> None:
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise FormatError(f"{name} is a {type(value).__name__}; it must be a torch.Tensor.")
-        # A trace through a backward pass may not ask for a layout.
-        if not torch.compiler.is_compiling() and value.layout != torch.strided:
-            raise FormatError(f"{name} has the layout {value.layout}; it must be dense. Use {name}.to_dense().")
-    devices = {name: str(value.device) for name, value in tensors.items()}
-    if len(set(devices.values())) > 1:
-        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise FormatError(f"a quantized weight is on one device; got {where}.")
-
-
-def _check_codes(codes: Tensor, format: Format) -> None:
-    if codes.dim() != 2 or codes.dtype != torch.int8:
-        raise FormatError(
-            f"codes have dtype {codes.dtype} and shape {tuple(codes.shape)};\nthey must be int8 of shape (N, K)."
-        )
-    low, high = format.code_range
-    if high < INT8_MAX and codes.numel() and has_values(codes):
-        found_low, found_high = (int(v) for v in torch.aminmax(codes))
-        if found_low < low or found_high > high:
-            raise FormatError(f"codes span {found_low}..{found_high}; {format.dtype} allows {low}..{high}.")
-
-
-def _check_parameter(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, int]) -> None:
-    if value.dtype not in dtypes or tuple(value.shape) != shape:
-        allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise FormatError(
-            f"{name} has dtype {value.dtype} and shape {tuple(value.shape)};\n"
-            f"this format needs {allowed} and (G, N) = {shape}."
-        )
-
-
-def _dimension(dim: int) -> int:
-    if dim not in (-2, -1, 0, 1):
-        raise FormatError(f"dim is {dim}; a QTensor has dimensions 0 (output features) and 1 (input features).")
-    return dim % 2
-
-
-def _cat_rows(tensors: Sequence[QTensor]) -> QTensor:
-    first = tensors[0]
-    data = torch.cat([t.data for t in tensors])
-    scale = torch.cat([t.scale for t in tensors], dim=1)
-    zero = None if first.zero is None else torch.cat([t.zero for t in tensors if t.zero is not None], dim=1)
-    shape = (sum(t.shape[0] for t in tensors), first.shape[1])
-    return QTensor(data, scale, zero, shape, first.format, _common_quantizer(tensors))
-
-
-def _common_quantizer(tensors: Sequence[QTensor]) -> str | None:
-    names = {t.quantizer for t in tensors}
-    return names.pop() if len(names) == 1 else None
-
-
-def _cat_columns(tensors: Sequence[QTensor]) -> QTensor:
-    first, g, quantizer = tensors[0], tensors[0].format.group_size, _common_quantizer(tensors)
-    zeros = [t.integer_zero() if t.format.zero is ZeroPoint.INT else t.zero for t in tensors]
-    codes = torch.cat([t.codes() for t in tensors], dim=1)
-    if g is None:
-        if not all(_equal(t.scale, first.scale) and _equal(z, zeros[0]) for t, z in zip(tensors, zeros, strict=True)):
-            raise FormatError(
-                "cannot join per-channel weights along K: their scales differ.\nRequantize the joined weight."
-            )
-        return QTensor.from_codes(codes, first.scale, zeros[0], first.format, quantizer)
-    for part in tensors[:-1]:
-        if part.shape[1] % g:
-            raise FormatError(
-                f"cannot join along K: a part has K={part.shape[1]}, which does not end at a group of {g}.\n"
-                f"Only the last part may; narrow the others, or requantize the joined weight."
-            )
-    scale = torch.cat([t.scale for t in tensors])
-    zero = None if zeros[0] is None else torch.cat([z for z in zeros if z is not None])
-    return QTensor.from_codes(codes, scale, zero, first.format, quantizer)
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two parameters are the same; those without values (meta) are taken to be."""
-    if a is None or b is None or a.dtype != b.dtype:
-        return a is b
-    return not has_values(a) or torch.equal(a, b)

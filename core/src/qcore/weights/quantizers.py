@@ -10,6 +10,10 @@
 - ``gptq``: groups as ``mse`` finds them, codes column by column, each error compensated by the remaining columns. It
   needs the second moments of the layer's inputs; see `gptq`. Any zero.
 
+For tables (fp8, fp4, nf4) ``absmax`` maps the largest magnitude of a group to the largest value of the table; scales of
+type e8m0 and e4m3 are rounded as `targets` says, and ``mse`` searches among the scales that can be stored. Plugins add
+quantizers with the hook ``qcore_quantizers``.
+
 Arithmetic is float32. The scale (and a FLOAT zero) is rounded to its stored dtype before the codes are computed;
 codes round half to even. An all-zero group dequantizes to exact zero.
 """
@@ -23,10 +27,11 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, did_you_mean, quoted
-from ..formats import Format, ZeroPoint
+from ..formats import Format, ScaleType, ZeroPoint
 from ..formats.bits import has_values
-from .gptq import compensate, inverse_factor
+from .gptq import Grid, compensate, inverse_factor
 from .qtensor import SCALE_DTYPES, QTensor
+from .targets import Parameters, Target, global_scale_of
 
 _CHUNK_ELEMENTS = 1 << 19
 """Elements quantized at a time (2 MiB of float32), so that the many passes over a chunk stay in a core's cache."""
@@ -36,49 +41,28 @@ _GPTQ_CHUNK_ELEMENTS = 1 << 24
 
 _CLIPS = tuple(1.0 - 0.03 * i for i in range(15))
 """Fractions of the full range that ``mse`` tries: 1.00, 0.97, ... 0.58."""
-
-
-@dataclass(frozen=True)
-class _Target:
-    """What a chunk is quantized to."""
-
-    low: int
-    high: int
-    zero: ZeroPoint
-    scale_dtype: torch.dtype
-
-    def round_scale(self, scale: Tensor) -> Tensor:
-        """Round to the stored dtype, floored at its smallest normal so that no code divides by zero."""
-        tiny = torch.finfo(self.scale_dtype).smallest_normal
-        return scale.clamp_min(tiny).to(self.scale_dtype).float()
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """Per-group scale and zero, both ``(rows, G, 1)`` float32; ``zero`` is 0 where the format has none."""
-
-    scale: Tensor
-    zero: Tensor
+_POWERS = (1.0, 2.0, 0.5)
+"""Likewise for scales that are powers of two."""
 
 
 _Range = tuple[Tensor, Tensor]
 
 
-def _symmetric(scale: Tensor, target: _Target) -> _Parameters:
-    empty = scale == 0
-    rounded = torch.where(empty, torch.ones_like(scale), target.round_scale(scale))
-    return _Parameters(rounded, torch.zeros_like(rounded))
+def _symmetric(scale: Tensor, target: Target) -> Parameters:
+    unused = target.empty(scale)
+    rounded = torch.where(scale == 0, unused.scale, target.round_scale(scale))
+    return Parameters(rounded, torch.zeros_like(rounded))
 
 
-def _affine(low: Tensor, high: Tensor, target: _Target) -> _Parameters:
+def _affine(low: Tensor, high: Tensor, target: Target) -> Parameters:
     span = high - low
-    scale = torch.where(span == 0, torch.ones_like(span), target.round_scale(span / (target.high - target.low)))
+    scale = torch.where(span == 0, target.empty(span).scale, target.round_scale(span / (target.high - target.low)))
     if target.zero is ZeroPoint.INT:
         zero = torch.round(target.low - low / scale).clamp_(target.low, target.high)
-        return _Parameters(scale, zero)
-    # A constant group keeps its value in the zero point, exactly: code 0 then means z.
+        return Parameters(scale, zero)
+    # A constant group keeps its value in the zero point, exactly: the value 0 then means z.
     zero = torch.where(span == 0, low, low - target.low * scale)
-    return _Parameters(scale, zero.to(target.scale_dtype).float())
+    return Parameters(scale, zero.to(target.scale_dtype).float())
 
 
 def _range(groups: Tensor, zero: ZeroPoint) -> _Range:
@@ -88,58 +72,36 @@ def _range(groups: Tensor, zero: ZeroPoint) -> _Range:
     return low.clamp_max(0), high.clamp_min(0)
 
 
-def _absmax(span: _Range, target: _Target) -> _Parameters:
+def _absmax(span: _Range, target: Target) -> Parameters:
     low, high = span
     return _symmetric(torch.maximum(-low, high) / target.high, target)
 
 
-def _absmax_full(span: _Range, target: _Target) -> _Parameters:
+def _absmax_full(span: _Range, target: Target) -> Parameters:
     low, high = span
     return _symmetric(torch.maximum(high / target.high, low / target.low), target)
 
 
-def _minmax(span: _Range, target: _Target) -> _Parameters:
+def _minmax(span: _Range, target: Target) -> Parameters:
     return _affine(*span, target)
 
 
-def _codes(groups: Tensor, p: _Parameters, target: _Target, low: int) -> Tensor:
-    """Codes as float32, ``(rows, G, g)``."""
-    if target.zero is ZeroPoint.FLOAT:
-        scaled = (groups - p.zero).div_(p.scale).round_()
-    else:
-        scaled = (groups / p.scale).round_().add_(p.zero)
-    return scaled.clamp_(low, target.high)
-
-
-def _squared_error(groups: Tensor, p: _Parameters, target: _Target) -> Tensor:
-    restored = _restore_(_codes(groups, p, target, target.low), p, target)
-    error: Tensor = torch.linalg.vector_norm(restored.sub_(groups), dim=-1, keepdim=True)
-    return error
-
-
-def _restore_(codes: Tensor, p: _Parameters, target: _Target) -> Tensor:
-    """The values of float32 codes, in place."""
-    if target.zero is ZeroPoint.FLOAT:
-        return codes.mul_(p.scale).add_(p.zero)
-    return codes.sub_(p.zero).mul_(p.scale)
-
-
-def _mse(groups: Tensor, target: _Target) -> _Parameters:
+def _mse(groups: Tensor, target: Target) -> Parameters:
     low, high = _range(groups, target.zero)
     best: Tensor | None = None
-    for clip in _CLIPS:
+    for clip in _POWERS if target.format.scale is ScaleType.E8M0 else _CLIPS:
         shrunk = _shrink(low, high, clip, target)
-        error = _squared_error(groups, shrunk, target)
+        error = target.squared_error(groups, shrunk)
         if best is None:
             best, scale, zero = error, shrunk.scale, shrunk.zero
         else:
             better = error < best
             best = torch.where(better, error, best)
             scale, zero = torch.where(better, shrunk.scale, scale), torch.where(better, shrunk.zero, zero)
-    return _Parameters(scale, zero)
+    return Parameters(scale, zero)
 
 
-def _shrink(low: Tensor, high: Tensor, clip: float, target: _Target) -> _Parameters:
+def _shrink(low: Tensor, high: Tensor, clip: float, target: Target) -> Parameters:
     if target.zero is ZeroPoint.NONE:
         return _absmax_full((low * clip, high * clip), target)
     if target.zero is ZeroPoint.INT:
@@ -150,10 +112,14 @@ def _shrink(low: Tensor, high: Tensor, clip: float, target: _Target) -> _Paramet
 
 @dataclass(frozen=True)
 class _Quantizer:
-    parameters: Callable[[Tensor, _Target], _Parameters]
+    parameters: Callable[[Tensor, Target], Parameters]
     zeros: tuple[ZeroPoint, ...]
     full_range: bool = True
 
+
+_FEW_BITS = 4
+_BLOCKWISE = ("nf4", "fp4_bnb")
+"""Elements that their tool, bitsandbytes, quantizes with absmax."""
 
 _SYMMETRIC, _AFFINE = (ZeroPoint.NONE,), (ZeroPoint.INT, ZeroPoint.FLOAT)
 
@@ -173,8 +139,8 @@ QUANTIZERS: tuple[str, ...] = tuple(_QUANTIZERS)
 
 
 def default_quantizer(format: Format) -> str:
-    """``mse`` for 4 bits; for 8 bits ``absmax`` or, with a zero point, ``minmax``."""
-    if format.bits == 4:
+    """``mse`` for up to 4 bits; else, and for bitsandbytes' tables, ``absmax`` or, with a zero point, ``minmax``."""
+    if format.bits <= _FEW_BITS and format.dtype not in _BLOCKWISE:
         return "mse"
     return "absmax" if format.zero is ZeroPoint.NONE else "minmax"
 
@@ -226,11 +192,20 @@ def quantize(
     with torch.no_grad():
         factor = _factor(weight, chosen, moments, name)
         chunks = _row_chunks(weight, _CHUNK_ELEMENTS if factor is None else _GPTQ_CHUNK_ELEMENTS)
-        parts = [_quantize_rows(rows, fmt, chosen, stored, name, factor) for rows in chunks]
+        target = Target(fmt, stored, global_scale_of(weight, fmt))
+        parts = [_quantize_rows(rows, target, chosen, name, factor) for rows in chunks]
     codes = torch.cat([part[0] for part in parts])
-    scale = torch.cat([part[1] for part in parts]).t().contiguous()
+    scale = _across([part[1] for part in parts])
     zeros = [part[2] for part in parts if part[2] is not None]
-    return QTensor.from_codes(codes, scale, torch.cat(zeros).t().contiguous() if zeros else None, fmt, chosen)
+    zero = _across(zeros) if zeros else None
+    return QTensor.from_codes(codes, scale, zero, fmt, chosen, global_scale=target.global_scale)
+
+
+def _across(rows: list[Tensor]) -> Tensor:
+    """``(rows, G)`` parameters of all chunks to ``(G, N)``."""
+    if rows[0].dtype == torch.float8_e4m3fn:  # not every device joins float8
+        return _across([part.view(torch.uint8) for part in rows]).view(torch.float8_e4m3fn)
+    return torch.cat(rows).t().contiguous()
 
 
 def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
@@ -270,53 +245,58 @@ def _row_chunks(weight: Tensor, elements: int) -> tuple[Tensor, ...]:
 
 
 def _quantize_rows(
-    rows: Tensor, fmt: Format, quantizer: str, scale_dtype: torch.dtype, name: str, factor: Tensor | None
+    rows: Tensor, target: Target, quantizer: str, name: str, factor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    k = rows.shape[1]
-    target = _Target(*fmt.code_range, fmt.zero, scale_dtype)
+    k, fmt = rows.shape[1], target.format
     if not k:
-        parts = [_empty_part(rows, fmt.groups(k))]
+        parts = [_empty_part(rows, target)]
     elif factor is not None:
         parts = [_compensated(rows.float(), factor, fmt.group(k), target)]
     else:
         parts = [_quantize_part(groups, target, quantizer) for groups in _grouped(rows.float(), fmt)]
     codes = torch.cat([part for part, _ in parts], dim=1)
     scale, zero = (torch.cat([getattr(p, name) for _, p in parts], dim=1).squeeze(-1) for name in ("scale", "zero"))
-    _check_finite(scale + zero, rows, scale_dtype, name)
-    return codes, scale.to(scale_dtype), _stored_zero(zero, target)
+    _check_finite(scale + zero, rows, target.scale_dtype, name)
+    return codes, target.stored_scale(scale), _stored_zero(zero, target)
 
 
-def _empty_part(rows: Tensor, groups: int) -> tuple[Tensor, _Parameters]:
+def _empty_part(rows: Tensor, target: Target) -> tuple[Tensor, Parameters]:
     n = rows.shape[0]
-    scale = rows.new_ones((n, groups, 1), dtype=torch.float32)
-    return rows.new_empty((n, 0), dtype=torch.int8), _Parameters(scale, torch.zeros_like(scale))
+    scale = rows.new_ones((n, target.format.groups(0), 1), dtype=torch.float32)
+    return rows.new_empty((n, 0), dtype=target.element.code_dtype), target.empty(scale)
 
 
-def _quantize_part(groups: Tensor, target: _Target, quantizer: str) -> tuple[Tensor, _Parameters]:
+def _quantize_part(groups: Tensor, target: Target, quantizer: str) -> tuple[Tensor, Parameters]:
     rule = _QUANTIZERS[quantizer]
     parameters = rule.parameters(groups, target)
-    codes = _codes(groups, parameters, target, target.low if rule.full_range else -target.high)
-    return codes.to(torch.int8).flatten(1), parameters
+    codes = target.codes(groups, parameters, None if rule.full_range else -target.high)
+    return codes.to(target.element.code_dtype).flatten(1), parameters
 
 
 @dataclass(frozen=True)
 class _MseGrid:
     """Groups for `gptq`: parameters ``(n, 1, 1)`` as ``mse`` finds them."""
 
-    target: _Target
+    target: Target
 
-    def fit(self, group: Tensor) -> _Parameters:
+    @property
+    def code_dtype(self) -> torch.dtype:
+        return self.target.element.code_dtype
+
+    def fit(self, group: Tensor) -> Parameters:
         found = [_mse(rows.unsqueeze(1), self.target) for rows in _row_chunks(group, _CHUNK_ELEMENTS)]
-        return _Parameters(torch.cat([p.scale for p in found]), torch.cat([p.zero for p in found]))
+        return Parameters(torch.cat([p.scale for p in found]), torch.cat([p.zero for p in found]))
 
-    def round(self, column: Tensor, parameters: _Parameters) -> tuple[Tensor, Tensor]:
-        codes = _codes(column.view(-1, 1, 1), parameters, self.target, self.target.low)
-        return codes.flatten().to(torch.int8), _restore_(codes, parameters, self.target).flatten()
+    def round(self, column: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor]:
+        codes = self.target.codes(column.view(-1, 1, 1), parameters)
+        stored = codes.flatten().to(self.target.element.code_dtype)
+        return stored, self.target.restored(codes, parameters).flatten()
 
 
-def _compensated(rows: Tensor, factor: Tensor, group: int, target: _Target) -> tuple[Tensor, _Parameters]:
-    codes, found = compensate(rows, factor, group, _MseGrid(target))
-    return codes, _Parameters(torch.cat([p.scale for p in found], dim=1), torch.cat([p.zero for p in found], dim=1))
+def _compensated(rows: Tensor, factor: Tensor, group: int, target: Target) -> tuple[Tensor, Parameters]:
+    grid: Grid[Parameters] = _MseGrid(target)
+    codes, found = compensate(rows, factor, group, grid)
+    return codes, Parameters(torch.cat([p.scale for p in found], dim=1), torch.cat([p.zero for p in found], dim=1))
 
 
 def _grouped(rows: Tensor, fmt: Format) -> list[Tensor]:
@@ -328,7 +308,7 @@ def _grouped(rows: Tensor, fmt: Format) -> list[Tensor]:
     return parts if whole == k else [*parts, rows[:, whole:].unsqueeze(1)]
 
 
-def _stored_zero(zero: Tensor, target: _Target) -> Tensor | None:
+def _stored_zero(zero: Tensor, target: Target) -> Tensor | None:
     if target.zero is ZeroPoint.NONE:
         return None
     dtype = torch.int8 if target.zero is ZeroPoint.INT else target.scale_dtype

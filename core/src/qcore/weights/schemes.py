@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, replace
 
 from ..errors import FormatError, did_you_mean, quoted
-from ..formats import PLAIN, Format, ZeroPoint, find_layout, match_text
-from .activations import Activation, DynamicInt8, OutputInt8, StaticInt8
+from ..formats import PLAIN, Format, ScaleType, ZeroPoint, find_element, find_layout, match_text
+from .activations import Activation, DynamicFP8, DynamicInt8, OutputInt8, StaticFP8, StaticInt8
 from .quantizers import NEEDS_MOMENTS, check_quantizer, default_quantizer
 
 SCHEMES: tuple[str, ...] = (
@@ -36,19 +36,45 @@ SCHEMES: tuple[str, ...] = (
     "w8a8-static-o8",
     "w4a8-g32-o8",
 )
-"""The schemes that the conformance kit runs: every row of the table in the design, with and without zero points."""
+"""The schemes with integer weights that the conformance kit runs, with and without zero points."""
+
+TABLE_SCHEMES: tuple[str, ...] = (
+    "wfp8a16",
+    "wfp8a16-g128",
+    "wfp8_e5m2a16",
+    "wfp8a16-g32-e8m0",
+    "wfp8afp8",
+    "wfp8afp8-g128",
+    "wfp8afp8-static",
+    "wfp4a16-g32-e8m0",
+    "wfp4a16-g16-e4m3",
+    "wfp4a16-g16-e4m3d",
+    "wnf4a16-g64",
+    "wfp4_bnba16-g64",
+)
+"""The schemes with other elements than integers that the conformance kit runs."""
+
+SHORT_NAMES: dict[str, str] = {
+    "mxfp4": "wfp4a16-g32-e8m0",
+    "mxfp8": "wfp8a16-g32-e8m0",
+    "nvfp4": "wfp4a16-g16-e4m3",
+    "nf4": "wnf4a16-g64",
+}
+"""Names of the field for schemes; options such as ``@mse`` may follow them."""
 
 _GRAMMAR = (
-    "w4|w8 a16|a8 [-gGROUP] [-asym|-fzp] [-aasym|-static[(SCALE,ZERO)]|-token] [-o8[(SCALE,ZERO)]|-o8t] "
-    "[@QUANTIZER] [/LAYOUT]"
+    "w4|w8|wELEMENT a16|a8|afp8 [-gGROUP] [-asym|-fzp] [-e8m0|-e4m3|-e4m3d] "
+    "[-aasym|-static[(SCALE,ZERO)]|-token] [-o8[(SCALE,ZERO)]|-o8t] [@QUANTIZER] [/LAYOUT]"
 )
-_NUMBERS = r"(\((?P<{0}_scale>[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?),(?P<{0}_zero>-?[0-9]{{1,3}})\))?"
+_NUMBERS = r"(\((?P<{0}_scale>[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?)(,(?P<{0}_zero>-?[0-9]{{1,3}}))?\))?"
 _TEXT = re.compile(
-    r"w(?P<bits>4|8)a(?P<abits>16|8)(-g(?P<group>[0-9]{1,18}))?(-(?P<zero>asym|fzp))?"
+    r"w(?P<element>[a-z0-9_]+?)a(?P<abits>16|8|fp8)(?![a-z0-9_])(-g(?P<group>[0-9]{1,18}))?(-(?P<zero>asym|fzp))?"
+    r"(-(?P<scale>e8m0|e4m3d?))?"
     r"(-(?P<activation>aasym|static|token)" + _NUMBERS.format("a") + r")?"
     r"(?P<output>-o8(?P<o_token>t)?" + _NUMBERS.format("o") + r")?"
     r"(@(?P<quantizer>\w+))?(/(?P<layout>\w+))?"
 )
+_SHORT = re.compile(rf"({'|'.join(SHORT_NAMES)})(?=$|[@/])")
 
 
 @dataclass(frozen=True)
@@ -69,22 +95,43 @@ class Scheme:
         check_quantizer(self.quantizer, self.weight)
         if self.output is not None and self.activation is None:
             raise FormatError("int8 output (-o8) needs int8 activations: write w8a8...-o8 or w4a8...-o8.")
+        if isinstance(self.activation, (DynamicInt8, StaticInt8)) and not self.weight.element.is_integer:
+            raise FormatError(
+                f"int8 activations (a8) go with integer weights; {self.weight.dtype} weights take a16 or afp8."
+            )
+        if self.output is not None and not isinstance(self.activation, (DynamicInt8, StaticInt8)):
+            raise FormatError("int8 output (-o8) needs int8 activations: write w8a8...-o8 or w4a8...-o8.")
+        if isinstance(self.activation, DynamicFP8) and self.activation.group not in (None, self.weight.group_size):
+            raise FormatError("fp8 activations have one scale per token, or the groups of the weight.")
 
     @classmethod
     def parse(cls, text: str | Scheme) -> Scheme:
         """Read a scheme's text; a `Scheme` passes through. Raises `FormatError` that lists what is possible."""
         if isinstance(text, Scheme):
             return text
-        match = match_text(_TEXT, text)
+        match = match_text(_TEXT, _written_out(text))
         if match is None:
             raise _unreadable(text)
         parts = match.groupdict()
         if parts["abits"] == "16" and (parts["activation"] or parts["output"]):
             raise _unreadable(text, "a16 means float activations; -aasym, -static, -token and -o8 go with a8.")
+        if parts["abits"] == "fp8" and (parts["activation"] == "aasym" or parts["output"]):
+            raise _unreadable(text, "afp8 means fp8 activations; -static and -token go with them.")
+        if (parts["a_scale"] and (parts["a_zero"] is None) != (parts["abits"] == "fp8")) or (
+            parts["o_scale"] and parts["o_zero"] is None
+        ):
+            raise _unreadable(
+                text, "int8 numbers are (SCALE,ZERO); fp8 activations have a scale alone: -static(SCALE)."
+            )
         zero = {None: ZeroPoint.NONE, "asym": ZeroPoint.INT, "fzp": ZeroPoint.FLOAT}[parts["zero"]]
         group = None if parts["group"] is None else int(parts["group"])
         layout = find_layout(parts["layout"] or PLAIN.name)
-        weight = Format("int4" if parts["bits"] == "4" else "int8", group, zero, layout)
+        element = f"int{parts['element']}" if parts["element"].isdigit() else parts["element"]
+        try:
+            find_element(element)
+        except FormatError as error:
+            raise _unreadable(text, str(error).splitlines()[0]) from None
+        weight = Format(element, group, zero, layout, ScaleType(parts["scale"] or "float"))
         return cls(weight, parts["quantizer"] or "", _activation(parts), _output(parts))
 
     def __str__(self) -> str:
@@ -93,10 +140,21 @@ class Scheme:
         zero = {ZeroPoint.NONE: "", ZeroPoint.INT: "-asym", ZeroPoint.FLOAT: "-fzp"}[fmt.zero]
         quantizer = "" if self.quantizer == default_quantizer(fmt) else f"@{self.quantizer}"
         layout = "" if fmt.layout == PLAIN else f"/{fmt.layout.name}"
-        bits = 16 if self.activation is None else 8
-        return f"w{fmt.bits}a{bits}{group}{zero}{self._activation_text()}{self._output_text()}{quantizer}{layout}"
+        scale = "" if fmt.scale is ScaleType.FLOAT else f"-{fmt.scale.value}"
+        element = str(fmt.bits) if fmt.dtype == f"int{fmt.bits}" else fmt.dtype
+        head = f"w{element}a{self._activation_width()}{group}{zero}{scale}"
+        return f"{head}{self._activation_text()}{self._output_text()}{quantizer}{layout}"
+
+    def _activation_width(self) -> str:
+        if self.activation is None:
+            return "16"
+        return "fp8" if isinstance(self.activation, (DynamicFP8, StaticFP8)) else "8"
 
     def _activation_text(self) -> str:
+        if isinstance(self.activation, StaticFP8):
+            return "-static" if self.activation.scale is None else f"-static({self.activation.scale!r})"
+        if isinstance(self.activation, DynamicFP8):
+            return "-token" if self.activation.group is None and self.weight.group_size is not None else ""
         if isinstance(self.activation, StaticInt8):
             return "-token" if self.activation.per_token else "-static" + _numbers(self.activation)
         return "-aasym" if self.activation == DynamicInt8(symmetric=False) else ""
@@ -119,13 +177,19 @@ class Scheme:
     @property
     def needs_numbers(self) -> bool:
         """Whether the numbers of a static activation or an output are still missing."""
-        activation = self.activation if isinstance(self.activation, StaticInt8) else None
+        activation = self.activation if isinstance(self.activation, (StaticInt8, StaticFP8)) else None
         return any(part is not None and not part.is_given for part in (activation, self.output))
 
     def blank(self) -> Scheme:
         """The scheme without calibrated numbers: what a checkpoint's metadata names."""
-        activation = self.activation.blank() if isinstance(self.activation, StaticInt8) else self.activation
+        static = isinstance(self.activation, (StaticInt8, StaticFP8))
+        activation = self.activation.blank() if static else self.activation  # type: ignore[union-attr]
         return replace(self, activation=activation, output=self.output and self.output.blank())
+
+
+def _written_out(text: object) -> object:
+    """The scheme that a short name stands for; any other text as it is."""
+    return _SHORT.sub(lambda found: SHORT_NAMES[found[0]], text, count=1) if isinstance(text, str) else text
 
 
 def _numbers(part: StaticInt8 | OutputInt8) -> str:
@@ -140,6 +204,11 @@ def _given(parts: dict[str, str | None], prefix: str) -> tuple[float | None, int
 def _activation(parts: dict[str, str | None]) -> Activation | None:
     if parts["abits"] == "16":
         return None
+    if parts["abits"] == "fp8":
+        if parts["activation"] == "static":
+            return StaticFP8(None if parts["a_scale"] is None else float(parts["a_scale"]))
+        shared = parts["group"] is not None and parts["activation"] is None
+        return DynamicFP8(int(parts["group"] or 0) if shared else None)
     if parts["activation"] in (None, "aasym"):
         return DynamicInt8(symmetric=parts["activation"] is None)
     return StaticInt8(*_given(parts, "a"), per_token=parts["activation"] == "token")
@@ -150,9 +219,10 @@ def _output(parts: dict[str, str | None]) -> OutputInt8 | None:
 
 
 def _unreadable(text: object, why: str = "") -> FormatError:
-    hint = did_you_mean(text, SCHEMES) if isinstance(text, str) else ""
+    known = (*SCHEMES, *TABLE_SCHEMES, *SHORT_NAMES)
+    hint = did_you_mean(text, known) if isinstance(text, str) else ""
     return FormatError(
         f"cannot read the scheme {quoted(text)}.{hint}\n"
         + (f"{why}\n" if why else "")
-        + f"A scheme is written {_GRAMMAR} without spaces;\nfor example {', '.join(SCHEMES)}."
+        + f"A scheme is written {_GRAMMAR} without spaces;\nfor example {', '.join(known)}."
     )

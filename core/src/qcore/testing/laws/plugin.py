@@ -21,7 +21,7 @@ from ...discovery.hookspecs import hookimpl
 from ...discovery.kernels import Available
 from ...discovery.registry import registry
 from ...errors import FormatError
-from ...formats import Format, ZeroPoint
+from ...formats import Format, ZeroPoint, find_element
 from ...resolving.resolver import resolve
 from ...resolving.verification import difference, run_check
 from ...runtime import settings
@@ -92,7 +92,9 @@ def formats(plugin: str) -> Iterator[Format]:
     for layout in layouts_of(plugin).values():
         for dtype in layout.dtypes:
             for group in (None, 7, 32, 128):
-                yield from (Format(dtype, group, zero, layout) for zero in ZeroPoint)  # type: ignore[arg-type]
+                integer = find_element(dtype).is_integer
+                kinds = [zero for zero in ZeroPoint if integer or zero is not ZeroPoint.INT]
+                yield from (Format(dtype, group, zero, layout) for zero in kinds)
 
 
 def every_format(target: Target, _samples: Samples) -> None:
