@@ -64,7 +64,10 @@ def test_a_weight_is_packed_once_and_freed_with_it(add_kernel):
         OPS.quantized_matmul(x, w, scale)
     assert sum(kernel.packs for kernel in made.values()) == packs
     (entry,) = [
-        e for entries in torch_ops._cache._entries.values() for e in entries.values() if e.made_from((w, scale, None))
+        e
+        for entries in torch_ops._cache._entries.values()
+        for e in entries.values()
+        if e.is_built_from((w, scale, None))
     ]
     freed = weakref.ref(entry)
     del entry, w

@@ -169,8 +169,8 @@ def test_whatever_raises_at_any_step_of_the_change(tmp_path, trained, monkeypatc
         return result
 
     for name in ("fill", "put_module", "put_tensor"):
-        original = getattr(placing.Placing, name)
-        monkeypatch.setattr(placing.Placing, name, lambda *args, original=original: counted(original, *args))
+        original = getattr(placing.Transaction, name)
+        monkeypatch.setattr(placing.Transaction, name, lambda *args, original=original: counted(original, *args))
     monkeypatch.setattr(placing, "_copy", partial(counted, placing._copy))
     monkeypatch.setattr(loading, "report", partial(counted, loading.report))
     fails_at: float = 10_000

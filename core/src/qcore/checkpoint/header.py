@@ -57,7 +57,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _KEYS = {"dtype", "shape", "data_offsets"}
 
 
-def problem(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN, tensor: str = "") -> CheckpointError:
+def file_error(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN, tensor: str = "") -> CheckpointError:
     """The error that says what is wrong with a file, in which tensor, and what to do."""
     where = f"{path}: tensor {shown(tensor)!r}" if tensor else f"{path}"
     return CheckpointError(f"{where}: {clipped(what, 700)}\n{clipped(remedy, 400)}")
@@ -70,7 +70,7 @@ def shown(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSpec:
     """One tensor as it is stored."""
 
     name: str
@@ -106,9 +106,9 @@ def parse_json(text: bytes, path: Path, what: str) -> dict[str, Any]:
     try:
         tree = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise problem(path, f"its {what} is no valid JSON: {str(error)[:200]}.") from None
+        raise file_error(path, f"its {what} is no valid JSON: {str(error)[:200]}.") from None
     if not isinstance(tree, dict):
-        raise problem(path, f"its {what} is a JSON {type(tree).__name__}; it must be an object.")
+        raise file_error(path, f"its {what} is a JSON {type(tree).__name__}; it must be an object.")
     if b"\\u" in text:  # nothing else makes half a character
         _check_names(tree, path)
     return tree
@@ -155,13 +155,13 @@ def read_header(file: BinaryIO, path: Path) -> Header:
 def _no_header(head: bytes, length: int, size: int, path: Path) -> CheckpointError:
     kind = kind_of(head, path)
     if kind is not None:
-        return problem(path, f"this is {kind.what}, not safetensors.", kind.remedy)
-    return problem(path, f"it is {size} bytes long, which cannot hold a header of {length} bytes.")
+        return file_error(path, f"this is {kind.what}, not safetensors.", kind.remedy)
+    return file_error(path, f"it is {size} bytes long, which cannot hold a header of {length} bytes.")
 
 
 def _metadata(value: Any, path: Path) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise problem(path, "its __metadata__ must map names to texts.")
+        raise file_error(path, "its __metadata__ must map names to texts.")
     _check_names([*value, *value.values()], path)
     return value
 
@@ -169,7 +169,7 @@ def _metadata(value: Any, path: Path) -> dict[str, str]:
 def _check_names(names: Iterable[str], path: Path) -> None:
     for name in names:
         if _SURROGATE.search(name):
-            raise problem(path, "its name is no valid text.", tensor=name)
+            raise file_error(path, "its name is no valid text.", tensor=name)
 
 
 def is_size(value: Any) -> bool:
@@ -191,20 +191,20 @@ def is_shape(value: Any) -> bool:
 
 def _entry(name: str, value: Any, base: int, path: Path) -> Entry:
     if not isinstance(value, dict) or value.keys() != _KEYS:
-        raise problem(path, "its header entry must hold dtype, shape and data_offsets.", tensor=name)
+        raise file_error(path, "its header entry must hold dtype, shape and data_offsets.", tensor=name)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
-        raise problem(path, f"dtype {quoted(dtype)} is not known; known: {known}.", "Upgrade qcore.", name)
+        raise file_error(path, f"dtype {quoted(dtype)} is not known; known: {known}.", "Upgrade qcore.", name)
     if not is_shape(shape):
-        raise problem(path, f"shape {quoted(shape)} is impossible.", tensor=name)
+        raise file_error(path, f"shape {quoted(shape)} is impossible.", tensor=name)
     if not isinstance(offsets, list) or len(offsets) != 2 or not (is_size(offsets[0]) and is_size(offsets[1])):
-        raise problem(path, f"data_offsets {quoted(offsets)} are impossible.", tensor=name)
+        raise file_error(path, f"data_offsets {quoted(offsets)} are impossible.", tensor=name)
     start, stop = offsets
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if stop - start != nbytes:
         what = f"{dtype} of shape {quoted(shape)} needs {nbytes} bytes; its offsets span {stop - start}."
-        raise problem(path, what, tensor=name)
+        raise file_error(path, what, tensor=name)
     return Entry(name, DTYPES[dtype], tuple(shape), base + start, nbytes)
 
 
@@ -213,13 +213,13 @@ def _check_layout(entries: Iterable[Entry], base: int, size: int, path: Path) ->
     end = base
     for entry in sorted(entries, key=operator.itemgetter(3, 4)):
         if entry.start != end:
-            raise problem(path, f"its bytes start at {entry.start}, where {end} is expected.", tensor=entry.name)
+            raise file_error(path, f"its bytes start at {entry.start}, where {end} is expected.", tensor=entry.name)
         end += entry.nbytes
     if end != size:
-        raise problem(path, f"it is {size} bytes long; its header describes {end}.")
+        raise file_error(path, f"it is {size} bytes long; its header describes {end}.")
 
 
-def build_header(parts: Iterable[Part], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def build_header(parts: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """The head of a file, and where each tensor starts in it.
 
     Wide element types come first, as the library does it, so that every tensor is aligned.

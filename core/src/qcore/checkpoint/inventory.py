@@ -108,7 +108,7 @@ def inspect(path: str | os.PathLike[str]) -> Inventory:
 
 def _weight(archive: Archive, name: str) -> TensorInfo:
     record, alias = archive.records[name], archive.aliases.get(name, "")
-    stored = archive.records[alias or name].part_names
+    stored = archive.records[alias or name].tensor_names
     size = 0 if alias else sum(archive.entries[part].nbytes for part in stored)
     shard = archive.shards[stored[0]].name
     quantizer, scheme = record.quantizer or "", str(record.scheme)

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, FormatError
 from ..model import LayerReport, Report, report
 from ..nn.base import QuantizedModule
-from ..nn.counterparts import rebuild, weight_place
+from ..nn.counterparts import rebuild, weight_device_dtype
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .archive import Archive
-from .buffers import lost_buffers
-from .header import problem, shown
+from .buffers import unsaved_meta_buffers
+from .header import file_error, shown
 from .matching import Match, Swap, match
-from .overlap import is_expanded, torn_by_writing
-from .placing import Placing
+from .overlap import find_conflict, is_expanded
+from .placing import Transaction
 from .values import same_bits
 
 
@@ -70,7 +70,7 @@ def load_(
         return loader.commit()
 
 
-def _explained(row: LayerReport, found: Match) -> LayerReport:
+def _with_reason(row: LayerReport, found: Match) -> LayerReport:
     dense = found.dense.get(f"{row.name}.weight" if row.name else "weight")
     return replace(row, reason=f"turned back to float: {dense.reason}") if dense else row
 
@@ -80,13 +80,13 @@ def _check_complete(found: Match, archive: Archive) -> None:
         return
     raise CheckpointError(
         f"{archive.path}: its tensors are not those of the model.\n"
-        f"Missing in the checkpoint: {_some(found.missing)}.\n"
-        f"Not wanted by the model: {_some(found.unexpected)}.\n"
+        f"Missing in the checkpoint: {_listing(found.missing)}.\n"
+        f"Not wanted by the model: {_listing(found.unexpected)}.\n"
         f"Build the model that was saved, or pass strict=False to load the rest.{_remedy(found)}"
     )
 
 
-def _some(names: list[str]) -> str:
+def _listing(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return (", ".join(shown(name) for name in names[:5]) or "none") + more
 
@@ -125,7 +125,7 @@ class _Loader:
         for swap, scheme in zip(self.found.swaps, schemes, strict=True):
             if id(swap.module) not in self.modules:
                 self.modules[id(swap.module)] = self._rebuilt(swap, scheme)
-        self._plan()
+        self._plan_changes()
 
     def _rebuilt(self, swap: Swap, scheme: Scheme) -> QuantizedModule:
         try:
@@ -134,7 +134,7 @@ class _Loader:
             kind, name = type(swap.module).__name__, swap.record.name
             what = f"scheme {scheme} cannot be used by {swap.layer!r}, a {kind}: {error}"
             remedy = "The metadata was edited, or the checkpoint is of another model."
-            raise problem(self.archive.path, what.replace("\n", " "), remedy, name) from None
+            raise file_error(self.archive.path, what.replace("\n", " "), remedy, name) from None
 
     def _plain_values(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.found.plain:
@@ -148,7 +148,7 @@ class _Loader:
         _, _, earlier = self.values.setdefault(id(slot), (name, slot, value))
         if earlier is not value and not same_bits(earlier, value):
             # What the model ties must be equal in the file, or one of the two would be lost.
-            raise self._torn(name)
+            raise self._torn_error(name)
         if id(slot) not in self.replaced and (slot.device.type == "meta" or is_expanded(slot)):
             self._replace(slot, value.to(self.device if slot.device.type == "meta" else slot.device))
 
@@ -156,12 +156,12 @@ class _Loader:
         new = nn.Parameter(value, slot.requires_grad) if isinstance(slot, nn.Parameter) else value
         self.replaced[id(slot)] = slot, new
 
-    def _torn(self, name: str) -> CheckpointError:
+    def _torn_error(self, name: str) -> CheckpointError:
         remedy = "Untie them in the model first."
-        return problem(self.archive.path, "the model ties it to a tensor that has other values here.", remedy, name)
+        return file_error(self.archive.path, "the model ties it to a tensor that has other values here.", remedy, name)
 
     def _stage_computed(self) -> None:
-        for _, module, key in lost_buffers(self.model):
+        for _, module, key in unsaved_meta_buffers(self.model):
             buffer = module._buffers[key]  # noqa: SLF001
             if buffer is not None and id(buffer) in self.found.computed:
                 self._replace(buffer, self.found.computed[id(buffer)].to(self.device))
@@ -169,9 +169,9 @@ class _Loader:
     def _check_memory(self) -> None:
         """Tensors of the model that share memory, without being one, must be able to hold their values at once."""
         written = [(name, slot, value) for name, slot, value in self.values.values() if id(slot) not in self.replaced]
-        torn = torn_by_writing(written)
-        if torn:
-            raise self._torn(torn)
+        conflict = find_conflict(written)
+        if conflict:
+            raise self._torn_error(conflict)
 
     def _tie(self) -> None:
         """Parameters that are one in the file become one in the model, except in scripted modules."""
@@ -181,23 +181,23 @@ class _Loader:
             mine, other = self.found.slots.get(name), self.found.slots.get(target)
             if not (isinstance(mine, nn.Parameter) and isinstance(other, nn.Parameter)):
                 continue
-            if _alike(mine, other) and id(mine) not in fixed:
+            if _same_device_dtype(mine, other) and id(mine) not in fixed:
                 self.replaced[id(mine)] = mine, self.replaced.get(id(other), (other, other))[1]
 
     def _scheme(self, swap: Swap) -> Scheme:
         """The scheme with its calibrated numbers."""
         scheme = swap.record.scheme
-        for field, prefix in swap.numbers().items():
+        for field, prefix in swap.static_parameters().items():
             scale, zero = self.archive.read(f"{prefix}_scale"), self.archive.read(f"{prefix}_zero_point")
             try:
                 part = replace(getattr(scheme, field), scale=float(scale), zero_point=int(zero))
             except FormatError as error:
-                raise problem(self.archive.path, str(error), tensor=f"{prefix}_scale") from None
+                raise file_error(self.archive.path, str(error), tensor=f"{prefix}_scale") from None
             scheme = replace(scheme, **{field: part})
         return scheme
 
     def _store(self, swap: Swap) -> WeightStore:
-        device = weight_place(swap.module)[0]
+        device = weight_device_dtype(swap.module)[0]
         device = self.device if device.type == "meta" else device
         if (swap.owner, device) not in self.stores:
             # Given up here, so that the neutral form goes when the weight is packed. Tied layers may be on two devices.
@@ -206,7 +206,7 @@ class _Loader:
             self.stores[swap.owner, device] = WeightStore(weight.to(device))
         return self.stores[swap.owner, device]
 
-    def _plan(self) -> None:
+    def _plan_changes(self) -> None:
         """List what will be put where; refuse what cannot be."""
         self.children = [
             (parent, name, self.modules[id(child)])
@@ -225,38 +225,38 @@ class _Loader:
         for module in (*(parent for parent, _, _ in self.children), *(module for module, *_ in self.tensors)):
             if isinstance(module, torch.jit.ScriptModule):
                 what = f"the model holds a scripted {module.original_name}, whose tensors cannot be replaced."
-                raise problem(self.archive.path, what, "Build the model on a real device; script it after loading.")
+                raise file_error(self.archive.path, what, "Build the model on a real device; script it after loading.")
 
     def commit(self) -> LoadReport:
         """Put everything in place. Where it raises, the model is as it was."""
-        placing = Placing()
+        transaction = Transaction()
         try:
-            with placing.all_or_nothing():
-                self._put(placing)
-                placing.doing = "reporting"
-                layers = tuple(_explained(row, self.found) for row in report(self.model))
+            with transaction.all_or_nothing():
+                self._put(transaction)
+                transaction.step = "reporting"
+                layers = tuple(_with_reason(row, self.found) for row in report(self.model))
         except Exception as error:
-            what = f"the model does not take it: {placing.doing} raised {type(error).__name__}: {error}"
+            what = f"the model does not take it: {transaction.doing} raised {type(error).__name__}: {error}"
             remedy = "The model is as it was. Load before it is frozen, wrapped or scripted."
-            raise problem(self.archive.path, what.replace("\n", " "), remedy) from error
+            raise file_error(self.archive.path, what.replace("\n", " "), remedy) from error
         return LoadReport(layers, tuple(self.found.missing), tuple(self.found.unexpected))
 
-    def _put(self, placing: Placing) -> None:
+    def _put(self, transaction: Transaction) -> None:
         for key in list(self.values):
             name, slot, value = self.values.pop(key)
             if id(slot) not in self.replaced:
-                placing.fill(name, slot, value)
+                transaction.fill(name, slot, value)
         for parent, name, module in self.children:
-            placing.put_module(parent, name, module)
+            transaction.put_module(parent, name, module)
         for holder, name, old, new in self.tensors:
-            placing.put_tensor(holder, name, old, new)
+            transaction.put_tensor(holder, name, old, new)
         root = self.modules.get(id(self.model))
         if root is not None:
             assert isinstance(self.model, QuantizedModule)
-            placing.become(self.model, root)
+            transaction.become(self.model, root)
 
 
-def _alike(mine: nn.Parameter, other: nn.Parameter) -> bool:
+def _same_device_dtype(mine: nn.Parameter, other: nn.Parameter) -> bool:
     return mine is not other and (mine.device, mine.dtype) == (other.device, other.dtype)
 
 

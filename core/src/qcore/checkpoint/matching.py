@@ -11,14 +11,14 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError, clipped, quoted
 from ..nn.base import QuantizedModule
-from ..nn.counterparts import own_weight, weight_identity, weight_shape, why_not
+from ..nn.counterparts import weight_identity, weight_parameter, weight_shape, why_not_quantizable
 from ..weights.activations import OutputInt8, StaticInt8
 from .archive import Archive
-from .buffers import lost_buffers, recomputed
+from .buffers import recompute_buffers, unsaved_meta_buffers
 from .header import Entry, shown
 from .records import Record
 
-_NUMBERS = {"scale": (torch.float64, torch.float32), "zero_point": (torch.int32, torch.int64, torch.int8)}
+_STATIC_DTYPES = {"scale": (torch.float64, torch.float32), "zero_point": (torch.int32, torch.int64, torch.int8)}
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Swap:
     record: Record
     owner: str
 
-    def numbers(self) -> dict[str, str]:
+    def static_parameters(self) -> dict[str, str]:
         """The calibrated numbers that the scheme needs: the field of the scheme to the prefix of their names."""
         parts = {
             "activation": (self.record.scheme.activation, "input"),
@@ -76,7 +76,7 @@ def match(model: nn.Module, archive: Archive) -> Match:
     layers = dict(model.named_modules(remove_duplicate=False))
     found = Match()
     for record in archive.records.values():
-        _place(layers, record, archive, found)
+        _assign(layers, record, archive, found)
     found.swaps += list(_tied_swaps(layers, found.swaps, archive))
     swapped = {id(swap.module) for swap in found.swaps}
     found.slots = dict(_slots(layers, swapped))
@@ -85,17 +85,17 @@ def match(model: nn.Module, archive: Archive) -> Match:
     _match_buffers(found, model)
     problems = [*_swap_problems(found, archive), *_slot_problems(found, archive)]
     if problems:
-        raise _unfit(archive, problems)
+        raise _mismatch_error(archive, problems)
     return found
 
 
-def _place(layers: dict[str, nn.Module], record: Record, archive: Archive, found: Match) -> None:
+def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, found: Match) -> None:
     layer, _, attribute = record.name.rpartition(".")
     module = layers.get(layer)
     if module is None or attribute != "weight" or not _has_weight(module):
         found.unexpected += _stored_names(record, archive)
         return
-    reason = why_not(layers, layer)
+    reason = why_not_quantizable(layers, layer)
     if reason:
         found.dense[record.name] = Dense(record.name, reason)
     else:
@@ -103,11 +103,11 @@ def _place(layers: dict[str, nn.Module], record: Record, archive: Archive, found
 
 
 def _has_weight(module: nn.Module) -> bool:
-    return isinstance(module, QuantizedModule) or own_weight(module) is not None
+    return isinstance(module, QuantizedModule) or weight_parameter(module) is not None
 
 
 def _stored_names(record: Record, archive: Archive) -> tuple[str, ...]:
-    return (record.name,) if record.name in archive.aliases else record.part_names
+    return (record.name,) if record.name in archive.aliases else record.tensor_names
 
 
 def _tied_swaps(layers: dict[str, nn.Module], swaps: list[Swap], archive: Archive) -> Iterator[Swap]:
@@ -120,7 +120,7 @@ def _tied_swaps(layers: dict[str, nn.Module], swaps: list[Swap], archive: Archiv
         swap = by_weight.get(weight_identity(module))
         name = f"{layer}.weight"
         absent = name not in archive.entries and name not in archive.aliases
-        if swap is not None and absent and not why_not(layers, layer):
+        if swap is not None and absent and not why_not_quantizable(layers, layer):
             yield Swap(layer, module, swap.record, swap.owner)
 
 
@@ -147,24 +147,24 @@ def _complete_dense(found: Match, archive: Archive) -> None:
 
 
 def _match_plain(found: Match, archive: Archive, layers: dict[str, nn.Module]) -> None:
-    prefixes = [prefix for swap in found.swaps for prefix in swap.numbers().values()]
-    numbers = {f"{prefix}_{part}" for prefix in prefixes for part in _NUMBERS}
+    prefixes = [prefix for swap in found.swaps for prefix in swap.static_parameters().values()]
+    static_parameters = {f"{prefix}_{part}" for prefix in prefixes for part in _STATIC_DTYPES}
     stored = set(archive.plain_names())
     found.plain = [name for name in found.slots if name in stored]
-    found.unexpected += sorted(stored - found.slots.keys() - numbers)
+    found.unexpected += sorted(stored - found.slots.keys() - static_parameters)
     filled = {id(found.slots[name]) for name in (*found.plain, *found.dense)}
     found.missing += [name for name, slot in found.slots.items() if id(slot) not in filled]
-    found.missing += _unnamed(found, layers)
+    found.missing += _quantized_only_in_model(found, layers)
 
 
 def _match_buffers(found: Match, model: nn.Module) -> None:
-    found.computed = recomputed(model)
-    lost = lost_buffers(model)
+    found.computed = recompute_buffers(model)
+    lost = unsaved_meta_buffers(model)
     found.volatile = [name for name, module, key in lost if id(module._buffers[key]) not in found.computed]  # noqa: SLF001
     found.missing += found.volatile
 
 
-def _unnamed(found: Match, layers: dict[str, nn.Module]) -> Iterator[str]:
+def _quantized_only_in_model(found: Match, layers: dict[str, nn.Module]) -> Iterator[str]:
     """Layers that are quantized in the model and not in the file."""
     swapped = {id(swap.module) for swap in found.swaps}
     for layer, module in layers.items():
@@ -177,12 +177,12 @@ def _swap_problems(found: Match, archive: Archive) -> Iterator[str]:
         expected = weight_shape(swap.module)
         if swap.record.shape != expected:
             yield f"{shown(swap.record.name)!r} has shape {swap.record.shape}; {swap.layer!r} needs {expected}"
-        for prefix in swap.numbers().values():
-            yield from _number_problems(archive, prefix)
+        for prefix in swap.static_parameters().values():
+            yield from _static_problems(archive, prefix)
 
 
-def _number_problems(archive: Archive, prefix: str) -> Iterator[str]:
-    for part, dtypes in _NUMBERS.items():
+def _static_problems(archive: Archive, prefix: str) -> Iterator[str]:
+    for part, dtypes in _STATIC_DTYPES.items():
         name = f"{prefix}_{part}"
         entry = archive.entries.get(name)
         if entry is None:
@@ -218,7 +218,7 @@ def _convertible(entry: Entry, slot: Tensor) -> bool:
     return entry.dtype == slot.dtype or (entry.dtype.is_floating_point and slot.dtype.is_floating_point)
 
 
-def _unfit(archive: Archive, problems: list[str]) -> CheckpointError:
+def _mismatch_error(archive: Archive, problems: list[str]) -> CheckpointError:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return CheckpointError(
         f"{archive.path}: tensor {clipped(problems[0], 700)}{more}.\n"

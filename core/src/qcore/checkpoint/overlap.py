@@ -18,13 +18,13 @@ def is_expanded(tensor: Tensor) -> bool:
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def torn_by_writing(writes: Sequence[Write]) -> str:
+def find_conflict(writes: Sequence[Write]) -> str:
     """The name of a tensor that would hold something else than its value after all writes; empty if there is none."""
     for cluster in _clusters(writes):
         if len(cluster) > 1 or not _is_dense(cluster[0][1]):
-            torn = _torn(cluster)
-            if torn:
-                return torn
+            name = _conflicting_name(cluster)
+            if name:
+                return name
     return ""
 
 
@@ -65,7 +65,7 @@ def _span(tensor: Tensor) -> tuple[str, int, int]:
     return str(tensor.device), start, start + (last + 1) * tensor.element_size()
 
 
-def _torn(cluster: Sequence[Write]) -> str:
+def _conflicting_name(cluster: Sequence[Write]) -> str:
     low = min(_span(slot)[1] for _, slot, _ in cluster)
     low -= low % 16  # where elements of any size begin
     high = max(_span(slot)[2] for _, slot, _ in cluster)

@@ -17,14 +17,14 @@ from ..nn.base import QuantizedModule
 _TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
-class Placing:
-    """Changes a model and notes how to undo each change, before it is made. ``doing``: the change under way, in words.
+class Transaction:
+    """Changes a model and notes how to undo each change, before it is made. ``step``: the change under way, in words.
 
     Use as a context: where the block raises, whatever it is, the model gets back all that was there.
     """
 
     def __init__(self) -> None:
-        self.doing = ""
+        self.step = ""
         self._undo: list[Callable[[], None]] = []
 
     @contextlib.contextmanager
@@ -33,23 +33,23 @@ class Placing:
         try:
             yield
         except BaseException:
-            self._take_back()
+            self._roll_back()
             raise
         self._undo.clear()
 
-    def _take_back(self) -> None:
+    def _roll_back(self) -> None:
         """Undo from the last to the first. Each undo may run twice, so an impatient Ctrl-C changes nothing."""
         try:
             while self._undo:
                 self._undo[-1]()
                 self._undo.pop()
         except KeyboardInterrupt:
-            self._take_back()
+            self._roll_back()
             raise
 
     def fill(self, name: str, slot: Tensor, value: Tensor) -> None:
         """Copy ``value`` into ``slot``, which has its dtype; what was in it waits on the CPU."""
-        self.doing = f"writing {name!r}"
+        self.step = f"writing {name!r}"
         with torch.inference_mode(slot.is_inference()):
             old = slot.detach().to("cpu", copy=True)
         self._undo.append(partial(_copy, slot, old))
@@ -57,14 +57,14 @@ class Placing:
 
     def put_module(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Make ``module`` the child ``name`` of ``parent``."""
-        self.doing = f"replacing {name!r} of {type(parent).__name__}"
-        self._note(parent)
+        self.step = f"replacing {name!r} of {type(parent).__name__}"
+        self._record(parent)
         setattr(parent, name, module)
 
     def put_tensor(self, module: nn.Module, key: str, old: Tensor, new: Tensor) -> None:
         """Put ``new`` where a module has the parameter or buffer ``old``, also where it goes by other names there."""
-        self.doing = f"replacing {key!r} of {type(module).__name__}"
-        self._note(module)
+        self.step = f"replacing {key!r} of {type(module).__name__}"
+        self._record(module)
         if type(module).__setattr__ is not nn.Module.__setattr__:
             # torch.nn.LSTM, for one, keeps a list of its weights.
             self._undo.append(partial(_try_to_set, module, key, old))
@@ -75,14 +75,14 @@ class Placing:
 
     def become(self, root: QuantizedModule, made: QuantizedModule) -> None:
         """Give the root of a model, which nothing holds that could hold another, all that ``made`` has."""
-        self.doing = f"replacing the {type(root).__name__}"
+        self.step = f"replacing the {type(root).__name__}"
         before, users = dict(vars(root)), root._store.users
         self._undo.append(partial(_restore_root, root, before, users))
         users.discard(root)
         vars(root).update(vars(made))
         root._store.users.add(root)
 
-    def _note(self, module: nn.Module) -> None:
+    def _record(self, module: nn.Module) -> None:
         tables: dict[str, Any] = {name: vars(module)[name].copy() for name in _TABLES if name in vars(module)}
         self._undo.append(partial(_restore, module, dict(vars(module)), tables))
 

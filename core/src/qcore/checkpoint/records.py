@@ -28,7 +28,7 @@ from ..errors import FormatError, quoted
 from ..formats import Format, UnknownLayoutError, ZeroPoint
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
-from .header import Entry, Part, is_shape, parse_json, problem
+from .header import Entry, TensorSpec, file_error, is_shape, parse_json
 
 SCHEMA = 1
 SAVE = "qcore.save"
@@ -56,7 +56,7 @@ class Record:
         return cls(name, weight.format, (n, k), weight.quantizer, wanted)
 
     @property
-    def part_names(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """The names under which its tensors are stored."""
         parts = ("data", "scale") if self.format.zero is ZeroPoint.NONE else ("data", "scale", "zero")
         return tuple(f"{self.name}.{part}" for part in parts)
@@ -74,16 +74,16 @@ class Record:
             "scheme": str(self.scheme),
         }
 
-    def check(self, parts: Iterable[Part | Entry], path: Path) -> None:
+    def check(self, parts: Iterable[TensorSpec | Entry], path: Path) -> None:
         """Raise `CheckpointError` unless dtypes and shapes of the stored tensors fit the format and logical shape."""
         held = {p.name.rpartition(".")[2]: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parts}
         try:
             QTensor(held["data"], held["scale"], held.get("zero"), self.shape, self.format, self.quantizer)
         except FormatError as error:
-            raise problem(path, str(error).replace("\n", " "), _REWRITE, self.name) from None
+            raise file_error(path, str(error).replace("\n", " "), _REWRITE, self.name) from None
         except Guarded as error:  # the layout of a third party
             what = f"layout {self.format.layout.name!r} raised {type(error).__name__}: {error}"
-            raise problem(path, what.replace("\n", " "), _REWRITE, self.name) from error
+            raise file_error(path, what.replace("\n", " "), _REWRITE, self.name) from error
 
 
 @dataclass(frozen=True)
@@ -120,35 +120,37 @@ def read_notes(metadata: Mapping[str, str], path: Path) -> Notes:
         return Notes("", {}, {}, "")
     schema = metadata.get("qcore.schema", "")
     if not re.fullmatch(r"[1-9][0-9]{0,5}", schema) or not re.fullmatch(r"[0-9A-Za-z.+!-]{1,64}", version):
-        raise problem(path, f"its metadata names qcore {version[:64]!r} and schema {schema[:64]!r}.", _REWRITE)
+        raise file_error(path, f"its metadata names qcore {version[:64]!r} and schema {schema[:64]!r}.", _REWRITE)
     if int(schema) > SCHEMA:
-        raise problem(path, f"written by qcore {version} with schema {schema}; {__version__} reads {SCHEMA}.", _UPGRADE)
+        raise file_error(
+            path, f"written by qcore {version} with schema {schema}; {__version__} reads {SCHEMA}.", _UPGRADE
+        )
     tensors = parse_json(metadata.get("qcore.tensors", "{}").encode(errors="replace"), path, "metadata 'qcore.tensors'")
     aliases = parse_json(metadata.get("qcore.aliases", "{}").encode(errors="replace"), path, "metadata 'qcore.aliases'")
     for name, target in aliases.items():
         if not isinstance(target, str):
-            raise problem(path, f"its alias {quoted(target)} is no name.", _REWRITE, name)
-    known: dict[Any, _Meaning] = {}
+            raise file_error(path, f"its alias {quoted(target)} is no name.", _REWRITE, name)
+    known: dict[Any, _Parsed] = {}
     records = {name: _record(name, value, path, known) for name, value in tensors.items()}
     return Notes(version, records, aliases, metadata.get(SAVE, ""))
 
 
-_Meaning = tuple[Format, Scheme]
+_Parsed = tuple[Format, Scheme]
 
 
-def _record(name: str, value: Any, path: Path, known: dict[Any, _Meaning]) -> Record:
+def _record(name: str, value: Any, path: Path, known: dict[Any, _Parsed]) -> Record:
     if not isinstance(value, dict) or value.keys() != _FIELDS:
-        raise problem(path, f"its record must hold {', '.join(sorted(_FIELDS))}.", _REWRITE, name)
+        raise file_error(path, f"its record must hold {', '.join(sorted(_FIELDS))}.", _REWRITE, name)
     shape, quantizer = value["shape"], value["quantizer"]
     if not is_shape(shape) or len(shape) != 2:
-        raise problem(path, f"logical shape {quoted(shape)} is impossible.", _REWRITE, name)
+        raise file_error(path, f"logical shape {quoted(shape)} is impossible.", _REWRITE, name)
     if quantizer is not None and not (isinstance(quantizer, str) and re.fullmatch(r"[\w.-]{1,64}", quantizer)):
-        raise problem(path, f"quantizer {quoted(quantizer)} is no name.", _REWRITE, name)
-    format, scheme = _meaning(name, value["format"], value["scheme"], path, known)
+        raise file_error(path, f"quantizer {quoted(quantizer)} is no name.", _REWRITE, name)
+    format, scheme = _parse_texts(name, value["format"], value["scheme"], path, known)
     return Record(name, format, (shape[0], shape[1]), quantizer, scheme)
 
 
-def _meaning(name: str, format: Any, scheme: Any, path: Path, known: dict[Any, _Meaning]) -> _Meaning:
+def _parse_texts(name: str, format: Any, scheme: Any, path: Path, known: dict[Any, _Parsed]) -> _Parsed:
     """What the texts of a record mean. A file with thousands of weights has few of them, so they are read once."""
     key = (format, scheme) if isinstance(format, str) and isinstance(scheme, str) else None
     if key in known:
@@ -156,11 +158,11 @@ def _meaning(name: str, format: Any, scheme: Any, path: Path, known: dict[Any, _
     try:
         found = Format.parse(format), Scheme.parse(scheme)
     except UnknownLayoutError as error:
-        raise problem(path, str(error), _INSTALL, name) from None  # another qcore has no more layouts than this one
+        raise file_error(path, str(error), _INSTALL, name) from None  # another qcore has no more layouts than this one
     except FormatError as error:
-        raise problem(path, str(error), _UPGRADE, name) from None
+        raise file_error(path, str(error), _UPGRADE, name) from None
     if found[1].weight != found[0] or found[1] != found[1].blank():
         what = f"scheme {quoted(scheme)} does not go with format {found[0]}."
-        raise problem(path, what, _REWRITE, name)
+        raise file_error(path, what, _REWRITE, name)
     known[key] = found
     return found

@@ -15,11 +15,11 @@ from ..formats import Format
 from ..formats.bits import has_values
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
-from .header import NAMES, Part
+from .header import NAMES, TensorSpec
 from .records import Record
-from .writing import Aliases, Unit, explained, plan_shards, shard_limit, write_directory, write_file
+from .writing import Aliases, Unit, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
-_PARTS = ("data", "scale", "zero")
+_WEIGHT_TENSORS = ("data", "scale", "zero")
 
 
 def save(
@@ -48,7 +48,7 @@ def save(
             f"{path} names one file, which max_shard_size cannot split.\nGive the name of a directory."
         )
     units, aliases = _collect(_state_of(model_or_state))
-    with explained(target):
+    with translate_os_errors(target):
         if single:
             write_file(target, units, aliases, lambda _: None)
         else:
@@ -59,9 +59,9 @@ def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor
     """Plain tensors by name, and quantized weights with their schemes."""
     state: Mapping[Any, Any] = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
     _check_names(state)
-    weights = {**_described_weights(state), **_whole_weights(state)}
-    taken = {f"{name}.{part}" for name in weights for part in _PARTS} | weights.keys()
-    plain = {name: _checked(name, value) for name, value in state.items() if name not in taken}
+    weights = {**_described_weights(state), **_qtensor_weights(state)}
+    taken = {f"{name}.{part}" for name in weights for part in _WEIGHT_TENSORS} | weights.keys()
+    plain = {name: _check_value(name, value) for name, value in state.items() if name not in taken}
     for name in plain:
         if name.endswith(".scale") and f"{name.removesuffix('scale')}data" in plain:
             raise CheckpointError(
@@ -85,10 +85,10 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _whole_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]]:
+def _qtensor_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]]:
     weights = {name: (value, Scheme(value.format)) for name, value in state.items() if isinstance(value, QTensor)}
     for name in weights:
-        taken = next((f"{name}.{part}" for part in _PARTS if f"{name}.{part}" in state), None)
+        taken = next((f"{name}.{part}" for part in _WEIGHT_TENSORS if f"{name}.{part}" in state), None)
         if taken is not None:
             raise CheckpointError(
                 f"cannot save {taken!r}: the quantized weight {name!r} is stored under that name.\nRename one of them."
@@ -107,13 +107,13 @@ def _described_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Sch
 
 
 def _weight(state: Mapping[str, Any], name: str, note: Mapping[str, Any]) -> tuple[QTensor, Scheme]:
-    data, scale, zero = (state.get(f"{name}.{part}") for part in _PARTS)
+    data, scale, zero = (state.get(f"{name}.{part}") for part in _WEIGHT_TENSORS)
     fmt = Format.parse(note["format"])
     weight = QTensor(data, scale, zero, tuple(note["shape"]), fmt, note["quantizer"])  # type: ignore[arg-type]
     return weight, Scheme.parse(note["scheme"])
 
 
-def _checked(name: str, value: Any) -> Tensor:
+def _check_value(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise CheckpointError(
             f"cannot save {name!r}: it is a {type(value).__name__}, and safetensors holds tensors only.\n"
@@ -179,5 +179,5 @@ def _unit(name: str, value: Tensor | tuple[QTensor, Scheme], record: Record | No
     tensors = (
         {f"{name}.{part}": t for part, t in value[0].tensors().items()} if isinstance(value, tuple) else {name: value}
     )
-    parts = tuple(Part(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items())
+    parts = tuple(TensorSpec(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items())
     return Unit(name, parts, lambda: list(tensors.values()), record)

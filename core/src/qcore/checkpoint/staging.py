@@ -45,7 +45,7 @@ def new_id() -> str:
     return secrets.token_hex(6)
 
 
-def save_of(temporary: Path) -> str | None:
+def save_id_of(temporary: Path) -> str | None:
     """Which save a file or directory is the temporary of; None if it is none."""
     match = _TEMPORARY.fullmatch(temporary.name)
     return match["id"] if match else None
@@ -76,7 +76,7 @@ class Rights:
         mode = functools.reduce(int.__and__, (stat.st_mode & 0o777 for stat in found))
         return cls(mode, found[0].st_uid, found[0].st_gid)
 
-    def give(self, handle: int) -> None:
+    def apply_to(self, handle: int) -> None:
         """Set them on an open file. Only root can give a file away; others keep what they can."""
         if os.name != "posix":
             return
@@ -90,7 +90,7 @@ class Rights:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, rights: Rights | None = None) -> Iterator[BinaryIO]:
+def replace_atomically(path: Path, rights: Rights | None = None) -> Iterator[BinaryIO]:
     """A file that takes the place of ``path`` when the block ends well, and vanishes when it does not.
 
     It has the rights of the file that it replaces, or ``rights``.
@@ -117,7 +117,7 @@ def _new_file(path: Path, rights: Rights | None) -> tuple[Path, BinaryIO]:
     while True:
         temporary = path.with_name(temporary_name(path, new_id()))
         file = create(temporary, rights)
-        if _hold(file.fileno(), temporary):
+        if _lock_temporary(file.fileno(), temporary):
             return temporary, file
         file.close()
 
@@ -129,7 +129,7 @@ def create(path: Path, rights: Rights | None) -> BinaryIO:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     file = os.fdopen(os.open(path, flags, mode), "w+b")
     if rights is not None:
-        rights.give(file.fileno())
+        rights.apply_to(file.fileno())
     return file
 
 
@@ -166,13 +166,13 @@ def _locked_directory(path: Path) -> int | None:
         handle = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    if _hold(handle, path):
+    if _lock_temporary(handle, path):
         return handle
     os.close(handle)
     return None
 
 
-def _hold(handle: int, path: Path) -> bool:
+def _lock_temporary(handle: int, path: Path) -> bool:
     """Lock an open temporary; whether it is still there afterwards. The lock goes when the process does."""
     if _fcntl is None:
         return True
@@ -185,7 +185,7 @@ def _hold(handle: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def one_at_a_time(directory: Path) -> Iterator[bool]:
+def publish_lock(directory: Path) -> Iterator[bool]:
     """Wait until no other save publishes in ``directory``, which takes milliseconds.
 
     Gives False where there is no lock to be had: the file system knows none, or somebody does not let go.
@@ -195,12 +195,12 @@ def one_at_a_time(directory: Path) -> Iterator[bool]:
         return
     handle = os.open(directory, os.O_RDONLY)
     try:
-        yield _locked(handle)
+        yield _acquire(handle)
     finally:
         os.close(handle)
 
 
-def _locked(handle: int) -> bool:
+def _acquire(handle: int) -> bool:
     end = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -222,7 +222,7 @@ def clean(directory: Path, stem: str | None = None) -> None:
         assert match is not None
         if stem is None or match["stem"] == stem[:100]:
             with contextlib.suppress(OSError):
-                _if_abandoned(temporary, match["machine"])
+                _remove_if_abandoned(temporary, match["machine"])
 
 
 def temporaries(directory: Path) -> list[Path]:
@@ -233,10 +233,10 @@ def temporaries(directory: Path) -> list[Path]:
         return []
 
 
-def _if_abandoned(path: Path, machine: str | None) -> None:
+def _remove_if_abandoned(path: Path, machine: str | None) -> None:
     """Remove a temporary whose saver is dead, holding the lock that the saver would hold."""
     if machine != _machine() or _fcntl is None:
-        _if_old(path)
+        _remove_if_old(path)
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
@@ -245,17 +245,17 @@ def _if_abandoned(path: Path, machine: str | None) -> None:
     except BlockingIOError:
         return
     except OSError:
-        _if_old(path)
+        _remove_if_old(path)
     finally:
         os.close(handle)
 
 
-def _if_old(path: Path) -> None:
-    if time.time() - _touched(path) > ABANDONED_SECONDS:
+def _remove_if_old(path: Path) -> None:
+    if time.time() - _last_modified(path) > ABANDONED_SECONDS:
         remove(path)
 
 
-def _touched(path: Path) -> float:
+def _last_modified(path: Path) -> float:
     files = [path, *path.iterdir()] if path.is_dir() else [path]
     return max(file.stat().st_mtime for file in files)
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from ..errors import CheckpointError, FormatError, QcoreWarning, did_you_mean
 from ..formats import ZeroPoint
 from ..model.report import EXCLUDED, QUANTIZED, REFUSED
-from ..model.selection import Patterns, matches
+from ..model.selection import Patterns, as_patterns, matches
 from ..weights.qtensor import SCALE_DTYPES, QTensor
 from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .archive import Archive
-from .header import Entry, Part, problem
+from .header import Entry, TensorSpec, file_error
 from .records import Record
-from .writing import Aliases, Unit, explained, plan_shards, shard_limit, write_directory, write_file
+from .writing import Aliases, Unit, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 COPIED = "copied"
 Progress = Callable[[int, int, str], object]
@@ -85,28 +85,22 @@ def quantize_checkpoint(
     Returns a report of every tensor. Raises `CheckpointError`, also for NaN or Inf in a weight, naming it; then nothing
     is left behind.
     """
-    plan = _Plan(scheme, _tuple(include), _tuple(exclude) or (), dtype)
+    plan = _CheckpointPlan(scheme, as_patterns(include), as_patterns(exclude) or (), dtype)
     source, target = Path(source), Path(os.path.realpath(target))
     limit = shard_limit(max_shard_size)
     _check_target(source, target, overwrite=overwrite)
-    with Archive.open(source) as archive, explained(target):
+    with Archive.open(source) as archive, translate_os_errors(target):
         if archive.records:
-            raise problem(source, "it is quantized already.", "Quantize the float checkpoint it was made from.")
+            raise file_error(source, "it is quantized already.", "Quantize the float checkpoint it was made from.")
         plan.warn_about_patterns([*archive.entries, *archive.aliases])
-        job = _Job(archive, plan, progress)
-        units = [job.unit(archive.entries[name]) for name in archive.entries]
+        run = _QuantizeRun(archive, plan, progress)
+        units = [run.unit(archive.entries[name]) for name in archive.entries]
         aliases = _aliases(archive, units)
         if target.suffix == ".safetensors":
-            _into_file(target, units, aliases, job)
+            _into_file(target, units, aliases, run)
         else:
-            _into_directory(source, target, plan_shards(units, limit), aliases, job)
-        return job.rows
-
-
-def _tuple(patterns: Patterns | None) -> tuple[str, ...] | None:
-    if patterns is None:
-        return None
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+            _into_directory(source, target, plan_shards(units, limit), aliases, run)
+        return run.rows
 
 
 def _aliases(archive: Archive, units: Iterable[Unit]) -> Aliases:
@@ -116,7 +110,7 @@ def _aliases(archive: Archive, units: Iterable[Unit]) -> Aliases:
     return Aliases(archive.aliases, tied)
 
 
-class _Plan:
+class _CheckpointPlan:
     """Which tensors are quantized, and how."""
 
     def __init__(
@@ -127,7 +121,7 @@ class _Plan:
         dtype: torch.dtype | None,
     ) -> None:
         mapping = scheme if isinstance(scheme, Mapping) else {"*": scheme}
-        self.rules = [(pattern, _usable(value)) for pattern, value in mapping.items()]
+        self.rules = [(pattern, _parse_scheme(value)) for pattern, value in mapping.items()]
         self.include, self.exclude, self.dtype = include, exclude, dtype
         if dtype is not None and dtype not in SCALE_DTYPES:
             raise FormatError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
@@ -145,7 +139,7 @@ class _Plan:
         scheme = next((s for pattern, s in self.rules if _any_matches(names, pattern)), None)
         if scheme is None:
             return EXCLUDED, "matches no pattern of the scheme mapping"
-        reason = _unfit(entry)
+        reason = _why_refused(entry)
         return (REFUSED, reason) if reason else scheme
 
     def warn_about_patterns(self, names: Iterable[str]) -> None:
@@ -161,7 +155,7 @@ class _Plan:
         return self.dtype if self.dtype is not None and entry.dtype in _SOURCES else entry.dtype
 
 
-def _usable(text: str | Scheme) -> Scheme:
+def _parse_scheme(text: str | Scheme) -> Scheme:
     scheme = Scheme.parse(text)
     if scheme.needs_calibration or scheme.output is not None or getattr(scheme.activation, "per_token", False):
         raise FormatError(
@@ -189,16 +183,16 @@ def _not_a_weight(entry: Entry) -> str:
     return ""
 
 
-def _unfit(entry: Entry) -> str:
+def _why_refused(entry: Entry) -> str:
     if entry.dtype not in _SOURCES:
         return f"{str(entry.dtype).removeprefix('torch.')} values mean something only with scales of their own"
     return "" if all(entry.shape) else "it is empty"
 
 
-class _Job:
+class _QuantizeRun:
     """One run: makes the units, keeps the rows and reports progress."""
 
-    def __init__(self, archive: Archive, plan: _Plan, progress: Progress | None) -> None:
+    def __init__(self, archive: Archive, plan: _CheckpointPlan, progress: Progress | None) -> None:
         self.archive, self.plan, self.progress = archive, plan, progress
         self.rows: list[TensorReport] = []
         self.total = sum(entry.nbytes for entry in archive.entries.values())
@@ -217,11 +211,11 @@ class _Job:
 
     def _copied(self, entry: Entry) -> Unit:
         dtype = self.plan.copied_dtype(entry)
-        return Unit(entry.name, (Part(entry.name, dtype, entry.shape),), lambda: [self._read(entry).to(dtype)])
+        return Unit(entry.name, (TensorSpec(entry.name, dtype, entry.shape),), lambda: [self._read(entry).to(dtype)])
 
     def _quantized(self, entry: Entry, scheme: Scheme) -> Unit:
-        made = _outline(entry, scheme, self.plan.dtype)
-        parts = tuple(Part(f"{entry.name}.{p}", t.dtype, tuple(t.shape)) for p, t in made.tensors().items())
+        made = _meta_result(entry, scheme, self.plan.dtype)
+        parts = tuple(TensorSpec(f"{entry.name}.{p}", t.dtype, tuple(t.shape)) for p, t in made.tensors().items())
 
         def fetch() -> Sequence[Tensor]:
             return list(self._quantize(self._read(entry), scheme, entry.name).tensors().values())
@@ -245,7 +239,7 @@ class _Job:
             self.progress(self.done, self.total, unit.name)
 
 
-def _outline(entry: Entry, scheme: Scheme, dtype: torch.dtype | None) -> QTensor:
+def _meta_result(entry: Entry, scheme: Scheme, dtype: torch.dtype | None) -> QTensor:
     """The quantized weight without values: what its tensors will be."""
     fmt, shape = scheme.weight, (entry.shape[0], math.prod(entry.shape[1:]))
     scale_dtype = dtype or (entry.dtype if entry.dtype in SCALE_DTYPES else torch.float32)
@@ -258,28 +252,32 @@ def _outline(entry: Entry, scheme: Scheme, dtype: torch.dtype | None) -> QTensor
 def _check_target(source: Path, target: Path, *, overwrite: bool) -> None:
     origin = Path(os.path.realpath(source))
     if target == origin or target in origin.parents or (origin.is_dir() and origin in target.parents):
-        raise problem(target, f"it is, holds or lies in the source {source}.", "Write to another place.")
+        raise file_error(target, f"it is, holds or lies in the source {source}.", "Write to another place.")
     if not target.exists():
         return
     if not overwrite:
-        raise problem(target, "it exists already.", "Choose another target, or pass overwrite=True.")
+        raise file_error(target, "it exists already.", "Choose another target, or pass overwrite=True.")
     if target.is_dir() != (target.suffix != ".safetensors"):
-        raise problem(target, "it exists and is of another kind (file, directory).", "Choose another target.")
+        raise file_error(target, "it exists and is of another kind (file, directory).", "Choose another target.")
     if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
         # A typo must not replace somebody's documents by a checkpoint.
-        raise problem(target, "it exists and holds no checkpoint, so it is not overwritten.", "Choose another target.")
+        raise file_error(
+            target, "it exists and holds no checkpoint, so it is not overwritten.", "Choose another target."
+        )
 
 
-def _into_file(target: Path, units: Sequence[Unit], aliases: Aliases, job: _Job) -> None:
+def _into_file(target: Path, units: Sequence[Unit], aliases: Aliases, run: _QuantizeRun) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_file(target, units, aliases, job.advance)
+    write_file(target, units, aliases, run.advance)
 
 
-def _into_directory(source: Path, target: Path, shards: Sequence[Sequence[Unit]], aliases: Aliases, job: _Job) -> None:
+def _into_directory(
+    source: Path, target: Path, shards: Sequence[Sequence[Unit]], aliases: Aliases, run: _QuantizeRun
+) -> None:
     """An existing directory is replaced: readers find the old checkpoint in it until all of the new one is there."""
     files = _side_files(source) if source.is_dir() else ()
-    beside = {str(file.relative_to(source)): file for file in files}
-    write_directory(target, shards, aliases, job.advance, beside=beside, alone=True)
+    side_files = {str(file.relative_to(source)): file for file in files}
+    write_directory(target, shards, aliases, run.advance, side_files=side_files, exclusive=True)
 
 
 def _side_files(directory: Path) -> Iterator[Path]:

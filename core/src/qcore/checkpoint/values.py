@@ -13,7 +13,7 @@ from ..discovery.registry import Guarded
 from ..errors import FormatError
 from ..formats import PLAIN, PLAIN_INT32
 from ..weights.qtensor import QTensor
-from .header import Entry, problem
+from .header import Entry, file_error
 from .records import Record
 
 
@@ -45,14 +45,14 @@ def read_tensor(file: BinaryIO, entry: Entry, path: Path) -> Tensor:
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     except (RuntimeError, MemoryError):
         what = f"it takes {entry.nbytes:,} bytes of memory, which this machine does not have."
-        raise problem(path, what, "Is this the right file? Use a machine with more memory.", entry.name) from None
+        raise file_error(path, what, "Is this the right file? Use a machine with more memory.", entry.name) from None
     try:
         file.seek(entry.start)
         count = file.readinto(as_bytes(tensor))  # type: ignore[attr-defined]
     except OSError as error:
-        raise problem(path, f"cannot be read: {error.strerror or error}.", tensor=entry.name) from error
+        raise file_error(path, f"cannot be read: {error.strerror or error}.", tensor=entry.name) from error
     if count != entry.nbytes:
-        raise problem(path, "the file ends inside its bytes; it changed while it was read.", tensor=entry.name)
+        raise file_error(path, "the file ends inside its bytes; it changed while it was read.", tensor=entry.name)
     return tensor
 
 
@@ -64,12 +64,12 @@ def build_weight(record: Record, tensors: dict[str, Tensor], path: Path) -> QTen
         )
         canonical = _is_canonical(weight)
     except FormatError as error:
-        raise problem(path, str(error).replace("\n", " "), tensor=record.name) from None
+        raise file_error(path, str(error).replace("\n", " "), tensor=record.name) from None
     except Guarded as error:  # the layout of a third party
         what = f"layout {record.format.layout.name!r} raised {type(error).__name__}: {error}"
-        raise problem(path, what.replace("\n", " "), tensor=record.name) from error
+        raise file_error(path, what.replace("\n", " "), tensor=record.name) from error
     if not canonical:
-        raise problem(path, "padding after the last column holds codes other than zero.", tensor=record.name)
+        raise file_error(path, "padding after the last column holds codes other than zero.", tensor=record.name)
     return weight
 
 

@@ -22,17 +22,17 @@ from torch import Tensor
 from .._version import __version__
 from ..errors import CheckpointError
 from .archive import INDEX, SINGLE
-from .header import MAX_HEADER, Part, build_header, problem
+from .header import MAX_HEADER, TensorSpec, build_header, file_error
 from .records import SAVE, Record, write_notes
 from .staging import (
     Rights,
     clean,
     create,
     new_id,
-    one_at_a_time,
+    publish_lock,
     remove,
-    replacing,
-    save_of,
+    replace_atomically,
+    save_id_of,
     staging,
     sync,
     temporaries,
@@ -52,7 +52,7 @@ _UNITS = {
 }
 _SHARD_NAME = re.compile(r"model-((?P<save>[0-9a-f]{12})-)?\d{5,}-of-\d{5,}\.safetensors")
 _STEM = "model"
-_BESIDE = f"{INDEX}.beside"
+_SIDE_FILES = f"{INDEX}.beside"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Unit:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorSpec, ...]
     fetch: Callable[[], Sequence[Tensor]]
     record: Record | None = None
 
@@ -116,7 +116,7 @@ def plan_shards(units: Iterable[Unit], limit: int | None) -> list[list[Unit]]:
 
 def write_file(path: Path, units: Sequence[Unit], aliases: Aliases, on_unit: OnUnit) -> None:
     """Write one safetensors file atomically."""
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         _write_units(file, path, units, aliases.notes(units), on_unit)
 
 
@@ -124,7 +124,7 @@ def _write_units(file: BinaryIO, path: Path, units: Sequence[Unit], notes: Mappi
     header, starts = build_header((part for unit in units for part in unit.parts), notes)
     if len(header) - 8 > MAX_HEADER:
         what = f"its header would take {len(header):,} bytes; {MAX_HEADER:,} are the limit."
-        raise problem(path, what, "Split it: give a directory and max_shard_size.")
+        raise file_error(path, what, "Split it: give a directory and max_shard_size.")
     file.write(header)
     for unit in units:
         _write_unit(file, unit, starts)
@@ -145,43 +145,44 @@ def write_directory(
     aliases: Aliases,
     on_unit: OnUnit,
     *,
-    beside: Mapping[str, Path] | None = None,
-    alone: bool = False,
+    side_files: Mapping[str, Path] | None = None,
+    exclusive: bool = False,
 ) -> None:
     """Write shards and index into a new or existing directory.
 
-    ``beside``: files to be copied, by their names in it; ``alone``: nothing else of an existing directory stays.
+    ``side_files``: files to be copied, by their names in it; ``exclusive``: nothing else of an existing directory
+    stays.
     """
     save = new_id()
-    job = _Job(path, shards, aliases, on_unit, beside or {}, save)
+    saver = _DirectorySave(path, shards, aliases, on_unit, side_files or {}, save)
     clean(path.parent, path.name)
     if path.is_dir():
         clean(path)
         with staging(path / _STEM, save, mode=0o700) as stage:
-            job.write(stage, Rights.of(*_files_of(path)))
-            job.publish(stage, alone=alone)
+            saver.write(stage, Rights.of(*_files_of(path)))
+            saver.publish(stage, exclusive=exclusive)
         return
     with staging(path, save) as stage:
-        job.write(stage, None)
-        job.take_names(stage, stage)
-        _put_in_place(stage, job, alone=alone)
+        saver.write(stage, None)
+        saver.rename_files(stage, stage)
+        _put_in_place(stage, saver, exclusive=exclusive)
 
 
-def _put_in_place(stage: Path, job: _Job, *, alone: bool) -> None:
+def _put_in_place(stage: Path, saver: _DirectorySave, *, exclusive: bool) -> None:
     try:
-        stage.rename(job.path)
+        stage.rename(saver.path)
     except OSError:
-        if not job.path.is_dir():
+        if not saver.path.is_dir():
             raise
-        if alone:
+        if exclusive:
             what = "it appeared while its checkpoint was made."
-            raise problem(job.path, what, "Choose another target, or allow to overwrite it.") from None
+            raise file_error(saver.path, what, "Choose another target, or allow to overwrite it.") from None
         # Another save made the directory meanwhile: this one is later.
-        job.publish(stage, alone=False)
-    sync(job.path.parent)
+        saver.publish(stage, exclusive=False)
+    sync(saver.path.parent)
 
 
-class _Job:
+class _DirectorySave:
     """One save into a directory: its files are complete before the first of them gets a name there.
 
     What loads changes in one step. That step is the renaming of an index; or, to a single file, the removal of an
@@ -194,11 +195,11 @@ class _Job:
         shards: Sequence[Sequence[Unit]],
         aliases: Aliases,
         on_unit: OnUnit,
-        beside: Mapping[str, Path],
+        side_files: Mapping[str, Path],
         save: str,
     ) -> None:
         self.path, self.shards, self.aliases, self.on_unit, self.save = path, shards, aliases, on_unit, save
-        self.beside = beside
+        self.side_files = side_files
         usual = shard_names(len(shards))
         self.names = dict(zip(usual, usual, strict=True))
         """The names of the shards while they wait, and those that they get."""
@@ -217,31 +218,31 @@ class _Job:
                 _write_units(file, self.path, units, notes, self.on_unit)
                 file.flush()
                 os.fsync(file.fileno())
-        for name, source in self.beside.items():
-            place = stage / _BESIDE / name
+        for name, source in self.side_files.items():
+            place = stage / _SIDE_FILES / name
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, place)
 
-    def publish(self, stage: Path, *, alone: bool) -> None:
+    def publish(self, stage: Path, *, exclusive: bool) -> None:
         """Replace what is in the directory by what is in ``stage``."""
-        with one_at_a_time(self.path) as locked:
+        with publish_lock(self.path) as locked:
             old = _identity(self.path / SINGLE)
             if not (locked and _is_free(self.path, self.names)) and not self.single:
                 self.names = {name: f"model-{self.save}{usual[5:]}" for name, usual in self.names.items()}
             try:
-                self.take_names(stage, self.path)
+                self.rename_files(stage, self.path)
             except BaseException:
-                self._withdraw(old)
+                self._roll_back(old)
                 raise
             sync(self.path)
-            self._remove_stale(old, alone=alone)
+            self._remove_stale(old, exclusive=exclusive)
 
-    def take_names(self, stage: Path, directory: Path) -> None:
+    def rename_files(self, stage: Path, directory: Path) -> None:
         """Rename the files of ``stage`` to where they belong in ``directory``, so that the last step decides."""
-        if (stage / _BESIDE).is_dir():
-            for name in self.beside:
-                _replace(stage / _BESIDE / name, directory / name)
-            remove(stage / _BESIDE)
+        if (stage / _SIDE_FILES).is_dir():
+            for name in self.side_files:
+                _replace(stage / _SIDE_FILES / name, directory / name)
+            remove(stage / _SIDE_FILES)
         for waiting, name in self.names.items():
             if stage / waiting != directory / name:
                 (stage / waiting).replace(directory / name)
@@ -266,7 +267,7 @@ class _Job:
             file.flush()
             os.fsync(file.fileno())
 
-    def _withdraw(self, old: object) -> None:
+    def _roll_back(self, old: object) -> None:
         """Remove what has a name already, unless the step that decides was done."""
         index = self.path / INDEX
         if self.single:
@@ -278,27 +279,27 @@ class _Job:
             for name in self.names.values():
                 remove(self.path / name)
 
-    def _remove_stale(self, old: object, *, alone: bool) -> None:
+    def _remove_stale(self, old: object, *, exclusive: bool) -> None:
         """Remove the files of the checkpoint that stood here before, and shards of saves that did not get to the end.
 
         What another save has renamed meanwhile is its own. A reader that has a file open keeps it.
         """
         kept = {INDEX, *self.names.values(), *_shards_in(self.path / INDEX)}
-        living = {save_of(temporary) for temporary in temporaries(self.path)} - {self.save}
+        living = {save_id_of(temporary) for temporary in temporaries(self.path)} - {self.save}
         for file in self.path.glob("model*.safetensors"):
             match = _SHARD_NAME.fullmatch(file.name)
             if file.name not in kept and match and match["save"] not in living:
                 remove(file)
         if not self.single and old is not None and _identity(self.path / SINGLE) == old:
             remove(self.path / SINGLE)
-        if alone:
+        if exclusive:
             self._remove_others(kept)
 
     def _remove_others(self, kept: set[str]) -> None:
-        stay = {self.path / name for name in (*kept, *self.beside)}
+        stay = {self.path / name for name in (*kept, *self.side_files)}
         stay |= {parent for path in stay for parent in path.parents}
         for path in sorted(self.path.rglob("*"), key=lambda path: len(path.parts)):
-            if path not in stay and save_of(self.path / path.relative_to(self.path).parts[0]) is None:
+            if path not in stay and save_id_of(self.path / path.relative_to(self.path).parts[0]) is None:
                 remove(path)
 
 
@@ -356,12 +357,12 @@ def _files_of(directory: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def translate_os_errors(path: Path) -> Iterator[None]:
     """Turn what the system says (disk full, no rights) into a `CheckpointError` that names the target."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise problem(
+        raise file_error(
             path, f"cannot be written: {reason}.", "Nothing was left behind; make room or choose another place."
         ) from error

@@ -57,14 +57,14 @@ def _rows(module: nn.Module, x: Tensor) -> Tensor:
     return x.reshape(1, -1, x.shape[-1])
 
 
-class _Inputs:
+class _InputObserver:
     """What entered a layer: the smallest and largest value and, where they are wanted, the moments."""
 
     def __init__(self, moments: _Moments | None) -> None:
         self.low, self.high, self.seen, self.finite = 0.0, 0.0, False, True
         self.moments = moments
 
-    def watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next(iter((*args, *kwargs.values())), None)
         if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
             low, high = (float(v) for v in x.detach().aminmax())
@@ -93,17 +93,17 @@ def calibrate(
     if not wanted:
         return Calibrated(blank)
     if calibration is None:
-        raise _uncalibrated(next(iter(wanted.values())))
+        raise _calibration_error(next(iter(wanted.values())))
     owners = {name: (ties or {}).get(name, name) for name, scheme in wanted.items() if scheme.needs_moments}
     moments = {owner: _Moments() for owner in owners.values()}
-    inputs = {name: _Inputs(moments[owners[name]] if name in owners else None) for name in wanted}
+    inputs = {name: _InputObserver(moments[owners[name]] if name in owners else None) for name in wanted}
     _observe(model, inputs, calibration)
-    filled = {name: _filled(name, scheme, inputs[name]) for name, scheme in wanted.items()}
+    filled = {name: _with_parameters(name, scheme, inputs[name]) for name, scheme in wanted.items()}
     sums = {owner: moments[owner].result(model.get_submodule(name)) for name, owner in owners.items()}
     return Calibrated({name: filled.get(name) or blank[name] for name in schemes}, sums)
 
 
-def _uncalibrated(scheme: Scheme) -> FormatError:
+def _calibration_error(scheme: Scheme) -> FormatError:
     why = "has static activations, whose scale must be known"
     if not scheme.needs_numbers:
         why = f"rounds weights by what enters each layer ({scheme.quantizer})"
@@ -112,9 +112,9 @@ def _uncalibrated(scheme: Scheme) -> FormatError:
     )
 
 
-def _observe(model: nn.Module, inputs: Mapping[str, _Inputs], calibration: Calibration) -> None:
+def _observe(model: nn.Module, inputs: Mapping[str, _InputObserver], calibration: Calibration) -> None:
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(i.watch, with_kwargs=True) for name, i in inputs.items()
+        model.get_submodule(name).register_forward_pre_hook(i.observe, with_kwargs=True) for name, i in inputs.items()
     ]
     modes = {module: module.training for module in model.modules()}
     try:
@@ -141,7 +141,7 @@ def _run(model: nn.Module, calibration: Calibration) -> None:
             model(batch)
 
 
-def _filled(name: str, scheme: Scheme, found: _Inputs) -> Scheme:
+def _with_parameters(name: str, scheme: Scheme, found: _InputObserver) -> Scheme:
     if not found.seen:
         raise FormatError(
             f"layer {name!r} saw no input during calibration.\nExclude it, or calibrate with batches that reach it."

@@ -116,28 +116,29 @@ def weight_bytes(module: nn.Module) -> int:
     if isinstance(module, QuantizedModule):
         n, k = module._store.shape
         return int(n * k * module._dtype.itemsize)
-    return sum(_held(module).values())
+    return sum(_tensor_bytes(module).values())
 
 
-def row_of(name: str, module: QuantizedModule) -> LayerReport:
+def quantized_row(name: str, module: QuantizedModule) -> LayerReport:
     """The row of a quantized layer."""
     decision = module.decision
-    served = decision.selected if decision else None
+    bound_kernel = decision.selected if decision else None
     return LayerReport(
         name,
         type(module).__name__,
         QUANTIZED,
-        (served.reason if served else "on meta: bound when its weights are loaded") + _others(module),
+        (bound_kernel.reason if bound_kernel else "on meta: bound when its weights are loaded")
+        + _other_kernels(module),
         str(module.scheme.blank()),
-        served.plugin if served else "",
-        served.kernel if served else "",
+        bound_kernel.plugin if bound_kernel else "",
+        bound_kernel.kernel if bound_kernel else "",
         weight_bytes(module),
-        sum(_held(module).values()),
-        hint=dtype_hint(decision, module._made_under.settings or current()) if decision else "",
+        sum(_tensor_bytes(module).values()),
+        hint=dtype_hint(decision, module._bind_settings.settings or current()) if decision else "",
     )
 
 
-def _others(module: QuantizedModule) -> str:
+def _other_kernels(module: QuantizedModule) -> str:
     """Other kernels that a layer has bound since: for gradients, or for an x of another dtype than its own."""
     found: dict[str, list[str]] = {}
     for (dtype, training), bound in module._bounds.items():
@@ -149,34 +150,34 @@ def _others(module: QuantizedModule) -> str:
 
 def report(model: nn.Module) -> Report:
     """What serves every layer of a model that holds a weight: plugin, kernel, why, bytes before and after."""
-    ledger, rows = Ledger(), []
+    tracker, rows = TieTracker(), []
     for name, module in model.named_modules():
         if holds_weight(module):
-            row = row_of(name, module) if isinstance(module, QuantizedModule) else float_row_of(name, module)
-            rows.append(ledger.entered(row, module))
+            row = quantized_row(name, module) if isinstance(module, QuantizedModule) else float_row_of(name, module)
+            rows.append(tracker.with_ties(row, module))
     return Report(tuple(rows))
 
 
-class Ledger:
+class TieTracker:
     """What the layers of a table hold, so that nothing is counted twice."""
 
     def __init__(self) -> None:
         self.owners: dict[int, str] = {}
         self.seen: set[int] = set()
 
-    def entered(self, row: LayerReport, module: nn.Module) -> LayerReport:
+    def with_ties(self, row: LayerReport, module: nn.Module) -> LayerReport:
         """The row, with what it shares with those before it."""
         weight = (
             module._store if isinstance(module, QuantizedModule) else dict(module._parameters.items()).get("weight")
         )
         first = self.owners.setdefault(id(module if weight is None else weight), row.name)
-        held = _held(module)
+        held = _tensor_bytes(module)
         shared = sum(size for key, size in held.items() if key in self.seen)
         self.seen |= held.keys()
         return replace(row, tied_to="" if first == row.name else first, bytes_shared=shared)
 
 
-def _held(module: nn.Module) -> dict[int, int]:
+def _tensor_bytes(module: nn.Module) -> dict[int, int]:
     """Bytes of each tensor that stands for a layer's weight."""
     if isinstance(module, QuantizedModule):
         return {id(t): b.nbytes(t) for b in module._bounds.values() for t in b.packed.values()}
@@ -197,9 +198,9 @@ def holds_weight(module: nn.Module) -> bool:
         return True
     # The tensors behind a parametrized weight belong to the layer that they are for.
     own = () if isinstance(module, ParametrizationList) else module.parameters(recurse=False)
-    return any(_counts(p) and p.is_floating_point() for p in own)
+    return any(_is_weight(p) and p.is_floating_point() for p in own)
 
 
-def _counts(parameter: Any) -> bool:
+def _is_weight(parameter: Any) -> bool:
     """Whether a parameter is a weight: a lazy one will be."""
     return is_lazy(parameter) or parameter.dim() >= 2

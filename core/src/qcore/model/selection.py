@@ -34,13 +34,13 @@ def matches(name: str, pattern: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Choice:
     """What the patterns ask for: ``scheme``, None to leave the weight float; ``reason``: in words."""
 
     scheme: Scheme | None
     reason: str
 
-    def same_weight_as(self, other: Asked) -> bool:
+    def same_weight_as(self, other: Choice) -> bool:
         """Whether both ask for the same weight, whatever they ask of activations."""
         if self.scheme is None or other.scheme is None:
             return self.scheme is other.scheme
@@ -59,28 +59,28 @@ class Selection:
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
 
-    def asked(self, names: Sequence[str]) -> Asked:
+    def choose(self, names: Sequence[str]) -> Choice:
         """What is asked for a weight of these names: excluded by any, else by the first rule that matches any."""
-        pattern = _first(self.exclude, names)
+        pattern = _first_match(self.exclude, names)
         if pattern is not None:
-            return Asked(None, f"matches exclude pattern {pattern!r}")
-        if self.include is not None and _first(self.include, names) is None:
-            return Asked(None, "matches no include pattern")
-        pattern = _first((pattern for pattern, _ in self.rules), names)
+            return Choice(None, f"matches exclude pattern {pattern!r}")
+        if self.include is not None and _first_match(self.include, names) is None:
+            return Choice(None, "matches no include pattern")
+        pattern = _first_match((pattern for pattern, _ in self.rules), names)
         if pattern is None:
-            return Asked(None, "matches no pattern of the scheme mapping")
-        return Asked(dict(self.rules)[pattern], f"matches pattern {pattern!r}")
+            return Choice(None, "matches no pattern of the scheme mapping")
+        return Choice(dict(self.rules)[pattern], f"matches pattern {pattern!r}")
 
     def warn_about_typos(self, names: Iterable[str], stacklevel: int) -> None:
         """A pattern that matches no name is most likely a typo."""
         known = list(names)
         for pattern in (*self.exclude, *(self.include or ()), *(p for p, _ in self.rules)):
-            if _first((pattern,), known) is None:
+            if _first_match((pattern,), known) is None:
                 hint = did_you_mean(pattern, known)
                 warnings.warn(f"pattern {pattern!r} matches no layer.{hint}", QcoreWarning, stacklevel=stacklevel)
 
 
-def _first(patterns: Iterable[str], names: Sequence[str]) -> str | None:
+def _first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
     return next((p for p in patterns if any(matches(name, p) for name in names)), None)
 
 

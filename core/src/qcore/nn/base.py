@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import FormatError, QcoreWarning
 from ..functional.autograd import call_differentiably
-from ..functional.checks import check_bias, check_dense, check_first, check_x_dtype
+from ..functional.checks import check_bias, check_dense, check_first_call, check_x_dtype
 from ..resolving.binding import Bound, WeightStore, WeightView, bind, call_first
 from ..resolving.decision import Decision
 from ..runtime.settings import Settings, current, in_force
@@ -29,7 +29,7 @@ from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_PARTS = ("data", "scale", "zero")
+_WEIGHT_TENSORS = ("data", "scale", "zero")
 _PREFIX = "packed_"
 _STRIDED = torch.strided
 _HOOKS = (
@@ -44,7 +44,7 @@ _HOOKS = (
 
 
 @dataclass(frozen=True)
-class _MadeUnder:
+class _BindSettings:
     """The settings that a layer binds under. Copies take them along; where a pickle is read, those there count."""
 
     settings: Settings | None = None
@@ -52,11 +52,11 @@ class _MadeUnder:
     def in_force(self) -> AbstractContextManager[None]:
         return nullcontext() if self.settings is None else in_force(self.settings)
 
-    def __deepcopy__(self, _memo: Any) -> _MadeUnder:
+    def __deepcopy__(self, _memo: Any) -> _BindSettings:
         return self
 
     def __reduce__(self) -> Any:
-        return _MadeUnder, ()
+        return _BindSettings, ()
 
 
 class QuantizedModule(nn.Module):
@@ -118,7 +118,7 @@ class QuantizedModule(nn.Module):
 
         On ``meta`` there is nothing to pack yet.
         """
-        self._made_under = _MadeUnder(settings or current())
+        self._bind_settings = _BindSettings(settings or current())
         # Other dictionaries, not emptied ones: another thread may be looking at these.
         self._primary = None
         self._bounds = {}
@@ -128,7 +128,7 @@ class QuantizedModule(nn.Module):
             self._primary = self._bound_for(self._dtype, False)
             # A dtype that is no longer computed in leaves nothing behind.
             self._store.keep_only({b.packing for user in self._store.users for b in user._bounds.values()})
-        self._show_packed()
+        self._expose_packed()
 
     def _bind_all(self) -> None:
         """Bind every layer that shares the weight: it is another one now."""
@@ -139,7 +139,7 @@ class QuantizedModule(nn.Module):
         key = (x_dtype, training)
         bound = self._bounds.get(key)
         if bound is None:
-            with self._store.lock, self._made_under.in_force():
+            with self._store.lock, self._bind_settings.in_force():
                 bound = self._bounds.get(key) or bind(self._store, self._request(x_dtype, training))
                 self._keep(key, bound)
         return bound
@@ -148,14 +148,14 @@ class QuantizedModule(nn.Module):
         self._bounds = {**self._bounds, key: bound}
         if key == (self._dtype, False):
             self._primary = bound
-        self._show_packed()
+        self._expose_packed()
 
-    def _show_packed(self) -> None:
+    def _expose_packed(self) -> None:
         """Show the packed tensors as buffers, for whoever counts memory or traces; they are never saved."""
         packed = {_buffer_name(b, key): tensor for b in self._bounds.values() for key, tensor in b.packed.items()}
-        self._show(packed)
+        self._set_packed_buffers(packed)
 
-    def _show(self, packed: dict[str, Tensor]) -> None:
+    def _set_packed_buffers(self, packed: dict[str, Tensor]) -> None:
         kept = {name for name in self._non_persistent_buffers_set if not name.startswith(_PREFIX)}
         self._non_persistent_buffers_set = kept | packed.keys()
         others = {name: buffer for name, buffer in self._buffers.items() if not name.startswith(_PREFIX)}
@@ -163,7 +163,7 @@ class QuantizedModule(nn.Module):
 
     # Running.
 
-    def _is_usual(self, x: Tensor, bias: Tensor | None) -> bool:
+    def _is_fast_path(self, x: Tensor, bias: Tensor | None) -> bool:
         """Whether x and bias are dense tensors of the layer's own dtype, device and sizes: what needs no other check.
 
         Asked at every call: a bias can be replaced, and its ``data`` too.
@@ -205,8 +205,8 @@ class QuantizedModule(nn.Module):
             except Exception as error:
                 bound.blame(error)
                 raise
-        check_first(bound.request, x)
-        with self._made_under.in_force():
+        check_first_call(bound.request, x)
+        with self._bind_settings.in_force():
             fresh, result = call_first(self._store, bound, lambda b: self._call(b, b.packed, x, training))
         if fresh is not bound:
             with self._store.lock:
@@ -271,18 +271,18 @@ class QuantizedModule(nn.Module):
         super().register_parameter(name, param)
         primary = self.__dict__.get("_primary")
         if name == "bias" and primary is not None and primary.request.bias != (param is not None):
-            self._bind_primary(self._made_under.settings)
+            self._bind_primary(self._bind_settings.settings)
 
     # Moving, copying, saving.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
         with self._store.lock:
-            return self._apply_alone(fn, recurse)
+            return self._apply_locked(fn, recurse)
 
-    def _apply_alone(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> QuantizedModule:
+    def _apply_locked(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> QuantizedModule:
         # Packed tensors must not see fn: .half() would round their scales. A sample tells what fn does.
         sample = fn(torch.empty(0, dtype=self._dtype, device=self._store.device))
-        self._show({})
+        self._set_packed_buffers({})
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         before, self._dtype = self._dtype, sample.dtype if sample.dtype in _FLOATS else self._dtype
         if self._store.move(fn, sample.device):
@@ -290,7 +290,7 @@ class QuantizedModule(nn.Module):
         elif self._dtype != before:
             self._bind_primary()
         else:
-            self._show_packed()
+            self._expose_packed()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -302,13 +302,13 @@ class QuantizedModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._store.users.add(self)
-        self._bind_primary(state.get("_made_under", _MadeUnder()).settings)
+        self._bind_primary(state.get("_bind_settings", _BindSettings()).settings)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in self._store.neutral().tensors().items():
             destination[f"{prefix}weight.{name}"] = tensor
-        for name, value in self._given_numbers():
+        for name, value in self._static_parameters():
             destination[prefix + name] = value
         self._describe_weight(getattr(destination, "_metadata", {}).get(prefix[:-1]))
 
@@ -319,7 +319,7 @@ class QuantizedModule(nn.Module):
             described = {"format": str(store.format), "shape": list(store.shape), "quantizer": store.quantizer}
             notes["qcore"] = {**described, "scheme": str(self.scheme.blank())}
 
-    def _given_numbers(self) -> Iterator[tuple[str, Tensor]]:
+    def _static_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in (("input", self.scheme.activation), ("output", self.scheme.output)):
             if isinstance(part, (StaticInt8, OutputInt8)) and part.scale is not None:
                 # float64 holds a Python float exactly.
@@ -336,7 +336,9 @@ class QuantizedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = [f"{prefix}weight.{part}" for part in _PARTS] + [prefix + name for name, _ in self._given_numbers()]
+        own = [f"{prefix}weight.{part}" for part in _WEIGHT_TENSORS] + [
+            prefix + name for name, _ in self._static_parameters()
+        ]
         found = {key: state_dict[key] for key in own if key in state_dict}
         rest = {key: value for key, value in state_dict.items() if key not in found}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -347,7 +349,7 @@ class QuantizedModule(nn.Module):
             self._load_found(found, prefix, bool(local_metadata.get("assign_to_params_buffers")), error_msgs)
 
     def _load_found(self, found: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
-        parts: Any = {part: found.get(f"{prefix}weight.{part}") for part in _PARTS}
+        parts: Any = {part: found.get(f"{prefix}weight.{part}") for part in _WEIGHT_TENSORS}
         store = self._store
         try:
             weight = QTensor(**parts, shape=store.shape, format=store.format, quantizer=store.quantizer)

@@ -137,10 +137,10 @@ class QuantizedConv2d(QuantizedModule):
 
     def extra_repr(self) -> str:
         """The line that ``print(model)`` shows."""
-        served = "not bound" if self._primary is None else self._primary.name
+        bound_kernel = "not bound" if self._primary is None else self._primary.name
         shape = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
         shape += f", padding={self.padding}, dilation={self.dilation}, groups={self.groups}"
-        return f"{shape}, scheme={self.scheme}, kernel={served}"
+        return f"{shape}, scheme={self.scheme}, kernel={bound_kernel}"
 
 
 def im2col(module: nn.Conv2d, x: Tensor) -> Tensor:

@@ -30,19 +30,19 @@ COUNTERPARTS: dict[type[nn.Module], Any] = {
 """The quantized module of each kind of float module."""
 
 
-def base_of(module: nn.Module) -> type[nn.Module]:
+def float_base(module: nn.Module) -> type[nn.Module]:
     """The kind of a float module that has a counterpart."""
     return next(base for base in COUNTERPARTS if isinstance(module, base))
 
 
-def read_by(parent: nn.Module) -> str:
+def why_parent_reads(parent: nn.Module) -> str:
     """Why a child of ``parent`` cannot be replaced: some modules read its weight instead of calling it; else empty."""
     if isinstance(parent, nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention reads this weight itself instead of calling the layer"
     return ""
 
 
-def unsupported(module: nn.Module) -> str:
+def why_unsupported(module: nn.Module) -> str:
     """Why a module has no quantized counterpart; empty where it has one."""
     kind = type(module).__name__
     base: Any = next((base for base in COUNTERPARTS if isinstance(module, base)), None)
@@ -63,21 +63,21 @@ def _unfit_weight(weight: Any) -> str:
     return "its weight is not initialized yet; run the model once first" if is_lazy(weight) else ""
 
 
-def why_not(layers: Mapping[str, nn.Module], layer: str) -> str:
+def why_not_quantizable(layers: Mapping[str, nn.Module], layer: str) -> str:
     """Why a layer has no quantized counterpart; empty where it has one. ``layers``: all of the model by name."""
     module = layers[layer]
     if isinstance(module, QuantizedModule):
         return ""
     if not layer:
         return f"the model itself is a {type(module).__name__}, which cannot be replaced in place"
-    if reader := read_by(layers[layer.rpartition(".")[0]]):
+    if reader := why_parent_reads(layers[layer.rpartition(".")[0]]):
         return reader
     if isinstance(module, (nn.Linear, nn.Conv2d)) and "bias" not in module._parameters:
         return "its bias is no parameter but computed or a buffer"
-    return unsupported(module)
+    return why_unsupported(module)
 
 
-def own_weight(module: nn.Module) -> Tensor | None:
+def weight_parameter(module: nn.Module) -> Tensor | None:
     """The parameter ``weight`` of a module, if it has one.
 
     A weight that is computed when it is read (a parametrization) is left alone: spectral norm, for one, changes its
@@ -91,7 +91,7 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     if isinstance(module, QuantizedModule):
         n, k = module._store.shape
         return n, k
-    weight = own_weight(module)
+    weight = weight_parameter(module)
     assert weight is not None
     return weight.shape[0], weight.shape[1:].numel()
 
@@ -100,22 +100,22 @@ def weight_identity(module: nn.Module) -> int:
     """Equal for layers whose weights are tied."""
     if isinstance(module, QuantizedModule):
         return id(module._store)
-    weight = own_weight(module)
+    weight = weight_parameter(module)
     return id(module if weight is None else weight)
 
 
-def weight_place(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+def weight_device_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Where a layer's weight is, and what the layer computes in."""
     if isinstance(module, QuantizedModule):
         return module._store.device, module._dtype
-    weight = own_weight(module)
+    weight = weight_parameter(module)
     assert weight is not None
     return weight.device, weight.dtype
 
 
 def rebuild(module: nn.Module, store: WeightStore, scheme: Scheme) -> QuantizedModule:
     """The quantized counterpart of ``module`` with another weight; shares its bias, mode and hooks."""
-    dtype = weight_place(module)[1]
+    dtype = weight_device_dtype(module)[1]
     made = _BUILDERS[_kind(module)](module, store, scheme, dtype)
     adopt(made, module)
     return made
@@ -123,7 +123,7 @@ def rebuild(module: nn.Module, store: WeightStore, scheme: Scheme) -> QuantizedM
 
 def _kind(module: nn.Module) -> type[nn.Module]:
     if not isinstance(module, QuantizedModule):
-        return base_of(module)
+        return float_base(module)
     return next(kind for kind in _BUILDERS if isinstance(module, kind))
 
 

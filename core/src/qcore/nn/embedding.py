@@ -98,5 +98,5 @@ class QuantizedEmbedding(QuantizedModule):
 
     def extra_repr(self) -> str:
         """The line that ``print(model)`` shows."""
-        served = "not bound" if self._primary is None else self._primary.name
-        return f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.scheme}, kernel={served}"
+        bound_kernel = "not bound" if self._primary is None else self._primary.name
+        return f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.scheme}, kernel={bound_kernel}"

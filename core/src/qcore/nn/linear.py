@@ -79,7 +79,7 @@ class QuantizedLinear(QuantizedModule):
             or type(x) is not Tensor
             or (bound := self._primary) is None
             or not bound.proven
-            or not self._is_usual(x, bias := self._parameters.get("bias"))
+            or not self._is_fast_path(x, bias := self._parameters.get("bias"))
             or x.dtype is not bound.x_dtype
             or not x.dim()
             or x.shape[-1] != self.in_features
@@ -98,6 +98,6 @@ class QuantizedLinear(QuantizedModule):
 
     def extra_repr(self) -> str:
         """The line that ``print(model)`` shows."""
-        served = "not bound" if self._primary is None else self._primary.name
+        bound_kernel = "not bound" if self._primary is None else self._primary.name
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, scheme={self.scheme}, kernel={served}"
+        return f"{sizes}, scheme={self.scheme}, kernel={bound_kernel}"

@@ -17,7 +17,7 @@ from ..weights.schemes import SCHEMES, Scheme
 from .gaps import matches
 
 
-class Question:
+class PreparedCase:
     """One case. Reference and tolerance are computed once, however many kernels and plugins answer."""
 
     def __init__(self, case: Case, seed: int) -> None:

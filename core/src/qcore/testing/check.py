@@ -15,7 +15,7 @@ from ..contracts import Problem
 from ..discovery.kernels import Kernel
 from ..discovery.registry import Guarded
 from ..resolving.verification import difference, same_bits
-from .case_selection import Question
+from .case_selection import PreparedCase
 from .fallback_watch import Watch
 from .results import Outcome, Result
 from .target import Target
@@ -37,15 +37,15 @@ class BrokenLawError(Exception):
         self.fault = Fault(law, text)
 
 
-def check_case(target: Target, question: Question) -> Result:
+def check_case(target: Target, prepared: PreparedCase) -> Result:
     """The outcome of one case for one plugin; known gaps are not considered here."""
-    start, case = time.perf_counter(), question.case
+    start, case = time.perf_counter(), prepared.case
 
     def result(outcome: Outcome, reason: str = "", law: str = "", **more: Any) -> Result:
         seconds = time.perf_counter() - start
         return Result(case.id, law, case.contract, case.scheme, outcome, reason, seconds=seconds, **more)
 
-    problem = question.on(target.device)
+    problem = prepared.on(target.device)
     answer = target.ask(problem.request)
     if answer.broken:
         return result(Outcome.FAILED, answer.reason, "refusals")
@@ -54,29 +54,29 @@ def check_case(target: Target, question: Question) -> Result:
     here, worst = problem.to(target.device), 0.0
     names = tuple(str(getattr(kernel, "name", kernel)) for kernel in answer.kernels)
     for kernel, name in zip(answer.kernels, names, strict=True):
-        error, fault = outcome_of(target, kernel, question, here)
+        error, fault = outcome_of(target, kernel, prepared, here)
         worst = max(worst, error)
         if fault is not None:
             return result(Outcome.FAILED, f"{name}: {fault.text}", fault.law, kernels=names, worst=worst)
     return result(Outcome.PASSED, kernels=names, worst=worst)
 
 
-def outcome_of(target: Target, kernel: Kernel, question: Question, here: Problem) -> tuple[float, Fault | None]:
+def outcome_of(target: Target, kernel: Kernel, prepared: PreparedCase, here: Problem) -> tuple[float, Fault | None]:
     """Error / allowed of the worst element, and the law that the kernel broke, if any."""
     try:
-        return try_kernel(target, kernel, question, here), None
+        return try_kernel(target, kernel, prepared, here), None
     except BrokenLawError as broken:
         return float("inf") if broken.fault.law == "results" else 0.0, broken.fault
     except Guarded as error:  # an accelerator may report an error only when its result is fetched
         return 0.0, Fault("raises", f"{type(error).__name__}: {first_lines(error)}")
 
 
-def try_kernel(target: Target, kernel: Kernel, question: Question, here: Problem) -> float:
+def try_kernel(target: Target, kernel: Kernel, prepared: PreparedCase, here: Problem) -> float:
     """Pack, unpack, run and judge; returns error / allowed of the worst element, raises `BrokenLawError`."""
     check_origin(target, kernel)
-    packed = packed_and_back(kernel, here)
+    packed = pack_and_check(kernel, here)
     output = run_watched(target, kernel, here, packed)
-    verdict = question.judge(here, output)
+    verdict = prepared.judge(here, output)
     if not verdict.ok:
         raise BrokenLawError("results", f"wrong result for x of shape {tuple(here.x.shape)}: {verdict.message}")
     return verdict.worst
@@ -97,7 +97,7 @@ def check_origin(target: Target, kernel: Kernel) -> None:
         raise BrokenLawError("origin", f"offers qcore's own {type(kernel).__qualname__} as if it were the plugin's")
 
 
-def packed_and_back(kernel: Kernel, here: Problem) -> dict[str, Tensor]:
+def pack_and_check(kernel: Kernel, here: Problem) -> dict[str, Tensor]:
     """Pack the problem's weight; unpacking must give every bit back."""
     packed: dict[str, Tensor] = _guarded("pack", lambda: kernel.pack(here.weight))
     back = _guarded("unpack", lambda: kernel.unpack(packed))
@@ -112,7 +112,7 @@ def packed_and_back(kernel: Kernel, here: Problem) -> dict[str, Tensor]:
 
 def run_watched(target: Target, kernel: Kernel, here: Problem, packed: Mapping[str, Tensor]) -> Any:
     """Call the kernel; it may neither change its inputs nor hand the work back to qcore."""
-    with inputs_kept(here, packed):
+    with inputs_unchanged(here, packed):
         with threads_for(here), Watch(is_fallback=target.is_fallback) as watch:
             output = _guarded("its call", lambda: kernel(here.x, packed, here.bias, **here.given))
         if watch.entered:
@@ -122,7 +122,7 @@ def run_watched(target: Target, kernel: Kernel, here: Problem, packed: Mapping[s
 
 
 @contextlib.contextmanager
-def inputs_kept(here: Problem, packed: Mapping[str, Tensor], who: str = "") -> Iterator[None]:
+def inputs_unchanged(here: Problem, packed: Mapping[str, Tensor], who: str = "") -> Iterator[None]:
     """What runs inside leaves x, bias, given parameters and packed weight as they were, and the memory beside them."""
     inputs = _tensors(here, packed)
     before = {name: memory(tensor).clone() for name, tensor in inputs.items()}

@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
-_HOUSE = str(Path(__file__).resolve().parents[1]) + os.sep
+_PACKAGE_DIR = str(Path(__file__).resolve().parents[1]) + os.sep
 """With the separator: where wheels are installed, ``qcore_cuda`` stands beside ``qcore``."""
 _FORBIDDEN = (
     "functional/calls.py", "functional/torch_ops.py", "model/", "nn/", "resolving/binding.py", "resolving/resolver.py",
@@ -62,12 +62,12 @@ class Watch:
         if forbidden is None:
             forbidden = self._known[code] = self._forbids(code)
         if forbidden:
-            self.entered.append(f"{Path(code.co_filename).relative_to(_HOUSE)}:{code.co_name}")
+            self.entered.append(f"{Path(code.co_filename).relative_to(_PACKAGE_DIR)}:{code.co_name}")
 
     def _forbids(self, code: CodeType) -> bool:
-        if not code.co_filename.startswith(_HOUSE):
+        if not code.co_filename.startswith(_PACKAGE_DIR):
             return False
-        path = Path(code.co_filename).relative_to(_HOUSE).as_posix()
+        path = Path(code.co_filename).relative_to(_PACKAGE_DIR).as_posix()
         if path.startswith("fallback/"):
             return code.co_name in _KERNEL_METHODS and not self._is_fallback
         return path.startswith(_FORBIDDEN)

@@ -23,7 +23,7 @@ _MEANINGS = {
     "inapplicable": "does not apply",
     "unavailable": "device not here",
 }
-_MOST_LINES = 60
+_MAX_LINES = 60
 _WIDE = 4
 """From this many backends on, the tables scroll sideways."""
 
@@ -124,9 +124,9 @@ class _Page:
         return f'<tr data-text="{escape(words)}"><th scope="row">{head}</th>{shown}</tr>'
 
     def _cell(self, title: str, backend: str, cell: Cell) -> str:
-        lines = list(cell.lines[:_MOST_LINES])
-        if len(cell.lines) > _MOST_LINES:
-            lines.append(f"and {len(cell.lines) - _MOST_LINES} more, see the JSON")
+        lines = list(cell.lines[:_MAX_LINES])
+        if len(cell.lines) > _MAX_LINES:
+            lines.append(f"and {len(cell.lines) - _MAX_LINES} more, see the JSON")
         summary = f"{SYMBOLS[cell.state]} {_MEANINGS[cell.state]}" + (f", {cell.count} passed" if cell.count else "")
         self.details.append({"title": f"{title} on {backend}", "summary": summary, "lines": lines})
         hover = escape("\n".join([summary, *lines[:6]]))

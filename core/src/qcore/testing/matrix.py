@@ -15,7 +15,7 @@ from pathlib import Path
 from ..discovery.registry import registry
 from ..resolving.decision import format_table
 from . import html_report
-from .case_selection import Question, cases
+from .case_selection import PreparedCase, cases
 from .certificate import Certificate
 from .matrix_cells import SYMBOLS, Cell, families, law_cell, laws, scheme_cell
 from .results import Outcome, summary_line
@@ -73,9 +73,9 @@ def certify(names: Iterable[str], seed: int, *, quick: Collection[str] = ()) -> 
     whole = [kit for kit in here if kit.target.name not in quick]
     for case in cases() if here else ():
         asked = here if _in_sample(case.id, _CASES) else whole
-        question = Question(case, seed)
+        prepared = PreparedCase(case, seed)
         for kit in asked:
-            kit.run_case(question)
+            kit.run_case(prepared)
     for kit in here:
         kit.complete = kit in whole
         for item in kit.laws:

@@ -11,7 +11,7 @@ import pytest
 
 from ..errors import QcoreError
 from . import html_report
-from .case_selection import Question
+from .case_selection import PreparedCase
 from .results import Outcome, Result
 from .runner import Kit, fresh_seed
 from .target import check_installed
@@ -67,7 +67,7 @@ class KitFile(pytest.File):
             yield KitItem.from_parent(self, name="status[plugin]", check=kit.status_result)
             return
         for case in kit.cases:
-            yield KitItem.from_parent(self, name=case.id, check=lambda c=case: kit.run_case(Question(c, kit.seed)))
+            yield KitItem.from_parent(self, name=case.id, check=lambda c=case: kit.run_case(PreparedCase(c, kit.seed)))
         for item in kit.laws:
             yield KitItem.from_parent(self, name=item.id, check=lambda i=item: kit.run_law(i))
         if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker sees a part of what ran

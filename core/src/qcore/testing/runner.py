@@ -19,7 +19,7 @@ import torch
 from .._version import __version__
 from ..contracts import Case
 from ..errors import ConformanceError
-from .case_selection import Question, cases, selects
+from .case_selection import PreparedCase, cases, selects
 from .certificate import Certificate
 from .check import check_case
 from .gaps import Gaps, read_gaps
@@ -75,7 +75,7 @@ class Kit:
         self.cases: list[Case] = [case for case in every if selects(patterns, case.id)]
         self.samples = Samples(self.target, every, self.seed)
         with quiet():
-            items = law_items(LAWS, self.samples.families, self.samples.served)
+            items = law_items(LAWS, self.samples.families, self.samples.is_supported)
         self.laws: list[LawItem] = [item for item in items if selects(patterns, item.id)]
         _check_patterns(patterns, [*(case.id for case in self.cases), *(item.id for item in self.laws)])
         self.complete = all(limit is None for limit in (schemes, contracts, select))
@@ -84,14 +84,14 @@ class Kit:
         self.law_results: list[Result] = []
         self._start = time.perf_counter()
 
-    def run_case(self, question: Question) -> Result:
+    def run_case(self, prepared: PreparedCase) -> Result:
         """Check one case."""
         with quiet():
-            result = self._settle(check_case(self.target, question))
+            result = self._apply_gaps(check_case(self.target, prepared))
         self.results.append(result)
         return result
 
-    def adopt(self, results: Iterable[Result]) -> None:
+    def add_results(self, results: Iterable[Result]) -> None:
         """Take over what other processes found out about every case and law."""
         by_id = {result.id: result for result in results}
         self.results += [by_id[case.id] for case in self.cases]
@@ -103,11 +103,11 @@ class Kit:
     def run_law(self, item: LawItem) -> Result:
         """Check one law."""
         with quiet():
-            result = self._settle(check_law(self.target, self.samples, item))
+            result = self._apply_gaps(check_law(self.target, self.samples, item))
         self.law_results.append(result)
         return result
 
-    def _settle(self, result: Result) -> Result:
+    def _apply_gaps(self, result: Result) -> Result:
         """Hold a result against the list of known gaps."""
         known = self.gaps.reason(result.id)
         if known is None or result.outcome in (Outcome.REFUSED, Outcome.SKIPPED, Outcome.INAPPLICABLE):
@@ -208,32 +208,32 @@ def run(
     tell, total = progress or (lambda _done, _total, _name: None), len(kit.cases) + len(kit.laws)
     if jobs > 1:
         arguments = {"backend": backend, "device": str(kit.target.device), "seed": kit.seed, "gaps": gaps, **chosen}
-        kit.adopt(_shared(arguments, kit, jobs, lambda done: tell(done, total, "")))
+        kit.add_results(_run_in_processes(arguments, kit, jobs, lambda done: tell(done, total, "")))
         return kit.certificate()
     for done, case in enumerate(kit.cases):
         tell(done, total, case.id)
-        kit.run_case(Question(case, kit.seed))
+        kit.run_case(PreparedCase(case, kit.seed))
     for done, item in enumerate(kit.laws, len(kit.cases)):
         tell(done, total, item.id)
         kit.run_law(item)
     return kit.certificate()
 
 
-_AT_A_TIME = 8
+_BATCH = 8
 """Cases that a process takes at a time: neighbours share what has to be compiled."""
 
 
-def _shared(arguments: dict[str, Any], kit: Kit, jobs: int, tell: Callable[[int], None]) -> list[Result]:
+def _run_in_processes(arguments: dict[str, Any], kit: Kit, jobs: int, tell: Callable[[int], None]) -> list[Result]:
     """Run cases and laws in processes of their own; new interpreters: not every device's stack survives a fork."""
     results: list[Result] = []
-    parts = [range(start, start + _AT_A_TIME) for start in range(0, len(kit.cases), _AT_A_TIME)]
+    parts = [range(start, start + _BATCH) for start in range(0, len(kit.cases), _BATCH)]
     samples: dict[tuple[str, str], list[int]] = {}  # the laws of one contract and scheme share a sample
     for index, item in enumerate(kit.laws):
         samples.setdefault((item.contract, item.scheme or item.id), []).append(index)
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (arguments,)) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (arguments,)) as pool:
         try:
-            done = [pool.submit(_part_of_laws, indices) for indices in samples.values()]  # first: they take longest
-            done += [pool.submit(_part_of_cases, part) for part in parts]
+            done = [pool.submit(_run_laws, indices) for indices in samples.values()]  # first: they take longest
+            done += [pool.submit(_run_cases, part) for part in parts]
             for part in as_completed(done):
                 results += part.result()
                 tell(len(results))
@@ -243,19 +243,19 @@ def _shared(arguments: dict[str, Any], kit: Kit, jobs: int, tell: Callable[[int]
     return results
 
 
-_mine: list[Kit] = []
+_worker_kit: list[Kit] = []
 """The kit of a process that has been handed some of the cases and laws."""
 
 
-def _begin(arguments: dict[str, Any]) -> None:
-    _mine[:] = [Kit(**arguments)]
+def _start_worker(arguments: dict[str, Any]) -> None:
+    _worker_kit[:] = [Kit(**arguments)]
 
 
-def _part_of_cases(part: range) -> list[Result]:
-    (kit,) = _mine
-    return [kit.run_case(Question(case, kit.seed)) for case in kit.cases[part.start : part.stop]]
+def _run_cases(part: range) -> list[Result]:
+    (kit,) = _worker_kit
+    return [kit.run_case(PreparedCase(case, kit.seed)) for case in kit.cases[part.start : part.stop]]
 
 
-def _part_of_laws(indices: list[int]) -> list[Result]:
-    (kit,) = _mine
+def _run_laws(indices: list[int]) -> list[Result]:
+    (kit,) = _worker_kit
     return [kit.run_law(kit.laws[index]) for index in indices]

@@ -47,7 +47,7 @@ class Target:
             # In a process of its own first: a probe that ends the process leaves a mark, and is not called in this one.
             _ = self.preflight
         self.status: PluginStatus = registry.status(name)
-        self.device = self._own_device() if device is None else device_here(device, "you asked for")
+        self.device = self._default_device() if device is None else usable_device(device, "you asked for")
 
     @cached_property
     def preflight(self) -> Preflight:
@@ -80,10 +80,10 @@ class Target:
         path = Path(module).with_name(FILE_NAME) if module else None
         return path if path and path.is_file() else None
 
-    def _own_device(self) -> torch.device:
+    def _default_device(self) -> torch.device:
         named = self._device_of_probe()
         if named:
-            return device_here(named, f"the probe of {self.name!r} tells the kit to test on")
+            return usable_device(named, f"the probe of {self.name!r} tells the kit to test on")
         return torch.device("cpu" if _why_unusable(self.name) else self.name)
 
     def _device_of_probe(self) -> str | None:
@@ -107,7 +107,7 @@ def check_installed(name: str) -> None:
         )
 
 
-def device_here(device: str | torch.device, who: str) -> torch.device:
+def usable_device(device: str | torch.device, who: str) -> torch.device:
     """A device that torch can use on this machine; raises `ConformanceError` for any other: ``who`` named it."""
     reason = _why_unusable(device)
     if reason:
@@ -122,7 +122,7 @@ def device_here(device: str | torch.device, who: str) -> torch.device:
 def _why_unusable(device: str | torch.device) -> str:
     """Why no tensor can live on a device; empty if one can."""
     try:
-        with quiet_start():
+        with no_warnings():
             torch.ones(1, device=device).cpu()
     except Exception as error:  # noqa: BLE001 - torch raises whatever the missing backend happens to
         text = _printable(str(error).strip().partition("\n")[0][:200])
@@ -132,7 +132,7 @@ def _why_unusable(device: str | torch.device) -> str:
 
 
 @contextlib.contextmanager
-def quiet_start() -> Iterator[None]:
+def no_warnings() -> Iterator[None]:
     """What a backend warns of while it starts is not the kit's subject."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -22,8 +22,8 @@ from ...discovery.kernels import Kernel
 from ...discovery.registry import Guarded
 from ...errors import FormatError
 from ...weights.schemes import Scheme
-from ..case_selection import Question
-from ..check import BrokenLawError, first_lines, packed_and_back
+from ..case_selection import PreparedCase
+from ..check import BrokenLawError, first_lines, pack_and_check
 from ..results import Outcome, Result
 from ..target import Target
 
@@ -42,19 +42,19 @@ _ORDINARY = (32, 256)
 _PREFERRED = ("rows-17", "3x3", "batched", "k-aligned-16", "rows-1", "1x1", "one")
 
 
-class NotHereError(Exception):
+class SkippedLawError(Exception):
     """A law that cannot be tried here; the text says why."""
 
     outcome = Outcome.SKIPPED
 
 
-class RefusedError(NotHereError):
+class RefusedError(SkippedLawError):
     """What the law would be tried on is refused by the plugin."""
 
     outcome = Outcome.REFUSED
 
 
-class InapplicableError(NotHereError):
+class InapplicableError(SkippedLawError):
     """There is nothing here that the law speaks of; the text says what is missing. Never for lack of trying."""
 
     outcome = Outcome.INAPPLICABLE
@@ -64,7 +64,7 @@ class InapplicableError(NotHereError):
 class Sample:
     """An offered case of one contract and scheme, ready to run: ``packs`` holds a packed weight per kernel."""
 
-    question: Question
+    prepared: PreparedCase
     here: Problem
     kernels: Sequence[Kernel]
     packs: Sequence[dict[str, Tensor]]
@@ -128,7 +128,7 @@ class Samples:
             raise RefusedError(found)
         return found
 
-    def served(self, contract: str, scheme: str) -> bool:
+    def is_supported(self, contract: str, scheme: str) -> bool:
         """Whether the plugin offers a kernel for an ordinary weight, in any dtype; builds no inputs."""
         if not self._target.available:
             return False
@@ -141,18 +141,18 @@ class Samples:
     def any(self) -> Sample:
         """A sample of whatever the plugin offers."""
         for family in self._families:
-            with contextlib.suppress(NotHereError):
+            with contextlib.suppress(SkippedLawError):
                 return self.get(*family)
-        raise NotHereError("the plugin offers no kernel for any case")
+        raise SkippedLawError("the plugin offers no kernel for any case")
 
     def _find(self, key: tuple[str, str]) -> Sample | str:
         reason = "there are no cases of it"
         for case in sorted(self._families.get(key, ()), key=_preference):
-            question = Question(case, self._seed)
-            answer = self._target.ask(question.on(self._target.device).request)
+            prepared = PreparedCase(case, self._seed)
+            answer = self._target.ask(prepared.on(self._target.device).request)
             if answer.kernels:
-                here = question.on(self._target.device).to(self._target.device)
-                return Sample(question, here, answer.kernels, [packed_and_back(k, here) for k in answer.kernels])
+                here = prepared.on(self._target.device).to(self._target.device)
+                return Sample(prepared, here, answer.kernels, [pack_and_check(k, here) for k in answer.kernels])
             reason = answer.reason
         return f"the plugin refuses it: {reason}"
 
@@ -163,9 +163,9 @@ def _preference(case: Case) -> int:
 
 
 def law_items(
-    laws: Iterable[Law], families: Iterable[tuple[str, str]], served: Callable[[str, str], bool]
+    laws: Iterable[Law], families: Iterable[tuple[str, str]], is_supported: Callable[[str, str], bool]
 ) -> list[LawItem]:
-    """Every check to be made of these laws; ``served``: whether the plugin serves a contract and scheme.
+    """Every check to be made of these laws; ``is_supported``: whether the plugin serves a contract and scheme.
 
     A costly law is checked on one scheme of each kind: on the last one that is served, where any is.
     """
@@ -173,10 +173,10 @@ def law_items(
     kinds: dict[tuple[object, ...], list[tuple[str, str]]] = {}
     for family in families:
         kinds.setdefault(_kind(*family), []).append(family)
-    few = [next((f for f in reversed(kind) if served(*f)), kind[-1]) for kind in kinds.values()]
+    representatives = [next((f for f in reversed(kind) if is_supported(*f)), kind[-1]) for kind in kinds.values()]
     items = []
     for law in laws:
-        chosen = few if law.sparse else families
+        chosen = representatives if law.sparse else families
         items += [LawItem(law)] if law.plugin else [LawItem(law, *family) for family in chosen]
     return items
 
@@ -198,7 +198,7 @@ def check_law(target: Target, samples: Samples, item: LawItem) -> Result:
     start, outcome, reason = time.perf_counter(), Outcome.PASSED, ""
     try:
         _apply(target, samples, item)
-    except NotHereError as skip:
+    except SkippedLawError as skip:
         outcome, reason = skip.outcome, str(skip)
     except BrokenLawError as broken:
         outcome, reason = Outcome.FAILED, broken.fault.text
@@ -229,10 +229,10 @@ def _apply_to_kernels(target: Target, sample: Sample, check: KernelLaw) -> None:
         raise next(skip for skip in skipped if skip)
 
 
-def _skipped(check: Callable[[], None]) -> NotHereError | None:
+def _skipped(check: Callable[[], None]) -> SkippedLawError | None:
     try:
         check()
-    except NotHereError as skip:
+    except SkippedLawError as skip:
         return skip
     return None
 

@@ -23,7 +23,7 @@ from ...resolving.verification import same_bits
 from ...runtime import settings
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from ..check import BrokenLawError, first_lines, inputs_kept, memory, resized, same_values
+from ..check import BrokenLawError, first_lines, inputs_unchanged, memory, resized, same_values
 from ..fallback_watch import OwnOps
 from ..target import Target
 from .base import InapplicableError, Law, Sample
@@ -36,7 +36,7 @@ Packed = dict[str, Tensor]
 
 
 def _call(law: str, what: str, kernel: Kernel, here: Problem, packed: Packed) -> Any:
-    with inputs_kept(here, packed, f"{what} "):
+    with inputs_unchanged(here, packed, f"{what} "):
         return _guard(law, what, lambda: kernel(here.x, packed, here.bias, **here.given))
 
 
@@ -96,12 +96,12 @@ def compiles(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
     seen = OwnOps()
     call = _compiled(kernel, packed, sample.here.bias, graphs, seen)
     for rows in _COMPILED_ROWS[sample.here.request.contract]:
-        problem = resized(sample.question.on(target.device), rows)
+        problem = resized(sample.prepared.on(target.device), rows)
         here = problem.to(target.device)
         what = f"{kernel.name}: torch.compile(fullgraph=True, dynamic=True) with {rows} rows"
-        with inputs_kept(here, packed, f"{what} "):
+        with inputs_unchanged(here, packed, f"{what} "):
             result = _guard("compile", what, partial(call, here.x, here.given))
-        verdict = sample.question.contract.judge(problem, result)
+        verdict = sample.prepared.contract.judge(problem, result)
         if not verdict.ok:
             raise BrokenLawError("compile", f"{what} gave a wrong result: {verdict.message}")
         if rows > 1 and len(graphs) > 1:
@@ -161,7 +161,7 @@ def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
                 found.append(error)
 
     workers = [threading.Thread(target=work) for _ in range(_THREADS)]
-    with inputs_kept(sample.here, packed, f"{kernel.name} "):
+    with inputs_unchanged(sample.here, packed, f"{kernel.name} "):
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -179,9 +179,9 @@ def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
 
 def empty(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
     """An x without rows gives a result without rows."""
-    problem = resized(sample.question.on(target.device), 0)
+    problem = resized(sample.prepared.on(target.device), 0)
     result = _call("empty", f"{kernel.name} with no rows", kernel, problem.to(target.device), packed)
-    verdict = sample.question.contract.judge(problem, result)
+    verdict = sample.prepared.contract.judge(problem, result)
     if not verdict.ok:
         raise BrokenLawError("empty", f"{kernel.name} with no rows: {verdict.message}")
 
@@ -222,11 +222,11 @@ def _address(tensor: Tensor) -> object:
 
 def strides(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
     """However x lies in memory, expanded or inside of another tensor, the result is right and x is left as it was."""
-    plain = sample.question.on(target.device)
+    plain = sample.prepared.on(target.device)
     for how, x in _strided(plain.x):
         problem, here = replace(plain, x=x), replace(sample.here, x=_moved(x, target.device))
         result = _call("strides", f"{kernel.name} with x {how}", kernel, here, packed)
-        verdict = sample.question.contract.judge(problem, result)
+        verdict = sample.prepared.contract.judge(problem, result)
         if not verdict.ok:
             raise BrokenLawError("strides", f"{kernel.name} with x {how}: {verdict.message}")
 
@@ -258,7 +258,7 @@ def two_devices(target: Target, sample: Sample, kernel: Kernel, packed: Packed) 
     if kind == "cpu" or not torch.accelerator.is_available() or torch.accelerator.device_count() < 2:
         raise InapplicableError(f"there is only one {kind} device")
     second = torch.device(kind, 1 - (target.device.index or 0))
-    problem = sample.question.on(second)
+    problem = sample.prepared.on(second)
     here = problem.to(second)
     answer = target.ask(problem.request)
     for other in answer.kernels:
@@ -267,7 +267,7 @@ def two_devices(target: Target, sample: Sample, kernel: Kernel, packed: Packed) 
             f"{other.name} on {second}",
             partial(_packed_call, other, here),
         )
-        verdict = sample.question.judge(problem, result)
+        verdict = sample.prepared.judge(problem, result)
         if not verdict.ok or result.device != second:
             raise BrokenLawError("devices", f"{kernel.name} on {second}: on {result.device}, {verdict.message}")
 
@@ -280,10 +280,10 @@ def decided(target: Target, sample: Sample) -> None:
             _expect(target, _guard("decision", "resolving", lambda: resolve(here.request)))
             return
         module = _guard("decision", "making a module", lambda: _module(here))
-        with inputs_kept(here, {}, "the module "):
+        with inputs_unchanged(here, {}, "the module "):
             result = _guard("decision", "calling the module", lambda: module(here.x))
     _expect(target, module.decision)
-    verdict = sample.question.judge(here, result)
+    verdict = sample.prepared.judge(here, result)
     if not verdict.ok:
         raise BrokenLawError("decision", f"the module gave a wrong result: {verdict.message}")
 

@@ -30,7 +30,7 @@ from ..check import BrokenLawError
 from ..layouts import layout_fault, layouts_of
 from ..preflight import HEAVY
 from ..target import Target
-from .base import InapplicableError, Law, NotHereError, RefusedError, Sample, Samples
+from .base import InapplicableError, Law, RefusedError, Sample, Samples, SkippedLawError
 
 _DEVICE_LIBRARIES = (
     "libOpenCL", "libamdhip", "libcublas", "libcuda", "libcudart", "libhsa", "libnvrtc", "libpjrt", "libsycl", "libtpu",
@@ -79,7 +79,7 @@ def offers(_target: Target, samples: Samples) -> None:
     """The plugin serves something."""
     try:
         samples.any()
-    except NotHereError as nothing:
+    except SkippedLawError as nothing:
         raise BrokenLawError("offers", f"{nothing}; a plugin that is available serves something") from nothing
 
 
@@ -191,7 +191,7 @@ def neighbour(target: Target, samples: Samples) -> None:
 def _offered(samples: Samples, contract: str) -> Iterator[Sample]:
     for family in samples.families:
         if family[0] == contract:
-            with contextlib.suppress(NotHereError):
+            with contextlib.suppress(SkippedLawError):
                 yield samples.get(*family)
 
 
