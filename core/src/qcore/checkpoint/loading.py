@@ -236,7 +236,7 @@ class _Loader:
                 transaction.step = "reporting"
                 layers = tuple(_with_reason(row, self.found) for row in report(self.model))
         except Exception as error:
-            what = f"the model does not take it: {transaction.doing} raised {type(error).__name__}: {error}"
+            what = f"the model does not take it: {transaction.step} raised {type(error).__name__}: {error}"
             remedy = "The model is as it was. Load before it is frozen, wrapped or scripted."
             raise file_error(self.archive.path, what.replace("\n", " "), remedy) from error
         return LoadReport(layers, tuple(self.found.missing), tuple(self.found.unexpected))

@@ -1,7 +1,7 @@
 """``torch.cpu.conv2d``: static int8 activations and per-channel weights through ``onednn::qconv_pointwise``.
 
-As in `onednn`, activations are uint8 = code + 128, and a probe rules out CPUs on which the op saturates. The op pads with
-the value 0 for any zero point, as the contract requires.
+As in `onednn`, activations are uint8 = code + 128, and a probe rules out CPUs on which the op saturates. The op pads
+with the value 0 for any zero point, as the contract requires.
 """
 
 from __future__ import annotations

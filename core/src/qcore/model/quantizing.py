@@ -1,6 +1,6 @@
 """`quantize_`: quantize the layers of a model in place."""
 
-# ruff: noqa: SLF001 - torch's table of submodules, and the weight that tied layers share
+# ruff: noqa: SLF001 - reads torch's table of submodules, and the store that tied layers share
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def quantize_(
     - ``calibration``: batches, or a function of the model, for schemes with static activations or ``@gptq``; runs once.
 
     Returns a `Report` of every layer that holds a weight: quantized, excluded, or refused with the reason. Tied weights
-    stay tied: they are quantized together or not at all. Where anything raises (NaN in a weight, a calibration that
-    fails), the model is left as it was.
+    stay tied: they are quantized together or not at all. If anything raises (NaN in a weight, a failing calibration),
+    the model is unchanged.
     """
     plan = _ModelPlan(model, Selection(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ()))
     plan.check_model()
@@ -60,7 +60,7 @@ def quantize_(
 
 
 class _ModelPlan:
-    """What will happen to every layer, decided before anything is touched."""
+    """The scheme, or the reason for leaving it alone, of every layer; decided before the model is changed."""
 
     def __init__(self, model: nn.Module, selection: Selection) -> None:
         self.model, self.selection = model, selection
@@ -104,16 +104,19 @@ class _ModelPlan:
         return self.selection.choose(self.sharing.names_of(*layers))
 
     def _deciding_layer(self, name: str, group: Choice) -> str:
-        """The layer whose name decided for all that share its weight."""
+        """Return the layer whose name determined the choice for all layers that share its weight."""
         layers = self.sharing.layers_with(name)
         return next((layer for layer in layers if self._choice(layer) == group), layers[0])
 
     def _reads_weight(self, name: str) -> str:
-        """Why a parent would break: some modules use a child's weight instead of calling the child."""
+        """Return why replacing the layer would break its parent, or an empty string."""
         return why_parent_reads(self.model.get_submodule(name.rpartition(".")[0]))
 
     def _tie_groups(self) -> dict[str, str]:
-        """Layer name to the name of the first layer with the same weight. Half-quantizable ties are given up whole."""
+        """Map each tied layer to the first layer with the same weight.
+
+        If only some layers of a group can be quantized, none of them is.
+        """
         ties: dict[str, str] = {}
         for group in self.sharing.groups:
             if any(layer in self.schemes for layer in group):
@@ -133,23 +136,24 @@ class _ModelPlan:
             del self.schemes[layer]
 
     def _warn_about_conflicts(self) -> None:
-        """Layers that share a weight get one scheme; where patterns ask for several, which one may surprise."""
+        """Warn if patterns select different schemes for layers that share a weight, since they get one scheme."""
         for group in self.sharing.groups:
             layers = [layer for layer in group if layer in self.layers]
             refused = any(self.left.get(layer, ("",))[0] == REFUSED for layer in layers)
             if not refused and any(layer in self.notes for layer in layers):
-                choose = ", ".join(f"{layer} as {self._choice(layer)}" for layer in layers)
+                choices = ", ".join(f"{layer} as {self._choice(layer)}" for layer in layers)
                 decided = self._choice(*layers)
                 warnings.warn(
-                    f"layers that share a weight are asked for in different forms: {asked}.\n"
-                    f"One form serves all: {decided}, since {self._deciding_layer(layers[0], decided)!r} {decided.reason}. "
+                    f"layers that share a weight are asked for in different forms: {choices}.\n"
+                    f"One form serves all: {decided}, "
+                    f"since {self._deciding_layer(layers[0], decided)!r} {decided.reason}. "
                     f"Untie them first to treat them apart.",
                     QcoreWarning,
                     stacklevel=4,
                 )
 
     def build(self, found: Calibrated) -> dict[str, QuantizedModule]:
-        """Quantize every planned layer beside the original; gives up the moments as it goes."""
+        """Build the quantized counterpart of every planned layer; frees the moments as they are used."""
         made: dict[str, QuantizedModule] = {}
         for name, planned in self.schemes.items():
             first, layer, scheme = self.ties.get(name, name), self.layers[name], found.schemes.get(name, planned)
@@ -162,7 +166,7 @@ class _ModelPlan:
         return made
 
     def placements(self, made: Mapping[str, QuantizedModule]) -> Iterator[tuple[tuple[nn.Module, str], nn.Module]]:
-        """Every place a replaced layer sits, including places that share one module."""
+        """List every (parent, child name) of a replaced layer; one module may be in several places."""
         by_id = {id(self.layers[name]): module for name, module in made.items()}
         places = [
             ((parent, child), by_id[id(module)])
@@ -177,7 +181,7 @@ class _ModelPlan:
         for name, module in self.layers.items():
             before = weight_bytes(module)
             if name in made:
-                # Ties are those of the float model: what it held is counted once too.
+                # Ties are those of the float model, so that its bytes are counted once, too.
                 row = tracker.with_ties(quantized_row(name, made[name]), made[name])
                 notes = (self.notes.get(name), self._quantizer_note(name, made[name]), row.reason)
                 yield replace(row, bytes_before=before, reason="; ".join(filter(None, notes)))
@@ -188,7 +192,7 @@ class _ModelPlan:
                 yield replace(tracker.with_ties(row, module), state=state, reason=reason)
 
     def _quantizer_note(self, name: str, module: QuantizedModule) -> str:
-        """Which other quantizer than the one asked for made a weight, and why."""
+        """Explain a quantizer other than the requested one; empty if it is the requested one."""
         wanted, used = self.schemes[name].quantizer, module.scheme.quantizer
         return "" if used == wanted else f"{used} instead of {wanted}: no inputs reach a table's weight"
 

@@ -1,8 +1,8 @@
-"""What the quantized modules share: binding to a kernel, moving, saving, copying.
+"""The base class of the quantized modules: binding to a kernel, moving, saving, copying.
 
-A module holds its weight in a `WeightStore`, packed for the kernel that serves it. Every place where tensors leave the
-module (``state_dict``, pickle, ``deepcopy``, ``module.weight``) gives the neutral format; every place where they come
-in (``load_state_dict``, ``to``) binds anew.
+A module holds its weight in a `WeightStore`, packed for the kernel that runs it. Tensors leave the module in the
+neutral format (``state_dict``, pickle, ``deepcopy``, ``module.weight``). Whenever tensors change (``load_state_dict``,
+``to``), the module is bound to a kernel again.
 """
 
 # ruff: noqa: SLF001 - layers that share a weight rebind each other; torch keeps hooks in private tables
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..contracts import Request
 from ..errors import FormatError, QcoreWarning
 from ..functional.autograd import call_differentiably
 from ..functional.checks import check_bias, check_dense, check_first_call, check_x_dtype
@@ -45,7 +46,10 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class _BindSettings:
-    """The settings that a layer binds under. Copies take them along; where a pickle is read, those there count."""
+    """The settings under which a layer is bound: copied with the layer, but not pickled.
+
+    A layer that is read from a pickle is bound under the settings of the process that reads it.
+    """
 
     settings: Settings | None = None
 
@@ -73,7 +77,7 @@ class QuantizedModule(nn.Module):
             )
         if any(getattr(part, "per_token", False) for part in (scheme.activation, scheme.output)):
             raise FormatError(
-                f"scheme {str(scheme)!r}: per-token parameters come with each call, which a layer has no way to take;\n"
+                f"scheme {str(scheme)!r}: per-token parameters come with each call, but a layer takes x only;\n"
                 f"use qcore.linear(x, weight, activation=..., x_scale=..., x_zero_point=...)."
             )
         self.scheme = replace(scheme, weight=store.format)
@@ -81,8 +85,8 @@ class QuantizedModule(nn.Module):
         self._dtype = dtype if dtype in _FLOATS else torch.float32
         self._bias_shape = store.shape[:1]
         self.register_parameter("bias", _parameter(bias, store.device))
-        # A name without a tensor: what asks a module for its parameters and buffers finds `weight` (get_buffer,
-        # transformers' tie_weights), what goes through all of them passes over None.
+        # A name without a tensor: a lookup by name (get_buffer, transformers' tie_weights) finds `weight`, and code
+        # that iterates over all buffers skips None.
         self._buffers["weight"] = None
         self._non_persistent_buffers_set.add("weight")
         self._bounds: dict[tuple[torch.dtype, bool], Bound] = {}
@@ -90,13 +94,13 @@ class QuantizedModule(nn.Module):
         store.users.add(self)
         self._bind_primary()
 
-    # What the three modules say about themselves.
+    # Overridden by the three modules.
 
-    def _request(self, x_dtype: torch.dtype, training: bool) -> Any:
+    def _request(self, x_dtype: torch.dtype, training: bool) -> Request:
         raise NotImplementedError
 
     def _out_dtype(self, x_dtype: torch.dtype) -> torch.dtype:
-        """int8 codes under ``-o8``, else x's dtype; an x of int8 codes gives the layer's own."""
+        """Return int8 for ``-o8``, otherwise x's dtype; for int8 codes in x, the layer's own dtype."""
         if self.scheme.output:
             return torch.int8
         return x_dtype if x_dtype.is_floating_point else self._dtype
@@ -105,33 +109,33 @@ class QuantizedModule(nn.Module):
 
     @property
     def weight(self) -> QTensor:
-        """The weight as a `QTensor`: unpacked on demand; its ``dtype`` is the one this layer computes in."""
+        """The weight as a `QTensor`, unpacked on demand; its ``dtype`` is the compute dtype of the layer."""
         return WeightView(self._store, self._dtype)
 
     @property
     def decision(self) -> Decision | None:
-        """Which kernel serves this layer and why; None on ``meta``, where nothing is bound."""
+        """The decision that selected this layer's kernel; None on ``meta``, because nothing is bound there."""
         return None if self._primary is None else self._primary.decision
 
     def _bind_primary(self, settings: Settings | None = None) -> None:
-        """Bind for the layer's own dtype, under the current settings or those given; they stay the layer's.
+        """Bind a kernel for the layer's own dtype, under ``settings`` or the current ones, which the layer keeps.
 
-        On ``meta`` there is nothing to pack yet.
+        Nothing is bound on ``meta``: there is nothing to pack yet.
         """
         self._bind_settings = _BindSettings(settings or current())
-        # Other dictionaries, not emptied ones: another thread may be looking at these.
+        # New dictionaries instead of clear(): another thread may be reading the old ones.
         self._primary = None
         self._bounds = {}
-        # Asking torch about autocast on a device that knows none (meta, vulkan) is an error.
+        # torch raises for autocast queries on devices without autocast (meta, vulkan).
         self._autocasts = torch.amp.is_autocast_available(self._store.device.type)
         if self._store.device.type != "meta":
             self._primary = self._bound_for(self._dtype, False)
-            # A dtype that is no longer computed in leaves nothing behind.
+            # Drop packed weights for dtypes that are no longer used.
             self._store.keep_only({b.packing for user in self._store.users for b in user._bounds.values()})
         self._expose_packed()
 
     def _bind_all(self) -> None:
-        """Bind every layer that shares the weight: it is another one now."""
+        """Bind every layer that shares the weight, because the weight has changed."""
         for user in list(self._store.users):
             user._bind_primary()
 
@@ -151,7 +155,7 @@ class QuantizedModule(nn.Module):
         self._expose_packed()
 
     def _expose_packed(self) -> None:
-        """Show the packed tensors as buffers, for whoever counts memory or traces; they are never saved."""
+        """Expose the packed tensors as non-persistent buffers, for tracing and for tools that count memory."""
         packed = {_buffer_name(b, key): tensor for b in self._bounds.values() for key, tensor in b.packed.items()}
         self._set_packed_buffers(packed)
 
@@ -164,9 +168,9 @@ class QuantizedModule(nn.Module):
     # Running.
 
     def _is_fast_path(self, x: Tensor, bias: Tensor | None) -> bool:
-        """Whether x and bias are dense tensors of the layer's own dtype, device and sizes: what needs no other check.
+        """Whether x and bias are dense tensors of the layer's own dtype, device and sizes, and need no other check.
 
-        Asked at every call: a bias can be replaced, and its ``data`` too.
+        Called for every forward, because the bias and its ``data`` can be replaced at any time.
         """
         device = self._store.device
         if x.dtype is not self._dtype or x.device != device or x.layout is not _STRIDED or x.is_nested:
@@ -177,7 +181,7 @@ class QuantizedModule(nn.Module):
         return fits and bias.device == device and bias.layout is _STRIDED
 
     def _check(self, x: Tensor) -> None:
-        """Raise `FormatError` that says what is wrong with x, or with a bias that somebody put there."""
+        """Raise `FormatError` if x, or a bias that was replaced, is invalid."""
         device = self._store.device
         check_dense("x", x, device)
         check_x_dtype(x, self.scheme.activation)
@@ -185,10 +189,10 @@ class QuantizedModule(nn.Module):
         check_bias(self.bias, self._bias_shape[0], device)
 
     def _check_shape(self, x: Tensor) -> None:
-        """Raise `FormatError` unless x has a shape that the layer takes."""
+        """Raise `FormatError` unless the layer accepts x's shape."""
 
     def _run(self, x: Tensor) -> Tensor:
-        """Everything but the shortest way: first calls, gradients, autocast, other dtypes, traces, wrong inputs."""
+        """Handle everything but the fast path: first calls, gradients, autocast, other dtypes, traces, wrong inputs."""
         self._check(x)
         return self._run_checked(x)
 
@@ -210,14 +214,14 @@ class QuantizedModule(nn.Module):
             fresh, result = call_first(self._store, bound, lambda b: self._call(b, b.packed, x, training))
         if fresh is not bound:
             with self._store.lock:
-                # Not if it was moved meanwhile: then it is bound anew, and this one belongs to another device.
+                # If the layer was moved in the meantime, this kernel is for the old device: drop it.
                 if self._bounds.get((dtype, training)) is bound:
                     self._keep((dtype, training), fresh)
         return result
 
     def _run_traced(self, x: Tensor) -> Tensor:
         dtype = self._compute_dtype(x)
-        # Packing cannot happen inside a trace: a dtype that is not bound yet runs in the layer's own.
+        # A trace cannot pack weights, so a dtype without a bound kernel is computed in the layer's own dtype.
         bound = self._bounds.get((dtype, False)) or self._primary
         if bound is None:
             raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
@@ -250,7 +254,7 @@ class QuantizedModule(nn.Module):
             super().__setattr__(name, value)
 
     def _set_weight(self, weight: Any) -> None:
-        """Take another quantized weight of the same shape; that of another layer is shared from then on."""
+        """Replace the weight by another of the same shape; the weight of another layer is shared with it."""
         if not isinstance(weight, QTensor):
             raise FormatError(
                 f"the weight of a {type(self).__name__} must be a QTensor, not a {type(weight).__name__}.\n"
@@ -267,7 +271,7 @@ class QuantizedModule(nn.Module):
             self._bind_all()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of any module; a bias where there was none, or none where there was one, binds anew."""
+        """Register a parameter as in any module; adding or removing a bias binds the layer to a kernel again."""
         super().register_parameter(name, param)
         primary = self.__dict__.get("_primary")
         if name == "bias" and primary is not None and primary.request.bias != (param is not None):
@@ -280,7 +284,8 @@ class QuantizedModule(nn.Module):
             return self._apply_locked(fn, recurse)
 
     def _apply_locked(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> QuantizedModule:
-        # Packed tensors must not see fn: .half() would round their scales. A sample tells what fn does.
+        # fn must not be applied to packed tensors: .half() would round their scales. An empty sample reveals the
+        # target.
         sample = fn(torch.empty(0, dtype=self._dtype, device=self._store.device))
         self._set_packed_buffers({})
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -313,7 +318,7 @@ class QuantizedModule(nn.Module):
         self._describe_weight(getattr(destination, "_metadata", {}).get(prefix[:-1]))
 
     def _describe_weight(self, notes: dict[str, Any] | None) -> None:
-        """Leave in the metadata of a state dict what its tensors mean, so that it can be saved without the model."""
+        """Add format, shape, quantizer and scheme to a state dict's metadata, for saving it without the model."""
         if notes is not None:
             store = self._store
             described = {"format": str(store.format), "shape": list(store.shape), "quantizer": store.quantizer}
@@ -360,7 +365,8 @@ class QuantizedModule(nn.Module):
         if self._store.device.type == "meta" and not assign:
             text = "copying to a layer on meta is a no-op; pass assign=True, or call to_empty first."
             warnings.warn(f"for {prefix}weight: {text}", QcoreWarning, stacklevel=2)
-        # As with any parameter: assign takes the tensors themselves, otherwise they are copied to where the layer is.
+        # As for any parameter: assign=True adopts the tensors themselves, otherwise they are copied to the layer's
+        # device.
         taken = weight if assign else weight.map(lambda t: t.detach().to(self._store.device, copy=True))
         with self._store.lock:
             self.scheme = scheme
@@ -388,7 +394,7 @@ def _parameter(bias: Tensor | None, device: torch.device) -> nn.Parameter | None
 
 
 def adopt(module: QuantizedModule, original: nn.Module) -> None:
-    """Carry over what a float module has beside its weight: mode and hooks."""
+    """Copy training mode and hooks of a float module to its quantized counterpart."""
     module.train(original.training)
     for name in _HOOKS:
         getattr(module, name).update(getattr(original, name))

@@ -1,6 +1,6 @@
-"""The quantized counterparts of torch's modules: which there are, why a module has none, and how one is rebuilt.
+"""The quantized counterparts of torch's modules: the registry, reasons for unsupported modules, and rebuilding.
 
-A new kind of layer is entered here, in `COUNTERPARTS` and `_BUILDERS`.
+A new kind of layer is added here, to `COUNTERPARTS` and `_BUILDERS`.
 """
 
 from __future__ import annotations
@@ -16,34 +16,38 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..resolving.binding import WeightStore
 from ..weights.schemes import Scheme
 from .base import QuantizedModule, adopt
-from .conv2d import QuantizedConv2d, _paddings, _pair
+from .conv2d import QuantizedConv2d
 from .embedding import QuantizedEmbedding
+from .geometry import Geometry
 from .linear import QuantizedLinear
 
-# ruff: noqa: SLF001 - these modules and the quantized ones are two ends of one thing
+# ruff: noqa: SLF001 - reads private attributes of the quantized modules and torch's parameter tables
 
 COUNTERPARTS: dict[type[nn.Module], Any] = {
     nn.Linear: QuantizedLinear,
     nn.Conv2d: QuantizedConv2d,
     nn.Embedding: QuantizedEmbedding,
 }
-"""The quantized module of each kind of float module."""
+"""Float module class to quantized module class."""
 
 
 def float_base(module: nn.Module) -> type[nn.Module]:
-    """The kind of a float module that has a counterpart."""
+    """Return the class in `COUNTERPARTS` that ``module`` is an instance of."""
     return next(base for base in COUNTERPARTS if isinstance(module, base))
 
 
 def why_parent_reads(parent: nn.Module) -> str:
-    """Why a child of ``parent`` cannot be replaced: some modules read its weight instead of calling it; else empty."""
+    """Return why no child of ``parent`` can be replaced, or an empty string.
+
+    Some modules read the weight of a child instead of calling the child.
+    """
     if isinstance(parent, nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention reads this weight itself instead of calling the layer"
     return ""
 
 
 def why_unsupported(module: nn.Module) -> str:
-    """Why a module has no quantized counterpart; empty where it has one."""
+    """Return why a module has no quantized counterpart, or an empty string if it has one."""
     kind = type(module).__name__
     base: Any = next((base for base in COUNTERPARTS if isinstance(module, base)), None)
     if base is None:
@@ -64,7 +68,10 @@ def _unfit_weight(weight: Any) -> str:
 
 
 def why_not_quantizable(layers: Mapping[str, nn.Module], layer: str) -> str:
-    """Why a layer has no quantized counterpart; empty where it has one. ``layers``: all of the model by name."""
+    """Return why a layer cannot be quantized within its model, or an empty string.
+
+    ``layers``: all modules of the model by name.
+    """
     module = layers[layer]
     if isinstance(module, QuantizedModule):
         return ""
@@ -78,16 +85,16 @@ def why_not_quantizable(layers: Mapping[str, nn.Module], layer: str) -> str:
 
 
 def weight_parameter(module: nn.Module) -> Tensor | None:
-    """The parameter ``weight`` of a module, if it has one.
+    """Return the parameter ``weight`` of a module, or None.
 
-    A weight that is computed when it is read (a parametrization) is left alone: spectral norm, for one, changes its
-    buffers then.
+    Does not read a parametrized weight: reading computes it, and some parametrizations (spectral norm) then change
+    their buffers.
     """
     return dict(module._parameters.items()).get("weight")
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
-    """The logical shape (N, K) that a layer's quantized weight has."""
+    """Return the logical shape (N, K) of a layer's quantized weight."""
     if isinstance(module, QuantizedModule):
         n, k = module._store.shape
         return n, k
@@ -97,7 +104,7 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
 
 
 def weight_identity(module: nn.Module) -> int:
-    """Equal for layers whose weights are tied."""
+    """Return an identity that is equal for layers whose weights are tied."""
     if isinstance(module, QuantizedModule):
         return id(module._store)
     weight = weight_parameter(module)
@@ -105,7 +112,7 @@ def weight_identity(module: nn.Module) -> int:
 
 
 def weight_device_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Where a layer's weight is, and what the layer computes in."""
+    """Return the device of a layer's weight and the layer's compute dtype."""
     if isinstance(module, QuantizedModule):
         return module._store.device, module._dtype
     weight = weight_parameter(module)
@@ -114,7 +121,7 @@ def weight_device_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def rebuild(module: nn.Module, store: WeightStore, scheme: Scheme) -> QuantizedModule:
-    """The quantized counterpart of ``module`` with another weight; shares its bias, mode and hooks."""
+    """Build the quantized counterpart of ``module`` around ``store``; it shares the module's bias, mode and hooks."""
     dtype = weight_device_dtype(module)[1]
     made = _BUILDERS[_kind(module)](module, store, scheme, dtype)
     adopt(made, module)
@@ -138,24 +145,8 @@ def _embedding(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: tor
 
 def _conv2d(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.dtype) -> QuantizedModule:
     assert isinstance(module, (nn.Conv2d, QuantizedConv2d))
-    if isinstance(module, nn.Conv2d):
-        padding, outer = _paddings(module)
-    else:
-        padding, outer = module.padding, module._outer_padding
-    return QuantizedConv2d(
-        store,
-        scheme,
-        module._parameters["bias"],
-        dtype,
-        in_channels=module.in_channels,
-        kernel_size=_pair(module.kernel_size),
-        stride=_pair(module.stride),
-        padding=padding,
-        dilation=_pair(module.dilation),
-        groups=module.groups,
-        outer_padding=outer,
-        padding_mode=module.padding_mode,
-    )
+    geometry = Geometry.of(module) if isinstance(module, nn.Conv2d) else module._geometry
+    return QuantizedConv2d(store, scheme, module._parameters["bias"], dtype, geometry)
 
 
 _Builder = Callable[[nn.Module, WeightStore, Scheme, torch.dtype], QuantizedModule]
