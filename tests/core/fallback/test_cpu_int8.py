@@ -154,7 +154,7 @@ def test_ordinary_rows_need_no_more_digits(fast):
         spread = float(made.kernel.pack(made.weight)["spread"])
         limit = made.kernel._limit + spread * 4096
         for x in (torch.randn(8, 4096), torch.rand(1, 4096)):
-            assert len(cpu_w8a16._parts(x.to(dtype), made.kernel.digits, limit)) == 1
+            assert len(cpu_w8a16._terms(x.to(dtype), made.kernel.digits, limit)) == 1
 
 
 def test_one_row_and_many_agree(fast):

@@ -1,8 +1,8 @@
-"""A checkpoint on disk, one file or many, seen as one set of tensors and validated from its headers alone.
+"""A checkpoint on disk, one file or several, as one set of tensors, validated from its headers alone.
 
-A directory may be saved over while it is read. Its index is replaced in one step and its shards have names of their own
-for every save, so what an index names either is there whole or was removed after another index took its place: then
-the new one is read. Files that are open stay readable when their names are gone.
+A directory may be overwritten while it is read. A save replaces the index atomically and gives its shards new names, so
+the shards of an index are either complete, or they were removed after a new index replaced it; then the new one is
+read. Open files stay readable after they are unlinked.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ _T = TypeVar("_T")
 SINGLE = "model.safetensors"
 INDEX: str = f"{SINGLE}.index.json"
 _RETRY_SECONDS = 5.0
-"""Seconds for which a checkpoint that is replaced whenever it is opened is tried again."""
+"""Seconds for which opening is retried, if the checkpoint is replaced each time while it is opened."""
 _REWRITE = "The index does not belong to these files: copy or download the directory again."
 
 
 @dataclass
 class Archive:
-    """The tensors of a checkpoint. Open with `Archive.open`, as a context.
+    """The tensors of a checkpoint; use `Archive.open` as a context manager.
 
-    **Fields:** ``entries``: every stored tensor; ``shards``: the file of each; ``records``: quantized weights, tied
-    names included; ``aliases``: tied name to stored name; ``version``: of the qcore that wrote it, or empty.
+    **Fields:** ``entries``: stored tensors by name; ``shards``: the file of each; ``records``: quantized weights by
+    name, including tied names; ``aliases``: tied name to stored name; ``version``: of the qcore that wrote it, or
+    empty.
     """
 
     path: Path
@@ -53,7 +54,7 @@ class Archive:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Archive]:
-        """Read and check all headers; the files stay open for the block. Raises `CheckpointError`; reads no values."""
+        """Read and check all headers, but no values; the files stay open in the block. Raises `CheckpointError`."""
         with ExitStack() as stack:
             yield cls._open_retrying(path, stack)
 
@@ -69,7 +70,7 @@ class Archive:
                     stack.push(files.pop_all())
                     return archive
             except (CheckpointError, OSError) as error:
-                # A state that did not change is what the error is about; otherwise the next one is read.
+                # The error is real if the files did not change meanwhile; otherwise read the new ones.
                 if _fingerprint(path) == before or time.monotonic() > end:
                     raise _unreadable(path, error) from error
             time.sleep(0.001)
@@ -110,7 +111,7 @@ class Archive:
             raise file_error(path, f"{shown(other)!r} belongs to another save than the rest.", _REWRITE)
         for name, shard in index.weight_map.items():
             if name not in self.entries:
-                raise file_error(path, f"not in {shown(shard)}, where the index has it.", _REWRITE, name)
+                raise file_error(path, f"not in {shown(shard)}, although the index says so.", _REWRITE, name)
             if self.shards[name].name != shard:
                 what = f"in {shown(self.shards[name].name)}; the index has it in {shown(shard)}."
                 raise file_error(path, what, _REWRITE, name)
@@ -120,7 +121,10 @@ class Archive:
                 raise file_error(path, what, _REWRITE, name)
 
     def _check_record(self, record: Record, known: set[object]) -> None:
-        """A quantized weight is stored whole, or it is an alias of one that is. ``known``: what has been checked."""
+        """Raise unless a quantized weight, or the weight it is an alias of, is stored completely.
+
+        ``known``: combinations of format, shapes and dtypes that were checked already.
+        """
         if record.name in self.aliases:
             return
         missing = [name for name in record.tensor_names if name not in self.entries]
@@ -156,25 +160,25 @@ class Archive:
             return f"its metadata differs from that of {other}, its alias."
         return ""
 
-    # What is in it.
+    # Reading.
 
     def plain_names(self) -> Iterator[str]:
-        """The names of tensors that are not quantized, aliases included."""
+        """Yield the names of tensors that are not quantized, including aliases."""
         parts = {name for record in self.records.values() for name in record.tensor_names}
         yield from (name for name in self.entries if name not in parts)
         yield from (name for name in self.aliases if name not in self.records)
 
     def entry(self, name: str) -> Entry:
-        """The stored tensor called ``name``, or that it is an alias of."""
+        """Return the stored tensor called ``name``, or the one that ``name`` is an alias of."""
         return self.entries[self.aliases.get(name, name)]
 
     def read(self, name: str) -> Tensor:
-        """The values of a tensor that is not quantized, on the CPU in memory of their own."""
+        """Read a tensor that is not quantized into new memory on the CPU."""
         stored = self.aliases.get(name, name)
         return read_tensor(self._handles[self.shards[stored]], self.entries[stored], self.shards[stored])
 
     def quantized(self, name: str) -> QTensor:
-        """A quantized weight, on the CPU, its values validated."""
+        """Read a quantized weight into new memory on the CPU and validate its values."""
         record = self.records[self.aliases.get(name, name)]
         tensors = {part.rpartition(".")[2]: self.read(part) for part in record.tensor_names}
         return build_weight(record, tensors, self.shards[record.tensor_names[0]])
@@ -188,7 +192,7 @@ def _merge(into: dict[str, _T], new: dict[str, _T], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a sharded directory. ``save``: which save wrote it, empty for another tool's."""
+    """The index of a sharded directory. ``save``: the id of the save that wrote it, empty for other tools."""
 
     path: Path
     weight_map: dict[str, str]
@@ -196,7 +200,7 @@ class Index:
 
 
 def _fingerprint(path: Path) -> object:
-    """What changes whenever a checkpoint is replaced."""
+    """Return a value that changes whenever the checkpoint is replaced."""
     try:
         files = path.glob("*.safetensors*") if path.is_dir() else iter([path])
         return sorted(identity for file in files if (identity := _identity(file)))
@@ -219,12 +223,12 @@ def _unreadable(path: Path, error: CheckpointError | OSError) -> CheckpointError
 
 
 def find_files(path: Path) -> tuple[list[Path], Index | None]:
-    """The safetensors files of a checkpoint and, where there is one, its index."""
+    """Return the safetensors files of a checkpoint and its index, if it has one."""
     if not path.exists():
         raise file_error(path, "there is no such file or directory.", "Check the path.")
     if not path.is_dir():
         if not path.is_file():
-            raise file_error(path, "it is no regular file.", "Give a .safetensors file or a directory with one.")
+            raise file_error(path, "it is not a regular file.", "Give a .safetensors file or a directory with one.")
         return [path], None
     place = _locate(path)
     if not place.name.endswith(".json"):
@@ -234,7 +238,7 @@ def find_files(path: Path) -> tuple[list[Path], Index | None]:
 
 
 def _locate(directory: Path) -> Path:
-    """The index or the single file of a directory; those with the usual names come first."""
+    """Return the index or the single file of a directory; the standard names take precedence."""
     usual = next((directory / name for name in (INDEX, SINGLE) if (directory / name).is_file()), None)
     found = usual or _single_match(directory, "*.safetensors.index.json") or _single_match(directory, "*.safetensors")
     if found is None:
@@ -281,7 +285,7 @@ def _check_shards(path: Path, weight_map: dict[str, object]) -> None:
         if isinstance(shard, str) and shard in shards:
             continue
         if not isinstance(shard, str) or not _is_plain_name(shard):
-            raise file_error(path, f"its shard {quoted(shard)} is no file name in this directory.", _REWRITE, name)
+            raise file_error(path, f"its shard {quoted(shard)} is not a file name in this directory.", _REWRITE, name)
         shards.add(shard)
     for shard in sorted(shards):
         if not (path.parent / shard).is_file():
@@ -290,7 +294,7 @@ def _check_shards(path: Path, weight_map: dict[str, object]) -> None:
 
 
 def _is_shard(name: str) -> bool:
-    """Whether a file is called one of several."""
+    """Whether a file name is that of one shard among several."""
     match = re.search(r"-\d{5,9}-of-(\d{5,9})\.safetensors$", name)
     return match is not None and int(match[1]) > 1
 

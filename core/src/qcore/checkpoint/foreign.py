@@ -1,4 +1,4 @@
-"""Files of other kinds that are taken for a checkpoint: what they are, and how to get to one that qcore reads."""
+"""Recognize files that are not safetensors, and suggest how to convert them, for error messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file. ``what``: its name in an error; ``remedy``: what its owner can do."""
+    """A kind of file. ``what``: its name in an error; ``remedy``: how to convert or replace it."""
 
     what: str
     remedy: str
@@ -63,12 +63,12 @@ _SUFFIX = {
 
 
 def kind_of(head: bytes, path: Path) -> FileKind | None:
-    """What a file that is no safetensors is, by its first bytes or else by its name."""
+    """Determine the kind of a file that is not safetensors, by its first bytes or by its suffix."""
     found = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
     return found or _SUFFIX.get(path.suffix.lower())
 
 
 def first_foreign(files: Iterable[Path]) -> tuple[Path, FileKind] | None:
-    """The first file of another kind, weights before anything else, and what it is."""
+    """Return the first file with a known foreign suffix and its kind, or None."""
     found = ((file, _SUFFIX[file.suffix.lower()]) for file in files if file.suffix.lower() in _SUFFIX)
     return next(found, None)

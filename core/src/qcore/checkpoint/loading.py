@@ -1,4 +1,4 @@
-"""`load_` a checkpoint into a fresh model."""
+"""`load_`: load a checkpoint into a fresh model."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def load_(
     strict: bool = True,
     device: torch.device | str | None = None,
 ) -> LoadReport:
-    """Load a checkpoint in place: layers whose weights are quantized there become their quantized counterparts.
+    """Load a checkpoint into a model in place; layers with quantized weights become their quantized counterparts.
 
     **Arguments:**
 
-    - ``model``: fresh, of the architecture that was saved: float, quantized, or on ``meta``. Its devices and dtypes
-      hold: weights are packed for the device that a layer is on, and computed with in the layer's dtype.
+    - ``model``: of the architecture that was saved: float, quantized, or on ``meta``. It keeps its devices and dtypes:
+      weights are packed for the device of their layer and used in the layer's dtype.
     - ``path``: a ``.safetensors`` file, or a directory with one or with shards and an index.
     - ``strict``: missing or unexpected tensors are an error; otherwise the report lists them.
-    - ``device``: where tensors on ``meta`` go; default the CPU.
+    - ``device``: for tensors on ``meta``; default the CPU.
 
-    A weight that the model cannot use quantized (a layer of a class qcore has no contract for) is turned back to
-    float; the report says so. Tied weights are tied again. Returns the report of the model. Raises `CheckpointError`;
-    the model is then as it was, because everything is validated, read and packed before the first layer is replaced.
+    A weight that the model cannot use quantized (of a layer class without a contract) is turned back to float, which
+    the report says. Tied weights are tied again. Returns the report of the model. Raises `CheckpointError` and then
+    leaves the model unchanged: everything is read, validated and packed before the first layer is replaced.
     """
-    # Inference tensors could never be trained or saved for a gradient, so none are made here.
+    # No inference tensors: they could not be trained or saved for backward.
     with torch.inference_mode(False), torch.no_grad():
         with Archive.open(Path(path)) as archive:
             found = match(model, archive)
@@ -81,7 +81,7 @@ def _check_complete(found: Match, archive: Archive) -> None:
     raise CheckpointError(
         f"{archive.path}: its tensors are not those of the model.\n"
         f"Missing in the checkpoint: {_listing(found.missing)}.\n"
-        f"Not wanted by the model: {_listing(found.unexpected)}.\n"
+        f"Not used by the model: {_listing(found.unexpected)}.\n"
         f"Build the model that was saved, or pass strict=False to load the rest.{_remedy(found)}"
     )
 
@@ -101,7 +101,7 @@ def _remedy(found: Match) -> str:
 
 
 class _Loader:
-    """Reads, checks and builds everything beside the model, then puts it in place: all, or if it raises, nothing."""
+    """Reads, checks and builds everything outside of the model, then installs all of it, or nothing."""
 
     def __init__(self, model: nn.Module, archive: Archive, found: Match, device: torch.device) -> None:
         self.model, self.archive, self.found, self.device = model, archive, found, device
@@ -110,10 +110,10 @@ class _Loader:
         self.modules: dict[int, QuantizedModule] = {}
         self.values: dict[int, tuple[str, Tensor, Tensor]] = {}
         self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors of the model, by identity, that others take the place of: the old one and the new one."""
+        """Id of a model's tensor to the old tensor and its replacement."""
 
     def prepare(self) -> None:
-        """Read all values, validate them, build and bind the quantized layers. Leaves the model alone."""
+        """Read and validate all values, build and bind the quantized layers. Does not change the model."""
         owners = dict.fromkeys(swap.owner for swap in self.found.swaps)
         self.weights = {owner: self.archive.quantized(owner) for owner in owners}
         schemes = [self._scheme(swap) for swap in self.found.swaps]
@@ -147,7 +147,7 @@ class _Loader:
         value = value.to(slot.dtype).contiguous()
         _, _, earlier = self.values.setdefault(id(slot), (name, slot, value))
         if earlier is not value and not same_bits(earlier, value):
-            # What the model ties must be equal in the file, or one of the two would be lost.
+            # Tied tensors must be equal in the file: the model can hold only one value.
             raise self._torn_error(name)
         if id(slot) not in self.replaced and (slot.device.type == "meta" or is_expanded(slot)):
             self._replace(slot, value.to(self.device if slot.device.type == "meta" else slot.device))
@@ -167,7 +167,7 @@ class _Loader:
                 self._replace(buffer, self.found.computed[id(buffer)].to(self.device))
 
     def _check_memory(self) -> None:
-        """Tensors of the model that share memory, without being one, must be able to hold their values at once."""
+        """Raise if distinct tensors of the model overlap in memory and cannot hold all of their new values."""
         written = [(name, slot, value) for name, slot, value in self.values.values() if id(slot) not in self.replaced]
         conflict = find_conflict(written)
         if conflict:
@@ -185,7 +185,7 @@ class _Loader:
                 self.replaced[id(mine)] = mine, self.replaced.get(id(other), (other, other))[1]
 
     def _scheme(self, swap: Swap) -> Scheme:
-        """The scheme with its calibrated numbers."""
+        """Return the scheme with its calibrated scales and zero points."""
         scheme = swap.record.scheme
         for field, prefix in swap.static_parameters().items():
             scale, zero = self.archive.read(f"{prefix}_scale"), self.archive.read(f"{prefix}_zero_point")
@@ -200,21 +200,21 @@ class _Loader:
         device = weight_device_dtype(swap.module)[0]
         device = self.device if device.type == "meta" else device
         if (swap.owner, device) not in self.stores:
-            # Given up here, so that the neutral form goes when the weight is packed. Tied layers may be on two devices.
+            # Popped, so that the neutral weight is freed once it is packed. Tied layers may be on two devices.
             others = (store for (owner, _), store in self.stores.items() if owner == swap.owner)
             weight = self.weights.pop(swap.owner, None) or next(others).neutral()
             self.stores[swap.owner, device] = WeightStore(weight.to(device))
         return self.stores[swap.owner, device]
 
     def _plan_changes(self) -> None:
-        """List what will be put where; refuse what cannot be."""
+        """List all changes to the model; raise for modules that cannot be changed."""
         self.children = [
             (parent, name, self.modules[id(child)])
             for parent in self.model.modules()
             for name, child in parent._modules.items()  # noqa: SLF001
             if child is not None and id(child) in self.modules
         ]
-        # The new layers share what they keep with the old ones.
+        # The new layers share bias and other tensors with the old ones.
         modules = {id(module): module for module in (*self.model.modules(), *self.modules.values())}
         self.tensors = [
             (module, key, *self.replaced[id(tensor)])
@@ -228,7 +228,7 @@ class _Loader:
                 raise file_error(self.archive.path, what, "Build the model on a real device; script it after loading.")
 
     def commit(self) -> LoadReport:
-        """Put everything in place. Where it raises, the model is as it was."""
+        """Change the model. If this raises, the model is restored."""
         transaction = Transaction()
         try:
             with transaction.all_or_nothing():
@@ -261,7 +261,7 @@ def _same_device_dtype(mine: nn.Parameter, other: nn.Parameter) -> bool:
 
 
 def _dense(weight: QTensor, slot: Tensor) -> Tensor:
-    """The float weight in the shape of its slot; convolutions from their (KH, KW, IC) columns."""
+    """Dequantize a weight to the shape of its slot; convolutions from columns in (KH, KW, IC) order."""
     dense = weight.dequantize(torch.float32)
     if slot.dim() == 2:
         return dense

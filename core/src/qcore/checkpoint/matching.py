@@ -1,4 +1,4 @@
-"""Hold a checkpoint against a model: what goes where, what is missing, what does not fit. Reads no values."""
+"""Match the tensors of a checkpoint with those of a model, by names, shapes and dtypes. Reads no values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STATIC_DTYPES = {"scale": (torch.float64, torch.float32), "zero_point": (torch.
 
 @dataclass(frozen=True)
 class Swap:
-    """A layer that becomes quantized. ``owner``: name of the stored weight; ``record``: with this layer's scheme."""
+    """A layer that becomes quantized. ``owner``: name of the stored weight; ``record``: includes the layer's scheme."""
 
     layer: str
     module: nn.Module
@@ -31,7 +31,7 @@ class Swap:
     owner: str
 
     def static_parameters(self) -> dict[str, str]:
-        """The calibrated numbers that the scheme needs: the field of the scheme to the prefix of their names."""
+        """Map each field of the scheme with calibrated parameters to the prefix of their names in the file."""
         parts = {
             "activation": (self.record.scheme.activation, "input"),
             "output": (self.record.scheme.output, "output"),
@@ -45,7 +45,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Dense:
-    """Why a quantized weight, called ``source`` in the file, is turned back to float."""
+    """A quantized weight, called ``source`` in the file, that is turned back to float, and the reason."""
 
     source: str
     reason: str
@@ -57,8 +57,8 @@ class Match:
 
     **Fields:** ``swaps``: layers that become quantized; ``dense``: slots that take a quantized weight turned back to
     float; ``plain``: slots that take a stored tensor; ``slots``: the model's own tensors by name; ``computed``: values
-    of buffers on meta that are never saved, by the identity of the buffer; ``missing``, ``unexpected``: names;
-    ``volatile``: buffers on meta that are never saved and that nobody can compute, part of ``missing``.
+    of non-persistent meta buffers, by the id of the buffer; ``missing``, ``unexpected``: names; ``volatile``:
+    non-persistent meta buffers that cannot be recomputed, a subset of ``missing``.
     """
 
     swaps: list[Swap] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Match:
 
 
 def match(model: nn.Module, archive: Archive) -> Match:
-    """Plan a load. Raises `CheckpointError` where shapes or dtypes do not fit."""
+    """Plan a load. Raises `CheckpointError` if shapes or dtypes do not match."""
     layers = dict(model.named_modules(remove_duplicate=False))
     found = Match()
     for record in archive.records.values():
@@ -111,7 +111,7 @@ def _stored_names(record: Record, archive: Archive) -> tuple[str, ...]:
 
 
 def _tied_swaps(layers: dict[str, nn.Module], swaps: list[Swap], archive: Archive) -> Iterator[Swap]:
-    """Layers that the model ties to a quantized one and that the file, as is usual, does not name."""
+    """Yield layers that the model ties to a quantized layer and that the file does not name, as is usual."""
     by_weight = {weight_identity(swap.module): swap for swap in swaps}
     named = {swap.layer for swap in swaps}
     for layer, module in layers.items():
@@ -125,7 +125,7 @@ def _tied_swaps(layers: dict[str, nn.Module], swaps: list[Swap], archive: Archiv
 
 
 def _slots(layers: dict[str, nn.Module], swapped: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and saved buffers by name, but for the weights that are replaced."""
+    """Yield parameters and persistent buffers by name, except weights that are replaced."""
     for layer, module in layers.items():
         unsaved = module._non_persistent_buffers_set  # noqa: SLF001
         lasting = {k: b for k, b in module._buffers.items() if k not in unsaved}  # noqa: SLF001
@@ -135,7 +135,7 @@ def _slots(layers: dict[str, nn.Module], swapped: set[int]) -> Iterator[tuple[st
 
 
 def _complete_dense(found: Match, archive: Archive) -> None:
-    """Drop what has no slot; add parameters that the model ties to a quantized weight and cannot use as such."""
+    """Drop names without a slot; add parameters that are tied to a quantized weight but cannot use it quantized."""
     for name in found.dense.keys() - found.slots.keys():
         del found.dense[name]
         found.unexpected += _stored_names(archive.records[name], archive)
@@ -165,7 +165,7 @@ def _match_buffers(found: Match, model: nn.Module) -> None:
 
 
 def _quantized_only_in_model(found: Match, layers: dict[str, nn.Module]) -> Iterator[str]:
-    """Layers that are quantized in the model and not in the file."""
+    """Yield the names of layers that are quantized in the model but not in the file."""
     swapped = {id(swap.module) for swap in found.swaps}
     for layer, module in layers.items():
         if isinstance(module, QuantizedModule) and id(module) not in swapped:

@@ -1,14 +1,14 @@
-"""What a checkpoint says about its quantized tensors: the records in the metadata of its files.
+"""Records about quantized tensors in the metadata of a checkpoint's files.
 
 ======================  =============================================================================================
 ``qcore``               the version of qcore that wrote the file
 ``qcore.schema``        the version of these records; a reader refuses a newer one
 ``qcore.tensors``       JSON: name to ``{"format", "shape", "quantizer", "scheme"}``, for each quantized weight
-``qcore.save``          in a shard: the save that it belongs to, which the index names too
+``qcore.save``          in a shard: the id of the save that it belongs to; the index contains it, too
 ``qcore.aliases``       JSON: name of a tied tensor or quantized weight to the one that is stored
 ======================  =============================================================================================
 
-A weight ``encoder.0.weight`` is stored as ``encoder.0.weight.data``, ``.scale`` and, where it has one, ``.zero``.
+A weight ``encoder.0.weight`` is stored as ``encoder.0.weight.data``, ``.scale`` and, if it has a zero point, ``.zero``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SCHEMA = 1
 SAVE = "qcore.save"
 _FIELDS = {"format", "shape", "quantizer", "scheme"}
 _UPGRADE = "Upgrade qcore, or write the checkpoint again with this version."
-_INSTALL = "Install that plugin here, or write the checkpoint again, converted to 'plain', where it is installed."
+_INSTALL = "Install that plugin here, or convert the checkpoint to 'plain' on a machine that has it."
 _REWRITE = "The metadata is damaged or was edited: write the checkpoint again with qcore.save."
 
 
 @dataclass(frozen=True)
 class Record:
-    """One quantized weight: its name, and what its tensors mean. ``scheme`` carries no calibrated numbers."""
+    """Name, format, logical shape, quantizer and scheme (without calibrated values) of one quantized weight."""
 
     name: str
     format: Format
@@ -50,23 +50,23 @@ class Record:
 
     @classmethod
     def of(cls, name: str, weight: QTensor, scheme: Scheme | None = None) -> Record:
-        """The record of a quantized tensor."""
+        """Return the record of a quantized tensor."""
         n, k = weight.shape
         wanted = (scheme or Scheme(weight.format)).blank()
         return cls(name, weight.format, (n, k), weight.quantizer, wanted)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """The names under which its tensors are stored."""
+        """The names under which the weight's tensors are stored."""
         parts = ("data", "scale") if self.format.zero is ZeroPoint.NONE else ("data", "scale", "zero")
         return tuple(f"{self.name}.{part}" for part in parts)
 
     def same_weight(self, other: Record) -> bool:
-        """Whether two records can be names of one weight."""
+        """Whether two records can describe one weight with two names."""
         return (self.format, self.shape, self.quantizer) == (other.format, other.shape, other.quantizer)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return all fields but the name as plain values for JSON."""
         return {
             "format": str(self.format),
             "shape": list(self.shape),
@@ -74,14 +74,14 @@ class Record:
             "scheme": str(self.scheme),
         }
 
-    def check(self, parts: Iterable[TensorSpec | Entry], path: Path) -> None:
-        """Raise `CheckpointError` unless dtypes and shapes of the stored tensors fit the format and logical shape."""
-        held = {p.name.rpartition(".")[2]: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parts}
+    def check(self, stored: Iterable[TensorSpec | Entry], path: Path) -> None:
+        """Raise `CheckpointError` unless dtypes and shapes of the stored tensors match the format and logical shape."""
+        held = {p.name.rpartition(".")[2]: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in stored}
         try:
             QTensor(held["data"], held["scale"], held.get("zero"), self.shape, self.format, self.quantizer)
         except FormatError as error:
             raise file_error(path, str(error).replace("\n", " "), _REWRITE, self.name) from None
-        except Guarded as error:  # the layout of a third party
+        except Guarded as error:  # a third-party layout
             what = f"layout {self.format.layout.name!r} raised {type(error).__name__}: {error}"
             raise file_error(path, what.replace("\n", " "), _REWRITE, self.name) from error
 
@@ -90,8 +90,8 @@ class Record:
 class Notes:
     """The metadata of one file.
 
-    **Fields:** ``version``: of the qcore that wrote it, empty for a foreign file; ``save``: which save it is a shard
-    of, empty for a file that stands alone.
+    **Fields:** ``version``: of the qcore that wrote it, empty for other tools; ``save``: the id of the save that the
+    shard belongs to, empty for a single file.
     """
 
     version: str
@@ -101,10 +101,10 @@ class Notes:
 
 
 def write_notes(records: Iterable[Record], aliases: Mapping[str, str], save: str = "") -> dict[str, str]:
-    """The metadata of a file that holds these weights. ``save``: which save it is a shard of."""
+    """Build the metadata of a file with these weights. ``save``: the id of the save that the shard belongs to."""
     tree = {record.name: record.to_json() for record in records}
     notes = {
-        "format": "pt",  # transformers refuses a file that does not say which framework wrote it
+        "format": "pt",  # transformers refuses a file without the name of a framework
         "qcore": __version__,
         "qcore.schema": str(SCHEMA),
         **({SAVE: save} if save else {}),
@@ -114,7 +114,7 @@ def write_notes(records: Iterable[Record], aliases: Mapping[str, str], save: str
 
 
 def read_notes(metadata: Mapping[str, str], path: Path) -> Notes:
-    """Read the metadata of a file. Raises `CheckpointError` for what it cannot mean."""
+    """Parse the metadata of a file. Raises `CheckpointError` for invalid metadata."""
     version = metadata.get("qcore", "")
     if not version and not any(key.startswith("qcore") for key in metadata):
         return Notes("", {}, {}, "")
@@ -129,7 +129,7 @@ def read_notes(metadata: Mapping[str, str], path: Path) -> Notes:
     aliases = parse_json(metadata.get("qcore.aliases", "{}").encode(errors="replace"), path, "metadata 'qcore.aliases'")
     for name, target in aliases.items():
         if not isinstance(target, str):
-            raise file_error(path, f"its alias {quoted(target)} is no name.", _REWRITE, name)
+            raise file_error(path, f"its alias {quoted(target)} is not a name.", _REWRITE, name)
     known: dict[Any, _Parsed] = {}
     records = {name: _record(name, value, path, known) for name, value in tensors.items()}
     return Notes(version, records, aliases, metadata.get(SAVE, ""))
@@ -145,20 +145,20 @@ def _record(name: str, value: Any, path: Path, known: dict[Any, _Parsed]) -> Rec
     if not is_shape(shape) or len(shape) != 2:
         raise file_error(path, f"logical shape {quoted(shape)} is impossible.", _REWRITE, name)
     if quantizer is not None and not (isinstance(quantizer, str) and re.fullmatch(r"[\w.-]{1,64}", quantizer)):
-        raise file_error(path, f"quantizer {quoted(quantizer)} is no name.", _REWRITE, name)
+        raise file_error(path, f"quantizer {quoted(quantizer)} is not a name.", _REWRITE, name)
     format, scheme = _parse_texts(name, value["format"], value["scheme"], path, known)
     return Record(name, format, (shape[0], shape[1]), quantizer, scheme)
 
 
 def _parse_texts(name: str, format: Any, scheme: Any, path: Path, known: dict[Any, _Parsed]) -> _Parsed:
-    """What the texts of a record mean. A file with thousands of weights has few of them, so they are read once."""
+    """Parse the format and the scheme of a record, cached: thousands of weights share a few of them."""
     key = (format, scheme) if isinstance(format, str) and isinstance(scheme, str) else None
     if key in known:
         return known[key]
     try:
         found = Format.parse(format), Scheme.parse(scheme)
     except UnknownLayoutError as error:
-        raise file_error(path, str(error), _INSTALL, name) from None  # another qcore has no more layouts than this one
+        raise file_error(path, str(error), _INSTALL, name) from None  # no advice to upgrade: layouts come from plugins
     except FormatError as error:
         raise file_error(path, str(error), _UPGRADE, name) from None
     if found[1].weight != found[0] or found[1] != found[1].blank():

@@ -1,4 +1,4 @@
-"""`save` a model with quantized layers, or a state dict."""
+"""`save`: write a model with quantized layers, or a state dict, to a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def save(
     - ``path``: a name that ends in ``.safetensors`` is one file; anything else is a directory, made if missing.
     - ``max_shard_size``: bytes, or a text such as ``"5GB"``: a directory is split into shards of at most this size.
 
-    Tied tensors are stored once. What stood at ``path`` is replaced when everything is written. Raises
-    `CheckpointError` for what cannot be stored (a tensor on ``meta``, a value that is no tensor) and where the file
-    system refuses; nothing is then left behind, and what stood there is untouched.
+    Tied tensors are stored once. An existing checkpoint at ``path`` is replaced after everything was written. Raises
+    `CheckpointError` for values that cannot be stored (a tensor on ``meta``, an object that is not a tensor) and for
+    errors of the file system; then nothing is left behind and an existing checkpoint is unchanged.
     """
     target = Path(os.path.realpath(path))
     limit = shard_limit(max_shard_size)
@@ -56,7 +56,7 @@ def save(
 
 
 def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor | tuple[QTensor, Scheme]]:
-    """Plain tensors by name, and quantized weights with their schemes."""
+    """Return plain tensors by name, and quantized weights with their schemes."""
     state: Mapping[Any, Any] = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
     _check_names(state)
     weights = {**_described_weights(state), **_qtensor_weights(state)}
@@ -80,7 +80,7 @@ def _check_names(state: Mapping[Any, Any]) -> None:
 def _is_text(name: str) -> bool:
     try:
         name.encode()
-    except UnicodeEncodeError:  # half a character
+    except UnicodeEncodeError:  # a lone surrogate
         return False
     return True
 
@@ -97,7 +97,7 @@ def _qtensor_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Schem
 
 
 def _described_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]]:
-    """The weights whose layers left their format in the metadata that torch keeps with a state dict."""
+    """Return the weights whose format is in the metadata that torch attaches to a state dict."""
     weights = {}
     for prefix, notes in getattr(state, "_metadata", {}).items():
         name = f"{prefix}.weight" if prefix else "weight"
@@ -117,7 +117,7 @@ def _check_value(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise CheckpointError(
             f"cannot save {name!r}: it is a {type(value).__name__}, and safetensors holds tensors only.\n"
-            f"Leave it out of the state dict, or store it beside the checkpoint."
+            f"Leave it out of the state dict, or store it in another file."
         )
     if value.layout != torch.strided or value.dtype not in NAMES or value.is_nested or _is_wrapper(value):
         kind = f"{type(value).__name__}, {value.dtype}, {value.layout}"
@@ -130,7 +130,7 @@ def _check_value(name: str, value: Any) -> Tensor:
 
 
 def _is_wrapper(value: Tensor) -> bool:
-    """Whether a tensor has no memory of its own, as a DTensor."""
+    """Whether a tensor wraps other tensors, like a DTensor."""
     return hasattr(value, "__tensor_flatten__")
 
 
@@ -141,7 +141,7 @@ def _no_values(name: str) -> CheckpointError:
 
 
 def _collect(state: Mapping[str, Tensor | tuple[QTensor, Scheme]]) -> tuple[list[Unit], Aliases]:
-    """One unit for each tensor that is stored, and the names that stand for one of them."""
+    """Return one unit per stored tensor, and the aliases of tied tensors."""
     owners: dict[Any, str] = {}
     units, targets, records = [], {}, {}
     for name, value in state.items():
@@ -157,7 +157,7 @@ def _collect(state: Mapping[str, Tensor | tuple[QTensor, Scheme]]) -> tuple[list
 
 
 def _identity(name: str, value: Tensor | tuple[QTensor, Scheme]) -> Any:
-    """Equal for tensors that are the same memory read in the same way."""
+    """Return an identity that is equal for tensors that view the same memory in the same way."""
     if isinstance(value, tuple):
         return tuple(_memory(f"{name}.{part}", tensor) for part, tensor in value[0].tensors().items())
     return _memory(name, value)
@@ -168,9 +168,9 @@ def _memory(name: str, tensor: Tensor) -> Any:
         raise _no_values(name)
     if not tensor.numel():
         return name
-    # Memory that has no address on this device is known by what holds it.
+    # If memory has no address on this device, the tensor object identifies it.
     start = tensor.data_ptr() or id(tensor)
-    # The lazy bits say that what memory holds is yet to be negated or conjugated.
+    # Lazy negation and conjugation: equal memory stands for different values.
     bits = (tensor.is_conj(), tensor.is_neg())
     return (tensor.device, start, tensor.dtype, tuple(tensor.shape), tensor.stride(), *bits)
 
@@ -179,5 +179,5 @@ def _unit(name: str, value: Tensor | tuple[QTensor, Scheme], record: Record | No
     tensors = (
         {f"{name}.{part}": t for part, t in value[0].tensors().items()} if isinstance(value, tuple) else {name: value}
     )
-    parts = tuple(TensorSpec(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items())
-    return Unit(name, parts, lambda: list(tensors.values()), record)
+    specs = tuple(TensorSpec(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items())
+    return Unit(name, specs, lambda: list(tensors.values()), record)

@@ -1,8 +1,8 @@
-"""Write a checkpoint: plan its shards from shapes alone, then stream the values; all of it appears, or nothing.
+"""Write a checkpoint atomically: plan its shards from shapes alone, then stream the values.
 
-A file is written under a temporary name, synchronised to disk and renamed. So is a new directory. An existing directory
-keeps loading as what it was until all is written; shards get names that no save before had, so that whoever reads the
-old index finds the old shards, or none and looks again. See `archive` for that end of it.
+A file, or a new directory, is written under a temporary name, flushed to disk and renamed. An existing directory keeps
+its old checkpoint until the new one is complete. New shards get names that no earlier save used: a reader of the old
+index finds either the old shards, or none and then reads the new index. See `archive` for the reader.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ _SIDE_FILES = f"{INDEX}.beside"
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that stay in one file: one plain tensor, or all parts of a quantized weight.
+    """Tensors that stay in one file: one plain tensor, or all tensors of a quantized weight.
 
-    ``fetch`` makes the values when their turn comes, in the order of ``parts``.
+    ``fetch``: computes the values just before they are written, in the order of ``specs``.
     """
 
     name: str
-    parts: tuple[TensorSpec, ...]
+    specs: tuple[TensorSpec, ...]
     fetch: Callable[[], Sequence[Tensor]]
     record: Record | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.nbytes for part in self.parts)
+        """Bytes of all tensors of the unit."""
+        return sum(spec.nbytes for spec in self.specs)
 
 
 @dataclass(frozen=True)
 class Aliases:
-    """Names that stand for a stored one, and the records of those that are quantized."""
+    """Alias to stored name (``targets``), and the records of aliases of quantized weights."""
 
     targets: Mapping[str, str]
     records: Mapping[str, Record]
 
     def notes(self, units: Iterable[Unit], save: str = "") -> dict[str, str]:
-        """The metadata of a file that holds ``units``."""
+        """Build the metadata of a file that holds ``units``."""
         held = list(units)
         names = {unit.name for unit in held}
         here = {name: target for name, target in self.targets.items() if target in names}
@@ -93,7 +93,7 @@ OnUnit = Callable[[Unit], None]
 
 
 def shard_limit(size: int | str | None) -> int | None:
-    """Bytes from a number or a text such as ``"5GB"`` or ``"500MiB"``. Raises `CheckpointError`."""
+    """Parse a number of bytes, or a text such as ``"5GB"`` or ``"500MiB"``. Raises `CheckpointError`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]I?B)?", size.strip().upper()) if isinstance(size, str) else None
     found = int(float(match[1]) * _UNITS[match[2] or ""]) if match else size
     if found is not None and (isinstance(found, (bool, float, str)) or found < 1):
@@ -121,7 +121,7 @@ def write_file(path: Path, units: Sequence[Unit], aliases: Aliases, on_unit: OnU
 
 
 def _write_units(file: BinaryIO, path: Path, units: Sequence[Unit], notes: Mapping[str, str], on_unit: OnUnit) -> None:
-    header, starts = build_header((part for unit in units for part in unit.parts), notes)
+    header, starts = build_header((spec for unit in units for spec in unit.specs), notes)
     if len(header) - 8 > MAX_HEADER:
         what = f"its header would take {len(header):,} bytes; {MAX_HEADER:,} are the limit."
         raise file_error(path, what, "Split it: give a directory and max_shard_size.")
@@ -132,10 +132,10 @@ def _write_units(file: BinaryIO, path: Path, units: Sequence[Unit], notes: Mappi
 
 
 def _write_unit(file: BinaryIO, unit: Unit, starts: Mapping[str, int]) -> None:
-    for part, value in zip(unit.parts, unit.fetch(), strict=True):
+    for spec, value in zip(unit.specs, unit.fetch(), strict=True):
         tensor = storable(value)
-        assert (tensor.dtype, tuple(tensor.shape)) == (part.dtype, part.shape), part
-        file.seek(starts[part.name])
+        assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), spec
+        file.seek(starts[spec.name])
         file.write(as_bytes(tensor))
 
 
@@ -150,8 +150,8 @@ def write_directory(
 ) -> None:
     """Write shards and index into a new or existing directory.
 
-    ``side_files``: files to be copied, by their names in it; ``exclusive``: nothing else of an existing directory
-    stays.
+    ``side_files``: further files to copy, by their names in the directory; ``exclusive``: remove all other files of an
+    existing directory.
     """
     save = new_id()
     saver = _DirectorySave(path, shards, aliases, on_unit, side_files or {}, save)
@@ -177,16 +177,16 @@ def _put_in_place(stage: Path, saver: _DirectorySave, *, exclusive: bool) -> Non
         if exclusive:
             what = "it appeared while its checkpoint was made."
             raise file_error(saver.path, what, "Choose another target, or allow to overwrite it.") from None
-        # Another save made the directory meanwhile: this one is later.
+        # Another save created the directory meanwhile: this one replaces its checkpoint.
         saver.publish(stage, exclusive=False)
     sync(saver.path.parent)
 
 
 class _DirectorySave:
-    """One save into a directory: its files are complete before the first of them gets a name there.
+    """One save into a directory: all files are complete before the first of them is renamed into place.
 
-    What loads changes in one step. That step is the renaming of an index; or, to a single file, the removal of an
-    index; or the renaming of one single file to another's name. Before it the old state loads, afterwards the new one.
+    One atomic step switches readers from the old checkpoint to the new one: for shards, the renaming of the index; for
+    a single file, the removal of the old index or the renaming over the old file.
     """
 
     def __init__(
@@ -202,15 +202,15 @@ class _DirectorySave:
         self.side_files = side_files
         usual = shard_names(len(shards))
         self.names = dict(zip(usual, usual, strict=True))
-        """The names of the shards while they wait, and those that they get."""
+        """Name of a shard in the staging directory to its final name."""
 
     @property
     def single(self) -> bool:
-        """Whether all is in one file, without an index."""
+        """Whether the checkpoint is one file without an index."""
         return len(self.shards) == 1
 
     def write(self, stage: Path, rights: Rights | None) -> None:
-        """Write all files under names in ``stage``."""
+        """Write all files to ``stage``."""
         self.rights = rights
         for name, units in zip(self.names, self.shards, strict=True):
             with create(stage / name, rights) as file:
@@ -224,7 +224,7 @@ class _DirectorySave:
             shutil.copyfile(source, place)
 
     def publish(self, stage: Path, *, exclusive: bool) -> None:
-        """Replace what is in the directory by what is in ``stage``."""
+        """Replace the checkpoint in the directory by the files in ``stage``."""
         with publish_lock(self.path) as locked:
             old = _identity(self.path / SINGLE)
             if not (locked and _is_free(self.path, self.names)) and not self.single:
@@ -238,7 +238,7 @@ class _DirectorySave:
             self._remove_stale(old, exclusive=exclusive)
 
     def rename_files(self, stage: Path, directory: Path) -> None:
-        """Rename the files of ``stage`` to where they belong in ``directory``, so that the last step decides."""
+        """Rename the files of ``stage`` into ``directory``; the atomic switch comes last."""
         if (stage / _SIDE_FILES).is_dir():
             for name in self.side_files:
                 _replace(stage / _SIDE_FILES / name, directory / name)
@@ -257,7 +257,7 @@ class _DirectorySave:
 
     def _write_index(self, path: Path) -> None:
         held = dict(zip(self.names.values(), self.shards, strict=True))
-        weight_map = {part.name: name for name, units in held.items() for unit in units for part in unit.parts}
+        weight_map = {spec.name: name for name, units in held.items() for unit in units for spec in unit.specs}
         total = sum(unit.nbytes for units in self.shards for unit in units)
         notes = {"total_size": total, "qcore": __version__, SAVE: self.save}
         tree = {"metadata": notes, "weight_map": dict(sorted(weight_map.items()))}
@@ -268,10 +268,10 @@ class _DirectorySave:
             os.fsync(file.fileno())
 
     def _roll_back(self, old: object) -> None:
-        """Remove what has a name already, unless the step that decides was done."""
+        """Remove files that were renamed already, unless the switch to the new checkpoint was done."""
         index = self.path / INDEX
         if self.single:
-            # Beside an index the file does not count; without one it is the checkpoint.
+            # With an index, readers ignore the single file; without one, it is the checkpoint.
             if index.exists() and _identity(self.path / SINGLE) != old:
                 remove(self.path / SINGLE)
             return
@@ -280,9 +280,9 @@ class _DirectorySave:
                 remove(self.path / name)
 
     def _remove_stale(self, old: object, *, exclusive: bool) -> None:
-        """Remove the files of the checkpoint that stood here before, and shards of saves that did not get to the end.
+        """Remove the files of the previous checkpoint, and shards of saves that did not finish.
 
-        What another save has renamed meanwhile is its own. A reader that has a file open keeps it.
+        Files that another running save renamed meanwhile are kept. Open files stay readable.
         """
         kept = {INDEX, *self.names.values(), *_shards_in(self.path / INDEX)}
         living = {save_id_of(temporary) for temporary in temporaries(self.path)} - {self.save}
@@ -304,14 +304,14 @@ class _DirectorySave:
 
 
 def shard_names(count: int) -> list[str]:
-    """The usual names: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on."""
+    """Return the standard names: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on."""
     if count == 1:
         return [SINGLE]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def _is_free(directory: Path, names: Iterable[str]) -> bool:
-    """Whether no checkpoint is or was here whose readers could take these names for its own."""
+    """Whether the directory holds no checkpoint whose readers could mistake files with these names for their own."""
     return not any((directory / name).exists() for name in (INDEX, SINGLE, *names))
 
 
@@ -349,7 +349,7 @@ def _shards_in(index: Path) -> set[str]:
 
 
 def _files_of(directory: Path) -> list[Path]:
-    """The files of the checkpoint that a directory holds."""
+    """Return the files of the checkpoint in a directory."""
     index = directory / INDEX
     return (
         [index, *(directory / name for name in sorted(_shards_in(index)))] if index.exists() else [directory / SINGLE]
@@ -358,7 +358,7 @@ def _files_of(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def translate_os_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says (disk full, no rights) into a `CheckpointError` that names the target."""
+    """Convert errors of the system (disk full, missing rights) to a `CheckpointError` that names the target."""
     try:
         yield
     except OSError as error:
