@@ -108,16 +108,16 @@ def test_random_json_values_in_the_header(good, tmp_path):
     [
         (b"", "0 bytes long"),
         (b"\0" * 7, "7 bytes long"),
-        (b"\0" * 8, "no valid JSON"),
+        (b"\0" * 8, "not valid JSON"),
         (b"\xff" * 64, "cannot hold a header"),
         (struct.pack("<Q", 200_000_000) + b" " * 100, "cannot hold a header"),
         (build("[]", b""), "must be an object"),
-        (build("{", b""), "no valid JSON"),
-        (build('{"a": NaN}', b""), "no JSON number"),
+        (build("{", b""), "not valid JSON"),
+        (build('{"a": NaN}', b""), "not a JSON number"),
         (build('{"a": 1, "a": 2}', b""), "'a' occurs twice"),
-        (build("[" * 200_000, b""), "no valid JSON"),
-        (build('{"a": ' * 100_000, b""), "no valid JSON"),
-        (build('{"a": ' + "9" * 5000 + "}", b""), "no valid JSON"),
+        (build("[" * 200_000, b""), "not valid JSON"),
+        (build('{"a": ' * 100_000, b""), "not valid JSON"),
+        (build('{"a": ' + "9" * 5000 + "}", b""), "not valid JSON"),
         (build({"__metadata__": []}, b""), "__metadata__"),
         (build({"a": {"dtype": "F4", "shape": [], "data_offsets": [0, 0]}}, b""), "tensor 'a': dtype 'F4'"),
         (build({"a": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}, b"xx"), "start at"),
@@ -148,7 +148,7 @@ def test_paths_that_are_no_file(tmp_path):
         inspect(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="neither"):
         inspect(tmp_path)
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         inspect("/dev/null")
     for name in "ab":
         safetensors.torch.save_file({}, tmp_path / f"{name}.safetensors")
@@ -199,7 +199,7 @@ def setting(key: str, value):
         (lambda _, m, __: m.update({"qcore.schema": "2"}), "with schema 2; .*\nUpgrade"),
         (lambda _, m, __: m.update({"qcore.schema": "one"}), "schema 'one'"),
         (lambda _, m, __: m.update({"qcore": "a" * 100}), "its metadata names"),
-        (lambda _, m, __: m.update({"qcore.aliases": "{"}), "no valid JSON"),
+        (lambda _, m, __: m.update({"qcore.aliases": "{"}), "not valid JSON"),
         (lambda _, m, __: m.update({"qcore.aliases": '{"a": 1}'}), "is not a name"),
         (lambda _, m, __: m.update({"qcore.aliases": '{"a": "gone"}'}), "alias of 'gone', which is not in"),
         (lambda _, m, __: m.update({"qcore.aliases": '{"a": "b", "b": "a"}'}), "an alias itself"),
@@ -307,7 +307,7 @@ def edit_index(directory: Path, edit) -> None:
 def test_an_index_cannot_point_outside(sharded, shard):
     (sharded.parent / "x.safetensors").write_bytes(b"")
     edit_index(sharded, lambda m: m.update({"1.bias": shard}))
-    with pytest.raises(CheckpointError, match=r"index.json: tensor '1.bias'.*no file name in this directory"):
+    with pytest.raises(CheckpointError, match=r"index.json: tensor '1.bias'.*not a file name in this directory"):
         load_(fresh(), sharded)
 
 
@@ -326,7 +326,7 @@ def shards_of(directory: Path) -> list[Path]:
         (lambda d: edit_index(d, lambda m: m.update({"1.bias": m["0.weight.data"]})), "the index has it in"),
         (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
         (lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": []}'), "no weight_map"),
-        (lambda d: (d / "model.safetensors.index.json").write_bytes(b"\xff\xfe"), "no valid JSON"),
+        (lambda d: (d / "model.safetensors.index.json").write_bytes(b"\xff\xfe"), "not valid JSON"),
     ],
     ids=range(9),
 )

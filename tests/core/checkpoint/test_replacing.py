@@ -101,7 +101,7 @@ def test_a_group_that_cannot_be_kept_gets_no_more_than_others(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "fchown", refuse)
     with path.open("rb") as file:
-        staging.Rights(rights.mode, rights.owner, rights.group + 1).give(file.fileno())
+        staging.Rights(rights.mode, rights.owner, rights.group + 1).apply_to(file.fileno())
     assert mode(path) == 0o644
 
 

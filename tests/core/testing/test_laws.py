@@ -102,7 +102,7 @@ def test_op_without_a_fake(add, loopback):
 def test_module_that_is_served_by_somebody_else(add):
     state, reason = outcome(add(**call(lambda y, x: y + 1)), "decision")
     assert state == "failed"
-    assert "torch served instead of toy: toy.linear failed verification" in reason
+    assert "torch ran instead of toy: toy.linear failed verification" in reason
 
 
 def test_format_that_is_lost_or_wrong(add):

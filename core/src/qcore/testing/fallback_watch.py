@@ -1,8 +1,8 @@
-"""Watching a kernel run: whether it hands its work back to qcore, and which ops it dispatches.
+"""Observe a running kernel: whether it delegates its work to qcore, and which ops it dispatches.
 
 A kernel of a plugin that calls `qcore.linear`, resolves, or runs a kernel of the built-in fallback would pass every
-test of its numbers without having computed any. Whatever way it got hold of those functions, running them enters
-their code, which a profile function sees.
+numerical test without computing anything itself. However it obtained those functions, a call enters their code, which a
+profile function sees.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
 _PACKAGE_DIR = str(Path(__file__).resolve().parents[1]) + os.sep
-"""With the separator: where wheels are installed, ``qcore_cuda`` stands beside ``qcore``."""
+"""Ends with a separator, because installed wheels put ``qcore_cuda`` next to ``qcore``."""
 _FORBIDDEN = (
     "functional/calls.py", "functional/torch_ops.py", "model/", "nn/", "resolving/binding.py", "resolving/resolver.py",
 )  # fmt: skip
-"""Modules of qcore, or packages, that compute a result or find who does."""
+"""Modules and packages of qcore that compute a result or resolve a kernel."""
 _KERNEL_METHODS = ("__call__", "run", "qcore_linear", "qcore_conv2d", "qcore_embedding")
 _TORCH = frozenset((
     "_c10d_functional", "_quantized", "_test", "aten", "c10d", "c10d_functional", "cuda", "debugprims", "fsdp",
@@ -30,11 +30,11 @@ _TORCH = frozenset((
     "qcore", "quantized", "quantized_decomposed", "rngprims", "sparse", "static_runtime", "streams", "symm_mem",
     "tensorexpr", "torchvision", "xnnpack",
 ))  # fmt: skip
-"""Namespaces of ops that torch registers, and qcore's own."""
+"""Namespaces of ops that torch or qcore register."""
 
 
 class Watch:
-    """Sees which of qcore's own ways to compute a result are entered while it is active."""
+    """Records calls of qcore's own functions that compute results, while it is active."""
 
     def __init__(self, *, is_fallback: bool) -> None:
         self._is_fallback = is_fallback
@@ -74,7 +74,7 @@ class Watch:
 
 
 class OwnOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the calls of ops that are not torch's: those a plugin registered."""
+    """Collects calls of ops that a plugin registered, that is, ops of neither torch nor qcore."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ class OwnOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def watching(self, call: Any) -> Any:
-        """``call``, collected from whenever it runs."""
+        """Wrap ``call`` so that its ops are collected whenever it runs."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             with self:

@@ -1,6 +1,6 @@
-"""The law ``large``: a kernel is right at the sizes of real layers, not only on the small problems of the cases.
+"""The law ``large``: a kernel is correct at the sizes of real layers, not only on the small problems of the cases.
 
-The reference is computed for some rows and columns of a result: see `qcore.contracts.sampling`.
+The reference is computed for a sample of the rows and columns of a result: see `qcore.contracts.sampling`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ..target import Target
 from .base import Law, RefusedError, Sample
 
 ROWS = (17, 1, 256)
-"""Rows of x (a tenth as many images): few, one as in decoding, and many as in a prompt."""
+"""Rows of x (for convolutions, fewer images): a few, one as in decoding, and many as in a prompt."""
 _LARGE_SIZES, _SMALL_SIZES = (4096, 4000, 3584, 3072), (1024, 1040, 1280, 1536)
-"""N and K of a weight are one of each: wide, then deep."""
+"""One of N and K is drawn from the first, the other from the second: first a large N, then a large K."""
 _TINY = (1040, 64)
-"""N and K on which a kernel is timed first: an interpreter, for which a real layer takes minutes, is left at these."""
+"""N and K on which a kernel is timed first; an interpreter, which takes minutes for a real layer, runs these only."""
 _MAX_CALL_SECONDS = 20.0
-"""Seconds that a call on a real layer may take, by what it takes on a narrow one."""
+"""Limit in seconds for a call on a real layer, estimated from a call on a tiny layer."""
 _TIME_BUDGET = 5.0
-"""Seconds after which a slow device has shown what it can: no more rows are tried."""
+"""Seconds after which no further row counts and sizes are tried."""
 
 
 @dataclass(frozen=True)
 class _Size:
-    """A layer: its dtype, N, K, and for a convolution the side of its kernel."""
+    """A layer's dtype, N, K, and for a convolution the height and width of its kernel."""
 
     dtype: torch.dtype
     n: int
@@ -45,7 +45,7 @@ class _Size:
 
 
 def _sizes(draw: Draw) -> tuple[_Size, ...]:
-    """Three layers: the dtype that people run first, then the others."""
+    """Draw three layers: bfloat16, the most common dtype, first."""
 
     def pick(sizes: tuple[int, ...]) -> int:
         return sizes[int(draw.whole(0, len(sizes) - 1))]
@@ -58,7 +58,7 @@ def _sizes(draw: Draw) -> tuple[_Size, ...]:
 
 
 def large(target: Target, sample: Sample) -> None:
-    """Every kernel that is offered for layers of ordinary size is right on them, twice, and leaves its inputs alone."""
+    """Check every kernel that is offered for layers of ordinary size, with two calls each."""
     case, start = sample.prepared.case, time.perf_counter()
     scheme = Scheme.parse(case.scheme)
     draw = Draw(torch.Generator().manual_seed(zlib.crc32(f"{sample.prepared.seed} large {case.id}".encode())))
@@ -81,7 +81,7 @@ def large(target: Target, sample: Sample) -> None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A kernel with a problem and the packed weight of it."""
+    """A kernel with a problem and its packed weight."""
 
     target: Target
     kernel: Kernel
@@ -117,9 +117,9 @@ def _try(layer: _Layer, tiny: _Layer | None, generator: torch.Generator, until: 
 
 
 def _takes_too_long(tiny: _Layer, layer: _Layer, rows: int) -> bool:
-    """Whether a call on a real layer would take too long, by the time of one on a narrow layer."""
+    """Whether a call on a real layer would take too long, estimated from a call on a tiny layer."""
     here, more = _rows(tiny.problem, 0, rows), layer.problem.weight.numel() / tiny.problem.weight.numel()
-    for _ in range(2):  # the first may compile
+    for _ in range(2):  # the first call may compile
         start = time.perf_counter()
         tiny.kernel(here.x, tiny.packed, here.bias, **here.given).cpu()
         seconds = time.perf_counter() - start
@@ -129,7 +129,7 @@ def _takes_too_long(tiny: _Layer, layer: _Layer, rows: int) -> bool:
 
 
 def _check(layer: _Layer, here: Problem, other: Problem, generator: torch.Generator) -> None:
-    """The result for ``here`` is right, and stays so when the kernel runs on ``other``, of the same shape."""
+    """Check the result for ``here``, and that a call on ``other``, of the same shape, does not change it."""
     result = run_watched(layer.target, layer.kernel, here, layer.packed)
     kept = result.clone() if isinstance(result, Tensor) else result
     verdict = sampled(here, kept, generator)
@@ -175,7 +175,7 @@ _BUILD: dict[str, Callable[[Draw, Scheme, torch.device, _Size], Problem]] = {
 LAWS = (
     Law(
         "large",
-        "at the sizes of real layers, the rows and columns sampled are right",
+        "at the sizes of real layers, the sampled rows and columns are correct",
         scheme=large,
         sparse=True,
     ),
