@@ -138,7 +138,7 @@ def test_settings_are_obeyed_by_weights_that_are_packed_already(add_kernel):
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("quantized_matmul", (X, W.float(), S), "w has dtype torch.float32; int4 values ride in int8 too"),
+        ("quantized_matmul", (X, W.float(), S), "w has dtype torch.float32; int4 values are stored in int8, too"),
         ("quantized_matmul", (X, W[0], S), r"per-channel w has shape \(6,\); it must be \(N, K\)"),
         ("quantized_matmul", (X, W, S[:5]), r"scale has shape \(5,\); it must be \(8,\)"),
         ("quantized_matmul", (X, W, S, S[:5]), r"zero_point has shape \(5,\)"),

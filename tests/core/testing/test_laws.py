@@ -80,7 +80,7 @@ def test_kernel_that_cannot_be_shared_by_threads(add):
         assert threading.current_thread() is threading.main_thread()
         return y
 
-    assert "differs from one alone" in outcome(add(**call(fussy)), "threads")[1]
+    assert "differs from the result of a single thread" in outcome(add(**call(fussy)), "threads")[1]
     assert "raised AssertionError" in outcome(add(**call(raising)), "threads")[1]
 
 

@@ -108,7 +108,7 @@ class Archive:
         path = index.path
         if len(self._saves.keys() | {index.save} - {""}) > 1:
             other = next((file.name for save, file in self._saves.items() if save != index.save), "")
-            raise file_error(path, f"{shown(other)!r} belongs to another save than the rest.", _REWRITE)
+            raise file_error(path, f"{shown(other)!r} belongs to another save than the other shards.", _REWRITE)
         for name, shard in index.weight_map.items():
             if name not in self.entries:
                 raise file_error(path, f"not in {shown(shard)}, although the index says so.", _REWRITE, name)
@@ -133,7 +133,7 @@ class Archive:
         surplus = {record.name, f"{record.name}.zero"} - set(record.tensor_names)
         for name in surplus & self.entries.keys():
             raise file_error(
-                self.path, f"its format {record.format} leaves no place for {shown(name)!r}.", tensor=record.name
+                self.path, f"its format {record.format} has no tensor {shown(name)!r}.", tensor=record.name
             )
         parts = [self.entries[name] for name in record.tensor_names]
         key = (record.format, record.shape, *((part.dtype, part.shape) for part in parts))
@@ -219,7 +219,7 @@ def _identity(file: Path) -> tuple[str, int, int, int] | None:
 def _unreadable(path: Path, error: CheckpointError | OSError) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
-    return file_error(path, f"cannot be read: {error.strerror or error}.", "Check the path and rights.")
+    return file_error(path, f"cannot be read: {error.strerror or error}.", "Check the path and the permissions.")
 
 
 def find_files(path: Path) -> tuple[list[Path], Index | None]:
@@ -257,11 +257,11 @@ def _missing_error(path: Path) -> CheckpointError:
 def _single_match(directory: Path, pattern: str) -> Path | None:
     found = [file for file in sorted(directory.glob(pattern)) if file.is_file()]
     if any(_is_shard(file.name) for file in found):
-        what = f"it holds shards ({shown(found[0].name)}) but no index: a save or download did not get to the end."
+        what = f"it holds shards ({shown(found[0].name)}) but no index: a save or download was interrupted."
         raise file_error(directory, what, "Save, copy or download the directory again.")
     if len(found) > 1:
         names = ", ".join(shown(file.name) for file in found[:4])
-        raise file_error(directory, f"it holds several checkpoints: {names}.", "Name the file that is meant.")
+        raise file_error(directory, f"it holds several checkpoints: {names}.", "Give the path of one of them.")
     return found[0] if found else None
 
 

@@ -133,7 +133,7 @@ class _Loader:
         except FormatError as error:
             kind, name = type(swap.module).__name__, swap.record.name
             what = f"scheme {scheme} cannot be used by {swap.layer!r}, a {kind}: {error}"
-            remedy = "The metadata was edited, or the checkpoint is of another model."
+            remedy = "The metadata was edited, or the checkpoint belongs to another model."
             raise file_error(self.archive.path, what.replace("\n", " "), remedy, name) from None
 
     def _plain_values(self) -> Iterator[tuple[str, Tensor]]:
@@ -158,7 +158,9 @@ class _Loader:
 
     def _torn_error(self, name: str) -> CheckpointError:
         remedy = "Untie them in the model first."
-        return file_error(self.archive.path, "the model ties it to a tensor that has other values here.", remedy, name)
+        return file_error(
+            self.archive.path, "the model ties it to a tensor that has other values in this file.", remedy, name
+        )
 
     def _stage_computed(self) -> None:
         for _, module, key in unsaved_meta_buffers(self.model):
@@ -236,8 +238,8 @@ class _Loader:
                 transaction.step = "reporting"
                 layers = tuple(_with_reason(row, self.found) for row in report(self.model))
         except Exception as error:
-            what = f"the model does not take it: {transaction.step} raised {type(error).__name__}: {error}"
-            remedy = "The model is as it was. Load before it is frozen, wrapped or scripted."
+            what = f"the model cannot be changed: {transaction.step} raised {type(error).__name__}: {error}"
+            remedy = "The model is unchanged. Load before it is frozen, wrapped or scripted."
             raise file_error(self.archive.path, what.replace("\n", " "), remedy) from error
         return LoadReport(layers, tuple(self.found.missing), tuple(self.found.unexpected))
 

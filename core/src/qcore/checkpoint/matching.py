@@ -186,7 +186,7 @@ def _static_problems(archive: Archive, prefix: str) -> Iterator[str]:
         name = f"{prefix}_{part}"
         entry = archive.entries.get(name)
         if entry is None:
-            yield f"{name!r} is missing, which the scheme of its layer needs"
+            yield f"{name!r} is missing, although its layer's scheme needs it"
         elif entry.dtype not in dtypes or entry.shape != ():
             yield f"{name!r} is {entry.dtype} of shape {quoted(entry.shape)}; it must be one {dtypes[0]}"
 
@@ -222,5 +222,5 @@ def _mismatch_error(archive: Archive, problems: list[str]) -> CheckpointError:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return CheckpointError(
         f"{archive.path}: tensor {clipped(problems[0], 700)}{more}.\n"
-        f"The checkpoint is of another model: build the model with the configuration it was saved from."
+        f"The checkpoint belongs to another model: build the model with the configuration that was saved."
     )

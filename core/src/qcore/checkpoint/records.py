@@ -162,7 +162,7 @@ def _parse_texts(name: str, format: Any, scheme: Any, path: Path, known: dict[An
     except FormatError as error:
         raise file_error(path, str(error), _UPGRADE, name) from None
     if found[1].weight != found[0] or found[1] != found[1].blank():
-        what = f"scheme {quoted(scheme)} does not go with format {found[0]}."
+        what = f"scheme {quoted(scheme)} does not match format {found[0]}."
         raise file_error(path, what, _REWRITE, name)
     known[key] = found
     return found

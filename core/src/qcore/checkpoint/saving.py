@@ -65,7 +65,7 @@ def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor
     for name in plain:
         if name.endswith(".scale") and f"{name.removesuffix('scale')}data" in plain:
             raise CheckpointError(
-                f"cannot save {name!r}: nothing says the format of this quantized weight.\n"
+                f"cannot save {name!r}: the format of this quantized weight is unknown.\n"
                 f"Pass the model or its unchanged state_dict(), or QTensors."
             )
     return {**plain, **weights}
@@ -74,7 +74,9 @@ def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor
 def _check_names(state: Mapping[Any, Any]) -> None:
     for name in state:
         if not isinstance(name, str) or name == "__metadata__" or not _is_text(name):
-            raise CheckpointError(f"cannot save {name!r}: safetensors has no such name.\nNames are texts; rename it.")
+            raise CheckpointError(
+                f"cannot save {name!r}: it is not a valid name in safetensors.\nRename it; names are strings."
+            )
 
 
 def _is_text(name: str) -> bool:
@@ -122,7 +124,7 @@ def _check_value(name: str, value: Any) -> Tensor:
     if value.layout != torch.strided or value.dtype not in NAMES or value.is_nested or _is_wrapper(value):
         kind = f"{type(value).__name__}, {value.dtype}, {value.layout}"
         raise CheckpointError(
-            f"cannot save {name!r}: safetensors has no form for {kind}.\nConvert it to a dense float tensor."
+            f"cannot save {name!r}: safetensors cannot store {kind}.\nConvert it to a dense float tensor."
         )
     if not has_values(value):
         raise _no_values(name)

@@ -186,7 +186,7 @@ def _not_a_weight(entry: Entry) -> str:
 
 def _why_refused(entry: Entry) -> str:
     if entry.dtype not in _SOURCES:
-        return f"{str(entry.dtype).removeprefix('torch.')} values mean something only with scales of their own"
+        return f"{str(entry.dtype).removeprefix('torch.')} values are meaningless without their scales"
     return "" if all(entry.shape) else "it is empty"
 
 
@@ -259,7 +259,7 @@ def _check_target(source: Path, target: Path, *, overwrite: bool) -> None:
     if not overwrite:
         raise file_error(target, "it exists already.", "Choose another target, or pass overwrite=True.")
     if target.is_dir() != (target.suffix != ".safetensors"):
-        raise file_error(target, "it exists and is of another kind (file, directory).", "Choose another target.")
+        raise file_error(target, "it exists, but one is a file and the other a directory.", "Choose another target.")
     if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
         # A typo in the path must not replace a directory of documents by a checkpoint.
         raise file_error(

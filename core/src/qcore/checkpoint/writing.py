@@ -123,7 +123,7 @@ def write_file(path: Path, units: Sequence[Unit], aliases: Aliases, on_unit: OnU
 def _write_units(file: BinaryIO, path: Path, units: Sequence[Unit], notes: Mapping[str, str], on_unit: OnUnit) -> None:
     header, starts = build_header((spec for unit in units for spec in unit.specs), notes)
     if len(header) - 8 > MAX_HEADER:
-        what = f"its header would take {len(header):,} bytes; {MAX_HEADER:,} are the limit."
+        what = f"its header would take {len(header):,} bytes; the limit is {MAX_HEADER:,}."
         raise file_error(path, what, "Split it: give a directory and max_shard_size.")
     file.write(header)
     for unit in units:
@@ -175,8 +175,8 @@ def _put_in_place(stage: Path, saver: _DirectorySave, *, exclusive: bool) -> Non
         if not saver.path.is_dir():
             raise
         if exclusive:
-            what = "it appeared while its checkpoint was made."
-            raise file_error(saver.path, what, "Choose another target, or allow to overwrite it.") from None
+            what = "it was created by another process while the checkpoint was written."
+            raise file_error(saver.path, what, "Choose another target, or pass overwrite=True.") from None
         # Another save created the directory meanwhile: this one replaces its checkpoint.
         saver.publish(stage, exclusive=False)
     sync(saver.path.parent)
@@ -364,5 +364,5 @@ def translate_os_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise file_error(
-            path, f"cannot be written: {reason}.", "Nothing was left behind; make room or choose another place."
+            path, f"cannot be written: {reason}.", "Nothing was left behind; free disk space or choose another target."
         ) from error

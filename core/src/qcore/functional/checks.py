@@ -64,8 +64,8 @@ def check_x_dtype(x: Tensor, activation: Activation | None) -> None:
         raise FormatError(f"x has dtype {x.dtype}; it must be {_FLOATS},\nor int8 codes under a static activation.")
     if not isinstance(activation, StaticInt8):
         raise FormatError(
-            f"x has dtype int8, but the activation is {activation}: what its codes mean is not known.\n"
-            f"Say so with StaticInt8(scale, zero_point), or pass x as floats."
+            f"x has dtype int8, but the activation is {activation}: the scale of its codes is unknown.\n"
+            f"Give activation=StaticInt8(scale, zero_point), or pass x as floats."
         )
 
 
@@ -143,9 +143,9 @@ def _check_scale_values(name: str, scale: Tensor) -> None:
 def _check_zero_values(name: str, zero: Tensor) -> None:
     low, high = (float(v) for v in zero.detach().aminmax())
     if not INT8_MIN <= low <= high <= INT8_MAX:
-        raise FormatError(f"{name} spans {low}..{high}; zero points are codes in {INT8_MIN}..{INT8_MAX}.")
+        raise FormatError(f"{name} spans {low}..{high}; zero points must be in {INT8_MIN}..{INT8_MAX}.")
     if zero.is_floating_point() and not bool((zero == zero.round()).all()):
-        raise FormatError(f"{name} holds fractions; zero points are whole numbers.")
+        raise FormatError(f"{name} holds fractions; zero points must be integers.")
 
 
 def check_first_call(request: Request, x: Tensor) -> None:

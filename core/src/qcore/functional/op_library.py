@@ -72,7 +72,7 @@ def _argument_error(op: str, argument: str, value: Tensor, device: torch.device)
     except FormatError as error:
         return FormatError(f"qcore::{op}: {error}")
     if value.dtype in _UNSUPPORTED_DTYPES:
-        return FormatError(f"qcore::{op}: {argument} has dtype {value.dtype}; this op takes none of that dtype.")
+        return FormatError(f"qcore::{op}: {argument} has dtype {value.dtype}; this op does not support that dtype.")
     return FormatError(f"qcore::{op}: {argument} is on {value.device}, others on {device}; bring all to one device.")
 
 

@@ -74,7 +74,7 @@ def _contiguous(result: Tensor) -> Tensor:
 def _check_matmul(x: Tensor, w: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int) -> tuple[int, int]:
     op = "quantized_matmul"
     require_float(op, x)
-    require(w.dtype == torch.int8, op, f"w has dtype {w.dtype}; int4 values ride in int8 too.")
+    require(w.dtype == torch.int8, op, f"w has dtype {w.dtype}; int4 values are stored in int8, too.")
     if block_size == -1:
         require(w.dim() == 2, op, f"per-channel w has shape {tuple(w.shape)}; it must be (N, K).")
         n, k = w.shape
@@ -159,7 +159,7 @@ def _check_rowwise(x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor)
     n, k = weight.shape[0], weight.shape[1] * 2
     fits = scale.dim() == 2 and scale.shape == zero_point.shape and scale.shape[1] == n and scale.shape[0] > 0
     shapes = f"{tuple(scale.shape)}, {tuple(zero_point.shape)}"
-    require(fits, op, f"scale and zero_point have shapes {shapes}; they must be both (K/g, N).")
+    require(fits, op, f"scale and zero_point have shapes {shapes}; both must be (K/g, N).")
     require(k % scale.shape[0] == 0, op, f"scale has {scale.shape[0]} groups, which do not divide K = {k}.")
     require(x.dim() > 0 and x.shape[-1] == k, op, f"input has shape {tuple(x.shape)}; its last dimension must be {k}.")
     return n, k, k // scale.shape[0]

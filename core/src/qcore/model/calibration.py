@@ -107,7 +107,7 @@ def calibrate(
 def _calibration_error(scheme: Scheme) -> FormatError:
     why = "has static activations, whose scale must be known"
     if not scheme.needs_numbers:
-        why = f"rounds weights by what enters each layer ({scheme.quantizer})"
+        why = f"rounds weights by the inputs of each layer ({scheme.quantizer})"
     return FormatError(
         f"scheme {str(scheme)!r} {why}.\nPass calibration=batches, or a function that runs the model on typical inputs."
     )

@@ -144,10 +144,10 @@ class _ModelPlan:
                 choices = ", ".join(f"{layer} as {self._choice(layer)}" for layer in layers)
                 decided = self._choice(*layers)
                 warnings.warn(
-                    f"layers that share a weight are asked for in different forms: {choices}.\n"
-                    f"One form serves all: {decided}, "
+                    f"the patterns select different schemes for layers that share a weight: {choices}.\n"
+                    f"All of them get {decided}, "
                     f"since {self._deciding_layer(layers[0], decided)!r} {decided.reason}. "
-                    f"Untie them first to treat them apart.",
+                    f"Untie them first to treat them differently.",
                     QcoreWarning,
                     stacklevel=4,
                 )

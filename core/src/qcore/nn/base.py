@@ -72,7 +72,7 @@ class QuantizedModule(nn.Module):
         super().__init__()
         if scheme.needs_numbers:
             raise FormatError(
-                f"scheme {str(scheme)!r} needs numbers: give them as StaticInt8(scale, zero_point) or "
+                f"scheme {str(scheme)!r} lacks its scale and zero point: give them as StaticInt8(scale, zero_point) or "
                 f"OutputInt8(scale, zero_point),\nor let qcore.quantize_(model, scheme, calibration=batches) find them."
             )
         if any(getattr(part, "per_token", False) for part in (scheme.activation, scheme.output)):

@@ -55,7 +55,7 @@ def why_unsupported(module: nn.Module) -> str:
     if is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
     if type(module).forward is not base.forward or "forward" in vars(module):
-        return f"{kind} overrides the forward of {base.__name__}, which quantization would lose"
+        return f"{kind} overrides the forward of {base.__name__}, which its quantized counterpart would not run"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "an embedding with max_norm rewrites its table while it runs"
     return _unfit_weight(module._parameters.get("weight"))
@@ -63,7 +63,7 @@ def why_unsupported(module: nn.Module) -> str:
 
 def _unfit_weight(weight: Any) -> str:
     if weight is None:
-        return "its weight is no parameter but computed (weight_norm, pruning); make it permanent first"
+        return "its weight is not a parameter but computed (weight_norm, pruning); make it permanent first"
     return "its weight is not initialized yet; run the model once first" if is_lazy(weight) else ""
 
 
@@ -80,7 +80,7 @@ def why_not_quantizable(layers: Mapping[str, nn.Module], layer: str) -> str:
     if reader := why_parent_reads(layers[layer.rpartition(".")[0]]):
         return reader
     if isinstance(module, (nn.Linear, nn.Conv2d)) and "bias" not in module._parameters:
-        return "its bias is no parameter but computed or a buffer"
+        return "its bias is not a parameter but computed or a buffer"
     return why_unsupported(module)
 
 

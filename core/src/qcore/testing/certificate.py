@@ -132,7 +132,7 @@ class Certificate:
         yield from format_table(("", *columns, "worst error / allowed"), rows)
         yield from (f"FAILED {result.id}: {result.reason}" for result in self.failures[:20])
         if len(self.failures) > 20:
-            yield f"... and {len(self.failures) - 20} failures more"
+            yield f"... and {len(self.failures) - 20} more failures"
         yield from (f"NOT SHOWN law {law}: {reason}" for law, reason in self.unshown.items())
 
 

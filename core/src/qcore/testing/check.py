@@ -117,7 +117,7 @@ def run_watched(target: Target, kernel: Kernel, here: Problem, packed: Mapping[s
             output = _guarded("its call", lambda: kernel(here.x, packed, here.bias, **here.given))
         if watch.entered:
             entered = watch.entered[0]
-            raise BrokenLawError("no-fallback", f"falls back secretly: while it ran it entered qcore's {entered}")
+            raise BrokenLawError("no-fallback", f"falls back secretly: its call entered qcore's {entered}")
     return output
 
 

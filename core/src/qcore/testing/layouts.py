@@ -45,7 +45,7 @@ def _faults(layout: Layout, dtype: str, device: torch.device) -> Iterator[str]:
         yield from _size_faults(fmt, codes, data, device)
     yield from _zero_faults(fmt, generator)
     if not held:
-        yield f"holds {dtype} codes of no size that was tried: {', '.join(f'{n} x {k}' for n, k in _SIZES)}"
+        yield f"supports {dtype} codes in none of these sizes: {', '.join(f'{n} x {k}' for n, k in _SIZES)}"
 
 
 def _size_faults(fmt: Format, codes: Tensor, data: Tensor, device: torch.device) -> Iterator[str]:

@@ -162,7 +162,7 @@ def _check_patterns(patterns: Iterable[str] | None, chosen: Iterable[str]) -> No
         if not any(selects([pattern], name) for name in names):
             raise ConformanceError(
                 f"{pattern!r} selects no case and no law.\n"
-                f"Ids look like linear[w4a16-bfloat16-k-odd] and compile[linear-w4a16]; write a part of one, or a glob."
+                f"Ids look like linear[w4a16-bfloat16-k-odd] and compile[linear-w4a16]; pass a part or a glob."
             )
 
 

@@ -173,7 +173,8 @@ def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
             )
         if not same_bits(result, alone):
             raise BrokenLawError(
-                "threads", f"{kernel.name}: a result from one of {_THREADS} threads differs from one alone"
+                "threads",
+                f"{kernel.name}: a result from one of {_THREADS} threads differs from the result of a single thread",
             )
 
 
@@ -198,7 +199,7 @@ def own_results(_target: Target, sample: Sample, kernel: Kernel, packed: Packed)
         result = _call("outputs", kernel.name, kernel, here, packed)
         shared = _shared_with(result, {"x": here.x, "bias": here.bias, **packed})
         if shared:
-            raise BrokenLawError("outputs", f"{kernel.name}: its result lies in the memory of {shared}")
+            raise BrokenLawError("outputs", f"{kernel.name}: its result shares memory with {shared}")
         kept.append((result, result.clone()))
     if any(not same_values(result, before) for result, before in kept):
         raise BrokenLawError("outputs", f"{kernel.name}: a later call changed the result of an earlier one")
