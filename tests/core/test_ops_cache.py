@@ -145,7 +145,7 @@ def test_settings_are_obeyed_by_weights_that_are_packed_already(add_kernel):
         ("quantized_matmul", (X[:, :5], W, S), r"x has shape \(3, 5\); its last dimension must be 6"),
         ("quantized_matmul", (X, W, S, None, 2), r"blockwise w has shape \(8, 6\); it must be \(K/2, 2, N\)"),
         ("quantized_matmul", (X, W + 9, S, None, -1, True), r"int4_weight is set, but w spans 9\.\.9"),
-        ("bf16i4bf16_rowwise", (X, W, S, S), r"both \(K/g, N\)"),
+        ("bf16i4bf16_rowwise", (X, W, S, S), r"both must be \(K/g, N\)"),
         ("bf16i4bf16_rowwise", (X, W.float(), S[None], S[None]), r"it must be int8 \(N, K/2\)"),
         ("bf16i4bf16_rowwise", (X, B.view(torch.int8), torch.ones(4, 4), torch.ones(4, 4)), "do not divide K = 6"),
         ("linear_q8csw", (X, W.float(), S), r"they must be int8 \(N, K\)"),

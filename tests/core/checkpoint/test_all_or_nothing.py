@@ -142,7 +142,7 @@ class Frozen(nn.Sequential):
 def test_a_module_that_refuses_to_change(tmp_path, trained):
     model = Frozen(*fresh())
     model.frozen = True
-    refused(model, tmp_path / "m.safetensors", r"replacing '2' of Frozen raised RuntimeError: frozen\n.*as it was")
+    refused(model, tmp_path / "m.safetensors", r"replacing '2' of Frozen raised RuntimeError: frozen\n.*unchanged")
     model.frozen = False
     load_(model, tmp_path / "m.safetensors")
     assert torch.equal(model.eval()(X), trained(X))

@@ -320,7 +320,7 @@ def test_a_directory_that_appears_is_not_overwritten_unasked(tmp_path, monkeypat
         original(*args, **given)
 
     monkeypatch.setattr(writing, "_put_in_place", late)
-    with pytest.raises(CheckpointError, match="appeared"):
+    with pytest.raises(CheckpointError, match="created by another process"):
         quantize_checkpoint(tmp_path / "in.safetensors", tmp_path / "d", "w8a16")
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["thesis.txt"]
 
@@ -378,10 +378,10 @@ class Wrapper(Tensor):
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({"a": Wrapper(torch.ones(2))}, "no form for Wrapper"),
-        ({0: torch.ones(2)}, "cannot save 0: .* no such name"),
-        ({"__metadata__": torch.ones(2)}, "no such name"),
-        ({"\ud800": torch.ones(2)}, "no such name"),
+        ({"a": Wrapper(torch.ones(2))}, "safetensors cannot store Wrapper"),
+        ({0: torch.ones(2)}, "cannot save 0: .* not a valid name"),
+        ({"__metadata__": torch.ones(2)}, "not a valid name"),
+        ({"\ud800": torch.ones(2)}, "not a valid name"),
         ({"w": qcore.quantize(torch.ones(2, 8), "int8"), "w.data": torch.ones(2)}, "is stored under that name"),
     ],
 )

@@ -428,8 +428,8 @@ def test_file_mode_follows_the_umask_and_links_are_followed(tmp_path):
     [
         ({"a": "text"}, "it is a str"),
         ({"a": torch.empty(2, device="meta")}, "on the meta device"),
-        ({"a": torch.zeros(2, 2).to_sparse()}, "no form for"),
-        ({"a": torch.zeros(2, dtype=torch.complex128)}, "no form for"),
+        ({"a": torch.zeros(2, 2).to_sparse()}, "safetensors cannot store"),
+        ({"a": torch.zeros(2, dtype=torch.complex128)}, "safetensors cannot store"),
     ],
 )
 def test_what_cannot_be_saved_is_said(tmp_path, state, text):
