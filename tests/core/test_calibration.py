@@ -166,7 +166,9 @@ class TestMoments:
             calibrate(Model(), {"fc": GPTQ}, [X / 0])
         with pytest.raises(FormatError, match="layer 'unused' saw no input"):
             calibrate(Model(), {"unused": GPTQ}, [X])
-        with pytest.raises(FormatError, match=r"'w4a8-g2@gptq' rounds weights by what.*\nPass calibration=batches"):
+        with pytest.raises(
+            FormatError, match=r"'w4a8-g2@gptq' rounds weights by the inputs.*\nPass calibration=batches"
+        ):
             calibrate(Model(), {"fc": GPTQ}, None)
 
 

@@ -109,6 +109,6 @@ def test_a_weight_under_ever_new_scales_keeps_the_last_kernels():
     from qcore.functional import calls
 
     weight, x = qcore.quantize(torch.randn(16, 64), "int8"), torch.randn(2, 64)
-    for step in range(calls._MOST_BOUNDS + 9):
+    for step in range(calls._MAX_BOUNDS + 9):
         qcore.linear(x, weight, activation=qcore.StaticInt8(0.01 + step * 1e-4))
-    assert len(calls.entry_for(weight)._bounds) == calls._MOST_BOUNDS
+    assert len(calls.entry_for(weight)._bounds) == calls._MAX_BOUNDS

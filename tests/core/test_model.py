@@ -156,7 +156,7 @@ def _patched(linear):
         (lambda: Scaled(8, 8), "Scaled overrides the forward of Linear"),
         (lambda: _patched(nn.Linear(8, 8)), "Linear overrides the forward of Linear"),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), "its weight is parametrized"),
-        (lambda: prune.identity(nn.Linear(8, 8), "weight"), "no parameter but computed"),
+        (lambda: prune.identity(nn.Linear(8, 8), "weight"), "not a parameter but computed"),
         (lambda: nn.LazyLinear(8), "not initialized yet; run the model once"),
         (lambda: nn.Embedding(8, 8, max_norm=1.0), "max_norm"),
         (lambda: nn.ConvTranspose2d(1, 1, 3), "no contract for ConvTranspose2d"),

@@ -105,7 +105,7 @@ def test_loading_one_tied_layer_changes_both(served):
 )
 def test_excluding_one_name_of_a_tied_weight_leaves_it_float(arguments, reason):
     model = Tied()
-    with pytest.warns(QcoreWarning, match="embed as w8a16, head as float.\nOne form serves all: float, since 'head'"):
+    with pytest.warns(QcoreWarning, match="embed as w8a16, head as float.\nAll of them get float, since 'head'"):
         report = qcore.quantize_(model, "w8a16", **arguments)
     assert (report["head"].state, report["head"].reason) == ("excluded", reason)
     assert (report["embed"].state, report["embed"].reason) == (
@@ -128,7 +128,7 @@ def test_excluding_one_name_of_a_tied_weight_leaves_it_float(arguments, reason):
 )
 def test_the_first_pattern_matching_a_tied_name_decides(scheme, include, used, deciding):
     model, other = Tied(), {"head": "embed", "embed": "head"}[deciding]
-    with pytest.warns(QcoreWarning, match=f"One form serves all: {used}, since '{deciding}' matches pattern"):
+    with pytest.warns(QcoreWarning, match=f"All of them get {used}, since '{deciding}' matches pattern"):
         report = qcore.quantize_(model, scheme, include=include)
     assert {(layer.state, layer.scheme) for layer in report} == {("quantized", used)}
     assert report[other].reason.startswith(f"its weight is tied to '{deciding}', which matches pattern")
@@ -142,7 +142,7 @@ def test_tied_layers_may_differ_in_their_activations():
     assert shares(model)
 
 
-@pytest.mark.filterwarnings("ignore:layers that share a weight")
+@pytest.mark.filterwarnings("ignore:the patterns select different schemes")
 def test_a_module_in_two_places_goes_by_both_names():
     shared = nn.Linear(8, 8)
     for exclude in ("0", "2"):

@@ -64,7 +64,10 @@ def test_a_weight_is_packed_once_and_freed_with_it(add_kernel):
         OPS.quantized_matmul(x, w, scale)
     assert sum(kernel.packs for kernel in made.values()) == packs
     (entry,) = [
-        e for entries in torch_ops._cache._entries.values() for e in entries.values() if e.made_from((w, scale, None))
+        e
+        for entries in torch_ops._cache._entries.values()
+        for e in entries.values()
+        if e.is_built_from((w, scale, None))
     ]
     freed = weakref.ref(entry)
     del entry, w
@@ -135,14 +138,14 @@ def test_settings_are_obeyed_by_weights_that_are_packed_already(add_kernel):
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("quantized_matmul", (X, W.float(), S), "w has dtype torch.float32; int4 values ride in int8 too"),
+        ("quantized_matmul", (X, W.float(), S), "w has dtype torch.float32; int4 values are stored in int8, too"),
         ("quantized_matmul", (X, W[0], S), r"per-channel w has shape \(6,\); it must be \(N, K\)"),
         ("quantized_matmul", (X, W, S[:5]), r"scale has shape \(5,\); it must be \(8,\)"),
         ("quantized_matmul", (X, W, S, S[:5]), r"zero_point has shape \(5,\)"),
         ("quantized_matmul", (X[:, :5], W, S), r"x has shape \(3, 5\); its last dimension must be 6"),
         ("quantized_matmul", (X, W, S, None, 2), r"blockwise w has shape \(8, 6\); it must be \(K/2, 2, N\)"),
         ("quantized_matmul", (X, W + 9, S, None, -1, True), r"int4_weight is set, but w spans 9\.\.9"),
-        ("bf16i4bf16_rowwise", (X, W, S, S), r"both \(K/g, N\)"),
+        ("bf16i4bf16_rowwise", (X, W, S, S), r"both must be \(K/g, N\)"),
         ("bf16i4bf16_rowwise", (X, W.float(), S[None], S[None]), r"it must be int8 \(N, K/2\)"),
         ("bf16i4bf16_rowwise", (X, B.view(torch.int8), torch.ones(4, 4), torch.ones(4, 4)), "do not divide K = 6"),
         ("linear_q8csw", (X, W.float(), S), r"they must be int8 \(N, K\)"),

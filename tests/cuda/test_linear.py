@@ -17,7 +17,7 @@ import qcore
 from qcore import FormatError
 from qcore.contracts import CONTRACTS, EMBEDDING, LINEAR
 from qcore.resolving.verification import difference
-from qcore.testing.case_selection import Question
+from qcore.testing.case_selection import PreparedCase
 from qcore.testing.laws import kernel as kernel_laws
 from qcore.testing.laws.base import Sample
 from qcore.weights.schemes import SCHEMES, Scheme
@@ -92,7 +92,7 @@ def sample(contract, scheme, dtype=torch.bfloat16):
     (case,) = [
         c for c in CONTRACTS[contract].cases([parsed], [dtype]) if c.id.endswith(f"{scheme}-{str(dtype)[6:]}-{name}]")
     ]
-    question = Question(case, seed=1)
+    question = PreparedCase(case, seed=1)
     here = question.on(CPU).to(CPU)
     mine = made_for(here.request)
     return Sample(question, here, [mine], [mine.pack(here.weight)])

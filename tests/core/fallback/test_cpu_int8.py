@@ -79,7 +79,7 @@ def test_float_activations_are_multiplied_exactly(tools, fast, scheme, dtype):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_digits_add_up_to_the_activations(digits, rows):
     x = torch.randn(rows, 33) * torch.logspace(25, -25, rows)[:, None]
-    values, scale, _ = codes.whole_numbers(x, 8 * digits - 2)
+    values, scale, _ = codes.to_fixed_point(x, 8 * digits - 2)
     assert values.abs().max() <= 2.0 ** (8 * digits - 2)
     assert torch.equal(values, values.round())
     bytes_ = codes.digit_rows(values, digits).view(digits, rows, 33).double() - 128
@@ -92,7 +92,7 @@ def test_digits_add_up_to_the_activations(digits, rows):
 def test_digits_of_tiny_zero_and_infinite_rows():
     x = torch.tensor([[0.0, 0.0], [1e-40, -1e-45], [float("inf"), 1.0], [float("nan"), 1.0]])
     for rows in (x, x[:1], x[1:2], x[2:3], x[3:]):
-        values, scale, _ = codes.whole_numbers(rows, 22)
+        values, scale, _ = codes.to_fixed_point(rows, 22)
         result = values * scale
         finite = rows.isfinite().all(1)
         torch.testing.assert_close(result[finite], rows[finite], rtol=0, atol=1e-34)
@@ -154,7 +154,7 @@ def test_ordinary_rows_need_no_more_digits(fast):
         spread = float(made.kernel.pack(made.weight)["spread"])
         limit = made.kernel._limit + spread * 4096
         for x in (torch.randn(8, 4096), torch.rand(1, 4096)):
-            assert len(cpu_w8a16._parts(x.to(dtype), made.kernel.digits, limit)) == 1
+            assert len(cpu_w8a16._terms(x.to(dtype), made.kernel.digits, limit)) == 1
 
 
 def test_one_row_and_many_agree(fast):

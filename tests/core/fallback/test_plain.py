@@ -190,7 +190,7 @@ def test_many_rows_are_cut(tools, plain, rows):
 
 
 def test_chunks_of_rows_and_the_whole_weight_agree(tools, plain, monkeypatch):
-    monkeypatch.setattr(weights, "_CACHED", 1)
+    monkeypatch.setattr(weights, "_CPU_CHUNK", 1)
     for scheme in ("w4a16-g32-asym", "w4a8-g32", "w8a16"):
         made = plain(scheme, torch.bfloat16, n=200)
         tools.check(made.kernel, made.problem(3, bias="same"))
@@ -265,7 +265,7 @@ def test_zero_kinds_in_a_ragged_group():
         weight = quantize(torch.randn(6, 77), Format("int8", 32, zero))
         reader = weights.WeightReader(weight.format, 77)
         dense = reader.dense(weight.data, weight.scale, weight.zero, torch.float32)
-        assert torch.equal(reader.in_order(dense), weight.dequantize(torch.float32))
+        assert torch.equal(reader.restore_order(dense), weight.dequantize(torch.float32))
 
 
 def test_even_and_odd_columns_come_back_in_order():
@@ -273,8 +273,8 @@ def test_even_and_odd_columns_come_back_in_order():
     reader = weights.WeightReader(weight.format, 96)
     assert reader.halves
     dense = reader.dense(weight.data, weight.scale, weight.zero, torch.float32)
-    assert torch.equal(reader.in_order(dense), weight.dequantize(torch.float32))
-    assert torch.equal(reader.reorder(reader.in_order(dense)), dense)
+    assert torch.equal(reader.restore_order(dense), weight.dequantize(torch.float32))
+    assert torch.equal(reader.reorder(reader.restore_order(dense)), dense)
 
 
 def test_offers_are_made_once(plain):

@@ -114,7 +114,7 @@ def test_from_qtensor_checks_the_bias():
 
 
 def test_a_scheme_without_its_numbers_says_where_they_come_from():
-    with pytest.raises(FormatError, match="needs numbers: give them as StaticInt8"):
+    with pytest.raises(FormatError, match="lacks its scale and zero point: give them as StaticInt8"):
         made("w8a8-static")
 
 

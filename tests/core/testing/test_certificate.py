@@ -141,7 +141,7 @@ def test_text_of_a_plugin_that_is_not_here(certificate):
 
 
 def test_long_lists_of_failures_are_cut(certificate):
-    assert "and 10 failures more" in str(replace(certificate, cases=(FAILED,) * 30))
+    assert "and 10 more failures" in str(replace(certificate, cases=(FAILED,) * 30))
 
 
 def test_json_holds_every_result_and_no_infinity(certificate, tmp_path):

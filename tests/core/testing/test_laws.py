@@ -80,7 +80,7 @@ def test_kernel_that_cannot_be_shared_by_threads(add):
         assert threading.current_thread() is threading.main_thread()
         return y
 
-    assert "differs from one alone" in outcome(add(**call(fussy)), "threads")[1]
+    assert "differs from the result of a single thread" in outcome(add(**call(fussy)), "threads")[1]
     assert "raised AssertionError" in outcome(add(**call(raising)), "threads")[1]
 
 
@@ -102,7 +102,7 @@ def test_op_without_a_fake(add, loopback):
 def test_module_that_is_served_by_somebody_else(add):
     state, reason = outcome(add(**call(lambda y, x: y + 1)), "decision")
     assert state == "failed"
-    assert "torch served instead of toy: toy.linear failed verification" in reason
+    assert "torch ran instead of toy: toy.linear failed verification" in reason
 
 
 def test_format_that_is_lost_or_wrong(add):

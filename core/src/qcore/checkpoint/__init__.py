@@ -1,4 +1,7 @@
-"""Safetensors checkpoints: save, load, quantize as a stream, inspect. Nothing here runs code found in a file."""
+"""Safetensors checkpoints: save, load, inspect, quantize tensor by tensor. Code in a file is never executed.
+
+May import: model, nn and the floors below. Imported by: cli.
+"""
 
 from .inventory import Inventory, TensorInfo, inspect
 from .loading import LoadReport, load_

@@ -1,8 +1,8 @@
-"""A checkpoint on disk, one file or many, seen as one set of tensors and validated from its headers alone.
+"""A checkpoint on disk, one file or several, as one set of tensors, validated from its headers alone.
 
-A directory may be saved over while it is read. Its index is replaced in one step and its shards have names of their own
-for every save, so what an index names either is there whole or was removed after another index took its place: then
-the new one is read. Files that are open stay readable when their names are gone.
+A directory may be overwritten while it is read. A save replaces the index atomically and gives its shards new names, so
+the shards of an index are either complete, or they were removed after a new index replaced it; then the new one is
+read. Open files stay readable after they are unlinked.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from torch import Tensor
 
 from ..errors import CheckpointError, quoted
 from ..weights.qtensor import QTensor
-from .foreign import among
-from .header import MAX_HEADER, Entry, parse_json, problem, read_header, shown, without_gc
+from .foreign import first_foreign
+from .header import MAX_HEADER, Entry, file_error, parse_json, read_header, shown, without_gc
 from .records import SAVE, Record, read_notes
 from .values import build_weight, read_tensor
 
 _T = TypeVar("_T")
 SINGLE = "model.safetensors"
 INDEX: str = f"{SINGLE}.index.json"
-_PATIENCE = 5.0
-"""Seconds for which a checkpoint that is replaced whenever it is opened is tried again."""
+_RETRY_SECONDS = 5.0
+"""Seconds for which opening is retried, if the checkpoint is replaced each time while it is opened."""
 _REWRITE = "The index does not belong to these files: copy or download the directory again."
 
 
 @dataclass
 class Archive:
-    """The tensors of a checkpoint. Open with `Archive.open`, as a context.
+    """The tensors of a checkpoint; use `Archive.open` as a context manager.
 
-    **Fields:** ``entries``: every stored tensor; ``shards``: the file of each; ``records``: quantized weights, tied
-    names included; ``aliases``: tied name to stored name; ``version``: of the qcore that wrote it, or empty.
+    **Fields:** ``entries``: stored tensors by name; ``shards``: the file of each; ``records``: quantized weights by
+    name, including tied names; ``aliases``: tied name to stored name; ``version``: of the qcore that wrote it, or
+    empty.
     """
 
     path: Path
@@ -53,15 +54,15 @@ class Archive:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Archive]:
-        """Read and check all headers; the files stay open for the block. Raises `CheckpointError`; reads no values."""
+        """Read and check all headers, but no values; the files stay open in the block. Raises `CheckpointError`."""
         with ExitStack() as stack:
-            yield cls._opened(path, stack)
+            yield cls._open_retrying(path, stack)
 
     @classmethod
-    def _opened(cls, path: Path, stack: ExitStack) -> Archive:
-        end = time.monotonic() + _PATIENCE
+    def _open_retrying(cls, path: Path, stack: ExitStack) -> Archive:
+        end = time.monotonic() + _RETRY_SECONDS
         while True:
-            before = _state(path)
+            before = _fingerprint(path)
             try:
                 with ExitStack() as files, without_gc():
                     archive = cls(path)
@@ -69,8 +70,8 @@ class Archive:
                     stack.push(files.pop_all())
                     return archive
             except (CheckpointError, OSError) as error:
-                # A state that did not change is what the error is about; otherwise the next one is read.
-                if _state(path) == before or time.monotonic() > end:
+                # The error is real if the files did not change meanwhile; otherwise read the new ones.
+                if _fingerprint(path) == before or time.monotonic() > end:
                     raise _unreadable(path, error) from error
             time.sleep(0.001)
 
@@ -96,7 +97,7 @@ class Archive:
             self._saves.setdefault(notes.save, path)
         for name, entry in header.entries.items():
             if name in self.entries:
-                raise problem(
+                raise file_error(
                     path, f"also in {shown(self.shards[name].name)}; a tensor is stored once.", _REWRITE, name
                 )
             self.entries[name], self.shards[name] = entry, path
@@ -107,41 +108,44 @@ class Archive:
         path = index.path
         if len(self._saves.keys() | {index.save} - {""}) > 1:
             other = next((file.name for save, file in self._saves.items() if save != index.save), "")
-            raise problem(path, f"{shown(other)!r} belongs to another save than the rest.", _REWRITE)
+            raise file_error(path, f"{shown(other)!r} belongs to another save than the other shards.", _REWRITE)
         for name, shard in index.weight_map.items():
             if name not in self.entries:
-                raise problem(path, f"not in {shown(shard)}, where the index has it.", _REWRITE, name)
+                raise file_error(path, f"not in {shown(shard)}, although the index says so.", _REWRITE, name)
             if self.shards[name].name != shard:
                 what = f"in {shown(self.shards[name].name)}; the index has it in {shown(shard)}."
-                raise problem(path, what, _REWRITE, name)
+                raise file_error(path, what, _REWRITE, name)
         for name in self.entries:
             if name not in index.weight_map:
                 what = f"in {shown(self.shards[name].name)}, but the index does not name it."
-                raise problem(path, what, _REWRITE, name)
+                raise file_error(path, what, _REWRITE, name)
 
     def _check_record(self, record: Record, known: set[object]) -> None:
-        """A quantized weight is stored whole, or it is an alias of one that is. ``known``: what has been checked."""
+        """Raise unless a quantized weight, or the weight it is an alias of, is stored completely.
+
+        ``known``: combinations of format, shapes and dtypes that were checked already.
+        """
         if record.name in self.aliases:
             return
-        missing = [name for name in record.part_names if name not in self.entries]
+        missing = [name for name in record.tensor_names if name not in self.entries]
         if missing:
-            raise problem(self.path, f"its metadata is here, but {shown(missing[0])!r} is not.", tensor=record.name)
-        surplus = {record.name, f"{record.name}.zero"} - set(record.part_names)
+            raise file_error(self.path, f"its metadata is here, but {shown(missing[0])!r} is not.", tensor=record.name)
+        surplus = {record.name, f"{record.name}.zero"} - set(record.tensor_names)
         for name in surplus & self.entries.keys():
-            raise problem(
-                self.path, f"its format {record.format} leaves no place for {shown(name)!r}.", tensor=record.name
+            raise file_error(
+                self.path, f"its format {record.format} has no tensor {shown(name)!r}.", tensor=record.name
             )
-        parts = [self.entries[name] for name in record.part_names]
+        parts = [self.entries[name] for name in record.tensor_names]
         key = (record.format, record.shape, *((part.dtype, part.shape) for part in parts))
         if key not in known:
-            record.check(parts, self.shards[record.part_names[0]])
+            record.check(parts, self.shards[record.tensor_names[0]])
             known.add(key)
 
     def _check_aliases(self) -> None:
         for name, target in self.aliases.items():
             reason = self._why_no_alias(name, target)
             if reason:
-                raise problem(self.path, reason, tensor=name)
+                raise file_error(self.path, reason, tensor=name)
 
     def _why_no_alias(self, name: str, target: str) -> str:
         other = repr(shown(target))
@@ -156,47 +160,47 @@ class Archive:
             return f"its metadata differs from that of {other}, its alias."
         return ""
 
-    # What is in it.
+    # Reading.
 
     def plain_names(self) -> Iterator[str]:
-        """The names of tensors that are not quantized, aliases included."""
-        parts = {name for record in self.records.values() for name in record.part_names}
+        """Yield the names of tensors that are not quantized, including aliases."""
+        parts = {name for record in self.records.values() for name in record.tensor_names}
         yield from (name for name in self.entries if name not in parts)
         yield from (name for name in self.aliases if name not in self.records)
 
     def entry(self, name: str) -> Entry:
-        """The stored tensor called ``name``, or that it is an alias of."""
+        """Return the stored tensor called ``name``, or the one that ``name`` is an alias of."""
         return self.entries[self.aliases.get(name, name)]
 
     def read(self, name: str) -> Tensor:
-        """The values of a tensor that is not quantized, on the CPU in memory of their own."""
+        """Read a tensor that is not quantized into new memory on the CPU."""
         stored = self.aliases.get(name, name)
         return read_tensor(self._handles[self.shards[stored]], self.entries[stored], self.shards[stored])
 
     def quantized(self, name: str) -> QTensor:
-        """A quantized weight, on the CPU, its values validated."""
+        """Read a quantized weight into new memory on the CPU and validate its values."""
         record = self.records[self.aliases.get(name, name)]
-        tensors = {part.rpartition(".")[2]: self.read(part) for part in record.part_names}
-        return build_weight(record, tensors, self.shards[record.part_names[0]])
+        tensors = {part.rpartition(".")[2]: self.read(part) for part in record.tensor_names}
+        return build_weight(record, tensors, self.shards[record.tensor_names[0]])
 
 
 def _merge(into: dict[str, _T], new: dict[str, _T], path: Path) -> None:
     for name, value in new.items():
         if into.setdefault(name, value) != value:
-            raise problem(path, "its metadata differs from that in another shard.", _REWRITE, name)
+            raise file_error(path, "its metadata differs from that in another shard.", _REWRITE, name)
 
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a sharded directory. ``save``: which save wrote it, empty for another tool's."""
+    """The index of a sharded directory. ``save``: the id of the save that wrote it, empty for other tools."""
 
     path: Path
     weight_map: dict[str, str]
     save: str
 
 
-def _state(path: Path) -> object:
-    """What changes whenever a checkpoint is replaced."""
+def _fingerprint(path: Path) -> object:
+    """Return a value that changes whenever the checkpoint is replaced."""
     try:
         files = path.glob("*.safetensors*") if path.is_dir() else iter([path])
         return sorted(identity for file in files if (identity := _identity(file)))
@@ -215,49 +219,49 @@ def _identity(file: Path) -> tuple[str, int, int, int] | None:
 def _unreadable(path: Path, error: CheckpointError | OSError) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
-    return problem(path, f"cannot be read: {error.strerror or error}.", "Check the path and rights.")
+    return file_error(path, f"cannot be read: {error.strerror or error}.", "Check the path and the permissions.")
 
 
 def find_files(path: Path) -> tuple[list[Path], Index | None]:
-    """The safetensors files of a checkpoint and, where there is one, its index."""
+    """Return the safetensors files of a checkpoint and its index, if it has one."""
     if not path.exists():
-        raise problem(path, "there is no such file or directory.", "Check the path.")
+        raise file_error(path, "there is no such file or directory.", "Check the path.")
     if not path.is_dir():
         if not path.is_file():
-            raise problem(path, "it is no regular file.", "Give a .safetensors file or a directory with one.")
+            raise file_error(path, "it is not a regular file.", "Give a .safetensors file or a directory with one.")
         return [path], None
-    place = _found(path)
+    place = _locate(path)
     if not place.name.endswith(".json"):
         return [place], None
     index = _read_index(place)
     return [path / shard for shard in sorted(set(index.weight_map.values()))], index
 
 
-def _found(directory: Path) -> Path:
-    """The index or the single file of a directory; those with the usual names come first."""
+def _locate(directory: Path) -> Path:
+    """Return the index or the single file of a directory; the standard names take precedence."""
     usual = next((directory / name for name in (INDEX, SINGLE) if (directory / name).is_file()), None)
-    found = usual or _only(directory, "*.safetensors.index.json") or _only(directory, "*.safetensors")
+    found = usual or _single_match(directory, "*.safetensors.index.json") or _single_match(directory, "*.safetensors")
     if found is None:
-        raise _nothing_in(directory)
+        raise _missing_error(directory)
     return found
 
 
-def _nothing_in(path: Path) -> CheckpointError:
-    what, found = f"it holds neither {INDEX} nor {SINGLE}", among(sorted(path.iterdir()))
+def _missing_error(path: Path) -> CheckpointError:
+    what, found = f"it holds neither {INDEX} nor {SINGLE}", first_foreign(sorted(path.iterdir()))
     if found is None:
-        return problem(path, f"{what}.", "Give the directory that holds the weights.")
+        return file_error(path, f"{what}.", "Give the directory that holds the weights.")
     file, kind = found
-    return problem(path, f"{what}, but {shown(file.name)}, which is {kind.what}.", kind.remedy)
+    return file_error(path, f"{what}, but {shown(file.name)}, which is {kind.what}.", kind.remedy)
 
 
-def _only(directory: Path, pattern: str) -> Path | None:
+def _single_match(directory: Path, pattern: str) -> Path | None:
     found = [file for file in sorted(directory.glob(pattern)) if file.is_file()]
-    if any(_is_part(file.name) for file in found):
-        what = f"it holds shards ({shown(found[0].name)}) but no index: a save or download did not get to the end."
-        raise problem(directory, what, "Save, copy or download the directory again.")
+    if any(_is_shard(file.name) for file in found):
+        what = f"it holds shards ({shown(found[0].name)}) but no index: a save or download was interrupted."
+        raise file_error(directory, what, "Save, copy or download the directory again.")
     if len(found) > 1:
         names = ", ".join(shown(file.name) for file in found[:4])
-        raise problem(directory, f"it holds several checkpoints: {names}.", "Name the file that is meant.")
+        raise file_error(directory, f"it holds several checkpoints: {names}.", "Give the path of one of them.")
     return found[0] if found else None
 
 
@@ -265,11 +269,11 @@ def _read_index(path: Path) -> Index:
     with path.open("rb") as file:
         text = file.read(MAX_HEADER + 1)
     if len(text) > MAX_HEADER:
-        raise problem(path, f"it is longer than {MAX_HEADER} bytes.")
+        raise file_error(path, f"it is longer than {MAX_HEADER} bytes.")
     tree = parse_json(text, path, "index")
     weight_map, notes = tree.get("weight_map"), tree.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise problem(path, "it holds no weight_map.")
+        raise file_error(path, "it holds no weight_map.")
     _check_shards(path, weight_map)
     save = notes.get(SAVE, "") if isinstance(notes, dict) else ""
     return Index(path, weight_map, save if isinstance(save, str) else quoted(save))
@@ -281,16 +285,16 @@ def _check_shards(path: Path, weight_map: dict[str, object]) -> None:
         if isinstance(shard, str) and shard in shards:
             continue
         if not isinstance(shard, str) or not _is_plain_name(shard):
-            raise problem(path, f"its shard {quoted(shard)} is no file name in this directory.", _REWRITE, name)
+            raise file_error(path, f"its shard {quoted(shard)} is not a file name in this directory.", _REWRITE, name)
         shards.add(shard)
     for shard in sorted(shards):
         if not (path.parent / shard).is_file():
             what = f"its shard {shown(shard)!r} is not in the directory."
-            raise problem(path, what, "Copy or download the missing file.")
+            raise file_error(path, what, "Copy or download the missing file.")
 
 
-def _is_part(name: str) -> bool:
-    """Whether a file is called one of several."""
+def _is_shard(name: str) -> bool:
+    """Whether a file name is that of one shard among several."""
     match = re.search(r"-\d{5,9}-of-(\d{5,9})\.safetensors$", name)
     return match is not None and int(match[1]) > 1
 

@@ -1,4 +1,4 @@
-"""Files of other kinds that are taken for a checkpoint: what they are, and how to get to one that qcore reads."""
+"""Recognize files that are not safetensors, and suggest how to convert them, for error messages."""
 
 from __future__ import annotations
 
@@ -8,29 +8,33 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of file. ``what``: its name in an error; ``remedy``: what its owner can do."""
+class FileKind:
+    """A kind of file. ``what``: its name in an error; ``remedy``: how to convert or replace it."""
 
     what: str
     remedy: str
 
 
-_PICKLE = Kind(
+_PICKLE = FileKind(
     "a pickle or zip archive of torch.save",
     "qcore never unpickles. Load it with torch.load(path, weights_only=True) and save it with safetensors.",
 )
-_GGUF = Kind(
+_GGUF = FileKind(
     "GGUF, the format of llama.cpp",
-    "qcore reads safetensors. transformers turns one into the other:\n"
+    "qcore reads safetensors. transformers converts GGUF:\n"
     "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(OUT), then quantize OUT.",
 )
-_GGML = Kind("GGML, an old format of llama.cpp", "Get the model as safetensors: llama.cpp itself no longer reads it.")
-_KERAS = Kind("HDF5, the format of Keras", "Load it in its framework and save the weights with safetensors.")
-_ONNX = Kind("an ONNX model", "qcore quantizes weights of torch models: get the model as safetensors.")
-_ARRAYS = Kind("a numpy array or archive", "Load it with numpy and save its arrays with safetensors.numpy.save_file.")
-_FLAX = Kind("msgpack, the format of Flax", "Load it in its framework and save the weights with safetensors.")
-_POINTER = Kind("a Git LFS pointer", "The file itself was not downloaded: run `git lfs pull` in its repository.")
-_TEXT = Kind("a JSON text", "Give the directory that holds the weights, or a .safetensors file.")
+_GGML = FileKind(
+    "GGML, an old format of llama.cpp", "Get the model as safetensors: llama.cpp itself no longer reads it."
+)
+_KERAS = FileKind("HDF5, the format of Keras", "Load it in its framework and save the weights with safetensors.")
+_ONNX = FileKind("an ONNX model", "qcore quantizes weights of torch models: get the model as safetensors.")
+_ARRAYS = FileKind(
+    "a numpy array or archive", "Load it with numpy and save its arrays with safetensors.numpy.save_file."
+)
+_FLAX = FileKind("msgpack, the format of Flax", "Load it in its framework and save the weights with safetensors.")
+_POINTER = FileKind("a Git LFS pointer", "The file itself was not downloaded: run `git lfs pull` in its repository.")
+_TEXT = FileKind("a JSON text", "Give the directory that holds the weights, or a .safetensors file.")
 
 _MAGIC = {
     b"GGUF": _GGUF,
@@ -58,13 +62,13 @@ _SUFFIX = {
 }
 
 
-def kind_of(head: bytes, path: Path) -> Kind | None:
-    """What a file that is no safetensors is, by its first bytes or else by its name."""
+def kind_of(head: bytes, path: Path) -> FileKind | None:
+    """Determine the kind of a file that is not safetensors, by its first bytes or by its suffix."""
     found = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
     return found or _SUFFIX.get(path.suffix.lower())
 
 
-def among(files: Iterable[Path]) -> tuple[Path, Kind] | None:
-    """The first file of another kind, weights before anything else, and what it is."""
+def first_foreign(files: Iterable[Path]) -> tuple[Path, FileKind] | None:
+    """Return the first file with a known foreign suffix and its kind, or None."""
     found = ((file, _SUFFIX[file.suffix.lower()]) for file in files if file.suffix.lower() in _SUFFIX)
     return next(found, None)

@@ -1,8 +1,8 @@
-"""The head of a safetensors file: which tensors it holds, of which dtype and shape, at which bytes.
+"""Read and write the header of a safetensors file: name, dtype, shape and byte offsets of its tensors.
 
-Read and written here rather than by the safetensors library, which maps whole files (a checkpoint larger than memory
-is then refused by the system), writes only what is in memory as a whole, and needs numpy for it. What is accepted here
-the library accepts as well; the tests hold both to that.
+The safetensors library is not used here: it maps whole files (some systems refuse that for a checkpoint larger than
+memory), and can only write tensors that are all in memory at once. Every header accepted here is accepted by the
+library, too; tests verify that.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
-"""Element types by their name in the file."""
+"""Name of a dtype in the file to torch dtype."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_HEADER = 100_000_000
-"""Bytes of the longest header that the safetensors library accepts."""
+"""The longest header, in bytes, that the safetensors library accepts."""
 MAX_SIZE = 1 << 48
-"""No dimension and no number of elements is larger: arithmetic with shapes cannot overflow."""
+"""Upper bound for a dimension and for a number of elements, so that arithmetic with shapes cannot overflow."""
 
 DOWNLOAD_AGAIN = "The file is truncated or damaged: copy or download it again."
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _KEYS = {"dtype", "shape", "data_offsets"}
 
 
-def problem(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN, tensor: str = "") -> CheckpointError:
-    """The error that says what is wrong with a file, in which tensor, and what to do."""
+def file_error(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN, tensor: str = "") -> CheckpointError:
+    """Build an error with the path, the tensor if any, the problem and the remedy."""
     where = f"{path}: tensor {shown(tensor)!r}" if tensor else f"{path}"
     return CheckpointError(f"{where}: {clipped(what, 700)}\n{clipped(remedy, 400)}")
 
 
 def shown(name: str) -> str:
-    """A name from a file as errors and tables show it: cut where it is long, without what a terminal would obey."""
+    """Format a name from an untrusted file for errors and tables: shortened, without terminal control characters."""
     text = name if name.isprintable() else ascii(name[:200])
     return text if len(text) <= 120 else f"{text[:60]}...{text[-40:]}"
 
 
 @dataclass(frozen=True)
-class Part:
-    """One tensor as it is stored."""
+class TensorSpec:
+    """Name, dtype and shape of one tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -79,12 +79,12 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """Bytes of the tensor's values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Entry(NamedTuple):
-    """A stored tensor and where it is. ``start``: of its first byte in the file; ``nbytes``: of its values."""
+    """A stored tensor and its place. ``start``: offset of its first byte in the file; ``nbytes``: of its values."""
 
     name: str
     dtype: torch.dtype
@@ -95,28 +95,28 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What the head of a file says. ``metadata``: its texts; ``entries``: its tensors by name."""
+    """The header of a file. ``metadata``: texts by name; ``entries``: tensors by name."""
 
     metadata: dict[str, str]
     entries: dict[str, Entry]
 
 
 def parse_json(text: bytes, path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON object from a file that is not trusted; a key that occurs twice, or is no text, is an error."""
+    """Parse a JSON object from an untrusted file. Raises `CheckpointError`, also for duplicate and invalid keys."""
     try:
         tree = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise problem(path, f"its {what} is no valid JSON: {str(error)[:200]}.") from None
+        raise file_error(path, f"its {what} is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(tree, dict):
-        raise problem(path, f"its {what} is a JSON {type(tree).__name__}; it must be an object.")
-    if b"\\u" in text:  # nothing else makes half a character
+        raise file_error(path, f"its {what} is a JSON {type(tree).__name__}; it must be an object.")
+    if b"\\u" in text:  # only an escape can produce a lone surrogate
         _check_names(tree, path)
     return tree
 
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """The collector looks at all objects again and again while hundreds of thousands are made; none is garbage."""
+    """Disable garbage collection, which would repeatedly scan hundreds of thousands of new objects in vain."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -135,11 +135,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def read_header(file: BinaryIO, path: Path) -> Header:
-    """Read and check the head of an open safetensors file. Raises `CheckpointError`."""
+    """Read and check the header of an open safetensors file. Raises `CheckpointError`."""
     size = os.fstat(file.fileno()).st_size
     head = file.read(8)
     length = int.from_bytes(head, "little")
@@ -155,13 +155,13 @@ def read_header(file: BinaryIO, path: Path) -> Header:
 def _no_header(head: bytes, length: int, size: int, path: Path) -> CheckpointError:
     kind = kind_of(head, path)
     if kind is not None:
-        return problem(path, f"this is {kind.what}, not safetensors.", kind.remedy)
-    return problem(path, f"it is {size} bytes long, which cannot hold a header of {length} bytes.")
+        return file_error(path, f"this is {kind.what}, not safetensors.", kind.remedy)
+    return file_error(path, f"it is {size} bytes long, which cannot hold a header of {length} bytes.")
 
 
 def _metadata(value: Any, path: Path) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise problem(path, "its __metadata__ must map names to texts.")
+        raise file_error(path, "its __metadata__ must map names to texts.")
     _check_names([*value, *value.values()], path)
     return value
 
@@ -169,7 +169,7 @@ def _metadata(value: Any, path: Path) -> dict[str, str]:
 def _check_names(names: Iterable[str], path: Path) -> None:
     for name in names:
         if _SURROGATE.search(name):
-            raise problem(path, "its name is no valid text.", tensor=name)
+            raise file_error(path, "its name is not valid text.", tensor=name)
 
 
 def is_size(value: Any) -> bool:
@@ -178,7 +178,7 @@ def is_size(value: Any) -> bool:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether ``value`` is a list of sizes whose product, zeros aside, stays in bounds too."""
+    """Whether ``value`` is a list of sizes whose product, ignoring zeros, is at most `MAX_SIZE`."""
     if not isinstance(value, list) or len(value) > 64:
         return False
     product = 1
@@ -191,46 +191,46 @@ def is_shape(value: Any) -> bool:
 
 def _entry(name: str, value: Any, base: int, path: Path) -> Entry:
     if not isinstance(value, dict) or value.keys() != _KEYS:
-        raise problem(path, "its header entry must hold dtype, shape and data_offsets.", tensor=name)
+        raise file_error(path, "its header entry must hold dtype, shape and data_offsets.", tensor=name)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
-        raise problem(path, f"dtype {quoted(dtype)} is not known; known: {known}.", "Upgrade qcore.", name)
+        raise file_error(path, f"dtype {quoted(dtype)} is not known; known: {known}.", "Upgrade qcore.", name)
     if not is_shape(shape):
-        raise problem(path, f"shape {quoted(shape)} is impossible.", tensor=name)
+        raise file_error(path, f"shape {quoted(shape)} is impossible.", tensor=name)
     if not isinstance(offsets, list) or len(offsets) != 2 or not (is_size(offsets[0]) and is_size(offsets[1])):
-        raise problem(path, f"data_offsets {quoted(offsets)} are impossible.", tensor=name)
+        raise file_error(path, f"data_offsets {quoted(offsets)} are impossible.", tensor=name)
     start, stop = offsets
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if stop - start != nbytes:
         what = f"{dtype} of shape {quoted(shape)} needs {nbytes} bytes; its offsets span {stop - start}."
-        raise problem(path, what, tensor=name)
+        raise file_error(path, what, tensor=name)
     return Entry(name, DTYPES[dtype], tuple(shape), base + start, nbytes)
 
 
 def _check_layout(entries: Iterable[Entry], base: int, size: int, path: Path) -> None:
-    """Tensors follow each other without gap or overlap, and end where the file ends."""
+    """Raise unless the tensors fill the file without gaps and overlaps."""
     end = base
     for entry in sorted(entries, key=operator.itemgetter(3, 4)):
         if entry.start != end:
-            raise problem(path, f"its bytes start at {entry.start}, where {end} is expected.", tensor=entry.name)
+            raise file_error(path, f"its bytes start at {entry.start} instead of {end}.", tensor=entry.name)
         end += entry.nbytes
     if end != size:
-        raise problem(path, f"it is {size} bytes long; its header describes {end}.")
+        raise file_error(path, f"it is {size} bytes long; its header describes {end}.")
 
 
-def build_header(parts: Iterable[Part], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The head of a file, and where each tensor starts in it.
+def build_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Build the header of a file, and the offset of each tensor in the file.
 
-    Wide element types come first, as the library does it, so that every tensor is aligned.
+    Tensors with wide dtypes come first, as in the safetensors library, so that every tensor is aligned.
     """
-    ordered = sorted(parts, key=lambda p: -p.dtype.itemsize)
+    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     tree: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     starts, offset = {}, 0
-    for part in ordered:
-        stop = offset + part.nbytes
-        tree[part.name] = {"dtype": NAMES[part.dtype], "shape": list(part.shape), "data_offsets": [offset, stop]}
-        starts[part.name], offset = offset, stop
+    for spec in ordered:
+        stop = offset + spec.nbytes
+        tree[spec.name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, stop]}
+        starts[spec.name], offset = offset, stop
     text = json.dumps(tree, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}

@@ -1,4 +1,4 @@
-"""`inspect` a checkpoint: what is in it, read from its headers alone."""
+"""`inspect`: list the tensors of a checkpoint from its headers alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TensorInfo:
     """One tensor of a checkpoint.
 
     **Fields:** ``name``; ``kind``: the format of a quantized weight, otherwise the dtype; ``shape``: logical;
-    ``quantizer`` and ``scheme``: empty for tensors that are not quantized; ``nbytes``: of all its parts, 0 for an
-    alias; ``shard``: the file; ``alias_of``: the name under which a tied tensor is stored, or empty.
+    ``quantizer`` and ``scheme``: empty for tensors that are not quantized; ``nbytes``: including scale and zero point,
+    0 for an alias; ``shard``: the file; ``alias_of``: the name under which a tied tensor is stored, or empty.
     """
 
     name: str
@@ -40,9 +40,9 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a checkpoint holds; ``str(inventory)`` is a table.
+    """The tensors of a checkpoint; ``str(inventory)`` is a table.
 
-    **Fields:** ``path``; ``version``: of the qcore that wrote it, empty for a foreign file; ``tensors``; ``shards``:
+    **Fields:** ``path``; ``version``: of the qcore that wrote it, empty for other tools; ``tensors``; ``shards``:
     names of its files.
     """
 
@@ -65,7 +65,7 @@ class Inventory:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors; files add their headers."""
+        """Bytes of all tensors, without the headers of the files."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -88,16 +88,16 @@ class Inventory:
         return "\n".join([*format_table(header, rows), total])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return all fields as plain values for JSON."""
         tensors = [{**asdict(t), "shape": list(t.shape)} for t in self.tensors]
         totals = {"total_bytes": self.total_bytes, "quantized": len(self.quantized)}
         return {"path": self.path, "version": self.version, "shards": list(self.shards), **totals, "tensors": tensors}
 
 
 def inspect(path: str | os.PathLike[str]) -> Inventory:
-    """List what a safetensors file or sharded directory holds, quantized or not. Reads headers only.
+    """List the tensors of a safetensors file or sharded directory, quantized or not. Reads headers only.
 
-    Raises `CheckpointError` for a file whose headers are truncated, inconsistent or hostile.
+    Raises `CheckpointError` for a file with a truncated, inconsistent or hostile header.
     """
     with Archive.open(Path(path)) as archive:
         weights = [_weight(archive, name) for name in archive.records]
@@ -108,7 +108,7 @@ def inspect(path: str | os.PathLike[str]) -> Inventory:
 
 def _weight(archive: Archive, name: str) -> TensorInfo:
     record, alias = archive.records[name], archive.aliases.get(name, "")
-    stored = archive.records[alias or name].part_names
+    stored = archive.records[alias or name].tensor_names
     size = 0 if alias else sum(archive.entries[part].nbytes for part in stored)
     shard = archive.shards[stored[0]].name
     quantizer, scheme = record.quantizer or "", str(record.scheme)

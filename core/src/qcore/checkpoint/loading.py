@@ -1,4 +1,4 @@
-"""`load_` a checkpoint into a fresh model."""
+"""`load_`: load a checkpoint into a fresh model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, FormatError
 from ..model import LayerReport, Report, report
 from ..nn.base import QuantizedModule
-from ..nn.counterparts import rebuild, weight_place
+from ..nn.counterparts import rebuild, weight_device_dtype
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .archive import Archive
-from .buffers import lost_buffers
-from .header import problem, shown
+from .buffers import unsaved_meta_buffers
+from .header import file_error, shown
 from .matching import Match, Swap, match
-from .overlap import is_expanded, torn_by_writing
-from .placing import Placing
+from .overlap import find_conflict, is_expanded
+from .placing import Transaction
 from .values import same_bits
 
 
@@ -45,21 +45,21 @@ def load_(
     strict: bool = True,
     device: torch.device | str | None = None,
 ) -> LoadReport:
-    """Load a checkpoint in place: layers whose weights are quantized there become their quantized counterparts.
+    """Load a checkpoint into a model in place; layers with quantized weights become their quantized counterparts.
 
     **Arguments:**
 
-    - ``model``: fresh, of the architecture that was saved: float, quantized, or on ``meta``. Its devices and dtypes
-      hold: weights are packed for the device that a layer is on, and computed with in the layer's dtype.
+    - ``model``: of the architecture that was saved: float, quantized, or on ``meta``. It keeps its devices and dtypes:
+      weights are packed for the device of their layer and used in the layer's dtype.
     - ``path``: a ``.safetensors`` file, or a directory with one or with shards and an index.
     - ``strict``: missing or unexpected tensors are an error; otherwise the report lists them.
-    - ``device``: where tensors on ``meta`` go; default the CPU.
+    - ``device``: for tensors on ``meta``; default the CPU.
 
-    A weight that the model cannot use quantized (a layer of a class qcore has no contract for) is turned back to
-    float; the report says so. Tied weights are tied again. Returns the report of the model. Raises `CheckpointError`;
-    the model is then as it was, because everything is validated, read and packed before the first layer is replaced.
+    A weight that the model cannot use quantized (of a layer class without a contract) is turned back to float, which
+    the report says. Tied weights are tied again. Returns the report of the model. Raises `CheckpointError` and then
+    leaves the model unchanged: everything is read, validated and packed before the first layer is replaced.
     """
-    # Inference tensors could never be trained or saved for a gradient, so none are made here.
+    # No inference tensors: they could not be trained or saved for backward.
     with torch.inference_mode(False), torch.no_grad():
         with Archive.open(Path(path)) as archive:
             found = match(model, archive)
@@ -70,7 +70,7 @@ def load_(
         return loader.commit()
 
 
-def _explained(row: LayerReport, found: Match) -> LayerReport:
+def _with_reason(row: LayerReport, found: Match) -> LayerReport:
     dense = found.dense.get(f"{row.name}.weight" if row.name else "weight")
     return replace(row, reason=f"turned back to float: {dense.reason}") if dense else row
 
@@ -80,13 +80,13 @@ def _check_complete(found: Match, archive: Archive) -> None:
         return
     raise CheckpointError(
         f"{archive.path}: its tensors are not those of the model.\n"
-        f"Missing in the checkpoint: {_some(found.missing)}.\n"
-        f"Not wanted by the model: {_some(found.unexpected)}.\n"
+        f"Missing in the checkpoint: {_listing(found.missing)}.\n"
+        f"Not used by the model: {_listing(found.unexpected)}.\n"
         f"Build the model that was saved, or pass strict=False to load the rest.{_remedy(found)}"
     )
 
 
-def _some(names: list[str]) -> str:
+def _listing(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return (", ".join(shown(name) for name in names[:5]) or "none") + more
 
@@ -101,7 +101,7 @@ def _remedy(found: Match) -> str:
 
 
 class _Loader:
-    """Reads, checks and builds everything beside the model, then puts it in place: all, or if it raises, nothing."""
+    """Reads, checks and builds everything outside of the model, then installs all of it, or nothing."""
 
     def __init__(self, model: nn.Module, archive: Archive, found: Match, device: torch.device) -> None:
         self.model, self.archive, self.found, self.device = model, archive, found, device
@@ -110,10 +110,10 @@ class _Loader:
         self.modules: dict[int, QuantizedModule] = {}
         self.values: dict[int, tuple[str, Tensor, Tensor]] = {}
         self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors of the model, by identity, that others take the place of: the old one and the new one."""
+        """Id of a model's tensor to the old tensor and its replacement."""
 
     def prepare(self) -> None:
-        """Read all values, validate them, build and bind the quantized layers. Leaves the model alone."""
+        """Read and validate all values, build and bind the quantized layers. Does not change the model."""
         owners = dict.fromkeys(swap.owner for swap in self.found.swaps)
         self.weights = {owner: self.archive.quantized(owner) for owner in owners}
         schemes = [self._scheme(swap) for swap in self.found.swaps]
@@ -125,7 +125,7 @@ class _Loader:
         for swap, scheme in zip(self.found.swaps, schemes, strict=True):
             if id(swap.module) not in self.modules:
                 self.modules[id(swap.module)] = self._rebuilt(swap, scheme)
-        self._plan()
+        self._plan_changes()
 
     def _rebuilt(self, swap: Swap, scheme: Scheme) -> QuantizedModule:
         try:
@@ -133,8 +133,8 @@ class _Loader:
         except FormatError as error:
             kind, name = type(swap.module).__name__, swap.record.name
             what = f"scheme {scheme} cannot be used by {swap.layer!r}, a {kind}: {error}"
-            remedy = "The metadata was edited, or the checkpoint is of another model."
-            raise problem(self.archive.path, what.replace("\n", " "), remedy, name) from None
+            remedy = "The metadata was edited, or the checkpoint belongs to another model."
+            raise file_error(self.archive.path, what.replace("\n", " "), remedy, name) from None
 
     def _plain_values(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.found.plain:
@@ -147,8 +147,8 @@ class _Loader:
         value = value.to(slot.dtype).contiguous()
         _, _, earlier = self.values.setdefault(id(slot), (name, slot, value))
         if earlier is not value and not same_bits(earlier, value):
-            # What the model ties must be equal in the file, or one of the two would be lost.
-            raise self._torn(name)
+            # Tied tensors must be equal in the file: the model can hold only one value.
+            raise self._torn_error(name)
         if id(slot) not in self.replaced and (slot.device.type == "meta" or is_expanded(slot)):
             self._replace(slot, value.to(self.device if slot.device.type == "meta" else slot.device))
 
@@ -156,22 +156,24 @@ class _Loader:
         new = nn.Parameter(value, slot.requires_grad) if isinstance(slot, nn.Parameter) else value
         self.replaced[id(slot)] = slot, new
 
-    def _torn(self, name: str) -> CheckpointError:
+    def _torn_error(self, name: str) -> CheckpointError:
         remedy = "Untie them in the model first."
-        return problem(self.archive.path, "the model ties it to a tensor that has other values here.", remedy, name)
+        return file_error(
+            self.archive.path, "the model ties it to a tensor that has other values in this file.", remedy, name
+        )
 
     def _stage_computed(self) -> None:
-        for _, module, key in lost_buffers(self.model):
+        for _, module, key in unsaved_meta_buffers(self.model):
             buffer = module._buffers[key]  # noqa: SLF001
             if buffer is not None and id(buffer) in self.found.computed:
                 self._replace(buffer, self.found.computed[id(buffer)].to(self.device))
 
     def _check_memory(self) -> None:
-        """Tensors of the model that share memory, without being one, must be able to hold their values at once."""
+        """Raise if distinct tensors of the model overlap in memory and cannot hold all of their new values."""
         written = [(name, slot, value) for name, slot, value in self.values.values() if id(slot) not in self.replaced]
-        torn = torn_by_writing(written)
-        if torn:
-            raise self._torn(torn)
+        conflict = find_conflict(written)
+        if conflict:
+            raise self._torn_error(conflict)
 
     def _tie(self) -> None:
         """Parameters that are one in the file become one in the model, except in scripted modules."""
@@ -181,40 +183,40 @@ class _Loader:
             mine, other = self.found.slots.get(name), self.found.slots.get(target)
             if not (isinstance(mine, nn.Parameter) and isinstance(other, nn.Parameter)):
                 continue
-            if _alike(mine, other) and id(mine) not in fixed:
+            if _same_device_dtype(mine, other) and id(mine) not in fixed:
                 self.replaced[id(mine)] = mine, self.replaced.get(id(other), (other, other))[1]
 
     def _scheme(self, swap: Swap) -> Scheme:
-        """The scheme with its calibrated numbers."""
+        """Return the scheme with its calibrated scales and zero points."""
         scheme = swap.record.scheme
-        for field, prefix in swap.numbers().items():
+        for field, prefix in swap.static_parameters().items():
             scale, zero = self.archive.read(f"{prefix}_scale"), self.archive.read(f"{prefix}_zero_point")
             try:
                 part = replace(getattr(scheme, field), scale=float(scale), zero_point=int(zero))
             except FormatError as error:
-                raise problem(self.archive.path, str(error), tensor=f"{prefix}_scale") from None
+                raise file_error(self.archive.path, str(error), tensor=f"{prefix}_scale") from None
             scheme = replace(scheme, **{field: part})
         return scheme
 
     def _store(self, swap: Swap) -> WeightStore:
-        device = weight_place(swap.module)[0]
+        device = weight_device_dtype(swap.module)[0]
         device = self.device if device.type == "meta" else device
         if (swap.owner, device) not in self.stores:
-            # Given up here, so that the neutral form goes when the weight is packed. Tied layers may be on two devices.
+            # Popped, so that the neutral weight is freed once it is packed. Tied layers may be on two devices.
             others = (store for (owner, _), store in self.stores.items() if owner == swap.owner)
             weight = self.weights.pop(swap.owner, None) or next(others).neutral()
             self.stores[swap.owner, device] = WeightStore(weight.to(device))
         return self.stores[swap.owner, device]
 
-    def _plan(self) -> None:
-        """List what will be put where; refuse what cannot be."""
+    def _plan_changes(self) -> None:
+        """List all changes to the model; raise for modules that cannot be changed."""
         self.children = [
             (parent, name, self.modules[id(child)])
             for parent in self.model.modules()
             for name, child in parent._modules.items()  # noqa: SLF001
             if child is not None and id(child) in self.modules
         ]
-        # The new layers share what they keep with the old ones.
+        # The new layers share bias and other tensors with the old ones.
         modules = {id(module): module for module in (*self.model.modules(), *self.modules.values())}
         self.tensors = [
             (module, key, *self.replaced[id(tensor)])
@@ -225,43 +227,43 @@ class _Loader:
         for module in (*(parent for parent, _, _ in self.children), *(module for module, *_ in self.tensors)):
             if isinstance(module, torch.jit.ScriptModule):
                 what = f"the model holds a scripted {module.original_name}, whose tensors cannot be replaced."
-                raise problem(self.archive.path, what, "Build the model on a real device; script it after loading.")
+                raise file_error(self.archive.path, what, "Build the model on a real device; script it after loading.")
 
     def commit(self) -> LoadReport:
-        """Put everything in place. Where it raises, the model is as it was."""
-        placing = Placing()
+        """Change the model. If this raises, the model is restored."""
+        transaction = Transaction()
         try:
-            with placing.all_or_nothing():
-                self._put(placing)
-                placing.doing = "reporting"
-                layers = tuple(_explained(row, self.found) for row in report(self.model))
+            with transaction.all_or_nothing():
+                self._put(transaction)
+                transaction.step = "reporting"
+                layers = tuple(_with_reason(row, self.found) for row in report(self.model))
         except Exception as error:
-            what = f"the model does not take it: {placing.doing} raised {type(error).__name__}: {error}"
-            remedy = "The model is as it was. Load before it is frozen, wrapped or scripted."
-            raise problem(self.archive.path, what.replace("\n", " "), remedy) from error
+            what = f"the model cannot be changed: {transaction.step} raised {type(error).__name__}: {error}"
+            remedy = "The model is unchanged. Load before it is frozen, wrapped or scripted."
+            raise file_error(self.archive.path, what.replace("\n", " "), remedy) from error
         return LoadReport(layers, tuple(self.found.missing), tuple(self.found.unexpected))
 
-    def _put(self, placing: Placing) -> None:
+    def _put(self, transaction: Transaction) -> None:
         for key in list(self.values):
             name, slot, value = self.values.pop(key)
             if id(slot) not in self.replaced:
-                placing.fill(name, slot, value)
+                transaction.fill(name, slot, value)
         for parent, name, module in self.children:
-            placing.put_module(parent, name, module)
+            transaction.put_module(parent, name, module)
         for holder, name, old, new in self.tensors:
-            placing.put_tensor(holder, name, old, new)
+            transaction.put_tensor(holder, name, old, new)
         root = self.modules.get(id(self.model))
         if root is not None:
             assert isinstance(self.model, QuantizedModule)
-            placing.become(self.model, root)
+            transaction.become(self.model, root)
 
 
-def _alike(mine: nn.Parameter, other: nn.Parameter) -> bool:
+def _same_device_dtype(mine: nn.Parameter, other: nn.Parameter) -> bool:
     return mine is not other and (mine.device, mine.dtype) == (other.device, other.dtype)
 
 
 def _dense(weight: QTensor, slot: Tensor) -> Tensor:
-    """The float weight in the shape of its slot; convolutions from their (KH, KW, IC) columns."""
+    """Dequantize a weight to the shape of its slot; convolutions from columns in (KH, KW, IC) order."""
     dense = weight.dequantize(torch.float32)
     if slot.dim() == 2:
         return dense

@@ -1,4 +1,4 @@
-"""Hold a checkpoint against a model: what goes where, what is missing, what does not fit. Reads no values."""
+"""Match the tensors of a checkpoint with those of a model, by names, shapes and dtypes. Reads no values."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError, clipped, quoted
 from ..nn.base import QuantizedModule
-from ..nn.counterparts import own_weight, weight_identity, weight_shape, why_not
+from ..nn.counterparts import weight_identity, weight_parameter, weight_shape, why_not_quantizable
 from ..weights.activations import OutputInt8, StaticInt8
 from .archive import Archive
-from .buffers import lost_buffers, recomputed
+from .buffers import recompute_buffers, unsaved_meta_buffers
 from .header import Entry, shown
 from .records import Record
 
-_NUMBERS = {"scale": (torch.float64, torch.float32), "zero_point": (torch.int32, torch.int64, torch.int8)}
+_STATIC_DTYPES = {"scale": (torch.float64, torch.float32), "zero_point": (torch.int32, torch.int64, torch.int8)}
 
 
 @dataclass(frozen=True)
 class Swap:
-    """A layer that becomes quantized. ``owner``: name of the stored weight; ``record``: with this layer's scheme."""
+    """A layer that becomes quantized. ``owner``: name of the stored weight; ``record``: includes the layer's scheme."""
 
     layer: str
     module: nn.Module
     record: Record
     owner: str
 
-    def numbers(self) -> dict[str, str]:
-        """The calibrated numbers that the scheme needs: the field of the scheme to the prefix of their names."""
+    def static_parameters(self) -> dict[str, str]:
+        """Map each field of the scheme with calibrated parameters to the prefix of their names in the file."""
         parts = {
             "activation": (self.record.scheme.activation, "input"),
             "output": (self.record.scheme.output, "output"),
@@ -45,7 +45,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Dense:
-    """Why a quantized weight, called ``source`` in the file, is turned back to float."""
+    """A quantized weight, called ``source`` in the file, that is turned back to float, and the reason."""
 
     source: str
     reason: str
@@ -57,8 +57,8 @@ class Match:
 
     **Fields:** ``swaps``: layers that become quantized; ``dense``: slots that take a quantized weight turned back to
     float; ``plain``: slots that take a stored tensor; ``slots``: the model's own tensors by name; ``computed``: values
-    of buffers on meta that are never saved, by the identity of the buffer; ``missing``, ``unexpected``: names;
-    ``volatile``: buffers on meta that are never saved and that nobody can compute, part of ``missing``.
+    of non-persistent meta buffers, by the id of the buffer; ``missing``, ``unexpected``: names; ``volatile``:
+    non-persistent meta buffers that cannot be recomputed, a subset of ``missing``.
     """
 
     swaps: list[Swap] = field(default_factory=list)
@@ -72,11 +72,11 @@ class Match:
 
 
 def match(model: nn.Module, archive: Archive) -> Match:
-    """Plan a load. Raises `CheckpointError` where shapes or dtypes do not fit."""
+    """Plan a load. Raises `CheckpointError` if shapes or dtypes do not match."""
     layers = dict(model.named_modules(remove_duplicate=False))
     found = Match()
     for record in archive.records.values():
-        _place(layers, record, archive, found)
+        _assign(layers, record, archive, found)
     found.swaps += list(_tied_swaps(layers, found.swaps, archive))
     swapped = {id(swap.module) for swap in found.swaps}
     found.slots = dict(_slots(layers, swapped))
@@ -85,17 +85,17 @@ def match(model: nn.Module, archive: Archive) -> Match:
     _match_buffers(found, model)
     problems = [*_swap_problems(found, archive), *_slot_problems(found, archive)]
     if problems:
-        raise _unfit(archive, problems)
+        raise _mismatch_error(archive, problems)
     return found
 
 
-def _place(layers: dict[str, nn.Module], record: Record, archive: Archive, found: Match) -> None:
+def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, found: Match) -> None:
     layer, _, attribute = record.name.rpartition(".")
     module = layers.get(layer)
     if module is None or attribute != "weight" or not _has_weight(module):
         found.unexpected += _stored_names(record, archive)
         return
-    reason = why_not(layers, layer)
+    reason = why_not_quantizable(layers, layer)
     if reason:
         found.dense[record.name] = Dense(record.name, reason)
     else:
@@ -103,15 +103,15 @@ def _place(layers: dict[str, nn.Module], record: Record, archive: Archive, found
 
 
 def _has_weight(module: nn.Module) -> bool:
-    return isinstance(module, QuantizedModule) or own_weight(module) is not None
+    return isinstance(module, QuantizedModule) or weight_parameter(module) is not None
 
 
 def _stored_names(record: Record, archive: Archive) -> tuple[str, ...]:
-    return (record.name,) if record.name in archive.aliases else record.part_names
+    return (record.name,) if record.name in archive.aliases else record.tensor_names
 
 
 def _tied_swaps(layers: dict[str, nn.Module], swaps: list[Swap], archive: Archive) -> Iterator[Swap]:
-    """Layers that the model ties to a quantized one and that the file, as is usual, does not name."""
+    """Yield layers that the model ties to a quantized layer and that the file does not name, as is usual."""
     by_weight = {weight_identity(swap.module): swap for swap in swaps}
     named = {swap.layer for swap in swaps}
     for layer, module in layers.items():
@@ -120,12 +120,12 @@ def _tied_swaps(layers: dict[str, nn.Module], swaps: list[Swap], archive: Archiv
         swap = by_weight.get(weight_identity(module))
         name = f"{layer}.weight"
         absent = name not in archive.entries and name not in archive.aliases
-        if swap is not None and absent and not why_not(layers, layer):
+        if swap is not None and absent and not why_not_quantizable(layers, layer):
             yield Swap(layer, module, swap.record, swap.owner)
 
 
 def _slots(layers: dict[str, nn.Module], swapped: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and saved buffers by name, but for the weights that are replaced."""
+    """Yield parameters and persistent buffers by name, except weights that are replaced."""
     for layer, module in layers.items():
         unsaved = module._non_persistent_buffers_set  # noqa: SLF001
         lasting = {k: b for k, b in module._buffers.items() if k not in unsaved}  # noqa: SLF001
@@ -135,7 +135,7 @@ def _slots(layers: dict[str, nn.Module], swapped: set[int]) -> Iterator[tuple[st
 
 
 def _complete_dense(found: Match, archive: Archive) -> None:
-    """Drop what has no slot; add parameters that the model ties to a quantized weight and cannot use as such."""
+    """Drop names without a slot; add parameters that are tied to a quantized weight but cannot use it quantized."""
     for name in found.dense.keys() - found.slots.keys():
         del found.dense[name]
         found.unexpected += _stored_names(archive.records[name], archive)
@@ -147,25 +147,25 @@ def _complete_dense(found: Match, archive: Archive) -> None:
 
 
 def _match_plain(found: Match, archive: Archive, layers: dict[str, nn.Module]) -> None:
-    prefixes = [prefix for swap in found.swaps for prefix in swap.numbers().values()]
-    numbers = {f"{prefix}_{part}" for prefix in prefixes for part in _NUMBERS}
+    prefixes = [prefix for swap in found.swaps for prefix in swap.static_parameters().values()]
+    static_parameters = {f"{prefix}_{part}" for prefix in prefixes for part in _STATIC_DTYPES}
     stored = set(archive.plain_names())
     found.plain = [name for name in found.slots if name in stored]
-    found.unexpected += sorted(stored - found.slots.keys() - numbers)
+    found.unexpected += sorted(stored - found.slots.keys() - static_parameters)
     filled = {id(found.slots[name]) for name in (*found.plain, *found.dense)}
     found.missing += [name for name, slot in found.slots.items() if id(slot) not in filled]
-    found.missing += _unnamed(found, layers)
+    found.missing += _quantized_only_in_model(found, layers)
 
 
 def _match_buffers(found: Match, model: nn.Module) -> None:
-    found.computed = recomputed(model)
-    lost = lost_buffers(model)
+    found.computed = recompute_buffers(model)
+    lost = unsaved_meta_buffers(model)
     found.volatile = [name for name, module, key in lost if id(module._buffers[key]) not in found.computed]  # noqa: SLF001
     found.missing += found.volatile
 
 
-def _unnamed(found: Match, layers: dict[str, nn.Module]) -> Iterator[str]:
-    """Layers that are quantized in the model and not in the file."""
+def _quantized_only_in_model(found: Match, layers: dict[str, nn.Module]) -> Iterator[str]:
+    """Yield the names of layers that are quantized in the model but not in the file."""
     swapped = {id(swap.module) for swap in found.swaps}
     for layer, module in layers.items():
         if isinstance(module, QuantizedModule) and id(module) not in swapped:
@@ -177,16 +177,16 @@ def _swap_problems(found: Match, archive: Archive) -> Iterator[str]:
         expected = weight_shape(swap.module)
         if swap.record.shape != expected:
             yield f"{shown(swap.record.name)!r} has shape {swap.record.shape}; {swap.layer!r} needs {expected}"
-        for prefix in swap.numbers().values():
-            yield from _number_problems(archive, prefix)
+        for prefix in swap.static_parameters().values():
+            yield from _static_problems(archive, prefix)
 
 
-def _number_problems(archive: Archive, prefix: str) -> Iterator[str]:
-    for part, dtypes in _NUMBERS.items():
+def _static_problems(archive: Archive, prefix: str) -> Iterator[str]:
+    for part, dtypes in _STATIC_DTYPES.items():
         name = f"{prefix}_{part}"
         entry = archive.entries.get(name)
         if entry is None:
-            yield f"{name!r} is missing, which the scheme of its layer needs"
+            yield f"{name!r} is missing, although its layer's scheme needs it"
         elif entry.dtype not in dtypes or entry.shape != ():
             yield f"{name!r} is {entry.dtype} of shape {quoted(entry.shape)}; it must be one {dtypes[0]}"
 
@@ -218,9 +218,9 @@ def _convertible(entry: Entry, slot: Tensor) -> bool:
     return entry.dtype == slot.dtype or (entry.dtype.is_floating_point and slot.dtype.is_floating_point)
 
 
-def _unfit(archive: Archive, problems: list[str]) -> CheckpointError:
+def _mismatch_error(archive: Archive, problems: list[str]) -> CheckpointError:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return CheckpointError(
         f"{archive.path}: tensor {clipped(problems[0], 700)}{more}.\n"
-        f"The checkpoint is of another model: build the model with the configuration it was saved from."
+        f"The checkpoint belongs to another model: build the model with the configuration that was saved."
     )

@@ -1,4 +1,4 @@
-"""Tensors that share memory: whether each can hold a value of its own, found out beside them."""
+"""Check whether tensors that overlap in memory can each hold their own value, by writing to a copy of the memory."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 from .values import same_bits
 
 Write = tuple[str, Tensor, Tensor]
-"""A name, the tensor to be written, and the value, of the same dtype and shape."""
+"""Name, tensor to write to, and value of the same dtype and shape."""
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether places of a tensor are surely one in memory, so that it cannot be written."""
+    """Whether several elements of a tensor share one memory location, so that it cannot be written to."""
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def torn_by_writing(writes: Sequence[Write]) -> str:
-    """The name of a tensor that would hold something else than its value after all writes; empty if there is none."""
+def find_conflict(writes: Sequence[Write]) -> str:
+    """Return the name of a tensor that would not hold its value after all writes, or an empty string."""
     for cluster in _clusters(writes):
         if len(cluster) > 1 or not _is_dense(cluster[0][1]):
-            torn = _torn(cluster)
-            if torn:
-                return torn
+            name = _conflicting_name(cluster)
+            if name:
+                return name
     return ""
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether each place of a tensor is surely one of its own in memory, as strides without gaps show."""
+    """Whether the strides have no gaps, which implies that no two elements share a memory location."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -39,7 +39,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _clusters(writes: Sequence[Write]) -> Iterator[list[Write]]:
-    """Groups of tensors whose spans of memory overlap."""
+    """Yield groups of tensors whose memory ranges overlap."""
     spans = sorted((*_span(slot), i) for i, (_, slot, _) in enumerate(writes) if slot.numel())
     cluster: list[Write] = []
     reach: tuple[str, int] = ("", 0)
@@ -54,7 +54,7 @@ def _clusters(writes: Sequence[Write]) -> Iterator[list[Write]]:
 
 
 def _span(tensor: Tensor) -> tuple[str, int, int]:
-    """Device, first byte and end of what a tensor covers. Where memory has no address every tensor is on its own."""
+    """Return device, first byte and end of a tensor's memory. Memory without an address is unique to its tensor."""
     try:
         start = tensor.data_ptr()
     except RuntimeError:
@@ -65,9 +65,9 @@ def _span(tensor: Tensor) -> tuple[str, int, int]:
     return str(tensor.device), start, start + (last + 1) * tensor.element_size()
 
 
-def _torn(cluster: Sequence[Write]) -> str:
+def _conflicting_name(cluster: Sequence[Write]) -> str:
     low = min(_span(slot)[1] for _, slot, _ in cluster)
-    low -= low % 16  # where elements of any size begin
+    low -= low % 16  # alignment of the widest dtype
     high = max(_span(slot)[2] for _, slot, _ in cluster)
     memory = torch.zeros(high - low, dtype=torch.uint8).untyped_storage()
     twins = [_twin(slot, memory, _span(slot)[1] - low) for _, slot, _ in cluster]

@@ -1,4 +1,4 @@
-"""Changes to a model that are all made or all taken back, whatever raises in between."""
+"""Transactional changes to a model: if anything raises, all of them are rolled back."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from ..nn.base import QuantizedModule
 _TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
-class Placing:
-    """Changes a model and notes how to undo each change, before it is made. ``doing``: the change under way, in words.
+class Transaction:
+    """Changes a model and records how to undo each change before making it.
 
-    Use as a context: where the block raises, whatever it is, the model gets back all that was there.
+    ``step``: the current change, as text for errors. Use with `all_or_nothing`.
     """
 
     def __init__(self) -> None:
-        self.doing = ""
+        self.step = ""
         self._undo: list[Callable[[], None]] = []
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Take everything back where the block raises."""
+        """Roll back all changes if the block raises anything, including KeyboardInterrupt."""
         try:
             yield
         except BaseException:
-            self._take_back()
+            self._roll_back()
             raise
         self._undo.clear()
 
-    def _take_back(self) -> None:
-        """Undo from the last to the first. Each undo may run twice, so an impatient Ctrl-C changes nothing."""
+    def _roll_back(self) -> None:
+        """Undo the changes in reverse order. Every undo is idempotent, so that a further Ctrl-C does no harm."""
         try:
             while self._undo:
                 self._undo[-1]()
                 self._undo.pop()
         except KeyboardInterrupt:
-            self._take_back()
+            self._roll_back()
             raise
 
     def fill(self, name: str, slot: Tensor, value: Tensor) -> None:
-        """Copy ``value`` into ``slot``, which has its dtype; what was in it waits on the CPU."""
-        self.doing = f"writing {name!r}"
+        """Copy ``value`` into ``slot``, which has the same dtype; the old values are kept on the CPU for a rollback."""
+        self.step = f"writing {name!r}"
         with torch.inference_mode(slot.is_inference()):
             old = slot.detach().to("cpu", copy=True)
         self._undo.append(partial(_copy, slot, old))
@@ -57,16 +57,16 @@ class Placing:
 
     def put_module(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Make ``module`` the child ``name`` of ``parent``."""
-        self.doing = f"replacing {name!r} of {type(parent).__name__}"
-        self._note(parent)
+        self.step = f"replacing {name!r} of {type(parent).__name__}"
+        self._record(parent)
         setattr(parent, name, module)
 
     def put_tensor(self, module: nn.Module, key: str, old: Tensor, new: Tensor) -> None:
-        """Put ``new`` where a module has the parameter or buffer ``old``, also where it goes by other names there."""
-        self.doing = f"replacing {key!r} of {type(module).__name__}"
-        self._note(module)
+        """Replace the parameter or buffer ``old`` of a module by ``new``, including plain attributes that alias it."""
+        self.step = f"replacing {key!r} of {type(module).__name__}"
+        self._record(module)
         if type(module).__setattr__ is not nn.Module.__setattr__:
-            # torch.nn.LSTM, for one, keeps a list of its weights.
+            # A custom __setattr__ may update further state: torch.nn.LSTM, for example, keeps a list of its weights.
             self._undo.append(partial(_try_to_set, module, key, old))
             _try_to_set(module, key, new)
         table = module._parameters if key in module._parameters else module._buffers
@@ -74,21 +74,22 @@ class Placing:
         vars(module).update({name: new for name, value in vars(module).items() if value is old})
 
     def become(self, root: QuantizedModule, made: QuantizedModule) -> None:
-        """Give the root of a model, which nothing holds that could hold another, all that ``made`` has."""
-        self.doing = f"replacing the {type(root).__name__}"
+        """Move the state of ``made`` into the root of a model, which has no parent in which to replace it."""
+        self.step = f"replacing the {type(root).__name__}"
         before, users = dict(vars(root)), root._store.users
         self._undo.append(partial(_restore_root, root, before, users))
         users.discard(root)
         vars(root).update(vars(made))
         root._store.users.add(root)
 
-    def _note(self, module: nn.Module) -> None:
+    def _record(self, module: nn.Module) -> None:
         tables: dict[str, Any] = {name: vars(module)[name].copy() for name in _TABLES if name in vars(module)}
         self._undo.append(partial(_restore, module, dict(vars(module)), tables))
 
 
 def _copy(slot: Tensor, value: Tensor) -> None:
-    # A tensor made under inference_mode changes only there. Detached, as views of some kinds refuse to be written.
+    # An inference tensor can be changed under inference_mode only. Detached: some kinds of views refuse in-place
+    # writes.
     with torch.inference_mode(slot.is_inference()), torch.no_grad():
         slot.detach().copy_(value)
 

@@ -1,14 +1,14 @@
-"""What a checkpoint says about its quantized tensors: the records in the metadata of its files.
+"""Records about quantized tensors in the metadata of a checkpoint's files.
 
 ======================  =============================================================================================
 ``qcore``               the version of qcore that wrote the file
 ``qcore.schema``        the version of these records; a reader refuses a newer one
 ``qcore.tensors``       JSON: name to ``{"format", "shape", "quantizer", "scheme"}``, for each quantized weight
-``qcore.save``          in a shard: the save that it belongs to, which the index names too
+``qcore.save``          in a shard: the id of the save that it belongs to; the index contains it, too
 ``qcore.aliases``       JSON: name of a tied tensor or quantized weight to the one that is stored
 ======================  =============================================================================================
 
-A weight ``encoder.0.weight`` is stored as ``encoder.0.weight.data``, ``.scale`` and, where it has one, ``.zero``.
+A weight ``encoder.0.weight`` is stored as ``encoder.0.weight.data``, ``.scale`` and, if it has a zero point, ``.zero``.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ..errors import FormatError, quoted
 from ..formats import Format, UnknownLayoutError, ZeroPoint
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
-from .header import Entry, Part, is_shape, parse_json, problem
+from .header import Entry, TensorSpec, file_error, is_shape, parse_json
 
 SCHEMA = 1
 SAVE = "qcore.save"
 _FIELDS = {"format", "shape", "quantizer", "scheme"}
 _UPGRADE = "Upgrade qcore, or write the checkpoint again with this version."
-_INSTALL = "Install that plugin here, or write the checkpoint again, converted to 'plain', where it is installed."
+_INSTALL = "Install that plugin here, or convert the checkpoint to 'plain' on a machine that has it."
 _REWRITE = "The metadata is damaged or was edited: write the checkpoint again with qcore.save."
 
 
 @dataclass(frozen=True)
 class Record:
-    """One quantized weight: its name, and what its tensors mean. ``scheme`` carries no calibrated numbers."""
+    """Name, format, logical shape, quantizer and scheme (without calibrated values) of one quantized weight."""
 
     name: str
     format: Format
@@ -50,23 +50,23 @@ class Record:
 
     @classmethod
     def of(cls, name: str, weight: QTensor, scheme: Scheme | None = None) -> Record:
-        """The record of a quantized tensor."""
+        """Return the record of a quantized tensor."""
         n, k = weight.shape
         wanted = (scheme or Scheme(weight.format)).blank()
         return cls(name, weight.format, (n, k), weight.quantizer, wanted)
 
     @property
-    def part_names(self) -> tuple[str, ...]:
-        """The names under which its tensors are stored."""
+    def tensor_names(self) -> tuple[str, ...]:
+        """The names under which the weight's tensors are stored."""
         parts = ("data", "scale") if self.format.zero is ZeroPoint.NONE else ("data", "scale", "zero")
         return tuple(f"{self.name}.{part}" for part in parts)
 
     def same_weight(self, other: Record) -> bool:
-        """Whether two records can be names of one weight."""
+        """Whether two records can describe one weight with two names."""
         return (self.format, self.shape, self.quantizer) == (other.format, other.shape, other.quantizer)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return all fields but the name as plain values for JSON."""
         return {
             "format": str(self.format),
             "shape": list(self.shape),
@@ -74,24 +74,24 @@ class Record:
             "scheme": str(self.scheme),
         }
 
-    def check(self, parts: Iterable[Part | Entry], path: Path) -> None:
-        """Raise `CheckpointError` unless dtypes and shapes of the stored tensors fit the format and logical shape."""
-        held = {p.name.rpartition(".")[2]: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parts}
+    def check(self, stored: Iterable[TensorSpec | Entry], path: Path) -> None:
+        """Raise `CheckpointError` unless dtypes and shapes of the stored tensors match the format and logical shape."""
+        held = {p.name.rpartition(".")[2]: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in stored}
         try:
             QTensor(held["data"], held["scale"], held.get("zero"), self.shape, self.format, self.quantizer)
         except FormatError as error:
-            raise problem(path, str(error).replace("\n", " "), _REWRITE, self.name) from None
-        except Guarded as error:  # the layout of a third party
+            raise file_error(path, str(error).replace("\n", " "), _REWRITE, self.name) from None
+        except Guarded as error:  # a third-party layout
             what = f"layout {self.format.layout.name!r} raised {type(error).__name__}: {error}"
-            raise problem(path, what.replace("\n", " "), _REWRITE, self.name) from error
+            raise file_error(path, what.replace("\n", " "), _REWRITE, self.name) from error
 
 
 @dataclass(frozen=True)
 class Notes:
     """The metadata of one file.
 
-    **Fields:** ``version``: of the qcore that wrote it, empty for a foreign file; ``save``: which save it is a shard
-    of, empty for a file that stands alone.
+    **Fields:** ``version``: of the qcore that wrote it, empty for other tools; ``save``: the id of the save that the
+    shard belongs to, empty for a single file.
     """
 
     version: str
@@ -101,10 +101,10 @@ class Notes:
 
 
 def write_notes(records: Iterable[Record], aliases: Mapping[str, str], save: str = "") -> dict[str, str]:
-    """The metadata of a file that holds these weights. ``save``: which save it is a shard of."""
+    """Build the metadata of a file with these weights. ``save``: the id of the save that the shard belongs to."""
     tree = {record.name: record.to_json() for record in records}
     notes = {
-        "format": "pt",  # transformers refuses a file that does not say which framework wrote it
+        "format": "pt",  # transformers refuses a file without the name of a framework
         "qcore": __version__,
         "qcore.schema": str(SCHEMA),
         **({SAVE: save} if save else {}),
@@ -114,53 +114,55 @@ def write_notes(records: Iterable[Record], aliases: Mapping[str, str], save: str
 
 
 def read_notes(metadata: Mapping[str, str], path: Path) -> Notes:
-    """Read the metadata of a file. Raises `CheckpointError` for what it cannot mean."""
+    """Parse the metadata of a file. Raises `CheckpointError` for invalid metadata."""
     version = metadata.get("qcore", "")
     if not version and not any(key.startswith("qcore") for key in metadata):
         return Notes("", {}, {}, "")
     schema = metadata.get("qcore.schema", "")
     if not re.fullmatch(r"[1-9][0-9]{0,5}", schema) or not re.fullmatch(r"[0-9A-Za-z.+!-]{1,64}", version):
-        raise problem(path, f"its metadata names qcore {version[:64]!r} and schema {schema[:64]!r}.", _REWRITE)
+        raise file_error(path, f"its metadata names qcore {version[:64]!r} and schema {schema[:64]!r}.", _REWRITE)
     if int(schema) > SCHEMA:
-        raise problem(path, f"written by qcore {version} with schema {schema}; {__version__} reads {SCHEMA}.", _UPGRADE)
+        raise file_error(
+            path, f"written by qcore {version} with schema {schema}; {__version__} reads {SCHEMA}.", _UPGRADE
+        )
     tensors = parse_json(metadata.get("qcore.tensors", "{}").encode(errors="replace"), path, "metadata 'qcore.tensors'")
     aliases = parse_json(metadata.get("qcore.aliases", "{}").encode(errors="replace"), path, "metadata 'qcore.aliases'")
     for name, target in aliases.items():
         if not isinstance(target, str):
-            raise problem(path, f"its alias {quoted(target)} is no name.", _REWRITE, name)
-    known: dict[Any, _Meaning] = {}
+            raise file_error(path, f"its alias {quoted(target)} is not a name.", _REWRITE, name)
+    known: dict[Any, _Parsed] = {}
     records = {name: _record(name, value, path, known) for name, value in tensors.items()}
     return Notes(version, records, aliases, metadata.get(SAVE, ""))
 
 
-_Meaning = tuple[Format, Scheme]
+_Parsed = tuple[Format, Scheme]
 
 
-def _record(name: str, value: Any, path: Path, known: dict[Any, _Meaning]) -> Record:
+def _record(name: str, value: Any, path: Path, known: dict[Any, _Parsed]) -> Record:
     if not isinstance(value, dict) or value.keys() != _FIELDS:
-        raise problem(path, f"its record must hold {', '.join(sorted(_FIELDS))}.", _REWRITE, name)
+        raise file_error(path, f"its record must hold {', '.join(sorted(_FIELDS))}.", _REWRITE, name)
     shape, quantizer = value["shape"], value["quantizer"]
     if not is_shape(shape) or len(shape) != 2:
-        raise problem(path, f"logical shape {quoted(shape)} is impossible.", _REWRITE, name)
+        raise file_error(path, f"logical shape {quoted(shape)} is impossible.", _REWRITE, name)
     if quantizer is not None and not (isinstance(quantizer, str) and re.fullmatch(r"[\w.-]{1,64}", quantizer)):
-        raise problem(path, f"quantizer {quoted(quantizer)} is no name.", _REWRITE, name)
-    format, scheme = _meaning(name, value["format"], value["scheme"], path, known)
+        raise file_error(path, f"quantizer {quoted(quantizer)} is not a name.", _REWRITE, name)
+    format, scheme = _parse_texts(name, value["format"], value["scheme"], path, known)
     return Record(name, format, (shape[0], shape[1]), quantizer, scheme)
 
 
-def _meaning(name: str, format: Any, scheme: Any, path: Path, known: dict[Any, _Meaning]) -> _Meaning:
-    """What the texts of a record mean. A file with thousands of weights has few of them, so they are read once."""
+def _parse_texts(name: str, format: Any, scheme: Any, path: Path, known: dict[Any, _Parsed]) -> _Parsed:
+    """Parse the format and the scheme of a record, cached: thousands of weights share a few of them."""
     key = (format, scheme) if isinstance(format, str) and isinstance(scheme, str) else None
     if key in known:
         return known[key]
     try:
         found = Format.parse(format), Scheme.parse(scheme)
     except UnknownLayoutError as error:
-        raise problem(path, str(error), _INSTALL, name) from None  # another qcore has no more layouts than this one
+        raise file_error(path, str(error), _INSTALL, name) from None  # no advice to upgrade: layouts come from plugins
     except FormatError as error:
-        raise problem(path, str(error), _UPGRADE, name) from None
+        raise file_error(path, str(error), _UPGRADE, name) from None
     if found[1].weight != found[0] or found[1] != found[1].blank():
-        what = f"scheme {quoted(scheme)} does not go with format {found[0]}."
-        raise problem(path, what, _REWRITE, name)
+        what = f"scheme {quoted(scheme)} does not match format {found[0]}."
+        raise file_error(path, what, _REWRITE, name)
     known[key] = found
     return found

@@ -1,4 +1,4 @@
-"""`save` a model with quantized layers, or a state dict."""
+"""`save`: write a model with quantized layers, or a state dict, to a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..formats import Format
 from ..formats.bits import has_values
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
-from .header import NAMES, Part
+from .header import NAMES, TensorSpec
 from .records import Record
-from .writing import Aliases, Unit, explained, plan_shards, shard_limit, write_directory, write_file
+from .writing import Aliases, Unit, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
-_PARTS = ("data", "scale", "zero")
+_WEIGHT_TENSORS = ("data", "scale", "zero")
 
 
 def save(
@@ -36,9 +36,9 @@ def save(
     - ``path``: a name that ends in ``.safetensors`` is one file; anything else is a directory, made if missing.
     - ``max_shard_size``: bytes, or a text such as ``"5GB"``: a directory is split into shards of at most this size.
 
-    Tied tensors are stored once. What stood at ``path`` is replaced when everything is written. Raises
-    `CheckpointError` for what cannot be stored (a tensor on ``meta``, a value that is no tensor) and where the file
-    system refuses; nothing is then left behind, and what stood there is untouched.
+    Tied tensors are stored once. An existing checkpoint at ``path`` is replaced after everything was written. Raises
+    `CheckpointError` for values that cannot be stored (a tensor on ``meta``, an object that is not a tensor) and for
+    errors of the file system; then nothing is left behind and an existing checkpoint is unchanged.
     """
     target = Path(os.path.realpath(path))
     limit = shard_limit(max_shard_size)
@@ -48,7 +48,7 @@ def save(
             f"{path} names one file, which max_shard_size cannot split.\nGive the name of a directory."
         )
     units, aliases = _collect(_state_of(model_or_state))
-    with explained(target):
+    with translate_os_errors(target):
         if single:
             write_file(target, units, aliases, lambda _: None)
         else:
@@ -56,16 +56,16 @@ def save(
 
 
 def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor | tuple[QTensor, Scheme]]:
-    """Plain tensors by name, and quantized weights with their schemes."""
+    """Return plain tensors by name, and quantized weights with their schemes."""
     state: Mapping[Any, Any] = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
     _check_names(state)
-    weights = {**_described_weights(state), **_whole_weights(state)}
-    taken = {f"{name}.{part}" for name in weights for part in _PARTS} | weights.keys()
-    plain = {name: _checked(name, value) for name, value in state.items() if name not in taken}
+    weights = {**_described_weights(state), **_qtensor_weights(state)}
+    taken = {f"{name}.{part}" for name in weights for part in _WEIGHT_TENSORS} | weights.keys()
+    plain = {name: _check_value(name, value) for name, value in state.items() if name not in taken}
     for name in plain:
         if name.endswith(".scale") and f"{name.removesuffix('scale')}data" in plain:
             raise CheckpointError(
-                f"cannot save {name!r}: nothing says the format of this quantized weight.\n"
+                f"cannot save {name!r}: the format of this quantized weight is unknown.\n"
                 f"Pass the model or its unchanged state_dict(), or QTensors."
             )
     return {**plain, **weights}
@@ -74,21 +74,23 @@ def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor
 def _check_names(state: Mapping[Any, Any]) -> None:
     for name in state:
         if not isinstance(name, str) or name == "__metadata__" or not _is_text(name):
-            raise CheckpointError(f"cannot save {name!r}: safetensors has no such name.\nNames are texts; rename it.")
+            raise CheckpointError(
+                f"cannot save {name!r}: it is not a valid name in safetensors.\nRename it; names are strings."
+            )
 
 
 def _is_text(name: str) -> bool:
     try:
         name.encode()
-    except UnicodeEncodeError:  # half a character
+    except UnicodeEncodeError:  # a lone surrogate
         return False
     return True
 
 
-def _whole_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]]:
+def _qtensor_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]]:
     weights = {name: (value, Scheme(value.format)) for name, value in state.items() if isinstance(value, QTensor)}
     for name in weights:
-        taken = next((f"{name}.{part}" for part in _PARTS if f"{name}.{part}" in state), None)
+        taken = next((f"{name}.{part}" for part in _WEIGHT_TENSORS if f"{name}.{part}" in state), None)
         if taken is not None:
             raise CheckpointError(
                 f"cannot save {taken!r}: the quantized weight {name!r} is stored under that name.\nRename one of them."
@@ -97,7 +99,7 @@ def _whole_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]
 
 
 def _described_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]]:
-    """The weights whose layers left their format in the metadata that torch keeps with a state dict."""
+    """Return the weights whose format is in the metadata that torch attaches to a state dict."""
     weights = {}
     for prefix, notes in getattr(state, "_metadata", {}).items():
         name = f"{prefix}.weight" if prefix else "weight"
@@ -107,22 +109,22 @@ def _described_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Sch
 
 
 def _weight(state: Mapping[str, Any], name: str, note: Mapping[str, Any]) -> tuple[QTensor, Scheme]:
-    data, scale, zero = (state.get(f"{name}.{part}") for part in _PARTS)
+    data, scale, zero = (state.get(f"{name}.{part}") for part in _WEIGHT_TENSORS)
     fmt = Format.parse(note["format"])
     weight = QTensor(data, scale, zero, tuple(note["shape"]), fmt, note["quantizer"])  # type: ignore[arg-type]
     return weight, Scheme.parse(note["scheme"])
 
 
-def _checked(name: str, value: Any) -> Tensor:
+def _check_value(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise CheckpointError(
             f"cannot save {name!r}: it is a {type(value).__name__}, and safetensors holds tensors only.\n"
-            f"Leave it out of the state dict, or store it beside the checkpoint."
+            f"Leave it out of the state dict, or store it in another file."
         )
     if value.layout != torch.strided or value.dtype not in NAMES or value.is_nested or _is_wrapper(value):
         kind = f"{type(value).__name__}, {value.dtype}, {value.layout}"
         raise CheckpointError(
-            f"cannot save {name!r}: safetensors has no form for {kind}.\nConvert it to a dense float tensor."
+            f"cannot save {name!r}: safetensors cannot store {kind}.\nConvert it to a dense float tensor."
         )
     if not has_values(value):
         raise _no_values(name)
@@ -130,7 +132,7 @@ def _checked(name: str, value: Any) -> Tensor:
 
 
 def _is_wrapper(value: Tensor) -> bool:
-    """Whether a tensor has no memory of its own, as a DTensor."""
+    """Whether a tensor wraps other tensors, like a DTensor."""
     return hasattr(value, "__tensor_flatten__")
 
 
@@ -141,7 +143,7 @@ def _no_values(name: str) -> CheckpointError:
 
 
 def _collect(state: Mapping[str, Tensor | tuple[QTensor, Scheme]]) -> tuple[list[Unit], Aliases]:
-    """One unit for each tensor that is stored, and the names that stand for one of them."""
+    """Return one unit per stored tensor, and the aliases of tied tensors."""
     owners: dict[Any, str] = {}
     units, targets, records = [], {}, {}
     for name, value in state.items():
@@ -157,7 +159,7 @@ def _collect(state: Mapping[str, Tensor | tuple[QTensor, Scheme]]) -> tuple[list
 
 
 def _identity(name: str, value: Tensor | tuple[QTensor, Scheme]) -> Any:
-    """Equal for tensors that are the same memory read in the same way."""
+    """Return an identity that is equal for tensors that view the same memory in the same way."""
     if isinstance(value, tuple):
         return tuple(_memory(f"{name}.{part}", tensor) for part, tensor in value[0].tensors().items())
     return _memory(name, value)
@@ -168,9 +170,9 @@ def _memory(name: str, tensor: Tensor) -> Any:
         raise _no_values(name)
     if not tensor.numel():
         return name
-    # Memory that has no address on this device is known by what holds it.
+    # If memory has no address on this device, the tensor object identifies it.
     start = tensor.data_ptr() or id(tensor)
-    # The lazy bits say that what memory holds is yet to be negated or conjugated.
+    # Lazy negation and conjugation: equal memory stands for different values.
     bits = (tensor.is_conj(), tensor.is_neg())
     return (tensor.device, start, tensor.dtype, tuple(tensor.shape), tensor.stride(), *bits)
 
@@ -179,5 +181,5 @@ def _unit(name: str, value: Tensor | tuple[QTensor, Scheme], record: Record | No
     tensors = (
         {f"{name}.{part}": t for part, t in value[0].tensors().items()} if isinstance(value, tuple) else {name: value}
     )
-    parts = tuple(Part(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items())
-    return Unit(name, parts, lambda: list(tensors.values()), record)
+    specs = tuple(TensorSpec(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items())
+    return Unit(name, specs, lambda: list(tensors.values()), record)

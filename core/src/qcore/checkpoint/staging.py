@@ -1,7 +1,8 @@
-"""What a save makes before it takes its place: temporary files and directories that are locked while their saver lives.
+"""Temporary files and directories of a save, locked as long as the saving process lives.
 
-The name of a temporary holds which machine made it. Whoever saves next to it later removes it if nobody holds its lock;
-on another machine, whose locks may not be seen here, and on file systems without locks its age decides.
+The name of a temporary contains an id of the machine that created it. A later save in the same directory removes it if
+it is not locked. For temporaries of other machines, whose locks may be invisible here, and on file systems without
+locks, the age decides.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from typing import Any, BinaryIO
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
 ABANDONED_SECONDS = 24 * 3600.0
-"""Age after which a temporary is taken for a dead saver's where no lock tells."""
+"""Age after which a temporary counts as abandoned if locks cannot tell."""
 LOCK_SECONDS = 30.0
-"""How long a save waits for another that is about to rename its files: a process forked just then keeps its lock."""
+"""Limit of the wait for another save that is renaming its files; a process forked meanwhile inherits its lock."""
 _TEMPORARY = re.compile(r"\.(?P<stem>.+?)\.(?:(?P<machine>[0-9a-f]{8})-)?(?P<id>[0-9a-f]{12})\.tmp")
 
 
 @functools.lru_cache(maxsize=1)
 def _machine() -> str:
-    """Eight digits for this start of this machine: locks are seen within it, whatever a container calls itself."""
+    """Return eight hex digits for this boot of this machine: all containers of a kernel share its locks."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:
@@ -41,24 +42,24 @@ def _machine() -> str:
 
 
 def new_id() -> str:
-    """Names one save among all."""
+    """Return a unique id for a save."""
     return secrets.token_hex(6)
 
 
-def save_of(temporary: Path) -> str | None:
-    """Which save a file or directory is the temporary of; None if it is none."""
+def save_id_of(temporary: Path) -> str | None:
+    """Return the id of the save that a temporary belongs to, or None for other files."""
     match = _TEMPORARY.fullmatch(temporary.name)
     return match["id"] if match else None
 
 
 def temporary_name(path: Path, save: str) -> str:
-    """A name beside ``path`` for what is to take its place."""
+    """Return the temporary name, in the same directory, of the replacement for ``path``."""
     return f".{path.name[:100]}.{_machine()}-{save}.tmp"
 
 
 @dataclass(frozen=True)
 class Rights:
-    """Who may do what with a file that is replaced: the file that takes its place keeps it."""
+    """Mode, owner and group of a file that is replaced; the new file gets the same."""
 
     mode: int
     owner: int
@@ -66,7 +67,7 @@ class Rights:
 
     @classmethod
     def of(cls, *paths: Path) -> Rights | None:
-        """Those of the files that exist; what one of them denies is denied. None where there is none."""
+        """Return the rights common to all files that exist, or None if there are no files."""
         found = []
         for path in paths:
             with contextlib.suppress(OSError):
@@ -76,24 +77,24 @@ class Rights:
         mode = functools.reduce(int.__and__, (stat.st_mode & 0o777 for stat in found))
         return cls(mode, found[0].st_uid, found[0].st_gid)
 
-    def give(self, handle: int) -> None:
-        """Set them on an open file. Only root can give a file away; others keep what they can."""
+    def apply_to(self, handle: int) -> None:
+        """Set the rights on an open file, as far as permitted: only root can change the owner."""
         if os.name != "posix":
             return
         for owner in (self.owner, -1):
             with contextlib.suppress(OSError):
                 os.fchown(handle, owner, self.group)
                 break
-        # A group that is not the old one gets what everybody has.
+        # Another group than the old one gets the rights of others.
         mine = os.fstat(handle).st_gid == self.group
         os.fchmod(handle, self.mode if mine else (self.mode & ~0o070) | (self.mode & 0o007) << 3)
 
 
 @contextlib.contextmanager
-def replacing(path: Path, rights: Rights | None = None) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` when the block ends well, and vanishes when it does not.
+def replace_atomically(path: Path, rights: Rights | None = None) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces ``path`` if the block succeeds, and is removed if it raises.
 
-    It has the rights of the file that it replaces, or ``rights``.
+    The file gets ``rights``, or else the rights of the file that it replaces.
     """
     clean(path.parent, path.name)
     rights = rights or Rights.of(path)
@@ -104,8 +105,8 @@ def replacing(path: Path, rights: Rights | None = None) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             if _fcntl is None:
-                file.close()  # Windows renames no open file
-            # Elsewhere it is still locked: nobody takes the finished file for an abandoned one.
+                file.close()  # Windows cannot rename an open file
+            # Elsewhere the file is still locked, so that no other save takes it for abandoned.
             temporary.replace(path)
     except BaseException:
         remove(temporary)
@@ -117,25 +118,25 @@ def _new_file(path: Path, rights: Rights | None) -> tuple[Path, BinaryIO]:
     while True:
         temporary = path.with_name(temporary_name(path, new_id()))
         file = create(temporary, rights)
-        if _hold(file.fileno(), temporary):
+        if _lock_temporary(file.fileno(), temporary):
             return temporary, file
         file.close()
 
 
 def create(path: Path, rights: Rights | None) -> BinaryIO:
-    """A new file with these rights, or those that new files have."""
-    # What others could not read before they cannot read in between either.
+    """Create a file with ``rights``, or with the default rights of new files."""
+    # Created private if rights are given, so that the file is at no moment more accessible than they allow.
     mode = 0o666 if rights is None else 0o600
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     file = os.fdopen(os.open(path, flags, mode), "w+b")
     if rights is not None:
-        rights.give(file.fileno())
+        rights.apply_to(file.fileno())
     return file
 
 
 @contextlib.contextmanager
 def staging(path: Path, save: str, *, mode: int = 0o777) -> Iterator[Path]:
-    """A new directory, under a temporary name beside ``path``; what is left of it at the end is removed."""
+    """Create a directory with a temporary name next to ``path``; if it still exists after the block, it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(temporary_name(path, save))
     try:
@@ -152,7 +153,7 @@ def _new_directory(path: Path, mode: int) -> Iterator[None]:
         yield
         return
     handle = _locked_directory(path)
-    while handle is None:  # taken for abandoned in the moment before it was locked
+    while handle is None:  # another save removed it as abandoned before it was locked
         path.mkdir(mode=mode)
         handle = _locked_directory(path)
     try:
@@ -166,17 +167,17 @@ def _locked_directory(path: Path) -> int | None:
         handle = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    if _hold(handle, path):
+    if _lock_temporary(handle, path):
         return handle
     os.close(handle)
     return None
 
 
-def _hold(handle: int, path: Path) -> bool:
-    """Lock an open temporary; whether it is still there afterwards. The lock goes when the process does."""
+def _lock_temporary(handle: int, path: Path) -> bool:
+    """Lock an open temporary; returns whether it still exists then. The lock ends with the process."""
     if _fcntl is None:
         return True
-    with contextlib.suppress(OSError):  # not on every file system: then the age counts
+    with contextlib.suppress(OSError):  # a file system without locks: the age decides
         _fcntl.flock(handle, _fcntl.LOCK_EX)
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
@@ -185,22 +186,22 @@ def _hold(handle: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def one_at_a_time(directory: Path) -> Iterator[bool]:
-    """Wait until no other save publishes in ``directory``, which takes milliseconds.
+def publish_lock(directory: Path) -> Iterator[bool]:
+    """Hold the lock under which saves rename their files in ``directory``; other saves hold it for milliseconds.
 
-    Gives False where there is no lock to be had: the file system knows none, or somebody does not let go.
+    Yields False if there is no lock: the file system has none, or another process did not release it in time.
     """
     if _fcntl is None:
         yield False
         return
     handle = os.open(directory, os.O_RDONLY)
     try:
-        yield _locked(handle)
+        yield _acquire(handle)
     finally:
         os.close(handle)
 
 
-def _locked(handle: int) -> bool:
+def _acquire(handle: int) -> bool:
     end = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -216,27 +217,27 @@ def _locked(handle: int) -> bool:
 
 
 def clean(directory: Path, stem: str | None = None) -> None:
-    """Remove what dead savers left in ``directory``: for files called ``stem``, or for all. Never raises `OSError`."""
+    """Remove abandoned temporaries in ``directory``: those for ``stem``, or all. Never raises `OSError`."""
     for temporary in temporaries(directory):
         match = _TEMPORARY.fullmatch(temporary.name)
         assert match is not None
         if stem is None or match["stem"] == stem[:100]:
             with contextlib.suppress(OSError):
-                _if_abandoned(temporary, match["machine"])
+                _remove_if_abandoned(temporary, match["machine"])
 
 
 def temporaries(directory: Path) -> list[Path]:
-    """The temporary files and directories of saves, alive or not."""
+    """List the temporary files and directories of all saves, abandoned or not."""
     try:
         return [path for path in directory.iterdir() if _TEMPORARY.fullmatch(path.name)]
     except OSError:
         return []
 
 
-def _if_abandoned(path: Path, machine: str | None) -> None:
-    """Remove a temporary whose saver is dead, holding the lock that the saver would hold."""
+def _remove_if_abandoned(path: Path, machine: str | None) -> None:
+    """Remove a temporary if its saver is dead, which is the case if its lock can be acquired."""
     if machine != _machine() or _fcntl is None:
-        _if_old(path)
+        _remove_if_old(path)
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
@@ -245,23 +246,23 @@ def _if_abandoned(path: Path, machine: str | None) -> None:
     except BlockingIOError:
         return
     except OSError:
-        _if_old(path)
+        _remove_if_old(path)
     finally:
         os.close(handle)
 
 
-def _if_old(path: Path) -> None:
-    if time.time() - _touched(path) > ABANDONED_SECONDS:
+def _remove_if_old(path: Path) -> None:
+    if time.time() - _last_modified(path) > ABANDONED_SECONDS:
         remove(path)
 
 
-def _touched(path: Path) -> float:
+def _last_modified(path: Path) -> float:
     files = [path, *path.iterdir()] if path.is_dir() else [path]
     return max(file.stat().st_mtime for file in files)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or directory as far as the system lets us."""
+    """Remove a file or directory, ignoring errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -270,7 +271,7 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring the names in a directory to disk."""
+    """Flush a directory's entries to disk."""
     if os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY)

@@ -1,6 +1,6 @@
 """`quantize_checkpoint`: quantize the weights of a checkpoint on disk, one tensor in memory at a time.
 
-The sizes of all results follow from shapes alone, so the shards are planned, named and headed before a value is read.
+All sizes follow from shapes alone, so the shards are planned and their headers written before a value is read.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from ..errors import CheckpointError, FormatError, QcoreWarning, did_you_mean
 from ..formats import ZeroPoint
 from ..model.report import EXCLUDED, QUANTIZED, REFUSED
-from ..model.selection import Patterns, matches
+from ..model.selection import Patterns, as_patterns, matches
 from ..weights.qtensor import SCALE_DTYPES, QTensor
 from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .archive import Archive
-from .header import Entry, Part, problem
+from .header import Entry, TensorSpec, file_error
 from .records import Record
-from .writing import Aliases, Unit, explained, plan_shards, shard_limit, write_directory, write_file
+from .writing import Aliases, Unit, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 COPIED = "copied"
 Progress = Callable[[int, int, str], object]
@@ -39,10 +39,11 @@ _WEIGHT_FILES = {
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What became of one tensor.
+    """The outcome for one tensor.
 
     **Fields:** ``name``; ``shape``; ``action``: ``quantized``, ``copied`` (not a weight that qcore quantizes),
-    ``excluded`` (by pattern) or ``refused``; ``reason``: the scheme, or why not; ``bytes_before``, ``bytes_after``.
+    ``excluded`` (by pattern) or ``refused``; ``reason``: the scheme, or why the tensor is not quantized;
+    ``bytes_before``, ``bytes_after``.
     """
 
     name: str
@@ -65,59 +66,53 @@ def quantize_checkpoint(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> list[TensorReport]:
-    """Quantize a float safetensors file or sharded directory into another, without ever holding it in memory.
+    """Quantize a float safetensors file or sharded directory into another one, one tensor in memory at a time.
 
     Every floating-point ``*.weight`` with two dimensions (linear layers, embeddings, ``lm_head``) or four
-    (convolutions) is quantized; biases, norms and everything else are copied, and so are the files beside the weights
-    (configuration, tokenizer). Which classes the model uses is not known here: `load_` turns back to float what no
-    layer can use.
+    (convolutions) is quantized. Biases, norms and all other tensors are copied, and so are the other files of the
+    directory (configuration, tokenizer). The classes of the model's layers are unknown here: `load_` turns weights back
+    to float that no layer can use quantized.
 
     **Arguments:**
 
-    - ``source``, ``target``: a ``.safetensors`` file or a directory; ``target`` appears when all of it is written.
+    - ``source``, ``target``: a ``.safetensors`` file or a directory; ``target`` appears once it is complete.
     - ``scheme``: e.g. ``"w4a16-g128"``, or a mapping from patterns to schemes; the first pattern that matches decides.
     - ``include``, ``exclude``: patterns of layer or tensor names, as for `quantize_`.
-    - ``progress``: called with (bytes read, bytes in all, name) after each tensor.
-    - ``max_shard_size``: of the files of a directory.
-    - ``dtype``: of scales and of the float tensors that are copied; default as they are.
-    - ``overwrite``: replace a target that exists.
+    - ``progress``: called with (bytes read, total bytes, name) after each tensor.
+    - ``max_shard_size``: of the files of a directory, in bytes or as a text such as ``"5GB"``.
+    - ``dtype``: of scales and of float tensors that are copied; default unchanged.
+    - ``overwrite``: replace an existing target.
 
-    Returns a report of every tensor. Raises `CheckpointError`, also for NaN or Inf in a weight, naming it; then nothing
-    is left behind.
+    Returns a report of every tensor. Raises `CheckpointError`, also for a weight with NaN or Inf, naming it; then
+    nothing is left behind.
     """
-    plan = _Plan(scheme, _tuple(include), _tuple(exclude) or (), dtype)
+    plan = _CheckpointPlan(scheme, as_patterns(include), as_patterns(exclude) or (), dtype)
     source, target = Path(source), Path(os.path.realpath(target))
     limit = shard_limit(max_shard_size)
     _check_target(source, target, overwrite=overwrite)
-    with Archive.open(source) as archive, explained(target):
+    with Archive.open(source) as archive, translate_os_errors(target):
         if archive.records:
-            raise problem(source, "it is quantized already.", "Quantize the float checkpoint it was made from.")
+            raise file_error(source, "it is quantized already.", "Quantize the float checkpoint it was made from.")
         plan.warn_about_patterns([*archive.entries, *archive.aliases])
-        job = _Job(archive, plan, progress)
-        units = [job.unit(archive.entries[name]) for name in archive.entries]
+        run = _QuantizeRun(archive, plan, progress)
+        units = [run.unit(archive.entries[name]) for name in archive.entries]
         aliases = _aliases(archive, units)
         if target.suffix == ".safetensors":
-            _into_file(target, units, aliases, job)
+            _into_file(target, units, aliases, run)
         else:
-            _into_directory(source, target, plan_shards(units, limit), aliases, job)
-        return job.rows
-
-
-def _tuple(patterns: Patterns | None) -> tuple[str, ...] | None:
-    if patterns is None:
-        return None
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+            _into_directory(source, target, plan_shards(units, limit), aliases, run)
+        return run.rows
 
 
 def _aliases(archive: Archive, units: Iterable[Unit]) -> Aliases:
-    """What was tied in the source stays tied, quantized or not."""
+    """Return the aliases of the target: tensors that are tied in the source stay tied, quantized or not."""
     records = {unit.name: unit.record for unit in units if unit.record is not None}
     tied = {n: replace(records[target], name=n) for n, target in archive.aliases.items() if target in records}
     return Aliases(archive.aliases, tied)
 
 
-class _Plan:
-    """Which tensors are quantized, and how."""
+class _CheckpointPlan:
+    """Decides which tensors are quantized, and with which scheme."""
 
     def __init__(
         self,
@@ -127,13 +122,13 @@ class _Plan:
         dtype: torch.dtype | None,
     ) -> None:
         mapping = scheme if isinstance(scheme, Mapping) else {"*": scheme}
-        self.rules = [(pattern, _usable(value)) for pattern, value in mapping.items()]
+        self.rules = [(pattern, _parse_scheme(value)) for pattern, value in mapping.items()]
         self.include, self.exclude, self.dtype = include, exclude, dtype
         if dtype is not None and dtype not in SCALE_DTYPES:
             raise FormatError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
 
     def decide(self, entry: Entry, names: Sequence[str]) -> Scheme | tuple[str, str]:
-        """The scheme of a tensor that goes by these names, or what happens to it instead and why."""
+        """Return the scheme of a tensor with these names, or the action and the reason if it is not quantized."""
         reason = _not_a_weight(entry)
         if reason:
             return COPIED, reason
@@ -145,11 +140,11 @@ class _Plan:
         scheme = next((s for pattern, s in self.rules if _any_matches(names, pattern)), None)
         if scheme is None:
             return EXCLUDED, "matches no pattern of the scheme mapping"
-        reason = _unfit(entry)
+        reason = _why_refused(entry)
         return (REFUSED, reason) if reason else scheme
 
     def warn_about_patterns(self, names: Iterable[str]) -> None:
-        """A pattern that matches nothing is most likely a typo."""
+        """Warn about patterns that match no tensor, which are most likely typos."""
         known = list(names)
         for pattern in (*self.exclude, *(self.include or ()), *(p for p, _ in self.rules)):
             if not any(_matches(name, pattern) for name in known):
@@ -157,11 +152,11 @@ class _Plan:
                 warnings.warn(f"pattern {pattern!r} matches no tensor.{hint}", QcoreWarning, stacklevel=3)
 
     def copied_dtype(self, entry: Entry) -> torch.dtype:
-        """The dtype in which a tensor is copied: integers and 8-bit floats stay what they are."""
+        """Return the dtype in which a tensor is copied: integers and 8-bit floats keep theirs."""
         return self.dtype if self.dtype is not None and entry.dtype in _SOURCES else entry.dtype
 
 
-def _usable(text: str | Scheme) -> Scheme:
+def _parse_scheme(text: str | Scheme) -> Scheme:
     scheme = Scheme.parse(text)
     if scheme.needs_calibration or scheme.output is not None or getattr(scheme.activation, "per_token", False):
         raise FormatError(
@@ -189,16 +184,16 @@ def _not_a_weight(entry: Entry) -> str:
     return ""
 
 
-def _unfit(entry: Entry) -> str:
+def _why_refused(entry: Entry) -> str:
     if entry.dtype not in _SOURCES:
-        return f"{str(entry.dtype).removeprefix('torch.')} values mean something only with scales of their own"
+        return f"{str(entry.dtype).removeprefix('torch.')} values are meaningless without their scales"
     return "" if all(entry.shape) else "it is empty"
 
 
-class _Job:
-    """One run: makes the units, keeps the rows and reports progress."""
+class _QuantizeRun:
+    """One run of `quantize_checkpoint`: creates the units, collects the report and calls ``progress``."""
 
-    def __init__(self, archive: Archive, plan: _Plan, progress: Progress | None) -> None:
+    def __init__(self, archive: Archive, plan: _CheckpointPlan, progress: Progress | None) -> None:
         self.archive, self.plan, self.progress = archive, plan, progress
         self.rows: list[TensorReport] = []
         self.total = sum(entry.nbytes for entry in archive.entries.values())
@@ -208,7 +203,7 @@ class _Job:
             self.tied.setdefault(target, []).append(name)
 
     def unit(self, entry: Entry) -> Unit:
-        """What is written for a tensor, and its row."""
+        """Return the unit to write for a tensor, and add the tensor to the report."""
         verdict = self.plan.decide(entry, [entry.name, *self.tied.get(entry.name, ())])
         unit = self._quantized(entry, verdict) if isinstance(verdict, Scheme) else self._copied(entry)
         action, reason = (QUANTIZED, str(verdict)) if isinstance(verdict, Scheme) else verdict
@@ -217,16 +212,16 @@ class _Job:
 
     def _copied(self, entry: Entry) -> Unit:
         dtype = self.plan.copied_dtype(entry)
-        return Unit(entry.name, (Part(entry.name, dtype, entry.shape),), lambda: [self._read(entry).to(dtype)])
+        return Unit(entry.name, (TensorSpec(entry.name, dtype, entry.shape),), lambda: [self._read(entry).to(dtype)])
 
     def _quantized(self, entry: Entry, scheme: Scheme) -> Unit:
-        made = _outline(entry, scheme, self.plan.dtype)
-        parts = tuple(Part(f"{entry.name}.{p}", t.dtype, tuple(t.shape)) for p, t in made.tensors().items())
+        made = _meta_result(entry, scheme, self.plan.dtype)
+        specs = tuple(TensorSpec(f"{entry.name}.{p}", t.dtype, tuple(t.shape)) for p, t in made.tensors().items())
 
         def fetch() -> Sequence[Tensor]:
             return list(self._quantize(self._read(entry), scheme, entry.name).tensors().values())
 
-        return Unit(entry.name, parts, fetch, Record.of(entry.name, made, scheme))
+        return Unit(entry.name, specs, fetch, Record.of(entry.name, made, scheme))
 
     def _read(self, entry: Entry) -> Tensor:
         return self.archive.read(entry.name)
@@ -239,14 +234,14 @@ class _Job:
             raise CheckpointError(f"{self.archive.shards[name]}: {error}") from error
 
     def advance(self, unit: Unit) -> None:
-        """Called when a unit is written."""
+        """Report progress after a unit was written."""
         self.done += self.archive.entries[unit.name].nbytes
         if self.progress is not None:
             self.progress(self.done, self.total, unit.name)
 
 
-def _outline(entry: Entry, scheme: Scheme, dtype: torch.dtype | None) -> QTensor:
-    """The quantized weight without values: what its tensors will be."""
+def _meta_result(entry: Entry, scheme: Scheme, dtype: torch.dtype | None) -> QTensor:
+    """Return the quantized weight on meta: dtypes and shapes without values."""
     fmt, shape = scheme.weight, (entry.shape[0], math.prod(entry.shape[1:]))
     scale_dtype = dtype or (entry.dtype if entry.dtype in SCALE_DTYPES else torch.float32)
     groups = (fmt.groups(shape[1]), shape[0])
@@ -258,32 +253,36 @@ def _outline(entry: Entry, scheme: Scheme, dtype: torch.dtype | None) -> QTensor
 def _check_target(source: Path, target: Path, *, overwrite: bool) -> None:
     origin = Path(os.path.realpath(source))
     if target == origin or target in origin.parents or (origin.is_dir() and origin in target.parents):
-        raise problem(target, f"it is, holds or lies in the source {source}.", "Write to another place.")
+        raise file_error(target, f"it is, holds or lies in the source {source}.", "Write to another place.")
     if not target.exists():
         return
     if not overwrite:
-        raise problem(target, "it exists already.", "Choose another target, or pass overwrite=True.")
+        raise file_error(target, "it exists already.", "Choose another target, or pass overwrite=True.")
     if target.is_dir() != (target.suffix != ".safetensors"):
-        raise problem(target, "it exists and is of another kind (file, directory).", "Choose another target.")
+        raise file_error(target, "it exists, but one is a file and the other a directory.", "Choose another target.")
     if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
-        # A typo must not replace somebody's documents by a checkpoint.
-        raise problem(target, "it exists and holds no checkpoint, so it is not overwritten.", "Choose another target.")
+        # A typo in the path must not replace a directory of documents by a checkpoint.
+        raise file_error(
+            target, "it exists and holds no checkpoint, so it is not overwritten.", "Choose another target."
+        )
 
 
-def _into_file(target: Path, units: Sequence[Unit], aliases: Aliases, job: _Job) -> None:
+def _into_file(target: Path, units: Sequence[Unit], aliases: Aliases, run: _QuantizeRun) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_file(target, units, aliases, job.advance)
+    write_file(target, units, aliases, run.advance)
 
 
-def _into_directory(source: Path, target: Path, shards: Sequence[Sequence[Unit]], aliases: Aliases, job: _Job) -> None:
-    """An existing directory is replaced: readers find the old checkpoint in it until all of the new one is there."""
+def _into_directory(
+    source: Path, target: Path, shards: Sequence[Sequence[Unit]], aliases: Aliases, run: _QuantizeRun
+) -> None:
+    """Write a directory, replacing an existing one; readers find the old checkpoint until the new one is complete."""
     files = _side_files(source) if source.is_dir() else ()
-    beside = {str(file.relative_to(source)): file for file in files}
-    write_directory(target, shards, aliases, job.advance, beside=beside, alone=True)
+    side_files = {str(file.relative_to(source)): file for file in files}
+    write_directory(target, shards, aliases, run.advance, side_files=side_files, exclusive=True)
 
 
 def _side_files(directory: Path) -> Iterator[Path]:
-    """Configuration, tokenizer and the like: files that hold no weights and are not hidden."""
+    """Yield the files of a directory that are neither weights nor hidden: configuration, tokenizer and the like."""
     for path in sorted(directory.iterdir()):
         if path.name.startswith("."):
             continue

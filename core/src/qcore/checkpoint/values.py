@@ -1,4 +1,4 @@
-"""Bytes of tensors, in and out of files, and whether the values of a quantized weight are what its format allows."""
+"""Read and write the bytes of tensors, and validate the values of quantized weights."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ..discovery.registry import Guarded
 from ..errors import FormatError
 from ..formats import PLAIN, PLAIN_INT32
 from ..weights.qtensor import QTensor
-from .header import Entry, problem
+from .header import Entry, file_error
 from .records import Record
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; the caller keeps the tensor alive. Needs no numpy."""
+    """Return the memory of a contiguous CPU tensor, without numpy; the caller must keep the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(bytearray())
-    assert tensor.data_ptr(), "memory that is not there cannot be read"
-    assert not tensor.is_neg(), "what memory holds is not negated yet"
+    assert tensor.data_ptr(), "the tensor has no memory"
+    assert not tensor.is_neg(), "the negation of the tensor is still lazy"
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def storable(tensor: Tensor) -> Tensor:
-    """The same values in memory of the CPU, dense and contiguous: nothing is left to be negated or conjugated."""
+    """Return the values as a contiguous CPU tensor with lazy negation and conjugation resolved."""
     found = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return found if found.data_ptr() or not found.numel() else found.clone()  # torch's tensor of zeros has no memory
+    return found if found.data_ptr() or not found.numel() else found.clone()  # ZeroTensors have no memory
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -40,41 +40,41 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def read_tensor(file: BinaryIO, entry: Entry, path: Path) -> Tensor:
-    """Read one tensor into memory of its own."""
+    """Read one tensor into new memory. Raises `CheckpointError` if it does not fit, or the file is too short."""
     try:
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     except (RuntimeError, MemoryError):
         what = f"it takes {entry.nbytes:,} bytes of memory, which this machine does not have."
-        raise problem(path, what, "Is this the right file? Use a machine with more memory.", entry.name) from None
+        raise file_error(path, what, "Is this the right file? Use a machine with more memory.", entry.name) from None
     try:
         file.seek(entry.start)
         count = file.readinto(as_bytes(tensor))  # type: ignore[attr-defined]
     except OSError as error:
-        raise problem(path, f"cannot be read: {error.strerror or error}.", tensor=entry.name) from error
+        raise file_error(path, f"cannot be read: {error.strerror or error}.", tensor=entry.name) from error
     if count != entry.nbytes:
-        raise problem(path, "the file ends inside its bytes; it changed while it was read.", tensor=entry.name)
+        raise file_error(path, "the file ends inside its bytes; it changed while it was read.", tensor=entry.name)
     return tensor
 
 
 def build_weight(record: Record, tensors: dict[str, Tensor], path: Path) -> QTensor:
-    """The quantized weight; raises `CheckpointError` for values that its format does not allow."""
+    """Build the quantized weight; raises `CheckpointError` for values that its format does not allow."""
     try:
         weight = QTensor(
             tensors["data"], tensors["scale"], tensors.get("zero"), record.shape, record.format, record.quantizer
         )
         canonical = _is_canonical(weight)
     except FormatError as error:
-        raise problem(path, str(error).replace("\n", " "), tensor=record.name) from None
-    except Guarded as error:  # the layout of a third party
+        raise file_error(path, str(error).replace("\n", " "), tensor=record.name) from None
+    except Guarded as error:  # a third-party layout
         what = f"layout {record.format.layout.name!r} raised {type(error).__name__}: {error}"
-        raise problem(path, what.replace("\n", " "), tensor=record.name) from error
+        raise file_error(path, what.replace("\n", " "), tensor=record.name) from error
     if not canonical:
-        raise problem(path, "padding after the last column holds codes other than zero.", tensor=record.name)
+        raise file_error(path, "padding after the last column holds codes other than zero.", tensor=record.name)
     return weight
 
 
 def _is_canonical(weight: QTensor) -> bool:
-    """Whether packing the codes again gives the same bytes: kernels rely on padding being code 0."""
+    """Whether encoding the codes again gives the same bytes: kernels require padding with code 0."""
     fmt, k = weight.format, weight.shape[1]
     padded = k % (8 if fmt.layout == PLAIN_INT32 else 2) != 0 and fmt.bits == 4
     if fmt.layout in (PLAIN, PLAIN_INT32) and not padded:

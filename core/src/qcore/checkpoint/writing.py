@@ -1,8 +1,8 @@
-"""Write a checkpoint: plan its shards from shapes alone, then stream the values; all of it appears, or nothing.
+"""Write a checkpoint atomically: plan its shards from shapes alone, then stream the values.
 
-A file is written under a temporary name, synchronised to disk and renamed. So is a new directory. An existing directory
-keeps loading as what it was until all is written; shards get names that no save before had, so that whoever reads the
-old index finds the old shards, or none and looks again. See `archive` for that end of it.
+A file, or a new directory, is written under a temporary name, flushed to disk and renamed. An existing directory keeps
+its old checkpoint until the new one is complete. New shards get names that no earlier save used: a reader of the old
+index finds either the old shards, or none and then reads the new index. See `archive` for the reader.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor
 from .._version import __version__
 from ..errors import CheckpointError
 from .archive import INDEX, SINGLE
-from .header import MAX_HEADER, Part, build_header, problem
+from .header import MAX_HEADER, TensorSpec, build_header, file_error
 from .records import SAVE, Record, write_notes
 from .staging import (
     Rights,
     clean,
     create,
     new_id,
-    one_at_a_time,
+    publish_lock,
     remove,
-    replacing,
-    save_of,
+    replace_atomically,
+    save_id_of,
     staging,
     sync,
     temporaries,
@@ -52,36 +52,36 @@ _UNITS = {
 }
 _SHARD_NAME = re.compile(r"model-((?P<save>[0-9a-f]{12})-)?\d{5,}-of-\d{5,}\.safetensors")
 _STEM = "model"
-_BESIDE = f"{INDEX}.beside"
+_SIDE_FILES = f"{INDEX}.beside"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that stay in one file: one plain tensor, or all parts of a quantized weight.
+    """Tensors that stay in one file: one plain tensor, or all tensors of a quantized weight.
 
-    ``fetch`` makes the values when their turn comes, in the order of ``parts``.
+    ``fetch``: computes the values just before they are written, in the order of ``specs``.
     """
 
     name: str
-    parts: tuple[Part, ...]
+    specs: tuple[TensorSpec, ...]
     fetch: Callable[[], Sequence[Tensor]]
     record: Record | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.nbytes for part in self.parts)
+        """Bytes of all tensors of the unit."""
+        return sum(spec.nbytes for spec in self.specs)
 
 
 @dataclass(frozen=True)
 class Aliases:
-    """Names that stand for a stored one, and the records of those that are quantized."""
+    """Alias to stored name (``targets``), and the records of aliases of quantized weights."""
 
     targets: Mapping[str, str]
     records: Mapping[str, Record]
 
     def notes(self, units: Iterable[Unit], save: str = "") -> dict[str, str]:
-        """The metadata of a file that holds ``units``."""
+        """Build the metadata of a file that holds ``units``."""
         held = list(units)
         names = {unit.name for unit in held}
         here = {name: target for name, target in self.targets.items() if target in names}
@@ -93,7 +93,7 @@ OnUnit = Callable[[Unit], None]
 
 
 def shard_limit(size: int | str | None) -> int | None:
-    """Bytes from a number or a text such as ``"5GB"`` or ``"500MiB"``. Raises `CheckpointError`."""
+    """Parse a number of bytes, or a text such as ``"5GB"`` or ``"500MiB"``. Raises `CheckpointError`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]I?B)?", size.strip().upper()) if isinstance(size, str) else None
     found = int(float(match[1]) * _UNITS[match[2] or ""]) if match else size
     if found is not None and (isinstance(found, (bool, float, str)) or found < 1):
@@ -116,15 +116,15 @@ def plan_shards(units: Iterable[Unit], limit: int | None) -> list[list[Unit]]:
 
 def write_file(path: Path, units: Sequence[Unit], aliases: Aliases, on_unit: OnUnit) -> None:
     """Write one safetensors file atomically."""
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         _write_units(file, path, units, aliases.notes(units), on_unit)
 
 
 def _write_units(file: BinaryIO, path: Path, units: Sequence[Unit], notes: Mapping[str, str], on_unit: OnUnit) -> None:
-    header, starts = build_header((part for unit in units for part in unit.parts), notes)
+    header, starts = build_header((spec for unit in units for spec in unit.specs), notes)
     if len(header) - 8 > MAX_HEADER:
-        what = f"its header would take {len(header):,} bytes; {MAX_HEADER:,} are the limit."
-        raise problem(path, what, "Split it: give a directory and max_shard_size.")
+        what = f"its header would take {len(header):,} bytes; the limit is {MAX_HEADER:,}."
+        raise file_error(path, what, "Split it: give a directory and max_shard_size.")
     file.write(header)
     for unit in units:
         _write_unit(file, unit, starts)
@@ -132,10 +132,10 @@ def _write_units(file: BinaryIO, path: Path, units: Sequence[Unit], notes: Mappi
 
 
 def _write_unit(file: BinaryIO, unit: Unit, starts: Mapping[str, int]) -> None:
-    for part, value in zip(unit.parts, unit.fetch(), strict=True):
+    for spec, value in zip(unit.specs, unit.fetch(), strict=True):
         tensor = storable(value)
-        assert (tensor.dtype, tuple(tensor.shape)) == (part.dtype, part.shape), part
-        file.seek(starts[part.name])
+        assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), spec
+        file.seek(starts[spec.name])
         file.write(as_bytes(tensor))
 
 
@@ -145,47 +145,48 @@ def write_directory(
     aliases: Aliases,
     on_unit: OnUnit,
     *,
-    beside: Mapping[str, Path] | None = None,
-    alone: bool = False,
+    side_files: Mapping[str, Path] | None = None,
+    exclusive: bool = False,
 ) -> None:
     """Write shards and index into a new or existing directory.
 
-    ``beside``: files to be copied, by their names in it; ``alone``: nothing else of an existing directory stays.
+    ``side_files``: further files to copy, by their names in the directory; ``exclusive``: remove all other files of an
+    existing directory.
     """
     save = new_id()
-    job = _Job(path, shards, aliases, on_unit, beside or {}, save)
+    saver = _DirectorySave(path, shards, aliases, on_unit, side_files or {}, save)
     clean(path.parent, path.name)
     if path.is_dir():
         clean(path)
         with staging(path / _STEM, save, mode=0o700) as stage:
-            job.write(stage, Rights.of(*_files_of(path)))
-            job.publish(stage, alone=alone)
+            saver.write(stage, Rights.of(*_files_of(path)))
+            saver.publish(stage, exclusive=exclusive)
         return
     with staging(path, save) as stage:
-        job.write(stage, None)
-        job.take_names(stage, stage)
-        _put_in_place(stage, job, alone=alone)
+        saver.write(stage, None)
+        saver.rename_files(stage, stage)
+        _put_in_place(stage, saver, exclusive=exclusive)
 
 
-def _put_in_place(stage: Path, job: _Job, *, alone: bool) -> None:
+def _put_in_place(stage: Path, saver: _DirectorySave, *, exclusive: bool) -> None:
     try:
-        stage.rename(job.path)
+        stage.rename(saver.path)
     except OSError:
-        if not job.path.is_dir():
+        if not saver.path.is_dir():
             raise
-        if alone:
-            what = "it appeared while its checkpoint was made."
-            raise problem(job.path, what, "Choose another target, or allow to overwrite it.") from None
-        # Another save made the directory meanwhile: this one is later.
-        job.publish(stage, alone=False)
-    sync(job.path.parent)
+        if exclusive:
+            what = "it was created by another process while the checkpoint was written."
+            raise file_error(saver.path, what, "Choose another target, or pass overwrite=True.") from None
+        # Another save created the directory meanwhile: this one replaces its checkpoint.
+        saver.publish(stage, exclusive=False)
+    sync(saver.path.parent)
 
 
-class _Job:
-    """One save into a directory: its files are complete before the first of them gets a name there.
+class _DirectorySave:
+    """One save into a directory: all files are complete before the first of them is renamed into place.
 
-    What loads changes in one step. That step is the renaming of an index; or, to a single file, the removal of an
-    index; or the renaming of one single file to another's name. Before it the old state loads, afterwards the new one.
+    One atomic step switches readers from the old checkpoint to the new one: for shards, the renaming of the index; for
+    a single file, the removal of the old index or the renaming over the old file.
     """
 
     def __init__(
@@ -194,22 +195,22 @@ class _Job:
         shards: Sequence[Sequence[Unit]],
         aliases: Aliases,
         on_unit: OnUnit,
-        beside: Mapping[str, Path],
+        side_files: Mapping[str, Path],
         save: str,
     ) -> None:
         self.path, self.shards, self.aliases, self.on_unit, self.save = path, shards, aliases, on_unit, save
-        self.beside = beside
+        self.side_files = side_files
         usual = shard_names(len(shards))
         self.names = dict(zip(usual, usual, strict=True))
-        """The names of the shards while they wait, and those that they get."""
+        """Name of a shard in the staging directory to its final name."""
 
     @property
     def single(self) -> bool:
-        """Whether all is in one file, without an index."""
+        """Whether the checkpoint is one file without an index."""
         return len(self.shards) == 1
 
     def write(self, stage: Path, rights: Rights | None) -> None:
-        """Write all files under names in ``stage``."""
+        """Write all files to ``stage``."""
         self.rights = rights
         for name, units in zip(self.names, self.shards, strict=True):
             with create(stage / name, rights) as file:
@@ -217,31 +218,31 @@ class _Job:
                 _write_units(file, self.path, units, notes, self.on_unit)
                 file.flush()
                 os.fsync(file.fileno())
-        for name, source in self.beside.items():
-            place = stage / _BESIDE / name
+        for name, source in self.side_files.items():
+            place = stage / _SIDE_FILES / name
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, place)
 
-    def publish(self, stage: Path, *, alone: bool) -> None:
-        """Replace what is in the directory by what is in ``stage``."""
-        with one_at_a_time(self.path) as locked:
+    def publish(self, stage: Path, *, exclusive: bool) -> None:
+        """Replace the checkpoint in the directory by the files in ``stage``."""
+        with publish_lock(self.path) as locked:
             old = _identity(self.path / SINGLE)
             if not (locked and _is_free(self.path, self.names)) and not self.single:
                 self.names = {name: f"model-{self.save}{usual[5:]}" for name, usual in self.names.items()}
             try:
-                self.take_names(stage, self.path)
+                self.rename_files(stage, self.path)
             except BaseException:
-                self._withdraw(old)
+                self._roll_back(old)
                 raise
             sync(self.path)
-            self._remove_stale(old, alone=alone)
+            self._remove_stale(old, exclusive=exclusive)
 
-    def take_names(self, stage: Path, directory: Path) -> None:
-        """Rename the files of ``stage`` to where they belong in ``directory``, so that the last step decides."""
-        if (stage / _BESIDE).is_dir():
-            for name in self.beside:
-                _replace(stage / _BESIDE / name, directory / name)
-            remove(stage / _BESIDE)
+    def rename_files(self, stage: Path, directory: Path) -> None:
+        """Rename the files of ``stage`` into ``directory``; the atomic switch comes last."""
+        if (stage / _SIDE_FILES).is_dir():
+            for name in self.side_files:
+                _replace(stage / _SIDE_FILES / name, directory / name)
+            remove(stage / _SIDE_FILES)
         for waiting, name in self.names.items():
             if stage / waiting != directory / name:
                 (stage / waiting).replace(directory / name)
@@ -256,7 +257,7 @@ class _Job:
 
     def _write_index(self, path: Path) -> None:
         held = dict(zip(self.names.values(), self.shards, strict=True))
-        weight_map = {part.name: name for name, units in held.items() for unit in units for part in unit.parts}
+        weight_map = {spec.name: name for name, units in held.items() for unit in units for spec in unit.specs}
         total = sum(unit.nbytes for units in self.shards for unit in units)
         notes = {"total_size": total, "qcore": __version__, SAVE: self.save}
         tree = {"metadata": notes, "weight_map": dict(sorted(weight_map.items()))}
@@ -266,11 +267,11 @@ class _Job:
             file.flush()
             os.fsync(file.fileno())
 
-    def _withdraw(self, old: object) -> None:
-        """Remove what has a name already, unless the step that decides was done."""
+    def _roll_back(self, old: object) -> None:
+        """Remove files that were renamed already, unless the switch to the new checkpoint was done."""
         index = self.path / INDEX
         if self.single:
-            # Beside an index the file does not count; without one it is the checkpoint.
+            # With an index, readers ignore the single file; without one, it is the checkpoint.
             if index.exists() and _identity(self.path / SINGLE) != old:
                 remove(self.path / SINGLE)
             return
@@ -278,39 +279,39 @@ class _Job:
             for name in self.names.values():
                 remove(self.path / name)
 
-    def _remove_stale(self, old: object, *, alone: bool) -> None:
-        """Remove the files of the checkpoint that stood here before, and shards of saves that did not get to the end.
+    def _remove_stale(self, old: object, *, exclusive: bool) -> None:
+        """Remove the files of the previous checkpoint, and shards of saves that did not finish.
 
-        What another save has renamed meanwhile is its own. A reader that has a file open keeps it.
+        Files that another running save renamed meanwhile are kept. Open files stay readable.
         """
         kept = {INDEX, *self.names.values(), *_shards_in(self.path / INDEX)}
-        living = {save_of(temporary) for temporary in temporaries(self.path)} - {self.save}
+        living = {save_id_of(temporary) for temporary in temporaries(self.path)} - {self.save}
         for file in self.path.glob("model*.safetensors"):
             match = _SHARD_NAME.fullmatch(file.name)
             if file.name not in kept and match and match["save"] not in living:
                 remove(file)
         if not self.single and old is not None and _identity(self.path / SINGLE) == old:
             remove(self.path / SINGLE)
-        if alone:
+        if exclusive:
             self._remove_others(kept)
 
     def _remove_others(self, kept: set[str]) -> None:
-        stay = {self.path / name for name in (*kept, *self.beside)}
+        stay = {self.path / name for name in (*kept, *self.side_files)}
         stay |= {parent for path in stay for parent in path.parents}
         for path in sorted(self.path.rglob("*"), key=lambda path: len(path.parts)):
-            if path not in stay and save_of(self.path / path.relative_to(self.path).parts[0]) is None:
+            if path not in stay and save_id_of(self.path / path.relative_to(self.path).parts[0]) is None:
                 remove(path)
 
 
 def shard_names(count: int) -> list[str]:
-    """The usual names: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on."""
+    """Return the standard names: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on."""
     if count == 1:
         return [SINGLE]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def _is_free(directory: Path, names: Iterable[str]) -> bool:
-    """Whether no checkpoint is or was here whose readers could take these names for its own."""
+    """Whether the directory holds no checkpoint whose readers could mistake files with these names for their own."""
     return not any((directory / name).exists() for name in (INDEX, SINGLE, *names))
 
 
@@ -348,7 +349,7 @@ def _shards_in(index: Path) -> set[str]:
 
 
 def _files_of(directory: Path) -> list[Path]:
-    """The files of the checkpoint that a directory holds."""
+    """Return the files of the checkpoint in a directory."""
     index = directory / INDEX
     return (
         [index, *(directory / name for name in sorted(_shards_in(index)))] if index.exists() else [directory / SINGLE]
@@ -356,12 +357,12 @@ def _files_of(directory: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn what the system says (disk full, no rights) into a `CheckpointError` that names the target."""
+def translate_os_errors(path: Path) -> Iterator[None]:
+    """Convert errors of the system (disk full, missing rights) to a `CheckpointError` that names the target."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise problem(
-            path, f"cannot be written: {reason}.", "Nothing was left behind; make room or choose another place."
+        raise file_error(
+            path, f"cannot be written: {reason}.", "Nothing was left behind; free disk space or choose another target."
         ) from error

@@ -1,1 +1,4 @@
-"""The built-in plugin ``torch``: serves every request, on any device, with torch's own ops."""
+"""The built-in plugin ``torch``: supports every request on any device with torch's own ops.
+
+May import: discovery and the floors below it. Imported by: the registry, by entry point, and plugin_api.
+"""

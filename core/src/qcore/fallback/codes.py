@@ -1,8 +1,8 @@
-"""Activations as uint8 for oneDNN's int8 product, in as few ops and passes over x as torch allows.
+"""Quantize activations to uint8 for oneDNN's int8 product, with as few ops and passes over x as torch allows.
 
-After a product has streamed its weight through the caches every op costs five to ten microseconds, as much as a pass
+After a product has streamed its weight through the caches, every op costs five to ten microseconds, as much as a pass
 over a few rows of x. Hence the trick used throughout: a float32 near ``1.5 * 2**23`` has no fraction bits, so adding
-that number rounds half to even and leaves the whole number in the low bits, to be read as an integer.
+that number rounds half to even and leaves the rounded integer in the low bits.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from ..weights.activations import INT8_MAX, INT8_MIN, DynamicInt8, Int8Activation, dynamic_parameters
-from .integer import Given, Parameter, parameters
+from .integer import Parameter, RuntimeParams, parameters
 from .onednn import OFFSET
 
 _SMALLEST = torch.finfo(torch.float32).smallest_normal
 _LARGE = 2.0**96
-"""The sum of a row's values stays finite below it."""
+"""If no value of a row exceeds this, the row's sum stays finite in float32."""
 _ROUND_BYTE = 1.5 * 2.0**23 + OFFSET
 
 
-def quantized(activation: Int8Activation, x: Tensor, given: Given) -> tuple[Tensor, Parameter, Parameter | None]:
+def quantized(
+    activation: Int8Activation, x: Tensor, runtime_params: RuntimeParams
+) -> tuple[Tensor, Parameter, Parameter | None]:
     """Codes of x ``(..., K)`` as float32, their scale and zero point (None where there is none)."""
     values = x.float()
     scale: Parameter
@@ -30,86 +32,92 @@ def quantized(activation: Int8Activation, x: Tensor, given: Given) -> tuple[Tens
     if isinstance(activation, DynamicInt8):
         scale, zero = dynamic_parameters(values, activation.symmetric)
     else:
-        scale, zero = parameters(activation, given, "x")
+        scale, zero = parameters(activation, runtime_params, "x")
     if x.dtype == torch.int8:
         return values, scale, zero
     values = (values / scale if values is x else values.div_(scale)).round_()
     if zero is None:
         return values, scale, zero  # at most 127 by construction
     if isinstance(activation, DynamicInt8):
-        # Zeros mean zeros: a zero point beside codes of its own would leave what float32 rounds off.
+        # A zero row must give exact zeros: a nonzero zero point would leave a float32 rounding error.
         zero = zero * values.any(-1, keepdim=True)
     return values.add_(zero).clamp_(INT8_MIN, INT8_MAX), scale, zero
 
 
 def unsigned(values: Tensor, zero: int = 0) -> Tensor:
-    """``round(values) + zero + 128`` as uint8. ``values``: float32, overwritten; whole where ``zero`` is odd."""
+    """Return ``round(values) + zero + 128`` as uint8.
+
+    ``values``: float32, overwritten. If ``zero`` is odd, they must be integers: rounding half to even would be off.
+    """
     return values.add_(_ROUND_BYTE + zero).view(torch.int32).to(torch.uint8)
 
 
 def symmetric_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantized` and `unsigned` for symmetric per-token codes: uint8 ``(M, K)`` and the scale ``(M, 1)``."""
+    """Quantize x with a symmetric scale per token: uint8 codes (offset 128) ``(M, K)`` and the scale ``(M, 1)``."""
     values = x.float()
-    # A row of zeros gives zeros for any scale; NaN passes through.
+    # A row of zeros gives zeros for any scale; NaN propagates.
     scale = values.abs().amax(-1, keepdim=True).div_(INT8_MAX).clamp_min_(_SMALLEST)
-    up = scale.reciprocal()
-    return unsigned(values * up if values is x else values.mul_(up)), scale
+    inverse = scale.reciprocal()
+    return unsigned(values * inverse if values is x else values.mul_(inverse)), scale
 
 
 def symmetric_token(x: Tensor) -> tuple[Tensor, float]:
-    """`symmetric_tokens` for a single row, whose scale as a number saves the small ops."""
+    """`symmetric_tokens` for a single row; a Python float as the scale saves several small ops."""
     values = x.float()
-    scale = max(float(values.abs().amax()) / INT8_MAX, _SMALLEST)  # NaN stays, being first
+    scale = max(float(values.abs().amax()) / INT8_MAX, _SMALLEST)  # max() returns its first argument for NaN
     return unsigned(values / scale), scale
 
 
 def static_codes(x: Tensor, scale: float, zero: int) -> Tensor:
-    """Float x quantized with one scale and zero point, as uint8."""
+    """Quantize float x with one scale and zero point; returns uint8 codes (offset 128)."""
     values = x.float()
     values = values * (1.0 / scale) if values is x else values.mul_(1.0 / scale)
     return unsigned(values.clamp_(INT8_MIN - zero, INT8_MAX - zero).round_(), zero)
 
 
-def whole_numbers(x: Tensor, bits: int, limit: float = 0.0) -> tuple[Tensor, Tensor | float, Tensor | None]:
-    """``x = values * scale`` per row: values are whole numbers up to ``2**bits`` in float32, the scale a power of two.
+def to_fixed_point(x: Tensor, bits: int, limit: float = 0.0) -> tuple[Tensor, Tensor | float, Tensor | None]:
+    """Convert each row to fixed point, ``x = values * scale``.
 
-    bfloat16 values are exact as long as they are above ``2**(8 - bits)`` of the row's largest; smaller ones err by at
-    most ``2**-bits`` of it. A row that holds NaN or Inf gets the scale NaN. The third result are the indices of rows
-    for which that is too coarse, None if there are none: their absolute values sum up to less than ``limit`` times the
-    largest, or that is too near either end of float32.
+    ``values`` are integers up to ``2**bits`` stored in float32; ``scale`` is a power of two. bfloat16 elements above
+    ``2**(8 - bits)`` of the row's maximum are exact; smaller ones are off by at most ``2**-bits`` of the maximum. A
+    row with NaN or Inf gets the scale NaN.
+
+    The third result holds the indices of the rows for which this is too coarse, or None: rows whose absolute values
+    sum to less than ``limit`` times their maximum, and rows whose maximum is close to the limits of float32.
     """
     values = x.float()
-    size = values.abs()
-    top, total = size.amax(-1, keepdim=True), size.sum(-1, keepdim=True)
-    up: Tensor | float
+    magnitude = values.abs()
+    top, total = magnitude.amax(-1, keepdim=True), magnitude.sum(-1, keepdim=True)
+    inverse: Tensor | float
     scale: Tensor | float
     if x.shape[0] == 1:
         largest = float(top)
         scale = math.ldexp(1.0, max(math.frexp(largest)[1], bits - 126) - bits) if math.isfinite(largest) else math.nan
-        up = 1.0 / scale
+        inverse = 1.0 / scale
         inside = 2.0 ** (bits - 127) <= largest <= _LARGE and float(total) >= limit * largest
         coarse = None if inside or not 0.0 < largest < math.inf else torch.zeros(1, dtype=torch.int64)
     else:
-        # The exponent bits alone are the power of two at or below a number.
+        # Keeping only the exponent bits rounds a number down to a power of two.
         power = (top.view(torch.int32) & 0x7F800000).view(torch.float32)
         coarse = _coarse_rows(top, total, 2.0 ** (bits - 127), limit) if limit else None
         power = power.clamp_min_(2.0 ** (bits - 127))
-        up, scale = power.reciprocal().mul_(2.0 ** (bits - 1)), power * 2.0 ** (1 - bits) + (top - top)
-    values = values * up if values is x else values.mul_(up)
+        # top - top is NaN for NaN and Inf, and 0 otherwise.
+        inverse, scale = power.reciprocal().mul_(2.0 ** (bits - 1)), power * 2.0 ** (1 - bits) + (top - top)
+    values = values * inverse if values is x else values.mul_(inverse)
     return values.round_(), scale, coarse
 
 
 def _coarse_rows(top: Tensor, total: Tensor, least: float, limit: float) -> Tensor | None:
-    # As numbers: each op on a few rows costs as much as a pass over all of x.
+    # Python floats: an op on a few rows costs as much as a pass over all of x.
     pairs = enumerate(zip(top.view(-1).tolist(), total.view(-1).tolist(), strict=True))
     rows = [i for i, (t, s) in pairs if not (s >= limit * t and least <= t <= _LARGE) and 0.0 < t < math.inf]
     return torch.tensor(rows) if rows else None
 
 
 def digit_rows(values: Tensor, digits: int) -> Tensor:
-    """Whole numbers ``(M, K)`` to rows of signed base-256 digits, lowest first: uint8 ``(digits * M, K)``, each + 128.
+    """Split integers ``(M, K)`` into signed base-256 digits, lowest first: uint8 ``(digits * M, K)``, offset 128.
 
-    Adding 128 to every digit at once turns signed digits into the bytes of an unsigned number.
+    Adding 128 at every digit position turns the signed digits into the bytes of an unsigned integer.
     """
     number = values.to(torch.int32).add_(_ALL_OFFSETS[digits])
     planes = number.view(torch.uint8).view(*values.shape, 4)[..., :digits].permute(2, 0, 1)
@@ -120,7 +128,7 @@ _ALL_OFFSETS = {2: 0x8080, 3: 0x808080, 4: 0x80808080 - (1 << 32)}
 
 
 def group_sums(values: Tensor, group: int) -> Tensor:
-    """Sums of ``(M, K)`` per group of ``group`` columns, the last of which may be short: ``(M, G)``."""
+    """Sum ``(M, K)`` over groups of ``group`` columns to ``(M, G)``; the last group may be ragged."""
     rows, k = values.shape
     if group >= k:
         return values.sum(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """``torch.cpu.conv2d``: static int8 activations and per-channel weights through ``onednn::qconv_pointwise``.
 
-As in `onednn`: activations are uint8 = code + 128, and a CPU on which the op saturates is found out beforehand. Padding
-has the value 0 there, whatever the zero point, which is what the contract says.
+As in `onednn`, activations are uint8 = code + 128, and a probe rules out CPUs on which the op saturates. The op pads
+with the value 0 for any zero point, as the contract requires.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from .codes import static_codes, unsigned
 from .integer import finish
 from .onednn import OFFSET
 from .ops import on_cpu, op
-from .padding import is_misread, padded
+from .padding import needs_explicit_padding, pad_image
 
 
 class CpuConv2d(Kernel):
-    """One activation scale, symmetric per-channel int4 or int8 weights; a float or an int8 result.
+    """Static int8 activations, symmetric per-channel int4 or int8 weights; a float or an int8 result.
 
-    Packed: ``weight``: the prepacked codes; ``scale``: as it is; ``scale32`` ``(OC,)`` float32.
+    Packed: ``weight``: the prepacked codes; ``scale``: the weight's scale, unchanged; ``scale32`` ``(OC,)`` float32.
     """
 
     name = "torch.cpu.conv2d"
 
     def __init__(self, request: Conv2dRequest) -> None:
         self.request, self.n, self.k = request, request.n, request.k
-        # Here, because a trace cannot register them.
+        # Registered here: a trace cannot register ops.
         self._traced, self._traced_codes = op(int8_conv2d, _fake), op(kernel_codes, _fake_codes)
-        # The op rounds to bfloat16 itself; what it cannot write is made from float32.
+        # The op writes float32 and bfloat16; other dtypes are rounded from float32.
         self.direct = request.out_dtype if request.out_dtype == torch.bfloat16 else torch.float32
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class CpuConv2d(Kernel):
         call = self._traced_codes if torch.compiler.is_compiling() else kernel_codes
         return QTensor.from_codes(call(packed["weight"]), packed["scale"], None, self.request.weight)
 
-    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_runtime_params: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
         r = self.request
         check_image(self.name, x, r)
@@ -79,13 +79,13 @@ def int8_conv2d(
     groups: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Convolve x ``(B, IC, H, W)`` uint8 with a prepacked weight, exactly, and round once to ``out_dtype``."""
+    """Convolve x ``(B, IC, H, W)`` uint8 with a prepacked weight in int32 and round once to ``out_dtype``."""
     geometry = (stride, padding, dilation, groups)
     if not x.shape[0]:
         return _fake(x, x_scale, x_zero_point, weight, scale, bias, *geometry, out_dtype)
     none, zero = torch.zeros_like(scale, dtype=torch.int32), x_zero_point + OFFSET
-    if is_misread(x.shape[2:], weight.shape, stride, padding, dilation):
-        x, stride = padded(x, weight.shape[2:], stride, padding, dilation, zero)
+    if needs_explicit_padding(x.shape[2:], weight.shape, stride, padding, dilation):
+        x, stride = pad_image(x, weight.shape[2:], stride, padding, dilation, zero)
         geometry = (stride, (0, 0), dilation, groups)
     y = _convolve()(x, x_scale, zero, weight, scale, none, bias, *geometry, 1.0, 0, out_dtype, "none", [], "")
     return y.contiguous(memory_format=torch.channels_last)
@@ -98,7 +98,7 @@ def _fake(x: Tensor, _x_scale: float, _zero: int, weight: Tensor, scale: Tensor,
 
 
 def kernel_codes(weight: Tensor) -> Tensor:
-    """The codes of a prepacked weight, int8 ``(OC, KH*KW*IC/groups)`` in the order of a `QTensor`."""
+    """Unpack a prepacked weight to int8 codes ``(OC, KH*KW*IC/groups)`` in the column order of a `QTensor`."""
     return weight.to_dense().permute(0, 2, 3, 1).flatten(1).contiguous()
 
 
@@ -119,7 +119,7 @@ def _convolve() -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=4)
 def is_exact(weight_bits: int) -> bool:
-    """Whether the op is here and gets the most extreme codes right on this CPU."""
+    """Whether the op exists and multiplies the most extreme codes exactly on this CPU."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qconv_pointwise")):  # type: ignore[no-untyped-call]
         return False
     with on_cpu():
@@ -132,11 +132,11 @@ def is_exact(weight_bits: int) -> bool:
 
 
 def kernel(request: Conv2dRequest) -> CpuConv2d | None:
-    """The kernel for ``request``, None where there is none."""
+    """Return the kernel for ``request``, or None if it is not supported."""
     fmt, activation = request.weight, request.activation
     one_scale = fmt.groups(request.k) == 1 and fmt.zero is ZeroPoint.NONE
     if request.device.type != "cpu" or not one_scale or not isinstance(activation, StaticInt8):
         return None
     if request.in_channels == request.groups != request.out_channels and request.groups > 1:
-        return None  # several results per group of one channel: oneDNN is wrong for more than 32 (torch 2.13)
+        return None  # one input and several output channels per group: oneDNN is wrong for more than 32 (torch 2.13)
     return CpuConv2d(request) if request.n and request.k and is_exact(fmt.bits) else None

@@ -4,7 +4,7 @@ With ``x = s_x (q_x - z_x)`` per token and ``W = s q + added`` per group (an int
 
     y = s_x * (sum over groups of s * (q_x @ q)  +  xsum @ added  -  z_x * colsum) + bias
 
-where xsum holds the sums of q_x per group and colsum the sums of W along K.
+Here xsum holds the sums of q_x per group, and colsum the sums of W along K.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ..weights.activations import DynamicInt8, StaticInt8
 from ..weights.qtensor import QTensor
 from . import onednn
 from .codes import group_sums, quantized, static_codes, symmetric_token, symmetric_tokens, unsigned
-from .integer import Given, finish
+from .integer import RuntimeParams, finish
 
-MOST_ROWS = 1024
-"""Longer inputs are cut, so that float32 copies of x and y stay small."""
+MAX_ROWS = 1024
+"""More rows are processed in pieces, so that the float32 copies of x and y stay small."""
 
 
 class CpuInt8(RowsKernel):
-    """What the kernels share: the packed weight.
+    """Base of the kernels that share this packed weight.
 
-    Packed: ``weight_<i>``: the prepacked codes of group i (int4 ones as int8); ``scale`` and ``zero``: as they are;
-    ``scale32``: the scale in float32 where it is not already; ``added`` ``(G, N)`` float32 where there is a zero point;
+    Packed: ``weight_<i>``: the prepacked codes of group i (int4 codes as int8); ``scale`` and ``zero``: unchanged;
+    ``scale32``: the scale in float32, if it has another dtype; ``added`` ``(G, N)`` float32, if there is a zero point;
     ``colsum`` ``(N,)`` float32; ``zeros`` ``(N,)`` int32.
     """
 
@@ -56,7 +56,7 @@ class CpuInt8(RowsKernel):
             packed["zero"] = weight.zero
             packed["added"] = weight.zero.float() if zero is None else -zero.float() * scale
             colsum = colsum + sum(part.shape[1] * a for part, a in zip(parts, packed["added"], strict=True))
-        # oneDNN wants zero points of the weight, though it heeds none.
+        # oneDNN requires zero points of the weight, but ignores them.
         return {**packed, "colsum": colsum, "zeros": torch.zeros(self.n, dtype=torch.int32, device="cpu")}
 
     def unpack(self, packed: Packed) -> QTensor:
@@ -64,15 +64,15 @@ class CpuInt8(RowsKernel):
         data = self.format.codec.encode(call(self._weights(packed)))
         return QTensor(data, packed["scale"], packed.get("zero"), (self.n, self.k), self.format)
 
-    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> Tensor:
         if torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
-                return self.run(x, packed, bias, **given)
-        if not torch.compiler.is_compiling() and x.shape[0] > MOST_ROWS:
-            return torch.cat([self.run(p, packed, bias, **g) for p, g in _pieces(x, given)])
-        return self._rows(x.contiguous(), packed, bias, given)
+                return self.run(x, packed, bias, **runtime_params)
+        if not torch.compiler.is_compiling() and x.shape[0] > MAX_ROWS:
+            return torch.cat([self.run(p, packed, bias, **g) for p, g in _pieces(x, runtime_params)])
+        return self._rows(x.contiguous(), packed, bias, runtime_params)
 
-    def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
+    def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, runtime_params: RuntimeParams) -> Tensor:
         raise NotImplementedError
 
     def _weights(self, packed: Packed) -> list[Tensor]:
@@ -83,19 +83,19 @@ class CpuInt8(RowsKernel):
         return multiply(codes, self._weights(packed), scale32(packed), packed["zeros"])
 
     def _sums(self, values: Tensor, packed: Packed) -> Tensor | None:
-        """Sums of float32 whole numbers ``(M, K)`` per group, ``(M, G)``, where a zero point needs them."""
+        """Sum float32 codes ``(M, K)`` per group to ``(M, G)``; None if the weight has no zero point."""
         return group_sums(values, self.group) if "added" in packed else None
 
 
 class CpuInt8Activations(CpuInt8):
-    """int8 activations of every kind, int4 or int8 weights, any groups and zero points; a float or an int8 result."""
+    """Any int8 activation, int4 or int8 weights, any groups and zero points; a float or an int8 result."""
 
-    def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
-        assert self.activation is not None
+    def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, runtime_params: RuntimeParams) -> Tensor:
+        assert isinstance(self.activation, (DynamicInt8, StaticInt8))
         if self.activation == DynamicInt8() and "added" not in packed:
             symmetric, tokens = symmetric_tokens(x)
-            return finish(self._product(symmetric, packed), tokens, bias, self.output, self.out_dtype, given)
-        values, scale, zero = quantized(self.activation, x, given)
+            return finish(self._product(symmetric, packed), tokens, bias, self.output, self.out_dtype, runtime_params)
+        values, scale, zero = quantized(self.activation, x, runtime_params)
         sums = self._sums(values, packed)
         y = self._product(unsigned(values), packed)
         if sums is not None:
@@ -104,17 +104,20 @@ class CpuInt8Activations(CpuInt8):
             y = y.addmm_(zero, packed["colsum"].unsqueeze(0), alpha=-1.0)
         elif zero:
             y = y.sub_(packed["colsum"], alpha=zero)
-        return finish(y, scale, bias, self.output, self.out_dtype, given)
+        return finish(y, scale, bias, self.output, self.out_dtype, runtime_params)
 
 
 class CpuOneScale(CpuInt8Activations):
-    """The same for one activation scale and no zero point of the weight: the op's own epilogue rounds once."""
+    """`CpuInt8Activations` for one activation scale and a symmetric per-channel weight.
 
-    def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, given: Given) -> Tensor:
+    The op's own epilogue scales, adds the bias and rounds once.
+    """
+
+    def _rows(self, x: Tensor, packed: Packed, bias: Tensor | None, runtime_params: RuntimeParams) -> Tensor:
         static = self.activation if isinstance(self.activation, StaticInt8) else None
-        # A number can be read from a plain tensor only: not from a fake one, nor in a graph.
+        # float(tensor) needs a real tensor: a fake one, or one in a graph, has no value.
         if torch.compiler.is_compiling() or type(x) is not Tensor or (static is None and x.shape[0] > 1):
-            return super()._rows(x, packed, bias, given)
+            return super()._rows(x, packed, bias, runtime_params)
         if static is None:
             (codes, scale), zero = symmetric_token(x), 0
         else:
@@ -126,18 +129,18 @@ class CpuOneScale(CpuInt8Activations):
 
 
 def scale32(packed: Packed) -> Tensor:
-    """The scale ``(G, N)`` in float32."""
+    """Return the scale ``(G, N)`` in float32."""
     return packed["scale32"] if "scale32" in packed else packed["scale"]
 
 
-def _pieces(x: Tensor, given: Given) -> list[tuple[Tensor, Given]]:
-    rows = torch.split(x, MOST_ROWS)
-    cut = {name: torch.split(value, MOST_ROWS) for name, value in given.items()}
+def _pieces(x: Tensor, runtime_params: RuntimeParams) -> list[tuple[Tensor, RuntimeParams]]:
+    rows = torch.split(x, MAX_ROWS)
+    cut = {name: torch.split(value, MAX_ROWS) for name, value in runtime_params.items()}
     return [(part, {name: values[i] for name, values in cut.items()}) for i, part in enumerate(rows)]
 
 
 def kernel(request: LinearRequest) -> CpuInt8Activations | None:
-    """The kernel for ``request``, None where there is none."""
+    """Return the kernel for ``request``, or None if it is not supported."""
     fmt, activation = request.weight, request.activation
     if request.device.type != "cpu" or not (request.n and request.k):
         return None

@@ -1,8 +1,8 @@
 """``torch.cpu.w4a16``: bfloat16 x and grouped int4 weights on a CPU.
 
 Few rows go through ``aten::_weight_int4pack_mm_for_cpu``, which reads 4 bits per weight but multiplies row by row.
-From `_CROSSOVER` rows on, the same packed bytes are dequantized a few columns at a time, in the cache, and go through
-the bfloat16 matrix product.
+From `_CROSSOVER` rows on, the same packed bytes are dequantized a few columns at a time, in the cache, for the bfloat16
+matrix product.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from .ops import int4_product, op
 
 GROUP_SIZES = (256, 128, 64, 32)
 _CROSSOVER = 80
-"""Measured at 4096 x 4096 on AVX-512: the op costs 0.092 ms per row, the product 4.1 ms and 0.04 per row."""
+"""Measured at 4096 x 4096 on AVX-512: the op costs 0.092 ms per row, the matrix product 4.1 ms plus 0.04 ms per row."""
 _CHUNK = 1 << 21
 """Weights dequantized at a time: 4 MiB of bfloat16."""
 
 
 class CpuW4A16(RowsKernel):
-    """bfloat16 x, int4 weight, any zero point, any N; groups that divide K, are multiples of 32 and at most 256.
+    """bfloat16 x, int4 weight, any zero point, any N; the group size divides K and is a multiple of 32, at most 256.
 
-    A single group per channel may be longer: the op then multiplies codes, which bfloat16 holds exactly, and the scale
+    A single group per channel may be longer: the op then multiplies codes, which are exact in bfloat16, and the scale
     is applied to its result.
 
-    Packed: ``weight`` uint8 ``(N', K/2)``, ``params`` bfloat16 ``(G', N', 2)`` of scale and added zero, with N' = N
-    rounded up to 64; ``zero`` int8 ``(G', N')``, the zero point of the codes, where there is one; and the neutral
-    ``scale`` (and float zero as ``added``) only where ``params`` does not hold them.
+    Packed: ``weight`` uint8 ``(N', K/2)``; ``params`` bfloat16 ``(G', N', 2)``: scale and added zero; ``zero`` int8
+    ``(G', N')``, if the zero point is an integer. N' is N rounded up to 64; G' counts the groups of the op, which may
+    be smaller than the format's. The neutral ``scale`` (and a float zero as ``added``) is kept only if ``params`` does
+    not hold its exact value.
     """
 
     name = "torch.cpu.w4a16"
@@ -45,7 +46,7 @@ class CpuW4A16(RowsKernel):
         self.group, self.float_zero = op_group(self.format, self.k), self.format.zero is ZeroPoint.FLOAT
         self.repeats = self.format.group(self.k) // self.group
         self.scale_after = self.format.groups(self.k) == 1 and not self.float_zero
-        # Here, because a trace cannot register them; it cannot ask for the layout of the bytes either.
+        # Registered here: a trace cannot register ops. Inside the ops, the byte layout can be probed as well.
         self._traced, self._traced_codes = op(w4a16, _fake), op(int4_codes, _fake_codes)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
@@ -54,18 +55,18 @@ class CpuW4A16(RowsKernel):
         scale, zero, added = weight.scale, weight.integer_zero(), torch.zeros_like(weight.scale)
         inside = torch.ones_like(scale) if self.scale_after else scale
         if zero is not None:
-            added, packed["zero"] = -zero.float() * inside.float(), self._widened(zero.unsqueeze(-1)).squeeze(-1)
+            added, packed["zero"] = -zero.float() * inside.float(), self._pad_params(zero.unsqueeze(-1)).squeeze(-1)
         elif weight.zero is not None:
             added = weight.zero
-        packed["params"] = self._widened(torch.stack((inside.bfloat16(), added.bfloat16()), -1))
+        packed["params"] = self._pad_params(torch.stack((inside.bfloat16(), added.bfloat16()), -1))
         if scale.dtype != torch.bfloat16 or self.scale_after:
             packed["scale"] = scale
             if self.float_zero:
                 packed["added"] = added
         return packed
 
-    def _widened(self, parameters: Tensor) -> Tensor:
-        """``(G, N, p)`` to the op's groups and columns, ``(G', N', p)``."""
+    def _pad_params(self, parameters: Tensor) -> Tensor:
+        """Repeat and pad ``(G, N, p)`` to the op's groups and columns ``(G', N', p)``."""
         return F.pad(parameters.repeat_interleave(self.repeats, 0), (0, 0, 0, -self.n % COLUMNS))
 
     def unpack(self, packed: Packed) -> QTensor:
@@ -80,7 +81,7 @@ class CpuW4A16(RowsKernel):
         codes = call(packed["weight"])[: self.n]
         return QTensor.from_codes(codes, scale, zero, self.format)
 
-    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **_runtime_params: Tensor) -> Tensor:
         call = self._traced if torch.compiler.is_compiling() else w4a16
         scale = packed["scale"] if self.scale_after else None
         weight = (packed["weight"], packed["params"], packed.get("zero"), scale)
@@ -98,14 +99,14 @@ def w4a16(
     group: int,
     float_zero: bool,
 ) -> Tensor:
-    """Multiply x ``(M, K)`` bfloat16 to ``(M, n)``; see `CpuW4A16` for the packed weight."""
+    """Multiply x ``(M, K)`` bfloat16 by the packed weight of `CpuW4A16`, to ``(M, n)``."""
     if x.shape[0] >= _CROSSOVER:
         start = None
         if bias is not None:
             start, bias = split_bias(bias, None if scale is None else scale[0].float())
         y = _product(x, weight, params if scale is None else None, zero, start, group, float_zero)
     else:
-        assert int4_product is not None  # nothing is offered without it
+        assert int4_product is not None  # without the op, the kernel is not offered
         y = int4_product(x.contiguous(), weight, group, params)
     if y.shape[1] != n:
         y = y[:, :n].contiguous()
@@ -117,7 +118,7 @@ def w4a16(
 
 
 def int4_codes(weight: Tensor) -> Tensor:
-    """The signed codes int8 ``(N', K)`` of a packed weight uint8 ``(N', K/2)``."""
+    """Unpack a weight uint8 ``(N', K/2)`` to signed int8 codes ``(N', K)``."""
     return _layout().unpack(weight)
 
 
@@ -138,9 +139,9 @@ def _product(
     group: int,
     float_zero: bool,
 ) -> Tensor:
-    """The product through dequantized columns ``(K, C)``, a chunk of them at a time in one buffer.
+    """Multiply by dequantized columns ``(K, C)``, one chunk at a time in one reused buffer.
 
-    Without ``params`` the columns hold whole numbers. ``start``: bfloat16 ``(N,)``, added before the result is rounded.
+    Without ``params`` the columns hold centred codes. ``start``: bfloat16 ``(N,)``, added before the result is rounded.
     """
     n, k = weight.shape[0], weight.shape[1] * 2
     step = max(COLUMNS, _CHUNK // k // COLUMNS * COLUMNS)
@@ -149,9 +150,9 @@ def _product(
     for place in range(0, n, step):
         cut = slice(place, min(place + step, n))
         dense = buffer[: k * (cut.stop - place)].view(k, -1)
-        _centre(dense, weight[cut], None if zero is None else zero[:, cut], group)
+        _write_centred(dense, weight[cut], None if zero is None else zero[:, cut], group)
         if params is not None:
-            _scale(dense, params[:, cut], group, float_zero)
+            _apply_scale(dense, params[:, cut], group, float_zero)
         if start is None:
             torch.mm(x, dense, out=y[:, cut])
         else:
@@ -159,10 +160,10 @@ def _product(
     return y
 
 
-def _centre(dense: Tensor, weight: Tensor, zero: Tensor | None, group: int) -> None:
+def _write_centred(dense: Tensor, weight: Tensor, zero: Tensor | None, group: int) -> None:
     """Write codes minus zero points into ``dense`` ``(K, C)``."""
     layout = _layout()
-    # Zero points are taken off in int8, and made contiguous before: strided they cost ten times as much.
+    # Zero points are subtracted in int8 and made contiguous first: strided, they cost ten times as much.
     zeros = (None, None) if zero is None else layout.halves(zero + 8)
     for target, codes, z in zip(layout.halves(dense), layout.nibbles(weight), zeros, strict=True):
         blocks = codes.view(codes.shape[0], -1, group, codes.shape[2])
@@ -170,7 +171,7 @@ def _centre(dense: Tensor, weight: Tensor, zero: Tensor | None, group: int) -> N
         target.copy_(codes)
 
 
-def _scale(dense: Tensor, params: Tensor, group: int, float_zero: bool) -> None:
+def _apply_scale(dense: Tensor, params: Tensor, group: int, float_zero: bool) -> None:
     """Multiply ``dense`` ``(K, C)`` by its scales and add float zero points, in place."""
     scale, added = (part.contiguous().unsqueeze(1) for part in params.unbind(-1))
     groups = dense.view(-1, group, dense.shape[1])
@@ -182,25 +183,25 @@ def _scale(dense: Tensor, params: Tensor, group: int, float_zero: bool) -> None:
 
 def _layout() -> BlockLayout:
     layout = block_layout()
-    assert layout is not None  # nothing is offered without one
+    assert layout is not None  # without a known layout, the kernel is not offered
     return layout
 
 
 def kernel(request: LinearRequest) -> CpuW4A16 | None:
-    """The kernel for ``request``, None where there is none."""
+    """Return the kernel for ``request``, or None if it is not supported."""
     fmt = request.weight
     bfloat16 = request.x_dtype == request.out_dtype == torch.bfloat16
     if request.device.type != "cpu" or request.activation is not None or fmt.dtype != "int4" or not bfloat16:
-        return None  # for other x the op runs scalar code, 50 times slower
+        return None  # for other dtypes of x the op runs scalar code, 50 times slower
     if not op_group(fmt, request.k) or int4_product is None or block_layout() is None:
         return None
     return CpuW4A16(request)
 
 
 def op_group(fmt: Format, k: int) -> int:
-    """The largest group size that the op takes and whose groups fit into the format's; 0 where there is none.
+    """Return the largest group size of the op that divides the format's group size; 0 if the op cannot be used.
 
-    Scales and zero points enter the op rounded to bfloat16: errors that average out between many groups only.
+    The op takes scales and zero points in bfloat16. Their rounding errors average out only if there are many groups.
     """
     group = fmt.group(k)
     coarse = group > GROUP_SIZES[0] and (group != k or fmt.zero is ZeroPoint.FLOAT)

@@ -1,8 +1,7 @@
 """Integer activations in torch ops: quantizing x, an exact product, and the epilogue.
 
-Codes are centred first, ``q - z``, at most 255 in size. A float32 matrix product of whole numbers is exact as long as
-every partial sum stays within 2**24, so groups of K longer than that allows are cut into parts whose products
-are added in int32.
+Codes are centred first: ``q - z`` is at most 255 in magnitude. A float32 matrix product of integers is exact as long as
+every partial sum stays within 2**24. Longer groups of K are split, and the partial products are added in int32.
 """
 
 from __future__ import annotations
@@ -25,35 +24,39 @@ from ..weights.activations import (
 from .weights import WeightReader
 
 EXACT = 1 << 24
-"""float32 holds every whole number up to this one."""
+"""float32 represents every integer up to this one."""
 
 _PRODUCTS = 1 << 23
-"""Elements of the per-group products that may exist at a time: 32 MiB of float32."""
+"""Elements of the per-group products held at a time: 32 MiB of float32."""
 _TRACED_ROWS = 256
-"""The M that chunks are sized for under a trace, where the real one is not known."""
-_MOST_ROWS = 1024
-"""Longer inputs are cut, where M is known and groups multiply the size of the products."""
+"""The M that chunks are sized for in a trace, in which the real M is unknown."""
+_MAX_ROWS = 1024
+"""More rows are processed in pieces if there are several groups, which multiply the size of the products."""
 
-Given = dict[str, Tensor]
+RuntimeParams = dict[str, Tensor]
 Parameter = Tensor | float
 
 
-def parameters(part: StaticInt8 | OutputInt8, given: Given, prefix: str) -> tuple[Parameter, Parameter]:
-    """Scale and zero point: numbers, or per-token tensors ``(tokens, 1)`` float32 that came with the call."""
+def parameters(
+    part: StaticInt8 | OutputInt8, runtime_params: RuntimeParams, prefix: str
+) -> tuple[Parameter, Parameter]:
+    """Return scale and zero point: floats, or the per-token tensors of this call as float32 ``(tokens, 1)``."""
     if part.per_token:
-        scale, zero = given[f"{prefix}_scale"], given[f"{prefix}_zero_point"]
+        scale, zero = runtime_params[f"{prefix}_scale"], runtime_params[f"{prefix}_zero_point"]
         return scale.reshape(-1, 1).float(), zero.reshape(-1, 1).float()
     return float(part.scale if part.scale is not None else 1.0), float(part.zero_point)
 
 
-def centred_activations(activation: Int8Activation, x: Tensor, given: Given) -> tuple[Tensor, Parameter]:
+def centred_activations(
+    activation: Int8Activation, x: Tensor, runtime_params: RuntimeParams
+) -> tuple[Tensor, Parameter]:
     """Quantize x ``(..., K)``: ``q - z``, whole numbers in float32, and the scale ``(..., 1)`` or a number."""
     zero: Parameter | None
     scale: Parameter
     if isinstance(activation, DynamicInt8):
         scale, zero = dynamic_parameters(x, activation.symmetric)
     else:
-        scale, zero = parameters(activation, given, "x")
+        scale, zero = parameters(activation, runtime_params, "x")
     if x.dtype == torch.int8:
         return x.float() - (0.0 if zero is None else zero), scale
     codes = torch.round(x.float() / scale)
@@ -69,15 +72,15 @@ def activation_bound(activation: Int8Activation) -> int:
 
 
 def weight_bound(format: Format) -> int:
-    """The largest size of a centred weight code."""
+    """Return the largest magnitude of a centred weight code."""
     low, high = format.code_range
     return high - low if format.zero is ZeroPoint.INT else -low
 
 
 def exact_groups(x: Tensor, w: Tensor, bound: int) -> Tensor:
-    """Exact products per group: x ``(H, M, G, g)``, w ``(H, n, G, g)``, whole numbers in float32, to ``(H, G, M, n)``.
+    """Multiply per group, exactly: x ``(H, M, G, g)`` and w ``(H, n, G, g)``, integers in float32, to ``(H, G, M, n)``.
 
-    ``bound``: the largest product of two elements.
+    ``bound``: the largest magnitude of a product of two elements.
     """
     length = x.shape[-1]
     parts = -(-length * bound // EXACT)
@@ -92,15 +95,15 @@ def exact_groups(x: Tensor, w: Tensor, bound: int) -> Tensor:
 
 
 def integer_product(reader: WeightReader, x: Tensor, packed: Packed, bound: int) -> Tensor:
-    """``sum over groups of scale * exact product`` in float32: x ``(H, M, K)`` to ``(H, M, N/H)``.
+    """Sum ``scale * exact product`` over the groups in float32: x ``(H, M, K)`` to ``(H, M, N/H)``.
 
-    ``x``: centred codes in the reader's order; H: channel groups of a convolution, each with its own rows of the
-    weight; ``bound``: the largest size of a centred activation code.
+    ``x``: centred codes in the reader's order of columns; H: channel groups of a convolution, each with its own rows of
+    the weight; ``bound``: the largest magnitude of a centred activation code.
     """
     heads, rows = x.shape[0], x.shape[1]
     known = rows if type(rows) is int and not torch.compiler.is_compiling() else _TRACED_ROWS
-    if known > _MOST_ROWS and reader.groups > 1:
-        parts = torch.split(x, _MOST_ROWS, dim=1)
+    if known > _MAX_ROWS and reader.groups > 1:
+        parts = torch.split(x, _MAX_ROWS, dim=1)
         return torch.cat([integer_product(reader, part, packed, bound) for part in parts], dim=1)
     if reader.padding:
         x = torch.nn.functional.pad(x, (0, reader.padding))
@@ -108,7 +111,7 @@ def integer_product(reader: WeightReader, x: Tensor, packed: Packed, bound: int)
     if heads > 1:
         return _chunk_product(reader, x, packed["data"], packed["scale"], packed.get("zero"), bound)
     elements = _PRODUCTS * reader.k // max(1, reader.groups * known)
-    return joined([_chunk_product(reader, x, *chunk, bound) for chunk in reader.chunks(packed, elements)])
+    return cat_columns([_chunk_product(reader, x, *chunk, bound) for chunk in reader.chunks(packed, elements)])
 
 
 def _chunk_product(
@@ -125,20 +128,20 @@ def _chunk_product(
 
 
 def _per_group(parameter: Tensor, heads: int) -> Tensor:
-    """``(G, N)`` to float32 ``(H, G, 1, N/H)``."""
+    """Reshape ``(G, N)`` to float32 ``(H, G, 1, N/H)``."""
     groups, n = parameter.shape
     return parameter.float().reshape(groups, heads, 1, n // heads).transpose(0, 1)
 
 
-def joined(parts: list[Tensor]) -> Tensor:
-    """Chunks of output columns, next to each other."""
+def cat_columns(parts: list[Tensor]) -> Tensor:
+    """Concatenate chunks of output columns."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def split_bias(bias: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``bias = inside * scale + rest``: bfloat16 to start a bfloat16 product with, and float32 for its result.
+    """Split ``bias = inside * scale + rest``: bfloat16 to start the product from, float32 to add to its result.
 
-    A bias added to a result that was rounded before brings out that rounding where the two cancel.
+    If the whole bias were added after the product was rounded to bfloat16, cancellation would expose that rounding.
     """
     wide = bias.float()
     inside = (wide if scale is None else (wide / scale).nan_to_num(0.0, 0.0, 0.0)).to(torch.bfloat16)
@@ -146,9 +149,14 @@ def split_bias(bias: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def finish(
-    y: Tensor, scale: Parameter, bias: Tensor | None, output: OutputInt8 | None, dtype: torch.dtype, given: Given
+    y: Tensor,
+    scale: Parameter,
+    bias: Tensor | None,
+    output: OutputInt8 | None,
+    dtype: torch.dtype,
+    runtime_params: RuntimeParams,
 ) -> Tensor:
-    """The epilogue: ``y * scale + bias`` in float32, one rounding to ``dtype`` or to int8 codes.
+    """Apply the epilogue: ``y * scale + bias`` in float32, rounded once to ``dtype`` or to int8 codes.
 
     ``y``: float32 ``(..., N)``, overwritten.
     """
@@ -158,4 +166,4 @@ def finish(
         y = y.add_(bias.float())
     if output is None:
         return y.to(dtype)
-    return quantize_int8(y, *parameters(output, given, "out"))
+    return quantize_int8(y, *parameters(output, runtime_params, "out"))

@@ -1,8 +1,9 @@
-"""oneDNN's int8 product: ``onednn::qlinear_pointwise`` on a weight prepacked once, exact to its float32 result.
+"""oneDNN's int8 product: ``onednn::qlinear_pointwise`` on a prepacked weight, exact up to its float32 result.
 
-Three faults of the op are kept out here (torch 2.9 to 2.13): int8 activations run a slow reference, so they are given
-as uint8 = code + 128 with zero point 128; a zero point of the weight is ignored without a word, so none is passed;
-and on a CPU without VNNI instructions pairs of products saturate at 16 bits, which `is_exact` finds out.
+This module works around three defects of the op (torch 2.9 to 2.13). int8 activations run a slow reference
+implementation, so they are passed as uint8 = code + 128 with zero point 128. A zero point of the weight is silently
+ignored, so none is passed. On a CPU without VNNI instructions, pairs of products saturate at 16 bits, which `is_exact`
+detects.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OFFSET = 128
 
 @lru_cache(maxsize=4)
 def is_exact(weight_bits: int) -> bool:
-    """Whether the op is here and gets the most extreme codes of ``weight_bits`` right on this CPU."""
+    """Whether the op exists and multiplies the most extreme codes of ``weight_bits`` exactly on this CPU."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")):  # type: ignore[no-untyped-call]
         return False
     low, high = -(1 << (weight_bits - 1)), (1 << (weight_bits - 1)) - 1
@@ -31,30 +32,30 @@ def is_exact(weight_bits: int) -> bool:
         codes[1::2] = low
         x = torch.full((3, 200), 255, dtype=torch.uint8)
         x[1] = 0
-        expected = 200.0 * torch.outer(x[:, 0].double() - OFFSET, codes[:, 0].double())  # rows are constant
+        expected = 200.0 * torch.outer(x[:, 0].double() - OFFSET, codes[:, 0].double())  # every row is constant
         y = int8_product(x, [prepack(codes)], torch.ones(1, 33), torch.zeros(33, dtype=torch.int32))
         return torch.equal(y.double(), expected)
 
 
 def prepack(codes: Tensor) -> Tensor:
-    """Codes ``(N, K)`` int8 as an opaque tensor in oneDNN's own layout."""
+    """Prepack int8 codes ``(N, K)`` to an opaque tensor in oneDNN's own layout."""
     packed: Tensor = torch.ops.onednn.qlinear_prepack(codes.contiguous(), None)
     return packed
 
 
 def codes_of(packed: Sequence[Tensor]) -> Tensor:
-    """The inverse of `prepack` for one weight per group: int8 ``(N, K)``, exact."""
+    """Invert `prepack`, exactly: one prepacked weight per group to int8 codes ``(N, K)``."""
     return torch.cat([weight.to_dense() for weight in packed]).t().contiguous()
 
 
 def int8_product(x: Tensor, weights: Sequence[Tensor], scale: Tensor, zeros: Tensor) -> Tensor:
-    """Sum over groups of ``scale * ((x - 128) @ W^T)``.
+    """Sum ``scale * ((x - 128) @ W^T)`` over the groups.
 
     ``x``: uint8 ``(M, K)``; ``weights``: one prepacked tensor per group of K; ``scale``: float32 ``(G, N)``; ``zeros``:
     int32 ``(N,)``. The result is float32 ``(M, N)``: int32 accumulation within a group, float32 between groups.
     """
     rows = x.shape[0]
-    parts, end = _columns(_bucketed(x), weights), (None, 1.0, 0, torch.float32)
+    parts, end = _columns(_pad_rows(x), weights), (None, 1.0, 0, torch.float32)
     y = _unary()(parts[0], 1.0, OFFSET, weights[0], scale[0], zeros, *end, "none", [], "")
     for part, weight, s in zip(parts[1:], weights[1:], scale[1:], strict=True):
         _binary()(part, 1.0, OFFSET, weight, s, zeros, y, *end, 1.0, 0, "sum", 1.0, "none", [], "")
@@ -71,35 +72,35 @@ def scaled_product(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """One group and one activation scale: ``x_scale * scale * ((x - 128 - zero point) @ W^T) + bias``, rounded once."""
-    rows, x, zero = x.shape[0], _bucketed(x), OFFSET + x_zero_point
+    """Compute ``x_scale * scale * ((x - 128 - x_zero_point) @ W^T) + bias`` for one group, rounded once."""
+    rows, x, zero = x.shape[0], _pad_rows(x), OFFSET + x_zero_point
     y = _unary()(x, x_scale, zero, weight, scale, zeros, bias, 1.0, 0, dtype, "none", [], "")
     return y if y.shape[0] == rows else y[:rows]
 
 
-_EVERY = 16
-"""Up to so many rows each count is multiplied as it is."""
+_UNPADDED_ROWS = 16
+"""Up to this many rows, x is not padded."""
 
 
-def _bucketed(x: Tensor) -> Tensor:
-    """Add rows to x ``(M, K)`` up to one of eight counts between powers of two: at most an eighth more.
+def _pad_rows(x: Tensor) -> Tensor:
+    """Pad x ``(M, K)`` with rows to one of eight row counts between powers of two: at most one eighth more.
 
-    oneDNN compiles and keeps half a megabyte of code and tables per count: of all counts up to 1024 that is 0.5 GB.
+    oneDNN compiles and keeps half a megabyte of code and tables per row count, 0.5 GB for all counts up to 1024.
     """
     rows = x.shape[0]
-    if rows <= _EVERY:
+    if rows <= _UNPADDED_ROWS:
         return x
     step = 1 << (rows - 1).bit_length() - 4
     return F.pad(x, (0, 0, 0, -rows % step)) if rows % step else x
 
 
 def traced_product() -> Callable[..., Tensor]:
-    """`int8_product` as the op ``qcore_torch::int8_product``, for graphs; to be asked for before tracing."""
+    """Return `int8_product` as the op ``qcore_torch::int8_product``, for graphs. Call it before tracing."""
     return op(int8_product, _fake_product)
 
 
 def traced_codes() -> Callable[..., Tensor]:
-    """`codes_of` as an op: a fake tensor cannot stand for the opaque weight where a graph unpacks it for gradients."""
+    """Return `codes_of` as an op: a graph unpacks the weight for gradients, and no fake tensor can be opaque."""
     return op(codes_of, _fake_codes)
 
 
@@ -113,7 +114,7 @@ def _fake_product(x: Tensor, _weights: Sequence[Tensor], scale: Tensor, _zeros: 
 
 
 def _columns(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The columns of each group, contiguous."""
+    """Split x into the columns of each group, contiguous."""
     groups = len(weights)
     if groups == 1:
         return (x,)

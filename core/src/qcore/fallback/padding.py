@@ -1,9 +1,9 @@
-"""Images that oneDNN's convolutions cannot be given as they are, and the padding done beforehand for them.
+"""Explicit padding of images that oneDNN's convolutions read out of bounds.
 
-If all taps of a result fall into the padding, oneDNN (as of torch 2.13) reads beside the image: a crash, or numbers
-from there. That takes a stride or dilation that steps over a narrow image, or padding beyond the kernel;
-torch.nn.Conv2d crashes alike. In int8 and bfloat16 it also misplaces the taps of groups of one input channel if a
-stride above 1 leaves one result. ``tests/core/fallback/test_fuzz_conv2d.py`` sweeps over geometries for other faults.
+If all taps of an output fall into the padding, oneDNN (as of torch 2.13) reads outside of the image and crashes or
+returns garbage. This needs a stride or dilation that steps over a narrow image, or padding larger than the kernel;
+torch.nn.Conv2d crashes, too. In int8 and bfloat16, oneDNN also misplaces the taps of groups of one input channel if a
+stride above 1 leaves a single output. ``tests/core/fallback/test_fuzz_conv2d.py`` sweeps geometries for other defects.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..contracts import Conv2dRequest
 
 
 @lru_cache(maxsize=4096)
-def sees_padding_alone(size: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
-    """Whether some result along an axis has all of its taps in the padding."""
+def has_output_in_padding(size: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
+    """Whether some output along an axis has all of its taps in the padding."""
     if not padding:
         return False
     reach = dilation * (kernel - 1) + 1
@@ -28,38 +28,38 @@ def sees_padding_alone(size: int, kernel: int, stride: int, padding: int, dilati
 
 
 @lru_cache(maxsize=4096)
-def gives_one(size: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
-    """Whether an axis gives one result although the stride is above 1."""
+def has_one_strided_output(size: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
+    """Whether an axis has a single output although its stride is above 1."""
     return stride > 1 and size + 2 * padding - dilation * (kernel - 1) - 1 < stride
 
 
-def is_misread(
+def needs_explicit_padding(
     image: Sequence[int],
     kernel: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> bool:
-    """Whether an image ``(H, W)`` needs `padded` for a kernel ``(OC, IC/groups, KH, KW)``."""
+    """Whether an image ``(H, W)`` needs `pad_image` for a kernel ``(OC, IC/groups, KH, KW)``."""
     axes = (image, kernel[2:], stride, padding, dilation)
-    return any(map(sees_padding_alone, *axes)) or (kernel[1] == 1 and any(map(gives_one, *axes)))
+    return any(map(has_output_in_padding, *axes)) or (kernel[1] == 1 and any(map(has_one_strided_output, *axes)))
 
 
-def may_be_misread(request: Conv2dRequest) -> bool:
-    """Whether `is_misread` holds for an image of some size."""
+def may_need_explicit_padding(request: Conv2dRequest) -> bool:
+    """Whether `needs_explicit_padding` holds for images of any size."""
     if request.in_channels == request.groups and max(request.stride) > 1:
         return True
     axes = zip(request.kernel_size, request.stride, request.padding, request.dilation, strict=True)
     # No kernel steps over an image of ``dilation`` pixels or more.
-    return any(sees_padding_alone(size, *axis) for axis in axes for size in range(1, axis[3] + 1))
+    return any(has_output_in_padding(size, *axis) for axis in axes for size in range(1, axis[3] + 1))
 
 
-def padded(
+def pad_image(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], value: int
 ) -> tuple[Tensor, list[int]]:
-    """Pad x with ``value``; returns it with the strides to convolve it with.
+    """Pad x with ``value``; returns the padded image and the strides to convolve it with.
 
-    An axis that gives one result is cut to the kernel's window and has stride 1.
+    An axis with a single output is cropped to the kernel's window and gets stride 1.
     """
     (ph, pw), strides = padding, list(stride)
     x = F.pad(x, (pw, pw, ph, ph), value=value)
@@ -79,9 +79,9 @@ def float_conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """`torch.nn.functional.conv2d` for images of every size on a CPU."""
-    if is_misread(x.shape[2:], kernel.shape, stride, padding, dilation):
-        x, stride = padded(x, kernel.shape[2:], stride, padding, dilation, 0)
+    """`torch.nn.functional.conv2d`, correct for images of every size on a CPU."""
+    if needs_explicit_padding(x.shape[2:], kernel.shape, stride, padding, dilation):
+        x, stride = pad_image(x, kernel.shape[2:], stride, padding, dilation, 0)
         padding = (0, 0)
     return F.conv2d(x, kernel, bias, stride, padding, dilation, groups)
 
@@ -95,5 +95,5 @@ def traced_conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """`float_conv2d` for a graph, which knows no sizes: the result is contiguous."""
+    """`float_conv2d` for graphs, in which sizes are unknown: the result is always contiguous."""
     return float_conv2d(x, kernel, bias, stride, padding, dilation, groups).contiguous()

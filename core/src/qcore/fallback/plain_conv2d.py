@@ -1,4 +1,4 @@
-"""``torch.plain.conv2d``: float activations through torch's convolution, integer ones through im2col."""
+"""``torch.plain.conv2d``: torch's convolution for float activations, im2col for integer activations."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from ..weights.activations import DynamicInt8, StaticInt8
 from ..weights.qtensor import contiguous
 from .integer import activation_bound, centred_activations, finish, integer_product
 from .ops import op
-from .padding import float_conv2d, may_be_misread, traced_conv2d
+from .padding import float_conv2d, may_need_explicit_padding, traced_conv2d
 from .plain_linear import compute_dtype
-from .weights import NeutralKernel, autocast_kind
+from .weights import NeutralKernel, autocast_device
 
 
 class PlainConv2d(NeutralKernel):
-    """`conv2d` in plain torch ops; the weight is dequantized whole, convolution weights being small."""
+    """`conv2d` in plain torch ops; the whole weight is dequantized, because convolution weights are small."""
 
     def __init__(self, request: Conv2dRequest) -> None:
         super().__init__("torch.plain.conv2d", request.weight, request.n, request.k)
         self.request, self.out_dtype = request, request.out_dtype
         self.compute = compute_dtype(request.device, request.x_dtype, request.out_dtype)
-        self.autocast = autocast_kind(request.device)
-        # A graph knows no sizes: only an op can look at them. (Made here, because a trace cannot register it.)
-        checked = request.device.type == "cpu" and may_be_misread(request)
+        self.autocast = autocast_device(request.device)
+        # Sizes are unknown in a graph, so an op checks them at run time; a trace cannot register it, so it is made
+        # here.
+        checked = request.device.type == "cpu" and may_need_explicit_padding(request)
         self._traced = op(traced_conv2d, _fake) if checked else F.conv2d
 
-    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_runtime_params: Tensor) -> Tensor:
         """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
         check_image(self.name, x, self.request)
         if self.autocast and torch.is_autocast_enabled(self.autocast):
             with torch.autocast(self.autocast, enabled=False):
                 return self(x, packed, bias)
         if not (self.n and self.k):
-            return self._bias_alone(x, bias)
+            return self._bias_only(x, bias)
         return self._float(x, packed, bias) if self.request.activation is None else self._integer(x, packed, bias)
 
-    def _bias_alone(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """What a weight without elements gives; torch's convolutions refuse one."""
+    def _bias_only(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the result for a weight without elements, which torch's convolutions refuse."""
         pixels = x.shape[0] * math.prod(output_size(self.request, *x.shape[2:]))
         y = x.new_zeros(pixels, self.n, dtype=torch.float64 if self.compute == torch.float64 else torch.float32)
         return image(finish(y, 1.0, bias, self.request.output, self.out_dtype, {}), x, self.request)
@@ -68,7 +69,7 @@ class PlainConv2d(NeutralKernel):
         return kernel if last else contiguous(kernel)
 
     def _rows(self, data: Tensor, scale: Tensor, zero: Tensor | None, global_scale: Tensor | None) -> Tensor:
-        return self.reader.in_order(self.reader.dense(data, scale, zero, self.compute, global_scale))
+        return self.reader.restore_order(self.reader.dense(data, scale, zero, self.compute, global_scale))
 
     def _integer(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         r = self.request
@@ -87,13 +88,13 @@ class PlainConv2d(NeutralKernel):
 def convolve(
     x: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> Tensor:
-    """The dense convolution of x ``(B, IC, H, W)`` and kernel ``(OC, IC/groups, KH, KW)`` in the dtype of both."""
+    """Convolve x ``(B, IC, H, W)`` with a dense kernel ``(OC, IC/groups, KH, KW)`` of the same dtype."""
     if x.device.type == "cpu":
         return float_conv2d(x, kernel, bias, stride, padding, dilation, groups)
-    # The op that says so takes no symbolic sizes: a graph follows torch.backends.cudnn.allow_tf32.
+    # The op with allow_tf32 takes no symbolic sizes, so a graph follows torch.backends.cudnn.allow_tf32 instead.
     if x.dtype != torch.float32 or x.device.type != "cuda":
         return F.conv2d(x, kernel, bias, stride, padding, dilation, groups)
-    # cuDNN may round float32 to TF32 unless told not to: 10 bits, a thousand times the error that the contract allows.
+    # By default cuDNN may round float32 to TF32 (10 bits): a thousand times the error that the contract allows.
     exact = {"benchmark": False, "deterministic": False, "cudnn_enabled": True, "allow_tf32": False}
     geometry = (stride, padding, dilation, False, (0, 0), groups)
     y: Tensor = torch.ops.aten._convolution(x, kernel, bias, *geometry, **exact)  # noqa: SLF001  torch's own name
@@ -106,7 +107,7 @@ def _fake(x: Tensor, kernel: Tensor, _bias: Tensor | None, *geometry: Any) -> Te
 
 
 def columns(x: Tensor, request: Conv2dRequest) -> Tensor:
-    """Float x ``(B, IC, H, W)`` to columns ``(B * OH * OW, groups, K)``; a 1x1 kernel needs no unfolding."""
+    """Unfold float x ``(B, IC, H, W)`` to columns ``(B * OH * OW, groups, K)``; a 1x1 kernel needs only a view."""
     if request.kernel_size != (1, 1) or request.padding != (0, 0):
         return im2col(x, request)
     sh, sw = request.stride
@@ -114,6 +115,6 @@ def columns(x: Tensor, request: Conv2dRequest) -> Tensor:
 
 
 def image(y: Tensor, x: Tensor, request: Conv2dRequest) -> Tensor:
-    """Rows ``(B * OH * OW, OC)`` back to ``(B, OC, OH, OW)``."""
+    """Reshape rows ``(B * OH * OW, OC)`` to ``(B, OC, OH, OW)``."""
     size = output_size(request, x.shape[2], x.shape[3])
     return y.view(x.shape[0], *size, request.n).movedim(-1, 1)

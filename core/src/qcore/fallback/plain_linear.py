@@ -13,15 +13,15 @@ from ..contracts import LinearRequest
 from ..discovery.kernels import Packed, RowsKernel
 from ..formats import ZeroPoint
 from ..weights.activations import DynamicFP8, DynamicInt8, StaticFP8, StaticInt8, fp8_scale, quantize_fp8
-from .integer import activation_bound, centred_activations, finish, integer_product, joined
-from .weights import NeutralKernel, autocast_kind
+from .integer import activation_bound, cat_columns, centred_activations, finish, integer_product
+from .weights import NeutralKernel, autocast_device
 
 
 def compute_dtype(device: torch.device, x_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
-    """What a product of float activations runs in.
+    """Return the dtype in which a product of float activations is computed.
 
-    bfloat16 and float16 stay as they are, since their products accumulate in float32; but float16 on a CPU, whose
-    matrix product is 4 to 14 times slower than the others, and results wider than x are computed in float32.
+    bfloat16 and float16 are kept, because their products accumulate in float32. Two cases are computed in float32
+    instead: float16 on a CPU, whose matrix product is 4 to 14 times slower than the others, and results wider than x.
     """
     if x_dtype == torch.float64:
         return x_dtype
@@ -36,9 +36,9 @@ class PlainLinear(NeutralKernel, RowsKernel):
         super().__init__("torch.plain.linear", request.weight, request.n, request.k)
         self.activation, self.output, self.out_dtype = request.activation, request.output, request.out_dtype
         self.compute = compute_dtype(request.device, request.x_dtype, request.out_dtype)
-        self.autocast = autocast_kind(request.device)
-        # Scaling the result is cheaper, and codes are exact in bfloat16 where a scaled weight is not; but their
-        # products would overflow float16.
+        self.autocast = autocast_device(request.device)
+        # Scaling the result is cheaper, and codes are exact in bfloat16 while a scaled weight is not. In float16 the
+        # products of codes would overflow.
         one_scale = self.reader.groups == 1 and self.format.zero is not ZeroPoint.FLOAT
         self.scale_after = one_scale and self.compute != torch.float16 and self._exact_values()
         if isinstance(self.activation, (DynamicFP8, StaticFP8)):
@@ -51,16 +51,16 @@ class PlainLinear(NeutralKernel, RowsKernel):
         table = torch.tensor([v for v in self.format.element.values if math.isfinite(v)], dtype=torch.float32)
         return bool((table.to(self.compute).float() == table).all())
 
-    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> Tensor:
         if self.autocast and torch.is_autocast_enabled(self.autocast):
             with torch.autocast(self.autocast, enabled=False):
-                return self.run(x, packed, bias, **given)
+                return self.run(x, packed, bias, **runtime_params)
         if self.activation is None:
             return self._float(x, packed, bias)
         if isinstance(self.activation, (DynamicFP8, StaticFP8)):
             scale = fp8_scale(self.activation, x)
             return self._float(quantize_fp8(x, scale).to(self.compute) * scale.to(self.compute), packed, bias)
-        return self._integer(x, packed, bias, given)
+        return self._integer(x, packed, bias, runtime_params)
 
     def _float(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x = self.reader.reorder(x.to(self.compute))
@@ -68,8 +68,8 @@ class PlainLinear(NeutralKernel, RowsKernel):
         fused = bias is not None and bias.dtype == self.compute and not self.scale_after
         if bias is not None and fused:
             biases = iter(torch.split(bias, self.reader.chunk_rows(packed["data"])))
-            return joined([F.linear(x, w, next(biases)) for w in self._dense(packed)]).to(self.out_dtype)
-        y = joined([F.linear(x, w) for w in self._dense(packed)])
+            return cat_columns([F.linear(x, w, next(biases)) for w in self._dense(packed)]).to(self.out_dtype)
+        y = cat_columns([F.linear(x, w) for w in self._dense(packed)])
         if self.scale_after:
             y = y.to(wide) * self.reader.scales(packed["scale"], packed.get("global_scale"), wide)
         if bias is not None:
@@ -77,15 +77,15 @@ class PlainLinear(NeutralKernel, RowsKernel):
         return y.to(self.out_dtype)
 
     def _dense(self, packed: Packed) -> Iterator[Tensor]:
-        """Chunks of the weight, ``(rows, K)``, without its scale where that is applied to the result."""
+        """Yield chunks of the dense weight, ``(rows, K)``; unscaled if the scale is applied to the result."""
         for data, scale, zero in self.reader.chunks(packed):
             if self.scale_after:
                 yield self.reader.centred(data, zero, self.compute).flatten(1)[:, : self.k]
             else:
                 yield self.reader.dense(data, scale, zero, self.compute, packed.get("global_scale"))
 
-    def _integer(self, x: Tensor, packed: Packed, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
+    def _integer(self, x: Tensor, packed: Packed, bias: Tensor | None, runtime_params: dict[str, Tensor]) -> Tensor:
         assert isinstance(self.activation, (DynamicInt8, StaticInt8))
-        codes, scale = centred_activations(self.activation, self.reader.reorder(x), given)
+        codes, scale = centred_activations(self.activation, self.reader.reorder(x), runtime_params)
         y = integer_product(self.reader, codes.unsqueeze(0), packed, activation_bound(self.activation)).squeeze(0)
-        return finish(y, scale, bias, self.output, self.out_dtype, given)
+        return finish(y, scale, bias, self.output, self.out_dtype, runtime_params)

@@ -1,4 +1,4 @@
-"""The entry point of the built-in plugin: which kernels the fallback has for a request, best first."""
+"""The entry point of the built-in plugin: offers the kernels of the fallback for a request, best first."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _NOTE = "plain torch ops"
 
 @hookimpl
 def qcore_probe() -> Available:
-    """Always here: torch itself is the device's driver."""
+    """Always available: torch itself is the device's driver."""
     capability = torch.backends.cpu.get_cpu_capability()
     return Available(f"any torch device; CPU {capability}", f"torch {torch.__version__}, CPU {capability}")
 
 
 @hookimpl
 def qcore_linear(request: LinearRequest) -> list[Offer]:
-    """Fast CPU kernels where they are right, then plain torch ops."""
+    """Offer the fast CPU kernels that support the request, then plain torch ops."""
     return list(_linear(request))
 
 
 @hookimpl
 def qcore_conv2d(request: Conv2dRequest) -> list[Offer]:
-    """An int8 convolution of oneDNN where it is right, then plain torch ops."""
+    """Offer oneDNN's int8 convolution if it supports the request, then plain torch ops."""
     return list(_conv2d(request))
 
 
 @hookimpl
 def qcore_embedding(request: EmbeddingRequest) -> list[Offer]:
-    """Plain torch ops."""
+    """Offer plain torch ops."""
     return [Offer(PlainEmbedding(request), FALLBACK, _NOTE)]
 
 

@@ -1,4 +1,4 @@
-"""Reading a neutral weight a few output rows at a time, so that the dense weight is never whole in memory."""
+"""Decode a neutral weight a few output rows at a time, so that the whole dense weight is never in memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..formats import PLAIN, PLAIN_INT32, Format, ZeroPoint, effective_scale
 from ..formats.bits import unpack_nibbles, unpack_unsigned_nibbles
 from ..weights.qtensor import QTensor
 
-_CACHED = 1 << 20
-"""Elements of a chunk on a CPU: 4 MiB of float32, so that the passes over it stay in the cache."""
-_TRACED = 1 << 24
-"""Elements of a chunk elsewhere and under a trace: 64 MiB of float32, so that graphs and launches stay few."""
-_FEWEST_ROWS = 64
-"""Below this many output rows a matrix product runs at a fraction of its speed."""
+_CPU_CHUNK = 1 << 20
+"""Elements of a chunk on a CPU: 4 MiB of float32, so that all passes over it stay in the cache."""
+_LARGE_CHUNK = 1 << 24
+"""Elements of a chunk on other devices and in traces: 64 MiB of float32, for small graphs and few launches."""
+_MIN_ROWS = 64
+"""With fewer output rows, a matrix product runs at a fraction of its speed."""
 
 
 _NIBBLE = 4
 
 
 class WeightReader:
-    """Decodes rows of a neutral weight of ``format`` and width ``k``, in an order of K that is cheap to decode.
+    """Decodes rows of a neutral weight of ``format`` and width ``k``, in an order of columns that is cheap to decode.
 
     Two 4-bit codes share a byte. Putting them side by side costs a slow interleaving store per weight, so such a
     weight is read as all even columns of a group, then all odd ones; `reorder` brings x into the same order.
@@ -40,14 +40,14 @@ class WeightReader:
         self.halves = unit > 0 and k > 0 and k % unit == 0 and self.group % 2 == 0 and not self.padding
 
     def reorder(self, x: Tensor) -> Tensor:
-        """Bring x ``(..., K)`` into the order of columns that `codes` has."""
+        """Permute x ``(..., K)`` to the column order of `codes`."""
         if not self.halves:
             return x
         split = x.reshape(*x.shape[:-1], self.groups, self.group // 2, 2)
         return split.transpose(-1, -2).reshape(x.shape)
 
-    def in_order(self, weight: Tensor) -> Tensor:
-        """The inverse of `reorder`: a dense weight ``(rows, K)`` with its columns as they are numbered."""
+    def restore_order(self, weight: Tensor) -> Tensor:
+        """Invert `reorder`: return the dense weight ``(rows, K)`` with its columns in natural order."""
         if not self.halves:
             return weight
         return weight.view(-1, self.groups, 2, self.group // 2).transpose(-1, -2).reshape(weight.shape)
@@ -100,26 +100,26 @@ class WeightReader:
             weight = weight + zero.t().to(compute).unsqueeze(-1)
         return weight.to(dtype).reshape(data.shape[0], self.groups * self.group)[:, : self.k]
 
-    def chunk_rows(self, data: Tensor, most: int | None = None) -> int:
-        """Output rows per chunk."""
-        elements = _chunk_elements(data) if most is None else min(most, _chunk_elements(data))
-        return max(_FEWEST_ROWS, elements // max(1, self.k))
+    def chunk_rows(self, data: Tensor, max_elements: int | None = None) -> int:
+        """Return the number of output rows per chunk."""
+        elements = _chunk_elements(data) if max_elements is None else min(max_elements, _chunk_elements(data))
+        return max(_MIN_ROWS, elements // max(1, self.k))
 
-    def chunks(self, packed: Packed, most: int | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """(data, scale, zero) of consecutive rows, at most about ``most`` weights each."""
+    def chunks(self, packed: Packed, max_elements: int | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yield (data, scale, zero) of consecutive rows, at most about ``max_elements`` weights each."""
         data, scale, zero = packed["data"], packed["scale"], packed.get("zero")
-        step = self.chunk_rows(data, most)
+        step = self.chunk_rows(data, max_elements)
         for start in range(0, max(1, data.shape[0]), step):
             rows = slice(start, start + step)
             yield data[rows], scale[:, rows], None if zero is None else zero[:, rows]
 
 
 def _chunk_elements(data: Tensor) -> int:
-    return _CACHED if data.device.type == "cpu" and not torch.compiler.is_compiling() else _TRACED
+    return _CPU_CHUNK if data.device.type == "cpu" and not torch.compiler.is_compiling() else _LARGE_CHUNK
 
 
 class NeutralKernel(Kernel):
-    """A kernel that works on the neutral tensors themselves: packing copies nothing, so tied weights share storage."""
+    """A kernel that reads the neutral tensors directly: packing copies nothing, so tied weights share storage."""
 
     def __init__(self, name: str, format: Format, n: int, k: int) -> None:
         self.name, self.format, self.n, self.k = name, format, n, k
@@ -138,9 +138,10 @@ class NeutralKernel(Kernel):
         return QTensor(packed["data"], packed["scale"], packed.get("zero"), shape, self.format, global_scale=factor)
 
 
-def autocast_kind(device: torch.device) -> str:
-    """The device type to ask about autocast, which would narrow products; empty where there is none (meta).
+def autocast_device(device: torch.device) -> str:
+    """Return the device type for autocast queries, or an empty string if it has no autocast (meta).
 
-    Asked when a kernel is made: dynamo of torch 2.11 cannot trace the question.
+    Autocast would narrow the products, so kernels disable it. Called when a kernel is constructed: dynamo of torch 2.11
+    cannot trace this query.
     """
     return device.type if torch.amp.is_autocast_available(device.type) else ""

@@ -1,6 +1,6 @@
 """Ops on tensors: `linear`, `conv2d` and `embedding`, their gradients, and the library ``torch.ops.qcore``.
 
-May import: resolving and what lies below. Imported by: nn, model and every package above.
+May import: resolving and the floors below it. Imported by: nn, model and every package above.
 """
 
 from .calls import conv2d, embedding, linear

@@ -1,8 +1,8 @@
 """Gradients with respect to x through frozen quantized weights, for every kernel of every plugin.
 
-The backward pass multiplies with the dequantized weight: ``dx = dy @ W`` (for a convolution, its transpose), and sums
-dy for the bias. Where activations are quantized this is the straight-through estimator (Bengio et al., 2013): rounding
-counts as the identity.
+The backward pass multiplies by the dequantized weight, ``dx = dy @ W`` (for a convolution, the transposed convolution),
+and sums dy for the bias. For quantized activations this is the straight-through estimator (Bengio et al., 2013), which
+treats rounding as the identity.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..formats import Format
 from ..weights.qtensor import QTensor
 
 _CHUNK_ELEMENTS = 1 << 23
-"""Weights dequantized at a time in the backward pass, so that the dense weight is never whole in memory."""
+"""Weights dequantized at a time in the backward pass, so that the whole dense weight is never in memory."""
 
-_NOTHING: dict[str, Tensor] = {}
+_NO_PARAMS: dict[str, Tensor] = {}
 
 
 class _Frozen(torch.autograd.Function):
@@ -37,12 +37,12 @@ class _Frozen(torch.autograd.Function):
         kernel: Kernel,
         packed: Packed,
         request: Request,
-        given: Mapping[str, Tensor],
+        runtime_params: Mapping[str, Tensor],
         _guarded: str,
     ) -> Tensor:
         ctx.kernel, ctx.packed, ctx.request, ctx.shape = kernel, packed, request, x.shape
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-        return kernel(x, packed, bias, **given)
+        return kernel(x, packed, bias, **runtime_params)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -62,18 +62,19 @@ def call_differentiably(
     kernel: Kernel,
     packed: Packed,
     request: Request,
-    given: Mapping[str, Tensor] = _NOTHING,
+    runtime_params: Mapping[str, Tensor] = _NO_PARAMS,
 ) -> Tensor:
-    """``kernel(x, packed, bias, **given)``, differentiable with respect to x and bias."""
+    """Call ``kernel(x, packed, bias, **runtime_params)``, differentiable with respect to x and bias."""
     apply: Any = _Frozen.apply
-    guarded = _in_words(request.weight) if torch.compiler.is_compiling() else ""
-    return apply(x, bias, kernel, packed, request, given, guarded)  # type: ignore[no-any-return]
+    guarded = _describe(request.weight) if torch.compiler.is_compiling() else ""
+    return apply(x, bias, kernel, packed, request, runtime_params, guarded)  # type: ignore[no-any-return]
 
 
-def _in_words(format: Format) -> str:
-    """A format for a trace, which does not guard what only the backward pass looks at.
+def _describe(format: Format) -> str:
+    """Describe a format as an argument of the traced function, so that dynamo guards on it.
 
-    A graph would serve weights of another format as well. (``str(format)`` is a constant for it, without a guard.)
+    Only the backward pass reads the format, which a trace does not guard: the graph would be reused for weights of
+    another format. ``str(format)`` would not do, since dynamo takes it for a constant without a guard.
     """
     return f"{format.dtype} {format.group_size} {format.zero.name} {format.layout.name}"
 

@@ -21,24 +21,24 @@ from .autograd import call_differentiably
 from .checks import (
     check_bias,
     check_dense,
-    check_first,
-    check_given,
+    check_first_call,
     check_last_dimension,
     check_out_dtype,
     check_quantization,
+    check_runtime_params,
     check_weight,
     check_x_dtype,
 )
 
 Pair = tuple[int, int]
-_MOST_BOUNDS = 64
-"""Requests and settings that one weight keeps its kernel for."""
+_MAX_BOUNDS = 64
+"""Pairs of request and settings for which one weight keeps a bound kernel."""
 
 
 class PackedCache:
-    """Bound kernels by the identity and version of the tensors they were packed from.
+    """Caches bound kernels by the identity and version of the tensors that they were packed from.
 
-    Weak: an entry goes when its first tensor does. A tensor that is changed in place is packed anew.
+    The cache is weak: an entry is dropped with its first tensor. A tensor that was changed in place is packed again.
     """
 
     def __init__(self) -> None:
@@ -48,17 +48,20 @@ class PackedCache:
         self._lock = Lock()
 
     def store(self, tensors: tuple[Tensor | None, ...], extra: Hashable, build: Callable[[], QTensor]) -> StoreEntry:
-        """The store for ``tensors`` read as ``extra`` says; ``build`` makes its `QTensor` where there is none."""
+        """Return the store for ``tensors``; ``build`` makes its `QTensor` on a miss.
+
+        ``extra``: the interpretation of the tensors (op, format); part of the key.
+        """
         first = tensors[0]
         assert first is not None
         if any(t is not None and t.is_inference() for t in tensors):
-            # Inference tensors carry no version: a change in place would go unnoticed.
+            # Inference tensors have no version counter: a change in place would go unnoticed.
             return StoreEntry(build())
         key = (*(None if t is None else (id(t), t._version) for t in tensors), extra)  # noqa: SLF001
         with self._lock:
             entries: dict[Any, StoreEntry] = self._entries.setdefault(first, {})
             entry = entries.get(key)
-            if entry is None or not entry.made_from(tensors):
+            if entry is None or not entry.is_built_from(tensors):
                 _drop_stale(entries, key[0])
                 entry = entries[key] = StoreEntry(build(), tensors)
             return entry
@@ -68,7 +71,7 @@ class PackedCache:
 
 
 def _drop_stale(entries: dict[Any, StoreEntry], first: Any) -> None:
-    """Drop what was packed from an earlier version of the first tensor, or from tensors that are gone."""
+    """Drop entries for an earlier version of the first tensor, or for tensors that no longer exist."""
     for key in [key for key, entry in entries.items() if key[0] != first or not entry.is_alive()]:
         del entries[key]
 
@@ -79,53 +82,53 @@ class StoreEntry:
     def __init__(self, weight: QTensor, tensors: tuple[Tensor | None, ...] = ()) -> None:
         from torch.utils.weak import TensorWeakRef
 
-        # Aliases, so that holding the entry does not keep the caller's own tensors, its key, alive.
+        # Detached aliases: a reference to the caller's own tensors, the weak keys, would keep them alive.
         self._store = WeightStore(weight.map(Tensor.detach))
         self._bounds: dict[Any, Bound] = {}
-        self._made_from = [None if t is None else TensorWeakRef(t) for t in tensors]
+        self._sources = [None if t is None else TensorWeakRef(t) for t in tensors]
 
-    def made_from(self, tensors: tuple[Tensor | None, ...]) -> bool:
-        """Whether these are the very tensors; another one may have got the id of one that is gone."""
-        return all((ref and ref()) is t for ref, t in zip(self._made_from, tensors, strict=True))
+    def is_built_from(self, tensors: tuple[Tensor | None, ...]) -> bool:
+        """Whether the entry was built from these very tensors: a new tensor may reuse the id of a deleted one."""
+        return all((ref and ref()) is t for ref, t in zip(self._sources, tensors, strict=True))
 
     def is_alive(self) -> bool:
-        """Whether every tensor it was made from still exists."""
-        return all(ref is None or ref() is not None for ref in self._made_from)
+        """Whether every tensor that the entry was built from still exists."""
+        return all(ref is None or ref() is not None for ref in self._sources)
 
-    def run(self, request: Request, x: Tensor, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
-        """Bind on the first call under these settings, then call."""
+    def run(self, request: Request, x: Tensor, bias: Tensor | None, runtime_params: dict[str, Tensor]) -> Tensor:
+        """Call the kernel for ``request``; the first call under the current settings binds it."""
         key = (request, current())
         bound = self._bounds.get(key)
         if bound is not None and bound.proven:
             try:
-                return _call(bound, x, bias, given)
+                return _call(bound, x, bias, runtime_params)
             except Exception as error:
                 bound.blame(error)
                 raise
-        check_first(request, x)
+        check_first_call(request, x)
         bound = bound or bind(self._store, request)
-        fresh, result = call_first(self._store, bound, lambda b: _call(b, x, bias, given))
+        fresh, result = call_first(self._store, bound, lambda b: _call(b, x, bias, runtime_params))
         self._keep(key, fresh)
         return result
 
     def _keep(self, key: Any, bound: Bound) -> None:
-        """Keep a bound kernel for later calls; of ever new requests (a new static scale each) the last ones."""
+        """Cache a bound kernel and drop the oldest ones: each new static scale is a new request."""
         self._bounds[key] = bound
-        while len(self._bounds) > _MOST_BOUNDS:
+        while len(self._bounds) > _MAX_BOUNDS:
             self._bounds.pop(next(iter(self._bounds)), None)
 
 
-def _call(bound: Bound, x: Tensor, bias: Tensor | None, given: dict[str, Tensor]) -> Tensor:
+def _call(bound: Bound, x: Tensor, bias: Tensor | None, runtime_params: dict[str, Tensor]) -> Tensor:
     if getattr(bound.request, "training", False):
-        return call_differentiably(x, bias, bound.kernel, bound.packed, bound.request, given)
-    return bound.kernel(x, bound.packed, bias, **given)
+        return call_differentiably(x, bias, bound.kernel, bound.packed, bound.request, runtime_params)
+    return bound.kernel(x, bound.packed, bias, **runtime_params)
 
 
 _cache = PackedCache()
 
 
 def entry_for(weight: QTensor) -> StoreEntry:
-    """The cached store of a `QTensor`."""
+    """Return the cached store of a `QTensor`."""
     tensors = (weight.data, weight.scale, weight.zero)
     return _cache.store(tensors, (weight.format, tuple(weight.shape), weight.quantizer), lambda: weight)
 
@@ -143,11 +146,11 @@ def linear(
     out_scale: Tensor | None = None,
     out_zero_point: Tensor | None = None,
 ) -> Tensor:
-    """``A(x) @ W^T + bias`` by the best kernel for the weight's device; see the contract ``linear``.
+    """Compute ``A(x) @ W^T + bias`` with the best kernel for the weight's device; see the contract ``linear``.
 
     **Arguments:** ``x``: ``(..., K)``, float, or int8 codes under a `StaticInt8` activation; ``weight``: ``(N, K)``;
     ``bias``: ``(N,)``. ``out_dtype``: default x's (float32 for int8 x). ``x_scale``, ``x_zero_point``, ``out_scale``,
-    ``out_zero_point``: ``(tokens,)``, for an activation or output that says ``per_token``.
+    ``out_zero_point``: ``(tokens,)``, for an activation or output with ``per_token=True``.
 
     The packed weight is cached, weakly, by the identity and version of the weight's tensors.
     """
@@ -155,13 +158,13 @@ def linear(
     check_quantization(activation, output)
     check_x_dtype(x, activation)
     check_out_dtype(out_dtype, output)
-    given = given_parameters(activation, output, x_scale, x_zero_point, out_scale, out_zero_point)
-    if given:
-        check_given(given, x.shape[:-1].numel(), weight.device)
+    runtime_params = collect_runtime_params(activation, output, x_scale, x_zero_point, out_scale, out_zero_point)
+    if runtime_params:
+        check_runtime_params(runtime_params, x.shape[:-1].numel(), weight.device)
     n, k = weight.shape
     sizes, training = (x.dtype, _out_dtype(x, output, out_dtype), n, k, None), needs_grad(x, bias, output)
     request = LinearRequest(weight.device, *sizes, weight.format, activation, output, bias is not None, training)
-    return entry_for(weight).run(request, x, bias, given)
+    return entry_for(weight).run(request, x, bias, runtime_params)
 
 
 def _out_dtype(x: Tensor, output: OutputInt8 | None, wanted: torch.dtype | None = None) -> torch.dtype:
@@ -175,7 +178,7 @@ def needs_grad(x: Tensor, bias: Tensor | None, output: OutputInt8 | None = None)
 
 
 def check_linear(x: Tensor, weight: QTensor, bias: Tensor | None) -> None:
-    """Raise `FormatError` unless all are dense tensors on one device whose shapes fit."""
+    """Raise `FormatError` unless all arguments are dense tensors on one device with matching shapes."""
     check_weight(weight)
     check_dense("x", x, weight.device)
     n, k = weight.shape
@@ -183,20 +186,24 @@ def check_linear(x: Tensor, weight: QTensor, bias: Tensor | None) -> None:
     check_bias(bias, n, weight.device)
 
 
-def given_parameters(
+def collect_runtime_params(
     activation: Activation | None, output: OutputInt8 | None, *tensors: Tensor | None
 ) -> dict[str, Tensor]:
-    """Match per-token parameters with what activation and output ask for; `FormatError` where they disagree."""
+    """Collect the per-token parameters of a call by name.
+
+    Raises `FormatError` unless they are exactly those that the activation and the output require.
+    """
     names = ("x_scale", "x_zero_point", "out_scale", "out_zero_point")
-    given = {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
+    runtime_params = {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
     wanted = [name for name in names[:2] if isinstance(activation, StaticInt8) and activation.per_token]
     wanted += [name for name in names[2:] if output is not None and output.per_token]
-    if sorted(given) != sorted(wanted):
+    if sorted(runtime_params) != sorted(wanted):
         raise FormatError(
-            f"per-token parameters given: {', '.join(given) or 'none'}; wanted: {', '.join(wanted) or 'none'}.\n"
+            f"per-token parameters given: {', '.join(runtime_params) or 'none'}; "
+            f"wanted: {', '.join(wanted) or 'none'}.\n"
             f"Say per_token=True in StaticInt8 or OutputInt8 to pass them with each call."
         )
-    return given
+    return runtime_params
 
 
 def conv2d(
@@ -212,7 +219,7 @@ def conv2d(
     activation: Activation | None = None,
     output: OutputInt8 | None = None,
 ) -> Tensor:
-    """A quantized convolution; see the contract ``conv2d``.
+    """Apply a quantized convolution; see the contract ``conv2d``.
 
     ``x``: ``(B, IC, H, W)``, float, or int8 codes under a `StaticInt8` activation; ``weight``:
     ``(OC, KH*KW*IC/groups)``, columns in (KH, KW, IC) order; ``bias``: ``(OC,)``. The result has the memory format and
@@ -241,12 +248,15 @@ def conv2d(
 
 
 def _pair(name: str, value: int | Pair) -> Pair:
-    # A request looks at pairs itself.
+    # The request validates pairs itself.
     return value if type(value) is tuple else as_pair(name, value)
 
 
 def embedding(indices: Tensor, weight: QTensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Rows of a quantized table ``(V, D)``; see the contract ``embedding``. ``out_dtype``: default the scale's."""
+    """Look up rows of a quantized table ``(V, D)``; see the contract ``embedding``.
+
+    ``out_dtype``: of the result; default the scale's dtype.
+    """
     check_weight(weight)
     check_dense("indices", indices, weight.device)
     check_index_dtype(indices)

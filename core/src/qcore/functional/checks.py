@@ -1,6 +1,6 @@
-"""Checks of what a call is given, before any kernel sees it: an error blames the argument and says what fits.
+"""Validate the arguments of a call before any kernel sees them; errors name the argument and the expected form.
 
-What reaches a kernel is valid, so that a kernel which raises at its first call is at fault itself.
+Kernels receive valid arguments only, so an exception in a kernel's first call is the kernel's own fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..weights.activations import INT8_MAX, INT8_MIN, Activation, DynamicInt8, O
 from ..weights.qtensor import QTensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What x, bias and result may be; narrower floats are storage formats, which nothing computes in."""
+"""Dtypes of x, bias and result; narrower floats are storage formats in which nothing is computed."""
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = "float32, bfloat16, float16 or float64"
 
@@ -30,14 +30,14 @@ def check_dense(name: str, value: Any, device: torch.device) -> None:
     if not isinstance(value, Tensor):
         raise FormatError(f"{name} must be a torch.Tensor, not a {type(value).__name__}.")
     if value.is_nested or value.layout is not torch.strided or value.is_quantized:
-        raise FormatError(f"{name} must be a dense tensor, not {_in_words(value)}.")
+        raise FormatError(f"{name} must be a dense tensor, not {_describe(value)}.")
     if value.device != device and not _same_device(value.device, device):
         verb = "are" if name == "indices" else "is"
         raise FormatError(f"{name} {verb} on {value.device}, the weight on {device}; bring both to one device.")
 
 
-def _in_words(value: Tensor) -> str:
-    """A tensor that no kernel reads, with the way to make one of it that they do."""
+def _describe(value: Tensor) -> str:
+    """Describe a tensor that no kernel accepts, and how to convert it."""
     if value.is_nested:
         return "a nested one; pad it, or call once per part"
     if value.is_quantized:
@@ -46,7 +46,7 @@ def _in_words(value: Tensor) -> str:
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:
-    # Some backends leave the index of their only device out.
+    # Some backends omit the index of their only device.
     return a.type == b.type and None in (a.index, b.index)
 
 
@@ -64,8 +64,8 @@ def check_x_dtype(x: Tensor, activation: Activation | None) -> None:
         raise FormatError(f"x has dtype {x.dtype}; it must be {_FLOATS},\nor int8 codes under a static activation.")
     if not isinstance(activation, StaticInt8):
         raise FormatError(
-            f"x has dtype int8, but the activation is {activation}: what its codes mean is not known.\n"
-            f"Say so with StaticInt8(scale, zero_point), or pass x as floats."
+            f"x has dtype int8, but the activation is {activation}: the scale of its codes is unknown.\n"
+            f"Give activation=StaticInt8(scale, zero_point), or pass x as floats."
         )
 
 
@@ -87,7 +87,7 @@ def check_last_dimension(x: Tensor, k: int, name: str = "K") -> None:
 
 
 def check_quantization(activation: Any, output: Any) -> None:
-    """Raise `FormatError` unless activation and output are specifications with numbers that go together."""
+    """Raise `FormatError` unless activation and output are compatible specifications with known parameters."""
     if not (activation is None or isinstance(activation, (DynamicInt8, StaticInt8))):
         raise FormatError(f"activation is {activation!r}; it must be None, DynamicInt8(...) or StaticInt8(...).")
     if not (output is None or isinstance(output, OutputInt8)):
@@ -102,7 +102,7 @@ def check_quantization(activation: Any, output: Any) -> None:
 
 
 def check_out_dtype(out_dtype: Any, output: OutputInt8 | None = None) -> None:
-    """Raise `FormatError` unless ``out_dtype`` is None, a float dtype, or int8 where ``output`` says so."""
+    """Raise `FormatError` unless ``out_dtype`` is None, a float dtype, or int8 together with ``output``."""
     if out_dtype is None or (out_dtype in FLOAT_DTYPES and output is None):
         return
     if output is None:
@@ -112,23 +112,23 @@ def check_out_dtype(out_dtype: Any, output: OutputInt8 | None = None) -> None:
         raise FormatError(f"out_dtype is {out_dtype}, but output={output} makes int8 codes; leave out_dtype out.")
 
 
-def check_given(given: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
-    """Raise `FormatError` unless per-token parameters are ``(tokens,)`` on the weight's ``device`` and usable.
+def check_runtime_params(runtime_params: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
+    """Raise `FormatError` unless per-token parameters are ``(tokens,)`` on the weight's ``device`` with valid values.
 
-    Scales are floats, positive and finite; zero points whole numbers in -128..127. Values are looked at on a CPU only:
-    elsewhere each call would wait for the device.
+    Scales are positive finite floats; zero points are integers in -128..127. Values are checked on a CPU only: on other
+    devices the check would synchronize every call.
     """
-    for name, value in given.items():
+    for name, value in runtime_params.items():
         check_dense(name, value, device)
         if tuple(value.shape) != (tokens,):
             raise FormatError(f"{name} has shape {tuple(value.shape)}; x has {tokens} tokens: it must be ({tokens},).")
         scale = name.endswith("scale")
-        _check_given_dtype(name, value.dtype, FLOAT_DTYPES if scale else (*_INTEGERS, *FLOAT_DTYPES))
+        _check_param_dtype(name, value.dtype, FLOAT_DTYPES if scale else (*_INTEGERS, *FLOAT_DTYPES))
         if tokens and value.device.type == "cpu" and has_values(value):
             (_check_scale_values if scale else _check_zero_values)(name, value)
 
 
-def _check_given_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
+def _check_param_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
     if dtype not in allowed:
         kinds = _FLOATS if allowed is FLOAT_DTYPES else f"int8, int16, int32, int64, {_FLOATS}"
         raise FormatError(f"{name} has dtype {dtype}; it must be {kinds}.")
@@ -136,22 +136,23 @@ def _check_given_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dt
 
 def _check_scale_values(name: str, scale: Tensor) -> None:
     low, high = (float(v) for v in scale.detach().aminmax())
-    if not 0 < low <= high <= torch.finfo(torch.float32).max:  # NaN passes through aminmax and fails here
+    if not 0 < low <= high <= torch.finfo(torch.float32).max:  # aminmax propagates NaN, which fails here
         raise FormatError(f"{name} spans {low}..{high}; scales must be positive and finite in float32.")
 
 
 def _check_zero_values(name: str, zero: Tensor) -> None:
     low, high = (float(v) for v in zero.detach().aminmax())
     if not INT8_MIN <= low <= high <= INT8_MAX:
-        raise FormatError(f"{name} spans {low}..{high}; zero points are codes in {INT8_MIN}..{INT8_MAX}.")
+        raise FormatError(f"{name} spans {low}..{high}; zero points must be in {INT8_MIN}..{INT8_MAX}.")
     if zero.is_floating_point() and not bool((zero == zero.round()).all()):
-        raise FormatError(f"{name} holds fractions; zero points are whole numbers.")
+        raise FormatError(f"{name} holds fractions; zero points must be integers.")
 
 
-def check_first(request: Request, x: Tensor) -> None:
-    """Raise for what is looked at before a first call only: an image smaller than the kernel, indices out of range.
+def check_first_call(request: Request, x: Tensor) -> None:
+    """Raise for an image smaller than the kernel, or for indices out of range; checked before a first call only.
 
-    Kernels look themselves, at every call; but one that has not run yet is blamed for what it raises.
+    Kernels check this at every call themselves. But an exception in a kernel's first call counts as a failure of the
+    kernel, so invalid arguments must be ruled out before it.
     """
     if isinstance(request, Conv2dRequest):
         check_image("conv2d", x, request)

@@ -1,12 +1,12 @@
 """``torch.ops.qcore.*``: functional ops with names, arguments and bytes as in torch_xla, torchao and ExecuTorch.
 
-Each op reads its tensors as a neutral `QTensor` and resolves like everything else; packed weights are cached, weakly,
-by the identity and version of the tensors. Gradients with respect to x and bias are those of `qcore.linear`; inside a
-trace (``torch.compile``) an x that wants one is an error. Sources of the conventions: torch_xla's
+Each op wraps its tensors in a neutral `QTensor` and resolves a kernel in the usual way. Packed weights are cached,
+weakly, by the identity and version of the tensors. Gradients with respect to x and bias are those of `qcore.linear`; in
+a trace (``torch.compile``), an x that requires a gradient is an error. Sources of the conventions: torch_xla's
 ``xla::quantized_matmul``, the torchao RFC's ``bf16i4bf16_rowwise``, and ExecuTorch's Vulkan ops.
 """
 
-# ruff: noqa: A002, ARG001 - a fake has its op's arguments, which are named as in those systems
+# ruff: noqa: A002, ARG001 - fakes take the arguments of their ops, which have the names used in those libraries
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..formats.bits import interleave, unpack_nibbles
 from ..weights.activations import Activation, DynamicInt8, OutputInt8, StaticInt8
 from ..weights.qtensor import SCALE_DTYPES, QTensor
 from .calls import PackedCache, StoreEntry, needs_grad
-from .checks import check_bias, check_given
+from .checks import check_bias, check_runtime_params
 from .op_library import define, require, require_float
 
 _cache = PackedCache()
@@ -38,8 +38,8 @@ def _scale(scale: Tensor) -> Tensor:
     return scale if scale.dtype in SCALE_DTYPES else scale.float()
 
 
-def _alike(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and float zero point in one dtype that a weight may have: neither is rounded to the other's."""
+def _common_dtype(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert scale and float zero point to a common dtype of weights, without rounding either one."""
     scale = _scale(scale)
     return (scale, zero_point) if scale.dtype == zero_point.dtype else (scale.float(), zero_point.float())
 
@@ -53,18 +53,18 @@ def _run(
     activation: Activation | None = None,
     output: OutputInt8 | None = None,
     out_dtype: torch.dtype | None = None,
-    **given: Tensor,
+    **runtime_params: Tensor,
 ) -> Tensor:
     check_bias(bias, shape[0], x.device)
-    if given:
-        check_given(given, x.shape[:-1].numel(), x.device)
+    if runtime_params:
+        check_runtime_params(runtime_params, x.shape[:-1].numel(), x.device)
     out = torch.int8 if output else out_dtype or x.dtype
     sizes = (*shape, None, fmt, activation, output, bias is not None, needs_grad(x, bias, output))
-    return _plain(entry.run(LinearRequest(x.device, x.dtype, out, *sizes), x, bias, given))
+    return _contiguous(entry.run(LinearRequest(x.device, x.dtype, out, *sizes), x, bias, runtime_params))
 
 
-def _plain(result: Tensor) -> Tensor:
-    # The strides of an op's result are part of what its fake promises; those of a kernel's are not.
+def _contiguous(result: Tensor) -> Tensor:
+    # The fake promises contiguous strides; a kernel's result may have any.
     return result.contiguous()
 
 
@@ -74,7 +74,7 @@ def _plain(result: Tensor) -> Tensor:
 def _check_matmul(x: Tensor, w: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int) -> tuple[int, int]:
     op = "quantized_matmul"
     require_float(op, x)
-    require(w.dtype == torch.int8, op, f"w has dtype {w.dtype}; int4 values ride in int8 too.")
+    require(w.dtype == torch.int8, op, f"w has dtype {w.dtype}; int4 values are stored in int8, too.")
     if block_size == -1:
         require(w.dim() == 2, op, f"per-channel w has shape {tuple(w.shape)}; it must be (N, K).")
         n, k = w.shape
@@ -118,12 +118,12 @@ def quantized_matmul(
     int4_weight: bool = False,
     quantize_activation: bool = False,
 ) -> Tensor:
-    """``x @ (w * scale - zero_point)^T`` in x's dtype.
+    """Compute ``x @ (w * scale - zero_point)^T`` in x's dtype.
 
     Per channel (``block_size`` -1): ``w`` int8 ``(N, K)``, ``scale`` and ``zero_point`` ``(N,)``. Blockwise: ``w`` int8
-    ``(K/bs, bs, N)``, ``scale`` and ``zero_point`` ``(K/bs, N)``. ``zero_point`` is float, multiplied by the scale
-    already, and subtracted. ``int4_weight``: the values fit int4. ``quantize_activation``: x to int8 per token,
-    symmetric.
+    ``(K/bs, bs, N)``, ``scale`` and ``zero_point`` ``(K/bs, N)``. ``zero_point`` is a float, already multiplied by the
+    scale, and is subtracted. ``int4_weight``: the values fit int4. ``quantize_activation``: quantize x to int8 per
+    token, symmetric.
     """
     shape = _check_matmul(x, w, scale, zero_point, block_size)
     zero = ZeroPoint.NONE if zero_point is None else ZeroPoint.FLOAT
@@ -135,7 +135,7 @@ def quantized_matmul(
         groups = (-1, shape[0])
         if zero_point is None:
             return QTensor.from_codes(codes, _scale(scale).reshape(groups), None, fmt)
-        s, zero = _alike(scale, zero_point)
+        s, zero = _common_dtype(scale, zero_point)
         return QTensor.from_codes(codes, s.reshape(groups), -zero.reshape(groups), fmt)
 
     entry = _entry((w, scale, zero_point), ("quantized_matmul", fmt), build)
@@ -159,7 +159,7 @@ def _check_rowwise(x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor)
     n, k = weight.shape[0], weight.shape[1] * 2
     fits = scale.dim() == 2 and scale.shape == zero_point.shape and scale.shape[1] == n and scale.shape[0] > 0
     shapes = f"{tuple(scale.shape)}, {tuple(zero_point.shape)}"
-    require(fits, op, f"scale and zero_point have shapes {shapes}; they must be both (K/g, N).")
+    require(fits, op, f"scale and zero_point have shapes {shapes}; both must be (K/g, N).")
     require(k % scale.shape[0] == 0, op, f"scale has {scale.shape[0]} groups, which do not divide K = {k}.")
     require(x.dim() > 0 and x.shape[-1] == k, op, f"input has shape {tuple(x.shape)}; its last dimension must be {k}.")
     return n, k, k // scale.shape[0]
@@ -171,7 +171,7 @@ def _fake_rowwise(input: Tensor, weight: Tensor, scale: Tensor, zero_point: Tens
 
 @define("bf16i4bf16_rowwise(Tensor input, Tensor weight, Tensor scale, Tensor zero_point) -> Tensor", _fake_rowwise)
 def bf16i4bf16_rowwise(input: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """``input @ (q * scale + zero_point)^T``.
+    """Compute ``input @ (q * scale + zero_point)^T``.
 
     ``weight`` int8 ``(N, K/2)``: signed nibbles, low = even k. ``scale`` and float ``zero_point``: ``(K/g, N)``.
     """
@@ -179,7 +179,7 @@ def bf16i4bf16_rowwise(input: Tensor, weight: Tensor, scale: Tensor, zero_point:
     fmt = Format("int4", group, ZeroPoint.FLOAT)
 
     def build() -> QTensor:
-        s, zero = _alike(scale, zero_point)
+        s, zero = _common_dtype(scale, zero_point)
         return QTensor(weight.contiguous().view(torch.uint8), s, zero, (n, k), fmt)
 
     return _run(_entry((weight, scale, zero_point), "bf16i4bf16_rowwise", build), input, (n, k), fmt)
@@ -221,7 +221,10 @@ def _fake_linear_q8csw(x: Tensor, weights: Tensor, weight_scales: Tensor, bias: 
 
 @define("linear_q8csw(Tensor x, Tensor weights, Tensor weight_scales, Tensor? bias=None) -> Tensor", _fake_linear_q8csw)
 def linear_q8csw(x: Tensor, weights: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ (weights * weight_scales)^T + bias``, float accumulation. ``weights`` int8 ``(N, K)``, scales ``(N,)``."""
+    """Compute ``x @ (weights * weight_scales)^T + bias`` with float accumulation.
+
+    ``weights``: int8 ``(N, K)``; ``weight_scales``: ``(N,)``.
+    """
     shape = _check_linear_q8csw("linear_q8csw", x, weights, weight_scales)
     return _run(_q8csw_entry(weights, weight_scales), x, shape, _Q8CSW, bias)
 
@@ -253,9 +256,9 @@ def linear_q8ta_q8csw(
     weight_scales: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Quantize x per tensor to -128..127, accumulate in int32; float result.
+    """Quantize x per tensor to -128..127 and accumulate in int32; the result is float.
 
-    ``weight_sums`` int32 ``(N,)`` is what the seed system passes; kernels compute the sums themselves while packing.
+    ``weight_sums``: int32 ``(N,)``, as in ExecuTorch; only validated, because kernels compute the sums while packing.
     """
     shape = _check_linear_q8csw("linear_q8ta_q8csw", x, weights, weight_scales, weight_sums)
     activation = StaticInt8(input_scale, input_zero_point)
@@ -295,12 +298,12 @@ def _fake_conv2d_q8csw(
 
 @define(f"conv2d_q8csw(Tensor x, Tensor weights, Tensor weight_scales, {_CONV_TAIL}", _fake_conv2d_q8csw)
 def conv2d_q8csw(x: Tensor, weights: Tensor, weight_scales: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """Convolution, weight dequantized. ``weights`` int8 ``(OC, KH*KW*IC/groups)``, columns (KH, KW, IC).
+    """Convolve float x with the dequantized weight. ``weights``: int8 ``(OC, KH*KW*IC/groups)``, columns (KH, KW, IC).
 
-    After bias: kernel_size, stride, padding, dilation (each of one or two ints) and groups.
+    ``geometry``: kernel_size, stride, padding, dilation (one or two ints each) and groups.
     """
     request = _conv_request("conv2d_q8csw", x, weights, weight_scales, None, bias, None, geometry)
-    return _plain(_q8csw_entry(weights, weight_scales).run(request, x, bias, {}))
+    return _contiguous(_q8csw_entry(weights, weight_scales).run(request, x, bias, {}))
 
 
 def _fake_conv2d_q8ta_q8csw(
@@ -324,10 +327,10 @@ def conv2d_q8ta_q8csw(
     bias: Tensor | None,
     *geometry: Any,
 ) -> Tensor:
-    """Convolution with x quantized per tensor to -128..127, int32 accumulation; else as `conv2d_q8csw`."""
+    """`conv2d_q8csw` with x quantized per tensor to -128..127 and int32 accumulation."""
     activation = StaticInt8(input_scale, input_zero_point)
     request = _conv_request("conv2d_q8ta_q8csw", x, weights, weight_scales, weight_sums, bias, activation, geometry)
-    return _plain(_q8csw_entry(weights, weight_scales).run(request, x, bias, {}))
+    return _contiguous(_q8csw_entry(weights, weight_scales).run(request, x, bias, {}))
 
 
 # ExecuTorch Vulkan: int8 activations per token, grouped int4 weights
@@ -375,19 +378,22 @@ def _qga4w(
     require(not zeros.is_floating_point(), op, f"weight_zeros have dtype {zeros.dtype}; they must be integers.")
 
     def build() -> QTensor:
-        # Before they are cast to int8, where 256 would become 0.
+        # Checked before the cast to int8, in which 256 would become 0.
         fits = not zeros.numel() or (int(zeros.min()) >= -8 and int(zeros.max()) <= 7)
         require(fits, op, "weight_zeros hold values outside -8..7, which int4 codes span.")
         odd, even = unpack_nibbles(weights ^ 0x88)
         return QTensor.from_codes(interleave(even, odd), _scale(scales), zeros.to(torch.int8), fmt)
 
     entry = _entry((weights, scales, zeros), ("qga4w", fmt), build)
-    given: Any = {"x_scale": _tokens(op, x, input_scale), "x_zero_point": _tokens(op, x, input_zero_point)}
+    runtime_params: Any = {
+        "x_scale": _per_token(op, x, input_scale),
+        "x_zero_point": _per_token(op, x, input_zero_point),
+    }
     activation = StaticInt8(per_token=True)
-    return _run(entry, x, shape, fmt, activation=activation, out_dtype=torch.float32, **given, **output)
+    return _run(entry, x, shape, fmt, activation=activation, out_dtype=torch.float32, **runtime_params, **output)
 
 
-def _tokens(op: str, x: Tensor, value: Tensor) -> Tensor:
+def _per_token(op: str, x: Tensor, value: Tensor) -> Tensor:
     tokens = x.shape[:-1].numel()
     require(value.numel() == tokens, op, f"a per-token parameter has {value.numel()} values; x has {tokens} tokens.")
     return value.reshape(-1)
@@ -434,8 +440,11 @@ def linear_qta8a_qga4w_qta8o(
 ) -> Tensor:
     """As `linear_qta8a_qga4w`, requantized per token: ``clamp(round(y / s) + z, -128, 127)`` as int8."""
     op, weight = "linear_qta8a_qga4w_qta8o", (weights, group_size, weight_scales, weight_zeros)
-    given: Any = {"out_scale": _tokens(op, x, output_scale), "out_zero_point": _tokens(op, x, output_zero_point)}
-    return _qga4w(op, x, input_scale, input_zero_point, *weight, output=OutputInt8(per_token=True), **given)
+    runtime_params: Any = {
+        "out_scale": _per_token(op, x, output_scale),
+        "out_zero_point": _per_token(op, x, output_zero_point),
+    }
+    return _qga4w(op, x, input_scale, input_zero_point, *weight, output=OutputInt8(per_token=True), **runtime_params)
 
 
 # ExecuTorch Vulkan: embedding
@@ -469,10 +478,10 @@ def _fake_q4gsw(
 def embedding_q4gsw(
     weight: Tensor, weight_scales: Tensor, group_size: int, indices: Tensor, is_linear_weight: bool = False
 ) -> Tensor:
-    """Rows of a grouped symmetric int4 table, in the scales' dtype.
+    """Look up rows of a grouped symmetric int4 table, in the scales' dtype.
 
-    ``weight`` uint8 ``(V, D/2)``, offset binary (q + 8), high nibble = even d, low nibble = even where
-    ``is_linear_weight``. ``weight_scales`` ``(V, D/g)``; ``(D/g, V)`` is taken where only that fits.
+    ``weight``: uint8 ``(V, D/2)``, offset binary (q + 8); the high nibble holds even d, or the low nibble if
+    ``is_linear_weight``. ``weight_scales``: ``(V, D/g)``; ``(D/g, V)`` is accepted if only that shape fits.
     """
     v, d, groups = _check_q4gsw(weight, weight_scales, group_size)
     check_index_dtype(indices)
@@ -487,4 +496,4 @@ def embedding_q4gsw(
 
     entry = _entry((weight, weight_scales), ("q4gsw", group_size, is_linear_weight), build)
     request = EmbeddingRequest(weight.device, _scale(weight_scales).dtype, v, d, fmt)
-    return _plain(entry.run(request, indices, None, {}))
+    return _contiguous(entry.run(request, indices, None, {}))

@@ -1,4 +1,4 @@
-"""Finding what schemes need to know of a layer's inputs: run batches, watch what enters each layer."""
+"""Calibration: run batches through a model and record ranges and moments of each layer's inputs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from ..weights.activations import StaticInt8, static_from_range
 from ..weights.schemes import Scheme
 
 Calibration = Iterable[Any] | Callable[[nn.Module], Any]
-"""Batches (each a tensor, a tuple of positional or a mapping of keyword arguments), or a function of the model."""
+"""Batches (each a tensor, a tuple of positional arguments, or a mapping of keyword arguments), or a function that takes
+the model and runs it."""
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What calibration found.
+    """The result of a calibration.
 
-    **Fields:** ``schemes``: by layer name, with the numbers of static activations filled in; ``moments``: by the name
-    of the first layer that holds a weight, the sum of ``x x^T`` over its inputs, float32 ``(K, K)``, for a convolution
-    ``(groups, K, K)``.
+    **Fields:** ``schemes``: by layer name, with scale and zero point of static activations filled in; ``moments``: the
+    sum of ``x x^T`` over a layer's inputs, float32 ``(K, K)``, for a convolution ``(groups, K, K)``, by the name of the
+    first layer that holds the weight.
     """
 
     schemes: dict[str, Scheme]
@@ -33,7 +34,7 @@ class Calibrated:
 
 
 class _Moments:
-    """The sum of ``x x^T`` over the inputs of the layers that share a weight."""
+    """Accumulates ``x x^T`` over the inputs of all layers that share a weight."""
 
     def __init__(self) -> None:
         self.sum: Tensor | None = None
@@ -51,24 +52,24 @@ class _Moments:
 
 
 def _rows(module: nn.Module, x: Tensor) -> Tensor:
-    """The vectors that a layer's weight is multiplied with: ``(groups, rows, K)``."""
+    """Return the vectors that a layer multiplies by its weight, ``(groups, rows, K)``."""
     if isinstance(module, nn.Conv2d):
         return im2col(module, x.reshape(-1, *x.shape[-3:]))
     return x.reshape(1, -1, x.shape[-1])
 
 
-class _Inputs:
-    """What entered a layer: the smallest and largest value and, where they are wanted, the moments."""
+class _InputObserver:
+    """Records the range of a layer's inputs and, if the scheme needs them, their moments."""
 
     def __init__(self, moments: _Moments | None) -> None:
         self.low, self.high, self.seen, self.finite = 0.0, 0.0, False, True
         self.moments = moments
 
-    def watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next(iter((*args, *kwargs.values())), None)
         if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
             low, high = (float(v) for v in x.detach().aminmax())
-            # min() and max() would pass over NaN.
+            # min() and max() would ignore NaN.
             self.finite = self.finite and math.isfinite(low) and math.isfinite(high)
             self.low, self.high, self.seen = min(self.low, low), max(self.high, high), True
             if self.moments is not None:
@@ -81,40 +82,40 @@ def calibrate(
     calibration: Calibration | None,
     ties: Mapping[str, str] | None = None,
 ) -> Calibrated:
-    """Find what ``schemes``, keyed by layer name, need to know of each layer's input; the batches run once.
+    """Run the batches once and determine the static activations and moments that ``schemes`` need, by layer name.
 
     Scale and zero point of static activations cover ``[min(x, 0), max(x, 0)]``. ``ties``: layer name to the name of the
-    first layer with the same weight; their moments are summed. Raises `FormatError` where there is no calibration, or a
-    layer saw no input or a value that is not finite.
+    first layer with the same weight; the moments of tied layers are summed. Raises `FormatError` if ``calibration`` is
+    None although it is needed, or if a layer's input is missing or not finite.
     """
-    # A table has no activations: an embedding needs no numbers under a static scheme, and has no moments.
+    # An embedding has no activations: a static scheme needs no scale for it, and there are no moments.
     wanted = {name: s for name, s in schemes.items() if not isinstance(model.get_submodule(name), nn.Embedding)}
     blank = {name: _without_activation(scheme) for name, scheme in schemes.items() if name not in wanted}
     if not wanted:
         return Calibrated(blank)
     if calibration is None:
-        raise _uncalibrated(next(iter(wanted.values())))
+        raise _calibration_error(next(iter(wanted.values())))
     owners = {name: (ties or {}).get(name, name) for name, scheme in wanted.items() if scheme.needs_moments}
     moments = {owner: _Moments() for owner in owners.values()}
-    inputs = {name: _Inputs(moments[owners[name]] if name in owners else None) for name in wanted}
+    inputs = {name: _InputObserver(moments[owners[name]] if name in owners else None) for name in wanted}
     _observe(model, inputs, calibration)
-    filled = {name: _filled(name, scheme, inputs[name]) for name, scheme in wanted.items()}
+    filled = {name: _with_parameters(name, scheme, inputs[name]) for name, scheme in wanted.items()}
     sums = {owner: moments[owner].result(model.get_submodule(name)) for name, owner in owners.items()}
     return Calibrated({name: filled.get(name) or blank[name] for name in schemes}, sums)
 
 
-def _uncalibrated(scheme: Scheme) -> FormatError:
+def _calibration_error(scheme: Scheme) -> FormatError:
     why = "has static activations, whose scale must be known"
     if not scheme.needs_numbers:
-        why = f"rounds weights by what enters each layer ({scheme.quantizer})"
+        why = f"rounds weights by the inputs of each layer ({scheme.quantizer})"
     return FormatError(
         f"scheme {str(scheme)!r} {why}.\nPass calibration=batches, or a function that runs the model on typical inputs."
     )
 
 
-def _observe(model: nn.Module, inputs: Mapping[str, _Inputs], calibration: Calibration) -> None:
+def _observe(model: nn.Module, inputs: Mapping[str, _InputObserver], calibration: Calibration) -> None:
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(i.watch, with_kwargs=True) for name, i in inputs.items()
+        model.get_submodule(name).register_forward_pre_hook(i.observe, with_kwargs=True) for name, i in inputs.items()
     ]
     modes = {module: module.training for module in model.modules()}
     try:
@@ -141,7 +142,7 @@ def _run(model: nn.Module, calibration: Calibration) -> None:
             model(batch)
 
 
-def _filled(name: str, scheme: Scheme, found: _Inputs) -> Scheme:
+def _with_parameters(name: str, scheme: Scheme, found: _InputObserver) -> Scheme:
     if not found.seen:
         raise FormatError(
             f"layer {name!r} saw no input during calibration.\nExclude it, or calibrate with batches that reach it."

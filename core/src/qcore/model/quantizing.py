@@ -1,6 +1,6 @@
 """`quantize_`: quantize the layers of a model in place."""
 
-# ruff: noqa: SLF001 - torch's table of submodules, and the weight that tied layers share
+# ruff: noqa: SLF001 - reads torch's table of submodules, and the store that tied layers share
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from torch import nn
 
 from ..errors import QcoreWarning, UnsupportedError
 from ..nn.base import QuantizedModule
-from ..nn.counterparts import COUNTERPARTS, base_of, read_by, rebuild, unsupported
+from ..nn.counterparts import COUNTERPARTS, float_base, rebuild, why_parent_reads, why_unsupported
 from ..weights.schemes import Scheme
 from .calibration import Calibrated, Calibration, calibrate
-from .report import EXCLUDED, REFUSED, LayerReport, Ledger, Report, float_row_of, holds_weight, row_of, weight_bytes
-from .selection import Asked, Patterns, Selection, Sharing, as_patterns, as_rules
+from .report import (
+    EXCLUDED,
+    REFUSED,
+    LayerReport,
+    Report,
+    TieTracker,
+    float_row_of,
+    holds_weight,
+    quantized_row,
+    weight_bytes,
+)
+from .selection import Choice, Patterns, Selection, Sharing, as_patterns, as_rules
 
 
 def quantize_(
@@ -37,10 +47,10 @@ def quantize_(
     - ``calibration``: batches, or a function of the model, for schemes with static activations or ``@gptq``; runs once.
 
     Returns a `Report` of every layer that holds a weight: quantized, excluded, or refused with the reason. Tied weights
-    stay tied: they are quantized together or not at all. Where anything raises (NaN in a weight, a calibration that
-    fails), the model is left as it was.
+    stay tied: they are quantized together or not at all. If anything raises (NaN in a weight, a failing calibration),
+    the model is unchanged.
     """
-    plan = _Plan(model, Selection(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ()))
+    plan = _ModelPlan(model, Selection(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ()))
     plan.check_model()
     needing = {name: s for name, s in plan.schemes.items() if s.needs_calibration}
     made = plan.build(calibrate(model, needing, calibration, plan.ties))
@@ -49,8 +59,8 @@ def quantize_(
     return Report(tuple(plan.rows(made)))
 
 
-class _Plan:
-    """What will happen to every layer, decided before anything is touched."""
+class _ModelPlan:
+    """The scheme, or the reason for leaving it alone, of every layer; decided before the model is changed."""
 
     def __init__(self, model: nn.Module, selection: Selection) -> None:
         self.model, self.selection = model, selection
@@ -60,7 +70,7 @@ class _Plan:
         self.left: dict[str, tuple[str, str]] = {}
         self.notes: dict[str, str] = {}
         for name, module in self.layers.items():
-            verdict = self._verdict(name, module)
+            verdict = self._decide(name, module)
             if isinstance(verdict, Scheme):
                 self.schemes[name] = verdict
             else:
@@ -71,39 +81,42 @@ class _Plan:
 
     def check_model(self) -> None:
         if isinstance(self.model, tuple(COUNTERPARTS)):
-            kind = COUNTERPARTS[base_of(self.model)].__name__
+            kind = COUNTERPARTS[float_base(self.model)].__name__
             raise UnsupportedError(
                 f"the model itself is a {type(self.model).__name__}, which cannot be replaced in place.\n"
                 f"Use qcore.nn.{kind}.from_float(model, scheme)."
             )
 
-    def _verdict(self, name: str, module: nn.Module) -> Scheme | tuple[str, str]:
+    def _decide(self, name: str, module: nn.Module) -> Scheme | tuple[str, str]:
         if isinstance(module, QuantizedModule):
             return REFUSED, f"already quantized as {module.scheme}"
-        own, group = self._asked(name), self._asked(*self.sharing.layers_with(name))
+        own, group = self._choice(name), self._choice(*self.sharing.layers_with(name))
         if not own.same_weight_as(group):
-            other = self._decider(name, group)
+            other = self._deciding_layer(name, group)
             self.notes[name] = f"its weight is tied to {other!r}, which {group.reason}"
         if group.scheme is None:
             return EXCLUDED, self.notes.get(name, group.reason)
         scheme = own.scheme if own.scheme is not None and own.same_weight_as(group) else group.scheme
-        reason = unsupported(module) or self._reads_weight(name) or _unfit(scheme)
+        reason = why_unsupported(module) or self._reads_weight(name) or _unsupported_scheme(scheme)
         return (REFUSED, reason) if reason else scheme
 
-    def _asked(self, *layers: str) -> Asked:
-        return self.selection.asked(self.sharing.names_of(*layers))
+    def _choice(self, *layers: str) -> Choice:
+        return self.selection.choose(self.sharing.names_of(*layers))
 
-    def _decider(self, name: str, group: Asked) -> str:
-        """The layer whose name decided for all that share its weight."""
+    def _deciding_layer(self, name: str, group: Choice) -> str:
+        """Return the layer whose name determined the choice for all layers that share its weight."""
         layers = self.sharing.layers_with(name)
-        return next((layer for layer in layers if self._asked(layer) == group), layers[0])
+        return next((layer for layer in layers if self._choice(layer) == group), layers[0])
 
     def _reads_weight(self, name: str) -> str:
-        """Why a parent would break: some modules use a child's weight instead of calling the child."""
-        return read_by(self.model.get_submodule(name.rpartition(".")[0]))
+        """Return why replacing the layer would break its parent, or an empty string."""
+        return why_parent_reads(self.model.get_submodule(name.rpartition(".")[0]))
 
     def _tie_groups(self) -> dict[str, str]:
-        """Layer name to the name of the first layer with the same weight. Half-quantizable ties are given up whole."""
+        """Map each tied layer to the first layer with the same weight.
+
+        If only some layers of a group can be quantized, none of them is.
+        """
         ties: dict[str, str] = {}
         for group in self.sharing.groups:
             if any(layer in self.schemes for layer in group):
@@ -123,23 +136,24 @@ class _Plan:
             del self.schemes[layer]
 
     def _warn_about_conflicts(self) -> None:
-        """Layers that share a weight get one scheme; where patterns ask for several, which one may surprise."""
+        """Warn if patterns select different schemes for layers that share a weight, since they get one scheme."""
         for group in self.sharing.groups:
             layers = [layer for layer in group if layer in self.layers]
             refused = any(self.left.get(layer, ("",))[0] == REFUSED for layer in layers)
             if not refused and any(layer in self.notes for layer in layers):
-                asked = ", ".join(f"{layer} as {self._asked(layer)}" for layer in layers)
-                decided = self._asked(*layers)
+                choices = ", ".join(f"{layer} as {self._choice(layer)}" for layer in layers)
+                decided = self._choice(*layers)
                 warnings.warn(
-                    f"layers that share a weight are asked for in different forms: {asked}.\n"
-                    f"One form serves all: {decided}, since {self._decider(layers[0], decided)!r} {decided.reason}. "
-                    f"Untie them first to treat them apart.",
+                    f"the patterns select different schemes for layers that share a weight: {choices}.\n"
+                    f"All of them get {decided}, "
+                    f"since {self._deciding_layer(layers[0], decided)!r} {decided.reason}. "
+                    f"Untie them first to treat them differently.",
                     QcoreWarning,
                     stacklevel=4,
                 )
 
     def build(self, found: Calibrated) -> dict[str, QuantizedModule]:
-        """Quantize every planned layer beside the original; gives up the moments as it goes."""
+        """Build the quantized counterpart of every planned layer; frees the moments as they are used."""
         made: dict[str, QuantizedModule] = {}
         for name, planned in self.schemes.items():
             first, layer, scheme = self.ties.get(name, name), self.layers[name], found.schemes.get(name, planned)
@@ -148,11 +162,11 @@ class _Plan:
                 made[name] = rebuild(layer, made[first]._store, shared)
             else:
                 moments = found.moments.pop(first, None)
-                made[name] = COUNTERPARTS[base_of(layer)].from_float(layer, scheme, name=name, moments=moments)
+                made[name] = COUNTERPARTS[float_base(layer)].from_float(layer, scheme, name=name, moments=moments)
         return made
 
     def placements(self, made: Mapping[str, QuantizedModule]) -> Iterator[tuple[tuple[nn.Module, str], nn.Module]]:
-        """Every place a replaced layer sits, including places that share one module."""
+        """List every (parent, child name) of a replaced layer; one module may be in several places."""
         by_id = {id(self.layers[name]): module for name, module in made.items()}
         places = [
             ((parent, child), by_id[id(module)])
@@ -163,27 +177,27 @@ class _Plan:
         return iter(places)
 
     def rows(self, made: Mapping[str, QuantizedModule]) -> Iterator[LayerReport]:
-        ledger = Ledger()
+        tracker = TieTracker()
         for name, module in self.layers.items():
             before = weight_bytes(module)
             if name in made:
-                # Ties are those of the float model: what it held is counted once too.
-                row = ledger.entered(row_of(name, made[name]), made[name])
-                notes = (self.notes.get(name), self._instead(name, made[name]), row.reason)
+                # Ties are those of the float model, so that its bytes are counted once, too.
+                row = tracker.with_ties(quantized_row(name, made[name]), made[name])
+                notes = (self.notes.get(name), self._quantizer_note(name, made[name]), row.reason)
                 yield replace(row, bytes_before=before, reason="; ".join(filter(None, notes)))
             else:
                 state, reason = self.left[name]
                 quantized = isinstance(module, QuantizedModule)
-                row = row_of(name, module) if quantized else replace(float_row_of(name, module), plugin="")
-                yield replace(ledger.entered(row, module), state=state, reason=reason)
+                row = quantized_row(name, module) if quantized else replace(float_row_of(name, module), plugin="")
+                yield replace(tracker.with_ties(row, module), state=state, reason=reason)
 
-    def _instead(self, name: str, module: QuantizedModule) -> str:
-        """Which other quantizer than the one asked for made a weight, and why."""
+    def _quantizer_note(self, name: str, module: QuantizedModule) -> str:
+        """Explain a quantizer other than the requested one; empty if it is the requested one."""
         wanted, used = self.schemes[name].quantizer, module.scheme.quantizer
         return "" if used == wanted else f"{used} instead of {wanted}: no inputs reach a table's weight"
 
 
-def _unfit(scheme: Scheme) -> str:
+def _unsupported_scheme(scheme: Scheme) -> str:
     if scheme.output is not None:
         return "-o8 makes a layer return int8 codes, which the next layer cannot read; use it on single modules"
     if getattr(scheme.activation, "per_token", False):

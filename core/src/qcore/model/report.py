@@ -1,6 +1,6 @@
-"""`report`: what serves every layer of a model that holds a weight, and what it takes."""
+"""`report`: kernel, scheme and memory of every layer of a model that holds a weight."""
 
-# ruff: noqa: SLF001 - reads the layers' own bookkeeping, and torch's table of submodules
+# ruff: noqa: SLF001 - reads the stores and bound kernels of layers, and torch's table of submodules
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ QUANTIZED, EXCLUDED, REFUSED = "quantized", "excluded", "refused"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What became of one layer.
+    """The outcome for one layer.
 
-    **Fields:** ``name``; ``kind``: class name; ``state``: ``quantized``, ``excluded`` or ``refused``; ``reason``;
-    ``scheme``; ``plugin`` and ``kernel`` that serve it; ``bytes_before``: of the float weight; ``bytes_after``: of what
-    is held now; ``tied_to``: the layer whose weight it shares; ``bytes_shared``: how much of ``bytes_after`` a layer
-    above it holds already, which the totals count once; ``hint``: what would make the layer faster.
+    **Fields:** ``name``; ``kind``: class name; ``state``: ``quantized``, ``excluded``, ``refused`` or ``float``;
+    ``reason``; ``scheme``; ``plugin`` and ``kernel`` that run it; ``bytes_before``: of the float weight;
+    ``bytes_after``: of the weight as it is stored now; ``tied_to``: the layer whose weight it shares;
+    ``bytes_shared``: the part of ``bytes_after`` that an earlier layer of the report holds, too, and that the totals
+    count once; ``hint``: how to make the layer faster.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Report:
         return tuple(layer for layer in self.layers if layer.state == state)
 
     def kernels(self) -> dict[str, int]:
-        """How many layers each kernel serves."""
+        """Count the layers that each kernel runs."""
         counts: dict[str, int] = {}
         for layer in self.by_state(QUANTIZED):
             counts[layer.kernel] = counts.get(layer.kernel, 0) + 1
@@ -89,7 +90,7 @@ class Report:
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """What would make layers faster, each hint once."""
+        """How to make layers faster; each hint once."""
         return tuple(dict.fromkeys(layer.hint for layer in self.layers if layer.hint))
 
     @property
@@ -99,11 +100,11 @@ class Report:
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of all weights as they are held now; tied ones count once."""
+        """Bytes of all weights as they are stored now; tied ones count once."""
         return sum(layer.bytes_after - layer.bytes_shared for layer in self.layers)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Plain values."""
+        """Return the layers as plain values for JSON."""
         return [vars(layer) for layer in self.layers]
 
 
@@ -112,33 +113,34 @@ def _size(count: int) -> str:
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of a layer's float weight."""
+    """Return the bytes of a layer's float weight."""
     if isinstance(module, QuantizedModule):
         n, k = module._store.shape
         return int(n * k * module._dtype.itemsize)
-    return sum(_held(module).values())
+    return sum(_tensor_bytes(module).values())
 
 
-def row_of(name: str, module: QuantizedModule) -> LayerReport:
-    """The row of a quantized layer."""
+def quantized_row(name: str, module: QuantizedModule) -> LayerReport:
+    """Return the row of a quantized layer."""
     decision = module.decision
-    served = decision.selected if decision else None
+    bound_kernel = decision.selected if decision else None
     return LayerReport(
         name,
         type(module).__name__,
         QUANTIZED,
-        (served.reason if served else "on meta: bound when its weights are loaded") + _others(module),
+        (bound_kernel.reason if bound_kernel else "on meta: bound when its weights are loaded")
+        + _other_kernels(module),
         str(module.scheme.blank()),
-        served.plugin if served else "",
-        served.kernel if served else "",
+        bound_kernel.plugin if bound_kernel else "",
+        bound_kernel.kernel if bound_kernel else "",
         weight_bytes(module),
-        sum(_held(module).values()),
-        hint=dtype_hint(decision, module._made_under.settings or current()) if decision else "",
+        sum(_tensor_bytes(module).values()),
+        hint=dtype_hint(decision, module._bind_settings.settings or current()) if decision else "",
     )
 
 
-def _others(module: QuantizedModule) -> str:
-    """Other kernels that a layer has bound since: for gradients, or for an x of another dtype than its own."""
+def _other_kernels(module: QuantizedModule) -> str:
+    """Describe further kernels that a layer has bound: for gradients, or for another dtype of x."""
     found: dict[str, list[str]] = {}
     for (dtype, training), bound in module._bounds.items():
         if bound.name != (module._primary and module._primary.name):
@@ -148,36 +150,36 @@ def _others(module: QuantizedModule) -> str:
 
 
 def report(model: nn.Module) -> Report:
-    """What serves every layer of a model that holds a weight: plugin, kernel, why, bytes before and after."""
-    ledger, rows = Ledger(), []
+    """Report plugin, kernel, reason, and bytes before and after for every layer of a model that holds a weight."""
+    tracker, rows = TieTracker(), []
     for name, module in model.named_modules():
         if holds_weight(module):
-            row = row_of(name, module) if isinstance(module, QuantizedModule) else float_row_of(name, module)
-            rows.append(ledger.entered(row, module))
+            row = quantized_row(name, module) if isinstance(module, QuantizedModule) else float_row_of(name, module)
+            rows.append(tracker.with_ties(row, module))
     return Report(tuple(rows))
 
 
-class Ledger:
-    """What the layers of a table hold, so that nothing is counted twice."""
+class TieTracker:
+    """Tracks the tensors of the layers in a report, so that shared tensors are counted once."""
 
     def __init__(self) -> None:
         self.owners: dict[int, str] = {}
         self.seen: set[int] = set()
 
-    def entered(self, row: LayerReport, module: nn.Module) -> LayerReport:
-        """The row, with what it shares with those before it."""
+    def with_ties(self, row: LayerReport, module: nn.Module) -> LayerReport:
+        """Return the row with ``tied_to`` and ``bytes_shared`` relative to the rows before it."""
         weight = (
             module._store if isinstance(module, QuantizedModule) else dict(module._parameters.items()).get("weight")
         )
         first = self.owners.setdefault(id(module if weight is None else weight), row.name)
-        held = _held(module)
+        held = _tensor_bytes(module)
         shared = sum(size for key, size in held.items() if key in self.seen)
         self.seen |= held.keys()
         return replace(row, tied_to="" if first == row.name else first, bytes_shared=shared)
 
 
-def _held(module: nn.Module) -> dict[int, int]:
-    """Bytes of each tensor that stands for a layer's weight."""
+def _tensor_bytes(module: nn.Module) -> dict[int, int]:
+    """Map the id of each tensor that represents a layer's weight to its bytes."""
     if isinstance(module, QuantizedModule):
         return {id(t): b.nbytes(t) for b in module._bounds.values() for t in b.packed.values()}
     parametrized: Any = module.parametrizations if is_parametrized(module) else None
@@ -186,7 +188,7 @@ def _held(module: nn.Module) -> dict[int, int]:
 
 
 def float_row_of(name: str, module: nn.Module) -> LayerReport:
-    """The row of a layer that is not quantized."""
+    """Return the row of a layer that is not quantized."""
     size = weight_bytes(module)
     return LayerReport(name, type(module).__name__, "float", plugin="torch", bytes_before=size, bytes_after=size)
 
@@ -195,11 +197,11 @@ def holds_weight(module: nn.Module) -> bool:
     """Whether a module has a row in a report: it is quantized, can be, or has a parameter of two dimensions."""
     if isinstance(module, (QuantizedModule, *COUNTERPARTS)):
         return True
-    # The tensors behind a parametrized weight belong to the layer that they are for.
+    # The tensors behind a parametrized weight are counted for the layer that owns the weight.
     own = () if isinstance(module, ParametrizationList) else module.parameters(recurse=False)
-    return any(_counts(p) and p.is_floating_point() for p in own)
+    return any(_is_weight(p) and p.is_floating_point() for p in own)
 
 
-def _counts(parameter: Any) -> bool:
-    """Whether a parameter is a weight: a lazy one will be."""
+def _is_weight(parameter: Any) -> bool:
+    """Whether a parameter is a weight (two or more dimensions), or lazy and may become one."""
     return is_lazy(parameter) or parameter.dim() >= 2

@@ -1,4 +1,4 @@
-"""What the patterns of `quantize_` ask for: of a layer, and of layers that hold one weight together."""
+"""Select a scheme for each layer by the patterns of `quantize_`, and for layers that share a weight."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ Patterns = str | Iterable[str]
 
 
 def as_rules(scheme: str | Scheme | Mapping[str, str | Scheme]) -> tuple[tuple[str, Scheme], ...]:
-    """A scheme for everything, or a mapping from patterns to schemes, as (pattern, scheme) pairs."""
+    """Parse a scheme for all layers, or a mapping from patterns to schemes, to (pattern, scheme) pairs."""
     mapping = scheme if isinstance(scheme, Mapping) else {"*": scheme}
     return tuple((pattern, Scheme.parse(value)) for pattern, value in mapping.items())
 
 
 def as_patterns(patterns: Patterns | None) -> tuple[str, ...] | None:
-    """One pattern or several, as a tuple."""
+    """Return one pattern or several as a tuple; None stays None."""
     if patterns is None:
         return None
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a layer's name is a pattern's full name, glob, or ends in its dotted parts."""
+    """Whether a layer's name equals a pattern, matches it as a glob, or ends with it after a dot."""
     return fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the patterns ask for: ``scheme``, None to leave the weight float; ``reason``: in words."""
+class Choice:
+    """The choice of the patterns for a layer: ``scheme``, or None to leave the weight float; ``reason``: as text."""
 
     scheme: Scheme | None
     reason: str
 
-    def same_weight_as(self, other: Asked) -> bool:
-        """Whether both ask for the same weight, whatever they ask of activations."""
+    def same_weight_as(self, other: Choice) -> bool:
+        """Whether both choose the same format and quantizer of the weight; activations may differ."""
         if self.scheme is None or other.scheme is None:
             return self.scheme is other.scheme
         mine, theirs = self.scheme, other.scheme
@@ -59,33 +59,33 @@ class Selection:
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
 
-    def asked(self, names: Sequence[str]) -> Asked:
-        """What is asked for a weight of these names: excluded by any, else by the first rule that matches any."""
-        pattern = _first(self.exclude, names)
+    def choose(self, names: Sequence[str]) -> Choice:
+        """Choose for a weight with these names: an exclude pattern wins, then the first rule that matches any name."""
+        pattern = _first_match(self.exclude, names)
         if pattern is not None:
-            return Asked(None, f"matches exclude pattern {pattern!r}")
-        if self.include is not None and _first(self.include, names) is None:
-            return Asked(None, "matches no include pattern")
-        pattern = _first((pattern for pattern, _ in self.rules), names)
+            return Choice(None, f"matches exclude pattern {pattern!r}")
+        if self.include is not None and _first_match(self.include, names) is None:
+            return Choice(None, "matches no include pattern")
+        pattern = _first_match((pattern for pattern, _ in self.rules), names)
         if pattern is None:
-            return Asked(None, "matches no pattern of the scheme mapping")
-        return Asked(dict(self.rules)[pattern], f"matches pattern {pattern!r}")
+            return Choice(None, "matches no pattern of the scheme mapping")
+        return Choice(dict(self.rules)[pattern], f"matches pattern {pattern!r}")
 
     def warn_about_typos(self, names: Iterable[str], stacklevel: int) -> None:
-        """A pattern that matches no name is most likely a typo."""
+        """Warn about patterns that match no name, which are most likely typos."""
         known = list(names)
         for pattern in (*self.exclude, *(self.include or ()), *(p for p, _ in self.rules)):
-            if _first((pattern,), known) is None:
+            if _first_match((pattern,), known) is None:
                 hint = did_you_mean(pattern, known)
                 warnings.warn(f"pattern {pattern!r} matches no layer.{hint}", QcoreWarning, stacklevel=stacklevel)
 
 
-def _first(patterns: Iterable[str], names: Sequence[str]) -> str | None:
+def _first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
     return next((p for p in patterns if any(matches(name, p) for name in names)), None)
 
 
 class Sharing:
-    """Which layers of a model hold one weight together: by a tied parameter, or as one module under several names."""
+    """Finds the layers of a model that share a weight: by a tied parameter, or as one module under several names."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         self._layers = layers
@@ -97,7 +97,7 @@ class Sharing:
         self._group_of = {layer: group for group in self.groups for layer in group}
 
     def _find(self, model: nn.Module) -> Iterator[list[str]]:
-        """Groups of names of layers, or of whoever else holds the parameter; a module of several names has one here."""
+        """Yield groups of names of layers, or other owners, of one parameter; a module with several names has one."""
         modules: dict[str, int | str] = {name: key for key, names in self._names.items() for name in names}
         owners: dict[int, dict[int | str, str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -106,9 +106,9 @@ class Sharing:
         return (list(group.values()) for group in owners.values() if len(group) > 1)
 
     def layers_with(self, layer: str) -> list[str]:
-        """The layers that hold the weight of ``layer``, itself among them."""
+        """Return the layers that share the weight of ``layer``, including ``layer``."""
         return [name for name in self._group_of.get(layer, [layer]) if name in self._layers]
 
     def names_of(self, *layers: str) -> list[str]:
-        """Every name of these layers."""
+        """Return every name of these layers."""
         return [name for layer in layers for name in self._names[id(self._layers[layer])]]

@@ -1,4 +1,4 @@
-"""Quantized modules: drop-in for `torch.nn.Linear`, `Conv2d` and `Embedding`."""
+"""Quantized modules: drop-in replacements for `torch.nn.Linear`, `Conv2d` and `Embedding`."""
 
 from .conv2d import QuantizedConv2d
 from .embedding import QuantizedEmbedding

@@ -1,8 +1,8 @@
-"""What the quantized modules share: binding to a kernel, moving, saving, copying.
+"""The base class of the quantized modules: binding to a kernel, moving, saving, copying.
 
-A module holds its weight in a `WeightStore`, packed for the kernel that serves it. Every place where tensors leave the
-module (``state_dict``, pickle, ``deepcopy``, ``module.weight``) gives the neutral format; every place where they come
-in (``load_state_dict``, ``to``) binds anew.
+A module holds its weight in a `WeightStore`, packed for the kernel that runs it. Tensors leave the module in the
+neutral format (``state_dict``, pickle, ``deepcopy``, ``module.weight``). Whenever tensors change (``load_state_dict``,
+``to``), the module is bound to a kernel again.
 """
 
 # ruff: noqa: SLF001 - layers that share a weight rebind each other; torch keeps hooks in private tables
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..contracts import Request
 from ..errors import FormatError, QcoreWarning
 from ..functional.autograd import call_differentiably
-from ..functional.checks import check_bias, check_dense, check_first, check_x_dtype
+from ..functional.checks import check_bias, check_dense, check_first_call, check_x_dtype
 from ..resolving.binding import Bound, WeightStore, WeightView, bind, call_first
 from ..resolving.decision import Decision
 from ..runtime.settings import Settings, current, in_force
@@ -29,7 +30,7 @@ from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_PARTS = ("data", "scale", "zero")
+_WEIGHT_TENSORS = ("data", "scale", "zero")
 _PREFIX = "packed_"
 _STRIDED = torch.strided
 _HOOKS = (
@@ -44,19 +45,22 @@ _HOOKS = (
 
 
 @dataclass(frozen=True)
-class _MadeUnder:
-    """The settings that a layer binds under. Copies take them along; where a pickle is read, those there count."""
+class _BindSettings:
+    """The settings under which a layer is bound: copied with the layer, but not pickled.
+
+    A layer that is read from a pickle is bound under the settings of the process that reads it.
+    """
 
     settings: Settings | None = None
 
     def in_force(self) -> AbstractContextManager[None]:
         return nullcontext() if self.settings is None else in_force(self.settings)
 
-    def __deepcopy__(self, _memo: Any) -> _MadeUnder:
+    def __deepcopy__(self, _memo: Any) -> _BindSettings:
         return self
 
     def __reduce__(self) -> Any:
-        return _MadeUnder, ()
+        return _BindSettings, ()
 
 
 class QuantizedModule(nn.Module):
@@ -68,12 +72,12 @@ class QuantizedModule(nn.Module):
         super().__init__()
         if scheme.needs_numbers:
             raise FormatError(
-                f"scheme {str(scheme)!r} needs numbers: give them as StaticInt8(scale, zero_point) or "
+                f"scheme {str(scheme)!r} lacks its scale and zero point: give them as StaticInt8(scale, zero_point) or "
                 f"OutputInt8(scale, zero_point),\nor let qcore.quantize_(model, scheme, calibration=batches) find them."
             )
         if any(getattr(part, "per_token", False) for part in (scheme.activation, scheme.output)):
             raise FormatError(
-                f"scheme {str(scheme)!r}: per-token parameters come with each call, which a layer has no way to take;\n"
+                f"scheme {str(scheme)!r}: per-token parameters come with each call, but a layer takes x only;\n"
                 f"use qcore.linear(x, weight, activation=..., x_scale=..., x_zero_point=...)."
             )
         self.scheme = replace(scheme, weight=store.format)
@@ -81,8 +85,8 @@ class QuantizedModule(nn.Module):
         self._dtype = dtype if dtype in _FLOATS else torch.float32
         self._bias_shape = store.shape[:1]
         self.register_parameter("bias", _parameter(bias, store.device))
-        # A name without a tensor: what asks a module for its parameters and buffers finds `weight` (get_buffer,
-        # transformers' tie_weights), what goes through all of them passes over None.
+        # A name without a tensor: a lookup by name (get_buffer, transformers' tie_weights) finds `weight`, and code
+        # that iterates over all buffers skips None.
         self._buffers["weight"] = None
         self._non_persistent_buffers_set.add("weight")
         self._bounds: dict[tuple[torch.dtype, bool], Bound] = {}
@@ -90,13 +94,13 @@ class QuantizedModule(nn.Module):
         store.users.add(self)
         self._bind_primary()
 
-    # What the three modules say about themselves.
+    # Overridden by the three modules.
 
-    def _request(self, x_dtype: torch.dtype, training: bool) -> Any:
+    def _request(self, x_dtype: torch.dtype, training: bool) -> Request:
         raise NotImplementedError
 
     def _out_dtype(self, x_dtype: torch.dtype) -> torch.dtype:
-        """int8 codes under ``-o8``, else x's dtype; an x of int8 codes gives the layer's own."""
+        """Return int8 for ``-o8``, otherwise x's dtype; for int8 codes in x, the layer's own dtype."""
         if self.scheme.output:
             return torch.int8
         return x_dtype if x_dtype.is_floating_point else self._dtype
@@ -105,33 +109,33 @@ class QuantizedModule(nn.Module):
 
     @property
     def weight(self) -> QTensor:
-        """The weight as a `QTensor`: unpacked on demand; its ``dtype`` is the one this layer computes in."""
+        """The weight as a `QTensor`, unpacked on demand; its ``dtype`` is the compute dtype of the layer."""
         return WeightView(self._store, self._dtype)
 
     @property
     def decision(self) -> Decision | None:
-        """Which kernel serves this layer and why; None on ``meta``, where nothing is bound."""
+        """The decision that selected this layer's kernel; None on ``meta``, because nothing is bound there."""
         return None if self._primary is None else self._primary.decision
 
     def _bind_primary(self, settings: Settings | None = None) -> None:
-        """Bind for the layer's own dtype, under the current settings or those given; they stay the layer's.
+        """Bind a kernel for the layer's own dtype, under ``settings`` or the current ones, which the layer keeps.
 
-        On ``meta`` there is nothing to pack yet.
+        Nothing is bound on ``meta``: there is nothing to pack yet.
         """
-        self._made_under = _MadeUnder(settings or current())
-        # Other dictionaries, not emptied ones: another thread may be looking at these.
+        self._bind_settings = _BindSettings(settings or current())
+        # New dictionaries instead of clear(): another thread may be reading the old ones.
         self._primary = None
         self._bounds = {}
-        # Asking torch about autocast on a device that knows none (meta, vulkan) is an error.
+        # torch raises for autocast queries on devices without autocast (meta, vulkan).
         self._autocasts = torch.amp.is_autocast_available(self._store.device.type)
         if self._store.device.type != "meta":
             self._primary = self._bound_for(self._dtype, False)
-            # A dtype that is no longer computed in leaves nothing behind.
+            # Drop packed weights for dtypes that are no longer used.
             self._store.keep_only({b.packing for user in self._store.users for b in user._bounds.values()})
-        self._show_packed()
+        self._expose_packed()
 
     def _bind_all(self) -> None:
-        """Bind every layer that shares the weight: it is another one now."""
+        """Bind every layer that shares the weight, because the weight has changed."""
         for user in list(self._store.users):
             user._bind_primary()
 
@@ -139,7 +143,7 @@ class QuantizedModule(nn.Module):
         key = (x_dtype, training)
         bound = self._bounds.get(key)
         if bound is None:
-            with self._store.lock, self._made_under.in_force():
+            with self._store.lock, self._bind_settings.in_force():
                 bound = self._bounds.get(key) or bind(self._store, self._request(x_dtype, training))
                 self._keep(key, bound)
         return bound
@@ -148,14 +152,14 @@ class QuantizedModule(nn.Module):
         self._bounds = {**self._bounds, key: bound}
         if key == (self._dtype, False):
             self._primary = bound
-        self._show_packed()
+        self._expose_packed()
 
-    def _show_packed(self) -> None:
-        """Show the packed tensors as buffers, for whoever counts memory or traces; they are never saved."""
+    def _expose_packed(self) -> None:
+        """Expose the packed tensors as non-persistent buffers, for tracing and for tools that count memory."""
         packed = {_buffer_name(b, key): tensor for b in self._bounds.values() for key, tensor in b.packed.items()}
-        self._show(packed)
+        self._set_packed_buffers(packed)
 
-    def _show(self, packed: dict[str, Tensor]) -> None:
+    def _set_packed_buffers(self, packed: dict[str, Tensor]) -> None:
         kept = {name for name in self._non_persistent_buffers_set if not name.startswith(_PREFIX)}
         self._non_persistent_buffers_set = kept | packed.keys()
         others = {name: buffer for name, buffer in self._buffers.items() if not name.startswith(_PREFIX)}
@@ -163,10 +167,10 @@ class QuantizedModule(nn.Module):
 
     # Running.
 
-    def _is_usual(self, x: Tensor, bias: Tensor | None) -> bool:
-        """Whether x and bias are dense tensors of the layer's own dtype, device and sizes: what needs no other check.
+    def _is_fast_path(self, x: Tensor, bias: Tensor | None) -> bool:
+        """Whether x and bias are dense tensors of the layer's own dtype, device and sizes, and need no other check.
 
-        Asked at every call: a bias can be replaced, and its ``data`` too.
+        Called for every forward, because the bias and its ``data`` can be replaced at any time.
         """
         device = self._store.device
         if x.dtype is not self._dtype or x.device != device or x.layout is not _STRIDED or x.is_nested:
@@ -177,7 +181,7 @@ class QuantizedModule(nn.Module):
         return fits and bias.device == device and bias.layout is _STRIDED
 
     def _check(self, x: Tensor) -> None:
-        """Raise `FormatError` that says what is wrong with x, or with a bias that somebody put there."""
+        """Raise `FormatError` if x, or a bias that was replaced, is invalid."""
         device = self._store.device
         check_dense("x", x, device)
         check_x_dtype(x, self.scheme.activation)
@@ -185,10 +189,10 @@ class QuantizedModule(nn.Module):
         check_bias(self.bias, self._bias_shape[0], device)
 
     def _check_shape(self, x: Tensor) -> None:
-        """Raise `FormatError` unless x has a shape that the layer takes."""
+        """Raise `FormatError` unless the layer accepts x's shape."""
 
     def _run(self, x: Tensor) -> Tensor:
-        """Everything but the shortest way: first calls, gradients, autocast, other dtypes, traces, wrong inputs."""
+        """Handle everything but the fast path: first calls, gradients, autocast, other dtypes, traces, wrong inputs."""
         self._check(x)
         return self._run_checked(x)
 
@@ -205,19 +209,19 @@ class QuantizedModule(nn.Module):
             except Exception as error:
                 bound.blame(error)
                 raise
-        check_first(bound.request, x)
-        with self._made_under.in_force():
+        check_first_call(bound.request, x)
+        with self._bind_settings.in_force():
             fresh, result = call_first(self._store, bound, lambda b: self._call(b, b.packed, x, training))
         if fresh is not bound:
             with self._store.lock:
-                # Not if it was moved meanwhile: then it is bound anew, and this one belongs to another device.
+                # If the layer was moved in the meantime, this kernel is for the old device: drop it.
                 if self._bounds.get((dtype, training)) is bound:
                     self._keep((dtype, training), fresh)
         return result
 
     def _run_traced(self, x: Tensor) -> Tensor:
         dtype = self._compute_dtype(x)
-        # Packing cannot happen inside a trace: a dtype that is not bound yet runs in the layer's own.
+        # A trace cannot pack weights, so a dtype without a bound kernel is computed in the layer's own dtype.
         bound = self._bounds.get((dtype, False)) or self._primary
         if bound is None:
             raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
@@ -250,7 +254,7 @@ class QuantizedModule(nn.Module):
             super().__setattr__(name, value)
 
     def _set_weight(self, weight: Any) -> None:
-        """Take another quantized weight of the same shape; that of another layer is shared from then on."""
+        """Replace the weight by another of the same shape; the weight of another layer is shared with it."""
         if not isinstance(weight, QTensor):
             raise FormatError(
                 f"the weight of a {type(self).__name__} must be a QTensor, not a {type(weight).__name__}.\n"
@@ -267,22 +271,23 @@ class QuantizedModule(nn.Module):
             self._bind_all()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of any module; a bias where there was none, or none where there was one, binds anew."""
+        """Register a parameter as in any module; adding or removing a bias binds the layer to a kernel again."""
         super().register_parameter(name, param)
         primary = self.__dict__.get("_primary")
         if name == "bias" and primary is not None and primary.request.bias != (param is not None):
-            self._bind_primary(self._made_under.settings)
+            self._bind_primary(self._bind_settings.settings)
 
     # Moving, copying, saving.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
         with self._store.lock:
-            return self._apply_alone(fn, recurse)
+            return self._apply_locked(fn, recurse)
 
-    def _apply_alone(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> QuantizedModule:
-        # Packed tensors must not see fn: .half() would round their scales. A sample tells what fn does.
+    def _apply_locked(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> QuantizedModule:
+        # fn must not be applied to packed tensors: .half() would round their scales. An empty sample reveals the
+        # target.
         sample = fn(torch.empty(0, dtype=self._dtype, device=self._store.device))
-        self._show({})
+        self._set_packed_buffers({})
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         before, self._dtype = self._dtype, sample.dtype if sample.dtype in _FLOATS else self._dtype
         if self._store.move(fn, sample.device):
@@ -290,7 +295,7 @@ class QuantizedModule(nn.Module):
         elif self._dtype != before:
             self._bind_primary()
         else:
-            self._show_packed()
+            self._expose_packed()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -302,24 +307,24 @@ class QuantizedModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._store.users.add(self)
-        self._bind_primary(state.get("_made_under", _MadeUnder()).settings)
+        self._bind_primary(state.get("_bind_settings", _BindSettings()).settings)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in self._store.neutral().tensors().items():
             destination[f"{prefix}weight.{name}"] = tensor
-        for name, value in self._given_numbers():
+        for name, value in self._static_parameters():
             destination[prefix + name] = value
         self._describe_weight(getattr(destination, "_metadata", {}).get(prefix[:-1]))
 
     def _describe_weight(self, notes: dict[str, Any] | None) -> None:
-        """Leave in the metadata of a state dict what its tensors mean, so that it can be saved without the model."""
+        """Add format, shape, quantizer and scheme to a state dict's metadata, for saving it without the model."""
         if notes is not None:
             store = self._store
             described = {"format": str(store.format), "shape": list(store.shape), "quantizer": store.quantizer}
             notes["qcore"] = {**described, "scheme": str(self.scheme.blank())}
 
-    def _given_numbers(self) -> Iterator[tuple[str, Tensor]]:
+    def _static_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in (("input", self.scheme.activation), ("output", self.scheme.output)):
             if isinstance(part, (StaticInt8, OutputInt8)) and part.scale is not None:
                 # float64 holds a Python float exactly.
@@ -336,7 +341,9 @@ class QuantizedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = [f"{prefix}weight.{part}" for part in _PARTS] + [prefix + name for name, _ in self._given_numbers()]
+        own = [f"{prefix}weight.{part}" for part in _WEIGHT_TENSORS] + [
+            prefix + name for name, _ in self._static_parameters()
+        ]
         found = {key: state_dict[key] for key in own if key in state_dict}
         rest = {key: value for key, value in state_dict.items() if key not in found}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -347,7 +354,7 @@ class QuantizedModule(nn.Module):
             self._load_found(found, prefix, bool(local_metadata.get("assign_to_params_buffers")), error_msgs)
 
     def _load_found(self, found: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
-        parts: Any = {part: found.get(f"{prefix}weight.{part}") for part in _PARTS}
+        parts: Any = {part: found.get(f"{prefix}weight.{part}") for part in _WEIGHT_TENSORS}
         store = self._store
         try:
             weight = QTensor(**parts, shape=store.shape, format=store.format, quantizer=store.quantizer)
@@ -358,7 +365,8 @@ class QuantizedModule(nn.Module):
         if self._store.device.type == "meta" and not assign:
             text = "copying to a layer on meta is a no-op; pass assign=True, or call to_empty first."
             warnings.warn(f"for {prefix}weight: {text}", QcoreWarning, stacklevel=2)
-        # As with any parameter: assign takes the tensors themselves, otherwise they are copied to where the layer is.
+        # As for any parameter: assign=True adopts the tensors themselves, otherwise they are copied to the layer's
+        # device.
         taken = weight if assign else weight.map(lambda t: t.detach().to(self._store.device, copy=True))
         with self._store.lock:
             self.scheme = scheme
@@ -386,7 +394,7 @@ def _parameter(bias: Tensor | None, device: torch.device) -> nn.Parameter | None
 
 
 def adopt(module: QuantizedModule, original: nn.Module) -> None:
-    """Carry over what a float module has beside its weight: mode and hooks."""
+    """Copy training mode and hooks of a float module to its quantized counterpart."""
     module.train(original.training)
     for name in _HOOKS:
         getattr(module, name).update(getattr(original, name))

@@ -13,15 +13,14 @@ from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .base import QuantizedModule, adopt
-
-Pair = tuple[int, int]
+from .geometry import Geometry, Pair, pad
 
 
 class QuantizedConv2d(QuantizedModule):
     """A 2-D convolution with a quantized weight; stands in for `torch.nn.Conv2d`.
 
-    ``x``: ``(B, in_channels, H, W)`` or ``(in_channels, H, W)``; the result has its memory format. Kernels work on
-    channels_last, so an x in it saves a copy of x and one of the result. The weight is a `QTensor` of shape
+    ``x``: ``(B, in_channels, H, W)`` or ``(in_channels, H, W)``; the result has x's memory format. Kernels work in
+    channels_last: an x in that format saves a copy of x and of the result. The weight is a `QTensor` of shape
     ``(out_channels, KH*KW*in_channels/groups)``, columns in (KH, KW, IC) order.
     """
 
@@ -31,52 +30,31 @@ class QuantizedConv2d(QuantizedModule):
         scheme: Scheme,
         bias: Tensor | None,
         dtype: torch.dtype,
-        *,
-        in_channels: int,
-        kernel_size: Pair,
-        stride: Pair = (1, 1),
-        padding: Pair = (0, 0),
-        dilation: Pair = (1, 1),
-        groups: int = 1,
-        outer_padding: tuple[int, ...] = (),
-        padding_mode: str = "zeros",
+        geometry: Geometry,
     ) -> None:
-        self.in_channels, self.out_channels = in_channels, store.shape[0]
-        self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
-        self.groups, self.padding_mode, self._outer_padding = groups, padding_mode, outer_padding
-        expected = kernel_size[0] * kernel_size[1] * in_channels // max(groups, 1)
-        if store.shape[1] != expected:
-            raise FormatError(
-                f"weight has shape {tuple(store.shape)}; this convolution needs KH*KW*IC/groups = {expected} columns."
-            )
+        # Plain attributes, with the names of torch.nn.Conv2d.
+        self.in_channels, self.out_channels = geometry.in_channels, store.shape[0]
+        self.kernel_size, self.stride = geometry.kernel_size, geometry.stride
+        self.padding, self.dilation, self.groups = geometry.padding, geometry.dilation, geometry.groups
+        self.padding_mode, self._outer_padding = geometry.padding_mode, geometry.outer_padding
+        if store.shape[1] != geometry.columns:
+            needed = f"KH*KW*IC/groups = {geometry.columns} columns"
+            raise FormatError(f"weight has shape {tuple(store.shape)}; this convolution needs {needed}.")
         super().__init__(store, scheme, bias, dtype)
 
     @classmethod
     def from_float(
         cls, module: nn.Conv2d, scheme: Scheme | str, *, name: str = "weight", moments: Tensor | None = None
     ) -> QuantizedConv2d:
-        """Quantize a `torch.nn.Conv2d`, whatever its padding mode.
+        """Quantize a `torch.nn.Conv2d` with any padding mode.
 
-        ``moments``: for ``@gptq``, the sum of ``x x^T`` over the columns of `im2col`: ``(groups, K, K)``.
+        ``moments``: for ``@gptq``, the sum of ``x x^T`` over the columns of `im2col`, ``(groups, K, K)``. Raises
+        `FormatError` for NaN or Inf in the weight, naming ``name``.
         """
         wanted = Scheme.parse(scheme)
         flat = module.weight.detach().permute(0, 2, 3, 1).reshape(module.out_channels, -1)
         weight = _quantize(flat, wanted, name, moments, module.groups)
-        padding, outer = _paddings(module)
-        made = cls(
-            WeightStore(weight),
-            wanted,
-            module.bias,
-            module.weight.dtype,
-            in_channels=module.in_channels,
-            kernel_size=_pair(module.kernel_size),
-            stride=_pair(module.stride),
-            padding=padding,
-            dilation=_pair(module.dilation),
-            groups=module.groups,
-            outer_padding=outer,
-            padding_mode=module.padding_mode,
-        )
+        made = cls(WeightStore(weight), wanted, module.bias, module.weight.dtype, Geometry.of(module))
         adopt(made, module)
         return made
 
@@ -96,11 +74,7 @@ class QuantizedConv2d(QuantizedModule):
         dtype: torch.dtype | None = None,
     ) -> QuantizedConv2d:
         """Wrap a quantized weight ``(OC, KH*KW*IC/groups)``, columns in (KH, KW, IC) order."""
-        return cls(
-            WeightStore(weight),
-            Scheme(weight.format) if scheme is None else Scheme.parse(scheme),
-            bias,
-            dtype or weight.dtype,
+        geometry = Geometry(
             in_channels=in_channels,
             kernel_size=as_pair("kernel_size", kernel_size),
             stride=as_pair("stride", stride),
@@ -108,6 +82,16 @@ class QuantizedConv2d(QuantizedModule):
             dilation=as_pair("dilation", dilation),
             groups=groups,
         )
+        wanted = Scheme(weight.format) if scheme is None else Scheme.parse(scheme)
+        return cls(WeightStore(weight), wanted, bias, dtype or weight.dtype, geometry)
+
+    @property
+    def _geometry(self) -> Geometry:
+        """Kernel size, stride, padding, dilation and groups of the convolution."""
+        return Geometry(
+            self.in_channels, self.kernel_size, self.stride, self.padding, self.dilation, self.groups,
+            self._outer_padding, self.padding_mode,
+        )  # fmt: skip
 
     def _request(self, x_dtype: torch.dtype, training: bool) -> Conv2dRequest:
         scheme, out = self.scheme, self._out_dtype(x_dtype)
@@ -118,7 +102,7 @@ class QuantizedConv2d(QuantizedModule):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer. Raises `FormatError` where x does not have ``in_channels`` channels."""
+        """Apply the layer. Raises `FormatError` if x does not have ``in_channels`` channels."""
         self._check(x)
         if x.dim() == 3:
             return self._convolve(x.unsqueeze(0)).squeeze(0)
@@ -130,36 +114,34 @@ class QuantizedConv2d(QuantizedModule):
             raise FormatError(f"x has shape {tuple(x.shape)}; it must be (B, {channels}, H, W) or ({channels}, H, W).")
 
     def _convolve(self, x: Tensor) -> Tensor:
-        if self._outer_padding:
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            x = nn.functional.pad(x, self._outer_padding, mode=mode)
+        x = pad(x, self._outer_padding, self.padding_mode)
         return laid_out_like(self._run_checked(x), x)
 
     def extra_repr(self) -> str:
-        """The line that ``print(model)`` shows."""
-        served = "not bound" if self._primary is None else self._primary.name
+        """Describe the layer for ``print(model)``."""
+        bound_kernel = "not bound" if self._primary is None else self._primary.name
         shape = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
         shape += f", padding={self.padding}, dilation={self.dilation}, groups={self.groups}"
-        return f"{shape}, scheme={self.scheme}, kernel={served}"
+        return f"{shape}, scheme={self.scheme}, kernel={bound_kernel}"
 
 
 def im2col(module: nn.Conv2d, x: Tensor) -> Tensor:
-    """What each group of output channels multiplies: ``(groups, positions, KH*KW*IC/groups)`` from x ``(B, IC, H, W)``.
+    """Unfold x ``(B, IC, H, W)`` to the columns of each group, ``(groups, positions, KH*KW*IC/groups)``.
 
-    Columns in (KH, KW, IC) order, as in the quantized weight; padded as the layer pads.
+    Columns are in (KH, KW, IC) order, as in the quantized weight; x is padded as in the layer.
     """
-    padding, outer = _paddings(module)
-    if outer:
-        x = nn.functional.pad(x, outer, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
-    (h, w), groups = _pair(module.kernel_size), module.groups
-    columns: Tensor = nn.functional.unfold(x, (h, w), _pair(module.dilation), padding, _pair(module.stride))
+    geometry = Geometry.of(module)
+    x, groups = pad(x, geometry.outer_padding, geometry.padding_mode), geometry.groups
+    window = (geometry.kernel_size, geometry.dilation, geometry.padding, geometry.stride)
+    columns: Tensor = nn.functional.unfold(x, *window)
     # unfold gives (B, IC*KH*KW, positions).
-    split = columns.view(len(x), groups, module.in_channels // groups, h * w, -1).permute(1, 0, 4, 3, 2)
-    return split.reshape(groups, -1, h * w * module.in_channels // groups)
+    h, w = geometry.kernel_size
+    split = columns.view(len(x), groups, geometry.in_channels // groups, h * w, -1).permute(1, 0, 4, 3, 2)
+    return split.reshape(groups, -1, geometry.columns)
 
 
 def _quantize(flat: Tensor, scheme: Scheme, name: str, moments: Tensor | None, groups: int) -> QTensor:
-    """Quantize the flat weight; under moments each group of output channels by its own."""
+    """Quantize the flat weight; with moments, each group of output channels by its own moments."""
     if moments is None:
         return quantize(flat, scheme.weight, scheme.quantizer, name=name)
     if moments.dim() != 3 or len(moments) != groups:
@@ -167,19 +149,3 @@ def _quantize(flat: Tensor, scheme: Scheme, name: str, moments: Tensor | None, g
     pairs = zip(flat.chunk(groups), moments, strict=True)
     parts = [quantize(rows, scheme.weight, scheme.quantizer, moments=own, name=name) for rows, own in pairs]
     return parts[0] if len(parts) == 1 else QTensor.cat(parts, 0)
-
-
-def _pair(value: int | tuple[int, ...]) -> Pair:
-    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
-
-
-def _paddings(module: nn.Conv2d) -> tuple[Pair, tuple[int, ...]]:
-    """What the contract pads (zeros, both sides alike) and what must be padded before it."""
-    if module.padding_mode == "zeros" and not isinstance(module.padding, str):
-        return _pair(module.padding), ()
-    if module.padding == "valid":
-        return (0, 0), ()
-    left, right, top, bottom = module._reversed_padding_repeated_twice  # noqa: SLF001
-    if module.padding_mode == "zeros" and (left, top) == (right, bottom):
-        return (top, left), ()
-    return (0, 0), (left, right, top, bottom)

@@ -1,6 +1,6 @@
-"""The quantized counterparts of torch's modules: which there are, why a module has none, and how one is rebuilt.
+"""The quantized counterparts of torch's modules: the registry, reasons for unsupported modules, and rebuilding.
 
-A new kind of layer is entered here, in `COUNTERPARTS` and `_BUILDERS`.
+A new kind of layer is added here, to `COUNTERPARTS` and `_BUILDERS`.
 """
 
 from __future__ import annotations
@@ -16,34 +16,38 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..resolving.binding import WeightStore
 from ..weights.schemes import Scheme
 from .base import QuantizedModule, adopt
-from .conv2d import QuantizedConv2d, _paddings, _pair
+from .conv2d import QuantizedConv2d
 from .embedding import QuantizedEmbedding
+from .geometry import Geometry
 from .linear import QuantizedLinear
 
-# ruff: noqa: SLF001 - these modules and the quantized ones are two ends of one thing
+# ruff: noqa: SLF001 - reads private attributes of the quantized modules and torch's parameter tables
 
 COUNTERPARTS: dict[type[nn.Module], Any] = {
     nn.Linear: QuantizedLinear,
     nn.Conv2d: QuantizedConv2d,
     nn.Embedding: QuantizedEmbedding,
 }
-"""The quantized module of each kind of float module."""
+"""Float module class to quantized module class."""
 
 
-def base_of(module: nn.Module) -> type[nn.Module]:
-    """The kind of a float module that has a counterpart."""
+def float_base(module: nn.Module) -> type[nn.Module]:
+    """Return the class in `COUNTERPARTS` that ``module`` is an instance of."""
     return next(base for base in COUNTERPARTS if isinstance(module, base))
 
 
-def read_by(parent: nn.Module) -> str:
-    """Why a child of ``parent`` cannot be replaced: some modules read its weight instead of calling it; else empty."""
+def why_parent_reads(parent: nn.Module) -> str:
+    """Return why no child of ``parent`` can be replaced, or an empty string.
+
+    Some modules read the weight of a child instead of calling the child.
+    """
     if isinstance(parent, nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention reads this weight itself instead of calling the layer"
     return ""
 
 
-def unsupported(module: nn.Module) -> str:
-    """Why a module has no quantized counterpart; empty where it has one."""
+def why_unsupported(module: nn.Module) -> str:
+    """Return why a module has no quantized counterpart, or an empty string if it has one."""
     kind = type(module).__name__
     base: Any = next((base for base in COUNTERPARTS if isinstance(module, base)), None)
     if base is None:
@@ -51,7 +55,7 @@ def unsupported(module: nn.Module) -> str:
     if is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
     if type(module).forward is not base.forward or "forward" in vars(module):
-        return f"{kind} overrides the forward of {base.__name__}, which quantization would lose"
+        return f"{kind} overrides the forward of {base.__name__}, which its quantized counterpart would not run"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "an embedding with max_norm rewrites its table while it runs"
     return _unfit_weight(module._parameters.get("weight"))
@@ -59,63 +63,66 @@ def unsupported(module: nn.Module) -> str:
 
 def _unfit_weight(weight: Any) -> str:
     if weight is None:
-        return "its weight is no parameter but computed (weight_norm, pruning); make it permanent first"
+        return "its weight is not a parameter but computed (weight_norm, pruning); make it permanent first"
     return "its weight is not initialized yet; run the model once first" if is_lazy(weight) else ""
 
 
-def why_not(layers: Mapping[str, nn.Module], layer: str) -> str:
-    """Why a layer has no quantized counterpart; empty where it has one. ``layers``: all of the model by name."""
+def why_not_quantizable(layers: Mapping[str, nn.Module], layer: str) -> str:
+    """Return why a layer cannot be quantized within its model, or an empty string.
+
+    ``layers``: all modules of the model by name.
+    """
     module = layers[layer]
     if isinstance(module, QuantizedModule):
         return ""
     if not layer:
         return f"the model itself is a {type(module).__name__}, which cannot be replaced in place"
-    if reader := read_by(layers[layer.rpartition(".")[0]]):
+    if reader := why_parent_reads(layers[layer.rpartition(".")[0]]):
         return reader
     if isinstance(module, (nn.Linear, nn.Conv2d)) and "bias" not in module._parameters:
-        return "its bias is no parameter but computed or a buffer"
-    return unsupported(module)
+        return "its bias is not a parameter but computed or a buffer"
+    return why_unsupported(module)
 
 
-def own_weight(module: nn.Module) -> Tensor | None:
-    """The parameter ``weight`` of a module, if it has one.
+def weight_parameter(module: nn.Module) -> Tensor | None:
+    """Return the parameter ``weight`` of a module, or None.
 
-    A weight that is computed when it is read (a parametrization) is left alone: spectral norm, for one, changes its
-    buffers then.
+    Does not read a parametrized weight: reading computes it, and some parametrizations (spectral norm) then change
+    their buffers.
     """
     return dict(module._parameters.items()).get("weight")
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
-    """The logical shape (N, K) that a layer's quantized weight has."""
+    """Return the logical shape (N, K) of a layer's quantized weight."""
     if isinstance(module, QuantizedModule):
         n, k = module._store.shape
         return n, k
-    weight = own_weight(module)
+    weight = weight_parameter(module)
     assert weight is not None
     return weight.shape[0], weight.shape[1:].numel()
 
 
 def weight_identity(module: nn.Module) -> int:
-    """Equal for layers whose weights are tied."""
+    """Return an identity that is equal for layers whose weights are tied."""
     if isinstance(module, QuantizedModule):
         return id(module._store)
-    weight = own_weight(module)
+    weight = weight_parameter(module)
     return id(module if weight is None else weight)
 
 
-def weight_place(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Where a layer's weight is, and what the layer computes in."""
+def weight_device_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return the device of a layer's weight and the layer's compute dtype."""
     if isinstance(module, QuantizedModule):
         return module._store.device, module._dtype
-    weight = own_weight(module)
+    weight = weight_parameter(module)
     assert weight is not None
     return weight.device, weight.dtype
 
 
 def rebuild(module: nn.Module, store: WeightStore, scheme: Scheme) -> QuantizedModule:
-    """The quantized counterpart of ``module`` with another weight; shares its bias, mode and hooks."""
-    dtype = weight_place(module)[1]
+    """Build the quantized counterpart of ``module`` around ``store``; it shares the module's bias, mode and hooks."""
+    dtype = weight_device_dtype(module)[1]
     made = _BUILDERS[_kind(module)](module, store, scheme, dtype)
     adopt(made, module)
     return made
@@ -123,7 +130,7 @@ def rebuild(module: nn.Module, store: WeightStore, scheme: Scheme) -> QuantizedM
 
 def _kind(module: nn.Module) -> type[nn.Module]:
     if not isinstance(module, QuantizedModule):
-        return base_of(module)
+        return float_base(module)
     return next(kind for kind in _BUILDERS if isinstance(module, kind))
 
 
@@ -138,24 +145,8 @@ def _embedding(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: tor
 
 def _conv2d(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.dtype) -> QuantizedModule:
     assert isinstance(module, (nn.Conv2d, QuantizedConv2d))
-    if isinstance(module, nn.Conv2d):
-        padding, outer = _paddings(module)
-    else:
-        padding, outer = module.padding, module._outer_padding
-    return QuantizedConv2d(
-        store,
-        scheme,
-        module._parameters["bias"],
-        dtype,
-        in_channels=module.in_channels,
-        kernel_size=_pair(module.kernel_size),
-        stride=_pair(module.stride),
-        padding=padding,
-        dilation=_pair(module.dilation),
-        groups=module.groups,
-        outer_padding=outer,
-        padding_mode=module.padding_mode,
-    )
+    geometry = Geometry.of(module) if isinstance(module, nn.Conv2d) else module._geometry
+    return QuantizedConv2d(store, scheme, module._parameters["bias"], dtype, geometry)
 
 
 _Builder = Callable[[nn.Module, WeightStore, Scheme, torch.dtype], QuantizedModule]

@@ -1,6 +1,6 @@
 """`QuantizedEmbedding`."""
 
-# ruff: noqa: ARG002 - a table has neither activations nor gradients, which the base class asks about
+# ruff: noqa: ARG002 - methods of the base class take arguments about activations and gradients, which a table lacks
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class QuantizedEmbedding(QuantizedModule):
     ) -> QuantizedEmbedding:
         """Quantize a `torch.nn.Embedding`. Raises `UnsupportedError` for ``max_norm``, which rewrites the table.
 
-        A table has no inputs that ``@gptq`` could learn from: ``mse`` takes its place, and the layer's scheme says so.
+        A table has no activations for ``@gptq`` to use, so ``mse`` replaces it, also in the layer's scheme.
         ``moments``: of a linear layer that shares the table, if there is one.
         """
         if module.max_norm is not None:
@@ -56,7 +56,7 @@ class QuantizedEmbedding(QuantizedModule):
     def from_qtensor(
         cls, weight: QTensor, *, dtype: torch.dtype | None = None, padding_idx: int | None = None
     ) -> QuantizedEmbedding:
-        """Wrap a quantized table ``(V, D)``; ``dtype``: of the result, default the scale's."""
+        """Wrap a quantized table ``(V, D)``; ``dtype``: of the result, default the scale's dtype."""
         return cls(WeightStore(weight), Scheme(weight.format), dtype or weight.dtype, padding_idx)
 
     def _request(self, x_dtype: torch.dtype, training: bool) -> EmbeddingRequest:
@@ -68,7 +68,7 @@ class QuantizedEmbedding(QuantizedModule):
         check_index_dtype(x)
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
-        # Lookups run in the layer's own dtype, whatever autocast says: as torch.nn.Embedding does.
+        # Lookups ignore autocast and run in the layer's own dtype, as in torch.nn.Embedding.
         return self._dtype
 
     def _needs_grad(self, x: Tensor) -> bool:
@@ -78,7 +78,7 @@ class QuantizedEmbedding(QuantizedModule):
         return super()._run_traced(x).to(self._dtype)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """Look up rows."""
+        """Look up rows: ``(*indices.shape, embedding_dim)`` of the layer's dtype."""
         if (
             torch.compiler.is_compiling()
             or type(indices) is not Tensor
@@ -97,6 +97,6 @@ class QuantizedEmbedding(QuantizedModule):
             raise
 
     def extra_repr(self) -> str:
-        """The line that ``print(model)`` shows."""
-        served = "not bound" if self._primary is None else self._primary.name
-        return f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.scheme}, kernel={served}"
+        """Describe the layer for ``print(model)``."""
+        bound_kernel = "not bound" if self._primary is None else self._primary.name
+        return f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.scheme}, kernel={bound_kernel}"

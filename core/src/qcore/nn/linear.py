@@ -14,15 +14,15 @@ from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .base import QuantizedModule, adopt
 
-# The public function asks about one device, by name, at four times the price.
+# The public function checks one device, by name, and takes four times as long.
 _any_autocast = torch._C._is_any_autocast_enabled  # noqa: SLF001
 
 
 class QuantizedLinear(QuantizedModule):
     """``y = A(x) @ W^T + bias`` with a quantized weight; stands in for `torch.nn.Linear`.
 
-    ``x``: ``(..., in_features)`` of any float dtype; ``y``: ``(..., out_features)`` of x's dtype (int8 codes under a
-    scheme with ``-o8``). Make one with `from_float` or `from_qtensor`.
+    ``x``: ``(..., in_features)`` of any float dtype; ``y``: ``(..., out_features)`` of x's dtype (int8 codes for a
+    scheme with ``-o8``). Create a layer with `from_float` or `from_qtensor`.
     """
 
     def __init__(self, store: WeightStore, scheme: Scheme, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -55,8 +55,8 @@ class QuantizedLinear(QuantizedModule):
     ) -> QuantizedLinear:
         """Wrap a quantized weight ``(N, K)``.
 
-        ``scheme``: for its activation and output; default float activations. ``dtype``: to compute in, default the
-        scale's.
+        ``scheme``: supplies activation and output; default float activations. ``dtype``: compute dtype, default the
+        scale's dtype. Raises `FormatError` for a bias of another shape.
         """
         wanted = Scheme(weight.format) if scheme is None else Scheme.parse(scheme)
         if bias is not None and tuple(bias.shape) != (weight.shape[0],):
@@ -72,14 +72,14 @@ class QuantizedLinear(QuantizedModule):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer. Raises `FormatError` where the last dimension of x is not ``in_features``."""
-        # Compiling comes first: what a trace does not look at cannot make it trace again.
+        """Apply the layer. Raises `FormatError` if the last dimension of x is not ``in_features``."""
+        # is_compiling() comes first: dynamo guards on every value that a trace reads, and recompiles if it changes.
         if (
             torch.compiler.is_compiling()
             or type(x) is not Tensor
             or (bound := self._primary) is None
             or not bound.proven
-            or not self._is_usual(x, bias := self._parameters.get("bias"))
+            or not self._is_fast_path(x, bias := self._parameters.get("bias"))
             or x.dtype is not bound.x_dtype
             or not x.dim()
             or x.shape[-1] != self.in_features
@@ -97,7 +97,7 @@ class QuantizedLinear(QuantizedModule):
         check_last_dimension(x, self.in_features, "in_features")
 
     def extra_repr(self) -> str:
-        """The line that ``print(model)`` shows."""
-        served = "not bound" if self._primary is None else self._primary.name
+        """Describe the layer for ``print(model)``."""
+        bound_kernel = "not bound" if self._primary is None else self._primary.name
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, scheme={self.scheme}, kernel={served}"
+        return f"{sizes}, scheme={self.scheme}, kernel={bound_kernel}"

@@ -1,7 +1,8 @@
-"""The conformance kit: what a plugin has to show.
+"""The conformance kit, which tests that a plugin fulfils the contracts.
 
-``qcore.testing.run("cuda")``, ``qcore conformance cuda`` and ``pytest --qcore-backend=cuda`` do the same: put every
-case of every contract to the plugin, judge each kernel that it offers, and check the laws.
+``qcore.testing.run("cuda")``, ``qcore conformance cuda`` and ``pytest --qcore-backend=cuda`` are equivalent: they
+request every case of every contract from the plugin, check the results of each kernel that it offers, and check the
+laws.
 """
 
 from __future__ import annotations

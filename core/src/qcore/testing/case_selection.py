@@ -1,4 +1,4 @@
-"""The cases of the contracts with their inputs, and their answers once somebody needs them."""
+"""Select cases of the contracts, and build their inputs and references on demand."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..weights.schemes import SCHEMES, Scheme
 from .gaps import matches
 
 
-class Question:
-    """One case. Reference and tolerance are computed once, however many kernels and plugins answer."""
+class PreparedCase:
+    """One case whose inputs, reference and tolerance are computed once for all kernels and plugins."""
 
     def __init__(self, case: Case, seed: int) -> None:
         self.case, self.seed = case, seed
@@ -26,11 +26,11 @@ class Question:
 
     @cached_property
     def problem(self) -> Problem:
-        """Inputs on CPU, for a request on CPU."""
+        """The inputs on CPU, for a request on CPU."""
         return self.case.build(self.seed)
 
     def on(self, device: torch.device) -> Problem:
-        """The same inputs (on CPU) for a request on ``device``."""
+        """Return the same inputs (on CPU) for a request on ``device``."""
         return replace(self.problem, request=replace(self.problem.request, device=device))
 
     @cached_property
@@ -41,7 +41,7 @@ class Question:
     def _tolerance(self) -> Tensor:
         return self.contract.allowed(self.problem)
 
-    # What Contract.judge asks of the contract, answered from what is known already.
+    # Contract.judge calls these methods of the contract; here they return the cached tensors.
 
     def reference(self, _problem: Problem) -> Tensor:
         return self._expected
@@ -50,12 +50,12 @@ class Question:
         return self._tolerance
 
     def judge(self, problem: Problem, result: Any) -> Verdict:
-        """`Contract.judge` on this question's problem, for whichever device."""
+        """Apply `Contract.judge` with the cached reference, for a problem on any device."""
         return Contract.judge(cast("Contract", self), problem, result)
 
 
 def cases(schemes: Iterable[str] | None = None, contracts: Iterable[str] | None = None) -> list[Case]:
-    """Every case, or those of some contracts and schemes. Raises `ConformanceError` for an unknown contract."""
+    """Return all cases, or those of some contracts and schemes. Raises `ConformanceError` for an unknown contract."""
     wanted = None if schemes is None else {str(Scheme.parse(text).blank()) for text in schemes}
     parsed = [Scheme.parse(text) for text in sorted(wanted or ())] or [Scheme.parse(text) for text in SCHEMES]
     found = [case for contract in _chosen(contracts) for case in contract.cases(parsed, FLOAT_DTYPES)]
@@ -72,7 +72,7 @@ def _chosen(names: Iterable[str] | None) -> Iterator[Contract]:
 
 
 def selects(patterns: Iterable[str] | None, name: str) -> bool:
-    """Whether any pattern fits: a glob over the whole id, or without ``*`` and ``?`` a part of it."""
+    """Whether any pattern matches: a glob for the whole id, or, without ``*`` and ``?``, a substring."""
     if patterns is None:
         return True
     return any(matches(p, name) if set("*?") & set(p) else p in name for p in patterns)

@@ -1,4 +1,4 @@
-"""What a run of the kit found out about one plugin."""
+"""The certificate: the results of a run of the kit for one plugin."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..resolving.decision import format_table
 from .results import Outcome, Result, count, summary_line
 
 SCHEMA = 1
-"""The version of the JSON form, which ``certificate.schema.json`` describes."""
+"""The version of the JSON format, which ``certificate.schema.json`` describes."""
 _OPEN = (Outcome.SKIPPED, Outcome.REFUSED)
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of what `Certificate.write_json` writes."""
+    """Return the JSON Schema (draft 2020-12) of the files that `Certificate.write_json` writes."""
     found: dict[str, Any] = json.loads(Path(__file__).with_name("certificate.schema.json").read_text("utf-8"))
     return found
 
@@ -27,11 +27,11 @@ def schema() -> dict[str, Any]:
 class Certificate:
     """The outcome of every case and law for one plugin on one device.
 
-    **Fields:** ``backend``: the plugin's name; ``dist``, ``version``: its distribution; ``state``, ``reason``: what
-    became of it when it was brought up; ``device``: the torch device tested; ``hardware``, ``driver``: what its probe
-    found; ``qcore``, ``torch``: versions; ``seed``: of the random inputs (pass it again to repeat them); ``date``: UTC;
-    ``cases``, ``laws``: see `Result`; ``seconds``; ``complete``: whether every case and law was to run, so that the
-    certificate can stand for the plugin as a whole.
+    **Fields:** ``backend``: the plugin's name; ``dist``, ``version``: its distribution; ``state``, ``reason``: outcome
+    of loading and probing it; ``device``: the torch device tested; ``hardware``, ``driver``: from its probe; ``qcore``,
+    ``torch``: versions; ``seed``: of the random inputs (pass it again to repeat them); ``date``: UTC; ``cases``,
+    ``laws``: see `Result`; ``seconds``; ``broken``: whether the plugin is defective, as opposed to unavailable;
+    ``complete``: whether no case and no law was deselected, so that the certificate covers the whole plugin.
 
     ``str(certificate)`` is a summary table.
     """
@@ -61,7 +61,7 @@ class Certificate:
 
     @property
     def available(self) -> bool:
-        """Whether the plugin came up, so that there was something to test."""
+        """Whether the plugin was loaded and its device found, so that it could be tested."""
         return self.state == "available"
 
     @property
@@ -71,20 +71,17 @@ class Certificate:
 
     @property
     def unshown(self) -> dict[str, str]:
-        """Laws that ran nowhere although they apply, each with a reason: nothing is known about them.
+        """Laws that apply but ran nowhere, each with a reason: whether they hold is unknown.
 
-        A law is shown by one case, scheme or plugin on which it passed, failed, or is a known gap. One that says of
-        what there is that it does not apply, and was refused everywhere else, need not be shown.
+        A law is shown if it passed, failed, or is a known gap in at least one place. A law that is inapplicable
+        somewhere and refused everywhere else need not be shown.
         """
         groups = _by_law(self.laws)
         return {law: next(r.reason for r in found if r.outcome in _OPEN) for law, found in groups if _is_unshown(found)}
 
     @property
     def ok(self) -> bool:
-        """Whether the plugin came up, nothing failed, and every law that applies was shown.
-
-        A plugin that is unavailable here has shown nothing: False.
-        """
+        """Whether the plugin is available, nothing failed, and every law that applies was shown."""
         return self.available and not self.failures and not self.unshown
 
     @property
@@ -93,13 +90,13 @@ class Certificate:
         return count(self.results)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the certificate as plain values for JSON."""
         lists = {name: [result.to_json() for result in getattr(self, name)] for name in ("cases", "laws")}
         counts = {outcome.value: self.counts[outcome] for outcome in Outcome}
         return {"schema": SCHEMA, **vars(self), **lists, "ok": self.ok, "unshown": self.unshown, "counts": counts}
 
     def write_json(self, path: str | Path) -> None:
-        """Write everything as one object, with a line for each case and each law."""
+        """Write one JSON object, with one line per case and per law."""
         data = self.to_json()
         lists = {name: data.pop(name) for name in ("cases", "laws")}
         parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in data.items()]
@@ -112,7 +109,7 @@ class Certificate:
         return "\n".join([*self.header(), *self._body(), self.closing()])
 
     def header(self) -> list[str]:
-        """Plugin, device, versions and seed."""
+        """Return two lines with plugin, device, versions and seed."""
         hardware = f" ({self.hardware})" if self.hardware else ""
         return [
             f"{self.backend} ({self.dist} {self.version}) on {self.device}{hardware}",
@@ -120,7 +117,7 @@ class Certificate:
         ]
 
     def closing(self) -> str:
-        """The line that scripts read; refusals and known gaps count as skipped, being neither passed nor failed."""
+        """Return the summary line for scripts; everything that neither passed nor failed counts as skipped."""
         n = self.counts
         passed, failed = n[Outcome.PASSED], n[Outcome.FAILED]
         return summary_line(passed, failed, n.total() - passed - failed)
@@ -135,7 +132,7 @@ class Certificate:
         yield from format_table(("", *columns, "worst error / allowed"), rows)
         yield from (f"FAILED {result.id}: {result.reason}" for result in self.failures[:20])
         if len(self.failures) > 20:
-            yield f"... and {len(self.failures) - 20} failures more"
+            yield f"... and {len(self.failures) - 20} more failures"
         yield from (f"NOT SHOWN law {law}: {reason}" for law, reason in self.unshown.items())
 
 

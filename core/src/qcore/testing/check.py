@@ -1,4 +1,4 @@
-"""Checking one case: ask the plugin, and put every kernel it offers to the test."""
+"""Check one case: request it from the plugin and test every kernel that the plugin offers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..contracts import Problem
 from ..discovery.kernels import Kernel
 from ..discovery.registry import Guarded
 from ..resolving.verification import difference, same_bits
-from .case_selection import Question
+from .case_selection import PreparedCase
 from .fallback_watch import Watch
 from .results import Outcome, Result
 from .target import Target
@@ -23,29 +23,29 @@ from .target import Target
 
 @dataclass(frozen=True)
 class Fault:
-    """The law that a kernel broke on a case, and how."""
+    """The law that a kernel broke on a case, and an explanation."""
 
     law: str
     text: str
 
 
 class BrokenLawError(Exception):
-    """Carries a `Fault` out of a trial."""
+    """A kernel broke a law; carries the `Fault`."""
 
     def __init__(self, law: str, text: str) -> None:
         super().__init__(text)
         self.fault = Fault(law, text)
 
 
-def check_case(target: Target, question: Question) -> Result:
-    """The outcome of one case for one plugin; known gaps are not considered here."""
-    start, case = time.perf_counter(), question.case
+def check_case(target: Target, prepared: PreparedCase) -> Result:
+    """Return the result of one case for one plugin, before known gaps are applied."""
+    start, case = time.perf_counter(), prepared.case
 
     def result(outcome: Outcome, reason: str = "", law: str = "", **more: Any) -> Result:
         seconds = time.perf_counter() - start
         return Result(case.id, law, case.contract, case.scheme, outcome, reason, seconds=seconds, **more)
 
-    problem = question.on(target.device)
+    problem = prepared.on(target.device)
     answer = target.ask(problem.request)
     if answer.broken:
         return result(Outcome.FAILED, answer.reason, "refusals")
@@ -54,51 +54,51 @@ def check_case(target: Target, question: Question) -> Result:
     here, worst = problem.to(target.device), 0.0
     names = tuple(str(getattr(kernel, "name", kernel)) for kernel in answer.kernels)
     for kernel, name in zip(answer.kernels, names, strict=True):
-        error, fault = outcome_of(target, kernel, question, here)
+        error, fault = outcome_of(target, kernel, prepared, here)
         worst = max(worst, error)
         if fault is not None:
             return result(Outcome.FAILED, f"{name}: {fault.text}", fault.law, kernels=names, worst=worst)
     return result(Outcome.PASSED, kernels=names, worst=worst)
 
 
-def outcome_of(target: Target, kernel: Kernel, question: Question, here: Problem) -> tuple[float, Fault | None]:
-    """Error / allowed of the worst element, and the law that the kernel broke, if any."""
+def outcome_of(target: Target, kernel: Kernel, prepared: PreparedCase, here: Problem) -> tuple[float, Fault | None]:
+    """Return error / allowed error of the worst element, and the law that the kernel broke, if any."""
     try:
-        return try_kernel(target, kernel, question, here), None
+        return try_kernel(target, kernel, prepared, here), None
     except BrokenLawError as broken:
         return float("inf") if broken.fault.law == "results" else 0.0, broken.fault
     except Guarded as error:  # an accelerator may report an error only when its result is fetched
         return 0.0, Fault("raises", f"{type(error).__name__}: {first_lines(error)}")
 
 
-def try_kernel(target: Target, kernel: Kernel, question: Question, here: Problem) -> float:
-    """Pack, unpack, run and judge; returns error / allowed of the worst element, raises `BrokenLawError`."""
+def try_kernel(target: Target, kernel: Kernel, prepared: PreparedCase, here: Problem) -> float:
+    """Pack, unpack, run and judge; returns error / allowed error of the worst element. Raises `BrokenLawError`."""
     check_origin(target, kernel)
-    packed = packed_and_back(kernel, here)
+    packed = pack_and_check(kernel, here)
     output = run_watched(target, kernel, here, packed)
-    verdict = question.judge(here, output)
+    verdict = prepared.judge(here, output)
     if not verdict.ok:
         raise BrokenLawError("results", f"wrong result for x of shape {tuple(here.x.shape)}: {verdict.message}")
     return verdict.worst
 
 
 def check_origin(target: Target, kernel: Kernel) -> None:
-    """A plugin offers kernels of its own, under names of its own."""
+    """Raise `BrokenLawError` unless the kernel belongs to the plugin and has its name prefix."""
     if not isinstance(kernel, Kernel):
-        raise BrokenLawError("origin", f"offered a {type(kernel).__name__}, which is no qcore.Kernel")
+        raise BrokenLawError("origin", f"offered a {type(kernel).__name__}, which is not a qcore.Kernel")
     name = getattr(kernel, "name", None)
     if not isinstance(name, str) or not name.startswith(f"{target.name}."):
         raise BrokenLawError(
             "origin", f"the kernel is called {name!r}; a kernel of this plugin is called '{target.name}.something'"
         )
     if getattr(kernel, "name", None) != name:
-        raise BrokenLawError("origin", f"the kernel {name!r} has another name each time it is asked")
+        raise BrokenLawError("origin", f"the kernel {name!r} has another name each time it is read")
     if not target.is_fallback and type(kernel).__module__.startswith("qcore."):
         raise BrokenLawError("origin", f"offers qcore's own {type(kernel).__qualname__} as if it were the plugin's")
 
 
-def packed_and_back(kernel: Kernel, here: Problem) -> dict[str, Tensor]:
-    """Pack the problem's weight; unpacking must give every bit back."""
+def pack_and_check(kernel: Kernel, here: Problem) -> dict[str, Tensor]:
+    """Pack the problem's weight and check that unpacking restores it bit for bit."""
     packed: dict[str, Tensor] = _guarded("pack", lambda: kernel.pack(here.weight))
     back = _guarded("unpack", lambda: kernel.unpack(packed))
     lost = difference(back, here.weight)
@@ -111,19 +111,19 @@ def packed_and_back(kernel: Kernel, here: Problem) -> dict[str, Tensor]:
 
 
 def run_watched(target: Target, kernel: Kernel, here: Problem, packed: Mapping[str, Tensor]) -> Any:
-    """Call the kernel; it may neither change its inputs nor hand the work back to qcore."""
-    with inputs_kept(here, packed):
+    """Call the kernel. Raises `BrokenLawError` if it changes its inputs or delegates the work to qcore."""
+    with inputs_unchanged(here, packed):
         with threads_for(here), Watch(is_fallback=target.is_fallback) as watch:
             output = _guarded("its call", lambda: kernel(here.x, packed, here.bias, **here.given))
         if watch.entered:
             entered = watch.entered[0]
-            raise BrokenLawError("no-fallback", f"falls back secretly: while it ran it entered qcore's {entered}")
+            raise BrokenLawError("no-fallback", f"falls back secretly: its call entered qcore's {entered}")
     return output
 
 
 @contextlib.contextmanager
-def inputs_kept(here: Problem, packed: Mapping[str, Tensor], who: str = "") -> Iterator[None]:
-    """What runs inside leaves x, bias, given parameters and packed weight as they were, and the memory beside them."""
+def inputs_unchanged(here: Problem, packed: Mapping[str, Tensor], who: str = "") -> Iterator[None]:
+    """Raise if the block changes x, bias, per-token parameters or packed weight, or memory between their strides."""
     inputs = _tensors(here, packed)
     before = {name: memory(tensor).clone() for name, tensor in inputs.items()}
     yield
@@ -133,11 +133,14 @@ def inputs_kept(here: Problem, packed: Mapping[str, Tensor], who: str = "") -> I
 
 
 _PLAIN_MEMORY = ("cpu", "cuda", "xpu")
-"""Devices whose tensors lie in memory that torch can look at byte by byte."""
+"""Devices whose memory torch can read byte by byte."""
 
 
 def memory(tensor: Tensor) -> Tensor:
-    """All bytes that a tensor views a part of, where torch can show them: gaps between its strides count, too."""
+    """Return the whole storage of a tensor as bytes, including gaps between its strides.
+
+    If torch cannot read the storage, the tensor itself (dense) is returned.
+    """
     if tensor.layout is not torch.strided:  # oneDNN's own layouts cannot be compared
         return tensor.to_dense()
     if type(tensor) is not Tensor or tensor.device.type not in _PLAIN_MEMORY:
@@ -147,12 +150,12 @@ def memory(tensor: Tensor) -> Tensor:
 
 _THREADS = torch.get_num_threads()
 _LARGE = 1 << 20
-"""Multiplications from which a kernel may use every thread that torch has."""
+"""Number of multiplications from which a kernel may use all threads of torch."""
 
 
 @contextlib.contextmanager
 def threads_for(here: Problem) -> Iterator[None]:
-    """All threads for a large problem, so that the ways in which kernels share work out are tested as well."""
+    """Enable all threads for a large problem, so that parallel code paths of kernels are tested, too."""
     before = torch.get_num_threads()
     size = here.x.numel() * (here.request.n if here.request.contract != "embedding" else here.request.k)
     torch.set_num_threads(_THREADS if size >= _LARGE else before)
@@ -163,7 +166,7 @@ def threads_for(here: Problem) -> Iterator[None]:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape hold the same bits, NaN included, however they lie in memory."""
+    """Whether two tensors of one shape hold the same bits, including NaN, for any memory layout."""
     return same_bits(*(memory(t.clone(memory_format=torch.contiguous_format)) for t in (a, b)))
 
 
@@ -180,13 +183,13 @@ def _guarded(step: str, call: Any) -> Any:
 
 
 def first_lines(error: BaseException, most: int = 400) -> str:
-    """An exception's text, cut to what fits a report."""
+    """Return an exception's text, cut to fit a report."""
     text = str(error).strip()
     return text if len(text) <= most else f"{text[:most]} ..."
 
 
 def resized(problem: Problem, rows: int) -> Problem:
-    """The same problem with ``rows`` rows (images, indices): those it has, repeated as needed."""
+    """Return the problem with ``rows`` rows (images, indices), repeating its own rows as needed."""
     have = max(1, problem.x.shape[0])
     index = torch.arange(rows) % have
     given = {name: value[index] for name, value in problem.given.items()}

@@ -1,8 +1,8 @@
-"""Watching a kernel run: whether it hands its work back to qcore, and which ops it dispatches.
+"""Observe a running kernel: whether it delegates its work to qcore, and which ops it dispatches.
 
 A kernel of a plugin that calls `qcore.linear`, resolves, or runs a kernel of the built-in fallback would pass every
-test of its numbers without having computed any. Whatever way it got hold of those functions, running them enters
-their code, which a profile function sees.
+numerical test without computing anything itself. However it obtained those functions, a call enters their code, which a
+profile function sees.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
-_HOUSE = str(Path(__file__).resolve().parents[1]) + os.sep
-"""With the separator: where wheels are installed, ``qcore_cuda`` stands beside ``qcore``."""
+_PACKAGE_DIR = str(Path(__file__).resolve().parents[1]) + os.sep
+"""Ends with a separator, because installed wheels put ``qcore_cuda`` next to ``qcore``."""
 _FORBIDDEN = (
     "functional/calls.py", "functional/torch_ops.py", "model/", "nn/", "resolving/binding.py", "resolving/resolver.py",
 )  # fmt: skip
-"""Modules of qcore, or packages, that compute a result or find who does."""
+"""Modules and packages of qcore that compute a result or resolve a kernel."""
 _KERNEL_METHODS = ("__call__", "run", "qcore_linear", "qcore_conv2d", "qcore_embedding")
 _TORCH = frozenset((
     "_c10d_functional", "_quantized", "_test", "aten", "c10d", "c10d_functional", "cuda", "debugprims", "fsdp",
@@ -30,11 +30,11 @@ _TORCH = frozenset((
     "qcore", "quantized", "quantized_decomposed", "rngprims", "sparse", "static_runtime", "streams", "symm_mem",
     "tensorexpr", "torchvision", "xnnpack",
 ))  # fmt: skip
-"""Namespaces of ops that torch registers, and qcore's own."""
+"""Namespaces of ops that torch or qcore register."""
 
 
 class Watch:
-    """Sees which of qcore's own ways to compute a result are entered while it is active."""
+    """Records calls of qcore's own functions that compute results, while it is active."""
 
     def __init__(self, *, is_fallback: bool) -> None:
         self._is_fallback = is_fallback
@@ -62,19 +62,19 @@ class Watch:
         if forbidden is None:
             forbidden = self._known[code] = self._forbids(code)
         if forbidden:
-            self.entered.append(f"{Path(code.co_filename).relative_to(_HOUSE)}:{code.co_name}")
+            self.entered.append(f"{Path(code.co_filename).relative_to(_PACKAGE_DIR)}:{code.co_name}")
 
     def _forbids(self, code: CodeType) -> bool:
-        if not code.co_filename.startswith(_HOUSE):
+        if not code.co_filename.startswith(_PACKAGE_DIR):
             return False
-        path = Path(code.co_filename).relative_to(_HOUSE).as_posix()
+        path = Path(code.co_filename).relative_to(_PACKAGE_DIR).as_posix()
         if path.startswith("fallback/"):
             return code.co_name in _KERNEL_METHODS and not self._is_fallback
         return path.startswith(_FORBIDDEN)
 
 
 class OwnOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the calls of ops that are not torch's: those a plugin registered."""
+    """Collects calls of ops that a plugin registered, that is, ops of neither torch nor qcore."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ class OwnOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def watching(self, call: Any) -> Any:
-        """``call``, collected from whenever it runs."""
+        """Wrap ``call`` so that its ops are collected whenever it runs."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             with self:

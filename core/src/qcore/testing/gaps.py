@@ -1,4 +1,4 @@
-"""Known gaps: a TOML file in which a plugin lists the cases that it is known to fail, with a reason each.
+"""Known gaps: a TOML file in which a plugin lists the cases that it fails, each with a reason.
 
 ::
 
@@ -6,8 +6,8 @@
     cases = "linear[w8a8-*-float16-large-x]"
     reason = "float16 sums overflow in the driver before 25.4"
 
-In ``cases``, ``*`` stands for any characters and ``?`` for one; brackets stand for themselves. A gap has to be true: a
-case it covers that passes is an error, and so is a gap that covers no case.
+In ``cases``, ``*`` matches any characters and ``?`` one character; brackets are literal. A gap must be accurate: if a
+case that it covers passes, or if it covers no case, that is an error.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 from ..errors import ConformanceError
 
 FILE_NAME = "qcore_gaps.toml"
-"""The file's name, beside the module that a plugin's entry point names."""
+"""The file's name, in the directory of the plugin's entry-point module."""
 
 
 def matches(glob: str, text: str) -> bool:
-    """Whether ``text`` fits ``glob``; unlike `fnmatch`, brackets mean themselves, since ids are full of them."""
+    """Whether ``text`` matches ``glob``. Unlike in `fnmatch`, brackets are literal, because ids contain them."""
     pattern = re.escape(glob).replace(r"\*", ".*").replace(r"\?", ".")
     return re.fullmatch(pattern, text) is not None
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Cases (or laws) that are known to fail, and why."""
+    """A pattern of cases or laws that are known to fail, and the reason."""
 
     cases: str
     reason: str
@@ -41,22 +41,22 @@ class Gap:
 
 @dataclass
 class Gaps:
-    """The gaps of one plugin; remembers which of them were needed."""
+    """The gaps of one plugin; records which of them were needed."""
 
     known: tuple[Gap, ...] = ()
     source: str = ""
     needed: set[Gap] = field(default_factory=set)
 
     def reason(self, case: str) -> str | None:
-        """Why the case is known to fail, or None where it is not."""
+        """Return why the case is known to fail, or None if no gap covers it."""
         return next((gap.reason for gap in self.known if matches(gap.cases, case)), None)
 
     def used(self, case: str) -> None:
-        """Remember that the case failed, as its gap says."""
+        """Record that the case failed as its gap says."""
         self.needed.update(gap for gap in self.known if matches(gap.cases, case))
 
     def unneeded(self, ran: Iterable[str], *, complete: bool) -> list[str]:
-        """What is wrong with each gap that nothing needed; ``complete``: whether every case and law ran."""
+        """Return an error for each gap that was not needed; ``complete``: whether every case and law ran."""
         ids = list(ran)
         idle = [gap for gap in self.known if gap not in self.needed]
         return [
@@ -67,7 +67,7 @@ class Gaps:
 
 
 def read_gaps(path: Path) -> Gaps:
-    """Read a file of gaps. Raises `ConformanceError` where it cannot be read or an entry lacks its reason."""
+    """Read a file of gaps. Raises `ConformanceError` if it cannot be read or an entry lacks its reason."""
     try:
         entries = _load_toml(path).get("gap", [])
     except (OSError, ValueError) as error:

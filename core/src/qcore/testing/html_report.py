@@ -1,4 +1,4 @@
-"""The matrix as a page that needs no other file: ``page.html`` filled in."""
+"""Render the matrix as a self-contained HTML page from the template ``page.html``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MEANINGS = {
     "failed": "failed",
     "gap": "known gap",
     "refused": "refused with a reason",
-    "skipped": "could not be tried",
+    "skipped": "could not be tried here",
     "inapplicable": "does not apply",
     "unavailable": "device not here",
 }
-_MOST_LINES = 60
+_MAX_LINES = 60
 _WIDE = 4
-"""From this many backends on, the tables scroll sideways."""
+"""From this many backends on, the tables scroll horizontally."""
 
 
 def render(certificates: Sequence[Certificate]) -> str:
-    """The page for these certificates."""
+    """Render the page for these certificates."""
     page = _Page(certificates)
     template = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
     return template.substitute(
@@ -46,8 +46,8 @@ def render(certificates: Sequence[Certificate]) -> str:
 
 
 def write(certificates: Sequence[Certificate], path: str | Path) -> None:
-    """Write the page; it needs no other file."""
-    # What a plugin says of itself may hold halves of characters, which no encoding has.
+    """Write the self-contained page to a file."""
+    # A plugin's own texts may contain lone surrogates, which UTF-8 cannot encode.
     Path(path).write_text(render(certificates), encoding="utf-8", errors="backslashreplace")
 
 
@@ -79,7 +79,7 @@ def _card(certificate: Certificate) -> str:
 
 
 def _breakable(text: str) -> str:
-    """Names may break behind dots and underscores; a state in two words stays on one line."""
+    """Allow line breaks after dots and underscores in names, but not within a state of two words."""
     kept = text if "," in text else text.replace(" ", "\N{NO-BREAK SPACE}")
     return escape(kept).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
@@ -93,7 +93,7 @@ def _standing(certificate: Certificate) -> tuple[str, str]:
 
 
 class _Page:
-    """The rows of the tables; collects what a click on a cell shows."""
+    """Builds the rows of the tables and collects the details that a click on a cell opens."""
 
     def __init__(self, certificates: Sequence[Certificate]) -> None:
         self._certificates = certificates
@@ -124,9 +124,9 @@ class _Page:
         return f'<tr data-text="{escape(words)}"><th scope="row">{head}</th>{shown}</tr>'
 
     def _cell(self, title: str, backend: str, cell: Cell) -> str:
-        lines = list(cell.lines[:_MOST_LINES])
-        if len(cell.lines) > _MOST_LINES:
-            lines.append(f"and {len(cell.lines) - _MOST_LINES} more, see the JSON")
+        lines = list(cell.lines[:_MAX_LINES])
+        if len(cell.lines) > _MAX_LINES:
+            lines.append(f"and {len(cell.lines) - _MAX_LINES} more, see the JSON")
         summary = f"{SYMBOLS[cell.state]} {_MEANINGS[cell.state]}" + (f", {cell.count} passed" if cell.count else "")
         self.details.append({"title": f"{title} on {backend}", "summary": summary, "lines": lines})
         hover = escape("\n".join([summary, *lines[:6]]))

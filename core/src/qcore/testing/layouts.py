@@ -1,4 +1,4 @@
-"""Whether a layout keeps what it promises: codes come back bit for bit, on every device and on ``meta``."""
+"""Check a layout: codes survive a round trip bit for bit on every device, and shapes are right on ``meta``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SIZES = ((1, 1), (3, 5), (2, 8), (20, 77), (16, 168), (32, 256), (0, 8), (4, 0)
 
 
 def layouts_of(plugin: str) -> dict[str, Layout]:
-    """The layouts that a plugin answers for: its own, qcore's, and those registered without a plugin's name."""
+    """Return the layouts to check for a plugin: its own, and those registered without a plugin's name."""
     return {name: layout for name, (layout, owner) in registered_layouts().items() if owner in ("", plugin)}
 
 
 def layout_fault(layout: Layout, device: torch.device) -> str:
-    """What is wrong with a layout; empty if nothing is."""
+    """Return the defect of a layout, or an empty string."""
     try:
         fault = next((found for dtype in layout.dtypes for found in _faults(layout, dtype, device)), "")
     except BrokenLayoutError as broken:
@@ -39,13 +39,13 @@ def _faults(layout: Layout, dtype: str, device: torch.device) -> Iterator[str]:
             data = fmt.codec.encode(codes.clone())
         except BrokenLayoutError:
             raise
-        except FormatError:  # it may hold some sizes only
+        except FormatError:  # a layout may support some sizes only
             continue
         held += 1
         yield from _size_faults(fmt, codes, data, device)
     yield from _zero_faults(fmt, generator)
     if not held:
-        yield f"holds {dtype} codes of no size that was tried: {', '.join(f'{n} x {k}' for n, k in _SIZES)}"
+        yield f"supports {dtype} codes in none of these sizes: {', '.join(f'{n} x {k}' for n, k in _SIZES)}"
 
 
 def _size_faults(fmt: Format, codes: Tensor, data: Tensor, device: torch.device) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""``python -m qcore.testing.matrix``: the kit for every installed plugin, in one table.
+"""``python -m qcore.testing.matrix``: run the kit for every installed plugin and print one table.
 
-Fails where anything fails, where a plugin is broken, or where one that is required is not available.
+Fails if any case or law fails, if a plugin is broken, or if a required plugin is not available.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 from ..discovery.registry import registry
 from ..resolving.decision import format_table
 from . import html_report
-from .case_selection import Question, cases
+from .case_selection import PreparedCase, cases
 from .certificate import Certificate
 from .matrix_cells import SYMBOLS, Cell, families, law_cell, laws, scheme_cell
 from .results import Outcome, summary_line
 from .runner import Kit, fresh_seed
 
 _CASES, _LAWS = 8, 4
-"""With --quick, one case in so many, and a law on one scheme in so many: always the same ones."""
+"""With --quick, every eighth case and every fourth law runs, always the same ones."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, write; returns the exit status."""
+    """Run the kit, print the table and write the files; returns the exit status."""
     options = _parser().parse_args(arguments)
     seed = fresh_seed() if options.seed is None else options.seed
     print(f"qcore conformance matrix, seed {seed} (repeat it with --seed {seed})", flush=True)
@@ -48,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m qcore.testing.matrix", description=__doc__)
     parser.add_argument("plugin", nargs="*", help="only these plugins (default: every one installed)")
-    parser.add_argument(
-        "--require", action="append", default=[], metavar="NAME", help="fail where NAME is not available"
-    )
+    parser.add_argument("--require", action="append", default=[], metavar="NAME", help="fail if NAME is not available")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the matrix as a page")
     parser.add_argument("--seed", type=int, help="of the random inputs (default: a fresh one)")
@@ -64,18 +62,18 @@ def _installed() -> list[str]:
 
 
 def certify(names: Iterable[str], seed: int, *, quick: Collection[str] = ()) -> list[Certificate]:
-    """A certificate per plugin. Each case is built, and its answer computed, once for all of them.
+    """Return one certificate per plugin. The inputs and reference of each case are computed once for all plugins.
 
-    ``quick``: the plugins of which a sample is enough: always the same one, without laws that compile.
+    ``quick``: plugins that run only a sample, always the same one and without laws that compile.
     """
     kits = [Kit(name, seed=seed) for name in names]
     here = [kit for kit in kits if kit.target.available]
     whole = [kit for kit in here if kit.target.name not in quick]
     for case in cases() if here else ():
-        asked = here if _in_sample(case.id, _CASES) else whole
-        question = Question(case, seed)
-        for kit in asked:
-            kit.run_case(question)
+        selected = here if _in_sample(case.id, _CASES) else whole
+        prepared = PreparedCase(case, seed)
+        for kit in selected:
+            kit.run_case(prepared)
     for kit in here:
         kit.complete = kit in whole
         for item in kit.laws:
@@ -98,7 +96,7 @@ def _write(certificates: Sequence[Certificate], seed: int, options: argparse.Nam
 
 
 def _report(certificates: Sequence[Certificate]) -> list[str]:
-    """Plugins, the table, the laws, the failures."""
+    """Return the lines of the report: plugins, the table with the laws, and the failures."""
     header = ("contract", "scheme", *(certificate.backend for certificate in certificates))
     rows = [
         (contract, scheme, *(_text(scheme_cell(certificate, contract, scheme)) for certificate in certificates))

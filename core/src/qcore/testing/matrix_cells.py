@@ -1,4 +1,4 @@
-"""What the tables show: one cell per contract, scheme and backend, and one per law and backend."""
+"""The cells of the tables: one per contract, scheme and backend, and one per law and backend."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ SYMBOLS = {
     "passed": "✓", "partly": "◐", "failed": "✗", "gap": "△", "refused": "⊘", "skipped": "○", "inapplicable": "—",
     "unavailable": "·",
 }  # fmt: skip
-"""A sign for each state, so that it is not told by colour alone."""
+"""A symbol for each state, so that colour is not the only sign."""
 
 
 @dataclass(frozen=True)
 class Cell:
     """The outcome of some cases or laws for one backend.
 
-    **Fields:** ``state``: a key of `SYMBOLS`; ``text``: the kernels that served, or why none did; ``count``: how many
-    passed of those that ran; ``lines``: kernels and reasons, each with how often.
+    **Fields:** ``state``: a key of `SYMBOLS`; ``text``: the kernels that ran, or the state; ``count``: passed / ran;
+    ``lines``: kernels and reasons, each with its number of occurrences.
     """
 
     state: str
@@ -31,28 +31,28 @@ class Cell:
 
 
 _WITH_REASON = (Outcome.REFUSED, Outcome.INAPPLICABLE, Outcome.SKIPPED)
-"""Neither passed nor failed; the later ones tell more."""
+"""Outcomes that are neither passed nor failed; later ones take precedence."""
 
 
 def families(certificates: Iterable[Certificate]) -> list[tuple[str, str]]:
-    """Every (contract, scheme) that any backend was asked for, in order."""
+    """Return every (contract, scheme) that was requested from any backend, in order."""
     return list(dict.fromkeys((r.contract, r.scheme) for certificate in certificates for r in certificate.cases))
 
 
 def scheme_cell(certificate: Certificate, contract: str, scheme: str) -> Cell:
-    """How a backend serves one contract and scheme."""
+    """Return the cell of a backend for one contract and scheme."""
     if not certificate.available:
         return _absent(certificate)
     return _cell([r for r in certificate.cases if (r.contract, r.scheme) == (contract, scheme)], certificate.backend)
 
 
 def laws(certificates: Iterable[Certificate]) -> list[str]:
-    """Every law that was checked, in order."""
+    """Return every law that was checked, in order."""
     return list(dict.fromkeys(result.law for certificate in certificates for result in certificate.laws))
 
 
 def law_cell(certificate: Certificate, law: str) -> Cell:
-    """How a backend keeps one law."""
+    """Return the cell of a backend for one law."""
     found = [result for result in certificate.laws if result.law == law]
     if not certificate.available and not found:
         return _absent(certificate)

@@ -1,6 +1,6 @@
-"""Bringing a plugin up in a process of its own, before the kit does it in this one.
+"""Import and probe a plugin in a separate process, before the kit does so in this one.
 
-Shows what importing the entry point drags in, and that the probe leaves the process alive.
+Shows which modules and libraries the entry point imports, and whether the process survives the probe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEAVY = (
     "openvino", "pycuda", "pynvml", "pyopencl", "tensorflow", "torch_neuronx", "torch_npu", "torch_tpu", "torch_xla",
     "torchao", "torchvision", "transformers", "triton", "vulkan", "wgpu",
 )  # fmt: skip
-"""Packages that importing an entry point must not import."""
+"""Packages that an entry point must not import."""
 
 _SCRIPT = """
 import json, os, sys
@@ -56,11 +56,11 @@ print(json.dumps({"probed": True}), flush=True)
 
 @dataclass(frozen=True)
 class Preflight:
-    """What came of it.
+    """The result of a preflight.
 
-    **Fields:** ``skipped``: why there was no flight; ``error``: what importing raised; ``modules``: top-level packages
-    it imported beyond qcore's own; ``libraries``: shared libraries it loaded; ``home``: its folder; ``died``: how the
-    process ended early.
+    **Fields:** ``skipped``: why there was none; ``error``: the exception of the import; ``modules``: top-level packages
+    that it imported, besides those of qcore; ``libraries``: shared libraries that it loaded; ``home``: the plugin's
+    directory; ``died``: how the process ended prematurely.
     """
 
     skipped: str = ""
@@ -72,7 +72,7 @@ class Preflight:
 
 
 def preflight(name: str) -> Preflight:
-    """Import and probe the plugin behind an entry point in a new interpreter."""
+    """Import and probe the plugin of an entry point in a new interpreter."""
     if not importlib_metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         return Preflight(skipped="registered in this process; it has no entry point to import")
     try:

@@ -1,4 +1,4 @@
-"""The conformance kit under pytest: an item per case and per law. Registered by ``qcore_pytest`` when asked for."""
+"""The conformance kit in pytest: one item per case and per law. Registered by ``qcore_pytest`` if requested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from ..errors import QcoreError
 from . import html_report
-from .case_selection import Question
+from .case_selection import PreparedCase
 from .results import Outcome, Result
 from .runner import Kit, fresh_seed
 from .target import check_installed
@@ -32,7 +32,7 @@ class KitItem(pytest.Item):
         self._check = check
 
     def runtest(self) -> None:
-        """Run it, and say the outcome in pytest's terms."""
+        """Run the check and translate its outcome to pytest."""
         result = self._check()
         if result.outcome is Outcome.FAILED:
             raise FailedLawError(f"{result.id}: {result.reason}" + (f"\nlaw: {result.law}" if result.law else ""))
@@ -42,13 +42,13 @@ class KitItem(pytest.Item):
             pytest.skip(f"{result.outcome}: {result.reason}")
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
-        """The text of a failed law; anything else is a defect of the kit, shown in full."""
+        """Return the text of a failed law; any other exception is a defect of the kit and gets a traceback."""
         if isinstance(excinfo.value, FailedLawError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        """Where it stands: all in one file, so that equal reasons for skipping are shown once."""
+        """Return one location for all items, so that pytest folds equal reasons for skipping."""
         return self.path, 0, self.name
 
 
@@ -56,28 +56,28 @@ class KitFile(pytest.File):
     """Collects the kit for one plugin."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """Every case and law; for a plugin that did not come up, that."""
+        """Yield every case and law, or only the status of a plugin that is not available."""
         owner = self.config.pluginmanager.get_plugin("qcore-kit")
         assert isinstance(owner, KitPlugin)
         try:
             kit = owner.kit()
-        except QcoreError as error:  # a device that is not here, a list of gaps that cannot be read
+        except QcoreError as error:  # e.g. a missing device, or an unreadable list of gaps
             raise self.CollectError(str(error)) from error
         if not kit.target.available:
             yield KitItem.from_parent(self, name="status[plugin]", check=kit.status_result)
             return
         for case in kit.cases:
-            yield KitItem.from_parent(self, name=case.id, check=lambda c=case: kit.run_case(Question(c, kit.seed)))
+            yield KitItem.from_parent(self, name=case.id, check=lambda c=case: kit.run_case(PreparedCase(c, kit.seed)))
         for item in kit.laws:
             yield KitItem.from_parent(self, name=item.id, check=lambda i=item: kit.run_law(i))
-        if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker sees a part of what ran
+        if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker sees only a part of the results
             yield KitItem.from_parent(self, name="shown[plugin]", check=kit.shown_result)
         if kit.gaps.known:
             yield KitItem.from_parent(self, name="gaps[plugin]", check=kit.gaps_result)
 
 
 class KitPlugin:
-    """Puts the kit into a run of pytest, and its certificate at the end."""
+    """Adds the kit to a run of pytest, and its certificate to the terminal summary."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -89,7 +89,7 @@ class KitPlugin:
         _collect_suite(config)
 
     def kit(self) -> Kit:
-        """The kit, made at the first asking."""
+        """Return the kit, which is created on first use."""
         if self._kit is None:
             options = self._config.option
             names = ("device", "seed", "gaps")
@@ -98,28 +98,28 @@ class KitPlugin:
         return self._kit
 
     def pytest_report_header(self) -> str:
-        """Backend and seed."""
+        """Return a line with backend and seed."""
         options = self._config.option
         seed = options.qcore_seed
         return f"qcore: conformance of {options.qcore_backend}, seed {seed} (repeat it with --qcore-seed {seed})"
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makemodule(self, module_path: Path, parent: Any) -> Any:
-        """Collect the kit where the suite's module stands."""
+        """Collect the kit in place of the module ``suite.py``."""
         if module_path != SUITE:
             return None
         return KitFile.from_parent(parent, path=module_path, nodeid=self._config.option.qcore_backend)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """A part of the kit cannot tell which gaps are needed."""
+        """Record whether all of the kit was selected: a part of it cannot tell which gaps are needed."""
         if self._kit is not None:
             chosen = {item.name for item in items if isinstance(item, KitItem)}
             every = {case.id for case in self._kit.cases} | {item.id for item in self._kit.laws}
             self._kit.complete = chosen >= every
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """The certificate's table; writes the files that were asked for."""
+        """Print the certificate's table and write the requested files."""
         if self._kit is None:
             return
         certificate, options = self._kit.certificate(), self._config.option
@@ -134,7 +134,7 @@ class KitPlugin:
 
 
 def _as_usage(call: Callable[[], None]) -> None:
-    """A wrong name on the command line is no accident of ours: pytest shows the text alone."""
+    """Convert errors about names on the command line to `pytest.UsageError`, which pytest shows without a traceback."""
     try:
         call()
     except QcoreError as error:
@@ -142,9 +142,10 @@ def _as_usage(call: Callable[[], None]) -> None:
 
 
 def _collect_suite(config: pytest.Config) -> None:
-    """Asked for on the command line, the kit runs alone or beside the paths given.
+    """Add the kit to the paths that pytest collects.
 
-    Asked for by a project's own settings (addopts), it runs beside the project's tests, unless paths are given.
+    If requested on the command line, the kit runs alone, or together with the given paths. If requested in a project's
+    settings (addopts), it runs together with the project's tests, unless paths are given.
     """
     paths = config.args_source is pytest.Config.ArgsSource.ARGS
     typed = any(str(arg).startswith("--qcore-backend") for arg in config.invocation_params.args)

@@ -1,4 +1,4 @@
-"""What became of each case and each law."""
+"""The results of cases and laws."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 
 class Outcome(str, enum.Enum):
-    """How a case or a law came out."""
+    """The outcome of a case or a law."""
 
     PASSED = "passed"
     FAILED = "failed"
     REFUSED = "refused"
-    """The plugin said, with a reason, that it does not serve this."""
+    """The plugin declares, with a reason, that it does not support this."""
     GAP = "gap"
-    """It fails, and the plugin's list of known gaps says so."""
+    """It failed, as the plugin's list of known gaps says."""
     INAPPLICABLE = "inapplicable"
-    """There is nothing here that the law speaks of, such as a second device, or an op of the plugin's own."""
+    """The law has no subject here, such as a second device, or an op of the plugin's own."""
     SKIPPED = "skipped"
     """It could not be tried here; nothing is shown either way."""
 
@@ -34,7 +34,7 @@ class Result:
 
     **Fields:** ``id``: e.g. ``linear[w4a16-bfloat16-k-odd]`` or ``compile[linear-w4a16]``; ``law``: the law that was
     checked, or for a failed case the one that it broke; ``contract``, ``scheme``: empty for laws on the plugin as a
-    whole; ``outcome``; ``reason``: empty where it passed; ``kernels``: those that were offered; ``worst``: error /
+    whole; ``outcome``; ``reason``: empty if it passed; ``kernels``: names of the offered kernels; ``worst``: error /
     allowed error of the worst element; ``seconds``.
     """
 
@@ -49,16 +49,16 @@ class Result:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; an infinite ``worst`` becomes None, since JSON has no infinity."""
+        """Return plain values for JSON; an infinite ``worst`` becomes None, because JSON has no infinity."""
         worst = self.worst if math.isfinite(self.worst) else None
         return {**asdict(self), "outcome": self.outcome.value, "kernels": list(self.kernels), "worst": worst}
 
 
 def count(results: Iterable[Result]) -> Counter[Outcome]:
-    """How many results there are of each outcome."""
+    """Count the results by outcome."""
     return Counter(result.outcome for result in results)
 
 
 def summary_line(passed: int, failed: int, skipped: int) -> str:
-    """The line that scripts read."""
+    """Return the summary line for scripts."""
     return f"{passed} passed, {failed} failed, {skipped} skipped"

@@ -1,4 +1,4 @@
-"""Running the kit: `run` for one plugin, and the `Kit` that pytest and the matrix drive case by case."""
+"""Run the kit: `run` for one plugin, and `Kit`, which pytest and the matrix drive case by case."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from .._version import __version__
 from ..contracts import Case
 from ..errors import ConformanceError
-from .case_selection import Question, cases, selects
+from .case_selection import PreparedCase, cases, selects
 from .certificate import Certificate
 from .check import check_case
 from .gaps import Gaps, read_gaps
@@ -28,20 +28,20 @@ from .results import Outcome, Result
 from .target import Target
 
 Progress = Callable[[int, int, str], None]
-"""Called before each step with (steps done, steps in all, id)."""
+"""Called before each step with (steps done, total steps, id)."""
 
 
 def fresh_seed() -> int:
-    """A random seed; the certificate tells it."""
+    """Return a random seed, which is recorded in the certificate."""
     return secrets.randbelow(1 << 31)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No gradients and no warnings: what a kernel warns of is not the kit's subject, and must not become an error.
+    """Disable gradients, warnings and threads: warnings of a kernel must not become errors of the kit.
 
-    One thread: waking others costs more than these small problems take, ten times more on a busy machine. `run_watched`
-    gives kernels all of them where the problem is large enough to use them.
+    One thread: for these small problems waking other threads takes longer than the computation, ten times longer on a
+    busy machine. `run_watched` enables all threads if the problem is large enough.
     """
     before = torch.get_num_threads()
     try:
@@ -54,7 +54,7 @@ def quiet() -> Iterator[None]:
 
 
 class Kit:
-    """The cases and laws for one plugin, and what became of those that ran."""
+    """The cases and laws for one plugin, and their results so far."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Kit:
         self.cases: list[Case] = [case for case in every if selects(patterns, case.id)]
         self.samples = Samples(self.target, every, self.seed)
         with quiet():
-            items = law_items(LAWS, self.samples.families, self.samples.served)
+            items = law_items(LAWS, self.samples.families, self.samples.is_supported)
         self.laws: list[LawItem] = [item for item in items if selects(patterns, item.id)]
         _check_patterns(patterns, [*(case.id for case in self.cases), *(item.id for item in self.laws)])
         self.complete = all(limit is None for limit in (schemes, contracts, select))
@@ -84,15 +84,15 @@ class Kit:
         self.law_results: list[Result] = []
         self._start = time.perf_counter()
 
-    def run_case(self, question: Question) -> Result:
+    def run_case(self, prepared: PreparedCase) -> Result:
         """Check one case."""
         with quiet():
-            result = self._settle(check_case(self.target, question))
+            result = self._apply_gaps(check_case(self.target, prepared))
         self.results.append(result)
         return result
 
-    def adopt(self, results: Iterable[Result]) -> None:
-        """Take over what other processes found out about every case and law."""
+    def add_results(self, results: Iterable[Result]) -> None:
+        """Add the results of every case and law from other processes."""
         by_id = {result.id: result for result in results}
         self.results += [by_id[case.id] for case in self.cases]
         self.law_results += [by_id[item.id] for item in self.laws]
@@ -103,12 +103,12 @@ class Kit:
     def run_law(self, item: LawItem) -> Result:
         """Check one law."""
         with quiet():
-            result = self._settle(check_law(self.target, self.samples, item))
+            result = self._apply_gaps(check_law(self.target, self.samples, item))
         self.law_results.append(result)
         return result
 
-    def _settle(self, result: Result) -> Result:
-        """Hold a result against the list of known gaps."""
+    def _apply_gaps(self, result: Result) -> Result:
+        """Return the result with the list of known gaps applied."""
         known = self.gaps.reason(result.id)
         if known is None or result.outcome in (Outcome.REFUSED, Outcome.SKIPPED, Outcome.INAPPLICABLE):
             return result
@@ -119,20 +119,20 @@ class Kit:
         return replace(result, outcome=Outcome.FAILED, law="gaps", reason=stale)
 
     def gaps_result(self) -> Result:
-        """Whether every gap on the list was needed."""
+        """Return whether every gap on the list was needed, as a result."""
         ids = [result.id for result in (*self.results, *self.law_results)]
         wrong = self.gaps.unneeded(ids, complete=self.complete)
         outcome = Outcome.FAILED if wrong else Outcome.PASSED
         return Result("gaps[plugin]", "gaps", "", "", outcome, "\n".join(wrong))
 
     def shown_result(self) -> Result:
-        """Whether every law that applies was shown somewhere: what cannot be told of one law alone."""
+        """Return whether every law that applies was shown somewhere, as a result; needs the results of all laws."""
         unshown = self.certificate().unshown
         text = "\n".join(f"law {law} ran nowhere: {reason}" for law, reason in unshown.items())
         return Result("shown[plugin]", "shown", "", "", Outcome.FAILED if unshown else Outcome.PASSED, text)
 
     def certificate(self) -> Certificate:
-        """What was found out so far."""
+        """Return the certificate for the results so far."""
         status, target = self.target.status, self.target
         laws = [*everywhere(self.results), *self.law_results]
         if target.available:
@@ -147,7 +147,7 @@ class Kit:
         )  # fmt: skip
 
     def status_result(self) -> Result:
-        """That the plugin came up; one whose device is not here has not broken any law."""
+        """Return the status of the plugin as a result; a missing device is no failure."""
         status = self.target.status
         if self.target.available:
             return Result("status[plugin]", "status", "", "", Outcome.PASSED)
@@ -156,13 +156,13 @@ class Kit:
 
 
 def _check_patterns(patterns: Iterable[str] | None, chosen: Iterable[str]) -> None:
-    """A pattern that fits nothing is a mistake: what it meant to test would pass untested."""
+    """Raise `ConformanceError` for a pattern that matches nothing: the cases it was meant for would go untested."""
     names = list(chosen)
     for pattern in patterns or ():
         if not any(selects([pattern], name) for name in names):
             raise ConformanceError(
                 f"{pattern!r} selects no case and no law.\n"
-                f"Ids look like linear[w4a16-bfloat16-k-odd] and compile[linear-w4a16]; write a part of one, or a glob."
+                f"Ids look like linear[w4a16-bfloat16-k-odd] and compile[linear-w4a16]; pass a part or a glob."
             )
 
 
@@ -188,17 +188,17 @@ def run(
     **Arguments:**
 
     - ``backend``: the plugin's name.
-    - ``device``: the torch device to test on; default: what the plugin's probe says (``Available(details={"device":
+    - ``device``: the torch device to test on; default: the device in the plugin's probe (``Available(details={"device":
       "cuda:0"})``), else the torch device of the plugin's name, else the CPU.
-    - ``seed``: of the random inputs; default a fresh one, which the certificate tells.
+    - ``seed``: of the random inputs; default a fresh one, which is recorded in the certificate.
     - ``schemes``, ``contracts``: only these; default all.
-    - ``select``: only cases and laws whose id fits one of these globs, or holds one of these words.
-    - ``gaps``: the file of known gaps; default ``qcore_gaps.toml`` beside the plugin's module.
-    - ``jobs``: processes that share the cases and laws.
-    - ``progress``: called with (steps done, steps in all, id of the next).
+    - ``select``: only cases and laws whose id matches one of these globs, or contains one of these words.
+    - ``gaps``: the file of known gaps; default ``qcore_gaps.toml`` in the directory of the plugin's module.
+    - ``jobs``: number of processes that share the cases and laws.
+    - ``progress``: called with (steps done, total steps, id of the next step).
 
-    Raises `ConformanceError` for an unknown plugin or contract, or a list of gaps that cannot be read. A plugin that is
-    broken or not available here gives a certificate that says so.
+    Raises `ConformanceError` for an unknown plugin or contract, or an unreadable list of gaps. For a plugin that is
+    broken or not available here, the certificate says so.
     """
     limits = {"schemes": schemes, "contracts": contracts, "select": select}
     chosen = {name: value if isinstance(value, str) else value and tuple(value) for name, value in limits.items()}
@@ -208,54 +208,56 @@ def run(
     tell, total = progress or (lambda _done, _total, _name: None), len(kit.cases) + len(kit.laws)
     if jobs > 1:
         arguments = {"backend": backend, "device": str(kit.target.device), "seed": kit.seed, "gaps": gaps, **chosen}
-        kit.adopt(_shared(arguments, kit, jobs, lambda done: tell(done, total, "")))
+        kit.add_results(_run_in_processes(arguments, kit, jobs, lambda done: tell(done, total, "")))
         return kit.certificate()
     for done, case in enumerate(kit.cases):
         tell(done, total, case.id)
-        kit.run_case(Question(case, kit.seed))
+        kit.run_case(PreparedCase(case, kit.seed))
     for done, item in enumerate(kit.laws, len(kit.cases)):
         tell(done, total, item.id)
         kit.run_law(item)
     return kit.certificate()
 
 
-_AT_A_TIME = 8
-"""Cases that a process takes at a time: neighbours share what has to be compiled."""
+_BATCH = 8
+"""Cases that a process runs at a time: neighbouring cases share compiled kernels."""
 
 
-def _shared(arguments: dict[str, Any], kit: Kit, jobs: int, tell: Callable[[int], None]) -> list[Result]:
-    """Run cases and laws in processes of their own; new interpreters: not every device's stack survives a fork."""
+def _run_in_processes(arguments: dict[str, Any], kit: Kit, jobs: int, tell: Callable[[int], None]) -> list[Result]:
+    """Run cases and laws in several processes: new interpreters, because some devices' stacks do not survive a fork."""
     results: list[Result] = []
-    parts = [range(start, start + _AT_A_TIME) for start in range(0, len(kit.cases), _AT_A_TIME)]
+    parts = [range(start, start + _BATCH) for start in range(0, len(kit.cases), _BATCH)]
     samples: dict[tuple[str, str], list[int]] = {}  # the laws of one contract and scheme share a sample
     for index, item in enumerate(kit.laws):
         samples.setdefault((item.contract, item.scheme or item.id), []).append(index)
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (arguments,)) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (arguments,)) as pool:
         try:
-            done = [pool.submit(_part_of_laws, indices) for indices in samples.values()]  # first: they take longest
-            done += [pool.submit(_part_of_cases, part) for part in parts]
+            done = [
+                pool.submit(_run_laws, indices) for indices in samples.values()
+            ]  # submitted first: laws take longest
+            done += [pool.submit(_run_cases, part) for part in parts]
             for part in as_completed(done):
                 results += part.result()
                 tell(len(results))
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # not all that is still waiting, too
+            pool.shutdown(cancel_futures=True)  # do not run the steps that are still queued
             raise
     return results
 
 
-_mine: list[Kit] = []
-"""The kit of a process that has been handed some of the cases and laws."""
+_worker_kit: list[Kit] = []
+"""The kit of a worker process."""
 
 
-def _begin(arguments: dict[str, Any]) -> None:
-    _mine[:] = [Kit(**arguments)]
+def _start_worker(arguments: dict[str, Any]) -> None:
+    _worker_kit[:] = [Kit(**arguments)]
 
 
-def _part_of_cases(part: range) -> list[Result]:
-    (kit,) = _mine
-    return [kit.run_case(Question(case, kit.seed)) for case in kit.cases[part.start : part.stop]]
+def _run_cases(part: range) -> list[Result]:
+    (kit,) = _worker_kit
+    return [kit.run_case(PreparedCase(case, kit.seed)) for case in kit.cases[part.start : part.stop]]
 
 
-def _part_of_laws(indices: list[int]) -> list[Result]:
-    (kit,) = _mine
+def _run_laws(indices: list[int]) -> list[Result]:
+    (kit,) = _worker_kit
     return [kit.run_law(kit.laws[index]) for index in indices]

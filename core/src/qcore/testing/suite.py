@@ -1,4 +1,4 @@
-"""The place where pytest collects the conformance kit: ``pytest --qcore-backend=NAME`` (or ``--pyargs`` this module).
+"""The file that pytest collects for the conformance kit: ``pytest --qcore-backend=NAME`` (or ``--pyargs`` this module).
 
-Holds nothing itself: `qcore.testing.pytest_kit` puts an item for every case and law here.
+It is empty: `qcore.testing.pytest_kit` generates an item for every case and law.
 """

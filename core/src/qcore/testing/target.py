@@ -1,4 +1,4 @@
-"""The plugin under test: where it runs, and what it answers."""
+"""The plugin under test: its device, and its answers to requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from .preflight import Preflight, preflight
 
 @dataclass(frozen=True)
 class Answer:
-    """What a plugin said to a request: ``kernels`` it offers, or why not; ``broken``: that is no proper answer."""
+    """A plugin's answer to a request: the offered ``kernels``, or the ``reason`` of the refusal.
+
+    ``broken``: whether the answer is invalid.
+    """
 
     kernels: tuple[Kernel, ...] = ()
     reason: str = ""
@@ -32,10 +35,10 @@ class Answer:
 
 
 class Target:
-    """One installed plugin, brought up.
+    """One installed plugin, loaded and probed.
 
-    **Arguments:** ``name``: of its entry point; ``device``: where its kernels are tested. Default: what its probe says
-    in ``Available(details={"device": "cuda:0"})``, else the torch device of the plugin's name, else the CPU.
+    **Arguments:** ``name``: of its entry point; ``device``: to test the kernels on. Default: the device in its probe,
+    ``Available(details={"device": "cuda:0"})``, else the torch device of the plugin's name, else the CPU.
 
     Raises `ConformanceError` if no plugin of that name is installed, or torch cannot use the device here.
     """
@@ -44,14 +47,14 @@ class Target:
         check_installed(name)
         self.name = name
         if registry.entries()[name].status is None:
-            # In a process of its own first: a probe that ends the process leaves a mark, and is not called in this one.
+            # In a separate process first: if the probe kills the process, that is recorded, and it is not called here.
             _ = self.preflight
         self.status: PluginStatus = registry.status(name)
-        self.device = self._own_device() if device is None else device_here(device, "you asked for")
+        self.device = self._default_device() if device is None else usable_device(device, "you asked for")
 
     @cached_property
     def preflight(self) -> Preflight:
-        """What importing and probing it in another process showed."""
+        """The result of importing and probing the plugin in another process."""
         return preflight(self.name)
 
     @property
@@ -64,26 +67,26 @@ class Target:
 
     @property
     def plugin(self) -> Any:
-        """The module or object behind the entry point; None where it did not come up."""
+        """The module or object of the entry point; None if it could not be loaded."""
         return registry.entries()[self.name].plugin
 
     def ask(self, request: Request) -> Answer:
-        """Ask this plugin, and only this one."""
+        """Send a request to this plugin only."""
         rows: Sequence[Any] = ask(self.status, request)
         if isinstance(rows[0], Candidate):
             return Answer(reason=rows[0].reason, broken=rows[0].stage != Stage.REFUSED.value)
         return Answer(tuple(row.offer.kernel for row in rows))
 
     def gaps_file(self) -> Path | None:
-        """The list of known gaps beside the plugin's module, where there is one."""
+        """Return the list of known gaps in the directory of the plugin's module, or None."""
         module = getattr(self.plugin, "__file__", None)
         path = Path(module).with_name(FILE_NAME) if module else None
         return path if path and path.is_file() else None
 
-    def _own_device(self) -> torch.device:
+    def _default_device(self) -> torch.device:
         named = self._device_of_probe()
         if named:
-            return device_here(named, f"the probe of {self.name!r} tells the kit to test on")
+            return usable_device(named, f"the probe of {self.name!r} tells the kit to test on")
         return torch.device("cpu" if _why_unusable(self.name) else self.name)
 
     def _device_of_probe(self) -> str | None:
@@ -98,7 +101,7 @@ class Target:
 
 
 def check_installed(name: str) -> None:
-    """Raise `ConformanceError` where no plugin is called ``name``; imports none."""
+    """Raise `ConformanceError` if no plugin is called ``name``; does not import any plugin."""
     if name not in registry.entries():
         known = ", ".join(sorted(registry.entries()))
         raise ConformanceError(
@@ -107,8 +110,11 @@ def check_installed(name: str) -> None:
         )
 
 
-def device_here(device: str | torch.device, who: str) -> torch.device:
-    """A device that torch can use on this machine; raises `ConformanceError` for any other: ``who`` named it."""
+def usable_device(device: str | torch.device, who: str) -> torch.device:
+    """Return a device that torch can use on this machine; raises `ConformanceError` for others.
+
+    ``who``: the source of the name, for the error.
+    """
     reason = _why_unusable(device)
     if reason:
         raise ConformanceError(
@@ -120,20 +126,20 @@ def device_here(device: str | torch.device, who: str) -> torch.device:
 
 
 def _why_unusable(device: str | torch.device) -> str:
-    """Why no tensor can live on a device; empty if one can."""
+    """Return why torch cannot use a device, or an empty string."""
     try:
-        with quiet_start():
+        with no_warnings():
             torch.ones(1, device=device).cpu()
-    except Exception as error:  # noqa: BLE001 - torch raises whatever the missing backend happens to
+    except Exception as error:  # noqa: BLE001 - depends on the missing backend
         text = _printable(str(error).strip().partition("\n")[0][:200])
-        # Torch's own words for a backend that was not compiled speak of its operators.
+        # torch's own message for a backend that was not compiled is about operators.
         return "no backend of torch for it is loaded here." if text.startswith("Could not run") else text or repr(error)
     return ""
 
 
 @contextlib.contextmanager
-def quiet_start() -> Iterator[None]:
-    """What a backend warns of while it starts is not the kit's subject."""
+def no_warnings() -> Iterator[None]:
+    """Ignore warnings of a backend that starts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,6 +1,6 @@
-"""The laws of the kit: what must hold beside right numbers, each under a name of its own.
+"""The laws of the kit: named properties that must hold in addition to correct results.
 
-May import: nn, functional, resolving and what lies below, and `qcore.testing`'s ways to run a kernel.
+May import: nn, functional, resolving and the floors below, and the modules of `qcore.testing` that run a kernel.
 Imported by: the runner and the reports.
 """
 
@@ -8,6 +8,6 @@ from . import kernel, large, plugin
 from .base import EVERYWHERE, Law, LawItem, Samples, check_law, everywhere, law_items
 
 LAWS: tuple[Law, ...] = (*plugin.LAWS, *kernel.LAWS, *large.LAWS)
-"""Every law that is checked apart from the cases."""
+"""Every law that is checked separately from the cases."""
 
 __all__ = ["EVERYWHERE", "LAWS", "Law", "LawItem", "Samples", "check_law", "everywhere", "law_items"]

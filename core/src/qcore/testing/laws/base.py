@@ -1,7 +1,7 @@
-"""The laws: what must hold beside right numbers, each under a name of its own.
+"""The types of laws, and how they are applied to samples.
 
-Some are checked along with every case (`EVERYWHERE`), some once per contract and scheme on a sample of its cases
-(`laws_kernel`), some once per plugin (`laws_plugin`).
+Some laws are checked with every case (`EVERYWHERE`), some once per contract and scheme on a sample case (`laws.kernel`,
+`laws.large`), some once per plugin (`laws.plugin`).
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from ...discovery.kernels import Kernel
 from ...discovery.registry import Guarded
 from ...errors import FormatError
 from ...weights.schemes import Scheme
-from ..case_selection import Question
-from ..check import BrokenLawError, first_lines, packed_and_back
+from ..case_selection import PreparedCase
+from ..check import BrokenLawError, first_lines, pack_and_check
 from ..results import Outcome, Result
 from ..target import Target
 
 EVERYWHERE = {
     "results": "results are within the tolerance of the contract",
-    "raises": "pack, unpack and calls do not raise for what was offered",
-    "pack": "unpack(pack(w)) gives back w, bit for bit",
-    "inputs": "x, bias and packed weight are left as they were",
-    "no-fallback": "the plugin's own kernel does the work, and hands none of it back to qcore",
-    "origin": "kernels come from the plugin and bear its name",
-    "refusals": "what is not served is refused with a reason",
+    "raises": "pack, unpack and calls raise nothing for a request that was offered",
+    "pack": "unpack(pack(w)) equals w, bit for bit",
+    "inputs": "x, bias and packed weight are unchanged, and so is the memory between their strides",
+    "no-fallback": "the plugin's own kernel computes the result, and hands nothing back to qcore",
+    "origin": "kernels come from the plugin and carry its name",
+    "refusals": "unsupported requests are refused with a reason",
 }
 
 _ORDINARY = (32, 256)
-"""N and K of a weight that a plugin is asked for to see whether it serves a scheme."""
+"""N and K of the weight for which a plugin must offer a kernel to count as supporting a scheme."""
 _PREFERRED = ("rows-17", "3x3", "batched", "k-aligned-16", "rows-1", "1x1", "one")
 
 
-class NotHereError(Exception):
-    """A law that cannot be tried here; the text says why."""
+class SkippedLawError(Exception):
+    """A law cannot be tried here; the text says why."""
 
     outcome = Outcome.SKIPPED
 
 
-class RefusedError(NotHereError):
-    """What the law would be tried on is refused by the plugin."""
+class RefusedError(SkippedLawError):
+    """The plugin refuses every request on which the law could be tried."""
 
     outcome = Outcome.REFUSED
 
 
-class InapplicableError(NotHereError):
-    """There is nothing here that the law speaks of; the text says what is missing. Never for lack of trying."""
+class InapplicableError(SkippedLawError):
+    """The law has no subject here; the text names the missing subject. Not for laws that could not be tried."""
 
     outcome = Outcome.INAPPLICABLE
 
@@ -64,7 +64,7 @@ class InapplicableError(NotHereError):
 class Sample:
     """An offered case of one contract and scheme, ready to run: ``packs`` holds a packed weight per kernel."""
 
-    question: Question
+    prepared: PreparedCase
     here: Problem
     kernels: Sequence[Kernel]
     packs: Sequence[dict[str, Tensor]]
@@ -77,9 +77,9 @@ PluginLaw = Callable[[Target, "Samples"], None]
 
 @dataclass(frozen=True)
 class Law:
-    """One law: ``statement`` says what must hold; one of the checks is set. It raises `BrokenLawError` or skips.
+    """One law: ``statement`` in words, and one check, which raises `BrokenLawError` or `SkippedLawError`.
 
-    ``sparse``: it is costly, and checked on one scheme per element type and kind of activation.
+    ``sparse``: the check is costly and runs on one scheme per element type and kind of activation.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Law:
 
 @dataclass(frozen=True)
 class LawItem:
-    """A law to be checked on one contract and scheme, or on the plugin as a whole."""
+    """A law to check on one contract and scheme, or on the plugin as a whole."""
 
     law: Law
     contract: str = ""
@@ -104,7 +104,7 @@ class LawItem:
 
 
 class Samples:
-    """One sample per contract and scheme, found when first asked for."""
+    """One sample per contract and scheme, built on first use."""
 
     def __init__(self, target: Target, cases: Iterable[Case], seed: int) -> None:
         self._target, self._seed = target, seed
@@ -115,11 +115,11 @@ class Samples:
 
     @property
     def families(self) -> list[tuple[str, str]]:
-        """Every (contract, scheme) there are cases of."""
+        """Every (contract, scheme) with cases."""
         return list(self._families)
 
     def get(self, contract: str, scheme: str) -> Sample:
-        """The sample. Raises `RefusedError` where every case is refused, `BrokenLawError` where packing fails."""
+        """Return the sample. Raises `RefusedError` if every case is refused, `BrokenLawError` if packing fails."""
         key = (contract, scheme)
         if key not in self._found:
             self._found[key] = self._find(key)
@@ -128,31 +128,31 @@ class Samples:
             raise RefusedError(found)
         return found
 
-    def served(self, contract: str, scheme: str) -> bool:
-        """Whether the plugin offers a kernel for an ordinary weight, in any dtype; builds no inputs."""
+    def is_supported(self, contract: str, scheme: str) -> bool:
+        """Whether the plugin offers a kernel for an ordinary weight in any dtype; builds no inputs."""
         if not self._target.available:
             return False
         filled = Draw(torch.Generator().manual_seed(0)).fill(Scheme.parse(scheme))
-        asked = partial(CONTRACTS[contract].request_for, filled, self._target.device)
+        request_for = partial(CONTRACTS[contract].request_for, filled, self._target.device)
         with contextlib.suppress(FormatError):
-            return any(self._target.ask(asked(dtype, *_ORDINARY)).kernels for dtype in FLOAT_DTYPES)
+            return any(self._target.ask(request_for(dtype, *_ORDINARY)).kernels for dtype in FLOAT_DTYPES)
         return False
 
     def any(self) -> Sample:
-        """A sample of whatever the plugin offers."""
+        """Return any sample. Raises `SkippedLawError` if the plugin offers no kernel."""
         for family in self._families:
-            with contextlib.suppress(NotHereError):
+            with contextlib.suppress(SkippedLawError):
                 return self.get(*family)
-        raise NotHereError("the plugin offers no kernel for any case")
+        raise SkippedLawError("the plugin offers no kernel for any case")
 
     def _find(self, key: tuple[str, str]) -> Sample | str:
         reason = "there are no cases of it"
         for case in sorted(self._families.get(key, ()), key=_preference):
-            question = Question(case, self._seed)
-            answer = self._target.ask(question.on(self._target.device).request)
+            prepared = PreparedCase(case, self._seed)
+            answer = self._target.ask(prepared.on(self._target.device).request)
             if answer.kernels:
-                here = question.on(self._target.device).to(self._target.device)
-                return Sample(question, here, answer.kernels, [packed_and_back(k, here) for k in answer.kernels])
+                here = prepared.on(self._target.device).to(self._target.device)
+                return Sample(prepared, here, answer.kernels, [pack_and_check(k, here) for k in answer.kernels])
             reason = answer.reason
         return f"the plugin refuses it: {reason}"
 
@@ -163,20 +163,20 @@ def _preference(case: Case) -> int:
 
 
 def law_items(
-    laws: Iterable[Law], families: Iterable[tuple[str, str]], served: Callable[[str, str], bool]
+    laws: Iterable[Law], families: Iterable[tuple[str, str]], is_supported: Callable[[str, str], bool]
 ) -> list[LawItem]:
-    """Every check to be made of these laws; ``served``: whether the plugin serves a contract and scheme.
+    """Return all checks of these laws; ``is_supported``: whether the plugin supports a contract and scheme.
 
-    A costly law is checked on one scheme of each kind: on the last one that is served, where any is.
+    A costly law is checked on one scheme of each kind, on the last supported one if there is any.
     """
     families = list(families)
     kinds: dict[tuple[object, ...], list[tuple[str, str]]] = {}
     for family in families:
         kinds.setdefault(_kind(*family), []).append(family)
-    few = [next((f for f in reversed(kind) if served(*f)), kind[-1]) for kind in kinds.values()]
+    representatives = [next((f for f in reversed(kind) if is_supported(*f)), kind[-1]) for kind in kinds.values()]
     items = []
     for law in laws:
-        chosen = few if law.sparse else families
+        chosen = representatives if law.sparse else families
         items += [LawItem(law)] if law.plugin else [LawItem(law, *family) for family in chosen]
     return items
 
@@ -194,11 +194,11 @@ def _kind(contract: str, text: str) -> tuple[object, ...]:
 
 
 def check_law(target: Target, samples: Samples, item: LawItem) -> Result:
-    """The outcome of one check; known gaps are not considered here."""
+    """Return the result of one check, before known gaps are applied."""
     start, outcome, reason = time.perf_counter(), Outcome.PASSED, ""
     try:
         _apply(target, samples, item)
-    except NotHereError as skip:
+    except SkippedLawError as skip:
         outcome, reason = skip.outcome, str(skip)
     except BrokenLawError as broken:
         outcome, reason = Outcome.FAILED, broken.fault.text
@@ -221,7 +221,7 @@ def _apply(target: Target, samples: Samples, item: LawItem) -> None:
 
 
 def _apply_to_kernels(target: Target, sample: Sample, check: KernelLaw) -> None:
-    """Check every kernel; the law is skipped only where none of them can be tried."""
+    """Check every kernel; the law is skipped only if none of them can be tried."""
     skipped = [
         _skipped(partial(check, target, sample, *pair)) for pair in zip(sample.kernels, sample.packs, strict=True)
     ]
@@ -229,16 +229,16 @@ def _apply_to_kernels(target: Target, sample: Sample, check: KernelLaw) -> None:
         raise next(skip for skip in skipped if skip)
 
 
-def _skipped(check: Callable[[], None]) -> NotHereError | None:
+def _skipped(check: Callable[[], None]) -> SkippedLawError | None:
     try:
         check()
-    except NotHereError as skip:
+    except SkippedLawError as skip:
         return skip
     return None
 
 
 def everywhere(results: Sequence[Result]) -> list[Result]:
-    """What the cases together say about the laws that are checked along with each of them."""
+    """Summarize the results of all cases for the laws that are checked with each case."""
     ran = [result for result in results if result.outcome in (Outcome.PASSED, Outcome.FAILED, Outcome.GAP)]
     return [_together(name, ran) for name in EVERYWHERE if results]
 

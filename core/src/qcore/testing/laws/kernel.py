@@ -23,20 +23,20 @@ from ...resolving.verification import same_bits
 from ...runtime import settings
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from ..check import BrokenLawError, first_lines, inputs_kept, memory, resized, same_values
+from ..check import BrokenLawError, first_lines, inputs_unchanged, memory, resized, same_values
 from ..fallback_watch import OwnOps
 from ..target import Target
 from .base import InapplicableError, Law, Sample
 
 _THREADS, _CALLS = 8, 3
 _COMPILED_ROWS = {"linear": (11, 3, 17, 1), "embedding": (11, 3, 17, 1), "conv2d": (11, 3, 7, 1)}
-"""All but a single row share a graph. The first count equals no other size, which dynamo would take for the same one;
-images stay below 16, where torch's own convolutions specialise on the batch."""
+"""All row counts but 1 share a graph. The first count differs from all other sizes, because dynamo would identify equal
+sizes; numbers of images stay below 16, from which torch's own convolutions specialise on the batch."""
 Packed = dict[str, Tensor]
 
 
 def _call(law: str, what: str, kernel: Kernel, here: Problem, packed: Packed) -> Any:
-    with inputs_kept(here, packed, f"{what} "):
+    with inputs_unchanged(here, packed, f"{what} "):
         return _guard(law, what, lambda: kernel(here.x, packed, here.bias, **here.given))
 
 
@@ -48,7 +48,7 @@ def _guard(law: str, what: str, call: Callable[[], Any]) -> Any:
 
 
 def fakes(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """Run under fake tensors: shape, dtype and device must be those of the real result."""
+    """Run with fake tensors: shape, dtype and device must equal those of the real result."""
     from torch._subclasses import FakeTensorMode
 
     here = sample.here
@@ -75,7 +75,7 @@ def _all_faked(mode: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def opcheck(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """`torch.library.opcheck` for every op that the kernel calls and torch does not own."""
+    """Run `torch.library.opcheck` for every op of the plugin that the kernel calls."""
     with OwnOps() as seen:
         _call("opcheck", kernel.name, kernel, sample.here, packed)
     if not seen.calls:
@@ -85,28 +85,28 @@ def opcheck(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
 
 def _check_ops(law: str, kernel: Kernel, seen: OwnOps) -> None:
     for op, (args, kwargs) in seen.calls.items():
-        # It reads the storage of its arguments, which oneDNN's packed weights do not have.
+        # opcheck reads the storage of its arguments, which oneDNN's packed weights do not have.
         if not any(isinstance(arg, Tensor) and arg.layout is not torch.strided for arg in tree_leaves(args)):
             _guard(law, f"{kernel.name}: opcheck of {op}", partial(torch.library.opcheck, op, args, kwargs))
 
 
 def compiles(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """One graph without breaks serves any number of rows; 1 row may have one of its own."""
+    """Compile to one graph without breaks for any number of rows; 1 row may have a graph of its own."""
     graphs: set[Any] = set()
     seen = OwnOps()
     call = _compiled(kernel, packed, sample.here.bias, graphs, seen)
     for rows in _COMPILED_ROWS[sample.here.request.contract]:
-        problem = resized(sample.question.on(target.device), rows)
+        problem = resized(sample.prepared.on(target.device), rows)
         here = problem.to(target.device)
         what = f"{kernel.name}: torch.compile(fullgraph=True, dynamic=True) with {rows} rows"
-        with inputs_kept(here, packed, f"{what} "):
+        with inputs_unchanged(here, packed, f"{what} "):
             result = _guard("compile", what, partial(call, here.x, here.given))
-        verdict = sample.question.contract.judge(problem, result)
+        verdict = sample.prepared.contract.judge(problem, result)
         if not verdict.ok:
             raise BrokenLawError("compile", f"{what} gave a wrong result: {verdict.message}")
         if rows > 1 and len(graphs) > 1:
-            raise BrokenLawError("compile", f"{what} took a graph of its own; one must serve any number of rows")
-    # A kernel may call an op only where it is traced.
+            raise BrokenLawError("compile", f"{what} took a graph of its own; one must support any number of rows")
+    # A kernel may call some of its ops only in a trace.
     _check_ops("compile", kernel, seen)
 
 
@@ -120,7 +120,7 @@ def _compiled(
     eager = lookup_backend("aot_eager")
 
     def backend(graph: Any, inputs: Any) -> Any:
-        # Dynamo may take more than one attempt at a graph: those carry the same number.
+        # Dynamo may compile a graph in several attempts, which have the same id.
         identity = CompileContext.current_compile_id()
         graphs.add(identity.frame_compile_id if identity else len(graphs))
         return seen.watching(eager(graph, inputs))
@@ -132,7 +132,7 @@ def _compiled(
 
 
 def deterministic(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """The same input gives the same bits."""
+    """Check that equal inputs give equal bits."""
     first, second = (_call("determinism", kernel.name, kernel, sample.here, packed) for _ in range(2))
     if not same_bits(first, second):
         raise BrokenLawError(
@@ -145,13 +145,13 @@ def _differing(a: Tensor, b: Tensor) -> str:
 
 
 def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """Eight threads share the kernel and its packed weight."""
+    """Call the kernel with the same packed weight from eight threads."""
     alone = _call("threads", kernel.name, kernel, sample.here, packed)
     start = threading.Barrier(_THREADS)
     found: list[Tensor | BaseException] = []
 
     def work() -> None:
-        with torch.no_grad():  # grad mode is a thread's own
+        with torch.no_grad():  # grad mode is thread-local
             start.wait()
             try:
                 found.extend(
@@ -161,7 +161,7 @@ def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
                 found.append(error)
 
     workers = [threading.Thread(target=work) for _ in range(_THREADS)]
-    with inputs_kept(sample.here, packed, f"{kernel.name} "):
+    with inputs_unchanged(sample.here, packed, f"{kernel.name} "):
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -173,32 +173,33 @@ def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
             )
         if not same_bits(result, alone):
             raise BrokenLawError(
-                "threads", f"{kernel.name}: a result from one of {_THREADS} threads differs from one alone"
+                "threads",
+                f"{kernel.name}: a result from one of {_THREADS} threads differs from the result of a single thread",
             )
 
 
 def empty(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """An x without rows gives a result without rows."""
-    problem = resized(sample.question.on(target.device), 0)
+    """Call the kernel with an x without rows."""
+    problem = resized(sample.prepared.on(target.device), 0)
     result = _call("empty", f"{kernel.name} with no rows", kernel, problem.to(target.device), packed)
-    verdict = sample.question.contract.judge(problem, result)
+    verdict = sample.prepared.contract.judge(problem, result)
     if not verdict.ok:
         raise BrokenLawError("empty", f"{kernel.name} with no rows: {verdict.message}")
 
 
 _CALLS_KEPT = 4
-"""Calls whose results are all kept: a kernel that takes turns between two buffers is found out, too."""
+"""Calls whose results are kept: enough to catch a kernel that alternates between two buffers."""
 
 
 def own_results(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """Each result is memory of its own: no part of an input, and no later call writes to it."""
+    """Check that each result has its own memory: not part of an input, and not written to by later calls."""
     kept: list[tuple[Tensor, Tensor]] = []
     for turn in range(_CALLS_KEPT):
         here = replace(sample.here, x=sample.here.x.roll(turn, 0) if sample.here.x.dim() else sample.here.x)
         result = _call("outputs", kernel.name, kernel, here, packed)
         shared = _shared_with(result, {"x": here.x, "bias": here.bias, **packed})
         if shared:
-            raise BrokenLawError("outputs", f"{kernel.name}: its result lies in the memory of {shared}")
+            raise BrokenLawError("outputs", f"{kernel.name}: its result shares memory with {shared}")
         kept.append((result, result.clone()))
     if any(not same_values(result, before) for result, before in kept):
         raise BrokenLawError("outputs", f"{kernel.name}: a later call changed the result of an earlier one")
@@ -207,13 +208,13 @@ def own_results(_target: Target, sample: Sample, kernel: Kernel, packed: Packed)
 
 
 def _shared_with(result: Tensor, others: Mapping[str, Tensor | None]) -> str:
-    """The first of ``others`` that lies in the same memory as ``result``; empty where none does."""
+    """Return the name of the first of ``others`` that shares memory with ``result``, or an empty string."""
     mine = _address(result)
     return next((name for name, other in others.items() if other is not None and mine == _address(other)), "")
 
 
 def _address(tensor: Tensor) -> object:
-    """Where a tensor's memory begins; where torch cannot say, something equal to nothing else."""
+    """Return device and address of a tensor's storage; if torch cannot tell, a unique object."""
     try:
         return (tensor.device, tensor.untyped_storage().data_ptr() or object())
     except (RuntimeError, NotImplementedError):
@@ -221,29 +222,29 @@ def _address(tensor: Tensor) -> object:
 
 
 def strides(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """However x lies in memory, expanded or inside of another tensor, the result is right and x is left as it was."""
-    plain = sample.question.on(target.device)
+    """Check results for an x with unusual strides: expanded, transposed, or inside of a larger tensor."""
+    plain = sample.prepared.on(target.device)
     for how, x in _strided(plain.x):
         problem, here = replace(plain, x=x), replace(sample.here, x=_moved(x, target.device))
         result = _call("strides", f"{kernel.name} with x {how}", kernel, here, packed)
-        verdict = sample.question.contract.judge(problem, result)
+        verdict = sample.prepared.contract.judge(problem, result)
         if not verdict.ok:
             raise BrokenLawError("strides", f"{kernel.name} with x {how}: {verdict.message}")
 
 
 def _strided(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """X in other places of memory, and one row of it expanded to all."""
+    """Yield x with other strides and a description of each; the first is one row, expanded."""
     yield "one row expanded", x[:1].expand(x.shape)
     yield "every other element", torch.stack((x, x), dim=-1)[..., 0]
     yield "transposed", x.transpose(0, -1).contiguous().transpose(0, -1)
-    # Whoever reads beside x gets numbers that show.
+    # A kernel that reads outside of x gets conspicuous values.
     around = torch.full([size + 2 for size in x.shape], 77, dtype=x.dtype)
     inside = around[tuple(slice(1, -1) for _ in x.shape)]
     yield "inside of a larger tensor", inside.copy_(x)
 
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on ``device`` of all the memory that x views a part of, and the same view of it."""
+    """Copy the whole storage of x to ``device`` and return the same view of it."""
     return memory(x).clone().view(x.dtype).to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
@@ -252,13 +253,13 @@ def _packed_call(kernel: Kernel, here: Problem) -> Tensor:
 
 
 def two_devices(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """With two devices of a kind, each gives its own result while the other one is current."""
+    """Check the kernels of a second device of the same kind while the first one is current."""
     del packed
     kind = target.device.type
     if kind == "cpu" or not torch.accelerator.is_available() or torch.accelerator.device_count() < 2:
         raise InapplicableError(f"there is only one {kind} device")
     second = torch.device(kind, 1 - (target.device.index or 0))
-    problem = sample.question.on(second)
+    problem = sample.prepared.on(second)
     here = problem.to(second)
     answer = target.ask(problem.request)
     for other in answer.kernels:
@@ -267,23 +268,23 @@ def two_devices(target: Target, sample: Sample, kernel: Kernel, packed: Packed) 
             f"{other.name} on {second}",
             partial(_packed_call, other, here),
         )
-        verdict = sample.question.judge(problem, result)
+        verdict = sample.prepared.judge(problem, result)
         if not verdict.ok or result.device != second:
             raise BrokenLawError("devices", f"{kernel.name} on {second}: on {result.device}, {verdict.message}")
 
 
 def decided(target: Target, sample: Sample) -> None:
-    """Asked for by name, the plugin serves a module: the decision says so after the first call, the result is right."""
+    """Run a module with the plugin requested by name: the result is right, and the decision names the plugin."""
     here = sample.here
     with settings.using(target.name, verify="always"):
         if here.given:  # per-token parameters come with each call: modules do not take them
             _expect(target, _guard("decision", "resolving", lambda: resolve(here.request)))
             return
         module = _guard("decision", "making a module", lambda: _module(here))
-        with inputs_kept(here, {}, "the module "):
+        with inputs_unchanged(here, {}, "the module "):
             result = _guard("decision", "calling the module", lambda: module(here.x))
     _expect(target, module.decision)
-    verdict = sample.question.judge(here, result)
+    verdict = sample.prepared.judge(here, result)
     if not verdict.ok:
         raise BrokenLawError("decision", f"the module gave a wrong result: {verdict.message}")
 
@@ -292,7 +293,7 @@ def _expect(target: Target, decision: Decision) -> None:
     if decision.plugin != target.name:
         rows = [f"{c.kernel or c.plugin} {c.stage}: {c.reason}" for c in decision.candidates if c.plugin == target.name]
         raise BrokenLawError(
-            "decision", f"{decision.plugin or 'nobody'} served instead of {target.name}: {'; '.join(rows)}"
+            "decision", f"{decision.plugin or 'no plugin'} ran instead of {target.name}: {'; '.join(rows)}"
         )
 
 
@@ -309,19 +310,19 @@ def _module(here: Problem) -> Any:
 
 
 LAWS = (
-    Law("decision", "asked for by name, the plugin serves a module, and the decision says so", scheme=decided),
-    Law("fake", "under fake tensors, shape, dtype and device are those of the real result", kernel=fakes),
+    Law("decision", "requested by name, the plugin runs a module, and the decision says so", scheme=decided),
+    Law("fake", "under fake tensors, shape, dtype and device equal those of the real result", kernel=fakes),
     Law("opcheck", "torch.library.opcheck passes for the plugin's own ops", kernel=opcheck),
     Law(
         "compile",
-        "torch.compile(fullgraph=True, dynamic=True): one graph serves any number of rows",
+        "torch.compile(fullgraph=True, dynamic=True): one graph supports any number of rows",
         kernel=compiles,
         sparse=True,
     ),
-    Law("determinism", "the same input gives the same bits", kernel=deterministic),
+    Law("determinism", "equal inputs give equal bits", kernel=deterministic),
     Law("threads", "eight threads share a kernel and get equal results", kernel=threads),
-    Law("outputs", "each result is memory of its own, which no later call changes", kernel=own_results),
-    Law("strides", "x may have any strides, and its memory is left as it was", kernel=strides),
+    Law("outputs", "each result has memory of its own, which no later call modifies", kernel=own_results),
+    Law("strides", "x may have any strides, and its memory is unchanged", kernel=strides),
     Law("empty", "an x without rows gives a result without rows", kernel=empty),
-    Law("devices", "two devices of a kind each give right results", kernel=two_devices),
+    Law("devices", "on a machine with two devices of one kind, each gives correct results", kernel=two_devices),
 )

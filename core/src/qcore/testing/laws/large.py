@@ -1,6 +1,6 @@
-"""The law ``large``: a kernel is right at the sizes of real layers, not only on the small problems of the cases.
+"""The law ``large``: a kernel is correct at the sizes of real layers, not only on the small problems of the cases.
 
-The reference is computed for some rows and columns of a result: see `qcore.contracts.sampling`.
+The reference is computed for a sample of the rows and columns of a result: see `qcore.contracts.sampling`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ...contracts import CONTRACTS, Problem, sampled
 from ...contracts.inputs import Draw, Shape
 from ...discovery.kernels import Kernel, Packed
 from ...weights.schemes import Scheme
-from ..check import BrokenLawError, first_lines, packed_and_back, run_watched, same_values
+from ..check import BrokenLawError, first_lines, pack_and_check, run_watched, same_values
 from ..target import Target
 from .base import Law, RefusedError, Sample
 
 ROWS = (17, 1, 256)
-"""Rows of x (a tenth as many images): few, one as in decoding, and many as in a prompt."""
-_LONG, _SHORT = (4096, 4000, 3584, 3072), (1024, 1040, 1280, 1536)
-"""N and K of a weight are one of each: wide, then deep."""
-_NARROW = (1040, 64)
-"""N and K on which a kernel is timed first: an interpreter, for which a real layer takes minutes, is left at these."""
-_TOO_LONG = 20.0
-"""Seconds that a call on a real layer may take, by what it takes on a narrow one."""
-_ENOUGH = 5.0
-"""Seconds after which a slow device has shown what it can: no more rows are tried."""
+"""Rows of x (for convolutions, fewer images): a few, one as in decoding, and many as in a prompt."""
+_LARGE_SIZES, _SMALL_SIZES = (4096, 4000, 3584, 3072), (1024, 1040, 1280, 1536)
+"""One of N and K is drawn from the first, the other from the second: first a large N, then a large K."""
+_TINY = (1040, 64)
+"""N and K on which a kernel is timed first; an interpreter, which takes minutes for a real layer, runs these only."""
+_MAX_CALL_SECONDS = 20.0
+"""Limit in seconds for a call on a real layer, estimated from a call on a tiny layer."""
+_TIME_BUDGET = 5.0
+"""Seconds after which no further row counts and sizes are tried."""
 
 
 @dataclass(frozen=True)
 class _Size:
-    """A layer: its dtype, N, K, and for a convolution the side of its kernel."""
+    """A layer's dtype, N, K, and for a convolution the height and width of its kernel."""
 
     dtype: torch.dtype
     n: int
@@ -45,35 +45,35 @@ class _Size:
 
 
 def _sizes(draw: Draw) -> tuple[_Size, ...]:
-    """Three layers: the dtype that people run first, then the others."""
+    """Draw three layers: bfloat16, the most common dtype, first."""
 
     def pick(sizes: tuple[int, ...]) -> int:
         return sizes[int(draw.whole(0, len(sizes) - 1))]
 
     return (
-        _Size(torch.bfloat16, pick(_LONG), pick(_SHORT), 3),
-        _Size(torch.float32, pick(_SHORT), pick(_LONG), 1),
-        _Size(torch.float16, pick(_LONG) + 1, pick(_SHORT), 3),
+        _Size(torch.bfloat16, pick(_LARGE_SIZES), pick(_SMALL_SIZES), 3),
+        _Size(torch.float32, pick(_SMALL_SIZES), pick(_LARGE_SIZES), 1),
+        _Size(torch.float16, pick(_LARGE_SIZES) + 1, pick(_SMALL_SIZES), 3),
     )
 
 
 def large(target: Target, sample: Sample) -> None:
-    """Every kernel that is offered for layers of ordinary size is right on them, twice, and leaves its inputs alone."""
-    case, start = sample.question.case, time.perf_counter()
+    """Check every kernel that is offered for layers of ordinary size, with two calls each."""
+    case, start = sample.prepared.case, time.perf_counter()
     scheme = Scheme.parse(case.scheme)
-    draw = Draw(torch.Generator().manual_seed(zlib.crc32(f"{sample.question.seed} large {case.id}".encode())))
+    draw = Draw(torch.Generator().manual_seed(zlib.crc32(f"{sample.prepared.seed} large {case.id}".encode())))
     refused, tried = "", 0
     for size in _sizes(draw):
         build = partial(_BUILD[case.contract], draw, draw.fill(scheme), target.device)
-        problem, narrow = build(size), build(replace(size, n=_NARROW[0], k=_NARROW[1]))
+        problem, tiny = build(size), build(replace(size, n=_TINY[0], k=_TINY[1]))
         answer = target.ask(problem.request)
         refused = answer.reason or refused
-        timed = {kernel.name: kernel for kernel in target.ask(narrow.request).kernels}
+        timed = {kernel.name: kernel for kernel in target.ask(tiny.request).kernels}
         for kernel in answer.kernels:
-            small = _packed(target, timed[kernel.name], narrow) if kernel.name in timed else None
-            _try(_packed(target, kernel, problem), small, draw.generator, until=start + _ENOUGH)
+            small = _packed(target, timed[kernel.name], tiny) if kernel.name in timed else None
+            _try(_packed(target, kernel, problem), small, draw.generator, until=start + _TIME_BUDGET)
             tried += 1
-        if time.perf_counter() > start + _ENOUGH:
+        if time.perf_counter() > start + _TIME_BUDGET:
             break
     if not tried:
         raise RefusedError(f"the plugin refuses layers of ordinary size: {refused}")
@@ -81,7 +81,7 @@ def large(target: Target, sample: Sample) -> None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A kernel with a problem and the packed weight of it."""
+    """A kernel with a problem and its packed weight."""
 
     target: Target
     kernel: Kernel
@@ -96,15 +96,15 @@ class _Layer:
 def _packed(target: Target, kernel: Kernel, problem: Problem) -> _Layer:
     here = problem.to(target.device)
     try:
-        return _Layer(target, kernel, here, packed_and_back(kernel, here))
+        return _Layer(target, kernel, here, pack_and_check(kernel, here))
     except BrokenLawError as broken:
         size = f"{problem.request.n} x {problem.request.k}"
         raise BrokenLawError("large", f"{kernel.name} with a weight of {size}: {broken.fault.text}") from broken
 
 
-def _try(layer: _Layer, narrow: _Layer | None, generator: torch.Generator, until: float) -> None:
+def _try(layer: _Layer, tiny: _Layer | None, generator: torch.Generator, until: float) -> None:
     for rows in ROWS:
-        tried = narrow if narrow is not None and _takes_too_long(narrow, layer, rows) else layer
+        tried = tiny if tiny is not None and _takes_too_long(tiny, layer, rows) else layer
         here, other = _rows(tried.problem, 0, rows), _rows(tried.problem, -rows, None)
         dtype = tried.problem.request.out_dtype
         what = f"{tried.kernel.name} with a weight of {tried.size} and {len(here.x)} rows in {dtype}"
@@ -116,20 +116,20 @@ def _try(layer: _Layer, narrow: _Layer | None, generator: torch.Generator, until
             return
 
 
-def _takes_too_long(narrow: _Layer, layer: _Layer, rows: int) -> bool:
-    """Whether a call on a real layer would take too long, by the time of one on a narrow layer."""
-    here, more = _rows(narrow.problem, 0, rows), layer.problem.weight.numel() / narrow.problem.weight.numel()
-    for _ in range(2):  # the first may compile
+def _takes_too_long(tiny: _Layer, layer: _Layer, rows: int) -> bool:
+    """Whether a call on a real layer would take too long, estimated from a call on a tiny layer."""
+    here, more = _rows(tiny.problem, 0, rows), layer.problem.weight.numel() / tiny.problem.weight.numel()
+    for _ in range(2):  # the first call may compile
         start = time.perf_counter()
-        narrow.kernel(here.x, narrow.packed, here.bias, **here.given).cpu()
+        tiny.kernel(here.x, tiny.packed, here.bias, **here.given).cpu()
         seconds = time.perf_counter() - start
-        if seconds * more < _TOO_LONG:
+        if seconds * more < _MAX_CALL_SECONDS:
             return False
     return True
 
 
 def _check(layer: _Layer, here: Problem, other: Problem, generator: torch.Generator) -> None:
-    """The result for ``here`` is right, and stays so when the kernel runs on ``other``, of the same shape."""
+    """Check the result for ``here``, and that a call on ``other``, of the same shape, does not change it."""
     result = run_watched(layer.target, layer.kernel, here, layer.packed)
     kept = result.clone() if isinstance(result, Tensor) else result
     verdict = sampled(here, kept, generator)
@@ -175,7 +175,7 @@ _BUILD: dict[str, Callable[[Draw, Scheme, torch.device, _Size], Problem]] = {
 LAWS = (
     Law(
         "large",
-        "at the sizes of real layers, the rows and columns sampled are right",
+        "at the sizes of real layers, the sampled rows and columns are correct",
         scheme=large,
         sparse=True,
     ),

@@ -30,7 +30,7 @@ from ..check import BrokenLawError
 from ..layouts import layout_fault, layouts_of
 from ..preflight import HEAVY
 from ..target import Target
-from .base import InapplicableError, Law, NotHereError, RefusedError, Sample, Samples
+from .base import InapplicableError, Law, RefusedError, Sample, Samples, SkippedLawError
 
 _DEVICE_LIBRARIES = (
     "libOpenCL", "libamdhip", "libcublas", "libcuda", "libcudart", "libhsa", "libnvrtc", "libpjrt", "libsycl", "libtpu",
@@ -39,7 +39,7 @@ _DEVICE_LIBRARIES = (
 
 
 def light(target: Target, _samples: Samples) -> None:
-    """Importing the entry point imports no device's stack and loads no native library."""
+    """Check that the entry point imports no device's stack and loads no native library."""
     flight = target.preflight
     if flight.skipped:
         raise InapplicableError(flight.skipped)
@@ -62,7 +62,7 @@ def _is_native(path: str, home: str) -> bool:
 
 
 def hooks(target: Target, _samples: Samples) -> None:
-    """Every function that is named like a hook is one, spelt right and marked."""
+    """Check that every function named like a hook is one: spelt correctly, and marked with hookimpl."""
     known = [name for name in dir(hookspecs) if name.startswith("qcore_")]
     for name, value in inspect.getmembers(target.plugin, inspect.isroutine):
         if hasattr(value, "qcore_impl") or getattr(value, "__module__", None) != getattr(
@@ -76,19 +76,19 @@ def hooks(target: Target, _samples: Samples) -> None:
 
 
 def offers(_target: Target, samples: Samples) -> None:
-    """The plugin serves something."""
+    """Check that the plugin offers a kernel for at least one request."""
     try:
         samples.any()
-    except NotHereError as nothing:
-        raise BrokenLawError("offers", f"{nothing}; a plugin that is available serves something") from nothing
+    except SkippedLawError as nothing:
+        raise BrokenLawError("offers", f"{nothing}; a plugin that is available must offer at least one") from nothing
 
 
 _SIZES = ((3, 5), (20, 77), (16, 168), (32, 256))
-"""N and K: less than a byte of columns, an odd K, a ragged last group, whole groups; convolutions take every other."""
+"""N and K: a K of 5, a ragged last group, and whole groups of all sizes; convolutions use every other pair."""
 
 
 def formats(plugin: str) -> Iterator[Format]:
-    """Every combination of element type, group size, zero point and layout that a plugin answers for."""
+    """Yield every combination of element type, group size, zero point and layout to check for a plugin."""
     for layout in layouts_of(plugin).values():
         for dtype in layout.dtypes:
             for group in (None, 7, 32, 128):
@@ -98,7 +98,7 @@ def formats(plugin: str) -> Iterator[Format]:
 
 
 def every_format(target: Target, _samples: Samples) -> None:
-    """Layouts keep their codes; what is offered packs without loss, also at odd K, ragged groups and extreme codes."""
+    """Check layouts, and the offers for every format: lossless packing at odd K, ragged groups and extreme codes."""
     for layout in layouts_of(target.name).values():
         if fault := layout_fault(layout, target.device):
             raise BrokenLawError("formats", fault)
@@ -113,14 +113,14 @@ def every_format(target: Target, _samples: Samples) -> None:
 
 
 def _try_request(target: Target, request: Request, law: str) -> int:
-    """Try what is offered for a request; returns how many kernels that was."""
+    """Try every kernel that is offered for a request; returns the number of kernels."""
     answer = target.ask(request)
     what = f"{request.contract} {request.weight} n={request.n} k={request.k} to {request.out_dtype}"
     if answer.broken:
         raise BrokenLawError(law, f"{what}: {answer.reason}")
     try:
         extreme = Draw(torch.Generator().manual_seed(7)).weight(request.n, request.k, request.weight, "codes")
-    except FormatError:  # the layout does not hold this size
+    except FormatError:  # the layout does not support this size
         return 0
     if request.device.type == "meta":
         return 0
@@ -136,7 +136,7 @@ def _try_request(target: Target, request: Request, law: str) -> int:
 
 
 def unusual(target: Target, _samples: Samples) -> None:
-    """Unusual requests are refused with a reason, or served right."""
+    """Check that unusual requests are refused with a reason, or computed correctly."""
     for text in ("w4a16-g32", "w8a16", "w8a8", "w4a8-g32-asym"):
         scheme = Scheme.parse(text)
         plain: LinearRequest = CONTRACTS["linear"].request_for(scheme, target.device, torch.bfloat16, 24, 96)
@@ -152,7 +152,7 @@ def unusual(target: Target, _samples: Samples) -> None:
 
 
 class _Raising:
-    """A neighbour whose every answer is an accident."""
+    """A plugin all of whose hooks fail in some way."""
 
     @hookimpl
     def qcore_probe(self) -> Available:
@@ -172,11 +172,11 @@ class _Raising:
 
 
 class _Empty:
-    """A neighbour that cannot be registered: it has no hooks."""
+    """A plugin that cannot be registered: it has no hooks."""
 
 
 def neighbour(target: Target, samples: Samples) -> None:
-    """Beside broken plugins this one is still chosen."""
+    """Check that the plugin is still selected next to broken plugins."""
     found = [sample for contract in CONTRACTS for sample in itertools.islice(_offered(samples, contract), 1)]
     if not found:
         raise RefusedError("the plugin refuses every case")
@@ -186,14 +186,14 @@ def neighbour(target: Target, samples: Samples) -> None:
             decision = resolve(sample.here.request)
             if decision.plugin != target.name:
                 raise BrokenLawError(
-                    "neighbour", f"beside a broken plugin, {decision.plugin} served {contract}:\n{decision}"
+                    "neighbour", f"next to a broken plugin, {decision.plugin} was selected for {contract}:\n{decision}"
                 )
 
 
 def _offered(samples: Samples, contract: str) -> Iterator[Sample]:
     for family in samples.families:
         if family[0] == contract:
-            with contextlib.suppress(NotHereError):
+            with contextlib.suppress(SkippedLawError):
                 yield samples.get(*family)
 
 
@@ -210,13 +210,13 @@ def _beside(plugins: dict[str, Any]) -> Iterator[None]:
 
 LAWS = (
     Law("discovery", "importing the entry point imports no device's stack and loads no native library", plugin=light),
-    Law("hooks", "every function that is named like a hook is one", plugin=hooks),
-    Law("offers", "the plugin serves something", plugin=offers),
+    Law("hooks", "every function named like a hook is one", plugin=hooks),
+    Law("offers", "the plugin offers a kernel for at least one request", plugin=offers),
     Law(
         "formats",
-        "layouts keep their codes; every format that is offered packs without loss and computes right",
+        "layouts preserve their codes; every format that is offered packs without loss and computes correctly",
         plugin=every_format,
     ),
-    Law("requests", "unusual requests are refused with a reason, or served right", plugin=unusual),
-    Law("neighbour", "beside broken plugins this one is still chosen", plugin=neighbour),
+    Law("requests", "unusual requests are refused with a reason, or computed correctly", plugin=unusual),
+    Law("neighbour", "next to broken plugins this one is still selected", plugin=neighbour),
 )
