@@ -89,25 +89,31 @@ def compiled(tmp_path_factory):
 
 
 _IMPORT = """if True:
-    import time, torch
-    def work():  # takes as much longer as an import does if the machine is slow or busy
+    import asyncio, concurrent.futures, email.message, email.parser, http.client, importlib, multiprocessing.pool
+    import sys, time, torch, unittest, xml.dom.minidom
+    packages = {"asyncio", "concurrent", "email", "http", "multiprocessing", "unittest", "xml"}
+    def standard():  # imports, too: files, unmarshalling and classes become slower alike on a busy machine
+        held = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in packages}
         start = time.thread_time()
-        for _ in range(40):
-            compile("def f(a, b):\\n    return {a: [b, str(a)] for a in range(b) if a % 3}\\n" * 12, "x", "exec")
-        return time.thread_time() - start
-    work()
-    before, start = work(), time.thread_time()
+        for name in held:
+            importlib.import_module(name)
+        seconds = time.thread_time() - start
+        sys.modules.update(held)
+        return seconds
+    standard()
+    before, start = standard(), time.thread_time()
     import qcore
     seconds = time.thread_time() - start
-    print(2 * seconds / (before + work()))
+    print(2 * seconds / (before + standard()))
 """
 
 
 def test_import_time(record_property, compiled):
+    """At most 3.5 times the time of some 80 modules of the standard library; 2.1 was measured, idle and busy."""
     _python(_IMPORT, measured=False, **compiled)  # the first run compiles
-    least = _least(_IMPORT, 14, **compiled)
-    record_property("import_in_units_of_work", least)
-    assert least < 14
+    least = _least(_IMPORT, 3.5, **compiled)
+    record_property("import_in_standard_imports", least)
+    assert least < 3.5
 
 
 _EXPLAIN = """if True:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from grids import sampled
 
 from qcore import Scheme
 from qcore.contracts import CONV2D
@@ -30,6 +31,14 @@ GATHERED = (
     _Shape("gathered-last", (2, 32, 5, 5), 70, (3, 3), padding=(2, 2), channels_last=True),
 )
 GROUPS = (_Shape("groups-of-16", (2, 64, 5, 5), 32, (3, 3), groups=2, padding=(1, 1), bias=True),)
+CASES = [(scheme, shape) for shape in _SHAPES if shape.groups == 1 for scheme in SCHEMES]
+WIDE_SCHEMES = ("w8a8-static", "w8a8-static-o8", "w4a8-g32-static", "w8a8")
+WIDE = [(scheme, shape) for shape in (*GATHERED, *GROUPS) for scheme in WIDE_SCHEMES]
+
+
+def named(value):
+    """The name of a shape; a scheme is its own."""
+    return getattr(value, "name", value)
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +70,13 @@ def check(case):
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("shape", [s for s in _SHAPES if s.groups == 1], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(("scheme", "shape"), sampled(CASES, 25), ids=named)
 def test_every_scheme_is_right_for_every_shape(scheme, shape):
     check(problem(scheme, shape, torch.bfloat16 if "3" in shape.name else torch.float32))
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("shape", [*GATHERED, *GROUPS], ids=lambda shape: shape.name)
-@pytest.mark.parametrize("scheme", ["w8a8-static", "w8a8-static-o8", "w4a8-g32-static", "w8a8"])
+@pytest.mark.parametrize(("scheme", "shape"), sampled(WIDE, 6), ids=named)
 def test_wide_channels_and_groups_are_right(scheme, shape):
     check(problem(scheme, shape))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_problems import assert_right, packed_weight
+from grids import sampled
 
 from qcore import DynamicInt8, Scheme
 from qcore.contracts import LINEAR
@@ -35,6 +36,7 @@ SCHEMES = (
     "w4a8-g128-fzp-aasym",
     "w4a8-g256-asym",
 )
+KERNELS = ("slices", "tiles", "tiles-swapped", "persistent", "persistent-pointers")
 SIZES = ((1, 20, 77), (2, 1, 5), (15, 3, 64), (17, 33, 300), (33, 65, 96))
 
 
@@ -98,15 +100,13 @@ def product(problem, chosen=None, total=False):
     return kernel.launch(codes, Operands(weight, sums, problem.bias, out), plan.device, plan.problem, config)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("m", "n", "k"), SIZES)
+@pytest.mark.parametrize(("scheme", "m", "n", "k"), sampled([(s, *size) for s in SCHEMES for size in SIZES], 32))
 def test_the_default_is_right_for_every_scheme_and_size(scheme, m, n, k):
     case = problem(scheme, m, n, k, torch.bfloat16 if m % 2 else torch.float32, "same" if m > 2 else "none")
     assert_right(case, product(case))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["slices", "tiles", "tiles-swapped", "persistent", "persistent-pointers"])
+@pytest.mark.parametrize(("scheme", "name"), sampled([(s, name) for s in SCHEMES for name in KERNELS], 32))
 def test_every_kernel_is_right_for_every_scheme(scheme, name):
     case = problem(scheme, 17, 48, 300, torch.float16, "float32")
     assert_right(case, product(case, choice(name), total=case.weight.zero is not None))

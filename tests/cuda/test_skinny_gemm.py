@@ -10,6 +10,7 @@ import pytest
 import torch
 from cuda_problems import assert_right, packed_weight
 from cuda_problems import linear_problem as problem
+from grids import sampled
 
 from qcore import DynamicInt8
 
@@ -79,7 +80,7 @@ def cases(schemes):
     return [(scheme, index) for i, scheme in enumerate(schemes) for index in (i % 2, 2 + (i + i // 2) % 2)]
 
 
-@pytest.mark.parametrize(("scheme", "index"), cases(FLOAT))
+@pytest.mark.parametrize(("scheme", "index"), sampled(cases(FLOAT), 12))
 def test_float_activations_are_right(scheme, index, ampere):
     m, n, k = SIZES[index]
     case = problem(scheme, m, n, k, (torch.bfloat16, torch.float16)[index % 2], "float32" if index > 1 else "none")
@@ -92,14 +93,15 @@ def test_float32_is_three_times_as_many_rows(scheme, m, ampere):
     assert_right(case, float_product(case, ampere, SHAPES[2]))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("scheme", ["w4a16-g128-asym", "w8a16-g64"])
+@pytest.mark.parametrize(
+    ("shape", "scheme"), sampled([(shape, s) for shape in SHAPES for s in ("w4a16-g128-asym", "w8a16-g64")], 4)
+)
 def test_every_shape_of_a_program_is_right(scheme, shape, ampere):
     case = problem(scheme, 2, 80, 1100)
     assert_right(case, float_product(case, ampere, shape))
 
 
-@pytest.mark.parametrize(("scheme", "index"), cases(INT8))
+@pytest.mark.parametrize(("scheme", "index"), sampled(cases(INT8), 14))
 def test_int8_activations_are_right(scheme, index, ampere):
     m, n, k = SIZES[index]
     case = problem(scheme, m, n, k, (torch.bfloat16, torch.float16)[index % 2], "float32" if index > 1 else "none")
@@ -125,7 +127,7 @@ def test_a_long_row_is_quantized_in_several_turns(scheme, ampere):
     assert_right(case, int8_product(case, ampere, (1, 2, 2, 2)))
 
 
-@pytest.mark.parametrize("scheme", ["w8a8-asym-aasym", "w4a8"])
+@pytest.mark.parametrize("scheme", sampled(["w8a8-asym-aasym", "w4a8"], 1))
 def test_more_columns_than_int32_sums_hold_are_added_in_parts(scheme, ampere):
     case = problem(scheme, 1, 16, (1 << 16) + 40)
     assert_right(case, int8_product(case, ampere, (1, 4, 4, 2)))

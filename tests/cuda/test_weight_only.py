@@ -9,19 +9,24 @@ import pytest
 import torch
 from cuda_problems import assert_right, float_product
 from cuda_problems import linear_problem as problem
+from grids import sampled
 
 SCHEMES = (
     "w4a16", "w4a16-asym", "w4a16-g32-fzp", "w4a16-g64-asym", "w4a16-g128", "w4a16-g96-asym",
     "w8a16", "w8a16-asym", "w8a16-fzp", "w8a16-g32-asym", "w8a16-g64-fzp", "w8a16-g256",
 )  # fmt: skip
+SIZES = ((1, 20, 77), (3, 3, 300), (17, 33, 168), (2, 129, 5), (40, 16, 64))
+KERNELS = ("gemm", "scaled", "split", "even", "steps", "slices", "dense")
+# slices is for int8 weights; int4 has gemv.
+PAIRS = [(s, name) for s in SCHEMES for name in KERNELS if name != "slices" or s.startswith("w8")]
+FLOAT32 = [(s, m) for s in ("w4a16-g32-fzp", "w4a16-asym", "w8a16-g64-asym", "w8a16-fzp") for m in (1, 5, 6, 17)]
 
 
 def packed_weight(case):
     return cuda_problems.packed_weight(case)[0]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 20, 77), (3, 3, 300), (17, 33, 168), (2, 129, 5), (40, 16, 64)])
+@pytest.mark.parametrize(("scheme", "m", "n", "k"), sampled([(s, *size) for s in SCHEMES for size in SIZES], 27))
 def test_the_default_is_right_for_every_scheme_and_size(scheme, m, n, k):
     from qcore_cuda.weight_only import linear
 
@@ -30,8 +35,7 @@ def test_the_default_is_right_for_every_scheme_and_size(scheme, m, n, k):
     assert_right(case, linear(case.x, packed_weight(case), case.bias, dtype))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["gemm", "scaled", "split", "even", "steps", "slices", "dense"])
+@pytest.mark.parametrize(("scheme", "name"), sampled(PAIRS, 27))
 def test_every_kernel_is_right_for_every_scheme(scheme, name):
     from qcore_cuda.products.dense import DENSE, Whole
     from qcore_cuda.products.gemm import GEMM, Tile
@@ -46,8 +50,6 @@ def test_every_kernel_is_right_for_every_scheme(scheme, name):
         "slices": (SLICES, Slice(16, 16, stages=2)),
         "dense": (DENSE, Whole()),
     }[name]
-    if name == "slices" and scheme.startswith("w4"):
-        pytest.skip("slices is for int8 weights; int4 has gemv")
     case = problem(scheme, 17, 40, 300, torch.bfloat16, "same" if name == "dense" else "float32")
     assert_right(case, float_product(case, packed_weight(case), product, config))
 
@@ -108,8 +110,7 @@ def test_a_part_of_a_split_may_be_empty():
     assert_right(case, float_product(case, packed_weight(case), GEMM, Tile(64, 32, stages=2, split=4)))
 
 
-@pytest.mark.parametrize("m", [1, 5, 6, 17])
-@pytest.mark.parametrize("scheme", ["w4a16-g32-fzp", "w4a16-asym", "w8a16-g64-asym", "w8a16-fzp"])
+@pytest.mark.parametrize(("scheme", "m"), sampled(FLOAT32, 6))
 def test_float32_is_served_by_few_and_many_rows(scheme, m):
     from qcore_cuda.weight_only import linear
 

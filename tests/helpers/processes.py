@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
+from importlib.metadata import entry_points
 
 
 def unmeasured() -> dict[str, str]:
     """The environment without coverage: it doubles the time of processes that run for long and covers no more."""
     return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+
+
+@cache
+def installed_plugins() -> str:
+    """The installed plugins but the built-in one, for QCORE_DISABLE: each probe costs a process seconds."""
+    names = {entry.name for entry in entry_points(group="qcore.plugins.v1")}
+    return ",".join(sorted(names - {"torch"}))
 
 
 def printed(*command: object, timeout: float = 300, env: dict[str, str] | None = None) -> str:

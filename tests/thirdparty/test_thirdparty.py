@@ -11,6 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from processes import installed_plugins
 
 HERE = Path(__file__).parent
 
@@ -36,6 +37,7 @@ class Run:
     def __init__(self, site: list[Path], cache: Path, **wanted) -> None:
         path = os.pathsep.join([*map(str, site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         environment = {**os.environ, "PYTHONPATH": path, "QCORE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+        environment["QCORE_DISABLE"] = installed_plugins()  # only the plugins of ``site`` are under test
         command = [sys.executable, str(HERE / "scenario.py"), json.dumps({**CASES, **wanted})]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
         self.status, self.errors = done.returncode, done.stderr

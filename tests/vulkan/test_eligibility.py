@@ -91,7 +91,7 @@ def test_a_wide_stride():
     torch.manual_seed(0)
     for stride, plugins in ((65535, "vulkan"), (65536, "vulkan,torch")):
         layer = nn.Conv2d(2, 3, (1, 2), stride=(1, stride))
-        with qcore.using(plugins):
+        with qcore.using(plugins, verify="off"):  # the comparison below verifies
             quantized = QuantizedConv2d.from_float(layer, "w8a16").requires_grad_(False)
         x = torch.randn(1, 2, 1, 2 * stride + 2)
         torch.testing.assert_close(quantized(x), layer(x), rtol=1e-2, atol=1e-2)

@@ -168,7 +168,7 @@ ZEROS = ["w8a8-aasym", "w4a8-aasym", "w8a8-g64-asym-aasym", "w8a8-g64-fzp-aasym"
 ZEROS += ["w8a8-static(0.02,7)", "w4a8-g32-asym-static(0.02,-9)"]
 
 
-@pytest.mark.parametrize(("scheme", "rows"), sampled([(scheme, rows) for scheme in ZEROS for rows in (1, 5)], 5))
+@pytest.mark.parametrize(("scheme", "rows"), sampled([(scheme, rows) for scheme in ZEROS for rows in (1, 5)], 3))
 def test_zeros_give_zeros(scheme, rows):
     torch.manual_seed(0)
     with qcore.using("xla", strict=True):

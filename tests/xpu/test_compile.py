@@ -40,7 +40,7 @@ CALLS += [("conv2d", {"scheme": "w8a8", "channels": 64, "window": 1})]
 NAMES = [f"{function}-{'-'.join(map(str, arguments.values()))}" for function, arguments in CALLS]
 
 
-CASES = sampled(NAMES, 9)
+CASES = sampled(NAMES, 6)
 
 
 def compiled(target, request):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from grids import sampled
 
 _SCRIPT = Path(__file__).with_name("crashing.py")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
@@ -28,7 +29,7 @@ def test_a_save_that_dies_leaves_the_old_state_or_the_new_one(tmp_path):
     assert min(steps.values()) > 4
 
 
-@pytest.mark.parametrize("savers", ["one saver", "two savers"])
+@pytest.mark.parametrize("savers", sampled(["two savers", "one saver"], 1))
 def test_readers_see_whole_states_while_savers_are_killed(tmp_path, savers):
     found = counts(tmp_path, savers, 3)
     assert found["loads"] > 30

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from processes import unmeasured
+from processes import installed_plugins, unmeasured
 from safetensors.torch import save_file
 
 from qcore.cli import main
@@ -38,10 +38,10 @@ def run_json(run):
 
 @pytest.fixture
 def spawn(tmp_path):
-    """Run commands in processes of their own, two at a time."""
+    """Run commands in processes of their own, two at a time, without the plugins that are installed here."""
 
     def call(*commands, **environment):
-        env = {**unmeasured(), **environment}
+        env = {**unmeasured(), "QCORE_DISABLE": installed_plugins(), **environment}
 
         def one(arguments):
             command = [sys.executable, "-m", "qcore", *map(str, arguments)]

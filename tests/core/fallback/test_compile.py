@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grids import sampled
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import qcore
@@ -21,7 +22,7 @@ def agrees(problem, result):
     assert verdict.ok, verdict.message
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", sampled(SCHEMES, 3))
 def test_traced(tools, scheme):
     made = tools.linear(scheme, torch.bfloat16, bias=True)
     for kernel in made.kernels.values():
@@ -39,7 +40,7 @@ def test_traced(tools, scheme):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own, where it looks at oneDNN weights
-@pytest.mark.parametrize(("scheme", "dtype"), [("w4a16-g32-asym", torch.bfloat16), ("w8a8", torch.float32)])
+@pytest.mark.parametrize(("scheme", "dtype"), sampled([("w4a16-g32-asym", torch.bfloat16), ("w8a8", torch.float32)], 1))
 def test_compiled_by_inductor(tools, scheme, dtype):
     made = tools.linear(scheme, dtype, bias=True)
     for kernel in made.kernels.values():
@@ -103,8 +104,9 @@ LAYERS = [
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(("kind", "scheme", "dtype"), LAYERS)
+@pytest.mark.parametrize(
+    ("kind", "scheme", "dtype", "dynamic"), sampled([(*layer, d) for layer in LAYERS for d in (False, True)], 6)
+)
 def test_gradients_in_one_graph(kind, scheme, dtype, dynamic):
     # A stride above 1 and one channel per group: the convolution is an op in the graph.
     made = torch.nn.Linear(64, 32) if kind == "linear" else torch.nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=4)
