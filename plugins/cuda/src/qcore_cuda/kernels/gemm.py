@@ -1,8 +1,13 @@
 """``gemm``: weight-only product in tiles, for any M.
 
 W is the first operand (rows of the tensor core's instruction), so that it can be dequantized in registers; the tokens
-are its columns. The blocks of K of all tiles can be spread evenly among the programs: then a tile is the sum of what
-several of them have.
+are its columns. The steps along K of all tiles can be spread evenly among the programs: then a tile is the sum of the
+parts of several programs.
+
+Grid: one-dimensional, one program per tile, or as `schedule.spread` says. Tiles: BN rows of the weight by BM tokens, K
+in steps of U blocks of P columns. Inputs: x ``(M, K)`` 16-bit floats, zero up to whole steps; w planar16 or rows16;
+scales and zero points ``(G, N)``; y ``(M, N)``. Floor: few tokens read the packed weight once; many take
+``2 * M * N * K`` operations at the 16-bit peak of the tensor cores.
 """
 
 from __future__ import annotations
@@ -21,10 +26,10 @@ from .unpack import as_float, load_raw, unpack_bytes, unpack_nibbles
 
 @triton.jit
 def _settled(b, ON: tl.constexpr):
-    """Bytes b, once the tensor cores have read the registers that hold W.
+    """Bytes b, available only when the tensor cores have read the registers that hold W.
 
-    Triton lets products of an iteration run on into the next one, but nothing keeps that one from unpacking into the
-    same registers: that has given wrong sums.
+    Triton lets the products of one iteration run on into the next one, but nothing keeps that one from unpacking into
+    the same registers: this has given wrong sums.
     """
     if ON:
         b = tl.inline_asm_elementwise(
@@ -95,6 +100,8 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     BYTES: tl.constexpr = P // 2 if BITS == 4 else P
     STEP: tl.constexpr = U * 16 * BYTES if BITS == 4 else U * BYTES
+    # Pointers to w: U * BN short rows of one block each (BYTES bytes), so that FRAG can keep every code in the thread
+    # that loads it.
     row, block = _rows(BN, NW, U, FRAG)
     row = tl.minimum(n0 + row, NP - 1)
     if BITS == 4:
@@ -125,6 +132,8 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
     if PDL:
         gdc_wait()
     for b in tl.range(first, last, num_stages=STAGES):
+        # Parameters that are applied to the sum are read for this step, those applied to the weight for the next one.
+        # The pointers move on when a group ends, but not behind the last step.
         if SCALES != 2:
             if SCALES == 0:
                 s = load_raw(sp, ASM)
@@ -137,11 +146,14 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
             zp += move
         s_next = load_raw(sp, ASM) if SCALES == 1 else s
         z_next = load_raw(zp, ASM) if (ZERO == 1 and SCALES != 2) or (ZERO == 2 and SCALES == 1) else z
+        # Operands. Triton's pipeline keeps the copies of x and w STAGES - 1 steps ahead in shared memory.
         xt = ()
         for p in tl.static_range(PARTS):
             xt = xt + (tl.load(xp + p * plane).to(DT),)
         data = _settled(tl.load(wp), HOPPER and not APART)
         q = _weight(data, z[:, None] if FOLDED else tl.zeros([1, 1], tl.int32), DT, BITS, BN, P, U, NW, FRAG, ASM)
+        # Dequantize in registers. Codes less integer zero points are exact in 16-bit floats; multiplied by a scale
+        # (SCALES 1) they are rounded to x's dtype.
         wp += STEP
         xp += U * P
         if EACH:
@@ -154,6 +166,7 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
                 q += _wide(as_float(z, Z, ASM).to(DT), EACH)
         if EACH:
             q = tl.reshape(q, [BN, U * P])
+        # Products: on top of the sum so far, or of this step alone, added in float32 after scaling.
         d = tl.zeros([BN, BM], tl.float32) if APART else acc
         for p in tl.static_range(PARTS):
             d = tl.dot(q, tl.trans(xt[p]), d)
@@ -202,11 +215,13 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
     programs = tl.num_programs(0)
     tiles_n = tl.cdiv(N, BN)
     tiles_m = tl.cdiv(M, BM)
+    # The program's work: ``waves`` whole tiles, then its ``share`` of the line of steps of the remaining tiles.
     whole = waves * programs
     start = program * share
     steps = waves * KB + tl.maximum(0, tl.minimum(share, (tiles_n * tiles_m - whole) * KB - start))
     step = steps * 0
     while step < steps:
+        # The next piece of work: a tile, and its steps first..last. ``step * 0`` keeps both branches of one type.
         if step < waves * KB:
             tile = step // KB * programs + program
             first = step * 0
@@ -228,19 +243,25 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
                    PDL)  # fmt: skip
         complete = last - first == KB
         if not complete:
+            # Programs left..right share the tile. Each puts its part into the slot part + program, which no other pair
+            # has.
             part = tile - whole
             left = part * KB // share
             right = (part * KB + KB - 1) // share
             put(part_at(parts, part + program, BN, BM), acc, ASM)
+            # All threads have stored their part before the program counts itself; acq_rel makes it visible to the last.
             tl.debug_barrier()
             complete = tl.atomic_add(counts + part, 1, sem="acq_rel") == right - left
             if complete:
+                # The last program adds up. Of two parts, the other one is added to its own sum: a + b = b + a. Of more,
+                # all are read back and added in the order of the slots: the result does not depend on who came last.
                 if right - left == 1:
                     acc = add_parts(acc, parts, part + left + right - program, 0, BN, BM, ASM)
                 else:
                     acc = zeros_like(acc, ASM)
                     for p in tl.range(left, right + 1, 4, num_stages=1):
                         acc = add_parts(acc, parts, part + p, right - p, BN, BM, ASM)
+                # Ready for the next launch.
                 tl.store(counts + part, 0)
         if complete:
             n = n0 + tl.arange(0, BN)
