@@ -136,9 +136,9 @@ def test_results_have_the_strides_that_a_trace_expects():
 
 
 def test_what_has_no_kernel_is_refused_with_a_reason():
-    from qcore_cuda.conv2d import kernel
+    from qcore_cuda.conv2d import why_not
 
     depthwise = problem("w8a8", next(s for s in _SHAPES if s.name == "depthwise")).request
-    assert "channel groups" in kernel(depthwise)
+    assert "channel groups" in why_not(depthwise)
     long = problem("w8a8", _Shape("long", (1, 2048, 9, 9), 16, (5, 5))).request
-    assert "too long" in kernel(long)
+    assert "too long" in why_not(long)

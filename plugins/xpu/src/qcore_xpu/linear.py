@@ -6,6 +6,7 @@ What they leave, `triton_linear` has kernels for.
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class AtenLinear(RowsKernel):
 
     note: str
     """A sentence for the decision table."""
+    op: ClassVar[str]
+    """The name of torch's op, see `aten.missing`."""
 
     def __init__(self, name: str, request: LinearRequest) -> None:
         self.name = name
@@ -42,6 +45,8 @@ class AtenLinear(RowsKernel):
 
 class Int4Linear(AtenLinear):
     """int4 weights, any group size and zero point, bfloat16 or float16 x; see `int32` for the packed weight."""
+
+    op = aten.INT4
 
     def __init__(self, request: LinearRequest) -> None:
         super().__init__("xpu.w4a16", request)
@@ -89,6 +94,7 @@ class Int8WeightLinear(AtenLinear):
     """
 
     note = "oneDNN's int8 product"
+    op = aten.INT8
 
     def __init__(self, request: LinearRequest) -> None:
         super().__init__("xpu.w8a16", request)
@@ -136,6 +142,7 @@ class Int8Linear(AtenLinear):
     """
 
     note = "oneDNN's int8 product of codes"
+    op = aten.INT
 
     def __init__(self, request: LinearRequest) -> None:
         super().__init__("xpu.w8a8", request)
@@ -183,23 +190,31 @@ class Int8Linear(AtenLinear):
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def kernel(request: LinearRequest) -> AtenLinear | str | None:
-    """The kernel for a request that `eligibility` has nothing against.
+def has_op(request: LinearRequest) -> bool:
+    """Whether torch defines an op that computes a request of this form; `why_not` says if it can be used here."""
+    return _kind(request) is not None
 
-    None where no op of torch's fits; a reason where one does that this build of torch lacks.
-    """
-    made = _made(request)
-    if made is None:
-        return None
-    kind, op = made
-    return aten.missing(op) or _too_wide(request) or kind(request)
+
+def why_not(request: LinearRequest) -> str:
+    """Why a request that `eligibility` has nothing against has no kernel here; empty if it has one."""
+    kind = _kind(request)
+    if kind is None:
+        return "torch has no op for XPU that computes this product."
+    return aten.missing(kind.op) or _why_not_padded(request)
+
+
+def kernel(request: LinearRequest) -> AtenLinear:
+    """The kernel for a request that `why_not` has nothing against."""
+    kind = _kind(request)
+    assert kind is not None, why_not(request)
+    return kind(request)
 
 
 _MOST_PADDING = 4
-"""From there on a weight padded for the op is no smaller than a dense one."""
+"""A weight that padding makes larger than this many times its size is no smaller than a dense one."""
 
 
-def _too_wide(request: LinearRequest) -> str:
+def _why_not_padded(request: LinearRequest) -> str:
     form = int32.Form.of(request.weight, request.k)
     if request.weight.dtype != "int4" or not form.spreads or form.wide <= _MOST_PADDING * form.group:
         return ""
@@ -209,13 +224,14 @@ def _too_wide(request: LinearRequest) -> str:
     )
 
 
-def _made(request: LinearRequest) -> tuple[type[Int4Linear | Int8WeightLinear | Int8Linear], str] | None:
+def _kind(request: LinearRequest) -> type[Int4Linear | Int8WeightLinear | Int8Linear] | None:
+    """The class of the kernel for a request's formats and dtypes; None if torch has no op for them."""
     fmt, per_channel = request.weight, request.weight.groups(request.k) == 1
     if request.activation is not None:
-        return (Int8Linear, aten.INT) if fmt.dtype == "int8" and per_channel else None
+        return Int8Linear if fmt.dtype == "int8" and per_channel else None
     # The ops round their sums to x's dtype: another one would be rounded twice, the first time too coarsely.
     if request.x_dtype not in _NARROW or request.out_dtype != request.x_dtype:
         return None
     if fmt.dtype == "int4":
-        return Int4Linear, aten.INT4
-    return (Int8WeightLinear, aten.INT8) if per_channel and fmt.zero is ZeroPoint.NONE else None
+        return Int4Linear
+    return Int8WeightLinear if per_channel and fmt.zero is ZeroPoint.NONE else None

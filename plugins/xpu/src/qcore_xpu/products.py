@@ -39,7 +39,7 @@ def linear_w4a16(
     if not x.shape[0]:
         return x.new_empty((0, data.shape[0]))
     where, bias = Form._make(form), bias_of(bias, data.shape[0])
-    with ops.settled(x):
+    with ops.device_guard(x):
         rows, level = (x, None) if levels is None else _levelled(x)
         if where.biased:
             inside, bias = _split_bias(bias, after, factor) if levels is None else (None, bias)
@@ -104,7 +104,7 @@ def linear_w8a16(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, wi
     if not x.shape[0]:
         return x.new_empty((0, data.shape[0]))
     bias = bias_of(bias, data.shape[0])
-    with ops.settled(x):
+    with ops.device_guard(x):
         if bias is None:
             return aten.int8_mm(own(x), data, scale)
         if wide or x.shape[0] <= FEW_ROWS:
@@ -153,7 +153,7 @@ def linear_w8a8(
     bias = bias_of(bias, data.shape[1])
     of_x = given_of(x_scale, x_zero_point, static_scale, static_zero_point)
     of_y = given_of(out_scale, out_zero_point, output_scale, output_zero_point)
-    with ops.settled(x):
+    with ops.device_guard(x):
         codes = quantizing.rows(x, symmetric, of_x)
         x_zero = None if codes.zero is None else codes.zero.reshape(-1, 1).to(torch.int32)
         total, x_scale = _scaled_sums(codes.q, k, x_zero, data, scale, zero, sums), codes.scale.reshape(-1, 1)
