@@ -82,18 +82,19 @@ def test_codes_are_taken_as_they_are_and_padded_with_the_zero_point(shape):
 
 @pytest.mark.usefixtures("on_cpu")
 def test_columns_made_in_parts_give_the_same(monkeypatch):
-    from qcore_cuda import conv8
+    from qcore_cuda.convolutions import columns
 
     case = problem("w8a8", GATHERED[0])
     whole = check(case)
-    monkeypatch.setattr(conv8, "_COLUMN_BYTES", 1)
-    monkeypatch.setattr(conv8, "_LEAST_COLUMNS", 16)
+    monkeypatch.setattr(columns, "_COLUMN_BYTES", 1)
+    monkeypatch.setattr(columns, "_LEAST_COLUMNS", 16)
     assert torch.equal(check(case), whole)
 
 
 def test_scales_of_columns_come_from_the_extents_of_pixels():
-    from qcore_cuda import conv_hopper
-    from qcore_cuda.conv8 import Given, column_codes
+    from qcore_cuda.convolutions import conv_hopper
+    from qcore_cuda.convolutions.base import ActivationParameters
+    from qcore_cuda.convolutions.codes import column_codes
     from qcore_cuda.runtime.device import Device
     from qcore_triton.geometry import Geometry
     from qcore_triton.weights import Weight
@@ -103,7 +104,7 @@ def test_scales_of_columns_come_from_the_extents_of_pixels():
     geometry = Geometry((3, 2), (1, 1), (2, 1), (2, 1), 1)
     size = geometry.output(6, 7)
     weight = Weight(torch.empty(16, 288), torch.empty(1, 16), None, 16, 288, 8, 288)
-    codes = column_codes(x, geometry, Given(True, None, 0), 0, 2 * size[0] * size[1], weight)
+    codes = column_codes(x, geometry, ActivationParameters(True, None, 0), 0, 2 * size[0] * size[1], weight)
     window = (2, 6, 2, 1, 2, 1)
     scale, inverse = conv_hopper._column_scales(x.movedim(1, -1), window, size, Device(0, False, 4))
     assert torch.equal(scale, codes.scale)
@@ -115,7 +116,7 @@ def test_scales_of_columns_come_from_the_extents_of_pixels():
     [((32, 56, 56), (2, 8, 8)), ((1, 1, 300), (1, 1, 128)), ((1, 30, 30), (1, 8, 16)), ((64, 1, 1), (128, 1, 1))],
 )
 def test_boxes_waste_little_at_the_borders(size, box):
-    from qcore_cuda import conv_hopper
+    from qcore_cuda.convolutions import conv_hopper
 
     found = conv_hopper._box(*size)
     count, most = (math.prod(-(-s // b) for s, b in zip(size, sides, strict=True)) for sides in (found, box))

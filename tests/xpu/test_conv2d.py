@@ -125,11 +125,10 @@ def test_what_has_no_kernel_is_refused_with_a_reason():
 
 @pytest.mark.parametrize("scheme", ["w4a8", "w8a8", "w8a16"])
 def test_without_dpas_only_int8_products_are_refused(monkeypatch, scheme):
-    from qcore_xpu import conv2d, device
+    from qcore_xpu import device
 
     monkeypatch.setattr(device, "why_not_int8", lambda device: f"no DPAS on {device}")
-    made = kernel_for(problem(scheme, WIDE[0]).request)
-    assert isinstance(made, conv2d.DenseConv2d) if scheme == "w8a16" else made == "no DPAS on cpu"
+    assert why_not(problem(scheme, WIDE[0]).request) == ("" if scheme == "w8a16" else "no DPAS on cpu")
 
 
 NARROW_IMAGES = [

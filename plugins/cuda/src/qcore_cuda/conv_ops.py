@@ -33,7 +33,8 @@ def conv2d_a8(
                 x, data, scale, zero, sums, bias, n, k, bits, group, kernel, stride, padding, dilation, groups,
                 symmetric, static_scale, static_zero_point, output_scale, output_zero_point, out_dtype,
             )  # fmt: skip
-    from .conv8 import Given, Result, conv2d
+    from .convolutions.base import ActivationParameters, Result
+    from .int8_conv import conv2d
 
     geometry = Geometry.of(kernel, stride, padding, dilation, groups)
     size = geometry.output(*x.shape[2:])
@@ -45,7 +46,7 @@ def conv2d_a8(
         sums,
         bias_of(bias, n),
         geometry,
-        Given(symmetric, static_scale, static_zero_point),
+        ActivationParameters(symmetric, static_scale, static_zero_point),
         Result(out_dtype, output_scale, output_zero_point),
     )
     return _image(y, x, size)
