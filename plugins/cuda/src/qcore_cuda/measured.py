@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .problem import Problem
+from .problem import GemmProblem
 from .runtime.device import Device
 
 _HERE = Path(__file__).parent
@@ -42,7 +42,7 @@ def _table(arch: int, activations: str) -> _Sizes:
     return found
 
 
-def shipped(device: Device, problem: Problem) -> list[Record]:
+def shipped(device: Device, problem: GemmProblem) -> list[Record]:
     """What the table of the device's architecture has for a problem, measurements of sizes near ``(n, k)`` first.
 
     A number of rows that was not measured goes by the next larger one that was.
@@ -69,14 +69,14 @@ def version() -> str:
     return digest.hexdigest()[:16]
 
 
-def _key(device: Device, problem: Problem) -> str:
+def _key(device: Device, problem: GemmProblem) -> str:
     """What the time of a product depends on most: a measurement serves every problem of the same key."""
     p, sizes = problem, (problem.bits, problem.n, problem.k, problem.rows)
     form = (p.grouped, p.step) if p.codes else (p.split_rows, p.block, p.narrow, p.exact, p.whole)
     return f"{version()}|{tuple(device)}|{sizes}|{form}"
 
 
-def tuned(device: Device, problem: Problem) -> Record | None:
+def tuned(device: Device, problem: GemmProblem) -> Record | None:
     """What was measured on this machine for a problem, if it was."""
     from qcore.plugin_api import read_record
 
@@ -85,7 +85,7 @@ def tuned(device: Device, problem: Problem) -> Record | None:
     return Record(kernel, config) if isinstance(kernel, str) and isinstance(config, dict) else None
 
 
-def keep(device: Device, problem: Problem, record: Record) -> bool:
+def keep(device: Device, problem: GemmProblem, record: Record) -> bool:
     """Keep a measured choice on disk (atomically), for every process that starts from now on; whether that worked."""
     from qcore.plugin_api import write_record
 

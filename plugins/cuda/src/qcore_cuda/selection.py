@@ -13,19 +13,19 @@ from typing import Any
 
 from . import measured
 from .measured import Record
-from .problem import Problem
+from .problem import GemmProblem
 from .products.base import Choice, Product
 from .products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
 from .runtime.device import Device
 
 
 @lru_cache(maxsize=8192)
-def choose(device: Device, problem: Problem) -> Choice:
+def choose(device: Device, problem: GemmProblem) -> Choice:
     """The kernel and its configuration for a problem."""
     return next(_choices(device, problem))
 
 
-def candidates(device: Device, problem: Problem) -> list[Choice]:
+def candidates(device: Device, problem: GemmProblem) -> list[Choice]:
     """What ``qcore tune`` measures for a problem: a few dozen that have ever been fastest anywhere, and the rule's."""
     found = [next(_by_rule(device, problem, leads=False))]
     for product in _products(problem):
@@ -35,16 +35,16 @@ def candidates(device: Device, problem: Problem) -> list[Choice]:
     return list(dict.fromkeys(found))
 
 
-def keep(device: Device, problem: Problem, choice: Choice) -> bool:
+def keep(device: Device, problem: GemmProblem, choice: Choice) -> bool:
     """Keep the choice that was measured to be fastest; whether that worked."""
     return measured.keep(device, problem, Record(choice.product.name, choice.config._asdict()))
 
 
-def _products(problem: Problem) -> Sequence[Product[Any]]:
+def _products(problem: GemmProblem) -> Sequence[Product[Any]]:
     return INT8_PRODUCTS if problem.codes else FLOAT_PRODUCTS
 
 
-def _choices(device: Device, problem: Problem) -> Iterator[Choice]:
+def _choices(device: Device, problem: GemmProblem) -> Iterator[Choice]:
     """All that could serve, the best first."""
     record = measured.tuned(device, problem)
     if record:
@@ -55,7 +55,7 @@ def _choices(device: Device, problem: Problem) -> Iterator[Choice]:
     yield from _by_rule(device, problem, leads=False)
 
 
-def _of_record(device: Device, problem: Problem, record: Record) -> Iterator[Choice]:
+def _of_record(device: Device, problem: GemmProblem, record: Record) -> Iterator[Choice]:
     """What a record stands for: nothing if its kernel does not serve this problem."""
     for product in _products(problem):
         if product.name == record.kernel and product.serves(device, problem):
@@ -68,7 +68,7 @@ def _of_record(device: Device, problem: Problem, record: Record) -> Iterator[Cho
                 yield choice
 
 
-def _by_rule(device: Device, problem: Problem, *, leads: bool) -> Iterator[Choice]:
+def _by_rule(device: Device, problem: GemmProblem, *, leads: bool) -> Iterator[Choice]:
     """What the rules say of the kernels that go before the table, or of the others."""
     for product in _products(problem):
         if product.leads is leads and product.serves(device, problem):

@@ -19,7 +19,7 @@ from torch import Tensor
 from qcore_triton.codes import mode_of
 from qcore_triton.weights import Weight
 
-from .problem import Problem
+from .problem import GemmProblem
 from .products.base import Operands
 from .runtime.device import Device
 
@@ -113,7 +113,7 @@ def tune_int8(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
     int8.forget()
 
 
-def _tune(device: Device, problem: Problem, calls: Callable[[Any], Sequence[Call]]) -> None:
+def _tune(device: Device, problem: GemmProblem, calls: Callable[[Any], Sequence[Call]]) -> None:
     from . import selection
 
     best = ranked(selection.candidates(device, problem), calls)

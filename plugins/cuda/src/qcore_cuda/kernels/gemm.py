@@ -94,7 +94,7 @@ def _wide(v, EACH: tl.constexpr):
 def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
          BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
          NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr, SCALES: tl.constexpr, EACH: tl.constexpr,
-         PARTS: tl.constexpr, ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr,
+         TERMS: tl.constexpr, ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr,
          PDL: tl.constexpr):  # fmt: skip
     """The steps ``first`` to ``last`` of the tile at row n0 of W and row m0 of x; see `gemm`."""
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
@@ -118,7 +118,7 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
     S: tl.constexpr = scale.dtype.element_ty
     Z: tl.constexpr = zero.dtype.element_ty
     # The tensor cores cut sums off, which a long one shows where float32 is asked for.
-    APART: tl.constexpr = SCALES == 0 or PARTS > 1
+    APART: tl.constexpr = SCALES == 0 or TERMS > 1
     FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # taken away where nibbles are unpacked, in their order
     scales = (first * U + tl.arange(0, U))[None, :] * N + rn[:, None] if EACH else first // PER * N + rn
     zeros = (first * U + block if EACH else first // PER) * N + tl.minimum(row, N - 1) if FOLDED else scales
@@ -148,7 +148,7 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
         z_next = load_raw(zp, ASM) if (ZERO == 1 and SCALES != 2) or (ZERO == 2 and SCALES == 1) else z
         # Operands. Triton's pipeline keeps the copies of x and w STAGES - 1 steps ahead in shared memory.
         xt = ()
-        for p in tl.static_range(PARTS):
+        for p in tl.static_range(TERMS):
             xt = xt + (tl.load(xp + p * plane).to(DT),)
         data = _settled(tl.load(wp), HOPPER and not APART)
         q = _weight(data, z[:, None] if FOLDED else tl.zeros([1, 1], tl.int32), DT, BITS, BN, P, U, NW, FRAG, ASM)
@@ -168,7 +168,7 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
             q = tl.reshape(q, [BN, U * P])
         # Products: on top of the sum so far, or of this step alone, added in float32 after scaling.
         d = tl.zeros([BN, BM], tl.float32) if APART else acc
-        for p in tl.static_range(PARTS):
+        for p in tl.static_range(TERMS):
             d = tl.dot(q, tl.trans(xt[p]), d)
         if SCALES == 0:
             acc += d * as_float(s, S, ASM)[:, None]
@@ -178,7 +178,7 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
             # x is read into registers while products read the same slot of shared memory, and Triton's pipeliner copies
             # into it once the registers are there: only products that were waited for (``d`` above) may stand here.
             sums = tl.zeros([BM], tl.float32)
-            for p in tl.static_range(PARTS):
+            for p in tl.static_range(TERMS):
                 sums += tl.sum(xt[p].to(tl.float32), 1)
             acc += as_float(z, Z, ASM)[:, None] * sums[None, :]
         s = s_next
@@ -192,14 +192,14 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
 def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, pitch, waves, share,
          BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
          BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
-         SCALES: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, GROUP_M: tl.constexpr,
+         SCALES: tl.constexpr, EACH: tl.constexpr, TERMS: tl.constexpr, ALIGNED: tl.constexpr, GROUP_M: tl.constexpr,
          ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``, in KB steps of U blocks of P columns.
 
     x: rows ``8 * eighths`` values apart (said so, because Triton then knows that they are aligned), zero from K to
     ``KB * U * P``. pitch: 32 times that many bytes are a row of rows16. PER: steps per group.
     SCALES: 0: applied to sums over a step; 1: to the weight, which is rounded to x's dtype; 2: to the whole sum (one
-    group, no float zero points). EACH: each block of a step has scales of its own. PARTS: x is the sum of so many
+    group, no float zero points). EACH: each block of a step has scales of its own. TERMS: x is the sum of so many
     matrices that follow each other; their products are added up in order. ALIGNED: N is a multiple of 8. WIDE:
     products of float32 numbers (Triton's interpreter multiplies no bfloat16).
 
@@ -239,7 +239,7 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
         n0 = inside // height * BN
         m0 = (group * GROUP_M + inside % height) * BM
         acc = _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
-                   BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, PARTS, ASM, HOPPER, WIDE,
+                   BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, TERMS, ASM, HOPPER, WIDE,
                    PDL)  # fmt: skip
         complete = last - first == KB
         if not complete:

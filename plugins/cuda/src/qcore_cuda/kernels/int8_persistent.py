@@ -83,7 +83,7 @@ def persistent(
     HAS_BIAS: tl.constexpr,
     OUT: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PARTS: tl.constexpr,
+    PIECES: tl.constexpr,
     TMA_STORE: tl.constexpr,
     FLATTEN: tl.constexpr,
     SPECIALIZE: tl.constexpr,
@@ -91,8 +91,8 @@ def persistent(
 ):
     """y ``(M, N)`` by tiles of BM x BN.
 
-    x, w: descriptors of codes with blocks ``(BM, P)`` and ``(BN, P)``; y_tiles: one of y, blocks ``(BM, BN / PARTS)``,
-    used where TMA_STORE. The result leaves in PARTS pieces, 1 or 2. GROUPED: no zero points. Other arguments as for
+    x, w: descriptors of codes with blocks ``(BM, P)`` and ``(BN, P)``; y_tiles: one of y, blocks ``(BM, BN / PIECES)``,
+    used where TMA_STORE. A tile is stored in PIECES parts, 1 or 2. GROUPED: no zero points. Other arguments as for
     `int8_gemm.tiles`.
     """  # noqa: D403 - y is a name
     if ALIGNED:
@@ -123,19 +123,19 @@ def persistent(
                 s = s2.to(tl.float32)
             else:
                 acc = tl.dot(xt, tl.trans(wt), acc, out_dtype=tl.int32)
-        # Epilogue: in PARTS pieces, so that fewer values in float32 are live at a time.
+        # Epilogue: in PIECES steps, so that fewer values in float32 are live at a time.
         lm = tl.arange(0, BM)
         rm = m0 + lm
         in_m = rm < M
         xs = tl.load(x_scale + rm, mask=in_m, other=0.0)
         xz = tl.load(x_zero + rm, mask=in_m, other=0.0) if XZERO else xs
         xt = tl.load(x_sums + rm, mask=in_m, other=0) if WZERO else lm
-        HALF: tl.constexpr = BN // PARTS
-        if PARTS == 2:
+        HALF: tl.constexpr = BN // PIECES
+        if PIECES == 2:
             first, second = tl.split(tl.permute(tl.reshape(acc, (BM, 2, HALF)), (0, 2, 1)))
         else:
             first = acc
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(PIECES):
             n1 = n0 + part * HALF
             rn = n1 + tl.arange(0, HALF)
             piece = first if part == 0 else second

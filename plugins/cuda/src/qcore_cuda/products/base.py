@@ -11,7 +11,7 @@ from torch import Tensor
 from qcore_triton.codes import Codes
 from qcore_triton.weights import Weight
 
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device
 
 C = TypeVar("C", bound=tuple[Any, ...])
@@ -29,18 +29,18 @@ class Product(ABC, Generic[C]):
     """Whether its rule goes before the shipped table, which was measured in part without it."""
 
     @abstractmethod
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         """Whether it can compute a product."""
 
     @abstractmethod
-    def rule(self, device: Device, problem: Problem) -> C | None:
+    def rule(self, device: Device, problem: GemmProblem) -> C | None:
         """A good configuration for a problem that it serves, by analysis; None if another kernel should take it."""
 
     @abstractmethod
-    def candidates(self, device: Device, problem: Problem) -> Iterable[C]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterable[C]:
         """What ``qcore tune`` measures for a problem that it serves, if it may be the fastest kernel."""
 
-    def adapted(self, problem: Problem, config: C) -> Choice | None:
+    def adapted(self, problem: GemmProblem, config: C) -> Choice | None:
         """What runs a configuration, which may have been measured for a neighbour; None if it cannot serve."""
         del problem
         return Choice(self, config)
@@ -51,7 +51,7 @@ class FloatProduct(Product[C]):
 
     @abstractmethod
     def launch(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: C
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: C
     ) -> Tensor:
         """``x @ W^T + bias``: x ``(M, K)`` of any strides, M >= 1, to ``(M, N)`` of ``problem.out_dtype``."""
 
@@ -79,17 +79,17 @@ class Int8Product(Product[C]):
         """The order of columns in which it takes codes of x, see `Codes.order`."""
         return weight.order
 
-    def fuses(self, x: Tensor, device: Device, problem: Problem) -> bool:
+    def fuses(self, x: Tensor, device: Device, problem: GemmProblem) -> bool:
         """Whether `launch_floats` quantizes x by itself."""
         del x, device, problem
         return False
 
     @abstractmethod
-    def launch(self, codes: Codes, operands: Operands, device: Device, problem: Problem, config: C) -> Tensor:
+    def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: C) -> Tensor:
         """``(M, N)`` of ``problem.out_dtype``: codes times the weight, scaled, plus bias, rounded once; M >= 1."""
 
     def launch_floats(
-        self, x: Tensor, mode: Any, operands: Operands, device: Device, problem: Problem, config: C
+        self, x: Tensor, mode: Any, operands: Operands, device: Device, problem: GemmProblem, config: C
     ) -> Tensor:
         """`launch`, for x that it `fuses`, quantized as ``mode`` (`qcore_triton.codes.Mode`) says."""
         raise NotImplementedError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcore_triton.weights import FLOAT_ZERO, Weight
 
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.counters import counters
 from ..runtime.device import Device
@@ -37,7 +37,7 @@ class GemmHopper(FloatProduct[Tokens]):
     name: ClassVar[str] = "gemm_hopper"
     config = Tokens
 
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         """Sizes are what descriptors need; scales meet the weight and are rounded with it, or come after all of K."""
         if not problem.narrow or not hopper.fits(device, problem.n, 128):
             return False
@@ -45,7 +45,7 @@ class GemmHopper(FloatProduct[Tokens]):
             return problem.block == 128 and (problem.whole or not problem.exact)
         return problem.whole
 
-    def rule(self, device: Device, problem: Problem) -> Tokens | None:
+    def rule(self, device: Device, problem: GemmProblem) -> Tokens | None:
         """The tile for which programs have the least to do."""
         if problem.rows < 256:
             return None
@@ -56,13 +56,13 @@ class GemmHopper(FloatProduct[Tokens]):
 
         return Tokens(min(TILE_TIMES, key=time))
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Tokens]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Tokens]:
         del device
         if problem.rows >= 64:
             yield from (Tokens(bm) for bm in TILE_TIMES if bm <= problem.rows)
 
     def launch(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: Tokens
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tokens
     ) -> Tensor:
         """Tiles have ``config.bm`` tokens, or fewer if fewer hold them all."""
         from ..kernels.gemm_hopper import ROWS, gemm_hopper

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from qcore_triton.weights import Weight
 
 from ..kernels.smem_pipeline import STATIC, scratch
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import options
 
@@ -18,7 +18,7 @@ ROWS = 16
 _COLUMN_BLOCK = 8
 
 
-class Shape(NamedTuple):
+class WarpShape(NamedTuple):
     """How a program is made up.
 
     **Fields:** ``row_blocks``: of 16 rows of W; ``unroll``: blocks of K that a warp takes at a time, counted as 128
@@ -38,22 +38,22 @@ def row_class(m: int) -> int:
     return 1 if m == 1 else 8 if m <= 8 else 16
 
 
-def rule(device: Device, problem: Problem) -> Shape:
+def rule(device: Device, problem: GemmProblem) -> WarpShape:
     """A good shape for any device."""
     m, wide = problem.rows, problem.n > 64 * device.sms
     if m == 1:
-        return (Shape(2 if wide else 1, 2, 4, 3)) if problem.bits == 4 else Shape(1, 4, 4, 2)
+        return (WarpShape(2 if wide else 1, 2, 4, 3)) if problem.bits == 4 else WarpShape(1, 4, 4, 2)
     if problem.bits == 8:
-        return Shape(4, 1, 4, 2) if wide and m > 8 else Shape(2, 2, 4, 2)
-    return Shape(4, 1, 4, 3) if wide else Shape(2, 1, 8, 2)
+        return WarpShape(4, 1, 4, 2) if wide and m > 8 else WarpShape(2, 2, 4, 2)
+    return WarpShape(4, 1, 4, 3) if wide else WarpShape(2, 1, 8, 2)
 
 
 def candidates(
-    shapes: Mapping[tuple[int, int], tuple[tuple[int, int, int, int], ...]], problem: Problem
-) -> Iterator[Shape]:
+    shapes: Mapping[tuple[int, int], tuple[tuple[int, int, int, int], ...]], problem: GemmProblem
+) -> Iterator[WarpShape]:
     """``shapes``, by bits and `row_class`, each with an early and a late start of the next kernel."""
     for shape in shapes[problem.bits, row_class(problem.rows)]:
-        yield from (Shape(*shape, late) for late in (False, True))
+        yield from (WarpShape(*shape, late) for late in (False, True))
 
 
 class Ring(NamedTuple):
@@ -69,12 +69,12 @@ class Ring(NamedTuple):
     blank: int
     fixed: int = 0
 
-    def size(self, shape: Shape) -> int:
+    def size(self, shape: WarpShape) -> int:
         """Of all warps together."""
         rows = shape.row_blocks * (self.block + self.parameters)
         return shape.warps * shape.unroll * (shape.stages * (rows + self.x) + self.blank) + self.fixed
 
-    def fitted(self, shape: Shape, device: Device, dynamic: bool) -> Shape:
+    def fitted(self, shape: WarpShape, device: Device, dynamic: bool) -> WarpShape:
         """The shape, made smaller if it would take more shared memory than there is.
 
         ``dynamic``: a kernel can have more than Triton's own, see `launch.supports_dynamic_shared`.
@@ -103,7 +103,7 @@ class Program(NamedTuple):
 @lru_cache(maxsize=4096)
 def program(
     device: Device,
-    shape: Shape,
+    shape: WarpShape,
     dynamic: bool,
     m: int,
     bits: int,
@@ -147,7 +147,7 @@ class Layout(NamedTuple):
     sizes: tuple[int, int, int, int]
 
 
-def layout(weight: Weight, problem: Problem) -> Layout:
+def layout(weight: Weight, problem: GemmProblem) -> Layout:
     """Where a weight's parts are."""
     data, scale, zero, n = weight.data, weight.scale, weight.zero, problem.n
     if data.data_ptr() % 16:  # a view into the middle of something
