@@ -22,7 +22,7 @@ from .selection import choose
 
 
 class Int8Plan(NamedTuple):
-    """What a form of call amounts to: the kernel that computes it, and with which configuration.
+    """The plan for a form of call: the kernel and its configuration.
 
     ``totals``: quantizing sums up the codes of each row.
     """
@@ -44,7 +44,7 @@ def product(
     given: Given | None = None,
     out: Given | None = None,
 ) -> Tensor:
-    """Quantize x ``(M, K)``, M >= 1, multiply and end: ``(M, N)`` of ``out_dtype``.
+    """Quantize x ``(M, K)``, M >= 1, multiply, and apply the epilogue: ``(M, N)`` of ``out_dtype``.
 
     Each token is quantized by parameters of its own, ``symmetric`` or not, or as ``given`` says; an int8 x is taken as
     codes. ``sums``: see `Operands`. ``out``: scale and zero point of int8 results.
@@ -55,7 +55,7 @@ def product(
 
 
 def run(x: Tensor, mode: Mode, operands: Operands, plan: Int8Plan) -> Tensor:
-    """`product` as planned. One row is quantized by the kernel that multiplies it, if that can be."""
+    """`product` by a plan. A single row is quantized by the kernel that multiplies it, if that is supported."""
     device, problem, kernel, config, totals = plan
     if kernel.fuses(x, device, problem):
         return kernel.launch_floats(x, mode, operands, device, problem, config)

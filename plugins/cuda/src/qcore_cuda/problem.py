@@ -1,4 +1,4 @@
-"""`GemmProblem`: all that the choice of a kernel depends on, made once for each form of a call."""
+"""`GemmProblem`: everything that the choice of a kernel depends on, made once for each form of a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from qcore_triton.weights import FLOAT_ZERO, NO_ZERO, Weight
 
 FLOAT, INT8 = "float", "int8"
-"""The two kinds of activations, which have kernels and tables of their own."""
+"""The two kinds of activations, with separate kernels and tables."""
 
 TERMS = 3
 """The number of bfloat16 matrices that float32 activations are the sum of."""
@@ -24,7 +24,7 @@ def bucket(m: int) -> int:
 
 
 class Form(NamedTuple):
-    """What a packed weight is, in plain values: ``packed``: the shape of its data; ``groups``; ``zero``: a dtype."""
+    """A packed weight without its values: ``packed``: the shape of its data; ``groups``; ``zero``: a dtype or None."""
 
     packed: tuple[int, ...]
     groups: int
@@ -50,7 +50,7 @@ def form_of(weight: Weight) -> Form:
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """A product ``x @ W^T``, as far as kernels can tell.
+    """A product ``x @ W^T``, as described to the kernels.
 
     **Fields:** ``bits``, ``n``, ``k``: of the weight; ``rows``: `bucket` of M; ``block``: columns of a block of the
     packed weight; ``one_group``: one scale for all of K; ``zero``: the weight's kind of zero point (`NO_ZERO`,
@@ -64,7 +64,7 @@ class GemmProblem:
     Derived: ``activations``: `FLOAT` or `INT8`; ``narrow``: x is of 16-bit floats; ``exact``: a weight must not be
     rounded to x's dtype (float16, whose small numbers are coarse, or a result wider than x); ``whole``: scales may come
     after the sum over all of K (one group, no float zero point), and the result has x's dtype; ``tabulated``: shipped
-    measurements, made with one format of each element, say anything about it.
+    measurements, made with one format of each element, apply to it.
     """
 
     bits: int
@@ -92,7 +92,7 @@ class GemmProblem:
     tabulated: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Work out what kernels ask for over and over."""
+        """Derive the properties that kernels read often."""
         narrow = self.x_dtype.itemsize == 2
         same = narrow and self.out_dtype == self.x_dtype
         vars(self).update(
@@ -106,7 +106,7 @@ class GemmProblem:
     def _tabulated(self) -> bool:
         if self.codes:
             return self.step == 128 and self.grouped == (self.bits == 4)
-        # What was measured reads 16 bytes at a time; kernels for few rows take more of smaller blocks.
+        # Measured configurations read 16 bytes at a time; kernels for few rows take more of smaller blocks.
         return self.bits == 8 or self.block == 128 or (self.split_rows or self.rows) <= 16
 
 

@@ -1,8 +1,8 @@
-"""Which kernel serves a product, with which configuration: what was measured, else a rule.
+"""The selection of a product's kernel and its configuration: by measurement, else by a rule.
 
-In order: what ``qcore tune`` measured on this machine for this size and number of rows; a kernel whose rule goes before
-the table; the nearest size in the table shipped for this architecture (``tables/sm_90.json``); the first rule. Nothing
-is measured while a model runs.
+In this order: the measurement of ``qcore tune`` on this machine for this size and number of rows; a kernel whose rule
+precedes the table; the nearest size in the table shipped for this architecture (``tables/sm_90.json``); the first rule.
+Nothing is measured while a model runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def choose(device: Device, problem: GemmProblem) -> Choice:
 
 
 def candidates(device: Device, problem: GemmProblem) -> list[Choice]:
-    """What ``qcore tune`` measures for a problem: a few dozen that have ever been fastest anywhere, and the rule's."""
+    """The choices that ``qcore tune`` measures: a few dozen that were fastest for some size, and the rule's."""
     found = [next(_by_rule(device, problem, leads=False))]
     for product in _products(problem):
         if product.serves(device, problem):
@@ -36,7 +36,7 @@ def candidates(device: Device, problem: GemmProblem) -> list[Choice]:
 
 
 def keep(device: Device, problem: GemmProblem, choice: Choice) -> bool:
-    """Keep the choice that was measured to be fastest; whether that worked."""
+    """Store the fastest choice on disk; returns whether that worked."""
     return measured.keep(device, problem, Record(choice.product.name, choice.config._asdict()))
 
 
@@ -45,7 +45,7 @@ def _products(problem: GemmProblem) -> Sequence[Product[Any]]:
 
 
 def _choices(device: Device, problem: GemmProblem) -> Iterator[Choice]:
-    """All that could serve, the best first."""
+    """All possible choices, the best first."""
     record = measured.tuned(device, problem)
     if record:
         yield from _of_record(device, problem, record)
@@ -56,7 +56,7 @@ def _choices(device: Device, problem: GemmProblem) -> Iterator[Choice]:
 
 
 def _of_record(device: Device, problem: GemmProblem, record: Record) -> Iterator[Choice]:
-    """What a record stands for: nothing if its kernel does not serve this problem."""
+    """The choice of a record; none if its kernel does not support this problem."""
     for product in _products(problem):
         if product.name == record.kernel and product.serves(device, problem):
             try:
@@ -69,7 +69,7 @@ def _of_record(device: Device, problem: GemmProblem, record: Record) -> Iterator
 
 
 def _by_rule(device: Device, problem: GemmProblem, *, leads: bool) -> Iterator[Choice]:
-    """What the rules say of the kernels that go before the table, or of the others."""
+    """The rules' choices, of the kernels that precede the table (``leads``) or of the others."""
     for product in _products(problem):
         if product.leads is leads and product.serves(device, problem):
             config = product.rule(device, problem)

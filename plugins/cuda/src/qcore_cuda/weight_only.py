@@ -18,7 +18,7 @@ from .selection import choose
 
 
 class FloatPlan(NamedTuple):
-    """What a form of call amounts to: the kernel that computes it, and with which configuration."""
+    """The plan for a form of call: the kernel and its configuration."""
 
     device: Device
     problem: GemmProblem

@@ -1,6 +1,6 @@
 """Kernels of the contract ``linear`` on torch's own ops for XPU: ``xpu.w4a16``, ``xpu.w8a16``, ``xpu.w8a8``.
 
-What they leave, `triton_linear` has kernels for.
+`triton_linear` has kernels for the other layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .int32 import own
 
 
 class AtenLinear(RowsKernel):
-    """What the kernels share: made for one `Format`, one shape ``(n, k)`` and one dtype of x."""
+    """The base of these kernels: made for one `Format`, one shape ``(n, k)`` and one dtype of x."""
 
     note: str
     """A sentence for the decision table."""
@@ -40,7 +40,7 @@ class AtenLinear(RowsKernel):
 
     @abstractmethod
     def packed(self, weight: QTensor) -> dict[str, Tensor]:
-        """What `pack` returns."""
+        """The tensors that `pack` returns."""
 
 
 class Int4Linear(AtenLinear):
@@ -89,8 +89,8 @@ class Int4Linear(AtenLinear):
 class Int8WeightLinear(AtenLinear):
     """Symmetric int8 weights, one scale per channel, bfloat16 or float16 x.
 
-    Packed: ``data`` int8 ``(N, K)`` and ``scale`` ``(1, N)`` as in the weight, ``factor`` float32 ``(N,)`` where scales
-    have another dtype; ``wide``, without elements, where the weight does not fit float16: see `products.linear_w8a16`.
+    Packed: ``data`` int8 ``(N, K)`` and ``scale`` ``(1, N)`` as in the weight, ``factor`` float32 ``(N,)`` if scales
+    have another dtype; ``wide``, without elements, if the weight does not fit float16: see `products.linear_w8a16`.
     """
 
     note = "oneDNN's int8 product"
@@ -123,7 +123,7 @@ _LARGEST_SCALE = 2.0**8
 
 
 def _scales(weight: QTensor) -> dict[str, Tensor]:
-    """Scales per channel, and in float32 where they are not: torch would convert them at every call."""
+    """Scales per channel, and in float32 if they are not: torch would convert them at every call."""
     packed = {"scale": own(weight.scale)}
     return packed if weight.scale.dtype == torch.float32 else {**packed, "factor": weight.scale[0].float()}
 
@@ -137,7 +137,7 @@ class Int8Linear(AtenLinear):
     """int8 weights per channel and int8 activations, dynamic or given: exact int32 sums, the rest in float32.
 
     Packed: ``data`` int8 ``(KQ, N)``, KQ = K rounded up to 128, 0 behind K, as in codes of x; ``scale``, ``zero``
-    ``(1, N)`` as in the weight; ``factor`` float32 ``(N,)`` where scales have another dtype; ``sums`` int32
+    ``(1, N)`` as in the weight; ``factor`` float32 ``(N,)`` if scales have another dtype; ``sums`` int32
     ``(parts, N)``: see `products.linear_w8a8`.
     """
 

@@ -61,7 +61,7 @@ def why_not_weight(request: AnyRequest) -> str:
     if not block_size(group):
         return (
             f"group size {group} is no multiple of 32, which blocks of the packed weight need; use 32, 64 or 128. "
-            f"Torch ops serve it."
+            f"Torch ops compute it."
         )
     return why_not_triton()
 

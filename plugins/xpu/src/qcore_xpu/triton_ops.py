@@ -31,8 +31,8 @@ def linear_a8(
 ) -> Tensor:  # fmt: skip
     """``A(x) @ W^T + bias`` with int8 A(x): x ``(M, K)`` float or int8 codes, of any strides, to ``(M, N)``.
 
-    Activations: ``x_scale`` and ``x_zero_point`` ``(M,)`` where given, else ``static_scale`` and ``static_zero_point``
-    where given, else per token, ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``,
+    Activations: ``x_scale`` and ``x_zero_point`` ``(M,)`` if given, else ``static_scale`` and ``static_zero_point``
+    if given, else per token, ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``,
     or by ``output_scale`` and ``output_zero_point``, else of ``out_dtype``. ``sums``: see `packing.pack`.
     """
     from . import tiles

@@ -1,4 +1,4 @@
-"""What `selection` asks of a kernel, whatever it computes."""
+"""The interface of a product's kernel."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class Product(ABC, Generic[C]):
     """A kernel that multiplies."""
 
     name: ClassVar[str]
-    """What records of measurements call it."""
+    """Its name in records of measurements."""
     config: ClassVar[type[Any]]
     """The class of its configurations."""
     leads: ClassVar[bool] = False
-    """Whether its rule goes before the shipped table, which was measured in part without it."""
+    """Whether its rule precedes the shipped table, part of which was measured without it."""
 
     @abstractmethod
     def serves(self, device: Device, problem: GemmProblem) -> bool:
-        """Whether it can compute a product."""
+        """Whether the kernel supports a problem."""
 
     @abstractmethod
     def rule(self, device: Device, problem: GemmProblem) -> C | None:
-        """A good configuration for a problem that it serves, by analysis; None if another kernel should take it."""
+        """A good configuration for a problem that it supports, by analysis; None if another kernel is better."""
 
     @abstractmethod
     def candidates(self, device: Device, problem: GemmProblem) -> Iterable[C]:
-        """What ``qcore tune`` measures for a problem that it serves, if it may be the fastest kernel."""
+        """Configurations that ``qcore tune`` measures for a supported problem, if this may be the fastest kernel."""
 
     def adapted(self, problem: GemmProblem, config: C) -> Choice | None:
-        """What runs a configuration, which may have been measured for a neighbour; None if it cannot serve."""
+        """The choice for a configuration, which may have been measured for another size; None if it cannot run."""
         del problem
         return Choice(self, config)
 
@@ -57,7 +57,7 @@ class FloatProduct(Product[C]):
 
 
 class Operands(NamedTuple):
-    """What int8 products multiply x by, and end with.
+    """The weight of an int8 product, and the inputs of its epilogue.
 
     **Fields:** ``weight``; ``sums``: of its codes, int32 ``(G, N)``, needed if x has a zero point; ``bias``; ``out``:
     scale and zero point of int8 results, numbers or tensors ``(M,)``.
@@ -73,7 +73,7 @@ class Int8Product(Product[C]):
     """A product of int8 codes, int32 sums of which are scaled."""
 
     wants_totals: ClassVar[bool] = True
-    """Whether quantizing x has to sum its rows, if a zero point per channel meets those sums."""
+    """Whether quantizing has to sum the codes of each row, if the weight has a zero point per channel."""
 
     def order(self, weight: Weight) -> int:
         """The order of columns in which it takes codes of x, see `Codes.order`."""

@@ -1,4 +1,4 @@
-"""float32 activations: three bfloat16 matrices whose sum they are, and the kernels that multiply those.
+"""float32 activations: split into a sum of three bfloat16 matrices, and the kernels that multiply those.
 
 `GEMM` adds the three products up as it goes; the kernels for few rows see three times as many rows, of 16 bits.
 """
@@ -81,11 +81,11 @@ class SplitRows(FloatProduct[Any]):
 
 @lru_cache(maxsize=4096)
 def _of_terms(problem: GemmProblem) -> GemmProblem:
-    """What a kernel for 16-bit floats is asked to compute."""
+    """The problem of the kernel for 16-bit floats that multiplies the terms."""
     return replace(problem, rows=problem.split_rows, split_rows=0, x_dtype=torch.bfloat16, out_dtype=torch.float32)
 
 
-# Of each stage three tiles of x and one of W have to fit into shared memory, and what is multiplied into registers.
+# Three tiles of x and one of W per stage have to fit shared memory, and the operands registers.
 _ELSEWHERE = (Tile(64, 16, stages=3),)
 _HOPPER = (Tile(128, 64, 8, 3), Tile(64, 32, stages=3), Tile(64, 16, stages=4))
 
@@ -104,7 +104,7 @@ class SplitTiles(FloatProduct[Tile]):
         return None if config.scaled and problem.exact else Choice(self, config)
 
     def rule(self, device: Device, problem: GemmProblem) -> Tile:
-        """The largest tile of which there are enough for all multiprocessors; the smallest, and K split, if none is."""
+        """The largest tile that occupies all multiprocessors; if none does, the smallest, with K split."""
         tiles = _HOPPER if device.arch == 90 else _ELSEWHERE
         config = next((tile for tile in tiles if 3 * _count(tile, problem) >= 2 * device.sms), tiles[-1])
         shared = min(8, 2 * device.sms // _count(config, problem), problem.k // 384)

@@ -53,7 +53,7 @@ _TILES = (
     Tile(128, 64, 8, 3, scaled=True, registers=128),
     *(Tile(bn, bm, warps, 4) for bn, bm, warps in ((64, 32, 4), (128, 32, 8), (64, 64, 4))),
 )  # fmt: skip
-"""Each has been the fastest for some size, or is the fastest of those that do not scale weights."""
+"""Each was the fastest for some size, or the fastest of those that do not scale weights."""
 
 
 class Gemm(FloatProduct[Tile]):
@@ -104,7 +104,7 @@ def _ways(device: Device, problem: GemmProblem, tile: Tile) -> Iterator[Tile]:
 
 
 def reads_rows(problem: GemmProblem) -> bool:
-    """Whether the kernel meets the columns of x in another order: codes of rows16 become operands where they are."""
+    """Whether x needs its columns in the order in which threads hold codes of rows16 as operands."""
     return problem.bits == 8 and problem.block == 64
 
 

@@ -22,7 +22,7 @@ from .aligned import aligned
 from .base import FloatProduct
 
 _STAGES = {(4, 256): 5, (4, 128): 8, (4, 64): 8, (8, 256): 4, (8, 128): 8, (8, 64): 8}
-"""How many stages shared memory holds, by bits and tokens of a tile."""
+"""Stages that fit shared memory, by bits and tokens of a tile."""
 
 
 class Tokens(NamedTuple):
@@ -38,7 +38,7 @@ class GemmHopper(FloatProduct[Tokens]):
     config = Tokens
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
-        """Sizes are what descriptors need; scales meet the weight and are rounded with it, or come after all of K."""
+        """Sizes fit descriptors; scales are applied to the weight and rounded with it, or to the sum over all of K."""
         if not problem.narrow or not hopper.fits(device, problem.n, 128):
             return False
         if problem.bits == 4:

@@ -19,7 +19,7 @@ from .quantized import arguments_of
 _ROWS = 128
 """Tokens of a tile."""
 _WAVES = {256: 1.0, 128: 0.54, 64: 0.37}
-"""What a tile of so many columns takes, all multiprocessors being busy."""
+"""Relative time of a tile by its columns, with all multiprocessors busy."""
 
 
 class Columns(NamedTuple):

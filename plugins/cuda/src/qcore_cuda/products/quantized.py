@@ -1,4 +1,4 @@
-"""Activations as int8 codes, and what int8 products take beside them."""
+"""Activations as int8 codes, and the common arguments of int8 products."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def codes_of(x: Tensor, mode: Mode, total: bool, order: int, device: Device) -> 
 
 
 class Int8Arguments(NamedTuple):
-    """What the launches of int8 products have in common.
+    """Arguments that the launches of int8 products have in common.
 
     **Fields:** ``y``: the result, to be filled; ``of_x``: scale and zero point of x; ``of_w``: scale, zero point and
     sums of the weight; ``end``: of the epilogue; ``blocks``: steps along K; ``form``: constexprs of the product.
@@ -53,7 +53,7 @@ class Int8Arguments(NamedTuple):
 
 
 def arguments_of(codes: Codes, operands: Operands, problem: GemmProblem) -> Int8Arguments:
-    """Allocates the result, and finds a stand-in for each tensor that is missing."""
+    """Allocate the result, and substitute another tensor for each one that is absent."""
     weight, sums, bias, out = operands
     y = empty((codes.q.shape[0], problem.n), problem.out_dtype, codes.q.device)
     end = host.end_of(bias, out, y)

@@ -1,4 +1,4 @@
-"""Products for few rows on NVIDIA, `gemv` and `int8_gemv`: what a program is made up of, and how large its ring is."""
+"""Products for few rows on NVIDIA, `gemv` and `int8_gemv`: the shape of a program, and the size of its ring."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _COLUMN_BLOCK = 8
 
 
 class WarpShape(NamedTuple):
-    """How a program is made up.
+    """The shape of a program.
 
     **Fields:** ``row_blocks``: of 16 rows of W; ``unroll``: blocks of K that a warp takes at a time, counted as 128
     codes of int4 or 64 of int8; ``warps``; ``stages``: of a warp's ring; ``late``: the next kernel may begin when this
-    one has read all, not when it has begun.
+    one has read everything, not already when it begins.
     """
 
     row_blocks: int = 1
@@ -34,7 +34,7 @@ class WarpShape(NamedTuple):
 
 
 def row_class(m: int) -> int:
-    """1, 8 or 16: what kernels for few rows distinguish."""
+    """1, 8 or 16: the classes of M that these kernels distinguish."""
     return 1 if m == 1 else 8 if m <= 8 else 16
 
 
@@ -57,10 +57,10 @@ def candidates(
 
 
 class Ring(NamedTuple):
-    """What a ring holds, in bytes.
+    """The content of a ring, in bytes.
 
     **Fields:** for each block of K: ``block``: 16 rows of W; ``x``: rows of x; ``parameters``: scales and zero points
-    of 16 rows; ``blank``: zeros. ``fixed``: what stands beside the ring.
+    of 16 rows; ``blank``: zeros. ``fixed``: memory next to the ring.
     """
 
     block: int
@@ -70,12 +70,12 @@ class Ring(NamedTuple):
     fixed: int = 0
 
     def size(self, shape: WarpShape) -> int:
-        """Of all warps together."""
+        """The bytes of all warps together."""
         rows = shape.row_blocks * (self.block + self.parameters)
         return shape.warps * shape.unroll * (shape.stages * (rows + self.x) + self.blank) + self.fixed
 
     def fitted(self, shape: WarpShape, device: Device, dynamic: bool) -> WarpShape:
-        """The shape, made smaller if it would take more shared memory than there is.
+        """The shape, reduced until it fits shared memory.
 
         ``dynamic``: a kernel can have more than Triton's own, see `launch.supports_dynamic_shared`.
         """
@@ -115,7 +115,7 @@ def program(
     """A program for M rows of x, in ``block`` columns at a time.
 
     ``dynamic``: as for `Ring.fitted`; ``x_bytes``: of a value of x in the ring, 0 if it holds none; ``of_row``: bytes
-    of a row's scale and zero point in it; ``fixed``: bytes beside the ring.
+    of a row's scale and zero point in it; ``fixed``: bytes next to the ring.
     """
     rows_of_x = 1 if m == 1 else -(-m // _COLUMN_BLOCK) * _COLUMN_BLOCK
     blank = block * (x_bytes or 1) if m == 1 else 0
@@ -134,7 +134,7 @@ def program(
 
 
 class Layout(NamedTuple):
-    """A packed weight as the kernels take it.
+    """A packed weight as arguments of the kernels.
 
     **Fields:** ``data``, on 16 bytes; ``even``: scales and zero points of 16 rows can be copied 16 bytes at a time;
     ``of_row``: bytes of a row's scale and zero point, 0 if they cannot; ``sizes``: rows, blocks of K, blocks per group,
@@ -148,9 +148,9 @@ class Layout(NamedTuple):
 
 
 def layout(weight: Weight, problem: GemmProblem) -> Layout:
-    """Where a weight's parts are."""
+    """The layout of a weight; an unaligned view is copied."""
     data, scale, zero, n = weight.data, weight.scale, weight.zero, problem.n
-    if data.data_ptr() % 16:  # a view into the middle of something
+    if data.data_ptr() % 16:  # a view into another tensor
         data = data.clone()
     even = not (n % 16 or scale.data_ptr() % 16 or (zero is not None and zero.data_ptr() % 16))
     of_row = scale.element_size() + (0 if zero is None else zero.element_size())
