@@ -1,7 +1,7 @@
 """``torch.ops.qcore_cuda.*``: the kernels as opaque ops of a graph, and the functions behind them.
 
-Arguments are flat and results new tensors. Every op looks at the number of rows when it runs, so one graph serves any.
-Triton is imported when one first runs. In eager mode kernels call the functions directly where `runs_now` allows: that
+Arguments are flat and results new tensors. An op reads the number of rows when it runs: a graph is valid for any.
+Triton is imported when one first runs. In eager mode kernels call the functions directly if `runs_now` allows: that
 saves 3 to 4 microseconds of dispatching to Python, a quarter of what a call may take.
 """
 

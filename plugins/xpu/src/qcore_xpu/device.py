@@ -131,7 +131,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[None]:
-    """One thread at a time: the state of Triton's interpreter is global. Without numpy's warnings of NaN, as on a GPU."""
+    """One thread at a time: Triton's interpreter has global state. Without numpy's warnings of NaN, as on a GPU."""
     import numpy as np
 
     with _one_at_a_time, np.errstate(all="ignore"):

@@ -85,7 +85,7 @@ def weights(at, lane, u: tl.constexpr, i: tl.constexpr, R: tl.constexpr, BYTES: 
 @triton.jit
 def copy_parameters(to, scale, zero, lane, first, live, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr,
                     ZERO: tl.constexpr):  # fmt: skip
-    """Begin to copy the scales of R row blocks, of the groups of U blocks, and behind them, where ZERO, zero points.
+    """Begin to copy the scales of R row blocks, of the groups of U blocks, and behind them, if ZERO, zero points.
 
     A lane copies those of 16 rows and one block. live: whether any warp will read this stage.
     """

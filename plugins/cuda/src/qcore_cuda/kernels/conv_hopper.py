@@ -197,7 +197,7 @@ def _multiply(
     c_phase = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, h, w, n0 = _place(tile, sizes, SHAPE, BN)
-        # What the end needs is loaded before the product, not when every warp waits for it.
+        # Operands of the epilogue are loaded before the product, not when every warp waits for them.
         row = gl.arange(0, H, gl.SliceLayout(1, piece))
         if ENCODE:
             m, real = _positions(b, h, w, row + HALF * H, limits, SHAPE)
@@ -209,7 +209,7 @@ def _multiply(
         for p in gl.static_range(PIECES):
             scales += (gl.load(scale + column + p * Q, mask=column + p * Q < N, other=0.0),)
         acc = gl.zeros((H, BN), gl.int32, layout)
-        # Not `slot`: what has the same value before a loop and after its first turn counts as unchanged in it.
+        # Not `slot`: a variable with the same value before a loop and after its first turn counts as loop-invariant.
         before = gl.to_tensor(0)
         c_before = gl.to_tensor(0)
         for i in range(blocks):
@@ -238,7 +238,7 @@ def _multiply(
         if ENCODE:
             mbarrier.arrive(c_empty.index(c_before), count=1)
         pieces = cut(acc, PIECES)
-        # Where the box of this half begins: boxes are halved along their first side that is longer than 1.
+        # The origin of this half's box: boxes are halved along their first side that is longer than 1.
         if SHAPE[0] > 1:
             b += HALF * (SHAPE[0] // 2)
         elif SHAPE[1] > 1:
@@ -304,7 +304,7 @@ def convolve(
     """y ``(B, OH, OW, N)`` by tiles of SHAPE (images, rows, columns; 128 in all) x BN.
 
     x: descriptor of ``(B, H, W, 128 * per_tap)``, block ``(*SHAPE, 128)``: codes, all of one scale and zero point, with
-    what surrounds the image; or values, where ENCODE, with ``x_scales`` and ``inverse`` of `conv.column_scales`. w: of
+    the border of the image; or values, if ENCODE, with ``x_scales`` and ``inverse`` of `conv.column_scales`. w: of
     rows16, ``(BN, 128)``. y_tiles: half of SHAPE, and 64 (or BN, if less) channels.
     """  # noqa: D403 - y is a name
     N = N // 16 * 16  # tells the compiler

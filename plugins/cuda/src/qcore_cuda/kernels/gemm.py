@@ -117,16 +117,16 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
     acc = tl.zeros([BN, BM], tl.float32)
     S: tl.constexpr = scale.dtype.element_ty
     Z: tl.constexpr = zero.dtype.element_ty
-    # The tensor cores cut sums off, which a long one shows where float32 is asked for.
+    # The tensor cores truncate sums, which shows in long ones if the result is float32.
     APART: tl.constexpr = SCALES == 0 or TERMS > 1
-    FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # taken away where nibbles are unpacked, in their order
+    FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # subtracted when nibbles are unpacked, in their order
     scales = (first * U + tl.arange(0, U))[None, :] * N + rn[:, None] if EACH else first // PER * N + rn
     zeros = (first * U + block if EACH else first // PER) * N + tl.minimum(row, N - 1) if FOLDED else scales
     sp = scale + scales
     zp = zero + zeros
     left = (first // PER + 1) * PER - first
-    # Scales are too narrow for asynchronous copies. What comes before a step's product is loaded a step ahead, what
-    # comes after it at the step's start.
+    # Scales are too narrow for asynchronous copies. Those applied before a step's product are loaded a step ahead,
+    # those applied after it at the step's start.
     s = load_raw(sp, ASM)
     z = load_raw(zp, ASM) if ZERO else s
     if PDL:

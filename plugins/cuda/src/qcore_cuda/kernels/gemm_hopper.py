@@ -53,7 +53,7 @@ def words_layout():
 
 @gluon.constexpr_function
 def _pairs():
-    """int8: pairs (64, 32) of neighbours in 64 columns, each where operand A has it."""
+    """int8: pairs (64, 32) of neighbours in 64 columns, each at its place in operand A."""
     return _layout([[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2]], 32)
 
 
@@ -86,8 +86,8 @@ def _unpack_words(high, half, scaled, zero):
     """PTX: two words $4, $5 of nibbles ``q + 8`` to four registers $0 to $3 of pairs.
 
     A nibble u below the sign and exponent of 128 (bfloat16) or 1024 (float16) is 128 + u or 1024 + u; one fused
-    multiply-add takes the rest away. Operands after the words: what is added instead of -136 or -1032 (INT zero
-    points); scale; what is added after it (FLOAT zero points).
+    multiply-add subtracts the rest. Operands after the words: the summand that replaces -136 or -1032 (INT zero
+    points); scale; the summand after scaling (FLOAT zero points).
     """
     kind, one, exponent, offset = (
         ("f16x2", "0x3C003C00", "0x64646464", "0xE408E408")
@@ -108,7 +108,7 @@ def _unpack_words(high, half, scaled, zero):
 
 @gluon.constexpr_function
 def _unpack_pairs(half, zero):
-    """PTX: a pair $2 of int8 to two floats $0, $1, less $3 where there is a zero point.
+    """PTX: a pair $2 of int8 to two floats $0, $1, less $3 if there is a zero point.
 
     bfloat16 holds 7 bits below the exponent of 128, so the sign's bit is cleared in the one that is subtracted from and
     alone in the other: there it makes 256 of 128.
@@ -178,7 +178,7 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
              SCALED: gl.constexpr, ZERO: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Fill stages, in the order of their use.
 
-    A stage is 64 columns of x, and of an int8 weight. What comes once for a block of 128 columns - int4 words, scales,
+    A stage is 64 columns of x, and of an int8 weight. Data of a whole block of 128 columns - int4 words, scales,
     zero points - has slots of its own and arrives with the block's first stage.
     """
     BN: gl.constexpr = 2 * ROWS
@@ -192,7 +192,7 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
     tiles_m = gl.cdiv(M, BM)
     if PDL:
         gdc_wait()
-    # at, turn: stage of the ring and parity of its barriers; slot: of what comes once per block. Slots need no
+    # at, turn: stage of the ring and parity of its barriers; slot: place of the data of a block. Slots need no
     # barriers: the stage that is awaited before a slot is refilled belongs to the block that used the slot last, and
     # consumers hold the words of a block in registers when they release a stage of it.
     at = 0
@@ -253,7 +253,7 @@ def row_numbers(numbers, WG: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, SCALED: gl.constexpr,
                 ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
-    """The first half of a block as operand A, and what the second half is made of: words, scales, zero points."""
+    """The first half of a block as operand A, and the input of the second half: words, scales, zero points."""
     LAYOUT: gl.constexpr = words_layout() if BITS == 4 else _pairs()
     raw = load_words(ws.index(2 * slot + WG)) if BITS == 4 else ws.index(2 * at + WG).load(LAYOUT)
     s = raw
@@ -427,14 +427,14 @@ def gemm_hopper(
     x, w, y: descriptors, of x with blocks (BM, 64), of int4 words ``(N / 16, KB * 256)`` with blocks (4, 256), of pairs
     of int8 with blocks (64, 32), of y with blocks (BM / PIECES, 64). KB: blocks of 128 columns; PER of them share a row
     of scales and zero points. SCALED: these are multiplied with the weight and scale is a descriptor with blocks
-    (1, 128); else there is one scale per row, for the sum over K. zero: likewise a descriptor, where there is one.
+    (1, 128); else there is one scale per row, for the sum over K. zero: likewise a descriptor, if there is one.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the weight in the second-level cache.
     """
     if PDL:
         gdc_launch_dependents()
-    # Two stages are a block, and have one slot for what comes once per block.
+    # Two stages are a block, and share one slot for the block's data.
     SLOTS: gl.constexpr = (STAGES + 1) // 2
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 64], x.layout)
     COUNT: gl.constexpr = 2 * (SLOTS if BITS == 4 else STAGES)

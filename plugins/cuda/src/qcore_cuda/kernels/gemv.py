@@ -11,7 +11,7 @@ packed weight, ``N * K * BITS / 8`` and its scales, at the bandwidth of the memo
 A nibble becomes a 16-bit float by setting its upper byte (bfloat16 128 + u, float16 1024 + u: exact), from which the
 offset is subtracted at once. Subtracting it from the sum instead would save half an instruction per weight, but a value
 of x far above the others, times 136, would take the digits of all others with it, even if its weight is 0. An integer
-zero point is part of what is subtracted.
+zero point is part of the offset.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _copy_x(to, x, lane, first, live, M, KB, stride, XR: tl.constexpr, U: tl.con
 
 @triton.jit
 def _x_places(lane, BITS: tl.constexpr, XR: tl.constexpr, U: tl.constexpr, P: tl.constexpr):
-    """Where a lane reads x in a stage: offsets for even and odd steps, see `_x_words`."""
+    """Offsets at which a lane reads x in a stage, for even and odd steps, see `_x_words`."""
     C: tl.constexpr = U * P // 8
     MASK: tl.constexpr = min(8, C) - 1
     if BITS == 4:  # lane t holds k = 16 j + 8 h + 2 t + e: `fragments` of x, four chunks of 8 at a time
@@ -145,7 +145,7 @@ def _loaded(pointer, row, group, N, i: tl.constexpr):
 def _scaled(acc, d, s, scales, points, NB: tl.constexpr, ZERO: tl.constexpr):
     """One row block's accumulators, four per column block, and a group's products with scales and zero points applied.
 
-    scales, points: of rows r and r + 8; s: sums of x, where ZERO.
+    scales, points: of rows r and r + 8; s: sums of x, if ZERO.
     """
     s0, s8 = scales
     z0 = points[0].to(tl.float32)
@@ -201,7 +201,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     V: tl.constexpr = BYTES // 4
     PAIRS: tl.constexpr = BITS == 8 and P == 64 and U % 2 == 0
     RINGED: tl.constexpr = ALIGNED and not ONE_GROUP
-    FOLDED: tl.constexpr = BITS == 4 and ZERO == 1  # subtracted where nibbles become floats, else from sums
+    FOLDED: tl.constexpr = BITS == 4 and ZERO == 1  # subtracted when nibbles become floats, else from sums
     AFTER: tl.constexpr = 0 if FOLDED else ZERO
     SCALE: tl.constexpr = scale.dtype.element_ty
     POINT: tl.constexpr = zero.dtype.element_ty
@@ -219,7 +219,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     # Every warp has a ring of its own: warps wait for each other only in the final sum.
     mine = pipeline.allocate(thread, NW, RING, DYNAMIC) + warp * (STAGES * STAGE + BLANK)
     token, spots = _x_places(lane, BITS, XR, U, P)
-    if XR == 1:  # a row of zeros for the tokens that there are not
+    if XR == 1:  # a row of zeros for the seven tokens that do not exist
         blank = mine + STAGES * STAGE
         for q in tl.static_range((BLANK + 511) // 512):
             pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)

@@ -182,7 +182,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     # Every warp has a ring of its own; the codes of a row that is quantized here follow the rings and are shared.
     buffer = pipeline.allocate(thread, NW, RING, DYNAMIC)
     mine = buffer + warp * OWN
-    if XR == 1:  # zeros for the tokens that there are not
+    if XR == 1:  # zeros for the seven tokens that do not exist
         blank = mine + STAGES * STAGE
         for q in tl.static_range((BLANK + 511) // 512):
             pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
@@ -298,7 +298,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                         else:
                             z0, z8 = _pair(zero, row + 16 * i, group, N)
                     if XZERO:
-                        # What the zero point of x takes away: once per group, scale times the sum of the group's codes;
+                        # The correction by x's zero point: once per group, scale times the sum of the group's codes;
                         # only the warp that has the group's first block adds it.
                         k0, k8 = correction[i]
                         t0, t8 = _pair(sums, row + 16 * i, group, N)

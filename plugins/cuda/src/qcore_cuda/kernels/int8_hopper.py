@@ -34,7 +34,7 @@ def _fetch(
     columns = (N + BN - 1) // BN
     if PDL:
         gdc_launch_dependents()
-    # The first weights, before the previous kernel has ended: that one has waited for whatever wrote them.
+    # The first weights, before the previous kernel has ended: that one has waited for any kernel that wrote them.
     first = gl.program_id(0)
     ahead = gl.minimum(blocks, STAGES)
     if first < rows * columns:
@@ -83,7 +83,7 @@ def _multiply(
     for tile in range(gl.program_id(0), rows * columns, gl.num_programs(0)):
         pm, pn = tile_order(tile, rows, columns, GROUP_M)
         m0, n0 = pm * BM + HALF * H, pn * BN
-        # What the end needs is loaded before the product, not when every warp waits for it.
+        # Operands of the epilogue are loaded before the product, not when every warp waits for them.
         rm = m0 + gl.arange(0, H, gl.SliceLayout(1, piece))
         sx = gl.load(x_scale + rm, mask=rm < M, other=0.0)[:, None]
         column = n0 + gl.arange(0, Q, gl.SliceLayout(0, piece))
@@ -91,7 +91,7 @@ def _multiply(
         for p in gl.static_range(PIECES):
             scales += (gl.load(scale + column + p * Q, mask=column + p * Q < N, other=0.0),)
         acc = gl.zeros((H, BN), gl.int32, layout)
-        # Not `slot`: what has the same value before a loop and after its first turn counts as unchanged in it.
+        # Not `slot`: a variable with the same value before a loop and after its first turn counts as loop-invariant.
         before = gl.to_tensor(0)
         for i in range(blocks):
             # A: this half's tokens; B: the whole step of the weight, transposed. Both stay in shared memory.

@@ -92,7 +92,7 @@ def persistent(
     """y ``(M, N)`` by tiles of BM x BN.
 
     x, w: descriptors of codes with blocks ``(BM, P)`` and ``(BN, P)``; y_tiles: one of y, blocks ``(BM, BN / PIECES)``,
-    used where TMA_STORE. A tile is stored in PIECES parts, 1 or 2. GROUPED: no zero points. Other arguments as for
+    used if TMA_STORE. A tile is stored in PIECES parts, 1 or 2. GROUPED: no zero points. Other arguments as for
     `int8_gemm.tiles`.
     """  # noqa: D403 - y is a name
     if ALIGNED:

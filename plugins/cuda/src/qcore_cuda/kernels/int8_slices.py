@@ -147,8 +147,8 @@ def slices(
         if GROUPED:
             # Parameters are too narrow for asynchronous copies: the next block's are fetched by hand.
             s2, z2, t2 = _parameters(scale, zero, sums, block + S, blocks, rn, N, BITS, PER, WZERO, XZERO)
-            # Scale the exact sum of the block and add it up in float32; ``correction`` gathers what the zero point of x
-            # takes away.
+            # Scale the exact sum of the block and add it up in float32; ``correction`` sums up the correction by the
+            # zero point of x.
             if WZERO == INT_ZERO:
                 d -= z.to(tl.int32)[:, :, None] * (o * 16 if BITS == 4 else o)
             acc += d.to(tl.float32) * s[:, :, None]

@@ -39,7 +39,7 @@ from .hopper import advance, ring
 
 @gluon.jit
 def _codes(words, zero, ZERO: gl.constexpr, DOT: gl.constexpr):
-    """Operand A (64, 128) of words (64, 16): 16 times the codes, or the codes less ``zero`` (64,) where ZERO."""
+    """Operand A (64, 128) of words (64, 16): 16 times the codes, or the codes less ``zero`` (64,) if ZERO."""
     # Four copies of a word make an operand for every four bytes: of them, the first is read.
     raw = gl.join(words, words)
     raw = gl.join(raw, raw)
@@ -106,7 +106,7 @@ def _produce(x, w, scale, zero, sums, xs, ws, ss, zs, ms, full, empty, N, M, KB,
     tiles_m = gl.cdiv(M, BM)
     if PDL:
         gdc_launch_dependents()
-    # The first weights, before the previous kernel has ended: that one has waited for whatever wrote them.
+    # The first weights, before the previous kernel has ended: that one has waited for any kernel that wrote them.
     first = gl.program_id(0)
     ahead = gl.minimum(KB, STAGES)
     _, first_n = tile_order(first, tiles_m, tiles_n, GROUP)
@@ -173,7 +173,7 @@ def _blocks(U: gl.constexpr, left, acc, moved, words, zero, s, total, at, turn, 
         else:
             d = warpgroup_mma(codes, x, acc, is_async=True)
             acc = d
-        # Once per group, at its first block: what the zero points of x take away, scale times the sum of the group's
+        # Once per group, at its first block: the correction by zero points of x, scale times the sum of the group's
         # codes.
         if MOVED and EACH:
             moved += gl.where(fresh == PER, s * total, 0.0)

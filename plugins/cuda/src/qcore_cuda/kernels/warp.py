@@ -89,7 +89,7 @@ def codes8(word, BF16: tl.constexpr):
     """Four signed bytes as two words of 16-bit floats, in order.
 
     bfloat16 has too few digits for 128 + u: the lower seven bits become 128 + l, and the sign bit makes -128 or -256
-    of what is added.
+    of the summand.
     """
     if BF16:
         low, high = tl.inline_asm_elementwise(

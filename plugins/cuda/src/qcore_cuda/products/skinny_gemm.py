@@ -79,7 +79,7 @@ class Ring(NamedTuple):
 
         ``dynamic``: a kernel can have more than Triton's own, see `launch.supports_dynamic_shared`.
         """
-        # Triton names its shared memory, where a ring that was asked for begins, if warps have something to exchange.
+        # A dynamic ring follows Triton's own shared memory, which has a name only if warps exchange values.
         most = device.shared if dynamic and shape.warps > 1 else STATIC
         while self.size(shape) + scratch(shape.warps) > most:
             if shape.stages > 2:

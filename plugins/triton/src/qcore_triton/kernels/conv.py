@@ -286,7 +286,7 @@ def column_scales(
     BM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Symmetric scales ``(M,)`` of columns and what multiplies their values; ``extent``: of pixels ``(B, H, W)``."""
+    """Symmetric scales ``(M,)`` of columns and the factors of their values; ``extent``: of pixels ``(B, H, W)``."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     image = m // (OH * OW)
     most = tl.zeros((BM,), tl.int32)

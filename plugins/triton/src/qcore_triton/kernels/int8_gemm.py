@@ -82,7 +82,7 @@ def tiles(
 ):
     """y ``(M, N)`` by tiles of BM x BN.
 
-    Arguments as for `int8_slices.slices`, and ``x_sums`` int32: where WZERO, sums of x per block of P ``(blocks, M)``,
+    Arguments as for `int8_slices.slices`, and ``x_sums`` int32: if WZERO, sums of x per block of P ``(blocks, M)``,
     or of whole rows ``(1, M)`` unless GROUPED. SWAP: N is the first dimension of the product. ALIGNED: N is a multiple
     of 16, and y can be written 16 bytes at a time.
     """  # noqa: D403 - y is a name
@@ -129,7 +129,7 @@ def tiles(
             a, b = nibbles(raw, ASM)
             d = _product(b, xb, _product(a, xa, start, SWAP), SWAP)
         if GROUPED:
-            # Scale the exact sum of the block; ``correction`` gathers what the zero point of x takes away.
+            # Scale the exact sum of the block; ``correction`` sums up the correction by the zero point of x.
             at = (i // PER) * N + rn
             s = tl.load(scale + at, mask=in_n, other=0.0).to(tl.float32)
             if XZERO:  # noqa: SIM102 - the other one is a branch at run time

@@ -56,7 +56,7 @@ def inverse_of(scale, largest, NARROW: tl.constexpr):
     """``1 / scale`` for `encode`; ``largest``: the row's `magnitude`.
 
     NARROW, for bfloat16 and symmetric codes: a reciprocal with which one multiplication gives the code. Quotients of
-    two numbers of 8 bits keep 2**-16 of their size away from ties, unless they are ties: where v is half of the
+    two numbers of 8 bits keep 2**-16 of their size away from ties, unless they are ties: if v is half of the
     largest, or anywhere if the scale is a power of two and all is exact. For the former the reciprocal is off by
     2**-20, to the side that the quotient, correctly rounded, takes.
     """

@@ -7,7 +7,7 @@ import triton.language as tl
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # a Triton without NVIDIA's part; what needs these names is not compiled then
+except ImportError:  # a Triton without NVIDIA's part; code that needs these names is not compiled then
     gdc_launch_dependents = gdc_wait = None
 
 
