@@ -346,7 +346,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
 
     if PDL and LATE:
         gdc_launch_dependents()
-    # Epilogue: sum the warps through shared memory, apply scales and zero points once more per token, store.
+    # Epilogue: sum the warps through shared memory, apply the parameters of tokens and of a single group, store.
     e = tl.arange(0, 128)
     for n in tl.static_range(NB):
         token = 8 * n + 2 * ((e // 4) % 4) + e % 2

@@ -25,7 +25,7 @@ TOKEN: tl.constexpr = tl.constexpr(3)
 
 @triton.jit
 def extent(v, MODE: tl.constexpr):
-    """Per element, `magnitude` if it is below zero and if it is above (of both, unless asymmetric): a row's extent."""
+    """Per element, its `magnitude` as (below, above) zero: 0 on the other side; on both sides unless asymmetric."""
     size = magnitude(v)
     if MODE == ASYMMETRIC:
         below, above = tl.where(v > 0, 0, size), tl.where(v < 0, 0, size)
