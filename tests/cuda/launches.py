@@ -175,9 +175,10 @@ def _made(request: Any) -> Any:
 
     if _why_not_weight(request) or why_not_dtypes(request):  # there is no device to ask about
         return None
+    if request.contract == "conv2d" and conv2d.why_not(request):
+        return None
     makers = {"linear": linear.kernel, "conv2d": conv2d.kernel, "embedding": embedding.CudaEmbedding}
-    made = makers[request.contract](request)
-    return None if isinstance(made, str) else made
+    return makers[request.contract](request)
 
 
 def _pretend(target: str, recorder: Recorder) -> None:
@@ -241,12 +242,13 @@ def conv2d(
     import torch
 
     from qcore.contracts import CONTRACTS
-    from qcore_cuda.conv2d import kernel
+    from qcore_cuda.conv2d import kernel, why_not
 
     parsed, kind = _scheme(scheme), getattr(torch, dtype)
     request = CONTRACTS["conv2d"].request_for(parsed, torch.device("meta"), kind, channels, channels)
-    made = kernel(replace(request, kernel_size=(window, window), padding=(window // 2, window // 2)))
-    assert not isinstance(made, str), made
+    request = replace(request, kernel_size=(window, window), padding=(window // 2, window // 2))
+    assert not why_not(request), why_not(request)
+    made = kernel(request)
     x = torch.empty(batch, channels, size, size, dtype=kind, device="meta").to(memory_format=torch.channels_last)
     made(x, made.pack(_weight(parsed, channels, channels * window**2, kind)), None)
 

@@ -89,18 +89,19 @@ def test_codes_are_taken_as_they_are_and_padded_with_the_zero_point(shape):
 
 @pytest.mark.usefixtures("on_cpu")
 def test_columns_made_in_parts_give_the_same(monkeypatch):
-    from qcore_cuda import conv8
+    from qcore_cuda.convolutions import columns
 
     case = problem("w8a8", GATHERED[0])
     whole = check(case)
-    monkeypatch.setattr(conv8, "_COLUMN_BYTES", 1)
-    monkeypatch.setattr(conv8, "_LEAST_COLUMNS", 16)
+    monkeypatch.setattr(columns, "_COLUMN_BYTES", 1)
+    monkeypatch.setattr(columns, "_LEAST_COLUMNS", 16)
     assert torch.equal(check(case), whole)
 
 
 def test_scales_of_columns_come_from_the_extents_of_pixels():
-    from qcore_cuda import conv_hopper
-    from qcore_cuda.conv8 import Given, column_codes
+    from qcore_cuda.convolutions import conv_hopper
+    from qcore_cuda.convolutions.base import ActivationParameters
+    from qcore_cuda.convolutions.codes import column_codes
     from qcore_cuda.runtime.device import Device
     from qcore_triton.geometry import Geometry
     from qcore_triton.weights import Weight
@@ -110,7 +111,7 @@ def test_scales_of_columns_come_from_the_extents_of_pixels():
     geometry = Geometry((3, 2), (1, 1), (2, 1), (2, 1), 1)
     size = geometry.output(6, 7)
     weight = Weight(torch.empty(16, 288), torch.empty(1, 16), None, 16, 288, 8, 288)
-    codes = column_codes(x, geometry, Given(True, None, 0), 0, 2 * size[0] * size[1], weight)
+    codes = column_codes(x, geometry, ActivationParameters(True, None, 0), 0, 2 * size[0] * size[1], weight)
     window = (2, 6, 2, 1, 2, 1)
     scale, inverse = conv_hopper._column_scales(x.movedim(1, -1), window, size, Device(0, False, 4))
     assert torch.equal(scale, codes.scale)
@@ -122,7 +123,7 @@ def test_scales_of_columns_come_from_the_extents_of_pixels():
     [((32, 56, 56), (2, 8, 8)), ((1, 1, 300), (1, 1, 128)), ((1, 30, 30), (1, 8, 16)), ((64, 1, 1), (128, 1, 1))],
 )
 def test_boxes_waste_little_at_the_borders(size, box):
-    from qcore_cuda import conv_hopper
+    from qcore_cuda.convolutions import conv_hopper
 
     found = conv_hopper._box(*size)
     count, most = (math.prod(-(-s // b) for s, b in zip(size, sides, strict=True)) for sides in (found, box))
@@ -143,9 +144,9 @@ def test_results_have_the_strides_that_a_trace_expects():
 
 
 def test_what_has_no_kernel_is_refused_with_a_reason():
-    from qcore_cuda.conv2d import kernel
+    from qcore_cuda.conv2d import why_not
 
     depthwise = problem("w8a8", next(s for s in _SHAPES if s.name == "depthwise")).request
-    assert "channel groups" in kernel(depthwise)
+    assert "channel groups" in why_not(depthwise)
     long = problem("w8a8", _Shape("long", (1, 2048, 9, 9), 16, (5, 5))).request
-    assert "too long" in kernel(long)
+    assert "too long" in why_not(long)

@@ -142,9 +142,9 @@ def test_triton_too_old(monkeypatch):
 
 def test_convolutions_come_from_a_module_of_their_own(monkeypatch):
     made = FloatLinear(linear("w8a16"))
-    answers = iter([made, "5x5 kernels have no kernel"])
+    reasons = iter(["", "5x5 kernels have no kernel"])
     stub = ModuleType("qcore_cuda.conv2d")
-    stub.kernel = lambda request: next(answers)
+    stub.why_not, stub.kernel = lambda request: next(reasons), lambda request: made
     monkeypatch.setitem(sys.modules, "qcore_cuda.conv2d", stub)
     request = CONTRACTS["conv2d"].request_for(Scheme.parse("w8a16"), GPU, torch.float16, 8, 8)
     offer = plugin.qcore_conv2d(request)

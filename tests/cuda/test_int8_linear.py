@@ -50,7 +50,7 @@ def choice(name):
         "tiles": Choice(int8_tiles.INT8_TILES, int8_tiles.Tile(32, 64, 4, 2)),
         "tiles-swapped": Choice(int8_tiles.INT8_TILES, int8_tiles.Tile(16, 32, 4, 2, swap=True)),
         "persistent": Choice(
-            int8_persistent.INT8_PERSISTENT, int8_persistent.Band(32, 32, 4, 2, parts=2, tma_store=True, per_sm=1)
+            int8_persistent.INT8_PERSISTENT, int8_persistent.Band(32, 32, 4, 2, pieces=2, tma_store=True, per_sm=1)
         ),
         "persistent-pointers": Choice(int8_persistent.INT8_PERSISTENT, int8_persistent.Band(32, 64, 4, 2)),
     }[name]

@@ -24,8 +24,9 @@ def on_cpu():
 
 
 def kernel_for(request):
-    made = KERNELS[request.contract](request)
-    return None if isinstance(made, str) else made
+    if request.contract == "conv2d" and conv2d.why_not(request):
+        return None
+    return KERNELS[request.contract](request)
 
 
 @pytest.mark.parametrize(("contract", "count"), [("linear", 10), ("conv2d", 10), ("embedding", 20)])

@@ -45,7 +45,7 @@ def gluon(monkeypatch):
 
 
 def test_int4_in_blocks_of_128_meets_many_codes_in_a_kernel_of_its_own(gluon):
-    from qcore_cuda.problem import Problem
+    from qcore_cuda.problem import GemmProblem
     from qcore_cuda.products.w4a8_hopper import W4A8_HOPPER
     from qcore_cuda.selection import choose
     from qcore_triton.weights import FLOAT_ZERO, INT_ZERO
@@ -53,7 +53,7 @@ def test_int4_in_blocks_of_128_meets_many_codes_in_a_kernel_of_its_own(gluon):
     def chosen(device=HOPPER, **change):
         return choose(device, replace(plain, **change)).product is W4A8_HOPPER
 
-    plain = Problem(4, 4096, 4096, 2048, codes=True, grouped=True)
+    plain = GemmProblem(4, 4096, 4096, 2048, codes=True, grouped=True)
     assert all(chosen(rows=rows) for rows in (64, 256, 2048))
     assert chosen(zero=INT_ZERO)
     assert chosen(out_dtype=torch.int8)
@@ -64,11 +64,11 @@ def test_int4_in_blocks_of_128_meets_many_codes_in_a_kernel_of_its_own(gluon):
 
 
 def test_many_codes_of_int8_go_where_the_last_wave_wastes_least(gluon):
-    from qcore_cuda.problem import Problem
+    from qcore_cuda.problem import GemmProblem
     from qcore_cuda.products.int8_hopper import INT8_HOPPER
     from qcore_cuda.selection import choose
 
-    plain = Problem(8, 4096, 4096, 2048, 64, one_group=True, codes=True)
+    plain = GemmProblem(8, 4096, 4096, 2048, 64, one_group=True, codes=True)
     found = {
         (n, rows): choose(HOPPER, replace(plain, n=n, rows=rows)).config.bn
         for n, rows in ((4096, 2048), (14336, 1024), (4096, 256))
@@ -83,13 +83,15 @@ def test_many_codes_of_int8_go_where_the_last_wave_wastes_least(gluon):
 
 @pytest.mark.parametrize("arch", [0, 80, 89, 90, 100])
 def test_a_choice_serves_its_problem(gluon, arch):
-    from qcore_cuda.problem import Problem
+    from qcore_cuda.problem import GemmProblem
     from qcore_cuda.selection import candidates, choose
 
     device = Device(arch, not arch, 128)
     for codes, bits, rows, n in itertools.product((False, True), (4, 8), (1, 16, 32, 256, 2048), (64, 4096, 4100)):
         for zero, x_dtype in itertools.product((0, 1, 2), (torch.bfloat16, torch.float16, torch.float32)):
-            problem = Problem(bits, n, 4096, rows, zero=zero, x_dtype=x_dtype, codes=codes, grouped=True, x_zero=True)
+            problem = GemmProblem(
+                bits, n, 4096, rows, zero=zero, x_dtype=x_dtype, codes=codes, grouped=True, x_zero=True
+            )
             for choice in (choose(device, problem), *candidates(device, problem)):
                 assert choice.product.serves(device, problem)
                 assert choice.product.adapted(problem, choice.config) == choice

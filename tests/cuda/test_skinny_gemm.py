@@ -45,17 +45,17 @@ def packed(case):
 def float_product(case, device, shape):
     from qcore_cuda.products.float32_split import SplitRows
     from qcore_cuda.products.gemv import GEMV
-    from qcore_cuda.products.skinny_gemm import Shape
+    from qcore_cuda.products.skinny_gemm import WarpShape
 
     product = SplitRows(GEMV) if case.x.dtype == torch.float32 else GEMV
-    return cuda_problems.float_product(case, packed(case)[0], product, Shape(*shape), device)
+    return cuda_problems.float_product(case, packed(case)[0], product, WarpShape(*shape), device)
 
 
 def int8_product(case, device, shape):
     from qcore_cuda import int8
     from qcore_cuda.products.base import Choice, Operands
     from qcore_cuda.products.int8_gemv import INT8_GEMV
-    from qcore_cuda.products.skinny_gemm import Shape
+    from qcore_cuda.products.skinny_gemm import WarpShape
     from qcore_triton.codes import SYMMETRIC, Given, mode_of
 
     weight, sums = packed(case)
@@ -72,7 +72,7 @@ def int8_product(case, device, shape):
     mode = mode_of(case.x, symmetric, of_x)
     problem = int8.plan_of(case.x, weight, case.request.out_dtype, mode.kind != SYMMETRIC, of_y).problem
     operands = Operands(weight, None if symmetric else sums, case.bias, of_y)
-    return int8.run(case.x, mode, operands, int8.planned(device, problem, Choice(INT8_GEMV, Shape(*shape))))
+    return int8.run(case.x, mode, operands, int8.planned(device, problem, Choice(INT8_GEMV, WarpShape(*shape))))
 
 
 def cases(schemes):
@@ -165,13 +165,13 @@ def test_a_row_that_cannot_be_read_in_wide_pieces_is_quantized_first(change, amp
 
 def test_a_shape_is_made_smaller_until_its_ring_fits(ampere):
     from qcore_cuda.kernels.smem_pipeline import STATIC, scratch
-    from qcore_cuda.products.skinny_gemm import Ring, Shape
+    from qcore_cuda.products.skinny_gemm import Ring, WarpShape
 
     ring = Ring(block=1024, x=4096, parameters=32, blank=0)
-    shape = ring.fitted(Shape(4, 2, 8, 4), ampere, dynamic=False)
+    shape = ring.fitted(WarpShape(4, 2, 8, 4), ampere, dynamic=False)
     assert ring.size(shape) + scratch(shape.warps) <= STATIC
     assert shape.stages >= 2
-    small = Shape(1, 1, 4, 2)
+    small = WarpShape(1, 1, 4, 2)
     assert ring.fitted(small, ampere, dynamic=False) == small
 
 

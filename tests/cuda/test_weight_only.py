@@ -139,9 +139,9 @@ def test_tiles_of_float32_are_as_large_as_there_are_enough_of(n, k, rows, expect
 
 
 def float32_problem(n, k, rows):
-    from qcore_cuda.problem import Problem, bucket
+    from qcore_cuda.problem import GemmProblem, bucket
 
-    return Problem(4, n, k, rows, x_dtype=torch.float32, out_dtype=torch.float32, split_rows=bucket(3 * rows))
+    return GemmProblem(4, n, k, rows, x_dtype=torch.float32, out_dtype=torch.float32, split_rows=bucket(3 * rows))
 
 
 @pytest.mark.parametrize("kernel", ["float32_split", "gemv"])

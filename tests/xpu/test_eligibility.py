@@ -98,17 +98,16 @@ def test_without_an_op_triton_serves_and_the_note_says_why(interpreter, monkeypa
 
 def test_without_an_op_and_without_triton_both_reasons_are_given(monkeypatch):
     monkeypatch.setattr(aten, "missing", lambda name: f"torch lacks {name}.")
-    monkeypatch.setattr(triton_linear, "kernel", lambda request: "Triton is not installed.")
-    answer = serving.linear(asked("linear", "w8a16"))
-    assert answer == qcore.Refusal("torch lacks _weight_int8pack_mm. Triton is not installed.")
-    answer = serving.linear(asked("linear", "w8a16-asym"))
-    assert answer == qcore.Refusal("Triton is not installed.")
+    monkeypatch.setattr(triton_linear, "why_not", lambda request: "Triton is not installed.")
+    reason = serving.why_not_linear(asked("linear", "w8a16"))
+    assert reason == "torch lacks _weight_int8pack_mm. Triton is not installed."
+    assert serving.why_not_linear(asked("linear", "w8a16-asym")) == "Triton is not installed."
 
 
 @pytest.mark.parametrize("module", ["conv2d", "embedding"])
 def test_a_reason_of_a_module_is_a_refusal(monkeypatch, module):
-    monkeypatch.setattr(f"qcore_xpu.{module}.kernel", lambda request: "Triton is not installed.")
-    assert getattr(serving, module)(asked(module)) == qcore.Refusal("Triton is not installed.")
+    monkeypatch.setattr(f"qcore_xpu.{module}.why_not", lambda request: "Triton is not installed.")
+    assert getattr(serving, f"why_not_{module}")(asked(module)) == "Triton is not installed."
 
 
 @pytest.fixture

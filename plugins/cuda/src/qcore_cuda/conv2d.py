@@ -12,7 +12,7 @@ from qcore_triton.conv2d import PackedConv2d, why_not_int8
 from . import conv_ops, ops
 
 _LARGEST_COLUMN = 1 << 15
-"""What `column_size` may be: a column stays in the registers of one program."""
+"""The largest `column_size`, in values: a column stays in the registers of one program."""
 
 
 class FloatConv2d(PackedConv2d):
@@ -53,8 +53,11 @@ class Int8Conv2d(PackedConv2d):
         )
 
 
-def kernel(request: Conv2dRequest) -> Kernel | str:
-    """The kernel for a request that `eligibility` has nothing against, or why there is none."""
-    if request.activation is None:
-        return FloatConv2d(request)
-    return why_not_int8(request, _LARGEST_COLUMN) or Int8Conv2d(request)
+def why_not(request: Conv2dRequest) -> str:
+    """Why a convolution that `eligibility` has nothing against is refused; empty if it is supported."""
+    return "" if request.activation is None else why_not_int8(request, _LARGEST_COLUMN)
+
+
+def kernel(request: Conv2dRequest) -> Kernel:
+    """The kernel for a request that neither `eligibility` nor `why_not` has anything against."""
+    return FloatConv2d(request) if request.activation is None else Int8Conv2d(request)

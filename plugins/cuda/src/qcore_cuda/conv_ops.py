@@ -33,7 +33,8 @@ def conv2d_a8(
                 x, data, scale, zero, sums, bias, n, k, bits, group, kernel, stride, padding, dilation, groups,
                 symmetric, static_scale, static_zero_point, output_scale, output_zero_point, out_dtype,
             )  # fmt: skip
-    from .conv8 import Given, Result, conv2d
+    from .convolutions.base import ActivationParameters, Result
+    from .int8_conv import conv2d
 
     geometry = Geometry.of(kernel, stride, padding, dilation, groups)
     size = geometry.output(*x.shape[2:])
@@ -45,7 +46,7 @@ def conv2d_a8(
         sums,
         bias_of(bias, n),
         geometry,
-        Given(symmetric, static_scale, static_zero_point),
+        ActivationParameters(symmetric, static_scale, static_zero_point),
         Result(out_dtype, output_scale, output_zero_point),
     )
     return _image(y, x, size)
@@ -71,7 +72,7 @@ def conv2d_a16(
     fused = bias if bias is not None and bias.dtype == dtype else None
     x = x.to(dtype)
     if dtype != torch.float32:
-        x = x.contiguous(memory_format=torch.channels_last)  # what tensor cores take; w is so already
+        x = x.contiguous(memory_format=torch.channels_last)  # the layout of tensor cores; w has it already
     cudnn = torch.backends.cudnn
     as_it_is = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
     exact = cudnn.flags(**as_it_is, allow_tf32=False) if dtype == torch.float32 else contextlib.nullcontext()
@@ -87,7 +88,7 @@ def _image(y: Tensor, x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _last(y: Tensor) -> Tensor:
-    """With the strides of `_image`, which is what the fake says."""
+    """Y with the strides of `_image`, as the fake promises."""
     return y.movedim(1, -1).contiguous().movedim(-1, 1)
 
 

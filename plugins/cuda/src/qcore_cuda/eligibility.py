@@ -1,4 +1,4 @@
-"""Which requests have a kernel here, and for the others why not, in a sentence that a user can act on."""
+"""Why requests are refused, in sentences that a user can act on."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from qcore_triton.packing import block_size
 from .probe import triton_fault
 
 OLDEST = (8, 0)
-"""The compute capability from which on tensor cores take bfloat16 and int8. Every AMD GPU in use is above it."""
+"""The lowest compute capability whose tensor cores support bfloat16 and int8. AMD GPUs report higher ones."""
 
 
 def why_not(request: AnyRequest) -> str:
-    """Why a request is refused; empty where it is served."""
+    """Why a request is refused; empty if it is supported."""
     return why_not_device(request.device) or triton_fault() or _why_not_weight(request) or why_not_dtypes(request)
 
 
 @lru_cache(maxsize=64)
 def why_not_device(device: torch.device) -> str:
-    """Why tensors on ``device`` are not served; asks for its compute capability once."""
+    """Why tensors on ``device`` are not supported, or empty; cached, since it reads the compute capability."""
     if device.type != "cuda":
         return f"qcore-cuda runs on CUDA devices, and the tensors are on {device}; move them with .to('cuda')."
     try:

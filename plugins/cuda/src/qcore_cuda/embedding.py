@@ -12,7 +12,7 @@ from . import ops
 
 
 class CudaEmbedding(PackedKernel):
-    """Gathers rows and dequantizes only those; its packed table is that of `FloatLinear`, so tied layers share it.
+    """Gathers rows and dequantizes only those; packs like `FloatLinear`, so tied layers share one copy.
 
     An index out of range ends in a device-side assertion, as in torch.
     """

@@ -13,7 +13,7 @@ from .runtime.launch import launch
 
 _COLUMNS = 4096
 """Columns per program: 16 bytes of int4 codes per thread."""
-# Debug is what turns assertions on. It comes with checks of every integer operation, which are not wanted. Triton's
+# Debug turns assertions on, and with them checks of every integer operation, which are switched off again. Triton's
 # interpreter knows neither.
 _OPTIONS = {} if triton.knobs.runtime.interpret else {"debug": True, "sanitize_overflow": False}
 

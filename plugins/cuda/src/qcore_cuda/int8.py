@@ -12,7 +12,7 @@ from qcore_triton.codes import SYMMETRIC, Codes, Given, Mode, mode_of
 from qcore_triton.host import blocking
 from qcore_triton.weights import NO_ZERO, Weight
 
-from .problem import Form, Problem, form_of, int8_problem
+from .problem import Form, GemmProblem, form_of, int8_problem
 from .products.base import Choice, Int8Product, Operands
 from .products.quantized import codes_of
 from .runtime import replay
@@ -21,14 +21,14 @@ from .runtime.replay import empty
 from .selection import choose
 
 
-class Plan(NamedTuple):
-    """What a form of call amounts to: the kernel that computes it, and with which configuration.
+class Int8Plan(NamedTuple):
+    """The plan for a form of call: the kernel and its configuration.
 
     ``totals``: quantizing sums up the codes of each row.
     """
 
     device: Device
-    problem: Problem
+    problem: GemmProblem
     product: Int8Product[Any]
     config: Any
     totals: bool
@@ -44,7 +44,7 @@ def product(
     given: Given | None = None,
     out: Given | None = None,
 ) -> Tensor:
-    """Quantize x ``(M, K)``, M >= 1, multiply and end: ``(M, N)`` of ``out_dtype``.
+    """Quantize x ``(M, K)``, M >= 1, multiply, and apply the epilogue: ``(M, N)`` of ``out_dtype``.
 
     Each token is quantized by parameters of its own, ``symmetric`` or not, or as ``given`` says; an int8 x is taken as
     codes. ``sums``: see `Operands`. ``out``: scale and zero point of int8 results.
@@ -54,8 +54,8 @@ def product(
     return run(x, mode, Operands(weight, sums, bias, out), plan)
 
 
-def run(x: Tensor, mode: Mode, operands: Operands, plan: Plan) -> Tensor:
-    """`product` as planned. One row is quantized by the kernel that multiplies it, if that can be."""
+def run(x: Tensor, mode: Mode, operands: Operands, plan: Int8Plan) -> Tensor:
+    """`product` by a plan. A single row is quantized by the kernel that multiplies it, if that is supported."""
     device, problem, kernel, config, totals = plan
     if kernel.fuses(x, device, problem):
         return kernel.launch_floats(x, mode, operands, device, problem, config)
@@ -65,7 +65,7 @@ def run(x: Tensor, mode: Mode, operands: Operands, plan: Plan) -> Tensor:
 
 def plan_of(
     x: Tensor, weight: Weight, out_dtype: torch.dtype, x_zero: bool, out: Given | None, *, own_order: bool = False
-) -> Plan:
+) -> Int8Plan:
     """The plan for a call, made once for each of its forms; ``x_zero``: activations have a zero point."""
     by_token = out is not None and isinstance(out.scale, Tensor)
     return _plan(x.device, x.shape[0], form_of(weight), out_dtype, x_zero, by_token, own_order)
@@ -74,7 +74,7 @@ def plan_of(
 @lru_cache(maxsize=8192)
 def _plan(
     where: torch.device, m: int, form: Form, out_dtype: torch.dtype, x_zero: bool, by_token: bool, own_order: bool
-) -> Plan:
+) -> Int8Plan:
     problem = int8_problem(
         form, m, out_dtype, blocking(form.weight()), x_zero=x_zero, out_by_token=by_token, own_order=own_order
     )
@@ -82,12 +82,12 @@ def _plan(
     return planned(device, problem, choose(device, problem))
 
 
-def planned(device: Device, problem: Problem, choice: Choice) -> Plan:
+def planned(device: Device, problem: GemmProblem, choice: Choice) -> Int8Plan:
     """A plan with a given choice."""
     # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.
     product = cast("Int8Product[Any]", choice.product)
     totals = product.wants_totals and problem.zero != NO_ZERO and problem.one_group
-    return Plan(device, problem, product, choice.config, totals)
+    return Int8Plan(device, problem, product, choice.config, totals)
 
 
 def linear(

@@ -19,9 +19,9 @@ from .runtime.replay import replays
 
 
 class _Linear(PackedKernel, RowsKernel):
-    """What the two have in common. A call like an earlier one is made by addresses alone: see `replay`.
+    """The common base of both kernels. A call of a known form replays recorded launches, see `replay`.
 
-    ``numbers``: what results depend on beside the weight's format and sizes.
+    ``numbers``: further values that results depend on, apart from the weight's format and sizes.
     """
 
     def __init__(self, request: LinearRequest, kind: str, numbers: tuple[Any, ...], *, sums: bool = False) -> None:
@@ -37,7 +37,7 @@ class _Linear(PackedKernel, RowsKernel):
         if given or not runs_now(x):
             return super().__call__(x, packed, bias, **given)
         parts = self._parts(packed)
-        # What a recorded call takes for granted: also that nothing is on another device, and that a bias is one.
+        # Everything that a recorded call assumes, the devices of all tensors and the shape of a bias included.
         key: Any = (x.shape, x.stride(), x.dtype, x.get_device(), parts[0].get_device(), parts[1].dtype)
         tensors: tuple[Tensor, ...] = (x, *parts)
         if bias is not None:
@@ -61,7 +61,7 @@ class FloatLinear(_Linear):
         return call(x, packed["data"], packed["scale"], packed.get("zero"), bias, *self._constants)
 
     def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:
-        """Measure every configuration for this number of rows; the fastest serves from now on."""
+        """Measure every configuration for this number of rows; the fastest is used from now on."""
         del given
         from .tuning import tune_float
 
@@ -89,7 +89,7 @@ class Int8Linear(_Linear):
         )  # fmt: skip
 
     def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:
-        """Measure every configuration for this number of rows; the fastest serves from now on."""
+        """Measure every configuration for this number of rows; the fastest is used from now on."""
         del bias, given
         from .tuning import tune_int8
 

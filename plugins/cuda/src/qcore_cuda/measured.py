@@ -1,7 +1,7 @@
-"""What was measured: on this machine by ``qcore tune``, and for an architecture in the table shipped for it.
+"""Measurements: those of ``qcore tune`` on this machine, and those shipped for an architecture.
 
 A record names a kernel and holds the fields of its configuration; tables have one flat record a line, so that they diff
-well. Measurements of this machine count for the version of the plugin and of Triton that they were made with.
+well. Measurements of this machine are valid for the versions of the plugin and of Triton that made them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .problem import Problem
+from .problem import GemmProblem
 from .runtime.device import Device
 
 _HERE = Path(__file__).parent
@@ -42,10 +42,10 @@ def _table(arch: int, activations: str) -> _Sizes:
     return found
 
 
-def shipped(device: Device, problem: Problem) -> list[Record]:
-    """What the table of the device's architecture has for a problem, measurements of sizes near ``(n, k)`` first.
+def shipped(device: Device, problem: GemmProblem) -> list[Record]:
+    """The records of the architecture's table for a problem, sizes near ``(n, k)`` first.
 
-    A number of rows that was not measured goes by the next larger one that was.
+    A number of rows that was not measured uses the next larger one that was.
     """
     table = _table(device.arch, problem.activations) if device.arch and problem.tabulated else {}
     bits, n, k, asked = problem.bits, problem.n, max(problem.k, 1), problem.split_rows or problem.rows
@@ -69,15 +69,15 @@ def version() -> str:
     return digest.hexdigest()[:16]
 
 
-def _key(device: Device, problem: Problem) -> str:
-    """What the time of a product depends on most: a measurement serves every problem of the same key."""
+def _key(device: Device, problem: GemmProblem) -> str:
+    """The properties that the time of a product depends on most; problems of one key share a measurement."""
     p, sizes = problem, (problem.bits, problem.n, problem.k, problem.rows)
     form = (p.grouped, p.step) if p.codes else (p.split_rows, p.block, p.narrow, p.exact, p.whole)
     return f"{version()}|{tuple(device)}|{sizes}|{form}"
 
 
-def tuned(device: Device, problem: Problem) -> Record | None:
-    """What was measured on this machine for a problem, if it was."""
+def tuned(device: Device, problem: GemmProblem) -> Record | None:
+    """The measurement of this machine for a problem, or None."""
     from qcore.plugin_api import read_record
 
     record = read_record(f"cuda-{problem.activations}", _key(device, problem)) or {}
@@ -85,8 +85,8 @@ def tuned(device: Device, problem: Problem) -> Record | None:
     return Record(kernel, config) if isinstance(kernel, str) and isinstance(config, dict) else None
 
 
-def keep(device: Device, problem: Problem, record: Record) -> bool:
-    """Keep a measured choice on disk (atomically), for every process that starts from now on; whether that worked."""
+def keep(device: Device, problem: GemmProblem, record: Record) -> bool:
+    """Store a measured choice on disk (atomically), for processes that start later; returns whether that worked."""
     from qcore.plugin_api import write_record
 
     return write_record(f"cuda-{problem.activations}", _key(device, problem), **record._asdict())

@@ -1,4 +1,4 @@
-"""Names of NVIDIA GPUs and the driver's version, asked of NVML: it creates no CUDA context and survives a fork."""
+"""Names of NVIDIA GPUs and the driver's version, read from NVML, which creates no CUDA context and survives a fork."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _LENGTH = 96  # NVML's own limit for names and versions
 
 
 class Driver(NamedTuple):
-    """What NVML says: a name per GPU (also of GPUs hidden from CUDA), and the driver's version."""
+    """Facts from NVML: a name per GPU (also of GPUs hidden from CUDA), and the driver's version."""
 
     names: tuple[str, ...] = ()
     version: str = ""
 
 
 def driver() -> Driver:
-    """Ask NVML; empty where it is not there or does not answer."""
+    """Query NVML; empty if it is missing or does not answer."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         if library.nvmlInit_v2():

@@ -1,7 +1,7 @@
-"""``torch.ops.qcore_cuda.*``: what the kernels are in a graph, and the functions behind them.
+"""``torch.ops.qcore_cuda.*``: the kernels as opaque ops of a graph, and the functions behind them.
 
-Arguments are flat and results new tensors. Every op looks at the number of rows when it runs, so one graph serves any.
-Triton is imported when one first runs. In eager mode kernels call the functions directly where `runs_now` allows: that
+Arguments are flat and results new tensors. An op reads the number of rows when it runs: a graph is valid for any.
+Triton is imported when one first runs. In eager mode kernels call the functions directly if `runs_now` allows: that
 saves 3 to 4 microseconds of dispatching to Python, a quarter of what a call may take.
 """
 
@@ -37,7 +37,7 @@ def define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..
 
 
 def needs_guard(x: Tensor) -> bool:
-    """Whether torch's state is not what launches and products of torch on x need; see `device_guard`."""
+    """Whether the current device or autocast has to change for launches and torch products on x, see `device_guard`."""
     index = x.get_device()
     return torch.is_autocast_enabled() or (index >= 0 and index != _current_device())
 
@@ -91,8 +91,8 @@ def linear_a8(
 ) -> Tensor:  # fmt: skip
     """``A(x) @ W^T + bias`` with int8 A(x): x ``(M, K)`` float or int8 codes, M at least 1, to ``(M, N)``.
 
-    Activations: ``x_scale`` and ``x_zero_point`` ``(M,)`` where given, else ``static_scale`` and ``static_zero_point``
-    where given, else per token, ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``,
+    Activations: ``x_scale`` and ``x_zero_point`` ``(M,)`` if given, else ``static_scale`` and ``static_zero_point``
+    if given, else per token, ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``,
     or by ``output_scale`` and ``output_zero_point``, else of ``out_dtype``. ``sums``: see `packing.pack`.
     """
     given = zip(GIVEN_NAMES, (x_scale, x_zero_point, out_scale, out_zero_point), strict=True)
@@ -122,7 +122,7 @@ def embedding(
     return found.view(*indices.shape, d)
 
 
-# What a graph calls: the number of rows is known only now, and may be none.
+# The implementations that a graph calls: the number of rows is known only now, and may be 0.
 
 
 def _linear_a16(x: Tensor, *rest: Any) -> Tensor:

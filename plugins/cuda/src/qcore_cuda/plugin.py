@@ -31,14 +31,14 @@ def qcore_linear(request: qcore.LinearRequest) -> qcore.Offer | qcore.Refusal:
 
 @qcore.hookimpl
 def qcore_conv2d(request: qcore.Conv2dRequest) -> qcore.Offer | qcore.Refusal:
-    """Convolutions that `qcore_cuda.conv2d` has a kernel for."""
+    """Convolutions with int4 and int8 weights; with int8 activations, those whose columns fit one program."""
     reason = eligibility.why_not(request)
     if reason:
         return qcore.Refusal(reason)
-    from .conv2d import kernel
+    from .conv2d import kernel, why_not
 
-    made = kernel(request)
-    return qcore.Refusal(made) if isinstance(made, str) else qcore.Offer(made, qcore.NATIVE, "Triton")
+    reason = why_not(request)
+    return qcore.Refusal(reason) if reason else qcore.Offer(kernel(request), qcore.NATIVE, "Triton")
 
 
 @qcore.hookimpl

@@ -25,7 +25,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 
 def probe(root: Path = Path("/")) -> Available | Unavailable:
-    """What `qcore_probe` answers; ``root`` is where device files are looked for."""
+    """The answer of `qcore_probe`; ``root``: the directory whose device files are examined."""
     return _torch_fault(root) or _device_fault(root) or _triton_unavailable() or _found()
 
 
@@ -91,7 +91,7 @@ def _triton_unavailable() -> Unavailable | None:
 
 @lru_cache(maxsize=1)
 def triton_fault() -> str:
-    """What is wrong with the Triton installed, with the remedy; empty where nothing is."""
+    """The fault of the installed Triton, with the remedy; empty if there is none."""
     found, needs = triton_version(), f"qcore-cuda needs triton>={TRITON}"
     remedy = f"pip install 'triton>={TRITON}'"
     if platform.system() != "Linux":
@@ -109,7 +109,7 @@ def _older(version: str, bound: str) -> bool:
 
 
 def triton_version() -> str:
-    """The version of Triton, from package metadata, without importing it; empty where it is not installed."""
+    """The version of Triton, from package metadata, without importing it; empty if it is not installed."""
     return next(filter(None, map(installed_version, _TRITON_NAMES)), "")
 
 

@@ -1,4 +1,4 @@
-"""`Problem`: all that the choice of a kernel depends on, made once for each form of a call."""
+"""`GemmProblem`: everything that the choice of a kernel depends on, made once for each form of a call."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from qcore_triton.weights import FLOAT_ZERO, NO_ZERO, Weight
 
 FLOAT, INT8 = "float", "int8"
-"""The two kinds of activations, which have kernels and tables of their own."""
+"""The two kinds of activations, with separate kernels and tables."""
 
-PARTS = 3
-"""How many bfloat16 matrices float32 activations are split into."""
+TERMS = 3
+"""The number of bfloat16 matrices that float32 activations are the sum of."""
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
@@ -24,7 +24,7 @@ def bucket(m: int) -> int:
 
 
 class Form(NamedTuple):
-    """What a packed weight is, in plain values: ``packed``: the shape of its data; ``groups``; ``zero``: a dtype."""
+    """A packed weight without its values: ``packed``: the shape of its data; ``groups``; ``zero``: a dtype or None."""
 
     packed: tuple[int, ...]
     groups: int
@@ -49,13 +49,13 @@ def form_of(weight: Weight) -> Form:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A product ``x @ W^T``, as far as kernels can tell.
+class GemmProblem:
+    """A product ``x @ W^T``, as described to the kernels.
 
     **Fields:** ``bits``, ``n``, ``k``: of the weight; ``rows``: `bucket` of M; ``block``: columns of a block of the
     packed weight; ``one_group``: one scale for all of K; ``zero``: the weight's kind of zero point (`NO_ZERO`,
     `INT_ZERO` or `FLOAT_ZERO`); ``x_dtype``: of float activations; ``out_dtype``: of the result; ``split_rows``: of
-    float32 activations, `bucket` of 3 M, the rows of their `PARTS`, else 0.
+    float32 activations, `bucket` of 3 M, the rows of their `TERMS`, else 0.
 
     Of int8 activations (``codes``): ``step``: columns per step along K; ``grouped``: sums of some steps are scaled;
     ``per``: steps whose sums are added in int32; ``x_zero``: activations have a zero point; ``out_by_token``: int8
@@ -64,7 +64,7 @@ class Problem:
     Derived: ``activations``: `FLOAT` or `INT8`; ``narrow``: x is of 16-bit floats; ``exact``: a weight must not be
     rounded to x's dtype (float16, whose small numbers are coarse, or a result wider than x); ``whole``: scales may come
     after the sum over all of K (one group, no float zero point), and the result has x's dtype; ``tabulated``: shipped
-    measurements, made with one format of each element, say anything about it.
+    measurements, made with one format of each element, apply to it.
     """
 
     bits: int
@@ -92,7 +92,7 @@ class Problem:
     tabulated: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Work out what kernels ask for over and over."""
+        """Derive the properties that kernels read often."""
         narrow = self.x_dtype.itemsize == 2
         same = narrow and self.out_dtype == self.x_dtype
         vars(self).update(
@@ -106,14 +106,14 @@ class Problem:
     def _tabulated(self) -> bool:
         if self.codes:
             return self.step == 128 and self.grouped == (self.bits == 4)
-        # What was measured reads 16 bytes at a time; kernels for few rows take more of smaller blocks.
+        # Measured configurations read 16 bytes at a time; kernels for few rows take more of smaller blocks.
         return self.bits == 8 or self.block == 128 or (self.split_rows or self.rows) <= 16
 
 
-def float_problem(form: Form, m: int, x_dtype: torch.dtype, out_dtype: torch.dtype) -> Problem:
+def float_problem(form: Form, m: int, x_dtype: torch.dtype, out_dtype: torch.dtype) -> GemmProblem:
     """A product of M rows of floats."""
-    weight, split_rows = form.weight(), bucket(PARTS * m) if x_dtype == torch.float32 else 0
-    return Problem(
+    weight, split_rows = form.weight(), bucket(TERMS * m) if x_dtype == torch.float32 else 0
+    return GemmProblem(
         form.bits, form.n, form.k, bucket(m), weight.block, form.groups == 1, weight.zero_kind, x_dtype, out_dtype,
         split_rows,
     )  # fmt: skip
@@ -122,10 +122,10 @@ def float_problem(form: Form, m: int, x_dtype: torch.dtype, out_dtype: torch.dty
 def int8_problem(
     form: Form, m: int, out_dtype: torch.dtype, along_k: tuple[int, bool, int], *,
     x_zero: bool, out_by_token: bool, own_order: bool,
-) -> Problem:  # fmt: skip
-    """A product of M rows of codes; ``along_k``: step, grouped, per; these and the flags: see `Problem`."""
+) -> GemmProblem:  # fmt: skip
+    """A product of M rows of codes; ``along_k``: step, grouped, per; these and the flags: see `GemmProblem`."""
     weight, (step, grouped, per) = form.weight(), along_k
-    return Problem(
+    return GemmProblem(
         form.bits, form.n, form.k, bucket(m), weight.block, form.groups == 1, weight.zero_kind, out_dtype=out_dtype,
         codes=True, step=step, grouped=grouped, per=per,
         x_zero=x_zero, out_by_token=out_by_token, own_order=own_order,

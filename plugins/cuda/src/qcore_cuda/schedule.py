@@ -1,4 +1,4 @@
-"""How the tiles of a product are spread over programs, and its steps along K over those that share a tile."""
+"""The distribution of tiles, and of steps along K, over programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def spread(tiles: int, steps: int, split: int, even: int, sms: int) -> Spread:
     """How ``tiles`` of so many steps along K are spread.
 
     ``split``: programs that share the K of a tile; ``even``: programs per multiprocessor, of which there are ``sms``,
-    over which all tiles are spread evenly instead, or 0.
+    if all tiles are spread evenly over them instead, else 0.
     """
     if not even:
         if split == 1:
@@ -40,8 +40,8 @@ TILE_TIMES: Mapping[int, float] = {256: 10.0, 128: 5.6, 64: 3.8}
 def shares(tiles: int, blocks: int, bm: int, sms: int) -> tuple[float, Spread]:
     """The time that `gemm_hopper` takes for ``tiles`` of ``bm`` tokens and so many blocks of K, and their spread.
 
-    Tiles that make no whole wave stay so, or K is split, or they are spread evenly: parts of sums cost time, too (as
-    measured on an H200).
+    The tiles of the last, incomplete wave run whole, or their K is split, or they are spread evenly: partial sums cost
+    time, too (as measured on an H200).
     """
     waves, left = divmod(tiles, sms)
     programs = sms if waves else tiles

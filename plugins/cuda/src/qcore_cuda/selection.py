@@ -1,8 +1,8 @@
-"""Which kernel serves a product, with which configuration: what was measured, else a rule.
+"""The selection of a product's kernel and its configuration: by measurement, else by a rule.
 
-In order: what ``qcore tune`` measured on this machine for this size and number of rows; a kernel whose rule goes before
-the table; the nearest size in the table shipped for this architecture (``tables/sm_90.json``); the first rule. Nothing
-is measured while a model runs.
+In this order: the measurement of ``qcore tune`` on this machine for this size and number of rows; a kernel whose rule
+precedes the table; the nearest size in the table shipped for this architecture (``tables/sm_90.json``); the first rule.
+Nothing is measured while a model runs.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 from . import measured
 from .measured import Record
-from .problem import Problem
+from .problem import GemmProblem
 from .products.base import Choice, Product
 from .products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
 from .runtime.device import Device
 
 
 @lru_cache(maxsize=8192)
-def choose(device: Device, problem: Problem) -> Choice:
+def choose(device: Device, problem: GemmProblem) -> Choice:
     """The kernel and its configuration for a problem."""
     return next(_choices(device, problem))
 
 
-def candidates(device: Device, problem: Problem) -> list[Choice]:
-    """What ``qcore tune`` measures for a problem: a few dozen that have ever been fastest anywhere, and the rule's."""
+def candidates(device: Device, problem: GemmProblem) -> list[Choice]:
+    """The choices that ``qcore tune`` measures: a few dozen that were fastest for some size, and the rule's."""
     found = [next(_by_rule(device, problem, leads=False))]
     for product in _products(problem):
         if product.serves(device, problem):
@@ -35,17 +35,17 @@ def candidates(device: Device, problem: Problem) -> list[Choice]:
     return list(dict.fromkeys(found))
 
 
-def keep(device: Device, problem: Problem, choice: Choice) -> bool:
-    """Keep the choice that was measured to be fastest; whether that worked."""
+def keep(device: Device, problem: GemmProblem, choice: Choice) -> bool:
+    """Store the fastest choice on disk; returns whether that worked."""
     return measured.keep(device, problem, Record(choice.product.name, choice.config._asdict()))
 
 
-def _products(problem: Problem) -> Sequence[Product[Any]]:
+def _products(problem: GemmProblem) -> Sequence[Product[Any]]:
     return INT8_PRODUCTS if problem.codes else FLOAT_PRODUCTS
 
 
-def _choices(device: Device, problem: Problem) -> Iterator[Choice]:
-    """All that could serve, the best first."""
+def _choices(device: Device, problem: GemmProblem) -> Iterator[Choice]:
+    """All possible choices, the best first."""
     record = measured.tuned(device, problem)
     if record:
         yield from _of_record(device, problem, record)
@@ -55,8 +55,8 @@ def _choices(device: Device, problem: Problem) -> Iterator[Choice]:
     yield from _by_rule(device, problem, leads=False)
 
 
-def _of_record(device: Device, problem: Problem, record: Record) -> Iterator[Choice]:
-    """What a record stands for: nothing if its kernel does not serve this problem."""
+def _of_record(device: Device, problem: GemmProblem, record: Record) -> Iterator[Choice]:
+    """The choice of a record; none if its kernel does not support this problem."""
     for product in _products(problem):
         if product.name == record.kernel and product.serves(device, problem):
             try:
@@ -68,8 +68,8 @@ def _of_record(device: Device, problem: Problem, record: Record) -> Iterator[Cho
                 yield choice
 
 
-def _by_rule(device: Device, problem: Problem, *, leads: bool) -> Iterator[Choice]:
-    """What the rules say of the kernels that go before the table, or of the others."""
+def _by_rule(device: Device, problem: GemmProblem, *, leads: bool) -> Iterator[Choice]:
+    """The rules' choices, of the kernels that precede the table (``leads``) or of the others."""
     for product in _products(problem):
         if product.leads is leads and product.serves(device, problem):
             config = product.rule(device, problem)

@@ -1,4 +1,4 @@
-"""Measuring configurations: what ``qcore tune`` and the tables of ``benchmarks/cuda_tables.py`` share.
+"""Timing of configurations, for ``qcore tune`` and the tables of ``benchmarks/cuda_tables.py``.
 
 A call is timed inside a CUDA graph, where the host's time does not count, over copies of the weight that together are
 larger than the L2 cache, as the layers of a model are.
@@ -19,14 +19,14 @@ from torch import Tensor
 from qcore_triton.codes import mode_of
 from qcore_triton.weights import Weight
 
-from .problem import Problem
+from .problem import GemmProblem
 from .products.base import Operands
 from .runtime.device import Device
 
 C = TypeVar("C")
 Call = Callable[[], Any]
 _MICROSECONDS = 600.0
-"""About how long one replay is."""
+"""The approximate duration of one replay."""
 _MOST_COPIES = 32
 
 
@@ -78,7 +78,8 @@ def ranked(candidates: Iterable[C], calls: Callable[[C], Sequence[Call]]) -> lis
     """(microseconds, candidate), the fastest first; those that do not fit this device are left out."""
     found = []
     for candidate in candidates:
-        # Triton and its assembler have many errors for what does not fit; a broken device fails the next one as well.
+        # Triton and its assembler raise many kinds of errors for a configuration that does not fit; a broken device
+        # fails the next one as well.
         with contextlib.suppress(Exception):
             found.append((microseconds(calls(candidate)), candidate))
     return sorted(found, key=lambda pair: pair[0])
@@ -113,7 +114,7 @@ def tune_int8(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
     int8.forget()
 
 
-def _tune(device: Device, problem: Problem, calls: Callable[[Any], Sequence[Call]]) -> None:
+def _tune(device: Device, problem: GemmProblem, calls: Callable[[Any], Sequence[Call]]) -> None:
     from . import selection
 
     best = ranked(selection.candidates(device, problem), calls)

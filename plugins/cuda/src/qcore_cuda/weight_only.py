@@ -10,18 +10,18 @@ from torch import Tensor
 
 from qcore_triton.weights import Weight
 
-from .problem import Form, Problem, float_problem, form_of
+from .problem import Form, GemmProblem, float_problem, form_of
 from .products.base import FloatProduct
 from .runtime import replay
 from .runtime.device import Device, device_of
 from .selection import choose
 
 
-class Plan(NamedTuple):
-    """What a form of call amounts to: the kernel that computes it, and with which configuration."""
+class FloatPlan(NamedTuple):
+    """The plan for a form of call: the kernel and its configuration."""
 
     device: Device
-    problem: Problem
+    problem: GemmProblem
     product: FloatProduct[Any]
     config: Any
 
@@ -35,17 +35,17 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
     return product.launch(x, weight, bias, device, problem, config)
 
 
-def plan(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> Plan:
+def plan(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> FloatPlan:
     """The plan for a call, made once for each of its forms."""
     return _plan(x.device, x.dtype, out_dtype, x.shape[0], form_of(weight))
 
 
 @lru_cache(maxsize=8192)
-def _plan(where: torch.device, x_dtype: torch.dtype, out_dtype: torch.dtype, m: int, form: Form) -> Plan:
+def _plan(where: torch.device, x_dtype: torch.dtype, out_dtype: torch.dtype, m: int, form: Form) -> FloatPlan:
     problem = float_problem(form, m, x_dtype, out_dtype)
     device = device_of(where)
     choice = choose(device, problem)
-    return Plan(device, problem, cast("FloatProduct[Any]", choice.product), choice.config)
+    return FloatPlan(device, problem, cast("FloatProduct[Any]", choice.product), choice.config)
 
 
 def forget() -> None:

@@ -1,4 +1,4 @@
-"""Quantized activations, and how they come about; imports no Triton."""
+"""Quantized activations and their parameters; imports no Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qcore import DynamicInt8, OutputInt8
 from qcore.plugin_api import Activation, contiguous, given_numbers
 
 SYMMETRIC, ASYMMETRIC, TENSOR, TOKEN = range(4)
-"""Kinds of parameters, as `kernels.quantize` knows them: a token's own, or given for all or for each token."""
+"""Kinds of parameters, with the values of `kernels.quantize`: a token's own, or given for all or for each token."""
 
 
 Numbers = tuple[bool, float | None, int, float | None, int]
@@ -30,7 +30,7 @@ class Codes(NamedTuple):
     """Quantized activations: ``x = scale * (q - zero)``.
 
     **Fields:** ``q``: int8 ``(M, KQ)``, KQ = K rounded up to 128, 0 behind K; ``scale``: float32 ``(M,)``; ``zero``:
-    float32 ``(M,)`` of whole numbers, None for 0; ``total``: int32 ``(M,)``, the sums of codes, where asked for;
+    float32 ``(M,)`` of whole numbers, None for 0; ``total``: int32 ``(M,)``, the sums of codes, if requested;
     ``order``: of the columns, as `Weight.order`.
     """
 
@@ -49,14 +49,14 @@ class Given(NamedTuple):
 
 
 def given_of(scale: Tensor | None, zero: Tensor | None, number: float | None, zero_number: int) -> Given | None:
-    """Tensors ``(M,)`` where they came with the call, else the scheme's numbers, else nothing."""
+    """Tensors ``(M,)`` if they came with the call, else the scheme's numbers, else None."""
     if scale is not None:
         return Given(scale, torch.zeros_like(scale) if zero is None else zero)
     return None if number is None else Given(number, float(zero_number))
 
 
 class Mode(NamedTuple):
-    """The kind of parameters, and scale and zero point where they are given."""
+    """The kind of parameters, and scale and zero point if they are given."""
 
     kind: int
     scale: Any

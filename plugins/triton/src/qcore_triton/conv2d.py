@@ -1,4 +1,4 @@
-"""What convolutions on packed weights have in common, and which of those with int8 activations have no kernel."""
+"""The base class of convolutions on packed weights, and the refusals of those with int8 activations."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _is_pointwise(r: Conv2dRequest) -> bool:
 
 
 def why_not_int8(r: Conv2dRequest, largest: int) -> str:
-    """Why a convolution with int8 activations is refused where a program holds columns up to ``largest``; or empty."""
+    """Why a convolution with int8 activations is refused if a program holds at most ``largest`` values; or empty."""
     each = r.n // r.groups
     if r.groups > 1 and (each % ROWS or r.groups > _MOST_GROUPS):
         return (
@@ -65,6 +65,6 @@ def why_not_int8(r: Conv2dRequest, largest: int) -> str:
     if not _is_pointwise(r) and column_size(taps, channels) > largest:
         return (
             f"a column of {taps} x {channels} values is too long to be quantized in one program, which holds "
-            f"{largest}; torch ops serve it."
+            f"{largest}; torch ops compute it."
         )
     return ""

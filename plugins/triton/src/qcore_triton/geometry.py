@@ -1,4 +1,4 @@
-"""Sizes of convolutions; imports no Triton, so that a request can be judged by them."""
+"""Sizes of convolutions; imports no Triton, so that eligibility checks can use them."""
 
 from __future__ import annotations
 

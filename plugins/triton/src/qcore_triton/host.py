@@ -1,7 +1,8 @@
-"""The host's side of these kernels: memory, arguments and grids of their launches, whoever makes them.
+"""The host's side of these kernels: memory, arguments and grids of launches for any plugin.
 
-A plugin hands in what is its own: ``launch(kernel, grid, *arguments, **meta)``, ``empty(shape, dtype, device)``, sizes
-of blocks, and as ``options`` the constexpr PDL with Triton's options of a launch. Importing this module imports Triton.
+A plugin passes its own functions and sizes: ``launch(kernel, grid, *arguments, **meta)``, ``empty(shape, dtype,
+device)``, sizes of blocks, and as ``options`` the constexpr PDL with Triton's options of a launch. Importing this
+module imports Triton.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ Launch = Callable[..., object]
 Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 
 _EXACT_K = {False: 1 << 16, True: 1 << 15}
-"""Up to this K the products of one group fit int32; True: with differences of int8 codes and zero points as factors."""
+"""Up to this K the products of one group fit int32; True: if factors are differences of int8 codes and zero points."""
 _EARLY = 32
-"""Up to this many rows a product starts to read weights while they are quantized, where kernels may overlap."""
+"""Up to this many rows a product starts to read weights while they are quantized, if kernels may overlap."""
 _UNSCALED = 1 << 24
-"""Steps per group where there is one group: more than there are."""
+"""Steps per group if there is one group: more than any K has."""
 
 
 def quantize_rows(
@@ -68,7 +69,7 @@ def quantize_columns(
 ) -> Codes:  # fmt: skip
     """Codes of ``count`` columns of x ``(B, C, H, W)`` from position ``first`` on, as of rows by `quantize_rows`.
 
-    One channel group; scale and zero point are numbers where given. ``columns``: columns per program, a power of two; 0
+    One channel group; scale and zero point are numbers if given. ``columns``: columns per program, a power of two; 0
     is for the kernel that has one.
     """
     (_, channels, height, width), (kind, scale, zero) = x.shape, mode
@@ -102,7 +103,7 @@ class Blocking(NamedTuple):
 
 
 def blocking(weight: Weight) -> Blocking:
-    """How int8 products go along K."""
+    """The steps of int8 products along K."""
     groups = weight.scale.shape[0]
     p = weight.order or 128
     if groups > 1:
@@ -119,7 +120,7 @@ def steps(weight: Weight, p: int) -> tuple[int, int]:
 
 
 class End(NamedTuple):
-    """What the end of a product takes: tensors, numbers and constexprs."""
+    """Arguments of a product's epilogue: tensors, numbers and constexprs."""
 
     args: tuple[Any, ...]
     numbers: tuple[float, float]
@@ -127,7 +128,7 @@ class End(NamedTuple):
 
 
 def end_of(bias: Tensor | None, out: Given | None, y: Tensor) -> End:
-    """Arguments of the epilogue, which makes codes by ``out`` where given; y stands in for tensors that are missing."""
+    """Arguments of the epilogue, which makes codes by ``out`` if given; y stands in for tensors that are absent."""
     meta = {"HAS_BIAS": bias is not None, "OUT": 0}
     args: tuple[Any, ...] = (y if bias is None else bias, y, y)
     if out is None:

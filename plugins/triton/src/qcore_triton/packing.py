@@ -1,4 +1,4 @@
-"""How weights are packed: one layout per element type, read alike by GEMV, GEMM, row gathers and convolutions.
+"""How weights are packed: one layout per element type, shared by GEMV, GEMM, row gathers and convolutions.
 
 `scale` and `zero` stay as they are in a PLAIN `qcore.QTensor`, ``(G, N)``. N is rounded up to 16.
 
@@ -9,7 +9,7 @@ which thread t of four holds a row of A in the registers of ``mma.m16n8k16`` and
 its fragments of V products, and unpacking them moves nothing between threads. 16 rows of a block are contiguous. P is
 the largest of 128, 64 and 32 that divides the group size: a block lies in one group, block b in ``b * P // group``.
 
-**rows16** (int8): int8 ``(N, K)``, K rounded up to 64; to 32 where there are several groups and their size is no
+**rows16** (int8): int8 ``(N, K)``, K rounded up to 64; to 32 if there are several groups and their size is no
 multiple of 64. So here, too, no block of 64 or 32 columns lies in a group that does not exist.
 
 Padding is the code 0. Everything here is torch ops, on any device, meta included.
@@ -34,20 +34,20 @@ _CHUNK = 1 << 25
 
 
 def block_size(group_size: int | None) -> int:
-    """P, the columns per block, for codes in groups of ``group_size`` (None: per channel); 0 where there is none."""
+    """P, the columns per block, for codes in groups of ``group_size`` (None: per channel); 0 if there is none."""
     return _BLOCKS[0] if group_size is None else next((p for p in _BLOCKS if group_size % p == 0), 0)
 
 
 def packing_name(format: Format, *, sums: bool = False) -> str:
-    """What `qcore.Kernel.packing` says of a weight packed here."""
+    """The value of `qcore.Kernel.packing` for a weight packed here."""
     return ("triton.planar16" if format.dtype == "int4" else "triton.rows16") + ("+sums" if sums else "")
 
 
 def pack(weight: QTensor, *, sums: bool = False) -> dict[str, Tensor]:
-    """``data``, ``scale`` and, where there is one, ``zero``.
+    """``data``, ``scale`` and, if the weight has one, ``zero``.
 
-    ``sums``: also int32 ``(G, N)``, the sum over each group of ``q - zero`` (of q where the zero point is not an
-    integer): what activations with a zero point are corrected by.
+    ``sums``: also int32 ``(G, N)``, the sum over each group of ``q - zero`` (of q if the zero point is not an
+    integer), by which activations with a zero point are corrected.
     """
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
     packed = {"data": _pack_data(weight), "scale": weight.scale.contiguous()}
@@ -99,7 +99,7 @@ def _chunks_of_codes(weight: QTensor) -> Iterator[Tensor]:
 
 
 def _row_multiple(format: Format, k: int) -> int:
-    """What K of rows16 is rounded up to."""
+    """The multiple that K of rows16 is rounded up to."""
     return 64 if format.groups(k) == 1 or format.group(k) % 64 == 0 else 32
 
 

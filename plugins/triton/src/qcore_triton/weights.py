@@ -1,4 +1,4 @@
-"""`Weight`: a packed weight with its sizes, as functions on the host's side of kernels hand it on."""
+"""`Weight`: a packed weight with its sizes, as the host's side of kernels passes it around."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
 
 
 def check_devices(x: Tensor, data: Tensor, others: Mapping[str, Tensor | None]) -> None:
-    """Raise `FormatError` unless x, a packed weight's ``data`` and whatever else comes with a call are on one device.
+    """Raise `FormatError` unless x, a packed weight's ``data`` and the ``others`` of a call are on one device.
 
-    A kernel takes addresses: what it would read at one of another device is anybody's.
+    A kernel takes addresses: those of another device would be read as addresses of its own.
     """
     index = data.get_device()
     if x.get_device() != index:

@@ -1,4 +1,4 @@
-"""The only door to torch's own ops for Intel GPUs, which oneDNN computes.
+"""The only access to torch's own ops for Intel GPUs, which oneDNN computes.
 
 Everything that torch requires of a call is written here, once, because torch checks only part of it: what it does not
 check, it reads as if it held. Kernels call the functions through this module, so that a test can put others in place.
@@ -22,7 +22,7 @@ ALIGNMENT = 64
 
 
 def missing(name: str) -> str:
-    """Why an op cannot be called, with the remedy; empty where this build of torch has it."""
+    """Why an op cannot be called, with the remedy; empty if this build of torch has it."""
     served = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001 - there is no public way to ask
     if hasattr(torch.ops.aten, name) and served(f"aten::{name}", "XPU"):
         return ""

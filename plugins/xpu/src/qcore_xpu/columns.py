@@ -17,7 +17,7 @@ from .device import empty, launch, options, sub_groups
 from .tiles import How
 
 _COLUMN_BYTES = 1 << 23
-"""Codes of columns made at a time: what a cache of 16 MiB still holds when the product reads them."""
+"""Codes of columns made at a time: a cache of 16 MiB still holds them when the product reads them."""
 _LEAST_COLUMNS = 128
 _IN_REGISTERS = 8192
 """Values of columns that share a program."""

@@ -12,7 +12,7 @@ from qcore_triton.codes import numbers_of
 from qcore_triton.conv2d import PackedConv2d, why_not_int8
 
 from . import device, triton_ops
-from .triton_linear import why_not
+from .triton_linear import why_not_weight
 
 _LARGEST_COLUMN = 1 << 14
 """Values that one program quantizes: 512 for each of 32 sub-groups, which is as many as a work-group may have."""
@@ -60,10 +60,13 @@ class Int8Conv2d(PackedConv2d):
         return call(x, *weight, bias, None, None, None, None, *self.sizes, *self._constants)
 
 
-def kernel(request: Conv2dRequest) -> DenseConv2d | Int8Conv2d | str:
-    """The kernel for a request that `eligibility` has nothing against, or why there is none."""
-    if reason := why_not(request):
+def why_not(request: Conv2dRequest) -> str:
+    """Why a request that `eligibility` has nothing against has no kernel here; empty if it has one."""
+    if (reason := why_not_weight(request)) or request.activation is None:
         return reason
-    if request.activation is None:
-        return DenseConv2d(request)
-    return device.why_not_int8(request.device) or why_not_int8(request, _LARGEST_COLUMN) or Int8Conv2d(request)
+    return device.why_not_int8(request.device) or why_not_int8(request, _LARGEST_COLUMN)
+
+
+def kernel(request: Conv2dRequest) -> DenseConv2d | Int8Conv2d:
+    """The kernel for a request that `why_not` has nothing against."""
+    return DenseConv2d(request) if request.activation is None else Int8Conv2d(request)

@@ -46,7 +46,7 @@ def conv2d(x: Tensor, weight: Weight, bias: Tensor | None, geometry: Geometry, o
     fused, rest = split(bias, dtype)
     x = x.to(dtype).contiguous(memory_format=torch.channels_last)
     with exact(dtype):
-        # By core's way round oneDNN, which reads beside images that are narrow for the kernel's dilation or padding.
+        # Core's workaround: oneDNN reads outside images that are narrow for the kernel's dilation or padding.
         y = float_conv2d(x, w, fused, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
     if rest is not None:
         y = y.float() + rest.view(-1, 1, 1)

@@ -1,4 +1,4 @@
-"""Triton as it is here: whether it can serve Intel GPUs, and launching its kernels."""
+"""The installed Triton: whether it supports Intel GPUs, and launches of its kernels."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def _fault(interpreter: bool) -> str:
 
 
 def why_not_triton() -> str:
-    """Why kernels in Triton cannot run here, with the remedy; empty where they can. Does not import it."""
+    """Why kernels in Triton cannot run here, with the remedy; empty if they can. Does not import it."""
     return _fault(interpreted())
 
 
-_ELSE = "Torch ops serve it; per channel, w8a8 runs here on oneDNN, and so do float activations."
+_ELSE = "Torch ops compute it; per channel, w8a8 runs here on oneDNN, and so do float activations."
 
 
 def why_not_int8(device: torch.device) -> str:
-    """Why Triton's int8 products are refused on ``device``, with the remedy; empty where they are taken.
+    """Why Triton's int8 products are refused on ``device``, with the remedy; empty if they are supported.
 
     Without DPAS Triton multiplies int8 on its FMA path, which has errors.
     """
@@ -56,7 +56,7 @@ def why_not_int8(device: torch.device) -> str:
 
 @lru_cache(maxsize=64)
 def _without_dpas(device: torch.device) -> str:
-    # By getattr: releases of torch differ in what they tell of a device.
+    # By getattr: releases of torch differ in the properties that they report.
     told = torch.xpu.get_device_properties(device)
     sizes = getattr(told, "sub_group_sizes", None) or ()
     if sizes and min(sizes) < _DPAS_LANES:
@@ -74,7 +74,7 @@ def _without_dpas(device: torch.device) -> str:
 
 
 class _Narrowing:
-    """What lets oneDNN round float32 factors, off while anyone is inside: first in, off; last out, as it was."""
+    """Settings that let oneDNN round float32 factors: the first user switches them off, the last one restores them."""
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
@@ -101,7 +101,7 @@ class _Narrowing:
         for one in (onednn.matmul, onednn.conv):
             precision = one.fp32_precision
             if precision in {"tf32", "bf16"}:
-                # What it has from the setting above it is told as its own; "none" is to have it from there again.
+                # An inherited value is reported as its own; "none" makes it inherit again.
                 self._undo.append((one, "fp32_precision", "none" if precision == whole else precision))
                 one.fp32_precision = "ieee"
         if onednn.allow_tf32:
@@ -113,9 +113,9 @@ _narrowing = _Narrowing()
 
 
 def exact(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-    """Products of float32 are of float32, where the user lets oneDNN round factors to TF32 or bfloat16, too.
+    """Keep products of float32 exact, even if the user lets oneDNN round factors to TF32 or bfloat16.
 
-    Any thread may be inside at any time. The setting is the process's: what others multiply meanwhile is exact as well.
+    Safe in any number of threads. The setting is the process's: products of other threads are exact meanwhile, too.
     """
     return _narrowing.off() if dtype == torch.float32 else contextlib.nullcontext()
 
@@ -131,7 +131,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[None]:
-    """Triton's interpreter keeps its state in one place, and numpy warns of NaN and overflow, where a GPU goes on."""
+    """One thread at a time: Triton's interpreter has global state. Without numpy's warnings of NaN, as on a GPU."""
     import numpy as np
 
     with _one_at_a_time, np.errstate(all="ignore"):

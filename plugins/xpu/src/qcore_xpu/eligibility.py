@@ -1,4 +1,4 @@
-"""Which requests have a kernel here, and for the others why not, in a sentence that a user can act on."""
+"""Why requests are refused, in sentences that a user can act on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
 
 
 def why_not(request: AnyRequest) -> str:
-    """Why a request is refused, whatever its device; empty where a kernel may serve it."""
+    """Why a request is refused, whatever its device; empty if a kernel may support it."""
     return why_not_empty(request) or why_not_dtypes(request)
 
 
 @lru_cache(maxsize=64)
 def why_not_device(device: torch.device) -> str:
-    """Why tensors on ``device`` are not served."""
+    """Why tensors on ``device`` are not supported, or empty."""
     if device.type != "xpu":
         return f"qcore-xpu runs on XPU devices, and the tensors are on {device}; move them with .to('xpu')."
     return ""

@@ -11,7 +11,7 @@ from qcore.plugin_api import Packed, runs_now
 from qcore_triton.packing import PackedKernel
 
 from . import triton_ops
-from .triton_linear import why_not
+from .triton_linear import why_not_weight
 
 
 class XpuEmbedding(PackedKernel):
@@ -34,6 +34,11 @@ class XpuEmbedding(PackedKernel):
         return call(x, packed["data"], packed["scale"], packed.get("zero"), *self.sizes, self.out_dtype)
 
 
-def kernel(request: EmbeddingRequest) -> XpuEmbedding | str:
-    """The kernel for a request that `eligibility` has nothing against, or why there is none."""
-    return why_not(request) or XpuEmbedding(request)
+def why_not(request: EmbeddingRequest) -> str:
+    """Why a request that `eligibility` has nothing against has no kernel here; empty if it has one."""
+    return why_not_weight(request)
+
+
+def kernel(request: EmbeddingRequest) -> XpuEmbedding:
+    """The kernel for a request that `why_not` has nothing against."""
+    return XpuEmbedding(request)

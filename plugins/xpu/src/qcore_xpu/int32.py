@@ -1,10 +1,10 @@
-"""How int4 weights are packed for `aten.int4_mm`: the bytes of ``PLAIN_INT32``, with groups that the op can take.
+"""The packing of int4 weights for `aten.int4_mm`: the bytes of ``PLAIN_INT32``, with groups that the op can take.
 
 **words**: int32 ``(N, K'/8)``. Word j of a row holds the unsigned codes ``u = q + 8`` of columns 8j to 8j + 7, lowest
-bits = lowest column. Where the group size is a multiple of 32, columns are those of the weight, and K' is K rounded up
-to whole groups: a weight in ``PLAIN_INT32`` is packed as it is. Any other group (one of 20 columns, a single one over a
-K of 77) is spread to the next multiple of 32: group i takes columns ``i * wide`` to ``i * wide + group - 1``, and what
-is left up to ``(i + 1) * wide`` is padding. Padding is the code 8; x is 0 there (`Form.spread`), so it adds nothing.
+bits = lowest column. If the group size is a multiple of 32, columns are those of the weight, and K' is K rounded up to
+whole groups: a weight in ``PLAIN_INT32`` is packed as it is. Any other group (one of 20 columns, a single one over a K
+of 77) is spread to the next multiple of 32: group i takes columns ``i * wide`` to ``i * wide + group - 1``, and the
+rest up to ``(i + 1) * wide`` is padding. Padding is the code 8; x is 0 there (`Form.spread`), so it adds nothing.
 
 **zeros**: int8 ``(G, N)``, the zero point of unsigned codes: ``z + 8``, 8 for symmetric ones. The op takes whole
 numbers only. A FLOAT zero point, ``w = q * s + z``, becomes the code ``r`` nearest to ``-z / s`` and a ``rest``
@@ -13,14 +13,14 @@ small as those of the weight itself, and sums of x per group times ``rest``, flo
 large numbers that cancel. Only weights that are far from zero all over a group leave a larger rest.
 
 **bias**: the op has none, and rounds its sum to x's dtype, so that a bias added afterwards is rounded a second time: a
-fault where the two nearly cancel. Hence, for a layer with a bias, one more group: ``step`` columns that hold the weight
-1, where x is ``1 / step`` (``tail``), and whose scale is the bias. (One column and zeros beside it would make NaN of a
-bias that is Inf.) Groups of more than 128 columns, or a single one over all of K, to which another one of that size
-would be too much, are given to the op as several with the same scale. So are groups, if there is more than one, of a
-size that is no power of two: whether oneDNN's kernels for GPUs take those is not known.
+large error if the two nearly cancel. Hence, for a layer with a bias, one more group: ``step`` columns that hold the
+weight 1, where x is ``1 / step`` (``tail``), and whose scale is the bias. (One column and zeros beside it would make
+NaN of a bias that is Inf.) Groups of more than 128 columns, or a single one over all of K, to which another one of that
+size would be too much, are given to the op as several with the same scale. So are groups, if there is more than one, of
+a size that is no power of two: whether oneDNN's kernels for GPUs take those is not known.
 
-**scales**: the op reads scales in x's dtype, ``(G, N)``: ``factor``. `Scales` says what is done about numbers that do
-not fit it.
+**scales**: the op reads scales in x's dtype, ``(G, N)``: ``factor``. `Scales` describes the treatment of numbers that
+do not fit it.
 
 Everything here is torch ops, on any device, meta included.
 """
@@ -43,7 +43,7 @@ from .aten import ALIGNMENT, GROUP
 _CHUNK = 1 << 25
 """Codes spread at a time: unpacked codes of a large weight are never whole in memory."""
 _PADDING_BYTE = 0x88
-"""Two codes 8; what turns two's complement into offset binary, too."""
+"""Two codes 8; also the mask that turns two's complement into offset binary."""
 _ONES_BYTE = 0x99
 """Two codes 9: weights of 1, for the bias."""
 _STEPS = (128, 64, 32)
@@ -52,10 +52,10 @@ _SMALLEST_HALF, _LARGEST_HALF = 2.0**-14, 2.0**11
 
 
 class Form(NamedTuple):
-    """Where columns of a weight are in its words.
+    """The places of a weight's columns in its words.
 
     **Fields:** ``k``; ``groups``, ``group``: number and size of the weight's groups; ``wide``: the size in the words;
-    ``step``: the size of the op's groups, which divides ``wide``; ``biased``: 1 where one of them is for the bias.
+    ``step``: the size of the op's groups, which divides ``wide``; ``biased``: 1 if one of them is for the bias.
     """
 
     k: int
@@ -91,11 +91,11 @@ class Form(NamedTuple):
 
     @property
     def repeats(self) -> int:
-        """How many of the op's groups are one of the weight's."""
+        """The number of the op's groups per group of the weight."""
         return self.wide // self.step
 
     def tail(self, like: Tensor) -> Tensor | None:
-        """What stands behind the columns of x, or behind the moved ones: ``(1, columns)``; None for nothing."""
+        """The values behind the columns of x, or behind the moved ones: ``(1, columns)``; None if there are none."""
         missing = 0 if self.spreads else self.columns - self.k
         zeros = like.new_zeros((1, missing))
         if self.biased:
@@ -103,12 +103,12 @@ class Form(NamedTuple):
         return zeros if missing else None
 
     def spread(self, x: Tensor, tail: Tensor | None) -> Tensor:
-        """Columns of x ``(M, K)`` to ``(M, K')``; x itself where nothing is to do. ``tail``: as `tail` made it."""
+        """Columns of x ``(M, K)`` to ``(M, K')``; x itself if nothing has to change. ``tail``: as `tail` made it."""
         x = self.moved(x) if self.spreads else x
         return x if tail is None else torch.cat((x, tail.expand(x.shape[0], -1)), 1)
 
     def moved(self, values: Tensor) -> Tensor:
-        """Columns ``(rows, K)`` where the words have them, ``(rows, columns)``."""
+        """Columns ``(rows, K)`` at their places in the words, ``(rows, columns)``."""
         split = self.grouped(values)
         return pad(split, (0, self.wide - self.group)).reshape(values.shape[0], self.columns)
 
@@ -171,7 +171,7 @@ def _by_rows(function: Callable[[Tensor], Tensor], data: Tensor, columns: int) -
 
 
 def own(tensor: Tensor) -> Tensor:
-    """``tensor``, contiguous and starting where oneDNN wants it to: a copy where it is a view into something else."""
+    """``tensor``, contiguous and aligned for oneDNN; copied if it is an unaligned view."""
     tensor = tensor.contiguous()
     offset = tensor.storage_offset() * tensor.element_size()
     return tensor.clone() if type(offset) is int and offset % ALIGNMENT else tensor
@@ -181,14 +181,14 @@ def own(tensor: Tensor) -> Tensor:
 
 
 class Scales(NamedTuple):
-    """Scales for the op, one per group of the weight, and what is left to do after it: ``s = factor * after``.
+    """Scales for the op, one per group of the weight, and the factor to apply after it: ``s = factor * after``.
 
-    bfloat16 has float32's range but 8 significant bits. Where a scale has more and one group is all of K, whose errors
-    would not average out, the op multiplies whole numbers (``factor`` 1) and the scale comes after, in float32.
-    float16 has 11 bits; there ``factor`` is the power of two below the scale, and ``after`` 1 to 2, so that the op's
-    sums overflow where the result does. What float16 has not is the range, neither for small scales nor for unscaled
-    sums. Where a scale is not in its comfortable range, all are multiplied by a power of two per output column, undone
-    afterwards (a single scale per column again in full); x is levelled, too, then (see `products`), so that no sum can
+    bfloat16 has float32's range but 8 significant bits. If a scale has more and one group is all of K, whose errors
+    would not average out, the op multiplies whole numbers (``factor`` 1) and the scale comes after, in float32. float16
+    has 11 bits; there ``factor`` is the power of two below the scale, and ``after`` 1 to 2, so that the op's sums
+    overflow only if the result does. float16 lacks the range for small scales and for unscaled sums. If a scale is not
+    in its comfortable range, all are multiplied by a power of two per output column, undone afterwards (a single scale
+    per column again in full); x is levelled, too, then (see `products`), so that no sum can
     overflow.
 
     **Fields:** ``factor``: ``(G, N)`` of x's dtype; ``after``: float32 ``(N,)`` or None; ``levels``: whether x is to be
@@ -227,8 +227,8 @@ def uncomfortable(scale: Tensor, largest: float = _LARGEST_HALF) -> bool:
 
 
 def _levelled(weight: QTensor, form: Form) -> Scales:
-    """Scales times a power of two per column, such that x of size 1 cannot make the largest sum overflow."""
-    # Groups without a weight other than zero count for nothing, whatever their scale is.
+    """Scales times a power of two per column, so that x of size 1 cannot make the largest sum overflow."""
+    # Groups whose weights are all zero do not count, whatever their scale is.
     scale = weight.scale.float() * _used(weight, form)
     top = math.floor(math.log2(torch.finfo(torch.float16).max / 2 / (15 * form.columns)))
     if form.groups == 1:
@@ -279,10 +279,9 @@ def whole_zero(weight: QTensor, scale: Tensor) -> Tensor:
 def pack(weight: QTensor, dtype: torch.dtype, *, bias: bool = False) -> dict[str, Tensor]:
     """A weight for x of ``dtype``, and for a layer with a ``bias`` or without.
 
-    ``data``: the words; ``scale``: ``(G, N)`` as in the weight; ``zeros``: see above; and only where they are needed:
-    ``factor`` (without it, ``scale`` is what the op reads), and ``after``, or ``levels`` where x is to be levelled: see
-    `Scales`; ``zero`` and ``rest``: a FLOAT
-    zero point as in the weight, and what is left of it; ``tail``: see `Form.tail`.
+    ``data``: the words; ``scale``: ``(G, N)`` as in the weight; ``zeros``: see above; and only if they are needed:
+    ``factor`` (without it, ``scale`` is read by the op), and ``after``, or ``levels`` if x is to be levelled: see
+    `Scales`; ``zero`` and ``rest``: a FLOAT zero point as in the weight, and its remainder; ``tail``: see `Form.tail`.
 
     The bias itself comes with each call; its group has no row in ``factor``, and one of 8 in ``zeros``.
     """

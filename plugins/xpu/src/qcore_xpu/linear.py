@@ -1,11 +1,12 @@
 """Kernels of the contract ``linear`` on torch's own ops for XPU: ``xpu.w4a16``, ``xpu.w8a16``, ``xpu.w8a8``.
 
-What they leave, `triton_linear` has kernels for.
+`triton_linear` has kernels for the other layers.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,10 +21,12 @@ from .int32 import own
 
 
 class AtenLinear(RowsKernel):
-    """What the kernels share: made for one `Format`, one shape ``(n, k)`` and one dtype of x."""
+    """The base of these kernels: made for one `Format`, one shape ``(n, k)`` and one dtype of x."""
 
     note: str
     """A sentence for the decision table."""
+    op: ClassVar[str]
+    """The name of torch's op, see `aten.missing`."""
 
     def __init__(self, name: str, request: LinearRequest) -> None:
         self.name = name
@@ -37,11 +40,13 @@ class AtenLinear(RowsKernel):
 
     @abstractmethod
     def packed(self, weight: QTensor) -> dict[str, Tensor]:
-        """What `pack` returns."""
+        """The tensors that `pack` returns."""
 
 
 class Int4Linear(AtenLinear):
     """int4 weights, any group size and zero point, bfloat16 or float16 x; see `int32` for the packed weight."""
+
+    op = aten.INT4
 
     def __init__(self, request: LinearRequest) -> None:
         super().__init__("xpu.w4a16", request)
@@ -84,11 +89,12 @@ class Int4Linear(AtenLinear):
 class Int8WeightLinear(AtenLinear):
     """Symmetric int8 weights, one scale per channel, bfloat16 or float16 x.
 
-    Packed: ``data`` int8 ``(N, K)`` and ``scale`` ``(1, N)`` as in the weight, ``factor`` float32 ``(N,)`` where scales
-    have another dtype; ``wide``, without elements, where the weight does not fit float16: see `products.linear_w8a16`.
+    Packed: ``data`` int8 ``(N, K)`` and ``scale`` ``(1, N)`` as in the weight, ``factor`` float32 ``(N,)`` if scales
+    have another dtype; ``wide``, without elements, if the weight does not fit float16: see `products.linear_w8a16`.
     """
 
     note = "oneDNN's int8 product"
+    op = aten.INT8
 
     def __init__(self, request: LinearRequest) -> None:
         super().__init__("xpu.w8a16", request)
@@ -117,7 +123,7 @@ _LARGEST_SCALE = 2.0**8
 
 
 def _scales(weight: QTensor) -> dict[str, Tensor]:
-    """Scales per channel, and in float32 where they are not: torch would convert them at every call."""
+    """Scales per channel, and in float32 if they are not: torch would convert them at every call."""
     packed = {"scale": own(weight.scale)}
     return packed if weight.scale.dtype == torch.float32 else {**packed, "factor": weight.scale[0].float()}
 
@@ -131,11 +137,12 @@ class Int8Linear(AtenLinear):
     """int8 weights per channel and int8 activations, dynamic or given: exact int32 sums, the rest in float32.
 
     Packed: ``data`` int8 ``(KQ, N)``, KQ = K rounded up to 128, 0 behind K, as in codes of x; ``scale``, ``zero``
-    ``(1, N)`` as in the weight; ``factor`` float32 ``(N,)`` where scales have another dtype; ``sums`` int32
+    ``(1, N)`` as in the weight; ``factor`` float32 ``(N,)`` if scales have another dtype; ``sums`` int32
     ``(parts, N)``: see `products.linear_w8a8`.
     """
 
     note = "oneDNN's int8 product of codes"
+    op = aten.INT
 
     def __init__(self, request: LinearRequest) -> None:
         super().__init__("xpu.w8a8", request)
@@ -183,23 +190,31 @@ class Int8Linear(AtenLinear):
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def kernel(request: LinearRequest) -> AtenLinear | str | None:
-    """The kernel for a request that `eligibility` has nothing against.
+def has_op(request: LinearRequest) -> bool:
+    """Whether torch defines an op that computes a request of this form; `why_not` says if it can be used here."""
+    return _kind(request) is not None
 
-    None where no op of torch's fits; a reason where one does that this build of torch lacks.
-    """
-    made = _made(request)
-    if made is None:
-        return None
-    kind, op = made
-    return aten.missing(op) or _too_wide(request) or kind(request)
+
+def why_not(request: LinearRequest) -> str:
+    """Why a request that `eligibility` has nothing against has no kernel here; empty if it has one."""
+    kind = _kind(request)
+    if kind is None:
+        return "torch has no op for XPU that computes this product."
+    return aten.missing(kind.op) or _why_not_padded(request)
+
+
+def kernel(request: LinearRequest) -> AtenLinear:
+    """The kernel for a request that `why_not` has nothing against."""
+    kind = _kind(request)
+    assert kind is not None, why_not(request)
+    return kind(request)
 
 
 _MOST_PADDING = 4
-"""From there on a weight padded for the op is no smaller than a dense one."""
+"""A weight that padding makes larger than this many times its size is no smaller than a dense one."""
 
 
-def _too_wide(request: LinearRequest) -> str:
+def _why_not_padded(request: LinearRequest) -> str:
     form = int32.Form.of(request.weight, request.k)
     if request.weight.dtype != "int4" or not form.spreads or form.wide <= _MOST_PADDING * form.group:
         return ""
@@ -209,13 +224,14 @@ def _too_wide(request: LinearRequest) -> str:
     )
 
 
-def _made(request: LinearRequest) -> tuple[type[Int4Linear | Int8WeightLinear | Int8Linear], str] | None:
+def _kind(request: LinearRequest) -> type[Int4Linear | Int8WeightLinear | Int8Linear] | None:
+    """The class of the kernel for a request's formats and dtypes; None if torch has no op for them."""
     fmt, per_channel = request.weight, request.weight.groups(request.k) == 1
     if request.activation is not None:
-        return (Int8Linear, aten.INT) if fmt.dtype == "int8" and per_channel else None
+        return Int8Linear if fmt.dtype == "int8" and per_channel else None
     # The ops round their sums to x's dtype: another one would be rounded twice, the first time too coarsely.
     if request.x_dtype not in _NARROW or request.out_dtype != request.x_dtype:
         return None
     if fmt.dtype == "int4":
-        return Int4Linear, aten.INT4
-    return (Int8WeightLinear, aten.INT8) if per_channel and fmt.zero is ZeroPoint.NONE else None
+        return Int4Linear
+    return Int8WeightLinear if per_channel and fmt.zero is ZeroPoint.NONE else None

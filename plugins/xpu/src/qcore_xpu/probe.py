@@ -32,12 +32,12 @@ _DRIVER = (
 
 
 def probe(root: Path = Path("/")) -> Available | Unavailable:
-    """What `qcore_probe` answers; ``root`` is where device files are looked for."""
+    """The answer of `qcore_probe`; ``root``: the directory whose device files are examined."""
     return _torch_fault(root) or _device_fault(root) or _found()
 
 
 class Seen(NamedTuple):
-    """An Intel GPU that the machine tells of: ``where``, and whether it is part of the processor."""
+    """An Intel GPU that the machine reports: its place, and whether it is part of the processor."""
 
     where: str
     integrated: bool
@@ -115,7 +115,7 @@ def _names_no_gpu(name: str, value: str) -> bool:
 
 
 def _closed(root: Path) -> str:
-    """Why the kernel does not let this user to the GPU; empty where it does."""
+    """Why the kernel does not let this user to the GPU; empty if it does."""
     nodes = sorted((root / "dev/dri").glob("renderD*"))
     if not nodes:
         return (
@@ -132,10 +132,10 @@ def _closed(root: Path) -> str:
 
 
 def _count() -> tuple[int, str]:
-    """How many GPUs torch finds, and what it says if it fails."""
+    """The number of GPUs that torch finds, and its message if it fails."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are none is what is asked
+            warnings.simplefilter("ignore")  # of missing GPUs, which are counted here
             return torch.xpu.device_count(), ""
     except RuntimeError as error:
         return 0, f" ({_first_line(error)})"
@@ -173,5 +173,5 @@ def _details(gpus: list[Any]) -> dict[str, Any]:
 
 
 def triton_version() -> str:
-    """The version of Triton, from package metadata, without importing it; "none" where it is not installed."""
+    """The version of Triton, from package metadata, without importing it; "none" if it is not installed."""
     return next(filter(None, map(installed_version, _TRITON_NAMES)), "none")

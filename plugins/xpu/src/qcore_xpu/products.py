@@ -1,8 +1,8 @@
 """Products through torch's ops for XPU, from plain tensors to the contract's result; `linear` has the kernels.
 
 Each is an op, ``torch.ops.qcore_xpu.*``: opaque to a graph, so that it may look at the number of rows when it runs.
-What the device's op leaves to do (scales that did not fit, corrections, a bias) happens in float32, and is rounded once
-more: `aten.int4_mm` and `aten.int8_mm` give their sums in x's dtype only.
+The remaining work (scales that did not fit, corrections, a bias) is done in float32, and rounded once more:
+`aten.int4_mm` and `aten.int8_mm` give their sums in x's dtype only.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def linear_w4a16(
 ) -> Tensor:  # fmt: skip
     """``x @ W^T + bias``: x ``(M, K)`` bfloat16 or float16, of any strides, to ``(M, N)`` of its dtype.
 
-    The weight is packed as `int32.pack` says (``factor``: or ``scale``, where there is none); ``form``: the fields of
+    The weight is packed as `int32.pack` says (``factor``: or ``scale``, if there is none); ``form``: the fields of
     its `Form`.
     """
     check_devices(x, data, {"bias": bias})
     if not x.shape[0]:
         return x.new_empty((0, data.shape[0]))
     where, bias = Form._make(form), bias_of(bias, data.shape[0])
-    with ops.settled(x):
+    with ops.device_guard(x):
         rows, level = (x, None) if levels is None else _levelled(x)
         if where.biased:
             inside, bias = _split_bias(bias, after, factor) if levels is None else (None, bias)
@@ -54,13 +54,13 @@ def linear_w4a16(
 
 
 def _rest(x: Tensor, rest: Tensor) -> Tensor:
-    """What a FLOAT zero point leaves to add, float32 ``(M, N)``: sums of x ``(M, G, group)`` times ``rest``."""
+    """The remaining term of a FLOAT zero point, float32 ``(M, N)``: sums of x ``(M, G, group)`` times ``rest``."""
     with exact(torch.float32):
         return x.sum(-1, dtype=torch.float32) @ rest
 
 
 def _split_bias(bias: Tensor | None, after: Tensor | None, factor: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The bias as scales, ``(N,)`` of x's dtype, and what is left of it, float32 ``(N,)``; None for 0."""
+    """The bias as scales, ``(N,)`` of x's dtype, and the remainder, float32 ``(N,)``; None for 0."""
     if bias is None or after is None:
         return biases.split(bias, factor.dtype)
     most = biases.most(factor.dtype)
@@ -69,7 +69,7 @@ def _split_bias(bias: Tensor | None, after: Tensor | None, factor: Tensor) -> tu
 
 
 def _finished(y: Tensor, after: Tensor | None, more: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``y * after + more + bias``, rounded once: torch computes in float32 where one of the operands is."""
+    """``y * after + more + bias``, rounded once: torch computes in float32 if one of the operands is."""
     added = bias if more is None else more if bias is None else more.add_(bias)
     out = torch.empty_like(y, dtype=dtype)
     if added is None:
@@ -79,7 +79,7 @@ def _finished(y: Tensor, after: Tensor | None, more: Tensor | None, bias: Tensor
 
 
 def _levelled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of x times a power of two each, such that the largest number of a row is 1 or less, and what undoes it."""
+    """Rows of x times a power of two each, so that no number of a row exceeds 1, and the inverse factors."""
     values = x.float()
     # A row of zeros, Inf or NaN keeps what it is for any finite factor.
     top = values.abs().amax(-1, keepdim=True).nan_to_num(1.0).clamp(_HALF.smallest_normal * _HALF.eps, _HALF.max)
@@ -98,13 +98,13 @@ def linear_w8a16(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, wi
 
     ``data``: int8 ``(N, K)``; ``scale``: float32 ``(N,)``. The op has no bias, and one that is added to a result in 16
     bits is rounded a second time: a few rows get float32 sums, many a dequantized weight and a product with a bias.
-    ``wide``: the weight does not fit x's dtype, and float32 sums serve any number of rows.
+    ``wide``: the weight does not fit x's dtype, so sums are float32 for any number of rows.
     """
     check_devices(x, data, {"bias": bias})
     if not x.shape[0]:
         return x.new_empty((0, data.shape[0]))
     bias = bias_of(bias, data.shape[0])
-    with ops.settled(x):
+    with ops.device_guard(x):
         if bias is None:
             return aten.int8_mm(own(x), data, scale)
         if wide or x.shape[0] <= FEW_ROWS:
@@ -140,7 +140,7 @@ def linear_w8a8(
     Weight: ``data`` int8 ``(KQ, N)``, as many rows as codes of x have columns, 0 behind K; ``scale``: float32
     ``(N,)``; ``zero``: int8 ``(N,)`` is subtracted from codes, a float one added to ``q * scale``; ``sums``: int32
     ``(parts, N)``, sums of codes less their int8 zero point over each `EXACT_K` columns. Activations: ``x_scale`` and
-    ``x_zero_point`` ``(M,)`` where given, else ``static_scale`` and ``static_zero_point`` where given, else per token,
+    ``x_zero_point`` ``(M,)`` if given, else ``static_scale`` and ``static_zero_point`` if given, else per token,
     ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``, or by ``output_scale`` and
     ``output_zero_point``, else of ``out_dtype``.
     """
@@ -153,7 +153,7 @@ def linear_w8a8(
     bias = bias_of(bias, data.shape[1])
     of_x = given_of(x_scale, x_zero_point, static_scale, static_zero_point)
     of_y = given_of(out_scale, out_zero_point, output_scale, output_zero_point)
-    with ops.settled(x):
+    with ops.device_guard(x):
         codes = quantizing.rows(x, symmetric, of_x)
         x_zero = None if codes.zero is None else codes.zero.reshape(-1, 1).to(torch.int32)
         total, x_scale = _scaled_sums(codes.q, k, x_zero, data, scale, zero, sums), codes.scale.reshape(-1, 1)

@@ -1,4 +1,4 @@
-"""Activations to int8 codes, per token: by Triton where it is, else by torch ops, with the same numbers."""
+"""Activations to int8 codes, per token: by Triton if it is available, else by torch ops, with the same numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _by_triton(x: Tensor, mode: Mode, total: bool, order: int) -> Codes:
 
 
 def _by_torch(x: Tensor, mode: Mode, total: bool) -> Codes:
-    """What `kernels.quantize.quantize_rows` computes."""
+    """`kernels.quantize.quantize_rows` in torch ops."""
     scale, zero = _parameters(x, mode)
     q = x if x.dtype == torch.int8 else quantize_int8(x, scale, zero)
     if x.dtype != torch.int8:

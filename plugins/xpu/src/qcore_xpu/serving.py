@@ -1,47 +1,73 @@
-"""Which kernel serves a request, whatever device it is for: `plugin` has looked at that."""
+"""The choice of a kernel for a request, whatever its device: `plugin` checks the device.
+
+For each contract there are two functions: ``why_not_*`` gives the reason of a refusal, or an empty text, and the other
+one makes the offer for a request that has none.
+"""
 
 from __future__ import annotations
 
-from qcore import NATIVE, Conv2dRequest, EmbeddingRequest, LinearRequest, Offer, Refusal
+from qcore import NATIVE, Conv2dRequest, EmbeddingRequest, LinearRequest, Offer
 
 from . import eligibility
 
 
-def linear(request: LinearRequest) -> Offer | Refusal:
-    """The kernel for a linear layer, or why there is none."""
-    reason = eligibility.why_not(request)
-    if reason:
-        return Refusal(reason)
+def why_not_linear(request: LinearRequest) -> str:
+    """Why there is no kernel for a linear layer; empty if there is one."""
+    if reason := eligibility.why_not(request):
+        return reason
+    from . import linear as aten
+    from . import triton_linear
+
+    if not aten.has_op(request):
+        return triton_linear.why_not(request)
+    first = aten.why_not(request)
+    second = triton_linear.why_not(request) if first else ""
+    return f"{first} {second}" if second else ""
+
+
+def linear(request: LinearRequest) -> Offer:
+    """The kernel for a linear layer."""
     from . import linear as aten
     from . import triton_linear
 
     # ATen's ops first: oneDNN's kernels are tuned for these GPUs, ours for none yet.
-    first = aten.kernel(request)
-    if first is not None and not isinstance(first, str):
-        return Offer(first, NATIVE, first.note)
-    made = triton_linear.kernel(request)
-    if isinstance(made, str):
-        return Refusal(f"{first} {made}" if first else made)
-    return Offer(made, NATIVE, f"{made.note}; {first}" if first else made.note)
+    reason = aten.why_not(request)
+    if not reason:
+        made = aten.kernel(request)
+        return Offer(made, NATIVE, made.note)
+    second = triton_linear.kernel(request)
+    return Offer(second, NATIVE, f"{second.note}; {reason}" if aten.has_op(request) else second.note)
 
 
-def conv2d(request: Conv2dRequest) -> Offer | Refusal:
-    """The kernel for a convolution, or why there is none."""
-    reason = eligibility.why_not(request)
-    if reason:
-        return Refusal(reason)
+def why_not_conv2d(request: Conv2dRequest) -> str:
+    """Why there is no kernel for a convolution; empty if there is one."""
+    if reason := eligibility.why_not(request):
+        return reason
+    from .conv2d import why_not
+
+    return why_not(request)
+
+
+def conv2d(request: Conv2dRequest) -> Offer:
+    """The kernel for a convolution."""
     from .conv2d import kernel
 
     made = kernel(request)
-    return Refusal(made) if isinstance(made, str) else Offer(made, NATIVE, made.note)
+    return Offer(made, NATIVE, made.note)
 
 
-def embedding(request: EmbeddingRequest) -> Offer | Refusal:
-    """The kernel for a table, or why there is none."""
-    reason = eligibility.why_not(request)
-    if reason:
-        return Refusal(reason)
+def why_not_embedding(request: EmbeddingRequest) -> str:
+    """Why there is no kernel for a table; empty if there is one."""
+    if reason := eligibility.why_not(request):
+        return reason
+    from .embedding import why_not
+
+    return why_not(request)
+
+
+def embedding(request: EmbeddingRequest) -> Offer:
+    """The kernel for a table."""
     from .embedding import kernel
 
     made = kernel(request)
-    return Refusal(made) if isinstance(made, str) else Offer(made, NATIVE, made.note)
+    return Offer(made, NATIVE, made.note)

@@ -21,9 +21,9 @@ _BAND = 8
 
 
 class How(NamedTuple):
-    """How activations are quantized, and results made.
+    """The quantization of activations and of results.
 
-    **Fields:** ``symmetric``: or not, where tokens get parameters of their own; ``given``: parameters instead of those;
+    **Fields:** ``symmetric``: or not, if tokens get parameters of their own; ``given``: parameters instead of those;
     ``out``: parameters of int8 results; ``dtype``: of the result.
     """
 
@@ -45,7 +45,7 @@ def tile_for(m: int, n: int) -> Tile:
     """The tile for a result ``(m, n)``.
 
     Nothing was measured: no such device was at hand. DPAS gives a sub-group 8 x 16 of the result in a step of 32 codes.
-    A sub-group gets one such block where rows are few, which keeps as many sub-groups busy as there are, else two. Four
+    A sub-group gets one such block if rows are few, which keeps as many sub-groups busy as possible, else two. Four
     would use operands twice, but with two sums for each of them (of a group, and scaled) and the operands of a step of
     128 codes they overflow the 8 KiB of registers that a sub-group has.
     """
@@ -67,7 +67,7 @@ def product(x: Tensor, weight: Weight, sums: Tensor | None, bias: Tensor | None,
 def linear(codes: Codes, weight: Weight, sums: Tensor | None, bias: Tensor | None, how: How) -> Tensor:
     """``(M, N)``: codes times a packed weight, scaled, plus bias, rounded once.
 
-    ``sums``: int32 ``(G, N)``, needed where the codes have a zero point.
+    ``sums``: int32 ``(G, N)``, needed if the codes have a zero point.
     """
     m, n = codes.q.shape[0], weight.n
     y = empty((m, n), how.dtype, codes.q.device)

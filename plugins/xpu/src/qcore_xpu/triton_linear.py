@@ -55,21 +55,22 @@ class Int8Linear(PackedKernel, RowsKernel):
         )  # fmt: skip
 
 
-def why_not(request: AnyRequest) -> str:
-    """Why kernels in Triton do not serve a weight; empty where they do."""
+def why_not_weight(request: AnyRequest) -> str:
+    """Why kernels in Triton do not support a packed weight; empty if they do."""
     group = request.weight.group_size
     if not block_size(group):
         return (
             f"group size {group} is no multiple of 32, which blocks of the packed weight need; use 32, 64 or 128. "
-            f"Torch ops serve it."
+            f"Torch ops compute it."
         )
     return why_not_triton()
 
 
-def kernel(request: LinearRequest) -> DenseLinear | Int8Linear | str:
-    """The kernel for a request that `eligibility` has nothing against, or why there is none."""
-    if reason := why_not(request):
-        return reason
-    if request.activation is None:
-        return DenseLinear(request)
-    return why_not_int8(request.device) or Int8Linear(request)
+def why_not(request: LinearRequest) -> str:
+    """Why a request that `eligibility` has nothing against has no kernel here; empty if it has one."""
+    return why_not_weight(request) or ("" if request.activation is None else why_not_int8(request.device))
+
+
+def kernel(request: LinearRequest) -> DenseLinear | Int8Linear:
+    """The kernel for a request that `why_not` has nothing against."""
+    return DenseLinear(request) if request.activation is None else Int8Linear(request)

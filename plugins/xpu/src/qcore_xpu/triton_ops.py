@@ -16,7 +16,7 @@ from qcore_triton.codes import given_of
 from qcore_triton.geometry import Geometry
 from qcore_triton.weights import Weight, bias_of, check_devices
 
-from .ops import define, settled
+from .ops import define, device_guard
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
 
@@ -31,8 +31,8 @@ def linear_a8(
 ) -> Tensor:  # fmt: skip
     """``A(x) @ W^T + bias`` with int8 A(x): x ``(M, K)`` float or int8 codes, of any strides, to ``(M, N)``.
 
-    Activations: ``x_scale`` and ``x_zero_point`` ``(M,)`` where given, else ``static_scale`` and ``static_zero_point``
-    where given, else per token, ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``,
+    Activations: ``x_scale`` and ``x_zero_point`` ``(M,)`` if given, else ``static_scale`` and ``static_zero_point``
+    if given, else per token, ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``,
     or by ``output_scale`` and ``output_zero_point``, else of ``out_dtype``. ``sums``: see `packing.pack`.
     """
     from . import tiles
@@ -42,7 +42,7 @@ def linear_a8(
     of_x = given_of(x_scale, x_zero_point, static_scale, static_zero_point)
     of_y = given_of(out_scale, out_zero_point, output_scale, output_zero_point)
     weight, how = Weight(data, scale, zero, n, k, bits, group), tiles.How(symmetric, of_x, of_y, out_dtype)
-    with settled(x):
+    with device_guard(x):
         return tiles.product(x, weight, sums, bias_of(bias, n), how)
 
 
@@ -54,7 +54,7 @@ def linear_dense(
     from . import dense
 
     check_devices(x, data, {"bias": bias})
-    with settled(x):
+    with device_guard(x):
         return dense.linear(x, Weight(data, scale, zero, n, k, bits, group), bias_of(bias, n), out_dtype)
 
 
@@ -74,7 +74,7 @@ def conv2d_a8(
     of_x = given_of(None, None, static_scale, static_zero_point)
     of_y = given_of(None, None, output_scale, output_zero_point)
     weight, how = Weight(data, scale, zero, n, k, bits, group), tiles.How(symmetric, of_x, of_y, out_dtype)
-    with settled(x):
+    with device_guard(x):
         y = columns.conv2d(x, weight, sums, bias_of(bias, n), geometry, how)
     return y.view(x.shape[0], *geometry.output(*x.shape[2:]), n).movedim(-1, 1)
 
@@ -91,7 +91,7 @@ def conv2d_dense(
     geometry = Geometry.of(kernel, stride, padding, dilation, groups)
     if not x.shape[0]:
         return _image(x, n, out_dtype, geometry)
-    with settled(x):
+    with device_guard(x):
         weight = Weight(data, scale, zero, n, k, bits, group)
         return dense.conv2d(x, weight, bias_of(bias, n), geometry, out_dtype)
 
@@ -104,7 +104,7 @@ def embedding(
     from . import gathering
 
     check_devices(indices, data, {})
-    with settled(indices):
+    with device_guard(indices):
         found = gathering.rows(
             indices.reshape(-1).contiguous(), Weight(data, scale, zero, v, d, bits, group), out_dtype
         )

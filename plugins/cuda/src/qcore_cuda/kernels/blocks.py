@@ -1,8 +1,8 @@
-"""Blocks of a packed weight on their way into a `smem_pipeline`: what products for few rows share.
+"""Copies of a packed weight's blocks into a `smem_pipeline`, shared by `gemv` and `int8_gemv`.
 
 A block is 16 rows by P columns. Lane l = 4 r + t holds consecutive words of rows r and r + 8, see `packing`. Mostly a
-lane copies just what it holds. Blocks of int8 go in PAIRS where there are two at a time: 128 consecutive bytes of a
-row, by eight lanes, which memory likes better than half of that.
+lane copies the words that it holds. Blocks of int8 are copied in PAIRS if a warp takes two at a time: eight lanes copy
+128 consecutive bytes of a row, a whole cache line.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from . import smem_pipeline as pipeline
 
 @triton.jit
 def places(w, lane, rows, NP, KB, pitch, BITS: tl.constexpr, P: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr):
-    """Where a lane's words are.
+    """Addresses of a lane's words.
 
-    Gives the address of those of block 0 of the first 16 rows of all; what R row blocks from row ``rows`` on add to it;
-    and bytes from a row that the lane copies to the next.
-    NP: rows there are; rows of rows16 have ``32 * pitch`` bytes.
+    Returns the address in block 0 of the weight's first 16 rows; the offsets of R row blocks from row ``rows`` on; and
+    the bytes between two rows that the lane copies. NP: number of rows, padding included; rows of rows16 have
+    ``32 * pitch`` bytes.
     """
     line = pitch.to(tl.int64) * 32
     tiles = ()
@@ -51,6 +51,7 @@ def copy_weights(to, at, lane, first, tiles, step, KB, R: tl.constexpr, U: tl.co
     """
     size = tl.full(to.shape, BYTES, tl.int32)
     if PAIRS:
+        # Odd rows swap the halves of their 128 bytes: lanes that read two rows at once meet different banks.
         spot = to + (lane // 8) * 128 + ((lane % 8) ^ (lane // 8 % 2 * 4)) * 16
         for p in tl.static_range(U // 2):
             wanted = (first + 2 * p + lane % 8 // 4 < KB).to(tl.int32)
@@ -70,7 +71,7 @@ def copy_weights(to, at, lane, first, tiles, step, KB, R: tl.constexpr, U: tl.co
 
 @triton.jit
 def weights(at, lane, u: tl.constexpr, i: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr):
-    """A lane's words of rows r and r + 8, of block u and row block i of a stage."""
+    """Read a lane's words of rows r and r + 8, of block u and row block i of a stage."""
     if PAIRS:
         turned = (u % 2 * 4 + lane % 4) ^ (lane // 4 % 2 * 4)
         spot = at + ((u // 2 * R + i) * 2048 + (lane // 4) * 128 + turned * 16)
@@ -84,9 +85,9 @@ def weights(at, lane, u: tl.constexpr, i: tl.constexpr, R: tl.constexpr, BYTES: 
 @triton.jit
 def copy_parameters(to, scale, zero, lane, first, live, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr,
                     ZERO: tl.constexpr):  # fmt: skip
-    """Begin to copy the scales of R row blocks, of the groups of U blocks, and behind them, where ZERO, zero points.
+    """Begin to copy the scales of R row blocks, of the groups of U blocks, and behind them, if ZERO, zero points.
 
-    A lane copies those of 16 rows and one block. live: whether any warp will read of this stage.
+    A lane copies those of 16 rows and one block. live: whether any warp will read this stage.
     """
     SB: tl.constexpr = scale.dtype.element_ty.primitive_bitwidth // 8
     ZB: tl.constexpr = zero.dtype.element_ty.primitive_bitwidth // 8 if ZERO else 0
@@ -107,7 +108,7 @@ def copy_parameters(to, scale, zero, lane, first, live, rows, N, KB, each, R: tl
 def copy_stage(to, at, lane, first, live, tiles, step, scale, zero, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr,
                BYTES: tl.constexpr, NEXT: tl.constexpr, PAIRS: tl.constexpr, AFTER: tl.constexpr, RINGED: tl.constexpr,
                ZERO: tl.constexpr):  # fmt: skip
-    """Begin to copy what a stage holds of the weight; parameters, where RINGED, come AFTER that many bytes."""
+    """Begin to copy a stage's weights and, if RINGED, its scales and zero points, AFTER bytes behind them."""
     copy_weights(to, at, lane, first, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
     if RINGED:
         copy_parameters(to + AFTER, scale, zero, lane, first, live, rows, N, KB, each, R, U, ZERO)
@@ -115,7 +116,7 @@ def copy_stage(to, at, lane, first, live, tiles, step, scale, zero, rows, N, KB,
 
 @triton.jit
 def turn(slot, STAGE: tl.constexpr, STAGES: tl.constexpr):
-    """Where the stage after this one begins, and the stage that was read last and is free."""
+    """The offsets of the next stage, and of the stage that was read last, which is free."""
     after = tl.where(slot == (STAGES - 1) * STAGE, 0, slot + STAGE)
     free = tl.where(after >= 2 * STAGE, after - 2 * STAGE, after + (STAGES - 2) * STAGE)
     return after, free

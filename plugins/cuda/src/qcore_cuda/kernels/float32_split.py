@@ -1,4 +1,8 @@
-"""float32 as the sum of three bfloat16 numbers of 8 digits each, whose products with codes are exact in float32."""
+"""float32 as the sum of three bfloat16 numbers of 8 bits each, whose products with codes are exact in float32.
+
+Grid of both kernels: (M, columns / B), a program per B columns of a row. Floor: the bytes of x and of the three terms
+at the bandwidth of the memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ _MOST: tl.constexpr = tl.constexpr(3.3895313892515355e38)
 
 @triton.jit
 def split(x, out, K, columns, row, step, plane, ARRANGED: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
-    """``out[0] + out[1] + out[2] = x``, the small numbers first; infinity and NaN stand in the last alone.
+    """``out[0] + out[1] + out[2] = x``, the smallest numbers first; infinity and NaN are in the last part only.
 
     x: float32 ``(M, K)``, ``row`` and ``step`` values from one row and column to the next; out: bfloat16
     ``(3, M, columns)``, zero from K on; plane: ``M * columns``. ARRANGED: columns are in the order in which `gemm`
@@ -32,7 +36,7 @@ def split(x, out, K, columns, row, step, plane, ARRANGED: tl.constexpr, B: tl.co
     v = tl.load(x + m * row + k.to(tl.int64) * step, mask=k < K, other=0.0)
     finite = (v.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
     number = tl.where(finite, v, 0.0)
-    # What lies above the largest bfloat16 would become infinity.
+    # Values above the largest bfloat16 would become infinity; the other terms hold the excess.
     first = tl.minimum(tl.maximum(number, -_MOST), _MOST).to(tl.bfloat16)
     rest = number - first.to(tl.float32)
     middle = rest.to(tl.bfloat16)
@@ -45,15 +49,15 @@ def split(x, out, K, columns, row, step, plane, ARRANGED: tl.constexpr, B: tl.co
 
 
 @triton.jit
-def add(parts, bias, y, N, plane, BIAS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
-    """``y = parts[0] + parts[1] + parts[2] + bias``, rounded once: parts float32 ``(3, M, N)``; plane: ``M * N``.
+def add(terms, bias, y, N, plane, BIAS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    """``y = terms[0] + terms[1] + terms[2] + bias``, rounded once: terms float32 ``(3, M, N)``; plane: ``M * N``.
 
     Program (m, j): columns ``j * B ..`` of row m.
     """
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(1) * B + tl.arange(0, B)
-    at = parts + tl.program_id(0).to(tl.int64) * N + n
+    at = terms + tl.program_id(0).to(tl.int64) * N + n
     plane = tl.cast(plane, tl.int64)
     if PDL:
         gdc_wait()

@@ -1,8 +1,13 @@
 """``gemm``: weight-only product in tiles, for any M.
 
 W is the first operand (rows of the tensor core's instruction), so that it can be dequantized in registers; the tokens
-are its columns. The blocks of K of all tiles can be spread evenly among the programs: then a tile is the sum of what
-several of them have.
+are its columns. The steps along K of all tiles can be spread evenly among the programs: then a tile is the sum of the
+parts of several programs.
+
+Grid: one-dimensional, one program per tile, or as `schedule.spread` says. Tiles: BN rows of the weight by BM tokens, K
+in steps of U blocks of P columns. Inputs: x ``(M, K)`` 16-bit floats, zero up to whole steps; w planar16 or rows16;
+scales and zero points ``(G, N)``; y ``(M, N)``. Floor: few tokens read the packed weight once; many take
+``2 * M * N * K`` operations at the 16-bit peak of the tensor cores.
 """
 
 from __future__ import annotations
@@ -21,10 +26,10 @@ from .unpack import as_float, load_raw, unpack_bytes, unpack_nibbles
 
 @triton.jit
 def _settled(b, ON: tl.constexpr):
-    """Bytes b, once the tensor cores have read the registers that hold W.
+    """Bytes b, available only when the tensor cores have read the registers that hold W.
 
-    Triton lets products of an iteration run on into the next one, but nothing keeps that one from unpacking into the
-    same registers: that has given wrong sums.
+    Triton lets the products of one iteration run on into the next one, but nothing keeps that one from unpacking into
+    the same registers: this has given wrong sums.
     """
     if ON:
         b = tl.inline_asm_elementwise(
@@ -89,12 +94,14 @@ def _wide(v, EACH: tl.constexpr):
 def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
          BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
          NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr, SCALES: tl.constexpr, EACH: tl.constexpr,
-         PARTS: tl.constexpr, ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr,
+         TERMS: tl.constexpr, ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr,
          PDL: tl.constexpr):  # fmt: skip
     """The steps ``first`` to ``last`` of the tile at row n0 of W and row m0 of x; see `gemm`."""
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     BYTES: tl.constexpr = P // 2 if BITS == 4 else P
     STEP: tl.constexpr = U * 16 * BYTES if BITS == 4 else U * BYTES
+    # Pointers to w: U * BN short rows of one block each (BYTES bytes), so that FRAG can keep every code in the thread
+    # that loads it.
     row, block = _rows(BN, NW, U, FRAG)
     row = tl.minimum(n0 + row, NP - 1)
     if BITS == 4:
@@ -110,21 +117,23 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
     acc = tl.zeros([BN, BM], tl.float32)
     S: tl.constexpr = scale.dtype.element_ty
     Z: tl.constexpr = zero.dtype.element_ty
-    # The tensor cores cut sums off, which a long one shows where float32 is asked for.
-    APART: tl.constexpr = SCALES == 0 or PARTS > 1
-    FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # taken away where nibbles are unpacked, in their order
+    # The tensor cores truncate sums, which shows in long ones if the result is float32.
+    APART: tl.constexpr = SCALES == 0 or TERMS > 1
+    FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # subtracted when nibbles are unpacked, in their order
     scales = (first * U + tl.arange(0, U))[None, :] * N + rn[:, None] if EACH else first // PER * N + rn
     zeros = (first * U + block if EACH else first // PER) * N + tl.minimum(row, N - 1) if FOLDED else scales
     sp = scale + scales
     zp = zero + zeros
     left = (first // PER + 1) * PER - first
-    # Scales are too narrow for asynchronous copies. What comes before a step's product is loaded a step ahead, what
-    # comes after it at the step's start.
+    # Scales are too narrow for asynchronous copies. Those applied before a step's product are loaded a step ahead,
+    # those applied after it at the step's start.
     s = load_raw(sp, ASM)
     z = load_raw(zp, ASM) if ZERO else s
     if PDL:
         gdc_wait()
     for b in tl.range(first, last, num_stages=STAGES):
+        # Parameters that are applied to the sum are read for this step, those applied to the weight for the next one.
+        # The pointers move on when a group ends, but not behind the last step.
         if SCALES != 2:
             if SCALES == 0:
                 s = load_raw(sp, ASM)
@@ -137,11 +146,14 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
             zp += move
         s_next = load_raw(sp, ASM) if SCALES == 1 else s
         z_next = load_raw(zp, ASM) if (ZERO == 1 and SCALES != 2) or (ZERO == 2 and SCALES == 1) else z
+        # Operands. Triton's pipeline keeps the copies of x and w STAGES - 1 steps ahead in shared memory.
         xt = ()
-        for p in tl.static_range(PARTS):
+        for p in tl.static_range(TERMS):
             xt = xt + (tl.load(xp + p * plane).to(DT),)
         data = _settled(tl.load(wp), HOPPER and not APART)
         q = _weight(data, z[:, None] if FOLDED else tl.zeros([1, 1], tl.int32), DT, BITS, BN, P, U, NW, FRAG, ASM)
+        # Dequantize in registers. Codes less integer zero points are exact in 16-bit floats; multiplied by a scale
+        # (SCALES 1) they are rounded to x's dtype.
         wp += STEP
         xp += U * P
         if EACH:
@@ -154,8 +166,9 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
                 q += _wide(as_float(z, Z, ASM).to(DT), EACH)
         if EACH:
             q = tl.reshape(q, [BN, U * P])
+        # Products: on top of the sum so far, or of this step alone, added in float32 after scaling.
         d = tl.zeros([BN, BM], tl.float32) if APART else acc
-        for p in tl.static_range(PARTS):
+        for p in tl.static_range(TERMS):
             d = tl.dot(q, tl.trans(xt[p]), d)
         if SCALES == 0:
             acc += d * as_float(s, S, ASM)[:, None]
@@ -165,7 +178,7 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
             # x is read into registers while products read the same slot of shared memory, and Triton's pipeliner copies
             # into it once the registers are there: only products that were waited for (``d`` above) may stand here.
             sums = tl.zeros([BM], tl.float32)
-            for p in tl.static_range(PARTS):
+            for p in tl.static_range(TERMS):
                 sums += tl.sum(xt[p].to(tl.float32), 1)
             acc += as_float(z, Z, ASM)[:, None] * sums[None, :]
         s = s_next
@@ -179,14 +192,14 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
 def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, pitch, waves, share,
          BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
          BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
-         SCALES: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, GROUP_M: tl.constexpr,
+         SCALES: tl.constexpr, EACH: tl.constexpr, TERMS: tl.constexpr, ALIGNED: tl.constexpr, GROUP_M: tl.constexpr,
          ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``, in KB steps of U blocks of P columns.
 
     x: rows ``8 * eighths`` values apart (said so, because Triton then knows that they are aligned), zero from K to
     ``KB * U * P``. pitch: 32 times that many bytes are a row of rows16. PER: steps per group.
     SCALES: 0: applied to sums over a step; 1: to the weight, which is rounded to x's dtype; 2: to the whole sum (one
-    group, no float zero points). EACH: each block of a step has scales of its own. PARTS: x is the sum of so many
+    group, no float zero points). EACH: each block of a step has scales of its own. TERMS: x is the sum of so many
     matrices that follow each other; their products are added up in order. ALIGNED: N is a multiple of 8. WIDE:
     products of float32 numbers (Triton's interpreter multiplies no bfloat16).
 
@@ -202,11 +215,13 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
     programs = tl.num_programs(0)
     tiles_n = tl.cdiv(N, BN)
     tiles_m = tl.cdiv(M, BM)
+    # The program's work: ``waves`` whole tiles, then its ``share`` of the line of steps of the remaining tiles.
     whole = waves * programs
     start = program * share
     steps = waves * KB + tl.maximum(0, tl.minimum(share, (tiles_n * tiles_m - whole) * KB - start))
     step = steps * 0
     while step < steps:
+        # The next piece of work: a tile, and its steps first..last. ``step * 0`` keeps both branches of one type.
         if step < waves * KB:
             tile = step // KB * programs + program
             first = step * 0
@@ -224,23 +239,29 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
         n0 = inside // height * BN
         m0 = (group * GROUP_M + inside % height) * BM
         acc = _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
-                   BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, PARTS, ASM, HOPPER, WIDE,
+                   BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, TERMS, ASM, HOPPER, WIDE,
                    PDL)  # fmt: skip
         complete = last - first == KB
         if not complete:
+            # Programs left..right share the tile. Each puts its part into the slot part + program, which no other pair
+            # has.
             part = tile - whole
             left = part * KB // share
             right = (part * KB + KB - 1) // share
             put(part_at(parts, part + program, BN, BM), acc, ASM)
+            # All threads have stored their part before the program counts itself; acq_rel makes it visible to the last.
             tl.debug_barrier()
             complete = tl.atomic_add(counts + part, 1, sem="acq_rel") == right - left
             if complete:
+                # The last program adds up. Of two parts, the other one is added to its own sum: a + b = b + a. Of more,
+                # all are read back and added in the order of the slots: the result does not depend on who came last.
                 if right - left == 1:
                     acc = add_parts(acc, parts, part + left + right - program, 0, BN, BM, ASM)
                 else:
                     acc = zeros_like(acc, ASM)
                     for p in tl.range(left, right + 1, 4, num_stages=1):
                         acc = add_parts(acc, parts, part + p, right - p, BN, BM, ASM)
+                # Ready for the next launch.
                 tl.store(counts + part, 0)
         if complete:
             n = n0 + tl.arange(0, BN)

@@ -1,12 +1,17 @@
-"""``gemm_hopper``: weight-only product for many rows on Hopper, in Gluon: warps copy, or unpack and multiply.
+"""``gemm_hopper``: weight-only product for many rows on Hopper, in Gluon: one warp copies, eight unpack and multiply.
 
-One warp copies x and the packed weight through tensor descriptors into a ring of stages. Two groups of four warps wait
-for them: each has 64 rows of the weight, which it unpacks into registers, and BM tokens, which stay in shared memory;
-``wgmma`` multiplies the two. A group unpacks one half of a block while the tensor cores work on the other, or on what
-the other group gave them. Programs are as many as multiprocessors and walk over tiles; while the result of one is
-stored, the next one's operands arrive.
+One warp copies x and the packed weight through tensor descriptors into a ring of stages. Two warpgroups wait for the
+stages: each unpacks its 64 rows of the weight into registers and multiplies them by BM tokens, which stay in shared
+memory, with ``wgmma``. A group unpacks one half of a block while the tensor cores work on the other half, or for the
+other group.
 
-Register layouts are spelled out here, for the versions of Triton that this was tried with: see `large`.
+Grid: at most one program per multiprocessor, one-dimensional; programs loop over tiles (`schedule.shares`), and the
+operands of the next tile arrive while a result is stored. Tiles: 128 rows of the weight by BM = 64, 128 or 256 tokens,
+K in blocks of 128 columns, x in stages of 64. Inputs: x ``(M, K)`` 16-bit floats with contiguous rows; w planar16
+(int4) or rows16 (int8); scales and zero points ``(G, N)``; y ``(M, N)`` contiguous, of x's dtype. Floor:
+``2 * M * N * K`` operations at the 16-bit peak of the tensor cores.
+
+Register layouts are spelled out for the versions of Triton that `runtime.hopper` lists.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from .parts import add_at, put, segment, steps_of, value_at, zeros_like
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 ROWS = gl.constexpr(64)
-"""Rows of the weight that a group has."""
+"""Rows of the weight in a tile of one warpgroup: the M of a ``wgmma`` instruction."""
 
 
 @gluon.constexpr_function
@@ -48,7 +53,7 @@ def words_layout():
 
 @gluon.constexpr_function
 def _pairs():
-    """int8: pairs (64, 32) of neighbours in 64 columns, each where operand A has it."""
+    """int8: pairs (64, 32) of neighbours in 64 columns, each at its place in operand A."""
     return _layout([[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2]], 32)
 
 
@@ -81,8 +86,8 @@ def _unpack_words(high, half, scaled, zero):
     """PTX: two words $4, $5 of nibbles ``q + 8`` to four registers $0 to $3 of pairs.
 
     A nibble u below the sign and exponent of 128 (bfloat16) or 1024 (float16) is 128 + u or 1024 + u; one fused
-    multiply-add takes the rest away. Operands after the words: what is added instead of -136 or -1032 (INT zero
-    points); scale; what is added after it (FLOAT zero points).
+    multiply-add subtracts the rest. Operands after the words: the summand that replaces -136 or -1032 (INT zero
+    points); scale; the summand after scaling (FLOAT zero points).
     """
     kind, one, exponent, offset = (
         ("f16x2", "0x3C003C00", "0x64646464", "0xE408E408")
@@ -103,7 +108,7 @@ def _unpack_words(high, half, scaled, zero):
 
 @gluon.constexpr_function
 def _unpack_pairs(half, zero):
-    """PTX: a pair $2 of int8 to two floats $0, $1, less $3 where there is a zero point.
+    """PTX: a pair $2 of int8 to two floats $0, $1, less $3 if there is a zero point.
 
     bfloat16 holds 7 bits below the exponent of 128, so the sign's bit is cleared in the one that is subtracted from and
     alone in the other: there it makes 256 of 128.
@@ -129,8 +134,8 @@ def _from_words(b, s, z, DT: gl.constexpr, HIGH: gl.constexpr, SCALED: gl.conste
         s = s[:, None].broadcast_to(b.shape)
     if ZERO:
         z = z[:, None].broadcast_to(b.shape)
-    # Two words give four registers. That each of the four results holds a pair of neighbours in k, in place of two
-    # values of one place in two words, is set right by the order of dimensions below.
+    # pack=2: one assembly call turns two words into four registers. Each register holds two columns that are neighbours
+    # in k, where Triton expects one value of each word; the reshape and permute below restore the order of columns.
     if ZERO == 2:
         p, q, r, t = gl.inline_asm_elementwise(ASM, _commas("r", 4, 4), [b, s, z], dtype=OUT, is_pure=True, pack=2)
     elif ZERO and SCALED:
@@ -173,10 +178,12 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
              SCALED: gl.constexpr, ZERO: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Fill stages, in the order of their use.
 
-    A stage is 64 columns of x, and of an int8 weight. What comes once for a block of 128 columns - int4 words, scales,
+    A stage is 64 columns of x, and of an int8 weight. Data of a whole block of 128 columns - int4 words, scales,
     zero points - has slots of its own and arrives with the block's first stage.
     """
     BN: gl.constexpr = 2 * ROWS
+    # Bytes that the full barrier of a stage expects: BM rows of 64 16-bit values, and 128 rows of 64 int8 codes. BLOCK:
+    # bytes that come with the first stage of a block only.
     STAGE: gl.constexpr = BM * 128 + (BN * 64 if BITS == 8 else 0)
     SCALES: gl.constexpr = BN * scale.dtype.primitive_bitwidth // 8 if SCALED else 0
     ZEROS: gl.constexpr = BN * zero.dtype.primitive_bitwidth // 8 if ZERO else 0
@@ -185,6 +192,9 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
     tiles_m = gl.cdiv(M, BM)
     if PDL:
         gdc_wait()
+    # at, turn: stage of the ring and parity of its barriers; slot: place of the data of a block. Slots need no
+    # barriers: the stage that is awaited before a slot is refilled belongs to the block that used the slot last, and
+    # consumers hold the words of a block in registers when they release a stage of it.
     at = 0
     turn = 1
     slot = 0
@@ -198,15 +208,19 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
         tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         m0 = tile_m * BM
         n0 = tile_n * BN
+        # The row of scales, and the blocks left until the next row: no division in the loop.
         group = begin // PER
         left = PER - begin % PER
         for b in range(begin, end):
             for half in gl.static_range(2):
+                # Both consumer groups have released the stage; announce the bytes before the copies that deliver them.
                 mbarrier.wait(empty.index(at), turn)
                 here = full.index(at)
                 mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0))
                 for g in gl.static_range(2):
                     n = n0 + g * ROWS
+                    # Each group has its own 64 rows of w: int16 pairs (64, 32) per stage, int4 words (4, 256) per
+                    # block.
                     if BITS == 8:
                         tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(2 * at + g))
                     elif half == 0:
@@ -239,7 +253,7 @@ def row_numbers(numbers, WG: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, SCALED: gl.constexpr,
                 ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
-    """The first half of a block as operand A, and what the second half is made of: words, scales, zero points."""
+    """The first half of a block as operand A, and the input of the second half: words, scales, zero points."""
     LAYOUT: gl.constexpr = words_layout() if BITS == 4 else _pairs()
     raw = load_words(ws.index(2 * slot + WG)) if BITS == 4 else ws.index(2 * at + WG).load(LAYOUT)
     s = raw
@@ -265,11 +279,17 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
     done = at
     for u in gl.static_range(U):
         first = at
+        # First half: A, 64 rows of the weight by 64 columns, is in registers; B, BM tokens by 64 columns, is read from
+        # shared memory while this group goes on.
         acc = warpgroup_mma(low, xs.index(first).permute((1, 0)), acc, is_async=True)
+        # At most one product in flight: the previous block's second half has ended, so its stage and the registers of
+        # ``high`` are free.
         if u > 0:
             acc, high = warpgroup_mma_wait(1, deps=[acc, high])
             mbarrier.arrive(empty.index(done), count=1)
         at, turn = advance(at, turn, STAGES)
+        # Unpack the second half while the tensor cores work on the first. int4 words are in registers already; int8
+        # codes come with the stage, which has to be awaited first.
         if BITS == 4:
             high = _from_words(raw, s, z, DT, True, SCALED, ZERO, DOT)
             mbarrier.wait(full.index(at), turn)
@@ -277,11 +297,14 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
             mbarrier.wait(full.index(at), turn)
             high = _from_pairs(ws.index(2 * at + WG).load(_pairs()), z, DT, ZERO, DOT)
         acc = warpgroup_mma(high, xs.index(at).permute((1, 0)), acc, is_async=True)
+        # The first half has ended: release its stage, so that the copying warp is not held up by the second half.
         acc, low = warpgroup_mma_wait(1, deps=[acc, low])
         mbarrier.arrive(empty.index(first), count=1)
         done = at
         at, turn = advance(at, turn, STAGES)
         slot = advance(slot, 0, SLOTS)[0]
+        # Unpack the first half of the next block while the second half of this one is multiplied. Behind the program's
+        # last block there is nothing to wait for; what is read there is never used.
         mbarrier.wait(full.index(at), turn, pred=left > u + 1)
         low, raw, s, z = _first_half(at, slot, ws, ss, zs, DT, BITS, WG, SCALED, ZERO, DOT)
     acc, high = warpgroup_mma_wait(0, deps=[acc, high])
@@ -293,6 +316,7 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
 def _leave(acc, y, scale, bias, ys, m0, n0, N, SCALED: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr):
     """A group's sums of a tile, scaled and rounded, on their way to y."""
     PIECE: gl.constexpr = acc.shape[1] // PIECES
+    # acc has one row per output column. Rows behind N are clamped here; TMA does not store them.
     n = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout)), N - 1)
     if not SCALED:
         acc *= gl.load(scale + n).to(gl.float32)[:, None]
@@ -303,6 +327,8 @@ def _leave(acc, y, scale, bias, ys, m0, n0, N, SCALED: gl.constexpr, BIAS: gl.co
     if PIECES == 2:
         first, second = first.reshape([ROWS, 2, PIECE]).permute((0, 2, 1)).split()
     for i in gl.static_range(PIECES):
+        # One buffer per group: the copy of the previous piece or tile must have read it. y is (tokens, N), so the piece
+        # is stored transposed.
         tma.store_wait(0)
         ys.permute((1, 0)).store(first if i == 0 else second)
         fence_async_shared()
@@ -318,17 +344,25 @@ def _summed(acc, parts, counts, tile, begin, end, program, programs, waves, shar
     SIZE: gl.constexpr = 2 * ROWS * BM
     complete = end - begin == KB
     if not complete:
+        # Tiles behind the whole waves are numbered from 0; programs left..right have steps of this one.
         part = tile - waves * programs
         left = part * KB // share
         right = (part * KB + KB - 1) // share
+        # Along the line of steps the part or the program grows at each boundary, so part + program is a slot of its
+        # own.
         put(value_at(parts, part + program, i, j, 2 * ROWS, BM), acc, True)
+        # All threads of the group have stored before one of them counts; acq_rel makes the stores visible to the group
+        # that counts last. Each group has its own counter: groups never wait for each other.
         gl.thread_barrier()
         count = counts + 2 * part + WG
         complete = gl.atomic_add(count, 1, sem="acq_rel") == right - left
         if complete:
+            # Summed from the slots in their order, this group's own part included: the result does not depend on who
+            # came last.
             acc = zeros_like(acc, True)
             for p in range(left, right + 1, 4):
                 acc = add_at(acc, value_at(parts, part + p, i, j, 2 * ROWS, BM), right - p, SIZE, True)
+            # Ready for the next launch.
             gl.store(count, 0)
     return acc, complete
 
@@ -349,10 +383,12 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
     programs = gl.num_programs(0)
     steps = steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
     step = steps * 0
+    # left: blocks to come in all tiles of this program, so that only the last one does not prefetch.
     left = steps
     at = 0
     turn = 0
     slot = 0
+    # Prologue: unpack the first half of the first block, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
     low, raw, s, z = _first_half(0, 0, ws, ss, zs, DT, BITS, WG, SCALED, ZERO, DOT)
     while step < steps:
@@ -360,6 +396,7 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
         step += end - begin
         tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         acc = gl.zeros([ROWS, BM], gl.float32, ACC)
+        # U blocks per turn, then the remainder one at a time.
         for _ in range((end - begin) // U):
             acc, low, raw, s, z, at, turn, slot = _blocks(
                 U, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
@@ -390,13 +427,14 @@ def gemm_hopper(
     x, w, y: descriptors, of x with blocks (BM, 64), of int4 words ``(N / 16, KB * 256)`` with blocks (4, 256), of pairs
     of int8 with blocks (64, 32), of y with blocks (BM / PIECES, 64). KB: blocks of 128 columns; PER of them share a row
     of scales and zero points. SCALED: these are multiplied with the weight and scale is a descriptor with blocks
-    (1, 128); else there is one scale per row, for the sum over K. zero: likewise a descriptor, where there is one.
+    (1, 128); else there is one scale per row, for the sum over K. zero: likewise a descriptor, if there is one.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the weight in the second-level cache.
     """
     if PDL:
         gdc_launch_dependents()
+    # Two stages are a block, and share one slot for the block's data.
     SLOTS: gl.constexpr = (STAGES + 1) // 2
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 64], x.layout)
     COUNT: gl.constexpr = 2 * (SLOTS if BITS == 4 else STAGES)
@@ -407,10 +445,14 @@ def gemm_hopper(
         ss = gl.allocate_shared_memory(scale.dtype, [SLOTS, 1, 2 * ROWS], scale.layout)
     if ZERO:
         zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, 1, 2 * ROWS], zero.layout)
+    # A result buffer for each group: neither waits until the other's store has read its buffer.
     y0 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
     y1 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
     full, empty = ring(STAGES, 2)
+    # TMA signals barriers through the async proxy; it has to see them initialized.
     fence_async_shared()
+    # The first consumer runs on the launch's four warps, the second on four more, the copies on one; the copying warp
+    # keeps 24 registers per thread and leaves 240 to each thread of the second consumer.
     gl.warp_specialize([
         (_consume, (y, scale, bias, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 0,
                     BM, STAGES, SLOTS, GROUP, SCALED, ZERO, BIAS, PIECES, U, SPREAD)),

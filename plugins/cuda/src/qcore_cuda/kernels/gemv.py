@@ -1,13 +1,17 @@
 """``gemv``: weight-only product for few rows (M <= 16), bound by reading the weight once. NVIDIA, 16-bit activations.
 
-Each warp takes blocks of K in turn and copies what it needs of them, several stages ahead, into shared memory of its
-own (`smem_pipeline`); from there weights go straight into fragments of the tensor core (`warp`), W being its A operand
-and the tokens its columns. The warps of a program share its rows, and add up at the end.
+Each warp takes blocks of K in turn and copies the operands, several stages ahead, into shared memory of its own
+(`smem_pipeline`); from there weights go straight into fragments of the tensor core (`warp`), W being its A operand and
+the tokens its columns. The warps of a program share its rows and add up their sums at the end.
+
+Grid: one program per 16 * R rows of W; each of its NW warps takes every NW-th run of U blocks of P columns. Inputs: x
+``(M, K)`` 16-bit floats, w planar16 or rows16, scales and zero points ``(G, N)``; y ``(M, N)``. Floor: the bytes of the
+packed weight, ``N * K * BITS / 8`` and its scales, at the bandwidth of the memory.
 
 A nibble becomes a 16-bit float by setting its upper byte (bfloat16 128 + u, float16 1024 + u: exact), from which the
 offset is subtracted at once. Subtracting it from the sum instead would save half an instruction per weight, but a value
 of x far above the others, times 136, would take the digits of all others with it, even if its weight is 0. An integer
-zero point is part of what is subtracted.
+zero point is part of the offset.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ def _copy_x(to, x, lane, first, live, M, KB, stride, XR: tl.constexpr, U: tl.con
 
 @triton.jit
 def _x_places(lane, BITS: tl.constexpr, XR: tl.constexpr, U: tl.constexpr, P: tl.constexpr):
-    """Where a lane reads x in a stage: offsets for even and odd steps, see `_x_words`."""
+    """Offsets at which a lane reads x in a stage, for even and odd steps, see `_x_words`."""
     C: tl.constexpr = U * P // 8
     MASK: tl.constexpr = min(8, C) - 1
     if BITS == 4:  # lane t holds k = 16 j + 8 h + 2 t + e: `fragments` of x, four chunks of 8 at a time
@@ -141,7 +145,7 @@ def _loaded(pointer, row, group, N, i: tl.constexpr):
 def _scaled(acc, d, s, scales, points, NB: tl.constexpr, ZERO: tl.constexpr):
     """One row block's accumulators, four per column block, and a group's products with scales and zero points applied.
 
-    scales, points: of rows r and r + 8; s: sums of x, where ZERO.
+    scales, points: of rows r and r + 8; s: sums of x, if ZERO.
     """
     s0, s8 = scales
     z0 = points[0].to(tl.float32)
@@ -197,10 +201,11 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     V: tl.constexpr = BYTES // 4
     PAIRS: tl.constexpr = BITS == 8 and P == 64 and U % 2 == 0
     RINGED: tl.constexpr = ALIGNED and not ONE_GROUP
-    FOLDED: tl.constexpr = BITS == 4 and ZERO == 1  # subtracted where nibbles become floats, else from sums
+    FOLDED: tl.constexpr = BITS == 4 and ZERO == 1  # subtracted when nibbles become floats, else from sums
     AFTER: tl.constexpr = 0 if FOLDED else ZERO
     SCALE: tl.constexpr = scale.dtype.element_ty
     POINT: tl.constexpr = zero.dtype.element_ty
+    # A stage of a warp: U blocks of R * 16 rows of W, then x, then scales and zero points if groups have their own.
     W_BYTES: tl.constexpr = U * R * 64 * BYTES
     X_BYTES: tl.constexpr = XR * U * P * 2
     S_BYTES: tl.constexpr = U * R * 2 * SCALE.primitive_bitwidth if RINGED else 0
@@ -211,12 +216,14 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     lane = thread % 32
     BLANK: tl.constexpr = U * P * 2 if XR == 1 else 0
     tl.static_assert(RING == NW * (STAGES * STAGE + BLANK))
+    # Every warp has a ring of its own: warps wait for each other only in the final sum.
     mine = pipeline.allocate(thread, NW, RING, DYNAMIC) + warp * (STAGES * STAGE + BLANK)
     token, spots = _x_places(lane, BITS, XR, U, P)
-    if XR == 1:  # a row of zeros for the tokens that there are not
+    if XR == 1:  # a row of zeros for the seven tokens that do not exist
         blank = mine + STAGES * STAGE
         for q in tl.static_range((BLANK + 511) // 512):
             pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
+    # Lane 4 r + t works on rows r and r + 8 of each row block; ``at`` is the lane's address in block 0.
     each = 1.0 / PER
     rows = tl.program_id(0) * (16 * R)
     row = rows + lane // 4
@@ -224,6 +231,8 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     first = warp * U
     at += first.to(tl.int64) * NEXT
 
+    # Prologue: weights and scales do not depend on the previous kernel, so their copies begin before `gdc_wait`; x may
+    # be that kernel's result. The first commit closes a group with all weights so far and the first stage of x.
     for s in tl.static_range(STAGES - 1):
         to = mine + s * STAGE
         ahead = first + s * (U * NW)
@@ -238,6 +247,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
         _copy_x(mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M, KB, stride, XR, U, P)
         pipeline.commit(thread)
 
+    # Accumulators: four floats per lane for each of R row blocks and NB blocks of 8 tokens (fragment C).
     zeros = tl.zeros([T], tl.float32)
     empty = ()
     none = ()
@@ -253,11 +263,15 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     if ONE_GROUP and ZERO:
         for i in tl.static_range(R):
             of_all = of_all + (_loaded(zero, row, 0, N, i),)
+    # The next kernel may be scheduled: early, or (LATE) when this one has read everything.
     if PDL and not LATE:
         gdc_launch_dependents()
     slot = 0
     at += (STAGES - 1) * (U * NW * NEXT)
     for start in tl.range(0, KB, U * NW, num_stages=1):
+        # STAGES - 1 groups are in flight: wait for the oldest. Stage ``free`` was read in the previous turn, which
+        # every lane of the warp has left: refill it before computing. Behind the end nothing is copied, but an empty
+        # group is committed, so that the count of groups stays right.
         pipeline.wait(thread, STAGES - 2)
         here = mine + slot
         slot, free = turn(slot, STAGE, STAGES)
@@ -273,10 +287,13 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
         pipeline.commit(thread)
         at += U * NW * NEXT
 
+        # With one token, the lanes of the seven other columns of the product read zeros.
         x_at = here + W_BYTES
         if XR == 1:
             x_at = tl.where(token == 0, x_at, blank)
         for u in tl.static_range(U):
+            # B operands of the block, for all row blocks; sums of x, from a product with ones, for zero points that are
+            # applied to sums.
             words = ()
             for n in tl.static_range(NB):
                 words = words + (_x_words(x_at, spots, n, u, BITS, U, P),)
@@ -286,6 +303,8 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
             group = group_of(first + u, KB, each)
             now = ()
             for i in tl.static_range(R):
+                # A operands: codes of rows r and r + 8, unpacked in registers. With one group the tensor core adds to
+                # the running sum; else a block is summed by itself, then scaled and added.
                 w0, w8 = weights(here, lane, u, i, R, BYTES, PAIRS)
                 before = _of_block(acc, i, NB)
                 points = (whole, whole)
@@ -312,6 +331,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
             if ONE_GROUP:
                 total = sums
 
+    # One group: scales and zero points come after the whole sum, once.
     if ONE_GROUP:
         now = ()
         for i in tl.static_range(R):
@@ -325,6 +345,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     for i in tl.static_range(R):
         for n in tl.static_range(NB):
             a = acc[i * NB + n]
+            # Sum the warps' fragments through shared memory; e counts 4 values per lane: (row half, token of a pair).
             part = over_warps(a, NW)
             e = tl.arange(0, 128)
             out_row = rows + 16 * i + e // 16 + 8 * ((e // 2) % 2)

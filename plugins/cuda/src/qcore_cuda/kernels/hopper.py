@@ -1,8 +1,9 @@
-"""What the warp-specialized kernels for sm_90 share, in Gluon: rings of stages, and how a tile leaves.
+"""Building blocks of the warp-specialized Gluon kernels for sm_90: rings of stages, and the store of a result tile.
 
-A program has a warp that only fetches (TMA), in some kernels four that only convert, and two warpgroups that multiply,
-each half of the rows of a tile. They hand stages of shared memory on through barriers: "full" by who wrote a stage,
-"empty" by who has read it. Gluon is no settled interface: `runtime.hopper` says where these kernels are used.
+A program has one warp that only copies (TMA), in some kernels four warps that only convert, and two warpgroups that
+multiply, each for half of a tile's rows. They hand stages of shared memory to each other through two barriers per
+stage: the writer arrives on "full", the readers arrive on "empty". Gluon's interface is unstable, so `runtime.hopper`
+limits these kernels to the versions of Triton that they were tested with.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 WIDEST: gl.constexpr = gl.constexpr(128)
-"""Columns of the widest int8 instruction that Triton issues and that a layout can have."""
+"""The most columns of an int8 ``wgmma`` that Triton issues and that a register layout can have."""
 
 
 @gluon.jit
 def ring(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Barriers of stages that one writes and READERS read: full and empty."""
+    """The barriers (full, empty) of STAGES stages that one warp or warpgroup fills and READERS warpgroups read."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -28,7 +29,11 @@ def ring(STAGES: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def advance(slot, phase, STAGES: gl.constexpr):
-    """The next stage and the parity of its barriers. A reader starts at (0, 0), a writer at (0, 1)."""
+    """The next stage and the parity to wait for on its barriers. A reader starts at (0, 0), a writer at (0, 1).
+
+    A barrier that nobody has arrived on counts as having completed a phase of parity 1: the writer's first round over
+    the ring does not block.
+    """
     slot += 1
     wrap = slot == STAGES
     return gl.where(wrap, 0, slot), gl.where(wrap, phase ^ 1, phase)
@@ -36,7 +41,7 @@ def advance(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def cut(acc, PIECES: gl.constexpr):
-    """A tile cut along its columns into 1, 2 or 4 pieces."""
+    """A tile split along its columns into 1, 2 or 4 pieces, without moving values between threads."""
     M: gl.constexpr = acc.shape[0]
     Q: gl.constexpr = acc.shape[1] // PIECES
     if PIECES == 1:
@@ -54,12 +59,14 @@ def cut(acc, PIECES: gl.constexpr):
 
 @gluon.jit
 def leave(c, tiles, at, buffers, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """Store piece c of a tile by way of one of two buffers of shared memory; the other one may still be read.
+    """Store piece c of a tile through one of two buffers of shared memory; TMA may still be reading the other one.
 
-    An only piece always takes the same buffer.
+    If there is only one piece, it always takes the same buffer.
     """
+    # The copy that last read this buffer was issued two pieces ago: at most the newest one may be unfinished.
     tma.store_wait(1 if PIECES > 1 else 0)
     buffer = buffers.index(PIECE % 2)
     buffer.reshape(c.shape).store(c)
+    # TMA reads shared memory through the async proxy; the fence orders the stores above before it.
     fence_async_shared()
     tma.async_copy_shared_to_global(tiles, at, buffer)

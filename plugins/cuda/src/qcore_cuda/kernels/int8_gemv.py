@@ -1,8 +1,13 @@
 """``int8_gemv``: int8 activations times a weight for few rows (M <= 16), bound by reading the weight once. NVIDIA.
 
-As `gemv`, with the tensor core's product of int8. One row is quantized by every program for itself while its first
-weights are on their way: that is quicker than a kernel of its own, which would have to end first. More rows come as
-codes. Sums of x, which zero points of the weight multiply, are one more product, with ones.
+Like `gemv`, with the tensor core's product of int8. A single row is quantized by every program for itself while its
+first weights are being copied: that is faster than a separate kernel, which would have to end first. Several rows come
+as codes. Sums of x, which zero points of the weight multiply, are one more product, with ones.
+
+Grid, tiles, layouts and floor as in `gemv`; x is codes ``(M, 128 * stride)`` in the weight's order of columns, or one
+row of K 16-bit floats. Exact: a product of codes, that of int4 multiplied by 16, is at most 2**14 in size and is added
+up in int32, over one block if GROUPED and else over all of K (`qcore_triton.host.blocking` limits it). The factor of 16
+leaves by a shift, or in float32 as an exact power of two.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ def _copy_codes(to, x, lane, first, live, M, KB, pitch, XR: tl.constexpr, U: tl.
 def _quantize(to, x, thread, given_scale, given_zero, given_scale_number, given_zero_number, K, MODE: tl.constexpr,
               ORDER: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """Codes of the one row of x into shared memory, in the order of the weight; its scale and zero point."""
+    # First pass: the extent of the row, eight values per thread and turn.
     o = tl.arange(0, T * 8)
     below = tl.zeros([T * 8], tl.int32)
     above = tl.zeros([T * 8], tl.int32)
@@ -55,6 +61,7 @@ def _quantize(to, x, thread, given_scale, given_zero, given_scale_number, given_
         s, z = parameters(tl.max(below, 0), tl.max(above, 0), 0, given_scale, given_zero, MODE)
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
     inverse = inverse_of(s, tl.max(above, 0), NARROW)
+    # Second pass: encode eight values per thread and place pairs of codes; 0 behind K, up to a multiple of 128.
     for start in tl.range(0, (K + 127) // 128 * 128, T * 8, num_stages=1):
         at = start + thread * 8
         here = at < (K + 127) // 128 * 128
@@ -160,6 +167,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     RINGED: tl.constexpr = ALIGNED and GROUPED
     SCALE: tl.constexpr = scale.dtype.element_ty
     POINT: tl.constexpr = zero.dtype.element_ty
+    # A stage of a warp: U blocks of R * 16 rows of W, codes of x unless they are made here, scales and zero points.
     W_BYTES: tl.constexpr = U * R * 64 * BYTES
     X_BYTES: tl.constexpr = 0 if FUSED else XR * U * P
     S_BYTES: tl.constexpr = U * R * 2 * SCALE.primitive_bitwidth if RINGED else 0
@@ -171,9 +179,10 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     warp = thread // 32
     lane = thread % 32
     tl.static_assert(NW * OWN + (WIDE if FUSED else 0) == RING)
+    # Every warp has a ring of its own; the codes of a row that is quantized here follow the rings and are shared.
     buffer = pipeline.allocate(thread, NW, RING, DYNAMIC)
     mine = buffer + warp * OWN
-    if XR == 1:  # zeros for the tokens that there are not
+    if XR == 1:  # zeros for the seven tokens that do not exist
         blank = mine + STAGES * STAGE
         for q in tl.static_range((BLANK + 511) // 512):
             pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
@@ -183,6 +192,8 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     at, tiles, step = places(w, lane, rows, NP, KB, pitch, BITS, P, R, PAIRS)
     first = warp * U
     at += first.to(tl.int64) * NEXT
+    # Prologue, as in `gemv`: weights before `gdc_wait`, x after it. If the row is quantized here, stages hold weights
+    # only and are committed at once: they are in flight meanwhile.
     for s in tl.static_range(STAGES - 1):
         to = mine + s * STAGE
         ahead = first + s * (U * NW)
@@ -200,6 +211,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         token_scale, token_zero = _quantize(
             codes, x, thread, x_scale, x_zero, given_scale_number, given_zero_number, K, MODE, ORDER, T
         )
+        # All warps read the codes that all warps have written.
         tl.debug_barrier()
     else:
         for s in tl.static_range(STAGES - 1):
@@ -207,6 +219,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
             _copy_codes(mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M, KB, stride, XR, U, P)
             pipeline.commit(thread)
 
+    # Accumulators: int32 over all of K, or float32 if groups are scaled (GROUPED).
     nothing = tl.zeros([T], tl.int32)
     zeros = tl.zeros([T], tl.float32)
     empty = ()
@@ -227,6 +240,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     slot = 0
     at += (STAGES - 1) * (U * NW * NEXT)
     for start in tl.range(0, KB, U * NW, num_stages=1):
+        # Wait for the oldest stage and refill the one read in the previous turn, as in `gemv`.
         pipeline.wait(thread, STAGES - 2)
         here = mine + slot
         slot, free = turn(slot, STAGE, STAGES)
@@ -245,12 +259,14 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
             x_at = here + W_BYTES
         pipeline.commit(thread)
         at += U * NW * NEXT
+        # Lanes of the seven tokens that do not exist, and blocks behind K, read zeros.
         if XR == 1:
             x_at = tl.where((lane < 4) & (first < KB), x_at, blank)
 
         for u in tl.static_range(U):
             if FUSED and U > 1:
                 x_at = tl.where(first + u < KB, x_at, blank)
+            # B operands of the block, for all row blocks, and sums of x for zero points of the weight.
             words = ()
             for n in tl.static_range(NB):
                 words = words + (_x_words(x_at, lane, n, u, BITS, XR, U, P),)
@@ -265,6 +281,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                     before = ()
                     for n in tl.static_range(NB):
                         before = before + (acc[i * NB + n],)
+                # Exact int32 sums: of this block, to be scaled below, or of K so far.
                 d = _products(w0, w8, words, before, BITS, NB, V)
                 if GROUPED:
                     group = group_of(first + u, KB, each)
@@ -281,6 +298,8 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                         else:
                             z0, z8 = _pair(zero, row + 16 * i, group, N)
                     if XZERO:
+                        # The correction by x's zero point: once per group, scale times the sum of the group's codes;
+                        # only the warp that has the group's first block adds it.
                         k0, k8 = correction[i]
                         t0, t8 = _pair(sums, row + 16 * i, group, N)
                         begins = (first + u < KB) & ((first + u) == group * PER)
@@ -295,6 +314,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                             updated = updated + ((k0, k8) if r == i else correction[r],)
                         correction = updated
                     if BITS == 4:
+                        # int4 codes were multiplied by 16; a power of two is exact.
                         s0 *= 0.0625
                         s8 *= 0.0625
                     for n in tl.static_range(NB):
@@ -326,6 +346,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
 
     if PDL and LATE:
         gdc_launch_dependents()
+    # Epilogue: sum the warps through shared memory, apply the parameters of tokens and of a single group, store.
     e = tl.arange(0, 128)
     for n in tl.static_range(NB):
         token = 8 * n + 2 * ((e // 4) % 4) + e % 2
@@ -350,6 +371,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                     v -= xz * over_warps((k0, k0, k8, k8), NW)
             else:
                 if BITS == 4:
+                    # Every term is a multiple of 16: the shift is exact.
                     v = v >> 4
                 if WZERO:
                     wz = tl.load(zero + out_row, mask=in_column, other=0)

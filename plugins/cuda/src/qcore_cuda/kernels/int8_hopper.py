@@ -1,6 +1,11 @@
-"""``specialized``: int8 times int8 per channel for many rows on sm_90, a task for each warp, see `hopper`.
+"""``specialized``: int8 times int8 per channel for many rows on sm_90, with specialized warps, see `hopper`.
 
-Programs walk over tiles of the result.
+Grid: at most one program per multiprocessor; programs loop over tiles of BM = 128 tokens by BN = 64, 128 or 256 rows of
+the weight, K in steps of P = 128 columns. Inputs: codes x ``(M, 128 * blocks)``, w rows16; both are read through tensor
+descriptors, and y ``(M, N)`` is stored through one. Floor: ``2 * M * N * K`` operations at the int8 peak.
+
+Exact: products of codes are at most 2**14 in size and are added up in int32 over all of K, which
+`qcore_triton.host.blocking` limits to 2**16 here.
 """
 
 from __future__ import annotations
@@ -23,13 +28,13 @@ def _fetch(
     x, w, rings, M, N, blocks,
     P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Codes of x and w to their stages."""
+    """Copy codes of x and w to the ring of stages, in the order of their use."""
     xs, ws, full, empty = rings
     rows = (M + BM - 1) // BM
     columns = (N + BN - 1) // BN
     if PDL:
         gdc_launch_dependents()
-    # The first weights, before the previous kernel has ended: that one has waited for whatever wrote them.
+    # The first weights, before the previous kernel has ended: that one has waited for any kernel that wrote them.
     first = gl.program_id(0)
     ahead = gl.minimum(blocks, STAGES)
     if first < rows * columns:
@@ -39,11 +44,13 @@ def _fetch(
             tma.async_copy_global_to_shared(w, [pn * BN, i * P], full.index(i), ws.index(i))
     if PDL:
         gdc_wait()
+    # A writer starts at parity 1: the first round over the ring does not block.
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for tile in range(first, rows * columns, gl.num_programs(0)):
         pm, pn = tile_order(tile, rows, columns, GROUP_M)
         for i in range(blocks):
+            # The first ``ahead`` stages were announced, and their weights requested, above: only x is missing.
             fresh = (tile > first) | (i >= ahead)
             bar = full.index(slot)
             mbarrier.wait(empty.index(slot), phase)
@@ -59,11 +66,13 @@ def _multiply(
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     HAS_BIAS: gl.constexpr, OUT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One half (0 or 1) of the rows of each tile."""
+    """Multiply and store one half (0 or 1) of the rows of each tile: BM / 2 tokens by BN columns."""
     xs, ws, full, empty = rings
     H: gl.constexpr = BM // 2
     PIECES: gl.constexpr = max(1, BN // 64)
     Q: gl.constexpr = BN // PIECES
+    # The accumulator's layout, and that of one of the PIECES in which a tile is scaled and stored: 64 columns are as
+    # many as a 128-byte swizzled store of 16-bit values has.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(BN, WIDEST), 32])
     piece: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 32])
     begin(PDL)
@@ -74,7 +83,7 @@ def _multiply(
     for tile in range(gl.program_id(0), rows * columns, gl.num_programs(0)):
         pm, pn = tile_order(tile, rows, columns, GROUP_M)
         m0, n0 = pm * BM + HALF * H, pn * BN
-        # What the end needs is loaded before the product, not when every warp waits for it.
+        # Operands of the epilogue are loaded before the product, not when every warp waits for them.
         rm = m0 + gl.arange(0, H, gl.SliceLayout(1, piece))
         sx = gl.load(x_scale + rm, mask=rm < M, other=0.0)[:, None]
         column = n0 + gl.arange(0, Q, gl.SliceLayout(0, piece))
@@ -82,20 +91,24 @@ def _multiply(
         for p in gl.static_range(PIECES):
             scales += (gl.load(scale + column + p * Q, mask=column + p * Q < N, other=0.0),)
         acc = gl.zeros((H, BN), gl.int32, layout)
-        # Not `slot`: what has the same value before a loop and after its first turn counts as unchanged in it.
+        # Not `slot`: a variable with the same value before a loop and after its first turn counts as loop-invariant.
         before = gl.to_tensor(0)
         for i in range(blocks):
+            # A: this half's tokens; B: the whole step of the weight, transposed. Both stay in shared memory.
             mbarrier.wait(full.index(slot), phase)
             x = xs.index(slot).slice(HALF * H, H)
             acc = warpgroup_mma(x, ws.index(slot).permute((1, 0)), acc, use_acc=i > 0, is_async=True)
+            # The product just issued may run on; the one before it has ended, so its stage is released.
             acc = warpgroup_mma_wait(1, deps=[acc])
             if i > 0:
                 mbarrier.arrive(empty.index(before), count=1)
             before = slot
             slot, phase = advance(slot, phase, STAGES)
+        # Drain: the last product of the tile, and its stage.
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(before), count=1)
         pieces = cut(acc, PIECES)
+        # Epilogue by pieces: scaled in float32, rounded once, stored while the next piece is scaled.
         for p in gl.static_range(PIECES):
             v = gl.convert_layout(pieces[p], piece, assert_trivial=True).to(gl.float32)
             v = v * scales[p].to(gl.float32)[None, :] * sx
@@ -121,9 +134,10 @@ def specialized(
     ws = gl.allocate_shared_memory(gl.int8, [STAGES, BN, P], w.layout)
     y0 = gl.allocate_shared_memory(y.dtype.element_ty, [2] + y_tiles.block_shape, y_tiles.layout)
     y1 = gl.allocate_shared_memory(y.dtype.element_ty, [2] + y_tiles.block_shape, y_tiles.layout)
+    # Each of the two multiplying groups reads every stage.
     full, empty = ring(STAGES, 2)
     rings = (xs, ws, full, empty)
-    # Tuples with constants stand where they are used: Triton makes numbers of those in variables.
+    # Tuples with constants are written in place: bound to a variable, their constants would become runtime values.
     gl.warp_specialize(
         [
             (_multiply, (rings, x_scale, scale, bias, y, y_tiles, y0, out_scale, out_zero, M, N, blocks,

@@ -1,6 +1,9 @@
 """``persistent``: int8 times int8 for many rows, bound by the tensor cores; operands come through descriptors (TMA).
 
-Each program walks over tiles of the result. Made for sm_90 and later.
+Grid: as many programs as stay resident, or one per tile; programs loop over tiles of BM tokens by BN rows of the
+weight, K in steps of P columns. Inputs: descriptors of codes x ``(M, 128 * pitch)`` and w (rows16, or int4 unpacked to
+int8 rows), for sm_90 and later; y ``(M, N)``. Floor: ``2 * M * N * K`` operations at the int8 peak of the tensor cores.
+Exact: int32 sums of one step (GROUPED) or of all of K, as limited by `qcore_triton.host.blocking`.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ def persistent(
     HAS_BIAS: tl.constexpr,
     OUT: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PARTS: tl.constexpr,
+    PIECES: tl.constexpr,
     TMA_STORE: tl.constexpr,
     FLATTEN: tl.constexpr,
     SPECIALIZE: tl.constexpr,
@@ -88,8 +91,8 @@ def persistent(
 ):
     """y ``(M, N)`` by tiles of BM x BN.
 
-    x, w: descriptors of codes with blocks ``(BM, P)`` and ``(BN, P)``; y_tiles: one of y, blocks ``(BM, BN / PARTS)``,
-    used where TMA_STORE. The result leaves in PARTS pieces, 1 or 2. GROUPED: no zero points. Other arguments as for
+    x, w: descriptors of codes with blocks ``(BM, P)`` and ``(BN, P)``; y_tiles: one of y, blocks ``(BM, BN / PIECES)``,
+    used if TMA_STORE. A tile is stored in PIECES parts, 1 or 2. GROUPED: no zero points. Other arguments as for
     `int8_gemm.tiles`.
     """  # noqa: D403 - y is a name
     if ALIGNED:
@@ -97,16 +100,20 @@ def persistent(
     rows = (M + BM - 1) // BM
     columns = (N + BN - 1) // BN
     begin(PDL)
+    # FLATTEN: Triton pipelines the loops over tiles and over K as one, across the end of a tile.
     for tile in tl.range(
         tl.program_id(0), rows * columns, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
     ):
         pm, pn = tile_order(tile, rows, columns, GROUP_M)
         m0, n0 = pm * BM, pn * BN
         acc = tl.zeros((BM, BN), tl.float32 if GROUPED else tl.int32)
+        # The scales of the first step; those of the next one are loaded one step ahead, by hand: they are too narrow
+        # for asynchronous copies.
         if GROUPED:
             rn = n0 + tl.arange(0, BN)
             s = tl.load(scale + rn, mask=rn < N, other=0.0).to(tl.float32)
         for i in tl.range(0, blocks, num_stages=STAGES):
+            # Triton keeps TMA copies STAGES - 1 steps ahead; rows behind M and N come as zeros.
             xt = x.load([m0, i * P])
             wt = w.load([n0, i * P])
             if GROUPED:
@@ -116,18 +123,19 @@ def persistent(
                 s = s2.to(tl.float32)
             else:
                 acc = tl.dot(xt, tl.trans(wt), acc, out_dtype=tl.int32)
+        # Epilogue: in PIECES steps, so that fewer values in float32 are live at a time.
         lm = tl.arange(0, BM)
         rm = m0 + lm
         in_m = rm < M
         xs = tl.load(x_scale + rm, mask=in_m, other=0.0)
         xz = tl.load(x_zero + rm, mask=in_m, other=0.0) if XZERO else xs
         xt = tl.load(x_sums + rm, mask=in_m, other=0) if WZERO else lm
-        HALF: tl.constexpr = BN // PARTS
-        if PARTS == 2:
+        HALF: tl.constexpr = BN // PIECES
+        if PIECES == 2:
             first, second = tl.split(tl.permute(tl.reshape(acc, (BM, 2, HALF)), (0, 2, 1)))
         else:
             first = acc
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(PIECES):
             n1 = n0 + part * HALF
             rn = n1 + tl.arange(0, HALF)
             piece = first if part == 0 else second

@@ -1,10 +1,11 @@
-"""Steps of tiles spread over programs, and parts of a tile's sum, in float32, that programs leave for each other.
+"""Stream-K: steps of tiles spread over programs, which exchange parts of a tile's sum through memory, in float32.
 
-A program computes ``waves`` whole tiles, and ``share`` steps of the tiles that are left, which lie in a row.
+A program computes ``waves`` whole tiles, and ``share`` consecutive steps of the remaining tiles.
 
-Triton would rearrange them through shared memory on their way to and from memory, for wide accesses. Inline assembly
-leaves them in the tensor core's layout, and `part_at` puts a warp's values side by side. Loads must not be taken from
-this multiprocessor's own cache, nor come before the count that says that the parts are there.
+Triton would rearrange parts through shared memory on their way to and from memory, for wide accesses. Inline assembly
+keeps them in the tensor core's layout, and `part_at` makes the values of a warp contiguous. Parts must be read from the
+second-level cache (``.cg``), not from the one of this multiprocessor, and not before the count says that they are
+there.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import triton.language as tl
 
 @triton.jit
 def steps_of(program, programs, tiles, waves, share, KB):
-    """How many steps a program has, of tiles of KB steps; with no share, there may be fewer tiles than in all waves."""
+    """The number of a program's steps, KB per tile; with a share of 0, the last wave may have fewer tiles."""
     whole = tl.minimum(waves, tl.cdiv(tiles - program, programs)) * KB
     return whole + tl.maximum(0, tl.minimum(share, (tiles - waves * programs) * KB - program * share))
 
 
 @triton.jit
 def segment(step, steps, program, programs, waves, share, KB):
-    """The tile that a program's step is of, the first of its steps there, and the end of them."""
+    """The tile of a program's step, and the range of the tile's steps, [first, end), that the program computes."""
     place = program * share + step - waves * KB
     whole = step < waves * KB
     tile = tl.where(whole, step // KB * programs + program, waves * programs + place // KB)
@@ -34,13 +35,13 @@ def segment(step, steps, program, programs, waves, share, KB):
 
 @triton.jit
 def part_at(parts, slot, BN: tl.constexpr, BM: tl.constexpr):
-    """Where the values (BN, BM) of a part are."""
+    """Pointers ``(BN, BM)`` to the values of a part."""
     return value_at(parts, slot, tl.arange(0, BN), tl.arange(0, BM), BN, BM)
 
 
 @triton.jit
 def value_at(parts, slot, i, j, BN: tl.constexpr, BM: tl.constexpr):
-    """Where rows i and columns j of a part are: for values of 8 x 8, 32 first halves of pairs, then the others."""
+    """Pointers to rows i and columns j of a part: of 16 x 8 values, even columns first; a warp's 32 are contiguous."""
     down = i // 16 * (16 * BM) + i // 8 % 2 * 32 + i % 8 * 4
     across = j // 8 * 128 + j % 2 * 64 + j % 8 // 2
     return parts + tl.cast(slot, tl.int64) * (BN * BM) + down[:, None] + across[None, :]

@@ -1,4 +1,9 @@
-"""``slices``: weight-only product for few rows and int8 weights; each warp of a program sums a slice of K."""
+"""``slices``: weight-only product for few rows and int8 weights; each warp of a program sums a slice of K.
+
+Grid: (N / BN, M / BM). Tiles: BN rows of the weight by BM tokens, NW blocks of BK columns per turn of the loop. Inputs:
+x ``(M, K)`` floats, w rows16, scales and zero points ``(G, N)``; y ``(M, N)``. Floor: the bytes of the weight at the
+bandwidth of the memory. Int8 codes are exact in every float dtype; sums are float32.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,7 @@ def slices(x, w, scale, zero, bias, y, M, N, NP, K, pitch, GROUP, eighths,
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
+    # Pointers (NW, BN, BK) to w and (NW, BK, BM) to x: slice s starts at block s, all move on by NW blocks per turn.
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)
@@ -35,12 +41,14 @@ def slices(x, w, scale, zero, bias, y, M, N, NP, K, pitch, GROUP, eighths,
     acc = tl.zeros([NW, BN, BM], tl.float32)
     total = tl.zeros([NW, BM], tl.float32)
     blocks = tl.cdiv(K, BK)
+    # x may be a result of the previous kernel: nothing is loaded before that one has ended.
     if PDL:
         gdc_wait()
     for start in tl.range(0, blocks, NW, num_stages=STAGES):
         inside = (start + s) < blocks
         q = tl.load(wp, mask=inside[:, None, None], other=0).to(DT)
         xv = tl.load(xp, mask=inside[:, None, None] & real, other=0.0).to(DT)
+        # One group: sums run over all of K and are scaled at the end. Else each block's sum is scaled by its group.
         if ONE_GROUP:
             acc = tl.dot(q, xv, acc)
             if ZERO:
@@ -61,6 +69,7 @@ def slices(x, w, scale, zero, bias, y, M, N, NP, K, pitch, GROUP, eighths,
                 acc += d * sc + z * sums
         wp += NW * BK
         xp += NW * BK
+    # Add up the slices, in a fixed order.
     out = tl.sum(acc, 0)
     if ONE_GROUP:
         sc = tl.load(scale + columns).to(tl.float32)[:, None]

@@ -1,10 +1,10 @@
-"""Per-thread PTX that keeps copies from memory in flight: each warp has a ring of stages in shared memory of its own.
+"""Per-thread PTX that keeps copies from memory in flight (``cp.async``): each warp has its own ring of stages.
 
-What is on its way does not occupy registers, so few warps keep the memory busy; and no warp waits for another one.
-(Triton's own pipelines share stages among all warps of a program, with a barrier in each iteration.)
+Data in flight occupies no registers, so few warps keep the memory busy; and no warp waits for another one. (Triton's
+own pipelines share stages among all warps of a program, with a barrier in each iteration.)
 
-Tensors hold one value per thread, see `warp`. Every function has effects, so nothing here is reordered; those without
-a result give a number that means nothing.
+Tensors hold one value per thread, see `warp`. Every function is declared impure, so that nothing here is reordered;
+functions without a result return a meaningless number.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import triton.language as tl
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 STATIC = 48 << 10
-"""Bytes of shared memory, Triton's own included, that a program has without asking for more when it is launched."""
+"""Bytes of shared memory, Triton's own included, that a program has without an opt-in at its launch."""
 
 
 def scratch(warps: int) -> int:
-    """Bytes that Triton's own exchanges between threads take in a kernel with a ring, see `blocks.over_warps`."""
+    """Bytes that Triton itself uses to exchange values between threads in these kernels, see `blocks.over_warps`."""
     return 512 * warps
 
 
 @triton.jit
 def allocate(thread, NW: tl.constexpr, BYTES: tl.constexpr, DYNAMIC: tl.constexpr):
-    """The address, in shared memory, of BYTES that the whole program shares; to be called once.
+    """The address of BYTES of shared memory, common to the whole program; to be called once.
 
-    DYNAMIC: 0, and they are declared (STATIC at most); else BYTES, which the launch asked for in addition to `scratch`.
+    DYNAMIC: 0 declares them (STATIC at most); otherwise it is BYTES, which the launch requests on top of `scratch`.
     """
     if DYNAMIC:
         return tl.inline_asm_elementwise(
@@ -51,9 +51,9 @@ def allocate(thread, NW: tl.constexpr, BYTES: tl.constexpr, DYNAMIC: tl.constexp
 
 @triton.jit
 def copy(to, address, size, wanted, BYTES: tl.constexpr):
-    """Begin to copy ``size`` bytes (BYTES, or 0) from memory, and zeros up to BYTES, where ``wanted`` is not 0.
+    """Begin to copy ``size`` bytes (BYTES, or 0) from memory, zero-filled up to BYTES, if ``wanted`` is not 0.
 
-    BYTES: 4, 8 or 16; ``to`` and ``address`` are multiples of it. Wide copies pass by the first-level cache.
+    BYTES: 4, 8 or 16; ``to`` and ``address`` are multiples of it. Copies of 16 bytes bypass the first-level cache.
     """
     WAY: tl.constexpr = "cg" if BYTES == 16 else "ca"
     return tl.inline_asm_elementwise(
@@ -69,7 +69,7 @@ def copy(to, address, size, wanted, BYTES: tl.constexpr):
 
 @triton.jit
 def commit(thread):
-    """Close a group: the copies that this thread has begun since the last one."""
+    """Close a group of copies: those that this thread has begun since the last `commit`."""
     return tl.inline_asm_elementwise(
         "cp.async.commit_group; mov.b32 $0, 0;", "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -77,7 +77,7 @@ def commit(thread):
 
 @triton.jit
 def wait(thread, LEFT: tl.constexpr):
-    """Until all but the last LEFT groups have arrived, of every thread of this warp."""
+    """Wait until all but the newest LEFT groups have arrived, for every thread of this warp."""
     return tl.inline_asm_elementwise(
         f"cp.async.wait_group {LEFT}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;",
         "=r,r",
@@ -103,7 +103,7 @@ def clear(to):
 
 @triton.jit
 def place(at, word, wanted):
-    """Write the lowest 2 bytes of a word to shared memory where ``wanted`` is not 0."""
+    """Write the lowest 2 bytes of a word to shared memory if ``wanted`` is not 0."""
     return tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b16 h; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; cvt.u16.u32 h, $2; "
         "@p st.shared.b16 [$1], h; }",

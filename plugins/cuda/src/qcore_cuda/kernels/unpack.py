@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _unpack_bf16(b, taken):
-    """bf16 ``0x4300 | u`` is 128 + u; one fused multiply-add takes 128 + taken away (bf16x2 subtraction needs sm_90).
+    """bf16 ``0x4300 | u`` is 128 + u; one fused multiply-add subtracts 128 + taken (bf16x2 subtraction needs sm_90).
 
     taken: twice in 32 bits; two bytes that follow each other are of one row.
     """
@@ -32,7 +32,7 @@ def _unpack_bf16(b, taken):
 
 @triton.jit
 def _unpack_fp16(b, taken):
-    """fp16 ``0x6400 | u`` is 1024 + u; 1024 + taken is taken away."""
+    """fp16 ``0x6400 | u`` is 1024 + u, from which 1024 + taken is subtracted."""
     return tl.inline_asm_elementwise(
         """{ .reg .b32 p0, p1, u0, u1, u2, u3, o0, o1;
         or.b32 o0, $5, 0x64006400; or.b32 o1, $7, 0x64006400;
@@ -69,7 +69,7 @@ def unpack_nibbles(b, zero, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _bytes_bf16(b):
-    """bf16 ``0x4300 | v`` is 128 + v for 7 bits v; what is taken away, 128 or 256, has the sign bit for its last."""
+    """bf16 ``0x4300 | v`` is 128 + v for 7 bits v; 128 or 256 is subtracted: the sign bit is the last bit of that."""
     return tl.inline_asm_elementwise(
         """{ .reg .b32 u0, u1, v0, v1, s0, s1, one;
         mov.b32 one, 0x3F803F80;
@@ -87,7 +87,7 @@ def _bytes_bf16(b):
 
 @triton.jit
 def _bytes_fp16(b):
-    """fp16 ``0x6400 | u`` is 1024 + u, u = q + 128; 1152 is taken away."""
+    """fp16 ``0x6400 | u`` is 1024 + u, u = q + 128; 1152 is subtracted."""
     return tl.inline_asm_elementwise(
         """{ .reg .b32 u, u0, u1, off;
         mov.b32 off, 0x64806480; xor.b32 u, $2, 0x80808080;
@@ -138,7 +138,7 @@ def load_raw(pointer, ASM: tl.constexpr):
 
 @triton.jit
 def as_float(raw, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """What `load_raw` loaded through a pointer to DTYPE, as a float."""
+    """A value of `load_raw`, loaded through a pointer to DTYPE, as float32."""
     if not ASM or tl.int8 == DTYPE:
         value = raw.to(tl.float32)
     elif tl.bfloat16 == DTYPE:

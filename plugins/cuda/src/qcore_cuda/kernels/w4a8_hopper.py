@@ -1,9 +1,18 @@
-"""``w4a8_hopper``: int8 times int4 for many rows on Hopper, in Gluon: warps copy, or unpack, multiply and scale.
+"""``w4a8_hopper``: int8 times int4 for many rows on Hopper, in Gluon: one warp copies, eight unpack and multiply.
 
-As `gemm_hopper`, but for codes of x: a group of four warps unpacks its 64 rows of the weight into registers as int8,
-128 columns at a time, and ``wgmma`` multiplies them with BM tokens in shared memory. Sums of 128 products are exact in
-int32; they are scaled by the rows of their group and added up in float32, while the tensor cores work for the other
-group of warps. With one scale for all of K, all of K is added up in int32.
+Like `gemm_hopper`, but for codes of x: a warpgroup unpacks its 64 rows of the weight into registers as int8, 128
+columns at a time, and ``wgmma`` multiplies them by BM tokens in shared memory. With a scale per group, the sum of each
+block is scaled and added up in float32 while the tensor cores work for the other warpgroup. With one scale for all of
+K, all of K is added up in int32.
+
+Exact: a product is at most ``128 * 128`` in size, the code being multiplied by 16 or less an integer zero point, so a
+block of 128 sums to at most 2**21: exact in int32, and when it becomes float32. All of K fits int32 because
+`qcore_triton.host.blocking` has larger ones scaled block by block.
+
+Grid: at most one program per multiprocessor; programs loop over tiles of 128 rows of the weight by BM = 32, 64 or 128
+tokens, K in stages of 128 columns. Inputs: x int8 codes with columns in the order of planar16 blocks of 32; w planar16
+in blocks of 128; scales, zero points and code sums ``(G, N)``; y ``(M, N)`` contiguous. Floor: ``2 * M * N * K``
+operations at the int8 peak of the tensor cores.
 """
 
 from __future__ import annotations
@@ -30,7 +39,7 @@ from .hopper import advance, ring
 
 @gluon.jit
 def _codes(words, zero, ZERO: gl.constexpr, DOT: gl.constexpr):
-    """Operand A (64, 128) of words (64, 16): 16 times the codes, or the codes less ``zero`` (64,) where ZERO."""
+    """Operand A (64, 128) of words (64, 16): 16 times the codes, or the codes less ``zero`` (64,) if ZERO."""
     # Four copies of a word make an operand for every four bytes: of them, the first is read.
     raw = gl.join(words, words)
     raw = gl.join(raw, raw)
@@ -91,12 +100,13 @@ def _produce(x, w, scale, zero, sums, xs, ws, ss, zs, ms, full, empty, N, M, KB,
     BN: gl.constexpr = 2 * ROWS
     SCALES: gl.constexpr = BN * scale.dtype.primitive_bitwidth // 8 if EACH else 0
     SUMS: gl.constexpr = 4 * BN if EACH and MOVED else 0
+    # Bytes of a stage: BM rows of 128 codes of x, 128 rows of 64 bytes of w, and the rows of parameters that apply.
     STAGE: gl.constexpr = (BM + ROWS) * 128 + SCALES + SUMS + (BN if ZERO else 0)
     tiles_n = gl.cdiv(N, BN)
     tiles_m = gl.cdiv(M, BM)
     if PDL:
         gdc_launch_dependents()
-    # The first weights, before the previous kernel has ended: that one has waited for whatever wrote them.
+    # The first weights, before the previous kernel has ended: that one has waited for any kernel that wrote them.
     first = gl.program_id(0)
     ahead = gl.minimum(KB, STAGES)
     _, first_n = tile_order(first, tiles_m, tiles_n, GROUP)
@@ -112,9 +122,12 @@ def _produce(x, w, scale, zero, sums, xs, ws, ss, zs, ms, full, empty, N, M, KB,
         tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         m0 = tile_m * BM
         n0 = tile_n * BN
+        # The row of scales, and the blocks left until the next row: no division in the loop.
         group = 0
         left = PER
         for b in range(KB):
+            # The weights of the first ``ahead`` stages, and the expected bytes of the whole stages, were announced
+            # above.
             fresh = (tile > first) | (b >= ahead)
             mbarrier.wait(empty.index(at), turn)
             here = full.index(at)
@@ -151,6 +164,8 @@ def _blocks(U: gl.constexpr, left, acc, moved, words, zero, s, total, at, turn, 
     b = s
     done = at
     for u in gl.static_range(U):
+        # A, 64 rows by 128 columns of the weight, is unpacked into registers; B, BM tokens by 128 columns, stays in
+        # shared memory.
         codes = _codes(words, zero, ZERO, DOT)
         x = xs.index(at).permute((1, 0))
         if EACH:
@@ -158,9 +173,13 @@ def _blocks(U: gl.constexpr, left, acc, moved, words, zero, s, total, at, turn, 
         else:
             d = warpgroup_mma(codes, x, acc, is_async=True)
             acc = d
+        # Once per group, at its first block: the correction by zero points of x, scale times the sum of the group's
+        # codes.
         if MOVED and EACH:
             moved += gl.where(fresh == PER, s * total, 0.0)
             fresh = gl.where(fresh == 1, PER, fresh - 1)
+        # At most one product in flight: the previous block's has ended. Release its stage, then scale its sums while
+        # the tensor cores multiply this block.
         if u > 0:
             if EACH:
                 before = warpgroup_mma_wait(1, deps=[before])
@@ -176,8 +195,11 @@ def _blocks(U: gl.constexpr, left, acc, moved, words, zero, s, total, at, turn, 
         b = s
         done = at
         at, turn = advance(at, turn, STAGES)
+        # Load the next block's words and parameters while this block is multiplied; behind the last block there is
+        # nothing to wait for, and what is read there is never used.
         mbarrier.wait(full.index(at), turn, pred=left > u + 1)
         words, zero, s, total = _prepare(at, ws, ss, zs, ms, WG, EACH, ZERO, MOVED, ACC)
+    # Drain: the last block's product, its stage, its scales.
     before = warpgroup_mma_wait(0, deps=[before])
     _held(a)
     mbarrier.arrive(empty.index(done), count=1)
@@ -203,9 +225,11 @@ def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, o
     tiles_m = gl.cdiv(M, BM)
     tiles = tiles_n * tiles_m
     step = gl.num_programs(0)
+    # left: blocks to come in all tiles of this program, so that only the last one does not prefetch.
     left = gl.cdiv(tiles - gl.program_id(0), step) * KB
     at = gl.to_tensor(0)
     turn = gl.to_tensor(0)
+    # Prologue: the words and parameters of the first block, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
     words, zero, s, total = _prepare(0, ws, ss, zs, ms, WG, EACH, ZERO, MOVED, ACC)
     for tile in range(gl.program_id(0), tiles, step):
@@ -213,6 +237,7 @@ def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, o
         acc = gl.zeros([ROWS, BM], gl.float32 if EACH else gl.int32, ACC)
         moved = gl.zeros([ROWS], gl.float32, ROW)
         fresh = PER
+        # U blocks per turn, then the remainder one at a time.
         for _ in range(KB // U):
             acc, moved, words, zero, s, total, at, turn, fresh = _blocks(
                 U, left, acc, moved, words, zero, s, total, at, turn, fresh, PER, xs, ws, ss, zs, ms, full, empty, WG,
@@ -227,6 +252,8 @@ def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, o
         n0 = tile_n * BN + WG * ROWS
         n = n0 + gl.arange(0, ROWS, ROW)
         m = tile_m * BM + gl.arange(0, BM, gl.SliceLayout(0, ACC))
+        # Epilogue, in float32: codes were multiplied by 16 unless a zero point was subtracted; then the weight's scale,
+        # the zero points of x, and the scale of x.
         v = acc.to(gl.float32)
         if not ZERO:
             v *= 0.0625
@@ -239,6 +266,8 @@ def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, o
             v -= moved[:, None] * gl.load(x_zero + m, mask=m < M, other=0.0)[None, :]
         v *= gl.load(x_scale + m, mask=m < M, other=0.0)[None, :]
         c = ended(v, m[None, :], n[:, None], M, N, bias, y, y, out_scale, out_zero, y, HAS_BIAS, OUT)
+        # One buffer per group: the previous tile's copy must have read it. y is (tokens, N), so the tile is stored
+        # transposed.
         tma.store_wait(0)
         ys.permute((1, 0)).store(c)
         fence_async_shared()
@@ -264,6 +293,7 @@ def w4a8_hopper(x, x_scale, x_zero, w, scale, zero, sums, bias, y, tiles_of_y, o
     N = N // 16 * 16  # tells the compiler
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], x.layout)
     ws = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 256], w.layout)
+    # Parameters that do not apply stand for each other: a constexpr branch never reads them.
     ss = xs
     zs = xs
     ms = xs
@@ -276,7 +306,9 @@ def w4a8_hopper(x, x_scale, x_zero, w, scale, zero, sums, bias, y, tiles_of_y, o
     y0 = gl.allocate_shared_memory(tiles_of_y.dtype, [BM, ROWS], tiles_of_y.layout)
     y1 = gl.allocate_shared_memory(tiles_of_y.dtype, [BM, ROWS], tiles_of_y.layout)
     full, empty = ring(STAGES, 2)
+    # TMA signals barriers through the async proxy; it has to see them initialized.
     fence_async_shared()
+    # Warps and registers as in `gemm_hopper`.
     gl.warp_specialize([
         (_consume, (y, tiles_of_y, x_scale, x_zero, scale, sums, bias, y0, out_scale, out_zero, xs, ws, ss, zs, ms,
                     full, empty, N, M, KB, PER, 0, BM, STAGES, GROUP, EACH, ZERO, MOVED, HAS_BIAS, OUT, U, PDL)),

@@ -1,9 +1,9 @@
-"""Per-thread PTX for `gemv` and `int8_gemv`: codes as operands, and the tensor core's products, a value per thread.
+"""Per-thread PTX for `gemv` and `int8_gemv`: codes as operands, and the tensor core's products.
 
 A one-dimensional tensor with as many elements as the program has threads holds one element per thread, in order:
-element ``i`` belongs to lane ``i % 32`` of warp ``i // 32``. Elementwise inline assembly on them is ordinary SIMT code,
-which reaches what Triton's block operations do not: weights go from memory to the registers of the tensor core in the
-order in which they are stored, without shared memory.
+element ``i`` belongs to lane ``i % 32`` of warp ``i // 32``. Elementwise inline assembly on them is ordinary SIMT code
+and does what Triton's block operations cannot: weights become fragments of the tensor core in the order in which they
+are stored, without an exchange between threads.
 
 The fragments of ``mma.m16n8k16`` (PTX ISA, "Matrix Fragments for mma.m16n8k16"), lane = 4 * r + t:
 A (16 x 16): rows r and r + 8, columns 2t, 2t+1 and 2t+8, 2t+9; B (16 x 8): the same columns as its rows, column r;
@@ -21,7 +21,7 @@ import triton.language as tl
 
 @triton.jit
 def load_quad(address, wanted):
-    """Four consecutive words from memory where ``wanted`` is not 0, else zeros."""
+    """Four consecutive words from memory if ``wanted`` is not 0, else zeros."""
     return tl.inline_asm_elementwise(
         """{ .reg .pred p; setp.ne.b32 p, $5, 0;
         mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
@@ -89,7 +89,7 @@ def codes8(word, BF16: tl.constexpr):
     """Four signed bytes as two words of 16-bit floats, in order.
 
     bfloat16 has too few digits for 128 + u: the lower seven bits become 128 + l, and the sign bit makes -128 or -256
-    of what is added.
+    of the summand.
     """
     if BF16:
         low, high = tl.inline_asm_elementwise(

@@ -1,4 +1,5 @@
-"""Products of activations with packed weights: a module for each kernel, whose object knows all about it.
+"""Products of activations with packed weights: one module per kernel, whose object holds everything known about it.
 
-Which problems it serves, with which configurations, and how it is launched; `catalog` has them in order of preference.
+The object says which problems the kernel supports, with which configurations, and how it is launched; `catalog` lists
+the objects in order of preference.
 """

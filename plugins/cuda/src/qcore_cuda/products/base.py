@@ -1,4 +1,4 @@
-"""What `selection` asks of a kernel, whatever it computes."""
+"""The interface of a product's kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from qcore_triton.codes import Codes
 from qcore_triton.weights import Weight
 
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device
 
 C = TypeVar("C", bound=tuple[Any, ...])
@@ -22,26 +22,26 @@ class Product(ABC, Generic[C]):
     """A kernel that multiplies."""
 
     name: ClassVar[str]
-    """What records of measurements call it."""
+    """Its name in records of measurements."""
     config: ClassVar[type[Any]]
     """The class of its configurations."""
     leads: ClassVar[bool] = False
-    """Whether its rule goes before the shipped table, which was measured in part without it."""
+    """Whether its rule precedes the shipped table, part of which was measured without it."""
 
     @abstractmethod
-    def serves(self, device: Device, problem: Problem) -> bool:
-        """Whether it can compute a product."""
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
+        """Whether the kernel supports a problem."""
 
     @abstractmethod
-    def rule(self, device: Device, problem: Problem) -> C | None:
-        """A good configuration for a problem that it serves, by analysis; None if another kernel should take it."""
+    def rule(self, device: Device, problem: GemmProblem) -> C | None:
+        """A good configuration for a problem that it supports, by analysis; None if another kernel is better."""
 
     @abstractmethod
-    def candidates(self, device: Device, problem: Problem) -> Iterable[C]:
-        """What ``qcore tune`` measures for a problem that it serves, if it may be the fastest kernel."""
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterable[C]:
+        """Configurations that ``qcore tune`` measures for a supported problem, if this may be the fastest kernel."""
 
-    def adapted(self, problem: Problem, config: C) -> Choice | None:
-        """What runs a configuration, which may have been measured for a neighbour; None if it cannot serve."""
+    def adapted(self, problem: GemmProblem, config: C) -> Choice | None:
+        """The choice for a configuration, which may have been measured for another size; None if it cannot run."""
         del problem
         return Choice(self, config)
 
@@ -51,13 +51,13 @@ class FloatProduct(Product[C]):
 
     @abstractmethod
     def launch(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: C
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: C
     ) -> Tensor:
         """``x @ W^T + bias``: x ``(M, K)`` of any strides, M >= 1, to ``(M, N)`` of ``problem.out_dtype``."""
 
 
 class Operands(NamedTuple):
-    """What int8 products multiply x by, and end with.
+    """The weight of an int8 product, and the inputs of its epilogue.
 
     **Fields:** ``weight``; ``sums``: of its codes, int32 ``(G, N)``, needed if x has a zero point; ``bias``; ``out``:
     scale and zero point of int8 results, numbers or tensors ``(M,)``.
@@ -73,23 +73,23 @@ class Int8Product(Product[C]):
     """A product of int8 codes, int32 sums of which are scaled."""
 
     wants_totals: ClassVar[bool] = True
-    """Whether quantizing x has to sum its rows, if a zero point per channel meets those sums."""
+    """Whether quantizing has to sum the codes of each row, if the weight has a zero point per channel."""
 
     def order(self, weight: Weight) -> int:
         """The order of columns in which it takes codes of x, see `Codes.order`."""
         return weight.order
 
-    def fuses(self, x: Tensor, device: Device, problem: Problem) -> bool:
+    def fuses(self, x: Tensor, device: Device, problem: GemmProblem) -> bool:
         """Whether `launch_floats` quantizes x by itself."""
         del x, device, problem
         return False
 
     @abstractmethod
-    def launch(self, codes: Codes, operands: Operands, device: Device, problem: Problem, config: C) -> Tensor:
+    def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: C) -> Tensor:
         """``(M, N)`` of ``problem.out_dtype``: codes times the weight, scaled, plus bias, rounded once; M >= 1."""
 
     def launch_floats(
-        self, x: Tensor, mode: Any, operands: Operands, device: Device, problem: Problem, config: C
+        self, x: Tensor, mode: Any, operands: Operands, device: Device, problem: GemmProblem, config: C
     ) -> Tensor:
         """`launch`, for x that it `fuses`, quantized as ``mode`` (`qcore_triton.codes.Mode`) says."""
         raise NotImplementedError

@@ -1,4 +1,7 @@
-"""The kernels that multiply, in order of preference: the first whose rule says so takes a problem nobody measured."""
+"""The kernels that multiply, in order of preference.
+
+Without a measurement, the first kernel that has a rule for a problem computes it.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from qcore_triton import host
 from qcore_triton.weights import Weight
 
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch
 from .base import FloatProduct
@@ -33,21 +33,21 @@ class Dense(FloatProduct[Whole]):
     name: ClassVar[str] = "dense"
     config = Whole
 
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device
         return problem.narrow and not problem.exact
 
-    def rule(self, device: Device, problem: Problem) -> Whole | None:
+    def rule(self, device: Device, problem: GemmProblem) -> Whole | None:
         del device
         return Whole() if problem.rows >= 1024 else None
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Whole]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Whole]:
         del device
         if problem.rows >= 64:
             yield Whole()
 
     def launch(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: Whole
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Whole
     ) -> Tensor:
         del device, config
         w = dequantized(weight, x.dtype)

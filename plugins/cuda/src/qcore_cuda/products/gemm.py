@@ -12,7 +12,7 @@ from torch import Tensor
 from qcore_triton.weights import FLOAT_ZERO, Weight
 
 from ..kernels.gemm import arrange_columns, gemm
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.counters import counters
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
@@ -53,7 +53,7 @@ _TILES = (
     Tile(128, 64, 8, 3, scaled=True, registers=128),
     *(Tile(bn, bm, warps, 4) for bn, bm, warps in ((64, 32, 4), (128, 32, 8), (64, 64, 4))),
 )  # fmt: skip
-"""Each has been the fastest for some size, or is the fastest of those that do not scale weights."""
+"""Each was the fastest for some size, or the fastest of those that do not scale weights."""
 
 
 class Gemm(FloatProduct[Tile]):
@@ -62,14 +62,14 @@ class Gemm(FloatProduct[Tile]):
     name: ClassVar[str] = "gemm"
     config = Tile
 
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device
         return problem.narrow
 
-    def adapted(self, problem: Problem, config: Tile) -> Choice | None:
+    def adapted(self, problem: GemmProblem, config: Tile) -> Choice | None:
         return None if config.scaled and problem.exact else Choice(self, config)
 
-    def rule(self, device: Device, problem: Problem) -> Tile:
+    def rule(self, device: Device, problem: GemmProblem) -> Tile:
         m, n = problem.rows, problem.n
         if m >= 256 and not problem.exact:
             return Tile(128, 128, warps=8, stages=3, scaled=True)
@@ -78,14 +78,14 @@ class Gemm(FloatProduct[Tile]):
         split = max(1, min(8, 2 * device.sms // max(1, tiles), problem.k // 512))
         return Tile(64, bm, stages=4 if m <= 32 else 3, split=1 << (split.bit_length() - 1))
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Tile]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Tile]:
         m = problem.rows
         for tile in _TILES if m > 16 else ():
             if tile.bm <= max(32, m) and tile.bm * 4 >= min(m, 1024):
                 yield from _ways(device, problem, tile)
 
     def launch(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: Tile
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tile
     ) -> Tensor:
         x = aligned(x, weight, problem)
         if reads_rows(problem):
@@ -93,7 +93,7 @@ class Gemm(FloatProduct[Tile]):
         return multiply(x, x.shape[0], weight, bias, device, problem, config)
 
 
-def _ways(device: Device, problem: Problem, tile: Tile) -> Iterator[Tile]:
+def _ways(device: Device, problem: GemmProblem, tile: Tile) -> Iterator[Tile]:
     """A tile with the ways to spread the work: K is split while tiles are few, else all is spread evenly."""
     tiles, most = math.ceil(problem.n / tile.bn) * math.ceil(problem.rows / tile.bm), (12 // tile.warps) * device.sms
     for split in (1, 2, 4, 8):
@@ -103,8 +103,8 @@ def _ways(device: Device, problem: Problem, tile: Tile) -> Iterator[Tile]:
         yield from (tile._replace(even=even) for even in (1, 2) if tiles % (even * device.sms))
 
 
-def reads_rows(problem: Problem) -> bool:
-    """Whether the kernel meets the columns of x in another order: codes of rows16 become operands where they are."""
+def reads_rows(problem: GemmProblem) -> bool:
+    """Whether x needs its columns in the order in which threads hold codes of rows16 as operands."""
     return problem.bits == 8 and problem.block == 64
 
 
@@ -132,7 +132,7 @@ class _Steps(NamedTuple):
     per: int
 
 
-def _steps(weight: Weight, device: Device, problem: Problem, config: Tile) -> _Steps:
+def _steps(weight: Weight, device: Device, problem: GemmProblem, config: Tile) -> _Steps:
     """Blocks of a step are of one group, or each of another one if scales meet the weight."""
     block = problem.block
     blocks = -(-problem.k // block)
@@ -146,7 +146,7 @@ def _steps(weight: Weight, device: Device, problem: Problem, config: Tile) -> _S
 
 
 def multiply(
-    x: Tensor, m: int, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: Tile
+    x: Tensor, m: int, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tile
 ) -> Tensor:
     """``x @ W^T + bias``: x is one or more matrices of m rows, whose sum is multiplied, columns as the kernel wants."""
     (data, scale, zero, *_), n, (bn, bm) = weight, problem.n, config[:2]
@@ -170,7 +170,7 @@ def multiply(
         x.shape[1] // 32, waves, share,
         BITS=problem.bits, P=problem.block, U=steps.unroll, ZERO=problem.zero, BIAS=bias is not None, BN=bn, BM=bm,
         NW=min(config.warps, bn // 16), STAGES=config.stages, FRAG=problem.bits == 4 or problem.block == 64,
-        SCALES=scales, EACH=steps.each, PARTS=x.shape[0] // m, ALIGNED=n % 8 == 0, GROUP_M=16,
+        SCALES=scales, EACH=steps.each, TERMS=x.shape[0] // m, ALIGNED=n % 8 == 0, GROUP_M=16,
         ASM=device.asm, HOPPER=device.arch == 90, WIDE=device.interpreted,
         num_stages=config.stages, **limit, **options(device, config.warps),
     )  # fmt: skip

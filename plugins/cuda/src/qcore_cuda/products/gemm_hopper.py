@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcore_triton.weights import FLOAT_ZERO, Weight
 
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.counters import counters
 from ..runtime.device import Device
@@ -22,7 +22,7 @@ from .aligned import aligned
 from .base import FloatProduct
 
 _STAGES = {(4, 256): 5, (4, 128): 8, (4, 64): 8, (8, 256): 4, (8, 128): 8, (8, 64): 8}
-"""How many stages shared memory holds, by bits and tokens of a tile."""
+"""Stages that fit shared memory, by bits and tokens of a tile."""
 
 
 class Tokens(NamedTuple):
@@ -37,15 +37,15 @@ class GemmHopper(FloatProduct[Tokens]):
     name: ClassVar[str] = "gemm_hopper"
     config = Tokens
 
-    def serves(self, device: Device, problem: Problem) -> bool:
-        """Sizes are what descriptors need; scales meet the weight and are rounded with it, or come after all of K."""
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
+        """Sizes fit descriptors; scales are applied to the weight and rounded with it, or to the sum over all of K."""
         if not problem.narrow or not hopper.fits(device, problem.n, 128):
             return False
         if problem.bits == 4:
             return problem.block == 128 and (problem.whole or not problem.exact)
         return problem.whole
 
-    def rule(self, device: Device, problem: Problem) -> Tokens | None:
+    def rule(self, device: Device, problem: GemmProblem) -> Tokens | None:
         """The tile for which programs have the least to do."""
         if problem.rows < 256:
             return None
@@ -56,13 +56,13 @@ class GemmHopper(FloatProduct[Tokens]):
 
         return Tokens(min(TILE_TIMES, key=time))
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Tokens]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Tokens]:
         del device
         if problem.rows >= 64:
             yield from (Tokens(bm) for bm in TILE_TIMES if bm <= problem.rows)
 
     def launch(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: Tokens
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tokens
     ) -> Tensor:
         """Tiles have ``config.bm`` tokens, or fewer if fewer hold them all."""
         from ..kernels.gemm_hopper import ROWS, gemm_hopper

@@ -11,14 +11,14 @@ from torch import Tensor
 from qcore_triton.weights import Weight
 
 from ..kernels.gemv import gemv
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, supports_dynamic_shared
 from ..runtime.replay import empty
 from . import skinny_gemm
 from .aligned import aligned
 from .base import FloatProduct
-from .skinny_gemm import Shape
+from .skinny_gemm import WarpShape
 
 _SHAPES = {
     (4, 1): (
@@ -39,24 +39,24 @@ _SHAPES = {
 """Shapes by bits and `row_class`: each has been the fastest for some size."""
 
 
-class Gemv(FloatProduct[Shape]):
+class Gemv(FloatProduct[WarpShape]):
     """See `kernels.gemv`."""
 
     name: ClassVar[str] = "gemv"
-    config = Shape
+    config = WarpShape
 
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         return device.asm and problem.narrow and problem.rows <= skinny_gemm.ROWS
 
-    def rule(self, device: Device, problem: Problem) -> Shape:
+    def rule(self, device: Device, problem: GemmProblem) -> WarpShape:
         return skinny_gemm.rule(device, problem)
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Shape]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[WarpShape]:
         del device
         return skinny_gemm.candidates(_SHAPES, problem)
 
     def launch(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: Shape
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: WarpShape
     ) -> Tensor:
         x, part, scale, zero = aligned(x, weight, problem), skinny_gemm.layout(weight, problem), weight[1], weight[2]
         m, n, bits, block = x.shape[0], problem.n, problem.bits, problem.block

@@ -12,13 +12,13 @@ from qcore_triton.codes import SYMMETRIC, TENSOR, Codes
 
 from ..kernels.int8_gemv import int8_gemv
 from ..kernels.smem_pipeline import STATIC
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, supports_dynamic_shared
 from ..runtime.replay import empty
 from . import skinny_gemm
 from .base import Int8Product, Operands
-from .skinny_gemm import Shape
+from .skinny_gemm import WarpShape
 
 _SHAPES = {
     (4, 1): (
@@ -37,36 +37,38 @@ _CODES = -1
 """The mode of a kernel that is handed codes."""
 
 
-class Int8Gemv(Int8Product[Shape]):
+class Int8Gemv(Int8Product[WarpShape]):
     """See `kernels.int8_gemv`."""
 
     name: ClassVar[str] = "int8_gemv"
-    config = Shape
+    config = WarpShape
     wants_totals: ClassVar[bool] = False  # it sums as it goes
 
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         return device.asm and problem.rows <= skinny_gemm.ROWS
 
-    def rule(self, device: Device, problem: Problem) -> Shape:
+    def rule(self, device: Device, problem: GemmProblem) -> WarpShape:
         return skinny_gemm.rule(device, problem)
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Shape]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[WarpShape]:
         del device
         return skinny_gemm.candidates(_SHAPES, problem)
 
-    def fuses(self, x: Tensor, device: Device, problem: Problem) -> bool:
+    def fuses(self, x: Tensor, device: Device, problem: GemmProblem) -> bool:
         """One row of 16-bit floats that it can read in wide pieces, and hold."""
         whole = x.shape[0] == 1 and x.is_floating_point() and x.dtype.itemsize == 2 and x.shape[1] % 8 == 0
         if not whole or x.stride(1) != 1 or x.data_ptr() % 16:
             return False
         return _capacity(problem.k) <= (device.shared if supports_dynamic_shared() else STATIC) // 2
 
-    def launch(self, codes: Codes, operands: Operands, device: Device, problem: Problem, config: Shape) -> Tensor:
+    def launch(
+        self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: WarpShape
+    ) -> Tensor:
         x = (codes.q, codes.scale, codes.zero, 0.0, 0.0)
         return _launch(_CODES, x, codes.zero is not None, operands, device, problem, config)
 
     def launch_floats(
-        self, x: Tensor, mode: Any, operands: Operands, device: Device, problem: Problem, config: Shape
+        self, x: Tensor, mode: Any, operands: Operands, device: Device, problem: GemmProblem, config: WarpShape
     ) -> Tensor:
         kind, scale, zero = mode
         of_x = (x, None, None, scale, zero) if kind == TENSOR else (x, scale, zero, 0.0, 0.0)
@@ -74,7 +76,13 @@ class Int8Gemv(Int8Product[Shape]):
 
 
 def _launch(
-    mode: int, of_x: tuple[Any, ...], x_zero: bool, operands: Operands, device: Device, problem: Problem, config: Shape
+    mode: int,
+    of_x: tuple[Any, ...],
+    x_zero: bool,
+    operands: Operands,
+    device: Device,
+    problem: GemmProblem,
+    config: WarpShape,
 ) -> Tensor:
     """``of_x``: codes or one row of floats; scales and zero points ``(M,)`` or None; both as numbers."""
     (weight, sums, bias, out), (x, scale, zero, *numbers), fused = operands, of_x, mode != _CODES

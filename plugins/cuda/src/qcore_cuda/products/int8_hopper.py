@@ -9,17 +9,17 @@ from torch import Tensor
 
 from qcore_triton.codes import Codes
 
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from .base import Int8Product, Operands
-from .quantized import parts_of
+from .quantized import arguments_of
 
 _ROWS = 128
 """Tokens of a tile."""
 _WAVES = {256: 1.0, 128: 0.54, 64: 0.37}
-"""What a tile of so many columns takes, all multiprocessors being busy."""
+"""Relative time of a tile by its columns, with all multiprocessors busy."""
 
 
 class Columns(NamedTuple):
@@ -36,7 +36,7 @@ class Int8Hopper(Int8Product[Columns]):
     config = Columns
     leads: ClassVar[bool] = True
 
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         """No groups, no zero points, results of one or two bytes, not scaled by tokens."""
         plain = problem.bits == 8 and not (problem.grouped or problem.zero or problem.x_zero or problem.out_by_token)
         return (
@@ -44,7 +44,7 @@ class Int8Hopper(Int8Product[Columns]):
             and hopper.fits(device, problem.n, problem.step)
         )  # fmt: skip
 
-    def rule(self, device: Device, problem: Problem) -> Columns:
+    def rule(self, device: Device, problem: GemmProblem) -> Columns:
         """The tile with which the last wave wastes least."""
 
         def cost(bn: int) -> float:
@@ -53,32 +53,32 @@ class Int8Hopper(Int8Product[Columns]):
 
         return Columns(min(_WAVES, key=cost), group_m=16)
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Columns]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Columns]:
         del device, problem
         for bn in _WAVES:
             yield from (Columns(bn, band) for band in (8, 16))
 
-    def launch(self, codes: Codes, operands: Operands, device: Device, problem: Problem, config: Columns) -> Tensor:
+    def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Columns) -> Tensor:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from ..kernels.int8_hopper import specialized
 
-        layout, data, parts = gl.NVMMASharedLayout, operands.weight.data, parts_of(codes, operands, problem)
-        (m, wide), n, p, bn, bits = codes.q.shape, problem.n, problem.step, config.bn, parts.y.element_size() * 8
+        layout, data, args = gl.NVMMASharedLayout, operands.weight.data, arguments_of(codes, operands, problem)
+        (m, wide), n, p, bn, bits = codes.q.shape, problem.n, problem.step, config.bn, args.y.element_size() * 8
         piece = min(64, bn)
         x = TensorDescriptor(codes.q, [m, wide], [wide, 1], [_ROWS, p], layout(128, 8, 2))
         w = TensorDescriptor(data, list(data.shape), [data.shape[1], 1], [bn, p], layout(128, 8, 2))
         tiles = layout(min(128, piece * bits // 8), bits, 2)
-        y = TensorDescriptor(parts.y, [m, n], [n, 1], [_ROWS // 2, piece], tiles)
+        y = TensorDescriptor(args.y, [m, n], [n, 1], [_ROWS // 2, piece], tiles)
         stages = (hopper.ROOM - 2 * _ROWS * piece * bits // 8) // ((_ROWS + bn) * p)
         launch(
             specialized, (min(-(-n // bn) * -(-m // _ROWS), device.sms),),
-            x, codes.scale, w, parts.of_w[0], parts.end.args[0], parts.y, y, *parts.end.numbers, m, n, parts.blocks,
+            x, codes.scale, w, args.of_w[0], args.end.args[0], args.y, y, *args.end.numbers, m, n, args.blocks,
             P=p, BM=_ROWS, BN=bn, STAGES=min(8, stages), GROUP_M=config.group_m,
-            HAS_BIAS=parts.form["HAS_BIAS"], OUT=parts.form["OUT"], **options(device, 4),
+            HAS_BIAS=args.form["HAS_BIAS"], OUT=args.form["OUT"], **options(device, 4),
         )  # fmt: skip
-        return parts.y
+        return args.y
 
 
 INT8_HOPPER = Int8Hopper()

@@ -11,18 +11,18 @@ from qcore_triton.codes import Codes
 from qcore_triton.weights import INT_ZERO, NO_ZERO
 
 from ..kernels.int8_persistent import persistent
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from .base import Choice, Int8Product, Operands
 from .int8_tiles import INT8_TILES, Tile, unpacked
-from .quantized import parts_of, x_sums
+from .quantized import arguments_of, x_sums
 
 
 class Band(NamedTuple):
     """**Fields:** ``bm``, ``bn``: the tile; ``warps``; ``stages``; ``group_m``: rows of tiles per band.
 
-    ``parts``: pieces in which a tile leaves; ``tma_store``, ``flatten``, ``specialize``: as the kernel takes them;
+    ``pieces``: in which a tile is stored; ``tma_store``, ``flatten``, ``specialize``: as the kernel takes them;
     ``per_sm``: programs per multiprocessor, 0 = one per tile.
     """
 
@@ -31,7 +31,7 @@ class Band(NamedTuple):
     warps: int
     stages: int
     group_m: int = 8
-    parts: int = 1
+    pieces: int = 1
     tma_store: bool = False
     flatten: bool = False
     specialize: bool = False
@@ -44,7 +44,7 @@ _BANDS = (
     (128, 128, 4, 4, 2, 0, 8), (128, 128, 4, 3, 2, 2, 8), (128, 128, 4, 3, 2, 0, 16), (128, 128, 4, 3, 1, 0, 8),
     (128, 256, 8, 3, 2, 1, 16), (128, 256, 8, 4, 2, 1, 16), (256, 128, 8, 3, 2, 1, 8), (256, 128, 8, 4, 2, 1, 16),
 )  # fmt: skip
-"""Tile, warps, stages, parts, programs per multiprocessor, rows per band; each has been the fastest for some size."""
+"""Tile, warps, stages, pieces, programs per multiprocessor, rows per band; each has been the fastest for some size."""
 
 
 class Int8Persistent(Int8Product[Band]):
@@ -53,18 +53,18 @@ class Int8Persistent(Int8Product[Band]):
     name: ClassVar[str] = "int8_persistent"
     config = Band
 
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         del problem
         return device.descriptors
 
-    def adapted(self, problem: Problem, config: Band) -> Choice:
+    def adapted(self, problem: GemmProblem, config: Band) -> Choice:
         """Zero points of groups, but for those that unpacking int4 subtracts, are for tiles of half the size."""
         left = problem.zero not in ((NO_ZERO, INT_ZERO) if problem.bits == 4 else (NO_ZERO,))
         if problem.grouped and (left or problem.x_zero):
             return Choice(INT8_TILES, Tile(128, 64, 4, 3, unpack=problem.bits == 4))
         return Choice(self, config)
 
-    def rule(self, device: Device, problem: Problem) -> Band | None:
+    def rule(self, device: Device, problem: GemmProblem) -> Band | None:
         # If N is no multiple of 16, rows of the result are written value by value, which takes registers.
         if problem.rows <= 128 or problem.n % 16:
             return None
@@ -74,36 +74,36 @@ class Int8Persistent(Int8Product[Band]):
             bn = 64 if problem.rows <= 256 else 128
             warps = 8 if bn == 128 and device.arch >= 100 else 4  # what fits the registers
             return Band(128, bn, warps, 4, tma_store=True)
-        return Band(128, 256, 8, 3, parts=2, tma_store=True, per_sm=1)
+        return Band(128, 256, 8, 3, pieces=2, tma_store=True, per_sm=1)
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Band]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Band]:
         del device
-        for bm, bn, warps, stages, parts, per_sm, band in _BANDS if problem.rows >= 128 else ():
+        for bm, bn, warps, stages, pieces, per_sm, band in _BANDS if problem.rows >= 128 else ():
             if bm <= 2 * problem.rows:
-                yield Band(bm, bn, warps, stages, band, parts, tma_store=True, per_sm=per_sm)
+                yield Band(bm, bn, warps, stages, band, pieces, tma_store=True, per_sm=per_sm)
 
-    def launch(self, codes: Codes, operands: Operands, device: Device, problem: Problem, config: Band) -> Tensor:
+    def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Band) -> Tensor:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         if operands.weight.bits == 4:
             operands = operands._replace(weight=unpacked(operands.weight, codes.q.shape[1], problem, device))
-        (m, wide), data, parts = codes.q.shape, operands.weight.data, parts_of(codes, operands, problem)
+        (m, wide), data, args = codes.q.shape, operands.weight.data, arguments_of(codes, operands, problem)
         n, (rows, pitch), p, (bm, bn) = problem.n, data.shape, problem.step, config[:2]
         pitch = pitch // 32 * 32
         count = -(-n // bn) * -(-m // bm)
         tma_store = config.tma_store and n % 16 == 0
         launch(
             persistent, (min(count, config.per_sm * device.sms) if config.per_sm else count,),
-            TensorDescriptor(codes.q, [m, wide], [wide, 1], [bm, p]), *parts.of_x,
-            TensorDescriptor(data, [rows, pitch], [pitch, 1], [bn, p]), *parts.of_w,
-            x_sums(codes, parts, device), *parts.end.args, parts.y,
-            TensorDescriptor(parts.y, [m, n], [n, 1], [bm, bn // config.parts]) if tma_store else parts.y,
-            *parts.end.numbers, m, n, problem.k, parts.blocks,
-            GROUP_M=config.group_m, ALIGNED=n % 16 == 0, PARTS=config.parts, TMA_STORE=tma_store,
+            TensorDescriptor(codes.q, [m, wide], [wide, 1], [bm, p]), *args.of_x,
+            TensorDescriptor(data, [rows, pitch], [pitch, 1], [bn, p]), *args.of_w,
+            x_sums(codes, args, device), *args.end.args, args.y,
+            TensorDescriptor(args.y, [m, n], [n, 1], [bm, bn // config.pieces]) if tma_store else args.y,
+            *args.end.numbers, m, n, problem.k, args.blocks,
+            GROUP_M=config.group_m, ALIGNED=n % 16 == 0, PIECES=config.pieces, TMA_STORE=tma_store,
             FLATTEN=config.flatten, SPECIALIZE=config.specialize, BN=bn, BM=bm, STAGES=config.stages,
-            **parts.form, **options(device, config.warps),
+            **args.form, **options(device, config.warps),
         )  # fmt: skip
-        return parts.y
+        return args.y
 
 
 INT8_PERSISTENT = Int8Persistent()

@@ -10,11 +10,11 @@ from torch import Tensor
 from qcore_triton.codes import Codes
 
 from ..kernels.int8_slices import slices
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from .base import Int8Product, Operands
-from .quantized import parts_of
+from .quantized import arguments_of
 
 
 class Slice(NamedTuple):
@@ -32,11 +32,11 @@ class Int8Slices(Int8Product[Slice]):
     name: ClassVar[str] = "int8_slices"
     config = Slice
 
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device, problem
         return True
 
-    def rule(self, device: Device, problem: Problem) -> Slice | None:
+    def rule(self, device: Device, problem: GemmProblem) -> Slice | None:
         m, n, bits, step = problem.rows, problem.n, problem.bits, problem.step
         if m > 32:
             return None
@@ -50,23 +50,23 @@ class Int8Slices(Int8Product[Slice]):
         warps = warps if stages(warps) >= 3 else 4
         return Slice(bm, bn, warps, max(1, min(2 if device.hip else 4, stages(warps))))
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Slice]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Slice]:
         m = problem.rows
         if m > 64 or (m <= 16 and device.asm):  # `int8_gemv` is faster
             return
         for bn, warps in ((16, 4), (16, 8), (32, 4), (32, 8)):
             yield from (Slice(max(8, min(32, m)), bn, warps, stages) for stages in (2, 3, 4, 6))
 
-    def launch(self, codes: Codes, operands: Operands, device: Device, problem: Problem, config: Slice) -> Tensor:
-        (m, wide), data, parts = codes.q.shape, operands.weight.data, parts_of(codes, operands, problem)
+    def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Slice) -> Tensor:
+        (m, wide), data, args = codes.q.shape, operands.weight.data, arguments_of(codes, operands, problem)
         launch(
             slices, (-(-problem.n // config.bn), -(-m // config.bm)),
-            codes.q, *parts.of_x, data, *parts.of_w, *parts.end.args, parts.y, *parts.end.numbers,
-            m, problem.n, problem.k, parts.blocks, wide // 128, 0 if problem.bits == 4 else data.shape[1] // 32,
+            codes.q, *args.of_x, data, *args.of_w, *args.end.args, args.y, *args.end.numbers,
+            m, problem.n, problem.k, args.blocks, wide // 128, 0 if problem.bits == 4 else data.shape[1] // 32,
             BITS=problem.bits, S=config.warps, ASM=device.asm, BN=config.bn, BM=config.bm, STAGES=config.stages,
-            **parts.form, **options(device, config.warps),
+            **args.form, **options(device, config.warps),
         )  # fmt: skip
-        return parts.y
+        return args.y
 
 
 INT8_SLICES = Int8Slices()

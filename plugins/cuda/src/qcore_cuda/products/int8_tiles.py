@@ -12,12 +12,12 @@ from qcore_triton.codes import Codes
 from qcore_triton.kernels.int8_gemm import tiles, unpack
 from qcore_triton.weights import INT_ZERO, Weight
 
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty
 from .base import Int8Product, Operands
-from .quantized import parts_of, x_sums
+from .quantized import arguments_of, x_sums
 
 
 class Tile(NamedTuple):
@@ -41,18 +41,18 @@ class Int8Tiles(Int8Product[Tile]):
     name: ClassVar[str] = "int8_tiles"
     config = Tile
 
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device, problem
         return True
 
-    def rule(self, device: Device, problem: Problem) -> Tile:
+    def rule(self, device: Device, problem: GemmProblem) -> Tile:
         if problem.rows <= 128:
             return Tile(64, 64, 4, 2 if device.hip else 4, swap=True)
         small = problem.grouped or problem.n % 16 != 0
         stages = 2 if device.hip else 3
         return Tile(128, 64 if small else 128, 4 if small else 8, stages, swap=problem.bits == 4)
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Tile]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Tile]:
         del device
         m = problem.rows
         if m > 16:
@@ -62,23 +62,23 @@ class Int8Tiles(Int8Product[Tile]):
             shapes = ((128, 128, 8, 3), (128, 256, 8, 3), (64, 128, 4, 4))
             yield from (Tile(*shape, swap=problem.bits == 4) for shape in shapes)
 
-    def launch(self, codes: Codes, operands: Operands, device: Device, problem: Problem, config: Tile) -> Tensor:
+    def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tile) -> Tensor:
         if config.unpack and operands.weight.bits == 4:
             operands = operands._replace(weight=unpacked(operands.weight, codes.q.shape[1], problem, device))
-        (m, wide), weight, parts = codes.q.shape, operands.weight, parts_of(codes, operands, problem)
+        (m, wide), weight, args = codes.q.shape, operands.weight, arguments_of(codes, operands, problem)
         n = problem.n
         launch(
             tiles, (-(-n // config.bn) * -(-m // config.bm),),
-            codes.q, *parts.of_x, weight.data, *parts.of_w, x_sums(codes, parts, device), *parts.end.args, parts.y,
-            *parts.end.numbers, m, n, problem.k, parts.blocks, wide // 128,
+            codes.q, *args.of_x, weight.data, *args.of_w, x_sums(codes, args, device), *args.end.args, args.y,
+            *args.end.numbers, m, n, problem.k, args.blocks, wide // 128,
             0 if weight.bits == 4 else weight.data.shape[1] // 32,
             BITS=weight.bits, GROUP_M=config.group_m, SWAP=config.swap, ALIGNED=n % 16 == 0, ASM=device.asm,
-            BN=config.bn, BM=config.bm, STAGES=config.stages, **parts.form, **options(device, config.warps),
+            BN=config.bn, BM=config.bm, STAGES=config.stages, **args.form, **options(device, config.warps),
         )  # fmt: skip
-        return parts.y
+        return args.y
 
 
-def unpacked(weight: Weight, wide: int, problem: Problem, device: Device) -> Weight:
+def unpacked(weight: Weight, wide: int, problem: GemmProblem, device: Device) -> Weight:
     """An int4 weight as int8 rows of ``wide`` codes, its integer zero points subtracted."""
     planes, blocks = weight.data.shape[:2]
     data = empty((planes * 16, wide), torch.int8, weight.data.device)

@@ -1,4 +1,4 @@
-"""Activations as int8 codes, and what int8 products take beside them."""
+"""Activations as int8 codes, and the common arguments of int8 products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qcore_triton.codes import Codes, Given, Mode, columns_of_codes, mode_of
 from qcore_triton.geometry import power_of_two
 from qcore_triton.host import End
 
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device, device_of
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty
@@ -37,8 +37,8 @@ def codes_of(x: Tensor, mode: Mode, total: bool, order: int, device: Device) -> 
     return host.quantize_rows(launch, empty, x, mode, total=total, order=order, block=block, **meta)
 
 
-class Parts(NamedTuple):
-    """What the launches of int8 products have in common.
+class Int8Arguments(NamedTuple):
+    """Arguments that the launches of int8 products have in common.
 
     **Fields:** ``y``: the result, to be filled; ``of_x``: scale and zero point of x; ``of_w``: scale, zero point and
     sums of the weight; ``end``: of the epilogue; ``blocks``: steps along K; ``form``: constexprs of the product.
@@ -52,8 +52,8 @@ class Parts(NamedTuple):
     form: dict[str, Any]
 
 
-def parts_of(codes: Codes, operands: Operands, problem: Problem) -> Parts:
-    """Allocates the result, and finds a stand-in for each tensor that is missing."""
+def arguments_of(codes: Codes, operands: Operands, problem: GemmProblem) -> Int8Arguments:
+    """Allocate the result, and substitute another tensor for each one that is absent."""
     weight, sums, bias, out = operands
     y = empty((codes.q.shape[0], problem.n), problem.out_dtype, codes.q.device)
     end = host.end_of(bias, out, y)
@@ -63,14 +63,14 @@ def parts_of(codes: Codes, operands: Operands, problem: Problem) -> Parts:
         "P": problem.step, "GROUPED": problem.grouped, "PER": problem.per, "WZERO": weight.zero_kind,
         "XZERO": codes.zero is not None, **end.meta,
     }  # fmt: skip
-    return Parts(y, *host.operands(codes, weight, sums), end, blocks, form)
+    return Int8Arguments(y, *host.operands(codes, weight, sums), end, blocks, form)
 
 
-def x_sums(codes: Codes, parts: Parts, device: Device) -> Tensor:
+def x_sums(codes: Codes, args: Int8Arguments, device: Device) -> Tensor:
     """Sums of x that zero points of the weight multiply: int32 ``(blocks, M)``, or ``(1, M)`` per channel."""
-    form = parts.form
+    form = args.form
     meta = options(device, 4)
-    return host.x_sums(launch, empty, codes, form["WZERO"], form["GROUPED"], form["P"], parts.blocks, **meta)
+    return host.x_sums(launch, empty, codes, form["WZERO"], form["GROUPED"], form["P"], args.blocks, **meta)
 
 
 def given(scale: Tensor | float | None, zero: Tensor | float | None) -> Given | None:

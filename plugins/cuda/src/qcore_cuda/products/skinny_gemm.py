@@ -1,4 +1,4 @@
-"""Products for few rows on NVIDIA, `gemv` and `int8_gemv`: what a program is made up of, and how large its ring is."""
+"""Products for few rows on NVIDIA, `gemv` and `int8_gemv`: the shape of a program, and the size of its ring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from qcore_triton.weights import Weight
 
 from ..kernels.smem_pipeline import STATIC, scratch
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import options
 
@@ -18,12 +18,12 @@ ROWS = 16
 _COLUMN_BLOCK = 8
 
 
-class Shape(NamedTuple):
-    """How a program is made up.
+class WarpShape(NamedTuple):
+    """The shape of a program.
 
     **Fields:** ``row_blocks``: of 16 rows of W; ``unroll``: blocks of K that a warp takes at a time, counted as 128
     codes of int4 or 64 of int8; ``warps``; ``stages``: of a warp's ring; ``late``: the next kernel may begin when this
-    one has read all, not when it has begun.
+    one has read everything, not already when it begins.
     """
 
     row_blocks: int = 1
@@ -34,33 +34,33 @@ class Shape(NamedTuple):
 
 
 def row_class(m: int) -> int:
-    """1, 8 or 16: what kernels for few rows distinguish."""
+    """1, 8 or 16: the classes of M that these kernels distinguish."""
     return 1 if m == 1 else 8 if m <= 8 else 16
 
 
-def rule(device: Device, problem: Problem) -> Shape:
+def rule(device: Device, problem: GemmProblem) -> WarpShape:
     """A good shape for any device."""
     m, wide = problem.rows, problem.n > 64 * device.sms
     if m == 1:
-        return (Shape(2 if wide else 1, 2, 4, 3)) if problem.bits == 4 else Shape(1, 4, 4, 2)
+        return (WarpShape(2 if wide else 1, 2, 4, 3)) if problem.bits == 4 else WarpShape(1, 4, 4, 2)
     if problem.bits == 8:
-        return Shape(4, 1, 4, 2) if wide and m > 8 else Shape(2, 2, 4, 2)
-    return Shape(4, 1, 4, 3) if wide else Shape(2, 1, 8, 2)
+        return WarpShape(4, 1, 4, 2) if wide and m > 8 else WarpShape(2, 2, 4, 2)
+    return WarpShape(4, 1, 4, 3) if wide else WarpShape(2, 1, 8, 2)
 
 
 def candidates(
-    shapes: Mapping[tuple[int, int], tuple[tuple[int, int, int, int], ...]], problem: Problem
-) -> Iterator[Shape]:
+    shapes: Mapping[tuple[int, int], tuple[tuple[int, int, int, int], ...]], problem: GemmProblem
+) -> Iterator[WarpShape]:
     """``shapes``, by bits and `row_class`, each with an early and a late start of the next kernel."""
     for shape in shapes[problem.bits, row_class(problem.rows)]:
-        yield from (Shape(*shape, late) for late in (False, True))
+        yield from (WarpShape(*shape, late) for late in (False, True))
 
 
 class Ring(NamedTuple):
-    """What a ring holds, in bytes.
+    """The content of a ring, in bytes.
 
     **Fields:** for each block of K: ``block``: 16 rows of W; ``x``: rows of x; ``parameters``: scales and zero points
-    of 16 rows; ``blank``: zeros. ``fixed``: what stands beside the ring.
+    of 16 rows; ``blank``: zeros. ``fixed``: memory next to the ring.
     """
 
     block: int
@@ -69,17 +69,17 @@ class Ring(NamedTuple):
     blank: int
     fixed: int = 0
 
-    def size(self, shape: Shape) -> int:
-        """Of all warps together."""
+    def size(self, shape: WarpShape) -> int:
+        """The bytes of all warps together."""
         rows = shape.row_blocks * (self.block + self.parameters)
         return shape.warps * shape.unroll * (shape.stages * (rows + self.x) + self.blank) + self.fixed
 
-    def fitted(self, shape: Shape, device: Device, dynamic: bool) -> Shape:
-        """The shape, made smaller if it would take more shared memory than there is.
+    def fitted(self, shape: WarpShape, device: Device, dynamic: bool) -> WarpShape:
+        """The shape, reduced until it fits shared memory.
 
         ``dynamic``: a kernel can have more than Triton's own, see `launch.supports_dynamic_shared`.
         """
-        # Triton names its shared memory, where a ring that was asked for begins, if warps have something to exchange.
+        # A dynamic ring follows Triton's own shared memory, which has a name only if warps exchange values.
         most = device.shared if dynamic and shape.warps > 1 else STATIC
         while self.size(shape) + scratch(shape.warps) > most:
             if shape.stages > 2:
@@ -103,7 +103,7 @@ class Program(NamedTuple):
 @lru_cache(maxsize=4096)
 def program(
     device: Device,
-    shape: Shape,
+    shape: WarpShape,
     dynamic: bool,
     m: int,
     bits: int,
@@ -115,7 +115,7 @@ def program(
     """A program for M rows of x, in ``block`` columns at a time.
 
     ``dynamic``: as for `Ring.fitted`; ``x_bytes``: of a value of x in the ring, 0 if it holds none; ``of_row``: bytes
-    of a row's scale and zero point in it; ``fixed``: bytes beside the ring.
+    of a row's scale and zero point in it; ``fixed``: bytes next to the ring.
     """
     rows_of_x = 1 if m == 1 else -(-m // _COLUMN_BLOCK) * _COLUMN_BLOCK
     blank = block * (x_bytes or 1) if m == 1 else 0
@@ -134,7 +134,7 @@ def program(
 
 
 class Layout(NamedTuple):
-    """A packed weight as the kernels take it.
+    """A packed weight as arguments of the kernels.
 
     **Fields:** ``data``, on 16 bytes; ``even``: scales and zero points of 16 rows can be copied 16 bytes at a time;
     ``of_row``: bytes of a row's scale and zero point, 0 if they cannot; ``sizes``: rows, blocks of K, blocks per group,
@@ -147,10 +147,10 @@ class Layout(NamedTuple):
     sizes: tuple[int, int, int, int]
 
 
-def layout(weight: Weight, problem: Problem) -> Layout:
-    """Where a weight's parts are."""
+def layout(weight: Weight, problem: GemmProblem) -> Layout:
+    """The layout of a weight; an unaligned view is copied."""
     data, scale, zero, n = weight.data, weight.scale, weight.zero, problem.n
-    if data.data_ptr() % 16:  # a view into the middle of something
+    if data.data_ptr() % 16:  # a view into another tensor
         data = data.clone()
     even = not (n % 16 or scale.data_ptr() % 16 or (zero is not None and zero.data_ptr() % 16))
     of_row = scale.element_size() + (0 if zero is None else zero.element_size())

@@ -10,7 +10,7 @@ from torch import Tensor
 from qcore_triton.weights import Weight
 
 from ..kernels.slices import slices
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty
@@ -33,16 +33,16 @@ class Slices(FloatProduct[Slice]):
     name: ClassVar[str] = "slices"
     config = Slice
 
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device
         return problem.bits == 8 and problem.narrow
 
-    def rule(self, device: Device, problem: Problem) -> Slice | None:
+    def rule(self, device: Device, problem: GemmProblem) -> Slice | None:
         if problem.rows > 16:
             return None
         return Slice(16 if problem.n <= 64 * device.sms else 32, 16 if problem.rows > 8 or device.hip else 8, stages=4)
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Slice]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Slice]:
         if device.asm or problem.rows > 16:  # `gemv` is faster
             return
         for bn in (16, 32):
@@ -50,7 +50,7 @@ class Slices(FloatProduct[Slice]):
                 yield from (Slice(bn, max(8, min(16, problem.rows)), warps, stages) for stages in (3, 4, 6))
 
     def launch(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: Problem, config: Slice
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Slice
     ) -> Tensor:
         x, (data, scale, zero, *_) = aligned(x, weight, problem), weight
         m, n = x.shape[0], problem.n

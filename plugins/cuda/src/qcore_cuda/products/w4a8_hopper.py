@@ -10,13 +10,13 @@ from torch import Tensor
 from qcore_triton.codes import Codes
 from qcore_triton.weights import FLOAT_ZERO, Weight
 
-from ..problem import Problem
+from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.device import Device
 from ..runtime.hopper import descriptor, int4_words
 from ..runtime.launch import launch, options
 from .base import Int8Product, Operands
-from .quantized import parts_of
+from .quantized import arguments_of
 
 ORDER = 32
 """The order of columns, see `Weight.order`, of the codes that it takes."""
@@ -38,7 +38,7 @@ class W4A8Hopper(Int8Product[Tokens]):
     leads: ClassVar[bool] = True
     wants_totals: ClassVar[bool] = False  # it has integer zero points only, which it subtracts
 
-    def serves(self, device: Device, problem: Problem) -> bool:
+    def serves(self, device: Device, problem: GemmProblem) -> bool:
         """No float zero points, results of one or two bytes, not scaled by tokens; codes in an order of its own."""
         plain = problem.bits == 4 and problem.zero != FLOAT_ZERO and not (problem.out_by_token or problem.own_order)
         return (
@@ -46,7 +46,7 @@ class W4A8Hopper(Int8Product[Tokens]):
             and hopper.fits(device, problem.n, problem.step)
         )  # fmt: skip
 
-    def rule(self, device: Device, problem: Problem) -> Tokens:
+    def rule(self, device: Device, problem: GemmProblem) -> Tokens:
         """The tile for which programs have the least to do, in rounds of one tile each."""
 
         def cost(bm: int) -> float:
@@ -55,7 +55,7 @@ class W4A8Hopper(Int8Product[Tokens]):
 
         return Tokens(min(_TIMES, key=cost))
 
-    def candidates(self, device: Device, problem: Problem) -> Iterator[Tokens]:
+    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Tokens]:
         del device
         yield from (Tokens(bm) for bm in _TIMES if bm <= problem.rows)
 
@@ -63,18 +63,18 @@ class W4A8Hopper(Int8Product[Tokens]):
         del weight
         return ORDER
 
-    def launch(self, codes: Codes, operands: Operands, device: Device, problem: Problem, config: Tokens) -> Tensor:
+    def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tokens) -> Tensor:
         from ..kernels.w4a8_hopper import w4a8_hopper
 
         assert codes.order == ORDER, "codes were quantized for another kernel"
-        parts, weight, m, n, bm = (
-            parts_of(codes, operands, problem),
+        args, weight, m, n, bm = (
+            arguments_of(codes, operands, problem),
             operands.weight,
             len(codes.q),
             problem.n,
             config.bm,
         )
-        (x_scale, x_zero), (scale, zero, sums), form = parts.of_x, parts.of_w, parts.form
+        (x_scale, x_zero), (scale, zero, sums), form = args.of_x, args.of_w, args.form
         each, moved = problem.grouped, problem.x_zero
         # Zero points and quantized results take the registers of a second block's sums.
         plain = not moved and weight.zero is None and form["OUT"] == 0
@@ -85,13 +85,13 @@ class W4A8Hopper(Int8Product[Tokens]):
         launch(
             w4a8_hopper, (min(-(-n // 128) * -(-m // bm), device.sms),),
             descriptor(codes.q, (bm, 128)), x_scale, x_zero, int4_words(weight.data), by_row(scale, each),
-            by_row(zero, weight.zero is not None), by_row(sums, each and moved), parts.end.args[0], parts.y,
-            descriptor(parts.y, (bm, 64)), *parts.end.numbers, m, n, parts.blocks, problem.per,
+            by_row(zero, weight.zero is not None), by_row(sums, each and moved), args.end.args[0], args.y,
+            descriptor(args.y, (bm, 64)), *args.end.numbers, m, n, args.blocks, problem.per,
             BM=bm, STAGES=6 if bm > 64 else 8, GROUP=2048 // bm, EACH=each, ZERO=weight.zero is not None, MOVED=moved,
             HAS_BIAS=form["HAS_BIAS"], OUT=form["OUT"], U={128: 2 if plain else 1, 64: 4, 32: 1}[bm],
             **options(device, 4),
         )  # fmt: skip
-        return parts.y
+        return args.y
 
 
 W4A8_HOPPER = W4A8Hopper()

@@ -1,1 +1,1 @@
-"""What every launch rests on: the device's facts, compiled kernels found quickly, calls replayed, counters."""
+"""The runtime of every launch: facts of the device, a quick way to compiled kernels, replayed calls, counters."""

@@ -29,7 +29,7 @@ class _Slab:
         torch.cuda.synchronize(device)  # other streams must find zeros, too
 
     def take(self, count: int) -> Tensor | None:
-        """Counters that nobody has had; None where there are too few."""
+        """Unused counters, or None if there are too few."""
         start, end = self._used, self._used + -(-count // 32) * 32
         if end > _SLAB:
             return None
@@ -38,7 +38,7 @@ class _Slab:
 
 
 def counters(count: int, device: torch.device) -> Tensor:
-    """``count`` of them at least, for a kernel that is launched next on the current stream."""
+    """``count`` of them at least, for the kernel that is launched next on the current stream."""
     found = None
     if device.type == "cuda":
         with _lock:

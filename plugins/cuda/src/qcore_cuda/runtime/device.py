@@ -1,4 +1,4 @@
-"""What kernels have to know of a device."""
+"""Facts about a device that kernels depend on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Device(NamedTuple):
-    """**Fields:** ``arch``: 90 for sm_90, 0 where there is none; ``hip``: AMD; ``sms``: multiprocessors.
+    """**Fields:** ``arch``: 90 for sm_90, 0 if it is no NVIDIA GPU; ``hip``: AMD; ``sms``: multiprocessors.
 
     Without any of the two, kernels run in Triton's interpreter.
     """
@@ -36,7 +36,7 @@ class Device(NamedTuple):
 
     @property
     def descriptors(self) -> bool:
-        """Whether tensor descriptors (TMA) serve, and shared memory holds the tiles that they are worth it for."""
+        """Whether tensor descriptors (TMA) exist, and shared memory holds tiles large enough to profit from them."""
         return self.arch in {90, 100, 103}
 
     @property

@@ -1,7 +1,7 @@
-"""Where kernels in Gluon can be used, and the descriptors of tensors that they copy by.
+"""The conditions for kernels in Gluon, and the tensor descriptors that they copy through.
 
-They are written in the part of Triton that is no settled interface: so they are used with the versions they were tried
-with, on sm_90 alone; everything that they compute has a kernel in plain Triton as well.
+Gluon's interface is unstable: its kernels run only with versions of Triton that they were tested with, and on sm_90.
+Everything that they compute has a kernel in plain Triton as well.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor
 
 from .device import Device
 
-_TRIED = ("3.6.",)
+_TESTED = ("3.6.",)
 ROOM = (227 << 10) - 2048
 """Bytes of shared memory for stages and pieces of the result; the rest holds barriers."""
 
 
 @lru_cache(maxsize=1)
 def usable() -> bool:
-    """Whether this is a Triton that the kernels in Gluon were tried with."""
+    """Whether the kernels in Gluon were tested with this version of Triton."""
     import triton
 
-    return bool(triton.__version__.startswith(_TRIED))
+    return bool(triton.__version__.startswith(_TESTED))
 
 
 def fits(device: Device, n: int, step: int) -> bool:
-    """Whether kernels in Gluon take a weight of n rows, its K in steps of ``step`` columns."""
+    """Whether kernels in Gluon support a weight of n rows, with steps of ``step`` columns along K."""
     return device.arch == 90 and step == 128 and n % 16 == 0 and usable()
 
 
 def descriptor(tensor: Tensor, block: tuple[int, int], *, swizzled: bool = True) -> Any:
-    """What Triton makes a descriptor of blocks of a matrix of."""
+    """A descriptor of a matrix in blocks of ``block``; a view that is not aligned on 16 bytes is copied."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -46,5 +46,5 @@ def descriptor(tensor: Tensor, block: tuple[int, int], *, swizzled: bool = True)
 
 
 def int4_words(data: Tensor) -> Any:
-    """A descriptor of int4 words by 64 rows and 128 columns."""
+    """A descriptor of int4 words in blocks of 64 rows and 128 columns."""
     return descriptor(data.view(torch.int32).view(data.shape[0], -1), (4, 256), swizzled=False)

@@ -20,7 +20,7 @@ from torch import Tensor
 from .device import Device
 from .replay import Launch, recording
 
-_TRIED = ("3.6.",)
+_TESTED = ("3.6.",)
 
 _Found = tuple[Any, tuple[Any, ...]]
 """A compiled kernel, and its constexprs in the order of its parameters."""
@@ -33,14 +33,14 @@ def _quick() -> bool:
     import triton
 
     ordinary = os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None
-    return not ordinary and triton.__version__.startswith(_TRIED)
+    return not ordinary and triton.__version__.startswith(_TESTED)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """Run a Triton kernel on the current device and stream.
 
     ``args``: tensors, their descriptors, numbers or None for the first parameters; ``meta``: constexprs and options of
-    the launch. A recording that goes on takes note: see `replay`.
+    the launch. A recording in progress notes the launch, see `replay`.
     """
     found, notes = _launch(kernel, grid, args, meta), recording()
     if notes is not None:
@@ -48,7 +48,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> _Found | None:
-    """Returns what was launched and its constexprs; None where it went the ordinary way."""
+    """Returns the launched kernel and its constexprs, or None if Triton launched it in its ordinary way."""
     if not _quick():
         kernel[grid](*args, **meta)
         return None
@@ -61,13 +61,13 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dic
             facts.append(arg.dtype if address % 16 == 0 else (arg.dtype, False))
             values.append(address)
         elif isinstance(arg, int):
-            # What Triton may specialise on: its size, 1, and multiples of 16.
+            # Triton may specialize on these properties: its size, 1, and multiples of 16.
             facts.append((-(1 << 31) <= arg < 1 << 31, arg == 1, arg % 16 == 0))
             values.append(arg)
         elif arg is None or isinstance(arg, float):
             facts.append(type(arg))
             values.append(arg)
-        else:  # a tensor descriptor, whose sizes Triton does not specialise on; in Gluon it has a layout
+        else:  # a tensor descriptor, whose sizes Triton does not specialize on; in Gluon it has a layout
             facts.append((arg.base.dtype, *arg.block_shape, getattr(arg, "layout", None)))
             values.append(arg)
     key = tuple(facts)
@@ -84,12 +84,12 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dic
 
 
 def supports_dynamic_shared() -> bool:
-    """Whether a kernel can have more shared memory than Triton knows of: by a constexpr ``DYNAMIC``, in bytes."""
+    """Whether a kernel can have more shared memory than Triton gives it: DYNAMIC bytes, a constexpr."""
     return _quick()
 
 
 _first_launch = threading.Lock()
-"""Triton keeps what the last of several threads has compiled: it must be the one that was asked for."""
+"""Triton keeps the result of the last of several compiling threads: one thread compiles at a time."""
 
 
 def _first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> Any:
@@ -121,7 +121,7 @@ def _ask(compiled: Any, more: int) -> None:
 
 
 def _relaunch(compiled: Any, constants: tuple[Any, ...], grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch | None:
-    """How to repeat the launch; None where the kernel wants scratch memory, which only Triton knows how to provide."""
+    """How to repeat the launch; None if the kernel needs scratch memory, which only Triton can provide."""
     run, plain = compiled.run, [arg is None or isinstance(arg, (int, float)) for arg in args]
     count = plain.count(False)
     if run.global_scratch_size or run.profile_scratch_size or any(plain[:count]):

@@ -1,10 +1,10 @@
 """Replay recorded launches with new pointers.
 
-What a call does on the host - choosing a kernel, counting its grid, asking Triton for what it compiled - depends on its
-form alone: shapes, strides, dtypes, numbers. The first call of a form is recorded, and the next ones make its launches
-with the addresses of their own tensors. That can be done where a call does nothing but allocate with `empty`, ask for
-what is `tracked`, and `launch`, and where every tensor that it launches with, and its result, is an input or was had
-so. Any other call goes the long way each time.
+The host's work for a call - selecting a kernel, computing its grid, finding the compiled code - depends only on the
+form of the call: shapes, strides, dtypes, numbers. The first call of a form is recorded; later ones repeat its launches
+with the addresses of their own tensors. This is possible if a call only allocates with `empty`, takes tensors from
+`tracked` sources and calls `launch`, and if every tensor of its launches, and its result, is an input or came from one
+of those. Any other call takes the slow path each time.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _address = Tensor.data_ptr
 _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: 0)
 _FORMS = 1024
-"""Replays that are kept for one kind of call."""
+"""The most replays kept for one kind of call."""
 _ALIGNED = 16
 _SCRATCH = 256
-"""Bytes that tensors in scratch memory start on."""
+"""Alignment of tensors in scratch memory, in bytes."""
 
 
 Replay = Callable[[Sequence[Tensor]], Tensor | None]
-"""Makes a recorded call with other tensors of the same form, which stand in the order of the recording's inputs.
+"""Repeats a recorded call with other tensors of the same form, in the order of the recording's inputs.
 
-Gives the result; None where the call has to go the long way: odd addresses, or another current device.
+Returns the result, or None if the call has to take the slow path: unaligned addresses, or another current device.
 """
 
 
 class Launch(NamedTuple):
     """One launch of a compiled kernel.
 
-    **Fields:** ``run``: Triton's launcher; ``grid``; ``flags``: what the launcher takes between stream and arguments;
+    **Fields:** ``run``: Triton's launcher; ``grid``; ``flags``: the launcher's parameters between stream and arguments;
     ``tensors``: the first arguments, tensors or their descriptors; ``numbers``: the others.
     """
 
@@ -54,7 +54,7 @@ class Launch(NamedTuple):
 
 
 class Descriptor(NamedTuple):
-    """What Triton's launcher reads of a tensor descriptor, of a tensor that is only known by its address."""
+    """The fields of a tensor descriptor that Triton's launcher reads, for a tensor known only by its address."""
 
     address: int
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Descriptor(NamedTuple):
 
     @property
     def base(self) -> Descriptor:
-        """Who is asked for the address."""
+        """The object that Triton's launcher asks for the address."""
         return self
 
     def data_ptr(self) -> int:
@@ -96,19 +96,19 @@ class Recording:
             self._launches.append(launch)
 
     def replay(self, result: Tensor) -> Replay | None:
-        """What makes the call again, where that is possible."""
+        """A function that repeats the call, or None if that is impossible."""
         out = next((t for t in self._made if _same_memory(t, result)), None)
         if out is None or not (self._possible and self._launches and result.is_contiguous()):
             return None
         scratch = [t for t in self._made if t is not out]
         tensors = [*self._inputs, out, *scratch, *(tensor for tensor, _ in self._tracked)]
         slots = {t.data_ptr(): slot for slot, t in enumerate(tensors)}
-        # Inputs that are one tensor now need not be one the next time.
+        # Inputs that are the same tensor now may be different ones in the next call.
         if len(slots) < len(tensors):
             return None
         try:
             calls = [(launch, [slots[_tensor(t).data_ptr()] for t in launch.tensors]) for launch in self._launches]
-        except KeyError:  # what torch computed
+        except KeyError:  # a tensor that torch computed
             return None
         sources = [source for _, source in self._tracked]
         return _written(self._index, calls, len(self._inputs), result, [t.nbytes for t in scratch], sources)
@@ -130,10 +130,10 @@ def _written(
     scratch: Sequence[int],
     sources: Sequence[Callable[[], Tensor]],
 ) -> Replay:
-    """A function for one form of call, as one would write it by hand: loops would take as long as another launch.
+    """Generate the function for one form of call, without loops: they would take as long as another launch.
 
-    ``calls``: launches with the places of their tensors among the ``inputs``, the result, ``scratch``, the bytes of
-    what is allocated in between, and what ``sources`` give.
+    ``calls``: launches with the indices of their tensors in this order: the ``inputs``, the result, intermediate
+    tensors (``scratch``: their bytes), and the results of ``sources``.
     """
     names = [f"x{i}" for i in range(inputs)]
     known: dict[str, Any] = {"like": (tuple(result.shape), result.stride(), result.dtype), "index": index}
@@ -162,7 +162,7 @@ def _written(
 
 
 def _line(i: int, launch: Launch, addresses: list[str], known: dict[str, Any]) -> str:
-    """The i-th launch; ``addresses``: names of its tensors'; what else it names goes to ``known``."""
+    """The i-th launch; ``addresses``: variables of its tensors' addresses; other names are added to ``known``."""
     known |= {f"run{i}": launch.run, f"grid{i}": launch.grid, f"numbers{i}": launch.numbers}
     flags = {f"f{i}_{j}": flag for j, flag in enumerate(launch.flags)}
     described = {j: t for j, t in enumerate(launch.tensors) if not isinstance(t, Tensor)}
@@ -173,23 +173,23 @@ def _line(i: int, launch: Launch, addresses: list[str], known: dict[str, Any]) -
 
 
 class Replays(dict[Any, "Replay | None"]):
-    """The replays of one kind of call, by a key: what they depend on beside what all of that kind have in common.
+    """The replays of one kind of call, by a key: all that they depend on and that varies within that kind.
 
-    None stands for a call that always goes the long way.
+    None stands for a call that always takes the slow path.
     """
 
-    def call(self, key: Any, tensors: tuple[Tensor, ...], long_way: Callable[..., Tensor], *args: Any) -> Tensor:
-        """``long_way(*args)``, or what it did the last time; ``tensors``: all of ``args`` that have an address."""
+    def call(self, key: Any, tensors: tuple[Tensor, ...], slow_path: Callable[..., Tensor], *args: Any) -> Tensor:
+        """``slow_path(*args)``, or its replay; ``tensors``: all tensors among ``args``."""
         replay = self.get(key)
         result = None if replay is None else replay(tensors)
-        return self.first(key, tensors, long_way, *args) if result is None else result
+        return self.first(key, tensors, slow_path, *args) if result is None else result
 
-    def first(self, key: Any, tensors: tuple[Tensor, ...], long_way: Callable[..., Tensor], *args: Any) -> Tensor:
-        """``long_way(*args)``, recorded where that may help the next call."""
+    def first(self, key: Any, tensors: tuple[Tensor, ...], slow_path: Callable[..., Tensor], *args: Any) -> Tensor:
+        """``slow_path(*args)``, recorded if a replay may be possible."""
         if key in self or recording() is not None or reduce(or_, map(_address, tensors)) % _ALIGNED:
-            return long_way(*args)
+            return slow_path(*args)
         with _recording(tensors) as notes:
-            result = long_way(*args)
+            result = slow_path(*args)
         if len(self) >= _FORMS:
             self.clear()
         self[key] = notes.replay(result)
@@ -205,7 +205,7 @@ def replays(*kind: Any) -> Replays:
 
 
 def replay_call(function: Callable[..., Tensor], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...]) -> Tensor:
-    """``function(*tensors, *numbers)``, replayed where it can be; for calls that are known by nothing else."""
+    """``function(*tensors, *numbers)``, replayed if possible; for calls that no kernel object makes."""
     forms = [t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]
     present = tuple(t for t in tensors if t is not None)
     return replays(function).call((*forms, *numbers), present, function, *tensors, *numbers)
@@ -221,7 +221,7 @@ _notes = threading.local()
 
 
 def recording() -> Recording | None:
-    """The recording that goes on in this thread."""
+    """The recording in progress in this thread, or None."""
     return getattr(_notes, "current", None)
 
 
@@ -235,7 +235,7 @@ def _recording(inputs: Sequence[Tensor]) -> Iterator[Recording]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`, whose memory a replay allocates anew."""
+    """`torch.empty`; each replay allocates this tensor again."""
     made = torch.empty(shape, dtype=dtype, device=device)
     notes = recording()
     if notes is not None:
@@ -244,7 +244,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def tracked(source: Callable[..., Tensor], *args: Any) -> Tensor:
-    """``source(*args)``, which a replay asks for anew; ``args`` must not be tensors."""
+    """``source(*args)``, called again by each replay; ``args`` must not be tensors."""
     asked = partial(source, *args)
     tensor, notes = asked(), recording()
     if notes is not None:
@@ -254,6 +254,6 @@ def tracked(source: Callable[..., Tensor], *args: Any) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _allocator(kind: str) -> Callable[..., Tensor]:
-    """A function of size, strides and dtype that gives a tensor on the current device: compiled graphs use it, too."""
+    """The allocator of compiled graphs: size, strides and dtype to a tensor on the current device."""
     quick = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), f"_empty_strided_{kind}", None)
     return quick or (lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype, device=kind))

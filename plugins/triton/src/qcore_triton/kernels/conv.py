@@ -1,4 +1,8 @@
-"""Convolutions with int8 activations: an image quantized once, a product that gathers its columns, columns quantized.
+"""Kernels of convolutions with int8 activations.
+
+`quantize_image` and `gathered`: x has one scale, so an image is quantized once, and the product gathers its columns.
+`quantize_columns`: each column has its own scale; its codes are a row of an ordinary product. `pixel_extents` and
+`column_scales`: the scales of columns without their codes, for a product that encodes x itself.
 
 A column is the receptive field of one output position in one channel group, in (KH, KW, IC) order; row m of a product
 is the position ``(image, oh, ow)`` counted in that order.
@@ -42,6 +46,7 @@ def quantize_image(
     The border, ``top`` and ``left`` wide, holds the zero point. CODES: x holds codes already. One program per BP pixels
     and BC channels.
     """
+    # A tile of BP pixels of the padded image by BC channels; negative h or w is the border.
     pixel = tl.program_id(0) * BP + tl.arange(0, BP)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     image = tl.program_id(2).to(tl.int64)
@@ -52,10 +57,12 @@ def quantize_image(
         None, :
     ] * channel_stride
     in_c = (channel < C)[None, :]
+    # x may be a result of the previous kernel.
     begin(PDL)
     v = tl.load(x + at, mask=inside[:, None] & in_c, other=0)
     s = tl.full((), scale, tl.float32)
     z = tl.full((), zero, tl.float32)
+    # A masked value is 0, whose code is the zero point; codes need it spelled out.
     if CODES:
         c = tl.where(inside[:, None], v.to(tl.int32), z.to(tl.int32)).to(tl.int8)
     else:
@@ -108,6 +115,10 @@ def gathered(
     """Implicit product: y ``(M, N)`` = columns of x times w, int8 per channel; x has one scale and zero point.
 
     x: codes ``(B, HP, WP, 32 * C32)`` with their border; BK divides the channels. w: rows16, rows of ``32 * w_pitch``.
+
+    Grid: one program per tile of BM positions by BN channels, in bands of GROUP_M rows of tiles. K goes in steps of BK
+    channels of one tap. Exact in int32: the caller limits K to less than 2**15. Floor: ``2 * M * N * K`` operations at
+    the int8 peak of the matrix units.
     """
     if ALIGNED:
         N = N // 16 * 16  # tells the compiler
@@ -118,6 +129,8 @@ def gathered(
     rm = m0 + lm
     rn = n0 + tl.arange(0, BN)
     rk = tl.arange(0, BK)
+    # Pointers (BM, BK) to each position's first tap: a tap is a constant shift from there, the border being in memory,
+    # so the loop needs no masks.
     position = tl.minimum(rm, M - 1)
     image = position // (OH * OW)
     inside = position % (OH * OW)
@@ -129,12 +142,14 @@ def gathered(
     acc = tl.zeros((BM, BN), tl.int32)
     begin(PDL)
     for i in tl.range(0, taps * per_tap, num_stages=STAGES):
+        # Triton issues these loads STAGES - 1 steps ahead.
         tap = i // per_tap
         shift = (tap // KW * dilation_h * WP + tap % KW * dilation_w) * C + (i % per_tap) * BK
         a = tl.load(xp + shift)
         b = tl.load(wp)
         acc = tl.dot(a, tl.trans(b), acc, out_dtype=tl.int32)
         wp += BK
+    # Epilogue: the zero point of x times the sum of the weight's codes, in int32; then the scales.
     in_n = rn < N
     z = tl.full((), x_zero, tl.float32).to(tl.int32)
     acc -= (tl.load(sums + rn, mask=in_n, other=0) * z)[None, :]
@@ -203,6 +218,7 @@ def quantize_columns(
     x: ``(B, C, H, W)`` of any strides; ORDER as there. TAPS, BC: ``taps`` and C rounded up to powers of two.
     """
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
+    # A tile (TAPS, BC): the receptive field of one position, padded to powers of two.
     row = tl.program_id(0)
     position = first + row
     image = position // (OH * OW)
@@ -218,6 +234,7 @@ def quantize_columns(
         None, :
     ] * channel_stride
     begin(PDL, True)  # an `int8_hopper` product may follow
+    # Outside the image a value is 0, or the zero point if x holds codes.
     v = tl.load(x + at, mask=seen, other=0).to(tl.float32)
     below, above = extent(v, MODE)
     most = tl.max(tl.max(above, 1), 0)
@@ -225,6 +242,7 @@ def quantize_columns(
     if CODES:
         v = tl.where(seen, v, z)
     c = encode(v, s, inverse_of(s, most, NARROW), z, MODE, CODES, NARROW)
+    # K codes without the padding of the tile, in the weight's order; then zeros up to a multiple of 128.
     K = taps * C
     KQ = (K + 127) // 128 * 128
     q += row.to(tl.int64) * KQ
@@ -268,11 +286,12 @@ def column_scales(
     BM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Symmetric scales ``(M,)`` of columns and what multiplies their values; ``extent``: of pixels ``(B, H, W)``."""
+    """Symmetric scales ``(M,)`` of columns and the factors of their values; ``extent``: of pixels ``(B, H, W)``."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     image = m // (OH * OW)
     most = tl.zeros((BM,), tl.int32)
     begin(PDL)
+    # The largest magnitude of a column is that of its pixels inside the image.
     for tap in range(taps):
         h = m // OW % OH - top + tap // KW * dilation_h
         w = m % OW - left + tap % KW * dilation_w

@@ -1,4 +1,8 @@
-"""``dequantize``: a packed weight as a dense matrix, each value computed in float32 and rounded once."""
+"""``dequantize``: a packed weight as a dense matrix, each value computed in float32 and rounded once.
+
+Grid: (N / BN, blocks of K): BN rows of one block of P columns per program. Input: w planar16 or rows16. Floor: the
+bytes of the packed and of the dense weight at the bandwidth of the memory.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from .order import column_of
 
 @triton.jit
 def _weights(codes, scale, zero, ZERO: tl.constexpr):
-    """Codes and their group's scale and zero point, all float32, to weights."""
+    """Weights of codes with their group's scale and zero point, all float32."""
     if ZERO == 1:
         w = (codes - zero) * scale
     elif ZERO == 2:
@@ -25,7 +25,7 @@ def _blocks(
     row, rows, line, block, here, inside, data, scale, zero, out, v, d, group, blocks, stride,
     BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, NAN: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of the table, dequantized, to the lines of the result that they belong in.
+    """Dequantize blocks of the table and store them in their lines of the result.
 
     ``block``, ``here``: ``(NB,)``; ``row``: of the table, one for all or ``(NB,)``; ``rows``: the same, ``line``: where
     the result's line starts, one for all or ``(NB, 1)``. ``NAN``: blocks that are not ``inside`` become NaN.
@@ -67,7 +67,7 @@ def gather(
     row = tl.load(indices + token).to(tl.int64)
     inside = (row >= 0) & (row < v)
     tl.device_assert(inside, "qcore embedding: an index is out of range")
-    row = tl.where(inside, row, 0)  # what runs on beside the one that failed must not read elsewhere
+    row = tl.where(inside, row, 0)  # other threads run on after a failed assertion and must not read outside the table
     block = tl.program_id(1) * NB + tl.arange(0, NB)
     line = out + token * d
     _blocks(
@@ -83,7 +83,7 @@ def gather_pieces(
 ):  # fmt: skip
     """`gather` for rows that are shorter than a program wants: NB of the ``T * blocks`` blocks, of any tokens.
 
-    Where an assertion of the device ends nothing, an index out of range gives a row of NaN.
+    If a device-side assertion has no effect, an index out of range gives a row of NaN.
     """
     piece = tl.minimum(tl.program_id(0).to(tl.int64) * NB + tl.arange(0, NB), pieces - 1)
     token = piece // blocks

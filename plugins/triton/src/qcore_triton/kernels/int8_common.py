@@ -1,4 +1,4 @@
-"""What the int8 products share: nibbles as int8, the order of tiles, and the end of a result."""
+"""Shared parts of the int8 products: nibbles as int8, the order of tiles, and the epilogue."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def nibbles(raw, ASM: tl.constexpr):
 
 @triton.jit
 def chosen_nibble(raw, high):
-    """``16 * code`` of the high nibble where ``high``, else of the low one."""
+    """``16 * code`` of the high nibble if ``high``, else of the low one."""
     return (tl.where(high, raw & 0xF0, raw << 4) ^ 0x80).to(tl.int8, bitcast=True)
 
 

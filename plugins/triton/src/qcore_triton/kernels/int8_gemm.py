@@ -1,6 +1,14 @@
 """``tiles``: int8 activations times an int4 or int8 weight, one tile of the result per program, any M.
 
-The pointer version, for every device. Rows are clamped, not masked; what lies behind K is multiplied with codes 0 of x.
+The version with pointers, for every device. Rows are clamped, not masked; columns behind K meet codes 0 of x.
+
+Grid: one program per tile of BM tokens by BN rows of the weight, in bands of GROUP_M rows of tiles; K in blocks of P.
+Inputs: codes x ``(M, 128 * pitch)`` in the weight's order of columns; w planar16 or rows16; scales, zero points and
+code sums ``(G, N)``; y ``(M, N)``. Floor: ``2 * M * N * K`` operations at the int8 peak of the matrix units.
+
+Exact: a product of codes, that of int4 multiplied by 16, is at most 2**14 in size and is added up in int32, over one
+block if GROUPED and else over all of K (`host.blocking` limits it). The factor of 16 leaves by a shift, or in float32
+as a power of two.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from .rounding import begin
 
 @triton.jit
 def _product(w, x, d, SWAP: tl.constexpr):
-    """``d += x @ w.T`` for w ``(BN, BK)``, x ``(BM, BK)``; transposed where SWAP."""
+    """``d + x @ w.T`` for w ``(BN, BK)``, x ``(BM, BK)``; transposed if SWAP."""
     if SWAP:
         return tl.dot(w, tl.trans(x), d, out_dtype=tl.int32)
     else:  # noqa: RET505 - Triton compiles what stands behind a constexpr branch
@@ -74,7 +82,7 @@ def tiles(
 ):
     """y ``(M, N)`` by tiles of BM x BN.
 
-    Arguments as for `int8_slices.slices`, and ``x_sums`` int32: where WZERO, sums of x per block of P ``(blocks, M)``,
+    Arguments as for `int8_slices.slices`, and ``x_sums`` int32: if WZERO, sums of x per block of P ``(blocks, M)``,
     or of whole rows ``(1, M)`` unless GROUPED. SWAP: N is the first dimension of the product. ALIGNED: N is a multiple
     of 16, and y can be written 16 bytes at a time.
     """  # noqa: D403 - y is a name
@@ -90,13 +98,16 @@ def tiles(
     rn = n0 + tl.arange(0, BN)
     rk = tl.arange(0, D)
     x += m0.to(tl.int64) * (pitch * 128)
+    # Pointers (BM, D) to x and (BN, D) to w; both move on by one block per turn.
     xp = x + tl.minimum(lm, M - 1 - m0)[:, None] * (pitch * 128) + rk[None, :]
     NP = (N + 15) // 16 * 16
+    # W has NP rows: those behind N are padding, so a clamped row is always in memory.
     row = tl.minimum(rn, NP - 1)
     if BITS == 4:
         wp = w + ((row // 16).to(tl.int64) * (blocks * (16 * H)) + (row % 16) * H)[:, None] + (rk % H)[None, :]
     else:
         wp = w + row.to(tl.int64)[:, None] * (w_pitch * 32) + rk[None, :]
+    # int32 over all of K, or float32 over the scaled sums of blocks.
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32 if GROUPED else tl.int32)
     none = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.int32)
     correction = tl.zeros((BN,), tl.float32)
@@ -105,8 +116,11 @@ def tiles(
     begin(PDL)
     for i in tl.range(0, blocks, num_stages=STAGES):
         start = none if GROUPED else acc
+        # Triton issues these loads STAGES - 1 turns ahead.
         xa = tl.load(xp)
         raw = tl.load(wp) if BITS == 4 else tl.load(wp, mask=(i * P + rk < w_pitch * 32)[None, :], other=0)
+        # One product per block if it is int8 or has 32 columns; else one per nibble plane, the high nibbles being
+        # columns P / 2 and up.
         if WHOLE:
             a = chosen_nibble(raw, (rk >= H)[None, :]) if BITS == 4 else raw
             d = _product(a, xa, start, SWAP)
@@ -115,6 +129,7 @@ def tiles(
             a, b = nibbles(raw, ASM)
             d = _product(b, xb, _product(a, xa, start, SWAP), SWAP)
         if GROUPED:
+            # Scale the exact sum of the block; ``correction`` sums up the correction by the zero point of x.
             at = (i // PER) * N + rn
             s = tl.load(scale + at, mask=in_n, other=0.0).to(tl.float32)
             if XZERO:  # noqa: SIM102 - the other one is a branch at run time
@@ -136,6 +151,7 @@ def tiles(
             acc = d
         xp += P
         wp += 16 * H if BITS == 4 else P
+    # Parameters that wait for the whole sum: zero points first, in int32 and exact, then the scales.
     if XZERO:
         xz = _rows(tl.load(x_zero + rm, mask=in_m, other=0.0), SWAP)
     if GROUPED:
@@ -177,9 +193,9 @@ def tiles(
 
 @triton.jit(do_not_specialize=["blocks", "pitch"])
 def unpack(w, zero, o, N, blocks, pitch, P: tl.constexpr, PER: tl.constexpr, SUBTRACT: tl.constexpr, PDL: tl.constexpr):
-    """planar16 to int8 rows of ``128 * pitch``: codes, less the integer zero point where SUBTRACT.
+    """planar16 to int8 rows of ``128 * pitch``: codes, less the integer zero point if SUBTRACT.
 
-    One program per 16 rows and block; what lies behind the blocks is not written, x being 0 there.
+    One program per 16 rows and block; columns behind the last block are not written, x being 0 there.
     """
     H: tl.constexpr = P // 2
     plane, block = tl.program_id(0), tl.program_id(1)

@@ -1,4 +1,4 @@
-"""The order of columns inside a block of planar16, see `packing`: codes of x follow it, where weights are int4."""
+"""The order of columns inside a block of planar16, see `packing`: with int4 weights, codes of x follow it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def column_of(position, P: tl.constexpr):
 
 @triton.jit
 def arranged(values, P: tl.constexpr):
-    """Values of columns, in a row, as they stand by position; as `column_of` says."""
+    """Values of consecutive columns, rearranged by position, see `column_of`."""
     if P != 0:
         SIZE: tl.constexpr = values.shape[0]
         V: tl.constexpr = P // 32

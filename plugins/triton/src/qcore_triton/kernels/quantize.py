@@ -1,4 +1,7 @@
-"""Activations to int8 codes, one launch: per token with parameters computed here, or with given ones.
+"""Activations to int8 codes in one launch, with parameters computed per token, or given.
+
+Grid: one program per row, which holds BLOCK columns at a time. Floor: the bytes of x and of the codes at the bandwidth
+of the memory; rows longer than BLOCK are read twice.
 
 x is ``(M, K)`` of any strides and any float dtype; codes q are int8 ``(M, KQ)`` with KQ = K rounded up to 128 (codes 0
 behind K), scale and zero float32 ``(M,)``, total, the sum of a row's codes, int32 ``(M,)``. Arithmetic as in
@@ -22,7 +25,7 @@ TOKEN: tl.constexpr = tl.constexpr(3)
 
 @triton.jit
 def extent(v, MODE: tl.constexpr):
-    """What the scale of a row depends on, per element: `magnitude` below zero, and above it (or of all)."""
+    """Per element, its `magnitude` as (below, above) zero: 0 on the other side; on both sides unless asymmetric."""
     size = magnitude(v)
     if MODE == ASYMMETRIC:
         below, above = tl.where(v > 0, 0, size), tl.where(v < 0, 0, size)
@@ -50,10 +53,10 @@ def parameters(below, above, row, given_scale, given_zero, MODE: tl.constexpr):
 
 @triton.jit
 def inverse_of(scale, largest, NARROW: tl.constexpr):
-    """``1 / scale`` as `encode` wants it; ``largest``: the row's `magnitude`.
+    """``1 / scale`` for `encode`; ``largest``: the row's `magnitude`.
 
     NARROW, for bfloat16 and symmetric codes: a reciprocal with which one multiplication gives the code. Quotients of
-    two numbers of 8 bits keep 2**-16 of their size away from ties, unless they are ties: where v is half of the
+    two numbers of 8 bits keep 2**-16 of their size away from ties, unless they are ties: if v is half of the
     largest, or anywhere if the scale is a power of two and all is exact. For the former the reciprocal is off by
     2**-20, to the side that the quotient, correctly rounded, takes.
     """
@@ -67,7 +70,7 @@ def inverse_of(scale, largest, NARROW: tl.constexpr):
 
 @triton.jit
 def encode(v, scale, inverse, zero, MODE: tl.constexpr, CODES: tl.constexpr, NARROW: tl.constexpr):
-    """Codes of v, which holds codes already where CODES."""
+    """Codes of v, which holds codes already if CODES."""
     if CODES:
         c = v.to(tl.int32).to(tl.int8)
     elif NARROW:  # adding 1.5 * 2**23 rounds to whole numbers and leaves them in the low bits
@@ -114,6 +117,7 @@ def quantize_rows(
     x += row.to(tl.int64) * row_stride
     q += row.to(tl.int64) * KQ
     begin(PDL, LATE)
+    # First pass: the extent of the row, lane by lane; one reduction at the end.
     if LOOP:
         most_below = tl.zeros((BLOCK,), tl.int32)
         most_above = tl.zeros((BLOCK,), tl.int32)
@@ -126,6 +130,7 @@ def quantize_rows(
     else:
         v = tl.load(x + o.to(tl.int64) * column_stride, mask=o < K, other=0.0).to(tl.float32)
         most_below, most_above = extent(v, MODE)
+    # Parameters of the row. TENSOR: numbers that come as arguments; else pointers, read only if given per token.
     below = tl.max(most_below, 0)
     above = tl.max(most_above, 0)
     if MODE == TENSOR:
@@ -133,6 +138,7 @@ def quantize_rows(
     else:
         s, z = parameters(below, above, row, given_scale, given_zero, MODE)
     inverse = inverse_of(s, above, NARROW)
+    # Second pass: encode and store. Columns K..KQ get the code 0: products read whole blocks of 128.
     if LOOP:
         sums = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, KQ, BLOCK):
@@ -144,6 +150,7 @@ def quantize_rows(
                 sums += c.to(tl.int32)
     else:
         c = encode(v, s, inverse, z, MODE, CODES, NARROW)
+        # Symmetric codes of the padding, which was loaded as 0, are 0 by themselves.
         if MODE != SYMMETRIC:
             c = tl.where(o < K, c, 0).to(tl.int8)
         tl.store(q + o, arranged(c, ORDER), mask=o < KQ)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # a Triton without NVIDIA's part; what needs these names is not compiled then
+except ImportError:  # a Triton without NVIDIA's part; code that needs these names is not compiled then
     gdc_launch_dependents = gdc_wait = None
 
 
@@ -15,7 +15,7 @@ except ImportError:  # a Triton without NVIDIA's part; what needs these names is
 def begin(PDL: tl.constexpr, LATE: tl.constexpr = False):
     """Let the next kernel be scheduled, then wait for the previous one; to be called before any load or store.
 
-    LATE: the other way round. Then the next kernel may read what was there before this one without waiting for it.
+    LATE: the other way round. Then the next kernel may, without waiting, read whatever was written before this one.
     """
     if PDL:
         if LATE:

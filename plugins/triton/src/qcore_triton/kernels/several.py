@@ -1,6 +1,8 @@
-"""Activations to int8 codes as `quantize` and `conv` make them, several rows per program: rows may be short.
+"""Activations to int8 codes as in `quantize` and `conv`, for short rows: several rows per program.
 
-One program per row leaves most of its lanes idle where rows are shorter than they are many; here BM rows share one.
+With short rows, one program per row leaves most of its lanes idle; here BM rows share a program, in one tile
+``(BM, BLOCK)`` of registers. Grid: ``M / BM``. Inputs and results as in `quantize`. Floor: the bytes of x and of the
+codes at the bandwidth of the memory.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def _codes(
 
 @triton.jit
 def _keep(s, z, c, row, real, scale, zero, total, MODE: tl.constexpr, TOTAL: tl.constexpr):
-    """Write parameters of the ``real`` rows, and sums of their codes c, which are 0 behind the last one."""
+    """Write parameters of the ``real`` rows, and sums of their codes c, which are 0 behind the last column."""
     tl.store(scale + row, s, mask=real)
     if MODE != SYMMETRIC:
         tl.store(zero + row, z, mask=real)
@@ -68,6 +70,7 @@ def quantize_rows(
 ):
     """`quantize.quantize_rows` for BM rows per program, each of at most BLOCK columns."""
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
+    # A tile (BM, BLOCK); rows behind M are the last row again, and are not stored.
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     row = tl.minimum(m, M - 1)
     o = tl.arange(0, BLOCK)[None, :]
@@ -75,11 +78,13 @@ def quantize_rows(
     begin(PDL)
     at = row.to(tl.int64)[:, None] * row_stride + o.to(tl.int64) * column_stride
     v = tl.load(x + at, mask=o < K, other=0).to(tl.float32)
+    # TENSOR: numbers that come as arguments; else pointers, read only if parameters are given per token.
     if MODE == 2:
         c, s, z = _codes(v, row, given_scale_number, given_zero_number, MODE, CODES, NARROW, BM)
     else:
         c, s, z = _codes(v, row, given_scale, given_zero, MODE, CODES, NARROW, BM)
     c = tl.where(o < K, c, 0).to(tl.int8)
+    # BLOCK is a multiple of the order's blocks, so all rows can be rearranged as one.
     placed = tl.reshape(arranged(tl.reshape(c, [BM * BLOCK]), ORDER), [BM, BLOCK])
     real = m < M
     tl.store(q + row.to(tl.int64)[:, None] * KQ + o, placed, mask=real[:, None] & (o < KQ))
@@ -130,6 +135,7 @@ def quantize_columns(
 ):
     """`conv.quantize_columns` for BM of ``count`` positions per program."""
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
+    # A tile (BM, TAPS * BC): a row is the receptive field of one position, taps and channels padded to powers of two.
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     row = tl.minimum(m, count - 1)
     position = first + row
@@ -140,8 +146,10 @@ def quantize_columns(
     h = (inside // OW * stride_h - top)[:, None] + tap // KW * dilation_h
     w = (inside % OW * stride_w - left)[:, None] + tap % KW * dilation_w
     in_column = (tap < taps) & (channel < C)
+    # Inside the image; outside it a value is 0, or the zero point if x holds codes.
     seen = in_column & (h >= 0) & (h < H) & (w >= 0) & (w < W)
     at = image.to(tl.int64)[:, None] * batch_stride + channel.to(tl.int64) * channel_stride
+    # x may be a result of the previous kernel.
     begin(PDL)
     v = tl.load(x + (at + h.to(tl.int64) * row_stride + w.to(tl.int64) * column_stride), mask=seen, other=0)
     v = v.to(tl.float32)
@@ -152,6 +160,7 @@ def quantize_columns(
     real = m < count
     K = taps * C
     KQ = (K + 127) // 128 * 128
+    # K = taps * C codes without the padding of the tile, in the weight's order; then zeros up to a multiple of 128.
     line = q + row.to(tl.int64)[:, None] * KQ
     tl.store(line + position_of(tap * C + channel, ORDER), c, mask=real[:, None] & in_column)
     tail = K + tl.arange(0, 128)[None, :]

@@ -48,10 +48,11 @@ def _served(request: Any, contract: str) -> qcore.Offer | qcore.Refusal:
     from .replacing import replace_device
 
     replace_device()
-    serve: Callable[[Any], qcore.Offer | qcore.Refusal] = getattr(serving, contract)
-    answer = serve(request)
-    if isinstance(answer, qcore.Refusal):
-        return answer
+    why_not: Callable[[Any], str] = getattr(serving, f"why_not_{contract}")
+    if reason := why_not(request):
+        return qcore.Refusal(reason)
+    offer: Callable[[Any], qcore.Offer] = getattr(serving, contract)
+    answer = offer(request)
     kernel = answer.kernel
     kernel.name = kernel.name.replace("xpu.", f"{NAME}.", 1)
     return qcore.Offer(kernel, qcore.EMULATED, answer.note)

@@ -17,11 +17,23 @@ from .recording import record
 @lru_cache(maxsize=1)
 def replace_device() -> None:
     """Put the stand-ins where qcore-xpu looks for the device's ops, and register its own ops for CPU tensors."""
-    from qcore_xpu import aten, ops
+    from qcore_xpu import aten
 
     aten.int4_mm, aten.int8_mm, aten.int_mm = int4_mm, int8_mm, int_mm
     aten.missing = lambda _name: ""
-    ops.also_on("CPU")
+    register_for_cpu()
+
+
+@lru_cache(maxsize=1)
+def register_for_cpu() -> torch.library.Library:
+    """Register every op of qcore-xpu for CPU tensors, too; they stay registered as long as the result is cached."""
+    from qcore_xpu import ops, products, triton_ops
+
+    library = torch.library.Library(ops.NAMESPACE, "IMPL")
+    for module in (products, triton_ops):
+        for name in [name for name in vars(module) if name.startswith("op_")]:
+            library.impl(name.removeprefix("op_"), getattr(module, name.removeprefix("op_")), "CPU")
+    return library
 
 
 def int4_mm(x: Tensor, words: Tensor, group: int, scale: Tensor, zeros: Tensor) -> Tensor:
