@@ -250,9 +250,15 @@ def difference(found: Any, expected: QTensor) -> str:
     if found.format != expected.format or tuple(found.shape) != tuple(expected.shape):
         return f"{found.format} {tuple(found.shape)} instead of {expected.format} {tuple(expected.shape)}"
     mine, other = found.tensors(), expected.tensors()
+    if mine.keys() != other.keys():
+        return f"tensors {', '.join(mine)} instead of {', '.join(other)}"
     return next((f"{name} differs" for name in other if not same_bits(mine[name], other[name])), "")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal in dtype, shape and every bit."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype == torch.float8_e4m3fn:  # torch compares no float8
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return torch.equal(a.cpu(), b.cpu())

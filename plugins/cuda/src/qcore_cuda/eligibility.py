@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
+from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty, why_not_encoding
 from qcore_triton.packing import block_size
 
 from .probe import triton_fault
@@ -38,7 +38,7 @@ def why_not_device(device: torch.device) -> str:
 
 
 def _why_not_weight(request: AnyRequest) -> str:
-    if reason := why_not_empty(request):
+    if reason := why_not_empty(request) or why_not_encoding(request):
         return reason
     group = request.weight.group_size
     if not block_size(group):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qcore import Conv2dRequest
-from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
+from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty, why_not_encoding
 
 from .layout import ROWS, Geometry, rows_per_part
 from .layout import why_not as why_not_packed
@@ -16,6 +16,7 @@ def why_not(request: AnyRequest) -> str:
     return (
         _why_not_device(request.device)
         or why_not_empty(request)
+        or why_not_encoding(request)
         or why_not_packed(request.weight, request.k)
         or why_not_dtypes(request)
         or _why_not_sizes(request, largest_range())

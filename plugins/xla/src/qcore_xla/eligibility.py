@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qcore import EmbeddingRequest
-from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
+from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty, why_not_encoding
 
 from . import environment
 from .aot import why_not_int8
@@ -15,7 +15,11 @@ from .engines import base
 def why_not(request: AnyRequest) -> str:
     """Why a request is refused; empty where it is served."""
     return (
-        _why_not_device(request.device) or why_not_empty(request) or why_not_dtypes(request) or _why_not_int8(request)
+        _why_not_device(request.device)
+        or why_not_empty(request)
+        or why_not_encoding(request)
+        or why_not_dtypes(request)
+        or _why_not_int8(request)
     )
 
 

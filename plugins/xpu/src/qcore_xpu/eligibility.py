@@ -6,12 +6,12 @@ from functools import lru_cache
 
 import torch
 
-from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
+from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty, why_not_encoding
 
 
 def why_not(request: AnyRequest) -> str:
     """Why a request is refused, whatever its device; empty if a kernel may support it."""
-    return why_not_empty(request) or why_not_dtypes(request)
+    return why_not_empty(request) or why_not_encoding(request) or why_not_dtypes(request)
 
 
 @lru_cache(maxsize=64)
