@@ -76,7 +76,7 @@ def _describe(format: Format) -> str:
     Only the backward pass reads the format, which a trace does not guard: the graph would be reused for weights of
     another format. ``str(format)`` would not do, since dynamo takes it for a constant without a guard.
     """
-    return f"{format.dtype} {format.group_size} {format.zero.name} {format.layout.name}"
+    return f"{format.dtype} {format.group_size} {format.zero.name} {format.scale.name} {format.layout.name}"
 
 
 def _input_gradient(grad: Tensor, weight: QTensor, request: Request, shape: torch.Size) -> Tensor:

@@ -129,7 +129,7 @@ _cache = PackedCache()
 
 def entry_for(weight: QTensor) -> StoreEntry:
     """Return the cached store of a `QTensor`."""
-    tensors = (weight.data, weight.scale, weight.zero)
+    tensors = (weight.data, weight.scale, weight.zero, weight.order, weight.global_scale)
     return _cache.store(tensors, (weight.format, tuple(weight.shape), weight.quantizer), lambda: weight)
 
 

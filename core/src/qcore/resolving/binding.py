@@ -19,7 +19,7 @@ from ..discovery import answers
 from ..discovery.answers import name_of, packing_of
 from ..discovery.kernels import Kernel
 from ..discovery.registry import BUILTIN, PluginStatus, State, registry
-from ..errors import PluginError, QcoreError, QcoreWarning
+from ..errors import FormatError, PluginError, QcoreError, QcoreWarning
 from ..runtime import forks
 from ..runtime.guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, undone
 from ..runtime.plain_text import plain
@@ -27,6 +27,7 @@ from ..runtime.settings import current
 from ..weights.qtensor import QTensor
 from . import verification
 from .decision import Decision, Stage
+from .ordering import OrderedKernel
 from .resolver import kernel_key, note, report_failure, resolve, withdraw_failure
 
 Fn = Callable[[Tensor], Tensor]
@@ -49,6 +50,7 @@ class WeightStore:
         """Take another weight; everything packed before is void."""
         self.shape, self.format, self.quantizer = weight.shape, weight.format, weight.quantizer
         self.device = weight.device
+        self.has_order = weight.order is not None
         self._neutral: QTensor | None = weight
         self._packs: dict[str, tuple[Kernel, dict[str, Tensor]]] = {}
         self._recent: dict[str, weakref.ref[Tensor]] = {}
@@ -65,7 +67,8 @@ class WeightStore:
         alive = {name: tensor for name, ref in self._recent.items() if (tensor := ref()) is not None}
         if not alive or len(alive) < len(self._recent):
             return None
-        return QTensor(alive["data"], alive["scale"], alive.get("zero"), self.shape, self.format, self.quantizer)
+        fields: Any = {"zero": None, **alive}
+        return QTensor(**fields, shape=self.shape, format=self.format, quantizer=self.quantizer)
 
     def _unpacked(self) -> QTensor:
         kernel, packed = next(iter(self._packs.values()))
@@ -133,6 +136,9 @@ def _moved(tensor: Tensor, fn: Fn, device: torch.device) -> Tensor:
     return torch.zeros_like(fn(tensor), dtype=tensor.dtype) if tensor.device.type == "meta" else tensor.to(device)
 
 
+_TENSORS = ("data", "scale", "zero", "order", "global_scale")
+
+
 class WeightView(QTensor):
     """What ``module.weight`` gives: a `QTensor` that answers shape, dtype and device at once and unpacks on demand."""
 
@@ -142,10 +148,10 @@ class WeightView(QTensor):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("data", "scale", "zero"):
+        if name not in _TENSORS:
             raise AttributeError(f"a quantized weight has no attribute {name!r}; dequantize() gives a dense tensor.")
         weight = self.__dict__["_store"].neutral()
-        for part in ("data", "scale", "zero"):
+        for part in _TENSORS:
             object.__setattr__(self, part, getattr(weight, part))
         return self.__dict__[name]
 
@@ -170,7 +176,8 @@ class WeightView(QTensor):
         return self.__dict__["_store"]  # type: ignore[no-any-return]
 
     def __reduce__(self) -> Any:
-        return QTensor, (self.data, self.scale, self.zero, self.shape, self.format, self.quantizer)
+        known = (self.shape, self.format, self.quantizer)
+        return QTensor, (self.data, self.scale, self.zero, *known, self.order, self.global_scale)
 
 
 @dataclass
@@ -241,8 +248,7 @@ def bind(store: WeightStore, request: Request) -> Bound:
     with store.lock:
         while True:
             decision = resolve(request)
-            kernel = decision.kernel
-            assert kernel is not None
+            kernel = _with_order(store, decision)
             try:
                 return Bound(decision, kernel, _packed(store, decision, kernel))
             except _WrongError as wrong:
@@ -255,6 +261,22 @@ def bind(store: WeightStore, request: Request) -> Bound:
                 reason = error.describe("pack")
                 report_failure(request, kernel, reason)
                 _warn_out_of_use(decision, reason)
+
+
+def _with_order(store: WeightStore, decision: Decision) -> Kernel:
+    """The selected kernel, which gets x in the order that the weight is stored in."""
+    kernel = decision.kernel
+    assert kernel is not None
+    if not store.has_order:
+        return kernel
+    if decision.request.contract not in ("linear", "grouped_linear"):
+        raise FormatError(
+            f"a weight with an order goes with linear, not with {decision.request.contract}.\n"
+            f"Its columns can be put in order by QTensor.from_codes(codes[:, inverse], ...) if groups allow it."
+        )
+    if getattr(getattr(decision.request, "activation", None), "group", None) is not None:
+        raise FormatError("activations quantized in groups do not go with a weight that has an order.")
+    return OrderedKernel(kernel, name_of(kernel), packing_of(kernel))
 
 
 def _own(error: StepError) -> BaseException:

@@ -1,0 +1,126 @@
+"""Weights whose stored columns are in another order than the features of x (GPTQ's act-order).
+
+Kernels never see an order: `OrderedKernel` wraps the selected one, packs the weight without its order, and permutes x
+with one gather. Layers that read the same x in the same order (query, key and value of an attention) share that gather.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..discovery.kernels import Kernel, Packed
+from ..formats.bits import has_values
+from ..weights.qtensor import QTensor
+
+_SUFFIX = "+order"
+_ORDER = "order"
+
+
+class OrderedKernel(Kernel):
+    """A kernel for weights with an order, made of one that knows none."""
+
+    def __init__(self, kernel: Kernel, name: str, packing: str) -> None:
+        self.kernel, self.name, self._packing = kernel, name, packing + _SUFFIX
+
+    @property
+    def packing(self) -> str:
+        """The packing of the wrapped kernel, and the order."""
+        return self._packing
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        """Pack ``weight`` without its order, which is kept beside the packed tensors."""
+        assert weight.order is not None
+        return {**self.kernel.pack(weight.derived(order=None)), _ORDER: interned(weight.order)}
+
+    def unpack(self, packed: Packed) -> QTensor:
+        """The weight with its order."""
+        inner, order = _split(packed)
+        return self.kernel.unpack(inner).derived(order=order)
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> Tensor:
+        """Call the wrapped kernel on x with its features in the stored order."""
+        inner, order = _split(packed)
+        if x.dim() < 1 or x.shape[-1] != order.shape[0]:
+            return self.kernel(x, inner, bias, **runtime_params)  # which says what is wrong with x
+        return self.kernel(gathered(x, order), inner, bias, **runtime_params)
+
+    def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> None:
+        """Tune the wrapped kernel."""
+        inner, order = _split(packed)
+        self.kernel.tune(gathered(x, order), inner, bias, **runtime_params)
+
+    def nbytes(self, tensor: Tensor) -> int:
+        """As the wrapped kernel counts."""
+        return self.kernel.nbytes(tensor)
+
+
+def _split(packed: Packed) -> tuple[dict[str, Tensor], Tensor]:
+    return {name: tensor for name, tensor in packed.items() if name != _ORDER}, packed[_ORDER]
+
+
+class _LastGather(threading.local):
+    """The last gather of a thread. ``x`` is a weak reference: the result goes when x does."""
+
+    x: weakref.ref[Tensor] | None = None
+    key: tuple[Any, ...] = ()
+    result: Tensor | None = None
+
+    def forget(self, _dead: Any = None) -> None:
+        self.x, self.key, self.result = None, (), None
+
+
+_last = _LastGather()
+
+
+def gathered(x: Tensor, order: Tensor) -> Tensor:
+    """x ``(..., K)`` with feature ``order[j]`` at position j.
+
+    A second call with the same x, unchanged, and the same order on the same stream gives the same tensor.
+    """
+    if not _can_share(x):
+        return x.index_select(-1, order)
+    key = (id(order), x._version, _stream(x))  # noqa: SLF001 - torch's own counter of writes, without a public name
+    last = None if _last.x is None else _last.x()
+    if last is x and _last.key == key and _last.result is not None:
+        return _last.result
+    result = x.index_select(-1, order)
+    local = _last
+
+    def forget(dead: Any) -> None:
+        if local.x is dead:
+            local.forget()
+
+    _last.x, _last.key, _last.result = weakref.ref(x, forget), key, result
+    return result
+
+
+def _can_share(x: Tensor) -> bool:
+    """Whether the result may be kept: no trace, no gradient, no version that cannot be told, no graph capture.
+
+    A captured graph would read memory that another graph owns.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference():
+        return False
+    if x.requires_grad and torch.is_grad_enabled():
+        return False
+    return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def _stream(x: Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.device.type == "cuda" else 0
+
+
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], Tensor] = weakref.WeakValueDictionary()
+
+
+def interned(order: Tensor) -> Tensor:
+    """The one tensor that stands for an order on its device: layers of equal order can tell that they share it."""
+    if not has_values(order):
+        return order
+    key = (str(order.device), order.cpu().numpy().tobytes())
+    return _interned.setdefault(key, order)
