@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from qcore.plugin_api import format_table, runs_now
+from qcore.plugin_api import binding_of, format_table, runs_now
 
 from .calls import largest
-from .flow import Stage, flow_of, has_hooks, stage_of
+from .flow import Stage, StaysOnHostError, flow_of, has_hooks, stage_of
 from .native import OutOfMemory
 from .programs import Programs
 from .recording import Recorded, device_of, record
@@ -154,7 +154,7 @@ class Sequential(nn.Sequential):
 
     def _notice_changes(self, leaves: _Leaves) -> None:
         """Forget what was recorded for other modules, or for weights that have been packed anew since."""
-        bounds = [leaf.__dict__.get("_primary", leaf) for _, leaf in leaves]
+        bounds = [binding_of(leaf) for _, leaf in leaves]
         if len(bounds) != len(self._bounds) or any(a is not b for a, b in zip(bounds, self._bounds, strict=True)):
             self._forget()
             self._bounds = bounds
@@ -211,15 +211,17 @@ def _modes(leaves: _Leaves) -> tuple[int, ...]:
 
 def _plan(leaves: _Leaves, x: Tensor) -> _Piece:
     """The longest run of modules from the first one on, as far as it pays: there is a weight in it."""
-    flow = flow_of(x, leaves[0][1])
-    if isinstance(flow, str):
-        return _Piece(reason=flow)
+    try:
+        flow = flow_of(x, leaves[0][1])
+    except StaysOnHostError as error:
+        return _Piece(reason=str(error))
     stages: list[Stage] = []
     reason = ""
     for _, leaf in leaves:
-        stage = stage_of(leaf, flow)
-        if isinstance(stage, str):
-            reason = stage
+        try:
+            stage = stage_of(leaf, flow)
+        except StaysOnHostError as error:
+            reason = str(error)
             break
         if stage.bound and device_of([*stages, stage]) is not device_of([stage]):
             break

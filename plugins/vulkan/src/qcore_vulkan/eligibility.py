@@ -7,8 +7,7 @@ import torch
 from qcore import Conv2dRequest
 from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
 
-from .layout import ROWS, Geometry, rows_per_part
-from .layout import why_not as why_not_packed
+from .layout import ROWS, Geometry, rows_per_part, why_not_packed
 
 
 def why_not(request: AnyRequest) -> str:

@@ -62,7 +62,7 @@ class Geometry:
 
     @classmethod
     def of(cls, format: Format, n: int, k: int) -> Geometry:
-        """The sizes for a weight that `why_not` has nothing against."""
+        """The sizes for a weight that `why_not_packed` has nothing against."""
         group = _stored_group(format, k)
         split = -(-format.group(k) // group)
         return cls(n, k, format.bits, group, -(-k // group), split, _KINDS[format.zero])
@@ -92,7 +92,7 @@ def _stored_group(format: Format, k: int) -> int:
     return next((part for part in range(LONGEST, 0, -1) if group % part == 0), 1)
 
 
-def why_not(format: Format, k: int) -> str:
+def why_not_packed(format: Format, k: int) -> str:
     """Why a weight of ``k`` columns, at least one, cannot be stored, in a sentence; empty where it can."""
     group, stored = format.group(k), _stored_group(format, k)
     if stored < group and stored % BLOCK:

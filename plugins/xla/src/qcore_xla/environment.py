@@ -35,11 +35,11 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
 
 def why_not(kind: str, root: Path = Path("/")) -> str:
     """Why JAX cannot serve tensors of a type of torch device in this process; empty where it can."""
-    return jax_fault() or platform_fault(kind) or _accelerator_fault(kind, root)
+    return why_not_jax() or why_not_platform(kind) or _why_not_accelerator(kind, root)
 
 
 @lru_cache(maxsize=1)
-def jax_fault() -> str:
+def why_not_jax() -> str:
     """What is wrong with the JAX installed; empty where nothing is."""
     missing = [name for name in ("jax", "jaxlib") if find_spec(name) is None]
     return f"{' and '.join(missing)} is not installed: pip install 'jax>={JAX}'" if missing else ""
@@ -53,7 +53,7 @@ def platforms() -> list[str]:
     return [name.strip() for name in chosen.split(",") if name.strip()]
 
 
-def platform_fault(kind: str) -> str:
+def why_not_platform(kind: str) -> str:
     """Why JAX's choice of platforms leaves out a type of torch device; empty where it does not."""
     chosen, wanted = set(platforms()), {"cpu"} if kind == "cpu" else _GPU_NAMES
     if kind == "cuda" and not gpu_plugin():
@@ -66,7 +66,7 @@ def platform_fault(kind: str) -> str:
     return ""
 
 
-def _accelerator_fault(kind: str, root: Path) -> str:
+def _why_not_accelerator(kind: str, root: Path) -> str:
     """Whether JAX's first use would take what is not its own: a GPU's memory, or the TPU of torch_tpu."""
     if initialised():
         return ""

@@ -8,16 +8,16 @@ from qcore import FALLBACK, NATIVE, Available, Unavailable
 from qcore.plugin_api import installed_version
 
 from . import environment
-from .environment import jax_fault, tpu
+from .environment import tpu, why_not_jax
 
 _VERSIONS = ("jax", "jaxlib", "torch_tpu", "torch_xla", "torchax", "libtpu")
 
 
 def probe(root: Path = Path("/")) -> Available | Unavailable:
     """What `qcore_probe` answers; ``root`` is where device files are looked for."""
-    if fault := jax_fault():
+    if fault := why_not_jax():
         return Unavailable(fault, broken=True)
-    if fault := _nothing_left(root):
+    if fault := _why_not_any_tensor(root):
         return Unavailable(fault)
     devices = [*([f"TPU {tpu(root)}"] if tpu(root) else []), *(["GPU"] if _has_gpu(root) else []), "CPU"]
     versions = [f"{name} {found}" for name in _VERSIONS if (found := installed_version(name))]
@@ -28,11 +28,11 @@ _TENSORS = ("torch_tpu", "torch_xla")
 """Who brings tensors that JAX only compiles for, whatever backends it has."""
 
 
-def _nothing_left(root: Path) -> str:
+def _why_not_any_tensor(root: Path) -> str:
     """Why no tensors at all can be served, since JAX was told to leave out what there is; empty where some can."""
     if any(map(installed_version, _TENSORS)):
         return ""
-    faults = [environment.platform_fault(kind) for kind in ("cpu", *(["cuda"] if _has_gpu(root) else []))]
+    faults = [environment.why_not_platform(kind) for kind in ("cpu", *(["cuda"] if _has_gpu(root) else []))]
     return " ".join(faults) if all(faults) else ""
 
 

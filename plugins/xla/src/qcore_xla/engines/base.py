@@ -19,8 +19,11 @@ class Engine(Protocol):
 
     name: str
 
-    def serves(self, device: Any) -> str:
-        """Why tensors on ``device`` (a `torch.device`) are not served; empty where they are. Imports nothing heavy."""
+    def why_not(self, device: Any) -> str:
+        """Why tensors on ``device`` (a `torch.device`) are not supported, a sentence; empty if they are.
+
+        Imports nothing heavy.
+        """
         ...
 
     def run(

@@ -32,7 +32,7 @@ class JaxEngine:
     def __init__(self) -> None:
         self._arrays: Memo[Any] = Memo(_shared_array)
 
-    def serves(self, device: torch.device) -> str:
+    def why_not(self, device: torch.device) -> str:
         """Looks at the environment and at package metadata only."""
         return environment.why_not(device.type)
 

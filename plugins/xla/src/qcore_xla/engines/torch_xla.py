@@ -25,13 +25,13 @@ class TorchXlaEngine:
 
     name = "torch_xla"
 
-    def serves(self, device: torch.device) -> str:
+    def why_not(self, device: torch.device) -> str:
         """Tensors on ``xla`` exist only where torch_xla has been imported, so that is not done here."""
         if "torch_xla" not in sys.modules:
             return f"tensors on {device} need torch_xla; import torch_xla before qcore is asked about them."
-        return environment.jax_fault() or self._takes_tpu()
+        return environment.why_not_jax() or self._why_not_tpu()
 
-    def _takes_tpu(self) -> str:
+    def _why_not_tpu(self) -> str:
         chosen = environment.platforms()
         if environment.initialised() or not environment.tpu() or (chosen and "tpu" not in chosen):
             return ""
