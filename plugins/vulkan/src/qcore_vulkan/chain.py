@@ -31,7 +31,7 @@ _LOCAL = ("_pieces", "_bounds", "_ran")
 
 @dataclass(frozen=True)
 class Step:
-    """What became of one module: ``submission`` counts those of the device, from 1; 0 where it ran on the host."""
+    """Where one module ran: ``submission`` counts those of the device, from 1; 0 if it ran on the host."""
 
     name: str
     kind: str
@@ -72,7 +72,7 @@ def _count(number: int, what: str) -> str:
 
 @dataclass
 class _Piece:
-    """What runs together from one module on: ``stages`` on the device, or for a ``reason`` one module on the host."""
+    """Modules that run together: ``stages`` on the device, or for a ``reason`` one module on the host."""
 
     stages: tuple[Stage, ...] = ()
     reason: str = ""
@@ -96,7 +96,7 @@ class _Piece:
 
 
 class Sequential(nn.Sequential):
-    """A `torch.nn.Sequential` whose modules run together on the device where they can.
+    """A `torch.nn.Sequential` whose modules run together on the device if they can.
 
     Everything else is as there: children, ``state_dict``, copies, ``to``. Where gradients are recorded, inside a trace
     or under autocast the modules run one by one.
@@ -153,7 +153,7 @@ class Sequential(nn.Sequential):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _notice_changes(self, leaves: _Leaves) -> None:
-        """Forget what was recorded for other modules, or for weights that have been packed anew since."""
+        """Forget what was recorded for other modules, or for weights that have been packed again since."""
         bounds = [binding_of(leaf) for _, leaf in leaves]
         if len(bounds) != len(self._bounds) or any(a is not b for a, b in zip(bounds, self._bounds, strict=True)):
             self._forget()
@@ -205,7 +205,7 @@ def _leaves(prefix: str, container: nn.Sequential) -> Iterator[tuple[str, nn.Mod
 
 
 def _modes(leaves: _Leaves) -> tuple[int, ...]:
-    """What decides beside the modules themselves: dropout runs while training, hooks come and go."""
+    """Further state that a plan depends on: dropout runs while training, hooks come and go."""
     return tuple(leaf.training + 2 * has_hooks(leaf) for _, leaf in leaves)
 
 

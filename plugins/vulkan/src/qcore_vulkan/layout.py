@@ -74,7 +74,7 @@ class Geometry:
 
     @cached_property
     def columns(self) -> int:
-        """Columns with padding: what a row of prepared activations has."""
+        """Columns with padding: the length of a row of prepared activations."""
         return self.groups * self.blocks * BLOCK
 
     @cached_property
@@ -93,7 +93,7 @@ def _stored_group(format: Format, k: int) -> int:
 
 
 def why_not_packed(format: Format, k: int) -> str:
-    """Why a weight of ``k`` columns, at least one, cannot be stored, in a sentence; empty where it can."""
+    """Why a weight of ``k`` columns, at least one, cannot be stored, in a sentence; empty if it can."""
     group, stored = format.group(k), _stored_group(format, k)
     if stored < group and stored % BLOCK:
         return f"group size {group} does not divide into parts of at most {LONGEST}; use a multiple of {BLOCK}."
@@ -127,7 +127,7 @@ def pack(weight: QTensor, geometry: Geometry) -> Packed:
 
 
 def _offset(geometry: Geometry) -> int:
-    """What is added to codes: stored int4 codes are not negative."""
+    """The offset added to codes: stored int4 codes are not negative."""
     return 8 if geometry.bits == 4 else 0
 
 

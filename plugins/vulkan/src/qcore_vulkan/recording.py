@@ -49,7 +49,7 @@ class Recorded:
         return not self.device.lost and all(bias.current() for bias in self.biases)
 
     def run(self, x: Tensor) -> Tensor:
-        """What the modules give for x, which has the shape and dtype that was recorded."""
+        """The result of the modules for x, which has the shape and dtype that was recorded."""
         first, last = self.stages[0].before, self.stages[-1].after
         if first.kind == INDICES:
             flat = indices_of(x, self.residents[0].n)
@@ -82,7 +82,7 @@ def record(stages: Sequence[Stage]) -> Recorded:
     working = [stage for stage in stages if stage.bound or stage.elementwise]
     biases: list[_BiasInUse] = []
     sizes = [steps.rows_bytes(*stage.after.matrix, stage.after.dtype) for stage in working]
-    # What is between two modules alternates between two places, however long the chain.
+    # Results between two modules alternate between two places, however long the chain.
     places = [b.scratch(max(sizes[turn:-1:2], default=0)) for turn in range(2)]
     for turn, (stage, size) in enumerate(zip(working, sizes, strict=True)):
         out = b.output(size) if stage is working[-1] else places[turn % 2].part(0, size)

@@ -23,7 +23,7 @@ _RUNS = 20
 
 
 def tune_linear(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, given: Mapping[str, Tensor]) -> None:
-    """Measure every kernel for this number of rows on the device; the fastest serves from now on."""
+    """Measure every kernel for this number of rows on the device; the fastest is used from now on."""
     device = resident.device
     if device.profile != "gpu":
         return  # register tiles are all there is

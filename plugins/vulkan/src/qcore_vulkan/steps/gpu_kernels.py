@@ -1,4 +1,4 @@
-"""Kernels for GPUs as products: the steps that each appends. What is chosen when is `gpu`'s."""
+"""Kernels for GPUs: the steps that each appends. `selection` chooses among them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TERMS = 3
 
 
 class Single:
-    """A kernel whose helpers, where it has any, are compiled by every device that compiles the kernel."""
+    """A kernel whose helpers, if it has any, are compiled by every device that compiles the kernel."""
 
     def helpers(self, geometry: Geometry) -> list[Pipeline]:
-        """Pipelines that it needs beside its own."""
+        """Pipelines that it needs in addition to its own."""
         del geometry
         return []
 
@@ -35,7 +35,7 @@ class Digits:
     """`gemv_digits`: ``rows`` rows of x at a time against ``8 r`` rows of the weight for each workgroup.
 
     **Fields:** ``digits``: 1 for int8 activations, 3 for 16-bit floats, 4 for float32; ``chunk``: blocks that a lane
-    takes at a time, where a group has a multiple of them; ``unroll``: chunks in flight.
+    takes at a time, if a group has a multiple of them; ``unroll``: chunks in flight.
     """
 
     variant: str
@@ -89,11 +89,11 @@ class Digits:
         b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
 
     def helpers(self, geometry: Geometry) -> list[Pipeline]:
-        """What it needs beside its own pipeline."""
+        """Pipelines that it needs in addition to its own."""
         return [] if self.digits == 1 else [("gemv_split", (self.digits, self.blocks(geometry)), self.subgroup)]
 
     def _split(self, b: Builder, x: Activations, geometry: Geometry) -> tuple[Ref, Ref, Ref]:
-        """Digits of float rows; scale and sums of each chunk; what the digits leave."""
+        """Digits of float rows; scale and sums of each chunk; the remainder that digits do not hold."""
         ref, sizes, dtype = _source(x, geometry)
         rows, blocks, chunk = int(sizes[0]), geometry.groups * geometry.blocks, self.blocks(geometry)
         codes, sums = b.scratch(rows * blocks * self.digits * 32), b.scratch(rows * blocks // chunk * 16)
@@ -257,7 +257,7 @@ class CoopInt8(Single):
 
 @dataclass(frozen=True)
 class CoopF16(Single):
-    """`coop_f16`; fields as of `CoopInt8`, and ``terms``: `TERMS` where x is float32."""
+    """`coop_f16`; fields as of `CoopInt8`, and ``terms``: `TERMS` if x is float32."""
 
     shape: Shape
     tile: tuple[int, int, int]
@@ -314,7 +314,7 @@ def _append_coop(
     push: list[int | float],
     terms: int = 1,
 ) -> None:
-    """The product; in several parts of K, each of whole groups, where one leaves cores without work.
+    """The product; in several parts of K, each of whole groups, if one part would leave cores idle.
 
     ``terms``: of x, each of ``out.rows`` rows. Their products are added up as those of parts are.
     """
@@ -339,7 +339,7 @@ def _append_coop(
 
 
 def _coop_needs(kernel: CoopInt8 | CoopF16, geometry: Geometry, width: int) -> tuple[int, int]:
-    """Tiles, where the results of all subgroups come later, and scales of two groups."""
+    """Tiles, whose memory holds the results of all subgroups later, and scales of two groups."""
     s = kernel.shape
     tiles = s.tile_bytes(geometry, width)
     first = tiles * s.bm // (s.bm + s.bn)
@@ -364,7 +364,7 @@ def _result(out: Rows, bias: Buffer | None, part: Part) -> list[int | float]:
 def _refs(
     x: Ref, part: Part, params: Ref | None, bias: Buffer | None, out: Rows, extra: Ref | None
 ) -> list[Ref | Buffer | None]:
-    """Bindings 0 to 7 of every kernel here; what a kernel does not use is bound to what is at hand."""
+    """Bindings 0 to 7 of every kernel here; a binding that a kernel does not use gets any buffer."""
     zero = part.scale if part.zero is None else part.zero
     return [x, part.codes, part.scale, zero, params or x, bias or part.scale, out.ref, extra or x]
 
@@ -400,7 +400,7 @@ def _halves(
 
 
 def _row_sums(b: Builder, part: Part, geometry: Geometry, *, folded: bool) -> Ref:
-    """What a zero point of x of 1 takes from each column of the result.
+    """The change of each column of the result for a zero point of x of 1.
 
     ``folded``: for kernels that take int4 zero points off the codes and add others times the sum of q - z.
     """

@@ -1,7 +1,7 @@
-"""Which kernel serves a product on a GPU: by what the device has, the rows of x and the sizes of the weight.
+"""Selection of the kernel for a product on a GPU: by the device's features, the rows of x, the sizes of the weight.
 
 Float activations: `Digits` for a row or two (of float32: up to four), `CoopGemv` for a few rows, `CoopF16` beyond,
-`SharedFloat` where there are no cooperative matrices. Int8 activations: `Digits`, then `CoopInt8`, else `SharedInt`.
+`SharedFloat` without cooperative matrices. Int8 activations: `Digits`, then `CoopInt8`, else `SharedInt`.
 A kernel that the device's compiler refuses is passed over. Sizes were measured on an H200.
 """
 
@@ -30,13 +30,13 @@ _FEW_FLOAT32 = 4
 """Rows of float32 up to which digits are faster than matrices: 10.0 us to 13.3 for 4 rows of 1024 x 1024; 8 rows of
 14336 x 4096 take 90 to 72."""
 _CORES = 32
-"""Assumed where the driver does not tell."""
+"""Assumed if the driver does not tell."""
 
 _preferred: dict[tuple[int, Problem], Kernel] = {}
 
 
 def choose(device: Device, problem: Problem) -> Product | None:
-    """The kernel for a problem on a GPU; None: register tiles serve it."""
+    """The kernel for a problem on a GPU; None: register tiles compute it."""
     if device.profile != "gpu":
         return None
     preferred = _preferred.get((device.description.index, problem))
@@ -44,7 +44,7 @@ def choose(device: Device, problem: Problem) -> Product | None:
 
 
 def prefer(device: Device, problem: Problem, kernel: Kernel) -> None:
-    """Let this kernel serve a problem from now on."""
+    """Select this kernel for a problem from now on."""
     _preferred[device.description.index, problem] = kernel
 
 
@@ -54,14 +54,14 @@ def forget(device: Device, problem: Problem) -> None:
 
 
 def scratch_row(device: Device, x_dtype: torch.dtype, geometry: Geometry) -> int:
-    """Bytes for each row of x in the largest piece of scratch memory that a kernel here wants beside x prepared."""
+    """Bytes for each row of x in the largest piece of scratch memory of a kernel here, prepared activations aside."""
     if device.profile != "gpu" or x_dtype != torch.float32 or _matrix(device.description, "f16", "f32") is None:
         return 0
     return TERMS * max(4 * geometry.n, 2 * geometry.columns)  # sums of each term, and its float16 numbers
 
 
 def usable(device: Device, problem: Problem) -> Iterator[Kernel]:
-    """The kernels that can serve a problem on this device, the presumably fastest first."""
+    """The kernels that support a problem on this device, the presumably fastest first."""
     for kernel in candidates(device.description, problem):
         own = (kernel.variant, kernel.constants(problem.geometry), kernel.subgroup)
         try:
@@ -73,7 +73,7 @@ def usable(device: Device, problem: Problem) -> Iterator[Kernel]:
 
 
 def candidates(description: Description, problem: Problem) -> Iterator[Kernel]:
-    """Kernels for a problem by what a device says it has."""
+    """Kernels for a problem by the features that a device reports."""
     kernels = _int(description, problem) if problem.op == "gemm_int" else _float(description, problem)
     return (kernel for kernel in kernels if fits(kernel, problem, description))
 

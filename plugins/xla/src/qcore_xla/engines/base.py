@@ -38,7 +38,7 @@ class Engine(Protocol):
 
 @lru_cache(maxsize=16)
 def find(kind: str) -> Engine | None:
-    """The engine for a type of torch device; None where there is none."""
+    """The engine for a type of torch device; None if there is none."""
     name = f"{__package__}.{MODULES.get(kind)}"
     if kind not in MODULES or find_spec(name) is None:
         return None

@@ -88,7 +88,7 @@ def _start_on_gpus() -> None:
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """What a program is about with JAX does not count: a trace that goes on, a ban on transfers.
+    """Ignore JAX state of the program: a trace that goes on, a ban on transfers.
 
     Tensors of torch are no part of either. Entering this takes longer than many calls: only what has failed does.
     """

@@ -7,6 +7,6 @@ from typing import Any
 
 
 def compiler_parameters(backend: ModuleType, before: str, **options: Any) -> Any:
-    """What a kernel tells the compiler of a Pallas backend; ``before``: the name of the class in JAX 0.6."""
+    """Parameters for the compiler of a Pallas backend; ``before``: the name of the class in JAX 0.6."""
     made = getattr(backend, "CompilerParams" if hasattr(backend, "CompilerParams") else before)
     return made(**options)
