@@ -46,7 +46,7 @@ layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
     uint pitch, dtype, biased, column, groups;
     uint split;                       // steps along K of a workgroup; those of grid z add to one result
-    uint asymmetric, x_zero, x_sums;  // whether x has zero points; where they and the sums of codes stand in x_token
+    uint asymmetric, x_zero, x_sums;  // whether x has zero points; their place and the sums' in x_token
 };
 
 layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };             // [M][blocks * 2]
@@ -58,7 +58,7 @@ layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer RowSum { float row_sum[]; };  // [NP] of the dequantized weight
 
 const uint A_TILE = BUFFERS * BM * ROW;
-const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, which comes where a_tile was
+const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, in the memory of a_tile
 
 shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [buffer][row]; after the last step results
 shared uvec4 b_tile[BUFFERS * BN * ROW];                   // [buffer][column of the result]

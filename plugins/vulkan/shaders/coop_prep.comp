@@ -46,7 +46,7 @@ void read_eight(uint row, uint first) {
     }
 }
 
-// 2^15 (of several terms, where the first may round up, 2^14) over the power of two at or below the largest magnitude
+// 2^15 (2^14 of several terms, since the first may round up) over the power of two at or below the largest magnitude
 // of the row; 1 for a row of zeros.
 float row_unit(uint row, uint lane) {
     uint most = 0u;

@@ -39,7 +39,7 @@ const uint LY = BM / TM;
 layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
     uint pitch, dtype, biased, column, groups;
-    uint asymmetric, x_zero, x_sums;  // whether x has zero points; where they and the sums of codes stand in x_token
+    uint asymmetric, x_zero, x_sums;  // whether x has zero points; their place and the sums' in x_token
 };
 
 layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };             // [M][blocks * 2]

@@ -87,8 +87,8 @@ class _Piece:
         return max(1, len(self.stages))
 
     @cached_property
-    def parts(self) -> int:
-        """In how many parts the input is cut, so that nothing on the way is larger than the device takes."""
+    def chunks(self) -> int:
+        """Chunks that the batch is cut into, so that no matrix on the way is larger than the device takes."""
         most = max(flow.nbytes for stage in self.stages for flow in (stage.before, stage.after))
         device = device_of(self.stages)
         assert device is not None
@@ -170,8 +170,8 @@ class Sequential(nn.Sequential):
 
     def _run_piece(self, leaves: _Leaves, start: int, piece: _Piece, x: Tensor) -> Tensor:
         stop = start + piece.length
-        if piece.parts > 1:
-            return torch.cat([self._run(leaves, start, stop, part) for part in x.tensor_split(piece.parts)])
+        if piece.chunks > 1:
+            return torch.cat([self._run(leaves, start, stop, part) for part in x.tensor_split(piece.chunks)])
         try:
             return piece.recorded.run(x)
         except OutOfMemory:
@@ -230,7 +230,7 @@ def _plan(leaves: _Leaves, x: Tensor) -> _Piece:
     if device_of(stages) is None:
         return _Piece(reason=reason if not stages else "no quantized layer follows that runs on the device")
     piece, first = _Piece(tuple(stages)), stages[0].before.shape
-    if piece.parts > (first[0] if len(first) > 1 else 1):
+    if piece.chunks > (first[0] if len(first) > 1 else 1):
         return _Piece(reason="a single row of the batch is too large for one go: each layer cuts it by itself")
     return piece
 

@@ -137,7 +137,7 @@ def _is_named(name: str, part: str) -> bool:
 def select(known: Sequence[Description], wanted: int | str | None = None) -> Description:
     """The device of this index, the best whose name contains the text, or the best. Raises `NoDevice`.
 
-    A text of digits is an index where there is such a device, else a whole number in a name: as in Radeon 7900.
+    A text of digits is an index if there is such a device, else a whole number in a name: as in Radeon 7900.
     """
     if not known:
         raise NoDevice("no device: the Vulkan drivers that are installed have no device")

@@ -1,4 +1,4 @@
-"""Calls in parts: if activations are larger than a device takes at once, or its memory runs out.
+"""Calls cut into parts, if activations are larger than a device takes at once, or its memory runs out.
 
 A convolution is cut into boxes of its result: along the images, then the rows of one image, then the positions of one
 row. So the results of a box lie side by side, channels last.

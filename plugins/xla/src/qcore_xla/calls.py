@@ -40,7 +40,7 @@ class Weight(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Parameters ``(M,)`` of x and of y, or ``(1,)`` for all rows; None where there are none."""
+    """Parameters ``(M,)`` of x and of y, or ``(1,)`` for all rows; None if there are none."""
 
     x_scale: Tensor | None = None
     x_zero: Tensor | None = None
@@ -197,7 +197,7 @@ def _form(call: Call, kind: str) -> Any:
 
     out = call.out_dtype if kind != "cpu" or call.requantize else torch.float32
     of = call.plan
-    # Sums per group of many rows would fill a GPU's memory as well, where they are exact; a TPU's compiler fuses them.
+    # Sums per group of many rows would fill a GPU's memory as well, even if exact; a TPU's compiler fuses them.
     in_turn = kind == "cpu" or (kind == "cuda" and not of.by_rows and of.heads == 1)
     on_tpu = kind == "tpu" or (kind == "xla" and bool(environment.tpu()))
     tiled = on_tpu and of.bits == 4 and call.activation != "float" and of.heads == 1 and of.length >= _TILE

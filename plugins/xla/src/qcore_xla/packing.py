@@ -38,7 +38,7 @@ from .views import pack_whole, unpack_whole
 NIBBLES = 8
 """Codes per int32 word."""
 SLICE = 128
-"""Codes per slice where a group does not say otherwise; what fits into a core's cache when it is dequantized."""
+"""Codes per slice unless a group says otherwise; a dequantized slice of these fits into a core's cache."""
 _ROWS = 64
 _CHUNK = 1 << 24
 """Codes packed at a time: unpacked codes of a large weight are never whole in memory."""

@@ -14,7 +14,7 @@ _VERSIONS = ("jax", "jaxlib", "torch_tpu", "torch_xla", "torchax", "libtpu")
 
 
 def probe(root: Path = Path("/")) -> Available | Unavailable:
-    """What `qcore_probe` answers; ``root`` is where device files are looked for."""
+    """The answer of `qcore_probe`; ``root``: the folder that device files are looked for in."""
     if fault := why_not_jax():
         return Unavailable(fault, broken=True)
     if fault := _why_not_any_tensor(root):

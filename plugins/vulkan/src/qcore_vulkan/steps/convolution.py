@@ -76,7 +76,7 @@ class Geometry2d:
         return (self.kernel, self.stride, self.groups, padded) == ((1, 1), (1, 1), 1, False)
 
     def why_not(self, k: int) -> str:
-        """Why shaders cannot gather columns of ``k`` values, in a sentence; empty where they can."""
+        """Why shaders cannot gather columns of ``k`` values, in a sentence; empty if they can."""
         if k > _MOST_COLUMNS and not self.is_pointwise:
             return f"a convolution with columns of {k} values has no kernel here: at most {_MOST_COLUMNS}."
         step = max(*self.stride, *self.padding, *self.dilation)

@@ -146,10 +146,10 @@ class CoopGemv(Single):
 
 
 @dataclass(frozen=True)
-class Shape:
+class TileShape:
     """A tile of a GEMM.
 
-    **Fields:** ``bm`` by ``bn`` results of a workgroup, ``m`` by ``n`` of a lane or, where matrices are cooperative, of
+    **Fields:** ``bm`` by ``bn`` results of a workgroup, ``m`` by ``n`` of a lane or, if matrices are cooperative, of
     a subgroup; ``kb``: blocks of 32 columns at a time, at most; ``buffers``: of tiles in shared memory.
     """
 
@@ -161,8 +161,8 @@ class Shape:
     buffers: int = 2
 
     @property
-    def parts(self) -> int:
-        """Lanes, or subgroups, of a workgroup."""
+    def owners(self) -> int:
+        """Lanes, or subgroups, of a workgroup: each owns m by n results."""
         return (self.bm // self.m) * (self.bn // self.n)
 
     def blocks(self, geometry: Geometry) -> int:
@@ -182,19 +182,19 @@ class Shape:
 class SharedFloat(Single):
     """`gemm_float_shared`."""
 
-    shape: Shape
+    shape: TileShape
     variant: str = "gemm_float_shared"
     form: Literal["float32"] = "float32"
     subgroup: int = 0
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         s = self.shape
-        return s.parts, s.bm, s.bn, s.m, s.n, geometry.bits, geometry.zero_kind, 1
+        return s.owners, s.bm, s.bn, s.m, s.n, geometry.bits, geometry.zero_kind, 1
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
         del geometry
-        return self.shape.parts, 2 * 16 * 4 * (self.shape.bm + self.shape.bn + 8)
+        return self.shape.owners, 2 * 16 * 4 * (self.shape.bm + self.shape.bn + 8)
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
@@ -210,17 +210,17 @@ class SharedInt(Single):
     """`gemm_int_shared`."""
 
     variant: str
-    shape: Shape
+    shape: TileShape
     form: Literal["int8"] = "int8"
     subgroup: int = 0
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         s, grouped = self.shape, int(geometry.groups > 1)
-        return s.parts, s.bm, s.bn, s.blocks(geometry), s.m, s.n, geometry.bits, geometry.zero_kind, grouped
+        return s.owners, s.bm, s.bn, s.blocks(geometry), s.m, s.n, geometry.bits, geometry.zero_kind, grouped
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
-        return self.shape.parts, self.shape.tile_bytes(geometry, 1)
+        return self.shape.owners, self.shape.tile_bytes(geometry, 1)
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
@@ -232,12 +232,12 @@ class SharedInt(Single):
 
 @dataclass(frozen=True)
 class CoopInt8(Single):
-    """`coop_int8`; ``tile``: m, n, k of a cooperative matrix, ``subgroup`` its lanes; ``parts`` of K, at most."""
+    """`coop_int8`; ``tile``: m, n, k of a cooperative matrix, ``subgroup`` its lanes; ``splits`` of K, at most."""
 
-    shape: Shape
+    shape: TileShape
     tile: tuple[int, int, int]
     subgroup: int
-    parts: int = 1
+    splits: int = 1
     variant: str = "coop_int8"
     form: Literal["int8"] = "int8"
 
@@ -259,10 +259,10 @@ class CoopInt8(Single):
 class CoopF16(Single):
     """`coop_f16`; fields as of `CoopInt8`, and ``terms``: `TERMS` if x is float32."""
 
-    shape: Shape
+    shape: TileShape
     tile: tuple[int, int, int]
     subgroup: int
-    parts: int = 1
+    splits: int = 1
     terms: int = 1
     variant: str = "coop_f16"
     form: Literal["rows"] = "rows"
@@ -297,7 +297,7 @@ class _Halves:
 def _int8(
     b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
 ) -> tuple[list[Ref | Buffer | None], list[int | float]]:
-    """Bindings of a GEMM of int8 activations; whether they have zero points, and where those and sums stand."""
+    """Bindings of a GEMM of int8 activations; whether they have zero points, and the places of those and of sums."""
     assert isinstance(x, Int8Rows)
     sums = _row_sums(b, part, geometry, folded=True) if x.asymmetric else None
     return _refs(x.codes, part, x.params, bias, out, sums), [int(x.asymmetric), x.rows, 2 * x.rows]
@@ -314,13 +314,13 @@ def _append_coop(
     push: list[int | float],
     terms: int = 1,
 ) -> None:
-    """The product; in several parts of K, each of whole groups, if one part would leave cores idle.
+    """The product; with several splits of K, each of whole groups, if one would leave cores idle.
 
-    ``terms``: of x, each of ``out.rows`` rows. Their products are added up as those of parts are.
+    ``terms``: of x, each of ``out.rows`` rows. Their products are added up as those of splits are.
     """
     g, kb = geometry, kernel.shape.blocks(geometry)
     whole, steps = (1 if g.groups == 1 else g.blocks // kb), g.groups * g.blocks // kb
-    split = -(-steps // (kernel.parts * whole)) * whole
+    split = -(-steps // (kernel.splits * whole)) * whole
     count = -(-steps // split)
     x_tiles, y_tiles, _ = kernel.shape.groups(terms * out.rows, part.n)
     result = _result(out, bias, part)
@@ -343,13 +343,13 @@ def _coop_needs(kernel: CoopInt8 | CoopF16, geometry: Geometry, width: int) -> t
     s = kernel.shape
     tiles = s.tile_bytes(geometry, width)
     first = tiles * s.bm // (s.bm + s.bn)
-    results = 4 * s.parts * kernel.tile[0] * kernel.tile[1]
-    return s.parts * kernel.subgroup, tiles + max(0, results - first) + 8 * (s.bn + 4) + 4
+    results = 4 * s.owners * kernel.tile[0] * kernel.tile[1]
+    return s.owners * kernel.subgroup, tiles + max(0, results - first) + 8 * (s.bn + 4) + 4
 
 
-def _coop_constants(shape: Shape, tile: tuple[int, int, int], subgroup: int, g: Geometry) -> tuple[int, ...]:
+def _coop_constants(shape: TileShape, tile: tuple[int, int, int], subgroup: int, g: Geometry) -> tuple[int, ...]:
     s = shape
-    sizes = (s.parts * subgroup, s.bm, s.bn, s.blocks(g), s.m, s.n)
+    sizes = (s.owners * subgroup, s.bm, s.bn, s.blocks(g), s.m, s.n)
     return *sizes, g.bits, g.zero_kind, int(g.groups > 1), *tile, s.buffers, 1
 
 
@@ -370,7 +370,7 @@ def _refs(
 
 
 def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float], int]:
-    """Rows as gpu_rows.glsl reads them: where they are; rows, k, pitch, group and its padded columns; the dtype."""
+    """Rows as gpu_rows.glsl reads them: their place; rows, k, pitch, group and its padded columns; the dtype."""
     if isinstance(x, FloatRows):
         columns = geometry.columns
         return x.ref, [x.rows, columns, x.stride, columns, columns], NUMBERS[x.dtype]

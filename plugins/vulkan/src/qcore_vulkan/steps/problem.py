@@ -16,7 +16,7 @@ Activations = Rows | FloatRows | Int8Rows
 
 
 @dataclass(frozen=True)
-class Problem:
+class GemmProblem:
     """The problem that a kernel is selected for.
 
     **Fields:** ``op``: which activations are multiplied; ``m``: rows; ``asymmetric``: as in `Int8Rows`.
@@ -30,7 +30,7 @@ class Problem:
     asymmetric: bool
 
 
-class Product(Protocol):
+class GemmKernel(Protocol):
     """A kernel."""
 
     @property

@@ -23,7 +23,7 @@ from .form import Form
 from .quantize import activations, requantized
 
 if TYPE_CHECKING:
-    from ..pallas.few import Tiles
+    from ..pallas.skinny_gemm import SkinnyTiles
 
 
 def linear(
@@ -113,7 +113,7 @@ def _product(x: Array, data: Array, scale: Array, moved: Moved | None, form: For
     s = scale.astype(jnp.float32)
     if form.rows:
         slices = data.reshape(data.shape[0], -1, data.shape[-1])
-        cut = _few_tiles(x, slices, form)
+        cut = _skinny_tiles(x, slices, form)
         if data.ndim == 3 or cut is not None:
             x = _padded(x, slices.shape[1] * length(slices, 2))
             return _by_rows(x, slices, s, cut), x
@@ -151,8 +151,8 @@ def _per_channel(x: Array, data: Array, form: Form) -> Array:
     return _contract(x.reshape(x.shape[0], *w.shape[1:]), w, (1, 2), (1, 2))
 
 
-def _by_rows(x: Array, data: Array, scale: Array, cut: Tiles | None) -> Array:
-    """Float x ``(M, K)`` times data ``(N, S, b)``, S groups; ``cut``: tiles for `qcore_xla.pallas.few`, or None."""
+def _by_rows(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None) -> Array:
+    """Float x ``(M, K)`` times data ``(N, S, b)``, S groups; ``cut``: tiles for `pallas.skinny_gemm`, or None."""
     rows, slices = x.shape[0], data.shape[1]
     if cut is None and rows <= _FEW_ROWS:
         w = planes(data, 2, x.dtype)
@@ -165,21 +165,21 @@ def _by_rows(x: Array, data: Array, scale: Array, cut: Tiles | None) -> Array:
     return largest * _in_own_dtype(x, data, scale / largest, cut)
 
 
-def _in_own_dtype(x: Array, data: Array, scale: Array, cut: Tiles | None) -> Array:
+def _in_own_dtype(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None) -> Array:
     """The product with weights in the dtype of x: in registers, or in memory."""
     if cut is not None:
-        from ..pallas.few import product
+        from ..pallas.skinny_gemm import product
 
         return product(x, data, scale, cut)
     w = planes(data, 2, jnp.dtype(jnp.float32)) * scale.T[:, :, None, None]
     return _contract(x, w.astype(x.dtype).reshape(data.shape[0], -1), (1,), (1,))
 
 
-def _few_tiles(x: Array, data: Array, form: Form) -> Tiles | None:
-    """Tiles for `qcore_xla.pallas.few` if it is the fastest for x times data ``(N, S, b)``, else None."""
+def _skinny_tiles(x: Array, data: Array, form: Form) -> SkinnyTiles | None:
+    """Tiles for `qcore_xla.pallas.skinny_gemm` if it is the fastest for x times data ``(N, S, b)``, else None."""
     if not (form.pallas and data.dtype == jnp.int32 and x.dtype in (jnp.bfloat16, jnp.float16)):
         return None
-    from ..pallas.few import tiles
+    from ..pallas.skinny_gemm import tiles
 
     return tiles(x.shape[0], *data.shape)
 

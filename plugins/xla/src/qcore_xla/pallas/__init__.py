@@ -1,4 +1,7 @@
-"""Kernels in Pallas, where XLA alone would write an unpacked weight to memory: `product` for TPUs, `few` for GPUs."""
+"""Kernels in Pallas, for products in which XLA alone would write an unpacked weight to memory.
+
+`product` is for TPUs, `skinny_gemm` for GPUs.
+"""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ XLA dequantizes a weight in groups to memory before it multiplies, or multiplies
 unpacked in registers and go into the matrix units from there, as the left operand; a single row is multiplied without
 them.
 
-The grid is (tiles of columns of the result, parts of K): a program computes ``Tiles.columns`` columns of all rows from
-its part of K, and the parts are added up afterwards. It loads words and scales from global memory step by step, Triton
-keeping `STAGES` steps in flight, and holds its sums in registers; every program reads the same few rows of x.
+The grid is (tiles of columns of the result, splits of K): a program computes ``SkinnyTiles.columns`` columns of all
+rows from its split of K, and the splits are added up afterwards. It loads words and scales from global memory step by
+step, Triton keeping `STAGES` steps in flight, and holds its sums in registers; every program reads the same few rows of
+x.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ _EXPONENT = 0x4B000000
 Ref = Any
 
 
-class Tiles(NamedTuple):
+class SkinnyTiles(NamedTuple):
     """The tile of a program and of a step.
 
     **Fields:** ``columns`` of the result that a program makes; ``rows`` of x, filled up, or 1: without matrix units;
-    ``words`` of a row of the weight that a step takes; ``parts`` of a row, each a program's.
+    ``words`` of a row of the weight that a step takes; ``splits``: programs among which a row's words are divided.
     """
 
     columns: int
     rows: int
     words: int
-    parts: int
+    splits: int
 
 
-def tiles(m: int, n: int, groups: int, width: int) -> Tiles | None:
+def tiles(m: int, n: int, groups: int, width: int) -> SkinnyTiles | None:
     """The tiles for x ``(m, 8 * groups * width)`` and data ``(n, groups, width)``; None if XLA's own product is faster.
 
     Sizes were measured on an H200, and fit into the registers and the shared memory of every GPU since Ampere.
@@ -59,14 +60,14 @@ def tiles(m: int, n: int, groups: int, width: int) -> Tiles | None:
     words = next((w for w in sizes if groups * width % w == 0 and (w % width == 0 or width % w == 0)), 0)
     if not words or m > MOST_ROWS or n % 64:
         return None
-    # More parts of K where few tiles of columns, or little work in each, would leave multiprocessors idle.
+    # More parts of K if few tiles of columns, or little work in each, would leave multiprocessors idle.
     columns = 128 if 1 < m <= 32 and n % 128 == 0 else 64
     parts = 8 if m == 1 else 4 if m <= 32 or n < _WIDE else 2
     rows = 1 if m == 1 else max(_LEAST, 1 << (m - 1).bit_length())
-    return Tiles(columns, rows, words, min(parts, groups * width // words))
+    return SkinnyTiles(columns, rows, words, min(parts, groups * width // words))
 
 
-def product(x: Array, data: Array, scale: Array, cut: Tiles, *, interpret: Any = False) -> Array:
+def product(x: Array, data: Array, scale: Array, cut: SkinnyTiles, *, interpret: Any = False) -> Array:
     """``sum over groups of scale * (x @ codes)``, float32 ``(M, N)``.
 
     ``x``: ``(M, K)`` of 16-bit floats; ``data``: int32 words ``(N, G, w)``; ``scale``: ``(G, N)``; ``cut``: `tiles` of
@@ -77,8 +78,8 @@ def product(x: Array, data: Array, scale: Array, cut: Tiles, *, interpret: Any =
     planes = _planes(filled, groups, width, cut.words)
     parts: Array = pl.pallas_call(
         partial(_kernel, cut=cut, width=width),
-        out_shape=jax.ShapeDtypeStruct((cut.parts, cut.rows, n), jnp.float32),
-        grid=(n // cut.columns, cut.parts),
+        out_shape=jax.ShapeDtypeStruct((cut.splits, cut.rows, n), jnp.float32),
+        grid=(n // cut.columns, cut.splits),
         # Blocks are views of global memory, loaded by the kernel: all of x, the columns' words, and their scales.
         in_specs=[
             pl.BlockSpec(planes.shape, lambda _j, _p: (0, 0, 0, 0)),
@@ -88,9 +89,9 @@ def product(x: Array, data: Array, scale: Array, cut: Tiles, *, interpret: Any =
         out_specs=pl.BlockSpec((1, cut.rows, cut.columns), lambda j, p: (p, 0, j)),
         compiler_params=None if interpret else _compiler(),
         interpret=interpret,
-        name="qcore_few",
+        name="qcore_skinny_gemm",
     )(planes, data.reshape(n, groups * width), scale.astype(jnp.float32))
-    return (parts[0] if cut.parts == 1 else parts.sum(0))[:m]
+    return (parts[0] if cut.splits == 1 else parts.sum(0))[:m]
 
 
 def _planes(x: Array, groups: int, width: int, words: int) -> Array:
@@ -107,13 +108,13 @@ def _compiler() -> Any:
     return compiler_parameters(triton, "TritonCompilerParams", num_warps=WARPS, num_stages=STAGES)
 
 
-def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: Tiles, width: int) -> None:
-    """Compute a tile ``(columns, rows)`` of the transposed result from this program's part of K."""
+def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: SkinnyTiles, width: int) -> None:
+    """Compute a tile ``(columns, rows)`` of the transposed result from this program's split of K."""
     one, steps = cut.rows == 1, x.shape[0]
-    # Steps of this part; the last part has fewer if the parts do not divide them.
-    each = pl.cdiv(steps, cut.parts)
+    # Steps of this split; the last ones have fewer, or none, if the splits do not divide them.
+    each = pl.cdiv(steps, cut.splits)
     start = pl.program_id(1) * each
-    count = each if steps % cut.parts == 0 else jnp.minimum(each, steps - start)
+    count = each if steps % cut.splits == 0 else jnp.minimum(each, steps - start)
 
     def step(i: Array, total: Array) -> Any:
         # Words go from global memory to registers once, and become eight planes of codes there.
@@ -153,7 +154,7 @@ def _codes(words: Array) -> list[Array]:
     return found
 
 
-def _scales(scale: Ref, at: Array, cut: Tiles, width: int) -> Any:
+def _scales(scale: Ref, at: Array, cut: SkinnyTiles, width: int) -> Any:
     """The scales of a step's words: ``(columns, 1)``, or ``(columns, words)`` of several groups."""
     if cut.words <= width:
         return scale[at * cut.words // width, :][:, None]
