@@ -33,7 +33,7 @@ from qcore_vulkan.device import Buffer, Device
 from qcore_vulkan.layout import DeviceWeight, upload
 from qcore_vulkan.steps import Rows, selection
 from qcore_vulkan.steps.prepare import is_asymmetric
-from qcore_vulkan.steps.product import Problem, tile
+from qcore_vulkan.steps.product import GemmProblem, tile
 
 DTYPE = torch.bfloat16
 _CACHES = 240 << 20
@@ -182,7 +182,7 @@ def _row(device: Device, clock: Clock, cell: Cell, weights: Weights) -> list[str
     scheme, geometry = Scheme.parse(cell.scheme), weights.copies[0].geometry
     op: Any = "gemm_float" if scheme.activation is None else "gemm_int"
     asymmetric = scheme.activation is not None and is_asymmetric(scheme.activation)
-    problem = Problem(op, cell.m, geometry, cell.dtype, cell.dtype, asymmetric)
+    problem = GemmProblem(op, cell.m, geometry, cell.dtype, cell.dtype, asymmetric)
     kernel: Any = tile(device, op, cell.m, geometry, 1)
     if device.profile == "gpu":
         kernel = selection.choose(device, problem) if cell.units == "any" else _poorer(device, problem, cell.units)
@@ -200,7 +200,7 @@ def _row(device: Device, clock: Clock, cell: Cell, weights: Weights) -> list[str
     return _cells(cell, kernel, weights.copies[0].nbytes, rates, alone, whole, _error(cell, weights, x, y))
 
 
-def _poorer(device: Device, problem: Problem, units: str) -> Any:
+def _poorer(device: Device, problem: GemmProblem, units: str) -> Any:
     """The kernel for a device without cooperative matrices, and without integer dot products."""
     features = {**device.description.features, "integer_dot": units == "dot"}
     poorer = replace(device.description, cooperative_matrix=(), features=features)
@@ -293,8 +293,8 @@ def _words(kernel: Any) -> str:
     shape = getattr(kernel, "shape", kernel)
     names = ("bm", "bn", "m", "n", "kb", "lanes", "r", "rows", "tn", "tm", "digits")
     words = [f"{name}={getattr(shape, name)}" for name in names if hasattr(shape, name)]
-    parts = getattr(kernel, "parts", 1)
-    return " ".join(words + [f"parts={parts}"] * (parts > 1))
+    splits = getattr(kernel, "splits", 1)
+    return " ".join(words + [f"splits={splits}"] * (splits > 1))
 
 
 def _calls(device: Device, clock: Clock) -> list[list[str]]:

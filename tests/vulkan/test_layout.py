@@ -10,7 +10,7 @@ from vulkan_problems import vulkan  # noqa: F401
 
 from qcore import PLAIN_INT32, Format, QTensor, ZeroPoint
 from qcore_vulkan import layout
-from qcore_vulkan.layout import Geometry, Packed, download, pack, unpack, upload, why_not
+from qcore_vulkan.layout import Geometry, Packed, download, pack, unpack, upload, why_not_packed
 
 FORMATS = (
     "int8", "int8-asym", "int8-fzp", "int8-g32", "int8-g64-asym", "int8-g5-fzp", "int4", "int4-asym", "int4-fzp",
@@ -110,9 +110,9 @@ def test_many_codes_are_packed_in_chunks(monkeypatch):
 
 
 def test_weights_without_a_place():
-    assert "multiple of 32" in why_not(Format("int8", 16385), 40000)
-    assert not why_not(Format("int8", 32768), 70000)
-    assert not why_not(Format("int4", 7), 70)
+    assert "multiple of 32" in why_not_packed(Format("int8", 16385), 40000)
+    assert not why_not_packed(Format("int8", 32768), 70000)
+    assert not why_not_packed(Format("int4", 7), 70)
 
 
 @pytest.mark.parametrize("text", ["int8-asym", "int4-g32-asym/plain_int32", "int4-g32-fzp"])

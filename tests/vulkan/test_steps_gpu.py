@@ -19,12 +19,12 @@ from qcore_vulkan import layout, native
 from qcore_vulkan.builder import Builder
 from qcore_vulkan.description import Matrix
 from qcore_vulkan.steps import product, rows, selection
-from qcore_vulkan.steps.gpu_kernels import CoopF16, CoopInt8, Digits, Kernel, Shape, SharedFloat, SharedInt
+from qcore_vulkan.steps.gpu_kernels import CoopF16, CoopInt8, Digits, Kernel, SharedFloat, SharedInt, TileShape
 
 FLOAT = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g48-asym", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
 INT = ("w8a8", "w8a8-aasym", "w8a8-asym", "w8a8-fzp-aasym", "w4a8-g32-asym-aasym", "w4a8-fzp", "w4a8-g48-asym-static")
 SIZES = ((1, 33, 200), (2, 8, 64), (5, 20, 77), (19, 40, 600))
-SMALL = Shape(16, 16, 4, 4, 2)
+SMALL = TileShape(16, 16, 4, 4, 2)
 
 
 def matrices() -> tuple[Matrix, ...]:
@@ -91,8 +91,8 @@ def test_columns_of_convolutions(vulkan, monkeypatch, scheme):  # noqa: F811
             assert verdict.ok, (case.id, verdict.message)
 
 
-def problem(op: str, m: int, fmt: str, dtype: torch.dtype, n: int = 4096, k: int = 4096) -> product.Problem:
-    return product.Problem(op, m, layout.Geometry.of(Format.parse(fmt), n, k), dtype, dtype, False)
+def problem(op: str, m: int, fmt: str, dtype: torch.dtype, n: int = 4096, k: int = 4096) -> product.GemmProblem:
+    return product.GemmProblem(op, m, layout.Geometry.of(Format.parse(fmt), n, k), dtype, dtype, False)
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_more_rows_never_read_the_weight_by_rows(rich):
 def test_products_of_few_rows_are_split_along_k_to_fill_cores(rich):
     for m, parts in ((48, 4), (128, 4), (256, 2), (512, 1)):
         kernel = first(rich, "gemm_float", m, "int4-g128", torch.bfloat16, 4096, 14336)
-        assert (kernel.variant, kernel.parts) == ("coop_f16", parts)
+        assert (kernel.variant, kernel.splits) == ("coop_f16", parts)
         x, y, _ = kernel.shape.groups(m, 4096)
         assert x * y * parts <= 2 * 132
 

@@ -54,7 +54,7 @@ def matrices() -> tuple[Matrix, ...]:
     return tuple(Matrix(*shape, a, a, c, c, False, "subgroup") for shape in shapes for a, c in types)
 
 
-def problems() -> Iterator[product.Problem]:
+def problems() -> Iterator[product.GemmProblem]:
     """Rows, formats and dtypes between which kernels are chosen."""
     formats = [
         Format.parse(text) for text in ("int8", "int8-asym", "int8-g32-fzp", "int4", "int4-g128-asym", "int4-fzp")
@@ -62,7 +62,7 @@ def problems() -> Iterator[product.Problem]:
     for op, m, fmt, dtype, n in itertools.product(
         ("gemm_float", "gemm_int"), (1, 2, 4, 8, 16, 64, 4096), formats, (torch.float32, torch.bfloat16), (20, 4096)
     ):
-        yield product.Problem(op, m, layout.Geometry.of(fmt, n, 1024), dtype, dtype, False)
+        yield product.GemmProblem(op, m, layout.Geometry.of(fmt, n, 1024), dtype, dtype, False)
 
 
 @pytest.mark.parametrize("dot", [False, True])

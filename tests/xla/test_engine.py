@@ -198,7 +198,7 @@ def test_an_index_out_of_range_is_an_error():
 
 
 def test_the_engine_serves_the_cpu_here():
-    assert ENGINE.serves(torch.device("cpu")) == ""
+    assert ENGINE.why_not(torch.device("cpu")) == ""
 
 
 def test_starting_jax_leaves_the_current_gpu_as_it_was(monkeypatch):

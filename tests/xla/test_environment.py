@@ -47,7 +47,7 @@ def test_platforms_that_leave_the_cpu_out(machine, monkeypatch):
     assert environment.why_not("cpu", machine.root) == ""
 
 
-def test_nothing_left_to_serve_is_unavailable(machine, monkeypatch):
+def test_why_not_any_tensor_to_serve_is_unavailable(machine, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     found = probe.probe(machine.root)
     assert isinstance(found, qcore.Unavailable)
@@ -98,10 +98,10 @@ def test_the_tpu_of_torch_tpu_is_left_alone(machine, monkeypatch):
 
 
 def test_without_jax(monkeypatch):
-    environment.jax_fault.cache_clear()
+    environment.why_not_jax.cache_clear()
     monkeypatch.setattr(environment, "find_spec", lambda name: None)
     found = probe.probe()
-    environment.jax_fault.cache_clear()
+    environment.why_not_jax.cache_clear()
     assert found.broken
     assert "pip install 'jax" in found.reason
 

@@ -1,8 +1,8 @@
-"""The door for authors of plugins: what a device plugin needs beside the names of `qcore` itself.
+"""The door for authors of plugins: what a device plugin needs in addition to the names of `qcore` itself.
 
 Everything listed in ``__all__`` is public and follows the deprecation policy of docs: a name stays for two minor
 releases after the one that deprecates it, with a `DeprecationWarning`. The modules behind these names are private.
-The plugins of this repository import `qcore`, its layers in `qcore.nn`, and `qcore.plugin_api` only.
+The plugins of this repository import `qcore` and `qcore.plugin_api` only.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from .errors import FormatError, PluginError
 from .fallback.padding import float_conv2d
 from .formats import PLAIN, PLAIN_INT32, Format, Layout, ZeroPoint
 from .formats.bits import has_values
+from .nn.bound import BoundLayer, binding_of, bound_layer, layer_contract
 from .resolving.decision import Decision, format_table
 from .runtime.disk_cache import read as read_record
 from .runtime.disk_cache import write as write_record
@@ -77,6 +78,7 @@ __all__ = [
     "Activation",
     "AnyRequest",
     "Available",
+    "BoundLayer",
     "Conv2dRequest",
     "Decision",
     "DynamicInt8",
@@ -101,6 +103,8 @@ __all__ = [
     "StaticInt8",
     "Unavailable",
     "ZeroPoint",
+    "binding_of",
+    "bound_layer",
     "check_image",
     "check_indices",
     "check_weight",
@@ -115,6 +119,7 @@ __all__ = [
     "hookimpl",
     "installed_version",
     "laid_out_like",
+    "layer_contract",
     "on_pci",
     "output_size",
     "quantize_int8",

@@ -1,4 +1,4 @@
-# What the build needs beside a C++ compiler. Says everything that is missing at once.
+# The tools that the build needs in addition to a C++ compiler. Reports everything that is missing at once.
 
 find_path(QCORE_VULKAN_HEADERS vulkan/vulkan_core.h DOC "Folder that holds vulkan/vulkan_core.h")
 if(DEFINED ENV{GLSLC})

@@ -76,7 +76,7 @@ std::vector<char> CacheFile::read() const {
   return whole && fits(data) ? data : std::vector<char>{};
 }
 
-// Readers see the old file or the new one, never half of one: written beside it and renamed.
+// Readers see the old file or the new one, never half of one: written next to it and renamed.
 void CacheFile::write(const std::vector<char>& data) const {
   if (path_.empty() || !fits(data)) return;
   std::string beside = path_ + ".XXXXXX";

@@ -7,7 +7,7 @@
 
 namespace qv {
 
-// The first capability of a SPIR-V module that the device lacks, by name; empty where it lacks none. Throws QV_INVALID
+// The first capability of a SPIR-V module that the device lacks, by name; empty if it lacks none. Throws QV_INVALID
 // for what is no SPIR-V module.
 std::string lacking_capability(const Physical& device, const uint32_t* spirv, uint64_t bytes);
 

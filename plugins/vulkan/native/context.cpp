@@ -6,7 +6,7 @@
 namespace qv {
 namespace {
 
-// The features that shaders of this package may use, each only where the device has it. Enabling everything a device
+// The features that shaders of this package may use, each only if the device has it. Enabling everything a device
 // reports would switch on checks (robust access) that cost time.
 struct Enabled {
   explicit Enabled(const Physical& device);

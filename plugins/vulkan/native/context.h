@@ -14,7 +14,7 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // Called before memory is taken: throws where a test asked for that.
+  // Called before memory is taken: throws if a test asked for that.
   void allocating();
 
   // Of the subgroup sizes that compute shaders may ask for.

@@ -14,7 +14,7 @@ namespace qv {
 
 class Program;
 
-// Memory that all programs of a device share, one run at a time. Grows, and shrinks where nobody has needed its size for
+// Memory that all programs of a device share, one run at a time. Grows, and shrinks if nobody has needed its size for
 // a while; whatever recorded its address looks at `moves`.
 class Region {
  public:

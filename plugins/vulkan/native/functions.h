@@ -77,7 +77,7 @@ struct GlobalFunctions {
 
 struct InstanceFunctions {
   QV_INSTANCE_FUNCTIONS(QV_MEMBER)
-  // Of extensions: null where the instance has none.
+  // Of extensions: null if the instance has none.
   PFN_vkCreateDebugUtilsMessengerEXT vkCreateDebugUtilsMessengerEXT = nullptr;
   PFN_vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR = nullptr;
 };

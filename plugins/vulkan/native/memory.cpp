@@ -23,7 +23,7 @@ bool behind_a_bus(const Physical& device) {
   return device.properties.properties.deviceType == VK_PHYSICAL_DEVICE_TYPE_DISCRETE_GPU;
 }
 
-// How well a memory type serves; negative where it cannot.
+// How well a memory type fits; negative if it does not.
 int score(const Physical& device, const VkMemoryType& type, Use use) {
   VkMemoryPropertyFlags flags = type.propertyFlags;
   bool local = flags & kLocal, shared = (flags & kShared) == kShared, cached = flags & kCached;
@@ -74,7 +74,7 @@ uint64_t most_bytes(const Physical& device) {
   return std::min(most, available_memory());
 }
 
-// Stays as it is where it would wrap around: no device has that much.
+// Stays as it is if it would wrap around: no device has that much.
 uint64_t aligned(uint64_t bytes) {
   return bytes > UINT64_MAX - kAlign ? bytes : (bytes + kAlign - 1) / kAlign * kAlign;
 }

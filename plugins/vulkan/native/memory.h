@@ -29,7 +29,7 @@ class Block {
 
   const uint64_t bytes;
   VkBuffer buffer = VK_NULL_HANDLE;
-  char* mapped = nullptr;  // null where the host cannot see it
+  char* mapped = nullptr;  // null if the host cannot see it
 
  private:
   friend class Pool;

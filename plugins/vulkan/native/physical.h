@@ -21,7 +21,7 @@ struct Physical {
   // Family of the first queue that computes, or -1.
   int32_t queue_family() const;
   uint32_t timestamp_bits() const;
-  // Why this library cannot use the device; empty where it can.
+  // Why this library cannot use the device; empty if it can.
   std::string missing() const;
 
   Instance& instance;

@@ -13,7 +13,7 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
-  // Microseconds on the device; negative where the program has no timestamps.
+  // Microseconds on the device; negative if the program has no timestamps.
   double run(const qv_copy* in, uint32_t n_in, const qv_copy* out, uint32_t n_out);
   uint64_t needs(uint64_t buffer) const { return sizes_[buffer]; }  // bytes of QV_ARENA, QV_INPUT, QV_OUTPUT
 

@@ -52,7 +52,8 @@ typedef struct {
   qv_range ranges[8];             // set 0, bindings 0..7
 } qv_step;
 
-// Rows of host memory beside rows of INPUT or OUTPUT. `host_pitch` and `pitch`: bytes from one row to the next.
+// Rows of host memory and the rows of INPUT or OUTPUT that they are copied to or from. `host_pitch` and `pitch`: bytes
+// from one row to the next.
 typedef struct {
   void* host;
   uint64_t offset, rows, row_bytes, host_pitch, pitch;
@@ -80,7 +81,7 @@ int qv_read(qv_device* device, uint64_t buffer, uint64_t offset, void* data, uin
 
 // Compiles a shader: storage buffers in set 0 at bindings 0..7, 128 bytes of push constants at most, entry "main".
 // `constants`: specialization constants with ids 0..count-1. `subgroup`: required size, 0 for any.
-// QV_UNSUPPORTED where the device or its compiler cannot do it.
+// QV_UNSUPPORTED if the device or its compiler cannot do it.
 int qv_pipeline(qv_device* device, const uint32_t* spirv, uint64_t bytes, const uint32_t* constants, uint32_t count,
                 uint32_t subgroup, uint32_t* pipeline);
 
@@ -89,15 +90,15 @@ int qv_pipeline(qv_device* device, const uint32_t* spirv, uint64_t bytes, const 
 int qv_program(qv_device* device, const qv_step* steps, uint32_t count, uint64_t arena, uint64_t input, uint64_t output,
                uint32_t flags, qv_recording** program);
 
-// Copies in, runs, waits, copies out. `gpu_us`: time on the device, negative where it was not measured; may be NULL.
+// Copies in, runs, waits, copies out. `gpu_us`: time on the device, negative if it was not measured; may be NULL.
 int qv_run(qv_recording* program, const qv_copy* in, uint32_t n_in, const qv_copy* out, uint32_t n_out, double* gpu_us);
 int qv_program_free(qv_recording* program);
 
 // buffers alive, their bytes, bytes taken from the driver, programs, pipelines, submissions, validation messages.
 int qv_stats(qv_device* device, uint64_t* values, uint32_t count);
 
-// Gives back memory that no buffer is in, and ARENA, INPUT and OUTPUT; the next run takes what it needs. Without this call
-// those shrink where no run has needed their size for 10 seconds, and go with the last program and buffer.
+// Gives back memory without buffers, and ARENA, INPUT and OUTPUT; the next run takes what it needs. Without this call
+// those shrink if no run has needed their size for 10 seconds, and go with the last program and buffer.
 int qv_trim(qv_device* device);
 
 // For tests: what the next submission or allocation meets; IDLE: the next run finds that 10 seconds have passed.

@@ -1,5 +1,7 @@
-// Convolutions whose channel groups are too narrow for tiles, such as depthwise ones: a lane computes one result, from
-// its column as it is read. Neighbouring lanes have neighbouring output channels.
+// Convolutions whose channel groups are too narrow for tiles, such as depthwise ones: a lane computes one result from
+// its column of the image, which is read from global memory and never written out. Neighbouring lanes have neighbouring
+// output channels. No lane waits for another: there is no shared memory and there are no barriers. int8 products are
+// exact int32 sums per group of K.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -43,6 +45,7 @@ uint words_of(uint g) {
     return (min(push.group, push.k - g * push.group) + 3u) / 4u;
 }
 
+// Scale and zero point of the column: given, or from its extent, for which each lane reads its whole column first.
 vec2 parameters(Origin o) {
     if (push.mode == GIVEN) return vec2(push.given_scale, float(push.given_zero));
     Extent e = Extent(0u, 0.0, 0.0);
@@ -66,6 +69,7 @@ float int_group(Origin o, uint n, uint g, vec2 row, float s, ZeroPoint zero) {
     return s * float(sum) + zero.added * float(total.x + total.y + total.z + total.w);
 }
 
+// The sum over a group of K of x w in float32, in four partial sums.
 float float_group(Origin o, uint n, uint g, float s, ZeroPoint zero) {
     vec4 sum = vec4(0.0);
     for (uint i = 0u; i < words_of(g); ++i) {
@@ -80,6 +84,7 @@ void main() {
     uint m = place / push.columns;
     if (m >= push.rows) return;
     uint n = place - m * push.columns;
+    // The channel group of output channel n, and the column that all of its output channels share.
     uint heads = push.all_rows / push.rows;
     uint head = n / (push.columns / heads);
     Origin o = origin(head * push.rows + m);

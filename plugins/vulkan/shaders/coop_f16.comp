@@ -1,9 +1,15 @@
 // GEMM with cooperative matrices of float16: y = x W^T, float activations, int4 or int8 weights.
 //
-// Codes less zero point are whole numbers that float16 holds exactly, x is float16 (see coop_prep); products are
-// summed in float32 per group (where rows have one scale, per 256 columns: matrix units round long sums badly) and
-// scaled per group afterwards, by a matrix that repeats the scales in each row. Tiles of both operands go through
-// shared memory, two buffers deep, while the next are on their way in registers.
+// A workgroup computes BM x BN results, a subgroup WM x WN of them in matrices of TM x TN. Grid: x tiles of rows, y
+// tiles of columns, z parts of K, which gemm_join adds up.
+//
+// Memory: each step loads KB blocks of both operands from global memory to registers and writes them to shared memory,
+// where codes arrive as float16. Matrices are loaded from there. Within eight columns the order of k is coop_prep's for
+// both operands, so sums are unaffected.
+//
+// Accuracy: codes less zero point are whole numbers that float16 holds exactly, x is float16 (see coop_prep). Products
+// are summed in float32 per group (if rows have one scale, per 256 columns: matrix units round long sums badly); each
+// sum is scaled afterwards by a matrix that repeats the scales in every row.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -53,17 +59,18 @@ layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer XSums { float x_sum[]; };  // [M][G]
 
 const uint A_TILE = BUFFERS * BM * ROW;
-const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, which comes where a_tile was
+const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, in the memory of a_tile
 
-shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];
-shared uvec4 b_tile[BUFFERS * BN * ROW];
-shared float scale_tile[GROUPED * 2u * REPEAT * SC + 1u];
+shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [buffer][row]; after the last step results
+shared uvec4 b_tile[BUFFERS * BN * ROW];                   // [buffer][column of the result]
+shared float scale_tile[GROUPED * 2u * REPEAT * SC + 1u];  // of two groups: one in use, one for the next
 
 uvec4 a_next[A_LOADS];
 uvec2 b_next[B_LOADS];
 float zero_next[B_LOADS];
 
-// Unit i of the weight's tile: (eight rows, block, vector, row, half of the vector).
+// Unit i of the weight's tile in the order of memory: (eight rows, block, vector, row, half of the vector), the half
+// innermost, so that lanes read contiguous words.
 void b_place(uint i, out uint row, out uint block, out uint half_) {
     half_ = i & (2u * P - 1u);
     row = (i / (2u * P)) & 7u;
@@ -71,6 +78,7 @@ void b_place(uint i, out uint row, out uint block, out uint half_) {
     row += i / (16u * P * KB) * 8u;
 }
 
+// Global memory to registers. Rows and columns beyond the last read the last again; their results are not written.
 void load_tiles(uint row0, uint col0, uint step) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
@@ -87,6 +95,7 @@ void load_tiles(uint row0, uint col0, uint step) {
     }
 }
 
+// Registers to shared memory: codes less their zero point as float16.
 void store_tiles(uint buffer_) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
@@ -110,6 +119,7 @@ void store_tiles(uint buffer_) {
     }
 }
 
+// The scales of a group for the workgroup's columns, into the half of scale_tile that the group before does not use.
 void store_scales(uint col0, uint group) {
     [[unroll]] for (uint t = gl_LocalInvocationIndex; t < BN; t += LANES) {
         float s = scale[group * np + min(col0 + t, np - 1u)];
@@ -117,6 +127,8 @@ void store_scales(uint col0, uint group) {
     }
 }
 
+// Scales, zero points and the bias of one result. Parts of K add up in gemm_join: terms that must count once belong to
+// the part z = 0.
 float finish(uint m_, uint n_, float value) {
     if (GROUPED == 0u) value *= scale[n_];
     value *= x_scale[m_];
@@ -130,7 +142,9 @@ float result(uint at) {
     return uintBitsToFloat(a_tile[at / 4u][at % 4u]);
 }
 
-// A matrix of results that its subgroup has put into its part of shared memory.
+// Writes a matrix of results that its subgroup has stored in its own part of a_tile: elements of a cooperative matrix
+// cannot be addressed by row and column. No other subgroup is concerned, so subgroup barriers suffice: the first waits
+// for the stores, the last for the reads before the next matrix comes.
 void write_tile(uint row, uint col) {
     uint at = gl_SubgroupID * TM * TN;
     subgroupMemoryBarrierShared();
@@ -171,17 +185,22 @@ void main() {
         total[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
         sum[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
     }
+    // The first tiles and scales; nothing overlaps with them.
     uint group = start * KB / group_blocks;
     load_tiles(row0, col0, start);
     store_tiles(start % BUFFERS);
     if (GROUPED != 0u) store_scales(col0, group);
     barrier();
+    // Steps until sums are added to the total: those of a group, or of 256 columns.
     uint fold = (GROUPED != 0u ? group_blocks : 8u) / KB;
     uint left = fold;
     for (uint step = start; step < steps; ++step) {
+        // Loads for the next step are in flight in registers during the products of this one.
         uint now = step % BUFFERS;
         if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
         [[unroll]] for (uint kk = 0u; kk < KB * 32u / TK; ++kk) {
+            // B stays in registers for all rows of the subgroup's tile, A passes matrix by matrix. A row of b_tile is a
+            // column of B: column major.
             coopmat<float16_t, gl_ScopeSubgroup, TK, TN, gl_MatrixUseB> b[TILES_N];
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
                 coopMatLoad(b[j], b_tile, now * BN * ROW + (sub_n + j * TN) * ROW + kk * TK / 8u, ROW,
@@ -195,6 +214,7 @@ void main() {
             }
         }
         if (--left == 0u || step + 1u == steps) {
+            // The group ends: its sums, times a matrix with a column's scale in every row, join the total.
             left = fold;
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
                 coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> s;
@@ -210,11 +230,14 @@ void main() {
             ++group;
             if (GROUPED != 0u && step + 1u < steps) store_scales(col0, group);
         }
+        // With two buffers the next tile goes where the step before has read, and the barrier at that step's end has
+        // let everybody finish. With one buffer everybody must have finished this step.
         if (BUFFERS == 1u) barrier();
         if (step + 1u < steps) store_tiles((step + 1u) % BUFFERS);
         barrier();
     }
-    // By literal numbers: a driver that does not unroll a loop here would keep the matrices in memory all along.
+    // The last barrier has freed a_tile for results. By literal numbers: a driver that does not unroll a loop here
+    // would keep the matrices in memory all along.
     EACH_TILE(0) EACH_TILE(1) EACH_TILE(2) EACH_TILE(3) EACH_TILE(4) EACH_TILE(5) EACH_TILE(6) EACH_TILE(7)
     EACH_TILE(8) EACH_TILE(9) EACH_TILE(10) EACH_TILE(11) EACH_TILE(12) EACH_TILE(13) EACH_TILE(14) EACH_TILE(15)
 }

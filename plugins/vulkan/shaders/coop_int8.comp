@@ -1,8 +1,14 @@
 // GEMM with cooperative matrices of int8: y = x W^T, int8 activations, int8 or int4 weights.
 //
-// int4 codes become bytes, less their zero point, on their way into shared memory. Sums are int32, exact over a
-// group (or over all of K where a row has one scale), and scaled per group by a matrix that repeats the scales in
-// each row. Integer zero points of int8 weights do not fit a byte after subtraction: gemm_int_shared serves those.
+// A workgroup computes BM x BN results, a subgroup WM x WN of them in matrices of TM x TN. Grid: x tiles of rows, y
+// tiles of columns, z parts of K, which gemm_join adds up.
+//
+// Memory: each step loads KB blocks of both operands from global memory to registers and writes them to shared memory,
+// where int4 codes arrive as bytes less their zero point. Matrices are loaded from there.
+//
+// Exactness: sums are int32 over a group (or all of K if a row has one scale), which `layout.LONGEST` keeps short
+// enough; each group is scaled in float32 by a matrix that repeats the scales in every row. An int8 code less an
+// integer zero point does not fit a byte: gemm_int_shared computes those.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -40,7 +46,7 @@ layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
     uint pitch, dtype, biased, column, groups;
     uint split;                       // steps along K of a workgroup; those of grid z add to one result
-    uint asymmetric, x_zero, x_sums;  // whether x has zero points; where they and the sums of codes stand in x_token
+    uint asymmetric, x_zero, x_sums;  // whether x has zero points; their place and the sums' in x_token
 };
 
 layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };             // [M][blocks * 2]
@@ -52,23 +58,25 @@ layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer RowSum { float row_sum[]; };  // [NP] of the dequantized weight
 
 const uint A_TILE = BUFFERS * BM * ROW;
-const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, which comes where a_tile was
+const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, in the memory of a_tile
 
-shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];
-shared uvec4 b_tile[BUFFERS * BN * ROW];
-shared float scale_tile[GROUPED * 2u * REPEAT * SC + 1u];
+shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [buffer][row]; after the last step results
+shared uvec4 b_tile[BUFFERS * BN * ROW];                   // [buffer][column of the result]
+shared float scale_tile[GROUPED * 2u * REPEAT * SC + 1u];  // of two groups: one in use, one for the next
 
 uvec4 a_next[A_LOADS];
 uvec4 b_next[B_LOADS];
 uint zero_next[B_LOADS];
 
-// Unit i of the weight's tile: (eight rows, block, vector, row).
+// Unit i of the weight's tile in the order of memory: (eight rows, block, vector, row), the row innermost, so that
+// lanes read contiguous vectors.
 void b_place(uint i, out uint row, out uint block, out uint part) {
     row = (i & 7u) + i / (8u * P * KB) * 8u;
     part = i / 8u % P;
     block = i / (8u * P) % KB;
 }
 
+// Global memory to registers. Rows and columns beyond the last read the last again; their results are not written.
 void load_tiles(uint row0, uint col0, uint step) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
@@ -84,11 +92,12 @@ void load_tiles(uint row0, uint col0, uint step) {
     }
 }
 
-// Bytes 0..15 less z (0..15) as signed bytes; 0x80 keeps the bytes from borrowing of one another.
+// Bytes 0..15 less z (0..15) as signed bytes; with 0x80 in each, no byte borrows from the next.
 uvec4 less4(uvec4 v, uint z) {
     return (v + (0x80u - z) * 0x01010101u) ^ 0x80808080u;
 }
 
+// Registers to shared memory. An int4 vector becomes two of bytes, in the order of k and less its zero point.
 void store_tiles(uint buffer_) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
@@ -114,6 +123,7 @@ void store_tiles(uint buffer_) {
     }
 }
 
+// The scales of a group for the workgroup's columns, into the half of scale_tile that the group before does not use.
 void store_scales(uint col0, uint group) {
     [[unroll]] for (uint t = gl_LocalInvocationIndex; t < BN; t += LANES) {
         float s = scale[group * np + min(col0 + t, np - 1u)];
@@ -121,6 +131,8 @@ void store_scales(uint col0, uint group) {
     }
 }
 
+// Scales, zero points and the bias of one result. Parts of K add up in gemm_join: terms that must count once belong to
+// the part z = 0.
 float finish(uint m_, uint n_, float value) {
     if (GROUPED == 0u) value *= scale[n_];
     if (ZERO == 2u && gl_WorkGroupID.z == 0u) {
@@ -137,7 +149,9 @@ float result(uint at) {
     return GROUPED != 0u ? uintBitsToFloat(bits) : float(int(bits));
 }
 
-// A matrix of results that its subgroup has put into its part of shared memory.
+// Writes a matrix of results that its subgroup has stored in its own part of a_tile: elements of a cooperative matrix
+// cannot be addressed by row and column. No other subgroup is concerned, so subgroup barriers suffice: the first waits
+// for the stores, the last for the reads before the next matrix comes.
 void write_tile(uint row, uint col) {
     uint at = gl_SubgroupID * TM * TN;
     subgroupMemoryBarrierShared();
@@ -181,6 +195,7 @@ void main() {
         total[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
         sum[i] = coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0);
     }
+    // The first tiles and scales; nothing overlaps with them.
     uint group = start * KB / group_blocks;
     load_tiles(row0, col0, start);
     store_tiles(start % BUFFERS);
@@ -188,9 +203,12 @@ void main() {
     barrier();
     uint left = group_blocks / KB;
     for (uint step = start; step < steps; ++step) {
+        // Loads for the next step are in flight in registers during the products of this one.
         uint now = step % BUFFERS;
         if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
         [[unroll]] for (uint kk = 0u; kk < KB * 32u / TK; ++kk) {
+            // B stays in registers for all rows of the subgroup's tile, A passes matrix by matrix. A row of b_tile is a
+            // column of B: column major.
             coopmat<int8_t, gl_ScopeSubgroup, TK, TN, gl_MatrixUseB> b[TILES_N];
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
                 coopMatLoad(b[j], b_tile, now * BN * ROW + (sub_n + j * TN) * ROW + kk * TK / 16u, ROW,
@@ -204,6 +222,7 @@ void main() {
             }
         }
         if (GROUPED != 0u && --left == 0u) {
+            // The group ends: its int32 sums become float32, times a matrix with a column's scale in every row.
             left = group_blocks / KB;
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
                 coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> s;
@@ -218,11 +237,14 @@ void main() {
             ++group;
             if (step + 1u < steps) store_scales(col0, group);
         }
+        // With two buffers the next tile goes where the step before has read, and the barrier at that step's end has
+        // let everybody finish. With one buffer everybody must have finished this step.
         if (BUFFERS == 1u) barrier();
         if (step + 1u < steps) store_tiles((step + 1u) % BUFFERS);
         barrier();
     }
-    // By literal numbers: a driver that does not unroll a loop here would keep the matrices in memory all along.
+    // The last barrier has freed a_tile for results. By literal numbers: a driver that does not unroll a loop here
+    // would keep the matrices in memory all along.
     EACH_TILE(0) EACH_TILE(1) EACH_TILE(2) EACH_TILE(3) EACH_TILE(4) EACH_TILE(5) EACH_TILE(6) EACH_TILE(7)
     EACH_TILE(8) EACH_TILE(9) EACH_TILE(10) EACH_TILE(11) EACH_TILE(12) EACH_TILE(13) EACH_TILE(14) EACH_TILE(15)
 }

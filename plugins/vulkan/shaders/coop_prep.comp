@@ -1,7 +1,10 @@
 // Rows of floats as float16 for cooperative matrices, in the order in which unpacked weights leave their words:
 // ORDER 4: k = 0 2 4 6 1 3 5 7 of each eight, ORDER 8: 0 2 1 3 of each four. Rows that are not float16 are scaled by a
 // power of two into its range, where the eight bits of bfloat16 fit exactly and three terms hold all of float32: rows
-// m + row and 2 m + row follow, at 2^-11 and 2^-22 of the scale. A workgroup per row; also sums of x per group.
+// m + row and 2 m + row follow, at 2^-11 and 2^-22 of the scale. Also sums of x per group.
+//
+// A workgroup of LANES per row; a lane takes eight columns at a time, 16 bytes of the result. Rows that are scaled are
+// read from global memory twice, once for their largest magnitude; shared memory holds that reduction only.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -29,6 +32,7 @@ shared uint largest[LANES];
 
 float value[8];
 
+// Eight columns as float32 in `value`: as vectors if they are aligned and exist, else one by one.
 void read_eight(uint row, uint first) {
     if (ALIGNED == 0u || first + 8u > k) {
         [[unroll]] for (uint i = 0u; i < 8u; ++i)
@@ -42,7 +46,7 @@ void read_eight(uint row, uint first) {
     }
 }
 
-// 2^15 (of several terms, where the first may round up, 2^14) over the power of two at or below the largest magnitude
+// 2^15 (2^14 of several terms, since the first may round up) over the power of two at or below the largest magnitude
 // of the row; 1 for a row of zeros.
 float row_unit(uint row, uint lane) {
     uint most = 0u;
@@ -50,6 +54,7 @@ float row_unit(uint row, uint lane) {
         read_eight(row, c);
         [[unroll]] for (uint i = 0u; i < 8u; ++i) most = max(most, floatBitsToUint(value[i]) & 0x7fffffffu);
     }
+    // A tree over the lanes; bits of magnitudes have the order of the numbers. Every round ends with a barrier.
     largest[lane] = most;
     barrier();
     for (uint reach = LANES / 2u; reach > 0u; reach /= 2u) {
@@ -66,17 +71,21 @@ float half_value(uint bits) {
     return (bits & 0x7c00u) != 0u ? unpackHalf2x16(bits).x : (bits & 0x8000u) != 0u ? -small : small;
 }
 
-// The value as float16; what does not fit is taken on to the next term. Of Inf and NaN nothing is left.
+// The value rounded to float16, as bits. The remainder is exact in float32 and so is its product with 2^11, which
+// brings it into the next term's range; of Inf and NaN nothing remains. Three terms hold 33 bits, float32 has 24.
 uint take(uint i) {
     uint bits = half_bits(value[i]);
     if (TERMS > 1u) value[i] = (bits & 0x7c00u) == 0x7c00u ? 0.0 : (value[i] - half_value(bits)) * 2048.0;
     return bits;
 }
 
+// Two values as the halves of a word.
 uint pair(uint a, uint b) {
     return take(a) | take(b) << 16;
 }
 
+// The vector of eight columns from c on in the result: plain rows, or tiles of `tile` rows by sixteen columns, each of
+// which is contiguous.
 uint place(uint row, uint c) {
     if (tile == 0u) return (row * columns + c) / 8u;
     return ((row / tile * (columns / 16u) + c / 16u) * tile + row % tile) * 2u + c / 8u % 2u;
@@ -84,7 +93,7 @@ uint place(uint row, uint c) {
 
 void main() {
     uint row = gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x;
-    if (row >= m) return;
+    if (row >= m) return;  // the whole workgroup, so that no barrier waits for it
     uint lane = gl_LocalInvocationIndex;
     float unit = DTYPE == F16 ? 1.0 : row_unit(row, lane);
     for (uint c = lane * 8u; c < columns; c += LANES * 8u) {
@@ -96,6 +105,7 @@ void main() {
         }
     }
     if (lane < TERMS) scales[lane * m + row] = 1.0 / unit / float(1u << (11u * lane));
+    // Float zero points of weights multiply the sums of x; the terms' sums would be added up, so the first has it all.
     if (summed == 0u) return;
     for (uint g = lane; g < groups; g += LANES) {
         float sum = 0.0;

@@ -1,4 +1,5 @@
-// A function of each element, computed in float32 and rounded once; rows are taken with their padding, 16 bytes a lane.
+// A function of each element, computed in float32 and rounded once. A lane takes 16 bytes; the padding of rows is
+// computed, too, and nobody reads it.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -39,6 +40,7 @@ bool is_nan(float x) {
     return (floatBitsToUint(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
+// FUNCTION as in `steps.elementwise`: relu, gelu, gelu_tanh, silu, sigmoid, tanh. NaN stays NaN.
 float apply(float x) {
     if (is_nan(x)) return x;
     switch (FUNCTION) {
@@ -51,6 +53,7 @@ float apply(float x) {
     }
 }
 
+// A word: one float32, or two 16-bit floats whose results are rounded half to even.
 uint apply_word(uint word) {
     if (DTYPE == F32) return floatBitsToUint(apply(uintBitsToFloat(word)));
     vec2 x = unpack_pair(word, DTYPE);

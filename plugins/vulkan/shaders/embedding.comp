@@ -1,4 +1,6 @@
-// Rows of a quantized table, dequantized: a lane reads a word of codes and writes its four or eight values.
+// Rows of a quantized table, dequantized: a lane reads a word of codes and writes its four or eight values, in float32
+// with one rounding to the result's dtype. The grid covers the words of all rows asked for; a large table lies in
+// several parts, each with a dispatch of its own, and a lane whose row is in another part does nothing.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -32,6 +34,7 @@ layout(binding = 1) readonly buffer Scale { float scale[]; };
 layout(binding = 2) readonly buffer Zero { uint zero_bits[]; };
 layout(binding = 4) readonly buffer Indices { uint indices[]; };
 
+// Four values of a group from column `offset` on; columns of padding are not written.
 void store_four(uint row, uint g, uint offset, ivec4 u, float s, ZeroPoint zero) {
     uint end = min(push.group, push.k - g * push.group);
     uint place = row * push.pitch + g * push.group + offset;
@@ -49,10 +52,12 @@ void main() {
     if (row >= push.count) return;
     uint n = indices[row] - push.first;
     if (n >= push.rows) return;
+    // The word's place: its group of columns, and its columns within that.
     uint word = place - row * words;
     uint g = word / (push.blocks * block_words);
     uint offset = (word - g * push.blocks * block_words) * (32u / block_words);
 
+    // Words lie in vectors of four, vectors of eight rows side by side (see `layout`).
     uint code = codes[(((n / 8u) * (words / 4u) + word / 4u) * 8u + n % 8u) * 4u + word % 4u];
     uint parameter = g * push.padded_n + n;
     float s = scale[parameter];

@@ -1,4 +1,5 @@
-// Results to int8 codes: clamp(round(y / s) + z, -128, 127), with s and z of the tensor or of the row.
+// Results to int8 codes: clamp(round(y / s) + z, -128, 127), with s and z of the tensor or of the row. A lane converts
+// four columns, a word of codes.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require

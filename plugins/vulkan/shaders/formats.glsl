@@ -8,6 +8,8 @@ const uint INT8 = 3u;
 
 // float32 to the bits of float16, half to even; what is too large becomes Inf.
 uint half_bits(float value) {
+    // Below 2^-14 results are multiples of 2^-24, and their count is their bits. Others get float16's exponent, and
+    // half of the last bit, less one if that bit is even, carries into the bits that stay.
     uint bits = floatBitsToUint(value);
     uint sign = (bits >> 16) & 0x8000u;
     uint size = bits & 0x7fffffffu;
@@ -25,7 +27,7 @@ uint bfloat_bits(float value) {
     return nan ? (bits >> 16) | 0x40u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 
-// Two 16-bit floats of a word; which of the two formats they have is `dtype`.
+// Two 16-bit floats of a word; `dtype`: F16 or BF16.
 vec2 unpack_pair(uint word, uint dtype) {
     return dtype == F16 ? unpackHalf2x16(word) : vec2(uintBitsToFloat(word << 16), uintBitsToFloat(word & 0xffff0000u));
 }

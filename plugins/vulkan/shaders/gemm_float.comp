@@ -1,5 +1,8 @@
-// y = x W^T with float activations: weights become w = (u - z') s + b, products and sums are float32. Sums of 16 products
-// are added to the total, so that rounding errors stay small for long rows.
+// y = x W^T with float activations on any device: weights become w = (u - z') s + b, products and sums are float32.
+//
+// A lane computes TM x TN results (see tile.glsl) in registers, straight from global memory: no lane waits for another,
+// and there are no barriers. Sums of 16 products are added to the total, so that rounding errors stay small for long
+// rows.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -14,7 +17,7 @@
 
 layout(binding = 4) readonly buffer Activations { VECTOR activations[]; };
 
-float part[TM * TN];
+float part[TM * TN];  // sums of the current 16 columns
 
 // Four k: `word` holds a byte of each column's code for each of them, x begins at vector `place` of each row.
 void multiply(uint word[TN], uint row[TM], uint place, float s[TN], ZeroPoint zero[TN]) {
@@ -30,6 +33,7 @@ void multiply(uint word[TN], uint row[TM], uint place, float s[TN], ZeroPoint ze
     }
 }
 
+// 16 k: one vector of codes of each of the lane's columns, four words of which each hold four k.
 void multiply_step(uint step, uint column[TN], uint row[TM], float s[TN], ZeroPoint zero[TN]) {
     uvec4 w[TN];
     uint word[TN];
@@ -48,6 +52,7 @@ void main() {
     [[unroll]] for (uint i = 0u; i < TM; ++i) row[i] = activation_row(i) * push.row_stride;
     [[unroll]] for (uint i = 0u; i < TM * TN; ++i) y[i] = 0.0;
 
+    // Groups of K in turn: scale and zero point of each column stay in registers for all of a group.
     uint steps = push.blocks * STEPS;
     for (uint g = 0u; g < push.groups; ++g) {
         float s[TN];

@@ -1,7 +1,12 @@
 // GEMM in float32 for GPUs without matrix units: y = x W^T, float activations, int4 or int8 weights.
 //
-// Weights are dequantized on their way into shared memory, as (q - z) * s in float32; both tiles stand there by
-// columns of k, so that an invocation reads the TM + TN values of one k as vectors of four.
+// A workgroup computes BM x BN results and an invocation TM x TN of them, in runs of four rows and four columns. Grid:
+// x tiles of rows, y tiles of columns; each workgroup covers all of K.
+//
+// Memory: each step loads BK columns of k of both operands from global memory to registers, and writes them to one of
+// two buffers in shared memory while the other is multiplied. Weights are dequantized on their way there, as
+// (q - z) * s in float32; both tiles are stored by columns of k, so that an invocation reads the TM + TN values of one
+// k as vectors of four. Codes less zero points are exact; products are fused multiply-adds in float32.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -21,9 +26,9 @@ layout(local_size_x_id = 0) in;
 
 const uint BK = 32u >> HALF;
 const uint P = BITS / 4u;
-const uint LX = BN / TN;
+const uint LX = BN / TN;  // lanes along n
 const uint LY = BM / TM;
-const uint A_ROW = BM / 4u + 1u;  // vec4 from one k to the next
+const uint A_ROW = BM / 4u + 1u;  // vec4 from one k to the next, one spare against bank conflicts
 const uint B_ROW = BN / 4u + 1u;
 const uint A_LOADS = (BM * BK / 4u + LANES - 1u) / LANES;
 const uint B_LOADS = (BN * BK / 8u + LANES - 1u) / LANES;  // units of eight codes
@@ -40,14 +45,17 @@ layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][N
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 
-shared vec4 a_tile[2u * BK * A_ROW];
-shared vec4 b_tile[2u * BK * B_ROW];
+shared vec4 a_tile[2u * BK * A_ROW];  // [buffer][k][row]
+shared vec4 b_tile[2u * BK * B_ROW];  // [buffer][k][column]
 
+// The next step's operands in registers: fours of columns of x; eights of codes with their scale and zero point.
 vec4 a_next[A_LOADS];
 uvec2 b_next[B_LOADS];
 float scale_next[B_LOADS];
 uint zero_next[B_LOADS];
 
+// Global memory to registers. Neighbouring lanes take neighbouring rows of either operand; rows beyond the last read
+// the last again, and their results are not written.
 void load_tiles(uint row0, uint col0, uint step) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
@@ -58,6 +66,7 @@ void load_tiles(uint row0, uint col0, uint step) {
         uint n_ = min(col0 + t % BN, np - 1u);
         uint k8 = step * BK / 8u + min(t / BN, BK / 8u - 1u);  // which eight codes
         uint at = ((n_ >> 3) * blocks + k8 / 4u) * P * 8u;
+        // Eight int4 codes are one word of a block's vector, eight int8 codes two words of one of its two vectors.
         if (BITS == 4u) {
             b_next[i].x = w[(at + (n_ & 7u)) * 4u + k8 % 4u];
         } else {
@@ -70,15 +79,18 @@ void load_tiles(uint row0, uint col0, uint step) {
     }
 }
 
-// The unsigned byte `byte` of v as a float, plus 2^23: whole numbers without conversions.
+// The unsigned byte `byte` of v as a float, plus 2^23: its bits below those of 2^23, exact and without a conversion.
 float placed(uint v, uint byte) {
     return uintBitsToFloat(bitfieldExtract(v, int(byte * 8u), 8) | 0x4B000000u);
 }
 
+// Unit i of registers, eight codes of one column, dequantized into column `at` of eight rows of b_tile.
 void store_weights(uint at, uint i) {
+    // Codes as unsigned bytes: of int4 the low nibbles are the first four k, of int8 a flipped sign bit adds 128.
     uvec2 bytes = BITS == 4u ? uvec2(b_next[i].x & 0x0F0F0F0Fu, (b_next[i].x >> 4) & 0x0F0F0F0Fu)
                              : b_next[i] ^ 0x80808080u;
     float z = ZERO == 1u ? float(int(zero_next[i])) : (BITS == 4u ? 8.0 : 0.0);
+    // One exact subtraction takes off 2^23, the 128 of int8 and an integer zero point; the scale then rounds once.
     float less = 8388608.0 + (BITS == 8u ? 128.0 : 0.0) + z;
     float more = ZERO == 2u ? uintBitsToFloat(zero_next[i]) : 0.0;
     [[unroll]] for (uint k = 0u; k < 8u; ++k) {
@@ -87,6 +99,7 @@ void store_weights(uint at, uint i) {
     }
 }
 
+// Registers to shared memory, transposed; the comparisons vanish if the tile is a multiple of the workgroup.
 void store_tiles(uint buffer_) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
@@ -104,6 +117,7 @@ void store_tiles(uint buffer_) {
 
 float total[TM * TN];
 
+// One k: TM + TN values from shared memory to registers, TM * TN products.
 void multiply(uint a_at, uint b_at) {
     vec4 a[TM / 4u];
     vec4 b[TN / 4u];
@@ -122,10 +136,13 @@ void main() {
     uint ly = gl_LocalInvocationIndex / LX;
     uint steps = blocks << HALF;
     [[unroll]] for (uint i = 0u; i < TM * TN; ++i) total[i] = 0.0;
+    // The first tile fills buffer 0; nothing overlaps with it.
     load_tiles(row0, col0, 0u);
     store_tiles(0u);
     barrier();
     for (uint step = 0u; step < steps; ++step) {
+        // Loads for the next step are in flight during the products of this one. Its tile goes to the buffer that the
+        // step before has read, and the barrier at that step's end has let everybody finish: one barrier a step.
         uint now = step & 1u;
         if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
         [[unroll]] for (uint k = 0u; k < BK; ++k)

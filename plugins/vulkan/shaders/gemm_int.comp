@@ -1,4 +1,7 @@
-// y = A(x) W^T with int8 activations: exact int32 sums per group of K, scales in float32.
+// y = A(x) W^T with int8 activations on any device: int32 sums per group of K, scales in float32.
+//
+// A lane computes TM x TN results (see tile.glsl) in registers, straight from global memory: no lane waits for another,
+// and there are no barriers. int32 sums with all corrections below are exact, since `layout.LONGEST` bounds a group.
 //
 // With u the stored codes, z' their zero point, and q_x, z_x those of x, a group's sum of (q_x - z_x)(u - z') is
 //   sum(q_x u) - z_x sum(u) - z' sum(q_x - z_x);
@@ -21,8 +24,9 @@ layout(binding = 4) readonly buffer Activations { VECTOR activations[]; };
 layout(binding = 5) readonly buffer Parameters { float x_scale[]; };
 layout(binding = 5) readonly buffer IntParameters { int x_int[]; };
 
-int acc[TM * TN];
+int acc[TM * TN];  // sum(q_x u) of the current group
 
+// 16 k: a vector of codes of each of the lane's rows and columns.
 void multiply(uint step, uint column[TN], uint row[TM]) {
     uvec4 x[TM];
     [[unroll]] for (uint i = 0u; i < TM; ++i) x[i] = words_of(activations[row[i] + step]);
@@ -52,6 +56,7 @@ void main() {
         [[unroll]] for (uint i = 0u; i < TM * TN; ++i) acc[i] = 0;
         for (uint k = g * steps; k < (g + 1u) * steps; ++k) multiply(k, column, row);
 
+        // The group ends: zero points are corrected in int32, then one conversion and one scale.
         int x_sum[TM];
         [[unroll]] for (uint i = 0u; i < TM; ++i) {
             x_sum[i] = x_int[push.all_rows * 2u + activation_row(i) * push.groups + g];

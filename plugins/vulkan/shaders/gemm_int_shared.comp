@@ -1,8 +1,13 @@
 // GEMM by integer dot products for GPUs: y = x W^T, int8 activations, int8 or int4 weights.
 //
-// Tiles of codes go through shared memory, two buffers deep, while the next are on their way in registers; an
-// invocation owns TM x TN results, strided by the shape of the workgroup so that neighbours read different banks.
-// Sums are int32, exact over a group, and scaled per group.
+// A workgroup computes BM x BN results, an invocation TM x TN of them, strided by the shape of the workgroup so that
+// neighbours read different banks. Grid: x tiles of rows, y tiles of columns; each workgroup covers all of K.
+//
+// Memory: each step loads KB blocks of both operands from global memory to registers and writes them as signed bytes to
+// one of two buffers in shared memory while the other is multiplied.
+//
+// Exactness: sums are int32 over a group, which `layout.LONGEST` keeps short enough for every zero point correction;
+// each group is scaled in float32 once.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -34,7 +39,7 @@ const uint LY = BM / TM;
 layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
     uint pitch, dtype, biased, column, groups;
-    uint asymmetric, x_zero, x_sums;  // whether x has zero points; where they and the sums of codes stand in x_token
+    uint asymmetric, x_zero, x_sums;  // whether x has zero points; their place and the sums' in x_token
 };
 
 layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };             // [M][blocks * 2]
@@ -45,20 +50,24 @@ layout(set = 0, binding = 4) readonly buffer XToken { uint x_token[]; };   // sc
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer RowSum { float row_sum[]; };  // [NP] of the dequantized weight
 
-shared uvec4 a_tile[2u * BM * ROW];
+shared uvec4 a_tile[2u * BM * ROW];  // [buffer][row][16 columns]
 shared uvec4 b_tile[2u * BN * ROW];
 
+// The next step's operands in registers.
 uvec4 a_next[A_LOADS];
 uvec4 b_next[B_LOADS];
 uint zero_next[B_LOADS];
 
-// Unit i of the weight's tile: (eight rows, block, vector, row).
+// Unit i of the weight's tile in the order of memory: (eight rows, block, vector, row), the row innermost, so that
+// lanes read contiguous vectors.
 void b_place(uint i, out uint row, out uint block, out uint part) {
     row = (i & 7u) + i / (8u * P * KB) * 8u;
     part = i / 8u % P;
     block = i / (8u * P) % KB;
 }
 
+// Global memory to registers. Rows and columns beyond the last read the last again; `main` skips their products, or
+// their results are not written.
 void load_tiles(uint row0, uint col0, uint step) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
@@ -75,11 +84,12 @@ void load_tiles(uint row0, uint col0, uint step) {
     }
 }
 
-// Bytes 0..15 less z (0..15) as signed bytes; 0x80 keeps the bytes from borrowing of one another.
+// Bytes 0..15 less z (0..15) as signed bytes; with 0x80 in each, no byte borrows from the next.
 uvec4 less4(uvec4 v, uint z) {
     return (v + (0x80u - z) * 0x01010101u) ^ 0x80808080u;
 }
 
+// Registers to shared memory. An int4 vector becomes two of bytes, in the order of k and less its zero point.
 void store_tiles(uint buffer_) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
@@ -108,6 +118,7 @@ void store_tiles(uint buffer_) {
 int sum[TM * TN];
 float total[TM * TN];
 
+// One block, 16 columns at a time: TN vectors of the weight stay in registers, those of x pass one by one.
 void multiply(uint a_at, uint b_at) {
     [[unroll]] for (uint h = 0u; h < 2u; ++h) {
         uvec4 b[TN];
@@ -145,6 +156,7 @@ void scale_group(uint row0, uint col0, uint group) {
     }
 }
 
+// Zero point and scale of the row of x, then the bias.
 float finish(uint m_, uint n_, float value) {
     if (asymmetric != 0u) value -= float(int(x_token[x_zero + m_])) * row_sum[n_];
     value *= uintBitsToFloat(x_token[m_]);
@@ -161,12 +173,15 @@ void main() {
         sum[i] = 0;
         total[i] = 0.0;
     }
+    // The first tile fills buffer 0; nothing overlaps with it.
     load_tiles(row0, col0, 0u);
     store_tiles(0u);
     barrier();
-    uint left = group_blocks;
+    uint left = group_blocks;  // blocks until the group ends
     uint group = 0u;
     for (uint step = 0u; step < steps; ++step) {
+        // Loads for the next step are in flight during the products of this one. Its tile goes to the buffer that the
+        // step before has read, and the barrier at that step's end has let everybody finish: one barrier a step.
         uint now = step & 1u;
         if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
         [[unroll]] for (uint kk = 0u; kk < KB; ++kk) {

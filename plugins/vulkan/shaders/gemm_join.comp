@@ -1,4 +1,5 @@
-// Adds up what the workgroups of a product made of their parts of K, then the bias, and rounds.
+// Adds up the partial results of a product that was cut along K, in the order of the parts, then the bias; rounds once.
+// A lane per result.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_shader_16bit_storage : require

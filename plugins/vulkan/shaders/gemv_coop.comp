@@ -1,9 +1,15 @@
 // GEMV with cooperative matrices of float16 for a few rows of x: float activations, int4 or int8 weights.
 //
-// The weight is the matrix A, sixteen rows of it, and x the matrix B, so that TN rows of x cost little more than
-// one. Each subgroup takes every (LANES / 32)-th chunk of CHUNK blocks: codes come in registers one
-// round ahead, codes become float16 in the subgroup's own part of shared memory, and products are scaled FOLD blocks
-// at a time. Integer zero points leave the codes; float ones are served by gemv_digits.
+// The weight is the matrix A, sixteen rows of it, and x the matrix B, so that TN rows of x cost little more than one.
+// Grid: x, folded into y, tiles of 16 R rows of the weight; z tiles of TN rows of x. Each subgroup, of 32 lanes, takes
+// every (LANES / 32)-th chunk of CHUNK blocks.
+//
+// Memory: codes come from global memory to registers one chunk ahead (`ahead`), become float16 less their zero point
+// in the subgroup's own part of shared memory, and are loaded from there as A. B and the scales are loaded from global
+// memory as matrices: coop_prep stores x so that each matrix is contiguous.
+//
+// Accuracy: codes less integer zero points are exact in float16, products are summed in float32 and scaled FOLD blocks
+// at a time. Float zero points are left to gemv_digits.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -60,6 +66,8 @@ uint unit_block() {
     return (gl_SubgroupInvocationID >> 3) % CHUNK;
 }
 
+// The codes of a chunk for R sixteens of rows, global memory to registers; eight lanes read 128 contiguous bytes.
+// Blocks beyond the last read the last again: x is 0 there.
 void load(uint chunk, uint n0) {
     uint block = min(chunk * CHUNK + unit_block(), blocks - 1u);
     [[unroll]] for (uint r = 0u; r < R; ++r) {
@@ -71,6 +79,7 @@ void load(uint chunk, uint n0) {
     }
 }
 
+// The codes of sixteen rows, registers to the subgroup's tile: a block of a row is four vectors of eight halves.
 void unpack(uint chunk, uint n0, uint r) {
     uint block = min(chunk * CHUNK + unit_block(), blocks - 1u);
     [[unroll]] for (uint i = 0u; i < UNITS; ++i) {
@@ -90,6 +99,7 @@ void unpack(uint chunk, uint n0, uint r) {
     }
 }
 
+// Scales of the weight's row, if it has one only, and of the row of x, then the bias.
 float finish(uint m_, uint n_, float value) {
     if (FOLD == 0u) value *= scale[n_];
     value *= x_scale[m_];
@@ -109,8 +119,10 @@ void main() {
     MATRIX_C total[R];
     MATRIX_C s[R * (CHUNK / SPAN)];
     [[unroll]] for (uint r = 0u; r < R; ++r) total[r] = MATRIX_C(0.0);
+    // Subgroups without a chunk load one, too, and do nothing with it.
     load(min(gl_SubgroupID, chunks - 1u), n0);
     for (uint chunk = gl_SubgroupID; chunk < chunks; chunk += SUBGROUPS) {
+        // All of x for the chunk, then the scales: stride 0 repeats sixteen of them in every column.
         uint next = min(chunk + SUBGROUPS, chunks - 1u);
         MATRIX_B b[STEPS];
         [[unroll]] for (uint i = 0u; i < STEPS; ++i)
@@ -122,6 +134,8 @@ void main() {
                             gl_CooperativeMatrixLayoutColumnMajor);
         }
         [[unroll]] for (uint r = 0u; r < R; ++r) {
+            // The tile is free once the matrices of the sixteen rows before have been loaded. `ahead` is free after the
+            // last sixteen: the next chunk is in flight during their products.
             subgroupBarrier();
             unpack(chunk, n0, r);
             if (r + 1u == R) load(next, n0);
@@ -140,7 +154,8 @@ void main() {
             }
         }
     }
-    // Each subgroup's results, one sixteen of rows after the other: by literal numbers, see coop_f16.
+    // Subgroups add their sums in shared memory, one sixteen of rows after the other. The first barrier waits until
+    // nobody reads the tile any more, the second until all sums are there. By literal numbers: see coop_f16.
 #define EACH_SIXTEEN(r)                                                                                                \
     if (r < R) {                                                                                                       \
         barrier();                                                                                                     \

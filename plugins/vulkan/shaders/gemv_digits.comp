@@ -1,9 +1,18 @@
 // GEMV for GPUs, y = x W^T for few rows of x, by integer dot products.
 //
-// Activations are int8 codes (DIGITS = 1), or floats taken apart by gemv_split into signed digits to base 256 with
-// one power of two per chunk of blocks: three hold 16-bit floats, four float32. Dot products of digits are exact. A
-// lane owns one row of each of R row groups (8 rows) and every (LANES / 8)-th chunk, so that eight lanes read 128
-// contiguous bytes; partial sums meet by shuffles, then in shared memory.
+// Activations are int8 codes (DIGITS = 1), or floats that gemv_split has decomposed into signed digits to base 256 with
+// one power of two per chunk of blocks: three hold 16-bit floats, four float32. A lane owns one row of each of R row
+// groups (8 rows) and every (LANES / 8)-th chunk, so that eight lanes read 128 contiguous bytes of the weight.
+//
+// Grid: x, folded into y, tiles of 8 R rows of the weight; z tiles of MT rows of x. A workgroup covers all of K.
+//
+// Memory: weights go from global memory to registers (`v`), UNROLL chunks in flight; x is read from global memory at
+// its use, since every workgroup reads the same few rows and finds them in a cache. Shared memory holds partial sums
+// only.
+//
+// Exactness: a dot product of digits and codes is an int32, exact over a chunk of at most 4 blocks: two digits together
+// are at most 128 columns * 128 * 128 * 257 < 2^30, and the zero point's share is no larger. Rounding begins with the
+// conversion to float32, once per chunk.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -45,7 +54,8 @@ layout(set = 0, binding = 7) readonly buffer Rest { vec4 rest[]; };      // [M][
 
 shared float partial[LANES / SUBGROUP * R * MT * 8u];
 
-// Half a block of a row, 16 codes as bytes in the order of k.
+// Half a block of a row, 16 codes as bytes in the order of k. An int4 word holds four codes in the low nibbles of its
+// bytes and the next four in the high ones, so two masks unpack it.
 uvec4 bytes(uvec4 first, uvec4 second, uint h) {
     if (BITS == 8u) {
         return h == 0u ? first : second;
@@ -58,6 +68,7 @@ int dot16(uvec4 a, uvec4 b) {
     return dot_bytes(a.x, b.x) + dot_bytes(a.y, b.y) + dot_bytes(a.z, b.z) + dot_bytes(a.w, b.w);
 }
 
+// The sum of digits 0 and 1 with that of digits 2 and 3, which weigh 2^16 times as much.
 float join(int low, int high) {
     return DIGITS == 2u ? float(low) : float(low) + 65536.0 * float(high);
 }
@@ -66,12 +77,16 @@ float acc[R * MT];
 uint marked = 0u;  // whether digits did not hold all of x
 uvec4 v[UNROLL * CHUNK * R * P];  // weights on their way
 
+// Adds the products of one chunk, whose weights are in slot u of `v`, to `acc`.
 void add_chunk(uint chunk, uint n0, uint row0, uint u) {
+    // A chunk never crosses a border of groups. The 0.5 keeps the product away from whole numbers, where it could
+    // round.
     uint group = uint((float(chunk * CHUNK) + 0.5) * groups_per_block);
     int sums[R * MT * DIGITS];
     int ones[MT];
     [[unroll]] for (uint i = 0u; i < R * MT * DIGITS; ++i) sums[i] = 0;
     [[unroll]] for (uint i = 0u; i < MT; ++i) ones[i] = 0;
+    // 16 columns at a time: the codes of R rows are unpacked once and meet every digit of MT rows of x.
     [[unroll]] for (uint half_ = 0u; half_ < 2u * CHUNK; ++half_) {
         uint c = half_ / 2u;
         uint from = ((u * CHUNK + c) * R) * P;
@@ -82,11 +97,13 @@ void add_chunk(uint chunk, uint n0, uint row0, uint u) {
             uint at = (min(row0 + m_, m - 1u) * blocks + chunk * CHUNK + c) * DIGITS * 2u + half_ % 2u;
             [[unroll]] for (uint d = 0u; d < DIGITS; ++d) {
                 uvec4 digits = x[at + 2u * d];
+                // Sums of the codes of x, by which zero points are corrected; gemv_split brings those of digits.
                 if (DIGITS == 1u && (ZERO != 0u || BITS == 4u)) ones[m_] += dot16(digits, uvec4(0x01010101u));
                 [[unroll]] for (uint r = 0u; r < R; ++r) sums[(r * MT + m_) * DIGITS + d] += dot16(digits, codes[r]);
             }
         }
     }
+    // The chunk's integers become float32: s (sum - z * sum of x), plus z * sum of x if z is a float.
     [[unroll]] for (uint r = 0u; r < R; ++r) {
         uint at = group * np + min(n0 + r * 8u, np - 1u);
         float s = scale[at];
@@ -118,7 +135,8 @@ vec4 code4(uint word) {
     return vec4(word & 0xffu, (word >> 8) & 0xffu, (word >> 16) & 0xffu, word >> 24);
 }
 
-// Adds the products of what the digits of a row of x left over of a block.
+// Adds the products of a block with the part of a row of x that its digits do not hold (`rest`). It is rare: weights
+// are read from global memory once more.
 void add_rest(uint block, uint r, uint m_, uint row_of_x, uint at, uint weight) {
     uint group = uint((float(block) + 0.5) * groups_per_block);
     uint parameter = group * np + weight;
@@ -137,6 +155,7 @@ void add_rest(uint block, uint r, uint m_, uint row_of_x, uint at, uint weight) 
     if (ZERO == 2u) acc[r * MT + m_] += uintBitsToFloat(zero[parameter]) * dot(plain, vec4(1.0));
 }
 
+// Scale and zero point of the row of x (int8 activations), then the bias.
 float finish(uint m_, uint n_, float value) {
     if (DIGITS == 1u) {
         if (asymmetric != 0u) value -= float(int(x_token[x_zero + m_])) * row_sum[n_];
@@ -149,13 +168,16 @@ void main() {
     uint lane = gl_SubgroupID * gl_SubgroupSize + gl_SubgroupInvocationID;
     uint tile = gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x;
     uint row0 = gl_WorkGroupID.z * MT;
-    if (tile * R * 8u >= n) return;
+    if (tile * R * 8u >= n) return;  // the whole workgroup, so that no barrier waits for it
+    // Lanes 8 i ... 8 i + 7 share a chunk and have one row each of every row group.
     uint row = lane & 7u;
     uint n0 = tile * R * 8u + row;
     uint stride = LANES / 8u;
     [[unroll]] for (uint i = 0u; i < R * MT; ++i) acc[i] = 0.0;
     uint chunks = blocks / CHUNK;
     for (uint chunk = lane >> 3; chunk < chunks; chunk += stride * UNROLL) {
+        // Issue all loads of UNROLL chunks before the first product needs one. Chunks and rows beyond the last read the
+        // last again: a load without a branch. Such chunks are skipped below, such rows are not written.
         [[unroll]] for (uint c = 0u; c < UNROLL * CHUNK; ++c) {
             uint at = min(chunk + c / CHUNK * stride, chunks - 1u) * CHUNK + c % CHUNK;
             [[unroll]] for (uint r = 0u; r < R; ++r) {
@@ -167,6 +189,7 @@ void main() {
             if (chunk + u * stride < chunks) add_chunk(chunk + u * stride, n0, row0, u);
         }
     }
+    // A second pass over the chunks that gemv_split marked, if this lane has met any.
     for (uint chunk = lane >> 3; marked != 0u && chunk < chunks; chunk += stride) {
         [[unroll]] for (uint m_ = 0u; m_ < MT; ++m_) {
             uint row_of_x = min(row0 + m_, m - 1u);
@@ -179,11 +202,13 @@ void main() {
             }
         }
     }
+    // Lanes of a subgroup that share a row, 8 apart, add their chunks up by shuffles ...
     [[unroll]] for (uint i = 0u; i < R * MT; ++i) {
         float value = acc[i];
         for (uint o = 8u; o < gl_SubgroupSize; o <<= 1) value += subgroupShuffleXor(value, o);
         if (gl_SubgroupInvocationID < 8u) partial[(gl_SubgroupID * R * MT + i) * 8u + row] = value;
     }
+    // ... and the subgroups in shared memory. It is written once, so one barrier suffices.
     barrier();
     for (uint t = lane; t < R * MT * 8u; t += LANES) {
         uint i = t / 8u;

@@ -1,7 +1,9 @@
-// Takes floats apart into DIGITS signed digits to base 256, one power of two per CHUNK blocks of 32 columns (see
-// gemv_digits). What the digits cannot hold is left as floats; a chunk is marked where that is more than 2^-21 of an
-// element, and a chunk that is not finite, or too large or small for powers of two, is left to them whole. An invocation
-// makes four columns; eight neighbours share a block and must share a subgroup with the chunk.
+// Decomposes floats into DIGITS signed digits to base 256, with one power of two per CHUNK blocks of 32 columns (see
+// gemv_digits). The part that digits cannot hold is written as floats (`rest`); a chunk is marked if that is more than
+// 2^-21 of an element. A chunk that is not finite, or too large or small for powers of two, is written to `rest` whole.
+//
+// An invocation decomposes four columns, from global memory to global memory. Eight neighbours share a block, and the
+// lanes of a chunk share a subgroup: they exchange magnitudes and sums by shuffles, without shared memory or barriers.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -32,6 +34,7 @@ void main() {
         bits = max(bits, floatBitsToUint(value[i]) & 0x7fffffffu);
     }
     [[unroll]] for (uint o = 1u; o < 8u * CHUNK; o <<= 1) bits = max(bits, subgroupShuffleXor(bits, o));
+    // The power of two: with the chunk's largest magnitude below 2^(e + 1), x 2^shift fits the digits.
     // |whole| < 2^(8 DIGITS - 1) less one part in 128, which the digits can just hold.
     int e = int((bits + 0x20000u) >> 23) - 127;
     bool fits = e >= -90 && e < 127 || bits == 0u;
@@ -42,6 +45,8 @@ void main() {
     vec4 rounded = roundEven(scaled);
     vec4 lost = scaled - rounded;
     uint marked = any(greaterThan(abs(lost), abs(scaled) * 4.76837158e-7)) || !fits ? 1u : 0u;
+    // Digits from the lowest on: the low byte as a signed number, whose sign carries into the remainder. The last digit
+    // is the remainder. `low` and `high` are the exact sums that gemv_digits corrects zero points by.
     int low = 0;
     int high = 0;
     uint packed[DIGITS];
@@ -61,7 +66,7 @@ void main() {
         high += subgroupShuffleXor(high, o);
         marked |= subgroupShuffleXor(marked, o);
     }
-    if (row >= m) return;
+    if (row >= m) return;  // not before: shuffles want every lane
     uint block = row * blocks + word / 8u;
     [[unroll]] for (uint d = 0u; d < DIGITS; ++d) digits[(block * DIGITS + d) * 8u + word % 8u] = packed[d];
     float down = uintBitsToFloat(uint(127 - shift / 2) << 23);

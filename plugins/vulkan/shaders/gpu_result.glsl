@@ -1,4 +1,4 @@
-// Where kernels for GPUs leave their results: float32 or 16-bit floats. Needs formats.glsl.
+// Results of kernels for GPUs: float32 or 16-bit floats. Needs formats.glsl.
 
 layout(set = 0, binding = 6) writeonly buffer Result32 { float result32[]; };
 layout(set = 0, binding = 6) writeonly buffer Result16 { uint16_t result16[]; };

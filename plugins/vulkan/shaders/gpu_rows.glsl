@@ -1,6 +1,6 @@
 // Rows of float activations, read element by element as the padded columns of a weight. Needs formats.glsl.
 //
-// Column c of the padded matrix belongs to group c / padded; what lies past the group's own columns or past K is 0.
+// Column c of the padded matrix belongs to group c / padded; columns past the group's own or past K are 0.
 
 layout(set = 0, binding = 0) readonly buffer Source { uint source[]; };
 layout(set = 0, binding = 0) readonly buffer Source4 { uvec4 source4[]; };

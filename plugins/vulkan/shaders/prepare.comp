@@ -1,4 +1,4 @@
-// Activations as float32 (or float16) rows, padded group by group as the weight is.
+// Activations as float32 (or float16) rows, padded group by group as the weight is. A lane copies four columns.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require

@@ -1,4 +1,4 @@
-// How a row of activations is quantized: q = clamp(round(x / s) + z, -128, 127).
+// Quantization of a row of activations: q = clamp(round(x / s) + z, -128, 127).
 
 const uint SYMMETRIC = 0u;
 const uint ASYMMETRIC = 1u;
@@ -8,7 +8,8 @@ const uint PER_TOKEN = 3u;
 const float SMALLEST = 1.17549435e-38;
 const uint INFINITE = 0x7f800000u;
 
-// The largest |x| of a row as bits, whose order is that of the numbers with NaN above all; smallest and largest x, and 0.
+// The largest |x| of a row as bits, whose order is that of the numbers with NaN above all; smallest and largest x, and
+// 0.
 struct Extent {
     uint size;
     float low;
@@ -32,17 +33,18 @@ vec2 dynamic_parameters(Extent e, uint mode) {
     return vec2(scale, clamp(roundEven(-128.0 - e.low / scale), -128.0, 127.0));
 }
 
-// Codes for x, or x itself where it holds codes; `row`: scale and zero point.
+// Codes for x, or x itself if it holds codes; `row`: scale and zero point.
 ivec4 codes_of(vec4 x, vec2 row) {
     if (DTYPE == INT8) return ivec4(x);
     return ivec4(clamp(roundEven(x / row.x) + row.y, vec4(-128.0), vec4(127.0)));
 }
 
-// What an image has around it: the value 0, which is the code z.
+// The padding of an image: the value 0, which is the code z.
 float outside(vec2 row) {
     return DTYPE == INT8 ? row.y : 0.0;
 }
 
+// Which of four columns exist, given their count.
 bvec4 which_exist(uint count) {
     return lessThan(uvec4(0u, 1u, 2u, 3u), uvec4(count));
 }

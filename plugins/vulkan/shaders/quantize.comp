@@ -2,8 +2,9 @@
 // group as the weight is. Also each row's s and z, and for each group the sum of q - z.
 //
 // A group of columns belongs to a team of lanes, so that its sum is made of few partial sums; with more groups than
-// lanes a team is a single lane and has several. With KEPT, a lane keeps all its words, at most KEPT, between finding
-// the parameters and using them; else it reads them twice.
+// lanes a team is a single lane and has several groups. A word is four columns, one word of codes. With KEPT, a lane
+// keeps all its words, at most KEPT, in registers between finding the parameters and using them; else it reads them
+// from global memory twice. Shared memory holds one value a lane, for the reductions.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -22,17 +23,19 @@ layout(binding = 5) writeonly buffer Scales { float row_scale[]; };
 layout(binding = 5) writeonly buffer Zeros { int row_int[]; };
 layout(binding = 7) writeonly buffer Codes { uint codes[]; };
 
+// One value a lane: the extent, then the sums of codes.
 shared uint sizes[gl_WorkGroupSize.x];
 shared float lows[gl_WorkGroupSize.x];
 shared float highs[gl_WorkGroupSize.x];
 shared int totals[gl_WorkGroupSize.x];
 
-vec4 kept[KEPT + 1u];
+vec4 kept[KEPT + 1u];  // one more: an array of none is not allowed
 
 uint lane() {
     return gl_LocalInvocationID.x;
 }
 
+// Lanes of a team: the largest power of two with which every group has a team, at least 1.
 uint team_size() {
     uint team = gl_WorkGroupSize.x;
     while (team > 1u && team * push.groups > gl_WorkGroupSize.x) team /= 2u;
@@ -73,6 +76,7 @@ vec4 read_place(Origin o, Place p, float outside) {
     return is_place(p) ? read_columns(o, p.group, p.word * 4u, outside) : vec4(0.0);
 }
 
+// Reads all of the lane's words into registers.
 void keep(Origin o, uint team, float outside) {
     Place p = first_place(team);
     [[unroll]] for (uint t = 0u; t < KEPT; ++t) {
@@ -95,7 +99,8 @@ Extent lane_extent(Origin o, uint team) {
     return e;
 }
 
-// The extent of the row.
+// The extent of the row, by a tree in shared memory: each barrier waits for the writes of the round before, the last
+// one for lane 0's result. Minimum and maximum are exact, so the order of lanes does not matter.
 Extent extent(Origin o, uint team) {
     Extent e = lane_extent(o, team);
     sizes[lane()] = e.size;
@@ -122,7 +127,8 @@ vec2 given_parameters(uint row) {
     return vec2(push.given_scale, float(push.given_zero));
 }
 
-// Writes the codes of a word; returns the sum of their q - z.
+// Writes the codes of a word; returns the sum of their q - z, an exact int32. Columns that do not exist have code 0 and
+// add nothing.
 int write_codes(uint row, Place p, vec4 x, vec2 parameters) {
     bvec4 exists = which_exist(count_columns(p.group, p.word * 4u));
     ivec4 q = mix(ivec4(0), codes_of(x, parameters), exists);
@@ -148,7 +154,8 @@ void add_up(uint row, uint team, int total) {
 
 void main() {
     uint row = gl_WorkGroupID.x + gl_WorkGroupID.y * push.grid;
-    if (row >= push.all_rows) return;
+    if (row >= push.all_rows) return;  // the whole workgroup, so that no barrier waits for it
+    // First the parameters: given ones, or from the extent of the row.
     Origin o = origin(row);
     uint team = team_size();
     vec2 found = is_given() ? given_parameters(row) : vec2(0.0);
@@ -156,6 +163,7 @@ void main() {
     if (KEPT > 0u) keep(o, team, edge);
     if (!is_given()) found = dynamic_parameters(extent(o, team), push.mode);
 
+    // Then the codes. A single lane's group ends inside the loop, a team's sum is completed by all of it.
     int total = 0;
     Place p = first_place(team);
     uint count = KEPT > 0u ? KEPT : count_words(team);

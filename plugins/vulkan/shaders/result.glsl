@@ -1,4 +1,4 @@
-// Results: float32 where WIDE is set, else 16-bit floats stored one by one.
+// Results: float32 if WIDE is set, else 16-bit floats stored one by one.
 
 layout(binding = 7) writeonly buffer Float32Result { float float32_result[]; };
 layout(binding = 7) writeonly buffer Float16Result { uint16_t float16_result[]; };

@@ -1,5 +1,6 @@
-// For activations with zero points: what each output channel's sum of weights adds, s (sum u - z count) over the
-// groups. A workgroup serves eight rows of the weight; its lanes share the groups.
+// For activations with zero points: the sum of each output channel's dequantized weights, s (sum u - z count) over the
+// groups. A workgroup of 128 lanes computes eight rows of the weight: lane % 8 is the row, sixteen lanes share its
+// groups and add their parts up by a tree in shared memory.
 #version 450
 layout(local_size_x = 128) in;
 

@@ -1,5 +1,5 @@
-// Activations as they came: rows of f32, f16, bf16 or int8, or the columns of a convolution over an NHWC image, which
-// are never written out: column k of row m is the pixel and channel that `tap` finds. Columns are read in fours, as the
+// Activations as they came: rows of f32, f16, bf16 or int8, or the columns of a convolution over an NHWC image. These
+// are never written out: `element` finds the pixel and channel for column k of row m. Columns are read in fours, as the
 // padded rows of `layout.Geometry` have them: whole groups of K, each rounded up to blocks of 32.
 
 layout(constant_id = 1) const uint CONV = 0u;
@@ -48,6 +48,7 @@ struct Origin {
 
 Origin origin(uint row) {
     if (CONV == 0u) return Origin(ivec2(0), row * push.pitch);
+    // Rows of the channel groups follow each other; within one, rows are output positions, image after image.
     uint pixels = push.out_height * push.out_width;
     uint head = row / push.rows;
     uint place = row % push.rows + push.first;
@@ -65,6 +66,7 @@ uint quotient(uint a, float inverse) {
 // The element of x for column k of a row, or OUTSIDE for the padding of an image.
 uint element(Origin o, uint k) {
     if (CONV == 0u) return o.offset + k;
+    // Columns are in (KH, KW, IC) order: the tap of the kernel, then the channel.
     uint tap = quotient(k, push.per_channel);
     uint tap_row = quotient(tap, push.per_kernel_width);
     ivec2 pixel = o.corner + ivec2(tap_row, tap - tap_row * push.kernel_width) * halves(push.dilation);
@@ -94,7 +96,7 @@ uint count_columns(uint g, uint offset) {
     return offset >= end ? 0u : min(end - offset, 4u);
 }
 
-// Four columns of group g from `offset` on. Those that do not exist are 0, and what an image has around it `outside`.
+// Four columns of group g from `offset` on. Those that do not exist are 0, those in the padding of an image `outside`.
 vec4 read_columns(Origin o, uint g, uint offset, float outside) {
     uint count = count_columns(g, offset);
     if (count == 0u) return vec4(0.0);

@@ -1,5 +1,6 @@
-// What the register tiles share: a lane owns TM rows and TN columns, which lie a workgroup's width apart, so that
-// neighbouring lanes read neighbouring vectors of the weight. No shared memory and no subgroups: right on any device.
+// Common part of the register tiles gemm_float and gemm_int: a lane owns TM rows and TN columns. The columns lie a
+// workgroup's width apart, so that neighbouring lanes read neighbouring vectors of the weight. Without shared memory
+// and subgroups it is correct on any device.
 //
 // Grid: x tiles of columns, y tiles of rows, z channel groups of a convolution, each with its own rows of x and of the
 // weight. Sizes are those of `layout.Geometry`; a column is a row of the weight.
@@ -73,7 +74,8 @@ uint first_vector(uint n) {
     return (n / 8u) * push.groups * push.blocks * (BITS / 4u) * 8u + n % 8u;
 }
 
-// The codes of 16 k, four to a word, of the row that begins at vector `first`.
+// The codes of 16 k, four to a word in the order of k, of the row that begins at vector `first`: a vector of int8, half
+// a vector of int4, whose low nibbles are k 0 to 3 of each eight and whose high nibbles are k 4 to 7.
 uvec4 weight_words(uint first, uint step) {
     if (BITS == 8u) return words_of(codes[first + step * 8u]);
     uvec2 w = words_of(half_codes[(first + step / 2u * 8u) * 2u + step % 2u]);

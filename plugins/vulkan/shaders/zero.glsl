@@ -9,7 +9,7 @@ struct ZeroPoint {
     float added;
 };
 
-// `bits`: what is stored as the zero point, anything where there is none.
+// `bits`: the stored zero point, anything if there is none.
 ZeroPoint zero_point(uint bits, uint kind) {
     int subtracted = kind == INT_ZERO ? int(bits) : (BITS == 4u ? 8 : 0);
     return ZeroPoint(subtracted, kind == FLOAT_ZERO ? uintBitsToFloat(bits) : 0.0);

@@ -1,6 +1,6 @@
 """qcore-vulkan: quantized kernels for any GPU with a Vulkan driver; a plugin of qcore.
 
-qcore finds `qcore_vulkan.plugin` by its entry point. What there is to call: `sequential`, which runs several modules as
+qcore finds `qcore_vulkan.plugin` by its entry point. The public functions: `sequential`, which runs several modules as
 one submission, `on_device`, which picks one of several devices, and `empty_cache`, which gives memory back. Importing
 this loads no native library.
 """

@@ -104,7 +104,7 @@ class Builder:
         subgroup: int = 0,
         barrier: bool = True,
     ) -> None:
-        """Run a variant of a shader; raises `native.Unsupported` where the device cannot.
+        """Run a variant of a shader; raises `native.Unsupported` if the device cannot.
 
         ``push``: words of its push constants, floats as float32. ``refs``: its storage buffers 0... Without ``barrier``
         it does not wait for the step before it.
@@ -249,7 +249,7 @@ def _word(value: SupportsIndex | SupportsFloat) -> int:
 
 
 def _words(nbytes: int) -> int:
-    """Bytes of whole 32-bit words, at least one: what a binding takes."""
+    """Bytes of whole 32-bit words, at least one: the unit of a binding."""
     return max(4, (nbytes + 3) // 4 * 4)
 
 

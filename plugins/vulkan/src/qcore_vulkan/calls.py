@@ -30,9 +30,9 @@ _NOTHING: Mapping[str, Tensor] = {}
 
 
 class Form:
-    """What a product depends on beside its tensors: the request's activation, output and result dtype.
+    """Everything but tensors that a product depends on: the request's activation, output and result dtype.
 
-    Compared by identity, which costs less than comparing what it holds: ask `form` for one.
+    Compared by identity, which costs less than comparing the values: `form` makes one for each combination.
     """
 
     __slots__ = ("activation", "out_dtype", "output")
@@ -102,7 +102,7 @@ def record_linear(
 
 
 def rows_in(b: Builder, rows: int, columns: int, dtype: torch.dtype) -> tuple[Rows, Place]:
-    """A matrix that is brought to the device: what steps read, and where the host writes it."""
+    """A matrix that is copied to the device: the rows that steps read, and the place that the host writes."""
     ref = b.input(steps.rows_bytes(rows, columns, dtype))
     x = Rows(ref, rows, columns, steps.rows_pitch(columns, dtype), dtype)
     return x, place(x)
@@ -122,7 +122,7 @@ def _run(program: Program, inputs: list[Tensor], y: Tensor, start: int, stop: in
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """A matrix where a row is one piece of memory: x, or a copy."""
+    """A matrix whose rows are contiguous: x, or a copy."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -201,7 +201,7 @@ def _box_bytes(x: Tensor, resident: Resident, geometry: Geometry2d, sizes: Sizes
 
 
 def pixels_of(x: Tensor) -> Tensor:
-    """Images ``(B, C, H, W)`` as the matrix ``(B * H * W, C)``: no copy where they are channels last."""
+    """Images ``(B, C, H, W)`` as the matrix ``(B * H * W, C)``: no copy if they are channels last."""
     return in_rows(x.movedim(1, -1).reshape(-1, x.shape[1]))
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from qcore.plugin_api import format_table, runs_now
+from qcore.plugin_api import binding_of, format_table, runs_now
 
 from .calls import largest
-from .flow import Stage, flow_of, has_hooks, stage_of
+from .flow import Stage, StaysOnHostError, flow_of, has_hooks, stage_of
 from .native import OutOfMemory
 from .programs import Programs
 from .recording import Recorded, device_of, record
@@ -31,7 +31,7 @@ _LOCAL = ("_pieces", "_bounds", "_ran")
 
 @dataclass(frozen=True)
 class Step:
-    """What became of one module: ``submission`` counts those of the device, from 1; 0 where it ran on the host."""
+    """Where one module ran: ``submission`` counts those of the device, from 1; 0 if it ran on the host."""
 
     name: str
     kind: str
@@ -72,7 +72,7 @@ def _count(number: int, what: str) -> str:
 
 @dataclass
 class _Piece:
-    """What runs together from one module on: ``stages`` on the device, or for a ``reason`` one module on the host."""
+    """Modules that run together: ``stages`` on the device, or for a ``reason`` one module on the host."""
 
     stages: tuple[Stage, ...] = ()
     reason: str = ""
@@ -87,8 +87,8 @@ class _Piece:
         return max(1, len(self.stages))
 
     @cached_property
-    def parts(self) -> int:
-        """In how many parts the input is cut, so that nothing on the way is larger than the device takes."""
+    def chunks(self) -> int:
+        """Chunks that the batch is cut into, so that no matrix on the way is larger than the device takes."""
         most = max(flow.nbytes for stage in self.stages for flow in (stage.before, stage.after))
         device = device_of(self.stages)
         assert device is not None
@@ -96,7 +96,7 @@ class _Piece:
 
 
 class Sequential(nn.Sequential):
-    """A `torch.nn.Sequential` whose modules run together on the device where they can.
+    """A `torch.nn.Sequential` whose modules run together on the device if they can.
 
     Everything else is as there: children, ``state_dict``, copies, ``to``. Where gradients are recorded, inside a trace
     or under autocast the modules run one by one.
@@ -153,8 +153,8 @@ class Sequential(nn.Sequential):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _notice_changes(self, leaves: _Leaves) -> None:
-        """Forget what was recorded for other modules, or for weights that have been packed anew since."""
-        bounds = [leaf.__dict__.get("_primary", leaf) for _, leaf in leaves]
+        """Forget what was recorded for other modules, or for weights that have been packed again since."""
+        bounds = [binding_of(leaf) for _, leaf in leaves]
         if len(bounds) != len(self._bounds) or any(a is not b for a, b in zip(bounds, self._bounds, strict=True)):
             self._forget()
             self._bounds = bounds
@@ -170,8 +170,8 @@ class Sequential(nn.Sequential):
 
     def _run_piece(self, leaves: _Leaves, start: int, piece: _Piece, x: Tensor) -> Tensor:
         stop = start + piece.length
-        if piece.parts > 1:
-            return torch.cat([self._run(leaves, start, stop, part) for part in x.tensor_split(piece.parts)])
+        if piece.chunks > 1:
+            return torch.cat([self._run(leaves, start, stop, part) for part in x.tensor_split(piece.chunks)])
         try:
             return piece.recorded.run(x)
         except OutOfMemory:
@@ -205,21 +205,23 @@ def _leaves(prefix: str, container: nn.Sequential) -> Iterator[tuple[str, nn.Mod
 
 
 def _modes(leaves: _Leaves) -> tuple[int, ...]:
-    """What decides beside the modules themselves: dropout runs while training, hooks come and go."""
+    """Further state that a plan depends on: dropout runs while training, hooks come and go."""
     return tuple(leaf.training + 2 * has_hooks(leaf) for _, leaf in leaves)
 
 
 def _plan(leaves: _Leaves, x: Tensor) -> _Piece:
     """The longest run of modules from the first one on, as far as it pays: there is a weight in it."""
-    flow = flow_of(x, leaves[0][1])
-    if isinstance(flow, str):
-        return _Piece(reason=flow)
+    try:
+        flow = flow_of(x, leaves[0][1])
+    except StaysOnHostError as error:
+        return _Piece(reason=str(error))
     stages: list[Stage] = []
     reason = ""
     for _, leaf in leaves:
-        stage = stage_of(leaf, flow)
-        if isinstance(stage, str):
-            reason = stage
+        try:
+            stage = stage_of(leaf, flow)
+        except StaysOnHostError as error:
+            reason = str(error)
             break
         if stage.bound and device_of([*stages, stage]) is not device_of([stage]):
             break
@@ -228,7 +230,7 @@ def _plan(leaves: _Leaves, x: Tensor) -> _Piece:
     if device_of(stages) is None:
         return _Piece(reason=reason if not stages else "no quantized layer follows that runs on the device")
     piece, first = _Piece(tuple(stages)), stages[0].before.shape
-    if piece.parts > (first[0] if len(first) > 1 else 1):
+    if piece.chunks > (first[0] if len(first) > 1 else 1):
         return _Piece(reason="a single row of the batch is too large for one go: each layer cuts it by itself")
     return piece
 

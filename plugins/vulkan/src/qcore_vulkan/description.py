@@ -1,4 +1,4 @@
-"""What is known of a physical device without opening it, and the choice of one."""
+"""Properties of a physical device, known without opening it, and the choice of one."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Matrix:
 class Description:
     """A physical device.
 
-    ``missing``: why this package cannot use it, empty where it can. ``local_input``: the device reads INPUT as fast as
+    ``missing``: why this package cannot use it, empty if it can. ``local_input``: the device reads INPUT as fast as
     its own memory; elsewhere INPUT is across a bus.
     """
 
@@ -137,7 +137,7 @@ def _is_named(name: str, part: str) -> bool:
 def select(known: Sequence[Description], wanted: int | str | None = None) -> Description:
     """The device of this index, the best whose name contains the text, or the best. Raises `NoDevice`.
 
-    A text of digits is an index where there is such a device, else a whole number in a name: as in Radeon 7900.
+    A text of digits is an index if there is such a device, else a whole number in a name: as in Radeon 7900.
     """
     if not known:
         raise NoDevice("no device: the Vulkan drivers that are installed have no device")
@@ -152,5 +152,5 @@ def select(known: Sequence[Description], wanted: int | str | None = None) -> Des
         raise NoDevice(f"no device: none of the Vulkan devices here is {wanted!r}: {names}")
     best = min(found, key=lambda one: (bool(one.missing), _ORDER.index(one.type), one.index))
     if best.missing:
-        raise NoDevice(f"no device: {best.name} cannot serve: {best.missing}")
+        raise NoDevice(f"no device: {best.name} cannot be used: {best.missing}")
     return best

@@ -55,7 +55,7 @@ class Stats(NamedTuple):
 
 @lru_cache(maxsize=1)
 def devices() -> Sequence[Description]:
-    """The physical devices, usable or not, in the loader's order. Raises `NoDevice` where there is no driver."""
+    """The physical devices, usable or not, in the loader's order. Raises `NoDevice` if there is no driver."""
     return tuple(parse(json.loads(native.library().devices())))
 
 
@@ -67,7 +67,7 @@ def preferred() -> Description:
     except NoDevice as error:
         if wanted is None:
             raise
-        text = f"{error}.\n{VARIABLE}={wanted} asks for it; without that variable the best device serves."
+        text = f"{error}.\n{VARIABLE}={wanted} asks for it; without that variable the best device is used."
         raise NoDevice(text) from None
 
 
@@ -98,7 +98,7 @@ def get(which: int | str | None = None) -> Device:
 
 
 def empty_cache() -> None:
-    """Give back what open devices hold beside weights: the memory that activations cross, and scratch memory.
+    """Give back the memory of open devices other than weights: the memory that activations cross, and scratch memory.
 
     Calls take what they need again. Memory that no call has needed for 10 seconds goes by itself at the next one.
     """
@@ -207,7 +207,7 @@ class Device:
         self.check(self.library.qv_inject(self.handle, what))
 
     def stats(self) -> Stats:
-        """What is alive on the device."""
+        """Counts of the objects alive on the device."""
         values = (c_uint64 * len(Stats._fields))()
         self.check(self.library.qv_stats(self.handle, values, len(values)))
         return Stats(*values)

@@ -7,12 +7,11 @@ import torch
 from qcore import Conv2dRequest
 from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty, why_not_encoding
 
-from .layout import ROWS, Geometry, rows_per_part
-from .layout import why_not as why_not_packed
+from .layout import ROWS, Geometry, rows_per_part, why_not_packed
 
 
 def why_not(request: AnyRequest) -> str:
-    """Why a request is refused; empty where it is served."""
+    """Why a request is refused; empty if it is supported."""
     return (
         _why_not_device(request.device)
         or why_not_empty(request)
@@ -35,13 +34,13 @@ def _why_not_sizes(request: AnyRequest, largest: int) -> str:
     geometry = Geometry.of(request.weight, request.n, request.k)
     heads = request.groups if isinstance(request, Conv2dRequest) else 1
     if max(ROWS * geometry.row_bytes, 4 * heads * geometry.columns) > largest:
-        return f"rows of {heads * request.k} values are longer than a buffer of {largest} bytes holds; torch ops serve."
+        return f"rows of {heads * request.k} values are longer than a buffer of {largest} bytes; torch ops are used."
     if not isinstance(request, Conv2dRequest):
         return ""
     if heads > 1 and rows_per_part(geometry, largest) < request.n:
         return (
             f"the weight of a convolution in {heads} channel groups must fit into one buffer, "
-            f"here of {largest} bytes; torch ops serve."
+            f"here of {largest} bytes; torch ops are used."
         )
     return _why_not_window(request)
 

@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcore import FormatError
-from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
-from qcore.plugin_api import FLOATS, output_size
+from qcore import Conv2dRequest, FormatError
+from qcore.plugin_api import FLOATS, BoundLayer, bound_layer, layer_contract, output_size
 
 from .kernel import HandleKernel
 from .steps import rows_bytes
-
-# ruff: noqa: SLF001 - asks quantized modules for the kernels they are bound to
 
 ROWS, IMAGE, INDICES = "rows", "image", "indices"
 
@@ -56,26 +53,36 @@ class Flow:
 
 @dataclass(frozen=True)
 class Stage:
-    """One module on the device: ``bound`` to a kernel of ours, or ``elementwise`` by name, or nothing to be done."""
+    """One module on the device.
+
+    **Fields:** ``before``, ``after``: its input and output; ``bound``: a quantized layer with a kernel of this plugin;
+    ``elementwise``: the name of a function in `steps.ELEMENTWISE`. With neither, it is a view and computes nothing.
+    """
 
     module: nn.Module
     before: Flow
     after: Flow
-    bound: Any = None
+    bound: BoundLayer | None = None
     elementwise: str = ""
 
 
-def flow_of(x: Tensor, module: nn.Module) -> Flow | str:
-    """How x enters a chain that starts with ``module``; else why it cannot."""
+class StaysOnHostError(Exception):
+    """A module cannot run on the device; the text is the reason, as `Explanation` shows it."""
+
+
+def flow_of(x: Tensor, module: nn.Module) -> Flow:
+    """The flow that x enters a chain with which starts with ``module``; raises `StaysOnHostError`."""
     if x.device.type != "cpu":
-        return f"the input is on {x.device}, not on the CPU"
+        raise StaysOnHostError(f"the input is on {x.device}, not on the CPU")
     if not x.numel():
-        return "the input is empty"
+        raise StaysOnHostError("the input is empty")
     if not x.dtype.is_floating_point and x.dtype != torch.int8:
         return Flow(INDICES, tuple(x.shape), x.dtype)
-    if x.dim() == 4 and isinstance(module, QuantizedConv2d):
+    if x.dim() == 4 and layer_contract(module) == "conv2d":
         return Flow(IMAGE, tuple(x.shape), x.dtype)
-    return Flow(ROWS, tuple(x.shape), x.dtype) if x.dim() else "the input has no dimensions"
+    if not x.dim():
+        raise StaysOnHostError("the input has no dimensions")
+    return Flow(ROWS, tuple(x.shape), x.dtype)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -85,19 +92,23 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(before or after or own["_backward_pre_hooks"] or own["_backward_hooks"])
 
 
-def stage_of(module: nn.Module, before: Flow) -> Stage | str:
-    """How ``module`` takes part; else why it does not."""
+def stage_of(module: nn.Module, before: Flow) -> Stage:
+    """``module`` as a stage of a program; raises `StaysOnHostError`."""
     if has_hooks(module):
-        return "it has hooks, which run on the host"
+        raise StaysOnHostError("it has hooks, which run on the host")
     if type(module) is nn.Identity or (type(module) in _DROPOUTS and not module.training):
         return Stage(module, before, before)
     if type(module) is nn.Flatten:
         return _flatten(module, before)
     name = _elementwise(module)
     if name:
-        return Stage(module, before, before, elementwise=name) if before.dtype in FLOATS else _no_float(before.dtype)
-    planner = _QUANTIZED.get(type(module))
-    return planner(module, before) if planner else "there is no step for it on the device"
+        if before.dtype not in FLOATS:
+            raise StaysOnHostError(_no_float(before.dtype))
+        return Stage(module, before, before, elementwise=name)
+    planner = _QUANTIZED.get(layer_contract(module))
+    if planner is None:
+        raise StaysOnHostError("there is no step for it on the device")
+    return planner(module, before)
 
 
 def _elementwise(module: nn.Module) -> str:
@@ -110,10 +121,10 @@ def _no_float(dtype: torch.dtype) -> str:
     return f"it takes floats on the device, not {str(dtype).removeprefix('torch.')}"
 
 
-def _flatten(module: nn.Flatten, before: Flow) -> Stage | str:
-    """Where it is only another view of the same matrix."""
+def _flatten(module: nn.Flatten, before: Flow) -> Stage:
+    """A view of the same matrix; raises `StaysOnHostError` for any other."""
     if before.kind == INDICES:
-        return "it stands before a lookup"
+        raise StaysOnHostError("it stands before a lookup")
     first, last = (dim % len(before.shape) for dim in (module.start_dim, module.end_dim))
     middle = math.prod(before.shape[first : last + 1])
     after = replace(before, kind=ROWS, shape=(*before.shape[:first], middle, *before.shape[last + 1 :]))
@@ -123,66 +134,66 @@ def _flatten(module: nn.Flatten, before: Flow) -> Stage | str:
         return Stage(module, before, after)
     if before.kind == ROWS and last < len(before.shape) - 1:
         return Stage(module, before, after)
-    return "it moves numbers: only where it is another view of the same rows does it stay on the device"
+    raise StaysOnHostError("it moves numbers: it stays on the device only if it is another view of the same rows")
 
 
-def _bound(module: Any, dtype: torch.dtype) -> Any:
-    """The kernel that serves activations of ``dtype``, where it is ours; else why there is none."""
-    if module._primary is None:
-        return "it is on the meta device"
+def _bound(module: nn.Module, dtype: torch.dtype | None) -> BoundLayer:
+    """The layer bound for activations of ``dtype``; raises `StaysOnHostError` if its kernel is another plugin's."""
     try:
-        bound = module._bound_for(dtype, False)
+        bound = bound_layer(module, dtype)
     except FormatError as error:
-        return str(error).splitlines()[0]
+        raise StaysOnHostError(str(error).splitlines()[0]) from error
     if isinstance(bound.kernel, HandleKernel):
         return bound
-    return f"{bound.kernel.name} serves it; qcore.using('vulkan') when it is made asks for this plugin"
+    raise StaysOnHostError(
+        f"{bound.kernel.name} runs it; make the layer under qcore.using('vulkan') to get a kernel of this plugin"
+    )
 
 
-def _product(module: Any, before: Flow, shape: Callable[[Any], tuple[int, ...]]) -> Stage | str:
+def _product(module: Any, before: Flow, shape: Callable[[Any], tuple[int, ...]]) -> Stage:
     if before.dtype == torch.int8:
         if not getattr(module.scheme.activation, "is_given", False):
-            return "int8 codes need a scheme with static activations"
+            raise StaysOnHostError("int8 codes need a scheme with static activations")
     elif before.dtype not in FLOATS:
-        return _no_float(before.dtype)
+        raise StaysOnHostError(_no_float(before.dtype))
     bound = _bound(module, before.dtype)
-    if isinstance(bound, str):
-        return bound
     return Stage(module, before, Flow(before.kind, shape(bound.request), bound.request.out_dtype), bound)
 
 
-def _linear(module: QuantizedLinear, before: Flow) -> Stage | str:
+def _linear(module: Any, before: Flow) -> Stage:
     if before.kind != ROWS or before.shape[-1] != module.in_features:
-        return f"an input of shape {before.shape} does not lie in rows of {module.in_features}"
+        raise StaysOnHostError(f"an input of shape {before.shape} does not lie in rows of {module.in_features}")
     return _product(module, before, lambda _request: (*before.shape[:-1], module.out_features))
 
 
-def _conv2d(module: QuantizedConv2d, before: Flow) -> Stage | str:
+def _conv2d(module: Any, before: Flow) -> Stage:
     if before.kind != IMAGE or before.shape[1] != module.in_channels:
-        return f"an input of shape {before.shape} is no batch of images of {module.in_channels} channels"
-    if module._outer_padding:
-        return f"padding mode {module.padding_mode!r} is done on the host"
+        raise StaysOnHostError(
+            f"an input of shape {before.shape} is no batch of images of {module.in_channels} channels"
+        )
     size = (before.shape[2], before.shape[3])
 
-    def shape(request: Any) -> tuple[int, ...]:
+    def shape(request: Conv2dRequest) -> tuple[int, ...]:
         return (before.shape[0], module.out_channels, *output_size(request, *size))
 
     stage = _product(module, before, shape)
-    return stage if isinstance(stage, str) or min(stage.after.shape) > 0 else "its kernel is larger than the images"
+    if stage.bound is not None and stage.bound.outer_padding:
+        raise StaysOnHostError(f"padding mode {module.padding_mode!r} is done on the host")
+    if min(stage.after.shape) <= 0:
+        raise StaysOnHostError("its kernel is larger than the images")
+    return stage
 
 
-def _embedding(module: QuantizedEmbedding, before: Flow) -> Stage | str:
+def _embedding(module: Any, before: Flow) -> Stage:
     if before.kind != INDICES or before.dtype not in (torch.int32, torch.int64):
-        return "a lookup takes indices, int32 or int64, from the host"
-    bound = _bound(module, module._dtype)
-    if isinstance(bound, str):
-        return bound
+        raise StaysOnHostError("a lookup takes indices, int32 or int64, from the host")
+    bound = _bound(module, None)
     after = Flow(ROWS, (*before.shape, module.embedding_dim), bound.request.out_dtype)
     return Stage(module, before, after, bound)
 
 
-_QUANTIZED: dict[type[nn.Module], Callable[[Any, Flow], Stage | str]] = {
-    QuantizedLinear: _linear,
-    QuantizedConv2d: _conv2d,
-    QuantizedEmbedding: _embedding,
+_QUANTIZED: dict[str, Callable[[Any, Flow], Stage]] = {
+    "linear": _linear,
+    "conv2d": _conv2d,
+    "embedding": _embedding,
 }

@@ -1,4 +1,4 @@
-"""What the kernels of the three contracts share: packing into device memory, and the way back."""
+"""Common part of the kernels of the three contracts: packing into device memory, and the way back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HandleKernel(Kernel):
 
     @property
     def packing(self) -> str:
-        """One layout serves every contract, so layers that are tied share the memory."""
+        """One layout for every contract, so layers that are tied share the memory."""
         return "vulkan"
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ class Geometry:
 
     @classmethod
     def of(cls, format: Format, n: int, k: int) -> Geometry:
-        """The sizes for a weight that `why_not` has nothing against."""
+        """The sizes for a weight that `why_not_packed` has nothing against."""
         group = _stored_group(format, k)
         split = -(-format.group(k) // group)
         return cls(n, k, format.bits, group, -(-k // group), split, _KINDS[format.zero])
@@ -74,7 +74,7 @@ class Geometry:
 
     @cached_property
     def columns(self) -> int:
-        """Columns with padding: what a row of prepared activations has."""
+        """Columns with padding: the length of a row of prepared activations."""
         return self.groups * self.blocks * BLOCK
 
     @cached_property
@@ -92,8 +92,8 @@ def _stored_group(format: Format, k: int) -> int:
     return next((part for part in range(LONGEST, 0, -1) if group % part == 0), 1)
 
 
-def why_not(format: Format, k: int) -> str:
-    """Why a weight of ``k`` columns, at least one, cannot be stored, in a sentence; empty where it can."""
+def why_not_packed(format: Format, k: int) -> str:
+    """Why a weight of ``k`` columns, at least one, cannot be stored, in a sentence; empty if it can."""
     group, stored = format.group(k), _stored_group(format, k)
     if stored < group and stored % BLOCK:
         return f"group size {group} does not divide into parts of at most {LONGEST}; use a multiple of {BLOCK}."
@@ -127,7 +127,7 @@ def pack(weight: QTensor, geometry: Geometry) -> Packed:
 
 
 def _offset(geometry: Geometry) -> int:
-    """What is added to codes: stored int4 codes are not negative."""
+    """The offset added to codes: stored int4 codes are not negative."""
     return 8 if geometry.bits == 4 else 0
 
 

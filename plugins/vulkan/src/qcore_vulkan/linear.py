@@ -35,7 +35,7 @@ class VulkanLinear(HandleKernel, RowsKernel):
         )
 
     def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:
-        """Measure every kernel that the device has for this number of rows; the fastest serves from now on."""
+        """Measure every kernel that the device has for this number of rows; the fastest is used from now on."""
         from .tuning import tune_linear
 
         tune_linear(x.reshape(-1, self.k), find(packed["weight"]), bias, self._form, given)

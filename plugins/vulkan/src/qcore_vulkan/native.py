@@ -83,7 +83,7 @@ class Step(ctypes.Structure):
 
 
 class Copy(ctypes.Structure):
-    """`qv_copy`: rows of host memory beside rows of INPUT or OUTPUT."""
+    """`qv_copy`: rows of host memory and the rows of INPUT or OUTPUT that they are copied to or from."""
 
     _fields_ = (
         ("host", c_void_p),
@@ -185,7 +185,7 @@ def spirv(variant: str) -> bytes:
 
 
 def left_out(variant: str) -> str:
-    """What the glslc that built this installation did not know and a variant needs; empty where nothing was."""
+    """The feature that a variant needs and the glslc of this build did not know; empty if nothing was."""
     path = built("spirv/left_out.txt")
     lines = path.read_text("utf-8").splitlines() if path else []
     return dict(line.split(maxsplit=1) for line in lines).get(variant, "")

@@ -1,7 +1,7 @@
-"""``torch.ops.qcore_vulkan.*``: what the kernels are in a graph.
+"""``torch.ops.qcore_vulkan.*``: the kernels as ops of a graph.
 
 Weights are handles (see `weights`), every other argument is flat. Ops look at the number of rows when they run, so one
-graph serves any. In eager mode kernels call `calls` directly where `qcore.discovery.kernels.runs_now` allows.
+graph supports any. In eager mode kernels call `calls` directly if `qcore.plugin_api.runs_now` allows it.
 """
 
 from __future__ import annotations

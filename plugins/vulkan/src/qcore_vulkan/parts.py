@@ -1,4 +1,4 @@
-"""Calls in parts: where activations are larger than a device takes at once, or its memory runs out.
+"""Calls cut into parts, if activations are larger than a device takes at once, or its memory runs out.
 
 A convolution is cut into boxes of its result: along the images, then the rows of one image, then the positions of one
 row. So the results of a box lie side by side, channels last.
@@ -19,7 +19,7 @@ Box = tuple[Span, Span, Span]
 
 
 def in_parts(count: int, most: int, run: Callable[[int, int], None]) -> None:
-    """Call ``run(start, stop)`` over ``range(count)``, at most ``most`` at a time, fewer where memory runs out."""
+    """Call ``run(start, stop)`` over ``range(count)``, at most ``most`` at a time, fewer if memory runs out."""
     start, most = 0, max(1, min(count, most))
     while start < count:
         stop = min(count, start + most)

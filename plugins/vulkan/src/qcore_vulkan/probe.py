@@ -1,4 +1,4 @@
-"""Which device would serve, or why none does. Asks for physical devices only: none is opened."""
+"""The device that would be used, or why there is none. Lists physical devices only: none is opened."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def _found(chosen: Description, known: Sequence[Description]) -> Available:
 _COOPERATIVE_16, _COOPERATIVE_8 = "float16 cooperative matrices", "int8 cooperative matrices"
 _DOT = "integer dot product"
 _USES = (_COOPERATIVE_16, _COOPERATIVE_8, _DOT)
-"""What makes shaders faster, the best first; without any of them plain arithmetic serves."""
+"""Features that make shaders faster, the best first; without any of them shaders use plain arithmetic."""
 
 
 def why_off(chosen: Description) -> Mapping[str, str]:
-    """What of `_USES` this device does without, and why."""
+    """The features of `_USES` that this device lacks, and why."""
     found = {}
     for name, elements, variant in ((_COOPERATIVE_16, "f16", "coop_f16"), (_COOPERATIVE_8, "s8", "coop_int8")):
         if not chosen.features["cooperative_matrix"]:
@@ -73,5 +73,5 @@ def why_off(chosen: Description) -> Mapping[str, str]:
 
 @lru_cache(maxsize=1)
 def rank() -> Rank:
-    """`EMULATED` where the device that would serve is software, else `OFFLOAD`."""
+    """`EMULATED` if the preferred device is software, else `OFFLOAD`."""
     return EMULATED if preferred().type == "cpu" else OFFLOAD

@@ -25,7 +25,7 @@ class Programs(Generic[K, V]):
         self._kept: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """What is kept under ``key``, else what ``make`` gives."""
+        """The value kept under ``key``, else the result of ``make``."""
         found = self._kept.get(key)
         if found is None:
             found = make()
@@ -36,7 +36,7 @@ class Programs(Generic[K, V]):
         return found
 
     def put(self, key: K, made: V) -> None:
-        """Keep ``made`` under ``key``, whatever was there."""
+        """Keep ``made`` under ``key``; replaces an earlier value."""
         self._kept[key] = made
         while len(self._kept) > self._most:
             with contextlib.suppress(KeyError):

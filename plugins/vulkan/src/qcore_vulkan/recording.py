@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qcore.plugin_api import laid_out_like
+from qcore import Conv2dRequest, EmbeddingRequest
+from qcore.plugin_api import AnyRequest, laid_out_like
 
 from . import steps
 from .bias import Biases
@@ -48,7 +49,7 @@ class Recorded:
         return not self.device.lost and all(bias.current() for bias in self.biases)
 
     def run(self, x: Tensor) -> Tensor:
-        """What the modules give for x, which has the shape and dtype that was recorded."""
+        """The result of the modules for x, which has the shape and dtype that was recorded."""
         first, last = self.stages[0].before, self.stages[-1].after
         if first.kind == INDICES:
             flat = indices_of(x, self.residents[0].n)
@@ -68,6 +69,7 @@ def device_of(stages: Sequence[Stage]) -> Device | None:
 
 
 def _resident(stage: Stage) -> Resident:
+    assert stage.bound is not None
     return find(stage.bound.packed["weight"])
 
 
@@ -80,12 +82,12 @@ def record(stages: Sequence[Stage]) -> Recorded:
     working = [stage for stage in stages if stage.bound or stage.elementwise]
     biases: list[_BiasInUse] = []
     sizes = [steps.rows_bytes(*stage.after.matrix, stage.after.dtype) for stage in working]
-    # What is between two modules alternates between two places, however long the chain.
+    # Results between two modules alternate between two places, however long the chain.
     places = [b.scratch(max(sizes[turn:-1:2], default=0)) for turn in range(2)]
     for turn, (stage, size) in enumerate(zip(working, sizes, strict=True)):
         out = b.output(size) if stage is working[-1] else places[turn % 2].part(0, size)
         if stage.bound:
-            value = _product(b, value, stage, residents[id(stage)], biases, out)
+            value = _product(b, value, stage, stage.bound.request, residents[id(stage)], biases, out)
         else:
             assert isinstance(value, Rows)
             value = steps.elementwise(b, _seen_as(value, stage.before), stage.elementwise, out)
@@ -110,16 +112,24 @@ def _seen_as(value: Rows, flow: Flow) -> Rows:
 
 
 def _product(
-    b: Builder, value: Rows | Ref, stage: Stage, resident: Resident, biases: list[_BiasInUse], out: Ref | None
+    b: Builder,
+    value: Rows | Ref,
+    stage: Stage,
+    request: AnyRequest,
+    resident: Resident,
+    biases: list[_BiasInUse],
+    out: Ref | None,
 ) -> Rows:
-    request, bias = stage.bound.request, stage.module._parameters.get("bias")  # noqa: SLF001 - as above
-    if not isinstance(value, Rows):
+    bias = stage.module._parameters.get("bias")  # noqa: SLF001 - as above
+    if not isinstance(value, Rows) or isinstance(request, EmbeddingRequest):
+        assert isinstance(value, Ref)
         return steps.embedding(b, value, stage.before.matrix[0], resident.weight, request.out_dtype, out)
     buffer = None if bias is None else resident.biases.buffer(bias)
     biases.append(_BiasInUse(stage.module, resident.biases, buffer))
     quantization = (request.activation, request.output, request.out_dtype)
-    if stage.before.kind != IMAGE:
+    if not isinstance(request, Conv2dRequest):
         return steps.linear(b, value, resident.weight, buffer, *quantization, out=out)
     sizes = geometry(request.kernel_size, request.stride, request.padding, request.dilation, request.groups)
-    image = Image(value, *stage.before.shape)
+    batch, channels, height, width = stage.before.shape
+    image = Image(value, batch, channels, height, width)
     return steps.conv2d(b, image, resident.weight, buffer, sizes, *quantization, out=out).rows

@@ -13,7 +13,7 @@ from .calls import Form, in_rows, per_token, record_linear
 from .layout import DeviceWeight, download, upload
 from .steps import selection
 from .steps.prepare import is_asymmetric
-from .steps.problem import Problem
+from .steps.problem import GemmProblem
 from .weights import Resident
 
 _CACHED = 96 << 20
@@ -23,12 +23,12 @@ _RUNS = 20
 
 
 def tune_linear(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, given: Mapping[str, Tensor]) -> None:
-    """Measure every kernel for this number of rows on the device; the fastest serves from now on."""
+    """Measure every kernel for this number of rows on the device; the fastest is used from now on."""
     device = resident.device
     if device.profile != "gpu":
         return  # register tiles are all there is
     out_dtype = form.out_dtype if form.output is None else torch.float32
-    problem = Problem(
+    problem = GemmProblem(
         "gemm_float" if form.activation is None else "gemm_int",
         x.shape[0],
         resident.weight.geometry,

@@ -26,7 +26,7 @@ def keep(description: Description, problem: Any, kernel: Any) -> bool:
 
 
 def first(description: Description, problem: Any, kernels: Iterable[T]) -> T | None:
-    """Of ``kernels`` that can serve the problem the one that was kept, else the first one."""
+    """Of ``kernels``, which support the problem, the one that was kept, else the first one."""
     wanted = recall(_key(description, problem))
     if wanted is None:
         return next(iter(kernels), None)

@@ -1,4 +1,4 @@
-"""Which SPIR-V modules serve every device, and which of them a device takes."""
+"""The SPIR-V modules for every device, and the variant of each that a device supports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TILES = (
     "prepare", "quantize", "gemm_float", "gemm_float_long", "gemm_int_dot", "gemm_int_plain", "gemm_int_long",
     "conv_direct", "finish", "embedding", "elementwise",
 )  # fmt: skip
-"""Modules that together serve every request."""
+"""Modules that together support every request."""
 
 
 def float_variant(device: Device) -> str:
@@ -18,7 +18,7 @@ def float_variant(device: Device) -> str:
 
 
 def int_variant(device: Device) -> str:
-    """The tile for int8 activations: with integer dot products where the device has them."""
+    """The tile for int8 activations: with integer dot products if the device has them."""
     dot = ("gemm_int_dot",) if device.description.features.get("integer_dot") else ()
     return _first(device, *_long(device, "gemm_int_long"), *dot, "gemm_int_plain")
 

@@ -55,7 +55,7 @@ class Resident:
 
 
 class Holder:
-    """What owns a resident, and makes another one where a device was lost. ``number``: what its handle holds."""
+    """The owner of a resident; makes another one if the device was lost. ``number``: what its handle holds."""
 
     def __init__(self, weight: QTensor) -> None:
         self.number = next(_numbers)
@@ -66,7 +66,7 @@ class Holder:
         _alive[self.number] = self
 
     def resident(self) -> Resident:
-        """The weight on a device that lives. Raises `PluginError` where the device was lost, and the weight with it."""
+        """The weight on a device that lives. Raises `PluginError` if the device was lost, and the weight with it."""
         if os.getpid() != self._process:  # before any lock: another thread may have held it at the fork
             raise Forked(
                 "this weight is on a Vulkan device that the parent of this process has opened, and drivers do not "
@@ -110,7 +110,7 @@ def handle(weight: QTensor) -> Tensor:
 
 
 def find(tensor: Tensor) -> Resident:
-    """The resident behind a handle. Raises `PluginError` where it is gone."""
+    """The resident behind a handle. Raises `PluginError` if it is gone."""
     found = _alive.get(int(tensor.item()))
     if found is None:
         raise PluginError(

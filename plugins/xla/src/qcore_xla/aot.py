@@ -1,4 +1,4 @@
-"""Compile JAX functions for TPUs ahead of time, with libtpu and no TPU, and see what the compiler made of them.
+"""Compile JAX functions for TPUs ahead of time, with libtpu and no TPU, and inspect the compiled programs.
 
 libtpu reads `ENVIRONMENT` when it is loaded, so a process that compiles here sets it before its first use of JAX;
 nothing is set behind anybody's back. Bytes and steps are facts of the program. Times are not: the compiler's own
@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "TPU_MIN_LOG_LEVEL": "3",
 }
-"""What libtpu wants to find in the environment of a process on a machine without a TPU."""
+"""The environment that libtpu needs of a process on a machine without a TPU."""
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 """The smallest topology of each generation, as libtpu writes it."""
@@ -54,7 +54,7 @@ _PRODUCT = re.compile(r"= ([a-z0-9]+)\[[^=]* (?:dot|convolution)\(")
 
 
 def why_not(generation: str) -> str:
-    """Why this process cannot compile for ``generation``; empty where it can be tried."""
+    """Why this process cannot compile for ``generation``; empty if it can."""
     if generation not in TOPOLOGIES:
         return f"no TPU generation is called {generation!r}; there are {', '.join(TOPOLOGIES)}."
     missing = [f"{name}={value}" for name, value in ENVIRONMENT.items() if name not in os.environ]
@@ -64,7 +64,7 @@ def why_not(generation: str) -> str:
 
 
 def why_not_int8(generation: str) -> str:
-    """Why int8 activations are refused on a generation; empty where its matrix units take them."""
+    """Why int8 activations are refused on a generation; empty if its matrix units take them."""
     if generation not in NO_INT8:
         return ""
     return (
@@ -90,11 +90,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """What the compiler made of a function.
+    """A compiled function.
 
     **Fields:** ``steps``, but for prefetches into on-chip memory and steps that depend on no input; ``products``: the
     element type of each dot's result; ``bytes_accessed`` as the compiler counts them; ``temporary``: bytes of memory
-    beside arguments and results; ``text``: the program.
+    in addition to arguments and results; ``text``: the program.
     """
 
     generation: str
@@ -121,7 +121,7 @@ class Program:
 def compile_for(generation: str, function: Callable[..., Any], *specs: tuple[Sequence[int], Any]) -> Program:
     """Compile ``function`` of arrays ``(shape, dtype)`` for one core of a TPU generation.
 
-    Raises `ValueError` with a reason where this process cannot; what the compiler itself refuses comes as it is.
+    Raises `ValueError` with a reason if this process cannot; what the compiler itself refuses comes as it is.
     """
     if reason := why_not(generation):
         raise ValueError(reason)
@@ -154,7 +154,7 @@ def products_of(text: str) -> tuple[str, ...]:
 
 
 def steps_of(text: str) -> tuple[Step, ...]:
-    """What the entry computation of a program does, in order; see `Program`."""
+    """The steps of the entry computation of a program, in order; see `Program`."""
     entry = _ENTRY.search(text)
     return tuple(_steps(entry.group(0).splitlines()[1:-1])) if entry else ()
 

@@ -32,7 +32,7 @@ def specs(scheme: str, m: int, n: int, k: int) -> tuple[Spec, Spec, Spec]:
 
 
 def body(scheme: str, *, pallas: bool = False) -> Callable[[Any, Any, Any], Any]:
-    """``(x, data, scale) -> y`` for a scheme without zero points, dynamic where activations are int8."""
+    """``(x, data, scale) -> y`` for a scheme without zero points, dynamic if activations are int8."""
     from .bodies.form import Form
     from .bodies.linear import linear
 
@@ -46,5 +46,5 @@ def body(scheme: str, *, pallas: bool = False) -> Callable[[Any, Any, Any], Any]
 
 
 def compiled_linear(chip: str, scheme: str, m: int, n: int, k: int, *, pallas: bool = False) -> aot.Program:
-    """What the compiler for ``chip`` makes of a linear layer."""
+    """A linear layer compiled for ``chip``."""
     return aot.compile_for(chip, body(scheme, pallas=pallas), *specs(scheme, m, n, k))

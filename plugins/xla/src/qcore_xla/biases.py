@@ -2,7 +2,7 @@
 
 They are told apart by their values: a tensor's identity and version do not show what is written through ``.data`` or
 swapped in, and to hold a tensor weakly would forbid torch to swap it. Where comparing would wait for a device, each
-call writes the values anew.
+call writes the values again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Biases:
         return self._written(bias) if bias.is_cuda else self._made(bias)
 
     def _same(self, bias: Tensor) -> Tensor | None:
-        """What was made of these values, which takes 2 us to find out."""
+        """The padded bias made from these values, which takes 2 us to find out."""
         for values, made in reversed(self._known):
             if values.dtype == bias.dtype and torch.equal(values, bias):
                 return made
@@ -52,7 +52,7 @@ class Biases:
     def _written(self, bias: Tensor) -> Tensor:
         """The same memory at each call. JAX reads it after torch's stream wrote it, which it waits for to read x."""
         if self._room is None:
-            self._room = self._made(bias).clone()  # its own, whatever `_made` shares
+            self._room = self._made(bias).clone()  # its own, even if `_made` shares it
         else:
             self._room.narrow(-1, 0, self._each).copy_(self._by_heads(bias))
         return self._room

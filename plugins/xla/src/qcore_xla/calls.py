@@ -1,6 +1,6 @@
 """The ops on torch tensors: x is brought into a shape that XLA compiles for, the engine runs the body, y is cut out.
 
-On a CPU the bodies compute in float32 whatever the dtypes: XLA's products of 16-bit floats are slow there, and the
+On a CPU the bodies compute in float32 for all dtypes: XLA's products of 16-bit floats are slow there, and the
 copy that fills x up converts it as well. Rows are filled up to powers of two, and to 4 at least: XLA compiles for each
 number of rows, and its int8 product of fewer than 4 rows is 20 times slower.
 """
@@ -24,14 +24,14 @@ from .tables import bare_columns, table_plan
 from .views import computed
 
 MOST_ROWS = 4096
-"""Longer inputs are cut: what is compiled for is bounded, and so are float32 copies of x and y."""
+"""Longer inputs are cut: the number of compiled shapes is bounded, and so are float32 copies of x and y."""
 _FEW, _FEWEST = 16, 4
 _TILE = 64
 """Codes per slice from which on the Pallas kernel for TPUs has whole tiles of int32 words."""
 
 
 class Weight(NamedTuple):
-    """A packed weight, see `packing`: ``sums`` of codes where activations have zero points."""
+    """A packed weight, see `packing`: ``sums`` of codes if activations have zero points."""
 
     data: Tensor
     scale: Tensor
@@ -40,7 +40,7 @@ class Weight(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Parameters ``(M,)`` of x and of y, or ``(1,)`` for all rows; None where there are none."""
+    """Parameters ``(M,)`` of x and of y, or ``(1,)`` for all rows; None if there are none."""
 
     x_scale: Tensor | None = None
     x_zero: Tensor | None = None
@@ -50,7 +50,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What a product depends on beside tensors: the weight's plan, how x and y are quantized."""
+    """Everything but tensors that a product depends on: the weight's plan, how x and y are quantized."""
 
     plan: Plan
     activation: str
@@ -91,7 +91,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: C
 def prepared(
     x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: Call
 ) -> tuple[Any, Any, tuple[Tensor | None, ...], tuple[int, ...]]:
-    """What an engine is asked to run: function, form, tensors and the places of those that are new with each call."""
+    """The arguments of `Engine.run`: function, form, tensors and the places of those that are new with each call."""
     of, rows = call.plan, x.shape[-2]
     native = x.device.type != "cpu"
     count = bucket(rows, 1 if of.by_rows else _FEWEST)
@@ -134,7 +134,7 @@ def _power(size: int, least: int) -> int:
 
 
 def _filled(x: Tensor, of: Plan, count: int, native: bool) -> Tensor:
-    """Bring x ``(..., M, K)`` to what the product takes: ``(..., count, columns)``, 0 in what is filled up."""
+    """Bring x ``(..., M, K)`` to the shape that the product takes: ``(..., count, columns)``, padded with 0."""
     x = x.to(x.dtype if native or x.dtype == torch.int8 else torch.float32)
     rows = count - x.shape[-2]
     if of.dense:
@@ -185,7 +185,7 @@ def _no_bias(of: Plan, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _mask(of: Plan, device: torch.device) -> Tensor | None:
-    """1 for the columns that are x's and 0 for padding; None where there is no padding."""
+    """1 for the columns that are x's and 0 for padding; None if there is no padding."""
     if of.columns == of.k:
         return None
     return computed(_filled(torch.ones(1, of.k, dtype=torch.int8, device=device), of, 1, native=True)[0])
@@ -197,7 +197,7 @@ def _form(call: Call, kind: str) -> Any:
 
     out = call.out_dtype if kind != "cpu" or call.requantize else torch.float32
     of = call.plan
-    # Sums per group of many rows would fill a GPU's memory as well, where they are exact; a TPU's compiler fuses them.
+    # Sums per group of many rows would fill a GPU's memory as well, even if exact; a TPU's compiler fuses them.
     in_turn = kind == "cpu" or (kind == "cuda" and not of.by_rows and of.heads == 1)
     on_tpu = kind == "tpu" or (kind == "xla" and bool(environment.tpu()))
     tiled = on_tpu and of.bits == 4 and call.activation != "float" and of.heads == 1 and of.length >= _TILE
@@ -210,7 +210,7 @@ def _form(call: Call, kind: str) -> Any:
 
 @lru_cache(maxsize=1)
 def triton() -> bool:
-    """Whether JAX's Triton serves the GPUs here: NVIDIA's, Ampere or later, and all alike, as it compiles for one."""
+    """Whether JAX's Triton supports the GPUs here: NVIDIA's, Ampere or later, and all alike, as it compiles for one."""
     cuda = torch.cuda
     kinds = {cuda.get_device_capability(index) for index in range(cuda.device_count())}
     return torch.version.cuda is not None and len(kinds) == 1 and min(kinds) >= (8, 0)

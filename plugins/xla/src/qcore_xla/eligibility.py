@@ -13,7 +13,7 @@ from .engines import base
 
 
 def why_not(request: AnyRequest) -> str:
-    """Why a request is refused; empty where it is served."""
+    """Why a request is refused; empty if it is supported."""
     return (
         _why_not_device(request.device)
         or why_not_empty(request)
@@ -27,8 +27,8 @@ def _why_not_device(device: torch.device) -> str:
     engine = base.find(device.type)
     if engine is None:
         known = ", ".join(sorted(base.MODULES))
-        return f"qcore-xla serves tensors on {known}, and these are on {device}; move them with .to('cpu')."
-    return engine.serves(device)
+        return f"qcore-xla supports tensors on {known}, and these are on {device}; move them with .to('cpu')."
+    return engine.why_not(device)
 
 
 def _why_not_int8(request: AnyRequest) -> str:

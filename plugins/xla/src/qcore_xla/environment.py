@@ -1,4 +1,4 @@
-"""What JAX would do in this process, told from the environment and package metadata. Changes and imports nothing."""
+"""JAX's behaviour in this process, known from the environment and package metadata. Changes and imports nothing."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
 
 
 def why_not(kind: str, root: Path = Path("/")) -> str:
-    """Why JAX cannot serve tensors of a type of torch device in this process; empty where it can."""
-    return jax_fault() or platform_fault(kind) or _accelerator_fault(kind, root)
+    """Why JAX cannot be used for tensors of a type of torch device in this process; empty if it can."""
+    return why_not_jax() or why_not_platform(kind) or _why_not_accelerator(kind, root)
 
 
 @lru_cache(maxsize=1)
-def jax_fault() -> str:
-    """What is wrong with the JAX installed; empty where nothing is."""
+def why_not_jax() -> str:
+    """The defect of the installed JAX; empty if nothing is."""
     missing = [name for name in ("jax", "jaxlib") if find_spec(name) is None]
     return f"{' and '.join(missing)} is not installed: pip install 'jax>={JAX}'" if missing else ""
 
 
 def platforms() -> list[str]:
-    """What ``JAX_PLATFORMS``, or a program by ``jax.config``, restricts JAX to; empty where nothing does."""
+    """The platforms that ``JAX_PLATFORMS``, or a program by ``jax.config``, restricts JAX to; empty if nothing does."""
     chosen = os.environ.get(PLATFORMS, "")
     if "jax" in sys.modules:
         chosen = getattr(sys.modules["jax"].config, "jax_platforms", None) or ""
     return [name.strip() for name in chosen.split(",") if name.strip()]
 
 
-def platform_fault(kind: str) -> str:
-    """Why JAX's choice of platforms leaves out a type of torch device; empty where it does not."""
+def why_not_platform(kind: str) -> str:
+    """Why JAX's choice of platforms leaves out a type of torch device; empty if it does not."""
     chosen, wanted = set(platforms()), {"cpu"} if kind == "cpu" else _GPU_NAMES
     if kind == "cuda" and not gpu_plugin():
         return "JAX has no GPU backend here: pip install 'jax[cuda13]' (or jax[cuda12]), for the CUDA that torch uses."
@@ -66,8 +66,8 @@ def platform_fault(kind: str) -> str:
     return ""
 
 
-def _accelerator_fault(kind: str, root: Path) -> str:
-    """Whether JAX's first use would take what is not its own: a GPU's memory, or the TPU of torch_tpu."""
+def _why_not_accelerator(kind: str, root: Path) -> str:
+    """Whether JAX's first use would take the memory of a GPU, or the TPU of torch_tpu."""
     if initialised():
         return ""
     chosen = set(platforms())
@@ -89,7 +89,7 @@ def _preallocates() -> bool:
 
 
 def initialised() -> bool:
-    """Whether this program uses JAX already: then its backends are what they are."""
+    """Whether this program uses JAX already: then its backends are fixed."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     ask = getattr(bridge, "backends_are_initialized", None)
     return bool(ask and ask())
@@ -97,7 +97,7 @@ def initialised() -> bool:
 
 @lru_cache(maxsize=1)
 def gpu_plugin() -> str:
-    """The distribution that gives JAX a GPU backend; empty where there is none."""
+    """The distribution that gives JAX a GPU backend; empty if there is none."""
     return next((name for name in _GPU_PLUGINS if find_spec(name)), "")
 
 
@@ -107,7 +107,7 @@ def gpu_file(root: Path = Path("/")) -> str:
 
 
 def tpu(root: Path = Path("/")) -> str:
-    """The generation of a TPU on the PCI bus, "unknown" where a device file alone tells of one; empty without."""
+    """The generation of a TPU on the PCI bus, "unknown" if a device file alone tells of one; empty without."""
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
         if word(device / "vendor") == "0x1ae0" and (generation := TPUS.get(word(device / "device"))):
             return generation

@@ -1,4 +1,4 @@
-"""What is made of a tensor once and kept as long as the tensor lives."""
+"""Values computed from a tensor once and kept as long as the tensor lives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Memo(Generic[T]):
-    """Values by tensor, held weakly. A value made of a tensor that was written to since is made anew."""
+    """Values by tensor, held weakly. A value made of a tensor that was written to since is computed again."""
 
     def __init__(self, make: Callable[..., tuple[T, bool]]) -> None:
         """``make(tensor, *rest)`` gives the value, and whether it shares the tensor's memory: then writing is seen."""

@@ -1,6 +1,6 @@
-"""``torch.ops.qcore_xla.*``: what the kernels are in a graph.
+"""``torch.ops.qcore_xla.*``: the kernels as ops of a graph.
 
-Arguments are flat and results new tensors. Every op looks at the number of rows when it runs, so one graph serves any.
+Arguments are flat and results new tensors. Every op reads the number of rows when it runs, so one graph supports any.
 JAX is imported when one first runs. In eager mode kernels call `calls` directly where `runs_now` allows.
 """
 
@@ -52,7 +52,7 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """``A(x) @ W^T + bias``: x ``(M, K)`` of any strides to ``(M, N)``; W as in `packing`.
 
-    ``activation``: see `qcore_xla.bodies.form`. "given" means ``x_scale`` and ``x_zero_point`` ``(M,)`` where there are
+    ``activation``: see `qcore_xla.bodies.form`. "given" means ``x_scale`` and ``x_zero_point`` ``(M,)`` if there are
     such, else the static ones; likewise for results that are to be int8.
     """
     given = Given(

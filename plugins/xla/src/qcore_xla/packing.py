@@ -1,6 +1,6 @@
 """How weights are packed: slices along K for products, rows for gathers. All of it torch ops, on any device.
 
-A slice is a run of codes along K that lies in one group: a whole group, or 128 of its codes where its size is a
+A slice is a run of codes along K that lies in one group: a whole group, or 128 of its codes if its size is a
 multiple of 128; per channel the slices are 128 codes. Slices lie one after another, N innermost, so that a CPU
 dequantizes one at a time and an accelerator multiplies all of them at once:
 
@@ -14,7 +14,7 @@ up to multiples of 8 codes only. `scale` and `zero` are ``(G, N)`` as in a `qcor
 (``(H, G, N/H)``). Filling is 0 everywhere.
 
 A GPU's products want K innermost: there it is int8 ``(N, K)`` and int32 ``(N, K/8)`` per channel, the whole row one
-run, and int8 ``(N, G, g)`` and int32 ``(N, G, g/8)`` in groups where activations are floats.
+run, and int8 ``(N, G, g)`` and int32 ``(N, G, g/8)`` in groups if activations are floats.
 
 A table of embeddings is packed by rows, int8 ``(V, D)`` or int32 ``(V, D/8)`` in which the whole row is one run, each
 group filled up to a multiple of 8 codes; `scale` and `zero` are ``(V, G)``.
@@ -38,7 +38,7 @@ from .views import pack_whole, unpack_whole
 NIBBLES = 8
 """Codes per int32 word."""
 SLICE = 128
-"""Codes per slice where a group does not say otherwise; what fits into a core's cache when it is dequantized."""
+"""Codes per slice unless a group says otherwise; a dequantized slice of these fits into a core's cache."""
 _ROWS = 64
 _CHUNK = 1 << 24
 """Codes packed at a time: unpacked codes of a large weight are never whole in memory."""
@@ -115,7 +115,7 @@ def wants_rows(device: torch.device, k: int, group_size: int | None, heads: int,
 
 
 def pack(weight: QTensor, plan: Plan, *, sums: bool = False) -> dict[str, Tensor]:
-    """``data``, ``scale`` and, where there is one, ``zero``.
+    """``data``, ``scale`` and, if there is one, ``zero``.
 
     ``sums``: also int32 ``(G, N)``, the sum of codes over each group, which activations with a zero point are
     corrected by.

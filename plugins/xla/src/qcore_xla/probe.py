@@ -1,4 +1,4 @@
-"""What XLA has to offer here. Asks package metadata, the environment and device files, and imports nothing heavy."""
+"""The devices of XLA on this machine. Reads metadata, the environment and device files; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from qcore import FALLBACK, NATIVE, Available, Unavailable
 from qcore.plugin_api import installed_version
 
 from . import environment
-from .environment import jax_fault, tpu
+from .environment import tpu, why_not_jax
 
 _VERSIONS = ("jax", "jaxlib", "torch_tpu", "torch_xla", "torchax", "libtpu")
 
 
 def probe(root: Path = Path("/")) -> Available | Unavailable:
-    """What `qcore_probe` answers; ``root`` is where device files are looked for."""
-    if fault := jax_fault():
+    """The answer of `qcore_probe`; ``root``: the folder that device files are looked for in."""
+    if fault := why_not_jax():
         return Unavailable(fault, broken=True)
-    if fault := _nothing_left(root):
+    if fault := _why_not_any_tensor(root):
         return Unavailable(fault)
     devices = [*([f"TPU {tpu(root)}"] if tpu(root) else []), *(["GPU"] if _has_gpu(root) else []), "CPU"]
     versions = [f"{name} {found}" for name in _VERSIONS if (found := installed_version(name))]
@@ -25,14 +25,14 @@ def probe(root: Path = Path("/")) -> Available | Unavailable:
 
 
 _TENSORS = ("torch_tpu", "torch_xla")
-"""Who brings tensors that JAX only compiles for, whatever backends it has."""
+"""Packages with tensors that JAX only compiles for, independent of its own backends."""
 
 
-def _nothing_left(root: Path) -> str:
-    """Why no tensors at all can be served, since JAX was told to leave out what there is; empty where some can."""
+def _why_not_any_tensor(root: Path) -> str:
+    """Why no tensors at all are supported, since JAX was told to leave out every backend; empty if some can."""
     if any(map(installed_version, _TENSORS)):
         return ""
-    faults = [environment.platform_fault(kind) for kind in ("cpu", *(["cuda"] if _has_gpu(root) else []))]
+    faults = [environment.why_not_platform(kind) for kind in ("cpu", *(["cuda"] if _has_gpu(root) else []))]
     return " ".join(faults) if all(faults) else ""
 
 
@@ -41,7 +41,7 @@ def _has_gpu(root: Path) -> bool:
 
 
 def _details(root: Path) -> dict[str, str]:
-    """What `qcore doctor` shows beside: where tensors are tested, and what this process has to be given."""
+    """Further lines of `qcore doctor`: the devices of tensors, and the settings that this process lacks."""
     kinds = ["cpu", *(["cuda"] if _has_gpu(root) else [])]
     needs = {kind: why for kind in kinds if (why := environment.why_not(kind, root))}
     found = {"device": "cpu", "serves": ", ".join(kind for kind in kinds if kind not in needs) or "nothing as it is"}

@@ -1,7 +1,7 @@
 """The API of torch_xla's quantized ops: ``torch.ops.xla.quantized_matmul`` and `XlaQuantizedLinear`, on any device.
 
-torch_xla's own op is never replaced: ours is defined only where torch_xla is not installed. The module calls
-``torch.ops.qcore.quantized_matmul``, which has the same arguments and serves every row of torch_xla's table, also those
+torch_xla's own op is never replaced: ours is defined only if torch_xla is not installed. The module calls
+``torch.ops.qcore.quantized_matmul``, with the same arguments. It supports every row of torch_xla's table, also those
 that torch_xla does not support (blockwise weights with int8 activations, int4 on XLA:CPU).
 """
 
@@ -20,7 +20,7 @@ _SCHEMA = (
     "bool? int4_weight=False, bool? quantize_activation=False) -> Tensor"
 )
 _library: Any = None
-"""Holds our definition of the op; None where torch_xla, or someone else, has one."""
+"""Holds our definition of the op; None if torch_xla, or somebody else, has one."""
 
 
 def _quantized_matmul(
@@ -166,7 +166,7 @@ class XlaQuantizedLinear(nn.Module):
         return result
 
     def extra_repr(self) -> str:
-        """What tells one layer from another in ``print(model)``."""
+        """The sizes and flags of the layer, for ``print(model)``."""
         block = "per channel" if self.block_size == -1 else f"block_size={self.block_size}"
         kind = f"w{4 if self.int4_weight else 8}a{8 if self.quantize_activation else 16}"
         return f"{self.input_dim}, {self.output_dim}, {kind}, {block}"

@@ -35,7 +35,7 @@ def table_plan(v: int, d: int, bits: int, group_size: int | None) -> TablePlan:
 
 
 def pack_table(weight: QTensor, plan: TablePlan) -> dict[str, Tensor]:
-    """``data``, ``scale`` and, where there is one, ``zero``; a tables' unpacked codes are whole in memory meanwhile."""
+    """``data``, ``scale`` and, if there is one, ``zero``; all unpacked codes of the table are in memory meanwhile."""
     codes = pad(weight.codes(), (0, plan.groups * plan.group - plan.d)).view(plan.v, plan.groups, plan.group)
     rows = pad(codes, (0, plan.width - plan.group)).flatten(1)
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero

@@ -31,7 +31,7 @@ _MOST_STEP = (1 << 16) - 1
 class Geometry2d:
     """Height and width of kernel, stride, padding and dilation, and the number of channel groups.
 
-    ``after``: the padding below and to the right, where it is not that above and to the left; -1: the last row of
+    ``after``: the padding below and to the right, if it is not that above and to the left; -1: the last row of
     pixels, or the last column, is not looked at.
     """
 
@@ -53,7 +53,7 @@ class Geometry2d:
         return (count - 1) * self.stride[axis] + self.dilation[axis] * (self.kernel[axis] - 1) + 1
 
     def part(self, size: Pair, rows: Pair, columns: Pair) -> tuple[Geometry2d, Pair, Pair]:
-        """What computes the results ``rows`` x ``columns`` of an image of ``size``, from these pixels of it."""
+        """The convolution for results ``rows`` x ``columns`` of an image of ``size``, and the pixels that it reads."""
         whole = self.output(*size)
         if (rows, columns) == ((0, whole[0]), (0, whole[1])):
             return self, (0, size[0]), (0, size[1])
@@ -76,7 +76,7 @@ class Geometry2d:
         return (self.kernel, self.stride, self.groups, padded) == ((1, 1), (1, 1), 1, False)
 
     def why_not(self, k: int) -> str:
-        """Why shaders cannot gather columns of ``k`` values, in a sentence; empty where they can."""
+        """Why shaders cannot gather columns of ``k`` values, in a sentence; empty if they can."""
         if k > _MOST_COLUMNS and not self.is_pointwise:
             return f"a convolution with columns of {k} values has no kernel here: at most {_MOST_COLUMNS}."
         step = max(*self.stride, *self.padding, *self.dilation)

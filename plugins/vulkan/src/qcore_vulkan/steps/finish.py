@@ -12,7 +12,7 @@ from .rows import Rows
 
 
 def finish(b: Builder, y: Rows, out: Rows, output: OutputInt8, given: Mapping[str, Ref]) -> None:
-    """Float32 ``y`` to int8 codes in ``out``. ``given``: out_scale and out_zero_point per row, where they come so."""
+    """Float32 ``y`` to int8 codes in ``out``. ``given``: out_scale and out_zero_point per row, if per token."""
     tokens = [given["out_scale"], given["out_zero_point"]] if output.per_token else [y.ref, y.ref]
     groups = fold(-(-y.rows * -(-y.columns // 4) // LANES))
     scale = 1.0 if output.scale is None else output.scale

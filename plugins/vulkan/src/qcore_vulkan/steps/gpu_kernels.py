@@ -1,4 +1,4 @@
-"""Kernels for GPUs as products: the steps that each appends. What is chosen when is `gpu`'s."""
+"""Kernels for GPUs: the steps that each appends. `selection` chooses among them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TERMS = 3
 
 
 class Single:
-    """A kernel whose helpers, where it has any, are compiled by every device that compiles the kernel."""
+    """A kernel whose helpers, if it has any, are compiled by every device that compiles the kernel."""
 
     def helpers(self, geometry: Geometry) -> list[Pipeline]:
-        """Pipelines that it needs beside its own."""
+        """Pipelines that it needs in addition to its own."""
         del geometry
         return []
 
@@ -35,7 +35,7 @@ class Digits:
     """`gemv_digits`: ``rows`` rows of x at a time against ``8 r`` rows of the weight for each workgroup.
 
     **Fields:** ``digits``: 1 for int8 activations, 3 for 16-bit floats, 4 for float32; ``chunk``: blocks that a lane
-    takes at a time, where a group has a multiple of them; ``unroll``: chunks in flight.
+    takes at a time, if a group has a multiple of them; ``unroll``: chunks in flight.
     """
 
     variant: str
@@ -89,11 +89,11 @@ class Digits:
         b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
 
     def helpers(self, geometry: Geometry) -> list[Pipeline]:
-        """What it needs beside its own pipeline."""
+        """Pipelines that it needs in addition to its own."""
         return [] if self.digits == 1 else [("gemv_split", (self.digits, self.blocks(geometry)), self.subgroup)]
 
     def _split(self, b: Builder, x: Activations, geometry: Geometry) -> tuple[Ref, Ref, Ref]:
-        """Digits of float rows; scale and sums of each chunk; what the digits leave."""
+        """Digits of float rows; scale and sums of each chunk; the remainder that digits do not hold."""
         ref, sizes, dtype = _source(x, geometry)
         rows, blocks, chunk = int(sizes[0]), geometry.groups * geometry.blocks, self.blocks(geometry)
         codes, sums = b.scratch(rows * blocks * self.digits * 32), b.scratch(rows * blocks // chunk * 16)
@@ -146,10 +146,10 @@ class CoopGemv(Single):
 
 
 @dataclass(frozen=True)
-class Shape:
+class TileShape:
     """A tile of a GEMM.
 
-    **Fields:** ``bm`` by ``bn`` results of a workgroup, ``m`` by ``n`` of a lane or, where matrices are cooperative, of
+    **Fields:** ``bm`` by ``bn`` results of a workgroup, ``m`` by ``n`` of a lane or, if matrices are cooperative, of
     a subgroup; ``kb``: blocks of 32 columns at a time, at most; ``buffers``: of tiles in shared memory.
     """
 
@@ -161,8 +161,8 @@ class Shape:
     buffers: int = 2
 
     @property
-    def parts(self) -> int:
-        """Lanes, or subgroups, of a workgroup."""
+    def owners(self) -> int:
+        """Lanes, or subgroups, of a workgroup: each owns m by n results."""
         return (self.bm // self.m) * (self.bn // self.n)
 
     def blocks(self, geometry: Geometry) -> int:
@@ -182,19 +182,19 @@ class Shape:
 class SharedFloat(Single):
     """`gemm_float_shared`."""
 
-    shape: Shape
+    shape: TileShape
     variant: str = "gemm_float_shared"
     form: Literal["float32"] = "float32"
     subgroup: int = 0
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         s = self.shape
-        return s.parts, s.bm, s.bn, s.m, s.n, geometry.bits, geometry.zero_kind, 1
+        return s.owners, s.bm, s.bn, s.m, s.n, geometry.bits, geometry.zero_kind, 1
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
         del geometry
-        return self.shape.parts, 2 * 16 * 4 * (self.shape.bm + self.shape.bn + 8)
+        return self.shape.owners, 2 * 16 * 4 * (self.shape.bm + self.shape.bn + 8)
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
@@ -210,17 +210,17 @@ class SharedInt(Single):
     """`gemm_int_shared`."""
 
     variant: str
-    shape: Shape
+    shape: TileShape
     form: Literal["int8"] = "int8"
     subgroup: int = 0
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         s, grouped = self.shape, int(geometry.groups > 1)
-        return s.parts, s.bm, s.bn, s.blocks(geometry), s.m, s.n, geometry.bits, geometry.zero_kind, grouped
+        return s.owners, s.bm, s.bn, s.blocks(geometry), s.m, s.n, geometry.bits, geometry.zero_kind, grouped
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
-        return self.shape.parts, self.shape.tile_bytes(geometry, 1)
+        return self.shape.owners, self.shape.tile_bytes(geometry, 1)
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
@@ -232,12 +232,12 @@ class SharedInt(Single):
 
 @dataclass(frozen=True)
 class CoopInt8(Single):
-    """`coop_int8`; ``tile``: m, n, k of a cooperative matrix, ``subgroup`` its lanes; ``parts`` of K, at most."""
+    """`coop_int8`; ``tile``: m, n, k of a cooperative matrix, ``subgroup`` its lanes; ``splits`` of K, at most."""
 
-    shape: Shape
+    shape: TileShape
     tile: tuple[int, int, int]
     subgroup: int
-    parts: int = 1
+    splits: int = 1
     variant: str = "coop_int8"
     form: Literal["int8"] = "int8"
 
@@ -257,12 +257,12 @@ class CoopInt8(Single):
 
 @dataclass(frozen=True)
 class CoopF16(Single):
-    """`coop_f16`; fields as of `CoopInt8`, and ``terms``: `TERMS` where x is float32."""
+    """`coop_f16`; fields as of `CoopInt8`, and ``terms``: `TERMS` if x is float32."""
 
-    shape: Shape
+    shape: TileShape
     tile: tuple[int, int, int]
     subgroup: int
-    parts: int = 1
+    splits: int = 1
     terms: int = 1
     variant: str = "coop_f16"
     form: Literal["rows"] = "rows"
@@ -297,7 +297,7 @@ class _Halves:
 def _int8(
     b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
 ) -> tuple[list[Ref | Buffer | None], list[int | float]]:
-    """Bindings of a GEMM of int8 activations; whether they have zero points, and where those and sums stand."""
+    """Bindings of a GEMM of int8 activations; whether they have zero points, and the places of those and of sums."""
     assert isinstance(x, Int8Rows)
     sums = _row_sums(b, part, geometry, folded=True) if x.asymmetric else None
     return _refs(x.codes, part, x.params, bias, out, sums), [int(x.asymmetric), x.rows, 2 * x.rows]
@@ -314,13 +314,13 @@ def _append_coop(
     push: list[int | float],
     terms: int = 1,
 ) -> None:
-    """The product; in several parts of K, each of whole groups, where one leaves cores without work.
+    """The product; with several splits of K, each of whole groups, if one would leave cores idle.
 
-    ``terms``: of x, each of ``out.rows`` rows. Their products are added up as those of parts are.
+    ``terms``: of x, each of ``out.rows`` rows. Their products are added up as those of splits are.
     """
     g, kb = geometry, kernel.shape.blocks(geometry)
     whole, steps = (1 if g.groups == 1 else g.blocks // kb), g.groups * g.blocks // kb
-    split = -(-steps // (kernel.parts * whole)) * whole
+    split = -(-steps // (kernel.splits * whole)) * whole
     count = -(-steps // split)
     x_tiles, y_tiles, _ = kernel.shape.groups(terms * out.rows, part.n)
     result = _result(out, bias, part)
@@ -339,17 +339,17 @@ def _append_coop(
 
 
 def _coop_needs(kernel: CoopInt8 | CoopF16, geometry: Geometry, width: int) -> tuple[int, int]:
-    """Tiles, where the results of all subgroups come later, and scales of two groups."""
+    """Tiles, whose memory holds the results of all subgroups later, and scales of two groups."""
     s = kernel.shape
     tiles = s.tile_bytes(geometry, width)
     first = tiles * s.bm // (s.bm + s.bn)
-    results = 4 * s.parts * kernel.tile[0] * kernel.tile[1]
-    return s.parts * kernel.subgroup, tiles + max(0, results - first) + 8 * (s.bn + 4) + 4
+    results = 4 * s.owners * kernel.tile[0] * kernel.tile[1]
+    return s.owners * kernel.subgroup, tiles + max(0, results - first) + 8 * (s.bn + 4) + 4
 
 
-def _coop_constants(shape: Shape, tile: tuple[int, int, int], subgroup: int, g: Geometry) -> tuple[int, ...]:
+def _coop_constants(shape: TileShape, tile: tuple[int, int, int], subgroup: int, g: Geometry) -> tuple[int, ...]:
     s = shape
-    sizes = (s.parts * subgroup, s.bm, s.bn, s.blocks(g), s.m, s.n)
+    sizes = (s.owners * subgroup, s.bm, s.bn, s.blocks(g), s.m, s.n)
     return *sizes, g.bits, g.zero_kind, int(g.groups > 1), *tile, s.buffers, 1
 
 
@@ -364,13 +364,13 @@ def _result(out: Rows, bias: Buffer | None, part: Part) -> list[int | float]:
 def _refs(
     x: Ref, part: Part, params: Ref | None, bias: Buffer | None, out: Rows, extra: Ref | None
 ) -> list[Ref | Buffer | None]:
-    """Bindings 0 to 7 of every kernel here; what a kernel does not use is bound to what is at hand."""
+    """Bindings 0 to 7 of every kernel here; a binding that a kernel does not use gets any buffer."""
     zero = part.scale if part.zero is None else part.zero
     return [x, part.codes, part.scale, zero, params or x, bias or part.scale, out.ref, extra or x]
 
 
 def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float], int]:
-    """Rows as gpu_rows.glsl reads them: where they are; rows, k, pitch, group and its padded columns; the dtype."""
+    """Rows as gpu_rows.glsl reads them: their place; rows, k, pitch, group and its padded columns; the dtype."""
     if isinstance(x, FloatRows):
         columns = geometry.columns
         return x.ref, [x.rows, columns, x.stride, columns, columns], NUMBERS[x.dtype]
@@ -400,7 +400,7 @@ def _halves(
 
 
 def _row_sums(b: Builder, part: Part, geometry: Geometry, *, folded: bool) -> Ref:
-    """What a zero point of x of 1 takes from each column of the result.
+    """The change of each column of the result for a zero point of x of 1.
 
     ``folded``: for kernels that take int4 zero points off the codes and add others times the sum of q - z.
     """

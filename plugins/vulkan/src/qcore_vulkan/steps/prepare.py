@@ -44,7 +44,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Source:
-    """What is prepared: rows of ``x``, or a convolution's columns over the pixels ``x``."""
+    """Input of a preparation: rows of ``x``, or a convolution's columns over the pixels ``x``."""
 
     x: Rows
     window: Window | None = None
@@ -73,7 +73,7 @@ class Source:
 
 
 def prepare_float(b: Builder, source: Source, geometry: Geometry, dtype: torch.dtype = torch.float32) -> FloatRows:
-    """Rows in ``dtype``, float32 or float16. Float32 rows without padding are taken as they are where that is cheap."""
+    """Rows in ``dtype``, float32 or float16. Float32 rows without padding are used as they are if that is cheap."""
     x, rows = source.x, source.rows * source.heads
     as_they_are = x.dtype == dtype == torch.float32 and geometry.columns == geometry.k and is_local(b, x)
     if source.window is None and as_they_are:
@@ -88,7 +88,7 @@ def prepare_float(b: Builder, source: Source, geometry: Geometry, dtype: torch.d
 def quantize(
     b: Builder, source: Source, geometry: Geometry, activation: Activation, given: Mapping[str, Ref]
 ) -> Int8Rows:
-    """Rows as int8 codes. ``given``: float32 x_scale and int32 x_zero_point per row, where they come with the call."""
+    """Rows as int8 codes. ``given``: float32 x_scale and int32 x_zero_point per row, if they come with the call."""
     mode, scale, zero = mode_of(activation)
     lanes, kept = _quantize_shape(b.device, geometry)
     if not kept and mode in (SYMMETRIC, ASYMMETRIC) and source.x.ref.bytes > _SMALL:
@@ -110,7 +110,7 @@ def is_asymmetric(activation: Activation) -> bool:
 
 
 def mode_of(activation: Activation) -> tuple[int, float, int]:
-    """How the shader quantizes, with the scale and zero point of the tensor where they are given."""
+    """How the shader quantizes, with the scale and zero point of the tensor if they are given."""
     if isinstance(activation, DynamicInt8):
         return (SYMMETRIC if activation.symmetric else ASYMMETRIC), 1.0, 0
     if activation.per_token:

@@ -1,4 +1,4 @@
-"""What a kernel for a product is chosen for, and what it has to offer."""
+"""The problem that a kernel is selected for, and the interface of a kernel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Activations = Rows | FloatRows | Int8Rows
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a kernel is chosen for.
+class GemmProblem:
+    """The problem that a kernel is selected for.
 
     **Fields:** ``op``: which activations are multiplied; ``m``: rows; ``asymmetric``: as in `Int8Rows`.
     """
@@ -30,7 +30,7 @@ class Problem:
     asymmetric: bool
 
 
-class Product(Protocol):
+class GemmKernel(Protocol):
     """A kernel."""
 
     @property

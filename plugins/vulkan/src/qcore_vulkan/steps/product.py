@@ -15,7 +15,7 @@ from ..device import Buffer, Device
 from ..layout import DeviceWeight, Geometry, Part
 from ..variants import float_variant, int_variant
 from .prepare import Activation, Source, is_asymmetric, prepare_float, quantize
-from .problem import Activations, Problem, Product
+from .problem import Activations, GemmKernel, GemmProblem
 from .rows import NUMBERS, Int8Rows, Rows
 
 _WIDE = 256
@@ -101,13 +101,15 @@ def multiply(
         product.append(b, x, part, weight.geometry, bias, out)
 
 
-def _choose(device: Device, source: Source, weight: DeviceWeight, activation: Activation | None, out: Rows) -> Product:
+def _choose(
+    device: Device, source: Source, weight: DeviceWeight, activation: Activation | None, out: Rows
+) -> GemmKernel:
     op: Literal["gemm_float", "gemm_int"] = "gemm_float" if activation is None else "gemm_int"
     if source.heads == 1:
         from . import selection
 
         asymmetric = activation is not None and is_asymmetric(activation)
-        problem = Problem(op, source.rows, weight.geometry, source.x.dtype, out.dtype, asymmetric)
+        problem = GemmProblem(op, source.rows, weight.geometry, source.x.dtype, out.dtype, asymmetric)
         found = selection.choose(device, problem)
         if found is not None:
             return found

@@ -16,7 +16,7 @@ NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 PART = 64
 """Rows are cut at multiples of this, which keeps parts of everything that has a row per token aligned."""
 _LARGEST = 128 << 20
-"""Bytes of scratch memory of a step, where a single part of the rows does not need more."""
+"""Bytes of scratch memory of a step, unless a single part of the rows needs more."""
 _MOST = 1 << 17
 """Rows of a step: tiles of two rows would still be within the workgroups that every device takes along one axis."""
 

@@ -1,7 +1,7 @@
-"""Which kernel serves a product on a GPU: by what the device has, the rows of x and the sizes of the weight.
+"""Selection of the kernel for a product on a GPU: by the device's features, the rows of x, the sizes of the weight.
 
 Float activations: `Digits` for a row or two (of float32: up to four), `CoopGemv` for a few rows, `CoopF16` beyond,
-`SharedFloat` where there are no cooperative matrices. Int8 activations: `Digits`, then `CoopInt8`, else `SharedInt`.
+`SharedFloat` without cooperative matrices. Int8 activations: `Digits`, then `CoopInt8`, else `SharedInt`.
 A kernel that the device's compiler refuses is passed over. Sizes were measured on an H200.
 """
 
@@ -16,52 +16,52 @@ from .. import native, tuning_cache
 from ..description import Description
 from ..device import Device
 from ..layout import FLOAT_ZERO, INT_ZERO, Geometry
-from .gpu_kernels import TERMS, CoopF16, CoopGemv, CoopInt8, Digits, Kernel, Shape, SharedFloat, SharedInt
-from .problem import Problem, Product
+from .gpu_kernels import TERMS, CoopF16, CoopGemv, CoopInt8, Digits, Kernel, SharedFloat, SharedInt, TileShape
+from .problem import GemmKernel, GemmProblem
 
 FEW = 8
 """Rows up to which the weight is read once, by kernels that are bound by that."""
 
-_COOP_F16 = (Shape(128, 128, 64, 32, 2, 1), Shape(64, 64, 32, 32, 2, 1), Shape(32, 32, 16, 16, 4, 1))
-_COOP_INT8 = (Shape(128, 128, 64, 32, 4, 1), Shape(64, 64, 32, 32, 4, 1), Shape(32, 32, 16, 16, 4, 1))
-_INT = (Shape(128, 128, 8, 8), Shape(128, 64, 8, 8, 2), Shape(64, 64, 4, 8, 2), Shape(32, 32, 4, 4, 2))
-_FLOAT = (Shape(128, 128, 8, 8), Shape(128, 64, 8, 8), Shape(64, 64, 8, 8), Shape(32, 64, 4, 8))
+_COOP_F16 = (TileShape(128, 128, 64, 32, 2, 1), TileShape(64, 64, 32, 32, 2, 1), TileShape(32, 32, 16, 16, 4, 1))
+_COOP_INT8 = (TileShape(128, 128, 64, 32, 4, 1), TileShape(64, 64, 32, 32, 4, 1), TileShape(32, 32, 16, 16, 4, 1))
+_INT = (TileShape(128, 128, 8, 8), TileShape(128, 64, 8, 8, 2), TileShape(64, 64, 4, 8, 2), TileShape(32, 32, 4, 4, 2))
+_FLOAT = (TileShape(128, 128, 8, 8), TileShape(128, 64, 8, 8), TileShape(64, 64, 8, 8), TileShape(32, 64, 4, 8))
 _FEW_FLOAT32 = 4
 """Rows of float32 up to which digits are faster than matrices: 10.0 us to 13.3 for 4 rows of 1024 x 1024; 8 rows of
 14336 x 4096 take 90 to 72."""
 _CORES = 32
-"""Assumed where the driver does not tell."""
+"""Assumed if the driver does not tell."""
 
-_preferred: dict[tuple[int, Problem], Kernel] = {}
+_preferred: dict[tuple[int, GemmProblem], Kernel] = {}
 
 
-def choose(device: Device, problem: Problem) -> Product | None:
-    """The kernel for a problem on a GPU; None: register tiles serve it."""
+def choose(device: Device, problem: GemmProblem) -> GemmKernel | None:
+    """The kernel for a problem on a GPU; None: register tiles compute it."""
     if device.profile != "gpu":
         return None
     preferred = _preferred.get((device.description.index, problem))
     return preferred or tuning_cache.first(device.description, problem, usable(device, problem))
 
 
-def prefer(device: Device, problem: Problem, kernel: Kernel) -> None:
-    """Let this kernel serve a problem from now on."""
+def prefer(device: Device, problem: GemmProblem, kernel: Kernel) -> None:
+    """Select this kernel for a problem from now on."""
     _preferred[device.description.index, problem] = kernel
 
 
-def forget(device: Device, problem: Problem) -> None:
+def forget(device: Device, problem: GemmProblem) -> None:
     """Undo `prefer`."""
     _preferred.pop((device.description.index, problem), None)
 
 
 def scratch_row(device: Device, x_dtype: torch.dtype, geometry: Geometry) -> int:
-    """Bytes for each row of x in the largest piece of scratch memory that a kernel here wants beside x prepared."""
+    """Bytes for each row of x in the largest piece of scratch memory of a kernel here, prepared activations aside."""
     if device.profile != "gpu" or x_dtype != torch.float32 or _matrix(device.description, "f16", "f32") is None:
         return 0
     return TERMS * max(4 * geometry.n, 2 * geometry.columns)  # sums of each term, and its float16 numbers
 
 
-def usable(device: Device, problem: Problem) -> Iterator[Kernel]:
-    """The kernels that can serve a problem on this device, the presumably fastest first."""
+def usable(device: Device, problem: GemmProblem) -> Iterator[Kernel]:
+    """The kernels that support a problem on this device, the presumably fastest first."""
     for kernel in candidates(device.description, problem):
         own = (kernel.variant, kernel.constants(problem.geometry), kernel.subgroup)
         try:
@@ -72,33 +72,33 @@ def usable(device: Device, problem: Problem) -> Iterator[Kernel]:
         yield kernel
 
 
-def candidates(description: Description, problem: Problem) -> Iterator[Kernel]:
-    """Kernels for a problem by what a device says it has."""
+def candidates(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
+    """Kernels for a problem by the features that a device reports."""
     kernels = _int(description, problem) if problem.op == "gemm_int" else _float(description, problem)
     return (kernel for kernel in kernels if fits(kernel, problem, description))
 
 
-def fits(kernel: Kernel, problem: Problem, description: Description) -> bool:
+def fits(kernel: Kernel, problem: GemmProblem, description: Description) -> bool:
     """Whether a workgroup has as many lanes and as much shared memory as the device allows, at most."""
     lanes, shared = kernel.needs(problem.geometry)
     limits = description.limits
     return lanes <= min(limits.max_invocations, limits.max_group_size[0]) and shared <= limits.shared_memory
 
 
-def _int(description: Description, problem: Problem) -> Iterator[Kernel]:
+def _int(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
     suffix = "dot" if description.features.get("integer_dot") else "plain"
     folds = problem.geometry.bits == 4 or problem.geometry.zero_kind != INT_ZERO  # what is left of a code is a byte
     tile = _matrix(description, "s8", "s32") if folds else None
     if problem.m <= (2 * FEW if tile is None else FEW):
         yield from _digits(description, problem, f"gemv_digits_{suffix}", 1)
     if tile is not None:
-        for shape, parts in _coop_shapes(_COOP_INT8, description, problem):
-            yield CoopInt8(shape, tile, description.subgroup.size, parts)
+        for shape, splits in _coop_shapes(_COOP_INT8, description, problem):
+            yield CoopInt8(shape, tile, description.subgroup.size, splits)
     for shape in _by_time(_INT, description, problem):
         yield SharedInt(f"gemm_int_shared_{suffix}", shape)
 
 
-def _float(description: Description, problem: Problem) -> Iterator[Kernel]:
+def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
     narrow = problem.x_dtype != torch.float32
     tile = _matrix(description, "f16", "f32")
     if tile is not None and narrow and 2 < problem.m <= 4 * FEW and problem.geometry.zero_kind != FLOAT_ZERO:
@@ -111,15 +111,15 @@ def _float(description: Description, problem: Problem) -> Iterator[Kernel]:
         yield from digits
     if tile is not None:
         terms = 1 if narrow else TERMS
-        for shape, parts in _coop_shapes(_COOP_F16, description, replace(problem, m=terms * problem.m)):
-            yield CoopF16(shape, tile, description.subgroup.size, parts, terms)
+        for shape, splits in _coop_shapes(_COOP_F16, description, replace(problem, m=terms * problem.m)):
+            yield CoopF16(shape, tile, description.subgroup.size, splits, terms)
     if not digits_first:
         yield from digits
     for shape in _by_time(_FLOAT, description, problem):
         yield SharedFloat(shape)
 
 
-def _digits(description: Description, problem: Problem, variant: str, digits: int) -> Iterator[Kernel]:
+def _digits(description: Description, problem: GemmProblem, variant: str, digits: int) -> Iterator[Kernel]:
     subgroup, g = description.subgroup.size, problem.geometry
     cores, blocks = description.limits.cores or _CORES, g.groups * g.blocks
     rows = next(size for size in (1, 2, 4, 8) if size >= min(problem.m, FEW))
@@ -138,7 +138,7 @@ def _digits(description: Description, problem: Problem, variant: str, digits: in
             yield Digits(variant, digits, smaller, r, rows, unroll, 1, subgroup)
 
 
-def _coop_gemv(description: Description, problem: Problem) -> Iterator[Kernel]:
+def _coop_gemv(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
     s, g = description.subgroup, problem.geometry
     # Scales are read for sixteen rows, so the weight's padding to eight must not end within them.
     whole = -g.n % 16 < 8 and g.n * g.row_bytes <= description.limits.max_storage_range
@@ -153,20 +153,22 @@ def _coop_gemv(description: Description, problem: Problem) -> Iterator[Kernel]:
             yield CoopGemv(lanes, r, chunk, tn)
 
 
-def _coop_shapes(shapes: tuple[Shape, ...], description: Description, problem: Problem) -> Iterator[tuple[Shape, int]]:
-    """Shapes, the smallest that holds all rows first (else the largest), and parts of K to fill the cores."""
+def _coop_shapes(
+    shapes: tuple[TileShape, ...], description: Description, problem: GemmProblem
+) -> Iterator[tuple[TileShape, int]]:
+    """Shapes, the smallest that holds all rows first (else the largest), and splits of K to fill the cores."""
     cores, m, n = description.limits.cores or _CORES, problem.m, problem.geometry.n
     for shape in sorted(shapes, key=lambda shape: (shape.bm < m, abs(shape.bm - m))):
         x, y, _ = shape.groups(m, n)
         room = cores * (128 // shape.bm) // (x * y)  # of small tiles a core takes several at once
-        yield shape, next((parts for parts in (8, 4, 2) if parts <= room), 1)
+        yield shape, next((splits for splits in (8, 4, 2) if splits <= room), 1)
 
 
-def _by_time(shapes: tuple[Shape, ...], description: Description, problem: Problem) -> list[Shape]:
+def _by_time(shapes: tuple[TileShape, ...], description: Description, problem: GemmProblem) -> list[TileShape]:
     """Shapes in the order of the time that the cores spend on all of their tiles."""
     cores, m, n = description.limits.cores or _CORES, problem.m, problem.geometry.n
 
-    def time(shape: Shape) -> float:
+    def time(shape: TileShape) -> float:
         x, y, _ = shape.groups(m, n)
         return -(-x * y // cores) * shape.bm * shape.bn * (1 + 8 / shape.bm + 8 / shape.bn)
 

@@ -1,4 +1,4 @@
-"""`Form`: what a body has to know before it is traced."""
+"""`Form`: the static parameters of a body, known before it is traced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Form:
     become int8 codes; ``scan``: slices of the weight one after another, so that only one is dequantized at a time
     (CPUs), or all in one product (TPUs, which unpack in registers); ``rows``: data is ``(N, K)`` or ``(N, S, b)``
     (GPUs);
-    ``pallas``: the product of int4 weights is `qcore_xla.pallas`'s where it has tiles for it (XLA would unpack the
+    ``pallas``: the product of int4 weights is `qcore_xla.pallas`'s if it has tiles for it (XLA would unpack the
     weight to memory): on TPUs with int8 activations, on GPUs with 16-bit floats and few rows.
     """
 

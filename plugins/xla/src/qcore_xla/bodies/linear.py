@@ -5,7 +5,7 @@ With ``x = s_x (q_x - z_x)`` per token and ``W = s q + added`` per group (an int
     y = s_x * (sum over groups of s * (q_x @ q - z_x * sums)  +  xsum @ added) + bias
 
 where xsum holds the sums of ``q_x - z_x`` per group and sums those of q. Scales come after the products of codes, which
-are exact int32 sums where activations are int8, zero points included: x of zeros gives zeros. Float activations are the
+are exact int32 sums if activations are int8, zero points included: x of zeros gives zeros. Float activations are the
 case ``s_x = 1, z_x = 0``.
 """
 
@@ -23,7 +23,7 @@ from .form import Form
 from .quantize import activations, requantized
 
 if TYPE_CHECKING:
-    from ..pallas.few import Tiles
+    from ..pallas.skinny_gemm import SkinnyTiles
 
 
 def linear(
@@ -38,9 +38,9 @@ def linear(
     ``data``: codes as in `codes`, ``(N, K)`` per channel, or ``(S, b, N)``: S slices of b along K, a group or a part
     of one each; ``(N, S, b)`` if ``form.rows``, for float activations. ``scale``, ``zero``: ``(G, N)``, S a multiple
     of G; zero int8 is subtracted from codes, a float is added to ``q * s``. ``bias``: ``(N,)``. ``sums``: ``(G, N)``
-    int32, sums of codes, where activations have zero points.
+    int32, sums of codes, if activations have zero points.
     ``mask``: int8 ``(K,)``, 0 for columns of x that are padding: 0 has the code z_x, which must not count in xsum.
-    ``x_scale``, ``x_zero``, ``out_scale``, ``out_zero``: ``(M,)`` or ``(1,)``, where they are given. Where data holds
+    ``x_scale``, ``x_zero``, ``out_scale``, ``out_zero``: ``(M,)`` or ``(1,)``, if they are given. If data holds
     more columns than x, they are 0.
     """
     codes, s_x, z_x = activations(x, form.activation, x_scale, x_zero)
@@ -79,7 +79,7 @@ def grouped(
 
 
 def _added(scale: Array, zero: Array) -> Array:
-    """What a zero point adds to each weight of a group, ``(G, N)`` float32."""
+    """The term that a zero point adds to each weight of a group, ``(G, N)`` float32."""
     wide = zero.astype(jnp.float32)
     return -wide * scale.astype(jnp.float32) if zero.dtype == jnp.int8 else wide
 
@@ -91,11 +91,11 @@ class Moved(NamedTuple):
     sums: Array
 
     def of(self, group: int) -> Moved:
-        """What concerns one group, sums ``(N,)``."""
+        """The part of one group, sums ``(N,)``."""
         return Moved(self.zero, self.sums[group])
 
     def less(self, total: Array, codes: int) -> Array:
-        """Products ``(..., M, N)`` of so many codes without what the zero point adds: exact where that fits int32."""
+        """Products ``(..., M, N)`` of so many codes without what the zero point adds: exact if that fits int32."""
         if codes > _EXACT:
             return total.astype(jnp.float32) - self.zero.astype(jnp.float32) * self.sums.astype(jnp.float32)
         return total - self.zero * self.sums
@@ -113,7 +113,7 @@ def _product(x: Array, data: Array, scale: Array, moved: Moved | None, form: For
     s = scale.astype(jnp.float32)
     if form.rows:
         slices = data.reshape(data.shape[0], -1, data.shape[-1])
-        cut = _few_tiles(x, slices, form)
+        cut = _skinny_tiles(x, slices, form)
         if data.ndim == 3 or cut is not None:
             x = _padded(x, slices.shape[1] * length(slices, 2))
             return _by_rows(x, slices, s, cut), x
@@ -151,8 +151,8 @@ def _per_channel(x: Array, data: Array, form: Form) -> Array:
     return _contract(x.reshape(x.shape[0], *w.shape[1:]), w, (1, 2), (1, 2))
 
 
-def _by_rows(x: Array, data: Array, scale: Array, cut: Tiles | None) -> Array:
-    """Float x ``(M, K)`` times data ``(N, S, b)``, S groups; ``cut``: tiles for `qcore_xla.pallas.few`, or None."""
+def _by_rows(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None) -> Array:
+    """Float x ``(M, K)`` times data ``(N, S, b)``, S groups; ``cut``: tiles for `pallas.skinny_gemm`, or None."""
     rows, slices = x.shape[0], data.shape[1]
     if cut is None and rows <= _FEW_ROWS:
         w = planes(data, 2, x.dtype)
@@ -165,21 +165,21 @@ def _by_rows(x: Array, data: Array, scale: Array, cut: Tiles | None) -> Array:
     return largest * _in_own_dtype(x, data, scale / largest, cut)
 
 
-def _in_own_dtype(x: Array, data: Array, scale: Array, cut: Tiles | None) -> Array:
+def _in_own_dtype(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None) -> Array:
     """The product with weights in the dtype of x: in registers, or in memory."""
     if cut is not None:
-        from ..pallas.few import product
+        from ..pallas.skinny_gemm import product
 
         return product(x, data, scale, cut)
     w = planes(data, 2, jnp.dtype(jnp.float32)) * scale.T[:, :, None, None]
     return _contract(x, w.astype(x.dtype).reshape(data.shape[0], -1), (1,), (1,))
 
 
-def _few_tiles(x: Array, data: Array, form: Form) -> Tiles | None:
-    """Tiles for `qcore_xla.pallas.few` where it serves x times data ``(N, S, b)`` best, else None."""
+def _skinny_tiles(x: Array, data: Array, form: Form) -> SkinnyTiles | None:
+    """Tiles for `qcore_xla.pallas.skinny_gemm` if it is the fastest for x times data ``(N, S, b)``, else None."""
     if not (form.pallas and data.dtype == jnp.int32 and x.dtype in (jnp.bfloat16, jnp.float16)):
         return None
-    from ..pallas.few import tiles
+    from ..pallas.skinny_gemm import tiles
 
     return tiles(x.shape[0], *data.shape)
 

@@ -16,7 +16,7 @@ _SMALLEST = 2.0**-126
 def activations(
     x: Array, kind: Activation, scale: Array | None, zero: Array | None
 ) -> tuple[Array, Array | None, Array | None]:
-    """Quantize x ``(M, K)``: int8 codes, scale ``(M, 1)`` and zero point ``(M, 1)``, float32; None where there is none.
+    """Quantize x ``(M, K)``: int8 codes, scale ``(M, 1)`` and zero point ``(M, 1)``, float32; None if there is none.
 
     ``scale`` and ``zero`` ``(M,)`` or ``(1,)``: the parameters of the kind "given". An x of int8 holds codes already.
     """

@@ -19,8 +19,11 @@ class Engine(Protocol):
 
     name: str
 
-    def serves(self, device: Any) -> str:
-        """Why tensors on ``device`` (a `torch.device`) are not served; empty where they are. Imports nothing heavy."""
+    def why_not(self, device: Any) -> str:
+        """Why tensors on ``device`` (a `torch.device`) are not supported, a sentence; empty if they are.
+
+        Imports nothing heavy.
+        """
         ...
 
     def run(
@@ -35,7 +38,7 @@ class Engine(Protocol):
 
 @lru_cache(maxsize=16)
 def find(kind: str) -> Engine | None:
-    """The engine for a type of torch device; None where there is none."""
+    """The engine for a type of torch device; None if there is none."""
     name = f"{__package__}.{MODULES.get(kind)}"
     if kind not in MODULES or find_spec(name) is None:
         return None

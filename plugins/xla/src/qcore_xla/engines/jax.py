@@ -32,7 +32,7 @@ class JaxEngine:
     def __init__(self) -> None:
         self._arrays: Memo[Any] = Memo(_shared_array)
 
-    def serves(self, device: torch.device) -> str:
+    def why_not(self, device: torch.device) -> str:
         """Looks at the environment and at package metadata only."""
         return environment.why_not(device.type)
 
@@ -88,7 +88,7 @@ def _start_on_gpus() -> None:
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """What a program is about with JAX does not count: a trace that goes on, a ban on transfers.
+    """Ignore JAX state of the program: a trace that goes on, a ban on transfers.
 
     Tensors of torch are no part of either. Entering this takes longer than many calls: only what has failed does.
     """

@@ -25,13 +25,13 @@ class TorchXlaEngine:
 
     name = "torch_xla"
 
-    def serves(self, device: torch.device) -> str:
-        """Tensors on ``xla`` exist only where torch_xla has been imported, so that is not done here."""
+    def why_not(self, device: torch.device) -> str:
+        """Tensors on ``xla`` exist only if torch_xla has been imported, so that is not done here."""
         if "torch_xla" not in sys.modules:
             return f"tensors on {device} need torch_xla; import torch_xla before qcore is asked about them."
-        return environment.jax_fault() or self._takes_tpu()
+        return environment.why_not_jax() or self._why_not_tpu()
 
-    def _takes_tpu(self) -> str:
+    def _why_not_tpu(self) -> str:
         chosen = environment.platforms()
         if environment.initialised() or not environment.tpu() or (chosen and "tpu" not in chosen):
             return ""
@@ -57,7 +57,7 @@ def _native() -> Any:
 
 @lru_cache(maxsize=1)
 def _platform() -> str:
-    """What to lower for, in JAX's words: HLO for a TPU keeps products of mixed types, which a CPU cannot run."""
+    """The platform to lower for, by JAX's name: HLO for a TPU keeps products of mixed types, which a CPU cannot run."""
     from torch_xla import runtime
 
     return _PLATFORMS.get(runtime.device_type(), "cpu")
@@ -65,7 +65,7 @@ def _platform() -> str:
 
 @lru_cache(maxsize=4096)
 def _computation(function: Callable[..., Any], form: Any, specs: tuple[Spec, ...], platform: str) -> tuple[str, Any]:
-    """The name and the computation of a body for arguments of these shapes and dtypes; None where there is none."""
+    """The name and the computation of a body for arguments of these shapes and dtypes; None if there is none."""
     from torch_xla.core import xla_builder
 
     name = f"qcore_{getattr(function, '__name__', 'body')}"

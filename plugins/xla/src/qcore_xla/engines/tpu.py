@@ -28,9 +28,9 @@ class TpuEngine:
 
     name = "tpu"
 
-    def serves(self, device: torch.device) -> str:
+    def why_not(self, device: torch.device) -> str:
         """Looks for torch_tpu's files, at the environment and at package metadata."""
-        return environment.jax_fault() or _backend_fault(device) or _platform_fault()
+        return environment.why_not_jax() or _why_not_backend(device) or _why_not_platform()
 
     def run(
         self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
@@ -42,7 +42,7 @@ class TpuEngine:
         return result
 
 
-def _backend_fault(device: torch.device) -> str:
+def _why_not_backend(device: torch.device) -> str:
     found = find_spec("torch_tpu")
     places = found.submodule_search_locations if found else None
     # Another project, for other chips, installs a module of the same name; it knows no Pallas.
@@ -51,7 +51,7 @@ def _backend_fault(device: torch.device) -> str:
     return ""
 
 
-def _platform_fault() -> str:
+def _why_not_platform() -> str:
     chosen = environment.platforms()
     if environment.initialised() or (chosen and "tpu" not in chosen):
         return ""

@@ -1,4 +1,7 @@
-"""Kernels in Pallas, where XLA alone would write an unpacked weight to memory: `product` for TPUs, `few` for GPUs."""
+"""Kernels in Pallas, for products in which XLA alone would write an unpacked weight to memory.
+
+`product` is for TPUs, `skinny_gemm` for GPUs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,6 @@ from typing import Any
 
 
 def compiler_parameters(backend: ModuleType, before: str, **options: Any) -> Any:
-    """What a kernel tells the compiler of a Pallas backend; ``before``: the name of the class in JAX 0.6."""
+    """Parameters for the compiler of a Pallas backend; ``before``: the name of the class in JAX 0.6."""
     made = getattr(backend, "CompilerParams" if hasattr(backend, "CompilerParams") else before)
     return made(**options)

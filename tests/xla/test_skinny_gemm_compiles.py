@@ -21,7 +21,7 @@ from compiling import SHARED, facts_of, gpu_target  # noqa: E402
 from grids import sampled  # noqa: E402
 from pallas_lowering import lowered_for_gpus  # noqa: E402
 
-from qcore_xla.pallas import few  # noqa: E402
+from qcore_xla.pallas import skinny_gemm  # noqa: E402
 
 TARGETS = [name for name in SHARED if name.startswith("sm_")]
 OFTEN = ("sm_86", "sm_90")
@@ -38,8 +38,8 @@ def lowered(m: int, n: int, groups: int, width: int, dtype) -> str:
     """The kernel as text."""
     spec = jax.ShapeDtypeStruct
     arrays = spec((m, 8 * groups * width), dtype), spec((n, groups, width), jnp.int32), spec((groups, n), jnp.float32)
-    cut = few.tiles(m, n, groups, width)
-    module = lowered_for_gpus(partial(few.product, cut=cut), *arrays).compiler_ir()
+    cut = skinny_gemm.tiles(m, n, groups, width)
+    module = lowered_for_gpus(partial(skinny_gemm.product, cut=cut), *arrays).compiler_ir()
     (call,) = (op for op in operations(module.operation) if op.name == "stablehlo.custom_call")
     return text_of(call.attributes["mhlo.backend_config"])
 
@@ -73,9 +73,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "dtype", "target"), sampled(CASES, 7))
 def test_it_fits(tmp_path, name, dtype, target):
-    source = tmp_path / "few.ttir"
+    source = tmp_path / "skinny_gemm.ttir"
     source.write_text(lowered(*SHAPES[name], dtype))
-    options = {"num_warps": few.WARPS, "num_stages": few.STAGES}
+    options = {"num_warps": skinny_gemm.WARPS, "num_stages": skinny_gemm.STAGES}
     made = triton.compile(str(source), target=gpu_target(target), options=options)
     facts = facts_of(made, nvidia=True)
     assert facts["shared"] <= SHARED[target] * 1024

@@ -3,6 +3,11 @@
 XLA dequantizes a weight in groups to memory before it multiplies, or multiplies group by group. Here words are
 unpacked in registers and go into the matrix units from there, as the left operand; a single row is multiplied without
 them.
+
+The grid is (tiles of columns of the result, splits of K): a program computes ``SkinnyTiles.columns`` columns of all
+rows from its split of K, and the splits are added up afterwards. It loads words and scales from global memory step by
+step, Triton keeping `STAGES` steps in flight, and holds its sums in registers; every program reads the same few rows of
+x.
 """
 
 from __future__ import annotations
@@ -20,47 +25,49 @@ from ..codes import NIBBLES
 from . import compiler_parameters
 
 MOST_ROWS = 64
-"""With more rows XLA's way is about as fast, or faster."""
+"""With more rows XLA's own product is about as fast, or faster."""
 WARPS, STAGES = 4, 3
-"""Of a program; steps that are in flight."""
+"""Warps of a program; steps of its loop that Triton keeps in flight."""
 _WIDE = 8192
-"""Columns of a result from which on two parts of each make programs enough for a GPU."""
+"""Columns of a result from which on two parts of K make enough programs for a GPU."""
 _LEAST = 16
-"""What Triton's matrix products want of each dimension."""
+"""The smallest size of each dimension of Triton's matrix products."""
 _EXPONENT = 0x4B000000
 """Bits of the float32 2^23, whose last bit counts ones."""
 Ref = Any
 
 
-class Tiles(NamedTuple):
-    """How a product is cut.
+class SkinnyTiles(NamedTuple):
+    """The tile of a program and of a step.
 
     **Fields:** ``columns`` of the result that a program makes; ``rows`` of x, filled up, or 1: without matrix units;
-    ``words`` of a row of the weight that a step takes; ``parts`` of a row, each a program's.
+    ``words`` of a row of the weight that a step takes; ``splits``: programs among which a row's words are divided.
     """
 
     columns: int
     rows: int
     words: int
-    parts: int
+    splits: int
 
 
-def tiles(m: int, n: int, groups: int, width: int) -> Tiles | None:
-    """The tiles for x ``(m, 8 * groups * width)`` and data ``(n, groups, width)``; None where XLA serves it better.
+def tiles(m: int, n: int, groups: int, width: int) -> SkinnyTiles | None:
+    """The tiles for x ``(m, 8 * groups * width)`` and data ``(n, groups, width)``; None if XLA's own product is faster.
 
     Sizes were measured on an H200, and fit into the registers and the shared memory of every GPU since Ampere.
     """
+    # Words of a step are whole groups or divide a group, so that a step has one scale per column or whole rows of them.
     sizes = (32, _LEAST) if m == 1 else (_LEAST,)
     words = next((w for w in sizes if groups * width % w == 0 and (w % width == 0 or width % w == 0)), 0)
     if not words or m > MOST_ROWS or n % 64:
         return None
+    # More parts of K if few tiles of columns, or little work in each, would leave multiprocessors idle.
     columns = 128 if 1 < m <= 32 and n % 128 == 0 else 64
     parts = 8 if m == 1 else 4 if m <= 32 or n < _WIDE else 2
     rows = 1 if m == 1 else max(_LEAST, 1 << (m - 1).bit_length())
-    return Tiles(columns, rows, words, min(parts, groups * width // words))
+    return SkinnyTiles(columns, rows, words, min(parts, groups * width // words))
 
 
-def product(x: Array, data: Array, scale: Array, cut: Tiles, *, interpret: Any = False) -> Array:
+def product(x: Array, data: Array, scale: Array, cut: SkinnyTiles, *, interpret: Any = False) -> Array:
     """``sum over groups of scale * (x @ codes)``, float32 ``(M, N)``.
 
     ``x``: ``(M, K)`` of 16-bit floats; ``data``: int32 words ``(N, G, w)``; ``scale``: ``(G, N)``; ``cut``: `tiles` of
@@ -71,8 +78,9 @@ def product(x: Array, data: Array, scale: Array, cut: Tiles, *, interpret: Any =
     planes = _planes(filled, groups, width, cut.words)
     parts: Array = pl.pallas_call(
         partial(_kernel, cut=cut, width=width),
-        out_shape=jax.ShapeDtypeStruct((cut.parts, cut.rows, n), jnp.float32),
-        grid=(n // cut.columns, cut.parts),
+        out_shape=jax.ShapeDtypeStruct((cut.splits, cut.rows, n), jnp.float32),
+        grid=(n // cut.columns, cut.splits),
+        # Blocks are views of global memory, loaded by the kernel: all of x, the columns' words, and their scales.
         in_specs=[
             pl.BlockSpec(planes.shape, lambda _j, _p: (0, 0, 0, 0)),
             pl.BlockSpec((cut.columns, groups * width), lambda j, _p: (j, 0)),
@@ -81,13 +89,16 @@ def product(x: Array, data: Array, scale: Array, cut: Tiles, *, interpret: Any =
         out_specs=pl.BlockSpec((1, cut.rows, cut.columns), lambda j, p: (p, 0, j)),
         compiler_params=None if interpret else _compiler(),
         interpret=interpret,
-        name="qcore_few",
+        name="qcore_skinny_gemm",
     )(planes, data.reshape(n, groups * width), scale.astype(jnp.float32))
-    return (parts[0] if cut.parts == 1 else parts.sum(0))[:m]
+    return (parts[0] if cut.splits == 1 else parts.sum(0))[:m]
 
 
 def _planes(x: Array, groups: int, width: int, words: int) -> Array:
-    """X ``(M, K)`` in the order of the words' nibbles, step by step: ``(steps, 8, M, words)``."""
+    """X ``(M, K)`` in the order of the words' nibbles, step by step: ``(steps, 8, M, words)``.
+
+    Nibble j of word i of a group is code ``j * width + i``, so plane j of a step meets these columns of x.
+    """
     together, each = max(1, words // width), max(1, width // words)  # groups of a step, or steps of a group
     shape = (x.shape[0], groups // together, together, NIBBLES, each, min(width, words))
     return lax.transpose(x.reshape(shape), (1, 4, 3, 0, 2, 5)).reshape(-1, NIBBLES, x.shape[0], words)
@@ -97,21 +108,24 @@ def _compiler() -> Any:
     return compiler_parameters(triton, "TritonCompilerParams", num_warps=WARPS, num_stages=STAGES)
 
 
-def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: Tiles, width: int) -> None:
-    """A tile of the result from a part of the rows of the weight."""
+def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: SkinnyTiles, width: int) -> None:
+    """Compute a tile ``(columns, rows)`` of the transposed result from this program's split of K."""
     one, steps = cut.rows == 1, x.shape[0]
-    each = pl.cdiv(steps, cut.parts)
+    # Steps of this split; the last ones have fewer, or none, if the splits do not divide them.
+    each = pl.cdiv(steps, cut.splits)
     start = pl.program_id(1) * each
-    count = each if steps % cut.parts == 0 else jnp.minimum(each, steps - start)
+    count = each if steps % cut.splits == 0 else jnp.minimum(each, steps - start)
 
     def step(i: Array, total: Array) -> Any:
+        # Words go from global memory to registers once, and become eight planes of codes there.
         at = start + i
         codes = _codes(data[:, pl.ds(at * cut.words, cut.words)])
         s = _scales(scale, at, cut, width)
-        if one:
+        if one:  # elementwise, in float32: the sum over words waits until after the loop
             return total + s * sum(code * x[at, j, 0][None, :].astype(jnp.float32) for j, code in enumerate(codes))
-        if cut.words <= width:
+        if cut.words <= width:  # one group: codes are exact in 16 bits, sums in float32 are scaled afterwards
             return total + s * sum(_dot(code.astype(x.dtype), x[at, j]) for j, code in enumerate(codes))
+        # Several groups: weights are scaled, and rounded to the dtype of x, before they are multiplied.
         for j, code in enumerate(codes):
             total += _dot((code * s).astype(x.dtype), x[at, j])
         return total
@@ -126,9 +140,10 @@ def _dot(w: Array, x: Array) -> Array:
 
 
 def _codes(words: Array) -> list[Array]:
-    """The eight codes of each word, float32. Four lie within reach of a fraction: one OR makes a number of their bits.
+    """The eight codes of each word, float32, without conversions of integers.
 
-    The bits of nibble j under the exponent of 2^23 are the number ``2^23 + u 16^j``, u being the code plus 8.
+    Four nibbles lie within the 23 bits of a fraction. The bits of nibble j below the exponent of 2^23 are the number
+    ``2^23 + u 16^j``, u being the code plus 8: one AND and one OR. Scaling by ``16^-j`` and the subtraction are exact.
     """
     biased = words ^ jnp.int32(-0x77777778)  # each code plus 8
     found = []
@@ -139,8 +154,8 @@ def _codes(words: Array) -> list[Array]:
     return found
 
 
-def _scales(scale: Ref, at: Array, cut: Tiles, width: int) -> Any:
-    """What the words of a step are scaled by: ``(columns, 1)``, or ``(columns, words)`` of several groups."""
+def _scales(scale: Ref, at: Array, cut: SkinnyTiles, width: int) -> Any:
+    """The scales of a step's words: ``(columns, 1)``, or ``(columns, words)`` of several groups."""
     if cut.words <= width:
         return scale[at * cut.words // width, :][:, None]
     groups = cut.words // width

@@ -19,7 +19,7 @@ jnp = jax.numpy
 from pallas_lowering import lowered_for_gpus  # noqa: E402
 
 from qcore_xla import calls  # noqa: E402
-from qcore_xla.pallas import few  # noqa: E402
+from qcore_xla.pallas import skinny_gemm  # noqa: E402
 
 WEIGHTS = {  # N, G, codes of a group
     "groups-of-128": (128, 8, 128),
@@ -53,9 +53,9 @@ PRODUCTS = [
 @pytest.mark.parametrize(("name", "dtype", "m"), sampled([(*p, m) for p in PRODUCTS for m in (1, 17, 64)], 8))
 def test_product(name, dtype, m):
     x, words, scale, expected, squares = problem(name, m, dtype)
-    cut = few.tiles(m, *words.shape)
+    cut = skinny_gemm.tiles(m, *words.shape)
     assert cut is not None
-    y = few.product(x, words, scale, cut, interpret=True)
+    y = skinny_gemm.product(x, words, scale, cut, interpret=True)
     assert y.shape == expected.shape
     exact = m == 1 or cut.words <= words.shape[2]
     rounding = 0 if exact else 2.0 ** (-8 if dtype == jnp.bfloat16 else -11)  # of weights, to the dtype of x
@@ -69,33 +69,33 @@ def test_it_is_lowered_for_gpus(name, m, wide):
     enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64  # its place in JAX 0.6
     with enable_x64(wide):
         x, words, scale, *_ = problem(name, m, jnp.bfloat16)
-        cut = few.tiles(m, *words.shape)
-        assert "triton" in lowered_for_gpus(partial(few.product, cut=cut), x, words, scale).as_text()
+        cut = skinny_gemm.tiles(m, *words.shape)
+        assert "triton" in lowered_for_gpus(partial(skinny_gemm.product, cut=cut), x, words, scale).as_text()
 
 
 def test_what_xla_serves_better():
-    assert few.tiles(few.MOST_ROWS + 1, 4096, 32, 16) is None
-    assert few.tiles(16, 4096, 3, 8) is None  # 24 words of a row: no step of 16 or 32
-    assert few.tiles(16, 4096, 8, 24) is None  # steps of 32 would end within groups
-    assert few.tiles(16, 4000, 32, 16) is None
+    assert skinny_gemm.tiles(skinny_gemm.MOST_ROWS + 1, 4096, 32, 16) is None
+    assert skinny_gemm.tiles(16, 4096, 3, 8) is None  # 24 words of a row: no step of 16 or 32
+    assert skinny_gemm.tiles(16, 4096, 8, 24) is None  # steps of 32 would end within groups
+    assert skinny_gemm.tiles(16, 4000, 32, 16) is None
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 11008), (16, 1536, 8960), (64, 4096, 11008), (64, 28672, 8192)])
-def test_rows_are_cut_into_parts_whatever_their_length(m, n, k):
+def test_rows_are_split_whatever_their_length(m, n, k):
     """Of 43 or 35 steps as well, so that a GPU has work for its cores."""
-    cut = few.tiles(m, n, k // 128, 16)
-    assert n // cut.columns * cut.parts >= 48
+    cut = skinny_gemm.tiles(m, n, k // 128, 16)
+    assert n // cut.columns * cut.splits >= 48
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_the_last_parts_may_be_short_or_empty(groups):
+def test_the_last_splits_may_be_short_or_empty(groups):
     """Of 2 and 6 steps."""
     rng = np.random.default_rng(3)
     codes = rng.integers(-8, 8, (64, groups, 256))
     x = jnp.asarray(rng.normal(size=(2, groups * 256)), jnp.bfloat16)
     words = jnp.asarray(words_of(torch.from_numpy(codes).to(torch.int8)).numpy())
-    cut = few.Tiles(64, 16, 16, 4)
-    y = few.product(x, words, jnp.ones((groups, 64), jnp.float32), cut, interpret=True)
+    cut = skinny_gemm.SkinnyTiles(64, 16, 16, 4)
+    y = skinny_gemm.product(x, words, jnp.ones((groups, 64), jnp.float32), cut, interpret=True)
     np.testing.assert_allclose(y, np.asarray(x, np.float64) @ codes.reshape(64, -1).T, rtol=1e-5, atol=1e-3)
 
 
@@ -129,21 +129,21 @@ def test_the_body_takes_it(monkeypatch, name, m):
         served.append(True)
         return product(*arrays, interpret=True)
 
-    product = few.product
-    monkeypatch.setattr(few, "product", interpreted)
+    product = skinny_gemm.product
+    monkeypatch.setattr(skinny_gemm, "product", interpreted)
     data = words[:, 0] if name == "per-channel" else words
     for dtype in (jnp.bfloat16, jnp.float32):
         served.clear()
         y = bodies.linear(x.astype(dtype), data, scale, None, None, form=Form(rows=True, pallas=True))
         np.testing.assert_allclose(y, expected, atol=0.02 * np.abs(expected).max())
-        assert bool(served) == (m <= few.MOST_ROWS and dtype == jnp.bfloat16)
+        assert bool(served) == (m <= skinny_gemm.MOST_ROWS and dtype == jnp.bfloat16)
 
 
 @pytest.mark.parametrize("pallas", [False, True])
 @pytest.mark.parametrize("magnitude", [1e-7, 1e6])
 def test_float16_holds_small_and_large_scales(monkeypatch, magnitude, pallas):
     x, words, scale, expected, _ = problem("groups-of-128", 8, jnp.float16)
-    monkeypatch.setattr(few, "product", partial(few.product, interpret=True))
+    monkeypatch.setattr(skinny_gemm, "product", partial(skinny_gemm.product, interpret=True))
     y = bodies.linear(x, words, scale * magnitude, None, None, form=Form(rows=True, pallas=pallas))
     largest = np.abs(expected).max(0)
     assert (np.abs(y / magnitude - expected) <= 0.003 * largest).all()
