@@ -78,7 +78,7 @@ _last = _LastGather()
 
 
 def gathered(x: Tensor, order: Tensor) -> Tensor:
-    """x ``(..., K)`` with feature ``order[j]`` at position j.
+    """Put feature ``order[j]`` of x ``(..., K)`` at position j.
 
     A second call with the same x, unchanged, and the same order on the same stream gives the same tensor.
     """
