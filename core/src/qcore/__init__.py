@@ -43,7 +43,7 @@ from .resolving.decision import Decision
 from .resolving.explaining import explain
 from .resolving.resolver import resolve
 from .runtime.settings import configure, using
-from .weights.activations import DynamicInt8, OutputInt8, StaticInt8
+from .weights.activations import DynamicFP8, DynamicInt8, OutputInt8, StaticFP8, StaticInt8
 from .weights.qtensor import QTensor
 from .weights.quantizers import quantize
 from .weights.schemes import Scheme
@@ -63,6 +63,7 @@ __all__ = [
     "ConformanceError",
     "Conv2dRequest",
     "Decision",
+    "DynamicFP8",
     "DynamicInt8",
     "Element",
     "EmbeddingRequest",
@@ -83,6 +84,7 @@ __all__ = [
     "Report",
     "ScaleType",
     "Scheme",
+    "StaticFP8",
     "StaticInt8",
     "Unavailable",
     "UnsupportedError",

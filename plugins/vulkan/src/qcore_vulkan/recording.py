@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qcore import Conv2dRequest, EmbeddingRequest
+from qcore import Conv2dRequest, DynamicInt8, EmbeddingRequest, StaticInt8
 from qcore.plugin_api import AnyRequest, laid_out_like
 
 from . import steps
@@ -126,6 +126,8 @@ def _product(
         return steps.embedding(b, value, stage.before.matrix[0], resident.weight, request.out_dtype, out)
     buffer = None if bias is None else resident.biases.buffer(bias)
     biases.append(_BiasInUse(stage.module, resident.biases, buffer))
+    # Eligibility has refused fp8 activations.
+    assert request.activation is None or isinstance(request.activation, (DynamicInt8, StaticInt8))
     quantization = (request.activation, request.output, request.out_dtype)
     if not isinstance(request, Conv2dRequest):
         return steps.linear(b, value, resident.weight, buffer, *quantization, out=out)

@@ -92,7 +92,7 @@ class Holder:
 
 
 def _placed(device: Device, weight: QTensor) -> Resident:
-    return Resident(device, upload(device, weight), *weight.shape)
+    return Resident(device, upload(device, weight), weight.shape[0], weight.shape[1])
 
 
 class _Owner(np.ndarray[Any, Any]):
