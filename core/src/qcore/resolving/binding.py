@@ -24,7 +24,7 @@ from ..runtime import forks
 from ..runtime.guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, undone
 from ..runtime.plain_text import plain
 from ..runtime.settings import current
-from ..weights.qtensor import QTensor
+from ..weights.qtensor import QTensor, picklable
 from . import verification
 from .decision import Decision, Stage
 from .ordering import OrderedKernel
@@ -177,7 +177,7 @@ class WeightView(QTensor):
 
     def __reduce__(self) -> Any:
         known = (self.shape, self.format, self.quantizer)
-        return QTensor, (self.data, self.scale, self.zero, *known, self.order, self.global_scale)
+        return QTensor, (self.data, picklable(self.scale), self.zero, *known, self.order, self.global_scale)
 
 
 @dataclass
