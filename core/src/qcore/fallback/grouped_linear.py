@@ -16,6 +16,7 @@ from ..contracts import GroupedLinearRequest, LinearRequest
 from ..contracts.grouped import check_offsets
 from ..discovery.kernels import Kernel, Packed
 from ..errors import FormatError
+from ..formats.bits import has_values
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .ops import op
@@ -78,6 +79,8 @@ class PlainGroupedLinear(Kernel):
         if x.dim() != 2 or x.shape[1] != self.k:
             raise FormatError(f"{self.name}: x has shape {tuple(x.shape)}; it must be (T, K) with K={self.k}.")
         check_offsets(offsets, self.experts, x.shape[0])
+        if not has_values(offsets):
+            return x.new_empty(x.shape[0], self.n, dtype=self.out_dtype)
         return self.run(x, packed, bias, offsets)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, offsets: Tensor) -> Tensor:
