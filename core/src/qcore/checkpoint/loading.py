@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, FormatError
-from ..model import LayerReport, Report, report
-from ..nn.base import QuantizedModule
+from ..model import Report, report
+from ..nn.base import QuantizedModule, with_static_parameters
 from ..nn.counterparts import rebuild, weight_device_dtype
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
@@ -70,9 +70,12 @@ def load_(
         return loader.commit()
 
 
-def _with_reason(row: LayerReport, found: Match) -> LayerReport:
-    dense = found.dense.get(f"{row.name}.weight" if row.name else "weight")
-    return replace(row, reason=f"turned back to float: {dense.reason}") if dense else row
+def _dense_reasons(found: Match) -> dict[str, str]:
+    """Return the reason by layer for layers with a weight that was turned back to float."""
+    return {
+        name.rpartition(".")[0]: f"turned back to float: {dense.reason}"
+        for name, dense in reversed(found.dense.items())
+    }
 
 
 def _check_complete(found: Match, archive: Archive) -> None:
@@ -189,12 +192,12 @@ class _Loader:
     def _scheme(self, swap: Swap) -> Scheme:
         """Return the scheme with its calibrated scales and zero points."""
         scheme = swap.record.scheme
-        for field, prefix in swap.static_parameters().items():
-            scale, zero = self.archive.read(f"{prefix}_scale"), self.archive.read(f"{prefix}_zero_point")
+        for field, names in swap.static_parameters().items():
+            given = {key: self.archive.read(name) for key, name in names.items()}
             try:
-                part = replace(getattr(scheme, field), scale=float(scale), zero_point=int(zero))
+                part = with_static_parameters(getattr(scheme, field), given)
             except FormatError as error:
-                raise file_error(self.archive.path, str(error), tensor=f"{prefix}_scale") from None
+                raise file_error(self.archive.path, str(error), tensor=names["scale"]) from None
             scheme = replace(scheme, **{field: part})
         return scheme
 
@@ -236,7 +239,8 @@ class _Loader:
             with transaction.all_or_nothing():
                 self._put(transaction)
                 transaction.step = "reporting"
-                layers = tuple(_with_reason(row, self.found) for row in report(self.model))
+                reasons = _dense_reasons(self.found)
+                layers = tuple(replace(row, reason=reasons.get(row.name, row.reason)) for row in report(self.model))
         except Exception as error:
             what = f"the model cannot be changed: {transaction.step} raised {type(error).__name__}: {error}"
             remedy = "The model is unchanged. Load before it is frozen, wrapped or scripted."
@@ -263,9 +267,9 @@ def _same_device_dtype(mine: nn.Parameter, other: nn.Parameter) -> bool:
 
 
 def _dense(weight: QTensor, slot: Tensor) -> Tensor:
-    """Dequantize a weight to the shape of its slot; convolutions from columns in (KH, KW, IC) order."""
+    """Dequantize a weight to the shape of its slot; those of convolutions have columns in (KH, KW, IC) order."""
     dense = weight.dequantize(torch.float32)
-    if slot.dim() == 2:
+    if slot.dim() != 4:
         return dense
     o, i, h, w = slot.shape
     return dense.reshape(o, h, w, i).permute(0, 3, 1, 2)

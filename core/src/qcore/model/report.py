@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,8 +116,7 @@ def _size(count: int) -> str:
 def weight_bytes(module: nn.Module) -> int:
     """Return the bytes of a layer's float weight."""
     if isinstance(module, QuantizedModule):
-        n, k = module._store.shape
-        return int(n * k * module._dtype.itemsize)
+        return math.prod(module._store.shape) * module._dtype.itemsize
     return sum(_tensor_bytes(module).values())
 
 
