@@ -9,7 +9,7 @@ import torch as _torch
 
 from . import nn
 from ._version import __version__
-from .contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
+from .contracts import Conv2dRequest, EmbeddingRequest, GroupedLinearRequest, LinearRequest
 from .discovery import hookspecs
 from .discovery.hookspecs import hookimpl
 from .discovery.kernels import (
@@ -36,7 +36,7 @@ from .errors import (
 )
 from .formats import PLAIN, PLAIN_INT32, Element, Format, Layout, ScaleType, ZeroPoint, grouped_int4
 from .formats import find_layout as _find_layout
-from .functional import conv2d, embedding, linear
+from .functional import conv2d, embedding, grouped_linear, linear
 from .functional import torch_ops as _ops  # noqa: F401 - registers torch.ops.qcore
 from .model import Report, quantize_, report
 from .resolving.decision import Decision
@@ -69,6 +69,7 @@ __all__ = [
     "EmbeddingRequest",
     "Format",
     "FormatError",
+    "GroupedLinearRequest",
     "Kernel",
     "Layout",
     "LinearRequest",
@@ -95,6 +96,7 @@ __all__ = [
     "embedding",
     "explain",
     "grouped_int4",
+    "grouped_linear",
     "hookimpl",
     "hookspecs",
     "linear",

@@ -15,6 +15,7 @@ import qcore
 from qcore.contracts import CONTRACTS, conv2d
 from qcore.contracts.inputs import Draw, Shape
 from qcore.fallback import plugin
+from qcore.resolving.verification import difference
 from qcore.weights.quantizers import quantize
 from qcore.weights.schemes import Scheme
 
@@ -52,9 +53,7 @@ def check(kernel, problem, packed=None):
 
 def same(left, right):
     """Whether two QTensors hold the same bits."""
-    parts = zip((left.data, left.scale, left.zero), (right.data, right.scale, right.zero), strict=True)
-    equal = all((a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in parts)
-    return equal and left.shape == right.shape and left.format == right.format
+    return not difference(left, right)
 
 
 def python(code, *, arguments=(), **environment):

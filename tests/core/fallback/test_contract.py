@@ -10,7 +10,7 @@ from grids import sampled
 
 from qcore.contracts import CONTRACTS
 from qcore.contracts.linear import _TOKEN_SCHEMES
-from qcore.weights.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, TABLE_SCHEMES, Scheme
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SAMPLED = "torch.cpu."
@@ -46,12 +46,23 @@ def test_linear(tools, scheme, seed):
     assert "torch.plain.linear" in run(tools, "linear", scheme, seed)
 
 
-@pytest.mark.parametrize("scheme", sampled(SCHEMES, 12))
+@pytest.mark.parametrize("scheme", TABLE_SCHEMES)
+def test_linear_of_other_elements(tools, scheme):
+    assert run(tools, "linear", scheme, 11) == {"torch.plain.linear"}
+
+
+@pytest.mark.parametrize("scheme", sampled([*SCHEMES, *TABLE_SCHEMES], 9))
+def test_grouped_linear(tools, scheme):
+    found = run(tools, "grouped_linear", scheme, 11)
+    assert found == (set() if "o8" in scheme else {"torch.plain.grouped_linear"})
+
+
+@pytest.mark.parametrize("scheme", sampled([*SCHEMES, *TABLE_SCHEMES], 15))
 def test_conv2d(tools, scheme):
     run(tools, "conv2d", scheme, 11)
 
 
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if "a16" in s])
+@pytest.mark.parametrize("scheme", [s for s in (*SCHEMES, *TABLE_SCHEMES) if "a16" in s])
 def test_embedding(tools, scheme):
     assert run(tools, "embedding", scheme, 11) == {"torch.plain.embedding"}
 

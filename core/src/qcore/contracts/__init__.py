@@ -9,10 +9,11 @@ from __future__ import annotations
 from .base import GIVEN_NAMES, Case, Contract, Problem, Request, Verdict
 from .conv2d import CONV2D, Conv2dRequest
 from .embedding import EMBEDDING, EmbeddingRequest
+from .grouped import GROUPED_LINEAR, GroupedLinearRequest
 from .linear import LINEAR, LinearRequest
 from .sampling import sampled
 
-CONTRACTS: dict[str, Contract] = {contract.name: contract for contract in (LINEAR, CONV2D, EMBEDDING)}
+CONTRACTS: dict[str, Contract] = {contract.name: contract for contract in (LINEAR, CONV2D, EMBEDDING, GROUPED_LINEAR)}
 """Every contract by name."""
 
 
@@ -26,11 +27,13 @@ __all__ = [
     "CONV2D",
     "EMBEDDING",
     "GIVEN_NAMES",
+    "GROUPED_LINEAR",
     "LINEAR",
     "Case",
     "Contract",
     "Conv2dRequest",
     "EmbeddingRequest",
+    "GroupedLinearRequest",
     "LinearRequest",
     "Problem",
     "Request",

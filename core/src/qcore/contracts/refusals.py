@@ -10,9 +10,10 @@ from ..formats import ScaleType
 from ..weights.activations import DynamicFP8, StaticFP8, StaticInt8
 from .conv2d import Conv2dRequest
 from .embedding import EmbeddingRequest
+from .grouped import GroupedLinearRequest
 from .linear import LinearRequest
 
-AnyRequest: TypeAlias = LinearRequest | Conv2dRequest | EmbeddingRequest
+AnyRequest: TypeAlias = LinearRequest | Conv2dRequest | EmbeddingRequest | GroupedLinearRequest
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that activations and results usually have a kernel in."""
@@ -54,7 +55,7 @@ def why_not_dtypes(request: AnyRequest) -> str:
     return reason or _unless_float(request.x_dtype, "activations")
 
 
-def _why_not_result(request: LinearRequest | Conv2dRequest) -> str:
+def _why_not_result(request: LinearRequest | Conv2dRequest | GroupedLinearRequest) -> str:
     if request.output is None:
         return _unless_float(request.out_dtype, "results")
     if request.activation is None:

@@ -22,6 +22,7 @@ from ..weights.qtensor import QTensor
 from .base import Contract, Problem, Verdict, wrong_form
 from .conv2d import CONV2D, Conv2dRequest, output_size
 from .embedding import EMBEDDING, EmbeddingRequest
+from .grouped import GROUPED_LINEAR, GroupedLinearRequest
 from .linear import LINEAR, LinearRequest
 
 _TOKENS, _OUTPUTS = 24, 96
@@ -94,6 +95,21 @@ def _embedding(problem: Problem, generator: torch.Generator) -> Excerpt:
     small = replace(request, num_embeddings=len(table))
     part = Problem(small, x.to(indices.dtype), some_rows(problem.weight, table))
     return Excerpt(part, lambda y: _take(y.reshape(-1, request.k), 0, tokens))
+
+
+def _grouped(problem: Problem, generator: torch.Generator) -> Excerpt:
+    """Some outputs of some rows; every expert stays, with fewer rows."""
+    request, ends = problem.request, problem.given["offsets"].cpu().long()
+    tokens, outputs = positions(problem.x.shape[0], _TOKENS, generator), positions(request.n, _OUTPUTS, generator)
+    weight = QTensor.stack([some_rows(problem.weight[e], outputs) for e in range(request.experts)])
+    part = Problem(
+        replace(request, n=len(outputs)),
+        _take(problem.x, 0, tokens).cpu(),
+        weight,
+        None if problem.bias is None else _take(problem.bias, 1, outputs).cpu(),
+        {"offsets": torch.searchsorted(tokens, ends).to(torch.int32)},
+    )
+    return Excerpt(part, lambda y: _take(_take(y, 0, tokens), 1, outputs))
 
 
 def _conv2d(problem: Problem, generator: torch.Generator) -> Excerpt:
@@ -178,9 +194,15 @@ def positions(size: int, most: int, generator: torch.Generator) -> Tensor:
     return chosen
 
 
-_CONTRACTS: dict[type, Contract] = {LinearRequest: LINEAR, Conv2dRequest: CONV2D, EmbeddingRequest: EMBEDDING}
+_CONTRACTS: dict[type, Contract] = {
+    LinearRequest: LINEAR,
+    Conv2dRequest: CONV2D,
+    EmbeddingRequest: EMBEDDING,
+    GroupedLinearRequest: GROUPED_LINEAR,
+}
 _EXCERPTS: dict[type, Callable[[Problem, torch.Generator], Excerpt]] = {
     LinearRequest: _linear,
     Conv2dRequest: _conv2d,
     EmbeddingRequest: _embedding,
+    GroupedLinearRequest: _grouped,
 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
+from ..contracts import Conv2dRequest, EmbeddingRequest, GroupedLinearRequest, LinearRequest
 from ..formats import Layout
 from .kernels import Available, Offer, Refusal, Unavailable
 
@@ -50,6 +50,11 @@ def qcore_conv2d(request: Conv2dRequest) -> Answer:  # type: ignore[empty-body]
 @hookspec(firstresult=True)
 def qcore_embedding(request: EmbeddingRequest) -> Answer:  # type: ignore[empty-body]
     """Offer a kernel for `EmbeddingRequest`, or refuse with a reason. A list of offers is ranked one by one."""
+
+
+@hookspec(firstresult=True)
+def qcore_grouped_linear(request: GroupedLinearRequest) -> Answer:  # type: ignore[empty-body]
+    """Offer a kernel for `GroupedLinearRequest`, or refuse with a reason. A list of offers is ranked one by one."""
 
 
 @hookspec

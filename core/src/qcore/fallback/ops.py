@@ -39,11 +39,16 @@ def _library() -> torch.library.Library:
 
 
 @lru_cache(maxsize=16)
-def op(function: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``function`` as the CPU op ``qcore_torch::<name>``, registered on first use; ``fake`` is for tracing."""
+def op(
+    function: Callable[..., Tensor], fake: Callable[..., Tensor], keys: tuple[str, ...] = ("CPU", "MkldnnCPU")
+) -> Callable[..., Tensor]:
+    """Return ``function`` as the op ``qcore_torch::<name>``, registered on first use; ``fake`` is for tracing.
+
+    ``keys``: the dispatch keys that it is registered for. MkldnnCPU: an argument is a weight prepacked by oneDNN.
+    """
     name, library = function.__name__, _library()
     library.define(name + torch.library.infer_schema(function, mutates_args=()))  # type: ignore[no-untyped-call]
-    for key in ("CPU", "MkldnnCPU"):  # MkldnnCPU: an argument is a weight prepacked by oneDNN
+    for key in keys:
         library.impl(name, function, key)  # type: ignore[no-untyped-call]
     # register_fake would search all imported modules for the caller's source, which takes 4 ms, or 30 ms after
     # torch.compile. A Meta kernel works for fake tensors, too.

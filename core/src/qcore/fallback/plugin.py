@@ -6,12 +6,13 @@ from functools import lru_cache
 
 import torch
 
-from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
+from ..contracts import Conv2dRequest, EmbeddingRequest, GroupedLinearRequest, LinearRequest
 from ..contracts.refusals import why_not_encoding
 from ..discovery.hookspecs import hookimpl
 from ..discovery.kernels import FALLBACK, Available, Offer
 from . import cpu_conv2d, cpu_int8, cpu_int8pack, cpu_w4a16, cpu_w8a16
 from .embedding import PlainEmbedding
+from .grouped_linear import PlainGroupedLinear
 from .plain_conv2d import PlainConv2d
 from .plain_linear import PlainLinear
 
@@ -41,6 +42,12 @@ def qcore_conv2d(request: Conv2dRequest) -> list[Offer]:
 def qcore_embedding(request: EmbeddingRequest) -> list[Offer]:
     """Offer plain torch ops."""
     return [Offer(PlainEmbedding(request), FALLBACK, _NOTE)]
+
+
+@hookimpl
+def qcore_grouped_linear(request: GroupedLinearRequest) -> list[Offer]:
+    """Plain torch ops, expert by expert."""
+    return [Offer(PlainGroupedLinear(request), FALLBACK, _NOTE)]
 
 
 @lru_cache(maxsize=1024)

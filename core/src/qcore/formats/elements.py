@@ -160,7 +160,7 @@ class Element:
         borders, codes, negative = _rounding(self)
         # A float64 border lies exactly between two float32 neighbours; float32 values compare with it exactly.
         device = values.device
-        place = torch.bucketize(values.double(), torch.tensor(borders, dtype=torch.float64, device=device))
+        place = torch.bucketize(values.double().contiguous(), torch.tensor(borders, dtype=torch.float64, device=device))
         found = torch.tensor(codes, dtype=torch.uint8, device=device)[place]
         if negative is not None:
             zero, minus = negative

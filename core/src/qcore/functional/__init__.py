@@ -1,8 +1,8 @@
-"""Ops on tensors: `linear`, `conv2d` and `embedding`, their gradients, and the library ``torch.ops.qcore``.
+"""Ops on tensors (`linear`, `conv2d`, `embedding`, `grouped_linear`), gradients, and the library ``torch.ops.qcore``.
 
 May import: resolving and the floors below it. Imported by: nn, model and every package above.
 """
 
-from .calls import conv2d, embedding, linear
+from .calls import conv2d, embedding, grouped_linear, linear
 
-__all__ = ["conv2d", "embedding", "linear"]
+__all__ = ["conv2d", "embedding", "grouped_linear", "linear"]

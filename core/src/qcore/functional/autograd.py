@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_input
 
-from ..contracts import Conv2dRequest, Request
+from ..contracts import Conv2dRequest, GroupedLinearRequest, Request
 from ..contracts.conv2d import dense_kernel
 from ..discovery.kernels import Kernel, Packed
+from ..fallback import grouped_linear
 from ..formats import Format
 from ..weights.qtensor import QTensor
 
@@ -41,6 +42,7 @@ class _Frozen(torch.autograd.Function):
         _guarded: str,
     ) -> Tensor:
         ctx.kernel, ctx.packed, ctx.request, ctx.shape = kernel, packed, request, x.shape
+        ctx.offsets = runtime_params.get("offsets")
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         return kernel(x, packed, bias, **runtime_params)
 
@@ -50,9 +52,12 @@ class _Frozen(torch.autograd.Function):
         dx = dbias = None
         if ctx.needs_input_grad[0]:
             weight = ctx.kernel.unpack(ctx.packed)
-            dx = _input_gradient(grad, weight, ctx.request, ctx.shape).to(ctx.x_dtype)
+            if isinstance(ctx.request, GroupedLinearRequest):
+                dx = grouped_linear.input_gradient(grad, weight, ctx.offsets).to(ctx.x_dtype)
+            else:
+                dx = _input_gradient(grad, weight, ctx.request, ctx.shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
-            dbias = _bias_gradient(grad, ctx.request.contract).to(ctx.bias_dtype)
+            dbias = _bias_gradient(grad, ctx.request.contract, ctx.offsets).to(ctx.bias_dtype)
         return dx, dbias, None, None, None, None, None
 
 
@@ -95,7 +100,9 @@ def _input_gradient(grad: Tensor, weight: QTensor, request: Request, shape: torc
     return dx.view(shape)
 
 
-def _bias_gradient(grad: Tensor, contract: str) -> Tensor:
+def _bias_gradient(grad: Tensor, contract: str, offsets: Tensor | None) -> Tensor:
+    if offsets is not None:
+        return grouped_linear.bias_gradient(grad, offsets)
     if contract == "conv2d":
         return grad.sum((0, 2, 3))
     return grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad

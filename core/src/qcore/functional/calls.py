@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest, Request
+from ..contracts import Conv2dRequest, EmbeddingRequest, GroupedLinearRequest, LinearRequest, Request
 from ..contracts.conv2d import as_pair, laid_out_like
 from ..contracts.embedding import check_index_dtype
 from ..errors import FormatError
@@ -22,6 +22,7 @@ from .checks import (
     check_bias,
     check_dense,
     check_first_call,
+    check_grouped,
     check_last_dimension,
     check_out_dtype,
     check_quantization,
@@ -245,6 +246,39 @@ def conv2d(
         needs = f"this convolution needs KH*KW*IC/groups = {request.k}"
         raise FormatError(f"weight has {weight.shape[1]} columns; {needs}.")
     return laid_out_like(entry_for(weight).run(request, x, bias, {}), x)
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: QTensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``A(x[i]) @ W[e]^T + bias[e]`` for every row i of expert e; see the contract ``grouped_linear``.
+
+    **Arguments:** ``x``: float ``(T, K)``, rows sorted by expert; ``weight``: ``(E, N, K)``; ``offsets``: int32
+    ``(E,)``, the end of each expert's rows, as of `torch.nn.functional.grouped_mm`; ``bias``: ``(E, N)``;
+    ``out_dtype``: default x's.
+    Rows behind the last end give 0.
+
+    Raises `FormatError` for other shapes or dtypes, and for ends that descend or leave 0..T.
+    """
+    check_weight(weight)
+    if weight.dim() != 3:
+        raise FormatError(f"weight has shape {tuple(weight.shape)}; grouped_linear needs (E, N, K).")
+    check_dense("x", x, weight.device)
+    e, n, k = weight.shape
+    check_grouped(x, offsets, bias, weight)
+    check_quantization(activation, None)
+    check_out_dtype(out_dtype)
+    sizes = (x.dtype, out_dtype or x.dtype, e, n, k)
+    request = GroupedLinearRequest(
+        weight.device, *sizes, weight.format, activation, bias is not None, needs_grad(x, bias)
+    )
+    return entry_for(weight).run(request, x, bias, {"offsets": offsets})
 
 
 def _pair(name: str, value: int | Pair) -> Pair:

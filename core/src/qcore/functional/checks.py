@@ -14,9 +14,19 @@ from torch import Tensor
 from ..contracts import Conv2dRequest, Request
 from ..contracts.conv2d import check_image
 from ..contracts.embedding import check_indices
+from ..contracts.grouped import check_offsets
 from ..errors import FormatError
 from ..formats.bits import has_values
-from ..weights.activations import INT8_MAX, INT8_MIN, Activation, DynamicInt8, OutputInt8, StaticInt8
+from ..weights.activations import (
+    INT8_MAX,
+    INT8_MIN,
+    Activation,
+    DynamicFP8,
+    DynamicInt8,
+    OutputInt8,
+    StaticFP8,
+    StaticInt8,
+)
 from ..weights.qtensor import QTensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -48,6 +58,23 @@ def _describe(value: Tensor) -> str:
 def _same_device(a: torch.device, b: torch.device) -> bool:
     # Some backends omit the index of their only device.
     return a.type == b.type and None in (a.index, b.index)
+
+
+def check_grouped(x: Tensor, offsets: Tensor, bias: Tensor | None, weight: QTensor) -> None:
+    """Raise `FormatError` unless x is float ``(T, K)``, offsets are ends, and bias is ``(E, N)`` on one device."""
+    e, n, k = weight.shape
+    if x.dim() != 2 or x.shape[1] != k:
+        raise FormatError(f"x has shape {tuple(x.shape)}; it must be (T, K) with K={k}, rows sorted by expert.")
+    if x.dtype not in FLOAT_DTYPES:
+        raise FormatError(f"x has dtype {x.dtype}; it must be {_FLOATS}.")
+    check_dense("offsets", offsets, weight.device)
+    check_offsets(offsets, e, x.shape[0])
+    if bias is not None:
+        check_dense("bias", bias, weight.device)
+        if tuple(bias.shape) != (e, n) or bias.dtype not in FLOAT_DTYPES:
+            raise FormatError(
+                f"bias has dtype {bias.dtype} and shape {tuple(bias.shape)}; this weight needs floats {(e, n)}."
+            )
 
 
 def check_weight(weight: Any) -> None:
@@ -88,11 +115,14 @@ def check_last_dimension(x: Tensor, k: int, name: str = "K") -> None:
 
 def check_quantization(activation: Any, output: Any) -> None:
     """Raise `FormatError` unless activation and output are compatible specifications with known parameters."""
-    if not (activation is None or isinstance(activation, (DynamicInt8, StaticInt8))):
-        raise FormatError(f"activation is {activation!r}; it must be None, DynamicInt8(...) or StaticInt8(...).")
+    if not (activation is None or isinstance(activation, (DynamicInt8, StaticInt8, DynamicFP8, StaticFP8))):
+        raise FormatError(
+            f"activation is {activation!r}; it must be None, DynamicInt8(...), StaticInt8(...), DynamicFP8(...) "
+            f"or StaticFP8(...)."
+        )
     if not (output is None or isinstance(output, OutputInt8)):
         raise FormatError(f"output is {output!r}; it must be None or OutputInt8(scale, zero_point).")
-    if output is not None and activation is None:
+    if output is not None and not isinstance(activation, (DynamicInt8, StaticInt8)):
         raise FormatError(
             "int8 results go with int8 activations: give activation=DynamicInt8() or StaticInt8(...) as well."
         )

@@ -12,7 +12,8 @@ from torch import nn
 
 from ..errors import QcoreWarning, UnsupportedError
 from ..nn.base import QuantizedModule
-from ..nn.counterparts import COUNTERPARTS, float_base, rebuild, why_parent_reads, why_unsupported
+from ..nn.counterparts import COUNTERPARTS, float_base, quantized, rebuild, why_parent_reads, why_unsupported
+from ..nn.experts import QuantizedExperts, expert_weights
 from ..weights.schemes import Scheme
 from .calibration import Calibrated, Calibration, calibrate
 from .report import (
@@ -98,6 +99,8 @@ class _ModelPlan:
             return EXCLUDED, self.notes.get(name, group.reason)
         scheme = own.scheme if own.scheme is not None and own.same_weight_as(group) else group.scheme
         reason = why_unsupported(module) or self._reads_weight(name) or _unsupported_scheme(scheme)
+        if expert_weights(module):
+            reason = reason or _unsupported_for_experts(scheme)
         return (REFUSED, reason) if reason else scheme
 
     def _choice(self, *layers: str) -> Choice:
@@ -152,20 +155,19 @@ class _ModelPlan:
                     stacklevel=4,
                 )
 
-    def build(self, found: Calibrated) -> dict[str, QuantizedModule]:
+    def build(self, found: Calibrated) -> dict[str, QuantizedModule | QuantizedExperts]:
         """Build the quantized counterpart of every planned layer; frees the moments as they are used."""
-        made: dict[str, QuantizedModule] = {}
+        made: dict[str, QuantizedModule | QuantizedExperts] = {}
         for name, planned in self.schemes.items():
             first, layer, scheme = self.ties.get(name, name), self.layers[name], found.schemes.get(name, planned)
-            if first in made:
-                shared = replace(scheme, quantizer=made[first].scheme.quantizer)
-                made[name] = rebuild(layer, made[first]._store, shared)
+            owner = made.get(first)
+            if isinstance(owner, QuantizedModule):
+                made[name] = rebuild(layer, owner._store, replace(scheme, quantizer=owner.scheme.quantizer))
             else:
-                moments = found.moments.pop(first, None)
-                made[name] = COUNTERPARTS[float_base(layer)].from_float(layer, scheme, name=name, moments=moments)
+                made[name] = quantized(layer, scheme, name, found.moments.pop(first, None))
         return made
 
-    def placements(self, made: Mapping[str, QuantizedModule]) -> Iterator[tuple[tuple[nn.Module, str], nn.Module]]:
+    def placements(self, made: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[nn.Module, str], nn.Module]]:
         """List every (parent, child name) of a replaced layer; one module may be in several places."""
         by_id = {id(self.layers[name]): module for name, module in made.items()}
         places = [
@@ -176,25 +178,36 @@ class _ModelPlan:
         ]
         return iter(places)
 
-    def rows(self, made: Mapping[str, QuantizedModule]) -> Iterator[LayerReport]:
+    def rows(self, made: Mapping[str, QuantizedModule | QuantizedExperts]) -> Iterator[LayerReport]:
         tracker = TieTracker()
         for name, module in self.layers.items():
-            before = weight_bytes(module)
-            if name in made:
+            before, new = weight_bytes(module), made.get(name)
+            if isinstance(new, QuantizedExperts):
+                for which, part in new.projections().items():
+                    yield tracker.with_ties(quantized_row(f"{name}.{which}", part), part)
+            elif new is not None:
                 # Ties are those of the float model, so that its bytes are counted once, too.
-                row = tracker.with_ties(quantized_row(name, made[name]), made[name])
-                notes = (self.notes.get(name), self._quantizer_note(name, made[name]), row.reason)
+                row = tracker.with_ties(quantized_row(name, new), new)
+                notes = (self.notes.get(name), self._quantizer_note(name, new), row.reason)
                 yield replace(row, bytes_before=before, reason="; ".join(filter(None, notes)))
             else:
                 state, reason = self.left[name]
-                quantized = isinstance(module, QuantizedModule)
-                row = quantized_row(name, module) if quantized else replace(float_row_of(name, module), plugin="")
+                own = isinstance(module, QuantizedModule)
+                row = quantized_row(name, module) if own else replace(float_row_of(name, module), plugin="")
                 yield replace(tracker.with_ties(row, module), state=state, reason=reason)
 
     def _quantizer_note(self, name: str, module: QuantizedModule) -> str:
         """Explain a quantizer other than the requested one; empty if it is the requested one."""
         wanted, used = self.schemes[name].quantizer, module.scheme.quantizer
         return "" if used == wanted else f"{used} instead of {wanted}: no inputs reach a table's weight"
+
+
+def _unsupported_for_experts(scheme: Scheme) -> str:
+    """Return why fused experts cannot take a scheme, or an empty string."""
+    if scheme.needs_calibration:
+        other = Scheme(scheme.weight)
+        return f"inputs of each expert are not collected, which {scheme} needs; give experts {other}, say"
+    return ""
 
 
 def _unsupported_scheme(scheme: Scheme) -> str:

@@ -116,7 +116,7 @@ def _size(count: int) -> str:
 def weight_bytes(module: nn.Module) -> int:
     """Return the bytes of a layer's float weight."""
     if isinstance(module, QuantizedModule):
-        return math.prod(module._store.shape) * module._dtype.itemsize
+        return int(math.prod(module._store.shape) * module._dtype.itemsize)
     return sum(_tensor_bytes(module).values())
 
 

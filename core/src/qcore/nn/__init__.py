@@ -1,7 +1,9 @@
-"""Quantized modules: drop-in replacements for `torch.nn.Linear`, `Conv2d` and `Embedding`."""
+"""Quantized modules: drop-in replacements for `torch.nn.Linear`, `Conv2d`, `Embedding` and fused experts."""
 
 from .conv2d import QuantizedConv2d
 from .embedding import QuantizedEmbedding
+from .experts import QuantizedExperts
+from .grouped_linear import QuantizedGroupedLinear
 from .linear import QuantizedLinear
 
-__all__ = ["QuantizedConv2d", "QuantizedEmbedding", "QuantizedLinear"]
+__all__ = ["QuantizedConv2d", "QuantizedEmbedding", "QuantizedExperts", "QuantizedGroupedLinear", "QuantizedLinear"]

@@ -193,27 +193,27 @@ class QuantizedModule(nn.Module):
     def _check_shape(self, x: Tensor) -> None:
         """Raise `FormatError` unless the layer accepts x's shape."""
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor, **params: Tensor) -> Tensor:
         """Handle everything but the fast path: first calls, gradients, autocast, other dtypes, traces, wrong inputs."""
         self._check(x)
-        return self._run_checked(x)
+        return self._run_checked(x, **params)
 
-    def _run_checked(self, x: Tensor) -> Tensor:
+    def _run_checked(self, x: Tensor, **params: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return self._run_traced(x)
+            return self._run_traced(x, **params)
         dtype = self._compute_dtype(x)
         x = x if dtype == x.dtype or not x.is_floating_point() else x.to(dtype)
         training = self._needs_grad(x)
         bound = self._bound_for(dtype, training)
         if bound.proven:
             try:
-                return self._call(bound, bound.packed, x, training)
+                return self._call(bound, bound.packed, x, training, params)
             except Exception as error:
                 bound.blame(error)
                 raise
         check_first_call(bound.request, x)
         with self._bind_settings.in_force():
-            fresh, result = call_first(self._store, bound, lambda b: self._call(b, b.packed, x, training))
+            fresh, result = call_first(self._store, bound, lambda b: self._call(b, b.packed, x, training, params))
         if fresh is not bound:
             with self._store.lock:
                 # If the layer was moved in the meantime, this kernel is for the old device: drop it.
@@ -221,7 +221,7 @@ class QuantizedModule(nn.Module):
                     self._keep((dtype, training), fresh)
         return result
 
-    def _run_traced(self, x: Tensor) -> Tensor:
+    def _run_traced(self, x: Tensor, **params: Tensor) -> Tensor:
         dtype = self._compute_dtype(x)
         # A trace cannot pack weights, so a dtype without a bound kernel is computed in the layer's own dtype.
         bound = self._bounds.get((dtype, False)) or self._primary
@@ -229,14 +229,16 @@ class QuantizedModule(nn.Module):
             raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
         packed: Any = {key: self._buffers[_buffer_name(bound, key)] for key in bound.packed}
         own = getattr(bound.request, "x_dtype", x.dtype)
-        result = self._call(bound, packed, x.to(own), self._needs_grad(x))
+        result = self._call(bound, packed, x.to(own), self._needs_grad(x), params)
         return result.to(dtype) if result.is_floating_point() else result
 
-    def _call(self, bound: Bound, packed: dict[str, Tensor], x: Tensor, training: bool) -> Tensor:
+    def _call(
+        self, bound: Bound, packed: dict[str, Tensor], x: Tensor, training: bool, params: dict[str, Tensor]
+    ) -> Tensor:
         bias = self.bias
         if training:
-            return call_differentiably(x, bias, bound.kernel, packed, bound.request)
-        return bound.kernel(x, packed, bias)
+            return call_differentiably(x, bias, bound.kernel, packed, bound.request, params)
+        return bound.kernel(x, packed, bias, **params)
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         kind = x.device.type

@@ -14,19 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..contracts import CONV2D, EMBEDDING, LINEAR
+from ..contracts import CONV2D, EMBEDDING, GROUPED_LINEAR, LINEAR
 from ..contracts.refusals import AnyRequest
 from ..discovery.kernels import Kernel
 from ..errors import FormatError
 from .base import QuantizedModule
 from .conv2d import QuantizedConv2d
 from .embedding import QuantizedEmbedding
+from .grouped_linear import QuantizedGroupedLinear
 from .linear import QuantizedLinear
 
 _CONTRACTS: dict[type[nn.Module], str] = {
     QuantizedLinear: LINEAR.name,
     QuantizedConv2d: CONV2D.name,
     QuantizedEmbedding: EMBEDDING.name,
+    QuantizedGroupedLinear: GROUPED_LINEAR.name,
 }
 
 

@@ -18,6 +18,7 @@ from ..weights.schemes import Scheme
 from .base import QuantizedModule, adopt
 from .conv2d import QuantizedConv2d
 from .embedding import QuantizedEmbedding
+from .experts import QuantizedExperts, expert_weights, why_not_experts
 from .geometry import Geometry
 from .linear import QuantizedLinear
 
@@ -29,6 +30,16 @@ COUNTERPARTS: dict[type[nn.Module], Any] = {
     nn.Embedding: QuantizedEmbedding,
 }
 """Float module class to quantized module class."""
+
+
+def quantized(
+    module: nn.Module, scheme: Scheme, name: str, moments: Tensor | None
+) -> QuantizedModule | QuantizedExperts:
+    """Quantize a float module: its counterpart, with the module's bias, mode and hooks."""
+    if expert_weights(module):
+        return QuantizedExperts.from_float(module, scheme, name=name)
+    made: QuantizedModule = COUNTERPARTS[float_base(module)].from_float(module, scheme, name=name, moments=moments)
+    return made
 
 
 def float_base(module: nn.Module) -> type[nn.Module]:
@@ -50,8 +61,10 @@ def why_unsupported(module: nn.Module) -> str:
     """Return why a module has no quantized counterpart, or an empty string if it has one."""
     kind = type(module).__name__
     base: Any = next((base for base in COUNTERPARTS if isinstance(module, base)), None)
+    if base is None and expert_weights(module):
+        return why_not_experts(module)
     if base is None:
-        return f"qcore has no contract for {kind}; it quantizes Linear, Conv2d and Embedding"
+        return f"qcore has no contract for {kind}; it quantizes Linear, Conv2d, Embedding and fused experts"
     if is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
     if type(module).forward is not base.forward or "forward" in vars(module):

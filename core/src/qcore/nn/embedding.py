@@ -74,8 +74,8 @@ class QuantizedEmbedding(QuantizedModule):
     def _needs_grad(self, x: Tensor) -> bool:
         return False
 
-    def _run_traced(self, x: Tensor) -> Tensor:
-        return super()._run_traced(x).to(self._dtype)
+    def _run_traced(self, x: Tensor, **params: Tensor) -> Tensor:
+        return super()._run_traced(x, **params).to(self._dtype)
 
     def forward(self, indices: Tensor) -> Tensor:
         """Look up rows: ``(*indices.shape, embedding_dim)`` of the layer's dtype."""

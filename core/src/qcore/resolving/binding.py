@@ -24,7 +24,7 @@ from ..runtime import forks
 from ..runtime.guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, undone
 from ..runtime.plain_text import plain
 from ..runtime.settings import current
-from ..weights.qtensor import QTensor
+from ..weights.qtensor import QTensor, picklable
 from . import verification
 from .decision import Decision, Stage
 from .ordering import OrderedKernel
@@ -136,7 +136,7 @@ def _moved(tensor: Tensor, fn: Fn, device: torch.device) -> Tensor:
     return torch.zeros_like(fn(tensor), dtype=tensor.dtype) if tensor.device.type == "meta" else tensor.to(device)
 
 
-_TENSORS = ("data", "scale", "zero", "order", "global_scale")
+_REQUIRED = ("data", "scale", "zero")
 
 
 class WeightView(QTensor):
@@ -148,12 +148,28 @@ class WeightView(QTensor):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _TENSORS:
+        if name not in _REQUIRED:
             raise AttributeError(f"a quantized weight has no attribute {name!r}; dequantize() gives a dense tensor.")
         weight = self.__dict__["_store"].neutral()
-        for part in _TENSORS:
+        for part in _REQUIRED:
             object.__setattr__(self, part, getattr(weight, part))
         return self.__dict__[name]
+
+    # Fields with a default are attributes of the class, which __getattr__ is not asked for.
+
+    @property
+    def order(self) -> Tensor | None:
+        """The order of the stored columns, if there is one."""
+        return self._neutral().order if self.__dict__["_store"].has_order else None
+
+    @property
+    def global_scale(self) -> Tensor | None:
+        """The global scale of two-level scales."""
+        return self._neutral().global_scale if self.format.scale.has_global else None
+
+    def _neutral(self) -> QTensor:
+        weight: QTensor = self.__dict__["_store"].neutral()
+        return weight
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,7 +193,7 @@ class WeightView(QTensor):
 
     def __reduce__(self) -> Any:
         known = (self.shape, self.format, self.quantizer)
-        return QTensor, (self.data, self.scale, self.zero, *known, self.order, self.global_scale)
+        return QTensor, (self.data, picklable(self.scale), self.zero, *known, self.order, self.global_scale)
 
 
 @dataclass

@@ -45,14 +45,18 @@ class OrderedKernel(Kernel):
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> Tensor:
         """Call the wrapped kernel on x with its features in the stored order."""
         inner, order = _split(packed)
-        if x.dim() < 1 or x.shape[-1] != order.shape[0]:
+        if x.dim() < 1 or x.shape[-1] != order.shape[-1]:
             return self.kernel(x, inner, bias, **runtime_params)  # which says what is wrong with x
+        if order.dim() > 1:
+            x = gathered_by_expert(x, order, runtime_params["offsets"])
+            return self.kernel(x, inner, bias, **runtime_params)
         return self.kernel(gathered(x, order), inner, bias, **runtime_params)
 
     def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> None:
         """Tune the wrapped kernel."""
         inner, order = _split(packed)
-        self.kernel.tune(gathered(x, order), inner, bias, **runtime_params)
+        permuted = gathered(x, order) if order.dim() == 1 else gathered_by_expert(x, order, runtime_params["offsets"])
+        self.kernel.tune(permuted, inner, bias, **runtime_params)
 
     def nbytes(self, tensor: Tensor) -> int:
         """As the wrapped kernel counts."""
@@ -97,6 +101,14 @@ def gathered(x: Tensor, order: Tensor) -> Tensor:
 
     _last.x, _last.key, _last.result = weakref.ref(x, forget), key, result
     return result
+
+
+def gathered_by_expert(x: Tensor, orders: Tensor, offsets: Tensor) -> Tensor:
+    """Permute each row of x ``(T, K)`` by its expert's order; ``orders``: int32 ``(E, K)``, ``offsets``: ``(E,)``."""
+    rows = torch.arange(x.shape[0], device=x.device, dtype=offsets.dtype)
+    # Rows behind the last end belong to no expert; any order will do.
+    expert = torch.searchsorted(offsets, rows, right=True).clamp_max(orders.shape[0] - 1)
+    return x.gather(1, orders.index_select(0, expert).long())
 
 
 def _can_share(x: Tensor) -> bool:

@@ -192,5 +192,13 @@ def resized(problem: Problem, rows: int) -> Problem:
     """Return the problem with ``rows`` rows (images, indices), repeating its own rows as needed."""
     have = max(1, problem.x.shape[0])
     index = torch.arange(rows) % have
-    given = {name: value[index] for name, value in problem.given.items()}
+    given = {
+        name: ends_within(value, 0, rows) if name == "offsets" else value[index]
+        for name, value in problem.given.items()
+    }
     return replace(problem, x=problem.x[index], given=given)
+
+
+def ends_within(offsets: Tensor, start: int, stop: int) -> Tensor:
+    """Return the ends of the experts' rows among the rows ``start .. stop``."""
+    return (offsets - start).clamp(0, stop - start)

@@ -191,7 +191,7 @@ def fp8_scale(activation: FP8Activation, x: Tensor) -> Tensor:
     if group is None or group >= k:
         return _fp8_usable(x.abs().amax(-1, keepdim=True) if k else x.new_zeros((*x.shape[:-1], 1)))
     padded = torch.nn.functional.pad(x.abs(), (0, -k % group))
-    largest = padded.reshape(*x.shape[:-1], -1, group).amax(-1)
+    largest = padded.reshape(*x.shape[:-1], -(-k // group), group).amax(-1)
     return _fp8_usable(largest).repeat_interleave(group, dim=-1)[..., :k]
 
 

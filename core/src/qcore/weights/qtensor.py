@@ -88,6 +88,12 @@ class QTensor:
         for name, value in self.tensors().items():
             object.__setattr__(self, name, contiguous(value))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's tensors of float8 do not survive pickle.loads; their bytes do.
+        state = {name: getattr(self, name) for name in QTensor.__dataclass_fields__}
+        state["scale"] = picklable(self.scale)
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A pickle is input like any other: what it holds is validated before a kernel sees it.
         QTensor.__init__(self, **state)
@@ -323,6 +329,11 @@ class QTensor:
         made += ", order" if self.order is not None else ""
         where = f"scale={self.scale.dtype}, device={str(self.device)!r}"
         return f"QTensor({tuple(self.shape)}, {str(self.format)!r}, {where}{made})"
+
+
+def picklable(scale: Tensor) -> Tensor:
+    """A float8 scale as uint8, which `QTensor` takes back for float8; any other as it is."""
+    return scale.view(torch.uint8) if scale.dtype == torch.float8_e4m3fn else scale
 
 
 def _encode(format: Format, codes: Tensor) -> Tensor:

@@ -29,7 +29,12 @@ from ..target import Target
 from .base import InapplicableError, Law, Sample
 
 _THREADS, _CALLS = 8, 3
-_COMPILED_ROWS = {"linear": (11, 3, 17, 1), "embedding": (11, 3, 17, 1), "conv2d": (11, 3, 7, 1)}
+_COMPILED_ROWS = {
+    "linear": (11, 3, 17, 1),
+    "embedding": (11, 3, 17, 1),
+    "conv2d": (11, 3, 7, 1),
+    "grouped_linear": (11, 3, 17, 1),
+}
 """All row counts but 1 share a graph. The first count differs from all other sizes, because dynamo would identify equal
 sizes; numbers of images stay below 16, from which torch's own convolutions specialise on the batch."""
 Packed = dict[str, Tensor]
@@ -302,11 +307,30 @@ def _module(here: Problem) -> Any:
     if request.contract == "embedding":
         return nn.QuantizedEmbedding.from_qtensor(weight, dtype=request.out_dtype)
     scheme = Scheme(weight.format, "", request.activation, request.output)
+    if request.contract == "grouped_linear":
+        return _Experts(here, weight, scheme)
     if request.contract == "linear":
         return nn.QuantizedLinear.from_qtensor(weight, here.bias, scheme, dtype=request.x_dtype)
     names = ("in_channels", "kernel_size", "stride", "padding", "dilation", "groups")
     geometry = {name: getattr(request, name) for name in names}
     return nn.QuantizedConv2d.from_qtensor(weight, here.bias, scheme, dtype=request.x_dtype, **geometry)
+
+
+class _Experts(torch.nn.Module):
+    """A module of experts that is called with x alone."""
+
+    def __init__(self, here: Problem, weight: QTensor, scheme: Scheme) -> None:
+        super().__init__()
+        dtype, offsets = here.request.x_dtype, here.given["offsets"]
+        self.inner = nn.QuantizedGroupedLinear.from_qtensor(weight, here.bias, scheme, dtype=dtype)
+        self.offsets = offsets
+
+    @property
+    def decision(self) -> Decision | None:
+        return self.inner.decision
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, self.offsets)  # type: ignore[no-any-return]
 
 
 LAWS = (

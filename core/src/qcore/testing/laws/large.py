@@ -17,8 +17,9 @@ from torch import Tensor
 from ...contracts import CONTRACTS, Problem, sampled
 from ...contracts.inputs import Draw, Shape
 from ...discovery.kernels import Kernel, Packed
+from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from ..check import BrokenLawError, first_lines, pack_and_check, run_watched, same_values
+from ..check import BrokenLawError, ends_within, first_lines, pack_and_check, run_watched, same_values
 from ..target import Target
 from .base import Law, RefusedError, Sample
 
@@ -141,8 +142,12 @@ def _check(layer: _Layer, here: Problem, other: Problem, generator: torch.Genera
 
 
 def _rows(problem: Problem, start: int, stop: int | None) -> Problem:
-    given = {name: value[start:stop].contiguous() for name, value in problem.given.items()}
-    return replace(problem, x=problem.x[start:stop].contiguous(), given=given)
+    x = problem.x[start:stop].contiguous()
+    given = {
+        name: ends_within(value, start, start + x.shape[0]) if name == "offsets" else value[start:stop].contiguous()
+        for name, value in problem.given.items()
+    }
+    return replace(problem, x=x, given=given)
 
 
 def _linear(draw: Draw, scheme: Scheme, device: torch.device, size: _Size) -> Problem:
@@ -166,10 +171,19 @@ def _conv2d(draw: Draw, scheme: Scheme, device: torch.device, size: _Size) -> Pr
     return Problem(request, x, weight, draw.bias(request.n, "same", size.dtype))
 
 
+def _grouped(draw: Draw, scheme: Scheme, device: torch.device, size: _Size) -> Problem:
+    request = CONTRACTS["grouped_linear"].request_for(scheme, device, size.dtype, size.n // 4, size.k)
+    weights = [draw.weight(request.n, request.k, request.weight, "codes") for _ in range(request.experts)]
+    x = draw.activations((max(ROWS), request.k), request.x_dtype, "normal", "dense")
+    ends = torch.arange(1, request.experts + 1, dtype=torch.int32) * (max(ROWS) // request.experts)
+    return Problem(request, x, QTensor.stack(weights), None, {"offsets": ends})
+
+
 _BUILD: dict[str, Callable[[Draw, Scheme, torch.device, _Size], Problem]] = {
     "linear": _linear,
     "embedding": _embedding,
     "conv2d": _conv2d,
+    "grouped_linear": _grouped,
 }
 
 LAWS = (

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...contracts import CONTRACTS, CONV2D, LinearRequest, Request
+from ...contracts import CONTRACTS, CONV2D, GroupedLinearRequest, LinearRequest, Request
 from ...contracts.inputs import Draw
 from ...discovery import hookspecs
 from ...discovery.hookspecs import hookimpl
@@ -25,6 +25,7 @@ from ...formats import Format, ZeroPoint, find_element
 from ...resolving.resolver import resolve
 from ...resolving.verification import difference, run_check
 from ...runtime import settings
+from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from ..check import BrokenLawError
 from ..layouts import layout_fault, layouts_of
@@ -119,7 +120,10 @@ def _try_request(target: Target, request: Request, law: str) -> int:
     if answer.broken:
         raise BrokenLawError(law, f"{what}: {answer.reason}")
     try:
-        extreme = Draw(torch.Generator().manual_seed(7)).weight(request.n, request.k, request.weight, "codes")
+        draw = Draw(torch.Generator().manual_seed(7))
+        extreme = draw.weight(request.n, request.k, request.weight, "codes")
+        if isinstance(request, GroupedLinearRequest):
+            extreme = QTensor.stack([extreme] * request.experts)
     except FormatError:  # the layout does not support this size
         return 0
     if request.device.type == "meta":

@@ -1,0 +1,188 @@
+"""``torch.plain.grouped_linear``: the product of each expert that has rows, by `PlainLinear`.
+
+On a GPU of compute capability 9.0 or newer, bfloat16 products of all experts run in one
+`torch.nn.functional.grouped_mm` on weights dequantized a chunk of experts at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..contracts import GroupedLinearRequest, LinearRequest
+from ..contracts.grouped import check_offsets
+from ..discovery.kernels import Kernel, Packed
+from ..errors import FormatError
+from ..formats.bits import has_values
+from ..weights.qtensor import QTensor
+from ..weights.schemes import Scheme
+from .ops import op
+from .plain_linear import PlainLinear
+
+_MOST_DENSE = 1 << 27
+"""Dequantized weights that exist at a time on the way of `grouped_mm`: 256 MiB of bfloat16."""
+_ALIGNMENT = 8
+"""`grouped_mm` reads 16 bytes at a time: rows of N and K must be multiples of this many bfloat16 numbers."""
+_FEWEST_EXPERTS = 4
+"""For fewer experts, a product each is as quick."""
+
+
+class PlainGroupedLinear(Kernel):
+    """`grouped_linear` in plain torch ops, on the neutral tensors."""
+
+    def __init__(self, request: GroupedLinearRequest) -> None:
+        self.name = "torch.plain.grouped_linear"
+        self.experts, self.n, self.k, self.format = request.experts, request.n, request.k, request.weight
+        self.out_dtype = request.out_dtype
+        self.scheme = str(Scheme(request.weight, activation=request.activation))
+        sizes = (request.x_dtype, request.out_dtype, request.n, request.k, None)
+        self.linear = PlainLinear(
+            LinearRequest(
+                request.device, *sizes, request.weight, request.activation, None, request.bias, request.training
+            )
+        )
+        bfloat16 = request.x_dtype == request.out_dtype == torch.bfloat16 and request.activation is None
+        aligned = request.n % _ALIGNMENT == 0 and request.k % _ALIGNMENT == 0 and request.n * request.k > 0
+        self.grouped_mm = bfloat16 and aligned and self.experts >= _FEWEST_EXPERTS and _has_grouped_mm(request.device)
+        self._traced = op(grouped_linear, _fake, ("CompositeExplicitAutograd",))
+
+    @property
+    def packing(self) -> str:
+        """The neutral tensors."""
+        return "torch.plain"
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        """The tensors of ``weight`` ``(E, N, K)`` as they are; raises `FormatError` for another format or shape."""
+        if weight.format != self.format or tuple(weight.shape) != (self.experts, self.n, self.k):
+            raise FormatError(
+                f"{self.name} was made for {self.format} of shape {(self.experts, self.n, self.k)};\n"
+                f"it cannot pack {weight.format} of shape {tuple(weight.shape)}."
+            )
+        return weight.tensors()
+
+    def unpack(self, packed: Packed) -> QTensor:
+        """The weight ``(E, N, K)``."""
+        shape = (self.experts, self.n, self.k)
+        factor = packed.get("global_scale")
+        return QTensor(packed["data"], packed["scale"], packed.get("zero"), shape, self.format, global_scale=factor)
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> Tensor:
+        """Run on x ``(T, K)`` with ``offsets`` int32 ``(E,)``, giving ``(T, N)``."""
+        offsets = runtime_params["offsets"]
+        if torch.compiler.is_compiling():
+            parts = (packed.get("zero"), packed.get("global_scale"))
+            form = (self.scheme, self.out_dtype, self.n, self.k)
+            return self._traced(x, packed["data"], packed["scale"], *parts, bias, offsets, *form)
+        if x.dim() != 2 or x.shape[1] != self.k:
+            raise FormatError(f"{self.name}: x has shape {tuple(x.shape)}; it must be (T, K) with K={self.k}.")
+        check_offsets(offsets, self.experts, x.shape[0])
+        if not has_values(offsets):
+            return x.new_empty(x.shape[0], self.n, dtype=self.out_dtype)
+        return self.run(x, packed, bias, offsets)
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, offsets: Tensor) -> Tensor:
+        """The products, for offsets that are fine."""
+        y = x.new_zeros(x.shape[0], self.n, dtype=self.out_dtype)
+        ends = offsets.tolist()
+        if self.grouped_mm and x.shape[0]:
+            return self._in_chunks(x.contiguous(), packed, bias, ends, y)
+        for expert, rows in _rows_of(ends):
+            own = {name: tensor[expert] for name, tensor in packed.items()}
+            y[rows] = self.linear(x[rows], own, None if bias is None else bias[expert])
+        return y
+
+    def _in_chunks(self, x: Tensor, packed: Packed, bias: Tensor | None, ends: list[int], y: Tensor) -> Tensor:
+        """One `grouped_mm` per chunk of experts; chunks without rows are left out."""
+        step = max(1, _MOST_DENSE // (self.n * self.k))
+        for first in range(0, self.experts, step):
+            last = min(first + step, self.experts)
+            start, stop = ([0, *ends])[first], ends[last - 1]
+            if stop <= start:
+                continue
+            dense = self._dense(packed, first, last)
+            offsets = torch.tensor([end - start for end in ends[first:last]], dtype=torch.int32, device=x.device)
+            part = torch.nn.functional.grouped_mm(x[start:stop], dense.transpose(1, 2), offs=offsets)
+            if bias is not None:
+                counts = torch.diff(offsets, prepend=offsets.new_zeros(1)).long()
+                added = bias[first:last].repeat_interleave(counts, dim=0, output_size=stop - start)
+                part = part.float() + added.float()
+            y[start:stop] = part.to(y.dtype)
+        return y
+
+    def _dense(self, packed: Packed, first: int, last: int) -> Tensor:
+        """The weights of some experts, bfloat16 ``(experts, N, K)``, columns in the order of x."""
+        reader, dense = self.linear.reader, []
+        for expert in range(first, last):
+            own = {name: tensor[expert] for name, tensor in packed.items()}
+            rows = [reader.dense(*chunk, torch.bfloat16, own.get("global_scale")) for chunk in reader.chunks(own)]
+            dense.append(reader.restore_order(torch.cat(rows)))
+        return torch.stack(dense)
+
+
+def _rows_of(ends: list[int]) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, and which."""
+    start = 0
+    for expert, end in enumerate(ends):
+        if end > start:
+            yield expert, slice(start, end)
+        start = max(start, end)
+
+
+@lru_cache(maxsize=16)
+def _has_grouped_mm(device: torch.device) -> bool:
+    if device.type != "cuda" or not hasattr(torch.nn.functional, "grouped_mm") or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    scheme: str, device: torch.device, x_dtype: torch.dtype, out: torch.dtype, e: int, n: int, k: int, bias: bool
+) -> PlainGroupedLinear:
+    asked = Scheme.parse(scheme)
+    return PlainGroupedLinear(
+        GroupedLinearRequest(device, x_dtype, out, e, n, k, asked.weight, asked.activation, bias, False)
+    )
+
+
+def grouped_linear(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    offsets: Tensor,
+    scheme: str,
+    out_dtype: torch.dtype,
+    n: int,
+    k: int,
+) -> Tensor:
+    """The op that a compiled graph calls: how many rows an expert has is not known while a graph is made."""
+    kernel = _kernel(scheme, x.device, x.dtype, out_dtype, data.shape[0], n, k, bias is not None)
+    packed = {"data": data, "scale": scale, "zero": zero, "global_scale": global_scale}
+    return kernel(x, {name: t for name, t in packed.items() if t is not None}, bias, offsets=offsets)
+
+
+def _fake(x: Tensor, *arguments: object) -> Tensor:
+    *_, out_dtype, n, _k = arguments
+    return x.new_empty(x.shape[0], n, dtype=out_dtype)  # type: ignore[call-overload, no-any-return]
+
+
+def input_gradient(grad: Tensor, weight: QTensor, offsets: Tensor) -> Tensor:
+    """The gradient with respect to x ``(T, K)``, float32, of ``grad`` ``(T, N)``."""
+    dx = grad.new_zeros(grad.shape[0], weight.shape[2], dtype=torch.float32)
+    for expert, rows in _rows_of(offsets.tolist()):
+        dx[rows] = (grad[rows] @ weight[expert].dequantize(grad.dtype)).float()
+    return dx
+
+
+def bias_gradient(grad: Tensor, offsets: Tensor) -> Tensor:
+    """The gradient with respect to the bias ``(E, N)``, float32, of ``grad`` ``(T, N)``."""
+    rows = torch.arange(grad.shape[0], device=grad.device, dtype=torch.int32)
+    expert = torch.searchsorted(offsets, rows, right=True)
+    sums = grad.new_zeros(offsets.shape[0] + 1, grad.shape[1], dtype=torch.float32)
+    return sums.index_add(0, expert, grad.float())[:-1]
