@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, FormatError
+from ..errors import CheckpointError, FormatError, UnsupportedError
 from ..model import Report, report
 from ..nn.base import QuantizedModule, with_static_parameters
 from ..nn.counterparts import rebuild, weight_device_dtype
@@ -112,6 +112,9 @@ class _Loader:
         self.weights: dict[str, QTensor] = {}
         self.modules: dict[int, QuantizedModule] = {}
         self.values: dict[int, tuple[str, Tensor, Tensor]] = {}
+        stand_ins = found.experts.values()
+        self.expert_devices = {id(m): s.device for s in stand_ins for m in s.experts.projections().values()}
+        self.new_modules = [module for stand_in in stand_ins for module in stand_in.experts.modules()]
         self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
         """Id of a model's tensor to the old tensor and its replacement."""
 
@@ -133,7 +136,7 @@ class _Loader:
     def _rebuilt(self, swap: Swap, scheme: Scheme) -> QuantizedModule:
         try:
             return rebuild(swap.module, self._store(swap), scheme)
-        except FormatError as error:
+        except (FormatError, UnsupportedError) as error:
             kind, name = type(swap.module).__name__, swap.record.name
             what = f"scheme {scheme} cannot be used by {swap.layer!r}, a {kind}: {error}"
             remedy = "The metadata was edited, or the checkpoint belongs to another model."
@@ -202,7 +205,7 @@ class _Loader:
         return scheme
 
     def _store(self, swap: Swap) -> WeightStore:
-        device = weight_device_dtype(swap.module)[0]
+        device = self.expert_devices.get(id(swap.module)) or weight_device_dtype(swap.module)[0]
         device = self.device if device.type == "meta" else device
         if (swap.owner, device) not in self.stores:
             # Popped, so that the neutral weight is freed once it is packed. Tied layers may be on two devices.
@@ -213,14 +216,17 @@ class _Loader:
 
     def _plan_changes(self) -> None:
         """List all changes to the model; raise for modules that cannot be changed."""
+        replacements: dict[int, nn.Module] = {id(s.module): s.experts for s in self.found.experts.values()}
+        replacements.update(self.modules)
         self.children = [
-            (parent, name, self.modules[id(child)])
-            for parent in self.model.modules()
+            (parent, name, replacements[id(child)])
+            for parent in (*self.new_modules, *self.model.modules())
             for name, child in parent._modules.items()  # noqa: SLF001
-            if child is not None and id(child) in self.modules
+            if child is not None and id(child) in replacements
         ]
         # The new layers share bias and other tensors with the old ones.
-        modules = {id(module): module for module in (*self.model.modules(), *self.modules.values())}
+        every = (*self.model.modules(), *self.new_modules, *self.modules.values())
+        modules = {id(module): module for module in every}
         self.tensors = [
             (module, key, *self.replaced[id(tensor)])
             for module in modules.values()

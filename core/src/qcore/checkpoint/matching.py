@@ -14,6 +14,7 @@ from ..nn.base import QuantizedModule, static_parameters
 from ..nn.counterparts import weight_identity, weight_parameter, weight_shape, why_not_quantizable
 from .archive import Archive
 from .buffers import recompute_buffers, unsaved_meta_buffers
+from .experts import StandIn, stand_ins, with_stand_ins
 from .header import Entry, shown
 from .records import Record
 
@@ -55,7 +56,8 @@ class Match:
     **Fields:** ``swaps``: layers that become quantized; ``dense``: slots that take a quantized weight turned back to
     float; ``plain``: slots that take a stored tensor; ``slots``: the model's own tensors by name; ``computed``: values
     of non-persistent meta buffers, by the id of the buffer; ``missing``, ``unexpected``: names; ``volatile``:
-    non-persistent meta buffers that cannot be recomputed, a subset of ``missing``.
+    non-persistent meta buffers that cannot be recomputed, a subset of ``missing``; ``experts``: replacements of fused
+    float experts, whose layers are in ``swaps``, by name.
     """
 
     swaps: list[Swap] = field(default_factory=list)
@@ -66,12 +68,14 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     volatile: list[str] = field(default_factory=list)
+    experts: dict[str, StandIn] = field(default_factory=dict)
 
 
 def match(model: nn.Module, archive: Archive) -> Match:
     """Plan a load. Raises `CheckpointError` if shapes or dtypes do not match."""
     layers = dict(model.named_modules(remove_duplicate=False))
-    found = Match()
+    found = Match(experts=stand_ins(layers, archive.records))
+    layers = with_stand_ins(layers, found.experts)
     for record in archive.records.values():
         _assign(layers, record, archive, found)
     found.swaps += list(_tied_swaps(layers, found.swaps, archive))
