@@ -194,6 +194,21 @@ def test_experts_of_other_sizes_are_refused(tmp_path):
         load_(other, path)
 
 
+def test_a_scheme_that_experts_cannot_have(tmp_path):
+    path = tmp_path / "m.safetensors"
+    save(model(scheme="w8a8"), path)
+    tree, data = split(path.read_bytes())
+    tree["__metadata__"]["qcore.tensors"] = tree["__metadata__"]["qcore.tensors"].replace('"w8a8"', '"w8a8-token"')
+    path.write_bytes(join(tree, data))
+    refused(path, r"'(experts|router)[\w.]*': .*scheme w8a8-token cannot be used")
+
+
+def test_strict_settings_are_not_blamed_on_the_file(tmp_path):
+    save(model(scheme="w8a16"), tmp_path / "m.safetensors")
+    with qcore.using(strict=True), pytest.raises(qcore.UnsupportedError):
+        load_(model(1), tmp_path / "m.safetensors")
+
+
 def test_experts_that_cannot_be_replaced_are_named(tmp_path):
     save(model(scheme="w8a16"), tmp_path / "m.safetensors")
     fresh = model(1)

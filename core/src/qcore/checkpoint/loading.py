@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, FormatError, UnsupportedError
+from ..errors import CheckpointError, FormatError
 from ..model import Report, report
 from ..nn.base import QuantizedModule, with_static_parameters
 from ..nn.counterparts import rebuild, weight_device_dtype
@@ -136,7 +136,7 @@ class _Loader:
     def _rebuilt(self, swap: Swap, scheme: Scheme) -> QuantizedModule:
         try:
             return rebuild(swap.module, self._store(swap), scheme)
-        except (FormatError, UnsupportedError) as error:
+        except FormatError as error:
             kind, name = type(swap.module).__name__, swap.record.name
             what = f"scheme {scheme} cannot be used by {swap.layer!r}, a {kind}: {error}"
             remedy = "The metadata was edited, or the checkpoint belongs to another model."

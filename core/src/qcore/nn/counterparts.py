@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..contracts.grouped import is_for_experts
+from ..errors import FormatError
 from ..resolving.binding import WeightStore
 from ..weights.schemes import Scheme
 from .base import QuantizedModule, adopt
@@ -152,6 +154,8 @@ def _linear(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.
 
 
 def _grouped_linear(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.dtype) -> QuantizedModule:
+    if not is_for_experts(scheme):
+        raise FormatError("experts return floats and take no parameters per token.")
     return QuantizedGroupedLinear(store, scheme, module._parameters["bias"], dtype)
 
 
