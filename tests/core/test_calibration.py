@@ -7,10 +7,11 @@ from torch import nn
 from qcore.errors import FormatError
 from qcore.model.calibration import Calibrated, calibrate
 from qcore.nn.conv2d import im2col
-from qcore.weights.activations import StaticInt8
+from qcore.weights.activations import StaticFP8, StaticInt8
 from qcore.weights.schemes import Scheme
 
 STATIC = Scheme.parse("w8a8-static")
+STATIC_FP8 = Scheme.parse("wfp8afp8-static")
 GPTQ = Scheme.parse("w4a8-g2@gptq")
 
 
@@ -47,6 +48,18 @@ X = torch.tensor([[-1.0, 0.0, 1.0, 3.0], [0.0, 0.5, 0.25, 0.0]])
 def test_the_range_of_the_inputs_gives_the_numbers(batches):
     found = calibrate(Model(), {"fc": STATIC}, batches).schemes["fc"].activation
     assert found == StaticInt8(4 / 255, round(-128 + 255 / 4))
+
+
+@pytest.mark.parametrize(("x", "scale"), [(X, 3 / 448), (X - 4, 5 / 448), (X.abs() + 1, 4 / 448), (X * 0, 1.0)])
+def test_the_largest_magnitude_gives_the_scale_of_fp8(x, scale):
+    found = calibrate(Model(), {"fc": STATIC_FP8}, [x]).schemes["fc"]
+    assert found.activation == StaticFP8(scale)
+    assert str(found) == f"wfp8afp8-static({scale!r})"
+
+
+def test_fp8_without_calibration_is_an_error():
+    with pytest.raises(FormatError, match="whose scale must be known"):
+        calibrate(Model(), {"fc": STATIC_FP8}, None)
 
 
 def test_the_range_always_holds_zero():

@@ -16,6 +16,8 @@ _DTYPES = [
     "U8",
     "I8",
     "F8_E4M3",
+    "F8_E5M2",
+    "F8_E8M0",
     "I16",
     "F16",
     "BF16",
@@ -36,6 +38,12 @@ _FORMATS = [
     "int4-g4-asym",
     "int9",
     "int4-g0/plain",
+    "fp8/plain",
+    "fp8_e5m2/plain",
+    "fp4-g8-e4m3/plain",
+    "fp4-g8-e4m3d/plain",
+    "fp4-g8-e8m0/plain",
+    "nf4-g8/plain",
 ]
 _SCHEMES = [
     "w8a16",
@@ -45,6 +53,13 @@ _SCHEMES = [
     "w8a8-static-o8",
     "w8a8-o8t",
     "w8a8-static(1,1)",
+    "wfp8a16",
+    "wfp8afp8-static",
+    "wfp8_e5m2afp8",
+    "wfp4a16-g8-e4m3",
+    "wfp4a16-g8-e4m3d",
+    "wfp4a16-g8-e8m0",
+    "wnf4a16-g8",
 ]
 
 
@@ -218,7 +233,9 @@ def record(blob: bytes, r: random.Random) -> bytes:
     for name in r.sample(list(inner), min(1, len(inner))):
         inner[name]["format"] = r.choice([inner[name]["format"], *_FORMATS])
         inner[name]["scheme"] = r.choice([inner[name]["scheme"], *_SCHEMES])
-        inner[name]["shape"] = r.choice([inner[name]["shape"], inner[name]["shape"][::-1], [4, 14], [0, 13], [2, 26]])
+        shape = inner[name]["shape"]
+        inner[name]["shape"] = r.choice([shape, shape, shape[::-1], [4, 14], [0, 13], [2, 26], [1, *shape], [2, 1, 13]])
+        inner[name].update(r.choice([{}, {}, {}, {"order": True}, {"order": False}]))
         tree["__metadata__"]["qcore.tensors"] = json.dumps(inner)
     return join(tree, data)
 

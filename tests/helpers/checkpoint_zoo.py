@@ -54,6 +54,14 @@ FAMILIES: dict[str, type[nn.Module]] = {
     "w8a8": Text,
     "w8a8-static": Image,
     "w4a16-g32": Image,
+    "mxfp4": Text,
+    "nvfp4": Text,
+    "wfp4a16-g16-e4m3d": Text,
+    "nf4": Text,
+    "wfp8_e5m2a16": Text,
+    "wfp8afp8-g32": Text,
+    "wfp8afp8-static": Text,
+    "mxfp8": Text,
 }
 
 

@@ -22,8 +22,9 @@ from grids import draws
 from torch import Tensor, nn
 
 import qcore
-from qcore import CheckpointError
+from qcore import CheckpointError, QTensor
 from qcore.checkpoint import inspect, load_, save
+from qcore.checkpoint.archive import Archive
 from qcore.checkpoint.values import as_bytes, storable
 from qcore.nn.base import QuantizedModule
 
@@ -32,7 +33,10 @@ PARTS = 4
 
 
 class Small(nn.Module):
-    """Padded int4 codes with zero points, calibrated numbers, a convolution, a tied norm, a buffer of integers."""
+    """Padded int4 codes with zero points, calibrated numbers, a convolution, a tied norm, a buffer of integers.
+
+    Newer parts: an order, a global scale, e8m0 scales, codes that are NaN, a static fp8 activation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,9 +45,12 @@ class Small(nn.Module):
         self.same.weight = self.norm.weight
         self.conv = nn.Conv2d(2, 3, 1, bias=False)
         self.down = nn.Linear(4, 3)
+        self.ordered, self.twofold = nn.Linear(13, 2, bias=False), nn.Linear(13, 2, bias=False)
+        self.powers, self.fp8 = nn.Linear(13, 2, bias=False), nn.Linear(13, 2, bias=False)
         self.register_buffer("count", torch.arange(3))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.fp8(x)
         return self.down(self.same(self.norm(self.up(x))))
 
 
@@ -52,8 +59,10 @@ def quantized(seed: int) -> nn.Module:
     model = Small()
     with torch.no_grad():
         nn.init.normal_(model.norm.weight)
-    scheme = {"up": "w4a16-g8-asym", "down": "w8a8-static", "conv": "w8a16"}
+    scheme = {"up": "w4a16-g8-asym", "down": "w8a8-static", "conv": "w8a16", "ordered": "w4a16-g8-asym"}
+    scheme |= {"twofold": "wfp4a16-g8-e4m3", "powers": "wfp4a16-g8-e8m0", "fp8": "wfp8afp8-static"}
     qcore.quantize_(model, scheme, calibration=[torch.randn(5, 13)])
+    model.ordered.weight = model.ordered.weight.derived(order=torch.randperm(13).int())
     return model
 
 
@@ -143,6 +152,42 @@ def test_mutated_files(tmp_path, numbers):
         path.write_bytes(mutations.mutate_file(good, random.Random(seed)))
         outcomes[checked(model, path, seed)] += 1
     assert outcomes["refused"] > outcomes["loaded"] > 0, outcomes
+
+
+@pytest.mark.parametrize("numbers", draws(4_000, few=200, parts=PARTS))
+def test_mutated_experts(tmp_path, numbers):
+    torch.manual_seed(0)
+    held = [qcore.quantize(torch.randn(4, 13), "fp4-g8-e4m3").derived(order=torch.randperm(13).int()) for _ in range(3)]
+    path = tmp_path / "m.safetensors"
+    save({"up": QTensor.stack(held), "down": QTensor.stack(held).regroup(4)}, path)
+    good, outcomes = path.read_bytes(), Counter()
+    for number in numbers:
+        seed = f"experts {number}"
+        path.unlink()
+        path.write_bytes(mutations.mutate_file(good, random.Random(seed)))
+        outcomes[weights_checked(path, seed)] += 1
+    assert outcomes["refused"] > outcomes["loaded"] > 0, outcomes
+
+
+def weights_of(path: Path) -> dict[str, QTensor]:
+    with Archive.open(path) as archive:
+        return {name: archive.quantized(name) for name in archive.records}
+
+
+def weights_checked(path: Path, seed: str) -> str:
+    """Read every quantized weight; ``refused`` or ``loaded``. Fails if a weight is not the one in the file."""
+    found: dict[str, QTensor] = {}
+    refusal = refusal_of(lambda: found.update(weights_of(path)))
+    assert len(refusal) < CHARACTERS, seed
+    if refusal:
+        return "refused"
+    tensors = in_file(path)
+    for name, weight in found.items():
+        weight.dequantize(torch.float32)
+        stored = {part: tensors.get(f"{name}.{part}") for part in weight.tensors()}
+        if all(value is not None for value in stored.values()):  # an alias has tensors of its own name only
+            assert all(raw(stored[part]) == raw(value) for part, value in weight.tensors().items()), seed
+    return "loaded"
 
 
 @pytest.mark.parametrize("numbers", draws(8_000, few=250, parts=PARTS))

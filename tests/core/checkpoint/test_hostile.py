@@ -196,7 +196,7 @@ def setting(key: str, value):
         (lambda r, _, __: r["0.weight"].pop("scheme"), "must hold format"),
         (lambda r, _, __: r.pop("0.weight"), "Not used by the model: 0.weight.data"),
         (lambda _, m, __: m.pop("qcore"), "schema"),
-        (lambda _, m, __: m.update({"qcore.schema": "2"}), "with schema 2; .*\nUpgrade"),
+        (lambda _, m, __: m.update({"qcore.schema": "3"}), "with schema 3; .*\nUpgrade"),
         (lambda _, m, __: m.update({"qcore.schema": "one"}), "schema 'one'"),
         (lambda _, m, __: m.update({"qcore": "a" * 100}), "its metadata names"),
         (lambda _, m, __: m.update({"qcore.aliases": "{"}), "not valid JSON"),

@@ -42,7 +42,7 @@ def test_a_fresh_process_computes_the_same_bits(tmp_path):
         assert torch.equal(output, expected[scheme]), scheme
 
 
-@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a8-static"])
+@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a8-static", "nvfp4", "wfp8afp8-static"])
 @pytest.mark.parametrize("start", ["meta", "quantized", "quantized on meta"])
 def test_loads_into_a_model_on_meta_or_quantized_already(tmp_path, scheme, start):
     model, kind = zoo.quantized(scheme), zoo.FAMILIES[scheme]

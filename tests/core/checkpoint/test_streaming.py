@@ -34,7 +34,13 @@ def source(tmp_path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32-asym", "w4a8-g32", "w4a16-g32-fzp", "w4a16/plain_int32"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *("w8a16", "w4a16-g32-asym", "w4a8-g32", "w4a16-g32-fzp", "w4a16/plain_int32"),
+        *("mxfp4", "nvfp4", "wfp4a16-g16-e4m3d", "nf4", "wfp8afp8", "mxfp8"),
+    ],
+)
 def test_the_result_is_that_of_quantizing_the_model(source, tmp_path, scheme):
     quantize_checkpoint(source, tmp_path / "out", scheme, max_shard_size="3KB")
     fresh, model = zoo.Text(), zoo.Text()

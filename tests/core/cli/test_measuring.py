@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from qcore import QcoreError, UnsupportedError
+import qcore
+from qcore import QcoreError, QTensor, UnsupportedError
+from qcore.checkpoint import save
 from qcore.cli import measuring, timing
 from qcore.cli.model_sizes import model_sizes
 
@@ -89,6 +91,15 @@ def test_tune_takes_sizes_from_a_checkpoint(run_json, model, monkeypatch):
     code, found = run_json("tune", "--model", "small.safetensors", "--rows", "1", "--seconds", "0.001")
     assert code == 0
     assert [(w["scheme"], w["n"], w["k"]) for w in found["weights"]] == [("w4a16-g32", 64, 128), ("w4a16-g32", 32, 64)]
+
+
+def test_experts_in_a_checkpoint_are_left_out(tmp_path):
+    one = qcore.quantize(torch.randn(8, 32), "fp4-g32-e8m0")
+    save({"up": one, "experts": QTensor.stack([one, one])}, tmp_path / "m.safetensors")
+    assert model_sizes(tmp_path / "m.safetensors") == {"wfp4a16-g32-e8m0": [(8, 32)]}
+    save({"experts": QTensor.stack([one, one])}, tmp_path / "m.safetensors")
+    with pytest.raises(QcoreError, match="no quantized weight"):
+        model_sizes(tmp_path / "m.safetensors")
 
 
 def test_a_float_checkpoint_has_nothing_to_tune(model):

@@ -130,11 +130,11 @@ class Archive:
         missing = [name for name in record.tensor_names if name not in self.entries]
         if missing:
             raise file_error(self.path, f"its metadata is here, but {shown(missing[0])!r} is not.", tensor=record.name)
-        surplus = {record.name, f"{record.name}.zero"} - set(record.tensor_names)
-        for name in surplus & self.entries.keys():
-            raise file_error(
-                self.path, f"its format {record.format} has no tensor {shown(name)!r}.", tensor=record.name
-            )
+        surplus = next((name for name in record.other_names if name in self.entries), None)
+        if surplus is not None:
+            without = " without an order" if surplus == f"{record.name}.order" else ""
+            what = f"its format {record.format}{without} has no tensor {shown(surplus)!r}."
+            raise file_error(self.path, what, tensor=record.name)
         parts = [self.entries[name] for name in record.tensor_names]
         key = (record.format, record.shape, *((part.dtype, part.shape) for part in parts))
         if key not in known:

@@ -19,8 +19,9 @@ class TensorInfo:
     """One tensor of a checkpoint.
 
     **Fields:** ``name``; ``kind``: the format of a quantized weight, otherwise the dtype; ``shape``: logical;
-    ``quantizer`` and ``scheme``: empty for tensors that are not quantized; ``nbytes``: including scale and zero point,
-    0 for an alias; ``shard``: the file; ``alias_of``: the name under which a tied tensor is stored, or empty.
+    ``quantizer`` and ``scheme``: empty for tensors that are not quantized; ``nbytes``: of all tensors of a weight, 0
+    for an alias; ``shard``: the file; ``alias_of``: the name under which a tied tensor is stored, or empty;
+    ``order``: whether the columns of a quantized weight have an order.
     """
 
     name: str
@@ -31,6 +32,7 @@ class TensorInfo:
     nbytes: int
     shard: str
     alias_of: str = ""
+    order: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -77,7 +79,14 @@ class Inventory:
         header = ("tensor", "kind", "shape", "quantizer", "scheme", "bytes", "shard", "tied to")
         rows = [
             (
-                *(shown(t.name), t.kind, "x".join(map(str, t.shape)), t.quantizer, t.scheme, f"{t.nbytes:,}"),
+                *(
+                    shown(t.name),
+                    t.kind + (" ordered" if t.order else ""),
+                    "x".join(map(str, t.shape)),
+                    t.quantizer,
+                    t.scheme,
+                    f"{t.nbytes:,}",
+                ),
                 *(shown(t.shard), shown(t.alias_of)),
             )
             for t in self.tensors
@@ -112,7 +121,7 @@ def _weight(archive: Archive, name: str) -> TensorInfo:
     size = 0 if alias else sum(archive.entries[part].nbytes for part in stored)
     shard = archive.shards[stored[0]].name
     quantizer, scheme = record.quantizer or "", str(record.scheme)
-    return TensorInfo(name, str(record.format), record.shape, quantizer, scheme, size, shard, alias)
+    return TensorInfo(name, str(record.format), record.shape, quantizer, scheme, size, shard, alias, record.order)
 
 
 def _plain(archive: Archive, name: str) -> TensorInfo:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, FormatError
-from ..model import LayerReport, Report, report
-from ..nn.base import QuantizedModule
+from ..model import Report, report
+from ..nn.base import QuantizedModule, with_static_parameters
 from ..nn.counterparts import rebuild, weight_device_dtype
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
@@ -70,9 +70,12 @@ def load_(
         return loader.commit()
 
 
-def _with_reason(row: LayerReport, found: Match) -> LayerReport:
-    dense = found.dense.get(f"{row.name}.weight" if row.name else "weight")
-    return replace(row, reason=f"turned back to float: {dense.reason}") if dense else row
+def _dense_reasons(found: Match) -> dict[str, str]:
+    """Return the reason by layer for layers with a weight that was turned back to float."""
+    return {
+        name.rpartition(".")[0]: f"turned back to float: {dense.reason}"
+        for name, dense in reversed(found.dense.items())
+    }
 
 
 def _check_complete(found: Match, archive: Archive) -> None:
@@ -109,6 +112,9 @@ class _Loader:
         self.weights: dict[str, QTensor] = {}
         self.modules: dict[int, QuantizedModule] = {}
         self.values: dict[int, tuple[str, Tensor, Tensor]] = {}
+        stand_ins = found.experts.values()
+        self.expert_devices = {id(m): s.device for s in stand_ins for m in s.experts.projections().values()}
+        self.new_modules = [module for stand_in in stand_ins for module in stand_in.experts.modules()]
         self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
         """Id of a model's tensor to the old tensor and its replacement."""
 
@@ -189,17 +195,17 @@ class _Loader:
     def _scheme(self, swap: Swap) -> Scheme:
         """Return the scheme with its calibrated scales and zero points."""
         scheme = swap.record.scheme
-        for field, prefix in swap.static_parameters().items():
-            scale, zero = self.archive.read(f"{prefix}_scale"), self.archive.read(f"{prefix}_zero_point")
+        for field, names in swap.static_parameters().items():
+            given = {key: self.archive.read(name) for key, name in names.items()}
             try:
-                part = replace(getattr(scheme, field), scale=float(scale), zero_point=int(zero))
+                part = with_static_parameters(getattr(scheme, field), given)
             except FormatError as error:
-                raise file_error(self.archive.path, str(error), tensor=f"{prefix}_scale") from None
+                raise file_error(self.archive.path, str(error), tensor=names["scale"]) from None
             scheme = replace(scheme, **{field: part})
         return scheme
 
     def _store(self, swap: Swap) -> WeightStore:
-        device = weight_device_dtype(swap.module)[0]
+        device = self.expert_devices.get(id(swap.module)) or weight_device_dtype(swap.module)[0]
         device = self.device if device.type == "meta" else device
         if (swap.owner, device) not in self.stores:
             # Popped, so that the neutral weight is freed once it is packed. Tied layers may be on two devices.
@@ -210,14 +216,17 @@ class _Loader:
 
     def _plan_changes(self) -> None:
         """List all changes to the model; raise for modules that cannot be changed."""
+        replacements: dict[int, nn.Module] = {id(s.module): s.experts for s in self.found.experts.values()}
+        replacements.update(self.modules)
         self.children = [
-            (parent, name, self.modules[id(child)])
-            for parent in self.model.modules()
+            (parent, name, replacements[id(child)])
+            for parent in (*self.new_modules, *self.model.modules())
             for name, child in parent._modules.items()  # noqa: SLF001
-            if child is not None and id(child) in self.modules
+            if child is not None and id(child) in replacements
         ]
         # The new layers share bias and other tensors with the old ones.
-        modules = {id(module): module for module in (*self.model.modules(), *self.modules.values())}
+        every = (*self.model.modules(), *self.new_modules, *self.modules.values())
+        modules = {id(module): module for module in every}
         self.tensors = [
             (module, key, *self.replaced[id(tensor)])
             for module in modules.values()
@@ -236,7 +245,8 @@ class _Loader:
             with transaction.all_or_nothing():
                 self._put(transaction)
                 transaction.step = "reporting"
-                layers = tuple(_with_reason(row, self.found) for row in report(self.model))
+                reasons = _dense_reasons(self.found)
+                layers = tuple(replace(row, reason=reasons.get(row.name, row.reason)) for row in report(self.model))
         except Exception as error:
             what = f"the model cannot be changed: {transaction.step} raised {type(error).__name__}: {error}"
             remedy = "The model is unchanged. Load before it is frozen, wrapped or scripted."
@@ -263,9 +273,9 @@ def _same_device_dtype(mine: nn.Parameter, other: nn.Parameter) -> bool:
 
 
 def _dense(weight: QTensor, slot: Tensor) -> Tensor:
-    """Dequantize a weight to the shape of its slot; convolutions from columns in (KH, KW, IC) order."""
+    """Dequantize a weight to the shape of its slot; those of convolutions have columns in (KH, KW, IC) order."""
     dense = weight.dequantize(torch.float32)
-    if slot.dim() == 2:
+    if slot.dim() != 4:
         return dense
     o, i, h, w = slot.shape
     return dense.reshape(o, h, w, i).permute(0, 3, 1, 2)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError, clipped, quoted
-from ..nn.base import QuantizedModule
+from ..nn.base import QuantizedModule, static_parameters
 from ..nn.counterparts import weight_identity, weight_parameter, weight_shape, why_not_quantizable
-from ..weights.activations import OutputInt8, StaticInt8
 from .archive import Archive
 from .buffers import recompute_buffers, unsaved_meta_buffers
+from .experts import StandIn, stand_ins, with_stand_ins
 from .header import Entry, shown
 from .records import Record
 
@@ -30,17 +30,15 @@ class Swap:
     record: Record
     owner: str
 
-    def static_parameters(self) -> dict[str, str]:
-        """Map each field of the scheme with calibrated parameters to the prefix of their names in the file."""
-        parts = {
-            "activation": (self.record.scheme.activation, "input"),
-            "output": (self.record.scheme.output, "output"),
-        }
-        return {
-            name: f"{self.layer}.{prefix}" if self.layer else prefix
-            for name, (part, prefix) in parts.items()
-            if isinstance(part, (StaticInt8, OutputInt8)) and not part.per_token
-        }
+    def static_parameters(self) -> dict[str, dict[str, str]]:
+        """Map each field of the scheme with calibrated parameters to their names in the file, by parameter."""
+        found = {}
+        for field_name, prefix in (("activation", "input"), ("output", "output")):
+            start = f"{self.layer}.{prefix}" if self.layer else prefix
+            names = {key: f"{start}_{key}" for key in static_parameters(getattr(self.record.scheme, field_name))}
+            if names:
+                found[field_name] = names
+        return found
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,8 @@ class Match:
     **Fields:** ``swaps``: layers that become quantized; ``dense``: slots that take a quantized weight turned back to
     float; ``plain``: slots that take a stored tensor; ``slots``: the model's own tensors by name; ``computed``: values
     of non-persistent meta buffers, by the id of the buffer; ``missing``, ``unexpected``: names; ``volatile``:
-    non-persistent meta buffers that cannot be recomputed, a subset of ``missing``.
+    non-persistent meta buffers that cannot be recomputed, a subset of ``missing``; ``experts``: replacements of fused
+    float experts, whose layers are in ``swaps``, by name.
     """
 
     swaps: list[Swap] = field(default_factory=list)
@@ -69,12 +68,14 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     volatile: list[str] = field(default_factory=list)
+    experts: dict[str, StandIn] = field(default_factory=dict)
 
 
 def match(model: nn.Module, archive: Archive) -> Match:
     """Plan a load. Raises `CheckpointError` if shapes or dtypes do not match."""
     layers = dict(model.named_modules(remove_duplicate=False))
-    found = Match()
+    found = Match(experts=stand_ins(layers, archive.records))
+    layers = with_stand_ins(layers, found.experts)
     for record in archive.records.values():
         _assign(layers, record, archive, found)
     found.swaps += list(_tied_swaps(layers, found.swaps, archive))
@@ -93,7 +94,10 @@ def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, foun
     layer, _, attribute = record.name.rpartition(".")
     module = layers.get(layer)
     if module is None or attribute != "weight" or not _has_weight(module):
-        found.unexpected += _stored_names(record, archive)
+        if module is not None and _is_parameter(module, attribute):
+            found.dense[record.name] = Dense(record.name, f"{type(module).__name__} reads {attribute!r} itself")
+        else:
+            found.unexpected += _stored_names(record, archive)
         return
     reason = why_not_quantizable(layers, layer)
     if reason:
@@ -104,6 +108,11 @@ def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, foun
 
 def _has_weight(module: nn.Module) -> bool:
     return isinstance(module, QuantizedModule) or weight_parameter(module) is not None
+
+
+def _is_parameter(module: nn.Module, attribute: str) -> bool:
+    """Whether a module of another kind than those with a quantized counterpart holds a parameter, such as experts."""
+    return not isinstance(module, QuantizedModule) and dict(module._parameters.items()).get(attribute) is not None  # noqa: SLF001
 
 
 def _stored_names(record: Record, archive: Archive) -> tuple[str, ...]:
@@ -147,11 +156,10 @@ def _complete_dense(found: Match, archive: Archive) -> None:
 
 
 def _match_plain(found: Match, archive: Archive, layers: dict[str, nn.Module]) -> None:
-    prefixes = [prefix for swap in found.swaps for prefix in swap.static_parameters().values()]
-    static_parameters = {f"{prefix}_{part}" for prefix in prefixes for part in _STATIC_DTYPES}
+    static = {name for swap in found.swaps for names in swap.static_parameters().values() for name in names.values()}
     stored = set(archive.plain_names())
     found.plain = [name for name in found.slots if name in stored]
-    found.unexpected += sorted(stored - found.slots.keys() - static_parameters)
+    found.unexpected += sorted(stored - found.slots.keys() - static)
     filled = {id(found.slots[name]) for name in (*found.plain, *found.dense)}
     found.missing += [name for name, slot in found.slots.items() if id(slot) not in filled]
     found.missing += _quantized_only_in_model(found, layers)
@@ -177,13 +185,13 @@ def _swap_problems(found: Match, archive: Archive) -> Iterator[str]:
         expected = weight_shape(swap.module)
         if swap.record.shape != expected:
             yield f"{shown(swap.record.name)!r} has shape {swap.record.shape}; {swap.layer!r} needs {expected}"
-        for prefix in swap.static_parameters().values():
-            yield from _static_problems(archive, prefix)
+        for names in swap.static_parameters().values():
+            yield from _static_problems(archive, names)
 
 
-def _static_problems(archive: Archive, prefix: str) -> Iterator[str]:
-    for part, dtypes in _STATIC_DTYPES.items():
-        name = f"{prefix}_{part}"
+def _static_problems(archive: Archive, names: dict[str, str]) -> Iterator[str]:
+    for part, name in names.items():
+        dtypes = _STATIC_DTYPES[part]
         entry = archive.entries.get(name)
         if entry is None:
             yield f"{name!r} is missing, although its layer's scheme needs it"
@@ -209,8 +217,9 @@ def _plain_problems(name: str, slot: Tensor, entry: Entry) -> Iterator[str]:
         yield f"{name!r} is {entry.dtype}; the model needs {slot.dtype}"
 
 
-def _dense_problems(name: str, slot: Tensor, shape: tuple[int, int]) -> Iterator[str]:
-    if slot.dim() not in (2, 4) or shape != (slot.shape[0], slot.shape[1:].numel()):
+def _dense_problems(name: str, slot: Tensor, shape: tuple[int, ...]) -> Iterator[str]:
+    logical = (slot.shape[0], slot.shape[1:].numel()) if slot.dim() == 4 else tuple(slot.shape)
+    if slot.dim() not in (2, 3, 4) or shape != logical:
         yield f"{name!r} has shape {shape}; the model needs {tuple(slot.shape)}"
 
 

@@ -3,12 +3,16 @@
 ======================  =============================================================================================
 ``qcore``               the version of qcore that wrote the file
 ``qcore.schema``        the version of these records; a reader refuses a newer one
-``qcore.tensors``       JSON: name to ``{"format", "shape", "quantizer", "scheme"}``, for each quantized weight
+``qcore.tensors``       JSON: name to ``{"format", "shape", "quantizer", "scheme"}``, for each quantized weight, with
+                        ``"order": true`` if its columns have an order
 ``qcore.save``          in a shard: the id of the save that it belongs to; the index contains it, too
 ``qcore.aliases``       JSON: name of a tied tensor or quantized weight to the one that is stored
 ======================  =============================================================================================
 
-A weight ``encoder.0.weight`` is stored as ``encoder.0.weight.data``, ``.scale`` and, if it has a zero point, ``.zero``.
+A weight ``encoder.0.weight`` is stored as ``encoder.0.weight.data``, ``.scale`` and, if it has them, ``.zero``,
+``.order`` and ``.global_scale``. E weights of one format, of shape ``(E, N, K)``, are one weight in the file.
+
+Schema 2 adds orders and three dimensions. A file that has neither is written with schema 1, which qcore 26.11 reads.
 """
 
 from __future__ import annotations
@@ -26,13 +30,15 @@ from .._version import __version__
 from ..discovery.registry import Guarded
 from ..errors import FormatError, quoted
 from ..formats import Format, UnknownLayoutError, ZeroPoint
+from ..nn.base import WEIGHT_TENSORS
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .header import Entry, TensorSpec, file_error, is_shape, parse_json
 
-SCHEMA = 1
+SCHEMA = 2
 SAVE = "qcore.save"
 _FIELDS = {"format", "shape", "quantizer", "scheme"}
+_ORDER = "order"
 _UPGRADE = "Upgrade qcore, or write the checkpoint again with this version."
 _INSTALL = "Install that plugin here, or convert the checkpoint to 'plain' on a machine that has it."
 _REWRITE = "The metadata is damaged or was edited: write the checkpoint again with qcore.save."
@@ -40,30 +46,45 @@ _REWRITE = "The metadata is damaged or was edited: write the checkpoint again wi
 
 @dataclass(frozen=True)
 class Record:
-    """Name, format, logical shape, quantizer and scheme (without calibrated values) of one quantized weight."""
+    """One quantized weight.
+
+    **Fields:** ``name``; ``format``; ``shape``: logical, ``(N, K)`` or ``(E, N, K)``; ``quantizer``; ``scheme``:
+    without calibrated values; ``order``: whether its columns have an order.
+    """
 
     name: str
     format: Format
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     quantizer: str | None
     scheme: Scheme
+    order: bool = False
 
     @classmethod
     def of(cls, name: str, weight: QTensor, scheme: Scheme | None = None) -> Record:
         """Return the record of a quantized tensor."""
-        n, k = weight.shape
         wanted = (scheme or Scheme(weight.format)).blank()
-        return cls(name, weight.format, (n, k), weight.quantizer, wanted)
+        return cls(name, weight.format, tuple(weight.shape), weight.quantizer, wanted, weight.order is not None)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """The names under which the weight's tensors are stored."""
-        parts = ("data", "scale") if self.format.zero is ZeroPoint.NONE else ("data", "scale", "zero")
-        return tuple(f"{self.name}.{part}" for part in parts)
+        return tuple(f"{self.name}.{part}" for part in tensor_parts(self.format, self.order))
+
+    @property
+    def other_names(self) -> tuple[str, ...]:
+        """Names that would belong to the weight if it were float or in another format; a file must not hold them."""
+        parts = tensor_parts(self.format, self.order)
+        return self.name, *(f"{self.name}.{part}" for part in WEIGHT_TENSORS if part not in parts)
+
+    @property
+    def schema(self) -> int:
+        """The first version of the records that can describe the weight."""
+        return 2 if self.order or len(self.shape) == 3 else 1
 
     def same_weight(self, other: Record) -> bool:
         """Whether two records can describe one weight with two names."""
-        return (self.format, self.shape, self.quantizer) == (other.format, other.shape, other.quantizer)
+        mine = (self.format, self.shape, self.quantizer, self.order)
+        return mine == (other.format, other.shape, other.quantizer, other.order)
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields but the name as plain values for JSON."""
@@ -72,18 +93,37 @@ class Record:
             "shape": list(self.shape),
             "quantizer": self.quantizer,
             "scheme": str(self.scheme),
+            **({_ORDER: True} if self.order else {}),
         }
 
     def check(self, stored: Iterable[TensorSpec | Entry], path: Path) -> None:
         """Raise `CheckpointError` unless dtypes and shapes of the stored tensors match the format and logical shape."""
-        held = {p.name.rpartition(".")[2]: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in stored}
+        held: Any = {p.name.rpartition(".")[2]: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in stored}
         try:
-            QTensor(held["data"], held["scale"], held.get("zero"), self.shape, self.format, self.quantizer)
+            weight = QTensor(**{"zero": None, **held}, shape=self.shape, format=self.format, quantizer=self.quantizer)
+            _check_as_stored(weight, held)
         except FormatError as error:
             raise file_error(path, str(error).replace("\n", " "), _REWRITE, self.name) from None
         except Guarded as error:  # a third-party layout
             what = f"layout {self.format.layout.name!r} raised {type(error).__name__}: {error}"
             raise file_error(path, what.replace("\n", " "), _REWRITE, self.name) from error
+
+
+def _check_as_stored(weight: QTensor, held: dict[str, torch.Tensor]) -> None:
+    """Raise `FormatError` unless dtypes and shapes are those that qcore writes: `QTensor` accepts some others."""
+    for part, tensor in weight.tensors().items():
+        stored = held[part]
+        if (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
+            raise FormatError(
+                f"{part} has dtype {stored.dtype} and shape {tuple(stored.shape)}; a checkpoint stores it as "
+                f"{tensor.dtype} {tuple(tensor.shape)}."
+            )
+
+
+def tensor_parts(format: Format, order: bool) -> tuple[str, ...]:
+    """Return the names of a weight's tensors, in the order of `QTensor.tensors`."""
+    has = {"zero": format.zero is not ZeroPoint.NONE, "order": order, "global_scale": format.scale.has_global}
+    return tuple(part for part in WEIGHT_TENSORS if has.get(part, True))
 
 
 @dataclass(frozen=True)
@@ -102,11 +142,12 @@ class Notes:
 
 def write_notes(records: Iterable[Record], aliases: Mapping[str, str], save: str = "") -> dict[str, str]:
     """Build the metadata of a file with these weights. ``save``: the id of the save that the shard belongs to."""
-    tree = {record.name: record.to_json() for record in records}
+    held = list(records)
+    tree = {record.name: record.to_json() for record in held}
     notes = {
         "format": "pt",  # transformers refuses a file without the name of a framework
         "qcore": __version__,
-        "qcore.schema": str(SCHEMA),
+        "qcore.schema": str(max((record.schema for record in held), default=1)),
         **({SAVE: save} if save else {}),
         "qcore.tensors": json.dumps(tree, separators=(",", ":")),
     }
@@ -139,15 +180,18 @@ _Parsed = tuple[Format, Scheme]
 
 
 def _record(name: str, value: Any, path: Path, known: dict[Any, _Parsed]) -> Record:
-    if not isinstance(value, dict) or value.keys() != _FIELDS:
+    if not isinstance(value, dict) or value.keys() - {_ORDER} != _FIELDS:
         raise file_error(path, f"its record must hold {', '.join(sorted(_FIELDS))}.", _REWRITE, name)
     shape, quantizer = value["shape"], value["quantizer"]
-    if not is_shape(shape) or len(shape) != 2:
+    if not is_shape(shape) or len(shape) not in (2, 3):
         raise file_error(path, f"logical shape {quoted(shape)} is impossible.", _REWRITE, name)
     if quantizer is not None and not (isinstance(quantizer, str) and re.fullmatch(r"[\w.-]{1,64}", quantizer)):
         raise file_error(path, f"quantizer {quoted(quantizer)} is not a name.", _REWRITE, name)
     format, scheme = _parse_texts(name, value["format"], value["scheme"], path, known)
-    return Record(name, format, (shape[0], shape[1]), quantizer, scheme)
+    order = value.get(_ORDER, False)
+    if type(order) is not bool:
+        raise file_error(path, f"order is {quoted(order)}; it must be true or left out.", _REWRITE, name)
+    return Record(name, format, tuple(shape), quantizer, scheme, order)
 
 
 def _parse_texts(name: str, format: Any, scheme: Any, path: Path, known: dict[Any, _Parsed]) -> _Parsed:

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..formats import Format
 from ..formats.bits import has_values
+from ..nn.base import WEIGHT_TENSORS
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .header import NAMES, TensorSpec
 from .records import Record
 from .writing import Aliases, Unit, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
-
-_WEIGHT_TENSORS = ("data", "scale", "zero")
 
 
 def save(
@@ -60,7 +59,7 @@ def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor
     state: Mapping[Any, Any] = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
     _check_names(state)
     weights = {**_described_weights(state), **_qtensor_weights(state)}
-    taken = {f"{name}.{part}" for name in weights for part in _WEIGHT_TENSORS} | weights.keys()
+    taken = {f"{name}.{part}" for name in weights for part in WEIGHT_TENSORS} | weights.keys()
     plain = {name: _check_value(name, value) for name, value in state.items() if name not in taken}
     for name in plain:
         if name.endswith(".scale") and f"{name.removesuffix('scale')}data" in plain:
@@ -90,7 +89,7 @@ def _is_text(name: str) -> bool:
 def _qtensor_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Scheme]]:
     weights = {name: (value, Scheme(value.format)) for name, value in state.items() if isinstance(value, QTensor)}
     for name in weights:
-        taken = next((f"{name}.{part}" for part in _WEIGHT_TENSORS if f"{name}.{part}" in state), None)
+        taken = next((f"{name}.{part}" for part in WEIGHT_TENSORS if f"{name}.{part}" in state), None)
         if taken is not None:
             raise CheckpointError(
                 f"cannot save {taken!r}: the quantized weight {name!r} is stored under that name.\nRename one of them."
@@ -109,9 +108,14 @@ def _described_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Sch
 
 
 def _weight(state: Mapping[str, Any], name: str, note: Mapping[str, Any]) -> tuple[QTensor, Scheme]:
-    data, scale, zero = (state.get(f"{name}.{part}") for part in _WEIGHT_TENSORS)
+    found: Any = {part: state.get(f"{name}.{part}") for part in WEIGHT_TENSORS}
+    if (found["order"] is not None) != note.get("order", False):
+        raise CheckpointError(
+            f"cannot save {name!r}: the state dict's metadata and its tensor '{name}.order' disagree.\n"
+            f"Pass the model or its unchanged state_dict(), or QTensors."
+        )
     fmt = Format.parse(note["format"])
-    weight = QTensor(data, scale, zero, tuple(note["shape"]), fmt, note["quantizer"])  # type: ignore[arg-type]
+    weight = QTensor(**found, shape=tuple(note["shape"]), format=fmt, quantizer=note["quantizer"])
     return weight, Scheme.parse(note["scheme"])
 
 

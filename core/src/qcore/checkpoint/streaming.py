@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, FormatError, QcoreWarning, did_you_mean
-from ..formats import ZeroPoint
 from ..model.report import EXCLUDED, QUANTIZED, REFUSED
 from ..model.selection import Patterns, as_patterns, matches
+from ..weights.parts import parts
 from ..weights.qtensor import SCALE_DTYPES, QTensor
 from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
@@ -215,13 +215,16 @@ class _QuantizeRun:
         return Unit(entry.name, (TensorSpec(entry.name, dtype, entry.shape),), lambda: [self._read(entry).to(dtype)])
 
     def _quantized(self, entry: Entry, scheme: Scheme) -> Unit:
-        made = _meta_result(entry, scheme, self.plan.dtype)
-        specs = tuple(TensorSpec(f"{entry.name}.{p}", t.dtype, tuple(t.shape)) for p, t in made.tensors().items())
+        n, k = entry.shape[0], math.prod(entry.shape[1:])
+        stored = self.plan.dtype or (entry.dtype if entry.dtype in SCALE_DTYPES else torch.float32)
+        described = parts(scheme.weight, n, k, stored)
+        specs = tuple(TensorSpec(f"{entry.name}.{part.name}", part.dtype, part.shape) for part in described)
+        record = Record(entry.name, scheme.weight, (n, k), scheme.quantizer, scheme.blank())
 
         def fetch() -> Sequence[Tensor]:
             return list(self._quantize(self._read(entry), scheme, entry.name).tensors().values())
 
-        return Unit(entry.name, specs, fetch, Record.of(entry.name, made, scheme))
+        return Unit(entry.name, specs, fetch, record)
 
     def _read(self, entry: Entry) -> Tensor:
         return self.archive.read(entry.name)
@@ -238,16 +241,6 @@ class _QuantizeRun:
         self.done += self.archive.entries[unit.name].nbytes
         if self.progress is not None:
             self.progress(self.done, self.total, unit.name)
-
-
-def _meta_result(entry: Entry, scheme: Scheme, dtype: torch.dtype | None) -> QTensor:
-    """Return the quantized weight on meta: dtypes and shapes without values."""
-    fmt, shape = scheme.weight, (entry.shape[0], math.prod(entry.shape[1:]))
-    scale_dtype = dtype or (entry.dtype if entry.dtype in SCALE_DTYPES else torch.float32)
-    groups = (fmt.groups(shape[1]), shape[0])
-    scale = torch.empty(groups, dtype=scale_dtype, device="meta")
-    zero = {ZeroPoint.NONE: None, ZeroPoint.INT: scale.to(torch.int8), ZeroPoint.FLOAT: scale}[fmt.zero]
-    return QTensor.from_codes(torch.empty(shape, dtype=torch.int8, device="meta"), scale, zero, fmt, scheme.quantizer)
 
 
 def _check_target(source: Path, target: Path, *, overwrite: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from ..discovery.registry import Guarded
 from ..errors import FormatError
 from ..formats import PLAIN, PLAIN_INT32
 from ..weights.qtensor import QTensor
+from ..weights.validation import check_codes
 from .header import Entry, file_error
 from .records import Record
+
+_NIBBLE = 4
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -59,9 +62,8 @@ def read_tensor(file: BinaryIO, entry: Entry, path: Path) -> Tensor:
 def build_weight(record: Record, tensors: dict[str, Tensor], path: Path) -> QTensor:
     """Build the quantized weight; raises `CheckpointError` for values that its format does not allow."""
     try:
-        weight = QTensor(
-            tensors["data"], tensors["scale"], tensors.get("zero"), record.shape, record.format, record.quantizer
-        )
+        fields: Any = {"zero": None, **tensors}
+        weight = QTensor(**fields, shape=record.shape, format=record.format, quantizer=record.quantizer)
         canonical = _is_canonical(weight)
     except FormatError as error:
         raise file_error(path, str(error).replace("\n", " "), tensor=record.name) from None
@@ -74,9 +76,15 @@ def build_weight(record: Record, tensors: dict[str, Tensor], path: Path) -> QTen
 
 
 def _is_canonical(weight: QTensor) -> bool:
-    """Whether encoding the codes again gives the same bytes: kernels require padding with code 0."""
-    fmt, k = weight.format, weight.shape[1]
-    padded = k % (8 if fmt.layout == PLAIN_INT32 else 2) != 0 and fmt.bits == 4
-    if fmt.layout in (PLAIN, PLAIN_INT32) and not padded:
+    """Whether encoding the codes again gives the same bytes: kernels require padding with code 0.
+
+    Raises `FormatError` for codes out of range, which elements of fewer bits than their container can have.
+    """
+    fmt, k = weight.format, weight.shape[-1]
+    container = fmt.element.container_bits
+    padded = container == _NIBBLE and k % (8 if fmt.layout == PLAIN_INT32 else 2) != 0
+    if fmt.layout in (PLAIN, PLAIN_INT32) and not padded and fmt.bits == container:
         return True
-    return torch.equal(fmt.codec.encode(weight.codes()), weight.data)
+    codes = weight.codes()
+    check_codes(codes, fmt)
+    return torch.equal(weight.encode(codes), weight.data)

@@ -9,9 +9,14 @@ from ..errors import QcoreError
 
 
 def model_sizes(path: Path) -> dict[str, list[tuple[int, int]]]:
-    """The distinct sizes (N, K) of the quantized weights, by scheme. Raises `QcoreError` where there are none."""
+    """The distinct sizes (N, K) of the quantized weights, by scheme; experts are left out, as no command measures them.
+
+    Raises `QcoreError` if there are none.
+    """
     found: dict[str, list[tuple[int, int]]] = {}
     for tensor in inspect(path).quantized:
+        if len(tensor.shape) != 2:
+            continue
         n, k = tensor.shape
         sizes = found.setdefault(tensor.scheme, [])
         if (n, k) not in sizes:

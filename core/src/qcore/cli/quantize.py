@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``qcore quantize``."""
     parser.add_argument("source", type=Path, metavar="IN", help="a safetensors file, or a directory of shards")
     parser.add_argument("target", type=Path, metavar="OUT", help="a file, or a directory, as IN is")
-    parser.add_argument("--scheme", required=True, help="e.g. w8a16, w4a16-g128-asym, w4a8-g32")
+    parser.add_argument("--scheme", required=True, help="e.g. w8a16, w4a16-g128-asym, wfp8afp8, mxfp4")
     what = "names of layers, globs (model.*.mlp.*) or last parts of names (lm_head)"
     many: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "PATTERN", "default": []}
     parser.add_argument("--exclude", help=f"what to keep as it is: {what}", **many)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import FormatError
 from ..nn.conv2d import im2col
-from ..weights.activations import StaticInt8, static_from_range
+from ..weights.activations import StaticFP8, StaticInt8, fp8_static_from_range, static_from_range
 from ..weights.schemes import Scheme
 
 Calibration = Iterable[Any] | Callable[[nn.Module], Any]
@@ -24,7 +24,7 @@ the model and runs it."""
 class Calibrated:
     """The result of a calibration.
 
-    **Fields:** ``schemes``: by layer name, with scale and zero point of static activations filled in; ``moments``: the
+    **Fields:** ``schemes``: by layer name, with the numbers of static activations filled in; ``moments``: the
     sum of ``x x^T`` over a layer's inputs, float32 ``(K, K)``, for a convolution ``(groups, K, K)``, by the name of the
     first layer that holds the weight.
     """
@@ -84,7 +84,8 @@ def calibrate(
 ) -> Calibrated:
     """Run the batches once and determine the static activations and moments that ``schemes`` need, by layer name.
 
-    Scale and zero point of static activations cover ``[min(x, 0), max(x, 0)]``. ``ties``: layer name to the name of the
+    Scale and zero point of static int8 activations cover ``[min(x, 0), max(x, 0)]``, the scale of static fp8 ones maps
+    ``max|x|`` to the largest value of e4m3fn. ``ties``: layer name to the name of the
     first layer with the same weight; the moments of tied layers are summed. Raises `FormatError` if ``calibration`` is
     None although it is needed, or if a layer's input is missing or not finite.
     """
@@ -151,6 +152,8 @@ def _with_parameters(name: str, scheme: Scheme, found: _InputObserver) -> Scheme
         raise FormatError(f"layer {name!r} saw NaN or Inf during calibration.")
     if not scheme.needs_numbers:
         return scheme
+    if isinstance(scheme.activation, StaticFP8):
+        return replace(scheme, activation=StaticFP8(fp8_static_from_range(found.low, found.high)))
     return replace(scheme, activation=StaticInt8(*static_from_range(found.low, found.high)))
 
 

@@ -10,7 +10,7 @@ neutral format (``state_dict``, pickle, ``deepcopy``, ``module.weight``). Whenev
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,17 +20,19 @@ from torch import Tensor, nn
 
 from ..contracts import Request
 from ..errors import FormatError, QcoreWarning
+from ..formats import ZeroPoint
 from ..functional.autograd import call_differentiably
 from ..functional.checks import check_bias, check_dense, check_first_call, check_out_dtype, check_x_dtype
 from ..resolving.binding import Bound, WeightStore, WeightView, bind, call_first
 from ..resolving.decision import Decision
 from ..runtime.settings import Settings, current, in_force
-from ..weights.activations import OutputInt8, StaticInt8
+from ..weights.activations import Activation, OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_WEIGHT_TENSORS = ("data", "scale", "zero")
+WEIGHT_TENSORS = ("data", "scale", "zero", "order", "global_scale")
+"""The names of the tensors that a `QTensor` can have, in the order of `QTensor.tensors`."""
 _PREFIX = "packed_"
 _STRIDED = torch.strided
 _HOOKS = (
@@ -341,14 +343,13 @@ class QuantizedModule(nn.Module):
         if notes is not None:
             store = self._store
             described = {"format": str(store.format), "shape": list(store.shape), "quantizer": store.quantizer}
-            notes["qcore"] = {**described, "scheme": str(self.scheme.blank())}
+            order = {"order": True} if store.has_order else {}
+            notes["qcore"] = {**described, **order, "scheme": str(self.scheme.blank())}
 
     def _static_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in (("input", self.scheme.activation), ("output", self.scheme.output)):
-            if isinstance(part, (StaticInt8, OutputInt8)) and part.scale is not None:
-                # float64 holds a Python float exactly.
-                yield f"{prefix}_scale", torch.tensor(part.scale, dtype=torch.float64)
-                yield f"{prefix}_zero_point", torch.tensor(part.zero_point, dtype=torch.int32)
+            for name, dtype in static_parameters(part).items():
+                yield f"{prefix}_{name}", torch.tensor(getattr(part, name), dtype=dtype)
 
     def _load_from_state_dict(
         self,
@@ -360,20 +361,26 @@ class QuantizedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = [f"{prefix}weight.{part}" for part in _WEIGHT_TENSORS] + [
+        own = [f"{prefix}weight.{part}" for part in WEIGHT_TENSORS] + [
             prefix + name for name, _ in self._static_parameters()
         ]
         found = {key: state_dict[key] for key in own if key in state_dict}
         rest = {key: value for key, value in state_dict.items() if key not in found}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        wanted = [key for key in own if not key.endswith("weight.zero") or self.scheme.weight.zero.name != "NONE"]
-        missing = [key for key in wanted if key not in found]
+        absent = {f"{prefix}weight.{part}" for part in self._absent_tensors()}
+        missing = [key for key in own if key not in found and key not in absent]
         missing_keys += missing
         if not any(key.startswith(f"{prefix}weight.") for key in missing) and found:
             self._load_found(found, prefix, bool(local_metadata.get("assign_to_params_buffers")), error_msgs)
 
+    def _absent_tensors(self) -> Iterator[str]:
+        """Yield the names of tensors that the present weight does not have."""
+        has = {"zero": self._store.format.zero is not ZeroPoint.NONE, "order": self._store.has_order}
+        has["global_scale"] = self._store.format.scale.has_global
+        yield from (name for name, present in has.items() if not present)
+
     def _load_found(self, found: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
-        parts: Any = {part: found.get(f"{prefix}weight.{part}") for part in _WEIGHT_TENSORS}
+        parts: Any = {part: found.get(f"{prefix}weight.{part}") for part in WEIGHT_TENSORS}
         store = self._store
         try:
             weight = QTensor(**parts, shape=store.shape, format=store.format, quantizer=store.quantizer)
@@ -395,11 +402,30 @@ class QuantizedModule(nn.Module):
     def _scheme_with(self, found: dict[str, Tensor], prefix: str) -> Scheme:
         scheme = self.scheme
         for field, name in (("activation", "input"), ("output", "output")):
-            scale, zero = (found.get(f"{prefix}{name}_{part}") for part in ("scale", "zero_point"))
-            if scale is not None and zero is not None:
-                numbers = replace(getattr(scheme, field), scale=float(scale), zero_point=int(zero))
-                scheme = replace(scheme, **{field: numbers})
+            part: Any = getattr(scheme, field)
+            kinds = static_parameters(part)
+            given = {key: found[f"{prefix}{name}_{key}"] for key in kinds if f"{prefix}{name}_{key}" in found}
+            if given and given.keys() == kinds.keys():
+                scheme = replace(scheme, **{field: with_static_parameters(part, given)})
         return scheme
+
+
+def static_parameters(part: Activation | OutputInt8 | None) -> dict[str, torch.dtype]:
+    """Return name and dtype of the scalars that a state dict holds for a static activation or output.
+
+    float64 holds a Python float exactly. Empty for other parts, and if the numbers come with each call.
+    """
+    if isinstance(part, StaticFP8):
+        return {"scale": torch.float64}
+    if isinstance(part, (StaticInt8, OutputInt8)) and not part.per_token:
+        return {"scale": torch.float64, "zero_point": torch.int32}
+    return {}
+
+
+def with_static_parameters(part: Any, given: Mapping[str, Tensor]) -> Any:
+    """Return a static activation or output with the scalars ``given``; raises `FormatError` for impossible numbers."""
+    casts = {name: float if dtype.is_floating_point else int for name, dtype in static_parameters(part).items()}
+    return replace(part, **{name: casts[name](value) for name, value in given.items()})
 
 
 def _buffer_name(bound: Bound, key: str) -> str:

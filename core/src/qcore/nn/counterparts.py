@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..contracts.grouped import is_for_experts
+from ..errors import FormatError
 from ..resolving.binding import WeightStore
 from ..weights.schemes import Scheme
 from .base import QuantizedModule, adopt
@@ -20,6 +22,7 @@ from .conv2d import QuantizedConv2d
 from .embedding import QuantizedEmbedding
 from .experts import QuantizedExperts, expert_weights, why_not_experts
 from .geometry import Geometry
+from .grouped_linear import QuantizedGroupedLinear
 from .linear import QuantizedLinear
 
 # ruff: noqa: SLF001 - reads private attributes of the quantized modules and torch's parameter tables
@@ -106,11 +109,10 @@ def weight_parameter(module: nn.Module) -> Tensor | None:
     return dict(module._parameters.items()).get("weight")
 
 
-def weight_shape(module: nn.Module) -> tuple[int, int]:
-    """Return the logical shape (N, K) of a layer's quantized weight."""
+def weight_shape(module: nn.Module) -> tuple[int, ...]:
+    """Return the logical shape of a layer's quantized weight: (N, K), of experts (E, N, K)."""
     if isinstance(module, QuantizedModule):
-        n, k = module._store.shape
-        return n, k
+        return tuple(module._store.shape)
     weight = weight_parameter(module)
     assert weight is not None
     return weight.shape[0], weight.shape[1:].numel()
@@ -151,6 +153,12 @@ def _linear(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.
     return QuantizedLinear(store, scheme, module._parameters["bias"], dtype)
 
 
+def _grouped_linear(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.dtype) -> QuantizedModule:
+    if not is_for_experts(scheme):
+        raise FormatError("experts return floats and take no parameters per token.")
+    return QuantizedGroupedLinear(store, scheme, module._parameters["bias"], dtype)
+
+
 def _embedding(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.dtype) -> QuantizedModule:
     assert isinstance(module, (nn.Embedding, QuantizedEmbedding))
     return QuantizedEmbedding(store, scheme, dtype, module.padding_idx)
@@ -168,6 +176,7 @@ _BUILDERS: dict[type[nn.Module], _Builder] = {
     nn.Embedding: _embedding,
     nn.Conv2d: _conv2d,
     QuantizedLinear: _linear,
+    QuantizedGroupedLinear: _grouped_linear,
     QuantizedEmbedding: _embedding,
     QuantizedConv2d: _conv2d,
 }

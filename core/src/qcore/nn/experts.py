@@ -8,6 +8,7 @@ function between the two products. Nothing of transformers is imported: any modu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,7 +71,6 @@ class QuantizedExperts(nn.Module):
 
         Raises `FormatError` for NaN or Inf in a weight, and `UnsupportedError` for a scheme that needs calibration.
         """
-        up, down = expert_weights(module)
         transposed = bool(getattr(module, "is_transposed", False))
 
         def grouped(which: str) -> QuantizedGroupedLinear:
@@ -79,6 +79,12 @@ class QuantizedExperts(nn.Module):
             dense = weight.transpose(1, 2) if transposed else weight
             return QuantizedGroupedLinear.from_float(dense, scheme, bias=bias, name=f"{name}.{which}")
 
+        return cls.wrap(module, grouped)
+
+    @classmethod
+    def wrap(cls, module: nn.Module, grouped: Callable[[str], QuantizedGroupedLinear]) -> QuantizedExperts:
+        """Wrap quantized weights with the gate, mode and hooks of ``module``; ``grouped`` makes one by its name."""
+        up, down = expert_weights(module)
         made = cls(_without_weights(module), up, grouped(up), grouped(down))
         made.train(module.training)
         for key in ("_forward_hooks", "_forward_pre_hooks"):
