@@ -61,6 +61,7 @@ from .weights.activations import (
     given_numbers,
     quantize_int8,
 )
+from .weights.parts import Part, parts
 from .weights.qtensor import QTensor, contiguous
 from .weights.schemes import Scheme
 
@@ -96,6 +97,7 @@ __all__ = [
     "Offer",
     "OutputInt8",
     "Packed",
+    "Part",
     "PluginError",
     "Problem",
     "QTensor",
@@ -126,6 +128,7 @@ __all__ = [
     "layer_contract",
     "on_pci",
     "output_size",
+    "parts",
     "quantize_int8",
     "read_record",
     "registry",

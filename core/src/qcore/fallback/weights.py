@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..discovery.kernels import Kernel, Packed, check_weight
 from ..formats import PLAIN, PLAIN_INT32, Format, ZeroPoint, effective_scale
-from ..formats.bits import unpack_nibbles, unpack_unsigned_nibbles
+from ..formats.bits import unpack_nibbles
 from ..weights.qtensor import QTensor
+from .decoding import fp8_values, has_fast_values, pair_values
 
 _CPU_CHUNK = 1 << 20
 """Elements of a chunk on a CPU: 4 MiB of float32, so that all passes over it stay in the cache."""
@@ -35,8 +36,12 @@ class WeightReader:
         self.groups, self.group = format.groups(k), format.group(k) if k else 0
         self.padding = self.groups * self.group - k
         self.element = format.element
+        self.fp8 = has_fast_values(self.element)
         nibbles = self.element.container_bits == _NIBBLE
         unit = {PLAIN: 2, PLAIN_INT32: 8}.get(format.layout, 0) if nibbles else 0
+        # Both codes of a byte of a table are looked up together; under a trace a compiler fuses single lookups.
+        self.pairs = nibbles and format.layout == PLAIN and not self.element.is_integer and k > 0 and k % 2 == 0
+        unit = 0 if self.pairs else unit
         self.halves = unit > 0 and k > 0 and k % unit == 0 and self.group % 2 == 0 and not self.padding
 
     def reorder(self, x: Tensor) -> Tensor:
@@ -61,8 +66,7 @@ class WeightReader:
         if self.halves:
             offset_binary = self.format.layout is PLAIN_INT32
             data = data.contiguous().view(torch.uint8) ^ 0x88 if offset_binary else data
-            unpack = unpack_nibbles if self.element.is_integer else unpack_unsigned_nibbles
-            halves = [part.view(n, self.groups, self.group // 2) for part in unpack(data)]
+            halves = [part.view(n, self.groups, self.group // 2) for part in unpack_nibbles(data)]
             return torch.stack(halves, dim=2).view(n, self.groups, self.group)
         codes = self.format.codec.decode(data, self.k)
         if self.padding:
@@ -75,10 +79,21 @@ class WeightReader:
         Those of integers are whole numbers up to 255, exact in any float dtype. The filling of a ragged group holds
         minus the zero point.
         """
-        values = self.element.decode(self.codes(data), dtype)
+        values = self._values(data, dtype)
         if zero is not None and self.format.zero is ZeroPoint.INT:
             values = values - self.format.codec.decode_zero(zero).t().to(dtype).unsqueeze(-1)
         return values
+
+    def _values(self, data: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values of codes, ``(rows, G, g)``."""
+        if torch.compiler.is_compiling() or data.device.type == "meta" or not data.numel():
+            return self.element.decode(self.codes(data), dtype)
+        if self.pairs:
+            values = pair_values(data, self.element).to(dtype)
+            values = torch.nn.functional.pad(values, (0, self.padding)) if self.padding else values
+            return values.view(data.shape[0], self.groups, self.group)
+        codes = self.codes(data)
+        return fp8_values(codes, self.element).to(dtype) if self.fp8 else self.element.decode(codes, dtype)
 
     def scales(self, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The numbers that stored scales ``(G, rows)`` stand for; see `effective_scale`."""

@@ -22,7 +22,7 @@ from ..contracts import Request
 from ..errors import FormatError, QcoreWarning
 from ..formats import ZeroPoint
 from ..functional.autograd import call_differentiably
-from ..functional.checks import check_bias, check_dense, check_first_call, check_x_dtype
+from ..functional.checks import check_bias, check_dense, check_first_call, check_out_dtype, check_x_dtype
 from ..resolving.binding import Bound, WeightStore, WeightView, bind, call_first
 from ..resolving.decision import Decision
 from ..runtime.settings import Settings, current, in_force
@@ -69,6 +69,7 @@ class QuantizedModule(nn.Module):
     """Base of the quantized modules; see `QuantizedLinear`, `QuantizedConv2d`, `QuantizedEmbedding`."""
 
     bias: nn.Parameter | None
+    _fixed_out_dtype: torch.dtype | None = None
 
     def __init__(self, store: WeightStore, scheme: Scheme, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -105,7 +106,23 @@ class QuantizedModule(nn.Module):
         """Return int8 for ``-o8``, otherwise x's dtype; for int8 codes in x, the layer's own dtype."""
         if self.scheme.output:
             return torch.int8
+        if self._fixed_out_dtype is not None:
+            return self._fixed_out_dtype
         return x_dtype if x_dtype.is_floating_point else self._dtype
+
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        """The dtype of results, whatever the dtype of x; None, the default, for x's own.
+
+        Float logits of a half-precision model, say. Raises `FormatError` for a dtype that a result cannot have.
+        """
+        return self._fixed_out_dtype
+
+    @out_dtype.setter
+    def out_dtype(self, dtype: torch.dtype | None) -> None:
+        check_out_dtype(dtype, self.scheme.output)
+        self._fixed_out_dtype = dtype
+        self._bind_primary(self._bind_settings.settings)
 
     # Binding.
 
@@ -230,7 +247,7 @@ class QuantizedModule(nn.Module):
         packed: Any = {key: self._buffers[_buffer_name(bound, key)] for key in bound.packed}
         own = getattr(bound.request, "x_dtype", x.dtype)
         result = self._call(bound, packed, x.to(own), self._needs_grad(x), params)
-        return result.to(dtype) if result.is_floating_point() else result
+        return result.to(self._out_dtype(dtype)) if result.is_floating_point() else result
 
     def _call(
         self, bound: Bound, packed: dict[str, Tensor], x: Tensor, training: bool, params: dict[str, Tensor]

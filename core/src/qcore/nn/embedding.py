@@ -61,7 +61,7 @@ class QuantizedEmbedding(QuantizedModule):
 
     def _request(self, x_dtype: torch.dtype, training: bool) -> EmbeddingRequest:
         sizes = (self.num_embeddings, self.embedding_dim)
-        return EmbeddingRequest(self._store.device, self._dtype, *sizes, self.scheme.weight)
+        return EmbeddingRequest(self._store.device, self.out_dtype or self._dtype, *sizes, self.scheme.weight)
 
     def _check(self, x: Tensor) -> None:
         check_dense("indices", x, self._store.device)
@@ -75,7 +75,7 @@ class QuantizedEmbedding(QuantizedModule):
         return False
 
     def _run_traced(self, x: Tensor, **params: Tensor) -> Tensor:
-        return super()._run_traced(x, **params).to(self._dtype)
+        return super()._run_traced(x, **params).to(self.out_dtype or self._dtype)
 
     def forward(self, indices: Tensor) -> Tensor:
         """Look up rows: ``(*indices.shape, embedding_dim)`` of the layer's dtype."""
