@@ -481,3 +481,11 @@ def test_loading_onto_a_device(tmp_path):
         load_(fresh, tmp_path / "m.safetensors", device="cpu")
     assert fresh[0].weight.device.type == "cpu"
     assert fresh[0].bias.device.type == "cpu"
+
+
+def test_a_layer_keeps_the_dtype_of_its_results(tmp_path):
+    save(linear_model(), tmp_path / "m.safetensors")
+    fresh = linear_model("w4a16")
+    fresh[0].out_dtype = torch.float16
+    load_(fresh, tmp_path / "m.safetensors")
+    assert fresh(torch.randn(2, 12)).dtype == torch.float16

@@ -140,6 +140,8 @@ def rebuild(module: nn.Module, store: WeightStore, scheme: Scheme) -> QuantizedM
     dtype = weight_device_dtype(module)[1]
     made = _BUILDERS[_kind(module)](module, store, scheme, dtype)
     adopt(made, module)
+    if isinstance(module, QuantizedModule) and module.out_dtype is not None:
+        made.out_dtype = module.out_dtype
     return made
 
 
