@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..contracts import CONTRACTS, Case, Contract, Problem, Verdict
 from ..contracts.base import FLOAT_DTYPES
+from ..discovery.registry import registry
 from ..errors import ConformanceError, did_you_mean
 from ..formats import Element, Format, ZeroPoint, registered_elements, registered_layouts
 from ..weights.schemes import SCHEMES, TABLE_SCHEMES, Scheme
@@ -88,7 +89,8 @@ def element_schemes() -> list[str]:
 
     Weight-only, per channel and in groups, with a float zero point, and in each layout that its plugin adds for it.
     """
-    own = {name: element for name, (element, owner) in sorted(registered_elements().items()) if owner}
+    here = registry.entries()
+    own = {name: element for name, (element, owner) in sorted(registered_elements().items()) if owner in here}
     return [str(Scheme(weight)) for element in own.values() for weight in _formats_of(element)]
 
 

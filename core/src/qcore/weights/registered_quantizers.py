@@ -114,7 +114,7 @@ def find_quantizer(name: str) -> Quantizer | None:
 
 def check_registered(name: str, format: Format, built_in: Iterable[str]) -> str:
     """``name`` itself; raises `FormatError` if no plugin has it, or if it does not make ``format``."""
-    found = find_quantizer(name) if isinstance(name, str) else None
+    found = find_quantizer(name)
     if found is None:
         known = [*built_in, *_REGISTERED]
         raise FormatError(
