@@ -26,11 +26,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import FormatError, did_you_mean, quoted
+from ..errors import FormatError
 from ..formats import Format, ScaleType, ZeroPoint
 from ..formats.bits import has_values
 from .gptq import Grid, compensate, inverse_factor
 from .qtensor import SCALE_DTYPES, QTensor
+from .registered_quantizers import apply_registered, check_registered, find_quantizer, fitting
 from .targets import Parameters, Target, global_scale_of
 
 _CHUNK_ELEMENTS = 1 << 19
@@ -148,17 +149,22 @@ def default_quantizer(format: Format) -> str:
 def check_quantizer(quantizer: str, format: Format) -> str:
     """``quantizer`` itself; raises `FormatError` where it is unknown or cannot make ``format``'s zero point."""
     if quantizer not in _QUANTIZERS:
-        raise FormatError(
-            f"unknown quantizer {quoted(quantizer)}; known: {', '.join(QUANTIZERS)}."
-            f"{did_you_mean(quantizer, QUANTIZERS)}"
-        )
+        return check_registered(quantizer, format, QUANTIZERS)
     if format.zero not in _QUANTIZERS[quantizer].zeros:
-        fitting = ", ".join(name for name, q in _QUANTIZERS.items() if format.zero in q.zeros)
+        able = [*(name for name, q in _QUANTIZERS.items() if format.zero in q.zeros), *fitting(format)]
         raise FormatError(
             f"quantizer {quantizer!r} does not make zero points of kind {format.zero.name}.\n"
-            f"For {format} use one of: {fitting}."
+            f"For {format} use one of: {', '.join(able)}."
         )
     return quantizer
+
+
+def needs_moments(quantizer: str) -> bool:
+    """Whether a quantizer, of qcore or of a plugin, needs the second moments of a layer's inputs."""
+    if quantizer in _QUANTIZERS:
+        return quantizer in NEEDS_MOMENTS
+    found = find_quantizer(quantizer)
+    return found is not None and found.needs_moments
 
 
 def quantize(
@@ -189,8 +195,11 @@ def quantize(
     stored = scale_dtype or (weight.dtype if weight.dtype in SCALE_DTYPES else torch.float32)
     _check_weight(weight, stored, name)
     weight = weight.detach()
+    moments = _checked_moments(weight, chosen, moments, name)
+    if chosen not in _QUANTIZERS:
+        return _by_plugin(weight, fmt, chosen, stored, moments, name)
     with torch.no_grad():
-        factor = _factor(weight, chosen, moments, name)
+        factor = None if moments is None else _factor(weight, moments, name)
         chunks = _row_chunks(weight, _CHUNK_ELEMENTS if factor is None else _GPTQ_CHUNK_ELEMENTS)
         target = Target(fmt, stored, global_scale_of(weight, fmt))
         parts = [_quantize_rows(rows, target, chosen, name, factor) for rows in chunks]
@@ -218,9 +227,20 @@ def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
         raise FormatError(f"scale_dtype is {scale_dtype}; it must be float32, bfloat16 or float16.")
 
 
-def _factor(weight: Tensor, quantizer: str, moments: Tensor | None, name: str) -> Tensor | None:
-    """What `gptq` makes of the moments; None where they are not needed."""
-    if quantizer not in NEEDS_MOMENTS:
+def _by_plugin(
+    weight: Tensor, fmt: Format, quantizer: str, scale_dtype: torch.dtype, moments: Tensor | None, name: str
+) -> QTensor:
+    with torch.no_grad():
+        if has_values(weight) and weight.numel():
+            return apply_registered(quantizer, weight, fmt, scale_dtype, moments, name)
+    # Without values only dtypes and shapes matter, and those follow from the format.
+    blank = quantize(weight, fmt, "absmax" if fmt.zero is ZeroPoint.NONE else "minmax", scale_dtype=scale_dtype)
+    return blank.derived(quantizer=quantizer)
+
+
+def _checked_moments(weight: Tensor, quantizer: str, moments: Tensor | None, name: str) -> Tensor | None:
+    """The moments; raises `FormatError` if they are missing, not needed or of another shape."""
+    if not needs_moments(quantizer):
         if moments is not None:
             raise FormatError(f"quantizer {quantizer!r} for {name} takes no moments; they are for gptq.")
         return None
@@ -235,8 +255,13 @@ def _factor(weight: Tensor, quantizer: str, moments: Tensor | None, name: str) -
             f"moments for {name}: dtype {moments.dtype}, shape {tuple(moments.shape)}.\n"
             f"They are the sum of x x^T over inputs x of this weight: floating point, ({k}, {k})."
         )
+    return moments.detach()
+
+
+def _factor(weight: Tensor, moments: Tensor, name: str) -> Tensor | None:
+    """What `gptq` makes of the moments."""
     # Without values, on meta, only shapes are asked for, and they do not depend on the rule.
-    return inverse_factor(moments.detach().to(weight.device), name) if has_values(weight) else None
+    return inverse_factor(moments.to(weight.device), name) if has_values(weight) else None
 
 
 def _row_chunks(weight: Tensor, elements: int) -> tuple[Tensor, ...]:
