@@ -33,7 +33,9 @@ def explained(dtype, **more):
 def test_a_dtype_that_a_faster_kernel_serves_is_named(fast_bfloat16):
     for dtype, name in ((torch.float32, "float32"), (torch.float16, "float16")):
         (hint,) = explained(dtype)
-        assert hint.startswith(f"only plain torch ops serve an x of {name} here; use bfloat16, which mine.fast serves")
+        assert hint.startswith(
+            f"only plain torch ops support an x of {name} here; use bfloat16, which mine.fast supports"
+        )
         assert hint.endswith("'qcore tune' measures how much faster it is.")  # nobody did: no figure is made up
     assert explained(torch.bfloat16) == ()
     assert not any("mine.fast" in hint for hint in explained(torch.float32, disable="mine"))
@@ -49,7 +51,7 @@ def _measured(times, monkeypatch):
 def test_measured_times_give_the_figure(fast_bfloat16, monkeypatch):
     _measured({("torch.plain.linear", torch.float32): 6.0, ("mine.fast", torch.bfloat16): 2.0}, monkeypatch)
     (hint,) = explained(torch.float32)
-    assert hint.endswith("use bfloat16, which mine.fast serves: about 3 times as fast as measured on this machine.")
+    assert hint.endswith("use bfloat16, which mine.fast supports: about 3 times as fast as measured on this machine.")
 
 
 def test_a_kernel_that_was_measured_slower_is_not_advised(fast_bfloat16, monkeypatch):
@@ -62,7 +64,7 @@ def test_a_report_says_it_once_for_all_layers(fast_bfloat16):
     made = qcore.quantize_(model, "w4a16-g16")
     assert made.hints == qcore.report(model).hints
     assert str(made).count("hint: ") == 1
-    assert "use bfloat16, which mine.fast serves" in made["0"].hint
+    assert "use bfloat16, which mine.fast supports" in made["0"].hint
     assert made["3"].hint == ""
     model.to(torch.bfloat16)
     assert qcore.report(model).hints == ()
@@ -87,7 +89,7 @@ def test_each_figure_stands_where_it_is_said_to_stand():
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8-g32"])
 def test_a_scheme_with_a_kernel_for_every_dtype_gives_no_hint(scheme):
     assert not any(
-        "plain torch ops serve" in hint for hint in qcore.explain(scheme, n=16, k=64, dtype=torch.float32).hints
+        "plain torch ops support" in hint for hint in qcore.explain(scheme, n=16, k=64, dtype=torch.float32).hints
     )
 
 

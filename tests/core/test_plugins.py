@@ -75,7 +75,7 @@ def test_blocked_without_import():
 
 def test_another_api_version_is_reported_without_import():
     item = entry(load=lambda: pytest.fail("imported"), group=NEXT_GROUP)
-    with warns("wrong API: made for qcore.plugins.v2, this qcore speaks qcore.plugins.v1; upgrade qcore"):
+    with warns("wrong API: made for qcore.plugins.v2, this qcore supports qcore.plugins.v1; upgrade qcore"):
         status = status_of(item)
     assert status.state is State.WRONG_API
     assert status.broken
@@ -341,7 +341,7 @@ def test_a_group_without_the_right_version_is_reported(group, monkeypatch):
     points = [_Point("old", group, None), _Point("other", "qcore.pluginsandmore", None)]
     monkeypatch.setattr("importlib_metadata.entry_points", lambda: points)
     (found,) = plugins._scan()
-    with warns(f"wrong API: made for {group}, this qcore speaks qcore.plugins.v1; upgrade"):
+    with warns(f"wrong API: made for {group}, this qcore supports qcore.plugins.v1; upgrade"):
         assert status_of(found).state is State.WRONG_API
 
 

@@ -201,7 +201,7 @@ class _Nameless:
 )
 def test_an_answer_that_says_nothing_is_flagged_once(add_plugin, request_of, answer):
     add_plugin("mine", linear=lambda request: answer)
-    with pytest.warns(QcoreWarning, match=r"'mine' .* is passed over: qcore_linear returned"):
+    with pytest.warns(QcoreWarning, match=r"'mine' .* is skipped: qcore_linear returned"):
         decision = qcore.resolve(request_of())
     assert stages(decision)["mine"] == "offer failed"
     assert decision.plugin == "torch"
@@ -209,7 +209,7 @@ def test_an_answer_that_says_nothing_is_flagged_once(add_plugin, request_of, ans
 
 def test_a_rank_that_is_no_number_is_flagged(add_plugin, stub, request_of):
     add_plugin("mine", linear=lambda request: Offer(stub("mine.k", request), "high"))
-    with pytest.warns(QcoreWarning, match="passed over"):
+    with pytest.warns(QcoreWarning, match="is skipped"):
         assert qcore.resolve(request_of()).plugin == "torch"
 
 
@@ -256,7 +256,7 @@ def test_strict_takes_the_fallback_where_it_was_asked_for(request_of):
 
 def test_nobody_is_an_error_with_the_table(monkeypatch, request_of):
     monkeypatch.setattr(resolver, "ask", lambda status, request, order=(): [])
-    with pytest.raises(UnsupportedError, match="no kernel can serve this request"):
+    with pytest.raises(UnsupportedError, match="no kernel supports this request"):
         qcore.resolve(request_of())
 
 
@@ -369,7 +369,7 @@ def test_offers_for_lists_every_offer(add_kernel, add_plugin, request_of):
 
 def test_strict_names_who_would_serve_if_asked(add_kernel, request_of):
     add_kernel("mine", qcore.EMULATED)
-    with pytest.raises(UnsupportedError, match="ranks first for this request; mine serves where backends name it"):
+    with pytest.raises(UnsupportedError, match="ranks first for this request; name mine in backends to select it"):
         qcore.resolve(request_of(), strict=True)
     assert qcore.resolve(request_of(), strict=True, backends="mine").plugin == "mine"
 
@@ -377,7 +377,7 @@ def test_strict_names_who_would_serve_if_asked(add_kernel, request_of):
 @pytest.mark.parametrize("rank", [10**9, -(10**9), 10**400, NATIVE + 500, EMULATED - 501, True])
 def test_ranks_out_of_bounds_are_flagged(add_plugin, stub, request_of, rank):
     add_plugin("mine", linear=lambda request: Offer(stub("mine.k", request), rank))
-    with pytest.warns(QcoreWarning, match="passed over: the rank of its Offer is"):
+    with pytest.warns(QcoreWarning, match="skipped: the rank of its Offer is"):
         assert qcore.resolve(request_of()).plugin == "torch"
 
 

@@ -145,10 +145,10 @@ def _run(kernel: Any, x: Any, scheme: Any, n: int, k: int, bias: bool) -> None:
 
 
 def _scheme(text: str) -> Any:
-    from qcore.resolving.explaining import _with_numbers
+    from qcore.resolving.explaining import _with_default_scales
     from qcore.weights.schemes import Scheme
 
-    return _with_numbers(Scheme.parse(text))
+    return _with_default_scales(Scheme.parse(text))
 
 
 def _weight(scheme: Any, n: int, k: int) -> Any:

@@ -113,7 +113,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    # Checkpoints need safetensors, which many programs never touch: imported when first asked for.
+    # Imported on first access: checkpoints need safetensors, which many programs never use.
     if name in ("save", "load_"):
         from . import checkpoint
 
@@ -121,5 +121,5 @@ def __getattr__(name: str) -> _Any:
     raise AttributeError(f"module 'qcore' has no attribute {name!r}")
 
 
-# What torch.load(weights_only=True) may build: a QTensor and what it is made of.
+# Lets torch.load(weights_only=True) unpickle a QTensor and its fields.
 _torch.serialization.add_safe_globals([QTensor, Format, ScaleType, ZeroPoint, _find_layout, _torch.Size])

@@ -1,4 +1,4 @@
-"""The errors qcore raises. Each text says what, where, why, and what to do, in two to four short lines."""
+"""The exceptions of qcore. Each message says what failed, where, why and what to do, in two to four short lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FormatError(QcoreError, ValueError):
 
 
 class UnsupportedError(QcoreError, RuntimeError):
-    """No kernel can serve a request under the settings in force; the text holds the decision table."""
+    """No kernel supports a request under the current settings; the text holds the decision table."""
 
 
 class PluginError(QcoreError, RuntimeError):
@@ -43,7 +43,7 @@ class ConformanceError(QcoreError, AssertionError):
 
 
 class QcoreWarning(UserWarning):
-    """Something is wrong that did not stop qcore: a broken plugin, an unknown name, a slow path."""
+    """A problem that qcore can work around: a broken plugin, an unknown name, a slow path."""
 
 
 _LONGEST_WORD = 100
@@ -55,20 +55,20 @@ _SHORT.maxlevel = 3
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A closing hint for an error about an unknown name: ``" Did you mean 'x'?"``, or an empty string.
+    """A suggestion to append to an error about an unknown name: ``" Did you mean 'x'?"``, or an empty string.
 
-    Takes milliseconds at most: a long word is cut, and among very many names those of about its length are compared.
+    Takes milliseconds at most: a long word is cut, and of very many names only those of similar length are compared.
     """
     word = word[:_LONGEST_WORD]
-    # What is less than 3/7 or more than 7/3 as long cannot be similar enough.
-    able = (name for name in known if 3 * len(word) <= 7 * len(name) <= 17 * len(word))
-    names = heapq.nsmallest(_MOST_NAMES, able, key=lambda name: abs(len(name) - len(word)))
+    # difflib's default cutoff of 0.6 rules out names shorter than 3/7 or longer than 7/3 of the word.
+    candidates = (name for name in known if 3 * len(word) <= 7 * len(name) <= 17 * len(word))
+    names = heapq.nsmallest(_MOST_NAMES, candidates, key=lambda name: abs(len(name) - len(word)))
     close = difflib.get_close_matches(word, names, n=1) or difflib.get_close_matches(word.lower(), names, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def quoted(value: object) -> str:
-    """The ``repr`` of a value that comes from a file, cut to a sane length, in a time that does not grow with it."""
+    """The ``repr`` of a value read from a file, cut to at most 200 characters in bounded time."""
     try:
         return _SHORT.repr(value)[:200]
     except (ValueError, RecursionError):  # an integer of thousands of digits
@@ -76,5 +76,5 @@ def quoted(value: object) -> str:
 
 
 def clipped(text: str, length: int) -> str:
-    """A text, or its start and how long it is."""
+    """The text, or its first ``length`` characters and its total length."""
     return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"

@@ -1,6 +1,6 @@
-"""The door for authors of plugins: what a device plugin needs in addition to the names of `qcore` itself.
+"""The public API for plugin authors, in addition to the names of `qcore` itself.
 
-Everything listed in ``__all__`` is public and follows the deprecation policy of docs: a name stays for two minor
+Everything listed in ``__all__`` is public and follows the deprecation policy in the docs: a name stays for two minor
 releases after the one that deprecates it, with a `DeprecationWarning`. The modules behind these names are private.
 The plugins of this repository import `qcore` and `qcore.plugin_api` only.
 """

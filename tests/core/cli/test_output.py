@@ -10,7 +10,7 @@ import pytest
 
 from qcore import QcoreWarning
 from qcore.cli import arguments, output, progress
-from qcore.cli.output import Outcome, Table, show, size
+from qcore.cli.output import CommandResult, Table, show, size
 
 TABLE = Table(("name", "state", "ms"), [("a", "available", "1.5"), ("longer", "broken", "10.25")], 1, frozenset({2}))
 
@@ -45,13 +45,13 @@ def test_plain_table():
 
 
 def test_plain_text_where_there_is_no_terminal(capsys):
-    show(Outcome(None, ["head", TABLE]), as_json=False)
+    show(CommandResult(None, ["head", TABLE]), as_json=False)
     assert capsys.readouterr().out == f"head\n{TABLE.plain()}\n"
 
 
 def test_colours_on_a_terminal(on_terminal):
     terminal = on_terminal()
-    show(Outcome(None, ["[not markup]", TABLE]), as_json=False)
+    show(CommandResult(None, ["[not markup]", TABLE]), as_json=False)
     text = terminal.getvalue()
     assert "[not markup]" in text
     assert "\x1b[32mavailable" in text

@@ -83,8 +83,8 @@ def _run(parsed: argparse.Namespace) -> int:
     try:
         with plain_warnings():
             with stdout_kept_clean(parsed.json):
-                outcome = parsed.run(parsed)
-            show(outcome, parsed.json)
+                result = parsed.run(parsed)
+            show(result, parsed.json)
             sys.stdout.flush()
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -95,7 +95,7 @@ def _run(parsed: argparse.Namespace) -> int:
         return FAILED
     except (QcoreError, OSError) as error:
         return _report(error, parsed.debug)
-    return int(outcome.code)
+    return int(result.code)
 
 
 def _report(error: BaseException, debug: bool) -> int:

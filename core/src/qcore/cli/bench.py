@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 from . import arguments
-from .output import Outcome, Table, size
+from .output import CommandResult, Table, size
 
 NAME = "bench"
 HELP = "time the kernels against the dense layer"
@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_place(parser)
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace) -> CommandResult:
     """Measure, one weight after the other."""
     import torch
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> Outcome:
     data = {"n": args.n, "k": args.k, "dtype": arguments.short_dtype(args.dtype), "device": str(args.device)}
     data |= {"threads": torch.get_num_threads(), "bytes_per_second": speed, "rows": rows}
     table = Table(_HEADER, [_cells(row) for row in rows], right=frozenset({1, 3, 4, 5, 6, 7, 8}))
-    return Outcome(data, [head, "", table, *slow_notes(rows), *left_out_notes(measured)])
+    return CommandResult(data, [head, "", table, *slow_notes(rows), *left_out_notes(measured)])
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

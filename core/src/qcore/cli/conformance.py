@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import QcoreError
 from . import arguments
-from .output import FAILED, OK, Outcome
+from .output import FAILED, OK, CommandResult
 from .progress import Progress
 
 NAME = "conformance"
@@ -41,7 +41,7 @@ def _check_writable(path: Path) -> None:
         raise QcoreError(f"{path} {what}.\nName a file in a directory that exists.")
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace) -> CommandResult:
     """Run the kit."""
     from .. import testing
     from ..testing import html_report
@@ -65,4 +65,4 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.html:
         html_report.write([certificate], args.html)
     written = [f"written: {path}" for path in (args.output, args.html) if path]
-    return Outcome(certificate.to_json(), [str(certificate), *written], OK if certificate.ok else FAILED)
+    return CommandResult(certificate.to_json(), [str(certificate), *written], OK if certificate.ok else FAILED)

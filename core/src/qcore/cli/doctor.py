@@ -8,7 +8,7 @@ from typing import Any
 
 from . import arguments
 from .findings import Finding
-from .output import FAILED, OK, Outcome, Table, plugin_table
+from .output import FAILED, OK, CommandResult, Table, plugin_table
 
 NAME = "doctor"
 HELP = "plugins, devices, problems and what to do about them"
@@ -24,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=arguments.count, default=at_once, help="probes at once (default: %(default)s)")
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace) -> CommandResult:
     """Examine everything."""
     from . import health
 
@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> Outcome:
     findings += health.slow_findings(statuses)
     findings += health.cache_findings()
     findings += health.hardware_findings(statuses)
-    return _outcome(health.machine(), health.settings_table(wanted), statuses, findings)
+    return _result(health.machine(), health.settings_table(wanted), statuses, findings)
 
 
 _Texts = dict[str, str]
 
 
-def _outcome(machine: _Texts, settings: list[_Texts], statuses: list[Any], found: list[Finding]) -> Outcome:
+def _result(machine: _Texts, settings: list[_Texts], statuses: list[Any], found: list[Finding]) -> CommandResult:
     from .probing import as_json
 
     problems, notes = ([f for f in found if f.problem is kind] for kind in (True, False))
@@ -56,9 +56,9 @@ def _outcome(machine: _Texts, settings: list[_Texts], statuses: list[Any], found
         "notes": [_finding_json(f) for f in notes],
     }
     facts = "\n".join(f"{name:<9} {value}" for name, value in machine.items())
-    parts: list[str | Table] = [facts, "", _settings(settings), "", plugin_table(statuses, brief=True), ""]
-    parts += [*_listed("problem", problems), *_listed("note", notes), *([] if problems else ["No problems found."])]
-    return Outcome(data, parts, FAILED if problems else OK)
+    blocks: list[str | Table] = [facts, "", _settings(settings), "", plugin_table(statuses, brief=True), ""]
+    blocks += [*_listed("problem", problems), *_listed("note", notes), *([] if problems else ["No problems found."])]
+    return CommandResult(data, blocks, FAILED if problems else OK)
 
 
 def _finding_json(finding: Finding) -> dict[str, str]:

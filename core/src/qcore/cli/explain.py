@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from . import arguments
-from .output import FAILED, OK, Outcome, Table, no_warnings
+from .output import FAILED, OK, CommandResult, Table, no_warnings
 
 NAME = "explain"
 HELP = "which kernel would serve, and why not the others"
@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disable", metavar="NAMES", help="plugins to leave out, e.g. vulkan,xla")
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace) -> CommandResult:
     """Decide, and show the decision."""
     from .. import explain
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> Outcome:
             rows=args.rows,
             **{name: value for name, value in said.items() if value is not None},
         )
-    return Outcome(decision.to_json(), parts(decision), OK if decision.kernel else FAILED)
+    return CommandResult(decision.to_json(), parts(decision), OK if decision.kernel else FAILED)
 
 
 def parts(decision: Any) -> list[str | Table]:

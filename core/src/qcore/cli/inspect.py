@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .output import Outcome
+from .output import CommandResult
 
 NAME = "inspect"
 HELP = "what a checkpoint holds"
@@ -17,9 +17,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="a safetensors file, or a directory of shards")
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace) -> CommandResult:
     """Read the headers."""
     from .. import checkpoint
 
     inventory = checkpoint.inspect(args.path)
-    return Outcome(inventory.to_json(), [str(inventory)])
+    return CommandResult(inventory.to_json(), [str(inventory)])

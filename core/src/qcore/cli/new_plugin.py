@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .output import Outcome
+from .output import CommandResult
 
 NAME = "new-plugin"
 HELP = "write a plugin package to start from"
@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--directory", type=Path, metavar="DIR", help=where)
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace) -> CommandResult:
     """Render the templates."""
     from .scaffold import check_name, render, write
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> Outcome:
     directory = args.directory or Path(f"qcore-{args.name.replace('_', '-')}")
     write(files, directory.expanduser())
     data = {"name": args.name, "directory": str(directory), "files": sorted(files)}
-    return Outcome(
+    return CommandResult(
         data, [f"wrote {directory}:", *(f"  {file}" for file in sorted(files)), "", _next(args.name, directory)]
     )
 

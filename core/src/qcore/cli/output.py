@@ -27,7 +27,7 @@ STYLES = {
     "refused": "yellow",
     "note": "yellow",
 }
-"""How the words that say what became of something look on a terminal; other states are red."""
+"""The style of each state on a terminal; other states are red."""
 
 
 @dataclass(frozen=True)
@@ -72,39 +72,39 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a command. ``data``: for ``--json``; ``parts``: for people; ``code``: to exit with."""
+class CommandResult:
+    """The result of a command. ``data``: for ``--json``; ``blocks``: text and tables; ``code``: exit code."""
 
     data: Any
-    parts: Sequence[str | Table] = ()
+    blocks: Sequence[str | Table] = ()
     code: int = OK
 
 
-def show(outcome: Outcome, as_json: bool) -> None:
-    """Print an outcome to standard output."""
+def show(result: CommandResult, as_json: bool) -> None:
+    """Print an result to standard output."""
     if as_json:
-        print(json.dumps(outcome.data, indent=2, default=str))
+        print(json.dumps(result.data, indent=2, default=str))
     elif is_terminal(sys.stdout):
-        _show_rich(outcome)
+        _show_rich(result)
     else:
-        for part in outcome.parts:
-            print(part.plain() if isinstance(part, Table) else part)
+        for block in result.blocks:
+            print(block.plain() if isinstance(block, Table) else block)
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a person looks at ``stream``."""
+    """Whether ``stream`` is an interactive terminal."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _show_rich(outcome: Outcome) -> None:
+def _show_rich(result: CommandResult) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    for part in outcome.parts:
-        if isinstance(part, Table):
-            console.print(part.rich())
+    for block in result.blocks:
+        if isinstance(block, Table):
+            console.print(block.rich())
         else:
-            console.print(part, markup=False, soft_wrap=True)
+            console.print(block, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def _descriptor_redirected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_warnings() -> Iterator[None]:
-    """Keep qcore's own warnings away, where the result says the same."""
+    """Suppress qcore's own warnings if the result contains the same information."""
     from ..errors import QcoreWarning
 
     with warnings.catch_warnings():
@@ -173,7 +173,7 @@ def size(count: float) -> str:
 
 
 def plugin_table(statuses: list[Any], *, brief: bool = False) -> Table:
-    """One row per plugin; ``brief``: what is wrong with one is said elsewhere."""
+    """One row per plugin; ``brief``: omit the reasons, which are listed elsewhere."""
     rows = [(s.name, str(s.state), f"{s.dist} {s.version}", f"{s.seconds:.2f}", _what(s, brief)) for s in statuses]
     return Table(
         ("plugin", "state", "version", "seconds", "device and driver, or why not"), rows, state=1, right=frozenset({3})

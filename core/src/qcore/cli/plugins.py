@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .output import Outcome, no_warnings
+from .output import CommandResult, no_warnings
 
 NAME = "plugins"
 HELP = "list of installed plugins"
@@ -15,7 +15,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """``qcore plugins`` has no arguments of its own."""
 
 
-def run(_args: argparse.Namespace) -> Outcome:
+def run(_args: argparse.Namespace) -> CommandResult:
     """Bring every plugin up in this process, as a program would."""
     from .. import plugins
     from .output import plugin_table
@@ -23,4 +23,4 @@ def run(_args: argparse.Namespace) -> Outcome:
 
     with no_warnings():
         statuses = plugins()
-    return Outcome([as_json(status) for status in statuses], [plugin_table(statuses)])
+    return CommandResult([as_json(status) for status in statuses], [plugin_table(statuses)])

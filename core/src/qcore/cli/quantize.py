@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import arguments
-from .output import Outcome, Table, size
+from .output import CommandResult, Table, size
 from .progress import Progress
 
 NAME = "quantize"
@@ -34,7 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace) -> CommandResult:
     """Quantize, drawing a progress bar."""
     from .. import checkpoint
 
@@ -50,10 +50,10 @@ def run(args: argparse.Namespace) -> Outcome:
             overwrite=args.overwrite,
             dtype=args.dtype,
         )
-    return _outcome(args, rows)
+    return _result(args, rows)
 
 
-def _outcome(args: argparse.Namespace, rows: list[Any]) -> Outcome:
+def _result(args: argparse.Namespace, rows: list[Any]) -> CommandResult:
     before, after = (sum(getattr(row, name) for row in rows) for name in ("bytes_before", "bytes_after"))
     actions = Counter(row.action for row in rows)
     data = {
@@ -68,7 +68,7 @@ def _outcome(args: argparse.Namespace, rows: list[Any]) -> Outcome:
     share = f" ({after / before:.0%})" if before else ""
     counts = ", ".join(f"{number} {action}" for action, number in actions.most_common())
     total = f"{len(rows)} tensors: {counts}; {size(before)} -> {size(after)}{share}, written to {args.target}"
-    return Outcome(data, [_table(rows), total])
+    return CommandResult(data, [_table(rows), total])
 
 
 def _table(rows: list[Any]) -> Table:

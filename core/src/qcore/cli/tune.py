@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import arguments
-from .output import FAILED, OK, Outcome, Table
+from .output import FAILED, OK, CommandResult, Table
 
 NAME = "tune"
 HELP = "measure the kernels, so that the fastest serves"
@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace) -> CommandResult:
     """Measure, and compare the decisions before and after."""
     from ..resolving import resolver
     from .measuring import cases, left_out_notes
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> Outcome:
     resolver.forget()
     rows = [_row(case, found, old) for case, found, old in zip(measured, figures, before, strict=True)]
     stored = all(m.stored for found in figures for m in found)
-    return _outcome(rows, args.rows, stored, left_out_notes(measured))
+    return _result(rows, args.rows, stored, left_out_notes(measured))
 
 
 def _model_cases(args: argparse.Namespace) -> list[Any]:
@@ -79,7 +79,7 @@ def _row(case: Any, found: Any, old: str) -> dict[str, Any]:
     return {"scheme": case.scheme, **sizes, "before": old, "after": new, "changed": old != new, "measured": times}
 
 
-def _outcome(rows: list[dict[str, Any]], counts: tuple[int, ...], stored: bool, notes: list[str]) -> Outcome:
+def _result(rows: list[dict[str, Any]], counts: tuple[int, ...], stored: bool, notes: list[str]) -> CommandResult:
     from ..runtime import disk_cache
 
     header = ("scheme", "N", "K", "kernel", *(f"M={m} ms" for m in counts))
@@ -89,7 +89,7 @@ def _outcome(rows: list[dict[str, Any]], counts: tuple[int, ...], stored: bool, 
     summary = f"{len(rows)} weights measured, {changed} decisions changed; figures {place}"
     data = {"weights": rows, "changed": changed, "stored": stored, "cache": str(disk_cache.cache_dir())}
     table = Table(header, lines, right=frozenset({1, 2, *range(4, 4 + len(counts))}))
-    return Outcome(data, [table, *map(_change, rows), *notes, summary], OK if stored else FAILED)
+    return CommandResult(data, [table, *map(_change, rows), *notes, summary], OK if stored else FAILED)
 
 
 def _lines(row: dict[str, Any], counts: tuple[int, ...]) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Plugins: what they implement (hooks, kernels, offers), how they are found, and the state that they are in.
+"""Plugins: their interface (hooks, kernels, offers), their discovery and their status.
 
 May import: contracts, weights, formats, runtime. Imported by: fallback, resolving and every package above.
 """

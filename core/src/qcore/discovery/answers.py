@@ -1,7 +1,7 @@
-"""What plugins answer, checked once, on entry, and copied into values of core's own.
+"""Validates the return values of plugin hooks once, on entry, and copies them into core's own types.
 
-Nothing that a plugin made is asked again later, other than a kernel to pack, unpack and run: attributes may raise, give
-something else with each reading, or take forever. Call these inside a guard; what is wrong leaves as a `StepError`.
+A plugin's objects are not read again later, except that kernels pack, unpack and run: an attribute may raise, change
+between reads, or block forever. Call these functions inside a guard; invalid values raise `StepError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..weights.registered_quantizers import Quantizer
 from .kernels import FALLBACK, NATIVE, Available, Kernel, Offer, Refusal, Unavailable
 
 _MOST = 1000
-"""Offers or layouts of one plugin that are looked at: an iterator need not end."""
+"""Limit on the offers or layouts read from one plugin: an iterator may be infinite."""
 
 _TIER = FALLBACK
 _named: dict[int, tuple[weakref.ref[Kernel], str, str]] = {}
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 def probed(answer: Any) -> Available | Unavailable:
-    """The answer of a probe."""
+    """Validate the return value of ``qcore_probe``."""
     if is_a(answer, Available):
         return _available(answer)
     if is_a(answer, Unavailable):
@@ -51,13 +51,13 @@ def _available(answer: Available) -> Available:
 
 
 def offered(hook: str, answer: Any) -> Refusal | list[Offer]:
-    """The answer of an op contract's hook: a refusal with a reason, or offers whose kernels have names and ranks."""
+    """Validate the return value of a contract's hook: a refusal with a reason, or offers."""
     if is_a(answer, Refusal):
         reason = _text("the reason of its Refusal", answer.reason)
         if reason:
             return Refusal(reason)
-    several = is_a(answer, list) or is_a(answer, tuple)
-    answers = _listed(answer, hook) if several else [answer]
+    is_sequence = is_a(answer, list) or is_a(answer, tuple)
+    answers = _listed(answer, hook) if is_sequence else [answer]
     if not answers or not all(_is_offer(each) for each in answers):
         raise StepError(f"{hook} returned {plain_text.described(answer)}, not an Offer(kernel) or Refusal(reason)")
     return [_offer(each) for each in answers]
@@ -86,12 +86,12 @@ def _rank(rank: object) -> int:
 
 
 def name_of(kernel: Kernel) -> str:
-    """The name of a kernel, as it was when first asked."""
+    """The name of a kernel, cached at the first read."""
     return _identity(kernel)[0]
 
 
 def packing_of(kernel: Kernel) -> str:
-    """The packing of a kernel, as it was when first asked."""
+    """The packing of a kernel, cached at the first read."""
     return _identity(kernel)[1]
 
 
@@ -107,7 +107,7 @@ def _identity(kernel: Kernel) -> tuple[str, str]:
 
 
 def packed(answer: object) -> dict[str, Tensor]:
-    """The answer of a kernel's `pack`."""
+    """Validate the return value of `Kernel.pack`."""
     if not isinstance(answer, Mapping):
         raise StepError(f"pack returned {plain_text.kind(answer)} instead of a dict of tensors")
     found = {}
@@ -122,28 +122,28 @@ def packed(answer: object) -> dict[str, Tensor]:
 
 
 def unpacked(answer: object) -> QTensor:
-    """The answer of a kernel's `unpack`."""
+    """Validate the return value of `Kernel.unpack`."""
     if not is_a(answer, QTensor):
         raise StepError(f"unpack returned {plain_text.described(answer)} instead of a QTensor")
     return answer
 
 
 def size(answer: object) -> int:
-    """The answer of a kernel's `nbytes`."""
+    """Validate the return value of `Kernel.nbytes`."""
     if not is_a(answer, int) or not 0 <= (plain := int.__int__(answer)) < 1 << 62:
         raise StepError(f"nbytes returned {plain_text.described(answer)}, which is no number of bytes")
     return plain
 
 
 def result(answer: object) -> Tensor:
-    """The answer of a kernel that is called."""
+    """Validate the result of a kernel call."""
     if not is_a(answer, Tensor):
         raise StepError(f"it returned {plain_text.described(answer)} instead of a tensor")
     return answer
 
 
 def layouts(answers: Iterable[Any]) -> list[Any]:
-    """The layouts in the answers of a plugin's ``qcore_formats``, of which pluggy makes a list."""
+    """The layouts from a plugin's ``qcore_formats`` implementations; pluggy collects their results in a list."""
     return [layout for answer in answers for layout in _listed(answer, "qcore_formats")]
 
 

@@ -1,4 +1,4 @@
-"""Cheap looks at the machine: which accelerator is here, and which plugin would serve it.
+"""Cheap hardware detection: which accelerators are present, and which plugins support them.
 
 Reads device files, the PCI tree and package metadata only; opens no driver.
 """
@@ -21,37 +21,37 @@ _VENDORS = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """An accelerator that was seen: ``name`` in words, ``plugins`` that could serve it, best first, ``seen``: where."""
+    """A detected accelerator: ``name``; ``plugins`` that support it, best first; ``seen``: its address or file."""
 
     name: str
     plugins: tuple[str, ...]
     seen: str
 
     def hint(self, installed: set[str]) -> str | None:
-        """What to install for it, or None where one of its plugins is here."""
+        """Which plugin to install for it, or None if one of its plugins is installed."""
         if installed.intersection(self.plugins):
             return None
         return f"{self.name} present ({self.seen}), but no plugin for it: pip install qcore-{self.plugins[0]}"
 
 
 def look(root: Path = Path("/")) -> tuple[Hardware, ...]:
-    """Accelerators below ``root`` (a test gives its own tree)."""
+    """Accelerators found below ``root`` (tests pass a tree of their own)."""
     found = [*on_pci(root), *_device_files(root)]
     return tuple({hardware.name: hardware for hardware in reversed(found)}.values())
 
 
 @lru_cache(maxsize=1)
 def present() -> tuple[Hardware, ...]:
-    """Accelerators of this machine; looked for once per process."""
+    """Accelerators of this machine; detected once per process."""
     return look()
 
 
 def on_pci(root: Path) -> list[Hardware]:
-    """Every accelerator that the PCI tree below ``root`` shows, each with the address where it was seen."""
+    """Every accelerator in the PCI tree below ``root``, each with its PCI address."""
     found, devices = [], root / "sys/bus/pci/devices"
     for device in sorted(devices.glob("*")) if devices.is_dir() else ():
         vendor, kind = (word(device / name) for name in ("vendor", "class"))
-        # Intel's processing accelerators are NPUs, which no plugin serves; its GPUs are all display devices.
+        # Intel's processing accelerators are NPUs, which no plugin supports; its GPUs are all display devices.
         kinds = (_DISPLAY,) if vendor == _INTEL else (_DISPLAY, _ACCELERATOR)
         if vendor in _VENDORS and kind.startswith(kinds):
             found.append(Hardware(*_VENDORS[vendor], f"PCI {device.name}"))
@@ -59,7 +59,7 @@ def on_pci(root: Path) -> list[Hardware]:
 
 
 def word(path: Path) -> str:
-    """What a file of one word says, such as those of the PCI tree; empty where it cannot be read."""
+    """The stripped content of a one-word file, such as those of the PCI tree; empty if it cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
@@ -67,7 +67,7 @@ def word(path: Path) -> str:
 
 
 def installed_version(distribution: str) -> str:
-    """The version of a distribution, from its metadata; empty where it is not installed. Imports nothing of it."""
+    """The version of a distribution, from its metadata; empty if it is not installed. Does not import it."""
     from importlib import metadata
 
     try:

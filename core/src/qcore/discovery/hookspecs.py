@@ -1,4 +1,4 @@
-"""The hook specifications that a plugin implements (pluggy project ``qcore``), and the marker to do it with.
+"""The hook specifications that a plugin implements (pluggy project ``qcore``), and the marker for implementations.
 
 A plugin is a module (or object) found through the entry-point group ``qcore.plugins.v1``, whose functions carry
 ``@qcore.hookimpl``. Importing it must not import the device's stack: do that inside the kernel. Hooks run once per
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PROJECT = "qcore"
 ENTRY_POINT_GROUP = "qcore.plugins.v1"
-"""The group's name is the API version: a plugin made for another one is reported without being imported."""
+"""The group's name is the API version: a plugin for another version is reported without being imported."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -31,10 +31,10 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec(firstresult=True)
 def qcore_probe() -> Available | Unavailable:  # type: ignore[empty-body]
-    """Is the device here? Say which one, with driver and toolchain versions.
+    """Report whether the device is present, and its name, driver and toolchain versions.
 
-    Called once per process, at the first resolve or listing. Keep it cheap and create no device context: look for
-    device files, ask ``find_spec`` and package metadata. A probe that takes over 10 seconds counts as hung.
+    Called once per process, at the first resolve or listing. Keep it cheap and create no device context: check
+    device files, ``find_spec`` and package metadata. A probe that takes over 10 seconds counts as hung.
     """
 
 
@@ -70,9 +70,9 @@ def qcore_quantizers() -> Iterable[Quantizer]:  # type: ignore[empty-body]
 
 @hookspec
 def qcore_formats() -> Iterable[Layout]:  # type: ignore[empty-body]
-    """Extra layouts that checkpoints and formats may name; see `Layout`. Called once, when the plugin is loaded."""
+    """Return extra layouts that checkpoints and formats can name; see `Layout`. Called once, at load."""
 
 
 @hookspec
 def qcore_decided(decision: Any) -> None:
-    """Observe a fresh `Decision`; what it returns or raises changes nothing."""
+    """Observe a new `Decision`; return values and exceptions are ignored."""

@@ -1,4 +1,4 @@
-"""What a plugin answers with: `Kernel`, and `Offer` or `Refusal`."""
+"""The return types of plugin hooks: `Offer` with a `Kernel`, `Refusal`, `Available` and `Unavailable`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ..weights.qtensor import QTensor
 Packed = Mapping[str, Tensor]
 """A packed weight: tensors by name, on the kernel's device."""
 
-# Dispatch is asked for its state, for which torch has no public way.
+# Torch has no public API for the state of its dispatcher.
 _modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 _traced = torch._C._is_tracing  # noqa: SLF001
 
 
 def runs_now(x: Tensor) -> bool:
-    """Whether a call on x is what it looks like: no trace, no fake tensor, no mode or transform that wants the op.
+    """Whether a call on x runs eagerly: no trace, fake tensor, dispatch mode or transform is active.
 
-    A kernel may then call what is behind its op, which saves the 3 to 4 microseconds that torch takes to get there.
-    An x with the negative bit (``c.conj().imag``) goes by the op, too: memory holds ``-x``, and dispatch negates it.
+    A kernel may then call its implementation directly, which saves the 3 to 4 microseconds of torch's dispatch.
+    An x with the negative bit (``c.conj().imag``) needs the op, too: memory holds ``-x``, the dispatcher negates it.
     """
     compiling = torch.compiler.is_compiling()
     return not (compiling or type(x) is not Tensor or x.is_neg() or _modes() or is_traced())
 
 
 def is_traced() -> bool:
-    """Whether ``torch.jit.trace`` or a transform of ``torch.func`` is at work."""
+    """Whether ``torch.jit.trace`` or a transform of ``torch.func`` is active."""
     return _transforms() is not None or _traced()
 
 
@@ -48,9 +48,9 @@ def define_op(
 ) -> Any:
     """Register an op of a plugin; returns its overload, to be called.
 
-    **Arguments:** ``library``: a fragment of the plugin's own namespace, kept by the plugin as long as the op shall
-    live; ``schema``: ``"name(Tensor x, ...) -> Tensor"``; ``implementation`` serves the dispatch ``keys`` ("CPU",
-    "CUDA", ...); ``fake``: of the same signature, gives shape, dtype and device of the result without computing it.
+    **Arguments:** ``library``: a fragment of the plugin's own namespace, which the plugin keeps alive as long as the
+    op; ``schema``: ``"name(Tensor x, ...) -> Tensor"``; ``implementation``: registered for the dispatch ``keys``
+    ("CPU", "CUDA", ...); ``fake``: same signature, returns an empty tensor like the result.
     """
     name, namespace = schema.partition("(")[0], library.ns
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
@@ -61,9 +61,9 @@ def define_op(
 
 
 def check_weight(name: str, weight: QTensor, format: Format, n: int, k: int) -> None:
-    """Raise `FormatError`, in the name of a kernel, unless ``weight`` is what it was made for.
+    """Raise `FormatError` unless ``weight`` has shape ``(n, k)`` and the given ``format``.
 
-    That is a weight ``(n, k)`` in ``format``. What a kernel's `pack` asks first.
+    ``name`` is the kernel's, for the message. Call it first in `Kernel.pack`.
     """
     if weight.format != format or tuple(weight.shape) != (n, k):
         raise FormatError(
@@ -75,26 +75,26 @@ def check_weight(name: str, weight: QTensor, format: Format, n: int, k: int) -> 
 class Rank(enum.IntEnum):
     """How good an offer is. Fine-tune by adding a small number: ``Rank.NATIVE + 5``.
 
-    Be honest: a kernel that is slower than the fallback on this machine offers below `FALLBACK`.
+    Be honest: a kernel that is slower than the fallback on this machine must rank below `FALLBACK`.
     """
 
     EMULATED = 0
-    """Runs on a software device: right, slow, only on request."""
+    """Runs on a software device: correct, slow, selected only on request."""
     FALLBACK = 1000
     """Torch ops."""
     OFFLOAD = 2000
     """Runs on a device other than the tensors', copying activations back and forth."""
     NATIVE = 3000
-    """Runs where the tensors are."""
+    """Runs on the device of the tensors."""
 
 
 EMULATED, FALLBACK, OFFLOAD, NATIVE = Rank
 
 
 class Kernel(ABC):
-    """One way to serve one request. A plugin subclasses this; an instance may be shared by many layers and threads.
+    """An implementation of one request. Plugins subclass it; many layers and threads may share an instance.
 
-    A kernel keeps no weight: what it needs of one is in the tensors that `pack` returns.
+    A kernel holds no weight: all state of a weight is in the tensors that `pack` returns.
     """
 
     name: str
@@ -102,12 +102,12 @@ class Kernel(ABC):
 
     @property
     def packing(self) -> str:
-        """What `pack` produces; kernels that say the same here can read each other's packed tensors."""
+        """The name of the packed layout; kernels of equal packing can read each other's packed tensors."""
         return self.name
 
     @abstractmethod
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """The weight as this kernel wants it, as tensors on ``weight.device``; ``weight`` is in a neutral layout."""
+        """Pack ``weight``, which is in a neutral layout, into this kernel's tensors on ``weight.device``."""
 
     @abstractmethod
     def unpack(self, packed: Packed) -> QTensor:
@@ -115,21 +115,21 @@ class Kernel(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
-        """Run it: x, packed weight and bias to the contract's result.
+        """Compute the contract's result from x, the packed weight and the bias.
 
         ``given`` holds per-token parameters (``x_scale``, ``x_zero_point``, ``out_scale``, ``out_zero_point``, each of
         shape ``(tokens,)``) and is empty unless the request's activation or output says ``per_token``; a kernel that
-        refuses such requests may leave it out of its signature. An embedding kernel gets the indices as x.
+        refuses such requests may omit it from its signature. An embedding kernel gets the indices as x.
         """
 
     def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:  # noqa: B027 - optional
         """Measure the kernel's own choices (tile sizes, say) for calls like this one, and keep the best on disk.
 
-        ``qcore tune`` calls it before it measures the kernel. A kernel that has nothing to choose leaves it as it is.
+        ``qcore tune`` calls it before it measures the kernel. Override it only if the kernel has parameters to tune.
         """
 
     def nbytes(self, tensor: Tensor) -> int:
-        """Bytes that one packed tensor stands for: its own, unless it is a handle on memory elsewhere."""
+        """Bytes that one packed tensor represents: its own size, unless it is a handle to memory elsewhere."""
         return tensor.numel() * tensor.element_size()
 
     def __repr__(self) -> str:
@@ -137,10 +137,10 @@ class Kernel(ABC):
 
 
 class RowsKernel(Kernel):
-    """A `Kernel` for ``linear`` that sees x as a matrix: a subclass writes `run` and sets ``n``, ``k``, ``out_dtype``.
+    """A `Kernel` for ``linear`` that gets x as a matrix: a subclass writes `run` and sets ``n``, ``k``, ``out_dtype``.
 
-    Leading dimensions of x, an x without rows, a wrong K, and strides of bias and given parameters are dealt with
-    here, at the price of a few attribute reads.
+    Leading dimensions of x, an x without rows, a wrong K, and strides of bias and given parameters are handled
+    here, at the cost of a few attribute reads.
     """
 
     n: int
@@ -170,7 +170,7 @@ class RowsKernel(Kernel):
             given = {name: value.contiguous() for name, value in given.items()}
         if len(shape) == 2:
             return self.run(x, packed, bias, **given)
-        rows = -1 if self.k else shape[:-1].numel()  # nothing says how many rows of no columns there are
+        rows = -1 if self.k else shape[:-1].numel()  # reshape cannot infer -1 if K is 0
         return self.run(x.reshape(rows, self.k), packed, bias, **given).reshape(*shape[:-1], self.n)
 
     def _wrong_input(self, x: Tensor) -> FormatError:
@@ -182,7 +182,7 @@ class RowsKernel(Kernel):
 
 @dataclass(frozen=True)
 class Offer:
-    """A plugin can serve the request.
+    """A plugin supports the request.
 
     **Fields:** ``kernel``; ``rank``: a `Rank`, fine-tuned by a small int; ``note``: a sentence for the decision table.
     """
@@ -194,17 +194,17 @@ class Offer:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A plugin cannot serve the request; ``reason`` is a sentence that a user can act on."""
+    """A plugin does not support the request; ``reason`` is a sentence that a user can act on."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Available:
-    """A plugin's device is here.
+    """A plugin's device is present.
 
-    **Fields:** ``device``: what it is, in words; ``driver``: driver and toolchain versions (part of the key under which
-    verdicts on kernels are kept); ``details``: anything else ``qcore doctor`` should show.
+    **Fields:** ``device``: its name; ``driver``: driver and toolchain versions (part of the cache key of
+    verification verdicts); ``details``: further facts for ``qcore doctor``.
     """
 
     device: str = ""
@@ -214,10 +214,10 @@ class Available:
 
 @dataclass(frozen=True)
 class Unavailable:
-    """A plugin's device is not here, or cannot be used.
+    """A plugin's device is absent or unusable.
 
-    **Fields:** ``reason``: a sentence with the remedy; ``broken``: True where the hardware is present but something is
-    wrong with it (driver, toolchain), which is worth one warning; False is silent.
+    **Fields:** ``reason``: a sentence with the remedy; ``broken``: True if the hardware is present but unusable
+    (driver, toolchain), which is warned about once; False is silent.
     """
 
     reason: str

@@ -1,6 +1,6 @@
-"""Discovery of plugins by entry point, one at a time and each step inside a guard.
+"""Discovers plugins by entry point, one at a time, each step inside a guard.
 
-A plugin that cannot be imported, registered or probed costs itself and nobody else: its status says why. Nothing is
+A plugin that cannot be imported, registered or probed affects no other plugin: its status says why. Nothing is
 imported before the first resolve or listing, and plugins that are disabled are not imported at all.
 """
 
@@ -30,13 +30,13 @@ from .kernels import Available, Unavailable
 BUILTIN = guard.BUILTIN
 """The name of the built-in fallback plugin."""
 _BUILTIN_MODULE = "qcore.fallback.plugin"
-"""Loaded by name, as every plugin is: discovery stands below all of them."""
+"""Loaded by name, like every plugin: discovery must not import from the floors above."""
 
 PROBE_SECONDS = 10.0
 """A probe that has not answered by then counts as hung."""
 
 _GROUP = re.compile(r"qcore[._-]plugins?(?P<version>[._-].*)?", re.IGNORECASE)
-"""Entry-point groups that are meant for qcore: of any version, and of none."""
+"""Entry-point groups of qcore plugins, with any API version or without one."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names that can be written in a list of backends."""
@@ -44,7 +44,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _T = TypeVar("_T")
 
 Guarded = (Exception, SystemExit)
-"""What a guard catches: everything but an interrupt. A plugin that calls ``sys.exit`` must not end the program."""
+"""The exceptions that a guard catches: all but KeyboardInterrupt. A plugin's ``sys.exit`` must not end the program."""
 
 
 class State(str, enum.Enum):
@@ -76,11 +76,11 @@ _BROKEN = (
 
 @dataclass(frozen=True)
 class PluginStatus:
-    """What became of one plugin.
+    """The status of one plugin.
 
     **Fields:** ``name``; ``dist`` and ``version`` of the distribution it came from; ``state``; ``reason``: empty when
-    available; ``device``, ``driver`` and ``details``: what its probe found; ``seconds``: time to import, register and
-    probe it; ``broken``: whether something is wrong, as opposed to not applicable here.
+    available; ``device``, ``driver`` and ``details``: as its probe reported them; ``seconds``: time to import, register
+    and probe it; ``broken``: True for a defect, False if the plugin is merely not applicable here.
     """
 
     name: str
@@ -96,14 +96,14 @@ class PluginStatus:
 
 
 def crash_marks(name: str, dist: str, version: str) -> tuple[str, str, str]:
-    """The keys of the marks that stand while a plugin is imported, while it is probed, and while it is registered."""
+    """The keys of the crash marks for a plugin's import, probe and registration, in this order."""
     plugin = PluginStatus(name, dist, version, State.AVAILABLE)
     return mark_key("import", plugin), mark_key("probe", plugin), mark_key("register", plugin)
 
 
 @dataclass
 class _Entry:
-    """One entry point, and how far it got."""
+    """One entry point and its progress through import, registration and probe."""
 
     name: str
     dist: str
@@ -114,12 +114,12 @@ class _Entry:
     manager: pluggy.PluginManager | None = None
     error: BaseException | None = None
     status: PluginStatus | None = None
-    begun: bool = False
-    told: bool = False
+    started: bool = False
+    warned: bool = False
 
     def call(self, hook: str, **arguments: Any) -> Any:
         """Call one hook; None if the plugin does not implement it."""
-        # A manager of its own: pluggy asks every plugin of a manager for attributes, hashes and equality.
+        # Each plugin has its own manager: pluggy reads attributes, hashes and equality of every plugin in one.
         return None if self.manager is None else getattr(self.manager.hook, hook)(**arguments)
 
     def implements(self, hook: str) -> bool:
@@ -147,12 +147,12 @@ class Registry:
         with self._lock:
             if self._entries is None:
                 found = [*_builtin(), *_scan()] if self._given is None else list(self._given)
-                # Whole from the first moment on: other threads look without a lock, and a fork may come any time.
-                self._entries, self._extra = _sorted_out(found)
+                # Assigned in one step: other threads read without the lock, and a fork may happen at any time.
+                self._entries, self._extra = _resolve_names(found)
             return self._entries
 
     def add(self, name: str, plugin: Any, dist: str = "", version: str = "") -> None:
-        """Register a plugin object directly, as tests and notebooks do; one of the same name gives way."""
+        """Register a plugin object directly, as tests and notebooks do; it replaces one of the same name."""
         with self._lock:
             others = {key: entry for key, entry in self.entries().items() if key != name}
             self._entries = {**others, name: _Entry(name, dist or name, version or "0", lambda: plugin)}
@@ -165,25 +165,25 @@ class Registry:
             self.generation += 1
 
     def status(self, name: str, disabled: frozenset[str] = frozenset()) -> PluginStatus:
-        """The status of one plugin; imports, registers and probes it at the first asking."""
+        """The status of one plugin; imports, registers and probes it at the first call."""
         entry = self.entries()[name]
         if name in disabled and name != BUILTIN:
             return PluginStatus(name, entry.dist, entry.version, State.BLOCKED, "disabled by the user")
-        if not entry.told:
+        if not entry.warned:
             with self._lock:
-                self._settle(entry)
+                self._determine_status(entry)
         assert entry.status is not None
         return entry.status
 
-    def _settle(self, entry: _Entry) -> None:
-        """Find out the status of a plugin, and say once what is wrong with it."""
+    def _determine_status(self, entry: _Entry) -> None:
+        """Determine the status of a plugin, and warn once if it is broken."""
         if entry.status is None:
             start = time.perf_counter()
-            entry.begun = True
-            status = _bring_up(entry)
+            entry.started = True
+            status = _load(entry)
             entry.status = replace(status, seconds=time.perf_counter() - start)
-        if not entry.told:
-            entry.told = True
+        if not entry.warned:
+            entry.warned = True
             for status in (entry.status, *(s for s in self._extra if s.name == entry.name)):
                 _warn_if_broken(status)
 
@@ -193,36 +193,36 @@ class Registry:
         return [*(self.status(name, disabled) for name in names), *self.conflicts()]
 
     def conflicts(self) -> tuple[PluginStatus, ...]:
-        """The plugins whose name another one holds."""
+        """The plugins that lost their name to another one."""
         self.entries()
         return tuple(self._extra)
 
     def error(self, name: str) -> BaseException | None:
         """The exception that broke a plugin, for chaining."""
-        return self._up(name).error
+        return self._entry(name).error
 
     def call(self, name: str, hook: str, **arguments: Any) -> Any:
-        """Call one hook of one plugin; what it raises passes through. None where it does not implement the hook."""
-        return self._up(name).call(hook, **arguments)
+        """Call one hook of one plugin; exceptions propagate. Returns None if it does not implement the hook."""
+        return self._entry(name).call(hook, **arguments)
 
     def implements(self, name: str, hook: str) -> bool:
-        """Whether a plugin that is up implements a hook."""
-        return self._up(name).implements(hook)
+        """Whether a loaded plugin implements a hook."""
+        return self._entry(name).implements(hook)
 
     def repair(self) -> None:
-        """In a forked child: give up what another thread was bringing up: nobody releases its locks on modules."""
+        """In a forked child: mark plugins that another thread was loading as failed; their import locks stay held."""
         for entry in (self._entries or {}).values():
-            if entry.begun and entry.status is None:
-                reason = "another thread was bringing it up when this process was forked; use it before, or spawn."
+            if entry.started and entry.status is None:
+                reason = "another thread was loading it when this process was forked; use it before the fork, or spawn."
                 entry.set(State.IMPORT_FAILED, reason)
 
-    def _up(self, name: str) -> _Entry:
-        # Takes no lock: a probe runs in a thread of its own while the lock is held for it.
+    def _entry(self, name: str) -> _Entry:
+        # Takes no lock: the probe's thread calls this while the thread that waits for it holds the lock.
         assert self._entries is not None
         return self._entries[name]
 
     def load_plugins(self) -> None:
-        """Bring up every plugin that is not disabled, so that their elements, layouts and quantizers are known.
+        """Load every plugin that is not disabled, so that their elements, layouts and quantizers are known.
 
         A plugin under registration may ask this too, for an element of another plugin; it is left out itself.
         """
@@ -230,25 +230,25 @@ class Registry:
         for name in sorted(self.entries()):
             with self._lock:
                 entry = self.entries().get(name)
-                if entry is not None and not (entry.begun and entry.status is None):
+                if entry is not None and not (entry.started and entry.status is None):
                     self.status(name, disabled)
 
 
-def _bring_up(entry: _Entry) -> PluginStatus:
+def _load(entry: _Entry) -> PluginStatus:
     """Import, register and probe a plugin: three steps, each of which may fail."""
     marks = crash_marks(entry.name, entry.dist, entry.version)
     steps = (
         (State.IMPORT_FAILED, "its import", marks[0], _import, None),
         (State.REGISTRATION_FAILED, "its registration", marks[2], _register, None),
-        (State.PROBE_FAILED, "its probe", marks[1], _probe, 2 * PROBE_SECONDS),  # given up on before that
+        (State.PROBE_FAILED, "its probe", marks[1], _probe, 2 * PROBE_SECONDS),  # `_probe` times out first
     )
     if entry.name != BUILTIN:
         for state, _, mark, _, _ in steps:
             if left := disk_cache.left_over(mark):
-                return entry.set(state, f"it {left}; run 'qcore doctor', which has a process for each.")
+                return entry.set(state, f"it {left}; run 'qcore doctor', which probes each plugin in its own process.")
     found: Available | Unavailable = Available()
     try:
-        for state, doing, mark, step, seconds in steps:  # noqa: B007 - who failed is looked at below
+        for state, doing, mark, step, seconds in steps:  # noqa: B007 - the handler below reads the failed state
             with guarded(entry, doing, mark, seconds):
                 found = step(entry)
     except StepError as error:
@@ -319,7 +319,7 @@ def _probe(entry: _Entry) -> Available | Unavailable:
 
 
 def _limited(call: Callable[[], _T], seconds: float) -> _T:
-    """Run ``call`` in a thread of its own and give up on it after ``seconds``."""
+    """Run ``call`` in a thread of its own; raises `TimeoutError` after ``seconds``."""
     results: list[_T] = []
     errors: list[BaseException] = []
 
@@ -330,7 +330,7 @@ def _limited(call: Callable[[], _T], seconds: float) -> _T:
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
             errors.append(error)
 
-    # A daemon, so that a hung probe does not keep the interpreter from ending.
+    # A daemon, so that a hung probe does not block interpreter exit.
     thread = threading.Thread(target=run, name="qcore-probe", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -360,9 +360,9 @@ def _warn_if_broken(status: PluginStatus) -> None:
 
 
 def _silence(status: PluginStatus) -> str:
-    """How to be rid of a warning; empty if the name is another plugin's, or none that can be disabled."""
-    lasting = status.name == BUILTIN or status.state in (State.BAD_NAME, State.NAME_CONFLICT)
-    return "" if lasting else f", or set QCORE_DISABLE={status.name} to silence this"
+    """How to silence a warning; empty if this plugin cannot be disabled by name."""
+    permanent = status.name == BUILTIN or status.state in (State.BAD_NAME, State.NAME_CONFLICT)
+    return "" if permanent else f", or set QCORE_DISABLE={status.name} to silence this"
 
 
 def _builtin() -> list[_Entry]:
@@ -383,17 +383,17 @@ def _scan() -> list[_Entry]:
     return sorted(found, key=lambda e: (e.group != ENTRY_POINT_GROUP, e.dist, e.name))
 
 
-def _sorted_out(found: Iterable[_Entry]) -> tuple[dict[str, _Entry], list[PluginStatus]]:
-    """Who gets which name, and who gets none."""
+def _resolve_names(found: Iterable[_Entry]) -> tuple[dict[str, _Entry], list[PluginStatus]]:
+    """The plugins by name, and the status of each plugin that lost a name conflict."""
     entries: dict[str, _Entry] = {}
     lost: list[PluginStatus] = []
-    # If names clash, a plugin of this API should hold the name, and the distribution that is called by it.
-    for entry in sorted(found, key=lambda e: (e.group != ENTRY_POINT_GROUP, not _is_called(e.dist, e.name))):
+    # In a conflict, prefer a plugin of this API version, then the distribution named after the plugin.
+    for entry in sorted(found, key=lambda e: (e.group != ENTRY_POINT_GROUP, not _is_named_after(e.dist, e.name))):
         holder = entries.get(entry.name)
         if holder is not None and entry.name == BUILTIN and entry.dist == holder.dist:
-            continue  # core's own entry point; the fallback is here even where core's metadata is not
+            continue  # core's own entry point; the fallback must work even without core's metadata
         if entry.group != ENTRY_POINT_GROUP:
-            reason = f"made for {entry.group}, this qcore speaks {ENTRY_POINT_GROUP}; upgrade {_older(entry)}."
+            reason = f"made for {entry.group}, this qcore supports {ENTRY_POINT_GROUP}; upgrade {_older(entry)}."
             entry.set(State.WRONG_API, reason)
         elif not _NAME.fullmatch(entry.name):
             reason = f"{entry.name!r} cannot be written in a list of names; its authors should rename its entry point."
@@ -406,14 +406,14 @@ def _sorted_out(found: Iterable[_Entry]) -> tuple[dict[str, _Entry], list[Plugin
     return entries, lost
 
 
-def _is_called(dist: str, name: str) -> bool:
-    """Whether a distribution has the right to a plugin's name: core to its own, qcore-x to x."""
+def _is_named_after(dist: str, name: str) -> bool:
+    """Whether a distribution owns a plugin's name: qcore owns every name, qcore-x owns x."""
     normal = re.sub(r"[-_.]+", "-", dist).lower()
     return normal in ("qcore", f"qcore-{re.sub(r'[-_.]+', '-', name).lower()}")
 
 
 def _older(entry: _Entry) -> str:
-    """Which of the two to upgrade, where a plugin speaks another version of the API."""
+    """Which of the two to upgrade if a plugin was made for another version of the API."""
     versions = [re.sub(r"\D", "", group.rpartition(".")[2]) for group in (entry.group, ENTRY_POINT_GROUP)]
     theirs, ours = (int(version) if version else 0 for version in versions)
     return "qcore" if theirs > ours else entry.dist
@@ -422,7 +422,7 @@ def _older(entry: _Entry) -> str:
 def _provider(point: Any) -> tuple[str, str]:
     """Name and version of the distribution behind an entry point."""
     try:
-        # Two lines are wanted: asking for dist.name would import an e-mail parser first.
+        # Only two lines are needed: dist.name would import the e-mail parser.
         head = (point.dist.read_text("METADATA") or point.dist.read_text("PKG-INFO") or "").partition("\n\n")[0]
     except Exception:  # noqa: BLE001 - half-removed installations raise in many ways
         head = ""

@@ -1,4 +1,4 @@
-"""A quantized weight on its way to a kernel: resolved, packed once, shared by layers that are tied."""
+"""Binds a quantized weight to a kernel: resolves, packs once, and shares the result among tied layers."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class WeightStore:
     """One weight, neutral or packed. Tied layers share a store, so that they share memory and move together.
 
     Once a kernel has packed the weight the neutral form is dropped; `neutral` unpacks it on demand. ``users`` are the
-    layers that share the store: they bind anew when the weight changes under them.
+    layers that share the store: they bind again when the weight changes.
     """
 
     def __init__(self, weight: QTensor) -> None:
         self.lock = forks.Lock()
-        """Held by whoever packs, moves or binds the weight; a call of a kernel that is bound needs none."""
+        """Held while the weight is packed, moved or bound; calling a bound kernel needs no lock."""
         self.set(weight)
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def set(self, weight: QTensor) -> None:
-        """Take another weight; everything packed before is void."""
+        """Replace the weight and discard everything packed before."""
         self.shape, self.format, self.quantizer = weight.shape, weight.format, weight.quantizer
         self.device = weight.device
         self.has_order = weight.order is not None
@@ -56,7 +56,7 @@ class WeightStore:
         self._recent: dict[str, weakref.ref[Tensor]] = {}
 
     def neutral(self) -> QTensor:
-        """The weight in its neutral format. While an earlier answer is alive its tensors are handed out again."""
+        """The weight in its neutral format. Returns the tensors of an earlier result while they are alive."""
         with self.lock:
             if self._neutral is not None:
                 return self._neutral
@@ -80,7 +80,7 @@ class WeightStore:
     def packed_for(self, kernel: Kernel, *, trusted: bool = True) -> dict[str, Tensor]:
         """The weight packed for ``kernel``; kernels of equal `Kernel.packing` share the tensors.
 
-        A kernel that is not ``trusted`` gets a copy: it may write on what it is given.
+        A kernel that is not ``trusted`` gets a copy, since it may write to its input.
         """
         packing = packing_of(kernel)
         with self.lock:
@@ -93,17 +93,17 @@ class WeightStore:
             return self._packs[packing][1]
 
     def keep_only(self, packings: AbstractSet[str]) -> None:
-        """Drop packed forms that no layer uses any more."""
+        """Drop the packed forms that no layer uses any more."""
         if packings & self._packs.keys():
             self._packs = {name: pack for name, pack in self._packs.items() if name in packings}
 
     def withdraw(self, kernel: Kernel, weight: QTensor) -> None:
-        """Take back what ``kernel`` has packed from ``weight``: it is not to be trusted with the only copy."""
+        """Discard the packed form of ``kernel`` and keep ``weight``: a wrong kernel must not hold the only copy."""
         del self._packs[packing_of(kernel)]
         self._neutral = self._neutral if self._packs else weight
 
     def move(self, fn: Fn, device: torch.device) -> bool:
-        """Bring the weight to ``device`` through ``fn``, which `torch.nn.Module` applies to its tensors.
+        """Move the weight to ``device`` through ``fn``, which `torch.nn.Module` applies to its tensors.
 
         Returns whether anything moved.
         """
@@ -123,9 +123,9 @@ class WeightStore:
 
 
 def _keep_for_spawned(weight: QTensor) -> None:
-    """Keep ``weight`` as long as the process that it is being sent to, by ``spawn``, is known here.
+    """Keep ``weight`` alive as long as the handle of the ``spawn``ed process that receives it.
 
-    That process inherits its shared memory, which goes with the tensors: ours may have been unpacked for this alone.
+    That process inherits the shared memory, which is freed with our tensors; these may be unpacked just for this.
     """
     starting = get_spawning_popen()
     if starting is not None:
@@ -147,7 +147,7 @@ _REQUIRED = ("data", "scale", "zero")
 
 
 class WeightView(QTensor):
-    """What ``module.weight`` gives: a `QTensor` that answers shape, dtype and device at once and unpacks on demand."""
+    """The `QTensor` behind ``module.weight``: shape, dtype and device are known, tensors are unpacked on demand."""
 
     def __init__(self, store: WeightStore, dtype: torch.dtype) -> None:
         known = {"shape": store.shape, "format": store.format, "quantizer": store.quantizer}
@@ -158,8 +158,8 @@ class WeightView(QTensor):
         if name not in _REQUIRED:
             raise AttributeError(f"a quantized weight has no attribute {name!r}; dequantize() gives a dense tensor.")
         weight = self.__dict__["_store"].neutral()
-        for part in _REQUIRED:
-            object.__setattr__(self, part, getattr(weight, part))
+        for field in _REQUIRED:
+            object.__setattr__(self, field, getattr(weight, field))
         return self.__dict__[name]
 
     # Fields with a default are attributes of the class, which __getattr__ is not asked for.
@@ -185,17 +185,17 @@ class WeightView(QTensor):
 
     @property
     def device(self) -> torch.device:
-        """Where the weight is."""
+        """The device of the weight."""
         return self.__dict__["_store"].device  # type: ignore[no-any-return]
 
     @property
     def requires_grad(self) -> bool:
-        """Never: a quantized weight is frozen. Code that resizes or freezes layers asks."""
+        """False: a quantized weight is frozen. Code that resizes or freezes layers reads this."""
         return False
 
     @property
     def store(self) -> WeightStore:
-        """What holds the weight, for layers that are to share it."""
+        """The store of the weight, for layers that share it."""
         return self.__dict__["_store"]  # type: ignore[no-any-return]
 
     def __reduce__(self) -> Any:
@@ -205,7 +205,7 @@ class WeightView(QTensor):
 
 @dataclass
 class Bound:
-    """A kernel with its packed weight, ready to call. ``proven``: a first call has gone through."""
+    """A kernel with its packed weight, ready to call. ``proven``: a first call has succeeded."""
 
     decision: Decision
     kernel: Kernel
@@ -213,23 +213,24 @@ class Bound:
     proven: bool = False
 
     def __post_init__(self) -> None:
-        # Plain values: a property of the kernel's may say something else each time.
+        # Copies: a kernel's properties may change between reads.
         self.name, self.packing = name_of(self.kernel), packing_of(self.kernel)
         self.x_dtype: torch.dtype | None = getattr(self.request, "x_dtype", None)
 
     @property
-    def request(self) -> Any:
+    def request(self) -> Request:
+        """The request that the kernel was selected for."""
         return self.decision.request
 
     def blame(self, error: Exception) -> None:
-        """Add to what a call raised whose kernel ran; what qcore raises on purpose blames the argument already."""
-        served = self.decision.selected
-        if served is not None and not isinstance(error, QcoreError):
-            note = f"raised by kernel {self.name!r} of plugin {served.plugin!r} ({served.dist} {served.version})"
+        """Add the kernel's name to an exception from a call, unless it is qcore's own, which names the argument."""
+        chosen = self.decision.selected
+        if chosen is not None and not isinstance(error, QcoreError):
+            note = f"raised by kernel {self.name!r} of plugin {chosen.plugin!r} ({chosen.dist} {chosen.version})"
             add_note(error, note)
 
     def nbytes(self, tensor: Tensor) -> int:
-        """Bytes that one packed tensor stands for; its own, if the kernel cannot say."""
+        """Bytes that one packed tensor represents; its own size if the kernel fails to report it."""
         try:
             with guarded(_plugin_of(self.decision), "nbytes", f"nbytes {self.name}"):
                 return answers.size(self.kernel.nbytes(tensor))
@@ -238,7 +239,7 @@ class Bound:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Append a line to what an exception says, once; before Python 3.11 to its first argument."""
+    """Append a note to an exception, once; before Python 3.11 to its first argument."""
     if sys.version_info >= (3, 11):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
@@ -247,9 +248,9 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def _plugin_of(decision: Decision) -> PluginStatus:
-    served = decision.selected
-    assert served is not None
-    return PluginStatus(served.plugin, served.dist, served.version, State.AVAILABLE)
+    chosen = decision.selected
+    assert chosen is not None
+    return PluginStatus(chosen.plugin, chosen.dist, chosen.version, State.AVAILABLE)
 
 
 def _unpack(kernel: Kernel, packed: dict[str, Tensor]) -> QTensor:
@@ -266,7 +267,7 @@ def _unpack(kernel: Kernel, packed: dict[str, Tensor]) -> QTensor:
 def bind(store: WeightStore, request: Request) -> Bound:
     """Resolve ``request`` and pack the weight.
 
-    A kernel that fails to pack, or gives wrong results with this weight, is taken out of use and the next one serves.
+    A kernel that fails to pack, or gives wrong results with this weight, is disabled and the next one is tried.
     """
     with store.lock:
         while True:
@@ -279,7 +280,7 @@ def bind(store: WeightStore, request: Request) -> Bound:
                 _warn_out_of_use(decision, f"failed verification {wrong.reason}")
             except StepError as error:
                 if _last_resort(decision):
-                    raise _own(error) from None
+                    raise _cause_of(error) from None
                 _fail_if_named(decision, error)
                 reason = error.describe("pack")
                 report_failure(request, kernel, reason)
@@ -302,13 +303,13 @@ def _with_order(store: WeightStore, decision: Decision) -> Kernel:
     return OrderedKernel(kernel, name_of(kernel), packing_of(kernel))
 
 
-def _own(error: StepError) -> BaseException:
-    """What the code of a step raised itself, to be raised once more."""
+def _cause_of(error: StepError) -> BaseException:
+    """The exception that a step raised, to be raised again."""
     return PluginError(error.reason) if error.cause is None else error.cause
 
 
 class _WrongError(Exception):
-    """A kernel that is wrong with a layer's own weight."""
+    """A kernel gives wrong results with a layer's own weight."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -316,7 +317,7 @@ class _WrongError(Exception):
 
 
 def _packed(store: WeightStore, decision: Decision, kernel: Kernel) -> dict[str, Tensor]:
-    """The weight packed for the kernel of a decision, which gives right results with it; else `_WrongError`."""
+    """The weight packed for the kernel of a decision; raises `_WrongError` if its results are wrong."""
     step = _step("pack", decision, kernel)
     with guarded(_plugin_of(decision), f"the pack of {name_of(kernel)}", **step):
         mode = current().verify
@@ -333,16 +334,16 @@ def _packed(store: WeightStore, decision: Decision, kernel: Kernel) -> dict[str,
 
 
 def _step(stage: str, decision: Decision, kernel: Kernel) -> dict[str, Any]:
-    """Under which key a step of a kernel leaves its mark; in a process each size is a step of its own."""
+    """The arguments of `guarded` for a step of a kernel; within a process each size counts as a step of its own."""
     request = decision.request
     key = kernel_key(stage, _plugin_of(decision), kernel, request)
     return {"key": key, "size": f"{request.n}x{request.k}", "seconds": FIRST_CALL_SECONDS}
 
 
 def call_first(store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor]) -> tuple[Bound, Tensor]:
-    """The first call of a kernel, guarded: where it raises, the next kernel is bound and called instead.
+    """The first call of a kernel, guarded: if it raises, the next kernel is bound and called instead.
 
-    Where that one cannot do it either, the input is at fault: the first error is raised and the kernel stays in use.
+    If that one fails, too, the input is at fault: the first error is raised and the kernel stays in use.
     """
     try:
         step = _step("call", bound.decision, bound.kernel)
@@ -350,7 +351,7 @@ def call_first(store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor]
             result = answers.result(call(bound))
     except StepError as error:
         if _last_resort(bound.decision):
-            raise _own(error) from None
+            raise _cause_of(error) from None
         return _call_next(store, bound, call, error)
     bound.proven = True
     return bound, result
@@ -363,9 +364,9 @@ def _call_next(
     report_failure(bound.request, bound.kernel, reason)
     try:
         fresh, result = call_first(store, bind(store, bound.request), call)
-    except Exception:  # noqa: BLE001 - the first error is the one that tells
+    except Exception:  # noqa: BLE001 - the first error is the informative one
         withdraw_failure(bound.request, bound.kernel)
-        raise _own(error) from None
+        raise _cause_of(error) from None
     try:
         _fail_if_named(bound.decision, error)
     except PluginError:
@@ -376,30 +377,30 @@ def _call_next(
 
 
 def _last_resort(decision: Decision) -> bool:
-    """Whether no other candidate could serve, so that the selected kernel's own error is the answer."""
+    """Whether no other candidate is left, so that the selected kernel's own error is raised."""
     return all(c.stage != Stage.OUTRANKED.value for c in decision.candidates)
 
 
 def _fail_if_named(decision: Decision, error: StepError) -> None:
-    """A plugin that the user asked for by name fails loudly instead of giving way."""
-    served = decision.selected
-    assert served is not None
-    if served.plugin != BUILTIN and served.plugin in current().order(decision.request.contract):
+    """Raise `PluginError` if the user named the plugin, instead of moving on to the next one."""
+    chosen = decision.selected
+    assert chosen is not None
+    if chosen.plugin != BUILTIN and chosen.plugin in current().order(decision.request.contract):
         raise PluginError(
-            f"kernel {served.kernel!r} of plugin {served.plugin!r}, which you asked for, failed.\n"
-            f"{error.reason}\nTake it out of the order of backends to let the next one serve."
+            f"kernel {chosen.kernel!r} of plugin {chosen.plugin!r}, which you asked for, failed.\n"
+            f"{error.reason}\nRemove it from the order of backends to use the next kernel."
         ) from error.cause
 
 
 def _warn_out_of_use(decision: Decision, reason: str) -> None:
-    served = decision.selected
-    assert served is not None
+    chosen = decision.selected
+    assert chosen is not None
     assert decision.kernel is not None
     note(_plugin_of(decision), decision.kernel, decision.request, reason)
     warnings.warn(
-        f"kernel {served.kernel!r} of {served.dist} {served.version} is out of use for {decision.request.weight}: "
+        f"kernel {chosen.kernel!r} of {chosen.dist} {chosen.version} is out of use for {decision.request.weight}: "
         f"{reason}\n"
-        f"The next one serves; 'qcore doctor' says more.",
+        f"The next kernel is used; 'qcore doctor' says more.",
         QcoreWarning,
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""`Decision`: which kernel serves a request, and for every other plugin why not."""
+"""`Decision`: the kernel selected for a request, and for every other plugin the reason against it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..discovery.registry import BUILTIN
 
 
 class Stage(str, enum.Enum):
-    """How far a candidate came. Plugins that did not come up carry their `State` instead."""
+    """The stage that a candidate reached. Plugins that did not load have their `State` instead."""
 
     REFUSED = "refused"
     OFFER_FAILED = "offer failed"
@@ -30,7 +30,7 @@ class Stage(str, enum.Enum):
 class Candidate:
     """One row of a decision.
 
-    **Fields:** ``plugin``; ``kernel``: its name, empty where there was no offer; ``stage``: a `Stage` or a plugin's
+    **Fields:** ``plugin``; ``kernel``: its name, empty without an offer; ``stage``: a `Stage` or a plugin's
     state, as text; ``reason``; ``rank``: None without an offer; ``milliseconds``: measured by ``qcore tune``, or None;
     ``dist`` and ``version`` of the plugin.
     """
@@ -46,7 +46,7 @@ class Candidate:
 
     @property
     def rank_text(self) -> str:
-        """The rank as people read it, e.g. ``NATIVE+5``."""
+        """The rank in readable form, e.g. ``NATIVE+5``."""
         if self.rank is None:
             return ""
         tier = max((t for t in Rank if t <= self.rank + 500), default=Rank.EMULATED)
@@ -58,8 +58,8 @@ class Candidate:
 class Decision:
     """The answer to a request.
 
-    **Fields:** ``request``; ``candidates``: every installed plugin, in the order considered; ``kernel``: the one that
-    serves, None where nobody can; ``hints``: hardware that is here without its plugin, ties, names that are unknown.
+    **Fields:** ``request``; ``candidates``: every installed plugin, in the order considered; ``kernel``: the
+    selected one, None if none supports the request; ``hints``: hardware without a plugin, ties, unknown names.
 
     ``str(decision)`` is the table that ``explain`` prints.
     """
@@ -71,23 +71,23 @@ class Decision:
 
     @property
     def selected(self) -> Candidate | None:
-        """The candidate that serves."""
+        """The selected candidate, if any."""
         return next((c for c in self.candidates if c.stage == Stage.SELECTED.value), None)
 
     @property
     def plugin(self) -> str:
-        """The name of the plugin that serves; empty where nobody can."""
+        """The name of the selected plugin; empty if none supports the request."""
         return self.selected.plugin if self.selected else ""
 
     @property
     def is_fallback(self) -> bool:
-        """Whether the built-in torch ops serve."""
+        """Whether the built-in torch ops were selected."""
         return self.plugin == BUILTIN
 
     def __str__(self) -> str:
-        served = self.selected
+        chosen = self.selected
         head = f"{describe(self.request)}: " + (
-            f"{served.kernel} ({served.dist} {served.version})" if served else "no kernel supports this request"
+            f"{chosen.kernel} ({chosen.dist} {chosen.version})" if chosen else "no kernel supports this request"
         )
         rows = [(c.plugin, c.kernel, c.stage, c.rank_text, _reason(c)) for c in self.candidates]
         table = format_table(("plugin", "kernel", "stage", "rank", "why"), rows)

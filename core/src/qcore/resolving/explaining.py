@@ -27,13 +27,13 @@ def explain(
     rows: int | None = None,
     **arguments: Any,
 ) -> Decision:
-    """Which kernel would serve, and for every other plugin why not; print the result to see the table.
+    """Which kernel would be selected, and for every other plugin why not; print the result to see the table.
 
     **Arguments:** ``scheme``: e.g. ``"w4a16-g128"``; ``device``; ``n``, ``k``: output and input features (for
     ``embedding``: rows and dimension, for ``conv2d``: output and input channels of a 1x1 kernel); ``contract``;
-    ``dtype``: of the activations; ``rows``: M where it is known. The rest are the settings that `using` takes.
+    ``dtype``: of the activations; ``rows``: M if it is known. The rest are the settings that `using` takes.
 
-    Never raises for want of a kernel: ``decision.kernel`` is then None.
+    Does not raise if no kernel supports the request: ``decision.kernel`` is then None.
     """
     request = plain_request(scheme, device=device, n=n, k=k, contract=contract, dtype=dtype, rows=rows)
     wanted = replace(settings.current(**arguments), strict=False)
@@ -52,16 +52,16 @@ def plain_request(
     dtype: torch.dtype = torch.bfloat16,
     rows: int | None = None,
 ) -> Request:
-    """The request that `explain` resolves; a static activation without numbers gets scale 1."""
+    """The request that `explain` resolves; a static activation without parameters gets scale 1."""
     if contract not in CONTRACTS:
         known = f"known: {', '.join(CONTRACTS)}.{did_you_mean(contract, CONTRACTS)}"
         raise FormatError(f"unknown contract {contract!r}; {known}")
-    parsed = _with_numbers(Scheme.parse(scheme))
+    parsed = _with_default_scales(Scheme.parse(scheme))
     request = CONTRACTS[contract].request_for(parsed, torch.device(device), dtype, n, k)
     return replace(request, rows=rows) if rows is not None and contract == "linear" else request  # type: ignore[no-any-return]
 
 
-def _with_numbers(scheme: Scheme) -> Scheme:
-    parts = {"activation": scheme.activation, "output": scheme.output}
-    missing = {n: p for n, p in parts.items() if p is not None and not getattr(p, "is_given", True)}
-    return replace(scheme, **{n: replace(p, scale=1.0) for n, p in missing.items()})  # type: ignore[arg-type]
+def _with_default_scales(scheme: Scheme) -> Scheme:
+    specs = {"activation": scheme.activation, "output": scheme.output}
+    missing = {n: s for n, s in specs.items() if s is not None and not getattr(s, "is_given", True)}
+    return replace(scheme, **{n: replace(s, scale=1.0) for n, s in missing.items()})  # type: ignore[arg-type]

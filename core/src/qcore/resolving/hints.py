@@ -1,4 +1,4 @@
-"""What decisions for other requests tell about this one: a dtype of x that a faster kernel serves."""
+"""Hints from decisions for similar requests: another dtype of x that a faster kernel supports."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .resolver import decide
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _WORTH = 1.2
-"""A kernel that was measured less than this many times as fast is not worth another dtype."""
+"""The least measured speedup that is worth another dtype."""
 _MEASURED = {
     ("torch.plain.linear", torch.float32, "torch.cpu.w4a16", torch.bfloat16): (
         21,
         "at one row of 4096 x 4096 with AVX-512 (benchmarks/results/2026-11-21-cpu-linear.md)",
     ),
 }
-"""How many times as fast one kernel was as another, and where that is written: for machines that were not tuned."""
+"""Published speedups (factor, source) of one kernel over another, for machines without tuning records."""
 
 
 def dtype_hint(decision: Decision, wanted: Settings) -> str:
-    """Which dtype of x a faster kernel serves, where plain torch ops serve this one; empty if there is none.
+    """The dtype of x that a faster kernel supports, if plain torch ops were selected for this one; else empty.
 
-    Says how many times as fast it is if ``qcore tune`` has measured both here, or else a benchmark of this repository.
+    Gives the speedup if ``qcore tune`` has measured both here, or else a benchmark of this repository.
     """
     request, served = decision.request, decision.selected
     if not isinstance(request, (LinearRequest, Conv2dRequest)) or request.x_dtype not in _DTYPES:
@@ -45,7 +45,7 @@ def dtype_hint(decision: Decision, wanted: Settings) -> str:
     times, where, dtype, found = max(better, key=lambda one: one[0])
     mine, named = (str(value).removeprefix("torch.") for value in (request.x_dtype, dtype))
     how = f"about {times:.0f} times as fast {where}" if times else "'qcore tune' measures how much faster it is"
-    return f"only plain torch ops serve an x of {mine} here; use {named}, which {found.kernel} serves: {how}."
+    return f"only plain torch ops support an x of {mine} here; use {named}, which {found.kernel} supports: {how}."
 
 
 def _is_plain(candidate: Candidate) -> bool:
@@ -55,7 +55,7 @@ def _is_plain(candidate: Candidate) -> bool:
 def _others(
     request: LinearRequest | Conv2dRequest, wanted: Settings, served: Candidate
 ) -> Iterator[tuple[torch.dtype, Candidate]]:
-    """Other dtypes of x with the better kernels that serve them."""
+    """Other dtypes of x with the better kernels that support them."""
     for dtype in _DTYPES:
         if dtype == request.x_dtype:
             continue
@@ -69,7 +69,7 @@ def _others(
 
 
 def _gain(decision: Decision, asked: torch.dtype, found: Candidate, dtype: torch.dtype) -> tuple[float, str]:
-    """How many times as fast ``found`` is, and where that was measured; 0 where nobody knows."""
+    """The speedup of ``found`` and where it was measured; 0 if it is unknown."""
     served = decision.selected
     assert served is not None
     if served.milliseconds and found.milliseconds:

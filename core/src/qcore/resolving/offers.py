@@ -1,4 +1,4 @@
-"""What plugins offer for a request: each answer is read once, guarded, and a defective one is told once."""
+"""Collects plugins' offers for a request: each answer is read once, guarded, and a defect is reported once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..contracts import Request, contract_of
 from ..discovery import answers
@@ -21,14 +20,14 @@ from .decision import Candidate, Stage
 CACHE_LIMIT = 1024
 HOW_TO_CLEAR = "('qcore doctor --clear' forgets it)"
 
-first_names: dict[tuple[str, Any], frozenset[str]] = {}
-"""The kernels' names that a plugin gave for a request when it was asked first."""
+first_names: dict[tuple[str, Request], frozenset[str]] = {}
+"""The kernel names in a plugin's first offers for a request."""
 _warned: set[str] = set()
 
 
 @dataclass(frozen=True)
 class Offered:
-    """One offer of one plugin, with what it is ordered by."""
+    """One offer of one plugin, with its sort keys."""
 
     status: PluginStatus
     offer: Offer
@@ -36,7 +35,7 @@ class Offered:
 
     @property
     def name(self) -> str:
-        """The kernel's, as it was when it was offered."""
+        """The kernel's name at the time of the offer."""
         return name_of(self.offer.kernel)
 
     def candidate(self, stage: Stage, reason: str = "") -> Candidate:
@@ -53,7 +52,7 @@ class Offered:
 
 
 def warn_once(text: str, about: str = "") -> str:
-    """Warn, but once in a process about one thing: ``about``, where the text need not be the same each time."""
+    """Warn once per process about ``about``, or about ``text`` if that is empty; returns ``text``."""
     if (about or text) not in _warned:
         _warned.add(about or text)
         warnings.warn(text, QcoreWarning, stacklevel=2)
@@ -61,18 +60,18 @@ def warn_once(text: str, about: str = "") -> str:
 
 
 def row_of(status: PluginStatus, stage: str, reason: str) -> Candidate:
-    """The row of a plugin that offers nothing."""
+    """The row of a plugin without an offer."""
     return Candidate(status.name, "", stage, reason, dist=status.dist, version=status.version)
 
 
 def ask(status: PluginStatus, request: Request, order: Sequence[str] = ()) -> Sequence[Offered | Candidate]:
-    """A plugin's offers, or the one row that says why there are none."""
+    """A plugin's offers, or one row with the reason why there are none."""
     hook = contract_of(request).hook
     key = mark_key("offer", status, f"{hook} {form_of(request)}")
     if left := disk_cache.left_over(key):
         return [_defective(status, f"{hook} {left} {HOW_TO_CLEAR}", order)]
     try:
-        # A copy, since frozen is a request between friends only; with it everything that the plugin's objects say.
+        # A copy, since a plugin could bypass ``frozen``; validated inside the guard, since attributes may raise.
         with guarded(status, hook, key):
             answer = registry.call(status.name, hook, request=copy.copy(request))
             if answer is None and not registry.implements(status.name, hook):
@@ -89,31 +88,31 @@ def ask(status: PluginStatus, request: Request, order: Sequence[str] = ()) -> Se
 
 
 def form_of(request: Request) -> str:
-    """A request's device and form, without its sizes."""
+    """A request's device and signature, without its sizes."""
     return f"{request.device} {request.signature()}"
 
 
 def _defective(
     status: PluginStatus, reason: str, order: Sequence[str], error: BaseException | None = None
 ) -> Candidate:
-    """The row of a plugin whose answer is a defect: worth one warning, or an error where the user named the plugin."""
+    """The row of a plugin whose answer is a defect: one warning, or an error if the user named the plugin."""
     if status.name in order:
         raise PluginError(
             f"plugin {status.name!r} ({status.dist} {status.version}), which you asked for, is broken.\n{reason}"
         ) from error
     who = f"plugin {status.name!r} ({status.dist} {status.version})"
-    warn_once(f"{who} is passed over: {reason}", about=who)
+    warn_once(f"{who} is skipped: {reason}", about=who)
     return row_of(status, Stage.OFFER_FAILED.value, reason)
 
 
-def kernels_of(name: str) -> Callable[[Any], list[Kernel]]:
-    """A function that asks one plugin for its kernels for a request."""
+def kernels_of(name: str) -> Callable[[Request], list[Kernel]]:
+    """A function that returns one plugin's kernels for a request."""
     status = registry.status(name)
     return lambda request: [o.offer.kernel for o in ask(status, request) if isinstance(o, Offered)]
 
 
 def offers_for(request: Request, disabled: frozenset[str] = frozenset()) -> list[tuple[PluginStatus, Offer]]:
-    """Every offer of every available plugin, unranked and unverified; what ``qcore tune`` and ``bench`` measure."""
+    """Every offer of every available plugin, unranked and unverified, for ``qcore tune`` and ``bench``."""
     found = []
     for name in registry.entries():
         status = registry.status(name, disabled)

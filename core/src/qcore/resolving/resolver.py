@@ -1,9 +1,9 @@
-"""Choosing a kernel for a request, and explaining the choice.
+"""Selects a kernel for a request and explains the decision.
 
-Order: the user's order, then rank, then name. An offer that ``qcore tune`` measured on this device comes behind each
-one that it measured faster, whatever their ranks: a rank is what a plugin expects, a time is what the machine did.
-Kernels of software devices stay last, and under ``strict`` no plugin goes behind the fallback. The first offer in that
-order that passes verification serves.
+Order: the user's order, then rank, then name. An offer that ``qcore tune`` measured on this device comes after each
+one that it measured faster, whatever their ranks: a rank is an expectation, a time is a measurement.
+Kernels of software devices stay last, and under ``strict`` no plugin comes after the fallback. The first offer in that
+order that passes verification is selected.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ def resolve(
 
     The arguments are those of `using` and beat every other setting. Raises `UnsupportedError`, with the decision table
     as its text, if no kernel supports the request, or under ``strict`` if only the fallback does; `PluginError`
-    where a plugin that the user named is broken.
+    if a plugin that the user named is broken.
     """
     decision = decide(request, settings.current(backends=backends, disable=disable, strict=strict, verify=verify))
     if decision.kernel is None:
-        raise UnsupportedError(f"no kernel can serve this request.\n{decision}")
+        raise UnsupportedError(f"no kernel supports this request.\n{decision}")
     return decision
 
 
 def decide(request: Request, wanted: Settings) -> Decision:
-    """The decision under given settings, cached. Its ``kernel`` is None if none supports the request."""
+    """The decision under the given settings, cached. Its ``kernel`` is None if none supports the request."""
     key = (request, wanted, registry.generation)
     found = _decisions.get(key) or _decide_once(key, request, wanted)
     if wanted.strict:
@@ -70,7 +70,7 @@ def decide(request: Request, wanted: Settings) -> Decision:
 
 def _decide_once(key: Any, request: Request, wanted: Settings) -> Decision:
     with _lock:
-        # Another thread may have decided the same while this one waited.
+        # Another thread may have decided the same request while this one waited for the lock.
         found = _decisions.get(key)
         if found is not None:
             return found
@@ -78,7 +78,7 @@ def _decide_once(key: Any, request: Request, wanted: Settings) -> Decision:
         if len(_decisions) >= CACHE_LIMIT:
             _decisions.clear()
         _decisions[key] = found
-    _tell_observers(found, wanted)
+    _notify_observers(found, wanted)
     return found
 
 
@@ -91,20 +91,20 @@ def forget() -> None:
 
 
 def report_failure(request: Request, kernel: Kernel, reason: str, stage: Stage = Stage.FAILED_IN_USE) -> None:
-    """Take a kernel out of use for requests of this form: it failed with a layer's own weight, as ``stage`` says."""
+    """Disable a kernel for requests of this signature: it failed with a layer's own weight, at ``stage``."""
     with _lock:
-        _failures[_plugin_key(kernel, request)] = (stage, reason)
+        _failures[_failure_key(kernel, request)] = (stage, reason)
         _decisions.clear()
 
 
 def withdraw_failure(request: Request, kernel: Kernel) -> None:
-    """Take `report_failure` back: no other kernel could do better, so the input was at fault."""
+    """Undo `report_failure`: the next kernel failed, too, so the input was at fault."""
     with _lock:
-        _failures.pop(_plugin_key(kernel, request), None)
+        _failures.pop(_failure_key(kernel, request), None)
         _decisions.clear()
 
 
-def _plugin_key(kernel: Kernel, request: Request) -> tuple[str, str, Any]:
+def _failure_key(kernel: Kernel, request: Request) -> tuple[str, str, Any]:
     return (name_of(kernel), str(request.device), request.signature())
 
 
@@ -117,7 +117,7 @@ def _decide(request: Request, wanted: Settings) -> Decision:
         _fail_if_named_and_broken(status, order)
         if status.state is State.AVAILABLE:
             found = ask(status, request, order)
-            offers += [_timed(answer, request) for answer in found if isinstance(answer, Offered)]
+            offers += [_with_time(answer, request) for answer in found if isinstance(answer, Offered)]
             others += [answer for answer in found if isinstance(answer, Candidate)]
         else:
             others.append(row_of(status, str(status.state), status.reason))
@@ -129,8 +129,8 @@ def _decide(request: Request, wanted: Settings) -> Decision:
     return Decision(request, (*rows, *others), kernel, hints)
 
 
-def _timed(offered: Offered, request: Request) -> Offered:
-    """The offer with what ``qcore tune`` measured of it."""
+def _with_time(offered: Offered, request: Request) -> Offered:
+    """The offer with its time from ``qcore tune``."""
     return replace(offered, milliseconds=tuning.measured(request, offered.status, offered.offer.kernel))
 
 
@@ -145,9 +145,9 @@ def _rank(offers: list[Offered], wanted: Settings, order: Sequence[str]) -> list
 
 
 def _by_time(ranked: list[Offered], wanted: Settings) -> list[Offered]:
-    """Offers in order of rank, but one that was measured behind every one that was measured faster.
+    """Offers in order of rank, but each measured one after every one that was measured faster.
 
-    It goes down to the faster one's place instead of giving that one its own: nothing is known against those between.
+    The slower one moves down and the faster one stays: unmeasured offers between them keep their precedence.
     """
     waiting = sorted((o for o in ranked if _is_timed(o, wanted)), key=lambda o: o.milliseconds or 0.0)
     ordered: list[Offered] = []
@@ -163,13 +163,13 @@ def _by_time(ranked: list[Offered], wanted: Settings) -> list[Offered]:
 
 
 def _is_timed(offered: Offered, wanted: Settings) -> bool:
-    """Whether an offer's measured time counts beside those of other ranks."""
+    """Whether an offer's measured time may override ranks."""
     barred = wanted.strict and offered.status.name == BUILTIN
     return offered.milliseconds is not None and _tier(offered) > EMULATED and not barred
 
 
 def _tier(offered: Offered) -> int:
-    # Fine tuning goes both ways: NATIVE - 5 is still native.
+    # Fine-tuning may be negative: NATIVE - 5 is still native.
     return (int(offered.offer.rank) + _TIER // 2) // _TIER
 
 
@@ -182,29 +182,29 @@ def _select(
         if chosen is not None:
             rows.append(offered.candidate(Stage.OUTRANKED, _why_outranked(offered, chosen, order)))
             continue
-        stage, reason = _trial(offered, request, wanted)
+        stage, reason = _try_offer(offered, request, wanted)
         chosen = offered if stage is Stage.SELECTED else None
         rows.append(offered.candidate(stage, reason or _why_selected(offered, ranked)))
     return rows, chosen.offer.kernel if chosen else None
 
 
-def _trial(offered: Offered, request: Request, wanted: Settings) -> tuple[Stage, str]:
+def _try_offer(offered: Offered, request: Request, wanted: Settings) -> tuple[Stage, str]:
     kernel, status = offered.offer.kernel, offered.status
-    failure = _failures.get(_plugin_key(kernel, request)) or _renamed(offered, request)
+    failure = _failures.get(_failure_key(kernel, request)) or _renamed(offered, request)
     if failure is not None:
         return failure
-    key = f"verify {verification.verdict_key(status, kernel, request)}"  # as verify marks it
+    key = f"verify {verification.verdict_key(status, kernel, request)}"  # the mark that `verification` leaves
     reason = left_over(status, kernel, request)
     if reason:
-        warn_once(f"kernel {offered.name!r} of {status.dist} {status.version} is passed over: {reason}")
+        warn_once(f"kernel {offered.name!r} of {status.dist} {status.version} is skipped: {reason}")
         return Stage.FAILED_IN_USE, reason
-    # A step would leave a mark of its own over the one that is found there.
+    # `guarded` would overwrite the mark that an earlier crash left.
     step = guarded(status, f"the verification of {offered.name}", key, FIRST_CALL_SECONDS)
     try:
         with contextlib.nullcontext() if disk_cache.crashed(key) else step:
             result = verification.check(status, kernel, request, kernels_of(status.name), wanted.verify)
     except StepError as error:
-        if isinstance(error.cause, BrokenLayoutError):  # a layout's fault, which no other kernel could make good
+        if isinstance(error.cause, BrokenLayoutError):  # the layout's fault, so no other kernel can help
             raise error.cause from None
         result = verification.Check(False, f"raised {error.reason}")
     reason = plain(result.reason)
@@ -216,7 +216,7 @@ def _trial(offered: Offered, request: Request, wanted: Settings) -> tuple[Stage,
 
 
 def _renamed(offered: Offered, request: Request) -> tuple[Stage, str] | None:
-    """A kernel that comes under a new name after another one of its plugin failed would be tried without end."""
+    """The failure row of a kernel under a new name: a plugin that renames a failed kernel would be retried forever."""
     before = first_names.get((offered.status.name, request), frozenset())
     failed = any((name, str(request.device), request.signature()) in _failures for name in before)
     if offered.name in before or not failed:
@@ -225,12 +225,12 @@ def _renamed(offered: Offered, request: Request) -> tuple[Stage, str] | None:
 
 
 def kernel_key(stage: str, plugin: Plugin, kernel: Kernel, request: Request) -> str:
-    """The key of the mark that stands while a kernel is at ``stage`` (pack, call) for requests of a form."""
+    """The key of the crash mark of a kernel at ``stage`` (pack, call) for requests of one signature."""
     return mark_key(stage, plugin, f"{name_of(kernel)} {form_of(request)}")
 
 
 def note(plugin: Plugin, kernel: Kernel, request: Request, failure: str) -> None:
-    """Leave on disk that a kernel failed for requests of a form, or with an empty text that it does not any more."""
+    """Record on disk that a kernel failed for requests of one signature; an empty ``failure`` removes the record."""
     key = kernel_key("failed", plugin, kernel, request)
     if failure:
         note_failure(plugin, key, f"{name_of(kernel)} for {request.weight} on {request.device}: {failure}")
@@ -239,7 +239,7 @@ def note(plugin: Plugin, kernel: Kernel, request: Request, failure: str) -> None
 
 
 def left_over(plugin: Plugin, kernel: Kernel, request: Request) -> str:
-    """What became of an earlier process that used a kernel for requests of this form; empty if nothing did."""
+    """How a kernel ended or hung an earlier process with requests of this signature; empty if it did not."""
     for stage, what in _STAGES.items():
         if left := disk_cache.left_over(kernel_key(stage, plugin, kernel, request)):
             return f"{what} {left} {HOW_TO_CLEAR}"
@@ -247,7 +247,7 @@ def left_over(plugin: Plugin, kernel: Kernel, request: Request) -> str:
 
 
 def _why_selected(chosen: Offered, ranked: list[Offered]) -> str:
-    """Which offers of a higher rank the measured time of the chosen one beats; empty where the rank decided."""
+    """Which offers of a higher rank were measured slower than the selected one; empty if the rank decided."""
     behind = ranked[ranked.index(chosen) + 1 :]
     beaten = [o.name for o in behind if o.milliseconds is not None and _tier(o) > _tier(chosen)]
     if not beaten or chosen.milliseconds is None:
@@ -280,7 +280,7 @@ def _selected(ranked: list[Offered], rows: list[Candidate]) -> Offered | None:
 
 
 def _slow_hints(ranked: list[Offered], rows: list[Candidate]) -> Iterable[str]:
-    """Point at a kernel that serves although the fallback was measured faster: by the user's order, or strict."""
+    """A hint if the selected kernel was measured slower than the fallback (by the user's order, or under strict)."""
     best = _selected(ranked, rows)
     faster = [o for o in ranked if o.status.name == BUILTIN and best is not None and _is_faster(o, best)]
     if best is not None and faster and best.status.name != BUILTIN:
@@ -305,14 +305,14 @@ def _ties(ranked: list[Offered], rows: list[Candidate], order: Sequence[str]) ->
 
 
 def _setting_hints(wanted: Settings) -> Iterable[str]:
-    """Names in the settings that mean nothing; each is warned about once."""
+    """Unknown names in the settings; each is warned about once."""
     known = registry.entries()
     for name in sorted(wanted.named() - known.keys()):
         yield warn_once(
             f"no plugin is called {name!r}; installed: {', '.join(sorted(known))}.{did_you_mean(name, known)}"
         )
     if BUILTIN in wanted.disable:
-        yield warn_once(f"the built-in plugin {BUILTIN!r} cannot be disabled; strict=True refuses what it would serve.")
+        yield warn_once(f"the built-in plugin {BUILTIN!r} cannot be disabled; strict=True refuses its kernels.")
 
 
 def _hardware_hints() -> Iterable[str]:
@@ -329,7 +329,7 @@ def _fail_if_named_and_broken(status: PluginStatus, order: Sequence[str]) -> Non
     if status.broken and status.name in order:
         raise PluginError(
             f"plugin {status.name!r} ({status.dist} {status.version}), which you asked for, is broken.\n"
-            f"{status.state}: {status.reason}\nRun 'qcore doctor', or take it out of the order of backends."
+            f"{status.state}: {status.reason}\nRun 'qcore doctor', or remove it from the order of backends."
         ) from registry.error(status.name)
 
 
@@ -337,25 +337,25 @@ def _enforce_strict(decision: Decision, wanted: Settings) -> None:
     order = wanted.order(decision.request.contract)
     if decision.is_fallback and order[:1] != (BUILTIN,):
         behind = {c.plugin for c in decision.candidates if c.stage == Stage.OUTRANKED.value} - {BUILTIN}
-        text = "only the fallback to torch ops can serve this request."
+        text = "only the fallback to torch ops supports this request."
         if behind:
             names = " or ".join(sorted(behind))
-            text = f"the fallback to torch ops ranks first for this request; {names} serves where backends name it."
+            text = f"the fallback to torch ops ranks first for this request; name {names} in backends to select it."
         raise UnsupportedError(f"strict: {text}\n{decision}")
 
 
-def _tell_observers(decision: Decision, wanted: Settings) -> None:
+def _notify_observers(decision: Decision, wanted: Settings) -> None:
     for name in registry.entries():
         status = registry.status(name, wanted.disable)
         if status.state is State.AVAILABLE and registry.implements(name, "qcore_decided"):
-            _tell(status, mark_key("observer", status), decision)
+            _notify(status, mark_key("observer", status), decision)
 
 
-def _tell(status: PluginStatus, key: str, decision: Decision) -> None:
+def _notify(status: PluginStatus, key: str, decision: Decision) -> None:
     if left := disk_cache.left_over(key):
         who = f"plugin {status.name!r} ({status.dist} {status.version})"
-        warn_once(f"{who} is not told of decisions: qcore_decided {left} {HOW_TO_CLEAR}")
+        warn_once(f"{who} is not notified of decisions: qcore_decided {left} {HOW_TO_CLEAR}")
         return
-    # Silent, whatever it raises: an observer changes nothing.
+    # Exceptions are ignored: an observer must not affect the decision.
     with contextlib.suppress(StepError), guarded(status, "qcore_decided", key):
         registry.call(status.name, "qcore_decided", decision=copy.copy(decision))

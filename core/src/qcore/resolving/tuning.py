@@ -1,7 +1,7 @@
-"""Measured times of kernels, as ``qcore tune`` writes and the resolver reads them.
+"""Measured times of kernels: ``qcore tune`` writes them, the resolver reads them.
 
 A record is kept per request (without its row count), plugin version, kernel, device and driver: milliseconds by row
-count. Where a request does not say how many rows it has, the geometric mean over the measured row counts decides.
+count. For a request of unknown row count, the geometric mean over the measured row counts decides.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def slower_than_fallback(installed: Iterable[PluginStatus]) -> list[Slow]:
     fastest: dict[str, tuple[float, str]] = {}
     others: list[tuple[str, str, str, float]] = []
     for record in records("tuning"):
-        times, told = _times_of(record), [record.get(name) for name in ("request", "plugin", "kernel")]
-        if not times or not all(isinstance(text, str) for text in told):
-            continue  # damaged, or of an earlier version, which did not say
-        request, plugin, kernel = map(str, told)
+        times, labels = _times_of(record), [record.get(name) for name in ("request", "plugin", "kernel")]
+        if not times or not all(isinstance(text, str) for text in labels):
+            continue  # damaged, or written by an earlier version without these fields
+        request, plugin, kernel = map(str, labels)
         if [*versions.get(plugin, ())] != [record.get("dist"), record.get("version")]:
             continue
         if plugin == BUILTIN:
@@ -69,13 +69,13 @@ def slower_than_fallback(installed: Iterable[PluginStatus]) -> list[Slow]:
 
 
 def _mean(times: dict[int, float]) -> float:
-    """The geometric mean: a row count at which all are slow counts no more than any other."""
+    """The geometric mean: each row count has the same weight, however slow."""
     return math.exp(statistics.fmean(math.log(ms) for ms in times.values()))
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Milliseconds of one kernel by row count; ``stored`` is False where the cache could not be written."""
+    """Milliseconds of one kernel by row count; ``stored`` is False if the cache could not be written."""
 
     plugin: str
     kernel: str
@@ -84,12 +84,12 @@ class Measurement:
 
 
 def measured(request: Request, status: PluginStatus, kernel: Kernel) -> float | None:
-    """The measured time for this request, in milliseconds; None where it was never tuned."""
+    """The measured time for this request, in milliseconds; None if it was never tuned."""
     if not isinstance(request, LinearRequest):
         return None
     key = _key(request, status, kernel)
     if key not in _known:
-        if len(_known) >= _MOST_KNOWN:  # sizes are without end; what was measured stays, it need not be on disk
+        if len(_known) >= _MOST_KNOWN:  # unbounded sizes; measured times stay, since they may not be on disk
             for other in [other for other, times in _known.items() if not times]:
                 del _known[other]
         _known[key] = _times_of(read("tuning", key))
@@ -151,8 +151,8 @@ def _times(request: LinearRequest, kernels: list[Kernel], rows: int, seconds: fl
 def interleaved_medians(calls: list[Callable[[], Any]], device: torch.device, seconds: float = 0.3) -> list[float]:
     """Median milliseconds of each call.
 
-    The calls take turns, so that a slow moment of the machine hits all alike, and in another order each round: what a
-    call leaves in the caches is not always the same one's to find.
+    The calls take turns, so that a slow moment of the machine affects all alike, in a new order each round, so that
+    no call always runs with the caches that the same predecessor left.
     """
     if not calls:
         return []
@@ -173,6 +173,6 @@ def interleaved_medians(calls: list[Callable[[], Any]], device: torch.device, se
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, where it works behind the caller's back."""
+    """Wait for the device if it runs asynchronously."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize()

@@ -1,6 +1,6 @@
-"""Checking a kernel on problems with known answers before it serves for the first time.
+"""Verifies a kernel on problems with known results before its first use.
 
-Twice: on small problems, before it is chosen (`check`), and with a layer's own weight, once for each size, before it
+Twice: on small problems, before it is selected (`check`), and with a layer's own weight, once for each size, before it
 gets the layer's input (`check_weight`): a kernel may be wrong on large weights only. A verdict is kept in memory and,
 if the kernel passed, on disk: by plugin version, kernel, device, driver, torch version and the form of the request;
 for a plugin under development also by the state of its code. A kernel that ended an earlier process during its check
@@ -32,7 +32,7 @@ from ..weights.qtensor import QTensor
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of checking a kernel: ``ok``, and where it is not, ``reason`` with the numbers."""
+    """The result of verifying a kernel: ``ok``, or ``reason`` with the numbers."""
 
     ok: bool
     reason: str = ""
@@ -51,9 +51,9 @@ def forget() -> None:
 
 
 def check(
-    status: PluginStatus, kernel: Kernel, request: Request, ask: Callable[[Any], list[Kernel]], mode: str = "once"
+    status: PluginStatus, kernel: Kernel, request: Request, ask: Callable[[Request], list[Kernel]], mode: str = "once"
 ) -> Check:
-    """Check ``kernel`` for ``request``; ``ask`` gets the plugin's kernels for another request."""
+    """Check ``kernel`` for ``request``; ``ask`` returns the plugin's kernels for another request."""
     if mode == "off" or request.device.type == "meta" or not can_run_on(request.device):
         return Check(True)
     key = verdict_key(status, kernel, request)
@@ -68,7 +68,7 @@ def check(
 def size_key(status: PluginStatus, kernel: Kernel, request: Request, mode: str = "once") -> str:
     """The key of the verdict on ``kernel`` at the size of ``request``; empty if there is nothing to be checked.
 
-    Nothing is with ``mode`` ``off``, on ``meta``, for a size that `check` has tried, and with a verdict at hand.
+    That is so with ``mode`` ``off``, on ``meta``, for a size that `check` covers, and if a verdict is cached.
     """
     if mode == "off" or request.device.type == "meta" or contract_of(request).is_probed_whole(request):
         return ""
@@ -80,7 +80,7 @@ def size_key(status: PluginStatus, kernel: Kernel, request: Request, mode: str =
 
 
 def _remember_size(key: str, mode: str) -> None:
-    if len(_seen_sizes) >= _MOST_SIZES:  # sizes are without end
+    if len(_seen_sizes) >= _MOST_SIZES:  # unbounded sizes
         _seen_sizes.clear()
     _seen_sizes.add((key, mode))
 
@@ -123,7 +123,7 @@ def _try_weight(kernel: Kernel, request: Request, weight: QTensor, packed: Mappi
 
 
 def can_run_on(device: torch.device) -> bool:
-    """Whether torch can put a tensor on ``device`` here; `explain` is also asked about devices of other machines."""
+    """Whether torch can put a tensor on ``device`` here; `explain` also takes devices of other machines."""
     if device not in _usable:
         try:
             with undisturbed():
@@ -135,10 +135,10 @@ def can_run_on(device: torch.device) -> bool:
 
 
 def verdict_key(status: PluginStatus, kernel: Kernel, request: Request) -> str:
-    """What a verdict is kept under."""
+    """The cache key of a verdict."""
     plugin = (status.name, status.dist, status.version, name_of(kernel), request.device.type, status.device)
-    parts = (*plugin, status.driver, torch.__version__, request.signature(), code_state(status.dist))
-    return "|".join(map(str, parts))
+    fields = (*plugin, status.driver, torch.__version__, request.signature(), code_state(status.dist))
+    return "|".join(map(str, fields))
 
 
 def _stored(key: str, mode: str) -> Check | None:
@@ -152,17 +152,17 @@ def _ended(key: str) -> Check:
     return Check(False, f"{left_over(f'verify {key}')} while it was checked; {how_to_clear}")
 
 
-def _run(key: str, kernel: Kernel, request: Request, ask: Callable[[Any], list[Kernel]]) -> Check:
+def _run(key: str, kernel: Kernel, request: Request, ask: Callable[[Request], list[Kernel]]) -> Check:
     with crash_mark(f"verify {key}"), undisturbed():
         result = run_check(*_smallest(kernel, request, ask))
     if result.ok:
-        # A failure is not kept: it is found again at once, and a repaired plugin is not held to it.
+        # Failures are not cached: they reproduce quickly, and a repaired plugin must get a new chance.
         write("verdicts", key, ok=True)
     return result
 
 
-def _smallest(kernel: Kernel, request: Request, ask: Callable[[Any], list[Kernel]]) -> tuple[Kernel, Any]:
-    """The same kernel made for a small weight, or where the plugin has another one for that, the kernel itself."""
+def _smallest(kernel: Kernel, request: Request, ask: Callable[[Request], list[Kernel]]) -> tuple[Kernel, Request]:
+    """The same kernel for a small weight; the kernel itself if the plugin has none of that name there."""
     small = request.small()
     with contextlib.suppress(*Guarded):
         for other in ask(small):
@@ -173,7 +173,7 @@ def _smallest(kernel: Kernel, request: Request, ask: Callable[[Any], list[Kernel
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """No gradients, no autocast, no fake tensors, no default device of the user's."""
+    """No gradients, no autocast, no fake tensors, and the default device is the CPU."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with contextlib.ExitStack() as stack:
@@ -201,7 +201,7 @@ def run_check(kernel: Kernel, request: Request) -> Check:
 
 
 def _fault(contract: Contract, kernel: Kernel, problem: Problem) -> str:
-    """What is wrong with a kernel's answer to one problem; empty where nothing is."""
+    """The defect that one problem shows in a kernel; empty if there is none."""
     here = problem.to(problem.request.device)
     packed = kernel.pack(here.weight)
     lost = difference(kernel.unpack(packed), here.weight)
@@ -213,9 +213,9 @@ def _fault(contract: Contract, kernel: Kernel, problem: Problem) -> str:
 
 
 def call_fault(judge: Callable[[Any], Verdict], kernel: Kernel, here: Problem, packed: Mapping[str, Tensor]) -> str:
-    """What is wrong with a kernel that is called twice; empty if nothing is.
+    """The defect that two calls show in a kernel; empty if there is none.
 
-    The first result must be right and stay so when other values are computed, and the inputs must be left alone.
+    The first result must be correct and survive the second call, and the inputs must not change.
     """
     inputs = {"x": here.x, **here.given, **({} if here.bias is None else {"bias": here.bias})}
     before = {name: value.clone() for name, value in inputs.items()}
@@ -232,7 +232,7 @@ def call_fault(judge: Callable[[Any], Verdict], kernel: Kernel, here: Problem, p
 
 
 def _other_values(here: Problem) -> Tensor:
-    """An x of the same shape and dtype, and other values: other rows of a table, other codes, other numbers."""
+    """An x of the same shape and dtype with other values: other indices, codes or floats."""
     if isinstance(here.request, EmbeddingRequest):
         return here.request.num_embeddings - 1 - here.x
     return here.x.neg() if here.x.is_floating_point() else here.x.bitwise_not()
@@ -244,7 +244,7 @@ def _same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def difference(found: Any, expected: QTensor) -> str:
-    """In what a QTensor differs from another; empty where they are equal bit for bit (whatever their quantizer)."""
+    """The first difference between two QTensors; empty if they are equal bit for bit (the quantizer may differ)."""
     if not isinstance(found, QTensor):
         return f"a {type(found).__name__} instead of a QTensor"
     if found.format != expected.format or tuple(found.shape) != tuple(expected.shape):

@@ -1,8 +1,7 @@
-"""The state of an installed distribution's code, for verdicts that must not outlive it.
+"""A fingerprint of an installed distribution's code, to invalidate verdicts when the code changes.
 
-A release is told by its version. A plugin under development keeps its version while its code changes, so the state of
-an editable installation is that of its files: names, sizes and times of change. Nothing is imported or read but
-metadata.
+A release is identified by its RECORD. A plugin under development keeps its version while its code changes, so an
+editable installation is identified by the names, sizes and modification times of its files. Only metadata is read.
 """
 
 from __future__ import annotations
@@ -23,26 +22,28 @@ _SKIPPED = {"__pycache__", "build", "dist", "node_modules", "tests"}
 
 @lru_cache(maxsize=256)
 def code_state(dist: str) -> str:
-    """A text that differs if the code of the distribution ``dist`` does; empty if it is not installed.
+    """A hash that changes with the code of the distribution ``dist``; empty if it is not installed.
 
-    Looked at once per process: what a process has imported stays as it is.
+    Computed once per process, since imported code does not change.
     """
     try:
         found = metadata.distribution(dist)
         root = _source_of(found.read_text("direct_url.json"))
         # An ordinary installation lists its files with their hashes.
-        parts = [found.read_text("RECORD") or ""] if root is None else [*_listing(root), *_installed(found)]
+        lines = [found.read_text("RECORD") or ""] if root is None else [*_listing(root), *_installed(found)]
     except (metadata.PackageNotFoundError, OSError, ValueError):
         return ""
-    return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _source_of(direct_url: str | None) -> Path | None:
     """The directory of an editable installation (PEP 610), None for any other."""
-    said = json.loads(direct_url or "{}")
-    if not (isinstance(said, dict) and isinstance(said.get("dir_info"), dict) and said["dir_info"].get("editable")):
+    origin = json.loads(direct_url or "{}")
+    if not (
+        isinstance(origin, dict) and isinstance(origin.get("dir_info"), dict) and origin["dir_info"].get("editable")
+    ):
         return None
-    return Path(url2pathname(urlsplit(str(said.get("url"))).path))
+    return Path(url2pathname(urlsplit(str(origin.get("url"))).path))
 
 
 def _listing(root: Path) -> list[str]:
@@ -62,7 +63,7 @@ def _files(folder: str | Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _installed(found: metadata.Distribution) -> Iterator[str]:
-    """The files that an editable installation has put beside others: compiled libraries, say."""
+    """The files that an editable installation has put into site-packages, such as compiled libraries."""
     for file in found.files or ():
         if "__pycache__" not in file.parts:
             path = Path(str(found.locate_file(file)))
@@ -72,6 +73,6 @@ def _installed(found: metadata.Distribution) -> Iterator[str]:
 def _line(path: str, stat: Callable[[], os.stat_result]) -> str:
     try:
         known = stat()
-    except OSError:  # gone in the meantime
+    except OSError:  # deleted in the meantime
         return f"{path} gone"
     return f"{path} {known.st_size} {known.st_mtime_ns}"

@@ -1,7 +1,7 @@
-"""The cache on disk: small JSON records, written atomically, and marks that outlive a crash.
+"""The cache on disk: small JSON records, written atomically, and marks that survive a crash.
 
-Everything here degrades to "no cache" where the directory cannot be written, or where somebody else could have written
-what is in it; nothing raises.
+Everything here degrades to "no cache" if the directory cannot be written, or if another user could have written to
+it; nothing raises.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from . import forks
 
 _LARGEST = 1 << 20
-"""Bytes of the largest record that is read: what qcore writes has some hundred."""
+"""Size limit of a record in bytes; qcore's own have a few hundred."""
 
 _MARKS = "running"
 FAILURES = "failures"
-"""Records of what failed, for ``qcore doctor`` to list: nothing is decided by them."""
+"""The kind of records of failures, which ``qcore doctor`` lists; no decision depends on them."""
 
 _LARGEST_PID = (1 << 31) - 1
 
@@ -34,10 +34,10 @@ _LARGEST_PID = (1 << 31) - 1
 def cache_dir() -> Path | None:
     """``QCORE_CACHE_DIR``, or the user's cache directory for qcore. It may not exist yet.
 
-    None where it would be in a home directory and there is none.
+    None if it would be in a home directory and there is none.
     """
     named = os.environ.get("QCORE_CACHE_DIR")
-    # Path.expanduser raises where there is no home; this leaves the tilde.
+    # Path.expanduser raises without a home directory; this keeps the tilde.
     path = os.path.expanduser(named) if named else _of_user()  # noqa: PTH111
     return None if path.startswith("~") or "\0" in path else Path(path)
 
@@ -47,17 +47,17 @@ def _of_user() -> str:
 
     try:
         return platformdirs.user_cache_dir("qcore")
-    except RuntimeError:  # newer ones raise where older ones leave the tilde
+    except RuntimeError:  # newer versions raise, older ones keep the tilde
         return "~"
 
 
 def place() -> str:
-    """The directory in words."""
+    """The cache directory as text for people."""
     return str(cache_dir() or "none: there is no home directory")
 
 
 def distrusted() -> str:
-    """Why what is stored is not believed, in words; empty where it is."""
+    """Why stored records are not trusted; empty if they are."""
     root = cache_dir()
     if root is None:
         return "there is no home directory to keep it in"
@@ -76,7 +76,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _unsafe(folder: Path) -> str:
-    """Why a directory is not trusted; empty where it is, and where there is none."""
+    """Why a directory is not trusted; empty if it is, or if it does not exist."""
     try:
         return _writable_by_others(folder.stat())
     except (OSError, ValueError):
@@ -84,7 +84,7 @@ def _unsafe(folder: Path) -> str:
 
 
 def _writable_by_others(info: os.stat_result) -> str:
-    """In words who else could have written a file or directory; empty where that is nobody."""
+    """Who else could have written a file or directory, as a clause; empty if nobody could."""
     if not hasattr(os, "geteuid"):
         return ""
     if info.st_uid not in (os.geteuid(), 0):
@@ -95,13 +95,13 @@ def _writable_by_others(info: os.stat_result) -> str:
 
 def _path(kind: str, key: str) -> Path | None:
     root = cache_dir()
-    # A key may hold what a device calls itself, which need not be text that can be encoded.
+    # A key may contain a device's name, which may not be encodable text.
     name = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:32]
     return None if root is None else root / kind / f"{name}.json"
 
 
 def read(kind: str, key: str) -> dict[str, Any] | None:
-    """The record stored under ``key``, or None where there is none or it cannot be read or believed."""
+    """The record stored under ``key``, or None if it is missing, unreadable or untrusted."""
     path = _path(kind, key)
     if path is None or _unsafe(path.parents[1]) or _unsafe(path.parent):
         return None
@@ -119,7 +119,7 @@ def _record(path: Path) -> dict[str, Any] | None:
 
 
 def _bytes(path: Path) -> bytes:
-    """What a file of our own holds. Raises OSError for a pipe, a device, a link, a giant, and a file of others."""
+    """The content of our own file. Raises OSError for a pipe, device or link, a huge file, or one of another user."""
     special = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     handle = os.open(path, os.O_RDONLY | special)
     try:
@@ -132,7 +132,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def write(kind: str, key: str, **values: Any) -> bool:
-    """Store ``values`` under ``key``; returns whether that worked. Readers never see half a record."""
+    """Store ``values`` under ``key``; returns whether that succeeded. Readers never see a partial record."""
     path, text = _path(kind, key), json.dumps({"key": key, **values})
     if path is None:
         return False
@@ -146,7 +146,7 @@ def write(kind: str, key: str, **values: Any) -> bool:
 
 
 def _make(folder: Path) -> None:
-    """Make a directory that nobody else can write, whatever the umask. Raises OSError where the one here is not so."""
+    """Make a directory that nobody else can write, whatever the umask. Raises OSError if others can write it."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -167,7 +167,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def remove(kind: str, key: str) -> None:
-    """Forget what is stored under ``key``."""
+    """Delete the record stored under ``key``."""
     path = _path(kind, key)
     if path is not None:
         with contextlib.suppress(OSError, ValueError):
@@ -175,7 +175,7 @@ def remove(kind: str, key: str) -> None:
 
 
 def records(kind: str) -> list[dict[str, Any]]:
-    """Every record of a kind that can be believed, in a stable order."""
+    """Every trusted record of a kind, in a stable order."""
     root = cache_dir()
     if root is None or _unsafe(root) or _unsafe(root / kind):
         return []
@@ -188,7 +188,7 @@ def records(kind: str) -> list[dict[str, Any]]:
 
 
 def forget_failures() -> int:
-    """Remove what earlier processes left of plugins that failed, crashed or hung; returns how many records."""
+    """Remove the records of plugins that failed, crashed or hung in earlier processes; returns their number."""
     gone, failed = left_over_marks(), records(FAILURES)
     for record in gone:
         remove(_MARKS, record["key"])
@@ -198,11 +198,11 @@ def forget_failures() -> int:
 
 
 def left_over_marks() -> list[dict[str, Any]]:
-    """The marks of processes that are gone, or that were given up on."""
+    """The marks of processes that have ended, or whose step was interrupted."""
     return [record for record in records(_MARKS) if is_left_over(record)]
 
 
-# Marks: records that stand while something runs that may end the process.
+# Marks: records that exist while a step runs that could crash the process.
 
 _lock = forks.Lock()
 _running: dict[str, int] = {}
@@ -219,7 +219,7 @@ def crash_mark(key: str, **about: Any) -> Iterator[None]:
 
 
 def set_mark(key: str, **about: Any) -> None:
-    """Leave a mark; ``about`` says what runs, for whoever lists the marks."""
+    """Write a mark; ``about`` describes the running step, for `left_over_marks`."""
     with _lock:
         _running[key] = _running.get(key, 0) + 1
         if _running[key] == 1:
@@ -227,7 +227,7 @@ def set_mark(key: str, **about: Any) -> None:
 
 
 def amend_mark(key: str, **changes: Any) -> None:
-    """Say more in a mark of this process, e.g. ``ended``: why it stays although the process goes on."""
+    """Update a mark of this process, e.g. with ``ended``: why it remains although the process continues."""
     with _lock:
         found = read(_MARKS, key)
         if found is not None and found.get("pid") == os.getpid():
@@ -235,7 +235,7 @@ def amend_mark(key: str, **changes: Any) -> None:
 
 
 def clear_mark(key: str) -> None:
-    """Take a mark of this process away; one that says how it ``ended`` stays."""
+    """Remove a mark of this process; one with ``ended`` remains."""
     with _lock:
         count = _running.get(key, 0) - 1
         if count > 0:
@@ -248,7 +248,7 @@ def clear_mark(key: str) -> None:
 
 
 def clear_own_marks() -> None:
-    """Take every mark of this process away, because it ends in an orderly way; those of what hangs stay."""
+    """Remove every mark of this process, because it exits cleanly; marks of hung steps remain."""
     for key in list(_running):
         hung = (read(_MARKS, key) or {}).get("hung")
         if hung:
@@ -258,13 +258,13 @@ def clear_own_marks() -> None:
 
 
 def crashed(key: str) -> bool:
-    """Whether an earlier process died inside ``crash_mark(key)``, or was given up on in it."""
+    """Whether an earlier process died inside ``crash_mark(key)``, or its step was interrupted."""
     mark = read(_MARKS, key)
     return mark is not None and is_left_over(mark)
 
 
 def left_over(key: str) -> str:
-    """What became of an earlier process inside ``crash_mark(key)``, as a verb; empty where nothing did."""
+    """How an earlier process ended inside ``crash_mark(key)``, as a predicate; empty if it did not."""
     mark = read(_MARKS, key)
     if mark is None or not is_left_over(mark):
         return ""
@@ -273,20 +273,20 @@ def left_over(key: str) -> str:
 
 
 def is_left_over(mark: dict[str, Any]) -> bool:
-    """Whether a mark is that of a process that is gone, or of one that was given up on."""
+    """Whether a mark belongs to a process that has ended, or to a step that was interrupted."""
     if mark.get("ended"):
         return True
     pid = mark.get("pid")
     if not isinstance(pid, int) or not 0 < pid <= _LARGEST_PID:
         return False
-    # In a container every run may have the same pid: a mark of ours that we did not set is that of an earlier one.
+    # In a container every run may have the same pid: a mark with our pid that we did not set is from an earlier run.
     if pid == os.getpid():
         return mark["key"] not in _running
     return not _alive(pid, mark.get("started"))
 
 
 def _alive(pid: int, started: object) -> bool:
-    if os.name == "nt":  # there os.kill(pid, 0) is no question: it ends the process
+    if os.name == "nt":  # on Windows os.kill(pid, 0) terminates the process
         return True
     try:
         os.kill(pid, 0)
@@ -294,12 +294,12 @@ def _alive(pid: int, started: object) -> bool:
         return False
     except OSError:
         pass
-    # Another process may have got the pid since.
+    # The pid may have been reused since.
     return not isinstance(started, str) or _start_of(pid) in ("", started)
 
 
 def _start_of(pid: int) -> str:
-    """When a process started, in ticks since boot, where the kernel tells; empty elsewhere."""
+    """When a process started, in ticks since boot, from /proc; empty if that is not available."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         return text.rpartition(")")[2].split()[19]

@@ -1,8 +1,8 @@
-"""Locks that a fork leaves free in the child, where the threads that held them are gone.
+"""Locks that are released in a forked child, since the threads that held them do not exist there.
 
-A fork waits a moment for work behind a lock made with ``awaited``: what the child gets is then whole, modules that
-were being imported included. Where the wait is in vain, because a plugin hangs or is itself what forks, the child
-starts with what `after_broken_fork` puts right.
+A fork waits up to `WAIT_SECONDS` for the holders of ``awaited`` locks, so that the child inherits a consistent state,
+including modules under import. If the wait times out, because a plugin hangs or forks itself, the child first runs the
+repairs registered with `after_broken_fork`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 WAIT_SECONDS = 5.0
-"""How long a fork waits, in all, for work behind locks that are awaited."""
+"""The total time that a fork waits for awaited locks."""
 
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 _awaited: list[weakref.ref[Lock]] = []
@@ -24,7 +24,7 @@ _repairs: list[Callable[[], object]] = []
 
 
 class _Thread(threading.local):
-    """What this thread does: ``waited_for`` by another one, and the locks that it ``held`` over a fork."""
+    """Per-thread state: nesting of `waited_for` blocks, and the locks ``held`` across a fork."""
 
     waited_for = 0
 
@@ -36,7 +36,7 @@ _here = _Thread()
 
 
 class Lock:
-    """A reentrant lock. ``awaited``: a fork waits for it; make those in the order inner before outer."""
+    """A reentrant lock. ``awaited``: a fork waits for it; create inner locks before outer ones."""
 
     def __init__(self, *, awaited: bool = False) -> None:
         self.renew()
@@ -45,7 +45,7 @@ class Lock:
             _awaited.append(weakref.ref(self, _awaited.remove))
 
     def renew(self) -> None:
-        """Forget who holds it."""
+        """Replace the lock by a free one."""
         self._lock: Any = threading.RLock()
 
     def __enter__(self) -> None:
@@ -55,21 +55,21 @@ class Lock:
         self._lock.release()
 
     def acquire(self, seconds: float) -> bool:
-        """Whether it could be had within ``seconds``."""
+        """Acquire the lock; returns False if that takes over ``seconds``."""
         return bool(self._lock.acquire(timeout=seconds))
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         self._lock.release()
 
     def is_mine(self) -> bool:
         """Whether this thread holds it."""
-        return bool(self._lock._is_owned())  # noqa: SLF001 - as threading.Condition asks
+        return bool(self._lock._is_owned())  # noqa: SLF001 - as threading.Condition does
 
 
 @contextmanager
 def waited_for() -> Iterator[None]:
-    """A block in a thread that another one waits for, locks in hand: a fork in here does not wait for those."""
+    """A block in a thread that another thread waits for while holding locks: a fork in it must not wait for them."""
     _here.waited_for += 1
     try:
         yield
@@ -78,13 +78,13 @@ def waited_for() -> Iterator[None]:
 
 
 def after_broken_fork(repair: Callable[[], object]) -> None:
-    """Have ``repair`` run in a child that was forked while another thread was at work behind an awaited lock."""
+    """Register ``repair`` to run in a child that was forked while another thread held an awaited lock."""
     _repairs.append(repair)
 
 
 def _before() -> None:
     deadline = time.monotonic() + (0.0 if _here.waited_for else WAIT_SECONDS)
-    # Outer locks first, as the work behind them takes them.
+    # Outer locks first, in the order in which other code acquires them.
     for lock in filter(None, (ref() for ref in reversed(_awaited))):
         if not lock.acquire(max(0.0, deadline - time.monotonic())):
             break
@@ -97,13 +97,13 @@ def _release() -> None:
 
 
 def _in_child() -> None:
-    whole = len(_here.held) == len(_awaited)
+    complete = len(_here.held) == len(_awaited)
     _release()
     for lock in list(_locks):
-        # What the thread that forked holds it will release itself, in the child too.
+        # The forking thread survives in the child and releases its own locks there.
         if not lock.is_mine():
             lock.renew()
-    if not whole:
+    if not complete:
         for repair in _repairs:
             repair()
 

@@ -1,8 +1,8 @@
 """The guard around each step of a plugin: import, registration, probe, hook, pack, first call.
 
-Whatever a step raises becomes a `StepError`, except for a KeyboardInterrupt, which is the user's. A mark on disk stands
-while it runs, so that a step that ends the process, or hangs until somebody ends it, is not tried by the next one; a
-watchdog names the plugin once a step takes too long; and what a step changes of the process is put back.
+Every exception of a step becomes a `StepError`, except for the user's KeyboardInterrupt. A mark on disk exists while
+the step runs, so that the next process skips a step that crashed or hung; a watchdog warns with the plugin's name if a
+step takes too long; and changes to the state of the process are undone.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..errors import QcoreWarning
 from . import disk_cache, forks, plain_text, process_state
 
 SECONDS = 10.0
-"""A step that takes longer is named in a warning; who interrupts it then is not bothered by it in the next run."""
+"""A longer step causes a warning; if the user then interrupts it, the next run skips it."""
 
 FIRST_CALL_SECONDS = 60.0
-"""The same for what may compile a kernel."""
+"""The same limit for steps that may compile a kernel."""
 
 BUILTIN = "torch"
 """The name of the built-in fallback plugin."""
@@ -37,7 +37,7 @@ _POLL = 1.0
 
 
 class Plugin(Protocol):
-    """Whose step it is."""
+    """The plugin that a step belongs to."""
 
     @property
     def name(self) -> str: ...
@@ -48,7 +48,7 @@ class Plugin(Protocol):
 
 
 class StepError(Exception):
-    """A step of a plugin raised ``cause``, or gave what it must not; ``reason`` says so in words."""
+    """A step of a plugin raised ``cause``, or returned an invalid value; ``reason`` describes it."""
 
     def __init__(self, reason: str, cause: BaseException | None = None) -> None:
         super().__init__(reason)
@@ -65,7 +65,7 @@ class Step:
     def __init__(self, plugin: Plugin, doing: str, key: str, seconds: float) -> None:
         self.plugin, self.doing, self.key, self.seconds = plugin, doing, key, seconds
         self.since = time.monotonic()
-        self.told = False
+        self.warned = False
 
     @property
     def took(self) -> float:
@@ -80,12 +80,12 @@ class Step:
             ended = f"was interrupted after {self.took:.0f} seconds in an earlier process"
             disk_cache.amend_mark(self.key, ended=ended)
         disk_cache.clear_mark(self.key)
-        if self.told:
+        if self.warned:
             note_failure(self.plugin, self.key, f"{self.doing} took {self.took:.0f} seconds", slow=True)
 
-    def tell(self) -> None:
-        """Say that it takes long, and leave it in the mark: whatever ends the process now, this is why."""
-        self.told = True
+    def warn_slow(self) -> None:
+        """Warn that the step is slow, and record it in the mark as the reason if the process ends now."""
+        self.warned = True
         disk_cache.amend_mark(self.key, hung=f"took over {self.seconds:g} seconds in an earlier process")
         _warn(
             f"qcore plugin {self.plugin.name!r} ({self.plugin.dist} {self.plugin.version}) is at {self.doing} for over "
@@ -95,7 +95,7 @@ class Step:
 
 
 def note_failure(plugin: Plugin, key: str, text: str, *, slow: bool = False) -> None:
-    """Leave a record for ``qcore doctor`` to list."""
+    """Write a record that ``qcore doctor`` lists."""
     about = {"plugin": plugin.name, "dist": plugin.dist, "version": plugin.version, "since": time.time()}
     disk_cache.write(disk_cache.FAILURES, key, text=text, slow=slow, **about)
 
@@ -106,21 +106,21 @@ _MOST_PASSED = 16384
 
 
 def mark_key(stage: str, plugin: Plugin, what: object = "") -> str:
-    """The key of the mark of a step; ``what`` it is about, e.g. the form of a request."""
+    """The key of the mark of a step; ``what``: its subject, e.g. the signature of a request."""
     return f"{stage} {plugin.name} {plugin.dist} {plugin.version}" + (f" {what}" if what else "")
 
 
 def has_passed(key: str, size: str = "", **_: Any) -> bool:
-    """Whether a step of this ``key`` and ``size`` has gone through in this process."""
+    """Whether a step of this ``key`` and ``size`` has succeeded in this process."""
     return f"{key} {size}" in _passed
 
 
 @contextmanager
 def guarded(plugin: Plugin, doing: str, key: str, seconds: float | None = None, size: str = "") -> Iterator[None]:
-    """Run a step; what it raises leaves as a `StepError`.
+    """Run a step; its exceptions become `StepError`.
 
-    ``doing``: in words; ``key``: of its mark, see `mark_key`; ``seconds``: until it hangs, default `SECONDS`;
-    ``size``: a step of one key is tried anew for each. What has passed in this process leaves no mark any more.
+    ``doing``: the step in words; ``key``: of its mark, see `mark_key`; ``seconds``: until it counts as hung, default
+    `SECONDS`; ``size``: each size of a key is a step of its own. A step that has succeeded leaves no more marks.
     """
     try:
         if plugin.name == BUILTIN or (has_passed(key, size) and plugin.name not in _meddlers):
@@ -139,7 +139,7 @@ def guarded(plugin: Plugin, doing: str, key: str, seconds: float | None = None, 
 
 @contextmanager
 def undone() -> Iterator[None]:
-    """Put back what changes in the process, if a plugin has been seen to change it: for calls that are no steps."""
+    """Undo changes to the state of the process if any plugin is known to make some: for calls outside of steps."""
     restore = process_state.snapshot() if _meddlers else list
     try:
         yield
@@ -163,7 +163,7 @@ def _watched(step: Step) -> Iterator[None]:
         _watchdog.remove(step)
         step.end(error)
         changed = restore()
-        _tell_meddler(step, changed)
+        _warn_meddler(step, changed)
 
 
 def _remember(key: str) -> None:
@@ -172,7 +172,7 @@ def _remember(key: str) -> None:
     _passed.add(key)
 
 
-def _tell_meddler(step: Step, changed: list[str]) -> None:
+def _warn_meddler(step: Step, changed: list[str]) -> None:
     names = [name for name in changed if name != process_state.SEED]
     if changed and step.plugin.name not in _meddlers:
         _meddlers.add(step.plugin.name)
@@ -187,15 +187,15 @@ def _warn(text: str) -> None:
     try:
         warnings.warn(text, QcoreWarning, stacklevel=3)
     except QcoreWarning:
-        # Warnings are errors here; raised in a guard or in the watchdog's thread it would hit the wrong one.
+        # Warnings are errors here; raised in a guard or in the watchdog's thread, it would hit unrelated code.
         sys.stderr.write(f"{text}\n")
 
 
-# Signals that end the process: a kernel that happens to run then is not at fault.
+# Terminating signals: a kernel that runs when one arrives is not at fault.
 
 
 class _Foreign(threading.local):
-    """The exception that a handler of the user's raised in this thread, which is no plugin's."""
+    """An exception of the user's signal handler in this thread, which no plugin caused."""
 
     error: BaseException | None = None
 
@@ -206,7 +206,7 @@ _handlers: dict[int, Any] = {}
 
 @contextmanager
 def _ending_signals() -> Iterator[None]:
-    """Take marks away before SIGTERM and SIGHUP do what they would do."""
+    """Remove marks before SIGTERM and SIGHUP take effect."""
     if _handlers or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -242,9 +242,9 @@ def _end_orderly(number: int, frame: FrameType | None) -> None:
 
 
 def _let_signals_end() -> None:
-    """Have signals end the process at once, as without a guard: Python's handlers wait for native code that hangs."""
+    """Restore immediate termination by signals: Python's handlers would wait for hung native code."""
     defaults = [number for number, handler in list(_handlers.items()) if handler is signal.SIG_DFL]
-    # Only the main thread may ask Python for it. It sets them anew when the step ends.
+    # Python allows this in the main thread only, which restores its handlers after the step.
     with contextlib.suppress(Exception):
         libc = ctypes.CDLL(None)
         for number in defaults:
@@ -255,7 +255,7 @@ def _let_signals_end() -> None:
 
 
 class _Watchdog:
-    """A thread that looks at running steps once a second while there are any."""
+    """A thread that checks running steps once a second while there are any."""
 
     def __init__(self) -> None:
         self._lock = forks.Lock()
@@ -267,7 +267,7 @@ class _Watchdog:
             self._steps[id(step)] = step
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="qcore-watchdog", daemon=True)
-                with contextlib.suppress(RuntimeError):  # at the end of the interpreter no thread can be started
+                with contextlib.suppress(RuntimeError):  # no thread can start at interpreter shutdown
                     self._thread.start()
 
     def remove(self, step: Step) -> None:
@@ -275,7 +275,7 @@ class _Watchdog:
             self._steps.pop(id(step), None)
 
     def forget(self) -> None:
-        """In a forked child, which has none of the threads."""
+        """Reset in a forked child, which has none of the threads."""
         self._steps, self._thread = {}, None
 
     def _run(self) -> None:
@@ -286,10 +286,10 @@ class _Watchdog:
                     self._thread = None
                     return
             for step in running:
-                if not step.told and step.took >= step.seconds:
-                    step.tell()
+                if not step.warned and step.took >= step.seconds:
+                    step.warn_slow()
                     _let_signals_end()
-            time.sleep(min([_POLL, *(max(0.01, s.seconds - s.took) for s in running if not s.told)]))
+            time.sleep(min([_POLL, *(max(0.01, s.seconds - s.took) for s in running if not s.warned)]))
 
 
 _watchdog = _Watchdog()

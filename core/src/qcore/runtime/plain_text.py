@@ -1,4 +1,4 @@
-"""What others say, as plain text: the answers and errors of plugins, whose own methods may do anything."""
+"""Plain-text copies of plugins' values and errors, without trusting their methods."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ _MOST = 100
 
 
 def plain(text: str) -> str:
-    """Printable text of a sane length: an own copy, without surrogates and control characters."""
-    copy = str.__str__(text)  # of a subclass too, whose methods are not asked
+    """A printable copy of at most about 2000 characters, without surrogates and control characters."""
+    copy = str.__str__(text)  # bypasses the methods of a subclass
     cut = copy if len(copy) <= _LONGEST else f"{copy[:_LONGEST]} ... ({len(copy)} characters)"
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in cut)
 
 
 def is_a(value: object, kind: type[_T]) -> TypeGuard[_T]:
-    """Whether a value really is of a class; isinstance also asks its ``__class__``, which may answer anything."""
+    """Whether a value is an instance of ``kind``; isinstance would also trust its ``__class__``."""
     return kind in type.__dict__["__mro__"].__get__(type(value))
 
 
 def described(value: object) -> str:
-    """``repr(value)`` where it has one, else its type."""
+    """``repr(value)``, or the type if that raises."""
     try:
         return plain(repr(value))
     except KeyboardInterrupt:
         raise
-    except BaseException:  # noqa: BLE001 - whatever it is, it must not matter
+    except BaseException:  # noqa: BLE001 - no exception may escape from here
         return f"a {kind(value)} whose repr raises"
 
 
 def kind(value: object) -> str:
     """The name of a value's type."""
-    # Past a metaclass, which may answer anything.
+    # Bypasses a metaclass, which could override __name__.
     return plain(type.__dict__["__name__"].__get__(type(value)))
 
 
 def of_error(error: BaseException) -> str:
-    """An exception in words: its type, and what it says where it says anything."""
+    """An exception as text: its type and message."""
     return f"{kind(error)}: {message(error)}"
 
 
 def message(error: BaseException) -> str:
-    """What an exception says."""
+    """The message of an exception."""
     try:
         return plain(str(error)).strip()
     except KeyboardInterrupt:
@@ -54,7 +54,7 @@ def message(error: BaseException) -> str:
 
 
 def value(found: Any, depth: int = 3) -> Any:
-    """A plain copy: numbers, text, lists and dicts, each of a sane size; anything else as text."""
+    """A plain copy: numbers, text, lists and dicts, each of bounded size; anything else as text."""
     if found is None or type(found) in (bool, float):
         return found
     if is_a(found, int):

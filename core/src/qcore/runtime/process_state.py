@@ -1,6 +1,6 @@
-"""The state of the process that a plugin must leave as it was: torch's defaults, warnings, signals, seeds.
+"""Process state that a plugin must not change: torch's defaults, warnings, signals, seeds.
 
-A plugin's code runs in the user's process. What it changes there while qcore waits for it is put back.
+A plugin's code runs in the user's process. Its changes during a guarded step are undone.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-# The public function makes an enum of each number and answer, at fifty times the price.
+# The public function converts to enums, which takes fifty times as long.
 _handler: Callable[[int], Any] = importlib.import_module("_signal").getsignal
-# Dispatch is asked for its state, for which torch has no public way.
+# Torch has no public API for the state of its dispatcher.
 _modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One part of the state: ``read`` gives it as a value that can be compared, ``write`` puts such a value back."""
+class _StateItem:
+    """One item of the state: ``read`` returns a comparable value, ``write`` restores it."""
 
     name: str
     read: Callable[[], Any]
@@ -37,34 +37,34 @@ class _Part:
 
 
 def snapshot() -> Callable[[], list[str]]:
-    """What holds now; the answer, when called, puts it back and returns the names of what had changed."""
-    before = [(part, value) for part in _parts() for value in _read(part)]
+    """Record the current state; returns a function that restores it and returns the names of the changed items."""
+    before = [(item, value) for item in _items() for value in _read(item)]
 
     def restore() -> list[str]:
-        return [part.name for part, value in before if _put_back(part, value)]
+        return [item.name for item, value in before if _restore(item, value)]
 
     return restore
 
 
-def _read(part: _Part) -> Iterator[Any]:
-    # One that cannot be read here (no working directory any more, two settings of torch that differ) is left alone.
+def _read(item: _StateItem) -> Iterator[Any]:
+    # Skip items that cannot be read (a deleted working directory, two torch settings that differ).
     with contextlib.suppress(Exception):
-        yield part.read()
+        yield item.read()
 
 
-def _put_back(part: _Part, value: Any) -> bool:
+def _restore(item: _StateItem, value: Any) -> bool:
     with contextlib.suppress(Exception):
-        if part.read() != value:
-            part.write(value)
+        if item.read() != value:
+            item.write(value)
             return True
     return False
 
 
-def _parts() -> Iterator[_Part]:
+def _items() -> Iterator[_StateItem]:
     yield from _ALWAYS
     if threading.current_thread() is threading.main_thread():
         yield _SIGNALS
-    if not _modes():  # a mode would see the generator's state as one more tensor of the user's
+    if not _modes():  # a mode would intercept the generator's state tensor
         yield _SEED
 
 
@@ -91,7 +91,7 @@ def _warnings() -> tuple[Any, ...]:
 def _set_warnings(values: tuple[Any, ...]) -> None:
     filters, content, show, implementation = values
     warnings.filters = filters
-    warnings.simplefilter("default")  # so that Python notices that there are others
+    warnings.simplefilter("default")  # invalidates Python's cache of filters
     warnings.filters[:] = content  # type: ignore[index]
     warnings.showwarning = show
     if implementation is not None:
@@ -99,7 +99,7 @@ def _set_warnings(values: tuple[Any, ...]) -> None:
 
 
 def _signals() -> list[tuple[int, Any]]:
-    # Handlers that Python did not install are None, and cannot be put back.
+    # Handlers that Python did not install are None and cannot be restored.
     found = ((number, _handler(number)) for number in range(1, signal.NSIG))
     return [(number, handler) for number, handler in found if handler is not None]
 
@@ -146,22 +146,22 @@ def _set_streams(values: tuple[Any, ...]) -> None:
 
 
 SEED = "random numbers"
-"""The name of the part that whoever draws a random number changes."""
+"""The name of the item that any draw of a random number changes."""
 
-_SEED = _Part(SEED, _seed, _set_seed)
-_SIGNALS = _Part("signal handlers", _signals, _set_signals)
+_SEED = _StateItem(SEED, _seed, _set_seed)
+_SIGNALS = _StateItem("signal handlers", _signals, _set_signals)
 _ALWAYS = (
-    _Part("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    _Part("default device", _default_device, torch.set_default_device),
-    _Part("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    _Part("deterministic algorithms", _deterministic, _set_deterministic),
-    _Part("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    _Part("number of threads", torch.get_num_threads, torch.set_num_threads),
-    _Part("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    _Part("warning filters", _warnings, _set_warnings),
-    _Part("working directory", os.getcwd, os.chdir),
-    _Part("streams and hooks of sys", _streams, _set_streams),
-    _Part("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    _Part("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-    _Part("locale", lambda: locale.setlocale(locale.LC_ALL), lambda text: locale.setlocale(locale.LC_ALL, text)),
+    _StateItem("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _StateItem("default device", _default_device, torch.set_default_device),
+    _StateItem("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    _StateItem("deterministic algorithms", _deterministic, _set_deterministic),
+    _StateItem("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _StateItem("number of threads", torch.get_num_threads, torch.set_num_threads),
+    _StateItem("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    _StateItem("warning filters", _warnings, _set_warnings),
+    _StateItem("working directory", os.getcwd, os.chdir),
+    _StateItem("streams and hooks of sys", _streams, _set_streams),
+    _StateItem("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
+    _StateItem("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    _StateItem("locale", lambda: locale.setlocale(locale.LC_ALL), lambda text: locale.setlocale(locale.LC_ALL, text)),
 )

@@ -1,4 +1,4 @@
-"""Settings: which backends, in which order, how strict. Argument beats `using` beats `configure` beats environment."""
+"""Settings: backends, order, strictness, verification. Argument beats `using` beats `configure` beats environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Settings:
     """The settings in force.
 
     **Fields:** ``backends``: (contract or ``"*"``, plugin names in the order wanted) pairs; ``disable``: plugins that
-    are neither imported nor asked; ``strict``: a fallback to torch ops is an error; ``verify``: ``off``, ``once`` (per
+    are neither imported nor called; ``strict``: a fallback to torch ops is an error; ``verify``: ``off``, ``once`` (per
     kernel, version, device and driver; kept on disk) or ``always`` (once per process).
     """
 
@@ -34,7 +34,7 @@ class Settings:
     verify: str = "once"
 
     def order(self, contract: str) -> Names:
-        """The plugin names that the user put in order for ``contract``."""
+        """The user's order of plugins for ``contract``."""
         table = dict(self.backends)
         return table.get(contract, table.get("*", ()))
 
@@ -48,7 +48,7 @@ def parse_backends(value: str | Iterable[str]) -> tuple[tuple[str, Names], ...]:
     if not isinstance(value, str):
         return (("*", _names(value)),)
     rules = []
-    for rule in filter(None, (part.strip() for part in value.split(";"))):
+    for rule in filter(None, (piece.strip() for piece in value.split(";"))):
         contract, _, names = rule.rpartition("=")
         contract = contract.strip() or "*"
         if contract not in (*CONTRACT_NAMES, "*"):
@@ -61,12 +61,12 @@ def parse_backends(value: str | Iterable[str]) -> tuple[tuple[str, Names], ...]:
 
 
 def _names(text: str | Iterable[str]) -> Names:
-    parts = text.split(",") if isinstance(text, str) else text
-    return tuple(name.strip() for name in parts if name.strip())
+    names = text.split(",") if isinstance(text, str) else text
+    return tuple(name.strip() for name in names if name.strip())
 
 
 def parse_flag(name: str, text: str) -> bool:
-    """A strict boolean: ``bool("0")`` would be True. Raises `QcoreError` for anything unclear."""
+    """A strict boolean: ``bool("0")`` would be True. Raises `QcoreError` for any other text."""
     word = text.strip().lower()
     if word not in (*_TRUE, *_FALSE):
         raise QcoreError(f"{name}={text!r} is not a yes or a no.\nWrite one of {', '.join(_TRUE + _FALSE[:-1])}.")
@@ -79,14 +79,14 @@ def _changes(
     strict: bool | None = None,
     verify: str | None = None,
 ) -> dict[str, Any]:
-    """Only what was said, in the form that `Settings` holds it."""
-    said = {
+    """Only the arguments that were given, converted to the fields of `Settings`."""
+    given = {
         "backends": None if backends is None else parse_backends(backends),
         "disable": None if disable is None else frozenset(_names(disable)),
         "strict": None if strict is None else _flag(strict),
         "verify": None if verify is None else _mode("verify", verify),
     }
-    return {name: value for name, value in said.items() if value is not None}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _flag(value: object) -> bool:
@@ -113,7 +113,7 @@ def _environment() -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _read(texts: tuple[str | None, ...]) -> dict[str, Any]:
-    """What the variables say; an empty one says nothing. Callers must not change the answer."""
+    """The settings from the environment; an empty variable counts as unset. Callers must not mutate the result."""
     backends, disable, strict, verify = (text or None for text in texts)
     flag = None if strict is None else parse_flag("QCORE_STRICT", strict)
     return _changes(backends, disable, flag, None if verify is None else _mode("QCORE_VERIFY", verify))
@@ -128,13 +128,13 @@ def current(**arguments: Any) -> Settings:
     context = _context.get()
     if not (arguments or context or _configured):
         return _merged(tuple(_environment().items()))
-    said = {**_environment(), **_configured, **(context or {}), **_changes(**arguments)}
-    return _merged(tuple(said.items()))
+    given = {**_environment(), **_configured, **(context or {}), **_changes(**arguments)}
+    return _merged(tuple(given.items()))
 
 
 @lru_cache(maxsize=256)
-def _merged(said: tuple[tuple[str, Any], ...]) -> Settings:
-    return Settings(**dict(said))
+def _merged(given: tuple[tuple[str, Any], ...]) -> Settings:
+    return Settings(**dict(given))
 
 
 def configure(
@@ -161,17 +161,17 @@ def using(
     ``backends``: plugin names in the order wanted, e.g. ``"vulkan"``, ``"cuda,torch"``, ``"linear=xla;*=torch"``;
     others come after them by rank. Layers that are already bound keep their kernels.
     """
-    with _said({**(_context.get() or {}), **_changes(backends, disable, strict, verify)}):
+    with _overridden({**(_context.get() or {}), **_changes(backends, disable, strict, verify)}):
         yield current()
 
 
 def in_force(settings: Settings) -> contextlib.AbstractContextManager[None]:
-    """Exactly these settings for a block: those that a layer was made under, where it binds once more."""
-    return _said(vars(settings))
+    """Exactly these settings for a block: those under which a layer was created, when it binds again."""
+    return _overridden(vars(settings))
 
 
 @contextlib.contextmanager
-def _said(values: Mapping[str, Any]) -> Iterator[None]:
+def _overridden(values: Mapping[str, Any]) -> Iterator[None]:
     token = _context.set(values)
     try:
         yield
