@@ -7,8 +7,8 @@ separated by commas. The text is of Debian's package ``dict-devil``, "The Devil'
 
     python benchmarks/perplexity.py --text /usr/share/dictd/devil.dict.dz --cache /tmp/models MODEL.gguf PART0,PART1,...
 
-Results are kept in the cache, so that a run that was interrupted goes on where it stopped. Remove ``results.json`` after
-a change of a quantizer.
+Results are kept in the cache, so that a run that was interrupted goes on where it stopped. Remove ``results.json``
+after a change of a quantizer.
 """
 
 from __future__ import annotations

@@ -45,8 +45,6 @@ class TestAgainstSimpler:
         assert bool((errors(weight, best) <= errors(weight, plain) * (1 + 1e-4) + 1e-12).all())
 
     def test_als_is_below_mse_over_all_groups(self, text, make):
-        if text == "fp8-g128":
-            pytest.skip("the error of fp8 has a minimum at every few scales: mse, with 15 starts, finds a better one")
         weight = make()
         best, plain = quantize(weight, text, "als"), quantize(weight, text, "mse")
         assert errors(weight, best).sum() <= errors(weight, plain).sum() * (1 + 1e-4)

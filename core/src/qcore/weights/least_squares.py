@@ -24,8 +24,13 @@ _ROUNDS = 2
 _SHARES = ((1.0, 1.0), (0.9, 0.9), (0.8, 0.8), (0.7, 0.7))
 """Shares of the two ends of the range that the starts keep."""
 
+_DENSE = tuple((1.0 - 0.03 * i, 1.0 - 0.03 * i) for i in range(15))
+"""Those for fp8, as many as ``mse`` tries: its error has a minimum at every few scales."""
+
 _UNEVEN = ((1.0, 0.85), (0.85, 1.0), (0.9, 0.7), (0.7, 0.9))
 """More of them if there is a zero point."""
+
+_FEW_BITS = 4
 
 _POWERS = ((1.0, 1.0), (2.0, 2.0), (0.5, 0.5))
 """All that is near for scales that are powers of two; between those there is nothing to refine."""
@@ -65,7 +70,8 @@ def _starts(groups: Tensor, target: Target) -> Iterator[Parameters]:
     if target.format.scale is ScaleType.E8M0:
         shares: tuple[tuple[float, float], ...] = _POWERS
     else:
-        shares = _SHARES if target.zero is ZeroPoint.NONE else _SHARES + _UNEVEN
+        shares = _SHARES if target.element.is_integer or target.element.bits <= _FEW_BITS else _DENSE
+        shares += () if target.zero is ZeroPoint.NONE else _UNEVEN
     for keep in shares:
         yield clipped(span, keep, target)
     if _gains_from_sign(target):
