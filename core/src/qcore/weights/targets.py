@@ -130,24 +130,10 @@ class Target:
 
     def squared_error(self, groups: Tensor, p: Parameters) -> Tensor:
         """The root of the sum of squared errors of each group, ``(rows, G, 1)``: comparable, not squared."""
-        if self.element.is_integer:
-            return self._integer_error(groups, p)
         error: Tensor = torch.linalg.vector_norm(
             self.restored(self.codes(groups, p), p).sub_(groups), dim=-1, keepdim=True
         )
         return error
-
-    def _integer_error(self, groups: Tensor, p: Parameters) -> Tensor:
-        """The error in units of the scale, then times the scale: fewer passes over the group than by values."""
-        scaled = groups - p.zero if self.zero is ZeroPoint.FLOAT else groups
-        scaled = scaled / p.scale
-        codes = scaled.round()
-        if self.zero is ZeroPoint.INT:
-            codes.add_(p.zero).clamp_(self.low, self.high).sub_(p.zero)
-        else:
-            codes.clamp_(self.low, self.high)
-        error: Tensor = torch.linalg.vector_norm(codes.sub_(scaled), dim=-1, keepdim=True)
-        return error.mul_(p.scale.abs())
 
     def empty(self, scale: Tensor) -> Parameters:
         """Parameters of groups that are all zero."""
