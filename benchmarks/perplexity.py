@@ -39,6 +39,13 @@ SKIPPED = 40
 """Windows before the ones that are measured."""
 
 
+def stored_bytes(model: Any) -> int:
+    """Bytes of quantized weights as they are, of the rest in bfloat16; tied ones count once."""
+    modules = [m for m in model.modules() if isinstance(m, (qcore.nn.QuantizedLinear, qcore.nn.QuantizedEmbedding))]
+    quantized = {m.weight.data.data_ptr(): m.weight.nbytes for m in modules}
+    return sum(quantized.values()) + sum(p.numel() * 2 for p in model.parameters())
+
+
 class Measured:
     """One model and what has been measured of it."""
 
@@ -65,8 +72,8 @@ class Measured:
         model, _ = load(self.gguf, self.cache)
         started, size = time.perf_counter(), float(self.float_bytes)
         if scheme is not None:
-            report = qcore.quantize_(model, scheme, calibration=self._run)
-            size = float(report.bytes_after)
+            qcore.quantize_(model, scheme, calibration=self._run)
+            size = float(stored_bytes(model))
         quantized = time.perf_counter()
         value = perplexity(model, self.rows)
         seconds = {"quantizing": quantized - started, "measuring": time.perf_counter() - quantized}
@@ -76,16 +83,26 @@ class Measured:
         for tokens in self.seen.split(2):
             model(input_ids=tokens, logits_to_keep=WINDOW if model.config.vocab_size < 100_000 else 64)
 
+    def line(self, scheme: str) -> dict[str, float] | str:
+        """The result of a scheme, or the reason why it has none."""
+        try:
+            return self.result(scheme)
+        except qcore.QcoreError as error:
+            return str(error).splitlines()[0]
+
+    @staticmethod
+    def _cells(name: str, one: dict[str, float], reference: dict[str, float]) -> tuple[str, ...]:
+        above = one["perplexity"] - reference["perplexity"]
+        size, seconds = one["bytes"] / 2**20, one["quantizing"]
+        return f"`{name}`", f"{size:.0f}", f"{one['perplexity']:.2f}", f"{above:+.2f}", f"{seconds:.0f}"
+
     def table(self) -> str:
         reference = self.result(None)
-        lines = [("float (bytes: bfloat16)", reference)] + [(s, self.result(s)) for s in SCHEMES]
-        rows = [
-            (
-                f"`{name}`", f"{one['bytes'] / 2**20:.0f}", f"{one['perplexity']:.2f}",
-                f"{one['perplexity'] - reference['perplexity']:+.2f}", f"{one['quantizing']:.0f}",
-            )
-            for name, one in lines
-        ]  # fmt: skip
+        rows = [self._cells("float (bytes: bfloat16)", reference, reference)]
+        for scheme in SCHEMES:
+            found = self.line(scheme)
+            refused = isinstance(found, str)
+            rows.append((f"`{scheme}`", "", found, "", "") if refused else self._cells(scheme, found, reference))
         columns = ("scheme", "MiB", "perplexity", "above float", "quantizing, s")
         return f"## {self.gguf.stem}\n\n{markdown(columns, rows)}\n"
 

@@ -79,9 +79,9 @@ class TestAlgorithm:
         assert (weight - better.dequantize()).norm() > (weight - plain.dequantize()).norm(), "the weight's own error"
 
     @pytest.mark.parametrize("text", TEXTS)
-    def test_inputs_that_do_not_correlate_leave_als(self, text):
+    def test_inputs_that_do_not_correlate_leave_awq(self, text):
         weight = weights(8, 77)
-        plain, same = quantize(weight, text, "als"), quantize(weight, text, "gptq", moments=torch.eye(77) * 3)
+        plain, same = (quantize(weight, text, q, moments=torch.eye(77) * 3) for q in ("awq", "gptq"))
         assert torch.equal(plain.codes(), same.codes())
         torch.testing.assert_close(plain.scale, same.scale, rtol=1e-5, atol=0)  # summed with weights, and without
 
@@ -90,15 +90,15 @@ class TestAlgorithm:
         x[:, 16:32] = 0
         moments, dead = x.t() @ x, slice(16, 32)
         found = quantize(weight, "int4-g16", "gptq", moments=moments).codes()
-        assert torch.equal(found[:, dead], quantize(weight, "int4-g16", "als").codes()[:, dead])
+        assert torch.equal(found[:, dead], quantize(weight, "int4-g16", "awq", moments=moments).codes()[:, dead])
         weight[:, dead] = weights(8, 16, seed=7)
         other = quantize(weight, "int4-g16", "gptq", moments=moments).codes()
         assert torch.equal(other[:, :16], found[:, :16])
         assert torch.equal(other[:, 32:], found[:, 32:])
 
-    def test_without_any_input_it_is_als(self):
-        found = quantize(weights(8, 64), "int4", "gptq", moments=torch.zeros(64, 64))
-        assert torch.equal(found.codes(), quantize(weights(8, 64), "int4", "als").codes())
+    def test_without_any_input_it_is_awq(self):
+        found, plain = (quantize(weights(8, 64), "int4", q, moments=torch.zeros(64, 64)) for q in ("gptq", "awq"))
+        assert torch.equal(found.codes(), plain.codes())
 
     def test_errors_pass_over_a_group_of_zeros(self):
         x, weight = inputs(96), weights(8, 96)

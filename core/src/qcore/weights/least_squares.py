@@ -39,19 +39,30 @@ _POWERS = ((1.0, 1.0), (2.0, 2.0), (0.5, 0.5))
 def alternating(groups: Tensor, target: Target, importance: Tensor | None = None) -> Parameters:
     """Parameters with a small ``sum(a (w - restored)^2)`` in each group.
 
-    ``groups``: float32 ``(rows, G, g)``; ``importance``: a, positive, ``(G, g)``, default 1.
+    ``groups``: float32 ``(rows, G, g)``; ``importance``: a, ``(G, g)`` or as ``groups``, default 1.
     """
+    root = None if importance is None else importance.sqrt()
     best: _Best | None = None
     exact = target.format.scale is ScaleType.E8M0
     for start in _starts(groups, target):
         found = start
         for step in range(1 if exact else _ROUNDS + 1):
             basis = target.basis(target.codes(groups, found), found)
-            best = _better(best, _error(groups, basis, found, target, importance), found)
+            best = _better(best, _error(groups, basis, found, target, root), found)
             if step < _ROUNDS and not exact:
                 found = _solved(groups, basis, found, target, importance)
     assert best is not None
     return best[1]
+
+
+def refined(groups: Tensor, target: Target) -> Parameters:
+    """The parameters of ``als``: errors of large weights count more, ``a = sqrt(2 mean(w^2) + w^2)``.
+
+    Measured without calibration, this loses less perplexity than plain squared errors do, which hardly improve on
+    ``mse``. llama.cpp's quantizers weigh alike if they have no importance matrix.
+    """
+    square = groups.square()
+    return alternating(groups, target, square.add_(square.mean(-1, keepdim=True), alpha=2).sqrt_())
 
 
 _Best = tuple[Tensor, Parameters]
@@ -87,12 +98,12 @@ def _gains_from_sign(target: Target) -> bool:
     return floating and target.zero is ZeroPoint.NONE and -target.low != target.high
 
 
-def _error(groups: Tensor, basis: Tensor, p: Parameters, target: Target, importance: Tensor | None) -> Tensor:
+def _error(groups: Tensor, basis: Tensor, p: Parameters, target: Target, root: Tensor | None) -> Tensor:
     off = (basis * p.scale).sub_(groups)
     if target.zero is ZeroPoint.FLOAT:
         off.add_(p.zero)
-    if importance is not None:
-        off.mul_(importance.sqrt())
+    if root is not None:
+        off.mul_(root)
     error: Tensor = torch.linalg.vector_norm(off, dim=-1, keepdim=True)
     return error
 

@@ -8,8 +8,9 @@
   range need not hold 0 and ``z = min + 8 s`` (``+ 128 s``).
 - ``mse``: searches, per group, the fraction of the full range that minimises the squared error. Any zero.
 - ``als``: alternates between the nearest codes and least-squares scales and zero points, from several starts, with
-  scales of either sign if there is no zero point; see `least_squares`. Any zero.
-- ``awq``: like ``als``, and weighs the errors by the size of the inputs; see `importance`. Any zero.
+  scales of either sign if there is no zero point, and errors of large weights count more; see `least_squares`. Any
+  zero.
+- ``awq``: like ``als``, but weighs the errors by the size of the inputs; see `importance`. Any zero.
 - ``gptq``: groups as ``awq`` weighs them, codes column by column, those with the largest inputs first, each error
   compensated by the remaining columns; see `gptq`. Any zero.
 
@@ -36,7 +37,7 @@ from ..formats import Format, ScaleType, ZeroPoint
 from ..formats.bits import has_values
 from .gptq import Order, compensate
 from .importance import activation_aware, importance_of
-from .least_squares import alternating
+from .least_squares import alternating, refined
 from .qtensor import SCALE_DTYPES, QTensor
 from .ranges import absmax, absmax_full, affine, clipped, range_of
 from .targets import Parameters, Target, global_scale_of
@@ -86,7 +87,7 @@ _QUANTIZERS: dict[str, _Quantizer] = {
     "absmax_full": _Quantizer(lambda groups, t: absmax_full(range_of(groups, t.zero), t), _SYMMETRIC),
     "minmax": _Quantizer(lambda groups, t: affine(*range_of(groups, t.zero), t), _AFFINE),
     "mse": _Quantizer(_mse, (*_SYMMETRIC, *_AFFINE)),
-    "als": _Quantizer(alternating, (*_SYMMETRIC, *_AFFINE)),
+    "als": _Quantizer(refined, (*_SYMMETRIC, *_AFFINE)),
     "awq": _Quantizer(alternating, (*_SYMMETRIC, *_AFFINE)),
     "gptq": _Quantizer(alternating, (*_SYMMETRIC, *_AFFINE)),
 }
