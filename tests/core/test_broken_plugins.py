@@ -33,7 +33,7 @@ def weight():
 def neighbours(monkeypatch):
     """``neighbours(kind)``: a registry with a broken plugin, a healthy one and the fallback."""
     monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
-    monkeypatch.setattr(guard, "_meddlers", set())
+    monkeypatch.setattr(guard, "_state_changers", set())
 
     def install(kind):
         good = broken_plugins.ModuleType("healthy")
@@ -54,7 +54,7 @@ def _looked_at(model):
     """Everything that shows plugins; what is returned is what people read."""
     statuses = qcore.plugins()
     decision = qcore.explain("w8a16", n=24, k=64, dtype=torch.float32)
-    found = doctor._outcome(health.machine(), [], statuses, health.plugin_findings(statuses))
+    found = doctor._result(health.machine(), [], statuses, health.plugin_findings(statuses))
     shown = (decision, qcore.report(model), model, *health.left_findings(statuses))
     return "\n".join([json.dumps(found.data), json.dumps(decision.to_json()), *map(str, shown)])
 

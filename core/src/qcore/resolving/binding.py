@@ -9,19 +9,20 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..contracts import Request
+from ..contracts.refusals import AnyRequest
 from ..discovery import answers
 from ..discovery.answers import name_of, packing_of
 from ..discovery.kernels import Kernel
 from ..discovery.registry import BUILTIN, PluginStatus, State, registry
 from ..errors import FormatError, PluginError, QcoreError, QcoreWarning
 from ..runtime import forks
-from ..runtime.guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, undone
+from ..runtime.guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, preserved_state
 from ..runtime.plain_text import plain
 from ..runtime.settings import current
 from ..weights.qtensor import QTensor, picklable
@@ -211,9 +212,9 @@ class Bound:
         self.x_dtype: torch.dtype | None = getattr(self.request, "x_dtype", None)
 
     @property
-    def request(self) -> Request:
+    def request(self) -> AnyRequest:
         """The request that the kernel was selected for."""
-        return self.decision.request
+        return cast("AnyRequest", self.decision.request)
 
     def blame(self, error: Exception) -> None:
         """Add the kernel's name to an exception from a call, unless it is qcore's own, which names the argument."""
@@ -248,7 +249,7 @@ def _plugin_of(decision: Decision) -> PluginStatus:
 
 def _unpack(kernel: Kernel, packed: dict[str, Tensor]) -> QTensor:
     try:
-        with undone():
+        with preserved_state():
             return answers.unpacked(kernel.unpack(packed))
     except StepError as error:
         raise PluginError(f"kernel {name_of(kernel)!r}: {error.reason}.") from error
