@@ -43,7 +43,7 @@ def test_the_next_process_skips_a_plugin_that_ended_or_hung_one(met, pair):
     if mode == "hang":
         assert first["interrupted"], first
         assert len(first["told"]) == 1
-        assert "for over 0.3 seconds" in first["told"][0]
+        assert "has spent over 0.3 seconds in" in first["told"][0]
     assert first["code"] != 0, first
     if mode not in broken_children.BLAMED:
         # Anybody may send that signal at any moment: the plugin is tried again.

@@ -33,7 +33,7 @@ def weight():
 def neighbours(monkeypatch):
     """``neighbours(kind)``: a registry with a broken plugin, a healthy one and the fallback."""
     monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
-    monkeypatch.setattr(guard, "_meddlers", set())
+    monkeypatch.setattr(guard, "_state_changers", set())
 
     def install(kind):
         good = broken_plugins.ModuleType("healthy")

@@ -140,11 +140,11 @@ def test_what_everybody_can_write_is_not_believed():
         mode = each.stat().st_mode
         each.chmod(mode | 0o002)
         assert disk_cache.read("kind", "key") is None
-        assert each == path or "can be written by everybody" in disk_cache.distrusted()
+        assert each == path or "can be written by everybody" in disk_cache.why_untrusted()
         assert each == path or not disk_cache.write("kind", "other", value=1)
         each.chmod(mode)
         assert disk_cache.read("kind", "key")
-    assert not disk_cache.distrusted()
+    assert not disk_cache.why_untrusted()
 
 
 @needs_users
@@ -154,7 +154,7 @@ def test_what_another_user_owns_is_not_believed(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     if own:
         assert disk_cache.read("kind", "key") is None
-        assert "belongs to another user" in disk_cache.distrusted()
+        assert "belongs to another user" in disk_cache.why_untrusted()
         return
     assert disk_cache.read("kind", "key")  # the administrator's own
     path = disk_cache._path("kind", "key")
@@ -187,7 +187,7 @@ def test_without_a_home_nothing_is_kept(monkeypatch, tmp_path):
     with disk_cache.crash_mark("work"):
         assert not disk_cache.crashed("work")
     assert disk_cache.records("kind") == []
-    assert "no home directory" in disk_cache.distrusted()
+    assert "no home directory" in disk_cache.why_untrusted()
     assert not list(tmp_path.iterdir())
 
 

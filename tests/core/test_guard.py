@@ -26,7 +26,7 @@ PLUGIN = PluginStatus("mine", "qcore-mine", "1", State.AVAILABLE)
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setattr(guard, "_passed", set())
-    monkeypatch.setattr(guard, "_meddlers", set())
+    monkeypatch.setattr(guard, "_state_changers", set())
 
 
 def step(key="step", seconds=None, plugin=PLUGIN, size=""):
@@ -75,18 +75,18 @@ def test_a_quick_interrupt_leaves_nothing():
 
 
 def test_an_interrupt_of_what_hangs_leaves_a_mark_that_says_so():
-    told = pytest.warns(QcoreWarning, match="'mine' .qcore-mine 1. is at its work for over 0.05 seconds")
+    told = pytest.warns(QcoreWarning, match="'mine' .qcore-mine 1. has spent over 0.05 seconds in its work")
     with told, pytest.raises(KeyboardInterrupt), step(seconds=0.05):  # noqa: PT012
         time.sleep(1.5)
         raise KeyboardInterrupt
     assert disk_cache.crashed("step")
     assert disk_cache.left_over("step") == "was interrupted after 2 seconds in an earlier process"
-    disk_cache.forget_failures()
+    disk_cache.clear_failures()
     assert not disk_cache.crashed("step")
 
 
 def test_what_takes_long_and_ends_is_a_note_for_the_doctor():
-    with pytest.warns(QcoreWarning, match="is at its work"), step(seconds=0.02):
+    with pytest.warns(QcoreWarning, match="seconds in its work"), step(seconds=0.02):
         time.sleep(1.2)
     assert not marks()
     (record,) = disk_cache.records(disk_cache.FAILURES)
@@ -98,10 +98,10 @@ def test_where_warnings_are_errors_the_watchdog_lives(capsys):
         warnings.simplefilter("error")
         with step(seconds=0.02):
             time.sleep(1.2)
-    assert "is at its work for over 0.02 seconds" in capsys.readouterr().err
+    assert "has spent over 0.02 seconds in its work" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", guard._ENDING)
+@pytest.mark.parametrize("number", guard._TERMINATING)
 def test_handlers_of_the_user_run_and_stay(number):
     heard = []
     before = signal.signal(number, lambda *_: heard.append(number))
@@ -142,7 +142,7 @@ def test_native_code_that_hangs_is_named_and_can_be_ended():
     command = [sys.executable, "-W", "always", "-c", textwrap.dedent(code)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
-        assert "is at its work" in process.stderr.readline()
+        assert "seconds in its work" in process.stderr.readline()
         time.sleep(0.5)
         start = time.monotonic()
         process.send_signal(signal.SIGTERM)
@@ -168,7 +168,7 @@ def test_what_a_step_changed_is_put_back_with_one_warning():
         assert torch.get_default_dtype() is torch.float32
         assert torch.is_grad_enabled()
 
-    with pytest.warns(QcoreWarning, match="'mine' .* changed this process in its work: default dtype, grad mode"):
+    with pytest.warns(QcoreWarning, match="'mine' .* changed process state in its work: default dtype, grad mode"):
         meddle("a")
     meddle("b")
     meddle("a")
@@ -195,7 +195,7 @@ def test_words_of_what_has_none():
 
         __repr__ = __str__
 
-    assert plain_text.of_error(Mute()) == "Mute: (its text cannot be had)"
+    assert plain_text.of_error(Mute()) == "Mute: (its message is unavailable)"
     assert plain_text.described(Mute()) == "a Mute whose repr raises"
     assert plain_text.plain("a\udcff\0\nb") == "a\\xdcff\\x00\nb"
     assert len(plain_text.plain("x" * 10**6)) < 3000

@@ -97,8 +97,8 @@ def test_explain_of_ever_new_sizes_holds_on_to_little(monkeypatch, add_plugin, s
     from qcore.resolving import resolver, verification
 
     monkeypatch.setattr(resolver, "CACHE_LIMIT", 8)
-    monkeypatch.setattr(tuning, "_MOST_KNOWN", 8)
-    monkeypatch.setattr(verification, "_MOST_SIZES", 8)
+    monkeypatch.setattr(tuning, "_MAX_KNOWN", 8)
+    monkeypatch.setattr(verification, "_MAX_SIZES", 8)
     add_plugin("mine", linear=lambda request: Offer(stub("mine.kernel", request), FALLBACK - 1))
     for n in range(1, 30):
         qcore.explain("w8a16", n=n, k=64)

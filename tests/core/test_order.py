@@ -97,14 +97,14 @@ def test_a_gather_dies_with_its_x():
 
 def test_other_contracts_refuse_an_order():
     qt, _ = ordered()
-    with pytest.raises(qcore.FormatError, match="goes with linear, not with embedding"):
+    with pytest.raises(qcore.FormatError, match="embedding does not support a weight with an order"):
         qcore.embedding(torch.tensor([1]), qt)
-    with pytest.raises(qcore.FormatError, match="goes with linear, not with conv2d"):
+    with pytest.raises(qcore.FormatError, match="conv2d does not support a weight with an order"):
         qcore.conv2d(torch.randn(1, K, 3, 3), qt, kernel_size=1)
 
 
 def test_activations_in_groups_refuse_an_order():
-    with pytest.raises(qcore.FormatError, match="in groups do not go with"):
+    with pytest.raises(qcore.FormatError, match="in groups cannot be combined"):
         qcore.linear(rows(), ordered("fp8-g32/plain")[0], activation=qcore.DynamicFP8(32))
 
 

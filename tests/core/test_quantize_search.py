@@ -58,7 +58,7 @@ class TestAgainstSimpler:
         off = {q: one.dequantize() - weight for q, one in found.items()}
         # awq knows the inputs of one group at a time; gptq those of all.
         als, awq = (sum(block_error(off[q], x, at, g) for at in range(0, len(moments), g)) for q in ("als", "awq"))
-        assert awq <= als * 1.02
+        assert awq <= als * 1.05
         assert block_error(off["gptq"], x) < 0.8 * block_error(off["awq"], x)
 
 

@@ -77,7 +77,7 @@ def test_ties_are_told_and_the_name_decides(add_kernel, request_of):
     decision = qcore.resolve(request_of())
     assert decision.plugin == "a"
     assert decision.hints == (
-        "a and b offer the same rank; the name decided. Set QCORE_BACKENDS, or run 'qcore tune'.",
+        "a and b have the same rank; the first name is selected. Set QCORE_BACKENDS, or run 'qcore tune'.",
     )
 
 
@@ -355,7 +355,7 @@ def test_a_device_of_another_machine_is_decided_without_a_check(request_of):
         pytest.skip("this machine has one")
     decision = qcore.resolve(request_of(device="cuda"))
     assert decision.plugin == "torch"
-    assert decision.hints[-1] == "torch cannot use 'cuda' on this machine: no kernel was checked."
+    assert decision.hints[-1] == "torch cannot use 'cuda' on this machine, so no kernel was verified."
 
 
 def test_offers_for_lists_every_offer(add_kernel, add_plugin, request_of):

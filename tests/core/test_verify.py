@@ -179,7 +179,7 @@ def test_a_kernel_that_ended_a_process_is_not_tried_again(add_plugin, stub, requ
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode == 7
     add_plugin("mine", "1", linear=lambda request: qcore.Offer(stub("mine.bad", request)))
-    with fails("ended an earlier process while it was checked; clear QCORE_CACHE_DIR to try again"):
+    with fails("ended an earlier process while it was verified; run 'qcore doctor --clear' to retry"):
         assert qcore.resolve(request_of(), verify=mode).plugin == "torch"
 
 

@@ -99,7 +99,9 @@ CONDITIONS = {
 def test_a_kernel_wrong_on_large_weights_only_does_not_serve(offer_with, condition):
     offer_with(large_only(CONDITIONS[condition]))
     layer = torch.nn.Linear(SIZE[1], SIZE[0])
-    with pytest.warns(QcoreWarning, match=r"out of use .*failed verification with a weight of 320 x 576: wrong result"):
+    with pytest.warns(
+        QcoreWarning, match=r"is disabled for .*failed verification with a weight of 320 x 576: wrong result"
+    ):
         made = QuantizedLinear.from_float(layer, "w8a16")
     assert made.decision.plugin == "torch"
     row = next(c for c in made.decision.candidates if c.plugin == "mine")
@@ -182,13 +184,13 @@ def test_what_ended_a_process_at_a_size_is_not_tried_there_again(offer_with, req
     status = next(s for s in qcore.plugins() if s.name == "mine")
     key = verification.size_key(status, decision.kernel, request)
     assert disk_cache.write("running", f"verify {key}", pid=2**22 + 12345)
-    with pytest.warns(QcoreWarning, match="ended an earlier process while it was checked"):
+    with pytest.warns(QcoreWarning, match="ended an earlier process while it was verified"):
         made = QuantizedLinear.from_float(torch.nn.Linear(SIZE[1], SIZE[0], bias=False), "w8a16", name="x")
     assert made.decision.plugin == "torch"
 
 
 def test_sizes_are_not_remembered_without_end(monkeypatch):
-    monkeypatch.setattr(verification, "_MOST_SIZES", 3)
+    monkeypatch.setattr(verification, "_MAX_SIZES", 3)
     for n in range(300, 310):
         QuantizedLinear.from_float(torch.nn.Linear(300, n), "w8a16")
     assert len(verification._seen_sizes) <= 3

@@ -186,7 +186,7 @@ class TestOutOfMemory:
         torch.manual_seed(0)
         model = nn.Linear(64, 16)
         inject(native.INJECT_OUT_OF_MEMORY)
-        with pytest.warns(QcoreWarning, match="out of use"), qcore.using("linear=vulkan,torch"):
+        with pytest.warns(QcoreWarning, match="is disabled for"), qcore.using("linear=vulkan,torch"):
             # Named in the order, the plugin would have to serve: ask as if its rank had decided.
             layer = _by_rank(model)
         assert layer.decision.plugin == "torch"

@@ -23,11 +23,11 @@ class QcoreError(Exception):
 
 
 class FormatError(QcoreError, ValueError):
-    """Bytes, shapes, dtypes or a text that do not mean a valid quantized tensor, format or scheme."""
+    """Bytes, shapes, dtypes or text that do not describe a valid quantized tensor, format or scheme."""
 
 
 class UnsupportedError(QcoreError, RuntimeError):
-    """No kernel supports a request under the current settings; the text holds the decision table."""
+    """No kernel supports a request under the current settings; the message contains the decision table."""
 
 
 class PluginError(QcoreError, RuntimeError):
@@ -35,19 +35,19 @@ class PluginError(QcoreError, RuntimeError):
 
 
 class CheckpointError(QcoreError, ValueError):
-    """A checkpoint file is truncated, inconsistent or hostile; the text names the file and the tensor."""
+    """A checkpoint file is truncated, inconsistent or hostile; the message names the file and the tensor."""
 
 
 class ConformanceError(QcoreError, AssertionError):
-    """A kernel broke its contract; the text holds the case and the numbers."""
+    """A kernel broke its contract; the message contains the case and the numbers."""
 
 
 class QcoreWarning(UserWarning):
     """A problem that qcore can work around: a broken plugin, an unknown name, a slow path."""
 
 
-_LONGEST_WORD = 100
-_MOST_NAMES = 500
+_MAX_WORD = 100
+_MAX_NAMES = 500
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlong = 40
@@ -59,10 +59,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     Takes milliseconds at most: a long word is cut, and of very many names only those of similar length are compared.
     """
-    word = word[:_LONGEST_WORD]
+    word = word[:_MAX_WORD]
     # difflib's default cutoff of 0.6 rules out names shorter than 3/7 or longer than 7/3 of the word.
     candidates = (name for name in known if 3 * len(word) <= 7 * len(name) <= 17 * len(word))
-    names = heapq.nsmallest(_MOST_NAMES, candidates, key=lambda name: abs(len(name) - len(word)))
+    names = heapq.nsmallest(_MAX_NAMES, candidates, key=lambda name: abs(len(name) - len(word)))
     close = difflib.get_close_matches(word, names, n=1) or difflib.get_close_matches(word.lower(), names, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 

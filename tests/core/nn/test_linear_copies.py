@@ -170,7 +170,7 @@ def test_a_pack_that_raises_makes_way_with_one_warning(add_kernel):
     add_kernel("mine", fault="pack")
     with qcore.using(verify="off"):
         with pytest.warns(
-            qcore.QcoreWarning, match="'mine.stub' .* is out of use for int4-g32/plain: pack raised Runtime"
+            qcore.QcoreWarning, match="'mine.stub' .* is disabled for int4-g32/plain: pack raised Runtime"
         ):
             layer = made()
         assert layer.decision.plugin == "torch"

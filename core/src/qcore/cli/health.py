@@ -36,7 +36,7 @@ def machine() -> dict[str, str]:
         "torch": importlib.metadata.version("torch"),
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
-        "cache": f"{disk_cache.place()} ({'writable' if cache_writable() else 'not writable'})",
+        "cache": f"{disk_cache.cache_dir_text()} ({'writable' if cache_writable() else 'not writable'})",
     }
 
 
@@ -64,7 +64,7 @@ def settings_table(wanted: settings.Settings) -> list[dict[str, str]]:
         "verify": wanted.verify,
     }
     rows = [{"name": n, "value": v, "source": _source(_SETTINGS[n])} for n, v in values.items()]
-    return [*rows, {"name": "cache", "value": disk_cache.place(), "source": _source("QCORE_CACHE_DIR")}]
+    return [*rows, {"name": "cache", "value": disk_cache.cache_dir_text(), "source": _source("QCORE_CACHE_DIR")}]
 
 
 def _source(variable: str) -> str:
@@ -125,7 +125,7 @@ def name_findings(wanted: settings.Settings, statuses: list[PluginStatus]) -> li
 
 def cache_findings() -> list[Finding]:
     """A note where nothing can be kept."""
-    why = disk_cache.distrusted() or ("" if cache_writable() else f"{disk_cache.place()} cannot be written")
+    why = disk_cache.why_untrusted() or ("" if cache_writable() else f"{disk_cache.cache_dir_text()} cannot be written")
     if not why:
         return []
     text = f"{why}: kernels are checked again in every process, and tuning is lost."
@@ -134,7 +134,7 @@ def cache_findings() -> list[Finding]:
 
 def clear() -> list[Finding]:
     """Forget what earlier processes left of plugins that failed, crashed or hung."""
-    count = disk_cache.forget_failures()
+    count = disk_cache.clear_failures()
     return [Finding("cache", f"{count} failure{'' if count == 1 else 's'} of plugins forgotten.", problem=False)]
 
 

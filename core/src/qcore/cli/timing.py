@@ -14,7 +14,7 @@ from ..contracts.inputs import Draw, Shape
 from ..discovery.kernels import Kernel
 from ..discovery.registry import BUILTIN
 from ..resolving.tuning import interleaved_medians, synchronize
-from ..resolving.verification import undisturbed
+from ..resolving.verification import clean_torch_state
 from .measuring import Case
 
 _PROBE_BYTES = 1 << 28
@@ -23,7 +23,7 @@ _PROBE_BYTES = 1 << 28
 
 def bandwidth(device: torch.device, tries: int = 5) -> float:
     """Bytes per second that the device can read: the best of several sums over a large tensor."""
-    with undisturbed():
+    with clean_torch_state():
         block = torch.zeros(_PROBE_BYTES // 4, dtype=torch.float32, device=device)
         return _PROBE_BYTES / min(_seconds(block.sum, device) for _ in range(tries))
 
@@ -39,7 +39,7 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 def time_case(case: Case, rows: int, seconds: float, speed: float) -> list[dict[str, Any]]:
     """A row for each kernel of ``case`` at ``rows`` rows of x; ``speed``: of the memory, in bytes per second."""
     request = case.request
-    with undisturbed():
+    with clean_torch_state():
         problem = Draw(torch.Generator().manual_seed(0)).linear(request, Shape("bench", (rows,), request.n, request.k))
         here = problem.to(request.device)
         packs = [kernel.pack(here.weight) for _, kernel in case.kernels]

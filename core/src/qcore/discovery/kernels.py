@@ -61,9 +61,9 @@ def define_op(
 
 
 def check_weight(name: str, weight: QTensor, format: Format, n: int, k: int) -> None:
-    """Raise `FormatError` unless ``weight`` has shape ``(n, k)`` and the given ``format``.
+    """Raise `FormatError` unless ``weight`` has shape ``(n, k)`` and ``format``.
 
-    ``name`` is the kernel's, for the message. Call it first in `Kernel.pack`.
+    ``name``: of the kernel, for the message. Call it first in `Kernel.pack`.
     """
     if weight.format != format or tuple(weight.shape) != (n, k):
         raise FormatError(
@@ -114,15 +114,16 @@ class Kernel(ABC):
         """The inverse of `pack`, bit for bit: ``unpack(pack(w)) == w`` in data, scale, zero, shape and format."""
 
     @abstractmethod
-    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> Tensor:
         """Compute the contract's result from x, the packed weight and the bias.
 
-        ``given`` holds per-token parameters (``x_scale``, ``x_zero_point``, ``out_scale``, ``out_zero_point``, each of
-        shape ``(tokens,)``) and is empty unless the request's activation or output says ``per_token``; a kernel that
-        refuses such requests may omit it from its signature. An embedding kernel gets the indices as x.
+        ``runtime_params`` holds per-token parameters (``x_scale``, ``x_zero_point``, ``out_scale``, ``out_zero_point``,
+        each of shape ``(tokens,)``) if the request's activation or output is ``per_token``, and the ``offsets`` of
+        ``grouped_linear``; otherwise it is empty. A kernel that refuses such requests may omit it from its signature.
+        An embedding kernel gets the indices as x.
         """
 
-    def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:  # noqa: B027 - optional
+    def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> None:  # noqa: B027 - optional
         """Measure the kernel's own choices (tile sizes, say) for calls like this one, and keep the best on disk.
 
         ``qcore tune`` calls it before it measures the kernel. Override it only if the kernel has parameters to tune.
@@ -139,7 +140,7 @@ class Kernel(ABC):
 class RowsKernel(Kernel):
     """A `Kernel` for ``linear`` that gets x as a matrix: a subclass writes `run` and sets ``n``, ``k``, ``out_dtype``.
 
-    Leading dimensions of x, an x without rows, a wrong K, and strides of bias and given parameters are handled
+    Leading dimensions of x, an x without rows, a wrong K, and strides of bias and runtime parameters are handled
     here, at the cost of a few attribute reads.
     """
 
@@ -151,13 +152,13 @@ class RowsKernel(Kernel):
     """The dtype of the result."""
 
     @abstractmethod
-    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> Tensor:
         """The product for x ``(M, K)`` of any strides; M is at least 1 outside of a trace. Returns ``(M, N)``.
 
-        ``bias`` and ``given`` are contiguous.
+        ``bias`` and ``runtime_params`` are contiguous.
         """
 
-    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> Tensor:
         """Run on x ``(..., K)``, giving ``(..., N)``; raises `FormatError` for another K."""
         shape = x.shape
         if not shape or shape[-1] != self.k:
@@ -166,12 +167,12 @@ class RowsKernel(Kernel):
             return x.new_empty((*shape[:-1], self.n), dtype=self.out_dtype)
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
-        if given:
-            given = {name: value.contiguous() for name, value in given.items()}
+        if runtime_params:
+            runtime_params = {name: value.contiguous() for name, value in runtime_params.items()}
         if len(shape) == 2:
-            return self.run(x, packed, bias, **given)
+            return self.run(x, packed, bias, **runtime_params)
         rows = -1 if self.k else shape[:-1].numel()  # reshape cannot infer -1 if K is 0
-        return self.run(x.reshape(rows, self.k), packed, bias, **given).reshape(*shape[:-1], self.n)
+        return self.run(x.reshape(rows, self.k), packed, bias, **runtime_params).reshape(*shape[:-1], self.n)
 
     def _wrong_input(self, x: Tensor) -> FormatError:
         return FormatError(

@@ -9,28 +9,29 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..contracts import Request
+from ..contracts.refusals import AnyRequest
 from ..discovery import answers
 from ..discovery.answers import name_of, packing_of
 from ..discovery.kernels import Kernel
 from ..discovery.registry import BUILTIN, PluginStatus, State, registry
 from ..errors import FormatError, PluginError, QcoreError, QcoreWarning
 from ..runtime import forks
-from ..runtime.guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, undone
+from ..runtime.guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, preserved_state
 from ..runtime.plain_text import plain
 from ..runtime.settings import current
 from ..weights.qtensor import QTensor, picklable
 from . import verification
 from .decision import Decision, Stage
 from .ordering import OrderedKernel
-from .resolver import kernel_key, note, report_failure, resolve, withdraw_failure
+from .resolver import kernel_key, record_kernel_failure, report_failure, resolve, withdraw_failure
 
-Fn = Callable[[Tensor], Tensor]
+TensorFn = Callable[[Tensor], Tensor]
 
 
 class WeightStore:
@@ -86,7 +87,7 @@ class WeightStore:
         with self.lock:
             if packing not in self._packs:
                 weight = self.neutral() if trusted else self.neutral().map(Tensor.clone)
-                # Inference tensors could never be used where gradients are recorded.
+                # Autograd cannot save inference tensors for a backward pass.
                 with torch.inference_mode(False), torch.no_grad():
                     self._packs[packing] = (kernel, answers.packed(kernel.pack(weight)))
                 self._neutral = None
@@ -102,7 +103,7 @@ class WeightStore:
         del self._packs[packing_of(kernel)]
         self._neutral = self._neutral if self._packs else weight
 
-    def move(self, fn: Fn, device: torch.device) -> bool:
+    def move(self, fn: TensorFn, device: torch.device) -> bool:
         """Move the weight to ``device`` through ``fn``, which `torch.nn.Module` applies to its tensors.
 
         Returns whether anything moved.
@@ -132,7 +133,7 @@ def _keep_for_spawned(weight: QTensor) -> None:
         weakref.finalize(starting, id, weight).atexit = False
 
 
-def _emptied(weight: QTensor, fn: Fn) -> QTensor:
+def _emptied(weight: QTensor, fn: TensorFn) -> QTensor:
     """A valid weight in place of one on ``meta``: ``fn`` is that of `torch.nn.Module.to_empty`, whose memory is not."""
     fresh = {name: torch.zeros_like(fn(t), dtype=t.dtype) for name, t in weight.tensors().items()}
     if "order" in fresh:
@@ -162,7 +163,7 @@ class WeightView(QTensor):
             object.__setattr__(self, field, getattr(weight, field))
         return self.__dict__[name]
 
-    # Fields with a default are attributes of the class, which __getattr__ is not asked for.
+    # Fields with a default are class attributes, which bypass __getattr__.
 
     @property
     def order(self) -> Tensor | None:
@@ -205,7 +206,7 @@ class WeightView(QTensor):
 
 @dataclass
 class Bound:
-    """A kernel with its packed weight, ready to call. ``proven``: a first call has succeeded."""
+    """A kernel and its packed weight, ready to call. ``proven``: a first call has succeeded."""
 
     decision: Decision
     kernel: Kernel
@@ -218,9 +219,9 @@ class Bound:
         self.x_dtype: torch.dtype | None = getattr(self.request, "x_dtype", None)
 
     @property
-    def request(self) -> Request:
+    def request(self) -> AnyRequest:
         """The request that the kernel was selected for."""
-        return self.decision.request
+        return cast("AnyRequest", self.decision.request)
 
     def blame(self, error: Exception) -> None:
         """Add the kernel's name to an exception from a call, unless it is qcore's own, which names the argument."""
@@ -255,12 +256,12 @@ def _plugin_of(decision: Decision) -> PluginStatus:
 
 def _unpack(kernel: Kernel, packed: dict[str, Tensor]) -> QTensor:
     try:
-        with undone():
+        with preserved_state():
             return answers.unpacked(kernel.unpack(packed))
     except StepError as error:
         raise PluginError(f"kernel {name_of(kernel)!r}: {error.reason}.") from error
     except Exception as error:
-        add_note(error, f"raised by kernel {name_of(kernel)!r} as it unpacked a weight")
+        add_note(error, f"raised by kernel {name_of(kernel)!r} while it unpacked a weight")
         raise
 
 
@@ -275,31 +276,34 @@ def bind(store: WeightStore, request: Request) -> Bound:
             kernel = _with_order(store, decision)
             try:
                 return Bound(decision, kernel, _packed(store, decision, kernel))
-            except _WrongError as wrong:
+            except _WrongResultError as wrong:
                 report_failure(request, kernel, wrong.reason, Stage.FAILED_VERIFICATION)
-                _warn_out_of_use(decision, f"failed verification {wrong.reason}")
+                _warn_disabled(decision, f"failed verification {wrong.reason}")
             except StepError as error:
-                if _last_resort(decision):
+                if _is_last_candidate(decision):
                     raise _cause_of(error) from None
                 _fail_if_named(decision, error)
                 reason = error.describe("pack")
                 report_failure(request, kernel, reason)
-                _warn_out_of_use(decision, reason)
+                _warn_disabled(decision, reason)
 
 
 def _with_order(store: WeightStore, decision: Decision) -> Kernel:
-    """The selected kernel, which gets x in the order that the weight is stored in."""
+    """The selected kernel; wrapped in an `OrderedKernel`, which permutes x, if the weight has an order.
+
+    Raises `FormatError` if the request cannot be combined with an order.
+    """
     kernel = decision.kernel
     assert kernel is not None
     if not store.has_order:
         return kernel
     if decision.request.contract not in ("linear", "grouped_linear"):
         raise FormatError(
-            f"a weight with an order goes with linear, not with {decision.request.contract}.\n"
-            f"Its columns can be put in order by QTensor.from_codes(codes[:, inverse], ...) if groups allow it."
+            f"{decision.request.contract} does not support a weight with an order; linear and grouped_linear do.\n"
+            f"Reorder its columns with QTensor.from_codes(codes[:, inverse], ...) if the groups allow it."
         )
     if getattr(getattr(decision.request, "activation", None), "group", None) is not None:
-        raise FormatError("activations quantized in groups do not go with a weight that has an order.")
+        raise FormatError("activations quantized in groups cannot be combined with a weight that has an order.")
     return OrderedKernel(kernel, name_of(kernel), packing_of(kernel))
 
 
@@ -308,7 +312,7 @@ def _cause_of(error: StepError) -> BaseException:
     return PluginError(error.reason) if error.cause is None else error.cause
 
 
-class _WrongError(Exception):
+class _WrongResultError(Exception):
     """A kernel gives wrong results with a layer's own weight."""
 
     def __init__(self, reason: str) -> None:
@@ -317,7 +321,7 @@ class _WrongError(Exception):
 
 
 def _packed(store: WeightStore, decision: Decision, kernel: Kernel) -> dict[str, Tensor]:
-    """The weight packed for the kernel of a decision; raises `_WrongError` if its results are wrong."""
+    """The weight packed for the kernel of a decision; raises `_WrongResultError` if its results are wrong."""
     step = _step("pack", decision, kernel)
     with guarded(_plugin_of(decision), f"the pack of {name_of(kernel)}", **step):
         mode = current().verify
@@ -329,7 +333,7 @@ def _packed(store: WeightStore, decision: Decision, kernel: Kernel) -> dict[str,
         result = verification.check_weight(key, kernel, decision.request, weight, packed, mode)
     if not result.ok:
         store.withdraw(kernel, weight)
-        raise _WrongError(plain(result.reason))
+        raise _WrongResultError(plain(result.reason))
     return packed
 
 
@@ -350,7 +354,7 @@ def call_first(store: WeightStore, bound: Bound, call: Callable[[Bound], Tensor]
         with guarded(_plugin_of(bound.decision), f"the first call of {bound.name}", **step):
             result = answers.result(call(bound))
     except StepError as error:
-        if _last_resort(bound.decision):
+        if _is_last_candidate(bound.decision):
             raise _cause_of(error) from None
         return _call_next(store, bound, call, error)
     bound.proven = True
@@ -372,11 +376,11 @@ def _call_next(
     except PluginError:
         withdraw_failure(bound.request, bound.kernel)
         raise
-    _warn_out_of_use(bound.decision, reason)
+    _warn_disabled(bound.decision, reason)
     return fresh, result
 
 
-def _last_resort(decision: Decision) -> bool:
+def _is_last_candidate(decision: Decision) -> bool:
     """Whether no other candidate is left, so that the selected kernel's own error is raised."""
     return all(c.stage != Stage.OUTRANKED.value for c in decision.candidates)
 
@@ -392,15 +396,15 @@ def _fail_if_named(decision: Decision, error: StepError) -> None:
         ) from error.cause
 
 
-def _warn_out_of_use(decision: Decision, reason: str) -> None:
+def _warn_disabled(decision: Decision, reason: str) -> None:
     chosen = decision.selected
     assert chosen is not None
     assert decision.kernel is not None
-    note(_plugin_of(decision), decision.kernel, decision.request, reason)
+    record_kernel_failure(_plugin_of(decision), decision.kernel, decision.request, reason)
     warnings.warn(
-        f"kernel {chosen.kernel!r} of {chosen.dist} {chosen.version} is out of use for {decision.request.weight}: "
+        f"kernel {chosen.kernel!r} of {chosen.dist} {chosen.version} is disabled for {decision.request.weight}: "
         f"{reason}\n"
-        f"The next kernel is used; 'qcore doctor' says more.",
+        f"The next kernel is used instead; run 'qcore doctor' for details.",
         QcoreWarning,
         stacklevel=3,
     )

@@ -30,8 +30,8 @@ class Stage(str, enum.Enum):
 class Candidate:
     """One row of a decision.
 
-    **Fields:** ``plugin``; ``kernel``: its name, empty without an offer; ``stage``: a `Stage` or a plugin's
-    state, as text; ``reason``; ``rank``: None without an offer; ``milliseconds``: measured by ``qcore tune``, or None;
+    **Fields:** ``plugin``; ``kernel``: its name, empty without an offer; ``stage``: a `Stage` or a plugin's state,
+    as text; ``reason``; ``rank``: None without an offer; ``milliseconds``: measured by ``qcore tune``, or None;
     ``dist`` and ``version`` of the plugin.
     """
 
@@ -56,7 +56,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer to a request.
+    """The result of resolving a request.
 
     **Fields:** ``request``; ``candidates``: every installed plugin, in the order considered; ``kernel``: the
     selected one, None if none supports the request; ``hints``: hardware without a plugin, ties, unknown names.
@@ -115,13 +115,13 @@ def _reason(candidate: Candidate) -> str:
 
 def describe(request: Request) -> str:
     """A request in one line, e.g. ``linear int4-g128/plain n=4096 k=4096 x=bfloat16 on cpu``."""
-    parts = [request.contract, str(request.weight), f"n={request.n}", f"k={request.k}"]
+    fields = [request.contract, str(request.weight), f"n={request.n}", f"k={request.k}"]
     x_dtype = getattr(request, "x_dtype", request.out_dtype)
-    parts.append(f"x={_short(x_dtype)}")
-    parts += [f"{name}={value}" for name in ("activation", "output") if (value := getattr(request, name, None))]
+    fields.append(f"x={_short(x_dtype)}")
+    fields += [f"{name}={value}" for name in ("activation", "output") if (value := getattr(request, name, None))]
     if getattr(request, "training", False):
-        parts.append("training")
-    return " ".join([*parts, f"on {request.device}"])
+        fields.append("training")
+    return " ".join([*fields, f"on {request.device}"])
 
 
 def _short(dtype: Any) -> str:

@@ -16,7 +16,7 @@ from .resolver import decide
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _WORTH = 1.2
-"""The least measured speedup that is worth another dtype."""
+"""The minimum measured speedup for which a hint suggests another dtype."""
 _MEASURED = {
     ("torch.plain.linear", torch.float32, "torch.cpu.w4a16", torch.bfloat16): (
         21,
@@ -27,25 +27,27 @@ _MEASURED = {
 
 
 def dtype_hint(decision: Decision, wanted: Settings) -> str:
-    """The dtype of x that a faster kernel supports, if plain torch ops were selected for this one; else empty.
+    """A hint to use another dtype of x that a faster kernel supports, if plain torch ops were selected; else empty.
 
-    Gives the speedup if ``qcore tune`` has measured both here, or else a benchmark of this repository.
+    Gives the speedup if ``qcore tune`` has measured both on this machine, or else that of a published benchmark.
     """
-    request, served = decision.request, decision.selected
+    request, chosen = decision.request, decision.selected
     if not isinstance(request, (LinearRequest, Conv2dRequest)) or request.x_dtype not in _DTYPES:
         return ""
-    if served is None or not _is_plain(served):
+    if chosen is None or not _is_plain(chosen):
         return ""
     better = [
         (*_gain(decision, request.x_dtype, found, dtype), dtype, found)
-        for dtype, found in _others(request, wanted, served)
+        for dtype, found in _others(request, wanted, chosen)
     ]
     if not better:
         return ""
-    times, where, dtype, found = max(better, key=lambda one: one[0])
-    mine, named = (str(value).removeprefix("torch.") for value in (request.x_dtype, dtype))
-    how = f"about {times:.0f} times as fast {where}" if times else "'qcore tune' measures how much faster it is"
-    return f"only plain torch ops support an x of {mine} here; use {named}, which {found.kernel} supports: {how}."
+    speedup, source, dtype, found = max(better, key=lambda gain: gain[0])
+    current, suggested = (str(value).removeprefix("torch.") for value in (request.x_dtype, dtype))
+    how = f"about {speedup:.0f} times as fast {source}" if speedup else "'qcore tune' measures how much faster it is"
+    return (
+        f"only plain torch ops support an x of {current} here; use {suggested}, which {found.kernel} supports: {how}."
+    )
 
 
 def _is_plain(candidate: Candidate) -> bool:
@@ -53,7 +55,7 @@ def _is_plain(candidate: Candidate) -> bool:
 
 
 def _others(
-    request: LinearRequest | Conv2dRequest, wanted: Settings, served: Candidate
+    request: LinearRequest | Conv2dRequest, wanted: Settings, chosen: Candidate
 ) -> Iterator[tuple[torch.dtype, Candidate]]:
     """Other dtypes of x with the better kernels that support them."""
     for dtype in _DTYPES:
@@ -61,17 +63,17 @@ def _others(
             continue
         out = dtype if request.out_dtype == request.x_dtype else request.out_dtype
         found = decide(replace(request, x_dtype=dtype, out_dtype=out), replace(wanted, strict=False)).selected
-        if found is None or found.rank is None or served.rank is None or found.rank <= served.rank:
+        if found is None or found.rank is None or chosen.rank is None or found.rank <= chosen.rank:
             continue
-        times = (found.milliseconds, served.milliseconds)
+        times = (found.milliseconds, chosen.milliseconds)
         if times[0] is None or times[1] is None or times[0] * _WORTH < times[1]:
             yield dtype, found
 
 
-def _gain(decision: Decision, asked: torch.dtype, found: Candidate, dtype: torch.dtype) -> tuple[float, str]:
+def _gain(decision: Decision, current: torch.dtype, found: Candidate, dtype: torch.dtype) -> tuple[float, str]:
     """The speedup of ``found`` and where it was measured; 0 if it is unknown."""
-    served = decision.selected
-    assert served is not None
-    if served.milliseconds and found.milliseconds:
-        return served.milliseconds / found.milliseconds, "as measured on this machine"
-    return _MEASURED.get((served.kernel, asked, found.kernel, dtype), (0, ""))
+    chosen = decision.selected
+    assert chosen is not None
+    if chosen.milliseconds and found.milliseconds:
+        return chosen.milliseconds / found.milliseconds, "as measured on this machine"
+    return _MEASURED.get((chosen.kernel, current, found.kernel, dtype), (0, ""))

@@ -18,10 +18,10 @@ from ..runtime.guard import StepError, guarded, mark_key
 from .decision import Candidate, Stage
 
 CACHE_LIMIT = 1024
-HOW_TO_CLEAR = "('qcore doctor --clear' forgets it)"
+HOW_TO_CLEAR = "(run 'qcore doctor --clear' to retry)"
 
-first_names: dict[tuple[str, Request], frozenset[str]] = {}
-"""The kernel names in a plugin's first offers for a request."""
+first_offered_names: dict[tuple[str, Request], frozenset[str]] = {}
+"""The kernel names in each plugin's first answer to a request."""
 _warned: set[str] = set()
 
 
@@ -39,6 +39,7 @@ class Offered:
         return name_of(self.offer.kernel)
 
     def candidate(self, stage: Stage, reason: str = "") -> Candidate:
+        """The row of the decision table; ``reason`` defaults to the note of the offer."""
         return Candidate(
             self.status.name,
             self.name,
@@ -67,9 +68,9 @@ def row_of(status: PluginStatus, stage: str, reason: str) -> Candidate:
 def ask(status: PluginStatus, request: Request, order: Sequence[str] = ()) -> Sequence[Offered | Candidate]:
     """A plugin's offers, or one row with the reason why there are none."""
     hook = contract_of(request).hook
-    key = mark_key("offer", status, f"{hook} {form_of(request)}")
+    key = mark_key("offer", status, f"{hook} {device_and_signature(request)}")
     if left := disk_cache.left_over(key):
-        return [_defective(status, f"{hook} {left} {HOW_TO_CLEAR}", order)]
+        return [_defect_row(status, f"{hook} {left} {HOW_TO_CLEAR}", order)]
     try:
         # A copy, since a plugin could bypass ``frozen``; validated inside the guard, since attributes may raise.
         with guarded(status, hook, key):
@@ -78,21 +79,21 @@ def ask(status: PluginStatus, request: Request, order: Sequence[str] = ()) -> Se
                 return [row_of(status, Stage.REFUSED.value, f"has no kernels for {request.contract}")]
             found = answers.offered(hook, answer)
     except StepError as error:
-        return [_defective(status, error.describe(hook), order, error.cause)]
+        return [_defect_row(status, error.describe(hook), order, error.cause)]
     if isinstance(found, Refusal):
         return [row_of(status, Stage.REFUSED.value, found.reason)]
-    if len(first_names) >= CACHE_LIMIT:
-        first_names.clear()
-    first_names.setdefault((status.name, request), frozenset(name_of(offer.kernel) for offer in found))
+    if len(first_offered_names) >= CACHE_LIMIT:
+        first_offered_names.clear()
+    first_offered_names.setdefault((status.name, request), frozenset(name_of(offer.kernel) for offer in found))
     return [Offered(status, offer) for offer in found]
 
 
-def form_of(request: Request) -> str:
-    """A request's device and signature, without its sizes."""
+def device_and_signature(request: Request) -> str:
+    """A request as text for cache keys, without its sizes."""
     return f"{request.device} {request.signature()}"
 
 
-def _defective(
+def _defect_row(
     status: PluginStatus, reason: str, order: Sequence[str], error: BaseException | None = None
 ) -> Candidate:
     """The row of a plugin whose answer is a defect: one warning, or an error if the user named the plugin."""

@@ -22,18 +22,18 @@ _ORDER = "order"
 
 
 class OrderedKernel(Kernel):
-    """A kernel for weights with an order, made of one that knows none."""
+    """Wraps a kernel for plain weights into one for weights with an order."""
 
     def __init__(self, kernel: Kernel, name: str, packing: str) -> None:
         self.kernel, self.name, self._packing = kernel, name, packing + _SUFFIX
 
     @property
     def packing(self) -> str:
-        """The packing of the wrapped kernel, and the order."""
+        """The packing of the wrapped kernel, plus a suffix for the order."""
         return self._packing
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Pack ``weight`` without its order, which is kept beside the packed tensors."""
+        """Pack ``weight`` without its order, which becomes one more packed tensor."""
         assert weight.order is not None
         return {**self.kernel.pack(weight.derived(order=None)), _ORDER: interned(weight.order)}
 
@@ -46,7 +46,7 @@ class OrderedKernel(Kernel):
         """Call the wrapped kernel on x with its features in the stored order."""
         inner, order = _split(packed)
         if x.dim() < 1 or x.shape[-1] != order.shape[-1]:
-            return self.kernel(x, inner, bias, **runtime_params)  # which says what is wrong with x
+            return self.kernel(x, inner, bias, **runtime_params)  # raises an error about x
         if order.dim() > 1:
             x = gathered_by_expert(x, order, runtime_params["offsets"])
             return self.kernel(x, inner, bias, **runtime_params)
@@ -59,7 +59,7 @@ class OrderedKernel(Kernel):
         self.kernel.tune(permuted, inner, bias, **runtime_params)
 
     def nbytes(self, tensor: Tensor) -> int:
-        """As the wrapped kernel counts."""
+        """Bytes that the wrapped kernel reports for ``tensor``."""
         return self.kernel.nbytes(tensor)
 
 
@@ -68,7 +68,7 @@ def _split(packed: Packed) -> tuple[dict[str, Tensor], Tensor]:
 
 
 class _LastGather(threading.local):
-    """The last gather of a thread. ``x`` is a weak reference: the result goes when x does."""
+    """The last gather of a thread. ``x`` is a weak reference: the result is freed with x."""
 
     x: weakref.ref[Tensor] | None = None
     key: tuple[Any, ...] = ()
@@ -84,11 +84,11 @@ _last = _LastGather()
 def gathered(x: Tensor, order: Tensor) -> Tensor:
     """Put feature ``order[j]`` of x ``(..., K)`` at position j.
 
-    A second call with the same x, unchanged, and the same order on the same stream gives the same tensor.
+    A second call with the same unmodified x and the same order, on the same stream, returns the same tensor.
     """
     if not _can_share(x):
         return x.index_select(-1, order)
-    key = (id(order), x._version, _stream(x))  # noqa: SLF001 - torch's own counter of writes, without a public name
+    key = (id(order), x._version, _stream(x))  # noqa: SLF001 - the count of in-place writes has no public name
     last = None if _last.x is None else _last.x()
     if last is x and _last.key == key and _last.result is not None:
         return _last.result
@@ -106,15 +106,15 @@ def gathered(x: Tensor, order: Tensor) -> Tensor:
 def gathered_by_expert(x: Tensor, orders: Tensor, offsets: Tensor) -> Tensor:
     """Permute each row of x ``(T, K)`` by its expert's order; ``orders``: int32 ``(E, K)``, ``offsets``: ``(E,)``."""
     rows = torch.arange(x.shape[0], device=x.device, dtype=offsets.dtype)
-    # Rows behind the last end belong to no expert; any order will do.
+    # Rows past the last offset belong to no expert, so any order will do.
     expert = torch.searchsorted(offsets, rows, right=True).clamp_max(orders.shape[0] - 1)
     return x.gather(1, orders.index_select(0, expert).long())
 
 
 def _can_share(x: Tensor) -> bool:
-    """Whether the result may be kept: no trace, no gradient, no version that cannot be told, no graph capture.
+    """Whether the result may be shared: not in a trace, with gradients, for inference tensors or in a graph capture.
 
-    A captured graph would read memory that another graph owns.
+    Inference tensors have no version counter, and a captured graph would read memory that another graph owns.
     """
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference():
         return False
@@ -131,7 +131,7 @@ _interned: weakref.WeakValueDictionary[tuple[Any, ...], Tensor] = weakref.WeakVa
 
 
 def interned(order: Tensor) -> Tensor:
-    """The one tensor that stands for an order on its device: layers of equal order can tell that they share it."""
+    """The canonical tensor of an order on its device, so that layers of equal order share it by identity."""
     if not has_values(order):
         return order
     key = (str(order.device), order.cpu().numpy().tobytes())

@@ -28,7 +28,17 @@ from ..runtime.plain_text import plain
 from ..runtime.settings import Settings
 from . import tuning, verification
 from .decision import Candidate, Decision, Stage
-from .offers import CACHE_LIMIT, HOW_TO_CLEAR, Offered, ask, first_names, form_of, kernels_of, row_of, warn_once
+from .offers import (
+    CACHE_LIMIT,
+    HOW_TO_CLEAR,
+    Offered,
+    ask,
+    device_and_signature,
+    first_offered_names,
+    kernels_of,
+    row_of,
+    warn_once,
+)
 
 _TIER = 1000
 
@@ -47,11 +57,11 @@ def resolve(
     strict: bool | None = None,
     verify: str | None = None,
 ) -> Decision:
-    """Choose a kernel for a `LinearRequest`, `Conv2dRequest` or `EmbeddingRequest`.
+    """Select a kernel for a request: a `LinearRequest`, `Conv2dRequest`, `EmbeddingRequest` or `GroupedLinearRequest`.
 
-    The arguments are those of `using` and beat every other setting. Raises `UnsupportedError`, with the decision table
-    as its text, if no kernel supports the request, or under ``strict`` if only the fallback does; `PluginError`
-    if a plugin that the user named is broken.
+    The arguments are those of `using` and take precedence over every other setting. Raises `UnsupportedError`, with the
+    decision table in its message, if no kernel supports the request, or under ``strict`` if only the fallback does;
+    `PluginError` if a plugin that the user named is broken.
     """
     decision = decide(request, settings.current(backends=backends, disable=disable, strict=strict, verify=verify))
     if decision.kernel is None:
@@ -83,11 +93,11 @@ def _decide_once(key: Any, request: Request, wanted: Settings) -> Decision:
 
 
 def forget() -> None:
-    """Drop every cached decision and failure, e.g. after ``qcore tune`` wrote new figures."""
+    """Clear cached decisions and failures, e.g. after ``qcore tune`` stored new times."""
     with _lock:
         _decisions.clear()
         _failures.clear()
-        first_names.clear()
+        first_offered_names.clear()
 
 
 def report_failure(request: Request, kernel: Kernel, reason: str, stage: Stage = Stage.FAILED_IN_USE) -> None:
@@ -125,7 +135,13 @@ def _decide(request: Request, wanted: Settings) -> Decision:
     ranked = _rank(offers, wanted, order)
     rows, kernel = _select(ranked, request, wanted, order)
     slow = _slow_hints(ranked, rows)
-    hints = (*_setting_hints(wanted), *_ties(ranked, rows, order), *slow, *_hardware_hints(), *_device_hints(request))
+    hints = (
+        *_setting_hints(wanted),
+        *_tie_hints(ranked, rows, order),
+        *slow,
+        *_hardware_hints(),
+        *_device_hints(request),
+    )
     return Decision(request, (*rows, *others), kernel, hints)
 
 
@@ -149,11 +165,11 @@ def _by_time(ranked: list[Offered], wanted: Settings) -> list[Offered]:
 
     The slower one moves down and the faster one stays: unmeasured offers between them keep their precedence.
     """
-    waiting = sorted((o for o in ranked if _is_timed(o, wanted)), key=lambda o: o.milliseconds or 0.0)
+    waiting = sorted((o for o in ranked if _time_counts(o, wanted)), key=lambda o: o.milliseconds or 0.0)
     ordered: list[Offered] = []
     reached: list[Offered] = []
     for offered in ranked:
-        if not _is_timed(offered, wanted):
+        if not _time_counts(offered, wanted):
             ordered.append(offered)
             continue
         reached.append(offered)
@@ -162,7 +178,7 @@ def _by_time(ranked: list[Offered], wanted: Settings) -> list[Offered]:
     return ordered
 
 
-def _is_timed(offered: Offered, wanted: Settings) -> bool:
+def _time_counts(offered: Offered, wanted: Settings) -> bool:
     """Whether an offer's measured time may override ranks."""
     barred = wanted.strict and offered.status.name == BUILTIN
     return offered.milliseconds is not None and _tier(offered) > EMULATED and not barred
@@ -193,8 +209,8 @@ def _try_offer(offered: Offered, request: Request, wanted: Settings) -> tuple[St
     failure = _failures.get(_failure_key(kernel, request)) or _renamed(offered, request)
     if failure is not None:
         return failure
-    key = f"verify {verification.verdict_key(status, kernel, request)}"  # the mark that `verification` leaves
-    reason = left_over(status, kernel, request)
+    key = f"verify {verification.verdict_key(status, kernel, request)}"  # the mark that `verification` sets
+    reason = crash_reason(status, kernel, request)
     if reason:
         warn_once(f"kernel {offered.name!r} of {status.dist} {status.version} is skipped: {reason}")
         return Stage.FAILED_IN_USE, reason
@@ -208,7 +224,7 @@ def _try_offer(offered: Offered, request: Request, wanted: Settings) -> tuple[St
             raise error.cause from None
         result = verification.Check(False, f"raised {error.reason}")
     reason = plain(result.reason)
-    note(status, kernel, request, "" if result.ok else f"failed verification: {reason}")
+    record_kernel_failure(status, kernel, request, "" if result.ok else f"failed verification: {reason}")
     if not result.ok:
         warn_once(f"kernel {offered.name!r} of {status.dist} {status.version} failed verification: {reason}")
         return Stage.FAILED_VERIFICATION, reason
@@ -217,7 +233,7 @@ def _try_offer(offered: Offered, request: Request, wanted: Settings) -> tuple[St
 
 def _renamed(offered: Offered, request: Request) -> tuple[Stage, str] | None:
     """The failure row of a kernel under a new name: a plugin that renames a failed kernel would be retried forever."""
-    before = first_names.get((offered.status.name, request), frozenset())
+    before = first_offered_names.get((offered.status.name, request), frozenset())
     failed = any((name, str(request.device), request.signature()) in _failures for name in before)
     if offered.name in before or not failed:
         return None
@@ -226,10 +242,10 @@ def _renamed(offered: Offered, request: Request) -> tuple[Stage, str] | None:
 
 def kernel_key(stage: str, plugin: Plugin, kernel: Kernel, request: Request) -> str:
     """The key of the crash mark of a kernel at ``stage`` (pack, call) for requests of one signature."""
-    return mark_key(stage, plugin, f"{name_of(kernel)} {form_of(request)}")
+    return mark_key(stage, plugin, f"{name_of(kernel)} {device_and_signature(request)}")
 
 
-def note(plugin: Plugin, kernel: Kernel, request: Request, failure: str) -> None:
+def record_kernel_failure(plugin: Plugin, kernel: Kernel, request: Request, failure: str) -> None:
     """Record on disk that a kernel failed for requests of one signature; an empty ``failure`` removes the record."""
     key = kernel_key("failed", plugin, kernel, request)
     if failure:
@@ -238,18 +254,18 @@ def note(plugin: Plugin, kernel: Kernel, request: Request, failure: str) -> None
         disk_cache.remove(disk_cache.FAILURES, key)
 
 
-def left_over(plugin: Plugin, kernel: Kernel, request: Request) -> str:
+def crash_reason(plugin: Plugin, kernel: Kernel, request: Request) -> str:
     """How a kernel ended or hung an earlier process with requests of this signature; empty if it did not."""
-    for stage, what in _STAGES.items():
+    for stage, step in _STAGES.items():
         if left := disk_cache.left_over(kernel_key(stage, plugin, kernel, request)):
-            return f"{what} {left} {HOW_TO_CLEAR}"
+            return f"{step} {left} {HOW_TO_CLEAR}"
     return ""
 
 
 def _why_selected(chosen: Offered, ranked: list[Offered]) -> str:
     """Which offers of a higher rank were measured slower than the selected one; empty if the rank decided."""
-    behind = ranked[ranked.index(chosen) + 1 :]
-    beaten = [o.name for o in behind if o.milliseconds is not None and _tier(o) > _tier(chosen)]
+    slower = ranked[ranked.index(chosen) + 1 :]
+    beaten = [o.name for o in slower if o.milliseconds is not None and _tier(o) > _tier(chosen)]
     if not beaten or chosen.milliseconds is None:
         return ""
     return _with_note(f"measured faster than {', '.join(beaten)}, which ranks higher", chosen.offer)
@@ -291,7 +307,7 @@ def _slow_hints(ranked: list[Offered], rows: list[Candidate]) -> Iterable[str]:
         )
 
 
-def _ties(ranked: list[Offered], rows: list[Candidate], order: Sequence[str]) -> Iterable[str]:
+def _tie_hints(ranked: list[Offered], rows: list[Candidate], order: Sequence[str]) -> Iterable[str]:
     best = _selected(ranked, rows)
     if best is None or best.status.name in order:
         return
@@ -299,7 +315,7 @@ def _ties(ranked: list[Offered], rows: list[Candidate], order: Sequence[str]) ->
         same = other.offer.rank == best.offer.rank and other.milliseconds == best.milliseconds
         if same and other.status.name != best.status.name and other.status.name not in order:
             yield (
-                f"{best.status.name} and {other.status.name} offer the same rank; the name decided. "
+                f"{best.status.name} and {other.status.name} have the same rank; the first name is selected. "
                 f"Set QCORE_BACKENDS, or run 'qcore tune'."
             )
 
@@ -322,7 +338,7 @@ def _hardware_hints() -> Iterable[str]:
 
 def _device_hints(request: Request) -> Iterable[str]:
     if not verification.can_run_on(request.device):
-        yield f"torch cannot use {str(request.device)!r} on this machine: no kernel was checked."
+        yield f"torch cannot use {str(request.device)!r} on this machine, so no kernel was verified."
 
 
 def _fail_if_named_and_broken(status: PluginStatus, order: Sequence[str]) -> None:
@@ -336,10 +352,10 @@ def _fail_if_named_and_broken(status: PluginStatus, order: Sequence[str]) -> Non
 def _enforce_strict(decision: Decision, wanted: Settings) -> None:
     order = wanted.order(decision.request.contract)
     if decision.is_fallback and order[:1] != (BUILTIN,):
-        behind = {c.plugin for c in decision.candidates if c.stage == Stage.OUTRANKED.value} - {BUILTIN}
+        outranked = {c.plugin for c in decision.candidates if c.stage == Stage.OUTRANKED.value} - {BUILTIN}
         text = "only the fallback to torch ops supports this request."
-        if behind:
-            names = " or ".join(sorted(behind))
+        if outranked:
+            names = " or ".join(sorted(outranked))
             text = f"the fallback to torch ops ranks first for this request; name {names} in backends to select it."
         raise UnsupportedError(f"strict: {text}\n{decision}")
 

@@ -1,7 +1,7 @@
 """Measured times of kernels: ``qcore tune`` writes them, the resolver reads them.
 
-A record is kept per request (without its row count), plugin version, kernel, device and driver: milliseconds by row
-count. For a request of unknown row count, the geometric mean over the measured row counts decides.
+A record holds milliseconds by row count, for one request (without row count), plugin version, kernel, device and
+driver. For a request of unknown row count, the geometric mean over the measured row counts decides.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..discovery.kernels import Kernel
 from ..discovery.registry import BUILTIN, PluginStatus
 from ..runtime.disk_cache import read, records, write
 from .decision import describe
-from .verification import undisturbed
+from .verification import clean_torch_state
 
 ROWS = (1, 16, 256)
-"""The row counts that are measured by default: decoding, small batches, prompts."""
+"""The row counts measured by default: decoding, small batches, prompts."""
 
 _known: dict[str, dict[int, float] | None] = {}
-_MOST_KNOWN = 4096
+_MAX_KNOWN = 4096
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Slow:
 
 
 def slower_than_fallback(installed: Iterable[PluginStatus]) -> list[Slow]:
-    """Every such kernel of the ``installed`` plugins in the records of ``qcore tune``."""
+    """The kernels of the ``installed`` plugins that the records of ``qcore tune`` show slower than the fallback."""
     versions = {status.name: (status.dist, status.version) for status in installed}
     fastest: dict[str, tuple[float, str]] = {}
     others: list[tuple[str, str, str, float]] = []
@@ -89,7 +89,7 @@ def measured(request: Request, status: PluginStatus, kernel: Kernel) -> float | 
         return None
     key = _key(request, status, kernel)
     if key not in _known:
-        if len(_known) >= _MOST_KNOWN:  # unbounded sizes; measured times stay, since they may not be on disk
+        if len(_known) >= _MAX_KNOWN:  # unbounded sizes; measured times stay, since they may not be on disk
             for other in [other for other, times in _known.items() if not times]:
                 del _known[other]
         _known[key] = _times_of(read("tuning", key))
@@ -111,8 +111,16 @@ def _times_of(record: dict[str, Any] | None) -> dict[int, float] | None:
 
 def _key(request: LinearRequest, status: PluginStatus, kernel: Kernel) -> str:
     anonymous = replace(request, rows=None, bias=False, training=False)
-    parts = (status.name, status.dist, status.version, name_of(kernel), status.device, status.driver, torch.__version__)
-    return "|".join(map(str, (*parts, request.device, request.n, request.k, anonymous.signature())))
+    fields = (
+        status.name,
+        status.dist,
+        status.version,
+        name_of(kernel),
+        status.device,
+        status.driver,
+        torch.__version__,
+    )
+    return "|".join(map(str, (*fields, request.device, request.n, request.k, anonymous.signature())))
 
 
 def measure(
@@ -121,9 +129,9 @@ def measure(
     rows: Iterable[int] = ROWS,
     seconds: float = 0.3,
 ) -> list[Measurement]:
-    """Time every kernel on the full-sized request and store the figures; ``request`` is a `LinearRequest`."""
+    """Time every kernel at the full size of the request, for each number of ``rows``, and store the times."""
     offers, found = list(offers), []
-    with undisturbed():
+    with clean_torch_state():
         timings = {m: _times(replace(request, rows=None), [k for _, k in offers], m, seconds) for m in rows}
     for index, (status, kernel) in enumerate(offers):
         times = {m: timings[m][index] for m in timings}

@@ -2,8 +2,8 @@
 
 Twice: on small problems, before it is selected (`check`), and with a layer's own weight, once for each size, before it
 gets the layer's input (`check_weight`): a kernel may be wrong on large weights only. A verdict is kept in memory and,
-if the kernel passed, on disk: by plugin version, kernel, device, driver, torch version and the form of the request;
-for a plugin under development also by the state of its code. A kernel that ended an earlier process during its check
+if the kernel passed, on disk: by plugin version, kernel, device, driver, torch version and the signature of the
+request; for a plugin under development also by the state of its code. A kernel whose check crashed an earlier process
 is not tried again.
 """
 
@@ -29,6 +29,9 @@ from ..runtime.code_state import code_state
 from ..runtime.disk_cache import crash_mark, crashed, left_over, read, write
 from ..weights.qtensor import QTensor
 
+KernelSource = Callable[[Request], list[Kernel]]
+"""Returns one plugin's kernels for a request."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -40,35 +43,39 @@ class Check:
 
 _seen: dict[tuple[str, str], Check] = {}
 _seen_sizes: set[tuple[str, str]] = set()
-_MOST_SIZES = 4096
+_MAX_SIZES = 4096
 _usable: set[torch.device] = set()
 
 
 def forget() -> None:
-    """Drop the verdicts held in memory; those on disk stay."""
+    """Clear the verdicts in memory; those on disk remain."""
     _seen.clear()
     _seen_sizes.clear()
 
 
 def check(
-    status: PluginStatus, kernel: Kernel, request: Request, ask: Callable[[Request], list[Kernel]], mode: str = "once"
+    status: PluginStatus,
+    kernel: Kernel,
+    request: Request,
+    kernels_for: KernelSource,
+    mode: str = "once",
 ) -> Check:
-    """Check ``kernel`` for ``request``; ``ask`` returns the plugin's kernels for another request."""
+    """Check ``kernel`` for ``request``; ``kernels_for`` returns the plugin's kernels for another request."""
     if mode == "off" or request.device.type == "meta" or not can_run_on(request.device):
         return Check(True)
     key = verdict_key(status, kernel, request)
     if (key, mode) not in _seen:
         stored = _stored(key, mode)
-        if len(_seen) >= _MOST_SIZES:  # convolutions are verified per geometry
+        if len(_seen) >= _MAX_SIZES:  # convolutions are verified per geometry
             _seen.clear()
-        _seen[key, mode] = stored or _run(key, kernel, request, ask)
+        _seen[key, mode] = stored or _run(key, kernel, request, kernels_for)
     return _seen[key, mode]
 
 
 def size_key(status: PluginStatus, kernel: Kernel, request: Request, mode: str = "once") -> str:
-    """The key of the verdict on ``kernel`` at the size of ``request``; empty if there is nothing to be checked.
+    """The key of the verdict on ``kernel`` at the size of ``request``; empty if no check is needed.
 
-    That is so with ``mode`` ``off``, on ``meta``, for a size that `check` covers, and if a verdict is cached.
+    No check is needed if ``mode`` is ``off``, on ``meta``, for sizes that `check` covers, and if a verdict is cached.
     """
     if mode == "off" or request.device.type == "meta" or contract_of(request).is_probed_whole(request):
         return ""
@@ -80,7 +87,7 @@ def size_key(status: PluginStatus, kernel: Kernel, request: Request, mode: str =
 
 
 def _remember_size(key: str, mode: str) -> None:
-    if len(_seen_sizes) >= _MOST_SIZES:  # unbounded sizes
+    if len(_seen_sizes) >= _MAX_SIZES:  # unbounded sizes
         _seen_sizes.clear()
     _seen_sizes.add((key, mode))
 
@@ -88,15 +95,15 @@ def _remember_size(key: str, mode: str) -> None:
 def check_weight(
     key: str, kernel: Kernel, request: Request, weight: QTensor, packed: Mapping[str, Tensor], mode: str = "once"
 ) -> Check:
-    """Check ``kernel`` with a layer's own ``weight``, which it has packed; ``key`` is that of `size_key`.
+    """Check ``kernel`` with a layer's own ``weight``, which it has packed; ``key`` comes from `size_key`.
 
     The reference is computed for some rows and columns of the result (`contracts.sampling`), so it costs milliseconds.
     """
     if not has_values(weight.data):
         return Check(True)
     if crashed(f"verify {key}"):
-        return _ended(key)
-    with crash_mark(f"verify {key}"), undisturbed():
+        return _crash_verdict(key)
+    with crash_mark(f"verify {key}"), clean_torch_state():
         result = _try_weight(kernel, request, weight, packed)
     if result.ok:
         _remember_size(key, mode)
@@ -107,15 +114,15 @@ def check_weight(
 def _try_weight(kernel: Kernel, request: Request, weight: QTensor, packed: Mapping[str, Tensor]) -> Check:
     size = f"{request.n} x {request.k}"
     try:
-        lost = difference(kernel.unpack(packed), weight)
-        if lost:
-            return Check(False, f"unpack(pack(w)) is not w for a weight of {size}: {lost}")
+        diff = difference(kernel.unpack(packed), weight)
+        if diff:
+            return Check(False, f"unpack(pack(w)) is not w for a weight of {size}: {diff}")
         for problem in contract_of(request).around(request, weight):
             here, drawn = problem.to(request.device), torch.Generator().manual_seed(0)
-            reason = call_fault(partial(sampled, here, generator=drawn), kernel, here, packed)
+            reason = call_defect(partial(sampled, here, generator=drawn), kernel, here, packed)
             if reason:
                 return Check(False, f"with a weight of {size}: {reason}")
-    except BrokenLayoutError:  # no fault of the kernel's
+    except BrokenLayoutError:  # not the kernel's fault
         raise
     except Guarded as error:
         return Check(False, f"with a weight of {size}: raised {type(error).__name__}: {error}")
@@ -126,7 +133,7 @@ def can_run_on(device: torch.device) -> bool:
     """Whether torch can put a tensor on ``device`` here; `explain` also takes devices of other machines."""
     if device not in _usable:
         try:
-            with undisturbed():
+            with clean_torch_state():
                 torch.empty(1, device=device)
         except Guarded:
             return False
@@ -143,36 +150,36 @@ def verdict_key(status: PluginStatus, kernel: Kernel, request: Request) -> str:
 
 def _stored(key: str, mode: str) -> Check | None:
     if crashed(f"verify {key}"):
-        return _ended(key)
+        return _crash_verdict(key)
     return Check(True) if mode == "once" and read("verdicts", key) else None
 
 
-def _ended(key: str) -> Check:
-    how_to_clear = "clear QCORE_CACHE_DIR to try again, or run 'qcore doctor --clear'"
-    return Check(False, f"{left_over(f'verify {key}')} while it was checked; {how_to_clear}")
+def _crash_verdict(key: str) -> Check:
+    how_to_clear = "run 'qcore doctor --clear' to retry"
+    return Check(False, f"{left_over(f'verify {key}')} while it was verified; {how_to_clear}")
 
 
-def _run(key: str, kernel: Kernel, request: Request, ask: Callable[[Request], list[Kernel]]) -> Check:
-    with crash_mark(f"verify {key}"), undisturbed():
-        result = run_check(*_smallest(kernel, request, ask))
+def _run(key: str, kernel: Kernel, request: Request, kernels_for: KernelSource) -> Check:
+    with crash_mark(f"verify {key}"), clean_torch_state():
+        result = run_check(*_smallest(kernel, request, kernels_for))
     if result.ok:
         # Failures are not cached: they reproduce quickly, and a repaired plugin must get a new chance.
         write("verdicts", key, ok=True)
     return result
 
 
-def _smallest(kernel: Kernel, request: Request, ask: Callable[[Request], list[Kernel]]) -> tuple[Kernel, Request]:
+def _smallest(kernel: Kernel, request: Request, kernels_for: KernelSource) -> tuple[Kernel, Request]:
     """The same kernel for a small weight; the kernel itself if the plugin has none of that name there."""
     small = request.small()
     with contextlib.suppress(*Guarded):
-        for other in ask(small):
+        for other in kernels_for(small):
             if name_of(other) == name_of(kernel):
                 return other, small
     return kernel, request
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def clean_torch_state() -> Iterator[None]:
     """No gradients, no autocast, no fake tensors, and the default device is the CPU."""
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -190,8 +197,8 @@ def run_check(kernel: Kernel, request: Request) -> Check:
     contract = contract_of(request)
     for problem in contract.probe(request):
         try:
-            reason = _fault(contract, kernel, problem)
-        except BrokenLayoutError:  # no fault of the kernel's
+            reason = _defect(contract, kernel, problem)
+        except BrokenLayoutError:  # not the kernel's fault
             raise
         except Guarded as error:
             reason = f"raised {type(error).__name__}: {error}"
@@ -200,19 +207,19 @@ def run_check(kernel: Kernel, request: Request) -> Check:
     return Check(True)
 
 
-def _fault(contract: Contract, kernel: Kernel, problem: Problem) -> str:
+def _defect(contract: Contract, kernel: Kernel, problem: Problem) -> str:
     """The defect that one problem shows in a kernel; empty if there is none."""
     here = problem.to(problem.request.device)
     packed = kernel.pack(here.weight)
-    lost = difference(kernel.unpack(packed), here.weight)
-    if lost:
-        return f"unpack(pack(w)) is not w: {lost}"
-    fault = call_fault(partial(contract.judge, problem), kernel, here, packed)
-    lost = "" if fault else difference(kernel.unpack(packed), here.weight)
-    return f"its call changed the packed weight: {lost}" if lost else fault
+    diff = difference(kernel.unpack(packed), here.weight)
+    if diff:
+        return f"unpack(pack(w)) is not w: {diff}"
+    fault = call_defect(partial(contract.judge, problem), kernel, here, packed)
+    diff = "" if fault else difference(kernel.unpack(packed), here.weight)
+    return f"its call changed the packed weight: {diff}" if diff else fault
 
 
-def call_fault(judge: Callable[[Any], Verdict], kernel: Kernel, here: Problem, packed: Mapping[str, Tensor]) -> str:
+def call_defect(judge: Callable[[Any], Verdict], kernel: Kernel, here: Problem, packed: Mapping[str, Tensor]) -> str:
     """The defect that two calls show in a kernel; empty if there is none.
 
     The first result must be correct and survive the second call, and the inputs must not change.
@@ -259,6 +266,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal in dtype, shape and every bit."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    if a.dtype == torch.float8_e4m3fn:  # torch compares no float8
+    if a.dtype == torch.float8_e4m3fn:  # torch cannot compare float8
         a, b = a.view(torch.uint8), b.view(torch.uint8)
     return torch.equal(a.cpu(), b.cpu())

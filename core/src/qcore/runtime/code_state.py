@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-_MOST_FILES = 20_000
+_MAX_FILES = 20_000
 _SKIPPED = {"__pycache__", "build", "dist", "node_modules", "tests"}
 
 
@@ -28,15 +28,15 @@ def code_state(dist: str) -> str:
     """
     try:
         found = metadata.distribution(dist)
-        root = _source_of(found.read_text("direct_url.json"))
+        root = _source_dir(found.read_text("direct_url.json"))
         # An ordinary installation lists its files with their hashes.
-        lines = [found.read_text("RECORD") or ""] if root is None else [*_listing(root), *_installed(found)]
+        lines = [found.read_text("RECORD") or ""] if root is None else [*_source_lines(root), *_installed_lines(found)]
     except (metadata.PackageNotFoundError, OSError, ValueError):
         return ""
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def _source_of(direct_url: str | None) -> Path | None:
+def _source_dir(direct_url: str | None) -> Path | None:
     """The directory of an editable installation (PEP 610), None for any other."""
     origin = json.loads(direct_url or "{}")
     if not (
@@ -46,9 +46,9 @@ def _source_of(direct_url: str | None) -> Path | None:
     return Path(url2pathname(urlsplit(str(origin.get("url"))).path))
 
 
-def _listing(root: Path) -> list[str]:
-    files = (_line(entry.path, entry.stat) for entry in _files(root))
-    return sorted(line for _, line in zip(range(_MOST_FILES), files, strict=False))
+def _source_lines(root: Path) -> list[str]:
+    files = (_stat_line(entry.path, entry.stat) for entry in _files(root))
+    return sorted(line for _, line in zip(range(_MAX_FILES), files, strict=False))
 
 
 def _files(folder: str | Path) -> Iterator[os.DirEntry[str]]:
@@ -62,17 +62,17 @@ def _files(folder: str | Path) -> Iterator[os.DirEntry[str]]:
                 yield from _files(entry.path)
 
 
-def _installed(found: metadata.Distribution) -> Iterator[str]:
+def _installed_lines(found: metadata.Distribution) -> Iterator[str]:
     """The files that an editable installation has put into site-packages, such as compiled libraries."""
     for file in found.files or ():
         if "__pycache__" not in file.parts:
             path = Path(str(found.locate_file(file)))
-            yield _line(str(path), path.stat)
+            yield _stat_line(str(path), path.stat)
 
 
-def _line(path: str, stat: Callable[[], os.stat_result]) -> str:
+def _stat_line(path: str, stat: Callable[[], os.stat_result]) -> str:
     try:
-        known = stat()
+        info = stat()
     except OSError:  # deleted in the meantime
         return f"{path} gone"
-    return f"{path} {known.st_size} {known.st_mtime_ns}"
+    return f"{path} {info.st_size} {info.st_mtime_ns}"

@@ -21,14 +21,14 @@ from typing import Any
 
 from . import forks
 
-_LARGEST = 1 << 20
-"""Size limit of a record in bytes; qcore's own have a few hundred."""
+_MAX_BYTES = 1 << 20
+"""Size limit of a record in bytes; qcore's own take a few hundred."""
 
 _MARKS = "running"
 FAILURES = "failures"
 """The kind of records of failures, which ``qcore doctor`` lists; no decision depends on them."""
 
-_LARGEST_PID = (1 << 31) - 1
+_MAX_PID = (1 << 31) - 1
 
 
 def cache_dir() -> Path | None:
@@ -38,11 +38,11 @@ def cache_dir() -> Path | None:
     """
     named = os.environ.get("QCORE_CACHE_DIR")
     # Path.expanduser raises without a home directory; this keeps the tilde.
-    path = os.path.expanduser(named) if named else _of_user()  # noqa: PTH111
+    path = os.path.expanduser(named) if named else _user_cache_dir()  # noqa: PTH111
     return None if path.startswith("~") or "\0" in path else Path(path)
 
 
-def _of_user() -> str:
+def _user_cache_dir() -> str:
     import platformdirs
 
     try:
@@ -51,31 +51,31 @@ def _of_user() -> str:
         return "~"
 
 
-def place() -> str:
+def cache_dir_text() -> str:
     """The cache directory as text for people."""
     return str(cache_dir() or "none: there is no home directory")
 
 
-def distrusted() -> str:
+def why_untrusted() -> str:
     """Why stored records are not trusted; empty if they are."""
     root = cache_dir()
     if root is None:
         return "there is no home directory to keep it in"
-    for folder in (root, *_folders(root)):
-        why = _unsafe(folder)
+    for folder in (root, *_subdirectories(root)):
+        why = _why_unsafe(folder)
         if why:
             return f"{folder} {why}"
     return ""
 
 
-def _folders(root: Path) -> list[Path]:
+def _subdirectories(root: Path) -> list[Path]:
     try:
         return [path for path in root.iterdir() if path.is_dir()]
     except OSError:
         return []
 
 
-def _unsafe(folder: Path) -> str:
+def _why_unsafe(folder: Path) -> str:
     """Why a directory is not trusted; empty if it is, or if it does not exist."""
     try:
         return _writable_by_others(folder.stat())
@@ -103,7 +103,7 @@ def _path(kind: str, key: str) -> Path | None:
 def read(kind: str, key: str) -> dict[str, Any] | None:
     """The record stored under ``key``, or None if it is missing, unreadable or untrusted."""
     path = _path(kind, key)
-    if path is None or _unsafe(path.parents[1]) or _unsafe(path.parent):
+    if path is None or _why_unsafe(path.parents[1]) or _why_unsafe(path.parent):
         return None
     record = _record(path)
     # The key is kept in full, so that a collision or a damaged file reads as "nothing stored".
@@ -112,21 +112,21 @@ def read(kind: str, key: str) -> dict[str, Any] | None:
 
 def _record(path: Path) -> dict[str, Any] | None:
     try:
-        record = json.loads(_bytes(path))
+        record = json.loads(_read_own_file(path))
     except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
 
-def _bytes(path: Path) -> bytes:
+def _read_own_file(path: Path) -> bytes:
     """The content of our own file. Raises OSError for a pipe, device or link, a huge file, or one of another user."""
     special = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     handle = os.open(path, os.O_RDONLY | special)
     try:
         info = os.fstat(handle)
-        if not stat.S_ISREG(info.st_mode) or info.st_size > _LARGEST or _writable_by_others(info):
-            raise OSError(f"{path} is no record of ours")
-        return os.read(handle, _LARGEST)
+        if not stat.S_ISREG(info.st_mode) or info.st_size > _MAX_BYTES or _writable_by_others(info):
+            raise OSError(f"{path} is not a qcore record")
+        return os.read(handle, _MAX_BYTES)
     finally:
         os.close(handle)
 
@@ -138,23 +138,23 @@ def write(kind: str, key: str, **values: Any) -> bool:
         return False
     try:
         for folder in (path.parents[1], path.parent):
-            _make(folder)
-        _replace(path, text)
+            _make_private(folder)
+        _write_atomically(path, text)
     except (OSError, ValueError):
         return False
     return True
 
 
-def _make(folder: Path) -> None:
+def _make_private(folder: Path) -> None:
     """Make a directory that nobody else can write, whatever the umask. Raises OSError if others can write it."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-    elif _unsafe(folder):
-        raise OSError(f"{folder} {_unsafe(folder)}")
+    elif _why_unsafe(folder):
+        raise OSError(f"{folder} {_why_unsafe(folder)}")
 
 
-def _replace(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -175,9 +175,9 @@ def remove(kind: str, key: str) -> None:
 
 
 def records(kind: str) -> list[dict[str, Any]]:
-    """Every trusted record of a kind, in a stable order."""
+    """Every trusted record of a kind, sorted by file name."""
     root = cache_dir()
-    if root is None or _unsafe(root) or _unsafe(root / kind):
+    if root is None or _why_unsafe(root) or _why_unsafe(root / kind):
         return []
     try:
         paths = sorted((root / kind).glob("*.json"))
@@ -187,7 +187,7 @@ def records(kind: str) -> list[dict[str, Any]]:
     return [record for record in found if record is not None and isinstance(record.get("key"), str)]
 
 
-def forget_failures() -> int:
+def clear_failures() -> int:
     """Remove the records of plugins that failed, crashed or hung in earlier processes; returns their number."""
     gone, failed = left_over_marks(), records(FAILURES)
     for record in gone:
@@ -198,7 +198,7 @@ def forget_failures() -> int:
 
 
 def left_over_marks() -> list[dict[str, Any]]:
-    """The marks of processes that have ended, or whose step was interrupted."""
+    """The marks left by processes that have ended, and by interrupted steps."""
     return [record for record in records(_MARKS) if is_left_over(record)]
 
 
@@ -277,7 +277,7 @@ def is_left_over(mark: dict[str, Any]) -> bool:
     if mark.get("ended"):
         return True
     pid = mark.get("pid")
-    if not isinstance(pid, int) or not 0 < pid <= _LARGEST_PID:
+    if not isinstance(pid, int) or not 0 < pid <= _MAX_PID:
         return False
     # In a container every run may have the same pid: a mark with our pid that we did not set is from an earlier run.
     if pid == os.getpid():

@@ -23,7 +23,7 @@ _awaited: list[weakref.ref[Lock]] = []
 _repairs: list[Callable[[], object]] = []
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     """Per-thread state: nesting of `waited_for` blocks, and the locks ``held`` across a fork."""
 
     waited_for = 0
@@ -32,7 +32,7 @@ class _Thread(threading.local):
         self.held: list[Lock] = []
 
 
-_here = _Thread()
+_thread = _ThreadState()
 
 
 class Lock:
@@ -63,18 +63,18 @@ class Lock:
         self._lock.release()
 
     def is_mine(self) -> bool:
-        """Whether this thread holds it."""
+        """Whether this thread holds the lock."""
         return bool(self._lock._is_owned())  # noqa: SLF001 - as threading.Condition does
 
 
 @contextmanager
 def waited_for() -> Iterator[None]:
     """A block in a thread that another thread waits for while holding locks: a fork in it must not wait for them."""
-    _here.waited_for += 1
+    _thread.waited_for += 1
     try:
         yield
     finally:
-        _here.waited_for -= 1
+        _thread.waited_for -= 1
 
 
 def after_broken_fork(repair: Callable[[], object]) -> None:
@@ -83,21 +83,21 @@ def after_broken_fork(repair: Callable[[], object]) -> None:
 
 
 def _before() -> None:
-    deadline = time.monotonic() + (0.0 if _here.waited_for else WAIT_SECONDS)
+    deadline = time.monotonic() + (0.0 if _thread.waited_for else WAIT_SECONDS)
     # Outer locks first, in the order in which other code acquires them.
     for lock in filter(None, (ref() for ref in reversed(_awaited))):
         if not lock.acquire(max(0.0, deadline - time.monotonic())):
             break
-        _here.held.append(lock)
+        _thread.held.append(lock)
 
 
 def _release() -> None:
-    while _here.held:
-        _here.held.pop().release()
+    while _thread.held:
+        _thread.held.pop().release()
 
 
 def _in_child() -> None:
-    complete = len(_here.held) == len(_awaited)
+    complete = len(_thread.held) == len(_awaited)
     _release()
     for lock in list(_locks):
         # The forking thread survives in the child and releases its own locks there.

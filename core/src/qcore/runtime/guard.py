@@ -2,7 +2,7 @@
 
 Every exception of a step becomes a `StepError`, except for the user's KeyboardInterrupt. A mark on disk exists while
 the step runs, so that the next process skips a step that crashed or hung; a watchdog warns with the plugin's name if a
-step takes too long; and changes to the state of the process are undone.
+step takes too long; and changes to the state of the process are preserved_state.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FIRST_CALL_SECONDS = 60.0
 BUILTIN = "torch"
 """The name of the built-in fallback plugin."""
 
-_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+_TERMINATING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 _POLL = 1.0
 
 
 class Plugin(Protocol):
-    """The plugin that a step belongs to."""
+    """The identity of the plugin that a step belongs to."""
 
     @property
     def name(self) -> str: ...
@@ -68,7 +68,7 @@ class Step:
         self.warned = False
 
     @property
-    def took(self) -> float:
+    def elapsed(self) -> float:
         return time.monotonic() - self.since
 
     def begin(self) -> None:
@@ -76,21 +76,21 @@ class Step:
         disk_cache.set_mark(self.key, doing=self.doing, **who)
 
     def end(self, error: BaseException | None) -> None:
-        if isinstance(error, KeyboardInterrupt) and self.took >= self.seconds:
-            ended = f"was interrupted after {self.took:.0f} seconds in an earlier process"
+        if isinstance(error, KeyboardInterrupt) and self.elapsed >= self.seconds:
+            ended = f"was interrupted after {self.elapsed:.0f} seconds in an earlier process"
             disk_cache.amend_mark(self.key, ended=ended)
         disk_cache.clear_mark(self.key)
         if self.warned:
-            note_failure(self.plugin, self.key, f"{self.doing} took {self.took:.0f} seconds", slow=True)
+            note_failure(self.plugin, self.key, f"{self.doing} took {self.elapsed:.0f} seconds", slow=True)
 
     def warn_slow(self) -> None:
         """Warn that the step is slow, and record it in the mark as the reason if the process ends now."""
         self.warned = True
         disk_cache.amend_mark(self.key, hung=f"took over {self.seconds:g} seconds in an earlier process")
         _warn(
-            f"qcore plugin {self.plugin.name!r} ({self.plugin.dist} {self.plugin.version}) is at {self.doing} for over "
-            f"{self.seconds:g} seconds.\nIf you interrupt it, the next run does without; "
-            f"QCORE_DISABLE={self.plugin.name} does so for good."
+            f"qcore plugin {self.plugin.name!r} ({self.plugin.dist} {self.plugin.version}) has spent over "
+            f"{self.seconds:g} seconds in {self.doing}.\nIf you interrupt it, the next run skips this step; "
+            f"QCORE_DISABLE={self.plugin.name} disables the plugin permanently."
         )
 
 
@@ -101,8 +101,8 @@ def note_failure(plugin: Plugin, key: str, text: str, *, slow: bool = False) -> 
 
 
 _passed: set[str] = set()
-_meddlers: set[str] = set()
-_MOST_PASSED = 16384
+_state_changers: set[str] = set()
+_MAX_PASSED = 16384
 
 
 def mark_key(stage: str, plugin: Plugin, what: object = "") -> str:
@@ -123,7 +123,7 @@ def guarded(plugin: Plugin, doing: str, key: str, seconds: float | None = None, 
     `SECONDS`; ``size``: each size of a key is a step of its own. A step that has succeeded leaves no more marks.
     """
     try:
-        if plugin.name == BUILTIN or (has_passed(key, size) and plugin.name not in _meddlers):
+        if plugin.name == BUILTIN or (has_passed(key, size) and plugin.name not in _state_changers):
             yield
         else:
             with _watched(Step(plugin, doing, key, SECONDS if seconds is None else seconds)):
@@ -132,15 +132,15 @@ def guarded(plugin: Plugin, doing: str, key: str, seconds: float | None = None, 
     except (KeyboardInterrupt, StepError):
         raise
     except BaseException as error:
-        if error is _foreign.error:
+        if error is _handler_error.error:
             raise
         raise StepError(plain_text.of_error(error), error) from error
 
 
 @contextmanager
-def undone() -> Iterator[None]:
+def preserved_state() -> Iterator[None]:
     """Undo changes to the state of the process if any plugin is known to make some: for calls outside of steps."""
-    restore = process_state.snapshot() if _meddlers else list
+    restore = process_state.snapshot() if _state_changers else list
     try:
         yield
     finally:
@@ -154,7 +154,7 @@ def _watched(step: Step) -> Iterator[None]:
     try:
         step.begin()
         _watchdog.add(step)
-        with _ending_signals():
+        with _clean_termination():
             yield
     except BaseException as raised:
         error = raised
@@ -163,23 +163,23 @@ def _watched(step: Step) -> Iterator[None]:
         _watchdog.remove(step)
         step.end(error)
         changed = restore()
-        _warn_meddler(step, changed)
+        _warn_state_changed(step, changed)
 
 
 def _remember(key: str) -> None:
-    if len(_passed) >= _MOST_PASSED:
+    if len(_passed) >= _MAX_PASSED:
         _passed.clear()
     _passed.add(key)
 
 
-def _warn_meddler(step: Step, changed: list[str]) -> None:
+def _warn_state_changed(step: Step, changed: list[str]) -> None:
     names = [name for name in changed if name != process_state.SEED]
-    if changed and step.plugin.name not in _meddlers:
-        _meddlers.add(step.plugin.name)
+    if changed and step.plugin.name not in _state_changers:
+        _state_changers.add(step.plugin.name)
         if names:
             _warn(
-                f"qcore plugin {step.plugin.name!r} ({step.plugin.dist} {step.plugin.version}) changed this process in "
-                f"{step.doing}: {', '.join(names)}.\nIt was put back."
+                f"qcore plugin {step.plugin.name!r} ({step.plugin.dist} {step.plugin.version}) changed process state "
+                f"in {step.doing}: {', '.join(names)}.\nThe changes were undone."
             )
 
 
@@ -194,27 +194,27 @@ def _warn(text: str) -> None:
 # Terminating signals: a kernel that runs when one arrives is not at fault.
 
 
-class _Foreign(threading.local):
+class _HandlerError(threading.local):
     """An exception of the user's signal handler in this thread, which no plugin caused."""
 
     error: BaseException | None = None
 
 
-_foreign = _Foreign()
+_handler_error = _HandlerError()
 _handlers: dict[int, Any] = {}
 
 
 @contextmanager
-def _ending_signals() -> Iterator[None]:
+def _clean_termination() -> Iterator[None]:
     """Remove marks before SIGTERM and SIGHUP take effect."""
     if _handlers or threading.current_thread() is not threading.main_thread():
         yield
         return
-    for number in _ENDING:
+    for number in _TERMINATING:
         handler = signal.getsignal(number)
         if handler is not None and handler is not signal.SIG_IGN:
             _handlers[number] = handler
-            signal.signal(number, _end_orderly)
+            signal.signal(number, _terminate)
     try:
         yield
     finally:
@@ -227,13 +227,13 @@ def _restore_handlers() -> None:
         signal.signal(number, handler)
 
 
-def _end_orderly(number: int, frame: FrameType | None) -> None:
+def _terminate(number: int, frame: FrameType | None) -> None:
     handler = _handlers.get(number, signal.SIG_DFL)
     if callable(handler):
         try:
             handler(number, frame)
         except BaseException as error:
-            _foreign.error = error
+            _handler_error.error = error
             raise
         return
     disk_cache.clear_own_marks()
@@ -241,7 +241,7 @@ def _end_orderly(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), number)
 
 
-def _let_signals_end() -> None:
+def _restore_default_actions() -> None:
     """Restore immediate termination by signals: Python's handlers would wait for hung native code."""
     defaults = [number for number, handler in list(_handlers.items()) if handler is signal.SIG_DFL]
     # Python allows this in the main thread only, which restores its handlers after the step.
@@ -286,10 +286,10 @@ class _Watchdog:
                     self._thread = None
                     return
             for step in running:
-                if not step.warned and step.took >= step.seconds:
+                if not step.warned and step.elapsed >= step.seconds:
                     step.warn_slow()
-                    _let_signals_end()
-            time.sleep(min([_POLL, *(max(0.01, s.seconds - s.took) for s in running if not s.warned)]))
+                    _restore_default_actions()
+            time.sleep(min([_POLL, *(max(0.01, s.seconds - s.elapsed) for s in running if not s.warned)]))
 
 
 _watchdog = _Watchdog()

@@ -6,14 +6,14 @@ from typing import Any, TypeGuard, TypeVar
 
 _T = TypeVar("_T")
 
-_LONGEST = 2000
-_MOST = 100
+_MAX_LENGTH = 2000
+_MAX_ITEMS = 100
 
 
 def plain(text: str) -> str:
     """A printable copy of at most about 2000 characters, without surrogates and control characters."""
     copy = str.__str__(text)  # bypasses the methods of a subclass
-    cut = copy if len(copy) <= _LONGEST else f"{copy[:_LONGEST]} ... ({len(copy)} characters)"
+    cut = copy if len(copy) <= _MAX_LENGTH else f"{copy[:_MAX_LENGTH]} ... ({len(copy)} characters)"
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in cut)
 
 
@@ -50,7 +50,7 @@ def message(error: BaseException) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001 - as above
-        return "(its text cannot be had)"
+        return "(its message is unavailable)"
 
 
 def value(found: Any, depth: int = 3) -> Any:
@@ -63,9 +63,9 @@ def value(found: Any, depth: int = 3) -> Any:
     if is_a(found, str):
         return plain(found)
     if depth and type(found) in (list, tuple):
-        return [value(item, depth - 1) for item in found[:_MOST]]
+        return [value(item, depth - 1) for item in found[:_MAX_ITEMS]]
     if depth and type(found) is dict:
-        return {str(value(key, 0)): value(found[key], depth - 1) for key in list(found)[:_MOST]}
+        return {str(value(key, 0)): value(found[key], depth - 1) for key in list(found)[:_MAX_ITEMS]}
     return _shown(found)
 
 

@@ -38,7 +38,7 @@ class _StateItem:
 
 def snapshot() -> Callable[[], list[str]]:
     """Record the current state; returns a function that restores it and returns the names of the changed items."""
-    before = [(item, value) for item in _items() for value in _read(item)]
+    before = [(item, value) for item in _current_items() for value in _read(item)]
 
     def restore() -> list[str]:
         return [item.name for item, value in before if _restore(item, value)]
@@ -60,8 +60,8 @@ def _restore(item: _StateItem, value: Any) -> bool:
     return False
 
 
-def _items() -> Iterator[_StateItem]:
-    yield from _ALWAYS
+def _current_items() -> Iterator[_StateItem]:
+    yield from _ITEMS
     if threading.current_thread() is threading.main_thread():
         yield _SIGNALS
     if not _modes():  # a mode would intercept the generator's state tensor
@@ -112,19 +112,19 @@ def _set_signals(values: list[tuple[int, Any]]) -> None:
 
 def _seed() -> tuple[Any, ...]:
     numpy: Any = sys.modules.get("numpy")
-    drawn = () if numpy is None else (numpy.random.get_state(legacy=False),)
-    return (torch.default_generator.get_state().numpy().tobytes(), random.getstate(), *map(_Drawn, drawn))
+    numpy_state = () if numpy is None else (numpy.random.get_state(legacy=False),)
+    return (torch.default_generator.get_state().numpy().tobytes(), random.getstate(), *map(_NumpyState, numpy_state))
 
 
-class _Drawn:
-    """The state of numpy's generator, which holds an array."""
+class _NumpyState:
+    """The state of numpy's generator, compared by value: it contains an array."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
         self._key = (state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"], state["gauss"])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Drawn) and self._key == other._key
+        return isinstance(other, _NumpyState) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -133,8 +133,8 @@ class _Drawn:
 def _set_seed(values: tuple[Any, ...]) -> None:
     torch.default_generator.set_state(torch.frombuffer(bytearray(values[0]), dtype=torch.uint8))
     random.setstate(values[1])
-    for drawn in values[2:]:
-        sys.modules["numpy"].random.set_state(drawn.state)
+    for numpy_state in values[2:]:
+        sys.modules["numpy"].random.set_state(numpy_state.state)
 
 
 def _streams() -> tuple[Any, ...]:
@@ -146,11 +146,11 @@ def _set_streams(values: tuple[Any, ...]) -> None:
 
 
 SEED = "random numbers"
-"""The name of the item that any draw of a random number changes."""
+"""The name of the item that changes with every random number."""
 
 _SEED = _StateItem(SEED, _seed, _set_seed)
 _SIGNALS = _StateItem("signal handlers", _signals, _set_signals)
-_ALWAYS = (
+_ITEMS = (
     _StateItem("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _StateItem("default device", _default_device, torch.set_default_device),
     _StateItem("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),

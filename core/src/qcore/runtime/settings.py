@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import QcoreError, did_you_mean
 
-CONTRACT_NAMES = ("linear", "conv2d", "embedding")
+CONTRACT_NAMES = ("linear", "conv2d", "embedding", "grouped_linear")
+"""The names of `qcore.contracts.CONTRACTS`, which stand above this package; a test holds them equal."""
 _VERIFY_MODES = ("off", "once", "always")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -23,9 +24,9 @@ Names = tuple[str, ...]
 class Settings:
     """The settings in force.
 
-    **Fields:** ``backends``: (contract or ``"*"``, plugin names in the order wanted) pairs; ``disable``: plugins that
-    are neither imported nor called; ``strict``: a fallback to torch ops is an error; ``verify``: ``off``, ``once`` (per
-    kernel, version, device and driver; kept on disk) or ``always`` (once per process).
+    **Fields:** ``backends``: pairs of a contract or ``"*"`` and its plugin names in order of preference; ``disable``:
+    plugins that are neither imported nor called; ``strict``: a fallback to torch ops is an error; ``verify``: ``off``,
+    ``once`` (per kernel, version, device and driver; kept on disk) or ``always`` (once per process).
     """
 
     backends: tuple[tuple[str, Names], ...] = ()
@@ -39,12 +40,16 @@ class Settings:
         return table.get(contract, table.get("*", ()))
 
     def named(self) -> set[str]:
-        """Every plugin name that appears anywhere."""
+        """Every plugin name in ``backends`` and ``disable``."""
         return {name for _, names in self.backends for name in names} | set(self.disable)
 
 
 def parse_backends(value: str | Iterable[str]) -> tuple[tuple[str, Names], ...]:
     """Read ``"cuda,torch"``, ``"linear=xla;*=torch"`` or names. Raises `QcoreError` for an unknown contract."""
+    if isinstance(value, Mapping):
+        raise QcoreError(
+            "backends is a mapping; write rules as text, such as 'linear=xla;*=torch', or a list of names."
+        )
     if not isinstance(value, str):
         return (("*", _names(value)),)
     rules = []
@@ -69,7 +74,7 @@ def parse_flag(name: str, text: str) -> bool:
     """A strict boolean: ``bool("0")`` would be True. Raises `QcoreError` for any other text."""
     word = text.strip().lower()
     if word not in (*_TRUE, *_FALSE):
-        raise QcoreError(f"{name}={text!r} is not a yes or a no.\nWrite one of {', '.join(_TRUE + _FALSE[:-1])}.")
+        raise QcoreError(f"{name}={text!r} is not a boolean.\nWrite one of {', '.join(_TRUE + _FALSE[:-1])}.")
     return word in _TRUE
 
 
@@ -124,7 +129,7 @@ _context: ContextVar[Mapping[str, Any] | None] = ContextVar("qcore_settings", de
 
 
 def current(**arguments: Any) -> Settings:
-    """The settings in force here; ``arguments`` are those of `using` and beat everything."""
+    """The settings in force here; ``arguments`` are those of `using` and take precedence."""
     context = _context.get()
     if not (arguments or context or _configured):
         return _merged(tuple(_environment().items()))
@@ -144,7 +149,7 @@ def configure(
     strict: bool | None = None,
     verify: str | None = None,
 ) -> None:
-    """Set defaults for the process; beats the environment. Only what is passed changes."""
+    """Set defaults for the process; beats the environment. Omitted arguments stay unchanged."""
     _configured.update(_changes(backends, disable, strict, verify))
 
 
@@ -158,15 +163,15 @@ def using(
 ) -> Iterator[Settings]:
     """Settings for a block, in this thread or task only; blocks nest.
 
-    ``backends``: plugin names in the order wanted, e.g. ``"vulkan"``, ``"cuda,torch"``, ``"linear=xla;*=torch"``;
-    others come after them by rank. Layers that are already bound keep their kernels.
+    ``backends``: plugin names in order of preference, e.g. ``"vulkan"``, ``"cuda,torch"``, ``"linear=xla;*=torch"``;
+    other plugins follow by rank. Layers that are already bound keep their kernels.
     """
     with _overridden({**(_context.get() or {}), **_changes(backends, disable, strict, verify)}):
         yield current()
 
 
 def in_force(settings: Settings) -> contextlib.AbstractContextManager[None]:
-    """Exactly these settings for a block: those under which a layer was created, when it binds again."""
+    """Exactly these settings for a block; a layer binds again under those that it was created with."""
     return _overridden(vars(settings))
 
 
