@@ -99,7 +99,9 @@ CONDITIONS = {
 def test_a_kernel_wrong_on_large_weights_only_does_not_serve(offer_with, condition):
     offer_with(large_only(CONDITIONS[condition]))
     layer = torch.nn.Linear(SIZE[1], SIZE[0])
-    with pytest.warns(QcoreWarning, match=r"is disabled for .*failed verification with a weight of 320 x 576: wrong result"):
+    with pytest.warns(
+        QcoreWarning, match=r"is disabled for .*failed verification with a weight of 320 x 576: wrong result"
+    ):
         made = QuantizedLinear.from_float(layer, "w8a16")
     assert made.decision.plugin == "torch"
     row = next(c for c in made.decision.candidates if c.plugin == "mine")

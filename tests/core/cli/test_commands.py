@@ -142,7 +142,7 @@ def test_the_entry_point_runs_commands(model):
         ("explain w4a16-g12x", WRONG_USAGE, "Did you mean 'w4a16-g128'?"),
         ("explain w8a16 --dtype int3", WRONG_USAGE, "bfloat16"),
         ("explain w8a16 --device tpu9000", WRONG_USAGE, "is not a torch device"),
-        ("explain w8a16 --n 0", WRONG_USAGE, "whole number from 1"),
+        ("explain w8a16 --n 0", WRONG_USAGE, "positive integer"),
         ("explain w8a16 --disable", WRONG_USAGE, "expected one argument"),
         ("inspect nowhere.safetensors", WRONG_USAGE, "nowhere.safetensors"),
         ("quantize nowhere out --scheme w8a16", WRONG_USAGE, "nowhere"),
