@@ -47,7 +47,8 @@ def test_settings_are_arguments(add_kernel):
 
 
 def test_unknown_contracts_and_schemes_list_what_is_possible():
-    with pytest.raises(FormatError, match=r"unknown contract 'linaer'; known: linear, conv2d, embedding. Did you mean"):
+    says = r"unknown contract 'linaer'; known: linear, conv2d, embedding, grouped_linear\. Did you mean"
+    with pytest.raises(FormatError, match=says):
         qcore.explain("w8a16", contract="linaer")
     with pytest.raises(FormatError, match="cannot read the scheme"):
         qcore.explain("w3a16")

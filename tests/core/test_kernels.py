@@ -206,7 +206,10 @@ class TestAnswers:
         assert Available().details is None
 
 
-HOOKS = ["qcore_conv2d", "qcore_decided", "qcore_embedding", "qcore_formats", "qcore_linear", "qcore_probe"]
+HOOKS = [
+    "qcore_conv2d", "qcore_decided", "qcore_elements", "qcore_embedding", "qcore_formats", "qcore_grouped_linear",
+    "qcore_linear", "qcore_probe", "qcore_quantizers",
+]  # fmt: skip
 
 
 class TestHookSpecifications:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qcore.errors import FormatError
 from qcore.formats import Format, ZeroPoint
-from qcore.weights.quantizers import QUANTIZERS, check_quantizer, default_quantizer, quantize
+from qcore.weights.quantizers import NEEDS_MOMENTS, QUANTIZERS, check_quantizer, default_quantizer, quantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 F = np.float32
@@ -184,7 +184,7 @@ class TestEdges:
         weight = torch.randn(3, 80)
         weight[:, 32:] = 0
         weight[1] = 0
-        moments = torch.cov(torch.randn(80, 200)) if quantizer == "gptq" else None
+        moments = torch.cov(torch.randn(80, 200)) if quantizer in NEEDS_MOMENTS else None
         dense = quantize(weight, fmt, quantizer, moments=moments).dequantize()
         assert dense[1].tolist() == [0.0] * 80
         if fmt.group_size:
@@ -277,12 +277,15 @@ class TestChoice:
         assert quantize(torch.randn(2, 8), text).quantizer == name
 
     def test_unknown_lists_the_known(self):
-        with pytest.raises(FormatError, match=r"known: absmax, absmax_full, minmax, mse, gptq\. Did you mean 'absmax'"):
+        with pytest.raises(FormatError, match=r"known: absmax,.* mse, als, awq, gptq\. Did you mean 'absmax'"):
             quantize(torch.ones(2, 2), "int8", "absmx")
 
     @pytest.mark.parametrize(
         ("text", "quantizer", "fitting"),
-        [("int4", "minmax", "absmax, absmax_full, mse, gptq"), ("int4-asym", "absmax", "minmax, mse, gptq")],
+        [
+            ("int4", "minmax", "absmax, absmax_full, mse, als, awq, gptq"),
+            ("int4-asym", "absmax", "minmax, mse, als, awq, gptq"),
+        ],
     )
     def test_that_does_not_fit_lists_the_fitting(self, text, quantizer, fitting):
         with pytest.raises(FormatError, match=f"use one of: {fitting}"):

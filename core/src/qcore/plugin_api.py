@@ -46,7 +46,7 @@ from .discovery.kernels import (
 from .discovery.registry import registry
 from .errors import FormatError, PluginError
 from .fallback.padding import float_conv2d
-from .formats import PLAIN, PLAIN_INT32, Format, Layout, ZeroPoint
+from .formats import PLAIN, PLAIN_INT32, Element, Format, Layout, ScaleType, ZeroPoint
 from .formats.bits import has_values
 from .nn.bound import BoundLayer, binding_of, bound_layer, layer_contract
 from .resolving.decision import Decision, format_table
@@ -63,6 +63,7 @@ from .weights.activations import (
 )
 from .weights.parts import Part, parts
 from .weights.qtensor import QTensor, contiguous
+from .weights.registered_quantizers import Quantizer
 from .weights.schemes import Scheme
 
 __all__ = [
@@ -86,6 +87,7 @@ __all__ = [
     "Conv2dRequest",
     "Decision",
     "DynamicInt8",
+    "Element",
     "EmbeddingRequest",
     "Format",
     "FormatError",
@@ -101,10 +103,12 @@ __all__ = [
     "PluginError",
     "Problem",
     "QTensor",
+    "Quantizer",
     "Rank",
     "Refusal",
     "Request",
     "RowsKernel",
+    "ScaleType",
     "Scheme",
     "StaticInt8",
     "Unavailable",

@@ -147,7 +147,7 @@ def test_the_entry_point_runs_commands(model):
         ("inspect nowhere.safetensors", WRONG_USAGE, "nowhere.safetensors"),
         ("quantize nowhere out --scheme w8a16", WRONG_USAGE, "nowhere"),
         ("quantize a b --scheme w8a16 --max-shard-size huge", WRONG_USAGE, "4GB"),
-        ("tune --seconds -1", WRONG_USAGE, "above 0"),
+        ("tune --seconds -1", WRONG_USAGE, "positive number of seconds"),
         ("conformance nobody", WRONG_USAGE, "nobody"),
         ("new-plugin My-Chip", WRONG_USAGE, "Did you mean 'my_chip'?"),
     ],

@@ -81,7 +81,7 @@ def test_tune_says_where_figures_are_lost(run, monkeypatch):
     monkeypatch.setenv("QCORE_CACHE_DIR", "/dev/null/nowhere")
     code, out, _ = run("tune", "--scheme", "w8a16", *QUICK)
     assert code == 1
-    assert "NOT kept" in out
+    assert "NOT stored" in out
 
 
 def test_tune_takes_sizes_from_a_checkpoint(run_json, model, monkeypatch):

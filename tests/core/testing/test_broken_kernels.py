@@ -173,7 +173,7 @@ LAYOUTS = {
     ),
     "holds no size": (
         {"encode": lambda self, codes: (_ for _ in ()).throw(qcore.FormatError("too small"))},
-        "holds int4 codes of no size",
+        "supports int4 codes in none of these sizes",
     ),
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from ..formats import Format
-from ..weights.activations import Activation, DynamicFP8, OutputInt8, StaticFP8, StaticInt8
+from ..weights.activations import Activation, OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import QTensor, contiguous
 from ..weights.schemes import Scheme
 from .base import (
@@ -106,7 +106,9 @@ class Conv2dRequest:
 
     def signature(self) -> tuple[Any, ...]:
         """What a verdict on a kernel depends on; sizes are kept, because convolution kernels specialise on them."""
-        activation = self.activation.blank() if isinstance(self.activation, StaticInt8) else self.activation
+        activation = (
+            self.activation.blank() if isinstance(self.activation, (StaticInt8, StaticFP8)) else self.activation
+        )
         geometry = (self.kernel_size, self.stride, self.padding, self.dilation, self.groups)
         channels = (self.in_channels, self.out_channels)
         form = (str(self.weight), activation, self.output and self.output.blank(), self.bias)
@@ -115,11 +117,6 @@ class Conv2dRequest:
     def small(self) -> Conv2dRequest:
         """The request itself without training: a few pixels of input already make the problem small."""
         return replace(self, training=False)
-
-
-def _has_convolution(scheme: Scheme) -> bool:
-    """Parameters per token and fp8 activations are for `linear` alone."""
-    return not _per_token(scheme) and not isinstance(scheme.activation, (DynamicFP8, StaticFP8))
 
 
 def _per_token(asked: Conv2dRequest | Scheme) -> bool:
@@ -195,9 +192,7 @@ class Conv2dContract(Contract):
 
     def cases(self, schemes: Iterable[Scheme], dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
         dtypes = tuple(dtypes)
-        for scheme in (
-            s for s in schemes if not _per_token(s) and not isinstance(s.activation, (DynamicFP8, StaticFP8))
-        ):
+        for scheme in (s for s in schemes if not _per_token(s)):
             for dtype in dtypes:
                 for shape in _SHAPES:
                     yield self._case(scheme, dtype, shape)

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ..formats import Element
 from ..runtime import plain_text
 from ..runtime.guard import StepError
 from ..runtime.plain_text import is_a
 from ..weights.qtensor import QTensor
+from ..weights.registered_quantizers import Quantizer
 from .kernels import FALLBACK, NATIVE, Available, Kernel, Offer, Refusal, Unavailable
 
 _MOST = 1000
@@ -143,6 +145,24 @@ def result(answer: object) -> Tensor:
 def layouts(answers: Iterable[Any]) -> list[Any]:
     """The layouts from a plugin's ``qcore_formats`` implementations; pluggy collects their results in a list."""
     return [layout for answer in answers for layout in _listed(answer, "qcore_formats")]
+
+
+def elements(answers: Iterable[Any]) -> list[Element]:
+    """The elements in the answers of a plugin's ``qcore_elements``, as plain copies."""
+    found = [each for answer in answers for each in _listed(answer, "qcore_elements")]
+    for each in found:
+        if not is_a(each, Element):
+            raise StepError(f"qcore_elements gave {plain_text.described(each)}, which is no qcore.Element")
+    return [Element(each.name, each.bits, each.values) for each in found]
+
+
+def quantizers(answers: Iterable[Any]) -> list[Quantizer]:
+    """The quantizers in the answers of a plugin's ``qcore_quantizers``, as plain copies."""
+    found = [each for answer in answers for each in _listed(answer, "qcore_quantizers")]
+    for each in found:
+        if not is_a(each, Quantizer):
+            raise StepError(f"qcore_quantizers gave {plain_text.described(each)}, which is no Quantizer of qcore")
+    return [Quantizer(q.name, q.function, q.zeros, q.elements, q.needs_moments) for q in found]
 
 
 def _listed(answers: Iterable[_T], what: str) -> list[_T]:

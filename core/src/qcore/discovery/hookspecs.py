@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from ..contracts import Conv2dRequest, EmbeddingRequest, GroupedLinearRequest, LinearRequest
-from ..formats import Layout
+from ..formats import Element, Layout
+from ..weights.registered_quantizers import Quantizer
 from .kernels import Available, Offer, Refusal, Unavailable
 
 if TYPE_CHECKING:
@@ -55,6 +56,16 @@ def qcore_embedding(request: EmbeddingRequest) -> Answer:  # type: ignore[empty-
 @hookspec(firstresult=True)
 def qcore_grouped_linear(request: GroupedLinearRequest) -> Answer:  # type: ignore[empty-body]
     """Offer a kernel for `GroupedLinearRequest`, or refuse with a reason. A list of offers is ranked one by one."""
+
+
+@hookspec
+def qcore_elements() -> Iterable[Element]:  # type: ignore[empty-body]
+    """Extra elements that formats and schemes may name; see `Element`. Called once, before `qcore_formats`."""
+
+
+@hookspec
+def qcore_quantizers() -> Iterable[Quantizer]:  # type: ignore[empty-body]
+    """Extra quantizers that schemes may name; see `Quantizer`. Called once, when the plugin is loaded."""
 
 
 @hookspec

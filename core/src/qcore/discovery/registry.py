@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 import pluggy
 
 from ..errors import PluginError, QcoreWarning, did_you_mean
-from ..formats import layouts
+from ..formats import elements, layouts
 from ..runtime import disk_cache, forks, guard, plain_text, settings
 from ..runtime.guard import StepError, guarded, mark_key
+from ..weights import quantizers, registered_quantizers
 from . import answers, hookspecs
 from .hookspecs import ENTRY_POINT_GROUP, PROJECT
 from .kernels import Available, Unavailable
@@ -220,9 +221,17 @@ class Registry:
         assert self._entries is not None
         return self._entries[name]
 
-    def load_layouts(self) -> None:
-        """Load every plugin that is not disabled, so that its layouts are registered."""
-        self.statuses(settings.current().disable)
+    def load_plugins(self) -> None:
+        """Load every plugin that is not disabled, so that their elements, layouts and quantizers are known.
+
+        A plugin under registration may ask this too, for an element of another plugin; it is left out itself.
+        """
+        disabled = settings.current().disable
+        for name in sorted(self.entries()):
+            with self._lock:
+                entry = self.entries().get(name)
+                if entry is not None and not (entry.started and entry.status is None):
+                    self.status(name, disabled)
 
 
 def _load(entry: _Entry) -> PluginStatus:
@@ -259,11 +268,37 @@ def _register(entry: _Entry) -> Available:
     manager.add_hookspecs(hookspecs)
     manager.register(entry.plugin, entry.name)
     _check_hooks(manager, entry.plugin)
-    # Read all layouts before registering the first: a generator may raise halfway.
-    for layout in answers.layouts(manager.hook.qcore_formats()):
-        layouts.register_layout(layout, entry.name)
+    _register_formats(manager, entry.name)
     entry.manager = manager
     return Available()
+
+
+def _register_formats(manager: pluggy.PluginManager, plugin: str) -> None:
+    """Register what a plugin adds to formats and schemes: all of it or, if anything is wrong, nothing."""
+    # All answers, before the first is taken: a generator may raise in the middle.
+    new_elements = answers.elements(manager.hook.qcore_elements())
+    new_layouts = answers.layouts(manager.hook.qcore_formats())
+    new_quantizers = answers.quantizers(manager.hook.qcore_quantizers())
+    known = [
+        set(found())
+        for found in (
+            elements.registered_elements, layouts.registered_layouts, registered_quantizers.registered_quantizers,
+        )
+    ]  # fmt: skip
+    try:
+        for element in new_elements:  # first: layouts and quantizers name them
+            elements.register_element(element, plugin)
+        for layout in new_layouts:
+            layouts.register_layout(layout, plugin)
+        for quantizer in new_quantizers:
+            for name in quantizer.elements or ():
+                elements.find_element(name)
+            registered_quantizers.register_quantizer(quantizer, plugin, quantizers.QUANTIZERS)
+    except BaseException:
+        elements.forget_elements(set(elements.registered_elements()) - known[0], plugin)
+        layouts.forget_layouts(set(layouts.registered_layouts()) - known[1], plugin)
+        registered_quantizers.forget_quantizers(set(registered_quantizers.registered_quantizers()) - known[2], plugin)
+        raise
 
 
 def _check_hooks(manager: pluggy.PluginManager, plugin: Any) -> None:
@@ -398,7 +433,9 @@ def _provider(point: Any) -> tuple[str, str]:
 registry = Registry()
 """The process's plugins."""
 
-layouts.load_plugin_layouts = registry.load_layouts
+elements.load_plugin_elements = registry.load_plugins
+layouts.load_plugin_layouts = registry.load_plugins
+registered_quantizers.load_plugin_quantizers = registry.load_plugins
 forks.after_broken_fork(registry.repair)
 
 

@@ -95,31 +95,30 @@ class PlainGroupedLinear(Kernel):
         return y
 
     def _in_chunks(self, x: Tensor, packed: Packed, bias: Tensor | None, ends: list[int], y: Tensor) -> Tensor:
-        """One `grouped_mm` per chunk of experts; chunks without rows are left out."""
+        """One `grouped_mm` per chunk of experts that have rows: the others take no room between these rows."""
         step = max(1, _MOST_DENSE // (self.n * self.k))
-        for first in range(0, self.experts, step):
-            last = min(first + step, self.experts)
-            start, stop = ([0, *ends])[first], ends[last - 1]
-            if stop <= start:
-                continue
-            dense = self._dense(packed, first, last)
-            offsets = torch.tensor([end - start for end in ends[first:last]], dtype=torch.int32, device=x.device)
+        busy = list(_rows_of(ends))
+        for first in range(0, len(busy), step):
+            chunk = busy[first : first + step]
+            start, stop = chunk[0][1].start, chunk[-1][1].stop
+            dense = torch.stack([self._dense(packed, expert) for expert, _ in chunk])
+            offsets = torch.tensor([rows.stop - start for _, rows in chunk], dtype=torch.int32, device=x.device)
             part = torch.nn.functional.grouped_mm(x[start:stop], dense.transpose(1, 2), offs=offsets)
             if bias is not None:
-                counts = torch.diff(offsets, prepend=offsets.new_zeros(1)).long()
-                added = bias[first:last].repeat_interleave(counts, dim=0, output_size=stop - start)
+                counts = torch.tensor([rows.stop - rows.start for _, rows in chunk], device=x.device)
+                experts = torch.tensor([expert for expert, _ in chunk], device=x.device)
+                added = bias.index_select(0, experts).repeat_interleave(counts, dim=0, output_size=stop - start)
                 part = part.float() + added.float()
             y[start:stop] = part.to(y.dtype)
         return y
 
-    def _dense(self, packed: Packed, first: int, last: int) -> Tensor:
-        """The weights of some experts, bfloat16 ``(experts, N, K)``, columns in the order of x."""
-        reader, dense = self.linear.reader, []
-        for expert in range(first, last):
-            own = {name: tensor[expert] for name, tensor in packed.items()}
-            rows = [reader.dense(*chunk, torch.bfloat16, own.get("global_scale")) for chunk in reader.chunks(own)]
-            dense.append(reader.restore_order(torch.cat(rows)))
-        return torch.stack(dense)
+    def _dense(self, packed: Packed, expert: int) -> Tensor:
+        """The weight of one expert, bfloat16 ``(N, K)``, columns in the order of x."""
+        own = {name: tensor[expert] for name, tensor in packed.items()}
+        factor = own.get("global_scale")
+        reader = self.linear.reader
+        rows = [reader.dense(*chunk, torch.bfloat16, factor) for chunk in reader.chunks(own)]
+        return reader.restore_order(rows[0] if len(rows) == 1 else torch.cat(rows))
 
 
 def _rows_of(ends: list[int]) -> Iterator[tuple[int, slice]]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..contracts import Conv2dRequest
 from ..contracts.conv2d import Pair, check_image, convolved_size, im2col, kernel_shape, output_size
 from ..discovery.kernels import Packed
-from ..weights.activations import DynamicInt8, StaticInt8
+from ..weights.activations import DynamicFP8, DynamicInt8, FP8Activation, StaticFP8, StaticInt8, fp8_scale, quantize_fp8
 from ..weights.qtensor import contiguous
 from .integer import activation_bound, centred_activations, finish, integer_product
 from .ops import op
@@ -42,7 +42,21 @@ class PlainConv2d(NeutralKernel):
                 return self(x, packed, bias)
         if not (self.n and self.k):
             return self._bias_only(x, bias)
+        if isinstance(self.request.activation, (DynamicFP8, StaticFP8)):
+            return self._fp8(self.request.activation, x, packed, bias)
         return self._float(x, packed, bias) if self.request.activation is None else self._integer(x, packed, bias)
+
+    def _fp8(self, activation: FP8Activation, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        """Products of im2col columns, each column quantized as a token is."""
+        r = self.request
+        cols = columns(x.to(torch.float64 if x.dtype == torch.float64 else torch.float32), r)
+        scale = fp8_scale(activation, cols)
+        cols = (quantize_fp8(cols, scale).to(cols.dtype) * scale).transpose(0, 1)
+        factor = packed.get("global_scale")
+        rows = [self._rows(*chunk, factor, cols.dtype) for chunk in self.reader.chunks(packed)]
+        dense = torch.cat(rows).view(r.groups, self.n // r.groups, self.k)
+        y = torch.matmul(cols, dense.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return image(finish(y, 1.0, bias, r.output, self.out_dtype, {}), x, r)
 
     def _bias_only(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the result for a weight without elements, which torch's convolutions refuse."""
@@ -68,8 +82,16 @@ class PlainConv2d(NeutralKernel):
         last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         return kernel if last else contiguous(kernel)
 
-    def _rows(self, data: Tensor, scale: Tensor, zero: Tensor | None, global_scale: Tensor | None) -> Tensor:
-        return self.reader.restore_order(self.reader.dense(data, scale, zero, self.compute, global_scale))
+    def _rows(
+        self,
+        data: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        global_scale: Tensor | None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        dense = self.reader.dense(data, scale, zero, dtype or self.compute, global_scale)
+        return self.reader.restore_order(dense)
 
     def _integer(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         r = self.request

@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -266,9 +266,19 @@ def register_element(element: Element, plugin: str = "") -> None:
     known = _ELEMENTS.setdefault(element.name, element)
     if known != element:
         owner = _OWNERS.get(element.name, "")
-        raise FormatError(f"element name {element.name!r} is taken by {owner or 'qcore'}; choose another.")
-    if plugin:
+        raise FormatError(
+            f"element name {element.name!r}{f' of plugin {plugin!r}' if plugin else ''} is taken by "
+            f"{f'plugin {owner!r}' if owner else 'qcore'}, with other values; choose another."
+        )
+    if plugin and known is element:
         _OWNERS.setdefault(element.name, plugin)
+
+
+def forget_elements(names: Iterable[str], plugin: str) -> None:
+    """Unregister elements of a plugin whose registration failed."""
+    for name in names:
+        if _OWNERS.get(name) == plugin:
+            del _ELEMENTS[name], _OWNERS[name]
 
 
 def find_element(name: Any) -> Element:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -332,9 +332,21 @@ def register_layout(layout: Layout, plugin: str = "") -> None:
     for dtype in dtypes:
         find_element(dtype)
     if _LAYOUTS.setdefault(name, layout) != layout:
-        raise FormatError(f"layout name {name!r} is taken by {type(_LAYOUTS[name]).__qualname__}; choose another.")
+        raise FormatError(f"layout name {name!r} is taken by {_holder(name)}; choose another.")
     if plugin:
         _OWNERS.setdefault(name, plugin)
+
+
+def _holder(name: str) -> str:
+    owner = f" of plugin {_OWNERS[name]!r}" if name in _OWNERS else ""
+    return f"{type(_LAYOUTS[name]).__qualname__}{owner}"
+
+
+def forget_layouts(names: Iterable[str], plugin: str) -> None:
+    """Unregister layouts of a plugin whose registration failed."""
+    for name in names:
+        if _OWNERS.get(name) == plugin:
+            del _LAYOUTS[name], _OWNERS[name]
 
 
 class UnknownLayoutError(FormatError):

@@ -17,7 +17,6 @@ from torch.nn.grad import conv2d_input
 from ..contracts import Conv2dRequest, GroupedLinearRequest, Request
 from ..contracts.conv2d import dense_kernel
 from ..discovery.kernels import Kernel, Packed
-from ..fallback import grouped_linear
 from ..formats import Format
 from ..weights.qtensor import QTensor
 
@@ -53,7 +52,7 @@ class _Frozen(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             weight = ctx.kernel.unpack(ctx.packed)
             if isinstance(ctx.request, GroupedLinearRequest):
-                dx = grouped_linear.input_gradient(grad, weight, ctx.offsets).to(ctx.x_dtype)
+                dx = _experts().input_gradient(grad, weight, ctx.offsets).to(ctx.x_dtype)
             else:
                 dx = _input_gradient(grad, weight, ctx.request, ctx.shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
@@ -100,9 +99,16 @@ def _input_gradient(grad: Tensor, weight: QTensor, request: Request, shape: torc
     return dx.view(shape)
 
 
+def _experts() -> Any:
+    """The module of the gradients of experts; imported when there is one, since it brings the fallback."""
+    from ..fallback import grouped_linear
+
+    return grouped_linear
+
+
 def _bias_gradient(grad: Tensor, contract: str, offsets: Tensor | None) -> Tensor:
     if offsets is not None:
-        return grouped_linear.bias_gradient(grad, offsets)
+        return _experts().bias_gradient(grad, offsets)  # type: ignore[no-any-return]
     if contract == "conv2d":
         return grad.sum((0, 2, 3))
     return grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad

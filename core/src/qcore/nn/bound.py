@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,8 @@ def bound_layer(module: nn.Module, x_dtype: torch.dtype | None = None) -> BoundL
         raise FormatError("it is on the meta device")
     bound = module._bound_for(module._dtype if x_dtype is None else x_dtype, False)
     outer = module._outer_padding if isinstance(module, QuantizedConv2d) else ()
-    return BoundLayer(bound.request, bound.kernel, bound.packed, outer)
+    request: Any = bound.request
+    return BoundLayer(request, bound.kernel, bound.packed, outer)
 
 
 def binding_of(module: nn.Module) -> object:

@@ -110,7 +110,8 @@ class WeightStore:
         """
         if device == self.device:
             return False
-        self.set(self.neutral().map(lambda t: _moved(t, fn, device)))
+        weight = self.neutral()
+        self.set(weight.map(lambda t: t.to(device)) if weight.device.type != "meta" else _emptied(weight, fn))
         return True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,9 +133,15 @@ def _keep_for_spawned(weight: QTensor) -> None:
         weakref.finalize(starting, id, weight).atexit = False
 
 
-def _moved(tensor: Tensor, fn: TensorFn, device: torch.device) -> Tensor:
-    # A meta tensor has no values to copy: fn comes from to_empty. Zeros, since fresh memory may be an invalid weight.
-    return torch.zeros_like(fn(tensor), dtype=tensor.dtype) if tensor.device.type == "meta" else tensor.to(device)
+def _emptied(weight: QTensor, fn: TensorFn) -> QTensor:
+    """A valid weight for one on ``meta``: `torch.nn.Module.to_empty` passes ``fn``, which returns arbitrary memory."""
+    fresh = {name: torch.zeros_like(fn(t), dtype=t.dtype) for name, t in weight.tensors().items()}
+    if "order" in fresh:
+        k = weight.shape[-1]
+        fresh["order"] += torch.arange(k, dtype=torch.int32, device=fresh["order"].device)
+    if "global_scale" in fresh:
+        fresh["global_scale"] += 1
+    return weight.derived(**fresh)
 
 
 _REQUIRED = ("data", "scale", "zero")

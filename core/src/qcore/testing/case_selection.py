@@ -12,8 +12,10 @@ from torch import Tensor
 
 from ..contracts import CONTRACTS, Case, Contract, Problem, Verdict
 from ..contracts.base import FLOAT_DTYPES
+from ..discovery.registry import registry
 from ..errors import ConformanceError, did_you_mean
-from ..weights.schemes import SCHEMES, Scheme
+from ..formats import Element, Format, ZeroPoint, registered_elements, registered_layouts
+from ..weights.schemes import SCHEMES, TABLE_SCHEMES, Scheme
 from .gaps import matches
 
 
@@ -55,11 +57,62 @@ class PreparedCase:
 
 
 def cases(schemes: Iterable[str] | None = None, contracts: Iterable[str] | None = None) -> list[Case]:
-    """Return all cases, or those of some contracts and schemes. Raises `ConformanceError` for an unknown contract."""
-    wanted = None if schemes is None else {str(Scheme.parse(text).blank()) for text in schemes}
-    parsed = [Scheme.parse(text) for text in sorted(wanted or ())] or [Scheme.parse(text) for text in SCHEMES]
-    found = [case for contract in _chosen(contracts) for case in contract.cases(parsed, FLOAT_DTYPES)]
-    return [case for case in found if wanted is None or case.scheme in wanted]
+    """Return all cases, or those of some contracts and schemes. Raises `ConformanceError` for an unknown contract.
+
+    Without ``schemes``: every shape in every dtype for `SCHEMES`, and every shape in one dtype for `TABLE_SCHEMES` and
+    `element_schemes`, whose kernels differ from those in how they decode. Schemes that are named run in every dtype.
+    """
+    chosen = list(_chosen(contracts))
+    if schemes is None:
+        parsed = [Scheme.parse(text) for text in SCHEMES]
+        return [
+            case
+            for contract in chosen
+            for case in (*contract.cases(parsed, FLOAT_DTYPES), *_one_dtype_each(contract, sampled_schemes()))
+        ]
+    wanted = {str(Scheme.parse(text).blank()) for text in schemes}
+    parsed = [Scheme.parse(text) for text in sorted(wanted or SCHEMES)]
+    found = [case for contract in chosen for case in contract.cases(parsed, FLOAT_DTYPES)]
+    return [case for case in found if case.scheme in wanted]
+
+
+def sampled_schemes() -> list[str]:
+    """Return `TABLE_SCHEMES` and the schemes of plugins' elements."""
+    return [*TABLE_SCHEMES, *element_schemes()]
+
+
+_GROUP = 64
+
+
+def element_schemes() -> list[str]:
+    """Return schemes for each element of the plugins that are up, in the order of names.
+
+    Weight-only, per channel and in groups, with a float zero point, and in each layout that its plugin adds for it.
+    """
+    here = registry.entries()
+    own = {name: element for name, (element, owner) in sorted(registered_elements().items()) if owner in here}
+    return [str(Scheme(weight)) for element in own.values() for weight in _formats_of(element)]
+
+
+def _formats_of(element: Element) -> Iterator[Format]:
+    for group, zero in ((None, ZeroPoint.NONE), (_GROUP, ZeroPoint.NONE), (_GROUP, ZeroPoint.FLOAT)):
+        yield Format(element.name, group, zero)
+    if element.is_integer:
+        yield Format(element.name, _GROUP, ZeroPoint.INT)
+    for _, (layout, owner) in sorted(registered_layouts().items()):
+        if owner and element.name in layout.dtypes:
+            yield Format(element.name, _GROUP, layout=layout)
+
+
+def _one_dtype_each(contract: Contract, texts: Iterable[str]) -> Iterator[Case]:
+    """Yield every shape of a contract's cases once per scheme; the dtypes take turns, another first for each scheme."""
+    for turn, text in enumerate(texts):
+        scheme = Scheme.parse(text)
+        every = [case for case in contract.cases([scheme], FLOAT_DTYPES) if case.scheme == str(scheme.blank())]
+        shapes = max(1, len(every) // len(FLOAT_DTYPES))
+        for index, case in enumerate(every):  # by dtype, then by shape
+            if (index // shapes + index % shapes + turn) % len(FLOAT_DTYPES) == 0:
+                yield case
 
 
 def _chosen(names: Iterable[str] | None) -> Iterator[Contract]:

@@ -18,6 +18,7 @@ import torch
 
 from .._version import __version__
 from ..contracts import Case
+from ..discovery.registry import registry
 from ..errors import ConformanceError
 from .case_selection import PreparedCase, cases, selects
 from .certificate import Certificate
@@ -71,6 +72,7 @@ class Kit:
         patterns = [select] if isinstance(select, str) else select if select is None else list(select)
         with quiet():
             self.target = Target(backend, device)
+            registry.load_plugins()  # the cases include the elements of every plugin
         every = cases(schemes, contracts)
         self.cases: list[Case] = [case for case in every if selects(patterns, case.id)]
         self.samples = Samples(self.target, every, self.seed)

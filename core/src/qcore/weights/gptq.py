@@ -14,7 +14,8 @@ inverse, damping by a share of the mean diagonal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from ..errors import FormatError
 
 P = TypeVar("P")
+P_contra = TypeVar("P_contra", contravariant=True)
 
 _BLOCK = 128
 """Columns whose errors are gathered before they reach the rest of the weight: one matrix product instead of many."""
@@ -31,17 +33,13 @@ _DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Shares of the mean diagonal that are added to the diagonal, the next where a factor cannot be found."""
 
 
-class Grid(Protocol[P]):
+class Grid(Protocol[P_contra]):
     """How a group's values become codes of ``code_dtype``."""
 
     @property
     def code_dtype(self) -> torch.dtype: ...
 
-    def fit(self, group: Tensor) -> P:
-        """The parameters of a group ``(n, g)``, one set per row."""
-        ...
-
-    def round(self, column: Tensor, parameters: P) -> tuple[Tensor, Tensor]:
+    def round(self, column: Tensor, parameters: P_contra) -> tuple[Tensor, Tensor]:
         """The codes of a column ``(n,)`` of the group, and the values that they stand for."""
         ...
 
@@ -69,61 +67,64 @@ def inverse_factor(moments: Tensor, name: str = "weight") -> Tensor:
     )
 
 
-def compensate(weight: Tensor, factor: Tensor, group: int, grid: Grid[P]) -> tuple[Tensor, list[P]]:
-    """Round a weight column by column.
+@dataclass(frozen=True)
+class Order:
+    """Columns by descending second moment, and the factor of the inverse in that order.
+
+    **Fields:** ``columns``: int64 ``(K,)``; ``factor``: U for the moments with rows and columns so ordered.
+    """
+
+    columns: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, moments: Tensor, name: str = "weight") -> Order:
+        """The order of moments ``(K, K)``. Raises `FormatError` as `inverse_factor` does."""
+        columns = moments.diagonal().argsort(descending=True, stable=True)
+        return cls(columns, inverse_factor(moments[columns][:, columns], name))
+
+
+def compensate(weight: Tensor, order: Order, group: int, grid: Grid[P], parameters: Sequence[P]) -> Tensor:
+    """Round a weight column by column, those with the largest inputs first: the most columns are left to compensate.
 
     **Arguments:**
 
-    - ``weight``: float32 ``(n, K)``; ``factor``: U from `inverse_factor`.
-    - ``group``: columns that share parameters; the last group may be ragged. They are fitted to the group's values as
-      the columns before it left them.
+    - ``weight``: float32 ``(n, K)``.
+    - ``group``: columns that share parameters, as they lie in ``weight``; the last group may be ragged.
+    - ``parameters``: of each group, known in advance. Groups of neighbours with columns rounded out of order need no
+      `QTensor.order`, so that every kernel can run the weight and a row can be looked up.
 
-    Returns codes ``(n, K)``, and the parameters of each group. A row of a group that is all zero in ``weight``
-    stays zero, whatever error reaches it; that is passed on.
+    Returns codes ``(n, K)``. A row of a group that is all zero in ``weight`` stays zero, whatever error reaches it;
+    that is passed on.
     """
-    sweep = _Sweep(weight, factor, group, grid)
-    for start, stop in _blocks(weight.shape[1], group):
-        sweep.block(start, stop)
-    return sweep.codes.t().contiguous(), sweep.parameters
-
-
-def _blocks(k: int, group: int) -> Iterator[tuple[int, int]]:
-    """Blocks of columns. A group begins where a block does or lies within one, so that it is fitted to final values."""
-    span = _BLOCK // group * group or group
-    for start in range(0, k, span):
-        end = min(start + span, k)
-        for at in range(start, end, _BLOCK):
-            yield at, min(at + _BLOCK, end)
+    sweep = _Sweep(weight, order, group, grid, parameters)
+    for start in range(0, weight.shape[1], _BLOCK):
+        sweep.block(start, min(start + _BLOCK, weight.shape[1]))
+    return sweep.codes.t().contiguous()
 
 
 class _Sweep(Generic[P]):
-    """The weight on its way: transposed, so that a column lies together in memory."""
+    """The weight on its way: transposed and in order, so that a column lies together in memory."""
 
-    def __init__(self, weight: Tensor, factor: Tensor, group: int, grid: Grid[P]) -> None:
-        self.weight, self.factor, self.group, self.grid = weight, factor, group, grid
-        self.rest = weight.t().clone(memory_format=torch.contiguous_format)
-        self.codes = torch.empty_like(self.rest, dtype=grid.code_dtype)
-        self.parameters: list[P] = []
-        self.diagonal = factor.diagonal().tolist()
+    def __init__(self, weight: Tensor, order: Order, group: int, grid: Grid[P], parameters: Sequence[P]) -> None:
+        self.factor, self.group, self.grid, self.parameters = order.factor, group, grid, parameters
+        self.columns: list[int] = order.columns.tolist()
+        self.rest = weight.t().index_select(0, order.columns)
+        self.codes = torch.empty(weight.shape[::-1], dtype=grid.code_dtype, device=weight.device)
+        self.empty = [(part == 0).all(dim=1) for part in torch.split(weight, group, dim=1)]
+        self.diagonal = order.factor.diagonal().tolist()
 
     def block(self, start: int, stop: int) -> None:
         """Round the columns of a block, then bring their errors to all columns behind it."""
         errors = torch.empty_like(self.rest[start:stop])
         for k in range(start, stop):
-            if k % self.group == 0:
-                self._open_group(k)
             error = errors[k - start].copy_(self._error(k))
             self.rest[k + 1 : stop].addr_(self.factor[k, k + 1 : stop], error, alpha=-1)
         self.rest[stop:].addmm_(self.factor[start:stop, stop:].t(), errors, alpha=-1)
 
-    def _open_group(self, start: int) -> None:
-        columns = slice(start, start + self.group)
-        self.empty = (self.weight[:, columns] == 0).all(dim=1)
-        values = self.rest[columns].masked_fill(self.empty, 0)
-        self.parameters.append(self.grid.fit(values.t().contiguous()))
-
     def _error(self, k: int) -> Tensor:
-        column = self.rest[k]
-        codes, values = self.grid.round(column.masked_fill(self.empty, 0), self.parameters[-1])
-        self.codes[k] = codes
+        column, at = self.rest[k], self.columns[k]
+        group = at // self.group
+        codes, values = self.grid.round(column.masked_fill(self.empty[group], 0), self.parameters[group])
+        self.codes[at] = codes
         return (column - values).div_(self.diagonal[k])

@@ -174,8 +174,11 @@ class QTensor:
         if has_values(self.data):
             fmt = self.format
             check_values(fmt, self.scale, self.global_scale, self.zero, self.integer_zero())
-            if fmt.element.has_invalid_codes:
-                check_valid_codes(self.codes(), fmt.element)
+            element = fmt.element
+            if element.has_invalid_codes:
+                check_valid_codes(self.codes(), element)
+            if element.bits < element.container_bits:  # the bits of a container hold other codes, too
+                check_codes(self.codes(), fmt)
 
     def _check_form(self) -> None:
         if not isinstance(self.format, Format):

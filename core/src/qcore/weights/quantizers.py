@@ -7,8 +7,14 @@
 - ``minmax``: ``s = (max - min) / 15`` (``/ 255``) over ``[min(w, 0), max(w, 0)]``; zero INT. For zero FLOAT the
   range need not hold 0 and ``z = min + 8 s`` (``+ 128 s``).
 - ``mse``: searches, per group, the fraction of the full range that minimises the squared error. Any zero.
-- ``gptq``: groups as ``mse`` finds them, codes column by column, each error compensated by the remaining columns. It
-  needs the second moments of the layer's inputs; see `gptq`. Any zero.
+- ``als``: alternates between the nearest codes and least-squares scales and zero points, from several starts, with
+  scales of either sign if there is no zero point, and errors of large weights count more; see `least_squares`. Any
+  zero.
+- ``awq``: like ``als``, but weighs the errors by the size of the inputs; see `importance`. Any zero.
+- ``gptq``: groups as ``awq`` weighs them, codes column by column, those with the largest inputs first, each error
+  compensated by the remaining columns; see `gptq`. Any zero.
+
+``awq`` and ``gptq`` need the second moments of the layer's inputs.
 
 For tables (fp8, fp4, nf4) ``absmax`` maps the largest magnitude of a group to the largest value of the table; scales of
 type e8m0 and e4m3 are rounded as `targets` says, and ``mse`` searches among the scales that can be stored. Plugins add
@@ -26,11 +32,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import FormatError, did_you_mean, quoted
+from ..errors import FormatError
 from ..formats import Format, ScaleType, ZeroPoint
 from ..formats.bits import has_values
-from .gptq import Grid, compensate, inverse_factor
+from .gptq import Order, compensate
+from .importance import activation_aware, importance_of
+from .least_squares import alternating, refined
 from .qtensor import SCALE_DTYPES, QTensor
+from .ranges import absmax, absmax_full, affine, clipped, range_of
+from .registered_quantizers import apply_registered, check_registered, find_quantizer, fitting
 from .targets import Parameters, Target, global_scale_of
 
 _CHUNK_ELEMENTS = 1 << 19
@@ -45,52 +55,11 @@ _POWERS = (1.0, 2.0, 0.5)
 """Likewise for scales that are powers of two."""
 
 
-_Range = tuple[Tensor, Tensor]
-
-
-def _symmetric(scale: Tensor, target: Target) -> Parameters:
-    unused = target.empty(scale)
-    rounded = torch.where(scale == 0, unused.scale, target.round_scale(scale))
-    return Parameters(rounded, torch.zeros_like(rounded))
-
-
-def _affine(low: Tensor, high: Tensor, target: Target) -> Parameters:
-    span = high - low
-    scale = torch.where(span == 0, target.empty(span).scale, target.round_scale(span / (target.high - target.low)))
-    if target.zero is ZeroPoint.INT:
-        zero = torch.round(target.low - low / scale).clamp_(target.low, target.high)
-        return Parameters(scale, zero)
-    # A constant group keeps its value in the zero point, exactly: the value 0 then means z.
-    zero = torch.where(span == 0, low, low - target.low * scale)
-    return Parameters(scale, zero.to(target.scale_dtype).float())
-
-
-def _range(groups: Tensor, zero: ZeroPoint) -> _Range:
-    low, high = groups.aminmax(dim=-1, keepdim=True)
-    if zero is ZeroPoint.FLOAT:
-        return low, high
-    return low.clamp_max(0), high.clamp_min(0)
-
-
-def _absmax(span: _Range, target: Target) -> Parameters:
-    low, high = span
-    return _symmetric(torch.maximum(-low, high) / target.high, target)
-
-
-def _absmax_full(span: _Range, target: Target) -> Parameters:
-    low, high = span
-    return _symmetric(torch.maximum(high / target.high, low / target.low), target)
-
-
-def _minmax(span: _Range, target: Target) -> Parameters:
-    return _affine(*span, target)
-
-
 def _mse(groups: Tensor, target: Target) -> Parameters:
-    low, high = _range(groups, target.zero)
+    span = range_of(groups, target.zero)
     best: Tensor | None = None
     for clip in _POWERS if target.format.scale is ScaleType.E8M0 else _CLIPS:
-        shrunk = _shrink(low, high, clip, target)
+        shrunk = clipped(span, (clip, clip), target)
         error = target.squared_error(groups, shrunk)
         if best is None:
             best, scale, zero = error, shrunk.scale, shrunk.zero
@@ -99,15 +68,6 @@ def _mse(groups: Tensor, target: Target) -> Parameters:
             best = torch.where(better, error, best)
             scale, zero = torch.where(better, shrunk.scale, scale), torch.where(better, shrunk.zero, zero)
     return Parameters(scale, zero)
-
-
-def _shrink(low: Tensor, high: Tensor, clip: float, target: Target) -> Parameters:
-    if target.zero is ZeroPoint.NONE:
-        return _absmax_full((low * clip, high * clip), target)
-    if target.zero is ZeroPoint.INT:
-        return _affine(low * clip, high * clip, target)
-    cut = (high - low) * (1 - clip) / 2
-    return _affine(low + cut, high - cut, target)
 
 
 @dataclass(frozen=True)
@@ -124,14 +84,16 @@ _BLOCKWISE = ("nf4", "fp4_bnb")
 _SYMMETRIC, _AFFINE = (ZeroPoint.NONE,), (ZeroPoint.INT, ZeroPoint.FLOAT)
 
 _QUANTIZERS: dict[str, _Quantizer] = {
-    "absmax": _Quantizer(lambda groups, t: _absmax(_range(groups, t.zero), t), _SYMMETRIC, full_range=False),
-    "absmax_full": _Quantizer(lambda groups, t: _absmax_full(_range(groups, t.zero), t), _SYMMETRIC),
-    "minmax": _Quantizer(lambda groups, t: _minmax(_range(groups, t.zero), t), _AFFINE),
+    "absmax": _Quantizer(lambda groups, t: absmax(range_of(groups, t.zero), t), _SYMMETRIC, full_range=False),
+    "absmax_full": _Quantizer(lambda groups, t: absmax_full(range_of(groups, t.zero), t), _SYMMETRIC),
+    "minmax": _Quantizer(lambda groups, t: affine(*range_of(groups, t.zero), t), _AFFINE),
     "mse": _Quantizer(_mse, (*_SYMMETRIC, *_AFFINE)),
-    "gptq": _Quantizer(_mse, (*_SYMMETRIC, *_AFFINE)),
+    "als": _Quantizer(refined, (*_SYMMETRIC, *_AFFINE)),
+    "awq": _Quantizer(alternating, (*_SYMMETRIC, *_AFFINE)),
+    "gptq": _Quantizer(alternating, (*_SYMMETRIC, *_AFFINE)),
 }
 
-NEEDS_MOMENTS: tuple[str, ...] = ("gptq",)
+NEEDS_MOMENTS: tuple[str, ...] = ("awq", "gptq")
 """The quantizers that need the second moments of a layer's inputs."""
 
 QUANTIZERS: tuple[str, ...] = tuple(_QUANTIZERS)
@@ -148,17 +110,22 @@ def default_quantizer(format: Format) -> str:
 def check_quantizer(quantizer: str, format: Format) -> str:
     """``quantizer`` itself; raises `FormatError` where it is unknown or cannot make ``format``'s zero point."""
     if quantizer not in _QUANTIZERS:
-        raise FormatError(
-            f"unknown quantizer {quoted(quantizer)}; known: {', '.join(QUANTIZERS)}."
-            f"{did_you_mean(quantizer, QUANTIZERS)}"
-        )
+        return check_registered(quantizer, format, QUANTIZERS)
     if format.zero not in _QUANTIZERS[quantizer].zeros:
-        fitting = ", ".join(name for name, q in _QUANTIZERS.items() if format.zero in q.zeros)
+        able = [*(name for name, q in _QUANTIZERS.items() if format.zero in q.zeros), *fitting(format)]
         raise FormatError(
             f"quantizer {quantizer!r} does not make zero points of kind {format.zero.name}.\n"
-            f"For {format} use one of: {fitting}."
+            f"For {format} use one of: {', '.join(able)}."
         )
     return quantizer
+
+
+def needs_moments(quantizer: str) -> bool:
+    """Whether a quantizer, of qcore or of a plugin, needs the second moments of a layer's inputs."""
+    if quantizer in _QUANTIZERS:
+        return quantizer in NEEDS_MOMENTS
+    found = find_quantizer(quantizer)
+    return found is not None and found.needs_moments
 
 
 def quantize(
@@ -177,7 +144,7 @@ def quantize(
     - ``weight``: floating point, ``(N, K)``; on any device, or on ``meta``.
     - ``format``: a `Format` or its text, e.g. ``"int4-g128-asym/plain"``.
     - ``quantizer``: a name from `QUANTIZERS`; default ``mse`` for 4 bits, ``absmax`` or ``minmax`` for 8.
-    - ``moments``: for ``gptq``: float ``(K, K)``, the sum of ``x x^T`` over the inputs x of the layer.
+    - ``moments``: for ``awq`` and ``gptq``: float ``(K, K)``, the sum of ``x x^T`` over the inputs x of the layer.
     - ``scale_dtype``: float32, bfloat16 or float16; default the weight's dtype (float32 for float64).
     - ``name``: what errors call the tensor.
 
@@ -189,11 +156,14 @@ def quantize(
     stored = scale_dtype or (weight.dtype if weight.dtype in SCALE_DTYPES else torch.float32)
     _check_weight(weight, stored, name)
     weight = weight.detach()
+    moments = _checked_moments(weight, chosen, moments, name)
+    if chosen not in _QUANTIZERS:
+        return _by_plugin(weight, fmt, chosen, stored, moments, name)
     with torch.no_grad():
-        factor = _factor(weight, chosen, moments, name)
-        chunks = _row_chunks(weight, _CHUNK_ELEMENTS if factor is None else _GPTQ_CHUNK_ELEMENTS)
+        inputs = None if moments is None else _inputs(weight, chosen, moments, name)
+        chunks = _row_chunks(weight, _GPTQ_CHUNK_ELEMENTS if inputs and inputs.order else _CHUNK_ELEMENTS)
         target = Target(fmt, stored, global_scale_of(weight, fmt))
-        parts = [_quantize_rows(rows, target, chosen, name, factor) for rows in chunks]
+        parts = [_quantize_rows(rows, target, chosen, name, inputs) for rows in chunks]
     codes = torch.cat([part[0] for part in parts])
     scale = _across([part[1] for part in parts])
     zeros = [part[2] for part in parts if part[2] is not None]
@@ -218,11 +188,41 @@ def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
         raise FormatError(f"scale_dtype is {scale_dtype}; it must be float32, bfloat16 or float16.")
 
 
-def _factor(weight: Tensor, quantizer: str, moments: Tensor | None, name: str) -> Tensor | None:
-    """What `gptq` makes of the moments; None where they are not needed."""
-    if quantizer not in NEEDS_MOMENTS:
+@dataclass(frozen=True)
+class _Inputs:
+    """Second moments ``(K, K)`` of a layer's inputs, and for ``gptq`` the order and factor made of them."""
+
+    moments: Tensor
+    order: Order | None
+
+    def blocks(self, fmt: Format) -> list[Tensor]:
+        """The moments of each group's inputs, ``(G, g, g)``, split as `_grouped` splits columns."""
+        k = len(self.moments)
+        g = fmt.group(k)
+        starts = range(0, k // g * g, g)
+        whole = torch.stack([self.moments[at : at + g, at : at + g] for at in starts])
+        rest = self.moments[k // g * g :, k // g * g :]
+        return [whole, rest.unsqueeze(0)] if len(rest) else [whole]
+
+
+def _by_plugin(
+    weight: Tensor, fmt: Format, quantizer: str, scale_dtype: torch.dtype, moments: Tensor | None, name: str
+) -> QTensor:
+    with torch.no_grad():
+        if has_values(weight) and weight.numel():
+            return apply_registered(quantizer, weight, fmt, scale_dtype, moments, name)
+    # Without values only dtypes and shapes matter, and those follow from the format.
+    blank = quantize(weight, fmt, "absmax" if fmt.zero is ZeroPoint.NONE else "minmax", scale_dtype=scale_dtype)
+    return blank.derived(quantizer=quantizer)
+
+
+def _checked_moments(weight: Tensor, quantizer: str, moments: Tensor | None, name: str) -> Tensor | None:
+    """The moments; raises `FormatError` if they are missing, not needed or of another shape."""
+    if not needs_moments(quantizer):
         if moments is not None:
-            raise FormatError(f"quantizer {quantizer!r} for {name} takes no moments; they are for gptq.")
+            raise FormatError(
+                f"quantizer {quantizer!r} for {name} takes no moments; they are for {' and '.join(NEEDS_MOMENTS)}."
+            )
         return None
     k = weight.shape[1]
     if moments is None:
@@ -235,8 +235,17 @@ def _factor(weight: Tensor, quantizer: str, moments: Tensor | None, name: str) -
             f"moments for {name}: dtype {moments.dtype}, shape {tuple(moments.shape)}.\n"
             f"They are the sum of x x^T over inputs x of this weight: floating point, ({k}, {k})."
         )
-    # Without values, on meta, only shapes are asked for, and they do not depend on the rule.
-    return inverse_factor(moments.detach().to(weight.device), name) if has_values(weight) else None
+    return moments.detach()
+
+
+def _inputs(weight: Tensor, quantizer: str, moments: Tensor, name: str) -> _Inputs | None:
+    """The moments as the quantizer needs them; None if there are no values."""
+    if not has_values(weight):
+        return None  # on meta only shapes count, and they do not depend on the rule
+    moved = moments.to(weight.device, torch.float32)
+    # The factor is also the check that the moments are finite and a sum of x x^T.
+    order = Order.of(moved, name)
+    return _Inputs(moved, order if quantizer == "gptq" else None)
 
 
 def _row_chunks(weight: Tensor, elements: int) -> tuple[Tensor, ...]:
@@ -245,19 +254,27 @@ def _row_chunks(weight: Tensor, elements: int) -> tuple[Tensor, ...]:
 
 
 def _quantize_rows(
-    rows: Tensor, target: Target, quantizer: str, name: str, factor: Tensor | None
+    rows: Tensor, target: Target, quantizer: str, name: str, inputs: _Inputs | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     k, fmt = rows.shape[1], target.format
     if not k:
         parts = [_empty_part(rows, target)]
-    elif factor is not None:
-        parts = [_compensated(rows.float(), factor, fmt.group(k), target)]
-    else:
+    elif inputs is None:
         parts = [_quantize_part(groups, target, quantizer) for groups in _grouped(rows.float(), fmt)]
+    elif inputs.order is None:
+        pairs = zip(_grouped(rows.float(), fmt), inputs.blocks(fmt), strict=True)
+        parts = [_activation_aware(groups, target, own) for groups, own in pairs]
+    else:
+        parts = [_compensated(rows.float(), inputs, inputs.order, target)]
     codes = torch.cat([part for part, _ in parts], dim=1)
-    scale, zero = (torch.cat([getattr(p, name) for _, p in parts], dim=1).squeeze(-1) for name in ("scale", "zero"))
+    scale, zero = (torch.cat([getattr(p, part) for _, p in parts], dim=1).squeeze(-1) for part in ("scale", "zero"))
     _check_finite(scale + zero, rows, target.scale_dtype, name)
     return codes, target.stored_scale(scale), _stored_zero(zero, target)
+
+
+def _activation_aware(groups: Tensor, target: Target, moments: Tensor) -> tuple[Tensor, Parameters]:
+    parameters = activation_aware(groups, target, moments)
+    return target.codes(groups, parameters).to(target.element.code_dtype).flatten(1), parameters
 
 
 def _empty_part(rows: Tensor, target: Target) -> tuple[Tensor, Parameters]:
@@ -274,8 +291,8 @@ def _quantize_part(groups: Tensor, target: Target, quantizer: str) -> tuple[Tens
 
 
 @dataclass(frozen=True)
-class _MseGrid:
-    """Groups for `gptq`: parameters ``(n, 1, 1)`` as ``mse`` finds them."""
+class _Grid:
+    """How `gptq` rounds a column with parameters ``(n, 1)``."""
 
     target: Target
 
@@ -283,20 +300,26 @@ class _MseGrid:
     def code_dtype(self) -> torch.dtype:
         return self.target.element.code_dtype
 
-    def fit(self, group: Tensor) -> Parameters:
-        found = [_mse(rows.unsqueeze(1), self.target) for rows in _row_chunks(group, _CHUNK_ELEMENTS)]
-        return Parameters(torch.cat([p.scale for p in found]), torch.cat([p.zero for p in found]))
-
     def round(self, column: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor]:
-        codes = self.target.codes(column.view(-1, 1, 1), parameters)
+        codes = self.target.codes(column.unsqueeze(1), parameters)
         stored = codes.flatten().to(self.target.element.code_dtype)
         return stored, self.target.restored(codes, parameters).flatten()
 
 
-def _compensated(rows: Tensor, factor: Tensor, group: int, target: Target) -> tuple[Tensor, Parameters]:
-    grid: Grid[Parameters] = _MseGrid(target)
-    codes, found = compensate(rows, factor, group, grid)
-    return codes, Parameters(torch.cat([p.scale for p in found], dim=1), torch.cat([p.zero for p in found], dim=1))
+def _compensated(rows: Tensor, inputs: _Inputs, order: Order, target: Target) -> tuple[Tensor, Parameters]:
+    chunks = [_fitted(part, inputs, target) for part in _row_chunks(rows, _CHUNK_ELEMENTS)]
+    scale, zero = torch.cat([p.scale for p in chunks]), torch.cat([p.zero for p in chunks])
+    each = [Parameters(scale[:, g], zero[:, g]) for g in range(scale.shape[1])]
+    codes = compensate(rows, order, target.format.group(rows.shape[1]), _Grid(target), each)
+    return codes, Parameters(scale, zero)
+
+
+def _fitted(rows: Tensor, inputs: _Inputs, target: Target) -> Parameters:
+    """Parameters of all groups, fitted before any column is rounded, with errors weighed by the inputs."""
+    importance = _grouped(importance_of(inputs.moments).unsqueeze(0), target.format)
+    pairs = zip(_grouped(rows, target.format), importance, strict=True)
+    found = [alternating(groups, target, own[0]) for groups, own in pairs]
+    return Parameters(torch.cat([p.scale for p in found], dim=1), torch.cat([p.zero for p in found], dim=1))
 
 
 def _grouped(rows: Tensor, fmt: Format) -> list[Tensor]:

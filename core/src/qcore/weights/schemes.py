@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..errors import FormatError, did_you_mean, quoted
 from ..formats import PLAIN, Format, ScaleType, ZeroPoint, find_element, find_layout, match_text
 from .activations import Activation, DynamicFP8, DynamicInt8, OutputInt8, StaticFP8, StaticInt8
-from .quantizers import NEEDS_MOMENTS, check_quantizer, default_quantizer
+from .quantizers import check_quantizer, default_quantizer, needs_moments
 
 SCHEMES: tuple[str, ...] = (
     "w8a16",
@@ -172,7 +172,7 @@ class Scheme:
     @property
     def needs_moments(self) -> bool:
         """Whether the quantizer learns from the layer's inputs. A weight that is quantized already needs nothing."""
-        return self.quantizer in NEEDS_MOMENTS
+        return needs_moments(self.quantizer)
 
     @property
     def needs_numbers(self) -> bool:

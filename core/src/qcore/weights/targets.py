@@ -122,6 +122,12 @@ class Target:
         values = self.element.decode(codes).mul(p.scale)
         return values.add_(p.zero) if self.zero is ZeroPoint.FLOAT else values
 
+    def basis(self, codes: Tensor, p: Parameters) -> Tensor:
+        """The factors of the scale that codes from `codes` stand for, float32; integer codes are changed in place."""
+        if not self.element.is_integer:
+            return self.element.decode(codes)
+        return codes.sub_(p.zero) if self.zero is ZeroPoint.INT else codes
+
     def squared_error(self, groups: Tensor, p: Parameters) -> Tensor:
         """The root of the sum of squared errors of each group, ``(rows, G, 1)``: comparable, not squared."""
         error: Tensor = torch.linalg.vector_norm(

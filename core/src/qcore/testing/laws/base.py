@@ -21,6 +21,7 @@ from ...contracts.inputs import Draw
 from ...discovery.kernels import Kernel
 from ...discovery.registry import Guarded
 from ...errors import FormatError
+from ...formats import registered_elements
 from ...weights.schemes import Scheme
 from ..case_selection import PreparedCase
 from ..check import BrokenLawError, first_lines, pack_and_check
@@ -79,7 +80,8 @@ PluginLaw = Callable[[Target, "Samples"], None]
 class Law:
     """One law: ``statement`` in words, and one check, which raises `BrokenLawError` or `SkippedLawError`.
 
-    ``sparse``: the check is costly and runs on one scheme per element type and kind of activation.
+    ``sparse``: the check is costly and runs on one scheme per element type and kind of activation; the built-in tables
+    count as one element type.
     """
 
     name: str
@@ -184,9 +186,11 @@ def law_items(
 def _kind(contract: str, text: str) -> tuple[object, ...]:
     scheme = Scheme.parse(text)
     per_token = getattr(scheme.activation, "per_token", None)
+    name = scheme.weight.dtype
+    _, owner = registered_elements()[name]
     return (
         contract,
-        scheme.weight.dtype,
+        name if owner or scheme.weight.element.is_integer else "table",
         type(scheme.activation),
         per_token,
         getattr(scheme.activation, "symmetric", None),

@@ -1,0 +1,50 @@
+"""Activation-aware scales: weights that meet large inputs count more when the scale of their group is searched.
+
+AWQ (Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024,
+arXiv:2306.00978) multiplies input channel j by ``s_j = E|x_j|^alpha`` and divides the input by it. The division has to
+be folded into the layer before, which a weight alone does not know. Here the powers of the input's magnitude weigh the
+errors of the search instead, so that the result is an ordinary weight; like in AWQ, alpha is searched.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .least_squares import alternating
+from .targets import Parameters, Target
+
+_POWERS = (0.0, 0.5, 1.0)
+"""Powers of the mean square of the inputs that are tried as weights of the squared errors."""
+
+_FLOOR = 0.01
+"""Of the mean importance: inputs that were always 0 still have a sensible weight."""
+
+
+def importance_of(moments: Tensor) -> Tensor:
+    """The mean square of each input by the mean over all, ``(K,)``, positive, from moments ``(K, K)``."""
+    diagonal = moments.diagonal().float().clamp_min(0)
+    mean = diagonal.mean() if len(diagonal) else diagonal.sum()
+    return torch.where(mean > 0, diagonal / mean, torch.ones_like(diagonal)) + _FLOOR
+
+
+def activation_aware(groups: Tensor, target: Target, moments: Tensor) -> Parameters:
+    """The parameters with the smallest error of the output, ``e H e^T``, over the inputs of each group.
+
+    ``groups``: float32 ``(rows, G, g)``; ``moments``: H of each group's inputs, ``(G, g, g)``.
+    """
+    importance = torch.stack([importance_of(own) for own in moments])
+    best, scale, zero = None, None, None
+    for power in _POWERS:
+        found = alternating(groups, target, importance.pow(power) if power else None)
+        off = target.restored(target.codes(groups, found), found).sub_(groups).transpose(0, 1)
+        error = (torch.bmm(off, moments) * off).sum(-1, keepdim=True).transpose(0, 1)
+        if best is None or scale is None or zero is None:
+            best, scale, zero = error, found.scale, found.zero
+        else:
+            less = error < best
+            best = torch.where(less, error, best)
+            scale, zero = torch.where(less, found.scale, scale), torch.where(less, found.zero, zero)
+    assert scale is not None
+    assert zero is not None
+    return Parameters(scale, zero)

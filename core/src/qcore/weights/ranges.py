@@ -1,0 +1,65 @@
+"""Scales and zero points from the range of a group's values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import ZeroPoint
+from .targets import Parameters, Target
+
+Range = tuple[Tensor, Tensor]
+"""The smallest and the largest value of each group, ``(rows, G, 1)`` each."""
+
+
+def range_of(groups: Tensor, zero: ZeroPoint) -> Range:
+    """The range of groups ``(rows, G, g)``; it holds 0 unless the zero point is a float."""
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    if zero is ZeroPoint.FLOAT:
+        return low, high
+    return low.clamp_max(0), high.clamp_min(0)
+
+
+def symmetric(scale: Tensor, target: Target) -> Parameters:
+    """Parameters without a zero point; a scale of 0, of a group without values, becomes 1."""
+    unused = target.empty(scale)
+    rounded = torch.where(scale == 0, unused.scale, target.round_scale(scale))
+    return Parameters(rounded, torch.zeros_like(rounded))
+
+
+def affine(low: Tensor, high: Tensor, target: Target) -> Parameters:
+    """Parameters with a zero point, such that the smallest code is ``low`` and the largest ``high``."""
+    span = high - low
+    scale = torch.where(span == 0, target.empty(span).scale, target.round_scale(span / (target.high - target.low)))
+    if target.zero is ZeroPoint.INT:
+        zero = torch.round(target.low - low / scale).clamp_(target.low, target.high)
+        return Parameters(scale, zero)
+    # A constant group keeps its value in the zero point, exactly: the value 0 then means z.
+    zero = torch.where(span == 0, low, low - target.low * scale)
+    return Parameters(scale, zero.to(target.scale_dtype).float())
+
+
+def absmax(span: Range, target: Target) -> Parameters:
+    """The scale that maps the largest magnitude to the largest code."""
+    low, high = span
+    return symmetric(torch.maximum(-low, high) / target.high, target)
+
+
+def absmax_full(span: Range, target: Target) -> Parameters:
+    """The smallest scale that clips nothing: the smallest code is used, too."""
+    low, high = span
+    return symmetric(torch.maximum(high / target.high, low / target.low), target)
+
+
+def clipped(span: Range, keep: tuple[float, float], target: Target) -> Parameters:
+    """Parameters of a range of which only a share is kept.
+
+    ``keep``: shares of the two ends; with a float zero point of the distances of the two ends from the middle.
+    """
+    low, high = span
+    if target.zero is ZeroPoint.NONE:
+        return absmax_full((low * keep[0], high * keep[1]), target)
+    if target.zero is ZeroPoint.INT:
+        return affine(low * keep[0], high * keep[1], target)
+    half = (high - low) / 2
+    return affine(low + half * (1 - keep[0]), high - half * (1 - keep[1]), target)
