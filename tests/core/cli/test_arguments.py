@@ -35,12 +35,12 @@ def test_no_value_of_an_option_is_dropped(command, parser, action, capsys):
         assert "repeated" in action.help or action.nargs == "+"
     else:
         assert app.main(words) == WRONG_USAGE
-        assert f"argument {flag}: may be given once only" in capsys.readouterr().err
+        assert f"argument {flag}: may be given only once" in capsys.readouterr().err
 
 
 def test_an_abbreviation_is_the_same_option(capsys):
     assert app.main(["bench", "--row", "1", "--rows", "32"]) == WRONG_USAGE
-    assert "argument --rows: may be given once only; separate its values by commas" in capsys.readouterr().err
+    assert "argument --rows: may be given only once; separate its values with commas" in capsys.readouterr().err
 
 
 def test_what_is_given_once_is_all_that_a_command_sees():

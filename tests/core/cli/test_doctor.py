@@ -28,9 +28,9 @@ PLUGINS = {
     # name: (code, state, a part of the reason)
     "raises": ("import no_such_module_xyz\n", "import failed", "no_such_module_xyz"),
     "exits": ("import sys\nprint('bye')\nsys.exit(3)\n", "import failed", "sys.exit(3)"),
-    "stops": ("import os\nos.abort()\n", "import failed", "SIGABRT while it was imported (in <module>"),
+    "stops": ("import os\nos.abort()\n", "import failed", "SIGABRT while importing the plugin (in <module>"),
     "hangs": (PROBE + "time.sleep(1000)\n", "probe failed", "within 2 seconds (in qcore_probe"),
-    "aborts": (PROBE + "os.abort()\n", "probe failed", "SIGABRT while it was probed (in qcore_probe"),
+    "aborts": (PROBE + "os.abort()\n", "probe failed", "SIGABRT while probing the plugin (in qcore_probe"),
     "leaves": (PROBE + "print('last words'); os._exit(7)\n", "probe failed", "exit code 7"),
     "nothing": (PROBE + "return None\n", "probe failed", "returned None"),
     "misspelt": (PROBE.replace("probe", "porbe") + "pass\n", "registration failed", "'qcore_probe'"),
@@ -92,7 +92,7 @@ def test_crash_mark_stands_until_the_plugin_is_mended(spawn, install, monkeypatc
     mark = crash_marks("shaky", "qcore-shaky", "1.0")[1]
     (first,) = spawn(["doctor", "--timeout", "20"], PYTHONPATH=str(folder))
     assert first.returncode == 1
-    assert "-> Tell its authors" in first.stdout
+    assert "-> Report it to its authors" in first.stdout
     assert "see below" in first.stdout
     assert disk_cache.crashed(mark)
     (listed,) = spawn(["plugins", "--json"], PYTHONPATH=str(folder))
@@ -215,7 +215,7 @@ def test_marks_failures_and_slow_steps_are_listed_and_cleared(run_json, monkeypa
     assert [n["text"] for n in found["notes"] if n["about"] == "torch"] == ["qcore_linear took 20 seconds"]
     code, found = run_json("doctor", "--clear")
     assert code == 0
-    assert "4 failures of plugins forgotten." in [n["text"] for n in found["notes"]]
+    assert "4 plugin failures cleared." in [n["text"] for n in found["notes"]]
     assert not disk_cache.crashed("pack mine")
 
 

@@ -73,7 +73,7 @@ def test_tune_changes_the_decision_and_says_so(run_json, run, add_kernel, monkey
     assert (weight["before"], weight["after"], weight["changed"]) == ("claims.stub", "quick.stub", True)
     assert found["stored"]
     code, out, _ = run("tune", "--scheme", "w8a16", *QUICK)
-    assert "quick.stub, as before" in out
+    assert "quick.stub, unchanged" in out
     assert run_json("explain", "w8a16", "--n", "64", "--k", "128")[1]["plugin"] == "quick"
 
 
@@ -81,7 +81,7 @@ def test_tune_says_where_figures_are_lost(run, monkeypatch):
     monkeypatch.setenv("QCORE_CACHE_DIR", "/dev/null/nowhere")
     code, out, _ = run("tune", "--scheme", "w8a16", *QUICK)
     assert code == 1
-    assert "NOT kept" in out
+    assert "NOT stored" in out
 
 
 def test_tune_takes_sizes_from_a_checkpoint(run_json, model, monkeypatch):

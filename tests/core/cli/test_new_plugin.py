@@ -24,14 +24,14 @@ from qcore.cli.output import WRONG_USAGE
     [
         ("My-Chip", "Did you mean 'my_chip'?"),
         ("qcore-fast", "Did you mean 'fast'?"),
-        ("9", "cannot name a plugin.\n"),
-        ("", "cannot name"),
+        ("9", "is not a valid plugin name.\n"),
+        ("", "is not a valid plugin name"),
         ("a" * 41, "at most 40"),
         ("../up", "Did you mean 'up'?"),
-        ("json", "a module of Python"),
-        ("lambda", "a word"),
-        ("cuda", "qcore's own"),
-        ("torch", "qcore's own"),
+        ("json", "standard module"),
+        ("lambda", "a Python keyword"),
+        ("cuda", "reserved by qcore"),
+        ("torch", "reserved by qcore"),
     ],
 )
 def test_names_that_cannot_be(name, text):
@@ -50,7 +50,7 @@ def test_writes_no_half_package(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr(scaffold, "_publish", full)
+    monkeypatch.setattr(scaffold, "_move_into_place", full)
     with pytest.raises(OSError, match="no space"):
         scaffold.write({"a/b": "text"}, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []

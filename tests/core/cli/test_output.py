@@ -138,7 +138,7 @@ def stopped(*steps):
 
 @pytest.mark.parametrize(
     ("steps", "said"),
-    [([(3, 9, "linear[w8a16]")], "checking: 3 of 9 steps were done, then linear[w8a16]\n"), ([], "")],
+    [([(3, 9, "linear[w8a16]")], "checking: stopped after 3 of 9 steps, at linear[w8a16]\n"), ([], "")],
 )
 def test_who_stops_something_is_told_how_far_it_had_come(steps, said, capsys):
     with pytest.raises(KeyboardInterrupt):

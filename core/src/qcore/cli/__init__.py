@@ -1,7 +1,7 @@
-"""The ``qcore`` command; each command is a module of its own with `add` and `run`.
+"""The ``qcore`` command line; each command is a module with `add` and `run`.
 
-Nothing here imports torch or a module that does before a command runs: `qcore_command`, the entry point, shows help
-without ``qcore/__init__``, which imports it.
+Nothing here imports torch before a command runs, so that ``--help`` is fast: the entry point `qcore_command` bypasses
+``qcore/__init__``, which imports torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parser of the whole command, and what happens around every command: errors, warnings, exit codes."""
+"""The argument parser of ``qcore``, and the handling of errors, warnings and exit codes around every command."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ examples:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of descriptions and examples, and gives long names of options their own column."""
+    """Keeps line breaks in descriptions and examples, and widens the column of option names."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         super().__init__(prog, **{"max_help_position": 30, **settings})
 
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
-        if action.nargs == argparse.PARSER:  # argparse forgets that commands are indented once more
+        if action.nargs == argparse.PARSER:  # argparse ignores the extra indentation of commands
             self._action_max_length += 2
 
 
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the ``qcore`` command and return its exit code."""
     try:
         parsed = build_parser().parse_args(arguments)
-    except SystemExit as ended:  # argparse has printed help or what is wrong
+    except SystemExit as ended:  # argparse has printed the help or an error
         return ended.code if isinstance(ended.code, int) else WRONG_USAGE
     except QcoreError as error:
         return _report(error, debug=False)
@@ -90,7 +90,7 @@ def _run(parsed: argparse.Namespace) -> int:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone, as in `qcore plugins | head -1`; what is still buffered must not be flushed at exit.
+        # The reader closed the pipe, as in `qcore plugins | head -1`; buffered output must not be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (QcoreError, OSError) as error:

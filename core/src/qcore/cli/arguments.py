@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and how their texts are read."""
+"""Arguments shared by several commands, and their parsers."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _DTYPES = {
     "half": "float16",
 }
 MEASURED = ("w8a16", "w4a16-g128", "w8a8", "w4a8-g32")
-"""The schemes that are measured where none is named."""
+"""The schemes measured by default."""
 
-_SAID = "options given so far"
+_GIVEN = "options given so far"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 class Once(argparse.Action):
-    """How options take their one value. argparse would let a later one replace it without a word."""
+    """The action of options that take one value: argparse would silently replace an earlier value."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         del parser
-        if option and self.dest in vars(namespace).setdefault(_SAID, {}):
-            listed = "; separate its values by commas" if self.type is counts or self.metavar == "NAMES" else ""
-            raise argparse.ArgumentError(self, f"may be given once only{listed}")
-        vars(namespace).setdefault(_SAID, {})[self.dest] = values
+        if option and self.dest in vars(namespace).setdefault(_GIVEN, {}):
+            remedy = "; separate its values with commas" if self.type is counts or self.metavar == "NAMES" else ""
+            raise argparse.ArgumentError(self, f"may be given only once{remedy}")
+        vars(namespace).setdefault(_GIVEN, {})[self.dest] = values
         setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose options refuse to be given twice, but for those that say that they may be repeated."""
+    """A parser that rejects repeated options, except for options declared repeatable."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -43,14 +43,14 @@ class Parser(argparse.ArgumentParser):
         self.register("action", "store", Once)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As of any parser; the parser of a command comes through here too."""
+        """As in `argparse.ArgumentParser`; subcommand parsers go through this method, too."""
         found, rest = super().parse_known_args(args, namespace)
-        found.__dict__.pop(_SAID, None)
+        found.__dict__.pop(_GIVEN, None)
         return found, rest
 
 
 def dtype(text: str) -> Any:
-    """A float dtype by its name in torch, or its short one: ``bf16``."""
+    """A float dtype by its torch name or an abbreviation: ``bf16``."""
     import torch
 
     name = _DTYPES.get(text.removeprefix("torch."))
@@ -70,15 +70,15 @@ def device(text: str) -> Any:
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
+    """A positive integer."""
     value = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return value
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between: ``1,16,256``."""
+    """Comma-separated positive integers: ``1,16,256``."""
     return tuple(count(part.strip()) for part in text.split(","))
 
 
@@ -92,13 +92,13 @@ def byte_count(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A duration above 0."""
+    """A positive number of seconds."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return value
 
 
@@ -108,21 +108,25 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", type=count, default=4096, help="input features (default: %(default)s)")
 
 
-def add_place(parser: argparse.ArgumentParser) -> None:
+def add_device_and_dtype(parser: argparse.ArgumentParser) -> None:
     """``--device`` and ``--dtype``."""
     parser.add_argument("--device", type=device, default="cpu", help="torch device (default: %(default)s)")
-    parser.add_argument("--dtype", type=dtype, default="bfloat16", help="of the activations (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", type=dtype, default="bfloat16", help="dtype of the activations (default: %(default)s)"
+    )
 
 
 def add_measured(parser: argparse.ArgumentParser) -> None:
-    """What ``bench`` and ``tune`` measure: ``--scheme``, ``--rows``, ``--seconds``."""
+    """``--scheme``, ``--rows`` and ``--seconds`` of ``bench`` and ``tune``."""
     add_repeatable(parser, "--scheme", f"scheme to measure (default: {' '.join(MEASURED)})")
     parser.add_argument("--rows", type=counts, default="1,16,256", help="row counts of x, M (default: %(default)s)")
-    parser.add_argument("--seconds", type=seconds, default=0.3, help="per kernel and row count (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=seconds, default=0.3, help="seconds per kernel and row count (default: %(default)s)"
+    )
 
 
 def add_repeatable(parser: argparse.ArgumentParser, flag: str, text: str, metavar: str | None = None) -> None:
-    """An option that may be given several times."""
+    """An option that may be repeated."""
     parser.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{text}; may be repeated")
 
 

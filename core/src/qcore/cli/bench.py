@@ -1,8 +1,8 @@
-"""Time every kernel that can serve a layer here against the dense layer of the same dtype.
+"""Time every kernel that supports a layer on this machine against the dense layer of the same dtype.
 
-The calls take turns and the median counts. The ratio says how many times as fast as dense a kernel is. GB/s is what
-the kernel moves (packed weight, x and result) per second; the last column is its share of the memory bandwidth that
-was measured just before. Weights that fit a cache can exceed 100 %.
+Calls are interleaved and times are medians. The ratio is the speedup over dense. GB/s counts the packed weight, x and
+the result; the last column is its share of the measured memory bandwidth, which weights that fit into a cache can
+exceed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from . import arguments
 from .output import CommandResult, Table, size
 
 NAME = "bench"
-HELP = "time the kernels against the dense layer"
+HELP = "compare the speed of the kernels with the dense layer"
 EXAMPLES = (
     "qcore bench --n 1024 --k 1024 --rows 1,16",
     "qcore bench --scheme w4a16-g128 --scheme w8a8 --dtype float32 --json",
@@ -26,11 +26,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``qcore bench``."""
     arguments.add_measured(parser)
     arguments.add_sizes(parser)
-    arguments.add_place(parser)
+    arguments.add_device_and_dtype(parser)
 
 
 def run(args: argparse.Namespace) -> CommandResult:
-    """Measure, one weight after the other."""
+    """Measure one weight after another."""
     import torch
 
     from .measuring import cases, left_out_notes
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> CommandResult:
     measured = cases(args.scheme, [(args.n, args.k)], args.device, args.dtype)
     speed = bandwidth(args.device)
     rows = [row for case in measured for m in args.rows for row in time_case(case, m, args.seconds, speed)]
-    place = f"{arguments.short_dtype(args.dtype)} on {args.device}, {torch.get_num_threads()} threads"
-    head = f"N={args.n} K={args.k}, {place}, memory {speed / 1e9:.1f} GB/s"
+    machine = f"{arguments.short_dtype(args.dtype)} on {args.device}, {torch.get_num_threads()} threads"
+    head = f"N={args.n} K={args.k}, {machine}, memory {speed / 1e9:.1f} GB/s"
     data = {"n": args.n, "k": args.k, "dtype": arguments.short_dtype(args.dtype), "device": str(args.device)}
     data |= {"threads": torch.get_num_threads(), "bytes_per_second": speed, "rows": rows}
     table = Table(_HEADER, [_cells(row) for row in rows], right=frozenset({1, 3, 4, 5, 6, 7, 8}))

@@ -1,4 +1,4 @@
-"""Prove that a plugin keeps the contracts: every scheme, dtype and shape, and the laws. Exits with 1 if one fails."""
+"""Test a plugin against the contracts: every scheme, dtype and shape, and the laws. Exits with 1 if a test fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .output import FAILED, OK, CommandResult
 from .progress import Progress
 
 NAME = "conformance"
-HELP = "prove that a plugin keeps the contracts"
+HELP = "test a plugin against the contracts"
 EXAMPLES = (
     "qcore conformance torch --scheme w8a16 --contract linear",
     "qcore conformance vulkan --output conformance.json --html conformance.html",
@@ -23,27 +23,29 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``qcore conformance``."""
     parser.add_argument("backend", metavar="NAME", help="the plugin's name, as in 'qcore plugins'")
     parser.add_argument("--device", type=arguments.device, help="torch device (default: the plugin's own)")
-    parser.add_argument("--seed", type=int, help="of the random inputs (default: a fresh one, which is printed)")
+    parser.add_argument("--seed", type=int, help="seed of the random inputs (default: a fresh one, which is printed)")
     arguments.add_repeatable(parser, "--contract", f"one of {', '.join(CONTRACT_NAMES)} (default: all)")
     arguments.add_repeatable(parser, "--scheme", "e.g. w4a16-g128 (default: all)")
-    arguments.add_repeatable(parser, "--select", "only cases and laws whose id fits a glob or holds a word", "PATTERN")
-    gaps = "known gaps, with their reasons (default: qcore_gaps.toml beside the plugin's module)"
+    arguments.add_repeatable(
+        parser, "--select", "only cases and laws whose id matches a glob or contains a word", "PATTERN"
+    )
+    gaps = "known gaps, with their reasons (default: qcore_gaps.toml next to the plugin's module)"
     parser.add_argument("--gaps", type=Path, metavar="FILE", help=gaps)
-    jobs = "processes that share the cases and laws (default: 1)"
+    jobs = "parallel processes (default: 1)"
     parser.add_argument("--jobs", type=arguments.count, default=1, help=jobs)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as a page with a matrix")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the certificate as an HTML page with a matrix")
 
 
 def _check_writable(path: Path) -> None:
-    """Raise `QcoreError` for a file that could not be written: said before minutes of work, not after them."""
+    """Raise `QcoreError` if a file cannot be written, before the run, which takes minutes, instead of after it."""
     if path.is_dir() or not path.parent.is_dir():
-        what = "is a directory" if path.is_dir() else f"is to go to {path.parent}, which is no directory"
-        raise QcoreError(f"{path} {what}.\nName a file in a directory that exists.")
+        problem = "is a directory" if path.is_dir() else f"cannot be written: {path.parent} is not a directory"
+        raise QcoreError(f"{path} {problem}.\nName a file in an existing directory.")
 
 
 def run(args: argparse.Namespace) -> CommandResult:
-    """Run the kit."""
+    """Run the conformance kit."""
     from .. import testing
     from ..testing import html_report
 

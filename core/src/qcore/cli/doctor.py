@@ -1,4 +1,4 @@
-"""Look for problems: plugins, devices, settings, cache. Each plugin is probed in a process of its own."""
+"""Check plugins, devices, settings and the cache for problems. Each plugin is probed in its own process."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .findings import Finding
 from .output import FAILED, OK, CommandResult, Table, plugin_table
 
 NAME = "doctor"
-HELP = "plugins, devices, problems and what to do about them"
+HELP = "check plugins, devices and settings for problems"
 EXAMPLES = ("qcore doctor", "qcore doctor --timeout 60 --json", "qcore doctor --clear")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``qcore doctor``."""
-    text = "seconds that each plugin gets (default: %(default)s)"
+    text = "time limit per plugin (default: %(default)s)"
     parser.add_argument("--timeout", type=arguments.seconds, default=10.0, metavar="SECONDS", help=text)
-    parser.add_argument("--clear", action="store_true", help="forget failures, crashes and hangs of plugins before")
-    at_once = min(4, os.cpu_count() or 1)
-    parser.add_argument("--jobs", type=arguments.count, default=at_once, help="probes at once (default: %(default)s)")
+    parser.add_argument("--clear", action="store_true", help="first clear recorded failures, crashes and hangs")
+    jobs = min(4, os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=arguments.count, default=jobs, help="parallel probes (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> CommandResult:
-    """Examine everything."""
+    """Run every check."""
     from . import health
 
     wanted, findings = health.settings_in_force()

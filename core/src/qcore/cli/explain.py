@@ -1,4 +1,4 @@
-"""Show which kernel would serve a quantized layer, and for every other plugin why not. Exits with 1 if none would."""
+"""Show which kernel is selected for a quantized layer, and why the others are not. Exits with 1 if none is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import arguments
 from .output import FAILED, OK, CommandResult, Table, no_warnings
 
 NAME = "explain"
-HELP = "which kernel would serve, and why not the others"
+HELP = "show which kernel is selected, and why the others are not"
 EXAMPLES = (
     "qcore explain w4a16-g128",
     "qcore explain w8a8 --device cpu --n 11008 --k 4096 --rows 1 --dtype float32",
@@ -20,20 +20,20 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``qcore explain``."""
-    parser.add_argument("scheme", metavar="SCHEME", help="what the layer is quantized to, e.g. w4a16-g128")
+    parser.add_argument("scheme", metavar="SCHEME", help="the scheme of the layer, e.g. w4a16-g128")
     arguments.add_sizes(parser)
-    arguments.add_place(parser)
+    arguments.add_device_and_dtype(parser)
     parser.add_argument("--contract", choices=CONTRACT_NAMES, default="linear", help="the op (default: %(default)s)")
     parser.add_argument("--rows", type=arguments.count, help="rows of x, M (default: any number)")
-    parser.add_argument("--backends", metavar="NAMES", help="plugins in the order wanted, e.g. cuda,torch")
+    parser.add_argument("--backends", metavar="NAMES", help="plugins in order of preference, e.g. cuda,torch")
     parser.add_argument("--disable", metavar="NAMES", help="plugins to leave out, e.g. vulkan,xla")
 
 
 def run(args: argparse.Namespace) -> CommandResult:
-    """Decide, and show the decision."""
+    """Resolve the request and show the decision."""
     from .. import explain
 
-    said = {"backends": args.backends, "disable": args.disable}
+    overrides = {"backends": args.backends, "disable": args.disable}
     with no_warnings():
         decision = explain(
             args.scheme,
@@ -43,17 +43,17 @@ def run(args: argparse.Namespace) -> CommandResult:
             contract=args.contract,
             dtype=args.dtype,
             rows=args.rows,
-            **{name: value for name, value in said.items() if value is not None},
+            **{name: value for name, value in overrides.items() if value is not None},
         )
-    return CommandResult(decision.to_json(), parts(decision), OK if decision.kernel else FAILED)
+    return CommandResult(decision.to_json(), blocks(decision), OK if decision.kernel else FAILED)
 
 
-def parts(decision: Any) -> list[str | Table]:
-    """A decision as a sentence, a table and hints."""
+def blocks(decision: Any) -> list[str | Table]:
+    """A decision as a headline, a table and hints."""
     from ..resolving.decision import describe
 
-    served = decision.selected
-    head = f"{served.kernel} ({served.dist} {served.version})" if served else "no kernel supports this request"
+    chosen = decision.selected
+    head = f"{chosen.kernel} ({chosen.dist} {chosen.version})" if chosen else "no kernel supports this request"
     rows = [(c.plugin, c.kernel, c.stage, c.rank_text, _why(c)) for c in decision.candidates]
     table = Table(("plugin", "kernel", "stage", "rank", "why"), rows, state=2)
     return [f"{describe(decision.request)}: {head}", table, *(f"hint: {hint}" for hint in decision.hints)]

@@ -1,4 +1,4 @@
-"""What ``qcore doctor`` found: problems and notes, each with its remedy."""
+"""Findings of ``qcore doctor``: problems and notes, each with its remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """Something found: a ``problem`` makes the command exit with 1, a note does not; ``remedy``: what to do."""
+    """One finding: a ``problem`` makes the command exit with 1, a note does not; ``remedy``: how to fix it."""
 
     about: str
     text: str

@@ -1,4 +1,4 @@
-"""What ``qcore doctor`` examines: the machine, the settings, the plugins, the cache."""
+"""The checks of ``qcore doctor``: the machine, the settings, the plugins, the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..runtime.plain_text import plain
 from .findings import Finding
 from .probing import probe_all
 
-_CLEAR = "Once the cause is gone: qcore doctor --clear"
+_CLEAR = "After fixing the cause, run: qcore doctor --clear"
 _FAR_FUTURE = 1e11
 
 _SETTINGS = {
@@ -41,14 +41,14 @@ def machine() -> dict[str, str]:
 
 
 def cache_writable() -> bool:
-    """Whether a record can really be stored; permissions alone do not tell on a read-only file system."""
+    """Whether a record can be stored. Writes one, since permissions do not reveal a read-only file system."""
     stored = disk_cache.write("doctor", "writable?")
     disk_cache.remove("doctor", "writable?")
     return stored
 
 
 def settings_in_force() -> tuple[settings.Settings, list[Finding]]:
-    """The settings; where the environment cannot be read, the defaults and what is wrong with it."""
+    """The settings in force; if the environment is invalid, the defaults and a finding."""
     try:
         return settings.current(), []
     except QcoreError as error:
@@ -56,7 +56,7 @@ def settings_in_force() -> tuple[settings.Settings, list[Finding]]:
 
 
 def settings_table(wanted: settings.Settings) -> list[dict[str, str]]:
-    """Each setting with its value and where it comes from."""
+    """Each setting with its value and source."""
     values = {
         "backends": "; ".join(f"{contract}={','.join(names)}" for contract, names in wanted.backends) or "by rank",
         "disable": ", ".join(sorted(wanted.disable)) or "none",
@@ -72,8 +72,8 @@ def _source(variable: str) -> str:
 
 
 def examine(disabled: frozenset[str], seconds: float, at_once: int) -> list[PluginStatus]:
-    """The status of every plugin. Only the built-in one is brought up in this process."""
-    # Asked as if all were disabled, so that nothing is imported; a verdict that needs no import is kept.
+    """The status of every plugin. Only the built-in one is loaded in this process."""
+    # With every plugin disabled nothing is imported; states found without an import are kept.
     listed = registry.statuses(frozenset(registry.entries()))
     known = [_without_import(status) for status in listed]
     asked = [s for s in known if s.state is State.BLOCKED and s.name not in disabled]
@@ -96,22 +96,22 @@ def plugin_findings(statuses: list[PluginStatus]) -> list[Finding]:
 
 def _remedy(status: PluginStatus) -> str:
     if status.state in (State.WRONG_API, State.NAME_CONFLICT, State.BAD_NAME) or status.name == BUILTIN:
-        return ""  # the reason says it
+        return ""  # the reason contains the remedy
     if status.state is State.UNAVAILABLE:
         return _disable(status)
     if "did not end within" in status.reason:
         return f"Check the device's driver, or allow more time with --timeout. {_disable(status)}"
     if status.reason.startswith(("ModuleNotFoundError", "ImportError", "OSError")):
-        return f"Install it again: pip install --force-reinstall {status.dist}. {_disable(status)}"
-    return f"Tell its authors, or upgrade it: pip install --upgrade {status.dist}. {_disable(status)}"
+        return f"Reinstall it: pip install --force-reinstall {status.dist}. {_disable(status)}"
+    return f"Report it to its authors, or upgrade it: pip install --upgrade {status.dist}. {_disable(status)}"
 
 
 def _disable(status: PluginStatus) -> str:
-    return "" if status.name == BUILTIN else f"To do without it: QCORE_DISABLE={status.name}"
+    return "" if status.name == BUILTIN else f"To disable it: QCORE_DISABLE={status.name}"
 
 
 def name_findings(wanted: settings.Settings, statuses: list[PluginStatus]) -> list[Finding]:
-    """A problem for each name in the settings that no plugin has."""
+    """A problem for each unknown plugin name in the settings."""
     known = {status.name for status in statuses}
     return [
         Finding(
@@ -124,7 +124,7 @@ def name_findings(wanted: settings.Settings, statuses: list[PluginStatus]) -> li
 
 
 def cache_findings() -> list[Finding]:
-    """A note where nothing can be kept."""
+    """A note if the cache cannot be used."""
     why = disk_cache.why_untrusted() or ("" if cache_writable() else f"{disk_cache.cache_dir_text()} cannot be written")
     if not why:
         return []
@@ -133,13 +133,13 @@ def cache_findings() -> list[Finding]:
 
 
 def clear() -> list[Finding]:
-    """Forget what earlier processes left of plugins that failed, crashed or hung."""
+    """Clear the records of plugins that failed, crashed or hung in earlier processes."""
     count = disk_cache.clear_failures()
-    return [Finding("cache", f"{count} failure{'' if count == 1 else 's'} of plugins forgotten.", problem=False)]
+    return [Finding("cache", f"{count} plugin failure{'' if count == 1 else 's'} cleared.", problem=False)]
 
 
 def left_findings(statuses: list[PluginStatus]) -> list[Finding]:
-    """A problem for each step of a plugin that ended or held up an earlier process, and for each kernel that failed."""
+    """A problem for each plugin step that crashed or hung an earlier process, and for each kernel that failed."""
     by_doctor = {mark for s in statuses if s.broken for mark in crash_marks(s.name, s.dist, s.version)}
     marks = [mark for mark in disk_cache.left_over_marks() if mark["key"] not in by_doctor]
     here = {(s.name, s.dist, s.version) for s in statuses}
@@ -151,7 +151,7 @@ def left_findings(statuses: list[PluginStatus]) -> list[Finding]:
 
 def _of_mark(mark: dict[str, Any]) -> Finding:
     plugin, doing = (plain(str(mark.get(name) or "")) for name in ("plugin", "doing"))
-    text = f"{doing or plain(mark['key'])} {disk_cache.left_over(mark['key'])}{_when(mark)}; it is not tried again."
+    text = f"{doing or plain(mark['key'])} {disk_cache.left_over(mark['key'])}{_when(mark)}; it is skipped."
     return Finding(plugin or "plugins", text, _CLEAR)
 
 
@@ -177,7 +177,7 @@ def slow_findings(statuses: list[PluginStatus]) -> list[Finding]:
             slow.plugin,
             f"{slow.kernel} was measured slower than the fallback for {slow.request}: "
             f"{slow.milliseconds:.3g} ms against {slow.fallback_milliseconds:.3g} ms of {slow.fallback}.",
-            "The fallback serves, unless the order of backends or strict says otherwise.",
+            "The fallback is selected, unless the order of backends or strict prevents it.",
             problem=False,
         )
         for slow in slower_than_fallback(statuses)
@@ -185,7 +185,7 @@ def slow_findings(statuses: list[PluginStatus]) -> list[Finding]:
 
 
 def hardware_findings(statuses: list[PluginStatus]) -> list[Finding]:
-    """A note for each accelerator that is here without a plugin."""
+    """A note for each accelerator without an installed plugin."""
     installed = {s.name for s in statuses if s.name != BUILTIN}
     hints = (seen.hint(installed) for seen in hardware.present())
     return [Finding("hardware", hint, problem=False) for hint in hints if hint]

@@ -1,4 +1,4 @@
-"""Show what a checkpoint holds: every tensor with its format, shape and bytes. Reads the headers only."""
+"""List the tensors of a checkpoint with format, shape and size in bytes. Reads only the headers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from .output import CommandResult
 
 NAME = "inspect"
-HELP = "what a checkpoint holds"
+HELP = "list the tensors of a checkpoint"
 EXAMPLES = ("qcore inspect model.safetensors", "qcore inspect folder-of-shards --json")
 
 

@@ -1,4 +1,4 @@
-"""What ``bench`` and ``tune`` share: the kernels to measure, made sure of first."""
+"""Selects and verifies the kernels that ``bench`` and ``tune`` measure."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .arguments import MEASURED
 
 @dataclass(frozen=True)
 class Case:
-    """One weight to measure: ``request`` without a row count, and every kernel that can serve it."""
+    """One weight to measure: ``request`` without a row count, and every kernel that supports it."""
 
     scheme: str
     request: LinearRequest
     kernels: tuple[tuple[PluginStatus, Kernel], ...]
     left_out: tuple[tuple[str, str], ...]
-    """(kernel, why) of those that failed their check: a wrong answer has no speed."""
+    """(kernel, reason) of kernels that failed verification: the speed of a wrong result is meaningless."""
 
 
 def cases(schemes: Sequence[str], sizes: Iterable[tuple[int, int]], device: Any, dtype: Any) -> list[Case]:
-    """A case per scheme and size (N, K). Raises `UnsupportedError` where nobody serves one."""
+    """A case per scheme and size (N, K). Raises `UnsupportedError` if no kernel supports one of them."""
     pairs = [(scheme, n, k) for n, k in sizes for scheme in schemes or MEASURED]
     asked = [(scheme, plain_request(scheme, device=device, n=n, k=k, dtype=dtype)) for scheme, n, k in pairs]
     return [_case(scheme, cast("LinearRequest", request)) for scheme, request in asked]
@@ -45,11 +45,11 @@ def _case(scheme: str, request: LinearRequest) -> Case:
         else:
             left_out.append((offer.kernel.name, verdict.reason))
     if not kernels:
-        see = f"Why: qcore explain {scheme} --device {request.device}"
-        raise UnsupportedError(f"no kernel serves {scheme} on {request.device}.\n{see}")
+        see = f"For the reasons run: qcore explain {scheme} --device {request.device}"
+        raise UnsupportedError(f"no kernel supports {scheme} on {request.device}.\n{see}")
     return Case(scheme, request, tuple(kernels), tuple(left_out))
 
 
 def left_out_notes(measured: Iterable[Case]) -> list[str]:
-    """A line for each kernel that was not measured."""
+    """A line for each kernel that was not measured, with the reason."""
     return [f"not measured: {name} ({why})" for case in measured for name, why in case.left_out]

@@ -1,4 +1,4 @@
-"""Which weights a checkpoint holds, for ``qcore tune --model``."""
+"""The sizes of the weights in a checkpoint, for ``qcore tune --model``."""
 
 from __future__ import annotations
 
@@ -22,5 +22,7 @@ def model_sizes(path: Path) -> dict[str, list[tuple[int, int]]]:
         if (n, k) not in sizes:
             sizes.append((n, k))
     if not found:
-        raise QcoreError(f"{path} holds no quantized weight.\nMake one: qcore quantize {path} OUT --scheme w4a16-g128")
+        raise QcoreError(
+            f"{path} has no quantized weights.\nQuantize it: qcore quantize {path} OUT --scheme w4a16-g128"
+        )
     return found

@@ -1,6 +1,6 @@
-"""Write a complete plugin package: it installs, is found, and passes the conformance kit as it is.
+"""Create a complete plugin package that installs, is discovered and passes the conformance kit.
 
-Replace its kernel, written in plain torch ops (or with ``--native`` in plain C++), by your own.
+Replace its kernel, which uses plain torch ops (plain C++ with ``--native``), with your own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from .output import CommandResult
 
 NAME = "new-plugin"
-HELP = "write a plugin package to start from"
+HELP = "create a plugin package from a template"
 EXAMPLES = (
     "qcore new-plugin fastchip",
     "qcore new-plugin otherchip --native",
@@ -21,11 +21,13 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``qcore new-plugin``."""
-    parser.add_argument("name", metavar="NAME", help="of the plugin, e.g. fastchip; the package is called qcore-NAME")
-    native = "its kernel in C++, built by CMake and loaded with ctypes; installing it takes a compiler"
+    parser.add_argument(
+        "name", metavar="NAME", help="the plugin's name, e.g. fastchip; the package is called qcore-NAME"
+    )
+    native = "write the kernel in C++, built by CMake and loaded with ctypes; installation needs a compiler"
     parser.add_argument("--native", action="store_true", help=native)
-    where = "where to write it; new or empty (default: qcore-NAME)"
-    parser.add_argument("--directory", type=Path, metavar="DIR", help=where)
+    directory = "target directory, new or empty (default: qcore-NAME)"
+    parser.add_argument("--directory", type=Path, metavar="DIR", help=directory)
 
 
 def run(args: argparse.Namespace) -> CommandResult:

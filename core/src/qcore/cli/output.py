@@ -1,4 +1,4 @@
-"""What a command prints: one JSON document, rich tables on a terminal, plain text anywhere else."""
+"""Prints the result of a command: one JSON document, rich tables on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STYLES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of text. ``state``: the index of the column whose words `STYLES` colours; ``right``: numeric columns."""
+    """A text table. ``state``: index of the column that `STYLES` applies to; ``right``: right-aligned columns."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -49,7 +49,7 @@ class Table:
         return "\n".join(format_table(padded[0], padded[1:]))
 
     def rich(self) -> Any:
-        """The same as a `rich.table.Table`."""
+        """The table as a `rich.table.Table`."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -81,7 +81,7 @@ class CommandResult:
 
 
 def show(result: CommandResult, as_json: bool) -> None:
-    """Print an result to standard output."""
+    """Print a result to standard output."""
     if as_json:
         print(json.dumps(result.data, indent=2, default=str))
     elif is_terminal(sys.stdout):
@@ -108,9 +108,9 @@ def _show_rich(result: CommandResult) -> None:
 
 
 @contextlib.contextmanager
-def stdout_kept_clean(wanted: bool) -> Iterator[None]:
-    """Send whatever plugins and libraries print meanwhile to standard error, so that stdout holds JSON alone."""
-    if not wanted:
+def stdout_kept_clean(enabled: bool) -> Iterator[None]:
+    """Redirect the output of plugins and libraries to standard error, so that stdout contains only JSON."""
+    if not enabled:
         yield
         return
     with _descriptor_redirected(), contextlib.redirect_stdout(sys.stderr):
@@ -142,7 +142,7 @@ def no_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Show a warning as its text: the line of qcore's source that raised it helps no user of a command."""
+    """Show only the message of a warning: the source line in qcore does not help users of a command."""
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         yield
@@ -164,7 +164,7 @@ def _show_warning(
 
 
 def size(count: float) -> str:
-    """Bytes in words: ``1.5 MiB``."""
+    """Bytes in readable form: ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -174,13 +174,13 @@ def size(count: float) -> str:
 
 def plugin_table(statuses: list[Any], *, brief: bool = False) -> Table:
     """One row per plugin; ``brief``: omit the reasons, which are listed elsewhere."""
-    rows = [(s.name, str(s.state), f"{s.dist} {s.version}", f"{s.seconds:.2f}", _what(s, brief)) for s in statuses]
+    rows = [(s.name, str(s.state), f"{s.dist} {s.version}", f"{s.seconds:.2f}", _details(s, brief)) for s in statuses]
     return Table(
         ("plugin", "state", "version", "seconds", "device and driver, or why not"), rows, state=1, right=frozenset({3})
     )
 
 
-def _what(status: Any, brief: bool) -> str:
+def _details(status: Any, brief: bool) -> str:
     if status.broken and brief:
         return "see below"
     found = (status.device, status.driver, *(f"{name}={value}" for name, value in status.details.items()))

@@ -1,4 +1,4 @@
-"""List the plugins that are installed and whether each can be used here."""
+"""List the installed plugins and whether each is available on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from .output import CommandResult, no_warnings
 
 NAME = "plugins"
-HELP = "list of installed plugins"
+HELP = "list the installed plugins"
 EXAMPLES = ("qcore plugins", "qcore plugins --json")
 
 
@@ -16,7 +16,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(_args: argparse.Namespace) -> CommandResult:
-    """Bring every plugin up in this process, as a program would."""
+    """Load and probe every plugin in this process, as a program would."""
     from .. import plugins
     from .output import plugin_table
     from .probing import as_json

@@ -1,7 +1,7 @@
-"""Probing one plugin in this process; what ``qcore doctor`` runs in a process of its own for each plugin.
+"""Probes one plugin in this process; ``qcore doctor`` runs this module in a child process for each plugin.
 
-A watchdog of the C library's ends the process when time is up, even where a probe hangs in native code and holds the
-interpreter's lock, and writes down where it hung.
+The watchdog of `faulthandler` ends the process after a timeout, even if the probe hangs in native code that holds the
+GIL, and writes the stack trace.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..runtime import disk_cache
 
 
 def probe(name: str) -> dict[str, Any]:
-    """Import, register and probe one plugin, whether or not it once ended a process."""
+    """Import, register and probe one plugin, even if it crashed an earlier process."""
     entry = registry.entries()[name]
     for mark in crash_marks(name, entry.dist, entry.version):
         disk_cache.remove("running", mark)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the status says the same
+        warnings.simplefilter("ignore")  # the status contains the same information
         return dataclasses.asdict(registry.status(name))
 
 
 def watched(name: str, seconds: float, trace: Path) -> dict[str, Any]:
-    """`probe`, given ``seconds``; a hang or a crash leaves its Python stack in the file ``trace``."""
-    # So that the watchdog fires first.
+    """`probe` with a time limit in seconds; a hang or crash leaves its Python stack in the file ``trace``."""
+    # The registry's own limit must not fire before the watchdog.
     discovered.PROBE_SECONDS = 2 * seconds
     with trace.open("w", encoding="utf-8") as file:
         faulthandler.enable(file)
@@ -45,7 +45,7 @@ def watched(name: str, seconds: float, trace: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """``NAME SECONDS RESULT TRACE`` from the command line; the status goes to the file RESULT, as JSON."""
+    """Run ``NAME SECONDS RESULT TRACE`` from the command line; writes the status to the file RESULT as JSON."""
     name, seconds, result, trace = sys.argv[1:]
     found = watched(name, float(seconds), Path(trace))
     Path(result).write_text(json.dumps(found, default=str), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Probing many plugins, each in a process of its own, a few at a time."""
+"""Probes plugins, each in its own process, several in parallel."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ..discovery.registry import PluginStatus, State, crash_marks
 from ..runtime import disk_cache
 
 _STARTUP = 60.0
-"""Seconds that a process may take to import torch, on top of the plugin's own limit."""
+"""Seconds to import torch, in addition to the plugin's own limit."""
 _POLL = 0.02
 _CHILD = "import sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); from qcore.cli.probe import main; main()"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
 def probe_all(plugins: Iterable[PluginStatus], seconds: float, at_once: int) -> dict[str, PluginStatus]:
-    """The status of each plugin by name; nothing of a plugin is imported here."""
+    """The status of each plugin by name; no plugin is imported in this process."""
     waiting, done = deque(plugins), {}
-    with TemporaryDirectory(prefix="qcore-doctor-") as folder, contextlib.ExitStack() as ending:
+    with TemporaryDirectory(prefix="qcore-doctor-") as folder, contextlib.ExitStack() as stack:
         running: list[_Child] = []
         while waiting or running:
             while waiting and len(running) < at_once:
                 running.append(_Child(waiting.popleft(), seconds, Path(folder) / str(len(waiting))))
-                ending.callback(running[-1].kill)
+                stack.callback(running[-1].kill)
             time.sleep(_POLL)
             for child in [c for c in running if c.ended()]:
                 running.remove(child)
@@ -50,7 +50,7 @@ class _Child:
         self.plugin, self.seconds = plugin, seconds
         self._result, self._trace, self._output = (folder / end for end in ("result", "trace", "output"))
         folder.mkdir()
-        # The very same search path as here: what this process discovered is what that one imports.
+        # The same sys.path as here, so that it imports the plugin that this process discovered.
         arguments = [json.dumps(sys.path), plugin.name, str(seconds), str(self._result), str(self._trace)]
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, arguments of our own making
@@ -58,30 +58,30 @@ class _Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that what a probe starts can be ended with it
+                start_new_session=True,  # so that processes started by the probe can be killed with it
             )
         self._started = time.monotonic()
 
     def ended(self) -> bool:
-        late = time.monotonic() - self._started > self.seconds + _STARTUP
-        if late:
+        timed_out = time.monotonic() - self._started > self.seconds + _STARTUP
+        if timed_out:
             self.kill()
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End the process and whatever it started."""
-        ours = self._process.poll() is None
+        """Kill the process and its children."""
+        was_running = self._process.poll() is None
         with contextlib.suppress(OSError):
             if hasattr(os, "killpg"):
                 os.killpg(self._process.pid, signal.SIGKILL)
             elif self._process.poll() is None:
                 self._process.kill()
         self._process.wait()
-        if ours:
-            self._forgive()
+        if was_running:
+            self._clear_marks()
 
-    def _forgive(self) -> None:
-        """A process that was ended from here, for being slow or by Ctrl-C, did not crash."""
+    def _clear_marks(self) -> None:
+        """Remove the crash marks of a process that was killed here, for a timeout or Ctrl-C: it did not crash."""
         for mark in self._marks():
             disk_cache.remove("running", mark)
 
@@ -89,32 +89,32 @@ class _Child:
         return crash_marks(self.plugin.name, self.plugin.dist, self.plugin.version)
 
     def status(self) -> PluginStatus:
-        """What the process reported, or what its end says."""
+        """The reported status, or one derived from how the process ended."""
         try:
             found = json.loads(self._result.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return self._dead()
+            return self._crash_status()
         return PluginStatus(**{**found, "state": State(found["state"])})
 
-    def _dead(self) -> PluginStatus:
+    def _crash_status(self) -> PluginStatus:
         trace = _text(self._trace)
         if "Timeout (" in trace or self._process.returncode == -int(getattr(signal, "SIGKILL", 9)):
-            return self._hung(trace)
-        state, doing = State.IMPORT_FAILED, "imported"
+            return self._timeout_status(trace)
+        state, doing = State.IMPORT_FAILED, "importing"
         if disk_cache.crashed(self._marks()[1]):
-            state, doing = State.PROBE_FAILED, "probed"
+            state, doing = State.PROBE_FAILED, "probing"
         how = _how_it_ended(self._process.returncode)
         last = "" if trace else _last_line(_text(self._output))
-        return self._broken(state, f"the process {how} while it was {doing}{_where(trace)}{last}")
+        return self._failed(state, f"the process {how} while {doing} the plugin{_where(trace)}{last}")
 
-    def _hung(self, trace: str) -> PluginStatus:
-        self._forgive()
+    def _timeout_status(self, trace: str) -> PluginStatus:
+        self._clear_marks()
         probing = "qcore_probe" in trace
         state = State.PROBE_FAILED if probing else State.IMPORT_FAILED
         doing = "its probe" if probing else "its import"
-        return self._broken(state, f"{doing} did not end within {self.seconds:g} seconds{_where(trace)}", self.seconds)
+        return self._failed(state, f"{doing} did not end within {self.seconds:g} seconds{_where(trace)}", self.seconds)
 
-    def _broken(self, state: State, reason: str, seconds: float = 0.0) -> PluginStatus:
+    def _failed(self, state: State, reason: str, seconds: float = 0.0) -> PluginStatus:
         p = self.plugin
         return PluginStatus(p.name, p.dist, p.version, state, reason, seconds=seconds, broken=True)
 
@@ -135,7 +135,7 @@ def _how_it_ended(code: int) -> str:
 
 
 def _where(trace: str) -> str:
-    """The innermost line of the plugin's own in a stack, e.g. `` (in qcore_probe, /x/plugin.py:12)``."""
+    """The innermost frame of the plugin itself in a stack trace, e.g. `` (in qcore_probe, /x/plugin.py:12)``."""
     pluggy = Path(sys.modules["pluggy"].__file__ or "").parent
     skipped = tuple(f"{house}{os.sep}" for house in (Path(__file__).parents[1], pluggy))
     library = sysconfig.get_path("stdlib")
@@ -153,5 +153,5 @@ def _last_line(output: str) -> str:
 
 
 def as_json(status: PluginStatus) -> dict[str, Any]:
-    """Plain values of a status."""
+    """A status as plain values for JSON."""
     return {**vars(status), "state": str(status.state), "seconds": round(status.seconds, 4)}

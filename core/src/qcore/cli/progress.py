@@ -1,4 +1,4 @@
-"""A progress bar on standard error, silent where that is no terminal; standard output is for results."""
+"""A progress bar on standard error if that is a terminal; standard output is for results."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .output import is_terminal
 
 @dataclass
 class Progress:
-    """``title``: what is going on; ``unit``: ``bytes``, or what is counted."""
+    """A progress bar. ``title``: the activity; ``unit``: ``bytes``, or the plural of the counted items."""
 
     title: str
     unit: str = "bytes"
     _update: Callable[[int, int, str], None] | None = field(default=None, init=False)
-    _reached: str = field(default="", init=False)
+    _so_far: str = field(default="", init=False)
 
     def __call__(self, done: int, total: int, name: str) -> None:
-        """``done`` of ``total`` units; ``name``: what is being worked on."""
-        self._reached = f"{self.title}: {done} of {total} {self.unit} were done" + (f", then {name}" if name else "")
+        """Report ``done`` of ``total`` units; ``name``: the current item."""
+        self._so_far = f"{self.title}: stopped after {done} of {total} {self.unit}" + (f", at {name}" if name else "")
         if self._update is not None:
             self._update(done, total, name)
 
@@ -33,8 +33,8 @@ class Progress:
             with self._drawn():
                 yield self
         except KeyboardInterrupt:
-            if self._reached:
-                print(self._reached, file=sys.stderr)
+            if self._so_far:
+                print(self._so_far, file=sys.stderr)
             raise
 
     @contextlib.contextmanager
@@ -58,6 +58,6 @@ class Progress:
         from rich.table import Column
 
         counted = DownloadColumn(binary_units=True) if self.unit == "bytes" else MofNCompleteColumn()
-        # The name gives way where the terminal is narrow.
+        # On a narrow terminal the name is shortened first.
         name = TextColumn("{task.fields[name]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1))
         return [TextColumn(self.title), BarColumn(), counted, TimeRemainingColumn(), name]

@@ -22,20 +22,20 @@ EXAMPLES = (
 def add(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``qcore quantize``."""
     parser.add_argument("source", type=Path, metavar="IN", help="a safetensors file, or a directory of shards")
-    parser.add_argument("target", type=Path, metavar="OUT", help="a file, or a directory, as IN is")
+    parser.add_argument("target", type=Path, metavar="OUT", help="a file or a directory, like IN")
     parser.add_argument("--scheme", required=True, help="e.g. w8a16, w4a16-g128-asym, wfp8afp8, mxfp4")
-    what = "names of layers, globs (model.*.mlp.*) or last parts of names (lm_head)"
+    patterns = "names of layers, globs (model.*.mlp.*) or last parts of names (lm_head)"
     many: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "PATTERN", "default": []}
-    parser.add_argument("--exclude", help=f"what to keep as it is: {what}", **many)
-    parser.add_argument("--include", help="what to quantize, where that is not everything: likewise", **many)
+    parser.add_argument("--exclude", help=f"layers to leave in float: {patterns}", **many)
+    parser.add_argument("--include", help=f"layers to quantize (default: all): {patterns}", **many)
     shard = "split OUT into files of at most this size (default: %(default)s)"
     parser.add_argument("--max-shard-size", type=arguments.byte_count, default="4GB", metavar="SIZE", help=shard)
-    parser.add_argument("--dtype", type=arguments.dtype, help="of scales and kept tensors (default: as they are)")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
+    parser.add_argument("--dtype", type=arguments.dtype, help="dtype of scales and kept tensors (default: unchanged)")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
 def run(args: argparse.Namespace) -> CommandResult:
-    """Quantize, drawing a progress bar."""
+    """Quantize with a progress bar."""
     from .. import checkpoint
 
     with Progress("quantizing").shown() as progress:

@@ -1,4 +1,4 @@
-"""Rendering a plugin package from ``templates/``."""
+"""Renders a plugin package from ``templates/``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FILES = {
     "src/{module}/qcore_gaps.toml": "src/gaps.toml.txt",
     "tests/test_{name}_plugin.py": "tests/test_plugin.py.txt",
 }
-"""File to template. Templates end in ``.txt``, so that no tool takes them for code of this repository."""
+"""File to template. Templates end in ``.txt``, so that tools do not treat them as code of this repository."""
 _NATIVE_FILES = {
     "pyproject.toml": "native/pyproject.toml.txt",
     "CMakeLists.txt": "native/CMakeLists.txt.txt",
@@ -38,8 +38,8 @@ _NATIVE_FILES = {
     "src/{module}/kernels.py": "native/kernels.py.txt",
     "src/{module}/native.py": "native/native.py.txt",
 }
-"""What is other, or more, where the kernel is written in C++."""
-_WORDS = {
+"""Files that are added or replaced if the kernel is written in C++."""
+_SUBSTITUTIONS = {
     False: {"kind": "plain torch ops", "files": "", "probe": ""},
     True: {
         "kind": "plain C++",
@@ -54,21 +54,23 @@ _WORDS = {
         ),
     },
 }
-"""Words of the templates that both kinds of plugin share."""
+"""Substitutions in the shared templates, by whether the kernel is written in C++."""
 
 
 def check_name(name: str) -> None:
-    """Raise `QcoreError` unless a new plugin may be called ``name``."""
+    """Raise `QcoreError` unless ``name`` is valid and free for a new plugin."""
     if not _NAME.fullmatch(name) or len(name) > 40:
-        raise QcoreError(f"{name!r} cannot name a plugin.{_suggestion(name)}\n{_RULE}")
+        raise QcoreError(f"{name!r} is not a valid plugin name.{_suggestion(name)}\n{_RULE}")
     if keyword.iskeyword(name) or name in sys.stdlib_module_names:
-        raise QcoreError(f"{name!r} is a word or a module of Python.\nChoose another name, such as my_{name}.")
+        raise QcoreError(f"{name!r} is a Python keyword or standard module.\nChoose another name, such as my_{name}.")
     if name in _RESERVED:
-        raise QcoreError(f"{name!r} is a name of qcore's own.\nChoose another name, such as my_{name}.")
+        raise QcoreError(f"{name!r} is reserved by qcore.\nChoose another name, such as my_{name}.")
     holder = registry.entries().get(name)
     if holder is not None:
-        where = f"{holder.dist} {holder.version}"
-        raise QcoreError(f"a plugin {name!r} is installed: {where}.\nChoose another name, or uninstall it.")
+        dist = f"{holder.dist} {holder.version}"
+        raise QcoreError(
+            f"a plugin named {name!r} is already installed: {dist}.\nChoose another name, or uninstall it."
+        )
 
 
 _RULE = "Use lower-case letters, digits and single underscores, a letter first, at most 40 characters."
@@ -85,32 +87,32 @@ def render(name: str, *, native: bool = False) -> dict[str, str]:
     minimum = ".".join(__version__.split(".")[:2])
     words = {"name": name, "module": module, "dist": module.replace("_", "-"), "minimum": minimum}
     templates = files(__package__) / "templates"
-    words |= {key: Template(text).substitute(words) for key, text in _WORDS[native].items()}
+    words |= {key: Template(text).substitute(words) for key, text in _SUBSTITUTIONS[native].items()}
     sources = {**_FILES, **(_NATIVE_FILES if native else {})}
     texts = {path: templates.joinpath(source).read_text(encoding="utf-8") for path, source in sources.items()}
     return {path.format(**words): Template(text).substitute(words) for path, text in texts.items()}
 
 
 def write(texts: dict[str, str], directory: Path) -> None:
-    """Write all files or none; raises `QcoreError` where ``directory`` holds anything."""
+    """Write all files or none; raises `QcoreError` unless ``directory`` is missing or empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise QcoreError(f"{directory} exists and is not an empty directory.\nGive another one with --directory.")
+        raise QcoreError(f"{directory} exists and is not an empty directory.\nChoose another one with --directory.")
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".qcore-new-", dir=directory.parent))
     try:
         for path, text in texts.items():
             (draft / path).parent.mkdir(parents=True, exist_ok=True)
             (draft / path).write_text(text, encoding="utf-8", newline="\n")
-        _publish(draft, directory)
+        _move_into_place(draft, directory)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _publish(draft: Path, directory: Path) -> None:
+def _move_into_place(draft: Path, directory: Path) -> None:
     if not directory.exists():
-        draft.chmod(0o755)  # mkdtemp lets nobody else in
+        draft.chmod(0o755)  # mkdtemp makes it private
         draft.rename(directory)
         return
-    # It may be somebody's current directory, so it is filled rather than replaced.
+    # It may be the current directory of a shell, so fill it instead of replacing it.
     for child in draft.iterdir():
         child.rename(directory / child.name)

@@ -1,7 +1,7 @@
-"""Measure every kernel that can serve a layer here and keep the figures, so that the fastest serves from now on.
+"""Time every kernel that supports a layer on this machine and store the times, so that the fastest is selected.
 
-The figures are kept in the cache directory, by plugin version, device and driver, and decide between kernels whatever
-their ranks. Exits with 1 if they cannot be stored.
+The times are stored in the cache directory by plugin version, device and driver, and take precedence over ranks.
+Exits with 1 if they cannot be stored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from . import arguments
 from .output import FAILED, OK, CommandResult, Table
 
 NAME = "tune"
-HELP = "measure the kernels, so that the fastest serves"
+HELP = "time the kernels, so that the fastest is selected"
 EXAMPLES = (
     "qcore tune --scheme w4a16-g128 --n 1024 --k 1024",
     "qcore tune --model small.safetensors --rows 1,64 --json",
@@ -25,9 +25,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``qcore tune``."""
     arguments.add_measured(parser)
     arguments.add_sizes(parser)
-    arguments.add_place(parser)
+    arguments.add_device_and_dtype(parser)
     parser.add_argument(
-        "--model", type=Path, metavar="FILE", help="a checkpoint: its schemes and sizes, not --n and --k"
+        "--model", type=Path, metavar="FILE", help="a checkpoint, whose schemes and sizes replace --n and --k"
     )
 
 
@@ -38,10 +38,10 @@ def run(args: argparse.Namespace) -> CommandResult:
 
     measured = _model_cases(args) if args.model else cases(args.scheme, [(args.n, args.k)], args.device, args.dtype)
     before = [_kernel(case) for case in measured]
-    figures = [_measure(case, args) for case in measured]
+    timings = [_measure(case, args) for case in measured]
     resolver.forget()
-    rows = [_row(case, found, old) for case, found, old in zip(measured, figures, before, strict=True)]
-    stored = all(m.stored for found in figures for m in found)
+    rows = [_row(case, found, old) for case, found, old in zip(measured, timings, before, strict=True)]
+    stored = all(m.stored for found in timings for m in found)
     return _result(rows, args.rows, stored, left_out_notes(measured))
 
 
@@ -85,8 +85,10 @@ def _result(rows: list[dict[str, Any]], counts: tuple[int, ...], stored: bool, n
     header = ("scheme", "N", "K", "kernel", *(f"M={m} ms" for m in counts))
     lines = [line for row in rows for line in _lines(row, counts)]
     changed = sum(row["changed"] for row in rows)
-    place = f"kept in {disk_cache.cache_dir()}" if stored else f"NOT kept: {disk_cache.cache_dir()} cannot be written"
-    summary = f"{len(rows)} weights measured, {changed} decisions changed; figures {place}"
+    storage = (
+        f"stored in {disk_cache.cache_dir()}" if stored else f"NOT stored: {disk_cache.cache_dir()} is not writable"
+    )
+    summary = f"{len(rows)} weights measured, {changed} decisions changed; times {storage}"
     data = {"weights": rows, "changed": changed, "stored": stored, "cache": str(disk_cache.cache_dir())}
     table = Table(header, lines, right=frozenset({1, 2, *range(4, 4 + len(counts))}))
     return CommandResult(data, [table, *map(_change, rows), *notes, summary], OK if stored else FAILED)
@@ -98,5 +100,5 @@ def _lines(row: dict[str, Any], counts: tuple[int, ...]) -> list[tuple[str, ...]
 
 
 def _change(row: dict[str, Any]) -> str:
-    what = f"{row['scheme']} N={row['n']} K={row['k']}"
-    return f"{what}: {row['before']} -> {row['after']}" if row["changed"] else f"{what}: {row['after']}, as before"
+    weight = f"{row['scheme']} N={row['n']} K={row['k']}"
+    return f"{weight}: {row['before']} -> {row['after']}" if row["changed"] else f"{weight}: {row['after']}, unchanged"
