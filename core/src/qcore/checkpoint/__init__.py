@@ -1,6 +1,6 @@
 """Safetensors checkpoints: save, load, inspect, quantize tensor by tensor. Code in a file is never executed.
 
-May import: model, nn and the floors below. Imported by: cli.
+May import: model, nn and the floors below. Imported by: cli, and `qcore` itself, late.
 """
 
 from .inventory import Inventory, TensorInfo, inspect

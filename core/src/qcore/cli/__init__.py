@@ -2,6 +2,8 @@
 
 Nothing here imports torch before a command runs, so that ``--help`` is fast: the entry point `qcore_command` bypasses
 ``qcore/__init__``, which imports torch.
+
+May import: every package; commands import when they run. Imported by: no package.
 """
 
 from __future__ import annotations

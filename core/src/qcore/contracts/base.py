@@ -1,4 +1,4 @@
-"""What the three contracts share: requests, problems, verdicts, and the error bound of a quantized product."""
+"""What the contracts share: requests, problems, verdicts, and the error bound of a quantized product."""
 
 from __future__ import annotations
 
@@ -62,7 +62,11 @@ class Request(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs with a known answer. Tensors are on CPU; ``given`` holds the per-token parameters by `GIVEN_NAMES`."""
+    """Inputs with a known answer. Tensors are on CPU.
+
+    ``given``: keyword arguments of the kernel's call: per-token parameters by `GIVEN_NAMES`, and ``offsets`` of
+    ``grouped_linear``.
+    """
 
     request: Any
     x: Tensor

@@ -1,6 +1,6 @@
 """Ops on tensors (`linear`, `conv2d`, `embedding`, `grouped_linear`), gradients, and the library ``torch.ops.qcore``.
 
-May import: resolving and the floors below it. Imported by: nn, model and every package above.
+May import: resolving and the floors below it. Imported by: nn and the packages above it.
 """
 
 from .calls import conv2d, embedding, grouped_linear, linear

@@ -3,6 +3,8 @@
 ``qcore.testing.run("cuda")``, ``qcore conformance cuda`` and ``pytest --qcore-backend=cuda`` are equivalent: they
 request every case of every contract from the plugin, check the results of each kernel that it offers, and check the
 laws.
+
+May import: checkpoint and the floors below it. Imported by: cli, as late as a command runs.
 """
 
 from __future__ import annotations
