@@ -15,7 +15,9 @@ from qcore.checkpoint import quantize_checkpoint
 from qcore.errors import FormatError
 from qcore.formats import Format, ZeroPoint
 from qcore.weights.gptq import inverse_factor
+from qcore.weights.least_squares import alternating
 from qcore.weights.quantizers import quantize
+from qcore.weights.targets import Target
 
 TEXTS = [
     "int4", "int4-asym", "int4-fzp", "int4-g32", "int4-g32-asym", "int4-g7-fzp", "int4-g200", "int4-g48/plain_int32",
@@ -79,25 +81,33 @@ class TestAlgorithm:
         assert (weight - better.dequantize()).norm() > (weight - plain.dequantize()).norm(), "the weight's own error"
 
     @pytest.mark.parametrize("text", TEXTS)
-    def test_inputs_that_do_not_correlate_leave_awq(self, text):
+    def test_inputs_that_do_not_correlate_leave_least_squares(self, text):
         weight = weights(8, 77)
-        plain, same = (quantize(weight, text, q, moments=torch.eye(77) * 3) for q in ("awq", "gptq"))
-        assert torch.equal(plain.codes(), same.codes())
-        torch.testing.assert_close(plain.scale, same.scale, rtol=1e-5, atol=0)  # summed with weights, and without
+        fmt, same = Format.parse(text), quantize(weight, text, "gptq", moments=torch.eye(77) * 3)
+        target, g = Target(fmt, torch.float32), fmt.group(77)
+        for at in range(0, 77, g):
+            group = weight[:, at : at + g].unsqueeze(1)
+            expected = alternating(group, target)
+            codes = target.codes(group, expected).squeeze(1).to(torch.int8)
+            assert torch.equal(same.codes()[:, at : at + g], codes)
+            # Summed with equal weights, and without.
+            torch.testing.assert_close(same.scale[at // g], expected.scale.flatten(), rtol=1e-5, atol=0)
 
     def test_an_always_zero_input_is_rounded_to_nearest(self):
         x, weight = inputs(64), weights(8, 64)
         x[:, 16:32] = 0
         moments, dead = x.t() @ x, slice(16, 32)
         found = quantize(weight, "int4-g16", "gptq", moments=moments).codes()
-        assert torch.equal(found[:, dead], quantize(weight, "int4-g16", "awq", moments=moments).codes()[:, dead])
+        assert torch.equal(found[:, dead], quantize(weight[:, dead], "int4", "gptq", moments=torch.eye(16)).codes())
         weight[:, dead] = weights(8, 16, seed=7)
         other = quantize(weight, "int4-g16", "gptq", moments=moments).codes()
         assert torch.equal(other[:, :16], found[:, :16])
         assert torch.equal(other[:, 32:], found[:, 32:])
 
-    def test_without_any_input_it_is_awq(self):
-        found, plain = (quantize(weights(8, 64), "int4", q, moments=torch.zeros(64, 64)) for q in ("gptq", "awq"))
+    def test_without_any_input_weights_of_inputs_do_not_matter(self):
+        found, plain = (
+            quantize(weights(8, 64), "int4", "gptq", moments=h) for h in (torch.zeros(64, 64), torch.eye(64))
+        )
         assert torch.equal(found.codes(), plain.codes())
 
     def test_errors_pass_over_a_group_of_zeros(self):

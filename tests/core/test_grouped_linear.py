@@ -66,7 +66,7 @@ def test_ends_that_are_not_sorted_or_not_ends_are_refused(offsets, says):
 def test_other_shapes_are_refused():
     with pytest.raises(qcore.FormatError, match=r"\(T, K\) with K=64"):
         qcore.grouped_linear(torch.randn(4, K + 1), weight(), ends(1, 2, 4))
-    with pytest.raises(qcore.FormatError, match=r"needs \(E, N, K\)"):
+    with pytest.raises(qcore.FormatError, match=r"this op needs \(E, N, K\)"):
         qcore.grouped_linear(rows(4), weight()[0], ends(1, 2, 4))
     with pytest.raises(qcore.FormatError, match=r"floats \(3, 20\)"):
         qcore.grouped_linear(rows(4), weight(), ends(1, 2, 4), torch.ones(N))
@@ -96,3 +96,27 @@ def test_a_graph_does_not_know_how_many_rows_an_expert_has():
 
 def test_explain_names_the_kernel():
     assert "torch.plain.grouped_linear" in str(qcore.explain("mxfp4", n=64, k=64, contract="grouped_linear"))
+
+
+def test_other_ops_refuse_experts():
+    with pytest.raises(qcore.FormatError, match="grouped_linear takes"):
+        qcore.linear(rows(4), weight())
+    with pytest.raises(qcore.FormatError, match="grouped_linear takes"):
+        qcore.embedding(torch.tensor([1]), weight())
+
+
+def test_int8_activations_go_with_integer_weights():
+    with pytest.raises(qcore.FormatError, match="go with integer weights"):
+        qcore.linear(rows(4), weight("fp8")[0], activation=qcore.DynamicInt8())
+
+
+def test_backends_may_be_named_by_contract():
+    with qcore.using("grouped_linear=torch"):
+        assert qcore.grouped_linear(rows(4), weight(), ends(1, 2, 4)).shape == (4, N)
+
+
+def test_names_of_contracts_are_the_same_everywhere():
+    from qcore.contracts import CONTRACTS
+    from qcore.runtime.settings import CONTRACT_NAMES
+
+    assert tuple(CONTRACTS) == CONTRACT_NAMES

@@ -10,6 +10,7 @@ import pytest
 
 import qcore
 from qcore.discovery.registry import registry
+from qcore.plugin_api import why_not_encoding
 
 LOOPBACK = Path(__file__).parents[2] / "thirdparty" / "dists" / "loopback" / "src"
 
@@ -36,6 +37,8 @@ class Plugin:
 
     @qcore.hookimpl
     def qcore_linear(self, request):
+        if reason := why_not_encoding(request):
+            return qcore.Refusal(reason)
         answer = self._linear(request)
         return qcore.Offer(answer) if isinstance(answer, qcore.Kernel) else answer
 

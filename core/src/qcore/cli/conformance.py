@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..errors import QcoreError
+from ..runtime.settings import CONTRACT_NAMES
 from . import arguments
 from .output import FAILED, OK, CommandResult
 from .progress import Progress
@@ -23,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backend", metavar="NAME", help="the plugin's name, as in 'qcore plugins'")
     parser.add_argument("--device", type=arguments.device, help="torch device (default: the plugin's own)")
     parser.add_argument("--seed", type=int, help="seed of the random inputs (default: a fresh one, which is printed)")
-    arguments.add_repeatable(parser, "--contract", "linear, conv2d or embedding (default: all)")
+    arguments.add_repeatable(parser, "--contract", f"one of {', '.join(CONTRACT_NAMES)} (default: all)")
     arguments.add_repeatable(parser, "--scheme", "e.g. w4a16-g128 (default: all)")
     arguments.add_repeatable(
         parser, "--select", "only cases and laws whose id matches a glob or contains a word", "PATTERN"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..runtime.settings import CONTRACT_NAMES
 from . import arguments
 from .output import FAILED, OK, CommandResult, Table, no_warnings
 
@@ -22,8 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scheme", metavar="SCHEME", help="the scheme of the layer, e.g. w4a16-g128")
     arguments.add_sizes(parser)
     arguments.add_device_and_dtype(parser)
-    contracts = ("linear", "conv2d", "embedding")
-    parser.add_argument("--contract", choices=contracts, default="linear", help="the op (default: %(default)s)")
+    parser.add_argument("--contract", choices=CONTRACT_NAMES, default="linear", help="the op (default: %(default)s)")
     parser.add_argument("--rows", type=arguments.count, help="rows of x, M (default: any number)")
     parser.add_argument("--backends", metavar="NAMES", help="plugins in order of preference, e.g. cuda,torch")
     parser.add_argument("--disable", metavar="NAMES", help="plugins to leave out, e.g. vulkan,xla")

@@ -156,7 +156,7 @@ def linear(
     The packed weight is cached, weakly, by the identity and version of the weight's tensors.
     """
     check_linear(x, weight, bias)
-    check_quantization(activation, output)
+    check_quantization(activation, output, weight)
     check_x_dtype(x, activation)
     check_out_dtype(out_dtype, output)
     runtime_params = collect_runtime_params(activation, output, x_scale, x_zero_point, out_scale, out_zero_point)
@@ -231,7 +231,7 @@ def conv2d(
     if x.dim() != 4:
         raise FormatError(f"x has shape {tuple(x.shape)}; it must be (B, IC, H, W).")
     check_bias(bias, weight.shape[0], weight.device)
-    check_quantization(activation, output)
+    check_quantization(activation, output, weight)
     check_x_dtype(x, activation)
     pairs = (
         _pair("kernel_size", kernel_size),
@@ -266,13 +266,10 @@ def grouped_linear(
 
     Raises `FormatError` for other shapes or dtypes, and for ends that descend or leave 0..T.
     """
-    check_weight(weight)
-    if weight.dim() != 3:
-        raise FormatError(f"weight has shape {tuple(weight.shape)}; grouped_linear needs (E, N, K).")
-    check_dense("x", x, weight.device)
+    check_weight(weight, dims=3)
     e, n, k = weight.shape
     check_grouped(x, offsets, bias, weight)
-    check_quantization(activation, None)
+    check_quantization(activation, None, weight)
     check_out_dtype(out_dtype)
     sizes = (x.dtype, out_dtype or x.dtype, e, n, k)
     request = GroupedLinearRequest(

@@ -63,6 +63,7 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
 def check_grouped(x: Tensor, offsets: Tensor, bias: Tensor | None, weight: QTensor) -> None:
     """Raise `FormatError` unless x is float ``(T, K)``, offsets are ends, and bias is ``(E, N)`` on one device."""
     e, n, k = weight.shape
+    check_dense("x", x, weight.device)
     if x.dim() != 2 or x.shape[1] != k:
         raise FormatError(f"x has shape {tuple(x.shape)}; it must be (T, K) with K={k}, rows sorted by expert.")
     if x.dtype not in FLOAT_DTYPES:
@@ -77,10 +78,13 @@ def check_grouped(x: Tensor, offsets: Tensor, bias: Tensor | None, weight: QTens
             )
 
 
-def check_weight(weight: Any) -> None:
-    """Raise `FormatError` unless ``weight`` is a `QTensor`."""
+def check_weight(weight: Any, dims: int = 2) -> None:
+    """Raise `FormatError` unless ``weight`` is a `QTensor` of ``dims`` dimensions."""
     if not isinstance(weight, QTensor):
         raise FormatError(f"weight must be a QTensor, e.g. from qcore.quantize, not a {type(weight).__name__}.")
+    if weight.dim() != dims:
+        form = "(N, K); qcore.grouped_linear takes (E, N, K)" if dims == 2 else "(E, N, K)"
+        raise FormatError(f"weight has shape {tuple(weight.shape)}; this op needs {form}.")
 
 
 def check_x_dtype(x: Tensor, activation: Activation | None) -> None:
@@ -113,8 +117,8 @@ def check_last_dimension(x: Tensor, k: int, name: str = "K") -> None:
         raise FormatError(f"x has shape {tuple(x.shape)}; its last dimension must be {name} = {k}.")
 
 
-def check_quantization(activation: Any, output: Any) -> None:
-    """Raise `FormatError` unless activation and output are compatible specifications with known parameters."""
+def check_quantization(activation: Any, output: Any, weight: QTensor) -> None:
+    """Raise `FormatError` unless weight, activation and output are compatible, and their parameters known."""
     if not (activation is None or isinstance(activation, (DynamicInt8, StaticInt8, DynamicFP8, StaticFP8))):
         raise FormatError(
             f"activation is {activation!r}; it must be None, DynamicInt8(...), StaticInt8(...), DynamicFP8(...) "
@@ -125,6 +129,10 @@ def check_quantization(activation: Any, output: Any) -> None:
     if output is not None and not isinstance(activation, (DynamicInt8, StaticInt8)):
         raise FormatError(
             "int8 results go with int8 activations: give activation=DynamicInt8() or StaticInt8(...) as well."
+        )
+    if isinstance(activation, (DynamicInt8, StaticInt8)) and not weight.format.element.is_integer:
+        raise FormatError(
+            f"int8 activations go with integer weights; {weight.format.dtype} weights take floats or fp8 activations."
         )
     for name, part in (("activation", activation), ("output", output)):
         if not getattr(part, "is_given", True):

@@ -35,7 +35,7 @@ WEIGHT_TENSORS = ("data", "scale", "zero", "order", "global_scale")
 """The names of the tensors that a `QTensor` can have, in the order of `QTensor.tensors`."""
 _PREFIX = "packed_"
 _STRIDED = torch.strided
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -441,6 +441,6 @@ def _parameter(bias: Tensor | None, device: torch.device) -> nn.Parameter | None
 def adopt(module: QuantizedModule, original: nn.Module) -> None:
     """Copy training mode and hooks of a float module to its quantized counterpart."""
     module.train(original.training)
-    for name in _HOOKS:
+    for name in HOOKS:
         getattr(module, name).update(getattr(original, name))
     module._is_full_backward_hook = original._is_full_backward_hook

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..weights.schemes import Scheme
+from .base import HOOKS
 from .grouped_linear import QuantizedGroupedLinear
 
 _FUSED, _UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"
@@ -87,8 +88,8 @@ class QuantizedExperts(nn.Module):
         up, down = expert_weights(module)
         made = cls(_without_weights(module), up, grouped(up), grouped(down))
         made.train(module.training)
-        for key in ("_forward_hooks", "_forward_pre_hooks"):
-            getattr(made, key).update(getattr(module, key))
+        for table in HOOKS:
+            getattr(made, table).update(getattr(module, table))
         return made
 
     @property
@@ -150,6 +151,6 @@ def _without_weights(module: nn.Module) -> nn.Module:
         name: None if name in gone else value
         for name, value in module._parameters.items()  # noqa: SLF001
     }
-    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+    for hooks in HOOKS:
         made.__dict__[hooks] = type(module.__dict__[hooks])()
     return made

@@ -134,7 +134,7 @@ def _keep_for_spawned(weight: QTensor) -> None:
 
 
 def _emptied(weight: QTensor, fn: TensorFn) -> QTensor:
-    """A valid weight for one on ``meta``: `torch.nn.Module.to_empty` passes ``fn``, which returns arbitrary memory."""
+    """A valid weight in place of one on ``meta``: ``fn`` is that of `torch.nn.Module.to_empty`, whose memory is not."""
     fresh = {name: torch.zeros_like(fn(t), dtype=t.dtype) for name, t in weight.tensors().items()}
     if "order" in fresh:
         k = weight.shape[-1]

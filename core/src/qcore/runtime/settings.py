@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import QcoreError, did_you_mean
 
-CONTRACT_NAMES = ("linear", "conv2d", "embedding")
+CONTRACT_NAMES = ("linear", "conv2d", "embedding", "grouped_linear")
+"""The names of `qcore.contracts.CONTRACTS`, which stand above this package; a test holds them equal."""
 _VERIFY_MODES = ("off", "once", "always")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -45,6 +46,10 @@ class Settings:
 
 def parse_backends(value: str | Iterable[str]) -> tuple[tuple[str, Names], ...]:
     """Read ``"cuda,torch"``, ``"linear=xla;*=torch"`` or names. Raises `QcoreError` for an unknown contract."""
+    if isinstance(value, Mapping):
+        raise QcoreError(
+            "backends is a mapping; write rules as text, such as 'linear=xla;*=torch', or a list of names."
+        )
     if not isinstance(value, str):
         return (("*", _names(value)),)
     rules = []

@@ -8,10 +8,13 @@ errors of the search instead, so that the result is an ordinary weight; like in 
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
 from .least_squares import alternating
+from .ranges import search_clip
 from .targets import Parameters, Target
 
 _POWERS = (0.0, 0.5, 1.0)
@@ -31,12 +34,14 @@ def importance_of(moments: Tensor) -> Tensor:
 def activation_aware(groups: Tensor, target: Target, moments: Tensor) -> Parameters:
     """The parameters with the smallest error of the output, ``e H e^T``, over the inputs of each group.
 
+    The parameters of ``mse`` are among the candidates, so that the result is never worse by this measure.
+
     ``groups``: float32 ``(rows, G, g)``; ``moments``: H of each group's inputs, ``(G, g, g)``.
     """
     importance = torch.stack([importance_of(own) for own in moments])
     best, scale, zero = None, None, None
-    for power in _POWERS:
-        found = alternating(groups, target, importance.pow(power) if power else None)
+    candidates = (alternating(groups, target, importance.pow(power) if power else None) for power in _POWERS)
+    for found in chain([search_clip(groups, target)], candidates):
         off = target.restored(target.codes(groups, found), found).sub_(groups).transpose(0, 1)
         error = (torch.bmm(off, moments) * off).sum(-1, keepdim=True).transpose(0, 1)
         if best is None or scale is None or zero is None:

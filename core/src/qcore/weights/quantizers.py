@@ -33,13 +33,13 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
-from ..formats import Format, ScaleType, ZeroPoint
+from ..formats import Format, ZeroPoint
 from ..formats.bits import has_values
 from .gptq import Order, compensate
 from .importance import activation_aware, importance_of
 from .least_squares import alternating, refined
 from .qtensor import SCALE_DTYPES, QTensor
-from .ranges import absmax, absmax_full, affine, clipped, range_of
+from .ranges import absmax, absmax_full, affine, range_of, search_clip
 from .registered_quantizers import apply_registered, check_registered, find_quantizer, fitting
 from .targets import Parameters, Target, global_scale_of
 
@@ -48,26 +48,6 @@ _CHUNK_ELEMENTS = 1 << 19
 
 _GPTQ_CHUNK_ELEMENTS = 1 << 24
 """Likewise under ``gptq``, whose passes are over single columns: long ones, or the calls cost more than the work."""
-
-_CLIPS = tuple(1.0 - 0.03 * i for i in range(15))
-"""Fractions of the full range that ``mse`` tries: 1.00, 0.97, ... 0.58."""
-_POWERS = (1.0, 2.0, 0.5)
-"""Likewise for scales that are powers of two."""
-
-
-def _mse(groups: Tensor, target: Target) -> Parameters:
-    span = range_of(groups, target.zero)
-    best: Tensor | None = None
-    for clip in _POWERS if target.format.scale is ScaleType.E8M0 else _CLIPS:
-        shrunk = clipped(span, (clip, clip), target)
-        error = target.squared_error(groups, shrunk)
-        if best is None:
-            best, scale, zero = error, shrunk.scale, shrunk.zero
-        else:
-            better = error < best
-            best = torch.where(better, error, best)
-            scale, zero = torch.where(better, shrunk.scale, scale), torch.where(better, shrunk.zero, zero)
-    return Parameters(scale, zero)
 
 
 @dataclass(frozen=True)
@@ -87,7 +67,7 @@ _QUANTIZERS: dict[str, _Quantizer] = {
     "absmax": _Quantizer(lambda groups, t: absmax(range_of(groups, t.zero), t), _SYMMETRIC, full_range=False),
     "absmax_full": _Quantizer(lambda groups, t: absmax_full(range_of(groups, t.zero), t), _SYMMETRIC),
     "minmax": _Quantizer(lambda groups, t: affine(*range_of(groups, t.zero), t), _AFFINE),
-    "mse": _Quantizer(_mse, (*_SYMMETRIC, *_AFFINE)),
+    "mse": _Quantizer(search_clip, (*_SYMMETRIC, *_AFFINE)),
     "als": _Quantizer(refined, (*_SYMMETRIC, *_AFFINE)),
     "awq": _Quantizer(alternating, (*_SYMMETRIC, *_AFFINE)),
     "gptq": _Quantizer(alternating, (*_SYMMETRIC, *_AFFINE)),

@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import ZeroPoint
+from ..formats import ScaleType, ZeroPoint
 from .targets import Parameters, Target
+
+_CLIPS = tuple(1.0 - 0.03 * i for i in range(15))
+"""Fractions of the full range that ``mse`` tries: 1.00, 0.97, ... 0.58."""
+_POWERS = (1.0, 2.0, 0.5)
+"""Likewise for scales that are powers of two."""
 
 Range = tuple[Tensor, Tensor]
 """The smallest and the largest value of each group, ``(rows, G, 1)`` each."""
@@ -63,3 +68,19 @@ def clipped(span: Range, keep: tuple[float, float], target: Target) -> Parameter
         return affine(low * keep[0], high * keep[1], target)
     half = (high - low) / 2
     return affine(low + half * (1 - keep[0]), high - half * (1 - keep[1]), target)
+
+
+def search_clip(groups: Tensor, target: Target) -> Parameters:
+    """The parameters of ``mse``: the clipped range of each group ``(rows, G, g)`` with the least squared error."""
+    span = range_of(groups, target.zero)
+    best: Tensor | None = None
+    for clip in _POWERS if target.format.scale is ScaleType.E8M0 else _CLIPS:
+        shrunk = clipped(span, (clip, clip), target)
+        error = target.squared_error(groups, shrunk)
+        if best is None:
+            best, scale, zero = error, shrunk.scale, shrunk.zero
+        else:
+            better = error < best
+            best = torch.where(better, error, best)
+            scale, zero = torch.where(better, shrunk.scale, scale), torch.where(better, shrunk.zero, zero)
+    return Parameters(scale, zero)

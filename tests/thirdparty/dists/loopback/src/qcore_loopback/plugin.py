@@ -1,8 +1,9 @@
-"""The hooks of the plugin ``loopback``: every contract, every format, on CPU."""
+"""The hooks of the plugin ``loopback``: linear, conv2d and embedding with integer weights, on CPU."""
 
 import torch
 
 import qcore
+from qcore.plugin_api import why_not_encoding
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,6 +33,8 @@ def _offer(request, kind):
         return qcore.Refusal(f"loopback runs on the CPU; the tensors are on {request.device}.")
     if getattr(request, "x_dtype", torch.float32) not in (*_FLOATS, torch.int8):
         return qcore.Refusal(f"loopback takes float32, bfloat16, float16 or int8; x is {request.x_dtype}.")
+    if reason := why_not_encoding(request):
+        return qcore.Refusal(reason)
     from . import kernels
 
     # Honest: float64 products are slower than the fallback's.
