@@ -44,13 +44,13 @@ _SUBSTITUTIONS = {
     True: {
         "kind": "plain C++",
         "files": (
-            "\n| `native/kernel.cpp` | the kernel in C++, behind a C interface |"
-            "\n| `src/$module/native.py` | that interface through ctypes: strides and dtypes end here |"
+            "\n| `native/kernel.cpp` | the kernel in C++, with a C interface |"
+            "\n| `src/$module/native.py` | the interface through ctypes, which converts strides and dtypes |"
         ),
         "probe": (
             "    from . import native\n\n"
             "    if native.path() is None:\n"
-            '        return qcore.Unavailable("the native library is not built. Install $dist again.", broken=True)\n'
+            '        return qcore.Unavailable("the native library is not built. Reinstall $dist.", broken=True)\n'
         ),
     },
 }

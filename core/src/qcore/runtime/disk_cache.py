@@ -84,7 +84,7 @@ def _why_unsafe(folder: Path) -> str:
 
 
 def _writable_by_others(info: os.stat_result) -> str:
-    """Who else could have written a file or directory, as a clause; empty if nobody could."""
+    """Who else could have written a file or directory, as a clause; empty if no other user could."""
     if not hasattr(os, "geteuid"):
         return ""
     if info.st_uid not in (os.geteuid(), 0):
@@ -146,7 +146,7 @@ def write(kind: str, key: str, **values: Any) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a directory that nobody else can write, whatever the umask. Raises OSError if others can write it."""
+    """Make a directory that no other user can write, whatever the umask. Raises OSError if others can write it."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
