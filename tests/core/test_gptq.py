@@ -123,7 +123,7 @@ class TestAlgorithm:
         moments = x.t() @ x
         first = quantize(weight, "int4-g32-asym", "gptq", moments=moments)
         again = quantize(weight, "int4-g32-asym", "gptq", moments=moments.double())
-        monkeypatch.setattr(sys.modules["qcore.weights.quantizers"], "_GPTQ_CHUNK_ELEMENTS", 200 * 7)
+        monkeypatch.setattr(sys.modules["qcore.weights.quantizers"], "_LARGE_CHUNK_ELEMENTS", 200 * 7)
         parts = quantize(weight, "int4-g32-asym", "gptq", moments=moments)
         assert torch.equal(first.data, again.data)
         assert (first.codes() != parts.codes()).float().mean() < 0.002

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..formats import Element, Format, ScaleType, ZeroPoint
 from ..weights.activations import OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import QTensor
-from ..weights.quantizers import quantize
+from ..weights.quantizers import NEEDS_MOMENTS, quantize
 from ..weights.schemes import Scheme
 from .base import Problem
 
@@ -89,7 +89,7 @@ class Draw:
             dense *= 1e-4
         fast = "absmax" if fmt.zero is ZeroPoint.NONE else "minmax"
         narrow = torch.bfloat16 if kind == "narrow" else torch.float32
-        return quantize(dense, fmt, fast if quantizer in ("", "mse", "gptq") else quantizer, scale_dtype=narrow)
+        return quantize(dense, fmt, fast if quantizer in ("", "mse", *NEEDS_MOMENTS) else quantizer, scale_dtype=narrow)
 
     def _codes(self, n: int, k: int, fmt: Format, *, signed: bool = False) -> QTensor:
         """Every code there is, drawn evenly; ``signed``: with scales of either sign, as GGUF files have them."""

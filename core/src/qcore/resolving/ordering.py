@@ -26,6 +26,7 @@ class OrderedKernel(Kernel):
 
     def __init__(self, kernel: Kernel, name: str, packing: str) -> None:
         self.kernel, self.name, self._packing = kernel, name, packing + _SUFFIX
+        self._last: tuple[Packed, dict[str, Tensor], Tensor] | None = None
 
     @property
     def packing(self) -> str:
@@ -44,13 +45,25 @@ class OrderedKernel(Kernel):
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> Tensor:
         """Call the wrapped kernel on x with its features in the stored order."""
-        inner, order = _split(packed)
+        inner, order = self._parts(packed)
         if x.dim() < 1 or x.shape[-1] != order.shape[-1]:
             return self.kernel(x, inner, bias, **runtime_params)  # raises an error about x
         if order.dim() > 1:
             x = gathered_by_expert(x, order, runtime_params["offsets"])
             return self.kernel(x, inner, bias, **runtime_params)
         return self.kernel(gathered(x, order), inner, bias, **runtime_params)
+
+    def _parts(self, packed: Packed) -> tuple[dict[str, Tensor], Tensor]:
+        """The packed weight of the wrapped kernel, and the order: the same objects at every call of a layer.
+
+        Kernels tell a weight that they know by the identity of its dict.
+        """
+        if torch.compiler.is_compiling():
+            return _split(packed)
+        last = self._last
+        if last is None or last[0] is not packed:
+            last = self._last = (packed, *_split(packed))
+        return last[1], last[2]
 
     def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> None:
         """Tune the wrapped kernel."""

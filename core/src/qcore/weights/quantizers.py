@@ -46,8 +46,9 @@ from .targets import Parameters, Target, global_scale_of
 _CHUNK_ELEMENTS = 1 << 19
 """Elements quantized at a time (2 MiB of float32), so that the many passes over a chunk stay in a core's cache."""
 
-_GPTQ_CHUNK_ELEMENTS = 1 << 24
-"""Likewise under ``gptq``, whose passes are over single columns: long ones, or the calls cost more than the work."""
+_LARGE_CHUNK_ELEMENTS = 1 << 24
+"""Likewise under ``gptq``, whose passes are over single columns, and on accelerators: long ones, or the calls cost more
+than the work."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def quantize(
         return _by_plugin(weight, fmt, chosen, stored, moments, name)
     with torch.no_grad():
         inputs = None if moments is None else _inputs(weight, chosen, moments, name)
-        chunks = _row_chunks(weight, _GPTQ_CHUNK_ELEMENTS if inputs and inputs.order else _CHUNK_ELEMENTS)
+        chunks = _row_chunks(weight, _LARGE_CHUNK_ELEMENTS if inputs and inputs.order else _chunk_elements(weight))
         target = Target(fmt, stored, global_scale_of(weight, fmt))
         parts = [_quantize_rows(rows, target, chosen, name, inputs) for rows in chunks]
     codes = torch.cat([part[0] for part in parts])
@@ -228,6 +229,10 @@ def _inputs(weight: Tensor, quantizer: str, moments: Tensor, name: str) -> _Inpu
     return _Inputs(moved, order if quantizer == "gptq" else None)
 
 
+def _chunk_elements(weight: Tensor) -> int:
+    return _CHUNK_ELEMENTS if weight.device.type == "cpu" else _LARGE_CHUNK_ELEMENTS
+
+
 def _row_chunks(weight: Tensor, elements: int) -> tuple[Tensor, ...]:
     rows = max(1, elements // max(1, weight.shape[1]))
     return torch.split(weight, rows) if weight.shape[0] else (weight,)
@@ -287,7 +292,7 @@ class _Grid:
 
 
 def _compensated(rows: Tensor, inputs: _Inputs, order: Order, target: Target) -> tuple[Tensor, Parameters]:
-    chunks = [_fitted(part, inputs, target) for part in _row_chunks(rows, _CHUNK_ELEMENTS)]
+    chunks = [_fitted(part, inputs, target) for part in _row_chunks(rows, _chunk_elements(rows))]
     scale, zero = torch.cat([p.scale for p in chunks]), torch.cat([p.zero for p in chunks])
     each = [Parameters(scale[:, g], zero[:, g]) for g in range(scale.shape[1])]
     codes = compensate(rows, order, target.format.group(rows.shape[1]), _Grid(target), each)
