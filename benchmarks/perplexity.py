@@ -39,11 +39,13 @@ SKIPPED = 40
 """Windows before the ones that are measured."""
 
 
-def stored_bytes(model: Any) -> int:
-    """Bytes of quantized weights as they are, of the rest in bfloat16; tied ones count once."""
-    modules = [m for m in model.modules() if isinstance(m, (qcore.nn.QuantizedLinear, qcore.nn.QuantizedEmbedding))]
-    quantized = {m.weight.data.data_ptr(): m.weight.nbytes for m in modules}
-    return sum(quantized.values()) + sum(p.numel() * 2 for p in model.parameters())
+def stored_bytes(model: Any, report: qcore.Report) -> int:
+    """Bytes of quantized weights as they are, of the rest in bfloat16; tied ones count once.
+
+    Not by the addresses of weights: a layer may make its `QTensor` anew each time, at an address that was free.
+    """
+    quantized = sum(row.bytes_after for row in report if row.state == "quantized" and not row.tied_to)
+    return quantized + sum(p.numel() * 2 for p in model.parameters())
 
 
 class Measured:
@@ -72,8 +74,8 @@ class Measured:
         model, _ = load(self.gguf, self.cache)
         started, size = time.perf_counter(), float(self.float_bytes)
         if scheme is not None:
-            qcore.quantize_(model, scheme, calibration=self._run)
-            size = float(stored_bytes(model))
+            report = qcore.quantize_(model, scheme, calibration=self._run)
+            size = float(stored_bytes(model, report))
         quantized = time.perf_counter()
         value = perplexity(model, self.rows)
         seconds = {"quantizing": quantized - started, "measuring": time.perf_counter() - quantized}
