@@ -69,7 +69,7 @@ def layer_rows() -> list[tuple[str, ...]]:
     from types import ModuleType
 
     from qcore.discovery.registry import registry
-    from qcore.resolving.resolver import offers_for
+    from qcore.resolving.offers import offers_for
 
     def offer(request: Any) -> Any:
         kernels = [offer.kernel for _, offer in offers_for(request, frozenset({"overhead"}))]

@@ -45,7 +45,8 @@ def quantize_(
     - ``scheme``: e.g. ``"w4a16-g128"``, or a mapping from patterns to schemes; the first pattern that matches decides.
     - ``include``, ``exclude``: patterns of layer names: a full name, a glob, or its last parts (``"lm_head"`` matches
       ``model.lm_head``).
-    - ``calibration``: batches, or a function of the model, for schemes with static activations or ``@gptq``; runs once.
+    - ``calibration``: batches, or a function of the model, for schemes with static activations, ``@awq`` or ``@gptq``;
+      runs once.
 
     Returns a `Report` of every layer that holds a weight: quantized, excluded, or refused with the reason. Tied weights
     stay tied: they are quantized together or not at all. If anything raises (NaN in a weight, a failing calibration),

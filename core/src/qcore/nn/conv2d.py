@@ -48,8 +48,8 @@ class QuantizedConv2d(QuantizedModule):
     ) -> QuantizedConv2d:
         """Quantize a `torch.nn.Conv2d` with any padding mode.
 
-        ``moments``: for ``@gptq``, the sum of ``x x^T`` over the columns of `im2col`, ``(groups, K, K)``. Raises
-        `FormatError` for NaN or Inf in the weight, naming ``name``.
+        ``moments``: for ``@gptq`` and ``@awq``, the sum of ``x x^T`` over the columns of `im2col`, ``(groups, K, K)``.
+        Raises `FormatError` for NaN or Inf in the weight, naming ``name``.
         """
         wanted = Scheme.parse(scheme)
         flat = module.weight.detach().permute(0, 2, 3, 1).reshape(module.out_channels, -1)

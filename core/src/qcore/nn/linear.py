@@ -35,8 +35,8 @@ class QuantizedLinear(QuantizedModule):
     ) -> QuantizedLinear:
         """Quantize a `torch.nn.Linear`.
 
-        ``moments``: for ``@gptq``, the sum of ``x x^T`` over inputs x, ``(in_features, in_features)``. Raises
-        `FormatError` for NaN or Inf in the weight, naming ``name``.
+        ``moments``: for ``@gptq`` and ``@awq``, the sum of ``x x^T`` over inputs x, ``(in_features, in_features)``.
+        Raises `FormatError` for NaN or Inf in the weight, naming ``name``.
         """
         wanted = Scheme.parse(scheme)
         weight = quantize(module.weight, wanted.weight, wanted.quantizer, moments=moments, name=name)
