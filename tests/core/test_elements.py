@@ -199,3 +199,26 @@ def test_scales_may_come_under_the_names_of_torch():
     two = weight("fp4-g16-e4m3")
     fields = (two.data, two.scale.view(torch.uint8), None, two.shape, two.format, None, None, two.global_scale)
     assert qcore.QTensor(*fields).scale.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("element", "largest", "scale"),
+    [("fp4", 6.99, 1.0), ("fp4", 7.0, 2.0), ("fp4", 3.49, 0.5), ("fp8", 447.9, 1.0), ("fp8", 448.0, 2.0)],
+)
+def test_exponents_are_those_of_compressed_tensors(element, largest, scale):
+    """Found with compressed-tensors 0.20.0: generate_mx_scales moves up from a mantissa of 1.75 on."""
+    dense = torch.zeros(1, 32)
+    dense[0, 5] = -largest
+    assert qcore.quantize(dense, f"{element}-g32-e8m0", "absmax").scales().tolist() == [[scale]]
+
+
+def test_two_levels_are_those_of_the_tools():
+    """compressed-tensors 0.20.0: 6 * 448 / max|w| for the weight, e4m3(global * max|group| / 6) for a group."""
+    dense = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
+    divided = qcore.quantize(dense, "fp4-g16-e4m3d", "absmax")
+    reach = 6 * 448 / dense.abs().max()
+    assert torch.equal(divided.global_scale, reach)
+    groups = dense.view(4, 4, 16).abs().amax(-1).t()
+    assert torch.equal(divided.scale.float(), (groups / 6 * reach).to(torch.float8_e4m3fn).float())
+    times = qcore.quantize(dense, "fp4-g16-e4m3", "absmax")
+    assert torch.equal(times.global_scale, dense.abs().max() / (6 * 448))

@@ -14,6 +14,8 @@ from ..formats.scales import exponents
 E4M3_MAX = 448.0
 """The largest value of e4m3fn."""
 _E8M0_MAX = 254
+_ROUNDS_UP = 1.75
+"""A number with one bit of mantissa behind the point, rounded half up, becomes 2 from here on."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,15 @@ class Target:
         """The power of two whose range holds the largest value of the group, ``scale * high``.
 
         The exponent of the OCP microscaling formats 1.0, section 6.3, is that of the largest value, less that of the
-        element's largest; values between the element's largest and the next power of two saturate. Like
-        compressed-tensors, the next exponent is taken if rounding without a limit would reach that power.
+        element's largest, so that values between the element's largest and the next power of two saturate. Like
+        compressed-tensors 0.20 (`generate_mx_scales`), the next exponent is taken from 1.75 times the power of two on:
+        7 for fp4, whose largest value is 6, and 448 for fp8.
         """
         exponent = math.floor(math.log2(self.high))
-        limit = (self.high + 2.0 ** (exponent + 1)) / 2  # fp4: 7, between 6 and 8
+        rounded = _ROUNDS_UP * 2.0**exponent
         mantissa, power = torch.frexp(scale * self.high)  # mantissa in [0.5, 1)
-        up = mantissa * 2.0 ** (exponent + 1) >= limit
+        largest = mantissa * 2.0 ** (exponent + 1)
+        up = largest >= rounded if self.high <= rounded else largest > self.high
         return (power - 1 - exponent + up.int() + 127).clamp(0, _E8M0_MAX).to(torch.uint8)
 
     def _fp8_scale(self, scale: Tensor) -> Tensor:
