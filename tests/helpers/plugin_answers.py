@@ -11,16 +11,20 @@ import torch
 
 import qcore
 from qcore.contracts import CONTRACTS
-from qcore.weights.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, TABLE_SCHEMES, Scheme
 
 _MORE = ("w8a16-g64-fzp", "w4a8-g32-asym-token-o8t", "w8a8-static-o8", "w4a16-g20", "w8a16-g8-asym")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
+CONTRACTS_OF_PLUGINS = ("linear", "conv2d", "embedding")
+"""The contracts that every plugin here has a hook for."""
+
+
 def requests(device: str) -> Iterator[Any]:
-    """Requests that are served and such that are not."""
-    for contract in CONTRACTS.values():
-        for scheme in map(Scheme.parse, (*SCHEMES, *_MORE)):
+    """Requests that are supported and others that are not."""
+    for contract in map(CONTRACTS.__getitem__, CONTRACTS_OF_PLUGINS):
+        for scheme in map(Scheme.parse, (*SCHEMES, *TABLE_SCHEMES, *_MORE)):
             if contract.name == "embedding" and scheme.activation is not None:
                 continue
             if contract.name == "conv2d" and getattr(scheme.activation, "per_token", False):

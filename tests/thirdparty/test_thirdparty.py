@@ -122,7 +122,11 @@ def test_loopback_passes_the_kit(runs):
     kit = runs["good"].kit("loopback")
     assert kit["ok"], kit["text"]
     assert len(kit["cases"]) > 150
-    assert set(kit["cases"].values()) == {"passed"}
+    outcomes = set(kit["cases"].values())
+    refused = {case for case, outcome in kit["cases"].items() if outcome == "refused"}
+    assert outcomes == {"passed", "refused"}
+    # It knows integers, and has no hook for experts.
+    assert all(case.startswith("grouped_linear[") or "[wfp" in case or "[wnf" in case for case in refused)
 
 
 LIFECYCLE_SAYS = {
