@@ -15,7 +15,8 @@ from qcore.testing.laws.plugin import formats
 from qcore_triton import packing
 from qcore_triton.packing import PackedKernel, block_size, group_sums, pack, packing_name, unpack
 
-SERVED = [fmt for fmt in formats("cuda") if block_size(fmt.group_size)]
+INTEGERS = [fmt for fmt in formats("cuda") if fmt.dtype in ("int4", "int8")]
+SERVED = [fmt for fmt in INTEGERS if block_size(fmt.group_size)]
 SHAPES = ((1, 1), (3, 5), (20, 77), (16, 168), (32, 256), (129, 130))
 
 
