@@ -50,18 +50,18 @@ def test_every_scheme_has_a_kernel_with_a_fake(scheme, device):
 
 def test_the_device_is_served(device):
     assert base.find("tpu") is engine.ENGINE
-    assert engine.ENGINE.serves(device) == ""
+    assert engine.ENGINE.why_not(device) == ""
 
 
 def test_jax_must_not_take_the_tpu(device, monkeypatch):
     monkeypatch.setattr(environment, "initialised", lambda: False)
     monkeypatch.setattr(environment, "platforms", list)
-    assert "JAX_PLATFORMS=cpu" in engine.ENGINE.serves(device)
+    assert "JAX_PLATFORMS=cpu" in engine.ENGINE.why_not(device)
 
 
 def test_another_torch_tpu_is_not_taken_for_googles(device, monkeypatch):
     monkeypatch.setattr(engine, "find_spec", lambda name: None)
-    assert "torch_tpu" in engine.ENGINE.serves(device)
+    assert "torch_tpu" in engine.ENGINE.why_not(device)
 
 
 @pytest.mark.parametrize("generation", ["v4", "tpu7x"])

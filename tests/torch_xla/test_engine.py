@@ -101,4 +101,4 @@ def test_an_unused_argument_and_a_missing_one(device):
 
 def test_the_device_is_served(device):
     assert base.find("xla") is ENGINE
-    assert ENGINE.serves(device) == ""
+    assert ENGINE.why_not(device) == ""
