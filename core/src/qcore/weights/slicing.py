@@ -134,9 +134,9 @@ def cat(tensors: Sequence[QTensor], dim: int = 0) -> QTensor:
 
 def _cat_experts(tensors: Sequence[QTensor]) -> QTensor:
     first = tensors[0]
-    parts = {name: _joined([t.tensors()[name] for t in tensors], 0) for name in first.tensors()}
     if len({frozenset(t.tensors()) for t in tensors}) > 1:
         raise FormatError("cannot join experts: only some of them have an order. Give all of them one.")
+    parts = {name: _joined([t.tensors()[name] for t in tensors], 0) for name in first.tensors()}
     return first.derived(**parts, shape=(sum(t.shape[0] for t in tensors), *first.shape[1:]))
 
 
@@ -172,7 +172,9 @@ def _cat_columns(tensors: Sequence[QTensor]) -> QTensor:
                 "Requantize the joined weight, or regroup(g) the parts with a g that divides each K."
             )
         return first.derived(data=codes, shape=shape, order=order)
-    for part in tensors[:-1]:
+    # Parts without columns, such as `narrow` cuts at the end of K, come behind a ragged group without breaking it.
+    filled = [part for part in tensors if part.shape[-1]]
+    for part in filled[:-1]:
         if part.shape[-1] % g:
             raise FormatError(
                 f"cannot join along K: a part has K={part.shape[-1]}, which does not end at a group of {g}.\n"
