@@ -59,6 +59,11 @@ def ao_fp8wo(t):
     return fp8(t["_weight_qdata"], t["_weight_scale"].t())
 
 
+def ct_fp8_block(t):
+    # One row of blocks of 128; the eight rows that are kept lie in it.
+    return fp8(t["weight"], t["weight_scale"].t().expand(-1, len(t["weight"])), "fp8-g128")
+
+
 def fp8_block_ragged(t):
     # Rows 124 to 131 of blocks of 128: four in each of the two rows of blocks.
     return fp8(t["weight"], t["weight_scale_inv"].repeat_interleave(4, dim=0).t(), "fp8-g128")
@@ -125,6 +130,11 @@ def gptq_4_asym_v2_desc(t):
     return sorted_by_group((codes - 8).to(torch.int8), t["g_idx"], t["scales"], (zeros - 8).to(torch.int8))
 
 
+def gptq_4_asym_v1_desc(t):
+    # Version 1 stores zero points less one: added to whole words, as a zero point of 0 borrows from its neighbour.
+    return gptq_4_asym_v2_desc({**t, "qzeros": t["qzeros"] + 0x11111111})
+
+
 def ct_w4a16_actorder_group(t):
     codes, zeros = words(t["weight_packed"], 1), words(t["weight_zero_point"], 0).t()
     scale = t["weight_scale"].t()
@@ -141,9 +151,24 @@ def gguf_q4_0(t):
     return weight(codes, scale.t(), "int4-g32")
 
 
+def gguf_q8_0(t):
+    blocks = t["weight"].view(-1, K // 32, 34)
+    scale = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
+    return weight(blocks[..., 2:].flatten(1).view(torch.int8), scale.t(), "int8-g32")
+
+
+def hqq_4_axis1(t):
+    # High nibbles hold the groups of the first half of the rows, low nibbles those of the second.
+    unsigned = torch.cat((t["W_q"] >> 4, t["W_q"] & 15)).view(-1, K)
+    scale = t["scale"].float().view(-1, K // 64).t()
+    zero = (8 - t["zero"].float().view(-1, K // 64).t()) * scale  # HQQ's is a float in units of codes
+    return weight(unsigned.to(torch.int8) - 8, scale, "int4-g64-fzp", zero)
+
+
 READERS = {
     "ct_fp8_dyn": ct_fp8_dyn,
     "ct_fp8_static": ct_fp8_static,
+    "ct_fp8_block": ct_fp8_block,
     "ao_fp8wo": ao_fp8wo,
     "fp8_block_ragged": fp8_block_ragged,
     "ct_mxfp8": ct_mxfp8,
@@ -157,8 +182,11 @@ READERS = {
     "bnb_nf4_dq": bnb_nf4,
     "bnb_fp4": bnb_fp4,
     "bnb_fp4_dq": bnb_fp4,
+    "gptq_4_asym_v1_desc": gptq_4_asym_v1_desc,
     "gptq_4_asym_v2_desc": gptq_4_asym_v2_desc,
     "ct_w4a16_actorder_group": ct_w4a16_actorder_group,
+    "gguf_q8_0": gguf_q8_0,
+    "hqq_4_axis1": hqq_4_axis1,
 }
 
 
