@@ -1,4 +1,18 @@
-"""What a quantizer aims at: rounding values to the codes of an element, and scales to how they are stored."""
+"""What a quantizer aims at: rounding values to the codes of an element, and scales to how they are stored.
+
+Scales and codes of ``absmax`` are those of compressed-tensors 0.20 (fp8 per channel, MXFP4, MXFP8, NVFP4), modelopt
+0.47 (NVFP4) and bitsandbytes 0.50 (NF4, FP4), computed in float32, with these exceptions:
+
+- A group of zeros gets the scale 1, as `Target.round_scale` rounds it; the tools store 0 or numbers of their own. Its
+  weights are 0 either way.
+- An e4m3 scale that would round to 0 becomes 2**-9, as in modelopt; compressed-tensors stores 0.125, up to 64 times too
+  large, and the group is lost.
+- Values are divided by the scale in float32; compressed-tensors divides in the dtype of the weight, and in bfloat16 the
+  quotient is rounded twice.
+- A value half-way between two entries of `fp4_bnb`, to 1e-7, may take the other one: its entries are thirds, and
+  bitsandbytes rounds the borders between them to float32.
+- An e8m0 exponent may be one larger where the largest value is one unit in the last place of float32 below the border.
+"""
 
 from __future__ import annotations
 
