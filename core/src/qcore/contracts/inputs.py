@@ -98,7 +98,9 @@ class Draw:
         scale = torch.rand(*groups, generator=self.generator, dtype=torch.float32) * 0.01 + 0.001
         if signed:
             scale *= self.whole(0, 1, *groups) * 2 - 1
-        scale /= max(1.0, element.value_range[1] / 127)  # as large as an int8 weight
+        if not element.is_integer:
+            # As large as an int4 weight: a bias far above the sums would be all that rounding errors come from.
+            scale *= 8 / element.value_range[1]
         zero = None
         if fmt.zero is ZeroPoint.INT:
             zero = self.whole(*fmt.code_range, *groups).to(torch.int8)

@@ -152,10 +152,12 @@ def _differing(a: Tensor, b: Tensor) -> str:
 def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
     """Call the kernel with the same packed weight from eight threads."""
     alone = _call("threads", kernel.name, kernel, sample.here, packed)
-    start = threading.Barrier(_THREADS)
+    start, cores = threading.Barrier(_THREADS), torch.get_num_threads()
     found: list[Tensor | BaseException] = []
 
     def work() -> None:
+        # Thread-local in OpenMP, too: a product that is split among more cores rounds its sums in another order.
+        torch.set_num_threads(cores)
         with torch.no_grad():  # grad mode is thread-local
             start.wait()
             try:
