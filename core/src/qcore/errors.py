@@ -75,6 +75,14 @@ def quoted(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def message_of(error: BaseException) -> str:
+    """The message of a third party's exception, whose ``__str__`` may raise."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - it may raise anything
+        return "(without words)"
+
+
 def clipped(text: str, length: int) -> str:
     """The text, or its first ``length`` characters and its total length."""
     return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"

@@ -214,4 +214,4 @@ class TestNative:
         )
         (found,) = [p for p in json.loads(done.stdout) if p["name"] == "acme"]
         assert found["state"] == "unavailable"
-        assert "Install qcore-acme again" in found["reason"]
+        assert "Reinstall qcore-acme" in found["reason"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -50,8 +49,8 @@ def _stand_in(module: nn.Module, records: Mapping[str, Record]) -> StandIn:
         e, *sizes = weight.shape
         n, k = reversed(sizes) if getattr(module, "is_transposed", False) else sizes
         described = parts(format, n, k)
-        tensors: Any = {p.name: torch.empty((e, *p.shape), dtype=p.dtype, device="meta") for p in described}
-        blank = QTensor(**{"zero": None, **tensors}, shape=(e, n, k), format=format)
+        tensors = {p.name: torch.empty((e, *p.shape), dtype=p.dtype, device="meta") for p in described}
+        blank = QTensor.from_tensors(tensors, (e, n, k), format)
         bias = module._parameters.get(f"{which}_bias")
         return QuantizedGroupedLinear(WeightStore(blank), Scheme(format), bias, weight.dtype)
 

@@ -30,8 +30,7 @@ from .._version import __version__
 from ..discovery.registry import Guarded
 from ..errors import FormatError, quoted
 from ..formats import Format, UnknownLayoutError, ZeroPoint
-from ..nn.base import WEIGHT_TENSORS
-from ..weights.qtensor import QTensor
+from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
 from .header import Entry, TensorSpec, file_error, is_shape, parse_json
 
@@ -100,7 +99,7 @@ class Record:
         """Raise `CheckpointError` unless dtypes and shapes of the stored tensors match the format and logical shape."""
         held: Any = {p.name.rpartition(".")[2]: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in stored}
         try:
-            weight = QTensor(**{"zero": None, **held}, shape=self.shape, format=self.format, quantizer=self.quantizer)
+            weight = QTensor.from_tensors(held, self.shape, self.format, self.quantizer)
             _check_as_stored(weight, held)
         except FormatError as error:
             raise file_error(path, str(error).replace("\n", " "), _REWRITE, self.name) from None

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..formats import Format
 from ..formats.bits import has_values
-from ..nn.base import WEIGHT_TENSORS
-from ..weights.qtensor import QTensor
+from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
 from .header import NAMES, TensorSpec
 from .records import Record

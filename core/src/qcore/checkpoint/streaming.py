@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, FormatError, QcoreWarning, did_you_mean
+from ..formats import FLOAT_SCALES
 from ..model.report import EXCLUDED, QUANTIZED, REFUSED
 from ..model.selection import Patterns, as_patterns, matches
 from ..weights.parts import parts
-from ..weights.qtensor import SCALE_DTYPES, QTensor
+from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .archive import Archive
@@ -124,7 +125,7 @@ class _CheckpointPlan:
         mapping = scheme if isinstance(scheme, Mapping) else {"*": scheme}
         self.rules = [(pattern, _parse_scheme(value)) for pattern, value in mapping.items()]
         self.include, self.exclude, self.dtype = include, exclude, dtype
-        if dtype is not None and dtype not in SCALE_DTYPES:
+        if dtype is not None and dtype not in FLOAT_SCALES:
             raise FormatError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
 
     def decide(self, entry: Entry, names: Sequence[str]) -> Scheme | tuple[str, str]:
@@ -216,7 +217,7 @@ class _QuantizeRun:
 
     def _quantized(self, entry: Entry, scheme: Scheme) -> Unit:
         n, k = entry.shape[0], math.prod(entry.shape[1:])
-        stored = self.plan.dtype or (entry.dtype if entry.dtype in SCALE_DTYPES else torch.float32)
+        stored = self.plan.dtype or (entry.dtype if entry.dtype in FLOAT_SCALES else torch.float32)
         described = parts(scheme.weight, n, k, stored)
         specs = tuple(TensorSpec(f"{entry.name}.{part.name}", part.dtype, part.shape) for part in described)
         record = Record(entry.name, scheme.weight, (n, k), scheme.quantizer, scheme.blank())

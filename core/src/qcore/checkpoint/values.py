@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -62,8 +62,7 @@ def read_tensor(file: BinaryIO, entry: Entry, path: Path) -> Tensor:
 def build_weight(record: Record, tensors: dict[str, Tensor], path: Path) -> QTensor:
     """Build the quantized weight; raises `CheckpointError` for values that its format does not allow."""
     try:
-        fields: Any = {"zero": None, **tensors}
-        weight = QTensor(**fields, shape=record.shape, format=record.format, quantizer=record.quantizer)
+        weight = QTensor.from_tensors(tensors, record.shape, record.format, record.quantizer)
         canonical = _is_canonical(weight)
     except FormatError as error:
         raise file_error(path, str(error).replace("\n", " "), tensor=record.name) from None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from ..formats import Format
-from ..weights.activations import Activation, OutputInt8, StaticFP8, StaticInt8
+from ..weights.activations import Activation, OutputInt8, without_parameters
 from ..weights.qtensor import QTensor, contiguous
 from ..weights.schemes import Scheme
 from .base import (
@@ -106,9 +106,7 @@ class Conv2dRequest:
 
     def signature(self) -> tuple[Any, ...]:
         """What a verdict on a kernel depends on; sizes are kept, because convolution kernels specialise on them."""
-        activation = (
-            self.activation.blank() if isinstance(self.activation, (StaticInt8, StaticFP8)) else self.activation
-        )
+        activation = without_parameters(self.activation)
         geometry = (self.kernel_size, self.stride, self.padding, self.dilation, self.groups)
         channels = (self.in_channels, self.out_channels)
         form = (str(self.weight), activation, self.output and self.output.blank(), self.bias)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import FormatError
 from ..formats import Format
 from ..formats.bits import has_values
-from ..weights.activations import Activation, StaticFP8, StaticInt8
+from ..weights.activations import Activation, without_parameters
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .base import (
@@ -58,9 +58,7 @@ class GroupedLinearRequest:
 
     def signature(self) -> tuple[Any, ...]:
         """What a verdict on a kernel depends on: everything but the device and the exact sizes."""
-        activation = (
-            self.activation.blank() if isinstance(self.activation, (StaticInt8, StaticFP8)) else self.activation
-        )
+        activation = without_parameters(self.activation)
         form = (min(self.experts, _SMALL_EXPERTS), small_n(self.n), small_k(self.k, self.weight))
         return (self.contract, self.x_dtype, self.out_dtype, str(self.weight), activation, self.bias, form)
 
@@ -198,11 +196,17 @@ def _problem(draw: Draw, request: GroupedLinearRequest, shape: _Shape, quantizer
 
 def _parts(problem: Problem) -> Iterator[tuple[slice, Problem]]:
     """The rows of each expert that has some, and the problem of `linear` that they are."""
+    for expert, rows in expert_rows(problem.given["offsets"].tolist()):
+        bias = None if problem.bias is None else problem.bias[expert]
+        yield rows, Problem(problem.request, problem.x[rows], problem.weight[expert], bias)
+
+
+def expert_rows(ends: Iterable[int]) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, in order, and their rows of x; ``ends``: the offsets as integers."""
     start = 0
-    for expert, end in enumerate(problem.given["offsets"].tolist()):
+    for expert, end in enumerate(ends):
         if end > start:
-            bias = None if problem.bias is None else problem.bias[expert]
-            yield slice(start, end), Problem(problem.request, problem.x[start:end], problem.weight[expert], bias)
+            yield expert, slice(start, end)
         start = max(start, end)
 
 

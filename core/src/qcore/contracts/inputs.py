@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Element, Format, ScaleType, ZeroPoint
+from ..formats.bits import raw
 from ..weights.activations import OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import QTensor
 from ..weights.quantizers import NEEDS_MOMENTS, quantize
@@ -203,12 +204,10 @@ def laid_out(problem: Problem, parts: Parts) -> Problem:
 
 def _strided(t: Tensor) -> Tensor:
     """The same values transposed in memory, with their complements between them."""
-    if t.dtype == torch.float8_e4m3fn:  # which torch neither negates nor stacks everywhere
-        return _strided(t.view(torch.uint8)).view(t.dtype)
-    across = t.t() if t.dim() == 2 else t
-    between = -across if t.is_floating_point() else ~across
+    across = raw(t.t() if t.dim() == 2 else t)
+    between = -across if across.is_floating_point() else ~across
     apart = torch.stack((across, between), dim=-1)[..., 0]
-    return apart.t() if t.dim() == 2 else apart
+    return (apart.t() if t.dim() == 2 else apart).view(t.dtype)
 
 
 def _expanded(t: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..weights.activations import Activation, DynamicInt8, OutputInt8, StaticFP8, StaticInt8
+from ..weights.activations import Activation, DynamicInt8, OutputInt8, StaticInt8, without_parameters
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .base import (
@@ -53,8 +53,7 @@ class LinearRequest:
 
     def signature(self) -> tuple[Any, ...]:
         """What a verdict on a kernel depends on: everything but the device, the exact sizes and given numbers."""
-        static = isinstance(self.activation, (StaticInt8, StaticFP8))
-        activation = self.activation.blank() if static else self.activation  # type: ignore[union-attr]
+        activation = without_parameters(self.activation)
         output = self.output and self.output.blank()
         form = (small_n(self.n), small_k(self.k, self.weight))
         return (self.contract, self.x_dtype, self.out_dtype, str(self.weight), activation, output, self.bias, form)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formats.bits import raw
 from ..weights.qtensor import QTensor
 from .base import Contract, Problem, Verdict, wrong_form
 from .conv2d import CONV2D, Conv2dRequest, output_size
@@ -175,9 +176,7 @@ def some_rows(weight: QTensor, rows: Tensor) -> QTensor:
 
 
 def _take(tensor: Tensor, dim: int, at: Tensor) -> Tensor:
-    if tensor.dtype == torch.float8_e4m3fn:  # index_select knows no float8
-        return _take(tensor.view(torch.uint8), dim, at).view(tensor.dtype)
-    return tensor.index_select(dim, at.to(tensor.device))
+    return raw(tensor).index_select(dim, at.to(tensor.device)).view(tensor.dtype)
 
 
 def positions(size: int, most: int, generator: torch.Generator) -> Tensor:

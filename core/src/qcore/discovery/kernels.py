@@ -60,14 +60,14 @@ def define_op(
     return getattr(getattr(torch.ops, namespace), name).default
 
 
-def check_weight(name: str, weight: QTensor, format: Format, n: int, k: int) -> None:
-    """Raise `FormatError` unless ``weight`` has shape ``(n, k)`` and ``format``.
+def check_weight(name: str, weight: QTensor, format: Format, *shape: int) -> None:
+    """Raise `FormatError` unless ``weight`` has ``shape``, N and K or E, N and K, and ``format``.
 
     ``name``: of the kernel, for the message. Call it first in `Kernel.pack`.
     """
-    if weight.format != format or tuple(weight.shape) != (n, k):
+    if weight.format != format or tuple(weight.shape) != shape:
         raise FormatError(
-            f"{name} was made for {format} of shape {(n, k)};\n"
+            f"{name} was made for {format} of shape {shape};\n"
             f"it cannot pack {weight.format} of shape {tuple(weight.shape)}."
         )
 

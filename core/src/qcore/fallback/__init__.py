@@ -1,5 +1,5 @@
 """The built-in plugin ``torch``: supports every request on any device with torch's own ops.
 
 May import: discovery and the floors below it. Imported by: the registry, by entry
-point; functional, for the gradients of experts; plugin_api.
+point; plugin_api.
 """

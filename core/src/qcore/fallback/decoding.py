@@ -1,8 +1,4 @@
-"""Decoding tables quickly with torch ops: torch converts float8 one number at a time, and looks up one code at a time.
-
-Measured on a CPU with AVX-512, one thread, for 2**19 bytes: float8_e4m3fn to float32 1.6 ms, by `fp8_values` 0.2 ms;
-two nibbles by two lookups of 0.3 ms and an interleaving store, by `pair_values` 0.37 ms in all.
-"""
+"""Decoding tables quickly with torch ops, which convert float8 one number and look up one code at a time."""
 
 from __future__ import annotations
 

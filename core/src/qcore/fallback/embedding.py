@@ -8,13 +8,8 @@ from torch import Tensor
 from ..contracts import EmbeddingRequest
 from ..contracts.embedding import check_indices
 from ..discovery.kernels import Packed
+from ..formats.bits import raw
 from .weights import NeutralKernel
-
-
-def _columns(scale: Tensor, indices: Tensor) -> Tensor:
-    if scale.dtype == torch.float8_e4m3fn:  # index_select knows no float8
-        return scale.view(torch.uint8).index_select(1, indices).view(scale.dtype)
-    return scale.index_select(1, indices)
 
 
 class PlainEmbedding(NeutralKernel):
@@ -37,7 +32,8 @@ class PlainEmbedding(NeutralKernel):
 
     def _gather(self, x: Tensor, packed: Packed) -> Tensor:
         indices, zero = x.reshape(-1), packed.get("zero")
-        data, scale = packed["data"].index_select(0, indices), _columns(packed["scale"], indices)
+        data, scale = packed["data"].index_select(0, indices), packed["scale"]
+        scale = raw(scale).index_select(1, indices).view(scale.dtype)
         zero = None if zero is None else zero.index_select(1, indices)
         rows = self.reader.restore_order(
             self.reader.dense(data, scale, zero, self.out_dtype, packed.get("global_scale"))

@@ -6,15 +6,14 @@ On a GPU of compute capability 9.0 or newer, bfloat16 products of all experts ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..contracts import GroupedLinearRequest, LinearRequest
-from ..contracts.grouped import check_offsets
-from ..discovery.kernels import Kernel, Packed
+from ..contracts.grouped import check_offsets, expert_rows
+from ..discovery.kernels import Kernel, Packed, check_weight
 from ..errors import FormatError
 from ..formats.bits import has_values
 from ..weights.qtensor import QTensor
@@ -56,18 +55,12 @@ class PlainGroupedLinear(Kernel):
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """The tensors of ``weight`` ``(E, N, K)`` as they are; raises `FormatError` for another format or shape."""
-        if weight.format != self.format or tuple(weight.shape) != (self.experts, self.n, self.k):
-            raise FormatError(
-                f"{self.name} was made for {self.format} of shape {(self.experts, self.n, self.k)};\n"
-                f"it cannot pack {weight.format} of shape {tuple(weight.shape)}."
-            )
+        check_weight(self.name, weight, self.format, self.experts, self.n, self.k)
         return weight.tensors()
 
     def unpack(self, packed: Packed) -> QTensor:
         """The weight ``(E, N, K)``."""
-        shape = (self.experts, self.n, self.k)
-        factor = packed.get("global_scale")
-        return QTensor(packed["data"], packed["scale"], packed.get("zero"), shape, self.format, global_scale=factor)
+        return QTensor.from_tensors(packed, (self.experts, self.n, self.k), self.format)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> Tensor:
         """Run on x ``(T, K)`` with ``offsets`` int32 ``(E,)``, giving ``(T, N)``."""
@@ -89,7 +82,7 @@ class PlainGroupedLinear(Kernel):
         ends = offsets.tolist()
         if self.grouped_mm and x.shape[0]:
             return self._in_chunks(x.contiguous(), packed, bias, ends, y)
-        for expert, rows in _rows_of(ends):
+        for expert, rows in expert_rows(ends):
             own = {name: tensor[expert] for name, tensor in packed.items()}
             y[rows] = self.linear(x[rows], own, None if bias is None else bias[expert])
         return y
@@ -97,7 +90,7 @@ class PlainGroupedLinear(Kernel):
     def _in_chunks(self, x: Tensor, packed: Packed, bias: Tensor | None, ends: list[int], y: Tensor) -> Tensor:
         """One `grouped_mm` per chunk of experts that have rows: the others take no room between these rows."""
         step = max(1, _MOST_DENSE // (self.n * self.k))
-        busy = list(_rows_of(ends))
+        busy = list(expert_rows(ends))
         for first in range(0, len(busy), step):
             chunk = busy[first : first + step]
             start, stop = chunk[0][1].start, chunk[-1][1].stop
@@ -119,15 +112,6 @@ class PlainGroupedLinear(Kernel):
         reader = self.linear.reader
         rows = [reader.dense(*chunk, torch.bfloat16, factor) for chunk in reader.chunks(own)]
         return reader.restore_order(rows[0] if len(rows) == 1 else torch.cat(rows))
-
-
-def _rows_of(ends: list[int]) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and which."""
-    start = 0
-    for expert, end in enumerate(ends):
-        if end > start:
-            yield expert, slice(start, end)
-        start = max(start, end)
 
 
 @lru_cache(maxsize=16)
@@ -169,19 +153,3 @@ def grouped_linear(
 def _fake(x: Tensor, *arguments: object) -> Tensor:
     *_, out_dtype, n, _k = arguments
     return x.new_empty(x.shape[0], n, dtype=out_dtype)  # type: ignore[call-overload, no-any-return]
-
-
-def input_gradient(grad: Tensor, weight: QTensor, offsets: Tensor) -> Tensor:
-    """The gradient with respect to x ``(T, K)``, float32, of ``grad`` ``(T, N)``."""
-    dx = grad.new_zeros(grad.shape[0], weight.shape[2], dtype=torch.float32)
-    for expert, rows in _rows_of(offsets.tolist()):
-        dx[rows] = (grad[rows] @ weight[expert].dequantize(grad.dtype)).float()
-    return dx
-
-
-def bias_gradient(grad: Tensor, offsets: Tensor) -> Tensor:
-    """The gradient with respect to the bias ``(E, N)``, float32, of ``grad`` ``(T, N)``."""
-    rows = torch.arange(grad.shape[0], device=grad.device, dtype=torch.int32)
-    expert = torch.searchsorted(offsets, rows, right=True)
-    sums = grad.new_zeros(offsets.shape[0] + 1, grad.shape[1], dtype=torch.float32)
-    return sums.index_add(0, expert, grad.float())[:-1]

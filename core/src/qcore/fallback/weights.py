@@ -149,8 +149,7 @@ class NeutralKernel(Kernel):
         return weight.tensors()
 
     def unpack(self, packed: Packed) -> QTensor:
-        shape, factor = (self.n, self.k), packed.get("global_scale")
-        return QTensor(packed["data"], packed["scale"], packed.get("zero"), shape, self.format, global_scale=factor)
+        return QTensor.from_tensors(packed, (self.n, self.k), self.format)
 
 
 def autocast_device(device: torch.device) -> str:

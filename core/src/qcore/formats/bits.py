@@ -38,6 +38,14 @@ def interleave(even: Tensor, odd: Tensor) -> Tensor:
     return torch.stack((even, odd), dim=-1).flatten(-2)
 
 
+def raw(t: Tensor) -> Tensor:
+    """A float8 tensor as its bytes, uint8, any other as it is; ``.view(t.dtype)`` undoes it.
+
+    torch neither compares, joins nor indexes float8 on every device, and cannot unpickle it.
+    """
+    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+
+
 def has_values(tensor: Tensor) -> bool:
     """Whether the numbers of ``tensor`` can be looked at: not meta, not fake, not under a trace."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FormatError, did_you_mean, quoted
+from ..errors import FormatError, did_you_mean, message_of, quoted
 from .bits import has_values, interleave, pack_nibbles, pad_columns, unpack_nibbles, unpack_unsigned_nibbles
 from .elements import Element, find_element, registered_elements
 
@@ -270,7 +270,7 @@ class GuardedLayout(Layout):
         except (FormatError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
             raise
         except BaseException as error:
-            raise self._broken(method, f"raised {type(error).__name__}: {_said(error)}") from error
+            raise self._broken(method, f"raised {type(error).__name__}: {message_of(error)[:200]}") from error
 
     def _broken(self, method: str, what: str) -> BrokenLayoutError:
         return BrokenLayoutError(
@@ -281,13 +281,6 @@ class GuardedLayout(Layout):
 
 def _kind(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _said(error: BaseException, most: int = 200) -> str:
-    try:
-        return str(error)[:most]
-    except Exception:  # noqa: BLE001 - a third party's exception may fail at this, too
-        return "(without words)"
 
 
 def layout_origin(layout: Layout) -> str:

@@ -16,6 +16,7 @@ from torch.nn.grad import conv2d_input
 
 from ..contracts import Conv2dRequest, GroupedLinearRequest, Request
 from ..contracts.conv2d import dense_kernel
+from ..contracts.grouped import expert_rows
 from ..discovery.kernels import Kernel, Packed
 from ..formats import Format
 from ..weights.qtensor import QTensor
@@ -52,7 +53,7 @@ class _Frozen(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             weight = ctx.kernel.unpack(ctx.packed)
             if isinstance(ctx.request, GroupedLinearRequest):
-                dx = _experts().input_gradient(grad, weight, ctx.offsets).to(ctx.x_dtype)
+                dx = _grouped_input_gradient(grad, weight, ctx.offsets).to(ctx.x_dtype)
             else:
                 dx = _input_gradient(grad, weight, ctx.request, ctx.shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
@@ -99,16 +100,25 @@ def _input_gradient(grad: Tensor, weight: QTensor, request: Request, shape: torc
     return dx.view(shape)
 
 
-def _experts() -> Any:
-    """The module of the gradients of experts; imported when there is one, since it brings the fallback."""
-    from ..fallback import grouped_linear
-
-    return grouped_linear
+def _grouped_input_gradient(grad: Tensor, weight: QTensor, offsets: Tensor) -> Tensor:
+    """The gradient with respect to x ``(T, K)``, float32, of ``grad`` ``(T, N)``."""
+    dx = grad.new_zeros(grad.shape[0], weight.shape[2], dtype=torch.float32)
+    for expert, rows in expert_rows(offsets.tolist()):
+        dx[rows] = (grad[rows] @ weight[expert].dequantize(grad.dtype)).float()
+    return dx
 
 
 def _bias_gradient(grad: Tensor, contract: str, offsets: Tensor | None) -> Tensor:
     if offsets is not None:
-        return _experts().bias_gradient(grad, offsets)  # type: ignore[no-any-return]
+        return _grouped_bias_gradient(grad, offsets)
     if contract == "conv2d":
         return grad.sum((0, 2, 3))
     return grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+
+
+def _grouped_bias_gradient(grad: Tensor, offsets: Tensor) -> Tensor:
+    """The gradient with respect to the bias ``(E, N)``, float32, of ``grad`` ``(T, N)``."""
+    rows = torch.arange(grad.shape[0], device=grad.device, dtype=torch.int32)
+    expert = torch.searchsorted(offsets, rows, right=True)
+    sums = grad.new_zeros(offsets.shape[0] + 1, grad.shape[1], dtype=torch.float32)
+    return sums.index_add(0, expert, grad.float())[:-1]

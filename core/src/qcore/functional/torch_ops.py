@@ -19,10 +19,10 @@ from torch import Tensor
 from ..contracts import Conv2dRequest, EmbeddingRequest, LinearRequest
 from ..contracts.conv2d import check_image, output_size
 from ..contracts.embedding import check_index_dtype
-from ..formats import Format, ZeroPoint
+from ..formats import FLOAT_SCALES, Format, ZeroPoint
 from ..formats.bits import interleave, unpack_nibbles
 from ..weights.activations import Activation, DynamicInt8, OutputInt8, StaticInt8
-from ..weights.qtensor import SCALE_DTYPES, QTensor
+from ..weights.qtensor import QTensor
 from .calls import PackedCache, StoreEntry, needs_grad
 from .checks import check_bias, check_runtime_params
 from .op_library import define, require, require_float
@@ -35,7 +35,7 @@ def _entry(tensors: tuple[Tensor | None, ...], extra: Hashable, build: Callable[
 
 
 def _scale(scale: Tensor) -> Tensor:
-    return scale if scale.dtype in SCALE_DTYPES else scale.float()
+    return scale if scale.dtype in FLOAT_SCALES else scale.float()
 
 
 def _common_dtype(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:

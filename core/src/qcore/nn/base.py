@@ -27,12 +27,10 @@ from ..resolving.binding import Bound, WeightStore, WeightView, bind, call_first
 from ..resolving.decision import Decision
 from ..runtime.settings import Settings, current, in_force
 from ..weights.activations import Activation, OutputInt8, StaticFP8, StaticInt8
-from ..weights.qtensor import QTensor
+from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-WEIGHT_TENSORS = ("data", "scale", "zero", "order", "global_scale")
-"""The names of the tensors that a `QTensor` can have, in the order of `QTensor.tensors`."""
 _PREFIX = "packed_"
 _STRIDED = torch.strided
 HOOKS = (

@@ -21,11 +21,12 @@ from ..discovery.answers import name_of, packing_of
 from ..discovery.kernels import Kernel
 from ..discovery.registry import BUILTIN, PluginStatus, State, registry
 from ..errors import FormatError, PluginError, QcoreError, QcoreWarning
+from ..formats.bits import raw
 from ..runtime import forks
 from ..runtime.guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, preserved_state
 from ..runtime.plain_text import plain
 from ..runtime.settings import current
-from ..weights.qtensor import QTensor, picklable
+from ..weights.qtensor import QTensor
 from . import verification
 from .decision import Decision, Stage
 from .ordering import OrderedKernel
@@ -68,8 +69,7 @@ class WeightStore:
         alive = {name: tensor for name, ref in self._recent.items() if (tensor := ref()) is not None}
         if not alive or len(alive) < len(self._recent):
             return None
-        fields: Any = {"zero": None, **alive}
-        return QTensor(**fields, shape=self.shape, format=self.format, quantizer=self.quantizer)
+        return QTensor.from_tensors(alive, self.shape, self.format, self.quantizer)
 
     def _unpacked(self) -> QTensor:
         kernel, packed = next(iter(self._packs.values()))
@@ -201,7 +201,7 @@ class WeightView(QTensor):
 
     def __reduce__(self) -> Any:
         known = (self.shape, self.format, self.quantizer)
-        return QTensor, (self.data, picklable(self.scale), self.zero, *known, self.order, self.global_scale)
+        return QTensor, (self.data, raw(self.scale), self.zero, *known, self.order, self.global_scale)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from ..discovery.answers import name_of
 from ..discovery.kernels import Kernel
 from ..discovery.registry import Guarded, PluginStatus
 from ..formats import BrokenLayoutError
-from ..formats.bits import has_values
+from ..formats.bits import has_values, raw
 from ..runtime.code_state import code_state
 from ..runtime.disk_cache import crash_mark, crashed, left_over, read, write
 from ..weights.qtensor import QTensor
@@ -266,6 +266,4 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal in dtype, shape and every bit."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    if a.dtype == torch.float8_e4m3fn:  # torch cannot compare float8
-        a, b = a.view(torch.uint8), b.view(torch.uint8)
-    return torch.equal(a.cpu(), b.cpu())
+    return torch.equal(raw(a).cpu(), raw(b).cpu())

@@ -130,6 +130,11 @@ Int8Activation = DynamicInt8 | StaticInt8
 FP8Activation = DynamicFP8 | StaticFP8
 
 
+def without_parameters(activation: Activation | None) -> Activation | None:
+    """The same kind of activation without its calibrated numbers; dynamic ones and None have none."""
+    return activation.blank() if isinstance(activation, (StaticInt8, StaticFP8)) else activation
+
+
 def given_numbers(part: Activation | OutputInt8 | None) -> tuple[float | None, int]:
     """Scale and zero point for a whole tensor, as plain arguments of an op.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
-from ..formats import FLOAT_SCALES, Format, Layout, ScaleType, ZeroPoint, effective_scale
-from ..formats.bits import has_values
+from ..formats import Format, Layout, ScaleType, ZeroPoint, effective_scale
+from ..formats.bits import has_values, raw
 from . import slicing
 from .validation import (
     check_codes,
@@ -25,7 +25,8 @@ from .validation import (
     check_zero,
 )
 
-SCALE_DTYPES = FLOAT_SCALES
+WEIGHT_TENSORS = ("data", "scale", "zero", "order", "global_scale")
+"""The names of a weight's tensors, in the order of `QTensor.tensors`; it has the first two, and others as needed."""
 
 
 def contiguous(t: Tensor) -> Tensor:
@@ -89,9 +90,9 @@ class QTensor:
             object.__setattr__(self, name, contiguous(value))
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's tensors of float8 do not survive pickle.loads; their bytes do.
+        # torch cannot unpickle float8; its bytes are taken back for it.
         state = {name: getattr(self, name) for name in QTensor.__dataclass_fields__}
-        state["scale"] = picklable(self.scale)
+        state["scale"] = raw(self.scale)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,6 +133,16 @@ class QTensor:
         data = _encode(format, codes)
         return cls(data, scale, stored, tuple(codes.shape), format, quantizer, order, global_scale)
 
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], shape: Sequence[int], format: Format, quantizer: str | None = None
+    ) -> QTensor:
+        """The inverse of `tensors`: build from ``tensors`` by name, other names ignored. Raises `FormatError`."""
+        if missing := {"data", "scale"} - tensors.keys():
+            raise FormatError(f"a weight needs data and scale; {' and '.join(sorted(missing))} is not given.")
+        fields: Any = {name: tensors.get(name) for name in WEIGHT_TENSORS}
+        return cls(**fields, shape=tuple(shape), format=format, quantizer=quantizer)
+
     @property
     def device(self) -> torch.device:
         """Where the data is."""
@@ -161,12 +172,8 @@ class QTensor:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by field name: ``data``, ``scale``, and ``zero``, ``order``, ``global_scale`` if they exist."""
-        found = {"data": self.data, "scale": self.scale}
-        for name in ("zero", "order", "global_scale"):
-            value = getattr(self, name)
-            if value is not None:
-                found[name] = value
-        return found
+        found = ((name, getattr(self, name)) for name in WEIGHT_TENSORS)
+        return {name: value for name, value in found if value is not None}
 
     def validate(self) -> None:
         """Raise `FormatError` unless dtypes, shapes, scales and ranges fit the format."""
@@ -332,11 +339,6 @@ class QTensor:
         made += ", order" if self.order is not None else ""
         where = f"scale={self.scale.dtype}, device={str(self.device)!r}"
         return f"QTensor({tuple(self.shape)}, {str(self.format)!r}, {where}{made})"
-
-
-def picklable(scale: Tensor) -> Tensor:
-    """A float8 scale as uint8, which `QTensor` takes back for float8; any other as it is."""
-    return scale.view(torch.uint8) if scale.dtype == torch.float8_e4m3fn else scale
 
 
 def _encode(format: Format, codes: Tensor) -> Tensor:

@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
-from ..formats import Format, ZeroPoint
-from ..formats.bits import has_values
+from ..formats import FLOAT_SCALES, Format, ZeroPoint
+from ..formats.bits import has_values, raw
 from .gptq import Order, compensate
 from .importance import activation_aware, importance_of
 from .least_squares import alternating, refined
-from .qtensor import SCALE_DTYPES, QTensor
+from .qtensor import QTensor
 from .ranges import absmax, absmax_full, affine, range_of, search_clip
 from .registered_quantizers import apply_registered, check_registered, find_quantizer, fitting
 from .targets import Parameters, Target, global_scale_of
@@ -134,7 +134,7 @@ def quantize(
     """
     fmt = Format.parse(format) if isinstance(format, str) else format
     chosen = check_quantizer(quantizer or default_quantizer(fmt), fmt)
-    stored = scale_dtype or (weight.dtype if weight.dtype in SCALE_DTYPES else torch.float32)
+    stored = scale_dtype or (weight.dtype if weight.dtype in FLOAT_SCALES else torch.float32)
     _check_weight(weight, stored, name)
     weight = weight.detach()
     moments = _checked_moments(weight, chosen, moments, name)
@@ -154,9 +154,7 @@ def quantize(
 
 def _across(rows: list[Tensor]) -> Tensor:
     """``(rows, G)`` parameters of all chunks to ``(G, N)``."""
-    if rows[0].dtype == torch.float8_e4m3fn:  # not every device joins float8
-        return _across([part.view(torch.uint8) for part in rows]).view(torch.float8_e4m3fn)
-    return torch.cat(rows).t().contiguous()
+    return torch.cat([raw(part) for part in rows]).t().contiguous().view(rows[0].dtype)
 
 
 def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
@@ -165,7 +163,7 @@ def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
             f"cannot quantize {name}: dtype {weight.dtype}, shape {tuple(weight.shape)}.\n"
             f"A weight is floating point of shape (N, K) = (output features, input features)."
         )
-    if scale_dtype not in SCALE_DTYPES:
+    if scale_dtype not in FLOAT_SCALES:
         raise FormatError(f"scale_dtype is {scale_dtype}; it must be float32, bfloat16 or float16.")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FormatError, did_you_mean, quoted
+from ..errors import FormatError, did_you_mean, message_of, quoted
 from ..formats import BrokenLayoutError, Format, ScaleType, ZeroPoint
 from .qtensor import QTensor
 
@@ -156,7 +156,8 @@ def apply_registered(
     except (BrokenLayoutError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
         raise
     except BaseException as error:
-        raise _broken(name, plugin, what, f"{type(error).__name__}: {_said(error)}") from error
+        said = message_of(error).strip().partition("\n")[0][:200].rstrip(".")
+        raise _broken(name, plugin, what, f"{type(error).__name__}: {said}") from error
     wanted = format, tuple(weight.shape), weight.device
     if (made.format, tuple(made.shape), made.device) != wanted:
         given = f"{made.format} of shape {tuple(made.shape)} on {made.device}"
@@ -175,13 +176,6 @@ def _built(result: Any, format: Format, name: str) -> QTensor:
         codes, scale, zero = (*result, None)[:3]
         return QTensor.from_codes(codes, scale, zero, format, name)
     raise FormatError(f"it returned a {type(result).__name__} instead of a QTensor or (codes, scale, zero)")
-
-
-def _said(error: BaseException) -> str:
-    try:
-        return str(error).strip().partition("\n")[0][:200].rstrip(".")
-    except Exception:  # noqa: BLE001 - the exception of a plugin may fail at this, too
-        return "(without words)"
 
 
 def _broken(name: str, plugin: str, what: str, why: str) -> FormatError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import FormatError, did_you_mean, quoted
 from ..formats import PLAIN, Format, ScaleType, ZeroPoint, find_element, find_layout, match_text
-from .activations import Activation, DynamicFP8, DynamicInt8, OutputInt8, StaticFP8, StaticInt8
+from .activations import Activation, DynamicFP8, DynamicInt8, OutputInt8, StaticFP8, StaticInt8, without_parameters
 from .quantizers import check_quantizer, default_quantizer, needs_moments
 
 SCHEMES: tuple[str, ...] = (
@@ -182,9 +182,7 @@ class Scheme:
 
     def blank(self) -> Scheme:
         """The scheme without calibrated numbers: what a checkpoint's metadata names."""
-        static = isinstance(self.activation, (StaticInt8, StaticFP8))
-        activation = self.activation.blank() if static else self.activation  # type: ignore[union-attr]
-        return replace(self, activation=activation, output=self.output and self.output.blank())
+        return replace(self, activation=without_parameters(self.activation), output=self.output and self.output.blank())
 
 
 def _written_out(text: object) -> object:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from ..formats import PLAIN, PLAIN_INT32, Format
-from ..formats.bits import has_values
+from ..formats.bits import has_values, raw
 
 if TYPE_CHECKING:
     from .qtensor import QTensor
@@ -103,10 +103,8 @@ def regroup(weight: QTensor, group_size: int) -> QTensor:
     first = torch.arange(finer.groups(k), device=weight.device) * group_size
     origin = first // (old or max(k, 1))
     zero = None if weight.zero is None else weight.zero.index_select(-2, origin)
-    scale = weight.scale
-    # index_select knows no float8.
-    raw = scale.view(torch.uint8) if scale.dtype == torch.float8_e4m3fn else scale
-    return weight.derived(scale=raw.index_select(-2, origin).view(scale.dtype), zero=zero, format=finer)
+    scale = raw(weight.scale).index_select(-2, origin).view(weight.scale.dtype)
+    return weight.derived(scale=scale, zero=zero, format=finer)
 
 
 def cat(tensors: Sequence[QTensor], dim: int = 0) -> QTensor:
@@ -200,9 +198,7 @@ def _joined_order(tensors: Sequence[QTensor]) -> Tensor | None:
 
 
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    if tensors[0].dtype == torch.float8_e4m3fn:  # not every device joins float8
-        return torch.cat([t.view(torch.uint8) for t in tensors], dim=dim).view(torch.float8_e4m3fn)
-    return torch.cat(list(tensors), dim=dim)
+    return torch.cat([raw(t) for t in tensors], dim=dim).view(tensors[0].dtype)
 
 
 def _joined_or_none(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
@@ -214,4 +210,4 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether two parameters are the same; those without values (meta) are taken to be."""
     if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
         return a is b
-    return not has_values(a) or torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dim() else bool(a == b)
+    return not has_values(a) or torch.equal(raw(a), raw(b))

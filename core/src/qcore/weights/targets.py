@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from ..formats import Element, Format, ScaleType, ZeroPoint
-from ..formats.scales import exponents
+from ..formats.scales import effective_scale, exponents
+from .activations import FP8_MAX
 
-E4M3_MAX = 448.0
-"""The largest value of e4m3fn."""
 _E8M0_MAX = 254
 _ROUNDS_UP = 1.75
 """A number with one bit of mantissa behind the point, rounded half up, becomes 2 from here on."""
@@ -79,7 +78,7 @@ class Target:
             return scale.clamp_min(tiny).to(self.scale_dtype).float()
         if kind is ScaleType.E8M0:
             return exponents(self._exponent_bytes(scale))
-        return self._two_level(self._fp8_scale(scale))
+        return effective_scale(kind, self._fp8_scale(scale), self.global_scale, torch.float32)
 
     def stored_scale(self, scale: Tensor) -> Tensor:
         """Scales that `round_scale` gave, as they are stored; inexact for others."""
@@ -110,12 +109,7 @@ class Target:
         multiplied = self.format.scale is ScaleType.E4M3
         ratio = scale / self.global_scale if multiplied else scale * self.global_scale
         # 2**-9 is the smallest e4m3 number above zero: a scale that vanished would lose its group.
-        return ratio.clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
-
-    def _two_level(self, stored: Tensor) -> Tensor:
-        assert self.global_scale is not None
-        wide = stored.float()
-        return wide * self.global_scale if self.format.scale is ScaleType.E4M3 else wide / self.global_scale
+        return ratio.clamp(2.0**-9, FP8_MAX).to(torch.float8_e4m3fn)
 
     def codes(self, groups: Tensor, p: Parameters, low: float | None = None) -> Tensor:
         """Codes of float32 groups ``(rows, G, g)``: float32 whole numbers of integers, uint8 of tables.
@@ -168,7 +162,7 @@ def global_scale_of(weight: Tensor, format: Format) -> Tensor | None:
     if not format.scale.has_global:
         return None
     largest = weight.abs().amax().float() if weight.numel() else weight.new_zeros((), dtype=torch.float32)
-    reach = max(map(abs, format.element.value_range)) * E4M3_MAX
+    reach = max(map(abs, format.element.value_range)) * FP8_MAX
     largest = torch.where(largest > 0, largest, reach)
     share = largest / reach if format.scale is ScaleType.E4M3 else reach / largest
     tiny = torch.finfo(torch.float32).smallest_normal
