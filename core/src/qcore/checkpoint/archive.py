@@ -38,7 +38,7 @@ class Archive:
 
     **Fields:** ``entries``: stored tensors by name; ``shards``: the file of each; ``records``: quantized weights by
     name, including tied names; ``aliases``: tied name to stored name; ``version``: of the qcore that wrote it, or
-    empty.
+    empty; ``metadata``: the texts in the headers of its files.
     """
 
     path: Path
@@ -48,6 +48,7 @@ class Archive:
     records: dict[str, Record] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     version: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
     _handles: dict[Path, BinaryIO] = field(default_factory=dict)
     _saves: dict[str, Path] = field(default_factory=dict)
 
@@ -93,6 +94,7 @@ class Archive:
         header = read_header(handle, path)
         notes = read_notes(header.metadata, path)
         self.version = max(self.version, notes.version)
+        self.metadata.update(header.metadata)
         if notes.save:
             self._saves.setdefault(notes.save, path)
         for name, entry in header.entries.items():

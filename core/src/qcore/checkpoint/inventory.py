@@ -12,6 +12,7 @@ from ..errors import did_you_mean
 from ..resolving.decision import format_table
 from .archive import Archive
 from .header import shown
+from .opening import open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def inspect(path: str | os.PathLike[str]) -> Inventory:
 
     Raises `CheckpointError` for a file with a truncated, inconsistent or hostile header.
     """
-    with Archive.open(Path(path)) as archive:
+    with open_checkpoint(Path(path)) as archive:
         weights = [_weight(archive, name) for name in archive.records]
         plain = [_plain(archive, name) for name in archive.plain_names()]
         tensors = sorted([*weights, *plain], key=lambda t: t.name)

@@ -21,6 +21,7 @@ from .archive import Archive
 from .buffers import unsaved_meta_buffers
 from .header import file_error, shown
 from .matching import Match, Swap, match
+from .opening import open_checkpoint
 from .overlap import find_conflict, is_expanded
 from .placing import Transaction
 from .values import same_bits
@@ -61,7 +62,7 @@ def load_(
     """
     # No inference tensors: they could not be trained or saved for backward.
     with torch.inference_mode(False), torch.no_grad():
-        with Archive.open(Path(path)) as archive:
+        with open_checkpoint(Path(path)) as archive:
             found = match(model, archive)
             if strict:
                 _check_complete(found, archive)

@@ -63,6 +63,18 @@ def build_weight(record: Record, tensors: dict[str, Tensor], path: Path) -> QTen
     """Build the quantized weight; raises `CheckpointError` for values that its format does not allow."""
     try:
         weight = QTensor.from_tensors(tensors, record.shape, record.format, record.quantizer)
+    except FormatError as error:
+        raise file_error(path, str(error).replace("\n", " "), tensor=record.name) from None
+    except Guarded as error:  # a third-party layout
+        what = f"layout {record.format.layout.name!r} raised {type(error).__name__}: {error}"
+        raise file_error(path, what.replace("\n", " "), tensor=record.name) from error
+    check_weight(weight, record, path)
+    return weight
+
+
+def check_weight(weight: QTensor, record: Record, path: Path) -> None:
+    """Raise `CheckpointError` for codes or padding that the format of the weight does not allow."""
+    try:
         canonical = _is_canonical(weight)
     except FormatError as error:
         raise file_error(path, str(error).replace("\n", " "), tensor=record.name) from None
@@ -71,7 +83,6 @@ def build_weight(record: Record, tensors: dict[str, Tensor], path: Path) -> QTen
         raise file_error(path, what.replace("\n", " "), tensor=record.name) from error
     if not canonical:
         raise file_error(path, "padding after the last column holds codes other than zero.", tensor=record.name)
-    return weight
 
 
 def _is_canonical(weight: QTensor) -> bool:

@@ -1,0 +1,219 @@
+"""What an importer is: it recognizes the checkpoints of one tool and plans how each of its weights is read.
+
+Nothing is quantized again: a weight that is imported dequantizes, in float32, to what the tool itself computes. What
+qcore's formats cannot hold is refused by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError, quoted
+from ...formats import Format, ZeroPoint
+from ...weights.qtensor import QTensor
+from ...weights.schemes import Scheme
+from ..header import MAX_HEADER, Entry, file_error, parse_json
+
+Read = Callable[[str], Tensor]
+"""Reads the stored tensor of a name into new memory on the CPU."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a checkpoint, opened.
+
+    **Fields:** ``path``: the file or directory; ``config``: its ``config.json``, or empty; ``settings``: the
+    ``quantization_config`` in it, or empty; ``entries``: stored tensors by name; ``metadata``: texts in the headers of
+    its files; ``read``: reads a stored tensor.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+    read: Read
+
+    @property
+    def method(self) -> str:
+        """The tool's name in ``quantization_config``, lower case, or empty."""
+        method = self.settings.get("quant_method", "")
+        return method.lower() if isinstance(method, str) else ""
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON file of the checkpoint's directory, empty if there is none. Raises `CheckpointError`."""
+        return read_json(folder_of(self.path) / name)
+
+    def layers(self, *suffixes: str) -> Iterator[str]:
+        """Yield the names of layers that store a tensor with each of the suffixes, such as ``"qweight"``."""
+        first, *others = suffixes
+        for name in self.entries:
+            layer, _, suffix = name.rpartition(".")
+            if suffix == first and all(f"{layer}.{other}" in self.entries for other in others):
+                yield layer
+
+    def setting(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """A value of ``settings``, of the given type. Raises `CheckpointError` for a value of another type."""
+        value = self.settings.get(name, default)
+        wrong = isinstance(value, bool) and kind is int
+        if value is not None and (wrong or not isinstance(value, kind)):
+            raise file_error(
+                self.path,
+                f"its quantization_config has {name} {quoted(value)}.",
+                "Download config.json again: the file is damaged, or of a tool that qcore does not know.",
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class ForeignWeight:
+    """A quantized weight, described from headers and settings alone.
+
+    **Fields:** ``name``: of the parameter in the model, ``"LAYER.weight"``; ``shape``: ``(N, K)`` or ``(E, N, K)``;
+    ``scheme``: its weight format, and the activation that the tool uses; ``sources``: stored tensors that ``build``
+    reads; ``build``: makes the weight; ``scale_dtype``: of its float scales; ``order``: whether its columns have one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    scheme: Scheme
+    sources: tuple[str, ...]
+    build: Callable[[Read], QTensor]
+    scale_dtype: torch.dtype = torch.float32
+    order: bool = False
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """A tensor that is not quantized and has another name, dtype or shape in the model than in the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    build: Callable[[Read], Tensor]
+
+
+@dataclass
+class Plan:
+    """What a checkpoint holds. Tensors that are in no ``sources`` and not in ``dropped`` are taken as they are.
+
+    **Fields:** ``weights``; ``tensors``; ``dropped``: names of stored tensors without a use; ``refused``: layer to what
+    is missing to read it.
+    """
+
+    weights: list[ForeignWeight] = field(default_factory=list)
+    tensors: list[ForeignTensor] = field(default_factory=list)
+    dropped: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def used(self) -> set[str]:
+        """The names of stored tensors that a weight or a tensor is made of, or that have no use."""
+        parts: Iterable[ForeignWeight | ForeignTensor] = (*self.weights, *self.tensors)
+        return {name for part in parts for name in part.sources} | self.dropped
+
+
+class Importer(Protocol):
+    """Reads the checkpoints of one tool. A plugin returns its importers from the hook ``qcore_importers``."""
+
+    name: str
+
+    def recognizes(self, source: Source) -> bool:
+        """Whether the checkpoint is of this tool, from settings, names, shapes and dtypes."""
+        ...
+
+    def plan(self, source: Source) -> Plan:
+        """Describe every quantized weight. Raises `CheckpointError` for settings that cannot be read."""
+        ...
+
+
+class LayerRefused(Exception):  # noqa: N818 - says what happens to a layer, is caught and never seen by users
+    """Raised while one layer is planned: what qcore lacks to hold it."""
+
+
+def plan_layers(layers: Iterable[str], plan_one: Callable[[str, Plan], None]) -> Plan:
+    """Plan layer by layer; a `LayerRefused` is noted, so that the error of the load can name every layer."""
+    plan = Plan()
+    for layer in layers:
+        with _noting_refusals(layer, plan):
+            plan_one(layer, plan)
+    return plan
+
+
+@contextmanager
+def _noting_refusals(layer: str, plan: Plan) -> Iterator[None]:
+    try:
+        yield
+    except LayerRefused as refusal:
+        plan.refused[layer] = str(refusal)
+
+
+def refusal_error(path: Path, refused: Mapping[str, str]) -> CheckpointError:
+    """The error for layers that cannot be read: up to five of them, each with its reason."""
+    shown = [f"{layer!r}: {reason}" for layer, reason in list(refused.items())[:5]]
+    more = f" (and {len(refused) - 5} more)" if len(refused) > 5 else ""
+    plural = "s" if len(refused) > 1 else ""
+    return file_error(
+        path,
+        f"{len(refused)} layer{plural} cannot be read{more}. {'; '.join(shown)}.",
+        "Get the checkpoint in another format, or quantize the float model with qcore.",
+    )
+
+
+def folder_of(path: Path) -> Path:
+    """The directory of a checkpoint, which may be one file in it."""
+    return path if path.is_dir() else path.parent
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty if there is no such file. Raises `CheckpointError` for a damaged one."""
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        text = file.read(MAX_HEADER + 1)
+    if len(text) > MAX_HEADER:
+        raise file_error(path, f"it is longer than {MAX_HEADER} bytes.")
+    return parse_json(text, path, path.name)
+
+
+def group_size(k: int, groups: int, wanted: int | None) -> int | None:
+    """The columns per scale of a weight with K columns and G scales per row; None for one scale.
+
+    ``wanted``: what the settings say, -1 or None for one scale; a layer of another size has its own. Raises
+    `LayerRefused` if no size gives G groups.
+    """
+    if groups == 1 and not (wanted and 0 < wanted < k):
+        return None
+    for size in (wanted, -(-k // groups)):
+        if size and size > 0 and -(-k // size) == groups:
+            return size
+    raise LayerRefused(f"{groups} groups of {k} columns have no common size")
+
+
+def int_format(bits: int, group: int | None, zero: ZeroPoint) -> Format:
+    """The format of 4- or 8-bit integer weights; ``group``: columns per scale, None for one per row."""
+    zeros = {ZeroPoint.NONE: "", ZeroPoint.INT: "-asym", ZeroPoint.FLOAT: "-fzp"}
+    return Format.parse(f"int{bits}" + (f"-g{group}" if group else "") + zeros[zero])
+
+
+def order_by_group(g_idx: Tensor, size: int | None) -> Tensor | None:
+    """The order of columns that makes groups contiguous, int32 (K,), or None if they are.
+
+    ``g_idx``: the group of each column, integers (K,); ``size``: columns per group.
+    """
+    k = g_idx.shape[0]
+    groups = (torch.arange(k) // (size or k)).to(g_idx.dtype)
+    if torch.equal(g_idx, groups):
+        return None
+    order = torch.argsort(g_idx, stable=True)
+    if not torch.equal(g_idx[order], groups):
+        raise LayerRefused("its g_idx has groups of unequal size")
+    return order.to(torch.int32)

@@ -1,0 +1,168 @@
+"""GPTQ, as AutoGPTQ, gptqmodel, optimum and auto-round write it: 2, 3, 4 and 8 bits, packed along the input features.
+
+For each layer ``qweight`` int32 (K * bits / 32, N), ``qzeros`` int32 (G, N * bits / 32), ``scales`` float (G, N), and
+mostly ``g_idx`` int32 (K,), the group of each column. With unsigned codes u and zero points z:
+
+    W[n, k] = scales[g_idx[k], n] * (u[k, n] - z[g_idx[k], n])
+
+Version 1 stores z - 1, subtracted from whole words: a zero point of 0 borrows from its neighbour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...formats import ZeroPoint
+from ...weights.qtensor import QTensor
+from ...weights.schemes import Scheme
+from ..header import file_error
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, group_size, int_format, order_by_group, plan_layers
+from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
+
+AUTO_ROUND = ("auto-round", "intel/auto-round")
+"""What auto-round calls itself in ``quant_method``; its layouts are those of GPTQ and AWQ."""
+_BITS = (2, 3, 4, 8)
+_ONES = {2: (0x55555555,), 3: (0x49249249, 0x92492492, 0x24924924), 4: (0x11111111,), 8: (0x01010101,)}
+"""The number one in every field of a word; fields of 3 bits run across three words."""
+_GPTQMODEL_ONES = {**_ONES, 3: (0x24924924, 0x92492492, 0x49249249)}
+"""What gptqmodel adds instead: for 3 bits its words are in the other order, when it writes as well as when it reads."""
+_OTHER_LAYOUTS = ("gptq_p", "marlin", "bitblas", "exl2", "exl3", "qqq")
+
+
+class GPTQ:
+    """The importer of GPTQ checkpoints."""
+
+    name = "gptq"
+
+    def recognizes(self, source: Source) -> bool:
+        """By ``quant_method``, or in old directories by the file ``quantize_config.json``."""
+        if source.method:
+            return source.method == "gptq" or (source.method in AUTO_ROUND and "awq" not in packing_format(source))
+        return bool(source.json("quantize_config.json")) and any(source.layers("qweight", "qzeros", "scales"))
+
+    def plan(self, source: Source) -> Plan:
+        """Every layer with ``qweight``."""
+        settings = _Settings.of(source)
+        return plan_layers(source.layers("qweight", "scales"), partial(_plan_layer, source, settings))
+
+
+def packing_format(source: Source) -> str:
+    """The layout that auto-round names, such as ``auto_round:auto_gptq``, lower case, or empty."""
+    return str(source.settings.get("packing_format", "")).lower()
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """``bits``, ``group_size``: of layers without settings of their own; ``version``: of zero points, 1 or 2."""
+
+    bits: int
+    group_size: int
+    version: int
+    symmetric: bool
+    ones: dict[int, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, source: Source) -> _Settings:
+        settings = source.settings or source.json("quantize_config.json")
+        known = Source(source.path, source.config, settings, {}, {}, source.read)
+        layout = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
+        if any(layout.startswith(other) for other in _OTHER_LAYOUTS):
+            raise file_error(
+                source.path,
+                f"its checkpoint_format is {layout[:40]!r}, another layout of the bytes than GPTQ's.",
+                "Get the checkpoint in the format gptq, or convert it with gptqmodel.",
+            )
+        own = known.method in AUTO_ROUND and "gptq" not in packing_format(known)
+        meta = settings.get("meta")
+        by_gptqmodel = isinstance(meta, dict) and "gptqmodel" in str(meta.get("quantizer", ""))
+        return cls(
+            known.setting("bits", int, 4),
+            known.setting("group_size", int, -1),
+            2 if layout == "gptq_v2" or own else 1,
+            known.setting("sym", bool, False) is True,
+            _GPTQMODEL_ONES if by_gptqmodel else _ONES,
+        )
+
+
+def _plan_layer(source: Source, settings: _Settings, layer: str, plan: Plan) -> None:
+    names = {part: f"{layer}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
+    names = {part: name for part, name in names.items() if name in source.entries}
+    if "qzeros" not in names:
+        raise LayerRefused("it has no qzeros")
+    shapes = {part: source.entries[name].shape for part, name in names.items()}
+    if any(len(shape) != (1 if part == "g_idx" else 2) for part, shape in shapes.items()):
+        raise LayerRefused(f"its tensors have shapes {shapes}")
+    words, n = shapes["qweight"]
+    groups = shapes["scales"][0]
+    bits, k = _bits_and_columns(settings.bits, words, shapes.get("g_idx"))
+    if shapes["scales"][1] != n or shapes["qzeros"] != (groups, -(-n * bits // 32)) or not groups:
+        raise LayerRefused(f"its tensors have shapes {shapes}, which do not belong together")
+    size = group_size(k, groups, settings.group_size)
+    order = order_by_group(source.read(names["g_idx"]), size) if "g_idx" in names else None
+    zeros = _zeros(source.read(names["qzeros"]), bits, n, settings)
+    centre = 1 << (bits - 1)
+    zero = None if bool((zeros == centre).all()) else signed(zeros.contiguous(), bits).contiguous()
+    format = int_format(8 if bits == 8 else 4, size, ZeroPoint.NONE if zero is None else ZeroPoint.INT)
+    dtype = source.entries[names["scales"]].dtype
+
+    def build(read: Read) -> QTensor:
+        data = _data(read(names["qweight"]), bits, k, order)
+        return QTensor(data, read(names["scales"]), zero, (n, k), format, order=order)
+
+    plan.weights.append(
+        ForeignWeight(f"{layer}.weight", (n, k), Scheme(format), tuple(names.values()), build, dtype, order is not None)
+    )
+
+
+def _bits_and_columns(bits: int, words: int, g_idx: tuple[int, ...] | None) -> tuple[int, int]:
+    """Bits and K of a layer: ``g_idx`` has one entry per column, so it tells the bits of layers with their own."""
+    if g_idx is not None and g_idx[0]:
+        found = next((b for b in _BITS if -(-g_idx[0] * b // 32) == words), None)
+        if found is None:
+            raise LayerRefused(f"{32 * words / g_idx[0]:.3g} bits per weight; qcore reads 2, 3, 4 and 8")
+        return found, g_idx[0]
+    if bits not in _BITS:
+        raise LayerRefused(f"{bits} bits per weight; qcore reads 2, 3, 4 and 8")
+    return bits, words * 32 // bits
+
+
+def _zeros(packed: Tensor, bits: int, n: int, settings: _Settings) -> Tensor:
+    """Unsigned zero points, uint8 (G, N).
+
+    Files exist that name the wrong version. Where weights are symmetric, every zero point is the centre of the codes,
+    which tells how they are stored.
+    """
+    centre = 1 << (bits - 1)
+    plain = unpack_words(packed, bits, n, dim=1)
+    added = {ones[bits]: unpack_words(_plus(packed, ones[bits]), bits, n, dim=1) for ones in (settings.ones, _ONES)}
+    if settings.symmetric:
+        found = next((z for z in (*added.values(), plain) if bool((z == centre).all())), None)
+        if found is None:
+            raise LayerRefused("it is said to be symmetric, but its zero points differ from the centre of the codes")
+        return found
+    return plain if settings.version == 2 else added[settings.ones[bits]]
+
+
+def _plus(packed: Tensor, ones: tuple[int, ...]) -> Tensor:
+    """Add words to words modulo 2**32."""
+    signed_ones = [word - (1 << 32) if word >> 31 else word for word in ones]
+    repeated = torch.tensor(signed_ones, dtype=torch.int32).repeat(-(-packed.shape[1] // len(ones)))
+    return packed + repeated[: packed.shape[1]]
+
+
+def _data(packed: Tensor, bits: int, k: int, order: Tensor | None) -> Tensor:
+    """The data of PLAIN (N, ...) of ``qweight``."""
+    n = packed.shape[1]
+    if bits == 4 and order is None and k == 8 * packed.shape[0]:
+        # A byte of a word holds two neighbouring codes of one output: PLAIN but for the sign and the order of bytes.
+        byte = packed.view(torch.uint8).view(-1, n, 4)
+        return byte.transpose(0, 1).reshape(n, k // 2) ^ SIGN_OF_NIBBLES
+    codes = unpack_words(packed, bits, k, dim=0).t()
+    codes = codes if order is None else codes[:, order.long()]
+    if bits == 8:
+        return signed(codes.contiguous(), 8)
+    return plain_int4(codes + (8 - (1 << (bits - 1))))

@@ -1,0 +1,45 @@
+"""Open a checkpoint of any tool: qcore's own, float, or another tool's through its importer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .archive import Archive
+from .header import file_error
+from .imported import ImportedArchive
+from .importers import find_importer, importer_names
+from .importers.base import Source, folder_of, read_json
+
+_OWN = "qcore"
+
+
+@contextmanager
+def open_checkpoint(path: Path) -> Iterator[Archive]:
+    """Open a checkpoint as an `Archive`. Raises `CheckpointError`, also for a tool that no importer knows."""
+    with Archive.open(path) as archive:
+        yield archive if archive.records else _imported(archive)
+
+
+def _imported(archive: Archive) -> Archive:
+    """The tensors of another tool's checkpoint, or ``archive`` itself if it is not quantized."""
+    config = read_json(folder_of(archive.path) / "config.json")
+    settings = _settings(config)
+    source = Source(archive.path, config, settings, archive.entries, archive.metadata, archive.read)
+    importer = find_importer(source)
+    if importer is not None:
+        return ImportedArchive.of(archive, importer.name, importer.plan(source))
+    if source.method and source.method != _OWN:
+        what = f"its quantization_config names {source.method[:64]!r}, which qcore does not read."
+        raise file_error(archive.path, what, f"It reads qcore, {', '.join(importer_names())}.")
+    return archive
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The ``quantization_config`` of a model, or of the text model in a model of several modalities."""
+    text = config.get("text_config")
+    places = (config, text if isinstance(text, dict) else {})
+    found = (place.get(key) for place in places for key in ("quantization_config", "compression_config"))
+    return next((settings for settings in found if isinstance(settings, dict)), {})
