@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import FormatError
+from ..errors import CheckpointError, FormatError, message_of
 from ..weights.parts import parts
 from ..weights.qtensor import QTensor
 from .archive import Archive
@@ -91,5 +91,10 @@ class ImportedArchive(Archive):
     def _made(self, name: str, build: Callable[[], _T]) -> _T:
         try:
             return build()
-        except (FormatError, RuntimeError, ValueError) as error:  # sizes or values that contradict each other
-            raise file_error(self.path, str(error).replace("\n", " "), _REMEDY, name) from error
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:  # sizes or values that contradict each other, or a third party's importer
+            what = (
+                message_of(error) if isinstance(error, FormatError) else f"{type(error).__name__}: {message_of(error)}"
+            )
+            raise file_error(self.path, what.replace("\n", " "), _REMEDY, name) from error

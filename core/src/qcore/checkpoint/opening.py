@@ -10,8 +10,8 @@ from typing import Any
 from .archive import Archive
 from .header import file_error
 from .imported import ImportedArchive
-from .importers import find_importer, importer_names
 from .importers.base import Source, folder_of, read_json
+from .importers.registered import importer_names, plan_import
 
 _OWN = "qcore"
 
@@ -28,9 +28,9 @@ def _imported(archive: Archive) -> Archive:
     config = read_json(folder_of(archive.path) / "config.json")
     settings = _settings(config)
     source = Source(archive.path, config, settings, archive.entries, archive.metadata, archive.read)
-    importer = find_importer(source)
-    if importer is not None:
-        return ImportedArchive.of(archive, importer.name, importer.plan(source))
+    found = plan_import(source)
+    if found is not None:
+        return ImportedArchive.of(archive, *found)
     if source.method and source.method != _OWN:
         what = f"its quantization_config names {source.method[:64]!r}, which qcore does not read."
         raise file_error(archive.path, what, f"It reads qcore, {', '.join(importer_names())}.")

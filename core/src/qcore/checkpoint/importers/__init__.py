@@ -5,17 +5,8 @@ May import: the modules of checkpoint that read files and records, and the floor
 
 from __future__ import annotations
 
-from .base import Importer, Source
+from .base import Importer
 from .gptq import GPTQ
 
-_BUILTIN: tuple[Importer, ...] = (GPTQ(),)
-
-
-def find_importer(source: Source) -> Importer | None:
-    """The importer that recognizes a checkpoint; None for one that is not quantized, or by an unknown tool."""
-    return next((importer for importer in _BUILTIN if importer.recognizes(source)), None)
-
-
-def importer_names() -> list[str]:
-    """The names of all importers."""
-    return [importer.name for importer in _BUILTIN]
+BUILTIN: tuple[Importer, ...] = (GPTQ(),)
+"""The importers of qcore. The first that recognizes a checkpoint reads it; those of plugins are asked after them."""

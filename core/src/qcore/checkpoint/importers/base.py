@@ -124,7 +124,10 @@ class Plan:
 class Importer(Protocol):
     """Reads the checkpoints of one tool. A plugin returns its importers from the hook ``qcore_importers``."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What reports and errors call it."""
+        ...
 
     def recognizes(self, source: Source) -> bool:
         """Whether the checkpoint is of this tool, from settings, names, shapes and dtypes."""
