@@ -5,8 +5,12 @@ May import: the modules of checkpoint that read files and records, and the floor
 
 from __future__ import annotations
 
+from .awq import AWQ
 from .base import Importer
+from .fp8 import FP8
 from .gptq import GPTQ
+from .modelopt import ModelOpt
+from .mxfp4 import MXFP4
 
-BUILTIN: tuple[Importer, ...] = (GPTQ(),)
+BUILTIN: tuple[Importer, ...] = (GPTQ(), AWQ(), FP8(), ModelOpt(), MXFP4())
 """The importers of qcore. The first that recognizes a checkpoint reads it; those of plugins are asked after them."""
