@@ -56,7 +56,10 @@ class ImportedArchive(Archive):
     def _add_weight(self, weight: ForeignWeight, shards: Mapping[str, Path]) -> None:
         record = Record(weight.name, weight.scheme.weight, weight.shape, None, weight.scheme.blank(), weight.order)
         *experts, n, k = weight.shape
-        described = {part.name: part for part in parts(weight.scheme.weight, n, k, weight.scale_dtype)}
+        try:
+            described = {part.name: part for part in parts(weight.scheme.weight, n, k, weight.scale_dtype)}
+        except FormatError as error:  # such as a scale of another dtype
+            raise file_error(self.path, str(error).replace("\n", " "), _REMEDY, weight.name) from error
         for name in record.tensor_names:
             part = described.get(name.rpartition(".")[2])
             dtype, shape = (part.dtype, part.shape) if part is not None else (torch.int32, (k,))

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from .awq import AWQ
 from .base import Importer
+from .bitsandbytes import BitsAndBytes
 from .fp8 import FP8
 from .gptq import GPTQ
+from .hqq import HQQ
 from .modelopt import ModelOpt
 from .mxfp4 import MXFP4
+from .quanto import Quanto
+from .torchao import TorchAO
 
-BUILTIN: tuple[Importer, ...] = (GPTQ(), AWQ(), FP8(), ModelOpt(), MXFP4())
+BUILTIN: tuple[Importer, ...] = (GPTQ(), AWQ(), FP8(), ModelOpt(), MXFP4(), BitsAndBytes(), HQQ(), Quanto(), TorchAO())
 """The importers of qcore. The first that recognizes a checkpoint reads it; those of plugins are asked after them."""

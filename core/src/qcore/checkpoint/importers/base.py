@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, quoted
+from ...errors import CheckpointError, FormatError, quoted
 from ...formats import Format, ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
@@ -155,8 +155,8 @@ def plan_layers(layers: Iterable[str], plan_one: Callable[[str, Plan], None]) ->
 def _noting_refusals(layer: str, plan: Plan) -> Iterator[None]:
     try:
         yield
-    except LayerRefused as refusal:
-        plan.refused[layer] = str(refusal)
+    except (LayerRefused, FormatError) as refusal:
+        plan.refused[layer] = str(refusal).replace("\n", " ")
 
 
 def refusal_error(path: Path, refused: Mapping[str, str]) -> CheckpointError:
