@@ -14,6 +14,14 @@ def packed_words(codes, bits, dim):
     return torch.from_numpy(words if dim == 1 else words.T.copy())
 
 
+def whole_words(codes, bits, dim):
+    """As `packed_words`, but no code runs across words: the highest bits stay empty."""
+    each, rows = 32 // bits, (codes if dim == 1 else codes.t()).numpy().astype(np.uint32)
+    rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % each))).reshape(len(rows), -1, each)
+    words = (rows << (bits * np.arange(each, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
+    return torch.from_numpy(words if dim == 1 else words.T.copy())
+
+
 def minus_one(words, bits):
     """Zero points as GPTQ's version 1 stores them: one is subtracted from each field, with borrows within a word.
 

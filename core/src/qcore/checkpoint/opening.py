@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..errors import QcoreWarning
 from .archive import Archive
-from .header import file_error
+from .header import file_error, shown
 from .imported import ImportedArchive
-from .importers.base import Source, folder_of, read_json
+from .importers.base import Plan, Source, folder_of, read_json
 from .importers.registered import importer_names, plan_import
 
 _OWN = "qcore"
@@ -30,11 +32,20 @@ def _imported(archive: Archive) -> Archive:
     source = Source(archive.path, config, settings, archive.entries, archive.metadata, archive.read)
     found = plan_import(source)
     if found is not None:
+        _warn(archive.path, found[1])
         return ImportedArchive.of(archive, *found)
     if source.method and source.method != _OWN:
         what = f"its quantization_config names {source.method[:64]!r}, which qcore does not read."
         raise file_error(archive.path, what, f"It reads qcore, {', '.join(importer_names())}.")
     return archive
+
+
+def _warn(path: Path, plan: Plan) -> None:
+    """Warn of what qcore does otherwise than the tool, once per reason."""
+    for reason in dict.fromkeys(plan.notes.values()):
+        layers = [layer for layer, note in plan.notes.items() if note == reason]
+        first = f"{shown(layers[0])!r}" + (f" and {len(layers) - 1} other layers" if len(layers) > 1 else "")
+        warnings.warn(f"{path}: {first}: {reason}.", QcoreWarning, stacklevel=2)
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:

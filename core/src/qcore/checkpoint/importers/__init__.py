@@ -8,6 +8,7 @@ from __future__ import annotations
 from .awq import AWQ
 from .base import Importer
 from .bitsandbytes import BitsAndBytes
+from .compressed_tensors import CompressedTensors
 from .fp8 import FP8
 from .gptq import GPTQ
 from .hqq import HQQ
@@ -16,5 +17,16 @@ from .mxfp4 import MXFP4
 from .quanto import Quanto
 from .torchao import TorchAO
 
-BUILTIN: tuple[Importer, ...] = (GPTQ(), AWQ(), FP8(), ModelOpt(), MXFP4(), BitsAndBytes(), HQQ(), Quanto(), TorchAO())
+BUILTIN: tuple[Importer, ...] = (
+    GPTQ(),
+    AWQ(),
+    CompressedTensors(),
+    FP8(),
+    ModelOpt(),
+    MXFP4(),
+    BitsAndBytes(),
+    HQQ(),
+    Quanto(),
+    TorchAO(),
+)
 """The importers of qcore. The first that recognizes a checkpoint reads it; those of plugins are asked after them."""

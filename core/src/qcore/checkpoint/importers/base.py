@@ -106,13 +106,14 @@ class Plan:
     """What a checkpoint holds. Tensors that are in no ``sources`` and not in ``dropped`` are taken as they are.
 
     **Fields:** ``weights``; ``tensors``; ``dropped``: names of stored tensors without a use; ``refused``: layer to what
-    is missing to read it.
+    is missing to read it; ``notes``: layer to what of the tool's way to run it qcore does otherwise.
     """
 
     weights: list[ForeignWeight] = field(default_factory=list)
     tensors: list[ForeignTensor] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def used(self) -> set[str]:
