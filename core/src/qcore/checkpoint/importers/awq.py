@@ -21,7 +21,7 @@ from ...weights.schemes import Scheme
 from ..header import file_error
 from .base import ForeignWeight, LayerRefused, Plan, Read, Source, group_size, int_format, plan_layers
 from .gptq import AUTO_ROUND, packing_format
-from .packing import plain_int4, signed, unpack_words
+from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 
 _PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble that holds each of a word's eight outputs."""
@@ -62,7 +62,7 @@ def _plan_gemm(source: Source, group: int, layer: str, plan: Plan) -> None:
 
     def build(read: Read) -> QTensor:
         zero = signed(_unpack_gemm(read(names["qzeros"])), 4) if "qzeros" in names else None
-        data = plain_int4(_unpack_gemm(read(names["qweight"])).t())
+        data = _data_gemm(read(names["qweight"]))
         return QTensor(data, read(names["scales"]), zero, (n, k), format)
 
     _add(source, layer, (n, k), format, names, build, plan)
@@ -121,3 +121,17 @@ def _unpack_gemm(words: Tensor) -> Tensor:
     """Codes, uint8 (rows, outputs), of words ``(rows, outputs / 8)``."""
     nibbles = unpack_words(words, 4, 8 * words.shape[1], dim=1)
     return nibbles.view(*words.shape, 8)[..., list(_PLACE)].flatten(1)
+
+
+def _data_gemm(words: Tensor) -> Tensor:
+    """The data of PLAIN, uint8 (N, ceil(K / 2)), of words ``(K, N / 8)``."""
+    k, count = words.shape
+    if k % 2:
+        return plain_int4(_unpack_gemm(words).t())
+    # Byte b of a word has one output in its low nibble and one in its high nibble; those of two columns make one byte.
+    parts = words.t().contiguous().view(torch.uint8).view(count, k // 2, 2, 4)
+    data = torch.empty(count, 8, k // 2, dtype=torch.uint8)
+    for output, place in enumerate(_PLACE):
+        even, odd = parts[:, :, 0, place // 2], parts[:, :, 1, place // 2]
+        data[:, output] = (even >> 4) | (odd & 0xF0) if place % 2 else (even & 15) | (odd << 4)
+    return data.view(8 * count, k // 2) ^ SIGN_OF_NIBBLES

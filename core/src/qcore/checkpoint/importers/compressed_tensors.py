@@ -140,9 +140,12 @@ def _packed_int(layer: _Layer) -> _Planned:
             data = packed.view(torch.uint8) ^ SIGN_OF_NIBBLES
             return QTensor(data, scale, zero, (n, k), format)
         codes = unpack_words(packed, bits, k, dim=1, whole=whole)
-        codes = codes if order is None else codes[:, order.long()]
         centre = 1 << (bits - 1)
-        data = plain_int4(codes + (8 - centre)) if bits <= 4 else signed(codes + (128 - centre), 8)
+        if bits <= 4:
+            data = plain_int4(codes if centre == 8 else codes + (8 - centre), order)
+        else:
+            codes = codes if order is None else codes.index_select(1, order)
+            data = signed(codes if centre == 128 else codes + (128 - centre), 8)
         return QTensor(data, scale, zero, (n, k), format, order=order)
 
     return (n, k), format, build, layer.dtype("weight_scale"), order is not None

@@ -156,13 +156,11 @@ def _plus(packed: Tensor, ones: tuple[int, ...]) -> Tensor:
 
 def _data(packed: Tensor, bits: int, k: int, order: Tensor | None) -> Tensor:
     """The data of PLAIN (N, ...) of ``qweight``."""
-    n = packed.shape[1]
     if bits == 4 and order is None and k == 8 * packed.shape[0]:
-        # A byte of a word holds two neighbouring codes of one output: PLAIN but for the sign and the order of bytes.
-        byte = packed.view(torch.uint8).view(-1, n, 4)
-        return byte.transpose(0, 1).reshape(n, k // 2) ^ SIGN_OF_NIBBLES
+        # The eight codes of a word are neighbours of one output: PLAIN but for the sign and the order of words.
+        return packed.t().contiguous().view(torch.uint8) ^ SIGN_OF_NIBBLES
     codes = unpack_words(packed, bits, k, dim=0).t()
-    codes = codes if order is None else codes[:, order.long()]
     if bits == 8:
-        return signed(codes.contiguous(), 8)
-    return plain_int4(codes + (8 - (1 << (bits - 1))))
+        return signed(codes.contiguous() if order is None else codes.index_select(1, order), 8)
+    centre = 1 << (bits - 1)
+    return plain_int4(codes if centre == 8 else codes + (8 - centre), order)

@@ -54,8 +54,16 @@ def signed(codes: Tensor, bits: int) -> Tensor:
     return (codes ^ 128).view(torch.int8) if bits == 8 else codes.to(torch.int8) - (1 << (bits - 1))
 
 
-def plain_int4(codes: Tensor) -> Tensor:
-    """Unsigned codes 0..15, uint8 ``(N, K)``, as the bytes of PLAIN int4, uint8 ``(N, ceil(K/2))``."""
+def plain_int4(codes: Tensor, order: Tensor | None = None) -> Tensor:
+    """Unsigned codes 0..15, uint8 ``(N, K)``, as the bytes of PLAIN int4, uint8 ``(N, ceil(K/2))``.
+
+    ``order``: the column of ``codes`` that comes at each place, int32 ``(K,)``.
+    """
     if codes.shape[1] % 2:  # PLAIN is padded with code 0, which is 8 here
         codes = torch.nn.functional.pad(codes, (0, 1), value=8)
-    return pack_nibbles(codes[:, ::2], codes[:, 1::2]) ^ SIGN_OF_NIBBLES
+        if order is not None:
+            order = torch.cat((order, order.new_tensor([codes.shape[1] - 1])))
+    if order is None:
+        return pack_nibbles(codes[:, ::2], codes[:, 1::2]) ^ SIGN_OF_NIBBLES
+    low, high = (codes.index_select(1, order[first::2]) for first in (0, 1))
+    return pack_nibbles(low, high) ^ SIGN_OF_NIBBLES
