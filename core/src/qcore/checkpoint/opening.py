@@ -12,8 +12,9 @@ from ..errors import QcoreWarning
 from .archive import Archive
 from .header import file_error, shown
 from .imported import ImportedArchive
-from .importers.base import Plan, Source, folder_of, read_json
+from .importers.base import Plan, Source
 from .importers.registered import importer_names, plan_import
+from .model_config import CONFIG, folder_of, read_json
 
 _OWN = "qcore"
 
@@ -27,7 +28,7 @@ def open_checkpoint(path: Path) -> Iterator[Archive]:
 
 def _imported(archive: Archive) -> Archive:
     """The tensors of another tool's checkpoint, or ``archive`` itself if it is not quantized."""
-    config = read_json(folder_of(archive.path) / "config.json")
+    config = read_json(folder_of(archive.path) / CONFIG)
     settings = _settings(config)
     source = Source(archive.path, config, settings, archive.entries, archive.metadata, archive.read)
     found = plan_import(source)

@@ -19,7 +19,8 @@ from ...errors import CheckpointError, FormatError, quoted
 from ...formats import Format, ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from ..header import MAX_HEADER, Entry, file_error, parse_json
+from ..header import Entry, file_error
+from ..model_config import folder_of, read_json
 
 Read = Callable[[str], Tensor]
 """Reads the stored tensor of a name into new memory on the CPU."""
@@ -170,22 +171,6 @@ def refusal_error(path: Path, refused: Mapping[str, str]) -> CheckpointError:
         f"{len(refused)} layer{plural} cannot be read{more}. {'; '.join(shown)}.",
         "Get the checkpoint in another format, or quantize the float model with qcore.",
     )
-
-
-def folder_of(path: Path) -> Path:
-    """The directory of a checkpoint, which may be one file in it."""
-    return path if path.is_dir() else path.parent
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty if there is no such file. Raises `CheckpointError` for a damaged one."""
-    if not path.is_file():
-        return {}
-    with path.open("rb") as file:
-        text = file.read(MAX_HEADER + 1)
-    if len(text) > MAX_HEADER:
-        raise file_error(path, f"it is longer than {MAX_HEADER} bytes.")
-    return parse_json(text, path, path.name)
 
 
 def group_size(k: int, groups: int, wanted: int | None) -> int | None:
