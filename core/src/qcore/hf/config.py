@@ -63,3 +63,11 @@ class QcoreConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
     def to_diff_dict(self) -> dict[str, Any]:
         """The same as `to_dict`: every setting is meaningful."""
         return self.to_dict()
+
+
+class ForeignConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
+    """The settings of a tool that transformers does not know: kept as they are."""
+
+    def __init__(self, quant_method: str = "", **settings: Any) -> None:
+        self.quant_method = quant_method
+        self.__dict__.update(settings)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from ..checkpoint.archive import Archive
 from ..checkpoint.imported import ImportedArchive
@@ -29,7 +29,7 @@ from ..checkpoint.saving import described_state
 from ..errors import CheckpointError, FormatError, UnsupportedError, did_you_mean
 from ..model.streamed import StreamedPlan
 from ..nn.base import QuantizedModule
-from .config import METHOD, QcoreConfig
+from .config import METHOD, ForeignConfig, QcoreConfig
 
 FOREIGN = {
     "gptq": ("gptq",),
@@ -39,6 +39,7 @@ FOREIGN = {
     "fp8": ("fp8",),
     "fbgemm_fp8": ("fbgemm_fp8",),
     "mxfp4": ("mxfp4",),
+    "modelopt": ("modelopt",),
     "bitsandbytes": ("bitsandbytes_4bit", "bitsandbytes_8bit"),
     "hqq": ("hqq",),
     "quanto": ("quanto",),
@@ -60,6 +61,7 @@ def adopt(*methods: str) -> None:
             )
         for name in FOREIGN[method]:
             AUTO_QUANTIZER_MAPPING[name] = QcoreQuantizer
+            AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(name, ForeignConfig)
 
 
 @register_quantizer(METHOD)
@@ -108,7 +110,7 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
             raise CheckpointError("transformers never tied the weights of the model, so qcore could not load them.")
         self._loading = None
         # Saving would undo the renames of this load; qcore saves the names that the model has.
-        model._weight_conversions = None
+        model._weight_conversions = []
         layers = _described(model)
         config = self.quantization_config
         kept = config if isinstance(config, QcoreConfig) else QcoreConfig()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import FormatError
 from ..nn.counterparts import rebuild
 from ..nn.experts import QuantizedExperts, expert_weights
-from ..nn.grouped_linear import QuantizedGroupedLinear
+from ..nn.grouped_linear import QuantizedGroupedLinear, quantize_experts
 from ..resolving.binding import WeightStore
 from ..weights.parts import parts
 from ..weights.qtensor import QTensor
@@ -63,11 +63,13 @@ class StreamedPlan:
         """
         layer, _, which = name.rpartition(".")
         scheme = self._plan.schemes[layer]
-        if value.dim() == 4:  # a convolution
-            value = value.permute(0, 2, 3, 1).flatten(1)
-        elif value.dim() == 3 and getattr(self._plan.layers[layer], "is_transposed", False):
-            value = value.transpose(1, 2)
-        self._weights[self._owner(name)] = quantize(value, scheme.weight, scheme.quantizer, name=name)
+        if value.dim() == 3:
+            transposed = getattr(self._plan.layers[layer], "is_transposed", False)
+            weight = quantize_experts(value.transpose(1, 2) if transposed else value, scheme, name)
+        else:
+            flat = value.permute(0, 2, 3, 1).flatten(1) if value.dim() == 4 else value  # of a convolution
+            weight = quantize(flat, scheme.weight, scheme.quantizer, name=name)
+        self._weights[self._owner(name)] = weight
         first = self._plan.ties.get(layer, layer)
         tied = {other for other, group in self._plan.ties.items() if group == first} | {layer}
         done = {f"{other}.{which}" for other in tied} & self.parameters
