@@ -69,6 +69,7 @@ class QuantizedEmbedding(QuantizedModule):
         return EmbeddingRequest(self._store.device, self.out_dtype or self._dtype, *sizes, self.scheme.weight)
 
     def _check(self, x: Tensor) -> None:
+        self._follow()
         check_dense("indices", x, self._store.device)
         check_index_dtype(x)
 
