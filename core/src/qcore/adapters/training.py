@@ -8,6 +8,9 @@ from torch import nn
 
 from ..errors import UnsupportedError
 
+_ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+"""The method of transformers' models, by its name since 5.23 and before."""
+
 
 def prepare_model_for_kbit_training(
     model: nn.Module,
@@ -23,15 +26,16 @@ def prepare_model_for_kbit_training(
     """
     loaded: Any = model
     options = gradient_checkpointing_kwargs or {}
-    if use_gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
+    enable = next((getattr(model, name) for name in _ENABLE if hasattr(model, name)), None)
+    if use_gradient_checkpointing and enable is None:
         raise UnsupportedError(
-            f"a {type(model).__name__} has no gradient_checkpointing_enable(), which models of transformers have.\n"
+            f"a {type(model).__name__} has no {_ENABLE[-1]}(), which models of transformers have.\n"
             f"Pass use_gradient_checkpointing=False."
         )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    if use_gradient_checkpointing:
-        if options.get("use_reentrant", True):
+    if use_gradient_checkpointing and enable is not None:
+        if options.get("use_reentrant", True) and hasattr(model, "enable_input_require_grads"):
             loaded.enable_input_require_grads()
-        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        enable(options)
     return model
