@@ -359,6 +359,7 @@ def test_dora_with_dropout_trains():
         ({"target_modules": ["up"], "init_lora_weights": "pissa"}, "pissa"),
         ({"target_modules": ["up"], "init_lora_weights": "olora"}, "olora"),
         ({"target_modules": ["up"], "modules_to_save": ["down"]}, "frozen"),
+        ({"target_modules": ["up"], "trainable_token_indices": {"table": [1, 2]}}, "frozen"),
     ],
 )
 def test_refuses_in_words(options, word):
@@ -423,6 +424,56 @@ def test_adds_weighted_adapters():
     layer = model.get_submodule(f"{PRE}up")
     wanted = 0.5 * layer.get_delta_weight("default") + 0.25 * layer.get_delta_weight("other")
     torch.testing.assert_close(layer.get_delta_weight("both"), wanted)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "wfp8a16", "w4a16-g32-fzp", "w8a8", "w4a8-g32-asym"])
+def test_merges_in_every_kind_of_scheme(scheme):
+    model = adapted(quantized_net(scheme), ["up", "down"])
+    layer = model.get_submodule(f"{PRE}up.base_layer")
+    before, separate = (bits(layer), layer.scheme), model(tokens())
+    model.merge_adapter()
+    assert (layer.scheme, layer.weight.format) == (before[1], before[1].weight)
+    assert (model(tokens()) - separate).norm() < 0.2 * separate.norm()
+    model.unmerge_adapter()
+    assert same_bits(bits(layer), before[0])
+    assert torch.equal(model(tokens()), separate)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_half_precision(dtype, use_dora):
+    model = adapted(quantized_net("w8a16-g32").to(dtype), ["up", "down"], use_dora=use_dora)
+    single = adapted(quantized_net("w8a16-g32"), ["up", "down"], use_dora=use_dora)
+    wanted = single(tokens())
+    found = model(tokens())
+    assert found.dtype == dtype
+    assert (found.float() - wanted).norm() < 0.03 * wanted.norm()
+    model.merge_adapter()
+    assert (model(tokens()).float() - wanted).norm() < 0.05 * wanted.norm()
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_loads_lazily_a_second_time_and_without_the_first(use_dora, tmp_path):
+    model = adapted(quantized_net(), ["up", "down"], use_dora=use_dora)
+    wanted = model(tokens())
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(quantized_net(), tmp_path, low_cpu_mem_usage=True)
+    assert torch.equal(loaded(tokens()), wanted)
+    loaded.load_adapter(tmp_path, "again")
+    loaded.set_adapter("again")
+    loaded.delete_adapter("default")
+    assert torch.equal(loaded(tokens()), wanted)
+    assert type(loaded.unload().up) is qcore.nn.QuantizedLinear
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, as it traces
+def test_compiles_and_differentiates():
+    model = adapted(quantized_net(), ["up", "down"])
+    wanted = model(tokens())
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens()), wanted)
+    compiled(tokens()).sum().backward()
+    assert model.get_submodule(f"{PRE}up").lora_A["default"].weight.grad.abs().sum() > 0
 
 
 def test_moves_while_merged():

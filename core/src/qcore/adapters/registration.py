@@ -34,7 +34,7 @@ def register() -> None:
     if hasattr(LoraModel._create_new_module, _MARK):
         return
     create: Any = LoraModel._create_new_module
-    check: Any = AuxiliaryTrainingWrapper.check_module
+    wrap: Any = AuxiliaryTrainingWrapper.__init__
     include: Any = tuners_utils._maybe_include_all_linear_layers
 
     @wraps(create)
@@ -51,10 +51,10 @@ def register() -> None:
             )
         return kind(target, adapter_name, config=lora_config, **kwargs)
 
-    @wraps(check)
-    def check_module(wrapper: Any) -> None:
-        check(wrapper)
-        _check_trainable(wrapper.original_module)
+    @wraps(wrap)
+    def wrap_trainable(wrapper: Any, module_to_save: nn.Module, *args: Any, **kwargs: Any) -> None:
+        _check_trainable(module_to_save)
+        wrap(wrapper, module_to_save, *args, **kwargs)
 
     @wraps(include)
     def include_linear_layers(config: Any, model: nn.Module) -> Any:
@@ -67,7 +67,7 @@ def register() -> None:
     setattr(create_new_module, _MARK, True)
     tuners_utils._maybe_include_all_linear_layers = include_linear_layers
     LoraModel._create_new_module = staticmethod(create_new_module)
-    AuxiliaryTrainingWrapper.check_module = check_module
+    AuxiliaryTrainingWrapper.__init__ = wrap_trainable
 
 
 def _is_mapped(config: Any, base: nn.Module) -> bool:
