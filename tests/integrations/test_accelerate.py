@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -181,3 +182,31 @@ def test_sizes_for_device_maps_are_those_of_the_packed_weights():
     sizes = accelerate.utils.compute_module_sizes(model)
     assert 0 < sizes["up"] < 96 * 64 * 4 / 2
     assert set(accelerate.infer_auto_device_map(model, {"cpu": 10**9}).values()) == {"cpu"}
+
+
+def test_a_deep_copy_has_hooks_of_its_own(tmp_path):
+    model = net()
+    wanted = run(model)
+    accelerate.disk_offload(model, str(tmp_path), "cpu")
+    twin = copy.deepcopy(model)
+    assert torch.equal(run(twin), wanted)
+    assert twin.up.weight.device.type == "meta"
+    remove_hook_from_submodules(twin)
+    assert twin.up.weight.device.type == "cpu"
+    assert model.up.weight.device.type == "meta"
+    assert torch.equal(run(model), wanted)
+
+
+def test_adapters_run_over_and_merge_into_offloaded_layers(tmp_path):
+    peft = pytest.importorskip("peft")
+    import qcore.adapters
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["up", "down", "conv"], init_lora_weights=False)
+    model = peft.get_peft_model(net("w8a16-g32"), config)
+    wanted = run(model)
+    accelerate.disk_offload(model, str(tmp_path), "cpu")
+    assert torch.equal(run(model), wanted)
+    merged = model.merge_and_unload()
+    assert isinstance(merged.up, qcore.nn.QuantizedLinear)
+    assert (run(merged) - wanted).norm() < 0.05 * wanted.norm()
