@@ -18,6 +18,7 @@ _FENCE = re.compile(r"^```(?P<kind>[a-z]*)[^\n]*\n(?P<body>.*?)^```$", re.MULTIL
 _HEADING = re.compile(r"^(#{1,6}) (.+)$", re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 _VARY = "<!-- figures vary -->"
+_NEEDS = re.compile(r"^<!-- needs: (?P<modules>[a-z_, ]+) -->$", re.MULTILINE)
 _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^>]+) -->\s*$")
 
 
@@ -53,6 +54,12 @@ def blocks(page: Path) -> list[Block]:
         found.append(Block(match["kind"], match["body"], line, follows, why, vary))
         end = match.end()
     return found
+
+
+def needs(page: Path) -> list[str]:
+    """The modules beside qcore that the page's examples import."""
+    found = _NEEDS.search(page.read_text("utf-8"))
+    return found["modules"].replace(",", " ").split() if found else []
 
 
 def prose(page: Path) -> str:

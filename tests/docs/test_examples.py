@@ -87,6 +87,8 @@ def check_page(page):
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=pages.name)
 def test_examples_run(page, elsewhere, with_plugin):
+    for module in pages.needs(page):
+        pytest.importorskip(module)
     if page.stem != "cuda":  # whose examples show what is printed without a GPU
         with_plugin(page.stem)
     check_page(page)

@@ -27,7 +27,7 @@ from .report import (
     quantized_row,
     weight_bytes,
 )
-from .selection import Choice, Patterns, Selection, Sharing, as_patterns, as_rules
+from .selection import Choice, Patterns, Selection, Sharing, as_patterns, as_rules, why_adapter_needs_it
 
 
 def quantize_(
@@ -99,7 +99,12 @@ class ModelPlan:
         if group.scheme is None:
             return EXCLUDED, self.notes.get(name, group.reason)
         scheme = own.scheme if own.scheme is not None and own.same_weight_as(group) else group.scheme
-        reason = why_unsupported(module) or self._reads_weight(name) or _unsupported_scheme(scheme)
+        reason = (
+            why_adapter_needs_it(self.model, name)
+            or why_unsupported(module)
+            or self._reads_weight(name)
+            or _unsupported_scheme(scheme)
+        )
         if expert_weights(module):
             reason = reason or _unsupported_for_experts(scheme)
         return (REFUSED, reason) if reason else scheme

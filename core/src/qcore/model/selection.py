@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -82,6 +83,40 @@ class Selection:
 
 def _first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
     return next((p for p in patterns if any(matches(name, p) for name in names)), None)
+
+
+def why_adapter_needs_it(model: nn.Module, name: str) -> str:
+    """Return why the adapters of peft in ``model`` need the layer ``name`` as it is, or an empty string.
+
+    A layer inside an adapter trains. The layer behind an adapter, its base, can be quantized, unless the adapter reads
+    its weight instead of calling it. peft's layers list the children that belong to adapters; peft is not imported.
+    """
+    path = name.split(".") if name else []
+    module: Any = model
+    for depth, child in enumerate(path):
+        adapters = [*_adapter_children(module)]
+        if child in adapters:
+            return f"it trains as part of the adapter {'.'.join(path[depth + 1 :]) or child!r} of peft"
+        if adapters and child == "base_layer" and depth + 1 == len(path) and not _only_calls_base(module):
+            kind = type(module).__name__
+            return f"the adapter in front of it ({kind}) reads this weight; quantize before peft adds it"
+        module = getattr(module, child)
+    return ""
+
+
+def _adapter_children(module: nn.Module) -> Iterator[str]:
+    names = getattr(module, "adapter_layer_names", ())
+    return (str(name).partition(".")[0] for name in names) if isinstance(names, tuple) else iter(())
+
+
+def _only_calls_base(module: Any) -> bool:
+    """Whether an adapter is LoRA without a variant (DoRA and the like), which adds to what its base returns."""
+    kind = type(module)
+    plain = kind.__module__ == _LORA_LAYERS and kind.__name__ in ("Linear", "Embedding", "Conv2d")
+    return plain and not getattr(module, "lora_variant", None)
+
+
+_LORA_LAYERS = "peft.tuners.lora.layer"
 
 
 class Sharing:

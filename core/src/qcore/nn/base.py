@@ -29,6 +29,7 @@ from ..runtime.settings import Settings, current, in_force
 from ..weights.activations import Activation, OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
+from .offloading import HOOK, attach, moved_to
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PREFIX = "packed_"
@@ -87,11 +88,11 @@ class QuantizedModule(nn.Module):
         self._bias_shape = store.shape[:1]
         self.register_parameter("bias", _parameter(bias, store.device))
         # A name without a tensor: a lookup by name (get_buffer, transformers' tie_weights) finds `weight`, and code
-        # that iterates over all buffers skips None.
+        # that iterates over all buffers skips None. Not listed as non-persistent: accelerate takes those for tensors.
         self._buffers["weight"] = None
-        self._non_persistent_buffers_set.add("weight")
         self._bounds: dict[tuple[torch.dtype, bool], Bound] = {}
         self._primary: Bound | None = None
+        self._shown: dict[str, Tensor] = {}
         store.users.add(self)
         self._bind_primary()
 
@@ -127,6 +128,7 @@ class QuantizedModule(nn.Module):
     @property
     def weight(self) -> QTensor:
         """The weight as a `QTensor`, unpacked on demand; its ``dtype`` is the compute dtype of the layer."""
+        self._follow()
         return WeightView(self._store, self._dtype)
 
     @property
@@ -172,9 +174,27 @@ class QuantizedModule(nn.Module):
         self._expose_packed()
 
     def _expose_packed(self) -> None:
-        """Expose the packed tensors as non-persistent buffers, for tracing and for tools that count memory."""
-        packed = {_buffer_name(b, key): tensor for b in self._bounds.values() for key, tensor in b.packed.items()}
+        """Expose the packed tensors as non-persistent buffers, for tracing and for tools that count memory.
+
+        Not those of a library (oneDNN), which have no strides and no address: tools that copy or move buffers fail on
+        them. An empty tensor stands for these, so that there is something to move.
+        """
+        every = {_buffer_name(b, key): tensor for b in self._bounds.values() for key, tensor in b.packed.items()}
+        packed = {name: tensor for name, tensor in every.items() if tensor.layout is _STRIDED}
+        if len(packed) < len(every):
+            packed[f"{_PREFIX}device"] = torch.empty(0, device=self._store.device)
+        self._shown = packed
         self._set_packed_buffers(packed)
+
+    def _follow(self) -> None:
+        """Go where a tool has moved the buffers of the layer, and show its own again if a tool has replaced them."""
+        shown = self._shown
+        if torch.compiler.is_compiling() or all(self._buffers.get(name) is tensor for name, tensor in shown.items()):
+            return
+        device = moved_to(shown, self._buffers, self._store.device)
+        self._expose_packed()
+        if device is not None:
+            self._apply(lambda t: t.to(device))
 
     def _set_packed_buffers(self, packed: dict[str, Tensor]) -> None:
         kept = {name for name in self._non_persistent_buffers_set if not name.startswith(_PREFIX)}
@@ -199,6 +219,7 @@ class QuantizedModule(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         """Raise `FormatError` if x, or a bias that was replaced, is invalid."""
+        self._follow()
         device = self._store.device
         check_dense("x", x, device)
         check_x_dtype(x, self.scheme.activation)
@@ -242,10 +263,18 @@ class QuantizedModule(nn.Module):
         bound = self._bounds.get((dtype, False)) or self._primary
         if bound is None:
             raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
-        packed: Any = {key: self._buffers[_buffer_name(bound, key)] for key in bound.packed}
+        packed: Any = {key: self._traced(_buffer_name(bound, key), own) for key, own in bound.packed.items()}
         own = getattr(bound.request, "x_dtype", x.dtype)
         result = self._call(bound, packed, x.to(own), self._needs_grad(x), params)
         return result.to(self._out_dtype(dtype)) if result.is_floating_point() else result
+
+    def _traced(self, name: str, own: Tensor) -> Tensor:
+        """Return the buffer of a packed tensor; the tensor itself if a tool has put another one in its place.
+
+        While exporting, torch puts in its place what it traces with.
+        """
+        buffer = self._buffers.get(name)
+        return own if buffer is None or (buffer is not own and type(buffer) is type(own)) else buffer
 
     def _call(
         self, bound: Bound, packed: dict[str, Tensor], x: Tensor, training: bool, params: dict[str, Tensor]
@@ -271,6 +300,8 @@ class QuantizedModule(nn.Module):
             self._set_weight(value)
         else:
             super().__setattr__(name, value)
+            if name == HOOK:
+                attach(self, value, _PREFIX)
 
     def _set_weight(self, weight: Any) -> None:
         """Replace the weight by another of the same shape; the weight of another layer is shared with it."""
@@ -281,6 +312,7 @@ class QuantizedModule(nn.Module):
             )
         if tuple(weight.shape) != tuple(self._store.shape):
             raise FormatError(f"weight has shape {tuple(weight.shape)}; this layer needs {tuple(self._store.shape)}.")
+        self._follow()
         store = weight.store if isinstance(weight, WeightView) else WeightStore(weight)
         if store is not self._store:
             self._store.users.discard(self)
@@ -303,6 +335,7 @@ class QuantizedModule(nn.Module):
             return self._apply_locked(fn, recurse)
 
     def _apply_locked(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> QuantizedModule:
+        self._follow()
         # fn must not be applied to packed tensors: .half() would round their scales. An empty sample reveals the
         # target.
         sample = fn(torch.empty(0, dtype=self._dtype, device=self._store.device))
@@ -318,9 +351,11 @@ class QuantizedModule(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
+        self._follow()
         shown = {name: value for name, value in self._buffers.items() if not name.startswith(_PREFIX)}
         kept = {name for name in self._non_persistent_buffers_set if not name.startswith(_PREFIX)}
-        changed = {"_buffers": shown, "_non_persistent_buffers_set": kept, "_bounds": {}, "_primary": None}
+        unbound: dict[str, Any] = {"_bounds": {}, "_primary": None, "_shown": {}}
+        changed = {"_buffers": shown, "_non_persistent_buffers_set": kept, **unbound}
         return {**self.__dict__, **changed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -329,6 +364,7 @@ class QuantizedModule(nn.Module):
         self._bind_primary(state.get("_bind_settings", _BindSettings()).settings)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._follow()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in self._store.neutral().tensors().items():
             destination[f"{prefix}weight.{name}"] = tensor
@@ -378,6 +414,7 @@ class QuantizedModule(nn.Module):
         yield from (name for name, present in has.items() if not present)
 
     def _load_found(self, found: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
+        self._follow()
         parts: Any = {part: found.get(f"{prefix}weight.{part}") for part in WEIGHT_TENSORS}
         store = self._store
         try:

@@ -28,6 +28,11 @@ class QuantizedEmbedding(QuantizedModule):
     applies.
     """
 
+    # What adapters read of an embedding, with the values that mean nothing of the kind.
+    max_norm: None = None
+    norm_type = 2.0
+    scale_grad_by_freq = sparse = False
+
     def __init__(self, store: WeightStore, scheme: Scheme, dtype: torch.dtype, padding_idx: int | None = None) -> None:
         self.num_embeddings, self.embedding_dim = store.shape
         self.padding_idx = padding_idx
@@ -64,6 +69,7 @@ class QuantizedEmbedding(QuantizedModule):
         return EmbeddingRequest(self._store.device, self.out_dtype or self._dtype, *sizes, self.scheme.weight)
 
     def _check(self, x: Tensor) -> None:
+        self._follow()
         check_dense("indices", x, self._store.device)
         check_index_dtype(x)
 

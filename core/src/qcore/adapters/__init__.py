@@ -1,0 +1,16 @@
+"""LoRA adapters of peft over quantized layers; ``import qcore.adapters`` lets peft know them.
+
+After the import `peft.get_peft_model` and `peft.PeftModel.from_pretrained` put LoRA over `qcore.nn.QuantizedLinear`,
+`QuantizedEmbedding` and `QuantizedConv2d`; everything that peft does with other layers stays as it was. Needs the extra
+``peft``.
+
+May import: model and the floors below it, and peft. Imported by: nobody.
+"""
+
+from .layers import LoraConv2d, LoraEmbedding, LoraLinear, adopt_
+from .registration import register
+from .training import prepare_model_for_kbit_training
+
+__all__ = ["LoraConv2d", "LoraEmbedding", "LoraLinear", "adopt_", "prepare_model_for_kbit_training", "register"]
+
+register()

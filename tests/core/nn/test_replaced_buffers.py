@@ -1,0 +1,126 @@
+"""Tools that move or replace the buffers of a layer in its tables, as accelerate and transformers do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import qcore
+from qcore.nn.offloading import moved_to
+
+SCHEMES = ["w4a16-g32", "w8a8", "nf4", "nvfp4"]
+
+
+def linear(scheme: str) -> qcore.nn.QuantizedLinear:
+    torch.manual_seed(0)
+    return qcore.nn.QuantizedLinear.from_float(torch.nn.Linear(64, 32), scheme)
+
+
+def replace_by_garbage(layer: torch.nn.Module) -> int:
+    """What transformers does to every non-persistent buffer after it has loaded a model."""
+    count = 0
+    for name in sorted(layer._non_persistent_buffers_set):
+        old = layer._buffers[name]
+        if old is not None:
+            fill = float("nan") if old.dtype.is_floating_point else 77
+            layer._buffers[name] = torch.full(old.shape, fill).to(old.dtype)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_computes_with_its_own_tensors(scheme, compiled):
+    layer, x = linear(scheme), torch.randn(3, 64)
+    with torch.no_grad():
+        wanted = layer(x)
+        assert replace_by_garbage(layer)
+        run = torch.compile(layer, backend="eager", fullgraph=True) if compiled else layer
+        assert torch.equal(run(x), wanted)
+
+
+def test_graph_made_before_is_not_reused_with_garbage():
+    layer, x = linear("w4a16-g32"), torch.randn(3, 64)
+    torch._dynamo.reset()
+    run = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        wanted = run(x)
+        replace_by_garbage(layer)
+        assert torch.equal(run(x), wanted)
+
+
+def test_table_and_convolution_compute_with_their_own_tensors():
+    table = qcore.nn.QuantizedEmbedding.from_float(torch.nn.Embedding(20, 64), "w4a16-g32")
+    conv = qcore.nn.QuantizedConv2d.from_float(torch.nn.Conv2d(4, 8, 3), "w8a16")
+    for layer, x in ((table, torch.arange(5)), (conv, torch.randn(1, 4, 6, 6))):
+        with torch.no_grad():
+            wanted = layer(x)
+            assert replace_by_garbage(layer)
+            assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), wanted)
+            assert torch.equal(layer(x), wanted)
+
+
+def test_shows_its_own_tensors_again():
+    layer = linear("w4a16-g32")
+    shown = dict(layer._buffers)
+    replace_by_garbage(layer)
+    layer.weight  # noqa: B018 - looks at the layer
+    assert all(layer._buffers[name] is tensor for name, tensor in shown.items())
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, lambda layer: layer.double(), lambda layer: layer.to("cpu")])
+def test_garbage_reaches_no_copy_and_no_state_dict(change):
+    layer = linear("w4a16-g32")
+    wanted = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    replace_by_garbage(layer)
+    found = change(layer).state_dict()
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name].double(), found[name].double()) for name in wanted)
+
+
+def test_shows_no_tensor_without_strides():
+    """oneDNN's tensors have no address: `empty_like`, `data_ptr` and numpy fail on them."""
+    layer = linear("w8a8")
+    assert all(tensor.layout is torch.strided for tensor in layer.buffers())
+    assert all(torch.empty_like(tensor).data_ptr() >= 0 for tensor in layer.buffers())
+    assert list(layer.buffers())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_goes_where_its_buffers_were_moved(scheme, monkeypatch):
+    layer, seen = linear(scheme), []
+
+    def applied(self, fn, recurse=True):
+        with FakeTensorMode():
+            seen.append(fn(torch.empty(0)).device)
+        return self
+
+    name = next(name for name in layer._buffers if layer._buffers[name] is not None)
+    with FakeTensorMode():
+        layer._buffers[name] = torch.empty(layer._buffers[name].shape, device="cuda:1")
+    monkeypatch.setattr(qcore.nn.QuantizedLinear, "_apply", applied)
+    layer._follow()
+    assert seen == [torch.device("cuda:1")]
+    layer._follow()
+    assert len(seen) == 1
+
+
+def test_does_not_follow_to_meta():
+    layer, x = linear("w4a16-g32"), torch.randn(3, 64)
+    wanted = layer(x)
+    for name, tensor in list(layer._buffers.items()):
+        layer._buffers[name] = None if tensor is None else tensor.to("meta")
+    assert layer.weight.device.type == "cpu"
+    assert torch.equal(layer(x), wanted)
+
+
+def test_moved_to_ignores_what_is_no_tensor():
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    shown = {"a": torch.empty(1), "b": torch.empty(1)}
+    assert moved_to(shown, {}, cpu) is None
+    assert moved_to(shown, {"a": None, "b": "text"}, cpu) is None
+    assert moved_to(shown, {"a": torch.empty(1, device="meta")}, cpu) is None
+    assert moved_to(shown, {"b": torch.empty(1)}, meta) == cpu
