@@ -15,6 +15,8 @@ from ..model import Report, report
 from ..nn.base import QuantizedModule, with_static_parameters
 from ..nn.counterparts import rebuild, weight_device_dtype
 from ..resolving.binding import WeightStore
+from ..runtime import progress as progress_bars
+from ..runtime.progress import Progress, ProgressChoice
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .archive import Archive
@@ -45,6 +47,7 @@ def load_(
     *,
     strict: bool = True,
     device: torch.device | str | None = None,
+    progress: ProgressChoice = None,
 ) -> LoadReport:
     """Load a checkpoint into a model in place; layers with quantized weights become their quantized counterparts.
 
@@ -55,6 +58,7 @@ def load_(
     - ``path``: a ``.safetensors`` file, or a directory with one or with shards and an index.
     - ``strict``: missing or unexpected tensors are an error; otherwise the report lists them.
     - ``device``: for tensors on ``meta``; default the CPU.
+    - ``progress``: as for `quantize_`; counts tensors.
 
     A weight that the model cannot use quantized (of a layer class without a contract) is turned back to float, which
     the report says. Tied weights are tied again. Returns the report of the model. Raises `CheckpointError` and then
@@ -67,7 +71,8 @@ def load_(
             if strict:
                 _check_complete(found, archive)
             loader = _Loader(model, archive, found, torch.device(device or "cpu"))
-            loader.prepare()
+            with progress_bars.shown(progress, "loading", "tensors") as tell:
+                loader.prepare(tell)
         return loader.commit()
 
 
@@ -119,20 +124,25 @@ class _Loader:
         self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
         """Id of a model's tensor to the old tensor and its replacement."""
 
-    def prepare(self) -> None:
+    def prepare(self, tell: Progress) -> None:
         """Read and validate all values, build and bind the quantized layers. Does not change the model."""
         owners = dict.fromkeys(swap.owner for swap in self.found.swaps)
         self.weights = {owner: self.archive.quantized(owner) for owner in owners}
         schemes = [self._scheme(swap) for swap in self.found.swaps]
-        for name, value in self._plain_values():
+        plain = len(self.found.plain) + len(self.found.dense)
+        total = plain + len(self.found.swaps)
+        for done, (name, value) in enumerate(self._plain_values()):
+            tell(done, total, name)
             self._stage(name, value)
         self._stage_computed()
         self._check_memory()
         self._tie()
-        for swap, scheme in zip(self.found.swaps, schemes, strict=True):
+        for done, (swap, scheme) in enumerate(zip(self.found.swaps, schemes, strict=True), start=plain):
+            tell(done, total, swap.layer)
             if id(swap.module) not in self.modules:
                 self.modules[id(swap.module)] = self._rebuilt(swap, scheme)
         self._plan_changes()
+        tell(total, total, "")
 
     def _rebuilt(self, swap: Swap, scheme: Scheme) -> QuantizedModule:
         try:
