@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, FormatError
 from ..model import Report, report
+from ..model.report import LayerReport
 from ..nn.base import QuantizedModule, with_static_parameters
 from ..nn.counterparts import rebuild, weight_device_dtype
 from ..resolving.binding import WeightStore
@@ -36,9 +37,9 @@ class LoadReport(Report):
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def _table(self, lines: Sequence[tuple[str, Sequence[LayerReport]]]) -> str:
         lists = {"missing": self.missing, "unexpected": self.unexpected}
-        return "\n".join([super().__str__(), *(f"{k}: {', '.join(map(shown, v))}" for k, v in lists.items() if v)])
+        return "\n".join([super()._table(lines), *(f"{k}: {', '.join(map(shown, v))}" for k, v in lists.items() if v)])
 
 
 def load_(
