@@ -75,3 +75,23 @@ def test_a_function_that_raises_stops_the_work_and_its_error_arrives():
     with pytest.raises(RuntimeError, match="the window was closed"):
         qcore.quantize_(net, "w8a16", progress=broken)
     assert type(net[0]) is nn.Embedding
+
+
+class Unsized:
+    """Batches of unknown number, as a loader of a stream has them: its length raises."""
+
+    def __iter__(self):
+        return iter([torch.randn(4, 32), torch.randn(4, 32)])
+
+    def __len__(self):
+        raise TypeError("a stream has no length")
+
+
+@pytest.mark.parametrize(("batches", "drawn"), [([torch.randn(4, 32)] * 2, True), (Unsized(), False)])
+def test_calibration_counts_its_batches_where_their_number_is_known(batches, drawn, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", Terminal())
+    net = nn.Sequential(nn.Linear(32, 32))
+    qcore.quantize_(net, "w8a8-static", calibration=batches)
+    assert type(net[0]) is qcore.nn.QuantizedLinear
+    assert ("calibrating" in sys.stderr.getvalue()) == drawn

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import length_hint
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -64,11 +67,32 @@ def quantize_(
     plan = _ModelPlan(model, Selection(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ()))
     plan.check_model()
     needing = {name: s for name, s in plan.schemes.items() if s.needs_calibration}
-    found = calibrate(model, needing, calibration, plan.ties)
+    with _calibration_shown(calibration, progress if needing else False) as batches:
+        found = calibrate(model, needing, batches, plan.ties)
     plan.check_weights(found)
     with shown(progress, "quantizing", "layers") as tell:
         made = plan.replace_layers(found, tell)
     return Report(tuple(plan.rows(made)))
+
+
+@contextlib.contextmanager
+def _calibration_shown(calibration: Calibration | None, progress: ProgressChoice) -> Iterator[Calibration | None]:
+    """Give the calibration, with a bar that counts its batches if their number is known.
+
+    A function in place of a bar counts layers only.
+    """
+    total = 0 if calibration is None or callable(calibration) else length_hint(calibration)
+    if not total or callable(progress):
+        yield calibration
+        return
+    with shown(progress, "calibrating", "batches") as tell:
+        yield _told(cast("Iterable[Any]", calibration), total, tell)
+
+
+def _told(batches: Iterable[Any], total: int, tell: Progress) -> Iterator[Any]:
+    for done, batch in enumerate(batches):
+        tell(done, total, "")
+        yield batch
 
 
 class _ModelPlan:
