@@ -42,6 +42,7 @@ from .model import Report, quantize_, report
 from .resolving.decision import Decision
 from .resolving.explaining import explain
 from .resolving.resolver import resolve
+from .runtime import progress as _progress
 from .runtime.settings import configure, using
 from .weights.activations import DynamicFP8, DynamicInt8, OutputInt8, StaticFP8, StaticInt8
 from .weights.qtensor import QTensor
@@ -120,6 +121,15 @@ def __getattr__(name: str) -> _Any:
         return getattr(checkpoint, name)
     raise AttributeError(f"module 'qcore' has no attribute {name!r}")
 
+
+def _bar(title: str, unit: str, forced: bool) -> _Any:
+    # Imported when the first bar is drawn: rich serves the top floor only.
+    from .cli.progress import Progress
+
+    return Progress(title, unit, forced).shown()
+
+
+_progress.install_bar(_bar)
 
 # Lets torch.load(weights_only=True) unpickle a QTensor and its fields.
 _torch.serialization.add_safe_globals([QTensor, Format, ScaleType, ZeroPoint, _find_layout, _torch.Size])

@@ -1,5 +1,8 @@
 """`qcore quantize` and `qcore inspect` on small files."""
 
+import torch
+from safetensors.torch import save_file
+
 
 def test_report_names_every_tensor_and_the_totals(run, run_json, model):
     source, target = model / "model.safetensors", model / "out.safetensors"
@@ -49,3 +52,17 @@ def test_files_of_other_formats_are_named(run, tmp_path):
         assert "GGUF" in err
         assert "gguf_file=" in err
     assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
+
+
+def test_the_same_tensor_of_many_blocks_shares_a_line_unless_all_are_wanted(run, tmp_path):
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file({f"layers.{i}.up.weight": torch.randn(8, 32) for i in range(4)}, source)
+    names = [f"layers.{i}.up.weight" for i in range(4)]
+    quantizing = ("quantize", source, target, "--scheme", "w8a16", "--overwrite")
+    for command in (quantizing, ("inspect", target)):
+        text = run(*command)[1]
+        assert "4 x layers.*.up.weight" in text
+        assert not any(name in text for name in names)
+        everything = run(*command, "--all")[1]
+        assert "layers.*" not in everything
+        assert all(name in everything for name in names)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import did_you_mean
+from ..model.grouping import grouped
 from ..resolving.decision import format_table
 from .archive import Archive
 from .header import shown
@@ -77,21 +78,21 @@ class Inventory:
         return tuple(tensor for tensor in self.tensors if tensor.is_quantized)
 
     def __str__(self) -> str:
+        return self._table(grouped(self.tensors, lambda tensor: tensor.name, _looks))
+
+    def details(self) -> str:
+        """Return the table with a line for every tensor, where ``str(inventory)`` has one for all equal blocks."""
+        return self._table([(tensor.name, [tensor]) for tensor in self.tensors])
+
+    def _table(self, lines: Sequence[tuple[str, Sequence[TensorInfo]]]) -> str:
         header = ("tensor", "kind", "shape", "quantizer", "scheme", "bytes", "shard", "tied to")
-        rows = [
-            (
-                *(
-                    shown(t.name),
-                    t.kind + (" ordered" if t.order else ""),
-                    "x".join(map(str, t.shape)),
-                    t.quantizer,
-                    t.scheme,
-                    f"{t.nbytes:,}",
-                ),
-                *(shown(t.shard), shown(t.alias_of)),
-            )
-            for t in self.tensors
-        ]
+        rows = []
+        for label, together in lines:
+            kind, shape, quantizer, scheme, alias = _looks(together[0])
+            shards = dict.fromkeys(shown(tensor.shard) for tensor in together)
+            shard = next(iter(shards)) if len(shards) == 1 else f"{len(shards)} files"
+            size = f"{sum(tensor.nbytes for tensor in together):,}"
+            rows.append((shown(label), kind, shape, quantizer, scheme, size, shard, alias))
         wrote = f"written by qcore {self.version}" if self.version else "not written by qcore"
         files = f"{len(self.shards)} file{'s' if len(self.shards) != 1 else ''}"
         total = f"{len(self)} tensors, {len(self.quantized)} quantized; {self.total_bytes:,} bytes in {files}; {wrote}"
@@ -102,6 +103,12 @@ class Inventory:
         tensors = [{**asdict(t), "shape": list(t.shape)} for t in self.tensors]
         totals = {"total_bytes": self.total_bytes, "quantized": len(self.quantized)}
         return {"path": self.path, "version": self.version, "shards": list(self.shards), **totals, "tensors": tensors}
+
+
+def _looks(t: TensorInfo) -> tuple[str, str, str, str, str]:
+    """Return what a line of the table shows of a tensor, except for its name, bytes and shard."""
+    kind = t.kind + (" ordered" if t.order else "")
+    return kind, "x".join(map(str, t.shape)), t.quantizer, t.scheme, shown(t.alias_of)
 
 
 def inspect(path: str | os.PathLike[str]) -> Inventory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, FormatError
 from ..model import Report, report
+from ..model.report import LayerReport
 from ..nn.base import QuantizedModule, with_static_parameters
 from ..nn.counterparts import rebuild, weight_device_dtype
 from ..resolving.binding import WeightStore
+from ..runtime import progress as progress_bars
+from ..runtime.progress import Progress, ProgressChoice
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .archive import Archive
@@ -34,9 +37,9 @@ class LoadReport(Report):
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def _table(self, lines: Sequence[tuple[str, Sequence[LayerReport]]]) -> str:
         lists = {"missing": self.missing, "unexpected": self.unexpected}
-        return "\n".join([super().__str__(), *(f"{k}: {', '.join(map(shown, v))}" for k, v in lists.items() if v)])
+        return "\n".join([super()._table(lines), *(f"{k}: {', '.join(map(shown, v))}" for k, v in lists.items() if v)])
 
 
 def load_(
@@ -45,6 +48,7 @@ def load_(
     *,
     strict: bool = True,
     device: torch.device | str | None = None,
+    progress: ProgressChoice = None,
 ) -> LoadReport:
     """Load a checkpoint into a model in place; layers with quantized weights become their quantized counterparts.
 
@@ -55,6 +59,7 @@ def load_(
     - ``path``: a ``.safetensors`` file, or a directory with one or with shards and an index.
     - ``strict``: missing or unexpected tensors are an error; otherwise the report lists them.
     - ``device``: for tensors on ``meta``; default the CPU.
+    - ``progress``: as for `quantize_`; counts tensors.
 
     A weight that the model cannot use quantized (of a layer class without a contract) is turned back to float, which
     the report says. Tied weights are tied again. Returns the report of the model. Raises `CheckpointError` and then
@@ -68,7 +73,8 @@ def load_(
                 _check_complete(found, archive)
             own = torch.device(device or "cpu")
             loader = _Loader(model, archive, found, lambda _: own)
-            loader.prepare()
+            with progress_bars.shown(progress, "loading", "tensors") as tell:
+                loader.prepare(tell)
         return loader.commit()
 
 
@@ -114,7 +120,8 @@ def load_weights(model: nn.Module, archive: Archive, device_of: Callable[[str], 
         found = match(model, archive)
         found.plain, found.computed = [], {}
         loader = _Loader(model, archive, found, device_of)
-        loader.prepare()
+        with progress_bars.shown(False, "loading", "tensors") as tell:
+            loader.prepare(tell)
         return loader.commit()
 
 
@@ -135,20 +142,25 @@ class _Loader:
         self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
         """Id of a model's tensor to the old tensor and its replacement."""
 
-    def prepare(self) -> None:
+    def prepare(self, tell: Progress) -> None:
         """Read and validate all values, build and bind the quantized layers. Does not change the model."""
         owners = dict.fromkeys(swap.owner for swap in self.found.swaps)
         self.weights = {owner: self.archive.quantized(owner) for owner in owners}
         schemes = [self._scheme(swap) for swap in self.found.swaps]
-        for name, value in self._plain_values():
+        plain = len(self.found.plain) + len(self.found.dense)
+        total = plain + len(self.found.swaps)
+        for done, (name, value) in enumerate(self._plain_values()):
+            tell(done, total, name)
             self._stage(name, value)
         self._stage_computed()
         self._check_memory()
         self._tie()
-        for swap, scheme in zip(self.found.swaps, schemes, strict=True):
+        for done, (swap, scheme) in enumerate(zip(self.found.swaps, schemes, strict=True), start=plain):
+            tell(done, total, swap.layer)
             if id(swap.module) not in self.modules:
                 self.modules[id(swap.module)] = self._rebuilt(swap, scheme)
         self._plan_changes()
+        tell(total, total, "")
 
     def _rebuilt(self, swap: Swap, scheme: Scheme) -> QuantizedModule:
         try:

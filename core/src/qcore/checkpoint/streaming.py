@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from ..errors import CheckpointError, FormatError, QcoreWarning, did_you_mean
 from ..formats import FLOAT_SCALES
 from ..model.report import EXCLUDED, QUANTIZED, REFUSED
 from ..model.selection import Patterns, as_patterns, matches
+from ..runtime.progress import Progress, ProgressChoice, shown
 from ..weights.parts import parts
 from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
@@ -32,7 +33,6 @@ from .records import Record
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 COPIED = "copied"
-Progress = Callable[[int, int, str], object]
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WEIGHT_FILES = {
@@ -65,7 +65,7 @@ def quantize_checkpoint(
     *,
     include: Patterns | None = None,
     exclude: Patterns = (),
-    progress: Progress | None = None,
+    progress: ProgressChoice = None,
     max_shard_size: int | str | None = "5GB",
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
@@ -82,7 +82,8 @@ def quantize_checkpoint(
     - ``source``, ``target``: a ``.safetensors`` file or a directory; ``target`` appears once it is complete.
     - ``scheme``: e.g. ``"w4a16-g128"``, or a mapping from patterns to schemes; the first pattern that matches decides.
     - ``include``, ``exclude``: patterns of layer or tensor names, as for `quantize_`.
-    - ``progress``: called with (bytes read, total bytes, name) after each tensor.
+    - ``progress``: a bar on a terminal (None), a bar anywhere (True), nothing (False), or a function that is called
+      with (bytes read, total bytes, name) after each tensor.
     - ``max_shard_size``: of the files of a directory, in bytes or as a text such as ``"5GB"``.
     - ``dtype``: of scales and of float tensors that are copied; default unchanged.
     - ``overwrite``: replace an existing target.
@@ -94,11 +95,12 @@ def quantize_checkpoint(
     source, target = Path(source), Path(os.path.realpath(target))
     limit = shard_limit(max_shard_size)
     _check_target(source, target, overwrite=overwrite)
-    with Archive.open(source) as archive, translate_os_errors(target):
+    bar = shown(progress, "quantizing", "bytes")
+    with Archive.open(source) as archive, translate_os_errors(target), bar as tell:
         if archive.records:
             raise file_error(source, "it is quantized already.", "Quantize the float checkpoint it was made from.")
         plan.warn_about_patterns([*archive.entries, *archive.aliases])
-        run = _QuantizeRun(archive, plan, progress)
+        run = _QuantizeRun(archive, plan, tell)
         units = [run.unit(archive.entries[name]) for name in archive.entries]
         aliases = _aliases(archive, units)
         if target.suffix == ".safetensors":
@@ -195,10 +197,10 @@ def _why_refused(entry: Entry) -> str:
 
 
 class _QuantizeRun:
-    """One run of `quantize_checkpoint`: creates the units, collects the report and calls ``progress``."""
+    """One run of `quantize_checkpoint`: creates the units, collects the report and tells the progress."""
 
-    def __init__(self, archive: Archive, plan: _CheckpointPlan, progress: Progress | None) -> None:
-        self.archive, self.plan, self.progress = archive, plan, progress
+    def __init__(self, archive: Archive, plan: _CheckpointPlan, tell: Progress) -> None:
+        self.archive, self.plan, self.tell = archive, plan, tell
         self.rows: list[TensorReport] = []
         self.total = sum(entry.nbytes for entry in archive.entries.values())
         self.done = 0
@@ -243,8 +245,7 @@ class _QuantizeRun:
     def advance(self, unit: Unit) -> None:
         """Report progress after a unit was written."""
         self.done += self.archive.entries[unit.name].nbytes if unit.name in self.archive.entries else 0
-        if self.progress is not None:
-            self.progress(self.done, self.total, unit.name)
+        self.tell(self.done, self.total, unit.name)
 
 
 def _check_target(source: Path, target: Path, *, overwrite: bool) -> None:

@@ -18,6 +18,9 @@ _DTYPES = {
 MEASURED = ("w8a16", "w4a16-g128", "w8a8", "w4a8-g32")
 """The schemes measured by default."""
 
+ALL = "a line for every tensor, also where three or more differ only in the numbers in their names"
+"""Help of ``--all``."""
+
 _GIVEN = "options given so far"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 

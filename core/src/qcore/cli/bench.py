@@ -12,6 +12,7 @@ from typing import Any
 
 from . import arguments
 from .output import CommandResult, Table, size
+from .progress import Progress
 
 NAME = "bench"
 HELP = "compare the speed of the kernels with the dense layer"
@@ -38,7 +39,12 @@ def run(args: argparse.Namespace) -> CommandResult:
 
     measured = cases(args.scheme, [(args.n, args.k)], args.device, args.dtype)
     speed = bandwidth(args.device)
-    rows = [row for case in measured for m in args.rows for row in time_case(case, m, args.seconds, speed)]
+    rows: list[dict[str, Any]] = []
+    steps = [(case, m) for case in measured for m in args.rows]
+    with Progress("measuring", unit="cases").shown() as progress:
+        for done, (case, m) in enumerate(steps):
+            progress(done, len(steps), f"{case.scheme}, {m} rows")
+            rows += time_case(case, m, args.seconds, speed)
     machine = f"{arguments.short_dtype(args.dtype)} on {args.device}, {torch.get_num_threads()} threads"
     head = f"N={args.n} K={args.k}, {machine}, memory {speed / 1e9:.1f} GB/s"
     data = {"n": args.n, "k": args.k, "dtype": arguments.short_dtype(args.dtype), "device": str(args.device)}

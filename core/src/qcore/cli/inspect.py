@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from . import arguments
 from .output import CommandResult
 
 NAME = "inspect"
@@ -15,6 +16,7 @@ EXAMPLES = ("qcore inspect model.safetensors", "qcore inspect folder-of-shards -
 def add(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``qcore inspect``."""
     parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="a safetensors file, or a directory of shards")
+    parser.add_argument("--all", action="store_true", help=arguments.ALL)
 
 
 def run(args: argparse.Namespace) -> CommandResult:
@@ -22,4 +24,4 @@ def run(args: argparse.Namespace) -> CommandResult:
     from .. import checkpoint
 
     inventory = checkpoint.inspect(args.path)
-    return CommandResult(inventory.to_json(), [str(inventory)])
+    return CommandResult(inventory.to_json(), [inventory.details() if args.all else str(inventory)])

@@ -13,10 +13,14 @@ from .output import is_terminal
 
 @dataclass
 class Progress:
-    """A progress bar. ``title``: the activity; ``unit``: ``bytes``, or the plural of the counted items."""
+    """A progress bar. ``title``: the activity; ``unit``: ``bytes``, or the plural of the counted items.
+
+    ``forced``: draw the bar even if standard error is no terminal.
+    """
 
     title: str
     unit: str = "bytes"
+    forced: bool = False
     _update: Callable[[int, int, str], None] | None = field(default=None, init=False)
     _so_far: str = field(default="", init=False)
 
@@ -39,13 +43,15 @@ class Progress:
 
     @contextlib.contextmanager
     def _drawn(self) -> Iterator[Progress]:
-        if not is_terminal(sys.stderr):
+        if not (self.forced or is_terminal(sys.stderr)):
             yield self
             return
         from rich.console import Console
         from rich.progress import Progress as Bar
 
-        with Bar(*self._columns(), console=Console(stderr=True), transient=True) as bar:
+        with Bar(
+            *self._columns(), console=Console(stderr=True, force_terminal=self.forced or None), transient=True
+        ) as bar:
             task = bar.add_task("", total=None, name="")
             self._update = lambda done, total, name: bar.update(task, completed=done, total=total, name=name)
             try:

@@ -32,6 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-size", type=arguments.byte_count, default="4GB", metavar="SIZE", help=shard)
     parser.add_argument("--dtype", type=arguments.dtype, help="dtype of scales and kept tensors (default: unchanged)")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--all", action="store_true", help=arguments.ALL)
 
 
 def run(args: argparse.Namespace) -> CommandResult:
@@ -68,15 +69,21 @@ def _result(args: argparse.Namespace, rows: list[Any]) -> CommandResult:
     share = f" ({after / before:.0%})" if before else ""
     counts = ", ".join(f"{number} {action}" for action, number in actions.most_common())
     total = f"{len(rows)} tensors: {counts}; {size(before)} -> {size(after)}{share}, written to {args.target}"
-    return CommandResult(data, [_table(rows), total])
+    return CommandResult(data, [_table(rows, every=args.all), total])
 
 
-def _table(rows: list[Any]) -> Table:
+def _table(rows: list[Any], *, every: bool) -> Table:
     from ..checkpoint.header import shown
+    from ..model.grouping import grouped
+
+    def looks(row: Any) -> tuple[str, str, str]:
+        return "x".join(map(str, row.shape)), row.action, row.reason
 
     header = ("tensor", "shape", "result", "before", "after", "scheme or why not")
-    cells = [
-        (shown(r.name), "x".join(map(str, r.shape)), r.action, size(r.bytes_before), size(r.bytes_after), r.reason)
-        for r in rows
-    ]
+    lines = [(r.name, [r]) for r in rows] if every else grouped(rows, lambda r: str(r.name), looks)
+    cells = []
+    for label, together in lines:
+        shape, action, reason = looks(together[0])
+        before, after = (size(sum(getattr(r, key) for r in together)) for key in ("bytes_before", "bytes_after"))
+        cells.append((shown(label), shape, action, before, after, reason))
     return Table(header, cells, state=2, right=frozenset({3, 4}))

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import arguments
 from .output import FAILED, OK, CommandResult, Table
+from .progress import Progress
 
 NAME = "tune"
 HELP = "time the kernels, so that the fastest is selected"
@@ -38,7 +39,11 @@ def run(args: argparse.Namespace) -> CommandResult:
 
     measured = _model_cases(args) if args.model else cases(args.scheme, [(args.n, args.k)], args.device, args.dtype)
     before = [_kernel(case) for case in measured]
-    timings = [_measure(case, args) for case in measured]
+    timings = []
+    with Progress("measuring", unit="weights").shown() as progress:
+        for done, case in enumerate(measured):
+            progress(done, len(measured), f"{case.scheme} N={case.request.n} K={case.request.k}")
+            timings.append(_measure(case, args))
     resolver.forget()
     rows = [_row(case, found, old) for case, found, old in zip(measured, timings, before, strict=True)]
     stored = all(m.stored for found in timings for m in found)

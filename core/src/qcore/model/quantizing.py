@@ -4,16 +4,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import length_hint
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import QcoreWarning, UnsupportedError
 from ..nn.base import QuantizedModule
 from ..nn.counterparts import COUNTERPARTS, float_base, quantized, rebuild, why_parent_reads, why_unsupported
 from ..nn.experts import QuantizedExperts, expert_weights
+from ..runtime.progress import Progress, ProgressChoice, shown
 from ..weights.schemes import Scheme
 from .calibration import Calibrated, Calibration, calibrate
 from .report import (
@@ -37,6 +42,7 @@ def quantize_(
     include: Patterns | None = None,
     exclude: Patterns = (),
     calibration: Calibration | None = None,
+    progress: ProgressChoice = None,
 ) -> Report:
     """Quantize a model in place: every `torch.nn.Linear`, `Conv2d` and `Embedding` becomes its quantized counterpart.
 
@@ -47,18 +53,46 @@ def quantize_(
       ``model.lm_head``).
     - ``calibration``: batches, or a function of the model, for schemes with static activations, ``@awq`` or ``@gptq``;
       runs once.
+    - ``progress``: a bar on a terminal (None), a bar anywhere (True), nothing (False), or a function that is called
+      with (layers done, all layers, name of the next layer).
 
     Returns a `Report` of every layer that holds a weight: quantized, excluded, or refused with the reason. Tied weights
-    stay tied: they are quantized together or not at all. If anything raises (NaN in a weight, a failing calibration),
-    the model is unchanged.
+    stay tied: they are quantized together or not at all.
+
+    Each float weight is released as soon as its layer is quantized, so memory peaks at the float model and one layer.
+    Arguments, calibration and weights (NaN, Inf) are checked before the first layer changes: if they raise, the model
+    is unchanged. If a later step raises (out of memory, Ctrl-C, a failing kernel), the layers before it stay quantized,
+    a `QcoreWarning` counts them, and another call of `quantize_` continues with the others.
     """
     plan = ModelPlan(model, Selection(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ()))
     plan.check_model()
     needing = {name: s for name, s in plan.schemes.items() if s.needs_calibration}
-    made = plan.build(calibrate(model, needing, calibration, plan.ties))
-    for (parent, child), module in plan.placements(made):
-        setattr(parent, child, module)
+    with _calibration_shown(calibration, progress if needing else False) as batches:
+        found = calibrate(model, needing, batches, plan.ties)
+    plan.check_weights(found)
+    with shown(progress, "quantizing", "layers") as tell:
+        made = plan.replace_layers(found, tell)
     return Report(tuple(plan.rows(made)))
+
+
+@contextlib.contextmanager
+def _calibration_shown(calibration: Calibration | None, progress: ProgressChoice) -> Iterator[Calibration | None]:
+    """Give the calibration, with a bar that counts its batches if their number is known.
+
+    A function in place of a bar counts layers only.
+    """
+    total = 0 if calibration is None or callable(calibration) else length_hint(calibration)
+    if not total or callable(progress):
+        yield calibration
+        return
+    with shown(progress, "calibrating", "batches") as tell:
+        yield _told(cast("Iterable[Any]", calibration), total, tell)
+
+
+def _told(batches: Iterable[Any], total: int, tell: Progress) -> Iterator[Any]:
+    for done, batch in enumerate(batches):
+        tell(done, total, "")
+        yield batch
 
 
 class ModelPlan:
@@ -67,6 +101,7 @@ class ModelPlan:
     def __init__(self, model: nn.Module, selection: Selection) -> None:
         self.model, self.selection = model, selection
         self.layers = {name: module for name, module in model.named_modules() if holds_weight(module)}
+        self.bytes_before: dict[str, int] = {}
         self.sharing = Sharing(model, self.layers)
         self.schemes: dict[str, Scheme] = {}
         self.left: dict[str, tuple[str, str]] = {}
@@ -161,33 +196,78 @@ class ModelPlan:
                     stacklevel=4,
                 )
 
-    def build(self, found: Calibrated) -> dict[str, QuantizedModule | QuantizedExperts]:
-        """Build the quantized counterpart of every planned layer; frees the moments as they are used."""
+    def check_weights(self, found: Calibrated) -> None:
+        """Raise what quantizing a weight with NaN or Inf raises, before any layer is replaced."""
+        for name, scheme in self.schemes.items():
+            layer = self.layers[name]
+            if self.ties.get(name, name) == name and not all(map(_is_finite, layer.parameters(recurse=False))):
+                # The quantizer says what is wrong, and where; a quantizer that takes such weights raises nothing.
+                quantized(layer, found.schemes.get(name, scheme), name, found.moments.get(name))
+
+    def replace_layers(self, found: Calibrated, tell: Progress) -> dict[str, QuantizedModule | QuantizedExperts]:
+        """Replace every planned layer by its quantized counterpart and return those by name.
+
+        Lets go of each float layer, and of its moments, as soon as it is replaced. Layers that share a weight are
+        replaced one right after the other.
+        """
+        places = self.places()
         made: dict[str, QuantizedModule | QuantizedExperts] = {}
-        for name, planned in self.schemes.items():
-            first, layer, scheme = self.ties.get(name, name), self.layers[name], found.schemes.get(name, planned)
-            owner = made.get(first)
-            if isinstance(owner, QuantizedModule):
-                made[name] = rebuild(layer, owner._store, replace(scheme, quantizer=owner.scheme.quantizer))
-            else:
-                made[name] = quantized(layer, scheme, name, found.moments.pop(first, None))
+        placed = 0
+        try:
+            for group in self._groups():
+                tell(placed, len(self.schemes), group[0])
+                for name in group:
+                    made[name] = self._build(name, made.get(group[0]), found)
+                for name in group:
+                    module = self.layers[name]
+                    self.bytes_before[name] = weight_bytes(module)
+                    for parent, child in places[id(module)]:
+                        setattr(parent, child, made[name])
+                    self.layers[name] = made[name]
+                    # A name that still holds the float layer would keep its weight alive.
+                    del module
+                placed += len(group)
+        except BaseException:
+            if placed:
+                warnings.warn(
+                    f"quantize_ stopped after {placed} of {len(self.schemes)} layers, which stay quantized; the others "
+                    f"are unchanged.\nCall quantize_ again to continue, or load the model again to start over.",
+                    QcoreWarning,
+                    stacklevel=3,
+                )
+            raise
+        tell(placed, len(self.schemes), "")
         return made
 
-    def placements(self, made: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[nn.Module, str], nn.Module]]:
-        """List every (parent, child name) of a replaced layer; one module may be in several places."""
-        by_id = {id(self.layers[name]): module for name, module in made.items()}
-        places = [
-            ((parent, child), by_id[id(module)])
-            for parent in self.model.modules()
-            for child, module in parent._modules.items()
-            if id(module) in by_id
-        ]
-        return iter(places)
+    def _groups(self) -> Iterator[list[str]]:
+        """Yield the planned layers, those that share a weight together, the one that is quantized first."""
+        groups: dict[str, list[str]] = {}
+        for name in self.schemes:
+            groups.setdefault(self.ties.get(name, name), []).append(name)
+        return (sorted(group, key=lambda name: name != first) for first, group in groups.items())
+
+    def _build(
+        self, name: str, owner: QuantizedModule | QuantizedExperts | None, found: Calibrated
+    ) -> QuantizedModule | QuantizedExperts:
+        """Build the counterpart of one layer; ``owner``: that of the layer whose weight it shares, if already built."""
+        layer, scheme = self.layers[name], found.schemes.get(name, self.schemes[name])
+        if isinstance(owner, QuantizedModule):
+            return rebuild(layer, owner._store, replace(scheme, quantizer=owner.scheme.quantizer))
+        return quantized(layer, scheme, name, found.moments.pop(self.ties.get(name, name), None))
+
+    def places(self) -> dict[int, list[tuple[nn.Module, str]]]:
+        """Map the id of each planned layer to every (parent, child name) where it is; it may be in several places."""
+        places: dict[int, list[tuple[nn.Module, str]]] = {id(self.layers[name]): [] for name in self.schemes}
+        for parent in self.model.modules():
+            for child, module in parent._modules.items():
+                if id(module) in places:
+                    places[id(module)].append((parent, child))
+        return places
 
     def rows(self, made: Mapping[str, QuantizedModule | QuantizedExperts]) -> Iterator[LayerReport]:
         tracker = TieTracker()
         for name, module in self.layers.items():
-            before, new = weight_bytes(module), made.get(name)
+            new = made.get(name)
             if isinstance(new, QuantizedExperts):
                 for which, part in new.projections().items():
                     yield tracker.with_ties(quantized_row(f"{name}.{which}", part), part)
@@ -195,7 +275,7 @@ class ModelPlan:
                 # Ties are those of the float model, so that its bytes are counted once, too.
                 row = tracker.with_ties(quantized_row(name, new), new)
                 notes = (self.notes.get(name), self._quantizer_note(name, new), row.reason)
-                yield replace(row, bytes_before=before, reason="; ".join(filter(None, notes)))
+                yield replace(row, bytes_before=self.bytes_before[name], reason="; ".join(filter(None, notes)))
             else:
                 state, reason = self.left[name]
                 own = isinstance(module, QuantizedModule)
@@ -206,6 +286,15 @@ class ModelPlan:
         """Explain a quantizer other than the requested one; empty if it is the requested one."""
         wanted, used = self.schemes[name].quantizer, module.scheme.quantizer
         return "" if used == wanted else f"{used} instead of {wanted}: no inputs reach a table's weight"
+
+
+def _is_finite(parameter: Tensor) -> bool:
+    if parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
+        return True
+    values = parameter.detach()
+    # aminmax propagates NaN and needs no temporaries; it does not take dtypes of one byte.
+    low, high = (values.float() if values.itemsize == 1 else values).aminmax()
+    return math.isfinite(low) and math.isfinite(high)
 
 
 def _unsupported_for_experts(scheme: Scheme) -> str:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..nn.counterparts import COUNTERPARTS
 from ..resolving.decision import format_table
 from ..resolving.hints import dtype_hint
 from ..runtime.settings import current
+from .grouping import grouped
 
 QUANTIZED, EXCLUDED, REFUSED = "quantized", "excluded", "refused"
 
@@ -50,7 +51,11 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Every layer that holds a weight; ``str(report)`` is a table."""
+    """Every layer that holds a weight; ``str(report)`` is a table.
+
+    Three or more layers that differ only in the numbers in their names share a line,
+    ``24 x model.layers.*.mlp.up_proj``, with the sum of their bytes. ``details()`` has a line for every layer.
+    """
 
     layers: tuple[LayerReport, ...]
 
@@ -78,15 +83,24 @@ class Report:
         return counts
 
     def __str__(self) -> str:
-        rows = [
-            (r.name, r.kind, r.state, r.scheme, r.kernel, _size(r.bytes_before), _size(r.bytes_after), r.reason)
-            for r in self.layers
-        ]
+        return self._table(grouped(self.layers, lambda row: row.name, _looks))
+
+    def details(self) -> str:
+        """Return the table with a line for every layer, where ``str(report)`` has one for all equal blocks."""
+        return self._table([(row.name, [row]) for row in self.layers])
+
+    def _table(self, lines: Sequence[tuple[str, Sequence[LayerReport]]]) -> str:
+        rows = []
+        for label, together in lines:
+            row = together[0]
+            sizes = sum(r.bytes_before for r in together), sum(r.bytes_after for r in together)
+            rows.append((label, row.kind, row.state, row.scheme, row.kernel, *map(_size, sizes), row.reason))
         header = ("layer", "kind", "state", "scheme", "kernel", "before", "after", "why")
         states = dict.fromkeys((QUANTIZED, EXCLUDED, REFUSED, *(r.state for r in self.layers)))
         counts = ", ".join(f"{len(self.by_state(s))} {s}" for s in states)
-        sizes = f"{_size(self.bytes_before)} before, {_size(self.bytes_after)} after"
-        total = f"{len(self.layers)} layers: {counts}; {sizes}"
+        total = (
+            f"{len(self.layers)} layers: {counts}; {_size(self.bytes_before)} before, {_size(self.bytes_after)} after"
+        )
         return "\n".join([*format_table(header, rows), total, *(f"hint: {hint}" for hint in self.hints)])
 
     @property
@@ -107,6 +121,11 @@ class Report:
     def to_json(self) -> list[dict[str, Any]]:
         """Return the layers as plain values for JSON."""
         return [vars(layer) for layer in self.layers]
+
+
+def _looks(row: LayerReport) -> tuple[str, ...]:
+    """Return what a line of the table shows of a layer, except for its name and sizes."""
+    return row.kind, row.state, row.scheme, row.kernel, row.reason
 
 
 def _size(count: int) -> str:

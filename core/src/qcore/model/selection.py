@@ -123,7 +123,8 @@ class Sharing:
     """Finds the layers of a model that share a weight: by a tied parameter, or as one module under several names."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-        self._layers = layers
+        # Ids instead of modules, which `quantize_` replaces one by one, and whose weights it then frees.
+        self._ids = {name: id(module) for name, module in layers.items()}
         self._names: dict[int, list[str]] = {id(module): [] for module in layers.values()}
         for name, module in model.named_modules(remove_duplicate=False):
             if id(module) in self._names:
@@ -142,8 +143,8 @@ class Sharing:
 
     def layers_with(self, layer: str) -> list[str]:
         """Return the layers that share the weight of ``layer``, including ``layer``."""
-        return [name for name in self._group_of.get(layer, [layer]) if name in self._layers]
+        return [name for name in self._group_of.get(layer, [layer]) if name in self._ids]
 
     def names_of(self, *layers: str) -> list[str]:
         """Return every name of these layers."""
-        return [name for layer in layers for name in self._names[id(self._layers[layer])]]
+        return [name for layer in layers for name in self._names[self._ids[layer]]]

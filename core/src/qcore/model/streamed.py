@@ -83,7 +83,7 @@ class StreamedPlan:
     def install(self) -> None:
         """Replace the layers whose weights have come by their quantized counterparts."""
         stores: dict[str, WeightStore] = {}
-        made: dict[str, nn.Module] = {}
+        places = self._plan.places()
         for name, scheme in self._plan.schemes.items():
             module = self._plan.layers[name]
             names = [self._owner(own) for own in _weights_of(name, self._plan.layers)]
@@ -91,12 +91,10 @@ class StreamedPlan:
                 continue
             for own in names:  # popped, so that a neutral weight is freed once it is packed
                 stores.setdefault(own, WeightStore(self._weights.pop(own)) if own in self._weights else stores[own])
-            if expert_weights(module):
-                made[name] = _experts(module, name, scheme, stores)
-            else:
-                made[name] = rebuild(module, stores[names[0]], scheme)
-        for (parent, child), module in self._plan.placements(made):
-            setattr(parent, child, module)
+            experts = expert_weights(module)
+            made = _experts(module, name, scheme, stores) if experts else rebuild(module, stores[names[0]], scheme)
+            for parent, child in places[id(module)]:
+                setattr(parent, child, made)
 
 
 def _weights_of(layer: str, layers: Mapping[str, nn.Module]) -> Iterator[str]:
