@@ -151,6 +151,15 @@ def demo(session: nox.Session) -> None:
         session.run("python", "examples/experts.py", env={**env, **offline})
 
 
+@nox.session(reuse_venv=True)
+def integrations(session: nox.Session) -> None:
+    """Test qcore inside transformers and peft, on tiny models that are made on the spot."""
+    session.install(*PINNED, "-e", str(CORE), *_group("integrations"))
+    with _hermetic() as env:
+        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        session.run("pytest", *(session.posargs or ["tests/integrations"]), env={**env, **offline})
+
+
 def _passes(session: nox.Session, chosen: Iterable[str], *, covered: bool) -> bool:
     """Whether pytest passes with the arguments ``chosen``; ``covered``: what it runs of core is noted."""
     # Not pytest --cov: pytest loads qcore's own pytest plugin before pytest-cov could start to measure.

@@ -208,7 +208,7 @@ class TestAnswers:
 
 HOOKS = [
     "qcore_conv2d", "qcore_decided", "qcore_elements", "qcore_embedding", "qcore_formats", "qcore_grouped_linear",
-    "qcore_linear", "qcore_probe", "qcore_quantizers",
+    "qcore_importers", "qcore_linear", "qcore_probe", "qcore_quantizers",
 ]  # fmt: skip
 
 

@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+import qcore
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "layers"
 SIDE_FILES = {"hf_quant_config": "hf_quant_config.json", "quanto_qmap": "quanto_qmap.json"}
@@ -72,3 +75,22 @@ def nested(name, module):
         parent.add_module(part, module)
         module = parent
     return module
+
+
+def check_runs_on(plugin, case):
+    """A layer of another tool gives the results of the tool's dense weight through a plugin, to its tolerance.
+
+    Returns the decision: a plugin that refuses the format leaves it to torch ops, and says why.
+    """
+    with tempfile.TemporaryDirectory() as folder, qcore.using([plugin, "torch"]):
+        layer = frozen(case)
+        model = layer.model()
+        qcore.load_(model, layer.write(Path(folder)))
+        module = model.get_submodule(layer.layer)
+        x = torch.randn(5, layer.shape[-1], generator=torch.Generator().manual_seed(0))
+        found = module(x)
+    weight = module.weight.dequantize(torch.float32)
+    assert layer.is_dense(weight)
+    expected = torch.nn.functional.linear(x, weight, module.bias).detach()
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
+    return module.decision

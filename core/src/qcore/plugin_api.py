@@ -7,6 +7,9 @@ The plugins of this repository import `qcore` and `qcore.plugin_api` only.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .contracts import (
     CONTRACTS,
     CONV2D,
@@ -66,6 +69,9 @@ from .weights.qtensor import QTensor, contiguous
 from .weights.registered_quantizers import Quantizer
 from .weights.schemes import Scheme
 
+if TYPE_CHECKING:
+    from .checkpoint.importers.base import ForeignTensor, ForeignWeight, Importer, LayerRefused, Plan, Source
+
 __all__ = [
     "CONTRACTS",
     "CONV2D",
@@ -89,17 +95,22 @@ __all__ = [
     "DynamicInt8",
     "Element",
     "EmbeddingRequest",
+    "ForeignTensor",
+    "ForeignWeight",
     "Format",
     "FormatError",
     "GroupedLinearRequest",
     "Hardware",
+    "Importer",
     "Kernel",
+    "LayerRefused",
     "Layout",
     "LinearRequest",
     "Offer",
     "OutputInt8",
     "Packed",
     "Part",
+    "Plan",
     "PluginError",
     "Problem",
     "QTensor",
@@ -110,6 +121,7 @@ __all__ = [
     "RowsKernel",
     "ScaleType",
     "Scheme",
+    "Source",
     "StaticInt8",
     "Unavailable",
     "ZeroPoint",
@@ -143,3 +155,12 @@ __all__ = [
     "word",
     "write_record",
 ]
+
+_OF_IMPORTERS = ("ForeignTensor", "ForeignWeight", "Importer", "LayerRefused", "Plan", "Source")
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first access: device plugins read no checkpoints.
+    if name in _OF_IMPORTERS:
+        return getattr(import_module(".checkpoint.importers.base", __package__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ from ..errors import CheckpointError, quoted
 from ..weights.qtensor import QTensor
 from .foreign import first_foreign
 from .header import MAX_HEADER, Entry, file_error, parse_json, read_header, shown, without_gc
-from .records import SAVE, Record, read_notes
+from .records import IMPORT_FIRST, SAVE, Record, read_notes
 from .values import build_weight, read_tensor
 
 _T = TypeVar("_T")
@@ -51,6 +51,7 @@ class Archive:
     metadata: dict[str, str] = field(default_factory=dict)
     _handles: dict[Path, BinaryIO] = field(default_factory=dict)
     _saves: dict[str, Path] = field(default_factory=dict)
+    _guards: set[str] = field(default_factory=set)
 
     @classmethod
     @contextmanager
@@ -84,6 +85,9 @@ class Archive:
             self._add(file, stack.enter_context(file.open("rb")))
         if index is not None:
             self._check_index(index)
+        # Empty tensors keep transformers without qcore from taking the quantized weights for missing ones.
+        guards = [name for name in (*self.records, IMPORT_FIRST) if name in self.entries]
+        self._guards = {name for name in guards if self.entries[name].shape == (0,)}
         known: set[object] = set()
         for record in self.records.values():
             self._check_record(record, known)
@@ -132,7 +136,7 @@ class Archive:
         missing = [name for name in record.tensor_names if name not in self.entries]
         if missing:
             raise file_error(self.path, f"its metadata is here, but {shown(missing[0])!r} is not.", tensor=record.name)
-        surplus = next((name for name in record.other_names if name in self.entries), None)
+        surplus = next((name for name in record.other_names if name in self.entries and name not in self._guards), None)
         if surplus is not None:
             without = " without an order" if surplus == f"{record.name}.order" else ""
             what = f"its format {record.format}{without} has no tensor {shown(surplus)!r}."
@@ -166,7 +170,7 @@ class Archive:
 
     def plain_names(self) -> Iterator[str]:
         """Yield the names of tensors that are not quantized, including aliases."""
-        parts = {name for record in self.records.values() for name in record.tensor_names}
+        parts = {name for record in self.records.values() for name in record.tensor_names} | self._guards
         yield from (name for name in self.entries if name not in parts)
         yield from (name for name in self.aliases if name not in self.records)
 

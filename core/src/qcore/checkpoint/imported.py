@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import FormatError
+from ..errors import CheckpointError, FormatError, message_of
 from ..weights.parts import parts
 from ..weights.qtensor import QTensor
 from .archive import Archive
@@ -56,7 +56,10 @@ class ImportedArchive(Archive):
     def _add_weight(self, weight: ForeignWeight, shards: Mapping[str, Path]) -> None:
         record = Record(weight.name, weight.scheme.weight, weight.shape, None, weight.scheme.blank(), weight.order)
         *experts, n, k = weight.shape
-        described = {part.name: part for part in parts(weight.scheme.weight, n, k, weight.scale_dtype)}
+        try:
+            described = {part.name: part for part in parts(weight.scheme.weight, n, k, weight.scale_dtype)}
+        except FormatError as error:  # such as a scale of another dtype
+            raise file_error(self.path, str(error).replace("\n", " "), _REMEDY, weight.name) from error
         for name in record.tensor_names:
             part = described.get(name.rpartition(".")[2])
             dtype, shape = (part.dtype, part.shape) if part is not None else (torch.int32, (k,))
@@ -91,5 +94,10 @@ class ImportedArchive(Archive):
     def _made(self, name: str, build: Callable[[], _T]) -> _T:
         try:
             return build()
-        except (FormatError, RuntimeError, ValueError) as error:  # sizes or values that contradict each other
-            raise file_error(self.path, str(error).replace("\n", " "), _REMEDY, name) from error
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:  # sizes or values that contradict each other, or a third party's importer
+            what = (
+                message_of(error) if isinstance(error, FormatError) else f"{type(error).__name__}: {message_of(error)}"
+            )
+            raise file_error(self.path, what.replace("\n", " "), _REMEDY, name) from error

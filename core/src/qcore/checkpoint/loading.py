@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,7 +66,8 @@ def load_(
             found = match(model, archive)
             if strict:
                 _check_complete(found, archive)
-            loader = _Loader(model, archive, found, torch.device(device or "cpu"))
+            own = torch.device(device or "cpu")
+            loader = _Loader(model, archive, found, lambda _: own)
             loader.prepare()
         return loader.commit()
 
@@ -104,11 +105,26 @@ def _remedy(found: Match) -> str:
     )
 
 
+def load_weights(model: nn.Module, archive: Archive, device_of: Callable[[str], torch.device]) -> LoadReport:
+    """Load the quantized weights of a checkpoint and nothing else; see `load_`.
+
+    ``device_of``: the device for a layer or tensor on meta, by its name.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        found = match(model, archive)
+        found.plain, found.computed = [], {}
+        loader = _Loader(model, archive, found, device_of)
+        loader.prepare()
+        return loader.commit()
+
+
 class _Loader:
     """Reads, checks and builds everything outside of the model, then installs all of it, or nothing."""
 
-    def __init__(self, model: nn.Module, archive: Archive, found: Match, device: torch.device) -> None:
-        self.model, self.archive, self.found, self.device = model, archive, found, device
+    def __init__(
+        self, model: nn.Module, archive: Archive, found: Match, device_of: Callable[[str], torch.device]
+    ) -> None:
+        self.model, self.archive, self.found, self.device_of = model, archive, found, device_of
         self.stores: dict[tuple[str, torch.device], WeightStore] = {}
         self.weights: dict[str, QTensor] = {}
         self.modules: dict[int, QuantizedModule] = {}
@@ -157,7 +173,7 @@ class _Loader:
             # Tied tensors must be equal in the file: the model can hold only one value.
             raise self._torn_error(name)
         if id(slot) not in self.replaced and (slot.device.type == "meta" or is_expanded(slot)):
-            self._replace(slot, value.to(self.device if slot.device.type == "meta" else slot.device))
+            self._replace(slot, value.to(self.device_of(name) if slot.device.type == "meta" else slot.device))
 
     def _replace(self, slot: Tensor, value: Tensor) -> None:
         new = nn.Parameter(value, slot.requires_grad) if isinstance(slot, nn.Parameter) else value
@@ -170,10 +186,10 @@ class _Loader:
         )
 
     def _stage_computed(self) -> None:
-        for _, module, key in unsaved_meta_buffers(self.model):
+        for name, module, key in unsaved_meta_buffers(self.model):
             buffer = module._buffers[key]  # noqa: SLF001
             if buffer is not None and id(buffer) in self.found.computed:
-                self._replace(buffer, self.found.computed[id(buffer)].to(self.device))
+                self._replace(buffer, self.found.computed[id(buffer)].to(self.device_of(name)))
 
     def _check_memory(self) -> None:
         """Raise if distinct tensors of the model overlap in memory and cannot hold all of their new values."""
@@ -207,7 +223,7 @@ class _Loader:
 
     def _store(self, swap: Swap) -> WeightStore:
         device = self.expert_devices.get(id(swap.module)) or weight_device_dtype(swap.module)[0]
-        device = self.device if device.type == "meta" else device
+        device = self.device_of(swap.layer) if device.type == "meta" else device
         if (swap.owner, device) not in self.stores:
             # Popped, so that the neutral weight is freed once it is packed. Tied layers may be on two devices.
             others = (store for (owner, _), store in self.stores.items() if owner == swap.owner)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..errors import QcoreWarning
 from .archive import Archive
-from .header import file_error
+from .header import file_error, shown
 from .imported import ImportedArchive
-from .importers import find_importer, importer_names
-from .importers.base import Source, folder_of, read_json
+from .importers.base import Plan, Source
+from .importers.registered import importer_names, plan_import
+from .model_config import CONFIG, folder_of, read_json
 
 _OWN = "qcore"
 
@@ -25,16 +28,25 @@ def open_checkpoint(path: Path) -> Iterator[Archive]:
 
 def _imported(archive: Archive) -> Archive:
     """The tensors of another tool's checkpoint, or ``archive`` itself if it is not quantized."""
-    config = read_json(folder_of(archive.path) / "config.json")
+    config = read_json(folder_of(archive.path) / CONFIG)
     settings = _settings(config)
     source = Source(archive.path, config, settings, archive.entries, archive.metadata, archive.read)
-    importer = find_importer(source)
-    if importer is not None:
-        return ImportedArchive.of(archive, importer.name, importer.plan(source))
+    found = plan_import(source)
+    if found is not None:
+        _warn(archive.path, found[1])
+        return ImportedArchive.of(archive, *found)
     if source.method and source.method != _OWN:
         what = f"its quantization_config names {source.method[:64]!r}, which qcore does not read."
         raise file_error(archive.path, what, f"It reads qcore, {', '.join(importer_names())}.")
     return archive
+
+
+def _warn(path: Path, plan: Plan) -> None:
+    """Warn of what qcore does otherwise than the tool, once per reason."""
+    for reason in dict.fromkeys(plan.notes.values()):
+        layers = [layer for layer, note in plan.notes.items() if note == reason]
+        first = f"{shown(layers[0])!r}" + (f" and {len(layers) - 1} other layers" if len(layers) > 1 else "")
+        warnings.warn(f"{path}: {first}: {reason}.", QcoreWarning, stacklevel=2)
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:

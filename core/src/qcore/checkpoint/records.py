@@ -36,6 +36,8 @@ from .header import Entry, TensorSpec, file_error, is_shape, parse_json
 
 SCHEMA = 2
 SAVE = "qcore.save"
+IMPORT_FIRST = "import qcore.hf, which reads these weights"
+"""The name of an empty tensor that transformers without qcore lists among those that it does not know."""
 _FIELDS = {"format", "shape", "quantizer", "scheme"}
 _ORDER = "order"
 _UPGRADE = "Upgrade qcore, or write the checkpoint again with this version."

@@ -17,7 +17,7 @@ from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
 from .header import NAMES, TensorSpec
 from .records import Record
-from .writing import Aliases, Unit, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
+from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 
 def save(
@@ -51,6 +51,18 @@ def save(
             write_file(target, units, aliases, lambda _: None)
         else:
             write_directory(target, plan_shards(units, limit), aliases, lambda _: None)
+
+
+def described_state(model: nn.Module, *, guarded: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a checkpoint of ``model`` by name, tied ones once, and the metadata that describes them.
+
+    For programs that write files themselves. ``guarded``: add an empty tensor with the name of the first quantized
+    weight: transformers without `qcore.hf` refuses it for its size, instead of giving that weight random values.
+    """
+    units, aliases = _collect(_state_of(model))
+    every = [*units, *guards(units)] if guarded else units
+    tensors = {spec.name: tensor for unit in every for spec, tensor in zip(unit.specs, unit.fetch(), strict=True)}
+    return tensors, aliases.notes(units)
 
 
 def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor | tuple[QTensor, Scheme]]:

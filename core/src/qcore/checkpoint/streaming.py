@@ -5,8 +5,10 @@ All sizes follow from shapes alone, so the shards are planned and their headers 
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +27,9 @@ from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .archive import Archive
 from .header import Entry, TensorSpec, file_error
+from .model_config import CONFIG, model_config, settings_for
 from .records import Record
-from .writing import Aliases, Unit, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
+from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 COPIED = "copied"
 Progress = Callable[[int, int, str], object]
@@ -239,7 +242,7 @@ class _QuantizeRun:
 
     def advance(self, unit: Unit) -> None:
         """Report progress after a unit was written."""
-        self.done += self.archive.entries[unit.name].nbytes
+        self.done += self.archive.entries[unit.name].nbytes if unit.name in self.archive.entries else 0
         if self.progress is not None:
             self.progress(self.done, self.total, unit.name)
 
@@ -272,7 +275,15 @@ def _into_directory(
     """Write a directory, replacing an existing one; readers find the old checkpoint until the new one is complete."""
     files = _side_files(source) if source.is_dir() else ()
     side_files = {str(file.relative_to(source)): file for file in files}
-    write_directory(target, shards, aliases, run.advance, side_files=side_files, exclusive=True)
+    with tempfile.TemporaryDirectory(prefix="qcore-") as scratch:
+        config = model_config(source)
+        if config:  # of transformers, which has to know that the weights are quantized
+            units = [unit for shard in shards for unit in shard]
+            shards = [*shards[:-1], [*shards[-1], *guards(units)]]
+            own = {**config, "quantization_config": settings_for(unit.record for unit in units if unit.record)}
+            side_files[CONFIG] = Path(scratch) / CONFIG
+            side_files[CONFIG].write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+        write_directory(target, shards, aliases, run.advance, side_files=side_files, exclusive=True)
 
 
 def _side_files(directory: Path) -> Iterator[Path]:

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
 from .._version import __version__
 from ..errors import CheckpointError
 from .archive import INDEX, SINGLE
 from .header import MAX_HEADER, TensorSpec, build_header, file_error
-from .records import SAVE, Record, write_notes
+from .records import IMPORT_FIRST, SAVE, Record, write_notes
 from .staging import (
     Rights,
     clean,
@@ -87,6 +88,20 @@ class Aliases:
         here = {name: target for name, target in self.targets.items() if target in names}
         tied = [self.records[name] for name in here if name in self.records]
         return write_notes([*(unit.record for unit in held if unit.record), *tied], here, save)
+
+
+def guards(units: Iterable[Unit]) -> list[Unit]:
+    """Empty tensors that keep transformers without `qcore.hf` from giving quantized weights random values.
+
+    One has the name of the first quantized weight, whose size transformers refuses; the other one's name says why.
+    """
+    first = next((unit.name for unit in units if unit.record is not None), None)
+    names = () if first is None else (first, IMPORT_FIRST)
+    return [Unit(f"{name} (guard)", (TensorSpec(name, torch.float16, (0,)),), _nothing) for name in names]
+
+
+def _nothing() -> list[Tensor]:
+    return [torch.empty(0, dtype=torch.float16)]
 
 
 OnUnit = Callable[[Unit], None]

@@ -74,5 +74,10 @@ def qcore_formats() -> Iterable[Layout]:  # type: ignore[empty-body]
 
 
 @hookspec
+def qcore_importers() -> Iterable[Any]:  # type: ignore[empty-body]
+    """Readers of other tools' checkpoints; see `qcore.plugin_api.Importer`. Called once for each that is opened."""
+
+
+@hookspec
 def qcore_decided(decision: Any) -> None:
     """Observe a new `Decision`; return values and exceptions are ignored."""

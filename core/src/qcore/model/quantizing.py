@@ -52,7 +52,7 @@ def quantize_(
     stay tied: they are quantized together or not at all. If anything raises (NaN in a weight, a failing calibration),
     the model is unchanged.
     """
-    plan = _ModelPlan(model, Selection(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ()))
+    plan = ModelPlan(model, Selection(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ()))
     plan.check_model()
     needing = {name: s for name, s in plan.schemes.items() if s.needs_calibration}
     made = plan.build(calibrate(model, needing, calibration, plan.ties))
@@ -61,7 +61,7 @@ def quantize_(
     return Report(tuple(plan.rows(made)))
 
 
-class _ModelPlan:
+class ModelPlan:
     """The scheme, or the reason for leaving it alone, of every layer; decided before the model is changed."""
 
     def __init__(self, model: nn.Module, selection: Selection) -> None:

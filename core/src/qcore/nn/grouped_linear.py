@@ -47,8 +47,7 @@ class QuantizedGroupedLinear(QuantizedModule):
             )
         if weight.dim() != 3:
             raise FormatError(f"{name} has shape {tuple(weight.shape)}; experts have weights (E, N, K).")
-        made = [quantize(w, wanted.weight, wanted.quantizer, name=f"{name}[{e}]") for e, w in enumerate(weight)]
-        return cls(WeightStore(QTensor.stack(made)), wanted, bias, weight.dtype)
+        return cls(WeightStore(quantize_experts(weight, wanted, name)), wanted, bias, weight.dtype)
 
     @classmethod
     def from_qtensor(
@@ -84,3 +83,9 @@ class QuantizedGroupedLinear(QuantizedModule):
         bound = "not bound" if self._primary is None else self._primary.name
         sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, scheme={self.scheme}, kernel={bound}"
+
+
+def quantize_experts(weight: Tensor, scheme: Scheme, name: str) -> QTensor:
+    """Quantize a dense weight ``(E, N, K)``, expert by expert. Raises `FormatError` for NaN or Inf, naming ``name``."""
+    made = [quantize(w, scheme.weight, scheme.quantizer, name=f"{name}[{e}]") for e, w in enumerate(weight)]
+    return QTensor.stack(made)

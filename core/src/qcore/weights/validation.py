@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from ..formats.scales import check_scale_values
 
 _CHUNK = 1 << 24
 """Codes looked at together."""
+_SIGN = 0x80
 
 
 def check_tensors(tensors: dict[str, Tensor]) -> None:
@@ -105,7 +108,10 @@ def check_valid_codes(codes: Tensor, element: Element) -> None:
     """No code that stands for NaN or Inf; ``codes`` of any shape."""
     if not element.has_invalid_codes or not codes.numel() or not has_values(codes):
         return
+    first = _first_invalid(element)
     for chunk in torch.split(codes.reshape(-1), _CHUNK):
+        if first is not None and int((chunk & ~_SIGN).max()) < first:
+            continue
         # bfloat16 is enough: it tells NaN and Inf from every finite value of an element.
         bad = ~torch.isfinite(element.decode(chunk, torch.bfloat16))
         if bool(bad.any()):
@@ -114,6 +120,17 @@ def check_valid_codes(codes: Tensor, element: Element) -> None:
                 f"codes hold {code:#04x}, which is {_word(element, code)} in {element.name}; a weight must be finite.\n"
                 f"Repair the checkpoint, or exclude this layer."
             )
+
+
+def _first_invalid(element: Element) -> int | None:
+    """The smallest code but for its sign that stands for NaN or Inf, None if smaller ones and larger ones are mixed.
+
+    In the floating point types all codes from there on do, so that the largest code of a weight tells.
+    """
+    assert element.values is not None
+    invalid = {code for code, value in enumerate(element.values) if not math.isfinite(value)}
+    first = min(code & ~_SIGN for code in invalid)
+    return first if invalid == {code for code in range(1 << element.bits) if code & ~_SIGN >= first} else None
 
 
 def _word(element: Element, code: int) -> str:

@@ -5,17 +5,28 @@ May import: the modules of checkpoint that read files and records, and the floor
 
 from __future__ import annotations
 
-from .base import Importer, Source
+from .awq import AWQ
+from .base import Importer
+from .bitsandbytes import BitsAndBytes
+from .compressed_tensors import CompressedTensors
+from .fp8 import FP8
 from .gptq import GPTQ
+from .hqq import HQQ
+from .modelopt import ModelOpt
+from .mxfp4 import MXFP4
+from .quanto import Quanto
+from .torchao import TorchAO
 
-_BUILTIN: tuple[Importer, ...] = (GPTQ(),)
-
-
-def find_importer(source: Source) -> Importer | None:
-    """The importer that recognizes a checkpoint; None for one that is not quantized, or by an unknown tool."""
-    return next((importer for importer in _BUILTIN if importer.recognizes(source)), None)
-
-
-def importer_names() -> list[str]:
-    """The names of all importers."""
-    return [importer.name for importer in _BUILTIN]
+BUILTIN: tuple[Importer, ...] = (
+    GPTQ(),
+    AWQ(),
+    CompressedTensors(),
+    FP8(),
+    ModelOpt(),
+    MXFP4(),
+    BitsAndBytes(),
+    HQQ(),
+    Quanto(),
+    TorchAO(),
+)
+"""The importers of qcore. The first that recognizes a checkpoint reads it; those of plugins are asked after them."""

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, quoted
+from ...errors import CheckpointError, FormatError, quoted
 from ...formats import Format, ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from ..header import MAX_HEADER, Entry, file_error, parse_json
+from ..header import Entry, file_error
+from ..model_config import folder_of, read_json
 
 Read = Callable[[str], Tensor]
 """Reads the stored tensor of a name into new memory on the CPU."""
@@ -106,13 +107,14 @@ class Plan:
     """What a checkpoint holds. Tensors that are in no ``sources`` and not in ``dropped`` are taken as they are.
 
     **Fields:** ``weights``; ``tensors``; ``dropped``: names of stored tensors without a use; ``refused``: layer to what
-    is missing to read it.
+    is missing to read it; ``notes``: layer to what of the tool's way to run it qcore does otherwise.
     """
 
     weights: list[ForeignWeight] = field(default_factory=list)
     tensors: list[ForeignTensor] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def used(self) -> set[str]:
@@ -124,7 +126,10 @@ class Plan:
 class Importer(Protocol):
     """Reads the checkpoints of one tool. A plugin returns its importers from the hook ``qcore_importers``."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What reports and errors call it."""
+        ...
 
     def recognizes(self, source: Source) -> bool:
         """Whether the checkpoint is of this tool, from settings, names, shapes and dtypes."""
@@ -152,8 +157,8 @@ def plan_layers(layers: Iterable[str], plan_one: Callable[[str, Plan], None]) ->
 def _noting_refusals(layer: str, plan: Plan) -> Iterator[None]:
     try:
         yield
-    except LayerRefused as refusal:
-        plan.refused[layer] = str(refusal)
+    except (LayerRefused, FormatError) as refusal:
+        plan.refused[layer] = str(refusal).replace("\n", " ")
 
 
 def refusal_error(path: Path, refused: Mapping[str, str]) -> CheckpointError:
@@ -166,22 +171,6 @@ def refusal_error(path: Path, refused: Mapping[str, str]) -> CheckpointError:
         f"{len(refused)} layer{plural} cannot be read{more}. {'; '.join(shown)}.",
         "Get the checkpoint in another format, or quantize the float model with qcore.",
     )
-
-
-def folder_of(path: Path) -> Path:
-    """The directory of a checkpoint, which may be one file in it."""
-    return path if path.is_dir() else path.parent
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty if there is no such file. Raises `CheckpointError` for a damaged one."""
-    if not path.is_file():
-        return {}
-    with path.open("rb") as file:
-        text = file.read(MAX_HEADER + 1)
-    if len(text) > MAX_HEADER:
-        raise file_error(path, f"it is longer than {MAX_HEADER} bytes.")
-    return parse_json(text, path, path.name)
 
 
 def group_size(k: int, groups: int, wanted: int | None) -> int | None:

@@ -26,10 +26,8 @@ from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 AUTO_ROUND = ("auto-round", "intel/auto-round")
 """What auto-round calls itself in ``quant_method``; its layouts are those of GPTQ and AWQ."""
 _BITS = (2, 3, 4, 8)
-_ONES = {2: (0x55555555,), 3: (0x49249249, 0x92492492, 0x24924924), 4: (0x11111111,), 8: (0x01010101,)}
-"""The number one in every field of a word; fields of 3 bits run across three words."""
-_GPTQMODEL_ONES = {**_ONES, 3: (0x24924924, 0x92492492, 0x49249249)}
-"""What gptqmodel adds instead: for 3 bits its words are in the other order, when it writes as well as when it reads."""
+_ONES = {2: (0x55555555,), 3: (0x24924924, 0x92492492, 0x49249249), 4: (0x11111111,), 8: (0x01010101,)}
+"""What gptqmodel adds to the words of zero points: one in every field; its words for 3 bits are in the other order."""
 _OTHER_LAYOUTS = ("gptq_p", "marlin", "bitblas", "exl2", "exl3", "qqq")
 
 
@@ -63,7 +61,7 @@ class _Settings:
     group_size: int
     version: int
     symmetric: bool
-    ones: dict[int, tuple[int, ...]]
+    by_gptqmodel: bool
 
     @classmethod
     def of(cls, source: Source) -> _Settings:
@@ -84,7 +82,7 @@ class _Settings:
             known.setting("group_size", int, -1),
             2 if layout == "gptq_v2" or own else 1,
             known.setting("sym", bool, False) is True,
-            _GPTQMODEL_ONES if by_gptqmodel else _ONES,
+            by_gptqmodel,
         )
 
 
@@ -138,13 +136,15 @@ def _zeros(packed: Tensor, bits: int, n: int, settings: _Settings) -> Tensor:
     """
     centre = 1 << (bits - 1)
     plain = unpack_words(packed, bits, n, dim=1)
-    added = {ones[bits]: unpack_words(_plus(packed, ones[bits]), bits, n, dim=1) for ones in (settings.ones, _ONES)}
+    by_word = unpack_words(_plus(packed, _ONES[bits]), bits, n, dim=1)
+    # AutoGPTQ subtracts before it packs; that differs for 3 bits, whose fields run across words.
+    by_field = (plain + 1) & (2 * centre - 1) if bits == 3 else by_word
     if settings.symmetric:
-        found = next((z for z in (*added.values(), plain) if bool((z == centre).all())), None)
+        found = next((z for z in (by_word, by_field, plain) if bool((z == centre).all())), None)
         if found is None:
             raise LayerRefused("it is said to be symmetric, but its zero points differ from the centre of the codes")
         return found
-    return plain if settings.version == 2 else added[settings.ones[bits]]
+    return plain if settings.version == 2 else by_word if settings.by_gptqmodel else by_field
 
 
 def _plus(packed: Tensor, ones: tuple[int, ...]) -> Tensor:
@@ -156,13 +156,11 @@ def _plus(packed: Tensor, ones: tuple[int, ...]) -> Tensor:
 
 def _data(packed: Tensor, bits: int, k: int, order: Tensor | None) -> Tensor:
     """The data of PLAIN (N, ...) of ``qweight``."""
-    n = packed.shape[1]
     if bits == 4 and order is None and k == 8 * packed.shape[0]:
-        # A byte of a word holds two neighbouring codes of one output: PLAIN but for the sign and the order of bytes.
-        byte = packed.view(torch.uint8).view(-1, n, 4)
-        return byte.transpose(0, 1).reshape(n, k // 2) ^ SIGN_OF_NIBBLES
+        # The eight codes of a word are neighbours of one output: PLAIN but for the sign and the order of words.
+        return packed.t().contiguous().view(torch.uint8) ^ SIGN_OF_NIBBLES
     codes = unpack_words(packed, bits, k, dim=0).t()
-    codes = codes if order is None else codes[:, order.long()]
     if bits == 8:
-        return signed(codes.contiguous(), 8)
-    return plain_int4(codes + (8 - (1 << (bits - 1))))
+        return signed(codes.contiguous() if order is None else codes.index_select(1, order), 8)
+    centre = 1 << (bits - 1)
+    return plain_int4(codes if centre == 8 else codes + (8 - centre), order)

@@ -1,0 +1,161 @@
+"""bitsandbytes: NF4, FP4 and int8, as transformers saves them.
+
+4 bits: ``weight`` uint8, the codes of the flattened matrix, high nibble first; ``weight.absmax``, one scale for each
+block of 64 of them; ``weight.quant_map``, the table of the 16 values; ``weight.quant_state.bitsandbytes__nf4`` or
+``__fp4``, JSON as bytes. Double quantization: ``absmax`` is uint8 and
+
+    absmax[i] = nested_quant_map[absmax[i]] * nested_absmax[i // 256] + nested_offset
+
+int8: ``weight`` int8 (N, K) and ``SCB`` float32 (N,): ``W = (weight * SCB) * (1 / 127)``. qcore has one scale,
+SCB / 127, rounded: a quarter of the weights differ by one unit in the last place of float32.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import quoted
+from ...formats import Format, find_element
+from ...weights.qtensor import QTensor
+from ...weights.schemes import Scheme
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, plan_layers
+
+_ELEMENTS = {"nf4": "nf4", "fp4": "fp4_bnb"}
+_MOST_STATE = 4096
+"""Bytes of the JSON of one layer at most."""
+_ROW_MAJOR = 0
+
+
+class BitsAndBytes:
+    """The importer of bitsandbytes' checkpoints."""
+
+    name = "bitsandbytes"
+
+    def recognizes(self, source: Source) -> bool:
+        """By ``quant_method``."""
+        return source.method in ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
+
+    def plan(self, source: Source) -> Plan:
+        """Every layer with a table of 4-bit values, and every layer with ``SCB``."""
+        tables = ".weight.quant_map"
+        layers = [name.removesuffix(tables) for name in source.entries if name.endswith(tables)]
+        plan = plan_layers(layers, partial(_plan_4bit, source))
+        eight = plan_layers(source.layers("SCB", "weight"), partial(_plan_int8, source))
+        plan.weights += eight.weights
+        plan.refused |= eight.refused
+        plan.dropped |= eight.dropped
+        return plan
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the JSON of a layer says. ``nested_block``: scales that share one of their own, 0 if they are floats."""
+
+    kind: str
+    shape: tuple[int, int]
+    block: int
+    nested_block: int = 0
+    nested_offset: float = 0.0
+
+    @classmethod
+    def parse(cls, raw: Tensor) -> _State:
+        try:
+            tree: Any = json.loads(bytes(raw.flatten().tolist())) if raw.dtype == torch.uint8 else None
+        except (ValueError, RecursionError):
+            raise LayerRefused("its quant_state is not JSON") from None
+        if not isinstance(tree, dict):
+            raise LayerRefused("its quant_state is no JSON object")
+        shape: Any = tree.get("shape")
+        sizes: Any = (tree.get("blocksize"), tree.get("nested_blocksize", 0))
+        fits = isinstance(shape, list) and len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
+        if not fits or any(type(size) is not int for size in sizes) or sizes[0] < 1 or sizes[1] < 0:
+            raise LayerRefused(f"its quant_state has shape {quoted(shape)} and block sizes {quoted(sizes)}")
+        kind, offset = tree.get("quant_type"), tree.get("nested_offset", 0.0)
+        if not isinstance(kind, str) or kind not in _ELEMENTS or not isinstance(offset, (int, float)):
+            raise LayerRefused(f"its quant_type is {quoted(kind)}; qcore reads nf4 and fp4")
+        return cls(kind, (shape[0], shape[1]), sizes[0], sizes[1], float(offset))
+
+
+def _plan_4bit(source: Source, layer: str, plan: Plan) -> None:
+    start = f"{layer}.weight"
+    states = [name for name in source.entries if name.startswith(f"{start}.quant_state.bitsandbytes__")]
+    if len(states) != 1 or source.entries[states[0]].nbytes > _MOST_STATE:
+        raise LayerRefused("it has no quant_state of a usual size")
+    state = _State.parse(source.read(states[0]))
+    names = {part: f"{start}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
+    names = {"weight": start, **{part: name for part, name in names.items() if name in source.entries}}
+    _check(source, state, names)
+    n, k = state.shape
+    element = find_element(_ELEMENTS[state.kind])
+    table = torch.tensor(element.values, dtype=torch.float32)
+    if not torch.equal(source.read(names["quant_map"]), table):
+        raise LayerRefused(f"its quant_map is another table than {state.kind}'s")
+    format = Format.parse(f"{element.name}-g{state.block}")
+
+    def build(read: Read) -> QTensor:
+        # High nibble first there, low nibble first here.
+        data = read(names["weight"]).view(torch.uint8).reshape(n, k // 2)
+        scale = _absmax(read, names, state).view(n, k // state.block).t()
+        return QTensor((data >> 4) | (data << 4), scale, None, (n, k), format)
+
+    sources = (*names.values(), states[0])
+    plan.weights.append(ForeignWeight(start, (n, k), Scheme(format), sources, build))
+
+
+def _check(source: Source, state: _State, names: dict[str, str]) -> None:
+    """Raise `LayerRefused` for tensors that do not belong to the state, and for blocks that run across rows."""
+    entries = {part: source.entries[name] for part, name in names.items()}
+    n, k = state.shape
+    if k % state.block or k % 2:
+        raise LayerRefused(f"its blocks of {state.block} weights run across rows of {k}; qcore's scales do not")
+    blocks = n * k // state.block
+    nested = entries["absmax"].dtype == torch.uint8 if "absmax" in entries else False
+    needed = {"weight", "absmax", "quant_map"} | ({"nested_absmax", "nested_quant_map"} if nested else set())
+    if needed - entries.keys() or (nested and not state.nested_block):
+        raise LayerRefused(f"it lacks {', '.join(sorted(needed - entries.keys())) or 'nested_blocksize'}")
+    sizes = {"weight": n * k // 2, "absmax": blocks * entries["absmax"].dtype.itemsize, "quant_map": 16 * 4}
+    if nested:
+        sizes |= {"nested_absmax": -(-blocks // state.nested_block) * 4, "nested_quant_map": 256 * 4}
+    wrong = [part for part, size in sizes.items() if entries[part].nbytes != size]
+    floats = [part for part in needed - {"weight", "absmax"} if entries[part].dtype != torch.float32]
+    if wrong or floats or entries["absmax"].dtype not in (torch.uint8, torch.float32):
+        raise LayerRefused(f"the sizes or dtypes of {', '.join([*wrong, *floats]) or 'absmax'} do not fit")
+
+
+def _absmax(read: Read, names: dict[str, str], state: _State) -> Tensor:
+    """The scales, float32, of all blocks in a row."""
+    absmax = read(names["absmax"]).flatten()
+    if absmax.dtype == torch.float32:
+        return absmax
+    own = read(names["nested_quant_map"]).flatten()[absmax.int()]
+    nested = read(names["nested_absmax"]).flatten().repeat_interleave(state.nested_block)[: len(own)]
+    return own * nested + state.nested_offset
+
+
+def _plan_int8(source: Source, layer: str, plan: Plan) -> None:
+    weight, scb = source.entries[f"{layer}.weight"], source.entries[f"{layer}.SCB"]
+    if (
+        weight.dtype != torch.int8
+        or len(weight.shape) != 2
+        or scb.shape not in (weight.shape[:1], (weight.shape[0], 1))
+    ):
+        raise LayerRefused(f"its weight is {weight.dtype} {weight.shape}, with SCB {scb.shape}")
+    layout = f"{layer}.weight_format"
+    if layout in source.entries:
+        if source.entries[layout].shape not in ((), (1,)) or int(source.read(layout)) != _ROW_MAJOR:
+            raise LayerRefused("its weight_format is a tiling of old GPUs; save it with a newer bitsandbytes")
+        plan.dropped.add(layout)
+    n, k = weight.shape
+    scheme = Scheme.parse("w8a16")
+
+    def build(read: Read) -> QTensor:
+        scale = read(scb.name).float().reshape(1, n) * torch.tensor(1.0 / 127.0)
+        return QTensor.from_codes(read(weight.name), scale, None, scheme.weight)
+
+    plan.weights.append(ForeignWeight(f"{layer}.weight", (n, k), scheme, (weight.name, scb.name), build))

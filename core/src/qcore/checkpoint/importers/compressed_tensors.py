@@ -1,0 +1,235 @@
+"""compressed-tensors, as llm-compressor and vLLM's tools write it: integers, fp8, NVFP4, MXFP4 and MXFP8.
+
+How a layer is stored follows from its tensors; ``config_groups`` in the settings say how many bits the codes have and
+how the tool quantizes activations. With h the centre of the codes:
+
+- ``weight_packed`` int32 (N, words), codes plus h packed along K; ``weight_zero_point`` int32, packed along N;
+- ``weight`` int8 (N, K), codes of any number of bits; ``weight_zero_point`` int8;
+- ``weight`` e4m3fn (N, K) with float scales, or with e8m0 ones for groups of 32 (MXFP8);
+- ``weight_packed`` uint8 (N, K / 2), e2m1, low nibble first: with e8m0 scales for groups of 32 (MXFP4), or with e4m3fn
+  ones for groups of 16 and ``weight_global_scale``, which divides them (NVFP4).
+
+Scales are (N, G). ``weight_g_idx`` (K,) is the group of each column, which newer versions of the tool no longer read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ...formats import Format, ZeroPoint
+from ...weights.qtensor import QTensor
+from ..header import file_error
+from .base import (
+    ForeignWeight,
+    LayerRefused,
+    Plan,
+    Read,
+    Source,
+    group_size,
+    int_format,
+    order_by_group,
+    plan_layers,
+)
+from .compressed_tensors_settings import Group, activation_of, groups_of
+from .fp8 import scale_blocks, spread_scale
+from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
+
+_REFUSED = ("marlin", "sparse", "dense", "bitmask")
+_UNUSED = (".input_global_scale", ".output_scale", ".k_scale", ".v_scale", ".weight_shape")
+
+
+class CompressedTensors:
+    """The importer of compressed-tensors' checkpoints."""
+
+    name = "compressed-tensors"
+
+    def recognizes(self, source: Source) -> bool:
+        """By ``quant_method``."""
+        return source.method in ("compressed-tensors", "compressed_tensors")
+
+    def plan(self, source: Source) -> Plan:
+        """Every layer with ``weight_scale``."""
+        groups = groups_of(source)
+        formats = {str(source.settings.get("format", "")), *(group.format for group in groups)}
+        refused = next((text for text in formats if text.startswith(_REFUSED)), None)
+        if refused is not None:
+            raise file_error(
+                source.path,
+                f"its format is {refused[:40]!r}, which qcore does not read.",
+                "Get the checkpoint in pack-quantized, int-quantized or float-quantized.",
+            )
+        plan = plan_layers(source.layers("weight_scale"), partial(_plan_layer, source, groups))
+        used = plan.used
+        plan.dropped |= {name for name in source.entries if name.endswith(_UNUSED) and name not in used}
+        return plan
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The stored tensors of a layer by the last part of their names, and the group of the settings it belongs to."""
+
+    source: Source
+    name: str
+    group: Group
+    names: dict[str, str]
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        return self.source.entries[self.names[part]].shape
+
+    def dtype(self, part: str) -> torch.dtype:
+        return self.source.entries[self.names[part]].dtype
+
+    def matrix(self, part: str) -> tuple[int, int]:
+        shape = self.shape(part)
+        if len(shape) != 2:
+            raise LayerRefused(f"its {part} has shape {shape}")
+        return shape[0], shape[1]
+
+
+_Planned = tuple[tuple[int, int], Format, Callable[[Read], QTensor], torch.dtype, bool]
+"""Shape, format, how the weight is built, the dtype of its scales, and whether its columns have an order."""
+_PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_g_idx")
+
+
+def _plan_layer(source: Source, groups: list[Group], name: str, plan: Plan) -> None:
+    group = next((group for group in groups if group.holds(name)), None)
+    names = {part: f"{name}.{part}" for part in _PARTS if f"{name}.{part}" in source.entries}
+    if group is None:
+        raise LayerRefused("no target of config_groups matches it")
+    layer = _Layer(source, name, group, names)
+    if "weight_packed" in names:
+        planned = _packed_int(layer) if layer.dtype("weight_packed") == torch.int32 else _packed_fp4(layer)
+    elif "weight" in names:
+        planned = _whole_int(layer) if layer.dtype("weight") == torch.int8 else _whole_fp8(layer)
+    else:
+        raise LayerRefused("it has a scale, but no weight")
+    shape, format, build, dtype, ordered = planned
+    scheme = activation_of(source, name, group, format, plan)
+    weight = ForeignWeight(f"{name}.weight", shape, scheme, tuple(names.values()), build, dtype, ordered)
+    plan.weights.append(weight)
+
+
+def _packed_int(layer: _Layer) -> _Planned:
+    bits = layer.group.bits
+    n, words = layer.matrix("weight_packed")
+    k, whole = _columns(layer, n, words, bits)
+    groups = _groups(layer, n)
+    size = group_size(k, groups, layer.group.size)
+    names, has_zero = layer.names, "weight_zero_point" in layer.names
+    format = int_format(4 if bits <= 4 else 8, size, ZeroPoint.INT if has_zero else ZeroPoint.NONE)
+    order = None
+    if "weight_g_idx" in names:
+        if layer.shape("weight_g_idx") != (k,):
+            raise LayerRefused(f"its weight_g_idx has shape {layer.shape('weight_g_idx')}")
+        order = order_by_group(layer.source.read(names["weight_g_idx"]), size)
+    zero_words = -(-n // (32 // bits)) if whole else -(-n * bits // 32)
+    if has_zero and layer.shape("weight_zero_point") != (zero_words, groups):
+        raise LayerRefused(f"its zero points have shape {layer.shape('weight_zero_point')}")
+
+    def build(read: Read) -> QTensor:
+        packed, scale = read(names["weight_packed"]), read(names["weight_scale"]).reshape(n, groups).t()
+        zero = None
+        if has_zero:
+            zero = unpack_words(read(names["weight_zero_point"]), bits, n, dim=0, whole=whole)
+            zero = signed(zero, bits).t().contiguous()
+        if bits == 4 and order is None and k == 8 * words:
+            data = packed.view(torch.uint8) ^ SIGN_OF_NIBBLES
+            return QTensor(data, scale, zero, (n, k), format)
+        codes = unpack_words(packed, bits, k, dim=1, whole=whole)
+        centre = 1 << (bits - 1)
+        if bits <= 4:
+            data = plain_int4(codes if centre == 8 else codes + (8 - centre), order)
+        else:
+            codes = codes if order is None else codes.index_select(1, order)
+            data = signed(codes if centre == 128 else codes + (128 - centre), 8)
+        return QTensor(data, scale, zero, (n, k), format, order=order)
+
+    return (n, k), format, build, layer.dtype("weight_scale"), order is not None
+
+
+def _columns(layer: _Layer, n: int, words: int, bits: int) -> tuple[int, bool]:
+    """K, which is what ``weight_shape`` says, if the words can hold it, and whether no code runs across words.
+
+    Older versions of the tool leave the highest bits of a word empty; 0.20 packs bits one after the other.
+    """
+    name, most = f"{layer.name}.weight_shape", words * 32 // bits
+    entry = layer.source.entries.get(name)
+    if entry is None:
+        return most, False
+    if entry.shape != (2,) or entry.dtype not in (torch.int64, torch.int32):
+        raise LayerRefused(f"its weight_shape is {entry.dtype} of shape {entry.shape}")
+    rows, k = (int(size) for size in layer.source.read(name))
+    if rows == n and k > 0 and -(-k // (32 // bits)) == words:
+        return k, -(-k * bits // 32) != words
+    if rows != n or not 0 < k <= most or -(-k * bits // 32) != words:
+        raise LayerRefused(f"its weight_shape {(rows, k)} does not fit weight_packed {(n, words)} with {bits} bits")
+    return k, False
+
+
+def _groups(layer: _Layer, n: int) -> int:
+    """Scales per row."""
+    shape = layer.shape("weight_scale")
+    if shape in ((), (1,), (n,)):
+        return 1
+    if len(shape) != 2 or shape[0] != n or not shape[1]:
+        raise LayerRefused(f"its scales have shape {shape}; qcore reads (N, 1) and (N, G)")
+    return shape[1]
+
+
+def _whole_int(layer: _Layer) -> _Planned:
+    n, k = layer.matrix("weight")
+    groups = _groups(layer, n)
+    names, has_zero = layer.names, "weight_zero_point" in layer.names
+    zero = ZeroPoint.INT if has_zero else ZeroPoint.NONE
+    format = int_format(4 if layer.group.bits <= 4 else 8, group_size(k, groups, layer.group.size), zero)
+
+    def build(read: Read) -> QTensor:
+        scale = read(names["weight_scale"]).reshape(-1, groups).expand(n, groups).t().contiguous()
+        points = read(names["weight_zero_point"]).to(torch.int8) if has_zero else None
+        own = None if points is None else points.reshape(-1, groups).expand(n, groups).t().contiguous()
+        return QTensor.from_codes(read(names["weight"]), scale, own, format)
+
+    return (n, k), format, build, layer.dtype("weight_scale"), False
+
+
+def _whole_fp8(layer: _Layer) -> _Planned:
+    n, k = layer.matrix("weight")
+    names, scale = layer.names, layer.shape("weight_scale")
+    power = layer.dtype("weight_scale") == torch.uint8
+    if layer.dtype("weight") != torch.float8_e4m3fn or "weight_zero_point" in names:
+        raise LayerRefused(f"its weight is {layer.dtype('weight')}; qcore reads int8 and float8_e4m3fn without zeros")
+    if len(scale) == 2 and scale[0] == n and scale[1] > 1 and layer.group.block is None:
+        rows, size = 1, group_size(k, scale[1], layer.group.size)
+    else:
+        rows, size = scale_blocks(scale, (n, k), layer.group.block)
+    format = Format.parse("fp8" + (f"-g{size}" if size else "") + ("-e8m0" if power else ""))
+
+    def build(read: Read) -> QTensor:
+        spread = spread_scale(read(names["weight_scale"]), n, rows)
+        return QTensor.from_codes(read(names["weight"]).view(torch.uint8), spread, None, format)
+
+    return (n, k), format, build, layer.dtype("weight_scale"), False
+
+
+def _packed_fp4(layer: _Layer) -> _Planned:
+    n, half = layer.matrix("weight_packed")
+    k, names = 2 * half, layer.names
+    scale, dtype = layer.shape("weight_scale"), layer.dtype("weight_scale")
+    two = "weight_global_scale" in names
+    wanted, size = (torch.float8_e4m3fn, 16) if two else (torch.uint8, 32)
+    if layer.dtype("weight_packed") != torch.uint8 or dtype != wanted or scale != (n, -(-k // size)):
+        raise LayerRefused(f"its tensors are {layer.dtype('weight_packed')} {(n, half)} and {dtype} {scale}")
+    if two and layer.shape("weight_global_scale") not in ((), (1,)):
+        raise LayerRefused(f"its global scale has shape {layer.shape('weight_global_scale')}")
+    format = Format.parse("fp4-g16-e4m3d" if two else "fp4-g32-e8m0")
+
+    def build(read: Read) -> QTensor:
+        factor = read(names["weight_global_scale"]).float().reshape(()) if two else None
+        own = read(names["weight_scale"]).t().contiguous()
+        return QTensor(read(names["weight_packed"]), own, None, (n, k), format, global_scale=factor)
+
+    return (n, k), format, build, torch.float32, False

@@ -1,0 +1,141 @@
+"""The ``config_groups`` of compressed-tensors: which layers a group holds, and how the tool quantizes there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...errors import FormatError, quoted
+from ...formats import Format
+from ...weights.activations import Activation, DynamicFP8, DynamicInt8, StaticFP8, StaticInt8
+from ...weights.schemes import Scheme
+from ..header import file_error
+from .base import ForeignTensor, LayerRefused, Plan, Source
+from .fp8 import input_scale
+
+_DAMAGED = "Download config.json again: the file is damaged, or of a version that qcore does not know."
+_LONGEST = 500
+"""Characters of a regular expression at most."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One of ``config_groups``.
+
+    **Fields:** ``names``: of layers, or of classes of layers; ``patterns``: regular expressions, matched at the start;
+    ``bits``, ``size`` (columns per scale, None for a row), ``block`` (rows and columns per scale): of weights;
+    ``activations``: the settings of activations, None for float; ``format``: of the bytes, or empty.
+    """
+
+    names: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+    bits: int
+    size: int | None
+    block: tuple[int, int] | None
+    activations: Mapping[str, Any] | None = None
+    format: str = ""
+    classes: frozenset[str] = field(default_factory=frozenset)
+
+    def holds(self, layer: str) -> bool:
+        """Whether the group's targets match a layer: by its name, a pattern, or the class of linear layers."""
+        return layer in self.names or any(p.match(layer) for p in self.patterns) or bool(self.classes)
+
+
+def groups_of(source: Source) -> list[Group]:
+    """The groups of the settings, those that name layers before those that name classes. Raises `CheckpointError`."""
+    groups = source.setting("config_groups", dict)
+    if not groups:
+        raise file_error(source.path, "its quantization_config has no config_groups.", _DAMAGED)
+    found = [_group(source, name, value) for name, value in groups.items()]
+    return sorted(found, key=lambda group: bool(group.classes))
+
+
+def _group(source: Source, name: str, value: Any) -> Group:
+    weights = value.get("weights") if isinstance(value, dict) else None
+    targets = value.get("targets") if isinstance(value, dict) else None
+    if not isinstance(weights, dict) or not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+        raise file_error(source.path, f"its config_groups has {name[:40]!r} without weights or targets.", _DAMAGED)
+    bits, size, block = (weights.get(key) for key in ("num_bits", "group_size", "block_structure"))
+    if type(bits) is not int or not 2 <= bits <= 8:
+        raise file_error(source.path, f"its group {name[:40]!r} has {quoted(bits)} bits; qcore reads 2 to 8.", _DAMAGED)
+    if not (size is None or type(size) is int) or not (block is None or _is_block(block)):
+        what = f"its group {name[:40]!r} has group_size {quoted(size)} and block_structure {quoted(block)}."
+        raise file_error(source.path, what, _DAMAGED)
+    activations = value.get("input_activations")
+    # A class is named as "Linear"; names of layers have dots, or are names of the file.
+    plain = {target for target in targets if not target.startswith("re:")}
+    classes = frozenset(target for target in plain if target[:1].isupper() and "." not in target)
+    return Group(
+        frozenset(plain - classes),
+        tuple(_pattern(source, target[3:]) for target in targets if target.startswith("re:")),
+        bits,
+        size,
+        None if block is None else (block[0], block[1]),
+        activations if isinstance(activations, dict) else None,
+        str(value.get("format") or ""),
+        classes,
+    )
+
+
+def _is_block(block: Any) -> bool:
+    return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+
+
+def _pattern(source: Source, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text[:_LONGEST])
+    except (re.error, RecursionError, OverflowError) as error:
+        what = f"its target {text[:60]!r} is no regular expression: {error}."
+        raise file_error(source.path, what, _DAMAGED) from None
+
+
+def activation_of(source: Source, layer: str, group: Group, format: Format, plan: Plan) -> Scheme:
+    """The scheme of a layer; calibrated scales of its activations are added to ``plan``.
+
+    Activations that qcore cannot quantize, such as those of NVFP4, stay float, which is noted in ``plan``.
+    """
+    args = group.activations
+    if args is None:
+        return Scheme(format)
+    kind, bits, strategy = (args.get(key) for key in ("type", "num_bits", "strategy"))
+    activation: Activation | None = None
+    if (kind, bits) == ("int", 8) and args.get("dynamic") is True and strategy == "token":
+        activation = DynamicInt8(symmetric=args.get("symmetric") is not False)
+    elif (kind, bits) == ("float", 8) and args.get("dynamic") is True:
+        size = args.get("group_size")
+        activation = DynamicFP8(size if strategy == "group" and type(size) is int and size > 0 else None)
+    elif args.get("dynamic") is False and bits == 8 and strategy == "tensor":
+        activation = StaticInt8() if kind == "int" else StaticFP8()
+    try:
+        scheme = Scheme(format, activation=activation)
+    except FormatError:
+        activation, scheme = None, Scheme(format)
+    if activation is None:
+        text = f"{quoted(kind)} activations of {quoted(bits)} bits stay float: qcore has no such activations"
+        plan.notes[layer] = text
+        return scheme
+    if isinstance(activation, (StaticInt8, StaticFP8)):
+        _add_static(source, layer, activation, plan)
+    return scheme
+
+
+def _add_static(source: Source, layer: str, activation: StaticInt8 | StaticFP8, plan: Plan) -> None:
+    if f"{layer}.input_scale" not in source.entries:
+        raise LayerRefused("its settings have static activations, but it has no input_scale")
+    plan.tensors.append(input_scale(source, layer))
+    if isinstance(activation, StaticFP8):
+        return
+    name = f"{layer}.input_zero_point"
+    if name not in source.entries:  # symmetric
+        zero = ForeignTensor(
+            name, torch.int32, (), (f"{layer}.input_scale",), lambda _: torch.zeros((), dtype=torch.int32)
+        )
+    elif source.entries[name].shape not in ((), (1,)):
+        raise LayerRefused(f"its input_zero_point has shape {source.entries[name].shape}")
+    else:
+        zero = ForeignTensor(name, torch.int32, (), (name,), lambda read: read(name).to(torch.int32).reshape(()))
+    plan.tensors.append(zero)

@@ -1,0 +1,115 @@
+"""fp8 as DeepSeek, Qwen, MiniMax and others store it (``fp8``), and as fbgemm does (``fbgemm_fp8``).
+
+``weight`` e4m3fn (N, K), and one of
+
+- ``weight_scale_inv`` (ceil(N / bn), ceil(K / bk)): one scale for a block of bn x bk weights, mostly 128 x 128; in
+  spite of its name it multiplies. The last blocks may be ragged. float32, or e8m0 bytes;
+- ``weight_scale`` (), (1,) or (N, 1): one scale for the tensor, or for each row.
+
+A block is a group of bk columns, whose scale is that of bn rows. Activations are e4m3fn too: with scales per token or
+per group made at run time, or with ``input_scale`` for the tensor.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...formats import Format
+from ...weights.activations import DynamicFP8, StaticFP8
+from ...weights.qtensor import QTensor
+from ...weights.schemes import Scheme
+from .base import ForeignTensor, ForeignWeight, LayerRefused, Plan, Read, Source, plan_layers
+
+E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+"""Dtypes under which files hold scales that are powers of two."""
+_SCALES = ("weight_scale_inv", "weight_scale")
+
+
+class FP8:
+    """The importer of checkpoints with native fp8 weights."""
+
+    name = "fp8"
+
+    def recognizes(self, source: Source) -> bool:
+        """By ``quant_method``."""
+        return source.method in ("fp8", "fbgemm_fp8")
+
+    def plan(self, source: Source) -> Plan:
+        """Every layer with an e4m3fn ``weight`` and a scale."""
+        layers = (layer for scale in _SCALES for layer in source.layers(scale, "weight"))
+        found = plan_layers(layers, partial(plan_fp8, source, block_size(source)))
+        # The bound of fbgemm's activations, 1200 mostly, above which it clips.
+        found.dropped |= {name for name in source.entries if name.endswith(".input_scale_ub")}
+        return found
+
+
+def block_size(source: Source) -> tuple[int, int] | None:
+    """Rows and columns of a block, None if the settings name none."""
+    given: Any = source.settings.get("weight_block_size")
+    if isinstance(given, list) and len(given) == 2 and all(type(size) is int and size > 0 for size in given):
+        return given[0], given[1]
+    return None
+
+
+def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Plan) -> None:
+    """Plan a layer with ``weight`` e4m3fn (N, K), its scale, and ``input_scale`` if it is static."""
+    weight = source.entries[f"{layer}.weight"]
+    name = next(f"{layer}.{scale}" for scale in _SCALES if f"{layer}.{scale}" in source.entries)
+    scale = source.entries[name]
+    if weight.dtype != torch.float8_e4m3fn or len(weight.shape) != 2:
+        raise LayerRefused(f"its weight is {weight.dtype} of shape {weight.shape}; qcore reads float8_e4m3fn (N, K)")
+    n, k = weight.shape
+    rows, group = scale_blocks(scale.shape, (n, k), block)
+    power = scale.dtype in E8M0
+    format = Format.parse("fp8" + (f"-g{group}" if group else "") + ("-e8m0" if power else ""))
+    static = f"{layer}.input_scale" in source.entries
+    activation = StaticFP8() if static else DynamicFP8(group)
+
+    def build(read: Read) -> QTensor:
+        spread = spread_scale(read(name), n, rows)
+        return QTensor.from_codes(read(weight.name).view(torch.uint8), spread, None, format)
+
+    plan.weights.append(
+        ForeignWeight(
+            f"{layer}.weight", (n, k), Scheme(format, activation=activation), (weight.name, name), build, scale.dtype
+        )
+    )
+    if static:
+        plan.tensors.append(input_scale(source, layer))
+
+
+def scale_blocks(
+    scale: tuple[int, ...], shape: tuple[int, int], block: tuple[int, int] | None
+) -> tuple[int, int | None]:
+    """The rows that share a scale, and the columns per scale (None for all), of scales of a shape.
+
+    Raises `LayerRefused` for scales that are not of ``block``.
+    """
+    n, k = shape
+    if scale in ((), (1,), (1, 1)) and block is None:
+        return max(n, 1), None
+    if scale in ((n,), (n, 1)) and block is None:
+        return 1, None
+    if block is not None and scale == (-(-n // block[0]), -(-k // block[1])):
+        return block[0], block[1]
+    raise LayerRefused(f"its scales have shape {scale}, which is not that of blocks of {block} of a weight {shape}")
+
+
+def spread_scale(scale: Tensor, n: int, rows: int) -> Tensor:
+    """Scales of blocks of ``rows`` rows ``(blocks, G)``, or of one or each row, as one per row and group ``(G, N)``."""
+    own = scale.view(torch.uint8) if scale.dtype in E8M0 else scale
+    table = own.reshape(1, 1) if own.numel() == 1 else own.reshape(own.shape[0], -1)
+    spread = table if rows == 1 else table.repeat_interleave(rows, dim=0)[:n]
+    return spread.expand(n, -1).t().contiguous()
+
+
+def input_scale(source: Source, layer: str) -> ForeignTensor:
+    """The scale of static activations of a layer, as the float32 number that a scheme takes."""
+    name = f"{layer}.input_scale"
+    if source.entries[name].shape not in ((), (1,)):
+        raise LayerRefused(f"its input_scale has shape {source.entries[name].shape}; qcore has one scale per tensor")
+    return ForeignTensor(name, torch.float32, (), (name,), lambda read: read(name).float().reshape(()))

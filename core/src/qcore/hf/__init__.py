@@ -1,0 +1,20 @@
+"""qcore inside of transformers: `QcoreConfig` for ``from_pretrained``, and `adopt` for the checkpoints of other tools.
+
+Importing this module registers the quantization method ``"qcore"`` with transformers 5. May import: everything below
+the command line. Imported by: users.
+
+```python
+import qcore.hf
+from transformers import AutoModelForCausalLM
+
+config = qcore.hf.QcoreConfig("w4a16-g128", exclude=["lm_head"])
+model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)  # quantized while it is loaded
+model.save_pretrained(out)
+model = AutoModelForCausalLM.from_pretrained(out)  # the same bits
+```
+"""
+
+from .config import QcoreConfig
+from .quantizer import QcoreQuantizer, adopt
+
+__all__ = ["QcoreConfig", "QcoreQuantizer", "adopt"]

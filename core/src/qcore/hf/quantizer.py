@@ -1,0 +1,331 @@
+"""The quantizer that transformers' ``from_pretrained`` and ``save_pretrained`` call.
+
+Quantizing: transformers reads one float weight at a time, moves it to the device of its layer and gives it to
+`_Quantize`, which keeps the quantized weight. Loading: transformers loads what is not quantized. In both cases weights
+stay on meta until all of that is done; then layers become their quantized counterparts (`_Loading.install`).
+"""
+
+# ruff: noqa: ARG002, SLF001 - the arguments are those of transformers' interface, and so are the private names
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+
+from ..checkpoint.archive import Archive
+from ..checkpoint.imported import ImportedArchive
+from ..checkpoint.loading import load_weights
+from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.saving import described_state
+from ..errors import CheckpointError, FormatError, UnsupportedError, did_you_mean
+from ..model.streamed import StreamedPlan
+from ..nn.base import QuantizedModule
+from .config import METHOD, ForeignConfig, QcoreConfig
+
+FOREIGN = {
+    "gptq": ("gptq",),
+    "awq": ("awq",),
+    "auto-round": ("auto-round",),
+    "compressed-tensors": ("compressed-tensors",),
+    "fp8": ("fp8",),
+    "fbgemm_fp8": ("fbgemm_fp8",),
+    "mxfp4": ("mxfp4",),
+    "modelopt": ("modelopt",),
+    "bitsandbytes": ("bitsandbytes_4bit", "bitsandbytes_8bit"),
+    "hqq": ("hqq",),
+    "quanto": ("quanto",),
+    "torchao": ("torchao",),
+}
+"""Methods that `adopt` takes, and transformers' names for them."""
+
+
+def adopt(*methods: str) -> None:
+    """Let ``from_pretrained`` read the directories of other tools through qcore, in this process.
+
+    ``methods``: names as in ``quantization_config.quant_method``, e.g. ``"gptq", "awq", "compressed-tensors"``; none
+    for all. Raises `UnsupportedError` for another name.
+    """
+    for method in methods or FOREIGN:
+        if method not in FOREIGN:
+            raise UnsupportedError(
+                f"qcore cannot adopt {method!r}; it adopts {', '.join(FOREIGN)}.{did_you_mean(method, FOREIGN)}"
+            )
+        for name in FOREIGN[method]:
+            AUTO_QUANTIZER_MAPPING[name] = QcoreQuantizer
+            AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(name, ForeignConfig)
+
+
+@register_quantizer(METHOD)
+class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
+    """transformers' interface to qcore; users never make one."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.quantization_config: Any = quantization_config
+        self._loading: _Loading | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `FormatError` where there is no scheme to quantize with."""
+        if not self.pre_quantized and getattr(self.quantization_config, "scheme", None) is None:
+            raise FormatError("QcoreConfig has no scheme: name one, e.g. QcoreConfig('w4a16-g128').")
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        if self.pre_quantized:
+            self._loading = _Stored(model, _folder(checkpoint_files))
+        else:
+            self._loading = _OnTheFly(model, self.quantization_config)
+        self._loading.intercept()
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a parameter is the weight of a layer that becomes quantized."""
+        return self._loading is not None and param_name in self._loading.targets
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The operation that takes a float weight."""
+        assert isinstance(self._loading, _OnTheFly)
+        return _Quantize(self._loading)
+
+    def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
+        """Bytes per weight, by which ``device_map="auto"`` plans."""
+        own = None if self._loading is None else self._loading.bytes_per_weight(param_name, param)
+        return super().param_element_size(model, param_name, param) if own is None else own
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        assert self._loading is not None
+        if not self._loading.installed:
+            raise CheckpointError("transformers never tied the weights of the model, so qcore could not load them.")
+        self._loading = None
+        # Saving would undo the renames of this load; qcore saves the names that the model has.
+        model._weight_conversions = []
+        layers = _described(model)
+        config = self.quantization_config
+        kept = config if isinstance(config, QcoreConfig) else QcoreConfig()
+        kept.layers = layers
+        self.quantization_config = model.config.quantization_config = kept
+        model.quantization_method = METHOD
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """What ``save_pretrained`` writes: the neutral tensors, and the records that `qcore.load_` reads."""
+        return described_state(model, guarded=True)
+
+    def is_serializable(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """With adapters: gradients reach them through quantized layers."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Always."""
+        return True
+
+
+def _folder(files: list[str] | None) -> Path:
+    folders = {os.path.dirname(file) for file in files or ()}  # noqa: PTH120 - links of a cache stay links
+    if len(folders) != 1:
+        raise CheckpointError(f"qcore loads models from one directory; the files lie in {sorted(folders)}.")
+    return Path(folders.pop())
+
+
+def _described(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Format, scheme and dtype of scales of every quantized layer, for ``config.json``."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
+    return {
+        name: {
+            "format": str(module.weight.format),
+            "scheme": str(module.scheme.blank()),
+            "scale_dtype": str(module.weight.scale.dtype).removeprefix("torch."),
+        }
+        for name, module in layers.items()
+    }
+
+
+class _Loading:
+    """One load. ``targets``: parameters that transformers must leave on meta; ``installed``: whether it is done."""
+
+    def __init__(self, model: Any, targets: Iterable[str]) -> None:
+        self.model, self.targets = model, frozenset(targets)
+        self.installed = False
+        self.device_map: Mapping[str, Any] | None = None
+
+    def intercept(self) -> None:
+        """Step between loading and tying, where transformers has no hook for quantizers.
+
+        Two methods of the model are replaced until they are called: one would give weights on meta memory and random
+        values, the other one ties what are quantized layers by then.
+        """
+        model = self.model
+        move, tie = model._move_missing_keys_from_meta_to_device, model.tie_weights
+        blank = {name: model.get_parameter(name) for name in self.targets}
+        for parameter in blank.values():
+            parameter._is_hf_initialized = True
+
+        def moved(missing_keys: set[str], device_map: Any, *args: Any) -> Any:
+            del model._move_missing_keys_from_meta_to_device
+            self.device_map = device_map
+            for name, parameter in blank.items():
+                module, _, attribute = name.rpartition(".")
+                if name in self.covered:  # what was loaded is the empty tensor of a guard, if anything
+                    model.get_submodule(module)._parameters[attribute] = parameter
+                else:  # the checkpoint lacks it: transformers goes on as ever
+                    del parameter._is_hf_initialized
+            return move(missing_keys - self.covered, device_map, *args)
+
+        def tied(missing_keys: set[str] | None = None, **kwargs: Any) -> Any:
+            del model.tie_weights
+            if missing_keys is not None:
+                missing_keys.difference_update(self.covered)
+            pairs = model.all_tied_weights_keys
+            model.all_tied_weights_keys = {a: b for a, b in pairs.items() if not {a, b} & self.covered}
+            try:
+                self.install()
+                self.installed = True
+                return tie(missing_keys=missing_keys, **kwargs)
+            finally:
+                model.all_tied_weights_keys = pairs
+
+        model._move_missing_keys_from_meta_to_device, model.tie_weights = moved, tied
+
+    @property
+    def covered(self) -> frozenset[str]:
+        """Those of ``targets`` that qcore has values for."""
+        return self.targets
+
+    def device_of(self, layer: str) -> torch.device:
+        """The device that a layer will be on; what is kept on disk passes through the CPU."""
+        places = self.device_map or {}
+        name = layer
+        while name and name not in places:
+            name = name.rpartition(".")[0]
+        device = places.get(name, torch.get_default_device())
+        return torch.device("cpu" if device in ("disk", "meta") else device)
+
+    def bytes_per_weight(self, name: str, parameter: torch.Tensor) -> float | None:
+        """Stored bytes per number of a parameter, None for one that is not quantized."""
+        raise NotImplementedError
+
+    def install(self) -> None:
+        """Replace the layers."""
+        raise NotImplementedError
+
+
+class _Stored(_Loading):
+    """A checkpoint that is quantized already, by qcore or another tool."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self.folder = folder
+        # transformers builds models with meta as the default device.
+        with torch.device("cpu"), open_checkpoint(folder) as archive:
+            self.sizes = {
+                name: sum(archive.entries[part].nbytes for part in record.tensor_names)
+                for name, record in archive.records.items()
+                if name not in archive.aliases
+            }
+            targets = set(_parameters_of(model, archive))
+            _ignore(model, _unknown_to(model, archive))
+        super().__init__(model, targets)
+
+    def bytes_per_weight(self, name: str, parameter: torch.Tensor) -> float | None:
+        size = self.sizes.get(name, self.sizes.get(f"{name}.weight"))
+        return None if size is None or not parameter.numel() else size / parameter.numel()
+
+    def install(self) -> None:
+        with torch.device("cpu"), open_checkpoint(self.folder) as archive:
+            load_weights(self.model, archive, self.device_of)
+
+
+def _parameters_of(model: Any, archive: Archive) -> Iterable[str]:
+    """Yield the model's parameters that the records of an archive hold quantized, also those tied to one."""
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    ties = getattr(model, "all_tied_weights_keys", {})
+    for record in archive.records:
+        # Fused experts: the record of the parameter P is called P.weight.
+        own = record if record in named else record.removesuffix(".weight")
+        if own in named:
+            yield own
+            yield from (a if b == own else b for a, b in ties.items() if own in (a, b))
+
+
+def _unknown_to(model: Any, archive: Archive) -> set[str]:
+    """The last parts of the names of stored tensors that transformers must not look for in the model."""
+    stored = archive.plan.used if isinstance(archive, ImportedArchive) else set()
+    own = {part for record in archive.records.values() for part in (record.name, *record.tensor_names)}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name for name in stored | own if name not in names or name in own}
+
+
+def _ignore(model: Any, names: set[str]) -> None:
+    """Keep transformers from reporting tensors as unexpected: qcore reads them."""
+    endings = sorted({re.escape(name.rpartition(".")[2]) for name in names})
+    if endings:
+        patterns = {rf"(^|\.)({'|'.join(endings)})$"}
+        model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
+
+
+class _OnTheFly(_Loading):
+    """A float checkpoint, quantized weight by weight."""
+
+    def __init__(self, model: Any, config: QcoreConfig) -> None:
+        # transformers ties after loading; the plan has to see which layers share a weight.
+        for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+            layer, _, name = target.rpartition(".")
+            setattr(model.get_submodule(layer), name, model.get_parameter(source))
+        self.plan = StreamedPlan(model, config.scheme or {}, config.include, config.exclude)
+        super().__init__(model, self.plan.parameters)
+
+    @property
+    def covered(self) -> frozenset[str]:
+        return self.targets & self.plan.taken
+
+    def bytes_per_weight(self, name: str, parameter: torch.Tensor) -> float | None:
+        return self.plan.bytes_per_weight(name) if name in self.targets else None
+
+    def install(self) -> None:
+        self.plan.install()
+
+
+class _Quantize(ConversionOps):  # type: ignore[misc, unused-ignore]
+    """One float weight in, nothing out: the loader has nothing left to set."""
+
+    def __init__(self, loading: _OnTheFly) -> None:
+        self.loading = loading
+
+    def __deepcopy__(self, memo: Any) -> _Quantize:
+        return self  # the loader copies an operation for each weight
+
+    def convert(
+        self,
+        input_dict: Mapping[str, Any],
+        full_layer_name: str = "",
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Take the weights among ``input_dict``; what else a conversion made of them goes on to the model."""
+        plan, others = self.loading.plan, {}
+        for key, value in input_dict.items():
+            name = key if key in plan.parameters else full_layer_name
+            if name not in plan.parameters:
+                others[key] = value
+                continue
+            done = plan.take(name, value[0] if isinstance(value, list) else value)
+            if missing_keys is not None:
+                missing_keys.difference_update(done)
+        return others

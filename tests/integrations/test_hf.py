@@ -1,0 +1,227 @@
+"""`qcore.hf`: quantize while loading, save, load again, other tools' directories; tiny random models."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from foreign_writers import FORMATS, write_directory
+
+transformers = pytest.importorskip("transformers")
+
+import qcore  # noqa: E402
+import qcore.hf  # noqa: E402
+from qcore.hf import QcoreConfig  # noqa: E402
+
+Auto = transformers.AutoModelForCausalLM
+SIZES = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+IDS = torch.arange(24).reshape(2, 12) % 128
+
+
+def llama(**more):
+    return transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": False, **more})
+
+
+def saved(config, folder):
+    """A random model of a configuration, saved, and the model."""
+    torch.manual_seed(0)
+    model = Auto.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS.to(model.device)).logits
+
+
+def quantized_layers(model):
+    return {n for n, m in model.named_modules() if isinstance(m, qcore.nn.QuantizedLinear)}
+
+
+class TestQuantizing:
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_is_what_quantize_does(self, tied, tmp_path):
+        model = saved(llama(tie_word_embeddings=tied), tmp_path)
+        loaded = Auto.from_pretrained(tmp_path, quantization_config=QcoreConfig("w4a16-g32"))
+        qcore.quantize_(model, "w4a16-g32")
+        assert torch.equal(logits(loaded), logits(model))
+        assert loaded.is_quantized
+        if tied:
+            assert loaded.lm_head.weight.store is loaded.get_input_embeddings().weight.store
+
+    def test_patterns(self, tmp_path):
+        saved(llama(), tmp_path)
+        config = QcoreConfig({"*.mlp.*": "w4a16-g32", "*_proj": "w8a16"}, exclude=["lm_head", "*.layers.1.*"])
+        loaded = Auto.from_pretrained(tmp_path, quantization_config=config)
+        layers = quantized_layers(loaded)
+        assert len(layers) == 7
+        assert all("layers.0" in name for name in layers)
+        assert str(loaded.model.layers[0].mlp.up_proj.scheme) == "w4a16-g32"
+        assert str(loaded.model.layers[0].self_attn.q_proj.scheme) == "w8a16"
+        assert type(loaded.lm_head) is torch.nn.Linear
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_dtype(self, dtype, tmp_path):
+        saved(llama(), tmp_path)
+        loaded = Auto.from_pretrained(tmp_path, dtype=dtype, quantization_config=QcoreConfig("w8a16"))
+        assert logits(loaded).dtype == dtype
+
+    @pytest.mark.parametrize("kind", ["MixtralConfig", "Qwen3MoeConfig", "GptOssConfig"])
+    def test_experts(self, kind, tmp_path):
+        more = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+        config = getattr(transformers, kind)(**SIZES, **more, moe_intermediate_size=64, tie_word_embeddings=False)
+        model = saved(config, tmp_path)
+        loaded = Auto.from_pretrained(tmp_path, quantization_config=QcoreConfig("w8a16"))
+        qcore.quantize_(model, "w8a16")
+        assert any(isinstance(m, qcore.nn.QuantizedExperts) for m in loaded.modules())
+        torch.testing.assert_close(logits(loaded), logits(model))
+
+    def test_one_float_weight_at_a_time(self, tmp_path):
+        """Of the float weights that were read, no two are alive when the next one is quantized."""
+        import gc
+        import weakref
+
+        from qcore.model.streamed import StreamedPlan
+
+        saved(llama(num_hidden_layers=4), tmp_path)
+        alive, most = [], []
+        take = StreamedPlan.take
+
+        def noted(self, name, value):
+            gc.collect()
+            most.append(sum(ref() is not None for ref in alive))
+            alive.append(weakref.ref(value))
+            return take(self, name, value)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StreamedPlan, "take", noted)
+            Auto.from_pretrained(tmp_path, quantization_config=QcoreConfig("w8a16"))
+        assert len(most) == 4 * 7 + 2
+        assert max(most) <= 1
+
+    def test_a_scheme_that_needs_calibration_is_refused(self, tmp_path):
+        saved(llama(), tmp_path)
+        with pytest.raises(qcore.FormatError, match="needs calibration"):
+            Auto.from_pretrained(tmp_path, quantization_config=QcoreConfig("w4a16-g32@gptq"))
+
+    def test_without_a_scheme(self, tmp_path):
+        saved(llama(), tmp_path)
+        with pytest.raises(qcore.FormatError, match="no scheme"):
+            Auto.from_pretrained(tmp_path, quantization_config=QcoreConfig())
+
+    def test_settings_that_are_none(self):
+        with pytest.raises(qcore.FormatError, match="no setting 'excludes'"):
+            QcoreConfig("w8a16", excludes=["lm_head"])
+        with pytest.raises(qcore.FormatError):
+            QcoreConfig("w5a16")
+
+    def test_generate_and_compile(self, tmp_path):
+        saved(llama(), tmp_path)
+        model = Auto.from_pretrained(tmp_path, quantization_config=QcoreConfig("w8a16"))
+        ids = IDS[:1, :5]
+        eager = model.generate(ids, max_new_tokens=6, do_sample=False)
+        compiled = torch.compile(model, backend="aot_eager")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+        static = model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="static")
+        assert torch.equal(eager, static)
+
+    def test_device_map(self, tmp_path):
+        saved(llama(), tmp_path)
+        config = QcoreConfig("w8a16", exclude=["lm_head"])
+        plain = Auto.from_pretrained(tmp_path, quantization_config=config)
+        for device_map in ("auto", "cpu", {"": "cpu"}):
+            mapped = Auto.from_pretrained(tmp_path, quantization_config=config, device_map=device_map)
+            assert torch.equal(logits(mapped), logits(plain))
+
+
+class TestSaving:
+    @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8", "mxfp4", "nf4", "wfp8afp8"])
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_the_same_bits_after_loading(self, scheme, tied, tmp_path):
+        saved(llama(tie_word_embeddings=tied), tmp_path / "float")
+        first = Auto.from_pretrained(tmp_path / "float", quantization_config=QcoreConfig(scheme))
+        first.save_pretrained(tmp_path / "own")
+        second = Auto.from_pretrained(tmp_path / "own")
+        assert torch.equal(logits(first), logits(second))
+        assert quantized_layers(first) == quantized_layers(second)
+        third = Auto.from_config(llama(tie_word_embeddings=tied)).eval()
+        qcore.load_(third, tmp_path / "own")
+        assert torch.equal(logits(first), logits(third))
+
+    def test_in_shards(self, tmp_path):
+        saved(llama(), tmp_path / "float")
+        first = Auto.from_pretrained(tmp_path / "float", quantization_config=QcoreConfig("w8a16"))
+        first.save_pretrained(tmp_path / "own", max_shard_size="100KB")
+        assert len(list((tmp_path / "own").glob("*.safetensors"))) > 1
+        assert torch.equal(logits(Auto.from_pretrained(tmp_path / "own")), logits(first))
+
+    def test_experts(self, tmp_path):
+        config = transformers.Qwen3MoeConfig(
+            **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=32,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+        saved(config, tmp_path / "float")
+        first = Auto.from_pretrained(tmp_path / "float", quantization_config=QcoreConfig("w8a16"))
+        first.save_pretrained(tmp_path / "own")
+        assert torch.equal(logits(Auto.from_pretrained(tmp_path / "own")), logits(first))
+
+    def test_config_says_what_each_layer_is(self, tmp_path):
+        saved(llama(), tmp_path / "float")
+        model = Auto.from_pretrained(
+            tmp_path / "float", quantization_config=QcoreConfig("w4a16-g32", exclude="lm_head")
+        )
+        model.save_pretrained(tmp_path / "own")
+        settings = json.loads((tmp_path / "own" / "config.json").read_text())["quantization_config"]
+        assert settings["quant_method"] == "qcore"
+        about = settings["layers"]["model.layers.0.mlp.up_proj"]
+        assert about == {"format": "int4-g32/plain", "scheme": "w4a16-g32", "scale_dtype": "float32"}
+        assert "lm_head" not in settings["layers"]
+
+    def test_by_the_command_line(self, tmp_path):
+        """`qcore quantize` writes what `from_pretrained` reads."""
+        model = saved(llama(), tmp_path / "float")
+        command = [sys.executable, "-m", "qcore", "quantize", tmp_path / "float", tmp_path / "own", "--scheme", "w8a16"]
+        subprocess.run(list(map(str, command)), check=True, capture_output=True)
+        qcore.quantize_(model, "w8a16")
+        assert torch.equal(logits(Auto.from_pretrained(tmp_path / "own")), logits(model))
+
+    @pytest.mark.parametrize("written", ["save_pretrained", "command line"])
+    def test_without_qcore_it_is_an_error_not_random_weights(self, written, tmp_path):
+        saved(llama(), tmp_path / "float")
+        if written == "save_pretrained":
+            model = Auto.from_pretrained(tmp_path / "float", quantization_config=QcoreConfig("w8a16"))
+            model.save_pretrained(tmp_path / "own")
+        else:
+            qcore.checkpoint.quantize_checkpoint(tmp_path / "float", tmp_path / "own", "w8a16")
+        code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path / 'own')!r})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert "import qcore.hf" in done.stderr + done.stdout
+
+
+class TestForeign:
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_adopted(self, format, tmp_path):
+        torch.manual_seed(0)
+        model = Auto.from_config(llama(hidden_size=256, attention_bias=True)).eval()
+        layers = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+        config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+        write_directory(tmp_path, config, model.state_dict(), layers, format)
+        qcore.hf.adopt()
+        loaded = Auto.from_pretrained(tmp_path)
+        assert quantized_layers(loaded) == set(layers)
+        other = Auto.from_config(llama(hidden_size=256, attention_bias=True)).eval()
+        qcore.load_(other, tmp_path)
+        assert torch.equal(logits(loaded), logits(other))
+        loaded.save_pretrained(tmp_path / "own")
+        assert torch.equal(logits(Auto.from_pretrained(tmp_path / "own")), logits(loaded))
+
+    def test_an_unknown_method(self):
+        with pytest.raises(qcore.UnsupportedError, match="cannot adopt 'gtpq'"):
+            qcore.hf.adopt("gtpq")
