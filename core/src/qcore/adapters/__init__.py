@@ -4,7 +4,7 @@ After the import `peft.get_peft_model` and `peft.PeftModel.from_pretrained` put 
 `QuantizedEmbedding` and `QuantizedConv2d`; everything that peft does with other layers stays as it was. Needs the extra
 ``peft``.
 
-May import: model and the floors below it, and peft. Imported by: nobody.
+May import: nn and the floors below it, and peft. Imported by: nobody.
 """
 
 from .layers import LoraConv2d, LoraEmbedding, LoraLinear, adopt_
