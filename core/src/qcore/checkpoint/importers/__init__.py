@@ -5,10 +5,11 @@ May import: the modules of checkpoint that read files and records, and the floor
 
 from __future__ import annotations
 
+from .awq import AWQ
 from .base import Importer, Source
 from .gptq import GPTQ
 
-_BUILTIN: tuple[Importer, ...] = (GPTQ(),)
+_BUILTIN: tuple[Importer, ...] = (GPTQ(), AWQ())
 
 
 def find_importer(source: Source) -> Importer | None:
