@@ -245,6 +245,7 @@ class _QuantizeRun:
 
 
 def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
+    """Raise `CheckpointError` if the target overlaps the source, exists already, or is no checkpoint to replace."""
     origin = Path(os.path.realpath(source))
     if target == origin or target in origin.parents or (origin.is_dir() and origin in target.parents):
         raise file_error(target, f"it is, holds or lies in the source {source}.", "Write to another place.")

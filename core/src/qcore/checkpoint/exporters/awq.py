@@ -27,7 +27,7 @@ from .base import (
 class AWQExporter:
     """Writes int4 with or without zero points, per group or channel."""
 
-    scales = torch.float16
+    scales: torch.dtype | None = torch.float16
 
     def __init__(self) -> None:
         self._layers: list[Layer] = []

@@ -5,7 +5,7 @@ Nothing is quantized again and nothing is rounded: what the format cannot hold i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,14 +27,13 @@ class NotHeld(Exception):  # noqa: N818 - says what happens to a layer, is caugh
 class Layer:
     """A quantized layer to write.
 
-    **Fields:** ``name``: of the layer in the model; ``record``: of its weight; ``scale_dtype``: of its scales as they
-    are read; ``static``: names of stored calibrated tensors of its activation, by parameter.
+    **Fields:** ``name``: of the layer in the model; ``record``: of its weight; ``scale_dtype``: of its scales as
+    they are read.
     """
 
     name: str
     record: Record
     scale_dtype: torch.dtype
-    static: Mapping[str, str]
 
     @property
     def n(self) -> int:

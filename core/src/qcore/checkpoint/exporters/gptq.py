@@ -30,7 +30,7 @@ _ONES = {4: 0x11111111, 8: 0x01010101}
 class GPTQExporter:
     """Writes int4 and int8 with or without zero points, per group or channel, with or without an order."""
 
-    scales = torch.float16
+    scales: torch.dtype | None = torch.float16
 
     def __init__(self) -> None:
         self._layers: list[Layer] = []
@@ -70,7 +70,7 @@ class GPTQExporter:
             "pack_dtype": "int32",
             "lm_head": any(layer.name.rpartition(".")[2] == "lm_head" for layer in self._layers),
         }
-        excluded = {f"-:^{re.escape(name)}$": {} for name in float_layers}
+        excluded: dict[str, dict[str, int]] = {f"-:^{re.escape(name)}$": {} for name in float_layers}
         return {**found, "dynamic": excluded} if excluded else found
 
 
