@@ -1,6 +1,7 @@
 """Checkpoints of other tools, one module per format: which weights a checkpoint holds, and how their bytes are read.
 
-May import: the modules of checkpoint that read files and records, and the floors below. Imported by: `opening`, exporters.
+May import: the modules of checkpoint that read files and records, and the floors below. Imported by: `opening` and the
+exporters.
 """
 
 from __future__ import annotations
