@@ -50,7 +50,7 @@ from .weights.quantizers import quantize
 from .weights.schemes import Scheme
 
 if _TYPE_CHECKING:
-    from .checkpoint import load_, save
+    from .checkpoint import convert, load_, save
 
 __all__ = [
     "EMULATED",
@@ -94,6 +94,7 @@ __all__ = [
     "__version__",
     "configure",
     "conv2d",
+    "convert",
     "embedding",
     "explain",
     "grouped_int4",
@@ -115,7 +116,7 @@ __all__ = [
 
 def __getattr__(name: str) -> _Any:
     # Imported on first access: checkpoints need safetensors, which many programs never use.
-    if name in ("save", "load_"):
+    if name in ("save", "load_", "convert"):
         from . import checkpoint
 
         return getattr(checkpoint, name)

@@ -3,9 +3,21 @@
 May import: model, nn and the floors below. Imported by: cli, and `qcore` itself, late.
 """
 
+from .converting import Conversion, convert
 from .inventory import Inventory, TensorInfo, inspect
 from .loading import LoadReport, load_
 from .saving import save
 from .streaming import TensorReport, quantize_checkpoint
 
-__all__ = ["Inventory", "LoadReport", "TensorInfo", "TensorReport", "inspect", "load_", "quantize_checkpoint", "save"]
+__all__ = [
+    "Conversion",
+    "Inventory",
+    "LoadReport",
+    "TensorInfo",
+    "TensorReport",
+    "convert",
+    "inspect",
+    "load_",
+    "quantize_checkpoint",
+    "save",
+]

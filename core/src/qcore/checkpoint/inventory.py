@@ -13,6 +13,7 @@ from ..model.grouping import grouped
 from ..resolving.decision import format_table
 from .archive import Archive
 from .header import shown
+from .imported import ImportedArchive
 from .opening import open_checkpoint
 
 
@@ -47,13 +48,14 @@ class Inventory:
     """The tensors of a checkpoint; ``str(inventory)`` is a table.
 
     **Fields:** ``path``; ``version``: of the qcore that wrote it, empty for other tools; ``tensors``; ``shards``:
-    names of its files.
+    names of its files; ``method``: the importer that reads it, such as ``gptq``, empty for qcore's own and float ones.
     """
 
     path: str
     version: str
     tensors: tuple[TensorInfo, ...]
     shards: tuple[str, ...]
+    method: str = ""
 
     def __iter__(self) -> Iterator[TensorInfo]:
         return iter(self.tensors)
@@ -93,7 +95,8 @@ class Inventory:
             shard = next(iter(shards)) if len(shards) == 1 else f"{len(shards)} files"
             size = f"{sum(tensor.nbytes for tensor in together):,}"
             rows.append((shown(label), kind, shape, quantizer, scheme, size, shard, alias))
-        wrote = f"written by qcore {self.version}" if self.version else "not written by qcore"
+        read = f"read by importer {self.method}" if self.method else "not written by qcore"
+        wrote = f"written by qcore {self.version}" if self.version else read
         files = f"{len(self.shards)} file{'s' if len(self.shards) != 1 else ''}"
         total = f"{len(self)} tensors, {len(self.quantized)} quantized; {self.total_bytes:,} bytes in {files}; {wrote}"
         return "\n".join([*format_table(header, rows), total])
@@ -102,7 +105,14 @@ class Inventory:
         """Return all fields as plain values for JSON."""
         tensors = [{**asdict(t), "shape": list(t.shape)} for t in self.tensors]
         totals = {"total_bytes": self.total_bytes, "quantized": len(self.quantized)}
-        return {"path": self.path, "version": self.version, "shards": list(self.shards), **totals, "tensors": tensors}
+        return {
+            "path": self.path,
+            "version": self.version,
+            "method": self.method,
+            "shards": list(self.shards),
+            **totals,
+            "tensors": tensors,
+        }
 
 
 def _looks(t: TensorInfo) -> tuple[str, str, str, str, str]:
@@ -120,7 +130,9 @@ def inspect(path: str | os.PathLike[str]) -> Inventory:
         weights = [_weight(archive, name) for name in archive.records]
         plain = [_plain(archive, name) for name in archive.plain_names()]
         tensors = sorted([*weights, *plain], key=lambda t: t.name)
-        return Inventory(str(path), archive.version, tuple(tensors), tuple(file.name for file in archive.files))
+        files = tuple(file.name for file in archive.files)
+        method = archive.method if isinstance(archive, ImportedArchive) else ""
+        return Inventory(str(path), archive.version, tuple(tensors), files, method)
 
 
 def _weight(archive: Archive, name: str) -> TensorInfo:

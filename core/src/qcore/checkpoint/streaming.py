@@ -94,7 +94,7 @@ def quantize_checkpoint(
     plan = _CheckpointPlan(scheme, as_patterns(include), as_patterns(exclude) or (), dtype)
     source, target = Path(source), Path(os.path.realpath(target))
     limit = shard_limit(max_shard_size)
-    _check_target(source, target, overwrite=overwrite)
+    check_target(source, target, overwrite=overwrite)
     bar = shown(progress, "quantizing", "bytes")
     with Archive.open(source) as archive, translate_os_errors(target), bar as tell:
         if archive.records:
@@ -248,7 +248,8 @@ class _QuantizeRun:
         self.tell(self.done, self.total, unit.name)
 
 
-def _check_target(source: Path, target: Path, *, overwrite: bool) -> None:
+def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
+    """Raise `CheckpointError` if the target overlaps the source, exists already, or is no checkpoint to replace."""
     origin = Path(os.path.realpath(source))
     if target == origin or target in origin.parents or (origin.is_dir() and origin in target.parents):
         raise file_error(target, f"it is, holds or lies in the source {source}.", "Write to another place.")
@@ -274,7 +275,7 @@ def _into_directory(
     source: Path, target: Path, shards: Sequence[Sequence[Unit]], aliases: Aliases, run: _QuantizeRun
 ) -> None:
     """Write a directory, replacing an existing one; readers find the old checkpoint until the new one is complete."""
-    files = _side_files(source) if source.is_dir() else ()
+    files = side_files_of(source) if source.is_dir() else ()
     side_files = {str(file.relative_to(source)): file for file in files}
     with tempfile.TemporaryDirectory(prefix="qcore-") as scratch:
         config = model_config(source)
@@ -287,12 +288,12 @@ def _into_directory(
         write_directory(target, shards, aliases, run.advance, side_files=side_files, exclusive=True)
 
 
-def _side_files(directory: Path) -> Iterator[Path]:
+def side_files_of(directory: Path) -> Iterator[Path]:
     """Yield the files of a directory that are neither weights nor hidden: configuration, tokenizer and the like."""
     for path in sorted(directory.iterdir()):
         if path.name.startswith("."):
             continue
         if path.is_dir() and not path.is_symlink():
-            yield from _side_files(path)
+            yield from side_files_of(path)
         elif path.is_file() and path.suffix not in _WEIGHT_FILES and not path.name.endswith(".index.json"):
             yield path

@@ -11,11 +11,22 @@ from typing import Any
 
 from .. import _version
 from ..errors import QcoreError
-from . import bench, conformance, doctor, explain, inspect, new_plugin, plugins, quantize, tune
+from . import bench, conformance, convert, doctor, explain, inspect, new_plugin, plugins, quantize, tune
 from .arguments import Parser
 from .output import FAILED, INTERRUPTED, WRONG_USAGE, plain_warnings, show, stdout_kept_clean
 
-_COMMANDS: tuple[Any, ...] = (doctor, plugins, explain, quantize, inspect, bench, tune, conformance, new_plugin)
+_COMMANDS: tuple[Any, ...] = (
+    doctor,
+    plugins,
+    explain,
+    quantize,
+    convert,
+    inspect,
+    bench,
+    tune,
+    conformance,
+    new_plugin,
+)
 
 _EXIT_CODES = "exit codes: 0 done; 1 a check failed; 2 wrong usage or bad input; 130 stopped with Ctrl-C"
 _EXAMPLE = """\

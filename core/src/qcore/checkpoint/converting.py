@@ -1,0 +1,270 @@
+"""`convert`: write a quantized checkpoint of any tool in qcore's format, or in that of another tool.
+
+One weight is in memory at a time: all sizes follow from the headers, so the shards are planned before a value is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, did_you_mean
+from ..formats import FLOAT_SCALES, PLAIN, ScaleType, ZeroPoint
+from ..runtime.progress import Progress, ProgressChoice, shown
+from ..weights.qtensor import QTensor
+from .archive import Archive
+from .exporters import EXPORTERS
+from .exporters.base import Exporter, Layer, NotHeld
+from .header import TensorSpec, file_error
+from .imported import ImportedArchive
+from .model_config import CONFIG, folder_of, model_config, read_json, settings_for
+from .opening import open_checkpoint
+from .records import Record
+from .streaming import check_target, side_files_of
+from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
+
+OWN = "qcore"
+_OTHER_SETTINGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
+"""Side files in which other tools keep settings of the source; they do not describe the target."""
+
+
+def target_names() -> list[str]:
+    """The names of the formats that `convert` writes."""
+    return [OWN, *EXPORTERS]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` did. ``weights``: names of the quantized weights; ``method``: the importer, or empty."""
+
+    method: str
+    to: str
+    weights: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str = OWN,
+    *,
+    dtype: torch.dtype | None = None,
+    progress: ProgressChoice = None,
+    max_shard_size: int | str | None = "5GB",
+    overwrite: bool = False,
+) -> Conversion:
+    """Write a quantized checkpoint, of qcore or of another tool, in the format of another one, weight by weight.
+
+    Codes, zero points and scales keep their values: nothing is quantized again.
+
+    **Arguments:**
+
+    - ``source``: a ``.safetensors`` file or a directory that `load_` reads.
+    - ``target``: a directory, or for qcore also a ``.safetensors`` file; it appears once it is complete. The other
+      files of the source's directory are copied; ``quantization_config`` in ``config.json`` is replaced.
+    - ``to``: ``"qcore"``, ``"gptq"``, ``"awq"`` or ``"compressed-tensors"``.
+    - ``dtype``: float32, bfloat16 or float16: rounds float scales and float tensors to it. Default: unchanged.
+    - ``progress``: a bar on a terminal (None), a bar anywhere (True), nothing (False), or a function that is called
+      with (bytes written, total bytes, name) after each tensor.
+    - ``max_shard_size``: of the files of a directory, in bytes or as a text such as ``"5GB"``.
+    - ``overwrite``: replace an existing target.
+
+    Raises `CheckpointError`: for a source that is not quantized, and for layers that the format cannot hold exactly,
+    naming them; then nothing is left behind.
+    """
+    source, target = Path(source), Path(os.path.realpath(target))
+    if to not in target_names():
+        hint = did_you_mean(str(to)[:64], target_names())
+        raise CheckpointError(f"to is {str(to)[:64]!r}; it must be one of {', '.join(target_names())}.{hint}")
+    if dtype is not None and dtype not in FLOAT_SCALES:
+        raise CheckpointError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
+    limit = shard_limit(max_shard_size)
+    single = target.suffix == ".safetensors"
+    if single and to != OWN:
+        raise file_error(target, f"a checkpoint for {to} needs a config.json beside it.", "Give a directory.")
+    check_target(source, target, overwrite=overwrite)
+    with open_checkpoint(source) as archive, translate_os_errors(target):
+        if not archive.records:
+            raise file_error(source, "it is not quantized.", "Quantize it: qcore.quantize_checkpoint.")
+        run = _Run(archive, EXPORTERS[to]() if to != OWN else None, dtype)
+        units = run.units(to)
+        if not single and to == OWN and model_config(source):
+            units += guards(units)
+        with shown(progress, "converting", "bytes") as tell:
+            done = _Counter(units, tell)
+            _write(source, target, units, run, done, limit)
+        method = archive.method if isinstance(archive, ImportedArchive) else ""
+        before = sum(entry.nbytes for entry in archive.entries.values())
+        return Conversion(method, to, tuple(archive.records), before, done.total)
+
+
+def _write(
+    source: Path, target: Path, units: Sequence[Unit], run: _Run, done: _Counter, limit: int | None
+) -> None:
+    if target.suffix == ".safetensors":
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_file(target, units, run.aliases, done)
+        return
+    with tempfile.TemporaryDirectory(prefix="qcore-") as folder:
+        files = _side_files(source, Path(folder), run.settings())
+        write_directory(target, plan_shards(units, limit), run.aliases, done, side_files=files, exclusive=True)
+
+
+class _Counter:
+    """Calls ``progress`` after each unit."""
+
+    def __init__(self, units: Sequence[Unit], tell: Progress) -> None:
+        self.total, self.done, self.tell = sum(unit.nbytes for unit in units), 0, tell
+
+    def __call__(self, unit: Unit) -> None:
+        self.done += unit.nbytes
+        self.tell(self.done, self.total, unit.name)
+
+
+class _Run:
+    """One conversion: the units to write. ``exporter``: None for qcore's own format."""
+
+    def __init__(self, archive: Archive, exporter: Exporter | None, dtype: torch.dtype | None) -> None:
+        self.archive, self.exporter, self.dtype = archive, exporter, dtype
+        weights = set(archive.records)
+        if exporter is None:
+            tied = {name: record for name, record in archive.records.items() if name in archive.aliases}
+            self.aliases = Aliases(archive.aliases, tied)
+        else:  # other tools know no names for one quantized weight: each layer gets its own copy
+            self.aliases = Aliases({n: t for n, t in archive.aliases.items() if n not in weights}, {})
+
+    def units(self, to: str) -> list[Unit]:
+        """All tensors, in the order of their names. Raises `CheckpointError` for layers that cannot be held."""
+        archive = self.archive
+        if self.exporter is None:
+            weights = [self._own(record) for name, record in archive.records.items() if name not in archive.aliases]
+        else:
+            weights = self._exported(self.exporter, to)
+        plain = [self._plain(name) for name in archive.plain_names() if name not in archive.aliases]
+        return sorted([*weights, *plain], key=lambda unit: unit.name)
+
+    def settings(self) -> dict[str, object]:
+        """The ``quantization_config`` of the target."""
+        if self.exporter is None:
+            return settings_for(self.archive.records.values())
+        matrices = [
+            name.removesuffix(".weight")
+            for name in self.archive.plain_names()
+            if name.endswith(".weight") and len(self.archive.entry(name).shape) == 2
+        ]
+        return self.exporter.settings(sorted(matrices))
+
+    def _plain(self, name: str) -> Unit:
+        entry = self.archive.entry(name)
+        # float8 tensors and integers are codes or indices, whose dtype means something.
+        wide = entry.dtype in (*FLOAT_SCALES, torch.float64)
+        keep = not wide or self.dtype is None or name in self._calibrated
+        dtype = entry.dtype if keep or self.dtype is None else self.dtype
+        return Unit(name, (TensorSpec(name, dtype, entry.shape),), lambda: [self.archive.read(name).to(dtype)])
+
+    @property
+    def _calibrated(self) -> frozenset[str]:
+        return frozenset(name for record in self.archive.records.values() for name in _static_names(record).values())
+
+    def _scale_dtype(self, record: Record) -> torch.dtype:
+        stored = self.archive.entries[f"{self.archive.aliases.get(record.name, record.name)}.scale"].dtype
+        return self.dtype if self.dtype is not None and record.format.scale is ScaleType.FLOAT else stored
+
+    def _own(self, record: Record) -> Unit:
+        scale = self._scale_dtype(record)
+        entries = [self.archive.entries[name] for name in record.tensor_names]
+        changed = {"scale": scale, **({"zero": scale} if record.format.zero is ZeroPoint.FLOAT else {})}
+        specs = [TensorSpec(e.name, changed.get(e.name.rpartition(".")[2], e.dtype), e.shape) for e in entries]
+        return Unit(record.name, tuple(specs), lambda: list(self._read(record, scale).tensors().values()), record)
+
+    def _read(self, record: Record, scale: torch.dtype) -> QTensor:
+        """The weight with its float scales in another dtype."""
+        weight = self.archive.quantized(self.archive.aliases.get(record.name, record.name))
+        if weight.scale.dtype == scale:
+            return weight
+        zero = weight.zero if weight.zero is None or weight.zero.dtype == torch.int8 else weight.zero.to(scale)
+        found = weight.scale.to(scale)
+        if not bool(torch.isfinite(found.float()).all()):
+            what = f"its scales are not finite in {scale}; the largest is {float(weight.scale.abs().max()):g}."
+            raise file_error(self.archive.path, what, "Choose another dtype.", record.name)
+        return replace(weight, scale=found, zero=zero)
+
+    def _exported(self, exporter: Exporter, to: str) -> list[Unit]:
+        units, refused = [], {}
+        for name, record in self.archive.records.items():
+            found = self._exported_or_why(exporter, record)
+            if isinstance(found, Unit):
+                units.append(found)
+            else:
+                refused[name] = found
+        if refused:
+            lines = "\n".join(f"  {name}: {reason}." for name, reason in refused.items())
+            raise CheckpointError(
+                f"{self.archive.path}: {len(refused)} of {len(self.archive.records)} weights cannot be written as {to} "
+                f"exactly:\n{lines}\nConvert to another format, or pass a dtype to round scales to it."
+            )
+        return units
+
+    def _exported_or_why(self, exporter: Exporter, record: Record) -> Unit | str:
+        """The unit, or what the format lacks to hold the weight."""
+        try:
+            return self._exported_unit(exporter, record)
+        except NotHeld as reason:
+            return str(reason)
+
+    def _exported_unit(self, exporter: Exporter, record: Record) -> Unit:
+        name, _, attribute = record.name.rpartition(".")
+        if attribute != "weight" or not name:
+            raise NotHeld("it is no 'weight' of a named layer")
+        read = self._scale_dtype(record)
+        written = exporter.add(Layer(name, record, read))
+        wanted = exporter.scales or read
+        if read != wanted:
+            self._check_scales(record, read, wanted)
+
+        def fetch() -> Sequence[Tensor]:
+            weight = self._read(record, read)
+            return list(written.pack(replace(weight.convert(PLAIN), scale=weight.scale.to(wanted))))
+
+        return Unit(record.name, written.specs, fetch)
+
+    def _check_scales(self, record: Record, read: torch.dtype, wanted: torch.dtype) -> None:
+        scale = self._read(record, read).scale
+        if not torch.equal(scale.to(wanted).to(scale.dtype), scale):
+            raise NotHeld(f"its {_short(read)} scales are no {_short(wanted)} numbers")
+
+
+def _short(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _static_names(record: Record) -> Mapping[str, str]:
+    """Names of the calibrated tensors of a weight's layer, whatever its scheme uses of them."""
+    layer = record.name.rpartition(".")[0]
+    kinds = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+    return {kind: f"{layer}.{kind}" if layer else kind for kind in kinds}
+
+
+def _side_files(source: Path, folder: Path, settings: Mapping[str, object]) -> dict[str, Path]:
+    """The other files of the source, and a ``config.json`` with these settings, written to ``folder``."""
+    files: Iterator[Path] | Sequence[Path] = side_files_of(source) if source.is_dir() else ()
+    found = {str(file.relative_to(source)): file for file in files}
+    for name in _OTHER_SETTINGS:
+        found.pop(name, None)
+    config = read_json(folder_of(source) / CONFIG)
+    config.pop("compression_config", None)
+    if isinstance(config.get("text_config"), dict):
+        for key in ("quantization_config", "compression_config"):
+            config["text_config"].pop(key, None)
+    config["quantization_config"] = dict(settings)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return {**found, CONFIG: folder / CONFIG}

@@ -1,0 +1,149 @@
+"""What an exporter is: it describes the tensors of each layer in another tool's format, and the tool's settings.
+
+Nothing is quantized again and nothing is rounded: what the format cannot hold is refused by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...formats import PLAIN, ScaleType, ZeroPoint
+from ...weights.qtensor import QTensor
+from ..header import TensorSpec
+from ..importers.packing import SIGN_OF_NIBBLES
+from ..records import Record
+
+
+class NotHeld(Exception):  # noqa: N818 - says what happens to a layer, is caught and never seen by users
+    """Raised while one layer is planned: what the format lacks to hold it."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A quantized layer to write.
+
+    **Fields:** ``name``: of the layer in the model; ``record``: of its weight; ``scale_dtype``: of its scales as
+    they are read.
+    """
+
+    name: str
+    record: Record
+    scale_dtype: torch.dtype
+
+    @property
+    def n(self) -> int:
+        """Outputs."""
+        return self.record.shape[-2]
+
+    @property
+    def k(self) -> int:
+        """Inputs."""
+        return self.record.shape[-1]
+
+    @property
+    def groups(self) -> int:
+        """Scales of one output."""
+        return self.record.format.groups(self.k)
+
+    def specs(self, **tensors: tuple[torch.dtype, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
+        """The tensors of the layer, from dtype and shape by suffix."""
+        return tuple(TensorSpec(f"{self.name}.{suffix}", *what) for suffix, what in tensors.items())
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a layer is written. ``pack``: the values of ``specs``, in this order, from the weight in layout PLAIN."""
+
+    specs: tuple[TensorSpec, ...]
+    pack: Callable[[QTensor], Sequence[Tensor]]
+
+
+class Exporter(Protocol):
+    """Describes one checkpoint. ``scales``: the dtype of the tool's scales, None for any float dtype."""
+
+    scales: torch.dtype | None
+
+    def add(self, layer: Layer) -> Written:
+        """Describe a layer. Raises `NotHeld`."""
+        ...
+
+    def settings(self, float_layers: Sequence[str]) -> dict[str, Any]:
+        """The ``quantization_config`` of the layers that were added; ``float_layers``: those that stay float."""
+        ...
+
+
+def check_integer_groups(layer: Layer, bits: tuple[int, ...], *, order: bool = False) -> None:
+    """Raise `NotHeld` unless a layer has integer codes of so many bits in full groups, and float scales."""
+    format = layer.record.format
+    if len(layer.record.shape) != 2:
+        raise NotHeld("it holds several experts in one tensor")
+    if format.dtype not in [f"int{b}" for b in bits] or format.zero is ZeroPoint.FLOAT:
+        raise NotHeld(f"its format is {format}")
+    if format.scale is not ScaleType.FLOAT:
+        raise NotHeld(f"its scales are {format.scale.value}")
+    if layer.record.order and not order:
+        raise NotHeld("its columns have an order")
+    if format.group_size and layer.k % format.group_size and layer.groups > 1:
+        raise NotHeld(f"its last group is not full: {layer.k} columns in groups of {format.group_size}")
+
+
+def check_float_activation(layer: Layer) -> None:
+    """Raise `NotHeld` for a layer that quantizes its input or output: the format is for weights only."""
+    if layer.record.scheme.activation is not None or layer.record.scheme.output is not None:
+        raise NotHeld(f"its scheme {layer.record.scheme} quantizes activations")
+
+
+def check_multiple(layer: Layer, n: int, k: int) -> None:
+    """Raise `NotHeld` unless N and K fill whole words."""
+    if layer.n % n or layer.k % k or not layer.n or not layer.k:
+        raise NotHeld(f"its shape is {layer.record.shape}; words need multiples of ({n}, {k})")
+
+
+def common(values: Sequence[Any], what: str) -> Any:
+    """The value that all layers share. Raises `NotHeld` if there are several."""
+    found = list(dict.fromkeys(values))
+    if len(found) > 1:
+        raise NotHeld(f"its layers have {what} {found[0]} and {found[1]}, and the format has one for all")
+    return found[0] if found else None
+
+
+def offset_bytes(weight: QTensor) -> Tensor:
+    """The unsigned codes of int4 or int8, in sequence along K in bytes, uint8 (N, K * bits / 8), columns in order.
+
+    Undoes the order of columns: that of the stored column j is ``order[j]``.
+    """
+    bits = 4 if weight.format.dtype == "int4" else 8
+    if weight.order is not None:
+        weight = unordered(weight)
+    data = weight.convert(PLAIN).data
+    return data ^ SIGN_OF_NIBBLES if bits == 4 else data.view(torch.uint8) ^ 128
+
+
+def unordered(weight: QTensor) -> QTensor:
+    """The same codes with the columns in the order of the features; its scales no longer belong to its columns."""
+    assert weight.order is not None
+    codes = torch.empty_like(weight.codes())
+    codes[:, weight.order.long()] = weight.codes()
+    return QTensor.from_codes(codes, weight.scale, weight.zero, weight.format)
+
+
+def unsigned_zeros(weight: QTensor, bits: int) -> Tensor:
+    """Unsigned zero points, uint8 (G, N); the centre of the codes for a weight without."""
+    centre = 1 << (bits - 1)
+    if weight.zero is None:
+        return torch.full(weight.scale.shape, centre, dtype=torch.uint8)
+    return (weight.zero.to(torch.int16) + centre).to(torch.uint8)
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes of 4 or 8 bits, uint8 (R, C), in sequence along C as int32 (R, ceil(C * bits / 32))."""
+    per_word = 32 // bits
+    missing = -codes.shape[1] % per_word
+    padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
+    raw = padded if bits == 8 else padded[:, ::2] | (padded[:, 1::2] << 4)
+    return raw.contiguous().view(torch.int32)

@@ -1,0 +1,95 @@
+"""GPTQ, version 1, as gptqmodel, vLLM and optimum read it. The bytes are described in `importers.gptq`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...formats import ZeroPoint
+from ...weights.qtensor import QTensor
+from .base import (
+    Layer,
+    NotHeld,
+    Written,
+    check_float_activation,
+    check_integer_groups,
+    check_multiple,
+    common,
+    offset_bytes,
+    pack_words,
+    unsigned_zeros,
+)
+
+_ONES = {4: 0x11111111, 8: 0x01010101}
+
+
+class GPTQExporter:
+    """Writes int4 and int8 with or without zero points, per group or channel, with or without an order."""
+
+    scales: torch.dtype | None = torch.float16
+
+    def __init__(self) -> None:
+        self._layers: list[Layer] = []
+
+    def add(self, layer: Layer) -> Written:
+        """``qweight`` int32 (K * bits / 32, N), ``qzeros``, ``scales`` float16 (G, N), ``g_idx`` int32 (K,)."""
+        check_float_activation(layer)
+        check_integer_groups(layer, (4, 8), order=True)
+        bits = _bits(layer)
+        per_word = 32 // bits
+        check_multiple(layer, per_word, per_word)
+        if self._layers and _common_settings(self._layers[0]) != _common_settings(layer):
+            raise NotHeld(
+                f"its format is {layer.record.format}, that of {self._layers[0].name!r} "
+                f"{self._layers[0].record.format}; GPTQ has one for all layers"
+            )
+        self._layers.append(layer)
+        size = layer.record.format.group(layer.k)
+        specs = layer.specs(
+            qweight=(torch.int32, (layer.k // per_word, layer.n)),
+            qzeros=(torch.int32, (layer.groups, layer.n // per_word)),
+            scales=(torch.float16, (layer.groups, layer.n)),
+            g_idx=(torch.int32, (layer.k,)),
+        )
+        return Written(specs, lambda weight: _pack(weight, bits, size))
+
+    def settings(self, float_layers: Sequence[str]) -> dict[str, Any]:
+        """As gptqmodel writes it; layers that stay float are named in ``dynamic``."""
+        bits, size = common([_common_settings(layer) for layer in self._layers], "bits and groups")
+        found = {
+            "quant_method": "gptq",
+            "checkpoint_format": "gptq",
+            "bits": bits,
+            "group_size": size,
+            "desc_act": any(layer.record.order for layer in self._layers),
+            "sym": all(layer.record.format.zero is ZeroPoint.NONE for layer in self._layers),
+            "pack_dtype": "int32",
+            "lm_head": any(layer.name.rpartition(".")[2] == "lm_head" for layer in self._layers),
+        }
+        excluded: dict[str, dict[str, int]] = {f"-:^{re.escape(name)}$": {} for name in float_layers}
+        return {**found, "dynamic": excluded} if excluded else found
+
+
+def _bits(layer: Layer) -> int:
+    return 4 if layer.record.format.dtype == "int4" else 8
+
+
+def _common_settings(layer: Layer) -> tuple[int, int]:
+    return _bits(layer), layer.record.format.group_size or -1
+
+
+def _pack(weight: QTensor, bits: int, size: int) -> list[Tensor]:
+    n, k = weight.shape
+    # Four bytes along K are one word of one output.
+    words = offset_bytes(weight).view(n, -1, 4).transpose(0, 1).contiguous().view(torch.int32).squeeze(-1)
+    zeros = pack_words(unsigned_zeros(weight, bits), bits) - _ONES[bits]
+    groups = (torch.arange(k, dtype=torch.int32) // size).to(torch.int32)
+    if weight.order is not None:
+        g_idx = torch.empty_like(groups)
+        g_idx[weight.order.long()] = groups
+        groups = g_idx
+    return [words, zeros, weight.scale, groups]

@@ -1,0 +1,244 @@
+"""`convert`: between qcore's checkpoints and those of other tools, bit for bit, or refused by layer."""
+
+import json
+
+import pytest
+import torch
+from foreign_layers import frozen
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import qcore
+from qcore.checkpoint import inspect
+
+FOREIGN = ["gptq_4_sym_v1_g128", "gptq_4_asym_v2_desc", "gptq_4_v1_zero0", "gptq_8_asym_g64", "awq_gemm_asym_g128"]
+
+
+class Net(torch.nn.Module):
+    def __init__(self, n=32, k=128, scheme="w4a16-g32-asym", dtype=torch.float16, tied=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.up = torch.nn.Linear(k, n, bias=True)
+        self.down = torch.nn.Linear(n, k, bias=False)
+        self.lm_head = torch.nn.Linear(k, 16, bias=False)
+        if tied:
+            self.head = torch.nn.Linear(k, n, bias=False)
+            self.head.weight = self.up.weight
+        self.to(dtype)
+        if scheme:
+            qcore.quantize_(self, scheme, exclude=["lm_head"])
+
+
+def saved(folder, scheme, **options):
+    net = Net(scheme=scheme, **options)
+    qcore.save(net, folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "net", "quantization_config": {"old": 1}}))
+    (folder / "tokenizer.json").write_text("{}")
+    return net
+
+
+def reloaded(folder, **options):
+    net = Net(scheme=None, **options)
+    qcore.load_(net, folder)
+    return net
+
+
+def assert_same(one, other):
+    for name in ("up", "down"):
+        mine, theirs = (net.get_submodule(name).weight for net in (one, other))
+        assert torch.equal(mine.dequantize(torch.float32), theirs.dequantize(torch.float32))
+    assert torch.equal(one.lm_head.weight, other.lm_head.weight)
+    assert torch.equal(one.up.bias, other.up.bias)
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_other_tools_to_qcore(case, tmp_path):
+    layer = frozen(case)
+    done = qcore.convert(layer.write(tmp_path / "in"), tmp_path / "out")
+    assert done.method == layer.config["quantization_config"]["quant_method"]
+    assert done.weights == (f"{layer.layer}.weight",)
+    model = layer.model()
+    qcore.load_(model, tmp_path / "out")
+    weight = model.get_submodule(layer.layer).weight
+    assert layer.is_dense(weight.dequantize(torch.float32))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": "qcore"}
+    assert inspect(tmp_path / "out").version
+
+
+@pytest.mark.parametrize(
+    ("case", "to"),
+    [
+        *((case, "gptq") for case in FOREIGN),
+        *((case, "awq") for case in FOREIGN if case in ("gptq_4_sym_v1_g128", "gptq_4_v1_zero0", FOREIGN[-1])),
+    ],
+)
+def test_other_tools_to_each_other(case, to, tmp_path):
+    layer = frozen(case)
+    qcore.convert(layer.write(tmp_path / "in"), tmp_path / "out", to)
+    assert inspect(tmp_path / "out").method == to
+    model = layer.model()
+    qcore.load_(model, tmp_path / "out")
+    assert layer.is_dense(model.get_submodule(layer.layer).weight.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("case", ["gptq_4_sym_v1_g128", "gptq_8_sym_channel", "gptq_4_v1_zero0", "awq_gemm_asym_g128"])
+def test_the_bytes_are_those_of_the_tool(case, tmp_path):
+    """There and back through qcore's own format, the packed words are those that the tool wrote."""
+    layer = frozen(case)
+    qcore.convert(layer.write(tmp_path / "in"), tmp_path / "own")
+    qcore.convert(tmp_path / "own", tmp_path / "out", layer.config["quantization_config"]["quant_method"])
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        for part in ("qweight", "qzeros", "scales"):
+            name = f"{layer.layer}.{part}"
+            assert torch.equal(file.get_tensor(name), layer.tensors[name]), part
+
+
+@pytest.mark.parametrize(
+    ("scheme", "to"),
+    [
+        ("w4a16-g32-asym", "gptq"),
+        ("w4a16", "gptq"),
+        ("w8a16-g32", "gptq"),
+        ("w8a16-asym", "gptq"),
+        ("w4a16-g32-asym", "awq"),
+        ("w4a16-g32", "awq"),
+        ("w4a16", "awq"),
+    ],
+)
+@pytest.mark.parametrize("shard", [None, 2000])
+def test_round_trip(scheme, to, shard, tmp_path):
+    net = saved(tmp_path / "in", scheme)
+    seen = []
+    done = qcore.convert(
+        tmp_path / "in", tmp_path / "out", to, max_shard_size=shard, progress=lambda *step: seen.append(step)
+    )
+    assert seen[-1][:2] == (done.bytes_after, done.bytes_after)
+    assert_same(net, reloaded(tmp_path / "out", dtype=torch.float16))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "net"
+    assert config["quantization_config"]["quant_method"] == to
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    qcore.convert(tmp_path / "out", tmp_path / "back.safetensors")
+    assert_same(net, reloaded(tmp_path / "back.safetensors", dtype=torch.float16))
+
+
+def test_float_layers_are_named_in_the_settings(tmp_path):
+    saved(tmp_path / "in", "w4a16-g32-asym")
+    for to in ("gptq", "awq", "compressed-tensors"):
+        qcore.convert(tmp_path / "in", tmp_path / to, to)
+    found = {
+        to: json.loads((tmp_path / to / "config.json").read_text())["quantization_config"]
+        for to in ("gptq", "awq", "compressed-tensors")
+    }
+    assert found["gptq"]["dynamic"] == {"-:^lm_head$": {}}
+    assert found["awq"]["modules_to_not_convert"] == ["lm_head"]
+    assert found["compressed-tensors"]["ignore"] == ["lm_head"]
+    assert found["compressed-tensors"]["config_groups"]["group_0"]["targets"] == ["up", "down"]
+    assert (found["gptq"]["bits"], found["gptq"]["group_size"], found["gptq"]["sym"]) == (4, 32, False)
+
+
+def test_an_order_becomes_g_idx(tmp_path):
+    layer = frozen("gptq_4_asym_v2_desc")
+    qcore.convert(layer.write(tmp_path / "in"), tmp_path / "out", "gptq")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        for part in ("qweight", "g_idx"):
+            name = f"{layer.layer}.{part}"
+            assert torch.equal(file.get_tensor(name), layer.tensors[name])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["desc_act"] is True
+
+
+@pytest.mark.parametrize(
+    ("scheme", "to", "reason"),
+    [
+        ("w4a16-g32-fzp", "gptq", "its format is int4-g32-fzp"),
+        ("w8a8", "gptq", "quantizes activations"),
+        ("w8a16", "awq", "its format is int8"),
+        ("mxfp4", "gptq", "its format is fp4"),
+        ("w4a16-g32-fzp", "compressed-tensors", "its format is int4-g32-fzp"),
+        ("nf4", "compressed-tensors", "its scheme is"),
+    ],
+)
+def test_every_layer_that_the_format_cannot_hold_is_named(scheme, to, reason, tmp_path):
+    saved(tmp_path / "in", scheme)
+    with pytest.raises(qcore.CheckpointError, match=reason) as error:
+        qcore.convert(tmp_path / "in", tmp_path / "out", to)
+    assert "down.weight" in str(error.value)
+    assert "up.weight" in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_mixed_formats(tmp_path):
+    saved(tmp_path / "in", {"up": "w4a16-g32", "down": "w8a16-g32"})
+    with pytest.raises(qcore.CheckpointError, match="GPTQ has one for all layers"):
+        qcore.convert(tmp_path / "in", tmp_path / "out", "gptq")
+    qcore.convert(tmp_path / "in", tmp_path / "out", "compressed-tensors")
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert sorted((g["weights"]["num_bits"], *g["targets"]) for g in groups.values()) == [(4, "up"), (8, "down")]
+
+
+def test_scales_that_float16_does_not_hold_need_a_dtype(tmp_path):
+    saved(tmp_path / "in", "w4a16-g32", dtype=torch.float32)
+    with pytest.raises(qcore.CheckpointError, match="float32 scales are no float16 numbers"):
+        qcore.convert(tmp_path / "in", tmp_path / "out", "gptq")
+    qcore.convert(tmp_path / "in", tmp_path / "out", "gptq", dtype=torch.float16)
+    net = reloaded(tmp_path / "out", dtype=torch.float16)
+    assert net.up.weight.scale.dtype == net.lm_head.weight.dtype == torch.float16
+
+
+def test_scales_of_another_dtype_that_float16_holds(tmp_path):
+    net = Net(scheme=None, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in (net.up, net.down):
+            layer.weight.copy_(torch.randint(-7, 8, layer.weight.shape) * 0.125)
+            layer.weight[:, ::16] = 0.875
+    qcore.quantize_(net, "w4a16-g32", exclude=["lm_head"])
+    qcore.save(net, tmp_path / "in")
+    assert inspect(tmp_path / "in")["lm_head.weight"].kind == "bfloat16"
+    qcore.convert(tmp_path / "in", tmp_path / "out", "gptq")
+    assert_same(net, reloaded(tmp_path / "out", dtype=torch.bfloat16))
+
+
+def test_a_dtype_that_overflows(tmp_path):
+    net = Net(scheme=None, dtype=torch.float32)
+    with torch.no_grad():
+        net.up.weight[0, 0] = 1e30
+    qcore.quantize_(net, "w4a16-g32", exclude=["lm_head"])
+    qcore.save(net, tmp_path / "in")
+    with pytest.raises(qcore.CheckpointError, match="not finite in torch"):
+        qcore.convert(tmp_path / "in", tmp_path / "out", dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["qcore", "gptq"])
+def test_tied_weights(to, tmp_path):
+    net = saved(tmp_path / "in", "w4a16-g32", tied=True)
+    qcore.convert(tmp_path / "in", tmp_path / "out", to)
+    again = reloaded(tmp_path / "out", tied=True)
+    assert_same(net, again)
+    assert torch.equal(again.head.weight.dequantize(torch.float32), net.up.weight.dequantize(torch.float32))
+
+
+def test_what_cannot_be_converted(tmp_path):
+    save_file({"a.weight": torch.ones(8, 8)}, tmp_path / "float.safetensors")
+    with pytest.raises(qcore.CheckpointError, match="not quantized"):
+        qcore.convert(tmp_path / "float.safetensors", tmp_path / "out")
+    saved(tmp_path / "in", "w4a16-g32")
+    with pytest.raises(qcore.CheckpointError, match="Did you mean 'gptq'"):
+        qcore.convert(tmp_path / "in", tmp_path / "out", "gptk")
+    with pytest.raises(qcore.CheckpointError, match="Give a directory"):
+        qcore.convert(tmp_path / "in", tmp_path / "out.safetensors", "gptq")
+    with pytest.raises(qcore.CheckpointError, match="float32, bfloat16 or float16"):
+        qcore.convert(tmp_path / "in", tmp_path / "out", dtype=torch.int8)
+    with pytest.raises(qcore.CheckpointError, match="in the source"):
+        qcore.convert(tmp_path / "in", tmp_path / "in" / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_target_is_replaced_only_if_asked(tmp_path):
+    saved(tmp_path / "in", "w4a16-g32")
+    qcore.convert(tmp_path / "in", tmp_path / "out", "awq")
+    with pytest.raises(qcore.CheckpointError, match="exists already"):
+        qcore.convert(tmp_path / "in", tmp_path / "out", "gptq")
+    qcore.convert(tmp_path / "in", tmp_path / "out", "gptq", overwrite=True)
+    assert inspect(tmp_path / "out").method == "gptq"
