@@ -106,9 +106,7 @@ def convert(
         return Conversion(method, to, tuple(archive.records), before, done.total)
 
 
-def _write(
-    source: Path, target: Path, units: Sequence[Unit], run: _Run, done: _Counter, limit: int | None
-) -> None:
+def _write(source: Path, target: Path, units: Sequence[Unit], run: _Run, done: _Counter, limit: int | None) -> None:
     if target.suffix == ".safetensors":
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, units, run.aliases, done)

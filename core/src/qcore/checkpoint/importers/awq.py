@@ -1,10 +1,12 @@
-"""AWQ, as AutoAWQ, llm-compressor's older versions and auto-round write it: 4 bits with zero points.
+"""AWQ, as autoawq, llmcompressor's older versions and auto-round write it: 4 bits, one zero point per group.
 
-GEMM: ``qweight`` int32 (K, N / 8), packed along the output features; ``qzeros`` int32 (G, N / 8); ``scales`` float
-(G, N). Nibble i of a word holds output ``0, 2, 4, 6, 1, 3, 5, 7`` of its eight. GEMV: ``qweight`` int32 (N, K / 8) in
-order, ``qzeros`` int32 (N, words), ``scales`` (N, at least G). In both, with unsigned codes u and zero points z:
+With unsigned codes u and zero points z, ``W[n, k] = (u - z) * scale``; the zero points are stored as they are. P is
+``[0, 2, 4, 6, 1, 3, 5, 7]``: nibble i of a word of GEMM belongs to output ``8 c + P[i]``.
 
-    W[n, k] = scales[g, n] * (u[k, n] - z[g, n])
+=====  ==================================================================================================
+gemm   ``qweight`` int32 (K, N / 8) and ``qzeros`` int32 (G, N / 8), outputs in the order P; ``scales`` (G, N)
+gemv   ``qweight`` int32 (N, K / 8) and ``qzeros`` int32 (N, W), in sequence; ``scales`` (N, 8 W), G of them used
+=====  ==================================================================================================
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...formats import Format, ZeroPoint
+from ...formats import ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from ..header import file_error
 from .base import ForeignWeight, LayerRefused, Plan, Read, Source, group_size, int_format, plan_layers
 from .gptq import AUTO_ROUND, packing_format
-from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
+from .packing import SIGN_OF_NIBBLES, signed, unpack_words
 
-_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibble that holds each of a word's eight outputs."""
+LOW_OUTPUTS = (0, 4, 1, 5)
+"""The outputs, of eight, in the low nibbles of the four bytes of a word."""
+HIGH_OUTPUTS = (2, 6, 3, 7)
+_CENTRE = 8
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class AWQ:
@@ -33,105 +38,124 @@ class AWQ:
     name = "awq"
 
     def recognizes(self, source: Source) -> bool:
-        """By ``quant_method``."""
+        """By ``quant_method``, or by auto-round's ``packing_format``."""
         return source.method == "awq" or (source.method in AUTO_ROUND and "awq" in packing_format(source))
 
     def plan(self, source: Source) -> Plan:
-        """Every layer with ``qweight``."""
-        layout = "gemm" if source.method in AUTO_ROUND else str(source.settings.get("version") or "gemm").lower()
-        if layout not in ("gemm", "gemv"):
-            raise file_error(
-                source.path,
-                f"its AWQ version is {layout[:40]!r}, another layout of the bytes.",
-                "Get the checkpoint in the version gemm.",
-            )
-        bits = source.setting("bits", int) or source.setting("w_bit", int) or 4
+        """Every layer with ``qweight``; those of ``modules_to_not_convert`` have none."""
+        layout = _layout(source)
+        bits = source.setting("bits", int) or source.setting("w_bit", int, 4)
         if bits != 4:
-            raise file_error(source.path, f"AWQ with {bits} bits is not defined.", "Get the checkpoint with 4 bits.")
-        group = source.setting("group_size", int) or source.setting("q_group_size", int) or -1
-        plan_one = _plan_gemm if layout == "gemm" else _plan_gemv
-        return plan_layers(source.layers("qweight", "scales"), partial(plan_one, source, group))
+            what = f"its quantization_config has {bits} bits; AWQ's layouts are read with 4."
+            raise file_error(source.path, what, "Get the checkpoint in the format gptq.")
+        wanted = source.setting("group_size", int)
+        wanted = source.setting("q_group_size", int, -1) if wanted is None else wanted
+        read_layer = {"gemm": _plan_gemm, "gemv": _plan_gemv}[layout]
+        return plan_layers(source.layers("qweight", "scales"), partial(read_layer, source, wanted))
 
 
-def _plan_gemm(source: Source, group: int, layer: str, plan: Plan) -> None:
-    names, (k, words), (groups, n) = _described(source, layer)
-    shape = source.entries[names["qzeros"]].shape if "qzeros" in names else (groups, words)
-    if n != 8 * words or shape != (groups, words) or not groups:
-        raise LayerRefused(f"its tensors have shapes {(k, words)}, {shape} and {(groups, n)}, which contradict")
-    format = _format(k, groups, group, has_zeros="qzeros" in names)
-
-    def build(read: Read) -> QTensor:
-        zero = signed(_unpack_gemm(read(names["qzeros"])), 4) if "qzeros" in names else None
-        data = _data_gemm(read(names["qweight"]))
-        return QTensor(data, read(names["scales"]), zero, (n, k), format)
-
-    _add(source, layer, (n, k), format, names, build, plan)
+def _layout(source: Source) -> str:
+    """``gemm`` or ``gemv``. Raises `CheckpointError` for the interleaved layouts."""
+    found = source.settings.get("version") or source.settings.get("format") or "gemm"
+    layout = "gemm" if source.method in AUTO_ROUND else str(found).lower()
+    if layout in ("gemm", "gemv"):
+        return layout
+    raise file_error(
+        source.path,
+        f"its AWQ version is {layout[:40]!r}, another layout of the bytes than 'gemm' and 'gemv'.",
+        "Get the checkpoint in the version gemm, or quantize the float model with qcore.",
+    )
 
 
-def _plan_gemv(source: Source, group: int, layer: str, plan: Plan) -> None:
-    names, (n, words), (rows, padded) = _described(source, layer)
-    k = 8 * words
-    groups = -(-k // group) if group > 0 else 1
-    zeros = source.entries[names["qzeros"]].shape if "qzeros" in names else (n, -(-groups // 8))
-    if rows != n or padded < groups or zeros[0] != n or 8 * zeros[1] < groups or not groups:
-        raise LayerRefused(f"its tensors have shapes {(n, words)}, {zeros} and {(rows, padded)}, which contradict")
-    format = _format(k, groups, group, has_zeros="qzeros" in names)
-
-    def build(read: Read) -> QTensor:
-        zero = None
-        if "qzeros" in names:
-            zero = signed(unpack_words(read(names["qzeros"]), 4, groups, dim=1), 4).t().contiguous()
-        data = plain_int4(unpack_words(read(names["qweight"]), 4, k, dim=1))
-        return QTensor(data, read(names["scales"])[:, :groups].t(), zero, (n, k), format)
-
-    _add(source, layer, (n, k), format, names, build, plan)
-
-
-def _described(source: Source, layer: str) -> tuple[dict[str, str], tuple[int, int], tuple[int, int]]:
-    """The names of a layer's tensors, and the shapes of ``qweight`` and ``scales``."""
+def _parts(source: Source, layer: str) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors of a layer, by part."""
     names = {part: f"{layer}.{part}" for part in ("qweight", "qzeros", "scales")}
     names = {part: name for part, name in names.items() if name in source.entries}
+    if "qzeros" not in names and source.settings.get("zero_point") is not False:
+        raise LayerRefused("it has no qzeros, although zero_point is not false")
     entries = {part: source.entries[name] for part, name in names.items()}
-    if any(len(entry.shape) != 2 for entry in entries.values()):
-        raise LayerRefused(f"its tensors have shapes {[entry.shape for entry in entries.values()]}")
-    if any(entry.dtype != torch.int32 for part, entry in entries.items() if part != "scales"):
-        raise LayerRefused("its codes are not int32")
-    (a, b), (c, d) = entries["qweight"].shape, entries["scales"].shape
-    return names, (a, b), (c, d)
+    shapes = {part: tuple(entry.shape) for part, entry in entries.items()}
+    if any(len(shape) != 2 or not all(shape) for shape in shapes.values()):
+        raise LayerRefused(f"its tensors have shapes {shapes}")
+    wrong = [part for part, entry in entries.items() if entry.dtype not in ((torch.int32,), _FLOATS)[part == "scales"]]
+    if wrong:
+        raise LayerRefused(f"its {wrong[0]} is {entries[wrong[0]].dtype}")
+    return names, shapes
 
 
-def _format(k: int, groups: int, group: int, *, has_zeros: bool) -> Format:
-    return int_format(4, group_size(k, groups, group), ZeroPoint.INT if has_zeros else ZeroPoint.NONE)
+def _plan_gemm(source: Source, wanted: int | None, layer: str, plan: Plan) -> None:
+    names, shapes = _parts(source, layer)
+    (k, words), (groups, n) = shapes["qweight"], shapes["scales"]
+    if n != 8 * words or shapes.get("qzeros", (groups, words)) != (groups, words) or groups > k:
+        raise LayerRefused(f"its tensors have shapes {shapes}, which do not belong together")
+    size = group_size(k, groups, wanted)
+    zero = _zero(unpack_gemm(source.read(names["qzeros"]))) if "qzeros" in names else None
+    _add(source, layer, names, (n, k), size, zero, gemm_to_plain, lambda scales: scales, plan)
+
+
+def _plan_gemv(source: Source, wanted: int | None, layer: str, plan: Plan) -> None:
+    names, shapes = _parts(source, layer)
+    (n, words), (rows, stored) = shapes["qweight"], shapes["scales"]
+    k = 8 * words
+    size = wanted if wanted and 0 < wanted < k else None
+    groups = -(-k // size) if size else 1
+    zeros = shapes.get("qzeros", (n, -(-groups // 8)))
+    if rows != n or stored < groups or zeros[0] != n or 8 * zeros[1] < groups:
+        raise LayerRefused(f"its tensors have shapes {shapes}, which do not belong together")
+    zero = None
+    if "qzeros" in names:
+        zero = _zero(unpack_words(source.read(names["qzeros"]), 4, groups, dim=1).t())
+    _add(source, layer, names, (n, k), size, zero, _gemv_to_plain, lambda scales: scales[:, :groups].t(), plan)
 
 
 def _add(
     source: Source,
     layer: str,
-    shape: tuple[int, int],
-    format: Format,
     names: dict[str, str],
-    build: Callable[[Read], QTensor],
+    shape: tuple[int, int],
+    size: int | None,
+    zero: Tensor | None,
+    to_plain: Callable[[Tensor], Tensor],
+    to_scale: Callable[[Tensor], Tensor],
     plan: Plan,
 ) -> None:
+    format = int_format(4, size, ZeroPoint.NONE if zero is None else ZeroPoint.INT)
+
+    def build(read: Read) -> QTensor:
+        scale = to_scale(read(names["scales"])).contiguous()
+        return QTensor(to_plain(read(names["qweight"])), scale, zero, shape, format)
+
     dtype = source.entries[names["scales"]].dtype
     plan.weights.append(ForeignWeight(f"{layer}.weight", shape, Scheme(format), tuple(names.values()), build, dtype))
 
 
-def _unpack_gemm(words: Tensor) -> Tensor:
-    """Codes, uint8 (rows, outputs), of words ``(rows, outputs / 8)``."""
-    nibbles = unpack_words(words, 4, 8 * words.shape[1], dim=1)
-    return nibbles.view(*words.shape, 8)[..., list(_PLACE)].flatten(1)
+def _zero(unsigned: Tensor) -> Tensor | None:
+    """Zero points as qcore has them, int8 (G, N), or None if all are the centre of the codes."""
+    return None if bool((unsigned == _CENTRE).all()) else signed(unsigned.contiguous(), 4)
 
 
-def _data_gemm(words: Tensor) -> Tensor:
-    """The data of PLAIN, uint8 (N, ceil(K / 2)), of words ``(K, N / 8)``."""
-    k, count = words.shape
-    if k % 2:
-        return plain_int4(_unpack_gemm(words).t())
-    # Byte b of a word has one output in its low nibble and one in its high nibble; those of two columns make one byte.
-    parts = words.t().contiguous().view(torch.uint8).view(count, k // 2, 2, 4)
-    data = torch.empty(count, 8, k // 2, dtype=torch.uint8)
-    for output, place in enumerate(_PLACE):
-        even, odd = parts[:, :, 0, place // 2], parts[:, :, 1, place // 2]
-        data[:, output] = (even >> 4) | (odd & 0xF0) if place % 2 else (even & 15) | (odd << 4)
-    return data.view(8 * count, k // 2) ^ SIGN_OF_NIBBLES
+def unpack_gemm(words: Tensor) -> Tensor:
+    """Unsigned codes, uint8 (R, 8 C), of int32 words (R, C) with outputs in the order P."""
+    raw = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    codes = torch.empty(*words.shape, 8, dtype=torch.uint8)
+    codes[..., LOW_OUTPUTS] = raw & 15
+    codes[..., HIGH_OUTPUTS] = raw >> 4
+    return codes.flatten(1)
+
+
+def gemm_to_plain(words: Tensor) -> Tensor:
+    """``qweight`` int32 (K, N / 8) as the bytes of PLAIN int4, uint8 (N, ceil(K / 2))."""
+    k, columns = words.shape
+    raw = words.contiguous().view(torch.uint8).view(k, columns, 4)
+    if k % 2:  # PLAIN is padded with code 0, which is 8 here
+        raw = torch.cat((raw, torch.full_like(raw[:1], 0x88)))
+    even, odd = raw[0::2], raw[1::2]
+    data = torch.empty(columns, 8, even.shape[0], dtype=torch.uint8)
+    data[:, LOW_OUTPUTS] = ((even & 15) | (odd << 4)).permute(1, 2, 0)
+    data[:, HIGH_OUTPUTS] = ((even >> 4) | (odd & 0xF0)).permute(1, 2, 0)
+    return data.view(8 * columns, -1).bitwise_xor_(SIGN_OF_NIBBLES)
+
+
+def _gemv_to_plain(words: Tensor) -> Tensor:
+    """``qweight`` int32 (N, K / 8) in sequence: a byte holds two neighbouring codes, as in PLAIN."""
+    return words.contiguous().view(torch.uint8).bitwise_xor_(SIGN_OF_NIBBLES)
