@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +15,9 @@ from ...weights.schemes import Scheme
 from ..header import file_error
 from .base import ForeignTensor, LayerRefused, Plan, Source
 from .fp8 import input_scale
+from .name_patterns import NamePattern
 
 _DAMAGED = "Download config.json again: the file is damaged, or of a version that qcore does not know."
-_LONGEST = 500
-"""Characters of a regular expression at most."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Group:
     """
 
     names: frozenset[str]
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[NamePattern, ...]
     bits: int
     size: int | None
     block: tuple[int, int] | None
@@ -42,7 +40,7 @@ class Group:
 
     def holds(self, layer: str) -> bool:
         """Whether the group's targets match a layer: by its name, a pattern, or the class of linear layers."""
-        return layer in self.names or any(p.match(layer) for p in self.patterns) or bool(self.classes)
+        return layer in self.names or any(p.matches(layer) for p in self.patterns) or bool(self.classes)
 
 
 def groups_of(source: Source) -> list[Group]:
@@ -85,10 +83,10 @@ def _is_block(block: Any) -> bool:
     return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
 
 
-def _pattern(source: Source, text: str) -> re.Pattern[str]:
+def _pattern(source: Source, text: str) -> NamePattern:
     try:
-        return re.compile(text[:_LONGEST])
-    except (re.error, RecursionError, OverflowError) as error:
+        return NamePattern(text)
+    except ValueError as error:
         what = f"its target {text[:60]!r} is no regular expression: {error}."
         raise file_error(source.path, what, _DAMAGED) from None
 
