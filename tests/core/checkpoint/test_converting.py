@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import qcore
 from qcore.checkpoint import inspect
+from qcore.checkpoint.records import Record, write_notes
 
 FOREIGN = ["gptq_4_sym_v1_g128", "gptq_4_asym_v2_desc", "gptq_4_v1_zero0", "gptq_8_asym_g64", "awq_gemm_asym_g128"]
 
@@ -242,3 +243,25 @@ def test_an_existing_target_is_replaced_only_if_asked(tmp_path):
         qcore.convert(tmp_path / "in", tmp_path / "out", "gptq")
     qcore.convert(tmp_path / "in", tmp_path / "out", "gptq", overwrite=True)
     assert inspect(tmp_path / "out").method == "gptq"
+
+
+def test_a_damaged_source_leaves_nothing_behind(tmp_path):
+    layer = frozen("awq_gemm_asym_g128")
+    layer.tensors[f"{layer.layer}.scales"][0, 0] = float("nan")
+    source = layer.write(tmp_path / "in")
+    for to in ("qcore", "awq"):
+        with pytest.raises(qcore.CheckpointError):
+            qcore.convert(source, tmp_path / "out", to)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_experts_stay_one_weight_or_are_refused(tmp_path):
+    one = qcore.quantize(torch.randn(16, 64).half(), "int4-g32")
+    weight = qcore.QTensor.stack([one, one])
+    tensors = {f"mlp.weight.{part}": tensor for part, tensor in weight.tensors().items()}
+    save_file(tensors, tmp_path / "in.safetensors", write_notes([Record.of("mlp.weight", weight)], {}))
+    qcore.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors")
+    assert inspect(tmp_path / "out.safetensors")["mlp.weight"].shape == (2, 16, 64)
+    for to in ("gptq", "awq", "compressed-tensors"):
+        with pytest.raises(qcore.CheckpointError, match="several experts"):
+            qcore.convert(tmp_path / "in.safetensors", tmp_path / "out", to)

@@ -10,6 +10,7 @@ import torch
 from processes import installed_plugins, unmeasured
 from safetensors.torch import save_file
 
+from qcore.checkpoint import quantize_checkpoint
 from qcore.cli import main
 
 
@@ -57,7 +58,7 @@ def spawn(tmp_path):
 
 @pytest.fixture
 def model(tmp_path):
-    """A folder with a float checkpoint ``model.safetensors`` and one in shards, as the examples of --help name them."""
+    """A folder with the checkpoints that the examples of --help name: two float ones, and one that is quantized."""
     torch.manual_seed(0)
     tensors = {
         "layers.0.weight": torch.randn(64, 128),
@@ -69,6 +70,7 @@ def model(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "folder-of-shards").mkdir()
     save_file(tensors, tmp_path / "folder-of-shards" / "model.safetensors")
+    quantize_checkpoint(tmp_path / "model.safetensors", tmp_path / "quantized", "w4a16-g32-asym", exclude=["lm_head"])
     return tmp_path
 
 

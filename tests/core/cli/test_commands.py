@@ -21,6 +21,7 @@ COMMANDS = {
     "plugins": ((), OK, "available"),
     "explain": (("w4a16-g128", "--rows", "1"), OK, "selected"),
     "quantize": (("model.safetensors", "small.safetensors", "--scheme", "w4a16-g32", "--overwrite"), OK, "5 tensors:"),
+    "convert": (("quantized", "neutral.safetensors", "--overwrite"), OK, "2 weights, read as qcore's; "),
     "inspect": (("model.safetensors",), OK, "layers.0.weight"),
     "bench": (("--scheme", "w8a16", *SMALL), OK, "torch.plain.linear"),
     "tune": (("--scheme", "w8a16", *SMALL), OK, "1 weights measured"),

@@ -12,8 +12,8 @@ from .progress import Progress
 NAME = "convert"
 HELP = "convert a quantized checkpoint between formats"
 EXAMPLES = (
-    "qcore convert model-gptq model-qcore",
-    "qcore convert model-qcore model-awq --to awq --dtype fp16",
+    "qcore convert quantized for-vllm --to gptq --dtype fp16",
+    "qcore convert for-vllm copy.safetensors --json",
 )
 
 
@@ -54,4 +54,5 @@ def run(args: argparse.Namespace) -> CommandResult:
     }
     sizes = f"{size(done.bytes_before)} -> {size(done.bytes_after)}"
     read = f"read by importer {done.method}" if done.method else "read as qcore's"
-    return CommandResult(data, [f"{len(done.weights)} weights, {read}; {sizes}, written as {done.to} to {args.target}"])
+    count = f"{len(done.weights)} weight{'s' if len(done.weights) != 1 else ''}"
+    return CommandResult(data, [f"{count}, {read}; {sizes}, written as {done.to} to {args.target}"])

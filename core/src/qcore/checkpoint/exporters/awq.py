@@ -19,7 +19,6 @@ from .base import (
     check_float_activation,
     check_integer_groups,
     check_multiple,
-    common,
     unsigned_zeros,
 )
 
@@ -52,7 +51,7 @@ class AWQExporter:
 
     def settings(self, float_layers: Sequence[str]) -> dict[str, Any]:
         """As autoawq writes it."""
-        size = common([layer.record.format.group_size or -1 for layer in self._layers], "group sizes")
+        size = self._layers[0].record.format.group_size or -1
         return {
             "quant_method": "awq",
             "version": "gemm",

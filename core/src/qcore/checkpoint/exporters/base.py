@@ -104,14 +104,6 @@ def check_multiple(layer: Layer, n: int, k: int) -> None:
         raise NotHeld(f"its shape is {layer.record.shape}; words need multiples of ({n}, {k})")
 
 
-def common(values: Sequence[Any], what: str) -> Any:
-    """The value that all layers share. Raises `NotHeld` if there are several."""
-    found = list(dict.fromkeys(values))
-    if len(found) > 1:
-        raise NotHeld(f"its layers have {what} {found[0]} and {found[1]}, and the format has one for all")
-    return found[0] if found else None
-
-
 def offset_bytes(weight: QTensor) -> Tensor:
     """The unsigned codes of int4 or int8, in sequence along K in bytes, uint8 (N, K * bits / 8), columns in order.
 

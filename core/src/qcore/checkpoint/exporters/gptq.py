@@ -18,7 +18,6 @@ from .base import (
     check_float_activation,
     check_integer_groups,
     check_multiple,
-    common,
     offset_bytes,
     pack_words,
     unsigned_zeros,
@@ -59,7 +58,7 @@ class GPTQExporter:
 
     def settings(self, float_layers: Sequence[str]) -> dict[str, Any]:
         """As gptqmodel writes it; layers that stay float are named in ``dynamic``."""
-        bits, size = common([_common_settings(layer) for layer in self._layers], "bits and groups")
+        bits, size = _common_settings(self._layers[0])
         found = {
             "quant_method": "gptq",
             "checkpoint_format": "gptq",
