@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import QcoreWarning
 from .archive import Archive
+from .gguf_archive import gguf_file_of, open_gguf
 from .header import file_error, shown
 from .imported import ImportedArchive
 from .importers.base import Plan, Source
@@ -22,6 +23,11 @@ _OWN = "qcore"
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[Archive]:
     """Open a checkpoint as an `Archive`. Raises `CheckpointError`, also for a tool that no importer knows."""
+    gguf = gguf_file_of(path)
+    if gguf is not None:
+        with ExitStack() as stack:
+            yield open_gguf(gguf, stack)
+        return
     with Archive.open(path) as archive:
         yield archive if archive.records else _imported(archive)
 

@@ -1,0 +1,59 @@
+"""A GGUF file as an `Archive` of the weights that transformers' models have."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from .archive import Archive
+from .gguf_header import MAGIC, GGUFHeader, read_gguf_header
+from .header import Entry, file_error
+from .imported import ImportedArchive
+from .importers.gguf import PLAIN_TYPES, plan_gguf, row_bytes
+
+_SUFFIX = ".gguf"
+
+
+def gguf_file_of(path: Path) -> Path | None:
+    """The GGUF file that a path names, or the only one in a directory without safetensors; None if there is none."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return path if file.read(len(MAGIC)) == MAGIC or path.suffix == _SUFFIX else None
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return None
+    found = sorted(path.glob(f"*{_SUFFIX}"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:4])
+        raise file_error(path, f"it holds several GGUF files: {names}.", "Give the path of one of them.")
+    return found[0] if found else None
+
+
+def open_gguf(path: Path, stack: ExitStack) -> ImportedArchive:
+    """Open a GGUF file, which stays open until ``stack`` is closed. Raises `CheckpointError`."""
+    file = stack.enter_context(path.open("rb"))
+    header = read_gguf_header(file, path)
+    archive = _raw(path, file, header)
+    return ImportedArchive.of(archive, "gguf", plan_gguf(header, archive.entries, path))
+
+
+def _raw(path: Path, file: BinaryIO, header: GGUFHeader) -> Archive:
+    """The tensors as they are stored: blocks as uint8 ``(..., N, bytes of a row)``."""
+    archive = Archive(path, [path])
+    archive._handles[path] = file  # noqa: SLF001 - another kind of file of the same class
+    size = path.stat().st_size
+    for tensor in header.tensors.values():
+        width = row_bytes(tensor, path)
+        dtype = PLAIN_TYPES.get(tensor.kind, torch.uint8)
+        last = tensor.shape[-1] if tensor.kind in PLAIN_TYPES else width
+        shape = (*tensor.shape[:-1], last)
+        nbytes = width
+        for rows in tensor.shape[:-1]:
+            nbytes *= rows
+        if tensor.start + nbytes > size:
+            raise file_error(path, f"its {nbytes:,} bytes reach beyond the end of the file.", tensor=tensor.name)
+        archive.entries[tensor.name] = Entry(tensor.name, dtype, shape, tensor.start, nbytes)
+        archive.shards[tensor.name] = path
+    return archive
