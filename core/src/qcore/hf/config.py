@@ -53,6 +53,8 @@ class QcoreConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
         self.scheme: str | dict[str, str] | None = texts if isinstance(scheme, Mapping) else texts.get("*")
         self.include = None if include is None else list(as_patterns(include) or ())
         self.exclude = list(as_patterns(exclude) or ())
+        if not isinstance(layers or {}, Mapping):
+            raise FormatError(f"layers is a {type(layers).__name__}; it must map names to their formats.")
         self.layers = {name: dict(about) for name, about in (layers or {}).items()}
 
     def to_dict(self) -> dict[str, Any]:
