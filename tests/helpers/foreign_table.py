@@ -1,4 +1,4 @@
-"""The table of the page on checkpoints of other tools, made by reading every frozen layer: run this file to print it."""
+"""The table of the page on checkpoints of other tools, made by reading every frozen layer; run this to print it."""
 
 import json
 import tempfile
