@@ -38,7 +38,8 @@ class Archive:
 
     **Fields:** ``entries``: stored tensors by name; ``shards``: the file of each; ``records``: quantized weights by
     name, including tied names; ``aliases``: tied name to stored name; ``version``: of the qcore that wrote it, or
-    empty; ``metadata``: the texts in the headers of its files.
+    empty; ``metadata``: the texts in the headers of its files; ``guards``: names of the empty tensors of
+    `writing.guards`.
     """
 
     path: Path
@@ -51,7 +52,7 @@ class Archive:
     metadata: dict[str, str] = field(default_factory=dict)
     _handles: dict[Path, BinaryIO] = field(default_factory=dict)
     _saves: dict[str, Path] = field(default_factory=dict)
-    _guards: set[str] = field(default_factory=set)
+    guards: set[str] = field(default_factory=set)
 
     @classmethod
     @contextmanager
@@ -87,7 +88,7 @@ class Archive:
             self._check_index(index)
         # Empty tensors keep transformers without qcore from taking the quantized weights for missing ones.
         guards = [name for name in (*self.records, IMPORT_FIRST) if name in self.entries]
-        self._guards = {name for name in guards if self.entries[name].shape == (0,)}
+        self.guards = {name for name in guards if self.entries[name].shape == (0,)}
         known: set[object] = set()
         for record in self.records.values():
             self._check_record(record, known)
@@ -136,7 +137,7 @@ class Archive:
         missing = [name for name in record.tensor_names if name not in self.entries]
         if missing:
             raise file_error(self.path, f"its metadata is here, but {shown(missing[0])!r} is not.", tensor=record.name)
-        surplus = next((name for name in record.other_names if name in self.entries and name not in self._guards), None)
+        surplus = next((name for name in record.other_names if name in self.entries and name not in self.guards), None)
         if surplus is not None:
             without = " without an order" if surplus == f"{record.name}.order" else ""
             what = f"its format {record.format}{without} has no tensor {shown(surplus)!r}."
@@ -170,7 +171,7 @@ class Archive:
 
     def plain_names(self) -> Iterator[str]:
         """Yield the names of tensors that are not quantized, including aliases."""
-        parts = {name for record in self.records.values() for name in record.tensor_names} | self._guards
+        parts = {name for record in self.records.values() for name in record.tensor_names} | self.guards
         yield from (name for name in self.entries if name not in parts)
         yield from (name for name in self.aliases if name not in self.records)
 

@@ -22,6 +22,7 @@ from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .archive import Archive
 from .buffers import unsaved_meta_buffers
+from .fusing import fuse_experts
 from .header import file_error, shown
 from .matching import Match, Swap, match
 from .opening import open_checkpoint
@@ -67,7 +68,8 @@ def load_(
     """
     # No inference tensors: they could not be trained or saved for backward.
     with torch.inference_mode(False), torch.no_grad():
-        with open_checkpoint(Path(path)) as archive:
+        with open_checkpoint(Path(path)) as stored:
+            archive = fuse_experts(stored, model)
             found = match(model, archive)
             if strict:
                 _check_complete(found, archive)
@@ -117,13 +119,16 @@ def load_weights(model: nn.Module, archive: Archive, device_of: Callable[[str], 
     ``device_of``: the device for a layer or tensor on meta, by its name.
     """
     with torch.inference_mode(False), torch.no_grad():
+        archive = fuse_experts(archive, model)
         found = match(model, archive)
         found.plain, found.computed = [], {}
         used = {swap.record.name for swap in found.swaps} | {dense.source for dense in found.dense.values()}
         lost = [name for name in archive.records if name not in used]
         if lost:
             what = f"the model has no layer for {len(lost)} of its quantized weights: {_listing(lost)}."
-            remedy = "Experts that are stored one by one fit no model that joins them; build the model that was saved."
+            remedy = (
+                "Build the model that was saved. Experts that are stored one by one are joined if they have one format."
+            )
             raise file_error(archive.path, what, remedy)
         loader = _Loader(model, archive, found, device_of)
         with progress_bars.shown(False, "loading", "tensors") as tell:

@@ -22,6 +22,7 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from ..checkpoint.archive import Archive
+from ..checkpoint.fusing import fuse_experts
 from ..checkpoint.imported import ImportedArchive
 from ..checkpoint.loading import load_weights
 from ..checkpoint.opening import open_checkpoint
@@ -233,7 +234,8 @@ class _Stored(_Loading):
     def __init__(self, model: Any, folder: Path) -> None:
         self.folder = folder
         # transformers builds models with meta as the default device.
-        with torch.device("cpu"), open_checkpoint(folder) as archive:
+        with torch.device("cpu"), open_checkpoint(folder) as stored:
+            archive = fuse_experts(stored, model)
             self.sizes = {
                 name: sum(archive.entries[part].nbytes for part in record.tensor_names)
                 for name, record in archive.records.items()
