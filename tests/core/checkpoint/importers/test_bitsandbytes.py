@@ -2,10 +2,14 @@
 
 import contextlib
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from foreign_layers import frozen
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import qcore
 from qcore.checkpoint.opening import open_checkpoint
@@ -47,6 +51,18 @@ def test_is_the_tool_s_to_one_unit_in_the_last_place(case, format, tmp_path):
     assert float((found[:2] - layer.rows).abs().max()) <= unit
 
 
+def test_int8_weights_differ_by_one_unit_in_the_last_place_at_most(tmp_path):
+    """Of each weight, not of the largest one: counted between neighbours in float32."""
+    layer = frozen("bnb_int8")
+    codes, absmax = (layer.tensors[f"{layer.layer}.{part}"] for part in ("weight", "SCB"))
+    wanted = (codes * absmax[:, None]) * torch.tensor(1 / 127)
+    assert layer.is_dense(wanted)
+    found = read(layer, tmp_path).dequantize(torch.float32)
+    apart = (found.view(torch.int32) - wanted.view(torch.int32)).abs()
+    assert int(apart.max()) == 1
+    assert float((apart > 0).float().mean()) < 0.3
+
+
 def test_groups_along_the_outputs_are_refused(tmp_path):
     with pytest.raises(qcore.CheckpointError, match="axis=0"):
         read(frozen("hqq_4_axis0"), tmp_path)
@@ -85,6 +101,22 @@ def test_another_table_is_refused(tmp_path):
         read(layer, tmp_path)
 
 
+@pytest.mark.parametrize("value", [float("nan"), 1j, [0, 0]])
+def test_formats_that_are_no_number(value, tmp_path):
+    layer = frozen("bnb_int8")
+    layer.tensors[f"{layer.layer}.weight_format"] = torch.tensor(value)
+    with pytest.raises(qcore.CheckpointError, match="weight_format"):
+        read(layer, tmp_path)
+
+
+def test_scales_of_another_dtype_are_refused(tmp_path):
+    layer = frozen("bnb_int8")
+    name = f"{layer.layer}.SCB"
+    layer.tensors[name] = layer.tensors[name].bool()
+    with pytest.raises(qcore.CheckpointError, match=r"with SCB torch\.bool"):
+        read(layer, tmp_path)
+
+
 def test_tilings_of_old_gpus_are_refused(tmp_path):
     layer = frozen("bnb_int8")
     layer.tensors[f"{layer.layer}.weight_format"] = torch.tensor(2, dtype=torch.uint8)
@@ -103,6 +135,35 @@ def test_damaged_states_never_crash(case, changes, tmp_path):
     layer = with_state(frozen(case), **changes)
     with contextlib.suppress(qcore.CheckpointError):
         read(layer, tmp_path)
+
+
+@pytest.mark.parametrize("offset", [10**400, float("nan"), float("-inf"), 1e39, True, "0", None])
+def test_offsets_that_are_no_float32(offset, tmp_path):
+    with pytest.raises(qcore.CheckpointError, match="nested_offset"):
+        read(with_state(frozen("bnb_nf4_dq"), nested_offset=offset), tmp_path)
+
+
+def test_larger_blocks_than_there_are_scales_take_no_memory(tmp_path):
+    """One block of 256 scales, said to be of 2**50: they would fill 4 PB if they were repeated before they are cut."""
+    layer = frozen("bnb_nf4_dq")
+    assert layer.tensors[f"{layer.layer}.weight.nested_absmax"].numel() == 1
+    weight = read(with_state(layer, nested_blocksize=1 << 50), tmp_path)
+    assert layer.is_dense(weight.dequantize(torch.float32))
+
+
+VALUES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=3)
+)
+STATES = st.dictionaries(
+    st.sampled_from(("quant_type", "blocksize", "shape", "nested_blocksize", "nested_offset", "dtype")), VALUES
+)
+
+
+@given(changes=STATES, case=st.sampled_from(["bnb_nf4", "bnb_fp4_dq"]))
+@settings(max_examples=60, deadline=None)
+def test_any_state(changes, case):
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(qcore.CheckpointError):
+        read(with_state(frozen(case), **changes), Path(folder))
 
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b"\xff\xfe", b"{}", b"nul", b"9" * 200])

@@ -18,6 +18,13 @@ CASES = {
     "ao_intx_asym": "w4a16-g32-asym",
     "ao_8da4w": "w4a8-g32-aasym",
     "ao_fp8wo": "wfp8a16",
+    "ao_fp8_e5m2": "wfp8_e5m2a16",
+    "ao_fp8_dyn_row": "wfp8afp8",
+    "ao_int4": "w4a16-g64-fzp",
+    "ao_int4_fp8": "w4afp8-g64-token",
+    "ao_int8_asym": "w8a16-asym",
+    "ao_int8_tensor": "w8a16",
+    "ao_int8_static": "w8a8-static",
 }
 
 
@@ -33,6 +40,61 @@ def test_dequantizes_to_what_the_tool_computes(case, scheme, tmp_path):
     module = read(layer, tmp_path)
     assert module.scheme.blank() == qcore.Scheme.parse(scheme).blank()
     assert layer.is_dense(module.weight.dequantize(torch.float32))
+
+
+def test_static_activations_keep_their_scale_and_zero_point(tmp_path):
+    activation = read(frozen("ao_int8_static"), tmp_path).scheme.activation
+    assert activation == qcore.StaticInt8(float(torch.tensor(0.02)), -9)
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "reason"),
+    [
+        ("act_quant_scale", torch.ones(4, 1), "several scales of activations"),
+        ("act_quant_zero_point", torch.tensor([[300]], dtype=torch.int16), "torch.int16"),
+        ("zero_point", torch.full((1, 1), 0.5), "its zero points are torch.float32; qcore reads int8"),
+        ("zero_point", torch.full((1, 1), 256, dtype=torch.int32), "its zero points are torch.int32"),
+    ],
+)
+def test_numbers_that_int8_cannot_hold_are_refused(part, tensor, reason, tmp_path):
+    layer = frozen("ao_int8_static")
+    layer.tensors[f"{layer.layer}._weight_{part}"] = tensor
+    with pytest.raises(qcore.CheckpointError, match=reason):
+        read(layer, tmp_path)
+
+
+def test_fp8_activations_of_one_scale_are_quantized_per_token_with_a_warning(tmp_path):
+    layer = frozen("ao_fp8_dyn_tensor")
+    with pytest.warns(qcore.QcoreWarning, match="torchao has one scale for all of them"):
+        module = read(layer, tmp_path)
+    assert module.scheme == qcore.Scheme.parse("wfp8afp8")
+    assert layer.is_dense(module.weight.dequantize(torch.float32))
+
+
+def test_a_reduced_range_of_activations_is_told(tmp_path):
+    def reduced(told):
+        act = told["_data"]["act_quant_kwargs"]
+        return told | {"_data": told["_data"] | {"act_quant_kwargs": act | {"_data": act["_data"] | CUT}}}
+
+    with pytest.warns(qcore.QcoreWarning, match="reduce_range"):
+        read(with_metadata("ao_int8dyn", reduced), tmp_path)
+
+
+CUT = {"reduce_range": True}
+
+
+@pytest.mark.parametrize("act", ["PerRow", [], {}, {"_data": None}, {"_data": {"granularity": {"_type": "PerGroup"}}}])
+def test_other_activations_are_refused(act, tmp_path):
+    layer = with_metadata("ao_fp8wo", lambda told: told | {"_data": told["_data"] | {"act_quant_kwargs": act}})
+    with pytest.raises(qcore.CheckpointError, match="neither per row nor per tensor"):
+        read(layer, tmp_path)
+
+
+def test_files_written_again_without_their_metadata_are_refused(tmp_path):
+    layer = frozen("ao_int8wo")
+    layer.metadata["foreign_metadata"] = "{}"
+    with pytest.raises(qcore.CheckpointError, match="metadata does not describe it"):
+        read(layer, tmp_path)
 
 
 def with_metadata(case, change):
@@ -63,7 +125,15 @@ def read_folder(folder):
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.lists(st.integers(), max_size=3)
-KEYS = ("block_size", "target_dtype", "act_quant_kwargs", "_data", "_type", "activation_quantization")
+KEYS = (
+    "activation_dtype",
+    "block_size",
+    "target_dtype",
+    "act_quant_kwargs",
+    "_data",
+    "_type",
+    "activation_quantization",
+)
 DESCRIPTIONS = st.dictionaries(st.sampled_from(KEYS), VALUES | st.just({"_data": "int9"}))
 
 
@@ -71,6 +141,9 @@ DESCRIPTIONS = st.dictionaries(st.sampled_from(KEYS), VALUES | st.just({"_data":
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_description(tmp_path, drawn):
     layer = with_metadata("ao_intx_asym", lambda told: told | {"_data": told["_data"] | drawn})
+    with contextlib.suppress(qcore.CheckpointError):
+        read(layer, tmp_path)
+    layer = with_metadata("ao_int4", lambda told: told | {"_data": told["_data"] | drawn})
     with contextlib.suppress(qcore.CheckpointError):
         read(layer, tmp_path)
     layer = with_metadata("ao_fp8wo", lambda told: told | drawn)

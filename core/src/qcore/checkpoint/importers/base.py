@@ -24,6 +24,8 @@ from ..model_config import folder_of, read_json
 
 Read = Callable[[str], Tensor]
 """Reads the stored tensor of a name into new memory on the CPU."""
+_MOST_DESCRIPTION = 64
+"""Bytes of a tensor that describes a layer at most."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,13 @@ class Source:
             layer, _, suffix = name.rpartition(".")
             if suffix == first and all(f"{layer}.{other}" in self.entries for other in others):
                 yield layer
+
+    def integers(self, name: str) -> list[int]:
+        """The integers of a small tensor that describes a layer. Raises `LayerRefused` for any other tensor."""
+        entry = self.entries[name]
+        if not 0 < entry.nbytes <= _MOST_DESCRIPTION or entry.dtype.is_floating_point or entry.dtype.is_complex:
+            raise LayerRefused(f"its {name.rpartition('.')[2]} is {entry.dtype} of shape {entry.shape}")
+        return [int(value) for value in self.read(name).flatten().tolist()]
 
     def setting(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """A value of ``settings``, of the given type. Raises `CheckpointError` for a value of another type."""

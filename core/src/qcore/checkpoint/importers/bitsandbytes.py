@@ -7,7 +7,8 @@ block of 64 of them; ``weight.quant_map``, the table of the 16 values; ``weight.
     absmax[i] = nested_quant_map[absmax[i]] * nested_absmax[i // 256] + nested_offset
 
 int8: ``weight`` int8 (N, K) and ``SCB`` float32 (N,): ``W = (weight * SCB) * (1 / 127)``. qcore has one scale,
-SCB / 127, rounded: a quarter of the weights differ by one unit in the last place of float32.
+SCB / 127, rounded: a quarter of the weights differ by one unit in the last place of float32. The tool's own product is
+of int8 activations, but for columns of outliers; here activations stay float.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from .base import ForeignWeight, LayerRefused, Plan, Read, Source, plan_layers
 _ELEMENTS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 _MOST_STATE = 4096
 """Bytes of the JSON of one layer at most."""
-_ROW_MAJOR = 0
+_ROW_MAJOR = [0]
+_MOST_OFFSET = torch.finfo(torch.float32).max
 
 
 class BitsAndBytes:
@@ -77,8 +79,10 @@ class _State:
         if not fits or any(type(size) is not int for size in sizes) or sizes[0] < 1 or sizes[1] < 0:
             raise LayerRefused(f"its quant_state has shape {quoted(shape)} and block sizes {quoted(sizes)}")
         kind, offset = tree.get("quant_type"), tree.get("nested_offset", 0.0)
-        if not isinstance(kind, str) or kind not in _ELEMENTS or not isinstance(offset, (int, float)):
+        if not isinstance(kind, str) or kind not in _ELEMENTS:
             raise LayerRefused(f"its quant_type is {quoted(kind)}; qcore reads nf4 and fp4")
+        if type(offset) not in (int, float) or not abs(offset) <= _MOST_OFFSET:
+            raise LayerRefused(f"its quant_state has nested_offset {quoted(offset)}")
         return cls(kind, (shape[0], shape[1]), sizes[0], sizes[1], float(offset))
 
 
@@ -134,7 +138,8 @@ def _absmax(read: Read, names: dict[str, str], state: _State) -> Tensor:
     if absmax.dtype == torch.float32:
         return absmax
     own = read(names["nested_quant_map"]).flatten()[absmax.int()]
-    nested = read(names["nested_absmax"]).flatten().repeat_interleave(state.nested_block)[: len(own)]
+    block = min(state.nested_block, len(own))  # a larger one may be said, but not allocated
+    nested = read(names["nested_absmax"]).flatten().repeat_interleave(block)[: len(own)]
     return own * nested + state.nested_offset
 
 
@@ -142,13 +147,14 @@ def _plan_int8(source: Source, layer: str, plan: Plan) -> None:
     weight, scb = source.entries[f"{layer}.weight"], source.entries[f"{layer}.SCB"]
     if (
         weight.dtype != torch.int8
+        or not scb.dtype.is_floating_point
         or len(weight.shape) != 2
         or scb.shape not in (weight.shape[:1], (weight.shape[0], 1))
     ):
-        raise LayerRefused(f"its weight is {weight.dtype} {weight.shape}, with SCB {scb.shape}")
+        raise LayerRefused(f"its weight is {weight.dtype} {weight.shape}, with SCB {scb.dtype} {scb.shape}")
     layout = f"{layer}.weight_format"
     if layout in source.entries:
-        if source.entries[layout].shape not in ((), (1,)) or int(source.read(layout)) != _ROW_MAJOR:
+        if source.integers(layout) != _ROW_MAJOR:
             raise LayerRefused("its weight_format is a tiling of old GPUs; save it with a newer bitsandbytes")
         plan.dropped.add(layout)
     n, k = weight.shape

@@ -1,22 +1,26 @@
 """optimum-quanto: qint8, qfloat8, qint4 and qint2, as transformers and optimum save them.
 
-qint8 and qfloat8: ``weight._data`` int8 or e4m3fn (N, K), ``weight._scale`` (N, 1). qint4 and qint2:
+qint8 and qfloat8: ``weight._data`` int8, e4m3fn or e5m2 (N, K), ``weight._scale`` (N, 1). qint4 and qint2:
 ``weight._data._data`` uint8, whose rows are groups, the first ones in the lowest bits; ``weight._scale`` and
 ``weight._shift`` (groups, 1):
 
     W = u * scale - shift
 
 qcore's float zero point is ``h * scale - shift``, h the centre of the codes, exact to one unit in the last place of the
-largest weight. ``quanto_qmap.json`` names the layers; the tensors tell as much.
+largest weight. ``quanto_qmap.json`` names the layers, what their weights are quantized to, and their activations, which
+stay float here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...errors import quoted
 from ...formats import ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
@@ -25,6 +29,7 @@ from .packing import plain_int4
 
 _PACKED, _WHOLE = ".weight._data._data", ".weight._data"
 _BITS = {"qint4": 4, "qint2": 2}
+_WHOLE_SCHEMES = {torch.int8: "w8a16", torch.float8_e4m3fn: "wfp8a16", torch.float8_e5m2: "wfp8_e5m2a16"}
 
 
 class Quanto:
@@ -39,26 +44,43 @@ class Quanto:
     def plan(self, source: Source) -> Plan:
         """Every layer with ``weight._data``."""
         layers = [name.removesuffix(end) for end in (_PACKED, _WHOLE) for name in source.entries if name.endswith(end)]
-        plan = plan_layers(layers, partial(_plan_layer, source))
-        for layer in layers:  # 1 unless activations were calibrated, which transformers never does
+        qmap = source.json("quanto_qmap.json")
+        plan = plan_layers(layers, partial(_plan_layer, source, qmap))
+        for layer in layers:
             plan.dropped |= {f"{layer}.input_scale", f"{layer}.output_scale"} & source.entries.keys()
+            kind = _element(source, qmap, layer, "activations")
+            if kind:
+                plan.notes[layer] = (
+                    f"its {quoted(kind)} activations and results stay float: qcore reads quanto's weights"
+                )
         return plan
 
 
-def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
+def _element(source: Source, qmap: Mapping[str, Any], layer: str, part: str) -> str:
+    """What a layer's ``weights`` or ``activations`` are quantized to, such as ``qint4``, empty for nothing."""
+    own = qmap.get(layer)
+    kind = own.get(part) if isinstance(own, dict) else source.settings.get(part)
+    if kind is None or kind == "none":
+        return ""
+    if not isinstance(kind, str):
+        return quoted(kind)
+    return kind if isinstance(own, dict) else f"q{kind}"
+
+
+def _plan_layer(source: Source, qmap: Mapping[str, Any], layer: str, plan: Plan) -> None:
     scale = f"{layer}.weight._scale"
     if scale not in source.entries:
         raise LayerRefused("it has no scale")
     if f"{layer}{_PACKED}" in source.entries:
-        _plan_packed(source, layer, plan)
+        _plan_packed(source, qmap, layer, plan)
         return
     data, scales = source.entries[f"{layer}{_WHOLE}"], source.entries[scale]
-    if len(data.shape) != 2 or data.dtype not in (torch.int8, torch.float8_e4m3fn):
+    if len(data.shape) != 2 or data.dtype not in _WHOLE_SCHEMES:
         raise LayerRefused(f"its weight is {data.dtype} of shape {data.shape}; qcore reads qint8 and qfloat8 (N, K)")
     n, k = data.shape
     if scales.shape not in ((n, 1), (1,), ()):
         raise LayerRefused(f"its scales have shape {scales.shape}")
-    scheme = Scheme.parse("w8a16" if data.dtype == torch.int8 else "wfp8a16")
+    scheme = Scheme.parse(_WHOLE_SCHEMES[data.dtype])
 
     def build(read: Read) -> QTensor:
         codes = read(data.name)
@@ -68,16 +90,15 @@ def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
     plan.weights.append(ForeignWeight(f"{layer}.weight", (n, k), scheme, (data.name, scale), build, scales.dtype))
 
 
-def _plan_packed(source: Source, layer: str, plan: Plan) -> None:
+def _plan_packed(source: Source, qmap: Mapping[str, Any], layer: str, plan: Plan) -> None:
     names = (f"{layer}{_PACKED}", f"{layer}.weight._scale", f"{layer}.weight._shift")
     if names[2] not in source.entries:
         raise LayerRefused("it has no shift")
     data, scale, shift = (source.entries[name] for name in names)
-    qmap = source.json("quanto_qmap.json").get(layer)
-    kind = qmap.get("weights") if isinstance(qmap, dict) else f"q{source.settings.get('weights')}"
-    bits = _BITS.get(kind, 0) if isinstance(kind, str) else 0
+    kind = _element(source, qmap, layer, "weights")
+    bits = _BITS.get(kind, 0)
     if not bits or data.dtype != torch.uint8 or len(data.shape) != 2 or not scale.shape:
-        raise LayerRefused(f"its weights are {str(kind)[:20]!r}, {data.dtype} of shape {data.shape}")
+        raise LayerRefused(f"its weights are {quoted(kind)}, {data.dtype} of shape {data.shape}")
     groups, group = scale.shape[0], data.shape[1]
     shape = _shape(source, layer, groups * group)
     if scale.shape != (groups, 1) or shift.shape != scale.shape or data.shape[0] != -(-groups * bits // 8):

@@ -2,16 +2,20 @@
 
 ``LAYER._weight_qdata``, ``._weight_scale`` and ``._weight_zero_point`` (a prefix on the last part of the name):
 
-- ``Int8Tensor``: int8 (N, K), scale (N, 1) or (N, G), zero points int8 or none: ``W = (q - z) * s``;
+- ``Int8Tensor``: int8 (N, K), scale (N, 1), (N, G) or (1, 1), zero points int8 or none: ``W = (q - z) * s``; calibrated
+  activations have ``._weight_act_quant_scale`` and mostly ``._weight_act_quant_zero_point``;
 - ``IntxUnpackedToInt8Tensor``: codes of 2 to 8 bits in int8, otherwise the same;
-- ``Float8Tensor``: e4m3fn (N, K), scale (N, 1), (1, 1) or in groups or blocks;
-- ``Int4Tensor``: uint8 (N, K / 2), low nibble first, scale and zero point (G, N), ``W = (q - 8) * s + z`` (read in its
-  source; its writer needs a GPU).
+- ``Float8Tensor``: e4m3fn or e5m2 (N, K), scale (N, 1), (1, 1) or in groups or blocks;
+- ``Int4Tensor``: int8 (N, K / 2), two's complement nibbles, the low one first, scale and zero point (G, N),
+  ``W = q * s + z``: the bytes of PLAIN. Its quantizer needs a GPU: this is read in the source.
+
+Activations that the tool quantizes per tensor at run time are quantized per token here, which is noted.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from typing import Any
 
@@ -19,15 +23,15 @@ import torch
 
 from ...errors import quoted
 from ...formats import Format, ZeroPoint
-from ...weights.activations import Activation, DynamicFP8, DynamicInt8
+from ...weights.activations import Activation, DynamicFP8, DynamicInt8, StaticInt8
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, group_size, int_format, plan_layers
+from .base import ForeignTensor, ForeignWeight, LayerRefused, Plan, Read, Source, group_size, int_format, plan_layers
 from .fp8 import scale_blocks, spread_scale
-from .packing import SIGN_OF_NIBBLES
 
 _MOST_TEXT = 1 << 16
-_PARTS = ("qdata", "scale", "zero_point", "act_pre_scale")
+_PARTS = ("qdata", "scale", "zero_point", "act_pre_scale", "act_quant_scale", "act_quant_zero_point")
+_FLOAT8 = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 _PLAIN_TYPES = ("Tensor", "Parameter")
 
 
@@ -43,7 +47,19 @@ class TorchAO:
     def plan(self, source: Source) -> Plan:
         """Every weight whose class the metadata names."""
         names = [name for name in source.metadata if _described(source, name)]
-        return plan_layers(names, partial(_plan_weight, source))
+        plan = plan_layers(names, partial(_plan_weight, source))
+        known = set(names)
+        for layer, attribute in map(_stored_weight, source.entries):
+            name = f"{layer}.{attribute}".lstrip(".")
+            if attribute and name not in known:
+                plan.refused[name] = "the file's metadata does not describe it: it was written again without them"
+        return plan
+
+
+def _stored_weight(name: str) -> tuple[str, str]:
+    """Layer and parameter of the codes of a weight; an empty parameter for other tensors."""
+    layer, _, last = name.rpartition(".")
+    return layer, last[1:].removesuffix("_qdata") if last.startswith("_") and last.endswith("_qdata") else ""
 
 
 def _described(source: Source, name: str) -> dict[str, Any]:
@@ -81,6 +97,11 @@ def _plan_weight(source: Source, name: str, plan: Plan) -> None:
     if plan_one is None:
         raise LayerRefused(f"its class is {quoted(kind)}; qcore reads {', '.join(plans)}")
     plan.weights.append(plan_one(source, name, names, data))
+    scheme = plan.weights[-1].scheme
+    plan.tensors += _static(source, layer, names, scheme)
+    text = _note(data, scheme)
+    if text:
+        plan.notes[layer] = text
 
 
 def _plan_int(source: Source, name: str, names: dict[str, str], data: dict[str, Any]) -> ForeignWeight:
@@ -95,6 +116,8 @@ def _plan_int(source: Source, name: str, names: dict[str, str], data: dict[str, 
         raise LayerRefused(f"its zero points have shape {source.entries[zero].shape}")
     points = None if zero is None else source.read(zero)
     symmetric = points is None or not bool(points.any())
+    if points is not None and not symmetric and points.dtype != torch.int8:
+        raise LayerRefused(f"its zero points are {points.dtype}; qcore reads int8")
     format = int_format(
         8 if bits == 8 else 4,
         _group(data, k, groups),
@@ -102,12 +125,14 @@ def _plan_int(source: Source, name: str, names: dict[str, str], data: dict[str, 
     )
 
     def build(read: Read) -> QTensor:
-        found = None if symmetric or zero is None else read(zero).reshape(n, groups).t().to(torch.int8)
-        own = read(names["scale"]).reshape(n, groups).t()
-        return QTensor.from_codes(read(names["qdata"]), own.contiguous(), found, format)
+        def spread(part: str) -> torch.Tensor:
+            return read(part).expand(n, groups).t().contiguous()
 
-    scheme = Scheme(format, activation=_activation(data))
-    return ForeignWeight(name, (n, k), scheme, tuple(names.values()), build, scale.dtype)
+        found = None if symmetric or zero is None else spread(zero)
+        return QTensor.from_codes(read(names["qdata"]), spread(names["scale"]), found, format)
+
+    scheme = Scheme(format, activation=_activation(data, "act_quant_scale" in names))
+    return ForeignWeight(name, (n, k), scheme, _weight_names(names), build, scale.dtype)
 
 
 def _plan_float8(source: Source, name: str, names: dict[str, str], data: dict[str, Any]) -> ForeignWeight:
@@ -117,19 +142,18 @@ def _plan_float8(source: Source, name: str, names: dict[str, str], data: dict[st
     sizes = (
         block if isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block) else None
     )
-    if codes.dtype != torch.float8_e4m3fn or sizes is None:
+    if codes.dtype not in _FLOAT8 or sizes is None:
         raise LayerRefused(f"its codes are {codes.dtype} in blocks of {quoted(block)}")
     whole = sizes[1] >= k
     rows, group = scale_blocks(scale.shape, (n, k), None if whole and sizes[0] in (1, n) else (sizes[0], sizes[1]))
-    format = Format.parse("fp8" + (f"-g{group}" if group and not whole else ""))
+    format = Format.parse(_FLOAT8[codes.dtype] + (f"-g{group}" if group and not whole else ""))
 
     def build(read: Read) -> QTensor:
         spread = spread_scale(read(names["scale"]), n, rows)
         return QTensor.from_codes(read(names["qdata"]).view(torch.uint8), spread, None, format)
 
-    activation = DynamicFP8() if data.get("act_quant_kwargs") else None
-    scheme = Scheme(format, activation=activation)
-    return ForeignWeight(name, (n, k), scheme, tuple(names.values()), build, scale.dtype)
+    scheme = Scheme(format, activation=None if _kwargs(data) is None else DynamicFP8())
+    return ForeignWeight(name, (n, k), scheme, _weight_names(names), build, scale.dtype)
 
 
 def _plan_int4(source: Source, name: str, names: dict[str, str], data: dict[str, Any]) -> ForeignWeight:
@@ -137,23 +161,25 @@ def _plan_int4(source: Source, name: str, names: dict[str, str], data: dict[str,
     n, k = codes.shape[0], 2 * codes.shape[1]
     groups = scale.shape[0] if len(scale.shape) == 2 else 0
     zero = names.get("zero_point")
-    if codes.dtype not in (torch.uint8, torch.int8) or scale.shape != (groups, n) or not groups:
+    if codes.dtype != torch.int8 or scale.shape != (groups, n) or not groups:
         raise LayerRefused(f"its tensors are {codes.dtype} {codes.shape} and {scale.shape}: not the layout PLAIN")
     if zero is not None and source.entries[zero].shape != scale.shape:
         raise LayerRefused(f"its zero points have shape {source.entries[zero].shape}")
-    format = int_format(4, _group(data, k, groups), ZeroPoint.NONE if zero is None else ZeroPoint.FLOAT)
+    moved = None if zero is None or not bool(source.read(zero).any()) else zero
+    format = int_format(4, _group(data, k, groups), ZeroPoint.NONE if moved is None else ZeroPoint.FLOAT)
 
     def build(read: Read) -> QTensor:
-        raw = read(names["qdata"]).view(torch.uint8) ^ SIGN_OF_NIBBLES
-        return QTensor(raw, read(names["scale"]), None if zero is None else read(zero), (n, k), format)
+        raw = read(names["qdata"]).view(torch.uint8)
+        return QTensor(raw, read(names["scale"]), None if moved is None else read(moved), (n, k), format)
 
-    return ForeignWeight(name, (n, k), Scheme(format), tuple(names.values()), build, scale.dtype)
+    scheme = Scheme(format, activation=_float_activation(data))
+    return ForeignWeight(name, (n, k), scheme, _weight_names(names), build, scale.dtype)
 
 
 def _columns(scale: tuple[int, ...], n: int) -> int:
     """Scales per row."""
-    if len(scale) != 2 or scale[0] != n or not scale[1]:
-        raise LayerRefused(f"its scales have shape {scale}; qcore reads (N, 1) and (N, G)")
+    if scale != (1, 1) and (len(scale) != 2 or scale[0] != n or not scale[1]):
+        raise LayerRefused(f"its scales have shape {scale}; qcore reads (N, 1), (N, G) and (1, 1)")
     return scale[1]
 
 
@@ -174,20 +200,85 @@ def _bits(data: dict[str, Any]) -> int:
     return 4 if int(text[3:]) <= 4 else 8
 
 
-def _activation(data: dict[str, Any]) -> Activation | None:
+def _weight_names(names: dict[str, str]) -> tuple[str, ...]:
+    """The stored tensors that a weight is made of."""
+    return tuple(name for part, name in names.items() if not part.startswith("act_"))
+
+
+def _activation(data: dict[str, Any], static: bool) -> Activation | None:
+    """The activations of an integer weight. ``static``: the file holds their scale."""
     kind = data.get("activation_quantization")
     if kind == "int8_asym_per_token":
         return DynamicInt8(symmetric=False)
     if kind is not None:
         raise LayerRefused(f"its activation_quantization is {quoted(kind)}; qcore has int8_asym_per_token")
+    act = _kwargs(data)
+    if act is None:
+        if static:
+            raise LayerRefused("it has a scale of activations, which its metadata does not describe")
+        return None
+    mapping = act.get("mapping_type")
+    text = mapping.get("_data") if isinstance(mapping, dict) else None
+    if text not in ("SYMMETRIC", "ASYMMETRIC"):
+        raise LayerRefused(f"the mapping_type of its activations is {quoted(text)}")
+    return StaticInt8() if static else DynamicInt8(symmetric=text == "SYMMETRIC")
+
+
+def _float_activation(data: dict[str, Any]) -> Activation | None:
+    """The activations of an ``Int4Tensor``: bfloat16, or fp8 per row."""
+    told = data.get("activation_dtype")
+    text = told.get("_data") if isinstance(told, dict) else told
+    if text not in (None, "bfloat16", "float8_e4m3fn"):
+        raise LayerRefused(f"its activation_dtype is {quoted(text)}; qcore reads bfloat16 and float8_e4m3fn")
+    return DynamicFP8() if text == "float8_e4m3fn" else None
+
+
+def _kwargs(data: dict[str, Any]) -> dict[str, Any] | None:
+    """How activations are quantized, None if they are not. Raises `LayerRefused` for other granularities."""
     act = data.get("act_quant_kwargs")
     if act is None:
         return None
     inner = act.get("_data") if isinstance(act, dict) else None
-    granularity = inner.get("granularity") if isinstance(inner, dict) else None
-    mapping = inner.get("mapping_type") if isinstance(inner, dict) else None
-    per_row = isinstance(granularity, dict) and granularity.get("_type") == "PerRow"
-    text = mapping.get("_data") if isinstance(mapping, dict) else None
-    if not per_row or text not in ("SYMMETRIC", "ASYMMETRIC"):
-        raise LayerRefused("its activations are not quantized per row")
-    return DynamicInt8(symmetric=text == "SYMMETRIC")
+    if not isinstance(inner, dict) or _granularity(inner) not in ("PerRow", "PerTensor"):
+        raise LayerRefused("its activations are quantized neither per row nor per tensor")
+    return inner
+
+
+def _granularity(act: dict[str, Any]) -> Any:
+    told = act.get("granularity")
+    return told.get("_type") if isinstance(told, dict) else None
+
+
+def _note(data: dict[str, Any], scheme: Scheme) -> str:
+    """What the tool does with activations and qcore does otherwise, or empty."""
+    act = _kwargs(data)
+    if act is None:
+        return ""
+    if act.get("reduce_range") is True:
+        return "its activations are quantized to 8 bits; torchao takes 7 of them (reduce_range)"
+    if _granularity(act) == "PerTensor" and not isinstance(scheme.activation, StaticInt8):
+        return "its activations are quantized per token; torchao has one scale for all of them"
+    return ""
+
+
+def _static(source: Source, layer: str, names: dict[str, str], scheme: Scheme) -> list[ForeignTensor]:
+    """Scale and zero point of calibrated activations. Raises `LayerRefused` for more than one of each."""
+    if not isinstance(scheme.activation, StaticInt8):
+        return []
+    stored = names["act_quant_scale"], names.get("act_quant_zero_point", names["act_quant_scale"])
+    if any(math.prod(source.entries[name].shape) != 1 for name in stored):
+        raise LayerRefused("it has several scales of activations; qcore has one per layer")
+    scale, zero = stored
+    if not source.entries[scale].dtype.is_floating_point or (
+        zero != scale and source.entries[zero].dtype != torch.int8
+    ):
+        raise LayerRefused(f"its activations have {source.entries[scale].dtype} and {source.entries[zero].dtype}")
+
+    def zero_point(read: Read) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.int32) if zero == scale else read(zero).to(torch.int32).reshape(())
+
+    start = f"{layer}." if layer else ""
+    return [
+        ForeignTensor(f"{start}input_scale", torch.float32, (), (scale,), lambda read: read(scale).float().reshape(())),
+        ForeignTensor(f"{start}input_zero_point", torch.int32, (), (zero,), zero_point),
+    ]

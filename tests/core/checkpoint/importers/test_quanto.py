@@ -1,0 +1,96 @@
+"""optimum-quanto 0.2.7: qint2, both float8, activations, and descriptions that do not fit."""
+
+import contextlib
+import json
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from foreign_layers import frozen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qcore
+
+
+def read(layer, folder):
+    model = layer.model()
+    qcore.load_(model, layer.write(folder))
+    return model.get_submodule(layer.layer)
+
+
+def with_qmap(case, change):
+    """The layer with another description. ``change``: made of the layer's own."""
+    layer = frozen(case)
+    qmap = json.loads(layer.metadata["quanto_qmap"])
+    layer.metadata["quanto_qmap"] = json.dumps({layer.layer: change(qmap[layer.layer])})
+    return layer
+
+
+@pytest.mark.parametrize(("case", "scheme"), [("quanto_qfloat8", "wfp8a16"), ("quanto_qfloat8_e5m2", "wfp8_e5m2a16")])
+def test_float8_dequantizes_to_what_the_tool_computes(case, scheme, tmp_path):
+    layer = frozen(case)
+    module = read(layer, tmp_path)
+    assert module.scheme == qcore.Scheme.parse(scheme)
+    assert layer.is_dense(module.weight.dequantize(torch.float32))
+
+
+def test_qint2_is_the_tool_s_to_one_unit_in_the_last_place(tmp_path):
+    layer = frozen("quanto_qint2")
+    weight = read(layer, tmp_path).weight
+    assert weight.format == qcore.Format.parse("int4-g128-fzp")
+    codes = weight.codes()
+    assert (int(codes.min()), int(codes.max())) == (-2, 1)
+    found = weight.dequantize(torch.float32)
+    assert float((found[:2] - layer.rows).abs().max()) <= 2**-23 * float(found.abs().max())
+
+
+def test_activations_are_left_float_with_a_warning(tmp_path):
+    layer = with_qmap("quanto_qint8", lambda told: told | {"activations": "qint8"})
+    with pytest.warns(qcore.QcoreWarning, match="its 'qint8' activations and results stay float"):
+        module = read(layer, tmp_path)
+    assert module.scheme == qcore.Scheme.parse("w8a16")
+    assert layer.is_dense(module.weight.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("settings", [{}, {"activations": None}])
+def test_weights_without_activations_give_no_warning(settings, tmp_path):
+    layer = frozen("quanto_qint8")
+    config = layer.config
+    config["quantization_config"] |= settings
+    layer.metadata["config"] = json.dumps(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read(layer, tmp_path)
+
+
+def test_other_elements_are_refused(tmp_path):
+    layer = with_qmap("quanto_qint2", lambda told: told | {"weights": "qint3"})
+    with pytest.raises(qcore.CheckpointError, match="its weights are 'qint3'"):
+        read(layer, tmp_path)
+
+
+def test_a_weight_whose_shape_nothing_tells_is_refused(tmp_path):
+    layer = frozen("quanto_qint2")
+    layer.metadata["config"] = json.dumps({"quantization_config": {"quant_method": "quanto"}})
+    with pytest.raises(qcore.CheckpointError, match="does not say the shape"):
+        read(layer, tmp_path)
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=3)
+CONFIGS = st.dictionaries(
+    st.sampled_from(("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")), VALUES
+)
+
+
+@given(told=VALUES | st.dictionaries(st.sampled_from(("weights", "activations")), VALUES), config=CONFIGS)
+@settings(max_examples=60, deadline=None)
+def test_any_description(told, config):
+    layer = with_qmap("quanto_qint2", lambda _: told)
+    layer.metadata["config"] = json.dumps(layer.config | config)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", qcore.QcoreWarning)
+        with contextlib.suppress(qcore.CheckpointError):
+            read(layer, Path(folder))
