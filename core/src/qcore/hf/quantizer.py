@@ -50,6 +50,8 @@ FOREIGN = {
 """Methods that `adopt` takes, and transformers' names for them."""
 
 
+_WITH_PACKAGE = ("compressed-tensors",)
+"""Methods whose settings transformers cannot read without the tool's own package, which qcore does not need."""
 _CALIBRATED = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
 """Endings of names of what calibration found for a layer."""
 
@@ -67,7 +69,8 @@ def adopt(*methods: str) -> None:
             )
         for name in FOREIGN[method]:
             AUTO_QUANTIZER_MAPPING[name] = QcoreQuantizer
-            AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(name, ForeignConfig)
+            if name in _WITH_PACKAGE or name not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+                AUTO_QUANTIZATION_CONFIG_MAPPING[name] = ForeignConfig
 
 
 @register_quantizer(METHOD)
