@@ -154,6 +154,22 @@ class TestSaving:
         qcore.load_(third, tmp_path / "own")
         assert torch.equal(logits(first), logits(third))
 
+    def test_nothing_is_reported_as_missing_or_unexpected(self, tmp_path, caplog):
+        saved(llama(tie_word_embeddings=True), tmp_path / "float")
+        model = Auto.from_pretrained(tmp_path / "float")
+        qcore.quantize_(model, "w8a8-static", calibration=[IDS], exclude=["lm_head", "*embed_tokens"])
+        qcore.save(model, tmp_path / "own")
+        model.config.quantization_config = QcoreConfig("w8a16")
+        model.config.save_pretrained(tmp_path / "own")
+        caplog.clear()
+        loaded = Auto.from_pretrained(tmp_path / "own")
+        Auto.from_pretrained(tmp_path / "float", quantization_config=QcoreConfig("w8a16")).save_pretrained(
+            tmp_path / "b"
+        )
+        Auto.from_pretrained(tmp_path / "b")
+        assert not [r for r in caplog.records if "LOAD REPORT" in r.message]
+        assert torch.equal(logits(loaded), logits(model))
+
     def test_in_shards(self, tmp_path):
         saved(llama(), tmp_path / "float")
         first = Auto.from_pretrained(tmp_path / "float", quantization_config=QcoreConfig("w8a16"))

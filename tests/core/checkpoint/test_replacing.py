@@ -404,9 +404,6 @@ def test_a_header_that_could_not_be_read_is_not_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "what", "remedy"),
     [
-        ("m.gguf", b"GGUF\x03\0\0\0" + bytes(64), "GGUF", "gguf_file"),
-        ("m.safetensors", b"GGUF\x03\0\0\0" + bytes(64), "GGUF", "gguf_file"),
-        ("m.gguf", b"", "GGUF", "gguf_file"),
         ("m.bin", b"PK\x03\x04" + bytes(64), "pickle or zip", "never unpickles"),
         ("m.pt", b"\x80\x02}q\0." + bytes(64), "pickle or zip", "never unpickles"),
         ("m.h5", b"\x89HDF\r\n\x1a\n" + bytes(64), "HDF5", "framework"),
@@ -431,9 +428,7 @@ def test_other_formats_are_named(tmp_path, name, content, what, remedy):
         assert remedy in rest
 
 
-@pytest.mark.parametrize(
-    "name", ["model.Q4_K_M.gguf", "pytorch_model.bin", "model.pt", "consolidated.00.pth", "m.onnx"]
-)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "m.onnx"])
 def test_directories_of_other_formats(tmp_path, name):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(bytes(64))

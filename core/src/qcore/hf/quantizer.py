@@ -26,6 +26,7 @@ from ..checkpoint.fusing import fuse_experts
 from ..checkpoint.imported import ImportedArchive
 from ..checkpoint.loading import load_weights
 from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.records import IMPORT_FIRST
 from ..checkpoint.saving import described_state
 from ..errors import CheckpointError, FormatError, UnsupportedError, did_you_mean
 from ..model.streamed import StreamedPlan
@@ -47,6 +48,10 @@ FOREIGN = {
     "torchao": ("torchao",),
 }
 """Methods that `adopt` takes, and transformers' names for them."""
+
+
+_CALIBRATED = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
+"""Endings of names of what calibration found for a layer."""
 
 
 def adopt(*methods: str) -> None:
@@ -171,10 +176,10 @@ class _Loading:
         """Step between loading and tying, where transformers has no hook for quantizers.
 
         Two methods of the model are replaced until they are called: one would give weights on meta memory and random
-        values, the other one ties what are quantized layers by then.
+        values, the other one ties what are quantized layers by then. Both are looked up again when they are called:
+        while a model is made, transformers has a method that ties nothing in their place.
         """
         model = self.model
-        move, tie = model._move_missing_keys_from_meta_to_device, model.tie_weights
         blank = {name: model.get_parameter(name) for name in self.targets}
         for parameter in blank.values():
             parameter._is_hf_initialized = True
@@ -188,7 +193,7 @@ class _Loading:
                     model.get_submodule(module)._parameters[attribute] = parameter
                 else:  # the checkpoint lacks it: transformers goes on as ever
                     del parameter._is_hf_initialized
-            return move(missing_keys - self.covered, device_map, *args)
+            return model._move_missing_keys_from_meta_to_device(missing_keys - self.covered, device_map, *args)
 
         def tied(missing_keys: set[str] | None = None, **kwargs: Any) -> Any:
             del model.tie_weights
@@ -199,7 +204,7 @@ class _Loading:
             try:
                 self.install()
                 self.installed = True
-                return tie(missing_keys=missing_keys, **kwargs)
+                return model.tie_weights(missing_keys=missing_keys, **kwargs)
             finally:
                 model.all_tied_weights_keys = pairs
 
@@ -270,6 +275,7 @@ def _unknown_to(model: Any, archive: Archive) -> set[str]:
     """The last parts of the names of stored tensors that transformers must not look for in the model."""
     stored = archive.plan.used if isinstance(archive, ImportedArchive) else set()
     own = {part for record in archive.records.values() for part in (record.name, *record.tensor_names)}
+    own |= {*archive.guards, IMPORT_FIRST} | {name for name in archive.plain_names() if name.endswith(_CALIBRATED)}
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name for name in stored | own if name not in names or name in own}
 
