@@ -188,6 +188,22 @@ def test_experts_without_zero_points_get_zeros(tmp_path):
     assert str(fused.layers[0].mlp.experts.down_proj.weight.format) == "int4-g16-asym/plain"
 
 
+@pytest.mark.parametrize("scheme", ["nvfp4", "wfp4a16-g16-e4m3d"])
+@pytest.mark.parametrize("equal", [False, True])
+def test_global_scales_of_gate_and_up(tmp_path, scheme, equal):
+    source = separate()
+    qcore.quantize_(source, scheme, include=["*.experts.*"])
+    for expert in experts_of(source) if equal else ():
+        expert.up_proj.weight = expert.up_proj.weight.derived(global_scale=expert.gate_proj.weight.global_scale)
+    save(source, tmp_path / "m.safetensors")
+    fused = Model()
+    load_(fused, tmp_path / "m.safetensors")
+    check_quantized(fused, source)
+    experts, format = fused.layers[0].mlp.experts, qcore.Scheme.parse(scheme).weight
+    assert str(experts.down_proj.weight.format) == str(format)
+    assert str(experts.gate_up_proj.weight.format) == (str(format) if equal else "fp4-g16/plain")
+
+
 def static(scale: float) -> str:
     return f"wfp8afp8-static({scale})"
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import QcoreWarning
-from ..formats import FLOAT_SCALES, ZeroPoint
+from ..formats import FLOAT_SCALES, ScaleType, ZeroPoint
 from ..nn.base import static_parameters
 from ..weights.schemes import Scheme
 from .archive import Archive
@@ -165,15 +165,28 @@ class _Fusing:
             dtypes = " and ".join(f"{dtype} in {shown(name)!r}" for dtype, name in scales.items())
             raise LayerRefused(f"its scales have different dtypes: {dtypes}")
         order, scheme = any(record.order for record in records), self._scheme(target, first, records)
+        (dtype,) = scales
+        if not self._have_one_global_scale(rows, first):
+            # Of float32 numbers, as the tool itself makes them of both.
+            scheme = Scheme(replace(first.format, scale=ScaleType.FLOAT), activation=scheme.activation)
+            dtype = torch.float32
         n, k = first.shape
         shape = (len(rows), n * len(rows[0]), k)
         sources = tuple(dict.fromkeys(part for r in records for part in self._parts(r)))
-        build = partial(join_quantized, self.archive, rows, first.format, shape, order)
-        (dtype,) = scales
+        build = partial(join_quantized, self.archive, rows, scheme.weight, shape, order)
         wide = dtype if dtype in FLOAT_SCALES else torch.float32
         self.plan.weights.append(ForeignWeight(f"{target}.weight", shape, scheme, sources, build, wide, order))
         self.joined[f"{target}.weight"] = Record(
-            f"{target}.weight", first.format, shape, _one_or_none(r.quantizer for r in records), scheme, order
+            f"{target}.weight", scheme.weight, shape, _one_or_none(r.quantizer for r in records), scheme, order
+        )
+
+    def _have_one_global_scale(self, rows: Rows, like: Record) -> bool:
+        """Whether the parts of each expert have the same: a weight has one."""
+        if not like.format.scale.has_global or len(rows[0]) == 1:
+            return True
+        return all(
+            len({None if scale is None else scale.item() for scale in map(self.archive.global_scale, row)}) == 1
+            for row in rows
         )
 
     def _stored(self, name: str) -> str:

@@ -42,10 +42,12 @@ def join_quantized(archive: Archive, rows: Rows, like: Format, shape: tuple[int,
 
 
 def _alike(weight: QTensor, like: Format, order: bool) -> QTensor:
-    """The weight with zero points and an order, where others have them."""
-    changes: dict[str, object] = {}
-    if weight.format != like:
-        changes = {"format": like, "zero": torch.zeros(weight.scale.shape, dtype=torch.int8)}
+    """The weight with float scales, zero points and an order, where others have them; it dequantizes to the same."""
+    changes: dict[str, object] = {"format": like}
+    if weight.format.scale is not like.scale:
+        changes |= {"scale": weight.scales(), "global_scale": None}
+    if weight.format.zero is not like.zero:
+        changes["zero"] = torch.zeros(weight.scale.shape, dtype=torch.int8)
     if order and weight.order is None:
         changes["order"] = torch.arange(weight.shape[1], dtype=torch.int32)
-    return weight.derived(**changes) if changes else weight
+    return weight.derived(**changes)

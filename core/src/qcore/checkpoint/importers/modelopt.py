@@ -69,6 +69,9 @@ def _plan_nvfp4(source: Source, layer: str, plan: Plan) -> None:
         scale = read(names["weight_scale"]).t().contiguous()
         return QTensor(read(names["weight"]), scale, None, (n, k), format, global_scale=factor)
 
-    plan.weights.append(ForeignWeight(f"{layer}.weight", (n, k), Scheme(format), tuple(names.values()), build))
+    sources = tuple(names.values())
+    plan.weights.append(
+        ForeignWeight(f"{layer}.weight", (n, k), Scheme(format), sources, build, global_scale=sources[-1])
+    )
     if f"{layer}.input_scale" in source.entries:
         plan.dropped.add(f"{layer}.input_scale")
