@@ -45,6 +45,10 @@ class ModelOpt:
 
 
 def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
+    if f"{layer}.pre_quant_scale" in source.entries:
+        raise LayerRefused(
+            "its inputs are multiplied by pre_quant_scale (AWQ, SmoothQuant), which qcore's layers do not"
+        )
     dtype = source.entries[f"{layer}.weight"].dtype
     if dtype == torch.float8_e4m3fn:
         plan_fp8(source, None, layer, plan)
