@@ -31,8 +31,6 @@ class Experts(nn.Module):
         self.act_fn, self.up = nn.SiLU(), name
 
     def _apply_gate(self, up):
-        if not self.has_gate:
-            return self.act_fn(up)
         gate, up = up[..., ::2], up[..., 1::2]
         return self.act_fn(gate) * up
 
@@ -46,7 +44,8 @@ class Experts(nn.Module):
         for token, (experts, shares) in enumerate(zip(top_k_index.tolist(), top_k_weights, strict=True)):
             for expert, share in zip(experts, shares, strict=True):
                 if expert < E:
-                    gated = self._apply_gate(self._product(self.up, expert, hidden_states[token]))
+                    join = self._apply_gate if self.has_gate else self.act_fn
+                    gated = join(self._product(self.up, expert, hidden_states[token]))
                     result[token] += share * self._product("down_proj", expert, gated)
         return result
 

@@ -184,6 +184,11 @@ class Archive:
         stored = self.aliases.get(name, name)
         return read_tensor(self._handles[self.shards[stored]], self.entries[stored], self.shards[stored])
 
+    def global_scale(self, name: str) -> Tensor | None:
+        """Read the global scale of a quantized weight, float32 ``()``, without its codes; None if it has none."""
+        part = f"{self.aliases.get(name, name)}.global_scale"
+        return self.read(part) if part in self.entries else None
+
     def quantized(self, name: str) -> QTensor:
         """Read a quantized weight into new memory on the CPU and validate its values."""
         record = self.records[self.aliases.get(name, name)]

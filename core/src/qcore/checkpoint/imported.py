@@ -80,6 +80,13 @@ class ImportedArchive(Archive):
             return self._read(name)
         return self._made(name, lambda: tensor.build(self._read))
 
+    def global_scale(self, name: str) -> Tensor | None:
+        """Read the global scale of a weight, float32 ``()``; None if it has none."""
+        source = self._weights[name].global_scale
+        if source:
+            return self._made(name, lambda: self._read(source).float().reshape(()))
+        return self.quantized(name).global_scale if self.records[name].format.scale.has_global else None
+
     def quantized(self, name: str) -> QTensor:
         """Read a weight into new memory on the CPU and validate its values."""
         weight = self._weights[name]

@@ -250,7 +250,7 @@ class _Stored(_Loading):
                 if name not in archive.aliases
             }
             targets = set(_parameters_of(model, archive))
-            _ignore(model, _unknown_to(model, archive))
+            _ignore(model, _unknown_to(model, stored) | _unknown_to(model, archive))
         super().__init__(model, targets)
 
     def bytes_per_weight(self, name: str, parameter: torch.Tensor) -> float | None:

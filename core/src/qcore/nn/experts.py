@@ -3,7 +3,8 @@
 transformers keeps the experts of a layer as parameters of three dimensions: ``gate_up_proj`` ``(E, 2I, H)`` and
 ``down_proj`` ``(E, H, I)``, or transposed (gpt-oss), with or without biases ``<name>_bias`` ``(E, N)``. Its experts
 modules say so themselves: ``num_experts``, ``is_transposed``, ``has_bias``, ``has_gate``, and ``_apply_gate``, the
-function between the two products. Nothing of transformers is imported: any module that has these is supported.
+function between the two products (``act_fn`` for experts without a gate). Nothing of transformers is imported: any
+module that has these is supported.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def _is_3d(parameter: Any) -> bool:
 
 def why_not_experts(module: nn.Module) -> str:
     """Return why fused experts have no quantized counterpart, or an empty string."""
-    if not callable(getattr(module, "_apply_gate", None)):
-        return f"{type(module).__name__} has no _apply_gate: how its two products are joined is not known"
+    if not callable(_between(module)):
+        return f"{type(module).__name__} has no {_name_between(module)}: how its two products are joined is not known"
     if getattr(module, "has_post_expert_norm", False):
         return f"{type(module).__name__} normalizes the result of each expert, which qcore's experts do not"
     extra = [
@@ -47,6 +48,15 @@ def why_not_experts(module: nn.Module) -> str:
     return f"{type(module).__name__} has parameters that qcore does not know: {', '.join(extra)}" if extra else ""
 
 
+def _name_between(module: nn.Module) -> str:
+    return "_apply_gate" if getattr(module, "has_gate", True) else "act_fn"
+
+
+def _between(module: nn.Module) -> Any:
+    """The function between the two products, which is transformers' own."""
+    return getattr(module, _name_between(module), None)
+
+
 def _bias_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}_bias" for name in expert_weights(module))
 
@@ -55,7 +65,7 @@ class QuantizedExperts(nn.Module):
     """Fused experts with quantized weights; stands in for the experts module of a transformers model.
 
     Children: ``gate_up_proj`` (or ``up_proj``) and ``down_proj``, each a `QuantizedGroupedLinear`; ``gate``: what is
-    left of the float module without its weights, whose ``_apply_gate`` is called between the products.
+    left of the float module without its weights, whose ``_apply_gate`` or ``act_fn`` is called between the products.
     """
 
     def __init__(self, gate: nn.Module, up: str, up_proj: QuantizedGroupedLinear, down: QuantizedGroupedLinear) -> None:
@@ -129,9 +139,7 @@ class QuantizedExperts(nn.Module):
         ends = torch.searchsorted(sorted_experts, each, right=True).to(torch.int32)
         x = tokens.index_select(0, order // k)
         projections = self.projections()
-        gate: Any = self.gate
-        gated = gate._apply_gate(projections[self._up](x, ends))  # noqa: SLF001 - transformers' name for it
-        y = projections[_DOWN](gated, ends)
+        y = projections[_DOWN](_between(self.gate)(projections[self._up](x, ends)), ends)
         share = weights.reshape(-1).index_select(0, order).to(y.dtype)
         y = y * torch.where(sorted_experts < self.num_experts, share, 0).unsqueeze(-1)
         # Back to the order of the tokens, and summed over each token's experts.

@@ -91,7 +91,74 @@ def test_static_activations(method, tmp_path):
     assert module.scheme.activation == qcore.StaticFP8(0.03125)
 
 
+@pytest.mark.parametrize(("n", "k"), [(256, 256), (200, 130)])
+@pytest.mark.parametrize("power", [False, True])
+def test_fused_experts(n, k, power, tmp_path):
+    e, g = 3, torch.Generator().manual_seed(0)
+    scale = scales(e, -(-n // 128), -(-k // 128))
+    scale = torch.randint(120, 130, scale.shape, dtype=torch.uint8) if power else scale
+    weight = torch.randn(e, n, k, generator=g).mul(20).to(torch.float8_e4m3fn)
+    tensors = {"mlp.experts.down_proj": weight, "mlp.experts.down_proj_scale_inv": scale}
+    settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    FrozenLayer("", tensors, {"config": json.dumps(settings)}, None).write(tmp_path)
+    wide = torch.exp2(scale.float() - 127) if power else scale
+    spread = wide.repeat_interleave(128, 1)[:, :n].repeat_interleave(128, 2)[..., :k]
+    with qcore.checkpoint.opening.open_checkpoint(tmp_path) as archive:
+        (record,) = archive.records.values()
+        assert (record.name, record.shape) == ("mlp.experts.down_proj.weight", (e, n, k))
+        assert torch.equal(archive.quantized(record.name).dequantize(torch.float32), weight.float() * spread)
+
+
 class TestRefused:
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"fc": torch.ones(3, 256, 256)},
+            {"fc": torch.ones(256, 256).to(torch.float8_e4m3fn)},
+            {"fc_scale_inv": torch.ones(())},
+            {"fc_scale_inv": torch.ones(2, 2, 2)},
+            {"fc_scale_inv": torch.ones(3, 2)},
+            {"fc_scale_inv": torch.full((3, 2, 2), 255, dtype=torch.uint8)},
+            {"fc_scale_inv": torch.full((3, 2, 2), float("nan"))},
+            {"fc_activation_scale": torch.ones(3)},
+        ],
+    )
+    def test_fused_experts(self, change, tmp_path):
+        tensors = {"fc": torch.ones(3, 256, 256).to(torch.float8_e4m3fn), "fc_scale_inv": torch.ones(3, 2, 2), **change}
+        settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+        FrozenLayer("", tensors, {"config": json.dumps(settings)}, None).write(tmp_path)
+        with (
+            pytest.raises(qcore.CheckpointError, match="'fc"),
+            qcore.checkpoint.opening.open_checkpoint(tmp_path) as archive,
+        ):
+            archive.quantized("fc.weight")
+
+    def test_a_power_of_gpt_oss_that_is_not_a_number(self, tmp_path):
+        layer = frozen("gptoss_mxfp4_experts")
+        layer.tensors[f"{layer.layer}_scales"].view(-1)[7] = 255
+        with (
+            pytest.raises(qcore.CheckpointError, match=f"'{layer.layer}"),
+            qcore.checkpoint.opening.open_checkpoint(layer.write(tmp_path)) as archive,
+        ):
+            archive.quantized(f"{layer.layer}.weight")
+
+    @pytest.mark.parametrize(
+        ("weight", "more", "match"),
+        [
+            (torch.int8, {"weight_scale": torch.ones(256)}, "torch.int8: of modelopt"),
+            (torch.uint8, {"weight_scale": torch.ones(256, 2)}, "torch.uint8: of modelopt"),
+            (torch.uint8, {"weight_scale": torch.ones(9, 2), "weight_scale_2": torch.ones(())}, "scales have shapes"),
+            (torch.float8_e4m3fn, {"weight_scale": torch.ones(()), "pre_quant_scale": torch.ones(9)}, "pre_quant"),
+        ],
+    )  # fmt: skip
+    def test_other_formats_of_modelopt(self, weight, more, match, tmp_path):
+        """INT8 with SmoothQuant, and 4-bit integers of AWQ."""
+        tensors = {f"{LAYER}.weight": torch.ones(256, 256).to(weight)} | {f"{LAYER}.{n}": t for n, t in more.items()}
+        config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}}
+        layer = FrozenLayer(LAYER, tensors, {"config": json.dumps(config), "shape": "256,256"}, None)
+        with pytest.raises(qcore.CheckpointError, match=rf"'model\.fc': .*{match}"):
+            read(layer, tmp_path)
+
     @pytest.mark.parametrize("code", [0x7F, 0xFF])
     def test_not_a_number(self, code, tmp_path):
         layer, _ = written(("weight_scale", scales()), settings={"quant_method": "fp8"})

@@ -88,7 +88,8 @@ class ForeignWeight:
 
     **Fields:** ``name``: of the parameter in the model, ``"LAYER.weight"``; ``shape``: ``(N, K)`` or ``(E, N, K)``;
     ``scheme``: its weight format, and the activation that the tool uses; ``sources``: stored tensors that ``build``
-    reads; ``build``: makes the weight; ``scale_dtype``: of its float scales; ``order``: whether its columns have one.
+    reads; ``build``: makes the weight; ``scale_dtype``: of its float scales; ``order``: whether its columns have one;
+    ``global_scale``: the one of ``sources`` that holds its global scale, one number, if any does.
     """
 
     name: str
@@ -98,6 +99,7 @@ class ForeignWeight:
     build: Callable[[Read], QTensor]
     scale_dtype: torch.dtype = torch.float32
     order: bool = False
+    global_scale: str = ""
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,8 @@ def _plan_layer(source: Source, groups: list[Group], name: str, plan: Plan) -> N
         raise LayerRefused("it has a scale, but no weight")
     shape, format, build, dtype, ordered = planned
     scheme = activation_of(source, name, group, format, plan)
-    weight = ForeignWeight(f"{name}.weight", shape, scheme, tuple(names.values()), build, dtype, ordered)
-    plan.weights.append(weight)
+    sources, factor = tuple(names.values()), names.get("weight_global_scale", "")
+    plan.weights.append(ForeignWeight(f"{name}.weight", shape, scheme, sources, build, dtype, ordered, factor))
 
 
 def _packed_int(layer: _Layer) -> _Planned:

@@ -6,12 +6,15 @@
   spite of its name it multiplies. The last blocks may be ragged. float32, or e8m0 bytes;
 - ``weight_scale`` (), (1,) or (N, 1): one scale for the tensor, or for each row.
 
+Fused experts are a parameter ``P`` e4m3fn (E, N, K) with ``P_scale_inv`` (E, ceil(N / bn), ceil(K / bk)).
+
 A block is a group of bk columns, whose scale is that of bn rows. Activations are e4m3fn too: with scales per token or
 per group made at run time, or with ``input_scale`` for the tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -39,12 +42,45 @@ class FP8:
         return source.method in ("fp8", "fbgemm_fp8")
 
     def plan(self, source: Source) -> Plan:
-        """Every layer with an e4m3fn ``weight`` and a scale."""
+        """Every layer with an e4m3fn ``weight`` and a scale, and every parameter of fused experts."""
         layers = (layer for scale in _SCALES for layer in source.layers(scale, "weight"))
         found = plan_layers(layers, partial(plan_fp8, source, block_size(source)))
+        experts = plan_layers(_fused_experts(source), partial(_plan_experts, source, block_size(source)))
+        found.weights += experts.weights
+        found.refused |= experts.refused
         # The bound of fbgemm's activations, 1200 mostly, above which it clips.
         found.dropped |= {name for name in source.entries if name.endswith(".input_scale_ub")}
         return found
+
+
+def _fused_experts(source: Source) -> Iterator[str]:
+    for name in source.entries:
+        parameter = name.removesuffix("_scale_inv")
+        if parameter != name and parameter in source.entries and not parameter.endswith(".weight"):
+            yield parameter
+
+
+def _plan_experts(source: Source, block: tuple[int, int] | None, parameter: str, plan: Plan) -> None:
+    weight, scale = source.entries[parameter], source.entries[f"{parameter}_scale_inv"]
+    if weight.dtype != torch.float8_e4m3fn or len(weight.shape) != 3 or scale.shape[:1] != weight.shape[:1]:
+        raise LayerRefused(f"it is {weight.dtype} of shape {weight.shape}, its scales have shape {scale.shape}")
+    if f"{parameter}_activation_scale" in source.entries:
+        raise LayerRefused("its experts have activation scales of their own, of which qcore has one")
+    e, n, k = weight.shape
+    rows, group = scale_blocks(scale.shape[1:], (n, k), block)
+    format = _format(group, scale.dtype)
+
+    def build(read: Read) -> QTensor:
+        spread = torch.stack([spread_scale(each, n, rows) for each in read(scale.name)])
+        return QTensor.from_codes(read(weight.name).view(torch.uint8), spread, None, format)
+
+    scheme = Scheme(format, activation=DynamicFP8(group))
+    sources = (weight.name, scale.name)
+    plan.weights.append(ForeignWeight(f"{parameter}.weight", (e, n, k), scheme, sources, build, scale.dtype))
+
+
+def _format(group: int | None, scale: torch.dtype) -> Format:
+    return Format.parse("fp8" + (f"-g{group}" if group else "") + ("-e8m0" if scale in E8M0 else ""))
 
 
 def block_size(source: Source) -> tuple[int, int] | None:
@@ -64,8 +100,7 @@ def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Pl
         raise LayerRefused(f"its weight is {weight.dtype} of shape {weight.shape}; qcore reads float8_e4m3fn (N, K)")
     n, k = weight.shape
     rows, group = scale_blocks(scale.shape, (n, k), block)
-    power = scale.dtype in E8M0
-    format = Format.parse("fp8" + (f"-g{group}" if group else "") + ("-e8m0" if power else ""))
+    format = _format(group, scale.dtype)
     static = f"{layer}.input_scale" in source.entries
     activation = StaticFP8() if static else DynamicFP8(group)
 

@@ -45,6 +45,10 @@ class ModelOpt:
 
 
 def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
+    if f"{layer}.pre_quant_scale" in source.entries:
+        raise LayerRefused(
+            "its inputs are multiplied by pre_quant_scale (AWQ, SmoothQuant), which qcore's layers do not"
+        )
     dtype = source.entries[f"{layer}.weight"].dtype
     if dtype == torch.float8_e4m3fn:
         plan_fp8(source, None, layer, plan)
@@ -69,6 +73,9 @@ def _plan_nvfp4(source: Source, layer: str, plan: Plan) -> None:
         scale = read(names["weight_scale"]).t().contiguous()
         return QTensor(read(names["weight"]), scale, None, (n, k), format, global_scale=factor)
 
-    plan.weights.append(ForeignWeight(f"{layer}.weight", (n, k), Scheme(format), tuple(names.values()), build))
+    sources = tuple(names.values())
+    plan.weights.append(
+        ForeignWeight(f"{layer}.weight", (n, k), Scheme(format), sources, build, global_scale=sources[-1])
+    )
     if f"{layer}.input_scale" in source.entries:
         plan.dropped.add(f"{layer}.input_scale")
