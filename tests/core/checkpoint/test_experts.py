@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoint_mutations import join, split
+from fused_experts import FusedParameters
 from torch import Tensor, nn
 
 import qcore
@@ -19,16 +20,11 @@ from qcore.nn.experts import QuantizedExperts
 E, H, INNER, TOP = 3, 20, 12, 2
 
 
-class Experts(nn.Module):
+class Experts(FusedParameters):
     """The parameters and attributes of an experts module of transformers 5, with a buffer in its gate."""
 
     def __init__(self, transposed: bool, biased: bool) -> None:
-        super().__init__()
-        for which, (n, k) in (("gate_up_proj", (2 * INNER, H)), ("down_proj", (H, INNER))):
-            self.register_parameter(which, nn.Parameter(torch.randn(E, *((k, n) if transposed else (n, k)))))
-            if biased:
-                self.register_parameter(f"{which}_bias", nn.Parameter(torch.randn(E, n)))
-        self.num_experts, self.is_transposed, self.has_bias, self.has_gate = E, transposed, biased, True
+        super().__init__(E, H, INNER, transposed=transposed, biased=biased)
         self.register_buffer("limit", torch.rand(()) + 1)
         self.act = nn.PReLU()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fused_experts import FusedParameters
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -20,16 +21,11 @@ SPELLINGS = {
 }
 
 
-class Fused(nn.Module):
+class Fused(FusedParameters):
     """The experts of transformers 5."""
 
     def __init__(self, *, transposed: bool = False, biased: bool = False, alternating: bool = False) -> None:
-        super().__init__()
-        for which, (n, k) in (("gate_up_proj", (2 * INNER, H)), ("down_proj", (H, INNER))):
-            self.register_parameter(which, nn.Parameter(torch.randn(E, *((k, n) if transposed else (n, k)))))
-            if biased:
-                self.register_parameter(f"{which}_bias", nn.Parameter(torch.randn(E, n)))
-        self.num_experts, self.is_transposed, self.has_bias, self.has_gate = E, transposed, biased, True
+        super().__init__(E, H, INNER, transposed=transposed, biased=biased)
         self.is_concatenated = not alternating
 
     def _apply_gate(self, up: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ One weight is in memory at a time: all sizes follow from the headers, so the sha
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, did_you_mean
+from ..errors import CheckpointError, did_you_mean, dtype_name
 from ..formats import FLOAT_SCALES, PLAIN, ScaleType, ZeroPoint
 from ..runtime.progress import Progress, ProgressChoice, shown
 from ..weights.qtensor import QTensor
@@ -24,9 +23,9 @@ from .exporters import EXPORTERS
 from .exporters.base import Exporter, Layer, NotHeld
 from .header import TensorSpec, file_error
 from .imported import ImportedArchive
-from .model_config import CONFIG, folder_of, model_config, read_json, settings_for
+from .model_config import CONFIG, folder_of, model_config, read_json, settings_for, write_config
 from .opening import open_checkpoint
-from .records import Record
+from .records import CALIBRATED, Record
 from .streaming import check_target, side_files_of
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
@@ -152,7 +151,7 @@ class _Run:
     def settings(self) -> dict[str, object]:
         """The ``quantization_config`` of the target."""
         if self.exporter is None:
-            return settings_for(self.archive.records.values())
+            return settings_for((record, self._scale_dtype(record)) for record in self.archive.records.values())
         matrices = [
             name.removesuffix(".weight")
             for name in self.archive.plain_names()
@@ -170,7 +169,7 @@ class _Run:
 
     @property
     def _calibrated(self) -> frozenset[str]:
-        return frozenset(name for record in self.archive.records.values() for name in _static_names(record).values())
+        return frozenset(name for record in self.archive.records.values() for name in _static_names(record))
 
     def _scale_dtype(self, record: Record) -> torch.dtype:
         stored = self.archive.entries[f"{self.archive.aliases.get(record.name, record.name)}.scale"].dtype
@@ -237,19 +236,13 @@ class _Run:
     def _check_scales(self, record: Record, read: torch.dtype, wanted: torch.dtype) -> None:
         scale = self._read(record, read).scale
         if not torch.equal(scale.to(wanted).to(scale.dtype), scale):
-            raise NotHeld(f"its {_short(read)} scales are no {_short(wanted)} numbers")
+            raise NotHeld(f"its {dtype_name(read)} scales are no {dtype_name(wanted)} numbers")
 
 
-def _short(dtype: torch.dtype) -> str:
-    """The name of a dtype without its module."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _static_names(record: Record) -> Mapping[str, str]:
+def _static_names(record: Record) -> list[str]:
     """Names of the calibrated tensors of a weight's layer, whatever its scheme uses of them."""
     layer = record.name.rpartition(".")[0]
-    kinds = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
-    return {kind: f"{layer}.{kind}" if layer else kind for kind in kinds}
+    return [f"{layer}.{kind}" if layer else kind for kind in CALIBRATED]
 
 
 def _side_files(source: Path, folder: Path, settings: Mapping[str, object]) -> dict[str, Path]:
@@ -263,6 +256,4 @@ def _side_files(source: Path, folder: Path, settings: Mapping[str, object]) -> d
     if isinstance(config.get("text_config"), dict):
         for key in ("quantization_config", "compression_config"):
             config["text_config"].pop(key, None)
-    config["quantization_config"] = dict(settings)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-    return {**found, CONFIG: folder / CONFIG}
+    return {**found, CONFIG: write_config(folder, config, settings)}

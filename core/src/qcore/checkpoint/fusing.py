@@ -109,7 +109,7 @@ class _Fusing:
             raise LayerRefused("its rows of gate and up alternate in the model; files with separate ones are not read")
         for which, parts in groups.items():
             target, rows = f"{experts.name}.{which}", rows_of(found, parts, "weight")
-            names = [name for row in rows for name in row]
+            names = _flat(rows)
             quantized = sum(name in self.archive.records for name in names)
             if quantized not in (0, len(names)):
                 raise LayerRefused(f"of the {len(names)} tensors of its {which} only {quantized} are quantized")
@@ -126,19 +126,19 @@ class _Fusing:
         dtype, (n, k) = self._common(rows, 2)
         sizes = (k, n * len(rows[0])) if transposed else (n * len(rows[0]), k)
         build = partial(join_float, rows, dtype, sizes, transposed)
-        names = tuple(name for row in rows for name in row)
+        names = tuple(_flat(rows))
         self.plan.tensors.append(ForeignTensor(target, dtype, (len(rows), *sizes), names, build))
 
     def _add_bias(self, target: str, rows: Rows) -> None:
         dtype, (n,) = self._common(rows, 1)
-        names = tuple(name for row in rows for name in row)
+        names = tuple(_flat(rows))
         shape = (len(rows), n * len(rows[0]))
         self.plan.tensors.append(ForeignTensor(target, dtype, shape, names, partial(join_biases, rows)))
         self.taken.update(names)
 
     def _common(self, rows: Rows, dims: int) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape that float tensors have in common."""
-        entries = [self.archive.entry(name) for row in rows for name in row]
+        entries = [self.archive.entry(name) for name in _flat(rows)]
         first = entries[0]
         if len(first.shape) != dims or first.dtype not in (*FLOAT_SCALES, torch.float64):
             raise LayerRefused(f"{shown(rows[0][0])!r} is {first.dtype} of shape {first.shape}")
@@ -174,7 +174,7 @@ class _Fusing:
         shape = (len(rows), n * len(rows[0]), k)
         sources = tuple(dict.fromkeys(part for r in records for part in self._parts(r)))
         build = partial(join_quantized, self.archive, rows, scheme.weight, shape, order)
-        wide = dtype if dtype in FLOAT_SCALES else torch.float32
+        wide = _float_scale(dtype)
         self.plan.weights.append(ForeignWeight(f"{target}.weight", shape, scheme, sources, build, wide, order))
         self.joined[f"{target}.weight"] = Record(
             f"{target}.weight", scheme.weight, shape, _one_or_none(r.quantizer for r in records), scheme, order
@@ -221,6 +221,15 @@ class _Fusing:
         return replace(scheme, activation=None)
 
 
+def _flat(rows: Rows) -> list[str]:
+    return [name for row in rows for name in row]
+
+
+def _float_scale(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of float scales; float32 for scales of another type, whose dtype their format says."""
+    return dtype if dtype in FLOAT_SCALES else torch.float32
+
+
 def _reader(name: str) -> Callable[[Read], Tensor]:
     return lambda read: read(name)
 
@@ -232,8 +241,7 @@ def _one_or_none(names: Iterable[str | None]) -> str | None:
 
 def _same(archive: Archive, record: Record, name: str) -> ForeignWeight:
     """A weight as it is, called ``name``."""
-    scale = archive.entries[f"{record.name}.scale"].dtype
-    dtype = scale if scale in FLOAT_SCALES else torch.float32
+    dtype = _float_scale(archive.entries[f"{record.name}.scale"].dtype)
     return ForeignWeight(
         name, record.shape, record.scheme, record.tensor_names, lambda _: archive.quantized(record.name), dtype,
         record.order,

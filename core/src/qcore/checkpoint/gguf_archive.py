@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
@@ -49,9 +50,7 @@ def _raw(path: Path, file: BinaryIO, header: GGUFHeader) -> Archive:
         dtype = PLAIN_TYPES.get(tensor.kind, torch.uint8)
         last = tensor.shape[-1] if tensor.kind in PLAIN_TYPES else width
         shape = (*tensor.shape[:-1], last)
-        nbytes = width
-        for rows in tensor.shape[:-1]:
-            nbytes *= rows
+        nbytes = width * math.prod(tensor.shape[:-1])
         if tensor.start + nbytes > size:
             raise file_error(path, f"its {nbytes:,} bytes reach beyond the end of the file.", tensor=tensor.name)
         archive.entries[tensor.name] = Entry(tensor.name, dtype, shape, tensor.start, nbytes)

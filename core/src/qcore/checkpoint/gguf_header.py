@@ -111,12 +111,12 @@ class _Reader:
             raise file_error(self.path, f"it claims to hold {found:,} {what}.", DOWNLOAD_AGAIN)
         return found
 
-    def text(self) -> str:
+    def text(self, errors: str = "strict") -> str:
         length = self.number("Q")
         if length > _LONGEST:
             raise self._damaged(f"a text of {length:,} bytes")
         try:
-            return self.take(length).decode("utf-8")
+            return self.take(length).decode("utf-8", errors=errors)
         except UnicodeDecodeError:
             raise self._damaged("a text that is not UTF-8") from None
 
@@ -124,11 +124,7 @@ class _Reader:
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _TEXT:
-            # Texts of vocabularies need not be UTF-8.
-            length = self.number("Q")
-            if length > _LONGEST:
-                raise self._damaged(f"a text of {length:,} bytes")
-            return self.take(length).decode("utf-8", errors="replace")
+            return self.text(errors="replace")  # those of vocabularies need not be UTF-8
         if kind != _ARRAY or depth >= _DEPTH:
             raise self._damaged(f"a value of type {kind}")
         inner, length = self.number("I"), self.count("elements of an array")

@@ -14,7 +14,7 @@ from ..errors import CheckpointError, FormatError, message_of
 from ..weights.parts import parts
 from ..weights.qtensor import QTensor
 from .archive import Archive
-from .header import Entry, file_error
+from .header import Entry, TensorSpec, file_error
 from .importers.base import ForeignTensor, ForeignWeight, Plan, Read, refusal_error
 from .records import Record
 from .values import check_weight
@@ -70,7 +70,7 @@ class ImportedArchive(Archive):
     def _add_entry(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], shard: Path) -> None:
         if name in self.entries:
             raise file_error(self.path, "two tensors of the file make it.", _REMEDY, name)
-        size = torch.empty(shape, dtype=dtype, device="meta").numel() * dtype.itemsize
+        size = TensorSpec(name, dtype, shape).nbytes
         self.entries[name], self.shards[name] = Entry(name, dtype, shape, 0, size), shard
 
     def read(self, name: str) -> Tensor:
@@ -104,7 +104,5 @@ class ImportedArchive(Archive):
         except (CheckpointError, MemoryError):
             raise
         except Exception as error:  # sizes or values that contradict each other, or a third party's importer
-            what = (
-                message_of(error) if isinstance(error, FormatError) else f"{type(error).__name__}: {message_of(error)}"
-            )
-            raise file_error(self.path, what.replace("\n", " "), _REMEDY, name) from error
+            kind = "" if isinstance(error, FormatError) else f"{type(error).__name__}: "
+            raise file_error(self.path, f"{kind}{message_of(error)}".replace("\n", " "), _REMEDY, name) from error

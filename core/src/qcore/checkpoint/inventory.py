@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import did_you_mean
+from ..errors import did_you_mean, dtype_name
 from ..model.grouping import grouped
 from ..resolving.decision import format_table
 from .archive import Archive
@@ -146,5 +146,5 @@ def _weight(archive: Archive, name: str) -> TensorInfo:
 
 def _plain(archive: Archive, name: str) -> TensorInfo:
     entry, alias = archive.entry(name), archive.aliases.get(name, "")
-    kind, shard = str(entry.dtype).removeprefix("torch."), archive.shards[entry.name].name
+    kind, shard = dtype_name(entry.dtype), archive.shards[entry.name].name
     return TensorInfo(name, kind, entry.shape, "", "", 0 if alias else entry.nbytes, shard, alias)

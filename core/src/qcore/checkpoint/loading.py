@@ -116,10 +116,10 @@ def _remedy(found: Match) -> str:
 def load_weights(model: nn.Module, archive: Archive, device_of: Callable[[str], torch.device]) -> LoadReport:
     """Load the quantized weights of a checkpoint and nothing else; see `load_`.
 
-    ``device_of``: the device for a layer or tensor on meta, by its name.
+    ``archive``: with its experts joined for ``model``, see `fuse_experts`; ``device_of``: the device for a layer or
+    tensor on meta, by its name.
     """
     with torch.inference_mode(False), torch.no_grad():
-        archive = fuse_experts(archive, model)
         found = match(model, archive)
         found.plain, found.computed = [], {}
         used = {swap.record.name for swap in found.swaps} | {dense.source for dense in found.dense.values()}

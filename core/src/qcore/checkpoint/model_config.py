@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .._version import __version__
+from ..errors import dtype_name
+from ..formats import Format
+from ..weights.schemes import Scheme
 from .header import MAX_HEADER, file_error, parse_json
 from .records import Record
 
@@ -29,16 +35,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(text, path, path.name)
 
 
+def write_config(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Path:
+    """Write ``config.json`` with these settings as its ``quantization_config`` into ``folder``. Returns its path."""
+    file = folder / CONFIG
+    text = json.dumps({**config, "quantization_config": dict(settings)}, indent=2)
+    file.write_text(f"{text}\n", encoding="utf-8")
+    return file
+
+
 def model_config(path: Path) -> dict[str, Any]:
     """The configuration of a checkpoint of transformers, empty for any other."""
     found = read_json(folder_of(path) / CONFIG)
     return found if "model_type" in found else {}
 
 
-def settings_for(records: Iterable[Record]) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint with these weights, as `qcore.hf.QcoreConfig` reads it."""
-    layers = {
-        record.name.removesuffix(".weight"): {"format": str(record.format), "scheme": str(record.scheme)}
-        for record in records
-    }
+def layer_settings(format: Format, scheme: Scheme, scale_dtype: torch.dtype) -> dict[str, str]:
+    """How ``quantization_config`` describes one layer."""
+    return {"format": str(format), "scheme": str(scheme.blank()), "scale_dtype": dtype_name(scale_dtype)}
+
+
+def settings_for(weights: Iterable[tuple[Record, torch.dtype]]) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint, as `qcore.hf.QcoreConfig` reads it.
+
+    ``weights``: the record of each quantized weight, and the dtype of its scales.
+    """
+    layers = {r.name.removesuffix(".weight"): layer_settings(r.format, r.scheme, dtype) for r, dtype in weights}
     return {"quant_method": "qcore", "version": __version__, "scheme": None, "exclude": [], "layers": layers}

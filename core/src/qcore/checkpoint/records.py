@@ -38,6 +38,8 @@ SCHEMA = 2
 SAVE = "qcore.save"
 IMPORT_FIRST = "import qcore.hf, which reads these weights"
 """The name of an empty tensor that transformers without qcore lists among those that it does not know."""
+CALIBRATED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+"""The names, behind that of a layer, of the scales and zero points that calibration found for it."""
 _FIELDS = {"format", "shape", "quantizer", "scheme"}
 _ORDER = "order"
 _UPGRADE = "Upgrade qcore, or write the checkpoint again with this version."

@@ -5,7 +5,6 @@ All sizes follow from shapes alone, so the shards are planned and their headers 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
@@ -28,7 +27,7 @@ from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .archive import Archive
 from .header import Entry, TensorSpec, file_error
-from .model_config import CONFIG, model_config, settings_for
+from .model_config import CONFIG, model_config, settings_for, write_config
 from .records import Record
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
@@ -282,10 +281,14 @@ def _into_directory(
         if config:  # of transformers, which has to know that the weights are quantized
             units = [unit for shard in shards for unit in shard]
             shards = [*shards[:-1], [*shards[-1], *guards(units)]]
-            own = {**config, "quantization_config": settings_for(unit.record for unit in units if unit.record)}
-            side_files[CONFIG] = Path(scratch) / CONFIG
-            side_files[CONFIG].write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+            weights = [(unit.record, _scale_dtype(unit)) for unit in units if unit.record]
+            side_files[CONFIG] = write_config(Path(scratch), config, settings_for(weights))
         write_directory(target, shards, aliases, run.advance, side_files=side_files, exclusive=True)
+
+
+def _scale_dtype(unit: Unit) -> torch.dtype:
+    """The dtype of the scales of a quantized weight."""
+    return next(spec.dtype for spec in unit.specs if spec.name == f"{unit.name}.scale")
 
 
 def side_files_of(directory: Path) -> Iterator[Path]:

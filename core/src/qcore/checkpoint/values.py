@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,28 +63,29 @@ def read_tensor(file: BinaryIO, entry: Entry, path: Path) -> Tensor:
 
 def build_weight(record: Record, tensors: dict[str, Tensor], path: Path) -> QTensor:
     """Build the quantized weight; raises `CheckpointError` for values that its format does not allow."""
-    try:
+    with _as_file_errors(record, path):
         weight = QTensor.from_tensors(tensors, record.shape, record.format, record.quantizer)
-    except FormatError as error:
-        raise file_error(path, str(error).replace("\n", " "), tensor=record.name) from None
-    except Guarded as error:  # a third-party layout
-        what = f"layout {record.format.layout.name!r} raised {type(error).__name__}: {error}"
-        raise file_error(path, what.replace("\n", " "), tensor=record.name) from error
     check_weight(weight, record, path)
     return weight
 
 
 def check_weight(weight: QTensor, record: Record, path: Path) -> None:
     """Raise `CheckpointError` for codes or padding that the format of the weight does not allow."""
-    try:
+    with _as_file_errors(record, path):
         canonical = _is_canonical(weight)
+    if not canonical:
+        raise file_error(path, "padding after the last column holds codes other than zero.", tensor=record.name)
+
+
+@contextmanager
+def _as_file_errors(record: Record, path: Path) -> Iterator[None]:
+    try:
+        yield
     except FormatError as error:
         raise file_error(path, str(error).replace("\n", " "), tensor=record.name) from None
     except Guarded as error:  # a third-party layout
         what = f"layout {record.format.layout.name!r} raised {type(error).__name__}: {error}"
         raise file_error(path, what.replace("\n", " "), tensor=record.name) from error
-    if not canonical:
-        raise file_error(path, "padding after the last column holds codes other than zero.", tensor=record.name)
 
 
 def _is_canonical(weight: QTensor) -> bool:

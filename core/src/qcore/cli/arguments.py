@@ -131,8 +131,3 @@ def add_measured(parser: argparse.ArgumentParser) -> None:
 def add_repeatable(parser: argparse.ArgumentParser, flag: str, text: str, metavar: str | None = None) -> None:
     """An option that may be repeated."""
     parser.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{text}; may be repeated")
-
-
-def short_dtype(value: Any) -> str:
-    """``bfloat16`` for `torch.bfloat16`."""
-    return str(value).removeprefix("torch.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..errors import dtype_name
 from . import arguments
 from .output import CommandResult, Table, size
 from .progress import Progress
@@ -45,9 +46,9 @@ def run(args: argparse.Namespace) -> CommandResult:
         for done, (case, m) in enumerate(steps):
             progress(done, len(steps), f"{case.scheme}, {m} rows")
             rows += time_case(case, m, args.seconds, speed)
-    machine = f"{arguments.short_dtype(args.dtype)} on {args.device}, {torch.get_num_threads()} threads"
+    machine = f"{dtype_name(args.dtype)} on {args.device}, {torch.get_num_threads()} threads"
     head = f"N={args.n} K={args.k}, {machine}, memory {speed / 1e9:.1f} GB/s"
-    data = {"n": args.n, "k": args.k, "dtype": arguments.short_dtype(args.dtype), "device": str(args.device)}
+    data = {"n": args.n, "k": args.k, "dtype": dtype_name(args.dtype), "device": str(args.device)}
     data |= {"threads": torch.get_num_threads(), "bytes_per_second": speed, "rows": rows}
     table = Table(_HEADER, [_cells(row) for row in rows], right=frozenset({1, 3, 4, 5, 6, 7, 8}))
     return CommandResult(data, [head, "", table, *slow_notes(rows), *left_out_notes(measured)])

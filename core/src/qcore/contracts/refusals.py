@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import torch
 
+from ..errors import dtype_name
 from ..formats import ScaleType
 from ..weights.activations import DynamicFP8, StaticFP8, StaticInt8
 from .conv2d import Conv2dRequest
@@ -68,5 +69,5 @@ def _why_not_result(request: LinearRequest | Conv2dRequest | GroupedLinearReques
 def _unless_float(dtype: torch.dtype, what: str) -> str:
     if dtype in FLOATS:
         return ""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return f"{what} of dtype {name} have no kernel here; use bfloat16, float16 or float32."

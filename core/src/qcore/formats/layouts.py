@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FormatError, did_you_mean, message_of, quoted
+from ..errors import FormatError, did_you_mean, dtype_name, message_of, quoted
 from .bits import has_values, interleave, pack_nibbles, pad_columns, unpack_nibbles, unpack_unsigned_nibbles
 from .elements import Element, find_element, registered_elements
 
@@ -243,7 +243,7 @@ class GuardedLayout(Layout):
         codes: Any = self._call("decode", data, k)
         dtype = find_element(self.dtype).code_dtype
         if not isinstance(codes, Tensor) or codes.dtype != dtype or tuple(codes.shape) != (data.shape[0], k):
-            kind = str(dtype).removeprefix("torch.")
+            kind = dtype_name(dtype)
             raise self._broken("decode", f"gave {_kind(codes)} instead of {kind} codes {(data.shape[0], k)}")
         return codes
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from ..checkpoint.archive import Archive
 from ..checkpoint.fusing import fuse_experts
 from ..checkpoint.imported import ImportedArchive
 from ..checkpoint.loading import load_weights
+from ..checkpoint.model_config import layer_settings
 from ..checkpoint.opening import open_checkpoint
-from ..checkpoint.records import IMPORT_FIRST
+from ..checkpoint.records import CALIBRATED, IMPORT_FIRST
 from ..checkpoint.saving import described_state
 from ..errors import CheckpointError, FormatError, UnsupportedError, did_you_mean
 from ..model.streamed import StreamedPlan
@@ -48,12 +50,8 @@ FOREIGN = {
     "torchao": ("torchao",),
 }
 """Methods that `adopt` takes, and transformers' names for them."""
-
-
 _WITH_PACKAGE = ("compressed-tensors",)
 """Methods whose settings transformers cannot read without the tool's own package, which qcore does not need."""
-_CALIBRATED = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
-"""Endings of names of what calibration found for a layer."""
 
 
 def adopt(*methods: str) -> None:
@@ -158,11 +156,7 @@ def _described(model: nn.Module) -> dict[str, dict[str, str]]:
     """Format, scheme and dtype of scales of every quantized layer, for ``config.json``."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
     return {
-        name: {
-            "format": str(module.weight.format),
-            "scheme": str(module.scheme.blank()),
-            "scale_dtype": str(module.weight.scale.dtype).removeprefix("torch."),
-        }
+        name: layer_settings(module.weight.format, module.scheme, module.weight.scale.dtype)
         for name, module in layers.items()
     }
 
@@ -237,13 +231,13 @@ class _Loading:
 
 
 class _Stored(_Loading):
-    """A checkpoint that is quantized already, by qcore or another tool."""
+    """A checkpoint that is quantized already, by qcore or another tool; its files stay open until `install`."""
 
     def __init__(self, model: Any, folder: Path) -> None:
-        self.folder = folder
-        # transformers builds models with meta as the default device.
-        with torch.device("cpu"), open_checkpoint(folder) as stored:
-            archive = fuse_experts(stored, model)
+        # Closed with the stack if the load fails before: planning reads zero points, and is not done twice.
+        with ExitStack() as stack, torch.device("cpu"):  # transformers builds models with meta as the default device
+            stored = stack.enter_context(open_checkpoint(folder))
+            self.archive = archive = fuse_experts(stored, model)
             self.sizes = {
                 name: sum(archive.entries[part].nbytes for part in record.tensor_names)
                 for name, record in archive.records.items()
@@ -251,6 +245,7 @@ class _Stored(_Loading):
             }
             targets = set(_parameters_of(model, archive))
             _ignore(model, _unknown_to(model, stored) | _unknown_to(model, archive))
+            self.files = stack.pop_all()
         super().__init__(model, targets)
 
     def bytes_per_weight(self, name: str, parameter: torch.Tensor) -> float | None:
@@ -258,8 +253,8 @@ class _Stored(_Loading):
         return None if size is None or not parameter.numel() else size / parameter.numel()
 
     def install(self) -> None:
-        with torch.device("cpu"), open_checkpoint(self.folder) as archive:
-            load_weights(self.model, archive, self.device_of)
+        with self.files, torch.device("cpu"):
+            load_weights(self.model, self.archive, self.device_of)
 
 
 def _parameters_of(model: Any, archive: Archive) -> Iterable[str]:
@@ -278,7 +273,9 @@ def _unknown_to(model: Any, archive: Archive) -> set[str]:
     """The last parts of the names of stored tensors that transformers must not look for in the model."""
     stored = archive.plan.used if isinstance(archive, ImportedArchive) else set()
     own = {part for record in archive.records.values() for part in (record.name, *record.tensor_names)}
-    own |= {*archive.guards, IMPORT_FIRST} | {name for name in archive.plain_names() if name.endswith(_CALIBRATED)}
+    own |= {*archive.guards, IMPORT_FIRST} | {
+        name for name in archive.plain_names() if name.rpartition(".")[2] in CALIBRATED
+    }
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name for name in stored | own if name not in names or name in own}
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..contracts import Request
 from ..discovery.kernels import Kernel, Rank
 from ..discovery.registry import BUILTIN
+from ..errors import dtype_name
 
 
 class Stage(str, enum.Enum):
@@ -117,15 +118,11 @@ def describe(request: Request) -> str:
     """A request in one line, e.g. ``linear int4-g128/plain n=4096 k=4096 x=bfloat16 on cpu``."""
     fields = [request.contract, str(request.weight), f"n={request.n}", f"k={request.k}"]
     x_dtype = getattr(request, "x_dtype", request.out_dtype)
-    fields.append(f"x={_short(x_dtype)}")
+    fields.append(f"x={dtype_name(x_dtype)}")
     fields += [f"{name}={value}" for name in ("activation", "output") if (value := getattr(request, name, None))]
     if getattr(request, "training", False):
         fields.append("training")
     return " ".join([*fields, f"on {request.device}"])
-
-
-def _short(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 
 from ..contracts import Conv2dRequest, LinearRequest
 from ..discovery.kernels import Rank
+from ..errors import dtype_name
 from ..runtime.settings import Settings
 from .decision import Candidate, Decision
 from .resolver import decide
@@ -43,7 +44,7 @@ def dtype_hint(decision: Decision, wanted: Settings) -> str:
     if not better:
         return ""
     speedup, source, dtype, found = max(better, key=lambda gain: gain[0])
-    current, suggested = (str(value).removeprefix("torch.") for value in (request.x_dtype, dtype))
+    current, suggested = (dtype_name(value) for value in (request.x_dtype, dtype))
     how = f"about {speedup:.0f} times as fast {source}" if speedup else "'qcore tune' measures how much faster it is"
     return (
         f"only plain torch ops support an x of {current} here; use {suggested}, which {found.kernel} supports: {how}."

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..errors import FormatError
+from ..errors import FormatError, dtype_name
 from ..formats import Element, Format, ZeroPoint
 from ..formats.bits import has_values
 from ..formats.scales import check_scale_values
@@ -36,7 +36,7 @@ def check_parameter(
 ) -> None:
     """``value`` has one of ``dtypes`` and ``shape``; ``dims`` names the dimensions in the error."""
     if value.dtype not in dtypes or tuple(value.shape) != shape:
-        allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        allowed = " or ".join(dtype_name(d) for d in dtypes)
         raise FormatError(
             f"{name} has dtype {value.dtype} and shape {tuple(value.shape)};\n"
             f"this format needs {allowed} and {dims} = {shape}."

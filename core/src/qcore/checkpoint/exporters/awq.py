@@ -14,11 +14,11 @@ from ..importers.awq import HIGH_OUTPUTS, LOW_OUTPUTS
 from ..importers.packing import SIGN_OF_NIBBLES
 from .base import (
     Layer,
-    NotHeld,
     Written,
     check_float_activation,
     check_integer_groups,
     check_multiple,
+    check_one_format,
     unsigned_zeros,
 )
 
@@ -36,11 +36,8 @@ class AWQExporter:
         check_float_activation(layer)
         check_integer_groups(layer, (4,))
         check_multiple(layer, 8, 2)
-        if self._layers and self._layers[0].record.format.group_size != layer.record.format.group_size:
-            raise NotHeld(
-                f"its format is {layer.record.format}, that of {self._layers[0].name!r} "
-                f"{self._layers[0].record.format}; AWQ has one group size for all layers"
-            )
+        rule = "AWQ has one group size for all layers"
+        check_one_format(self._layers, layer, lambda one: one.record.format.group_size, rule)
         self._layers.append(layer)
         specs = layer.specs(
             qweight=(torch.int32, (layer.k, layer.n // 8)),

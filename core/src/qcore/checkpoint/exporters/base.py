@@ -1,4 +1,4 @@
-"""What an exporter is: it describes the tensors of each layer in another tool's format, and the tool's settings.
+"""The interface of exporters: each describes the tensors of a layer in another tool's format, and its settings.
 
 Nothing is quantized again and nothing is rounded: what the format cannot hold is refused by layer.
 """
@@ -98,6 +98,13 @@ def check_float_activation(layer: Layer) -> None:
         raise NotHeld(f"its scheme {layer.record.scheme} quantizes activations")
 
 
+def check_one_format(layers: Sequence[Layer], layer: Layer, key: Callable[[Layer], object], rule: str) -> None:
+    """Raise `NotHeld` unless ``key`` of ``layer`` is that of the layers before it; ``rule``: of the tool, in words."""
+    if layers and key(layers[0]) != key(layer):
+        first = layers[0]
+        raise NotHeld(f"its format is {layer.record.format}, that of {first.name!r} {first.record.format}; {rule}")
+
+
 def check_multiple(layer: Layer, n: int, k: int) -> None:
     """Raise `NotHeld` unless N and K fill whole words."""
     if layer.n % n or layer.k % k or not layer.n or not layer.k:
@@ -109,18 +116,18 @@ def offset_bytes(weight: QTensor) -> Tensor:
 
     Undoes the order of columns: that of the stored column j is ``order[j]``.
     """
-    bits = 4 if weight.format.dtype == "int4" else 8
     if weight.order is not None:
         weight = unordered(weight)
     data = weight.convert(PLAIN).data
-    return data ^ SIGN_OF_NIBBLES if bits == 4 else data.view(torch.uint8) ^ 128
+    return data ^ SIGN_OF_NIBBLES if weight.format.bits == 4 else data.view(torch.uint8) ^ 128
 
 
 def unordered(weight: QTensor) -> QTensor:
     """The same codes with the columns in the order of the features; its scales no longer belong to its columns."""
     assert weight.order is not None
-    codes = torch.empty_like(weight.codes())
-    codes[:, weight.order.long()] = weight.codes()
+    stored = weight.codes()
+    codes = torch.empty_like(stored)
+    codes[:, weight.order.long()] = stored
     return QTensor.from_codes(codes, weight.scale, weight.zero, weight.format)
 
 

@@ -96,7 +96,7 @@ def _kind(layer: Layer) -> str:
 
 def _packed(layer: Layer) -> Written:
     check_integer_groups(layer, (4, 8))
-    bits = 4 if layer.record.format.dtype == "int4" else 8
+    bits = layer.record.format.bits
     check_multiple(layer, 1, 32 // bits)
     zero = layer.record.format.zero is ZeroPoint.INT
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {

@@ -11,19 +11,18 @@ from torch import Tensor
 
 from ...formats import ZeroPoint
 from ...weights.qtensor import QTensor
+from ..importers.gptq import ONES
 from .base import (
     Layer,
-    NotHeld,
     Written,
     check_float_activation,
     check_integer_groups,
     check_multiple,
+    check_one_format,
     offset_bytes,
     pack_words,
     unsigned_zeros,
 )
-
-_ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 class GPTQExporter:
@@ -38,14 +37,10 @@ class GPTQExporter:
         """``qweight`` int32 (K * bits / 32, N), ``qzeros``, ``scales`` float16 (G, N), ``g_idx`` int32 (K,)."""
         check_float_activation(layer)
         check_integer_groups(layer, (4, 8), order=True)
-        bits = _bits(layer)
+        bits = layer.record.format.bits
         per_word = 32 // bits
         check_multiple(layer, per_word, per_word)
-        if self._layers and _common_settings(self._layers[0]) != _common_settings(layer):
-            raise NotHeld(
-                f"its format is {layer.record.format}, that of {self._layers[0].name!r} "
-                f"{self._layers[0].record.format}; GPTQ has one for all layers"
-            )
+        check_one_format(self._layers, layer, _common_settings, "GPTQ has one for all layers")
         self._layers.append(layer)
         size = layer.record.format.group(layer.k)
         specs = layer.specs(
@@ -73,19 +68,15 @@ class GPTQExporter:
         return {**found, "dynamic": excluded} if excluded else found
 
 
-def _bits(layer: Layer) -> int:
-    return 4 if layer.record.format.dtype == "int4" else 8
-
-
 def _common_settings(layer: Layer) -> tuple[int, int]:
-    return _bits(layer), layer.record.format.group_size or -1
+    return layer.record.format.bits, layer.record.format.group_size or -1
 
 
 def _pack(weight: QTensor, bits: int, size: int) -> list[Tensor]:
     n, k = weight.shape
     # Four bytes along K are one word of one output.
     words = offset_bytes(weight).view(n, -1, 4).transpose(0, 1).contiguous().view(torch.int32).squeeze(-1)
-    zeros = pack_words(unsigned_zeros(weight, bits), bits) - _ONES[bits]
+    zeros = pack_words(unsigned_zeros(weight, bits), bits) - ONES[bits][0]
     groups = (torch.arange(k, dtype=torch.int32) // size).to(torch.int32)
     if weight.order is not None:
         g_idx = torch.empty_like(groups)

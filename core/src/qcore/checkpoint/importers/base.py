@@ -1,4 +1,4 @@
-"""What an importer is: it recognizes the checkpoints of one tool and plans how each of its weights is read.
+"""The interface of importers: each recognizes the checkpoints of one tool and plans how its weights are read.
 
 Nothing is quantized again: a weight that is imported dequantizes, in float32, to what the tool itself computes. What
 qcore's formats cannot hold is refused by layer.
@@ -117,8 +117,8 @@ class ForeignTensor:
 class Plan:
     """What a checkpoint holds. Tensors that are in no ``sources`` and not in ``dropped`` are taken as they are.
 
-    **Fields:** ``weights``; ``tensors``; ``dropped``: names of stored tensors without a use; ``refused``: layer to what
-    is missing to read it; ``notes``: layer to what of the tool's way to run it qcore does otherwise.
+    **Fields:** ``weights``; ``tensors``; ``dropped``: names of stored tensors without a use; ``refused``: layer to the
+    reason why it cannot be read; ``notes``: layer to a difference from how the tool runs it, for a warning.
     """
 
     weights: list[ForeignWeight] = field(default_factory=list)
@@ -133,13 +133,21 @@ class Plan:
         parts: Iterable[ForeignWeight | ForeignTensor] = (*self.weights, *self.tensors)
         return {name for part in parts for name in part.sources} | self.dropped
 
+    def add(self, other: Plan) -> None:
+        """Add what another plan describes."""
+        self.weights += other.weights
+        self.tensors += other.tensors
+        self.dropped |= other.dropped
+        self.refused |= other.refused
+        self.notes |= other.notes
+
 
 class Importer(Protocol):
     """Reads the checkpoints of one tool. A plugin returns its importers from the hook ``qcore_importers``."""
 
     @property
     def name(self) -> str:
-        """What reports and errors call it."""
+        """Its name in reports and errors."""
         ...
 
     def recognizes(self, source: Source) -> bool:
@@ -182,6 +190,11 @@ def refusal_error(path: Path, refused: Mapping[str, str]) -> CheckpointError:
         f"{len(refused)} layer{plural} cannot be read{more}. {'; '.join(shown)}.",
         "Get the checkpoint in another format, or quantize the float model with qcore.",
     )
+
+
+def calibrated(target: str, dtype: torch.dtype, name: str) -> ForeignTensor:
+    """A calibrated scale or zero point, stored as ``name``, as the one number of ``dtype`` that a scheme takes."""
+    return ForeignTensor(target, dtype, (), (name,), lambda read: read(name).to(dtype).reshape(()))
 
 
 def group_size(k: int, groups: int, wanted: int | None) -> int | None:

@@ -48,16 +48,13 @@ class BitsAndBytes:
         tables = ".weight.quant_map"
         layers = [name.removesuffix(tables) for name in source.entries if name.endswith(tables)]
         plan = plan_layers(layers, partial(_plan_4bit, source))
-        eight = plan_layers(source.layers("SCB", "weight"), partial(_plan_int8, source))
-        plan.weights += eight.weights
-        plan.refused |= eight.refused
-        plan.dropped |= eight.dropped
+        plan.add(plan_layers(source.layers("SCB", "weight"), partial(_plan_int8, source)))
         return plan
 
 
 @dataclass(frozen=True)
 class _State:
-    """What the JSON of a layer says. ``nested_block``: scales that share one of their own, 0 if they are floats."""
+    """The JSON of a layer. ``nested_block``: scales that share one of their own, 0 if they are floats."""
 
     kind: str
     shape: tuple[int, int]

@@ -35,7 +35,7 @@ from .base import (
     plan_layers,
 )
 from .compressed_tensors_settings import Group, activation_of, groups_of
-from .fp8 import scale_blocks, spread_scale
+from .fp8 import fp8_format, scale_blocks, spread_scale
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 
 _REFUSED = ("marlin", "sparse", "dense", "bitmask")
@@ -199,14 +199,13 @@ def _whole_int(layer: _Layer) -> _Planned:
 def _whole_fp8(layer: _Layer) -> _Planned:
     n, k = layer.matrix("weight")
     names, scale = layer.names, layer.shape("weight_scale")
-    power = layer.dtype("weight_scale") == torch.uint8
     if layer.dtype("weight") != torch.float8_e4m3fn or "weight_zero_point" in names:
         raise LayerRefused(f"its weight is {layer.dtype('weight')}; qcore reads int8 and float8_e4m3fn without zeros")
     if len(scale) == 2 and scale[0] == n and scale[1] > 1 and layer.group.block is None:
         rows, size = 1, group_size(k, scale[1], layer.group.size)
     else:
         rows, size = scale_blocks(scale, (n, k), layer.group.block)
-    format = Format.parse("fp8" + (f"-g{size}" if size else "") + ("-e8m0" if power else ""))
+    format = fp8_format(size, powers=layer.dtype("weight_scale") == torch.uint8)
 
     def build(read: Read) -> QTensor:
         spread = spread_scale(read(names["weight_scale"]), n, rows)

@@ -13,7 +13,7 @@ from ...formats import Format
 from ...weights.activations import Activation, DynamicFP8, DynamicInt8, StaticFP8, StaticInt8
 from ...weights.schemes import Scheme
 from ..header import file_error
-from .base import ForeignTensor, LayerRefused, Plan, Source
+from .base import ForeignTensor, LayerRefused, Plan, Source, calibrated
 from .fp8 import input_scale
 from .name_patterns import NamePattern
 
@@ -24,7 +24,8 @@ _DAMAGED = "Download config.json again: the file is damaged, or of a version tha
 class Group:
     """One of ``config_groups``.
 
-    **Fields:** ``names``: of layers, or of classes of layers; ``patterns``: regular expressions, matched at the start;
+    **Fields:** ``names``: of layers; ``classes``: of layers, by name; ``patterns``: regular expressions for names of
+    layers, matched at the start;
     ``bits``, ``size`` (columns per scale, None for a row), ``block`` (rows and columns per scale): of weights;
     ``activations``: the settings of activations, None for float; ``format``: of the bytes, or empty.
     """
@@ -135,5 +136,5 @@ def _add_static(source: Source, layer: str, activation: StaticInt8 | StaticFP8, 
     elif source.entries[name].shape not in ((), (1,)):
         raise LayerRefused(f"its input_zero_point has shape {source.entries[name].shape}")
     else:
-        zero = ForeignTensor(name, torch.int32, (), (name,), lambda read: read(name).to(torch.int32).reshape(()))
+        zero = calibrated(name, torch.int32, name)
     plan.tensors.append(zero)

@@ -25,7 +25,7 @@ from ...formats import Format
 from ...weights.activations import DynamicFP8, StaticFP8
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignTensor, ForeignWeight, LayerRefused, Plan, Read, Source, plan_layers
+from .base import ForeignTensor, ForeignWeight, LayerRefused, Plan, Read, Source, calibrated, plan_layers
 
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 """Dtypes under which files hold scales that are powers of two."""
@@ -45,9 +45,7 @@ class FP8:
         """Every layer with an e4m3fn ``weight`` and a scale, and every parameter of fused experts."""
         layers = (layer for scale in _SCALES for layer in source.layers(scale, "weight"))
         found = plan_layers(layers, partial(plan_fp8, source, block_size(source)))
-        experts = plan_layers(_fused_experts(source), partial(_plan_experts, source, block_size(source)))
-        found.weights += experts.weights
-        found.refused |= experts.refused
+        found.add(plan_layers(_fused_experts(source), partial(_plan_experts, source, block_size(source))))
         # The bound of fbgemm's activations, 1200 mostly, above which it clips.
         found.dropped |= {name for name in source.entries if name.endswith(".input_scale_ub")}
         return found
@@ -68,7 +66,7 @@ def _plan_experts(source: Source, block: tuple[int, int] | None, parameter: str,
         raise LayerRefused("its experts have activation scales of their own, of which qcore has one")
     e, n, k = weight.shape
     rows, group = scale_blocks(scale.shape[1:], (n, k), block)
-    format = _format(group, scale.dtype)
+    format = fp8_format(group, powers=scale.dtype in E8M0)
 
     def build(read: Read) -> QTensor:
         spread = torch.stack([spread_scale(each, n, rows) for each in read(scale.name)])
@@ -79,8 +77,9 @@ def _plan_experts(source: Source, block: tuple[int, int] | None, parameter: str,
     plan.weights.append(ForeignWeight(f"{parameter}.weight", (e, n, k), scheme, sources, build, scale.dtype))
 
 
-def _format(group: int | None, scale: torch.dtype) -> Format:
-    return Format.parse("fp8" + (f"-g{group}" if group else "") + ("-e8m0" if scale in E8M0 else ""))
+def fp8_format(group: int | None, *, powers: bool) -> Format:
+    """The format of e4m3fn weights; ``group``: columns per scale, None for one per row; ``powers``: e8m0 scales."""
+    return Format.parse("fp8" + (f"-g{group}" if group else "") + ("-e8m0" if powers else ""))
 
 
 def block_size(source: Source) -> tuple[int, int] | None:
@@ -100,7 +99,7 @@ def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Pl
         raise LayerRefused(f"its weight is {weight.dtype} of shape {weight.shape}; qcore reads float8_e4m3fn (N, K)")
     n, k = weight.shape
     rows, group = scale_blocks(scale.shape, (n, k), block)
-    format = _format(group, scale.dtype)
+    format = fp8_format(group, powers=scale.dtype in E8M0)
     static = f"{layer}.input_scale" in source.entries
     activation = StaticFP8() if static else DynamicFP8(group)
 
@@ -147,4 +146,4 @@ def input_scale(source: Source, layer: str) -> ForeignTensor:
     name = f"{layer}.input_scale"
     if source.entries[name].shape not in ((), (1,)):
         raise LayerRefused(f"its input_scale has shape {source.entries[name].shape}; qcore has one scale per tensor")
-    return ForeignTensor(name, torch.float32, (), (name,), lambda read: read(name).float().reshape(()))
+    return calibrated(name, torch.float32, name)

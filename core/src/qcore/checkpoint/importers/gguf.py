@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from ...weights.schemes import Scheme
 from ..gguf_header import GGUFHeader, GGUFTensor
 from ..header import Entry, file_error
 from .base import ForeignTensor, ForeignWeight, LayerRefused, Plan, Read, plan_layers
-from .gguf_blocks import BLOCK_TYPES
+from .gguf_blocks import BLOCK_TYPES, BlockType
 
 PLAIN_TYPES = {0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32, 30: torch.bfloat16}
 """Types of tensors that are not quantized, by their numbers."""
@@ -88,10 +87,7 @@ def plan_gguf(header: GGUFHeader, entries: Mapping[str, Entry], path: Path) -> P
     assert isinstance(arch, str)
     job = _Job(arch, names, header, entries)
     plan = plan_layers(header.tensors, job.plan_one)
-    experts = plan_layers(job.experts, job.plan_experts)
-    plan.weights += experts.weights
-    plan.tensors += experts.tensors
-    plan.refused |= experts.refused
+    plan.add(plan_layers(job.experts, job.plan_experts))
     return plan
 
 
@@ -182,14 +178,14 @@ class _Job:
             raise LayerRefused(f"models of the architecture {self.arch} have no such tensor")
         return f"model.layers.{int(match[1])}.{self.names[match[2]]}.{match[3]}", match[2]
 
-    def _block(self, tensor: GGUFTensor) -> Any:
+    def _block(self, tensor: GGUFTensor) -> BlockType:
         kind = _NAMES.get(tensor.kind, f"number {tensor.kind}")
         if kind not in BLOCK_TYPES:
             raise LayerRefused(f"its type is {kind}; qcore reads {', '.join(BLOCK_TYPES)}")
         return BLOCK_TYPES[kind]
 
     def _arrange(self, part: str, rows: int) -> Callable[[Tensor], Tensor]:
-        """What puts the rows of a tensor into the order of transformers."""
+        """The function that puts the rows of a tensor into the order of transformers."""
         if self.arch not in _PERMUTED or part not in ("attn_q", "attn_k"):
             return lambda value: value
         every = f"{self.arch}.attention.head_count"

@@ -26,7 +26,7 @@ from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 AUTO_ROUND = ("auto-round", "intel/auto-round")
 """What auto-round calls itself in ``quant_method``; its layouts are those of GPTQ and AWQ."""
 _BITS = (2, 3, 4, 8)
-_ONES = {2: (0x55555555,), 3: (0x24924924, 0x92492492, 0x49249249), 4: (0x11111111,), 8: (0x01010101,)}
+ONES = {2: (0x55555555,), 3: (0x24924924, 0x92492492, 0x49249249), 4: (0x11111111,), 8: (0x01010101,)}
 """What gptqmodel adds to the words of zero points: one in every field; its words for 3 bits are in the other order."""
 _OTHER_LAYOUTS = ("gptq_p", "marlin", "bitblas", "exl2", "exl3", "qqq")
 
@@ -136,7 +136,7 @@ def _zeros(packed: Tensor, bits: int, n: int, settings: _Settings) -> Tensor:
     """
     centre = 1 << (bits - 1)
     plain = unpack_words(packed, bits, n, dim=1)
-    by_word = unpack_words(_plus(packed, _ONES[bits]), bits, n, dim=1)
+    by_word = unpack_words(_plus(packed, ONES[bits]), bits, n, dim=1)
     # AutoGPTQ subtracts before it packs; that differs for 3 bits, whose fields run across words.
     by_field = (plain + 1) & (2 * centre - 1) if bits == 3 else by_word
     if settings.symmetric:

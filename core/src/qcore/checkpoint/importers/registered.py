@@ -1,4 +1,4 @@
-"""Which importer reads a checkpoint: qcore's own first, then those that plugins bring."""
+"""Select the importer of a checkpoint: qcore's own first, then those of plugins."""
 
 from __future__ import annotations
 

@@ -26,7 +26,18 @@ from ...formats import Format, ZeroPoint
 from ...weights.activations import Activation, DynamicFP8, DynamicInt8, StaticInt8
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignTensor, ForeignWeight, LayerRefused, Plan, Read, Source, group_size, int_format, plan_layers
+from .base import (
+    ForeignTensor,
+    ForeignWeight,
+    LayerRefused,
+    Plan,
+    Read,
+    Source,
+    calibrated,
+    group_size,
+    int_format,
+    plan_layers,
+)
 from .fp8 import scale_blocks, spread_scale
 
 _MOST_TEXT = 1 << 16
@@ -274,11 +285,8 @@ def _static(source: Source, layer: str, names: dict[str, str], scheme: Scheme) -
     ):
         raise LayerRefused(f"its activations have {source.entries[scale].dtype} and {source.entries[zero].dtype}")
 
-    def zero_point(read: Read) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.int32) if zero == scale else read(zero).to(torch.int32).reshape(())
-
     start = f"{layer}." if layer else ""
-    return [
-        ForeignTensor(f"{start}input_scale", torch.float32, (), (scale,), lambda read: read(scale).float().reshape(())),
-        ForeignTensor(f"{start}input_zero_point", torch.int32, (), (zero,), zero_point),
-    ]
+    target = f"{start}input_zero_point"
+    none = ForeignTensor(target, torch.int32, (), (scale,), lambda _: torch.zeros((), dtype=torch.int32))
+    point = none if zero == scale else calibrated(target, torch.int32, zero)
+    return [calibrated(f"{start}input_scale", torch.float32, scale), point]
