@@ -26,6 +26,7 @@ from .contracts import (
 )
 from .contracts.conv2d import check_image, convolved_size, laid_out_like, output_size
 from .contracts.embedding import check_indices
+from .contracts.grouped import check_offsets
 from .contracts.refusals import FLOATS, AnyRequest, why_not_dtypes, why_not_empty, why_not_encoding
 from .discovery.hardware import Hardware, installed_version, on_pci, word
 from .discovery.hookspecs import hookimpl
@@ -129,6 +130,7 @@ __all__ = [
     "bound_layer",
     "check_image",
     "check_indices",
+    "check_offsets",
     "check_weight",
     "contiguous",
     "convolved_size",

@@ -1,0 +1,293 @@
+#include "core.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+namespace qcore_cpu {
+namespace {
+
+constexpr int64_t PANEL_BYTES = 768 << 10;    // digits that stay in L2 while all columns pass
+constexpr int64_t SCRATCH_BYTES = 32 << 20;   // digits that exist at a time
+constexpr int64_t KEPT_BYTES = 4 << 20;       // scratch that a thread keeps between calls
+constexpr int64_t SERIAL_WORK = 1 << 16;      // products that are not worth another thread
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+struct Free {
+  void operator()(char* p) const { std::free(p); }
+};
+
+// Memory of the calling thread, 64-byte aligned. Small ones are kept, so that a call with few rows allocates nothing.
+class Scratch {
+ public:
+  explicit Scratch(int64_t size) {
+    if (size <= KEPT_BYTES) {
+      if (kept_size < size) {
+        kept.reset(allocate(round_up(size, 1 << 16)));
+        kept_size = kept ? round_up(size, 1 << 16) : 0;
+      }
+      data = kept.get();
+    } else {
+      own.reset(allocate(size));
+      data = own.get();
+    }
+  }
+  char* data;
+
+ private:
+  static char* allocate(int64_t size) { return static_cast<char*>(std::aligned_alloc(64, round_up(size, 64))); }
+  std::unique_ptr<char, Free> own;
+  static thread_local std::unique_ptr<char, Free> kept;
+  static thread_local int64_t kept_size;
+};
+thread_local std::unique_ptr<char, Free> Scratch::kept;
+thread_local int64_t Scratch::kept_size = 0;
+
+template <class Task>
+void each(const Pool& pool, int64_t count, int64_t grain, const Task& task) {
+  const auto call = [](int64_t begin, int64_t end, void* context) {
+    const Task& run = *static_cast<const Task*>(context);
+    for (int64_t i = begin; i < end; i++) run(i);
+  };
+  if (count <= grain || pool.threads < 2) {
+    for (int64_t i = 0; i < count; i++) task(i);
+  } else {
+    pool.run(0, count, grain, call, const_cast<Task*>(&task));
+  }
+}
+
+int type_bytes(Type type) { return type == F32 ? 4 : type == I8 ? 1 : 2; }
+
+const void* row_of(const Input& in, int64_t index, void* scratch) {
+  if (in.row) return in.row(in, index, scratch);
+  return static_cast<const char*>(in.x) + index * in.stride * type_bytes(in.type);
+}
+
+// How rows become blocks: as even as can be, with at most `most` rows each.
+struct Blocks {
+  int64_t rows;
+  int size;
+  int64_t count() const { return ceil_div(rows, size); }
+  int in(int64_t block) const { return static_cast<int>(std::min<int64_t>(size, rows - block * size)); }
+};
+Blocks blocks_of(int64_t rows, int most) {
+  return {rows, static_cast<int>(ceil_div(rows, ceil_div(rows, most)))};
+}
+
+// Every block of rows times every block of columns. A thread takes neighbouring columns, whose weights it packed, and
+// for them the rows of one panel, which stay in its L2 cache.
+template <class Product>
+void all_tiles(const Pool& pool, const Weight& w, const Blocks& blocks, int64_t bytes_of_block, const Product& product) {
+  const int64_t columns = ceil_div(w.n, COLUMNS), count = blocks.count();
+  int64_t panel = std::max<int64_t>(1, PANEL_BYTES / std::max<int64_t>(1, bytes_of_block));
+  const int64_t wanted = ceil_div(4 * static_cast<int64_t>(pool.threads), columns);  // panels, to have work for all
+  if (pool.threads > 1 && wanted > 1) panel = std::min(panel, ceil_div(count, wanted));
+  const int64_t panels = ceil_div(count, panel);
+  const int64_t work = std::min(panel, count) * blocks.size * w.at.packed() * COLUMNS;
+  each(pool, panels * columns, std::max<int64_t>(1, SERIAL_WORK / work), [&](int64_t unit) {
+    const int64_t from = unit / columns * panel, to = std::min(count, from + panel);
+    for (int64_t i = from; i < to; i++) product(unit % columns, i);
+  });
+}
+
+// x as rows of digits.
+bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
+  const int digits = in.mode != DIGITS ? 1 : in.type == F32 ? 3 : 2;
+  const int64_t packed = w.at.packed(), folds = w.folds();
+  const int most = std::max(1, kernels.digit_rows / digits);
+  const int64_t scales = in.mode == DIGITS ? packed / w.at.block : 1;
+  const auto bytes_of = [&](int rows) {
+    return round_up(packed * rows * digits, 64) + round_up((scales + folds + folds * digits + 1) * rows * 4, 64);
+  };
+  const int64_t step = std::max<int64_t>(1, SCRATCH_BYTES / bytes_of(most)) * most;  // rows at a time
+  bool enough = true;
+  for (int64_t row0 = 0; row0 < in.rows && enough; row0 += step) {
+    const Blocks blocks = blocks_of(std::min(step, in.rows - row0), most);
+    const int64_t size = bytes_of(blocks.size), count = blocks.count();
+    const Scratch scratch(size * count);
+    if (!scratch.data) return false;
+    std::vector<SpikeList> spikes(static_cast<size_t>(count), SpikeList{nullptr, 0, 0, false});
+    const auto rows_of = [&](int64_t block) {
+      char* p = scratch.data + block * size;
+      Rows rows;
+      rows.q = reinterpret_cast<int8_t*>(p);
+      rows.scale = reinterpret_cast<float*>(p + round_up(packed * blocks.size * digits, 64));
+      rows.total = rows.scale + scales * blocks.size;
+      rows.sum = reinterpret_cast<int32_t*>(rows.total + folds * blocks.size);
+      rows.zero = rows.sum + folds * blocks.size * digits;
+      rows.spikes = &spikes[static_cast<size_t>(block)];
+      return rows;
+    };
+    each(pool, count, std::max<int64_t>(1, (1 << 14) / (blocks.size * packed)), [&](int64_t block) {
+      std::unique_ptr<char, Free> copy;
+      if (in.row) copy.reset(static_cast<char*>(std::malloc(static_cast<size_t>(w.at.k * 4 + 64))));
+      if (in.row && !copy) {
+        spikes[static_cast<size_t>(block)].failed = true;
+        return;
+      }
+      for (int r = 0; r < blocks.in(block); r++) {
+        const int64_t index = row0 + block * blocks.size + r;
+        kernels.quantize(w, in, row_of(in, index, copy.get()), index, r, blocks.size, digits, rows_of(block));
+      }
+    });
+    for (const SpikeList& list : spikes) enough = enough && !list.failed;
+    if (enough) {
+      all_tiles(pool, w, blocks, size, [&](int64_t nb, int64_t block) {
+        kernels.product(w, in, out, rows_of(block), nb, blocks.size, blocks.in(block), digits, row0 + block * blocks.size);
+      });
+    }
+    for (const SpikeList& list : spikes) std::free(list.items);
+  }
+  return enough;
+}
+
+// Prepare a row of floats, `values`, as column `r` of `block.size` in `to`: packed columns, and sums per group.
+template <class Store>
+void spread(const Weight& w, const float* values, const Store& store, float* sums, int rows, int r) {
+  for (int64_t g = 0; g < w.at.groups; g++) {
+    const int64_t from = g * w.at.group, to = std::min(w.at.k, from + w.at.group), wide = w.at.blocks * w.at.block;
+    float sum = 0;
+    for (int64_t start = from; start < to; start += LARGEST_BLOCK) {  // in parts, for the sake of rounding
+      float part = 0;
+      for (int64_t i = start; i < std::min(to, start + LARGEST_BLOCK); i++) part += values[i];
+      sum += part;
+    }
+    sums[g * rows + r] = sum;
+    for (int64_t i = 0; i < wide; i++) store(g * wide + i, from + i < to ? values[from + i] : 0.0f);
+  }
+}
+
+// x as float32 (float tables), or as pairs of bfloat16.
+bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out, bool pairs) {
+  const int64_t packed = w.at.packed();
+  const int most = pairs ? kernels.pair_rows : kernels.float_rows;
+  const auto bytes_of = [&](int rows) { return round_up((packed * (pairs ? 2 : 4) + w.at.groups * 4) * rows, 64); };
+  const int64_t step = std::max<int64_t>(1, SCRATCH_BYTES / bytes_of(most)) * most;
+  for (int64_t row0 = 0; row0 < in.rows; row0 += step) {
+    const Blocks blocks = blocks_of(std::min(step, in.rows - row0), most);
+    const int64_t size = bytes_of(blocks.size), count = blocks.count(), n = blocks.size;
+    const Scratch scratch(size * count);
+    std::vector<char> failed(static_cast<size_t>(count), 0);
+    if (!scratch.data) return false;
+    each(pool, count, std::max<int64_t>(1, (1 << 14) / (n * packed)), [&](int64_t block) {
+      std::unique_ptr<char, Free> copy(static_cast<char*>(std::malloc(static_cast<size_t>(w.at.k * 8 + 64))));
+      if (!copy) {
+        failed[static_cast<size_t>(block)] = 1;
+        return;
+      }
+      float* values = reinterpret_cast<float*>(copy.get());
+      char* to = scratch.data + block * size;
+      float* sums = reinterpret_cast<float*>(to + packed * n * (pairs ? 2 : 4));
+      for (int r = 0; r < blocks.in(block); r++) {
+        const int64_t index = row0 + block * n + r;
+        kernels.widen(row_of(in, index, values + w.at.k), in.type, w.at.k, values);
+        if (pairs) {
+          uint16_t* words = reinterpret_cast<uint16_t*>(to);
+          const auto store = [&](int64_t k, float v) {  // x is bfloat16: the upper half of v is all of it
+            uint32_t bits;
+            std::memcpy(&bits, &v, 4);
+            // pairs (0, 2), (4, 6), (1, 3), (5, 7)
+            static constexpr int word[8] = {0, 2, 0, 2, 1, 3, 1, 3};
+            static constexpr int upper[8] = {0, 0, 1, 1, 0, 0, 1, 1};
+            words[((k / 8 * 4 + word[k % 8]) * n + r) * 2 + upper[k % 8]] = static_cast<uint16_t>(bits >> 16);
+          };
+          spread(w, values, store, sums, static_cast<int>(n), r);
+        } else {
+          float* floats = reinterpret_cast<float*>(to);
+          spread(w, values, [&](int64_t k, float v) { floats[k * n + r] = v; }, sums, static_cast<int>(n), r);
+        }
+      }
+    });
+    for (char f : failed) if (f) return false;
+    all_tiles(pool, w, blocks, size, [&](int64_t nb, int64_t block) {
+      const char* x = scratch.data + block * size;
+      const int64_t row = row0 + block * n;
+      if (pairs) {
+        const float* sums = reinterpret_cast<const float*>(x + packed * n * 2);
+        kernels.pair_product(w, out, reinterpret_cast<const uint32_t*>(x), sums, nb, blocks.size, blocks.in(block), row);
+      } else {
+        kernels.float_product(w, out, reinterpret_cast<const float*>(x), nb, blocks.size, blocks.in(block), row);
+      }
+    });
+  }
+  return true;
+}
+
+}  // namespace
+
+Geometry geometry(int64_t k, int64_t group) {
+  Geometry at;
+  at.k = k;
+  at.group = std::min(group, k);
+  at.groups = ceil_div(k, at.group);
+  at.blocks = ceil_div(at.group, LARGEST_BLOCK);
+  at.block = round_up(ceil_div(at.group, at.blocks), 8);
+  return at;
+}
+
+int64_t fold_of(const Geometry& at, Mode mode) {
+  if (mode == DIGITS) return at.block;
+  // All blocks of a group, or the most that int32 holds and that divide it.
+  int64_t blocks = std::min(at.blocks, LARGEST_FOLD / at.block);
+  while (at.blocks % blocks) blocks--;
+  return blocks * at.block;
+}
+
+bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
+  if (!in.rows || !w.n) return true;
+  if (w.element == FLOAT4 || w.element == FLOAT8) return by_floats(kernels, pool, w, in, out, false);
+  const bool pairs = kernels.pair_product && in.mode == DIGITS && in.type == BF16 && w.element != INT8 && in.rows > 1;
+  return pairs ? by_floats(kernels, pool, w, in, out, true) : by_digits(kernels, pool, w, in, out);
+}
+
+namespace {
+
+// Packed column to column of the weight, or -1 where there is none.
+int64_t column_of(const Geometry& at, int64_t packed) {
+  const int64_t wide = at.blocks * at.block, group = packed / wide, inside = packed % wide;
+  const int64_t k = group * at.group + inside;
+  return inside < at.group && k < at.k ? k : -1;
+}
+
+}  // namespace
+
+void pack(const Pool& pool, const uint8_t* codes, uint8_t* data, int64_t n, const Geometry& at, int bits, int offset) {
+  const int64_t step = bits == 4 ? 8 : 4, steps = at.packed() / step;
+  std::vector<int64_t> columns(static_cast<size_t>(at.packed()));
+  for (int64_t k = 0; k < at.packed(); k++) columns[static_cast<size_t>(k)] = column_of(at, k);
+  each(pool, ceil_div(n, COLUMNS), std::max<int64_t>(1, (1 << 15) / (at.packed() * COLUMNS)), [&](int64_t nb) {
+    uint8_t* to = data + nb * steps * 128;
+    const auto code = [&](int64_t row, int64_t k) -> int {
+      const int64_t column = columns[static_cast<size_t>(k)];
+      return row < n && column >= 0 ? codes[row * at.k + column] + offset : offset;
+    };
+    for (int64_t i = 0; i < steps; i++) {
+      for (int j = 0; j < 128; j++) {
+        const int64_t row = nb * COLUMNS + j / 4, k = i * step + j % 4;
+        to[i * 128 + j] = static_cast<uint8_t>(bits == 4 ? (code(row, k) & 15) | (code(row, k + 4) & 15) << 4 : code(row, k));
+      }
+    }
+  });
+}
+
+void unpack(const Pool& pool, const uint8_t* data, uint8_t* codes, int64_t n, const Geometry& at, int bits, int offset) {
+  const int64_t step = bits == 4 ? 8 : 4, steps = at.packed() / step;
+  each(pool, ceil_div(n, COLUMNS), std::max<int64_t>(1, (1 << 15) / (at.packed() * COLUMNS)), [&](int64_t nb) {
+    const uint8_t* from = data + nb * steps * 128;
+    for (int64_t k = 0; k < at.packed(); k++) {
+      const int64_t column = column_of(at, k);
+      if (column < 0) continue;
+      for (int64_t row = nb * COLUMNS; row < std::min(n, (nb + 1) * COLUMNS); row++) {
+        const uint8_t byte = from[k / step * 128 + (row % COLUMNS) * 4 + k % 4];
+        const int stored = bits == 8 ? byte : k % 8 < 4 ? byte & 15 : byte >> 4;
+        codes[row * at.k + column] = static_cast<uint8_t>(bits == 8 ? stored - offset : (stored - offset) & 15);
+      }
+    }
+  });
+}
+
+}  // namespace qcore_cpu

@@ -1,0 +1,29 @@
+// The kernels' driver: rows to digits, digits times columns, over the threads of a pool.
+#pragma once
+#include "problem.h"
+
+namespace qcore_cpu {
+
+// torch's own threads, or one thread where there is no torch.
+struct Pool {
+  int threads;
+  void (*run)(int64_t begin, int64_t end, int64_t grain, void (*task)(int64_t, int64_t, void*), void* context);
+};
+
+Geometry geometry(int64_t k, int64_t group);
+int64_t fold_of(const Geometry& at, Mode mode);
+
+// y = x * W^T + bias; false if memory ran out.
+bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out);
+
+// Codes (n, k), one byte each, to and from packed ones: stored = (code + offset) modulo 256, or modulo 16 if bits is 4.
+void pack(const Pool& pool, const uint8_t* codes, uint8_t* data, int64_t n, const Geometry& at, int bits, int offset);
+void unpack(const Pool& pool, const uint8_t* data, uint8_t* codes, int64_t n, const Geometry& at, int bits, int offset);
+
+// The best instruction set of this processor, or a lower one by name (null or empty: the best). Null: there is no such
+// one, or the processor lacks it.
+const Kernels* kernels_for(const char* name);
+// The names of those that this processor has, best first, separated by spaces.
+const char* kernel_names();
+
+}  // namespace qcore_cpu

@@ -1,0 +1,91 @@
+#include <cstring>
+#include <string>
+
+#include "core.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#ifndef HWCAP_ASIMDDP
+#define HWCAP_ASIMDDP (1 << 20)
+#endif
+#endif
+
+namespace qcore_cpu {
+namespace {
+
+struct Candidate {
+  const Kernels* kernels;
+  bool present;
+};
+
+#if defined(__x86_64__)
+// By CPUID and XGETBV, which the compiler's library reads: an instruction set counts if the system saves its registers.
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+bool has_avx512vnni() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+bool has_avxvnni() {
+  unsigned a = 7, b, c = 1, d;
+  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  return has_avx2() && (a >> 4 & 1);
+}
+const Candidate* candidates(int& count) {
+  static const Candidate list[] = {
+      {avx512bf16_kernels(), has_avx512vnni() && __builtin_cpu_supports("avx512bf16")},
+      {avx512vnni_kernels(), has_avx512vnni()},
+      {avxvnni_kernels(), has_avxvnni()},
+      {avx2_kernels(), has_avx2()},
+      {generic_kernels(), true},
+  };
+  count = 5;
+  return list;
+}
+#elif defined(__aarch64__)
+bool has_dotprod() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+  return true;  // every Apple processor with arm64 that runs macOS 11 or newer
+#endif
+}
+const Candidate* candidates(int& count) {
+  static const Candidate list[] = {
+      {neondot_kernels(), has_dotprod()}, {neon_kernels(), true}, {generic_kernels(), true}};
+  count = 3;
+  return list;
+}
+#else
+const Candidate* candidates(int& count) {
+  static const Candidate list[] = {{generic_kernels(), true}};
+  count = 1;
+  return list;
+}
+#endif
+
+}  // namespace
+
+const Kernels* kernels_for(const char* name) {
+  int count;
+  const Candidate* list = candidates(count);
+  for (int i = 0; i < count; i++) {
+    if (list[i].present && (!name || !*name || !std::strcmp(name, list[i].kernels->name))) return list[i].kernels;
+  }
+  return nullptr;
+}
+
+const char* kernel_names() {
+  static const std::string names = [] {
+    int count;
+    const Candidate* list = candidates(count);
+    std::string all;
+    for (int i = 0; i < count; i++) {
+      if (list[i].present) all += (all.empty() ? "" : " ") + std::string(list[i].kernels->name);
+    }
+    return all;
+  }();
+  return names.c_str();
+}
+
+}  // namespace qcore_cpu

@@ -1,0 +1,49 @@
+// One instruction set: QCORE_ISA is its namespace, QCORE_VECTOR its vector header. Everything has internal linkage or
+// lives in that namespace, so that the linker never takes code of one set for another. No header of the C++ library is
+// used by it, for the same reason.
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "problem.h"
+
+namespace qcore_cpu {
+namespace QCORE_ISA {
+namespace {
+#include QCORE_VECTOR
+#if !defined(__aarch64__) || !defined(QCORE_NEON)
+static inline I invert_top(I codes) { return codes; }
+#endif
+#include "rows.inl"
+#include "tile.inl"
+#include "floats.inl"
+#ifdef QCORE_PAIRS
+#include "pairs.inl"
+#endif
+}  // namespace
+}  // namespace QCORE_ISA
+}  // namespace qcore_cpu
+
+#define QCORE_TEXT_(x) #x
+#define QCORE_TEXT(x) QCORE_TEXT_(x)
+#define QCORE_JOIN_(a, b) a##b
+#define QCORE_JOIN(a, b) QCORE_JOIN_(a, b)
+
+const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
+  using namespace qcore_cpu::QCORE_ISA;
+  static constexpr Kernels kernels = {
+      QCORE_TEXT(QCORE_ISA), DIGIT_ROWS, quantize, product, float_product, FLOAT_ROWS,
+#ifdef QCORE_PAIRS
+      pair_product, PAIR_ROWS,
+#else
+      nullptr, 0,
+#endif
+      widen, lookup,
+  };
+  return &kernels;
+}

@@ -1,0 +1,3 @@
+#define QCORE_ISA avx512vnni
+#define QCORE_VECTOR "vector_avx512.h"
+#include "isa.inl"

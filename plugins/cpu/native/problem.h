@@ -1,0 +1,155 @@
+// What one call of a kernel needs, as plain data: the same bytes for every instruction set.
+#pragma once
+#include <cstdint>
+
+namespace qcore_cpu {
+
+// Element types of x, scales, bias and results.
+enum Type : int { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E8M0 = 4, E4M3 = 5 };
+
+// How a packed weight is read.
+//   INT4: codes + 8, two to a byte; INT8: codes + 128; TABLE4: a 4-bit code that indexes 16 whole numbers (fp4 times 2);
+//   FLOAT4, FLOAT8: a 4- or 8-bit code that indexes a table of floats.
+enum Element : int { INT4 = 0, INT8 = 1, TABLE4 = 2, FLOAT4 = 3, FLOAT8 = 4 };
+
+constexpr int COLUMNS = 32;     // output features of a packed block
+constexpr int LARGEST_BLOCK = 128;  // elements of x that share a scale, at most
+constexpr int64_t LARGEST_FOLD = 16384;  // codes summed in int32: 255 * 128 * 16384 < 2^31
+
+// Where column k of a weight lies among the packed ones: groups are padded to whole blocks of a multiple of 8 columns.
+struct Geometry {
+  int64_t k, group;      // columns, columns per group (k if there is one group per channel)
+  int64_t groups;        // ceil(k / group)
+  int64_t block, blocks; // packed columns of a block, blocks per group
+  int64_t packed() const { return groups * blocks * block; }
+};
+
+// Weight (n, k). data: [ceil(n / 32)][packed / 8 or / 4][128 bytes]. Byte j of a step is of column j / 4:
+//   4 bits: low nibble k = j % 4, high nibble k = 4 + j % 4; 8 bits: k = j % 4.
+// scale, zero, added, sums: [ceil(n / 32)][groups (folds for sums)][32].
+struct Weight {
+  int64_t n;
+  Geometry at;
+  Element element;
+  const uint8_t* data;
+  const void* scale;
+  Type scale_type;
+  float factor;             // multiplies every scale: of a table of whole numbers, or a global scale
+  float divisor;            // divides every scale, before factor; 1 for none
+  const uint8_t* zero;      // z + offset of the codes, or null
+  const void* added;        // float zero points of the scale's type, or null
+  const int32_t* sums;      // of (code - zero) over each fold, or null
+  const float* table;       // FLOAT4: 16, FLOAT8: 256 values; null otherwise
+  uint8_t whole[16];        // TABLE4: value + offset
+  int offset;               // what was added to codes: 8, 128, or that of `whole`
+  int64_t fold;             // packed columns that are summed up in int32
+  int64_t folds() const { return at.packed() / fold; }
+};
+
+// How x becomes rows of int8 digits.
+enum Mode : int {
+  DIGITS = 0,   // float activations: 2 digits (bf16, fp16) or 3 (fp32) per block
+  DYNAMIC = 1,  // int8 per token, symmetric
+  AFFINE = 2,   // int8 per token with zero point
+  STATIC = 3,   // int8 with one given scale and zero point
+  TOKEN = 4,    // int8 with given scale and zero point per token
+};
+
+struct Input {
+  const void* x;
+  Type type;                 // I8: x holds codes (modes STATIC and TOKEN)
+  int64_t rows, stride;      // stride: elements from row to row; columns are contiguous
+  // Where row `index` lies; it may write the row to `scratch` (k elements). Null: at x + index * stride.
+  const void* (*row)(const Input&, int64_t index, void* scratch);
+  const void* context;       // of `row`
+  Mode mode;
+  float scale;
+  int32_t zero;
+  const float* scales;       // TOKEN
+  const int32_t* zeros;      // TOKEN
+};
+
+struct Output {
+  void* y;
+  Type type;
+  int64_t stride;            // elements from row to row
+  const void* bias;
+  Type bias_type;
+  float scale;               // I8: of the result
+  int32_t zero;
+  const float* scales;       // I8 per token, or null
+  const int32_t* zeros;
+};
+
+// An element of x that is far above its block: multiplied in float, so that it takes no digits from the others.
+struct Spike {
+  int32_t row;    // within the row block
+  int32_t k;      // packed column
+  float value;
+};
+
+struct SpikeList {
+  Spike* items;
+  int64_t count, capacity;
+  bool failed;  // no memory for one
+};
+
+// One block of rows as digits.
+//   q: [packed / 4][rows * digits][4 bytes]; scale: DIGITS [packed / block][rows], else [rows];
+//   sum: [folds][rows][digits]; total: [folds][rows], the (unscaled) sum of a fold for added zero points
+struct Rows {
+  int8_t* q;
+  float* scale;
+  int32_t* sum;
+  float* total;
+  int32_t* zero;    // [rows], modes with zero points
+  SpikeList* spikes;
+};
+
+// The kernels of one instruction set.
+struct Kernels {
+  const char* name;
+  int digit_rows;   // int8 rows of a tile
+  // Quantize the row at `x`, the input's number `row`, into slot `r` of a block of `rows` rows.
+  void (*quantize)(const Weight&, const Input&, const void* x, int64_t row, int r, int rows, int digits, const Rows&);
+  // A block of `count` rows (of `rows` slots) times 32 columns, finished and stored: rows from `row0` on.
+  void (*product)(const Weight&, const Input&, const Output&, const Rows&, int64_t nb, int rows, int count, int digits,
+                  int64_t row0);
+  // Float tables: x as float32 [packed][rows] times 32 columns.
+  void (*float_product)(const Weight&, const Output&, const float* x, int64_t nb, int rows, int count, int64_t row0);
+  int float_rows;
+  // bf16 x and 4-bit weights on dot products of bf16 pairs, or null: x as pairs [packed / 8][4][rows] of 32 bits,
+  // sums [groups][rows] of x for zero points.
+  void (*pair_product)(const Weight&, const Output&, const uint32_t* x, const float* sums, int64_t nb, int rows,
+                       int count, int64_t row0);
+  int pair_rows;
+  // Convert `count` values to float32.
+  void (*widen)(const void* from, Type type, int64_t count, float* to);
+  // One row of an embedding: codes of `k` columns with scales per group.
+  void (*lookup)(const struct Table&, int64_t row, void* y);
+};
+
+// A table (v, k) in the layout PLAIN: row by row, 4-bit codes in pairs, even column low; scale, zero: [v][groups].
+struct Table {
+  int64_t v, k, group;
+  Element element;           // INT4, INT8, FLOAT4, FLOAT8
+  const uint8_t* data;
+  int64_t row_bytes;
+  const void* scale;
+  Type scale_type;
+  float factor, divisor;
+  const int8_t* zero;
+  const void* added;
+  const float* table;
+  Type out;
+};
+
+const Kernels* generic_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avxvnni_kernels();
+const Kernels* avx512vnni_kernels();
+const Kernels* avx512bf16_kernels();
+const Kernels* neon_kernels();
+const Kernels* neondot_kernels();
+
+}  // namespace qcore_cpu

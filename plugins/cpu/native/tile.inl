@@ -1,0 +1,271 @@
+// A block of rows times 32 packed columns: int8 products of digits, folded to float per group.
+
+static inline F scales_f(const Weight& w, int64_t i) {
+  F s;
+  if (w.scale_type == E8M0) {
+    // 2^(b - 127): the exponent of a float; 2^-127, b = 0, is the subnormal number with the highest bit of the mantissa.
+    s = from_bits(max_i(shl_i<23>(bytes_i((const uint8_t*)w.scale + i)), set_i(0x00400000)));
+  } else {
+    s = widen_f(w.scale, i, w.scale_type);
+  }
+  if (w.divisor != 1.0f) s = div_f(s, set_f(w.divisor));
+  if (w.factor != 1.0f) s = mul_f(s, set_f(w.factor));
+  return s;
+}
+
+static inline void store_result(void* y, int64_t i, Type type, F v) {
+  if (type == F32) store_f((float*)y + i, v);
+  else if (type == BF16) store_brain((uint16_t*)y + i, v);
+  else store_half((uint16_t*)y + i, v);
+}
+
+// Bias, rounding and bounds for `columns` results of one row, which lie in `values` [LANES-padded].
+static void finish_row(const Output& out, int64_t row, int64_t column, int64_t n, int columns, const float* bias,
+                       float* values) {
+  const int64_t here = n - column < columns ? n - column : columns;
+  for (int c = 0; c < columns; c += LANES) store_f(values + c, add_f(load_f(values + c), load_f(bias + c)));
+  char* y = (char*)out.y + row * out.stride * type_size(out.type);
+  if (out.type == I8) {
+    const float scale = out.scales ? out.scales[row] : out.scale;
+    const I zero = set_i(out.zeros ? out.zeros[row] : out.zero);
+    alignas(64) int8_t codes[COLUMNS];
+    for (int c = 0; c < columns; c += LANES) {
+      const F q = max_f(min_f(div_f(load_f(values + c), set_f(scale)), set_f(1e6f)), set_f(-1e6f));
+      narrow_i(codes + c, add_i(round_i(q), zero));
+    }
+    __builtin_memcpy(y + column, codes, (size_t)here);
+  } else if (here == columns) {
+    for (int c = 0; c < columns; c += LANES) store_result(y, column + c, out.type, load_f(values + c));
+  } else {
+    alignas(64) char rounded[COLUMNS * 4];
+    const int size = type_size(out.type);
+    for (int c = 0; c < columns; c += LANES) store_result(rounded, c, out.type, load_f(values + c));
+    __builtin_memcpy(y + column * size, rounded, (size_t)here * size);
+  }
+}
+
+static inline void read_bias(const Output& out, int64_t column, int64_t n, int columns, float* bias) {
+  int64_t here = n - column < columns ? n - column : columns;
+  if (!out.bias || here < 0) here = 0;
+  if (here) widen((const char*)out.bias + column * type_size(out.bias_type), out.bias_type, here, bias);
+  for (int64_t i = here; i < columns; i++) bias[i] = 0;
+}
+
+static inline float one_scale(const Weight& w, int64_t i) {
+  alignas(64) float s[LANES];
+  alignas(64) char raw[LANES * 4] = {0};
+  __builtin_memcpy(raw, (const char*)w.scale + i * type_size(w.scale_type), (size_t)type_size(w.scale_type));
+  Weight one = w;
+  one.scale = raw;
+  store_f(s, scales_f(one, 0));
+  return s[0];
+}
+
+// Add the products of spikes, in float: value * weight, column by column.
+static void add_spikes(const Weight& w, const SpikeList& list, int64_t nb, int half, int columns, int row, float* values) {
+  for (int64_t i = 0; i < list.count; i++) {
+    const Spike& spike = list.items[i];
+    if (spike.row != row) continue;
+    const int64_t group = spike.k / (w.at.block * w.at.blocks);
+    for (int c = 0; c < columns; c++) {
+      const int column = half + c;
+      int code;
+      if (w.element == INT8) {
+        code = w.data[(nb * (w.at.packed() / 4) + spike.k / 4) * 128 + column * 4 + spike.k % 4];
+      } else {
+        const uint8_t pair = w.data[(nb * (w.at.packed() / 8) + spike.k / 8) * 128 + column * 4 + spike.k % 4];
+        code = spike.k % 8 < 4 ? pair & 15 : pair >> 4;
+        if (w.element == TABLE4) code = w.whole[code];
+      }
+      const int64_t at = (nb * w.at.groups + group) * COLUMNS + column;
+      code -= w.zero ? w.zero[at] : w.offset;
+      float weight = (float)code * one_scale(w, at);
+      if (w.added) {
+        float added;
+        widen((const char*)w.added + at * type_size(w.scale_type), w.scale_type, 1, &added);
+        weight += added;
+      }
+      values[c] += spike.value * weight;
+    }
+  }
+}
+
+#ifdef QCORE_DOT_SMALL
+static inline I dot_4bit(I acc, I codes, I x) { return dot_small(acc, codes, x); }
+#else
+static inline I dot_4bit(I acc, I codes, I x) { return dot(acc, codes, x); }
+#endif
+
+// R rows of D digits, H vectors of columns from vector `first` of block nb on.
+template <Element E, int R, int D, int H>
+static void __attribute__((noinline))
+tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t nb, int first, int rows, int64_t row0) {
+  constexpr int T = R * D;
+  constexpr bool FOUR = E != INT8;
+  constexpr int BYTES = LANES * 4;  // of one vector of codes
+  const int64_t steps_bytes = w.at.packed() / (FOUR ? 8 : 4) * 128;
+  const uint8_t* codes = w.data + nb * steps_bytes + first * BYTES;
+  const int64_t fold = w.fold, folds_per_group = w.at.block * w.at.blocks / fold;
+  const bool grouped = w.at.groups > 1;
+  const bool zeroed = w.sums && in.mode != DIGITS;
+  const int signed_offset = SIGNED_CODES && !FOUR ? 128 : 0;  // codes are read less this
+  const int32_t offset = w.offset - signed_offset;
+  const I mask = nibble_mask();
+  const I table = E == TABLE4 ? table_bytes(w.whole) : mask;
+  F sum[R][H];
+  for (int r = 0; r < R; r++) for (int h = 0; h < H; h++) sum[r][h] = set_f(0);
+  int64_t f = 0;
+  const int8_t* q = x.q;
+  for (int64_t g = 0; g < w.at.groups; g++) {
+    const int64_t parameters = (nb * w.at.groups + g) * COLUMNS + first * LANES;
+    F scale[H];
+    I zero[H];
+    for (int h = 0; h < H; h++) {
+      scale[h] = grouped ? scales_f(w, parameters + h * LANES) : set_f(1);
+      zero[h] = set_i(0);
+      if (w.zero) zero[h] = sub_i(bytes_i(w.zero + parameters + h * LANES), set_i(signed_offset));
+    }
+    for (int64_t i = 0; i < folds_per_group; i++, f++) {
+      // 1. The offset of the codes is one number per row: the accumulators start with it. Zero points that differ by
+      //    column are subtracted at the end.
+      I acc[T][H];
+      const int32_t* sums = x.sum + f * rows * D;
+#pragma GCC unroll 24
+      for (int t = 0; t < T; t++)
+        for (int h = 0; h < H; h++) acc[t][h] = set_i(w.zero ? 0 : -offset * sums[t]);
+      // 2. Products: 128 bytes of codes hold 4 (8-bit) or 8 (4-bit) columns of x for 32 outputs. Each row's 4 digits
+      //    are broadcast once for H vectors. The next 2 KiB of codes are on their way meanwhile.
+      if constexpr (FOUR) {
+        for (int64_t k8 = 0; k8 < fold / 8; k8++, codes += 128, q += 8 * rows * D) {
+          I low[H], high[H];
+          for (int h = 0; h < H; h++) {
+            prefetch(codes + 2048 + BYTES * h);
+            const I v = load_i(codes + BYTES * h);
+            low[h] = low_nibbles(v, mask), high[h] = high_nibbles(v, mask);
+            if constexpr (E == TABLE4) low[h] = lookup_bytes(table, low[h]), high[h] = lookup_bytes(table, high[h]);
+          }
+#pragma GCC unroll 24
+          for (int t = 0; t < T; t++) {
+            int32_t word;
+            __builtin_memcpy(&word, q + 4 * t, 4);
+            const I digits = set_i(word);
+            for (int h = 0; h < H; h++) acc[t][h] = dot_4bit(acc[t][h], low[h], digits);
+          }
+#pragma GCC unroll 24
+          for (int t = 0; t < T; t++) {
+            int32_t word;
+            __builtin_memcpy(&word, q + 4 * (rows * D + t), 4);
+            const I digits = set_i(word);
+            for (int h = 0; h < H; h++) acc[t][h] = dot_4bit(acc[t][h], high[h], digits);
+          }
+        }
+      } else {
+        for (int64_t k4 = 0; k4 < fold / 4; k4++, codes += 128, q += 4 * rows * D) {
+          I v[H];
+          for (int h = 0; h < H; h++) {
+            prefetch(codes + 2048 + BYTES * h);
+            v[h] = load_i(codes + BYTES * h);
+            if constexpr (SIGNED_CODES) v[h] = invert_top(v[h]);
+          }
+#pragma GCC unroll 24
+          for (int t = 0; t < T; t++) {
+            int32_t word;
+            __builtin_memcpy(&word, q + 4 * t, 4);
+            const I digits = set_i(word);
+            for (int h = 0; h < H; h++) acc[t][h] = dot(acc[t][h], v[h], digits);
+          }
+        }
+      }
+      // 3. Fold: zero points, digits to one number, scales.
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int h = 0; h < H; h++) {
+          I c[D];
+          for (int d = 0; d < D; d++) {
+            c[d] = acc[r * D + d][h];
+            if (w.zero) c[d] = sub_i(c[d], mul_i(zero[h], set_i(sums[r * D + d])));
+          }
+          F v;
+          if constexpr (D == 1) {
+            if (zeroed) {
+              const int64_t at = (nb * w.folds() + f) * COLUMNS + (first + h) * LANES;
+              c[0] = sub_i(c[0], mul_i(load_i(w.sums + at), set_i(x.zero[r])));
+            }
+            v = to_f(c[0]);
+            sum[r][h] = grouped ? fma_f(v, scale[h], sum[r][h]) : add_f(sum[r][h], v);
+          } else {
+            v = to_f(add_i(c[0], shl_i<8>(c[1])));
+            if constexpr (D == 3) v = fma_f(to_f(c[2]), set_f(65536.0f), v);
+            const F step = set_f(x.scale[f * rows + r]);
+            sum[r][h] = fma_f(v, grouped ? mul_f(scale[h], step) : step, sum[r][h]);
+          }
+        }
+      }
+      if (w.added && grouped) {
+        for (int h = 0; h < H; h++) {
+          const F added = widen_f(w.added, parameters + h * LANES, w.scale_type);
+          for (int r = 0; r < R; r++) sum[r][h] = fma_f(added, set_f(x.total[f * rows + r]), sum[r][h]);
+        }
+      }
+    }
+  }
+  // 4. Scales per channel and of the row, spikes, bias, rounding.
+  alignas(64) float bias[COLUMNS], values[COLUMNS];
+  const int64_t column = nb * COLUMNS + first * LANES;
+  if (column >= w.n) return;
+  read_bias(out, column, w.n, H * LANES, bias);
+  for (int r = 0; r < R; r++) {
+    for (int h = 0; h < H; h++) {
+      F v = sum[r][h];
+      const int64_t at = nb * w.at.groups * COLUMNS + (first + h) * LANES;
+      if (!grouped) {
+        v = mul_f(v, scales_f(w, at));
+        if (w.added) {
+          float total = 0;
+          for (int64_t b = 0; b < w.folds(); b++) total += x.total[b * rows + r];
+          v = fma_f(widen_f(w.added, at, w.scale_type), set_f(total), v);
+        }
+      }
+      if (D == 1) v = mul_f(v, set_f(x.scale[r]));
+      store_f(values + h * LANES, v);
+    }
+    if (x.spikes->count) add_spikes(w, *x.spikes, nb, first * LANES, H * LANES, r, values);
+    finish_row(out, row0 + r, column, w.n, H * LANES, bias, values);
+  }
+}
+
+using Tile = void (*)(const Weight&, const Input&, const Output&, const Rows&, int64_t, int, int, int64_t);
+
+template <Element E, int D, int H, int R>
+static Tile choose(int count) {
+  if constexpr (R * D > DIGIT_ROWS && R > 1) return nullptr;
+  else return count == R ? tile<E, R, D, H> : choose<E, D, H, R + 1>(count);
+}
+
+template <Element E, int D>
+static void tiles(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t nb, int rows, int count,
+                  int64_t row0) {
+  constexpr int WIDE = TILE_COLUMNS / LANES;
+  // Groups of up to 64 are folded so often that the float sums should stay in registers: half as many columns.
+  constexpr int NARROW = WIDE > 1 && LANES == 16 ? 1 : WIDE;
+  const bool narrow = D == 1 && w.at.groups > 1 && w.at.group <= 64 && count > 2;
+  const int width = narrow ? NARROW : WIDE;
+  const Tile run = narrow ? choose<E, D, NARROW, 1>(count) : choose<E, D, WIDE, 1>(count);
+  for (int first = 0; first < COLUMNS / LANES; first += width) run(w, in, out, x, nb, first, rows, row0);
+}
+
+template <Element E>
+static void product_of(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t nb, int rows,
+                       int count, int digits, int64_t row0) {
+  if (digits == 1) tiles<E, 1>(w, in, out, x, nb, rows, count, row0);
+  else if (digits == 2) tiles<E, 2>(w, in, out, x, nb, rows, count, row0);
+  else tiles<E, 3>(w, in, out, x, nb, rows, count, row0);
+}
+
+static void product(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t nb, int rows, int count,
+                    int digits, int64_t row0) {
+  if (w.element == INT4) product_of<INT4>(w, in, out, x, nb, rows, count, digits, row0);
+  else if (w.element == INT8) product_of<INT8>(w, in, out, x, nb, rows, count, digits, row0);
+  else product_of<TABLE4>(w, in, out, x, nb, rows, count, digits, row0);
+}

@@ -1,0 +1,98 @@
+// 8 lanes of AVX2 with FMA and F16C; QCORE_VNNI: with the VNNI products that have 256-bit VEX forms (AVX-VNNI).
+using I = __m256i;
+using F = __m256;
+constexpr int LANES = 8;
+constexpr int TILE_COLUMNS = 16;
+constexpr int DIGIT_ROWS = 4;  // 8 accumulators and 4 vectors of codes in 16 registers
+constexpr bool SIGNED_CODES = false;
+static inline I set_i(int32_t v) { return _mm256_set1_epi32(v); }
+static inline I load_i(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+static inline I and_i(I a, I b) { return _mm256_and_si256(a, b); }
+static inline I add_i(I a, I b) { return _mm256_add_epi32(a, b); }
+static inline I sub_i(I a, I b) { return _mm256_sub_epi32(a, b); }
+static inline I mul_i(I a, I b) { return _mm256_mullo_epi32(a, b); }
+static inline I max_i(I a, I b) { return _mm256_max_epi32(a, b); }
+static inline I min_i(I a, I b) { return _mm256_min_epi32(a, b); }
+template <int N> static inline I shl_i(I a) { return _mm256_slli_epi32(a, N); }
+template <int N> static inline I sra_i(I a) { return _mm256_srai_epi32(a, N); }
+template <int N> static inline I shr_i(I a) { return _mm256_srli_epi32(a, N); }
+static inline I high_nibbles(I a, I mask) { return _mm256_and_si256(_mm256_srli_epi16(a, 4), mask); }
+static inline I low_nibbles(I a, I mask) { return _mm256_and_si256(a, mask); }
+static inline I nibble_mask() { return _mm256_set1_epi8(15); }
+static inline I lookup_bytes(I table, I index) { return _mm256_shuffle_epi8(table, index); }
+static inline I table_bytes(const uint8_t* t) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)t)); }
+#ifdef QCORE_VNNI
+static inline I dot(I acc, I codes, I x) { return _mm256_dpbusd_avx_epi32(acc, codes, x); }
+#else
+// Pairs of products are summed with saturation at 16 bits, which 8-bit codes would reach (2 * 255 * 128): their nibbles
+// are multiplied one after the other (at most 2 * 15 * 128).
+static inline I dot_small(I acc, I codes, I x) {
+  return add_i(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+}
+static inline I dot(I acc, I codes, I x) {
+  const I mask = nibble_mask(), ones = _mm256_set1_epi16(1);
+  const I high = _mm256_madd_epi16(_mm256_maddubs_epi16(high_nibbles(codes, mask), x), ones);
+  return add_i(dot_small(acc, low_nibbles(codes, mask), x), shl_i<4>(high));
+}
+#define QCORE_DOT_SMALL
+#endif
+static inline I bytes_i(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+static inline I signed_bytes_i(const int8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+static inline void narrow_i(int8_t* p, I v) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+}
+static inline I bits(F v) { return _mm256_castps_si256(v); }
+static inline F from_bits(I v) { return _mm256_castsi256_ps(v); }
+static inline F to_f(I v) { return _mm256_cvtepi32_ps(v); }
+static inline I round_i(F v) { return _mm256_cvtps_epi32(v); }
+static inline F set_f(float v) { return _mm256_set1_ps(v); }
+static inline F load_f(const float* p) { return _mm256_loadu_ps(p); }
+static inline void store_f(float* p, F v) { _mm256_storeu_ps(p, v); }
+static inline F add_f(F a, F b) { return _mm256_add_ps(a, b); }
+static inline F sub_f(F a, F b) { return _mm256_sub_ps(a, b); }
+static inline F mul_f(F a, F b) { return _mm256_mul_ps(a, b); }
+static inline F div_f(F a, F b) { return _mm256_div_ps(a, b); }
+static inline F fma_f(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+static inline F max_f(F a, F b) { return _mm256_max_ps(a, b); }
+static inline F min_f(F a, F b) { return _mm256_min_ps(a, b); }
+static inline F half_f(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+static inline F brain_f(const uint16_t* p) {
+  return from_bits(shl_i<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p))));
+}
+static inline void store_words(uint16_t* p, I v) {
+  _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
+}
+static inline void store_half(uint16_t* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, 0)); }
+static inline void store_brain(uint16_t* p, F v) {
+  const I b = bits(v), odd = and_i(shr_i<16>(b), set_i(1));
+  const I r = shr_i<16>(add_i(b, add_i(odd, set_i(0x7fff))));
+  store_words(p, _mm256_blendv_epi8(r, set_i(0x7fc0), bits(_mm256_cmp_ps(v, v, _CMP_UNORD_Q))));
+}
+static inline int32_t sum_i(I v) {
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+static inline int32_t largest_i(I v) {
+  __m128i s = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+static inline float largest_f(F v) {
+  float t[8], m;
+  store_f(t, v);
+  m = t[0];
+  for (int i = 1; i < 8; i++) m = t[i] > m ? t[i] : m;
+  return m;
+}
+static inline float least_f(F v) { return -largest_f(sub_f(set_f(0), v)); }
+static inline I absolute_i(I v) { return _mm256_abs_epi32(v); }
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+struct Numbers { F low, high; };
+static inline Numbers numbers16(const float* t) { return {_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)}; }
+static inline F pick(const Numbers& n, I index) {
+  const F upper = from_bits(shl_i<28>(index));  // bit 3 of the index as the sign
+  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(n.low, index), _mm256_permutevar8x32_ps(n.high, index), upper);
+}
+static inline F gather(const float* t, I index) { return _mm256_i32gather_ps(t, index, 4); }

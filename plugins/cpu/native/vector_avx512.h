@@ -1,0 +1,64 @@
+// 16 lanes of AVX-512 with VNNI. Included inside the namespace of one instruction set.
+using I = __m512i;
+using F = __m512;
+constexpr int LANES = 16;
+constexpr int TILE_COLUMNS = 32;  // two accumulators per digit row, so that one broadcast serves two products
+constexpr int DIGIT_ROWS = 12;    // 24 accumulators, 4 vectors of codes and a mask fill the 32 registers
+constexpr bool SIGNED_CODES = false;
+static inline I set_i(int32_t v) { return _mm512_set1_epi32(v); }
+static inline I load_i(const void* p) { return _mm512_loadu_si512(p); }
+static inline I and_i(I a, I b) { return _mm512_and_si512(a, b); }
+static inline I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
+static inline I sub_i(I a, I b) { return _mm512_sub_epi32(a, b); }
+static inline I mul_i(I a, I b) { return _mm512_mullo_epi32(a, b); }
+static inline I max_i(I a, I b) { return _mm512_max_epi32(a, b); }
+static inline I min_i(I a, I b) { return _mm512_min_epi32(a, b); }
+template <int N> static inline I shl_i(I a) { return _mm512_slli_epi32(a, N); }
+template <int N> static inline I sra_i(I a) { return _mm512_srai_epi32(a, N); }
+template <int N> static inline I shr_i(I a) { return _mm512_srli_epi32(a, N); }
+static inline I high_nibbles(I a, I mask) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), mask); }
+static inline I low_nibbles(I a, I mask) { return _mm512_and_si512(a, mask); }
+static inline I nibble_mask() { return _mm512_set1_epi8(15); }
+static inline I lookup_bytes(I table, I index) { return _mm512_shuffle_epi8(table, index); }
+static inline I table_bytes(const uint8_t* t) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)t)); }
+static inline I dot(I acc, I codes, I x) { return _mm512_dpbusd_epi32(acc, codes, x); }
+static inline I bytes_i(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+static inline I signed_bytes_i(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+static inline void narrow_i(int8_t* p, I v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(v)); }
+static inline I bits(F v) { return _mm512_castps_si512(v); }
+static inline F from_bits(I v) { return _mm512_castsi512_ps(v); }
+static inline F to_f(I v) { return _mm512_cvtepi32_ps(v); }
+static inline I round_i(F v) { return _mm512_cvtps_epi32(v); }
+static inline F set_f(float v) { return _mm512_set1_ps(v); }
+static inline F load_f(const float* p) { return _mm512_loadu_ps(p); }
+static inline void store_f(float* p, F v) { _mm512_storeu_ps(p, v); }
+static inline F add_f(F a, F b) { return _mm512_add_ps(a, b); }
+static inline F sub_f(F a, F b) { return _mm512_sub_ps(a, b); }
+static inline F mul_f(F a, F b) { return _mm512_mul_ps(a, b); }
+static inline F div_f(F a, F b) { return _mm512_div_ps(a, b); }
+static inline F fma_f(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+static inline F max_f(F a, F b) { return _mm512_max_ps(a, b); }
+static inline F min_f(F a, F b) { return _mm512_min_ps(a, b); }
+static inline F half_f(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+static inline F brain_f(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+static inline void store_half(uint16_t* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, 0)); }
+// Rounds half to even; NaN stays NaN. Not vcvtneps2bf16, which flushes denormals.
+static inline void store_brain(uint16_t* p, F v) {
+  const I b = bits(v), odd = and_i(shr_i<16>(b), set_i(1));
+  I r = shr_i<16>(add_i(b, add_i(odd, set_i(0x7fff))));
+  r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), set_i(0x7fc0));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(r));
+}
+static inline int32_t sum_i(I v) { return _mm512_reduce_add_epi32(v); }
+static inline int32_t largest_i(I v) { return _mm512_reduce_max_epi32(v); }
+static inline float largest_f(F v) { return _mm512_reduce_max_ps(v); }
+static inline float least_f(F v) { return _mm512_reduce_min_ps(v); }
+static inline I absolute_i(I v) { return _mm512_abs_epi32(v); }
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+// 16 numbers of a table by the low 4 bits of each lane.
+struct Numbers { F all; };
+static inline Numbers numbers16(const float* t) { return {_mm512_loadu_ps(t)}; }
+static inline F pick(const Numbers& n, I index) { return _mm512_permutexvar_ps(index, n.all); }
+static inline F gather(const float* t, I index) { return _mm512_i32gather_ps(index, t, 4); }

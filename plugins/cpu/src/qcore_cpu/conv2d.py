@@ -1,0 +1,72 @@
+"""The kernel of the contract ``conv2d``: ``cpu.conv2d``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcore import Conv2dRequest, QTensor
+from qcore.plugin_api import FLOATS, Kernel, Packed, check_image, check_weight, given_numbers, laid_out_like, output_size
+
+from . import ops
+from .layout import Mode, WeightLayout, needs_sums
+
+FEWEST_CHANNELS = 8
+"""Output channels of a group: fewer would leave most of 32 columns empty."""
+
+
+class CpuConv2d(Kernel):
+    """Receptive fields become rows of int8 in the cache; images are read as channels last.
+
+    Packed: as `WeightLayout`, the channel groups one after the other.
+    """
+
+    name = "cpu.conv2d"
+
+    def __init__(self, request: Conv2dRequest) -> None:
+        self.request, self.format, self.n, self.k = request, request.weight, request.n, request.k
+        self.out_dtype = request.out_dtype
+        self.groups, self.rows = request.groups, request.n // request.groups
+        self.layout = WeightLayout(self.format, self.rows, self.k, sums=needs_sums(request.activation))
+        scale, zero = given_numbers(request.activation)
+        out_scale, out_zero = given_numbers(request.output)
+        sides = (request.kernel_size, request.stride, request.padding, request.dilation)
+        self._constants = (
+            request.in_channels, self.n, self.groups, *self.layout.numbers[2:], int(Mode.of(request.activation)),
+            self.layout.divides, scale or 1.0, zero, out_scale or 1.0, out_zero, ops.TYPES[self.out_dtype],
+            *(size for side in sides for size in side),
+        )  # fmt: skip
+
+    @property
+    def packing(self) -> str:
+        """Two layouts for each number of groups: with and without the sums that zero points of x need."""
+        return f"{self.name}.{self.groups}{'.sums' if self.layout.sums else ''}"
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        check_weight(self.name, weight, self.format, self.n, self.k)
+        parts = [self.layout.pack(weight.narrow(0, g * self.rows, self.rows)) for g in range(self.groups)]
+        shared = ("table", "global_scale")
+        return {
+            name: parts[0][name] if name in shared else torch.cat([part[name] for part in parts]) for name in parts[0]
+        }
+
+    def unpack(self, packed: Packed) -> QTensor:
+        shared = {name: t for name, t in packed.items() if name in ("table", "global_scale")}
+        cut = {name: t.chunk(self.groups) for name, t in packed.items() if name not in shared}
+        parts = [
+            self.layout.unpack({**{name: t[g] for name, t in cut.items()}, **shared}) for g in range(self.groups)
+        ]
+        return parts[0] if self.groups == 1 else QTensor.cat(parts)
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        """Images x ``(B, IC, H, W)`` to ``(B, OC, OH, OW)`` in the memory format of x; raises `FormatError`."""
+        del given  # no parameters per token
+        check_image(self.name, x, self.request)
+        if not torch.compiler.is_compiling() and not x.numel():
+            size = (x.shape[0], self.n, *output_size(self.request, *x.shape[2:]))
+            return x.new_zeros(size, dtype=self.out_dtype)
+        if bias is not None:
+            bias = (bias if bias.dtype in FLOATS else bias.float()).contiguous()
+        y = ops.conv2d(x.permute(0, 2, 3, 1).contiguous(), *self.layout.arguments(packed), bias, *self._constants)
+        return laid_out_like(y.permute(0, 3, 1, 2), x)

@@ -1,0 +1,45 @@
+"""Why requests are refused, in sentences that a user can act on."""
+
+from __future__ import annotations
+
+from qcore import Conv2dRequest, DynamicInt8, StaticInt8
+from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
+
+_LARGEST_K = 1 << 30
+"""The library numbers packed columns with 32 bits."""
+
+
+def why_not(request: AnyRequest) -> str:
+    """Why a request is refused; empty if a kernel supports it."""
+    if request.device.type != "cpu":
+        return f"qcore-cpu runs on the CPU, and the tensors are on {request.device}; move them with .to('cpu')."
+    return why_not_empty(request) or why_not_dtypes(request) or _why_not_activation(request) or _why_not_size(request)
+
+
+def _why_not_activation(request: AnyRequest) -> str:
+    activation = getattr(request, "activation", None)
+    if activation is None:
+        return ""
+    if not isinstance(activation, (DynamicInt8, StaticInt8)):
+        return "fp8 activations have no kernel on CPUs; torch ops run this layer."
+    from .layout import Kind, kind_of
+
+    if kind_of(request.weight.element) in (Kind.FLOAT4, Kind.FLOAT8):
+        return f"{request.weight.dtype} weights with int8 activations have no kernel here; torch ops run this layer."
+    return ""
+
+
+def _why_not_size(request: AnyRequest) -> str:
+    if request.k > _LARGEST_K:
+        return f"K={request.k} is more than this kernel numbers; torch ops run this layer."
+    if not isinstance(request, Conv2dRequest):
+        return ""
+    from .conv2d import FEWEST_CHANNELS
+
+    own = request.out_channels // request.groups
+    if request.groups > 1 and own < FEWEST_CHANNELS:
+        return (
+            f"a convolution of {request.groups} groups with {own} output channels each leaves most of a block of 32 "
+            f"empty; torch ops run this layer."
+        )
+    return ""

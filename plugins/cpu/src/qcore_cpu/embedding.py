@@ -1,0 +1,76 @@
+"""The kernel of the contract ``embedding``: ``cpu.embedding``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qcore import EmbeddingRequest, QTensor, ScaleType, ZeroPoint
+from qcore.plugin_api import Kernel, Packed, check_indices, check_weight
+
+from . import ops
+from .layout import Kind, _exact, kind_of
+
+
+class CpuEmbedding(Kernel):
+    """Gathers rows and dequantizes only those.
+
+    Packed: ``data`` uint8 ``(V, D)``, or ``(V, ceil(D / 2))`` with the even column in the low four bits; ``scale`` and
+    ``zero`` ``(V, G)``, so that a row's lie together; ``table`` float32 of 16 or 256 values; ``global_scale``.
+    """
+
+    name = "cpu.embedding"
+
+    def __init__(self, request: EmbeddingRequest) -> None:
+        self.format, self.n, self.k = request.weight, request.n, request.k
+        self.out_dtype = request.out_dtype
+        kind = kind_of(self.format.element)
+        self.kind = Kind.FLOAT4 if kind is Kind.HALVES4 else kind
+        self._constants = (
+            self.n, self.k, self.format.group(self.k), int(self.kind), self.format.scale is ScaleType.E4M3D,
+            ops.TYPES[self.out_dtype],
+        )  # fmt: skip
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        check_weight(self.name, weight, self.format, self.n, self.k)
+        codes = weight.codes().contiguous().view(torch.uint8)
+        if self.kind.bits == 4:
+            codes = pad(codes & 15, (0, self.k % 2))
+            codes = codes[:, 0::2] | codes[:, 1::2] << 4
+        packed = {"data": codes.clone(), "scale": _exact(weight.scale).t().contiguous()}
+        zero = weight.integer_zero() if self.format.zero is ZeroPoint.INT else weight.zero
+        if zero is not None:
+            packed["zero"] = zero.t().contiguous()
+        if not self.format.element.is_integer:
+            values = self.format.element.lookup(torch.device("cpu"), torch.float32)
+            packed["table"] = pad(values, (0, (1 << self.kind.bits) - values.numel()))
+        if weight.global_scale is not None:
+            packed["global_scale"] = weight.global_scale.float().reshape(1)
+        return packed
+
+    def unpack(self, packed: Packed) -> QTensor:
+        codes = packed["data"]
+        if self.kind.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), -1).view(codes.shape[0], -1)[:, : self.k]
+        if self.format.element.is_integer:
+            codes = (codes ^ 8).view(torch.int8) - 8 if self.kind is Kind.INT4 else codes.view(torch.int8)
+        scale, zero, factor = packed["scale"].t().contiguous(), packed.get("zero"), packed.get("global_scale")
+        if self.format.scale.has_global:
+            scale = scale.to(torch.float8_e4m3fn)
+        zero = None if zero is None else zero.t().contiguous()
+        factor = None if factor is None else factor.reshape(())
+        return QTensor.from_codes(codes.contiguous(), scale, zero, self.format, global_scale=factor)
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:
+        """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``; raises `IndexError` for one outside 0..V-1."""
+        del bias  # an embedding has none
+        if not torch.compiler.is_compiling():
+            check_indices(x, self.n)
+        zero, added = packed.get("zero"), None
+        if self.format.zero is ZeroPoint.FLOAT:
+            zero, added = None, zero
+        tables = (packed.get("table"), packed.get("global_scale"))
+        y = ops.embedding(x.contiguous(), packed["data"], packed["scale"], zero, added, *tables, *self._constants)
+        return y.reshape(*x.shape, self.k)  # type: ignore[no-any-return]

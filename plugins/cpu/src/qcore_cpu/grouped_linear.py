@@ -1,0 +1,63 @@
+"""The kernel of the contract ``grouped_linear``: ``cpu.grouped_linear``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcore import FormatError, QTensor
+from qcore.plugin_api import FLOATS, GroupedLinearRequest, Kernel, Packed, check_offsets, check_weight, given_numbers
+
+from . import ops
+from .layout import Mode, WeightLayout, needs_sums
+
+
+class CpuGroupedLinear(Kernel):
+    """One product after the other for the experts that have rows, each over all threads.
+
+    Packed: the tensors of `WeightLayout` with a first dimension E, but for ``table``.
+    """
+
+    name = "cpu.grouped_linear"
+
+    def __init__(self, request: GroupedLinearRequest) -> None:
+        self.experts, self.n, self.k, self.format = request.experts, request.n, request.k, request.weight
+        self.out_dtype = request.out_dtype
+        self.layout = WeightLayout(self.format, self.n, self.k, sums=needs_sums(request.activation))
+        scale, zero = given_numbers(request.activation)
+        self._constants = (
+            *self.layout.numbers, int(Mode.of(request.activation)), self.layout.divides, scale or 1.0, zero,
+            ops.TYPES[self.out_dtype],
+        )  # fmt: skip
+
+    @property
+    def packing(self) -> str:
+        """Two layouts: with and without the sums that zero points of x need."""
+        return f"{self.name}.sums" if self.layout.sums else self.name
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        check_weight(self.name, weight, self.format, self.experts, self.n, self.k)
+        each = [self.layout.pack(weight[e]) for e in range(self.experts)]
+        packed = {name: torch.stack([own[name] for own in each]) for name in each[0] if name != "table"}
+        return {**packed, "table": each[0]["table"]} if "table" in each[0] else packed
+
+    def unpack(self, packed: Packed) -> QTensor:
+        shared = {"table": packed["table"]} if "table" in packed else {}
+        own = {name: t for name, t in packed.items() if name != "table"}
+        return QTensor.stack(
+            [self.layout.unpack({**{name: t[e] for name, t in own.items()}, **shared}) for e in range(self.experts)]
+        )
+
+    def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        """Run on x ``(T, K)`` with ``offsets`` int32 ``(E,)``, giving ``(T, N)``; raises `FormatError` for others."""
+        offsets = given["offsets"]
+        if x.dim() != 2 or x.shape[1] != self.k:
+            raise FormatError(f"{self.name}: x has shape {tuple(x.shape)}; it must be (T, K) with K={self.k}.")
+        if not torch.compiler.is_compiling():
+            check_offsets(offsets, self.experts, x.shape[0])
+        if bias is not None:
+            bias = (bias if bias.dtype in FLOATS else bias.float()).contiguous()
+        return ops.grouped_linear(  # type: ignore[no-any-return]
+            x.contiguous(), *self.layout.arguments(packed), bias, offsets.contiguous(), *self._constants
+        )

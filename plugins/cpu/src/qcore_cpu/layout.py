@@ -1,0 +1,215 @@
+"""The packed weight: how codes, scales and zero points lie in memory. Pure layout; products are in the library.
+
+Output features stand in blocks of 32, columns of x in groups padded to whole blocks of a multiple of 8. See
+``native/problem.h``, which says the same in C++.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qcore import DynamicInt8, Format, QTensor, ScaleType, StaticInt8, ZeroPoint
+from qcore.plugin_api import Activation, Element, Packed
+
+from . import ops
+
+COLUMNS = 32
+_LARGEST_BLOCK, _LARGEST_FOLD = 128, 16384
+
+
+class Kind(enum.IntEnum):
+    """How the library reads codes; the numbers are its own."""
+
+    INT4 = 0
+    INT8 = 1
+    HALVES4 = 2
+    """A 4-bit table of halves of whole numbers up to 6: fp4 (e2m1)."""
+    FLOAT4 = 3
+    FLOAT8 = 4
+
+    @property
+    def bits(self) -> int:
+        """Bits of a packed code."""
+        return 8 if self in (Kind.INT8, Kind.FLOAT8) else 4
+
+    @property
+    def offset(self) -> int:
+        """What is added to codes, so that they are unsigned."""
+        return {Kind.INT4: 8, Kind.INT8: 128}.get(self, 0)
+
+
+class Mode(enum.IntEnum):
+    """How x becomes rows of int8; the numbers are the library's."""
+
+    DIGITS = 0
+    DYNAMIC = 1
+    AFFINE = 2
+    STATIC = 3
+    TOKEN = 4
+
+    @classmethod
+    def of(cls, activation: Activation | None) -> Mode:
+        """The mode for an int8 activation, or for none."""
+        if activation is None:
+            return cls.DIGITS
+        if isinstance(activation, DynamicInt8):
+            return cls.DYNAMIC if activation.symmetric else cls.AFFINE
+        assert isinstance(activation, StaticInt8)  # others are refused
+        return cls.TOKEN if activation.per_token else cls.STATIC
+
+
+def kind_of(element: Element) -> Kind:
+    """How the codes of an element are read."""
+    if element.is_integer:
+        return Kind.INT4 if element.container_bits == 4 else Kind.INT8
+    if element.container_bits == 8:
+        return Kind.FLOAT8
+    assert element.values is not None
+    halves = all(abs(value) <= 6 and (2 * value).is_integer() for value in element.values)
+    return Kind.HALVES4 if halves else Kind.FLOAT4
+
+
+class Geometry(NamedTuple):
+    """How K columns in groups become packed ones."""
+
+    k: int
+    group: int
+    groups: int
+    block: int
+    blocks: int
+
+    @classmethod
+    def of(cls, k: int, group: int) -> Geometry:
+        """For K columns in groups of ``group``."""
+        group = min(group, k)
+        blocks = -(-group // _LARGEST_BLOCK)
+        return cls(k, group, -(-k // group), -(-(-(-group // blocks)) // 8) * 8, blocks)
+
+    @property
+    def packed(self) -> int:
+        """Packed columns."""
+        return self.groups * self.blocks * self.block
+
+    @property
+    def fold(self) -> int:
+        """Packed columns of int8 activations that are summed up in int32."""
+        blocks = min(self.blocks, _LARGEST_FOLD // self.block)
+        while self.blocks % blocks:
+            blocks -= 1
+        return blocks * self.block
+
+
+class WeightLayout:
+    """Packs weights ``(N, K)`` of one format, and unpacks them.
+
+    Packed: ``data`` uint8 ``(N', steps, 128)`` with N' = ceil(N / 32); ``scale`` ``(N', G, 32)`` in its own dtype (e4m3
+    as float16, which holds it exactly); ``zero`` uint8 (integer, plus the offset of codes) or as the scale (float);
+    ``sums`` int32 ``(N', folds, 32)`` if ``sums``; ``table`` float32 of 16 or 256 values; ``global_scale``.
+    """
+
+    def __init__(self, format: Format, n: int, k: int, *, sums: bool) -> None:
+        self.format, self.n, self.k, self.sums = format, n, k, sums
+        self.kind = kind_of(format.element)
+        self.at = Geometry.of(k, format.group(k))
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        """The packed tensors of a weight ``(N, K)``."""
+        codes = weight.codes().contiguous()
+        kind, packed = self.kind, {}
+        packed["data"] = ops.pack(codes.view(torch.uint8), self.at.group, kind.bits, kind.offset)
+        packed["scale"] = self._spread(_exact(weight.scale))
+        zero = weight.integer_zero()
+        if zero is not None:
+            packed["zero"] = self._spread((zero.to(torch.int16) + kind.offset).to(torch.uint8))
+        elif weight.zero is not None:
+            packed["zero"] = self._spread(weight.zero)
+        if self.sums:
+            packed["sums"] = self._spread(self._sums(codes, zero))
+        if not self.format.element.is_integer:
+            packed["table"] = self._table()
+        if weight.global_scale is not None:
+            packed["global_scale"] = weight.global_scale.float().reshape(1)
+        return packed
+
+    def unpack(self, packed: Packed) -> QTensor:
+        """The weight, bit for bit."""
+        kind, fmt = self.kind, self.format
+        raw = ops.unpack(packed["data"], self.n, self.k, self.at.group, kind.bits, kind.offset)
+        codes = raw
+        if fmt.element.is_integer:
+            codes = raw.view(torch.int8) if kind is Kind.INT8 else (raw ^ 8).view(torch.int8) - 8
+        scale, zero = self._join(packed["scale"]), packed.get("zero")
+        if fmt.scale.has_global:
+            scale = scale.to(torch.float8_e4m3fn)
+        if zero is not None:
+            zero = self._join(zero)
+            if fmt.zero is ZeroPoint.INT:
+                zero = (zero.to(torch.int16) - kind.offset).to(torch.int8)
+        factor = packed.get("global_scale")
+        factor = None if factor is None else factor.reshape(())
+        return QTensor.from_codes(codes, scale, zero, fmt, global_scale=factor)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """``(G, N)`` to ``(N', G, 32)``; rows behind N are 0."""
+        wide = pad(values, (0, -self.n % COLUMNS))
+        return wide.view(values.shape[0], -1, COLUMNS).transpose(0, 1).contiguous()
+
+    def _join(self, values: Tensor) -> Tensor:
+        return values.transpose(0, 1).reshape(values.shape[1], -1)[:, : self.n].contiguous()
+
+    def _sums(self, codes: Tensor, zero: Tensor | None) -> Tensor:
+        """Sums of codes less their zero points over each fold, int32 ``(folds, N)``."""
+        at = self.at
+        per_group = at.blocks * at.block // at.fold
+        wide = pad(codes.to(torch.int32), (0, at.groups * at.group - self.k)).view(self.n, at.groups, at.group)
+        here = torch.ones(1, self.k, dtype=torch.int32)
+        here = pad(here, (0, at.groups * at.group - self.k)).view(1, at.groups, at.group)
+        parts = [
+            pad(t, (0, per_group * at.fold - at.group)).view(t.shape[0], at.groups, per_group, at.fold).sum(-1)
+            for t in (wide, here)
+        ]
+        sums = parts[0]
+        if zero is not None:
+            sums = sums - zero.t().to(torch.int32).unsqueeze(-1) * parts[1]
+        return sums.reshape(self.n, -1).t().to(torch.int32)
+
+    def _table(self) -> Tensor:
+        values = self.format.element.lookup(torch.device("cpu"), torch.float32)
+        return pad(values.nan_to_num(nan=float("nan")), (0, (1 << self.kind.bits) - values.numel()))
+
+    def arguments(self, packed: Packed) -> tuple[Tensor | None, ...]:
+        """``packed``, ``scale``, ``zero``, ``added``, ``sums``, ``table`` and ``factor`` of the library's ops."""
+        zero, added = packed.get("zero"), None
+        if self.format.zero is ZeroPoint.FLOAT:
+            zero, added = None, zero
+        rest = (packed.get("sums"), packed.get("table"), packed.get("global_scale"))
+        return (packed["data"], packed["scale"], zero, added, *rest)
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """``n``, ``k``, ``group`` and ``element`` of the library's ops."""
+        return self.n, self.k, self.at.group, int(self.kind)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the global scale divides."""
+        return self.format.scale is ScaleType.E4M3D
+
+
+def _exact(scale: Tensor) -> Tensor:
+    """Scales in a dtype that the library reads: float16 holds every e4m3 number."""
+    return scale.to(torch.float16) if scale.dtype == torch.float8_e4m3fn else scale
+
+
+def needs_sums(activation: Activation | None) -> bool:
+    """Whether zero points of x meet sums of the weight."""
+    mode = Mode.of(activation)
+    if mode is Mode.STATIC:
+        assert isinstance(activation, StaticInt8)
+        return activation.zero_point != 0
+    return mode in (Mode.AFFINE, Mode.TOKEN)

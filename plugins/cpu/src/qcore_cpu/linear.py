@@ -1,0 +1,56 @@
+"""The kernel of the contract ``linear``: ``cpu.linear``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcore import LinearRequest, QTensor
+from qcore.plugin_api import FLOATS, Packed, RowsKernel, check_weight, given_numbers
+
+from . import ops
+from .layout import Mode, WeightLayout, needs_sums
+
+
+class CpuLinear(RowsKernel):
+    """int4, int8, fp4, fp8 and table weights with float or int8 activations; see `WeightLayout` for the packed weight."""
+
+    name = "cpu.linear"
+
+    def __init__(self, request: LinearRequest) -> None:
+        self.format, self.n, self.k = request.weight, request.n, request.k
+        self.out_dtype = request.out_dtype
+        self.layout = WeightLayout(self.format, self.n, self.k, sums=needs_sums(request.activation))
+        scale, zero = given_numbers(request.activation)
+        out_scale, out_zero = given_numbers(request.output)
+        self._constants = (
+            *self.layout.numbers, int(Mode.of(request.activation)), self.layout.divides, scale or 1.0, zero,
+            out_scale or 1.0, out_zero, ops.TYPES[self.out_dtype],
+        )  # fmt: skip
+
+    @property
+    def packing(self) -> str:
+        """Two layouts: with and without the sums that zero points of x need."""
+        return f"{self.name}.sums" if self.layout.sums else self.name
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        check_weight(self.name, weight, self.format, self.n, self.k)
+        return self.layout.pack(weight)
+
+    def unpack(self, packed: Packed) -> QTensor:
+        return self.layout.unpack(packed)
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        if bias is not None and bias.dtype not in FLOATS:
+            bias = bias.float()
+        return ops.linear(  # type: ignore[no-any-return]
+            x.contiguous(), *self.layout.arguments(packed), bias,
+            _as(given.get("x_scale"), torch.float32), _as(given.get("x_zero_point"), torch.int32),
+            _as(given.get("out_scale"), torch.float32), _as(given.get("out_zero_point"), torch.int32),
+            *self._constants,
+        )  # fmt: skip
+
+
+def _as(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if t is None else t.to(dtype)

@@ -1,0 +1,69 @@
+"""The native library: where it lies, whether it can be loaded, and the instruction sets that it has kernels for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+FILES = ("libqcore_cpu.so", "libqcore_cpu.dylib", "qcore_cpu.dll")
+OLDEST_TORCH = (2, 10)
+"""The release whose stable interface the library is compiled for."""
+ISA = "QCORE_CPU_ISA"
+"""The variable that forces an instruction set."""
+
+
+def library() -> Path | None:
+    """The file of the library: beside this module, or where an editable installation keeps it; None if there is none.
+
+    `QCORE_CPU_LIBRARY` names another one, for those who develop it.
+    """
+    if given := os.environ.get("QCORE_CPU_LIBRARY"):
+        return Path(given)
+    import qcore_cpu
+
+    places = [Path(place) for place in qcore_cpu.__path__]
+    return next((place / name for place in places for name in FILES if (place / name).is_file()), None)
+
+
+@lru_cache(maxsize=1)
+def fault() -> str:
+    """Why the library cannot be used, with the remedy; empty if it can. Loads it, which registers its ops."""
+    version = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split(".")[:2])
+    if version < OLDEST_TORCH:
+        return f"torch {torch.__version__} is too old: qcore-cpu needs torch 2.10 or newer."
+    found = library()
+    if found is None:
+        return "its library was not built; install a wheel, or build one with a C++ compiler and CMake: pip install qcore-cpu."
+    try:
+        torch.ops.load_library(str(found))
+    except OSError as error:
+        return f"its library cannot be loaded ({str(error).splitlines()[0]}); install qcore-cpu again."
+    asked = os.environ.get(ISA, "")
+    if isa() is None:
+        return f"{ISA}={asked} names no instruction set of this processor; it has: {' '.join(isas())}."
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _handle() -> ctypes.CDLL:
+    found = library()
+    assert found is not None  # `fault` has looked for it
+    handle = ctypes.CDLL(str(found))
+    for name in ("qcore_cpu_isas", "qcore_cpu_isa"):
+        getattr(handle, name).restype = ctypes.c_char_p
+    return handle
+
+
+def isas() -> list[str]:
+    """The instruction sets that this processor has and the library has kernels for, best first."""
+    return str(_handle().qcore_cpu_isas().decode()).split()
+
+
+def isa() -> str | None:
+    """The one in use; None if `QCORE_CPU_ISA` names one that is not there."""
+    name = _handle().qcore_cpu_isa()
+    return None if name is None else str(name.decode())

@@ -1,0 +1,67 @@
+"""The hooks of qcore-cpu. qcore imports this module in every process; the library is loaded at the probe."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import qcore
+from qcore.plugin_api import AnyRequest, GroupedLinearRequest, Kernel
+
+from . import eligibility, native, probe
+
+_NOTE = "int8 products of digits of x, and of the codes as they are"
+
+
+@qcore.hookimpl
+def qcore_probe() -> qcore.Available | qcore.Unavailable:
+    """Can the native library be used here?"""
+    return probe.probe()
+
+
+@qcore.hookimpl
+def qcore_linear(request: qcore.LinearRequest) -> qcore.Offer | qcore.Refusal:
+    """Every weight with float or int8 activations."""
+    return _answer(request)
+
+
+@qcore.hookimpl
+def qcore_conv2d(request: qcore.Conv2dRequest) -> qcore.Offer | qcore.Refusal:
+    """Convolutions that have 8 or more output channels in each group."""
+    return _answer(request)
+
+
+@qcore.hookimpl
+def qcore_embedding(request: qcore.EmbeddingRequest) -> qcore.Offer | qcore.Refusal:
+    """Tables of any element."""
+    return _answer(request)
+
+
+@qcore.hookimpl
+def qcore_grouped_linear(request: GroupedLinearRequest) -> qcore.Offer | qcore.Refusal:
+    """Experts with any weight that `qcore_linear` supports."""
+    return _answer(request)
+
+
+def _answer(request: AnyRequest) -> qcore.Offer | qcore.Refusal:
+    if reason := native.fault() or eligibility.why_not(request):
+        return qcore.Refusal(reason)
+    return qcore.Offer(_kernel(request), qcore.NATIVE, _NOTE)
+
+
+@lru_cache(maxsize=1024)
+def _kernel(request: AnyRequest) -> Kernel:
+    if isinstance(request, qcore.LinearRequest):
+        from .linear import CpuLinear
+
+        return CpuLinear(request)
+    if isinstance(request, qcore.Conv2dRequest):
+        from .conv2d import CpuConv2d
+
+        return CpuConv2d(request)
+    if isinstance(request, qcore.EmbeddingRequest):
+        from .embedding import CpuEmbedding
+
+        return CpuEmbedding(request)
+    from .grouped_linear import CpuGroupedLinear
+
+    return CpuGroupedLinear(request)
