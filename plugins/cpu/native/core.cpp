@@ -145,19 +145,18 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const 
   return enough;
 }
 
-// Prepare a row of floats, `values`, as column `r` of `block.size` in `to`: packed columns, and sums per group.
-template <class Store>
-void spread(const Weight& w, const float* values, const Store& store, float* sums, int rows, int r) {
+// A row of floats in slot `r` of `rows`: packed columns, and sums per group.
+void spread(const Weight& w, const float* values, float* to, float* sums, int64_t rows, int r) {
   for (int64_t g = 0; g < w.at.groups; g++) {
-    const int64_t from = g * w.at.group, to = std::min(w.at.k, from + w.at.group), wide = w.at.blocks * w.at.block;
+    const int64_t from = g * w.at.group, end = std::min(w.at.k, from + w.at.group), wide = w.at.blocks * w.at.block;
     float sum = 0;
-    for (int64_t start = from; start < to; start += LARGEST_BLOCK) {  // in parts, for the sake of rounding
+    for (int64_t start = from; start < end; start += LARGEST_BLOCK) {  // in parts, for the sake of rounding
       float part = 0;
-      for (int64_t i = start; i < std::min(to, start + LARGEST_BLOCK); i++) part += values[i];
+      for (int64_t i = start; i < std::min(end, start + LARGEST_BLOCK); i++) part += values[i];
       sum += part;
     }
     sums[g * rows + r] = sum;
-    for (int64_t i = 0; i < wide; i++) store(g * wide + i, from + i < to ? values[from + i] : 0.0f);
+    for (int64_t i = 0; i < wide; i++) to[(g * wide + i) * rows + r] = from + i < end ? values[from + i] : 0.0f;
   }
 }
 
@@ -183,22 +182,12 @@ bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const 
       char* to = scratch.data + block * size;
       float* sums = reinterpret_cast<float*>(to + packed * n * (pairs ? 2 : 4));
       for (int r = 0; r < blocks.in(block); r++) {
-        const int64_t index = row0 + block * n + r;
-        kernels.widen(row_of(in, index, values + w.at.k), in.type, w.at.k, values);
+        const void* x = row_of(in, row0 + block * n + r, values + w.at.k);
         if (pairs) {
-          uint16_t* words = reinterpret_cast<uint16_t*>(to);
-          const auto store = [&](int64_t k, float v) {  // x is bfloat16: the upper half of v is all of it
-            uint32_t bits;
-            std::memcpy(&bits, &v, 4);
-            // pairs (0, 2), (4, 6), (1, 3), (5, 7)
-            static constexpr int word[8] = {0, 2, 0, 2, 1, 3, 1, 3};
-            static constexpr int upper[8] = {0, 0, 1, 1, 0, 0, 1, 1};
-            words[((k / 8 * 4 + word[k % 8]) * n + r) * 2 + upper[k % 8]] = static_cast<uint16_t>(bits >> 16);
-          };
-          spread(w, values, store, sums, static_cast<int>(n), r);
+          kernels.pair_row(w, static_cast<const uint16_t*>(x), reinterpret_cast<uint32_t*>(to), sums, r, blocks.size);
         } else {
-          float* floats = reinterpret_cast<float*>(to);
-          spread(w, values, [&](int64_t k, float v) { floats[k * n + r] = v; }, sums, static_cast<int>(n), r);
+          kernels.widen(x, in.type, w.at.k, values);
+          spread(w, values, reinterpret_cast<float*>(to), sums, n, r);
         }
       }
     });

@@ -39,9 +39,9 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
   static constexpr Kernels kernels = {
       QCORE_TEXT(QCORE_ISA), DIGIT_ROWS, quantize, product, float_product, FLOAT_ROWS,
 #ifdef QCORE_PAIRS
-      pair_product, PAIR_ROWS,
+      pair_product, PAIR_ROWS, pair_row,
 #else
-      nullptr, 0,
+      nullptr, 0, nullptr,
 #endif
       widen, lookup,
   };

@@ -81,6 +81,42 @@ pair_tile(const Weight& w, const Output& out, const uint32_t* x, const float* su
   }
 }
 
+// x [packed] of one row, bfloat16, as pairs in slot r of `rows`: the words of 8 columns are what one step multiplies.
+static void pair_row(const Weight& w, const uint16_t* x, uint32_t* to, float* sums, int r, int rows) {
+  const Geometry& at = w.at;
+  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  const int64_t blocks = at.groups * at.blocks;
+  float sum = 0;
+  for (int64_t b = 0; b < blocks; b++) {
+    const Span span = block_columns(at, b);
+    alignas(64) uint16_t part[LARGEST_BLOCK + 32];
+    const uint16_t* from = x + span.from;
+    if (span.count < at.block) {
+      __builtin_memset(part, 0, sizeof part);
+      __builtin_memcpy(part, from, (size_t)span.count * 2);
+      from = part;
+    }
+    for (int64_t i = 0; i < at.block; i += 8) {
+      alignas(16) uint32_t words[4];
+      _mm_store_si128((__m128i*)words, _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(from + i)), order));
+      uint32_t* here = to + (b * at.block + i) / 8 * 4 * rows + r;
+      here[0] = words[0], here[rows] = words[1], here[2 * rows] = words[2], here[3 * rows] = words[3];
+    }
+    if (w.zero || w.added) {
+      F total = set_f(0);
+      int64_t i = 0;
+      for (; i + LANES <= at.block; i += LANES) total = add_f(total, brain_f(from + i));
+      alignas(64) uint16_t rest[LANES] = {0};
+      if (i < at.block) {
+        __builtin_memcpy(rest, from + i, (size_t)(at.block - i) * 2);
+        total = add_f(total, brain_f(rest));
+      }
+      sum += _mm512_reduce_add_ps(total);
+    }
+    if ((b + 1) % at.blocks == 0) sums[b / at.blocks * rows + r] = sum, sum = 0;
+  }
+}
+
 using PairTile = void (*)(const Weight&, const Output&, const uint32_t*, const float*, int64_t, int, int64_t);
 
 template <int R>

@@ -123,6 +123,8 @@ struct Kernels {
   void (*pair_product)(const Weight&, const Output&, const uint32_t* x, const float* sums, int64_t nb, int rows,
                        int count, int64_t row0);
   int pair_rows;
+  // One row of bf16 x as such pairs, into slot `r` of `rows`.
+  void (*pair_row)(const Weight&, const uint16_t* x, uint32_t* to, float* sums, int r, int rows);
   // Convert `count` values to float32.
   void (*widen)(const void* from, Type type, int64_t count, float* to);
   // One row of an embedding: codes of `k` columns with scales per group.

@@ -96,18 +96,74 @@ static inline I dot_4bit(I acc, I codes, I x) { return dot_small(acc, codes, x);
 static inline I dot_4bit(I acc, I codes, I x) { return dot(acc, codes, x); }
 #endif
 
-// R rows of D digits, H vectors of columns from vector `first` of block nb on.
-template <Element E, int R, int D, int H>
+// The products of T digit rows with `steps` times 128 bytes of codes, H vectors of each, added to acc.
+// The codes hold 4 (8-bit) or 8 (4-bit) columns of x for 32 outputs; the next 2 KiB of them are on their way meanwhile.
+// Four digits of a row are broadcast once for H vectors. `stride`: bytes of x from one set of 4 columns to the next.
+template <Element E, int T, int H>
+static inline __attribute__((always_inline)) void
+sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t stride, I mask, I table, I (&acc)[T][H]) {
+  constexpr int BYTES = LANES * 4;  // of one vector of codes
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < steps; i++, codes += 128, q += (E == INT8 ? 1 : 2) * stride) {
+    I low[H], high[H];
+    for (int h = 0; h < H; h++) {
+      prefetch(codes + 2048 + BYTES * h);
+      const I v = load_i(codes + BYTES * h);
+      if constexpr (E == INT8) {
+        low[h] = SIGNED_CODES ? invert_top(v) : v;
+      } else {
+        low[h] = low_nibbles(v, mask), high[h] = high_nibbles(v, mask);
+        if constexpr (E == TABLE4) low[h] = lookup_bytes(table, low[h]), high[h] = lookup_bytes(table, high[h]);
+      }
+    }
+#pragma GCC unroll 24
+    for (int t = 0; t < T; t++) {
+      int32_t word;
+      __builtin_memcpy(&word, q + 4 * t, 4);
+      const I digits = set_i(word);
+      for (int h = 0; h < H; h++) {
+        if constexpr (E == INT8) acc[t][h] = dot(acc[t][h], low[h], digits);
+        else acc[t][h] = dot_4bit(acc[t][h], low[h], digits);
+      }
+    }
+    if constexpr (E != INT8) {
+#pragma GCC unroll 24
+      for (int t = 0; t < T; t++) {
+        int32_t word;
+        __builtin_memcpy(&word, q + stride + 4 * t, 4);
+        const I digits = set_i(word);
+        for (int h = 0; h < H; h++) acc[t][h] = dot_4bit(acc[t][h], high[h], digits);
+      }
+    }
+  }
+}
+
+// The same as a function of its own, where registers do not hold both accumulators and float sums: a compiler that sees
+// both would rather spill accumulators in the innermost loop.
+template <Element E, int T, int H>
+static void __attribute__((noinline))
+sweep_apart(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t stride, I mask, I table, const int32_t* start,
+            I (&result)[T][H]) {
+  I acc[T][H];
+#pragma GCC unroll 24
+  for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) acc[t][h] = set_i(start[t]);
+  sweep<E, T, H>(codes, q, steps, stride, mask, table, acc);
+#pragma GCC unroll 24
+  for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) result[t][h] = acc[t][h];
+}
+
+// R rows of D digits, H vectors of columns from vector `first` of block nb on. ZEROS: there are zero points of any kind;
+// without them the fold has no conditions.
+template <Element E, int R, int D, int H, bool ZEROS>
 static void __attribute__((noinline))
 tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t nb, int first, int rows, int64_t row0) {
   constexpr int T = R * D;
   constexpr bool FOUR = E != INT8;
-  constexpr int BYTES = LANES * 4;  // of one vector of codes
   const int64_t steps_bytes = w.at.packed() / (FOUR ? 8 : 4) * 128;
-  const uint8_t* codes = w.data + nb * steps_bytes + first * BYTES;
+  const uint8_t* codes = w.data + nb * steps_bytes + first * LANES * 4;
   const int64_t fold = w.fold, folds_per_group = w.at.block * w.at.blocks / fold;
   const bool grouped = w.at.groups > 1;
-  const bool zeroed = w.sums && in.mode != DIGITS;
+  const bool zeroed = ZEROS && w.sums && in.mode != DIGITS, own_zeros = ZEROS && w.zero;
   const int signed_offset = SIGNED_CODES && !FOUR ? 128 : 0;  // codes are read less this
   const int32_t offset = w.offset - signed_offset;
   const I mask = nibble_mask();
@@ -123,59 +179,26 @@ tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t
     for (int h = 0; h < H; h++) {
       scale[h] = grouped ? scales_f(w, parameters + h * LANES) : set_f(1);
       zero[h] = set_i(0);
-      if (w.zero) zero[h] = sub_i(bytes_i(w.zero + parameters + h * LANES), set_i(signed_offset));
+      if (own_zeros) zero[h] = sub_i(bytes_i(w.zero + parameters + h * LANES), set_i(signed_offset));
     }
     for (int64_t i = 0; i < folds_per_group; i++, f++) {
       // 1. The offset of the codes is one number per row: the accumulators start with it. Zero points that differ by
       //    column are subtracted at the end.
       I acc[T][H];
       const int32_t* sums = x.sum + f * rows * D;
+      alignas(64) int32_t start[T];
 #pragma GCC unroll 24
-      for (int t = 0; t < T; t++)
-        for (int h = 0; h < H; h++) acc[t][h] = set_i(w.zero ? 0 : -offset * sums[t]);
-      // 2. Products: 128 bytes of codes hold 4 (8-bit) or 8 (4-bit) columns of x for 32 outputs. Each row's 4 digits
-      //    are broadcast once for H vectors. The next 2 KiB of codes are on their way meanwhile.
-      if constexpr (FOUR) {
-        for (int64_t k8 = 0; k8 < fold / 8; k8++, codes += 128, q += 8 * rows * D) {
-          I low[H], high[H];
-          for (int h = 0; h < H; h++) {
-            prefetch(codes + 2048 + BYTES * h);
-            const I v = load_i(codes + BYTES * h);
-            low[h] = low_nibbles(v, mask), high[h] = high_nibbles(v, mask);
-            if constexpr (E == TABLE4) low[h] = lookup_bytes(table, low[h]), high[h] = lookup_bytes(table, high[h]);
-          }
-#pragma GCC unroll 24
-          for (int t = 0; t < T; t++) {
-            int32_t word;
-            __builtin_memcpy(&word, q + 4 * t, 4);
-            const I digits = set_i(word);
-            for (int h = 0; h < H; h++) acc[t][h] = dot_4bit(acc[t][h], low[h], digits);
-          }
-#pragma GCC unroll 24
-          for (int t = 0; t < T; t++) {
-            int32_t word;
-            __builtin_memcpy(&word, q + 4 * (rows * D + t), 4);
-            const I digits = set_i(word);
-            for (int h = 0; h < H; h++) acc[t][h] = dot_4bit(acc[t][h], high[h], digits);
-          }
-        }
+      for (int t = 0; t < T; t++) start[t] = own_zeros ? 0 : -offset * sums[t];
+      // 2. Products.
+      const int64_t steps = fold / (FOUR ? 8 : 4), stride = 4 * rows * D;
+      if constexpr (R * H + T * H > REGISTERS - 6) {
+        sweep_apart<E, T, H>(codes, q, steps, stride, mask, table, start, acc);
       } else {
-        for (int64_t k4 = 0; k4 < fold / 4; k4++, codes += 128, q += 4 * rows * D) {
-          I v[H];
-          for (int h = 0; h < H; h++) {
-            prefetch(codes + 2048 + BYTES * h);
-            v[h] = load_i(codes + BYTES * h);
-            if constexpr (SIGNED_CODES) v[h] = invert_top(v[h]);
-          }
 #pragma GCC unroll 24
-          for (int t = 0; t < T; t++) {
-            int32_t word;
-            __builtin_memcpy(&word, q + 4 * t, 4);
-            const I digits = set_i(word);
-            for (int h = 0; h < H; h++) acc[t][h] = dot(acc[t][h], v[h], digits);
-          }
-        }
+        for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) acc[t][h] = set_i(start[t]);
+        sweep<E, T, H>(codes, q, steps, stride, mask, table, acc);
       }
+      codes += steps * 128, q += fold * rows * D;
       // 3. Fold: zero points, digits to one number, scales.
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
@@ -184,7 +207,7 @@ tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t
           I c[D];
           for (int d = 0; d < D; d++) {
             c[d] = acc[r * D + d][h];
-            if (w.zero) c[d] = sub_i(c[d], mul_i(zero[h], set_i(sums[r * D + d])));
+            if (own_zeros) c[d] = sub_i(c[d], mul_i(zero[h], set_i(sums[r * D + d])));
           }
           F v;
           if constexpr (D == 1) {
@@ -202,7 +225,7 @@ tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t
           }
         }
       }
-      if (w.added && grouped) {
+      if (ZEROS && w.added && grouped) {
         for (int h = 0; h < H; h++) {
           const F added = widen_f(w.added, parameters + h * LANES, w.scale_type);
           for (int r = 0; r < R; r++) sum[r][h] = fma_f(added, set_f(x.total[f * rows + r]), sum[r][h]);
@@ -237,10 +260,15 @@ tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t
 
 using Tile = void (*)(const Weight&, const Input&, const Output&, const Rows&, int64_t, int, int, int64_t);
 
-template <Element E, int D, int H, int R>
+template <Element E, int D, int H, bool ZEROS, int R>
 static Tile choose(int count) {
   if constexpr (R * D > DIGIT_ROWS && R > 1) return nullptr;
-  else return count == R ? tile<E, R, D, H> : choose<E, D, H, R + 1>(count);
+  else return count == R ? tile<E, R, D, H, ZEROS> : choose<E, D, H, ZEROS, R + 1>(count);
+}
+
+template <Element E, int D, int H>
+static Tile tile_for(int count, bool zeros) {
+  return zeros ? choose<E, D, H, true, 1>(count) : choose<E, D, H, false, 1>(count);
 }
 
 template <Element E, int D>
@@ -251,7 +279,8 @@ static void tiles(const Weight& w, const Input& in, const Output& out, const Row
   constexpr int NARROW = WIDE > 1 && LANES == 16 ? 1 : WIDE;
   const bool narrow = D == 1 && w.at.groups > 1 && w.at.group <= 64 && count > 2;
   const int width = narrow ? NARROW : WIDE;
-  const Tile run = narrow ? choose<E, D, NARROW, 1>(count) : choose<E, D, WIDE, 1>(count);
+  const bool zeros = w.zero || w.added || w.sums;
+  const Tile run = narrow ? tile_for<E, D, NARROW>(count, zeros) : tile_for<E, D, WIDE>(count, zeros);
   for (int first = 0; first < COLUMNS / LANES; first += width) run(w, in, out, x, nb, first, rows, row0);
 }
 

@@ -4,6 +4,7 @@ using F = __m256;
 constexpr int LANES = 8;
 constexpr int TILE_COLUMNS = 16;
 constexpr int DIGIT_ROWS = 4;  // 8 accumulators and 4 vectors of codes in 16 registers
+constexpr int REGISTERS = 16;
 constexpr bool SIGNED_CODES = false;
 static inline I set_i(int32_t v) { return _mm256_set1_epi32(v); }
 static inline I load_i(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }

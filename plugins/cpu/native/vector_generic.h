@@ -2,6 +2,7 @@
 constexpr int LANES = 4;
 constexpr int TILE_COLUMNS = 16;
 constexpr int DIGIT_ROWS = 4;
+constexpr int REGISTERS = 16;
 constexpr bool SIGNED_CODES = false;
 struct I { alignas(16) int32_t v[4]; };
 struct F { alignas(16) float v[4]; };

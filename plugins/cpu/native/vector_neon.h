@@ -4,6 +4,7 @@ using F = float32x4_t;
 constexpr int LANES = 4;
 constexpr int TILE_COLUMNS = 16;
 constexpr int DIGIT_ROWS = 4;  // 16 accumulators, 8 vectors of codes, a mask and the row in 32 registers
+constexpr int REGISTERS = 32;
 constexpr bool SIGNED_CODES = true;  // products take signed codes: 8-bit ones are read with the top bit inverted
 static inline I set_i(int32_t v) { return vdupq_n_s32(v); }
 static inline I load_i(const void* p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p)); }

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qcore import EmbeddingRequest, QTensor, ScaleType, ZeroPoint
-from qcore.plugin_api import Kernel, Packed, check_indices, check_weight
+from qcore.plugin_api import Kernel, Packed, check_indices, check_weight, has_values
 
 from . import ops
 from .layout import Kind, _exact, kind_of
@@ -66,7 +66,7 @@ class CpuEmbedding(Kernel):
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:
         """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``; raises `IndexError` for one outside 0..V-1."""
         del bias  # an embedding has none
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and has_values(x):
             check_indices(x, self.n)
         zero, added = packed.get("zero"), None
         if self.format.zero is ZeroPoint.FLOAT:
