@@ -1,6 +1,7 @@
 #include "core.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -14,57 +15,22 @@ constexpr int64_t SCRATCH_BYTES = 32 << 20;   // digits that exist at a time
 constexpr int64_t KEPT_BYTES = 4 << 20;       // scratch that a thread keeps between calls
 constexpr int64_t SERIAL_WORK = 1 << 16;      // products that are not worth another thread
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
 struct Free {
   void operator()(char* p) const { std::free(p); }
 };
 
-// Memory of the calling thread, 64-byte aligned. Small ones are kept, so that a call with few rows allocates nothing.
-class Scratch {
- public:
-  explicit Scratch(int64_t size) {
-    if (size <= KEPT_BYTES) {
-      if (kept_size < size) {
-        kept.reset(allocate(round_up(size, 1 << 16)));
-        kept_size = kept ? round_up(size, 1 << 16) : 0;
-      }
-      data = kept.get();
-    } else {
-      own.reset(allocate(size));
-      data = own.get();
-    }
-  }
-  char* data;
-
- private:
-  static char* allocate(int64_t size) { return static_cast<char*>(std::aligned_alloc(64, round_up(size, 64))); }
-  std::unique_ptr<char, Free> own;
-  static thread_local std::unique_ptr<char, Free> kept;
-  static thread_local int64_t kept_size;
+struct Kept {
+  std::unique_ptr<char, Free> data;
+  int64_t size = 0;
+  bool taken = false;
 };
-thread_local std::unique_ptr<char, Free> Scratch::kept;
-thread_local int64_t Scratch::kept_size = 0;
+thread_local Kept kept;
 
-template <class Task>
-void each(const Pool& pool, int64_t count, int64_t grain, const Task& task) {
-  const auto call = [](int64_t begin, int64_t end, void* context) {
-    const Task& run = *static_cast<const Task*>(context);
-    for (int64_t i = begin; i < end; i++) run(i);
-  };
-  if (count <= grain || pool.threads < 2) {
-    for (int64_t i = 0; i < count; i++) task(i);
-  } else {
-    pool.run(0, count, grain, call, const_cast<Task*>(&task));
-  }
-}
-
-int type_bytes(Type type) { return type == F32 ? 4 : type == I8 ? 1 : 2; }
+char* allocate(int64_t size) { return static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(round_up(size, 64)))); }
 
 const void* row_of(const Input& in, int64_t index, void* scratch) {
   if (in.row) return in.row(in, index, scratch);
-  return static_cast<const char*>(in.x) + index * in.stride * type_bytes(in.type);
+  return static_cast<const char*>(in.x) + index * in.stride * bytes_of_type(in.type);
 }
 
 // How rows become blocks: as even as can be, with at most `most` rows each.
@@ -208,13 +174,40 @@ bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const 
 
 }  // namespace
 
+Scratch::Scratch(int64_t size) : own(size > KEPT_BYTES || kept.taken) {
+  if (own) {
+    data = allocate(size);
+    return;
+  }
+  if (kept.size < size) {
+    kept.size = round_up(size, 1 << 16);
+    kept.data.reset(allocate(kept.size));
+    if (!kept.data) kept.size = 0;
+  }
+  data = kept.data.get();
+  kept.taken = true;
+}
+
+Scratch::~Scratch() {
+  if (own) std::free(data);
+  else kept.taken = false;
+}
+
 Geometry geometry(int64_t k, int64_t group) {
   Geometry at;
   at.k = k;
   at.group = std::min(group, k);
   at.groups = ceil_div(k, at.group);
-  at.blocks = ceil_div(at.group, LARGEST_BLOCK);
-  at.block = round_up(ceil_div(at.group, at.blocks), 8);
+  // Blocks as large as can be, unless smaller ones leave less padding; a multiple of 16 columns is quantized at once.
+  const int64_t fewest = ceil_div(at.group, LARGEST_BLOCK);
+  int64_t least = INT64_MAX;
+  for (int64_t blocks = fewest; blocks <= 2 * fewest; blocks++) {
+    for (const int64_t unit : {16, 8}) {
+      const int64_t block = round_up(ceil_div(at.group, blocks), unit);
+      const int64_t cost = blocks * block + (block % 16 ? at.group / 8 : 0);
+      if (cost < least) least = cost, at.blocks = blocks, at.block = block;
+    }
+  }
   return at;
 }
 

@@ -10,6 +10,37 @@ struct Pool {
   void (*run)(int64_t begin, int64_t end, int64_t grain, void (*task)(int64_t, int64_t, void*), void* context);
 };
 
+// Memory of the calling thread, 64-byte aligned; null if there is none. Small ones are kept for the next call.
+class Scratch {
+ public:
+  explicit Scratch(int64_t size);
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  char* data;
+
+ private:
+  bool own;
+};
+
+// Run task(i) for i below count over the pool's threads, at least `grain` at a time.
+template <class Task>
+void each(const Pool& pool, int64_t count, int64_t grain, const Task& task) {
+  const auto call = [](int64_t begin, int64_t end, void* context) {
+    const Task& run = *static_cast<const Task*>(context);
+    for (int64_t i = begin; i < end; i++) run(i);
+  };
+  if (count <= grain || pool.threads < 2) {
+    for (int64_t i = 0; i < count; i++) task(i);
+  } else {
+    pool.run(0, count, grain, call, const_cast<Task*>(&task));
+  }
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+inline int64_t bytes_of_type(Type type) { return type == F32 ? 4 : type == I8 || type == E8M0 ? 1 : 2; }
+
 Geometry geometry(int64_t k, int64_t group);
 int64_t fold_of(const Geometry& at, Mode mode);
 

@@ -93,47 +93,102 @@ static void float_product(const Weight& w, const Output& out, const float* x, in
   for (int first = 0; first < COLUMNS / LANES; first += LANES == 16 ? 2 : 1) run(w, out, x, nb, first, rows, row0);
 }
 
-// Rows of an embedding.
+// Codes of columns from..from + count of a row of a table, one byte each; `from` is even.
+static inline void table_codes(const Table& t, const uint8_t* row, int64_t from, int count, int8_t* to) {
+  if (t.element == INT8 || t.element == FLOAT8) {
+    __builtin_memcpy(to, row + from, (size_t)count);
+    return;
+  }
+  const uint8_t* pairs = row + from / 2;
+  const int flip = t.element == INT4 ? 8 : 0;  // sign of a 4-bit number
+  for (int i = 0; i < (count + 1) / 2; i++) {
+    to[2 * i] = (int8_t)(((pairs[i] & 15) ^ flip) - flip);
+    to[2 * i + 1] = (int8_t)(((pairs[i] >> 4) ^ flip) - flip);
+  }
+}
+
+// One row of an embedding: codes of LOOKUP columns at a time, then group by group.
+constexpr int LOOKUP = 256;
+
+// Integer codes without zero points, in groups of whole vectors: the usual table.
+template <Type OUT, bool FOUR>
+static void lookup_plain(const Table& t, const Weight& scales, int64_t row, void* y) {
+  const uint8_t* codes = t.data + row * t.row_bytes;
+  const int64_t groups = (t.k + t.group - 1) / t.group;
+  for (int64_t g = 0; g < groups; g++) {
+    const F scale = set_f(one_scale(scales, row * groups + g));
+    const int64_t end = (g + 1) * t.group < t.k ? (g + 1) * t.group : t.k;
+    if constexpr (FOUR) {
+      for (int64_t i = g * t.group; i < end; i += 2 * LANES) {
+        const I pairs = bytes_i(codes + i / 2);
+        const F even = mul_f(to_f(sra_i<28>(shl_i<28>(pairs))), scale);
+        const F odd = mul_f(to_f(sra_i<28>(shl_i<24>(pairs))), scale);
+        alignas(64) float both[2 * LANES];
+        store_pairs_f(OUT == F32 ? (float*)y + i : both, even, odd);
+        if (OUT != F32) store_result(y, i, OUT, load_f(both)), store_result(y, i + LANES, OUT, load_f(both + LANES));
+      }
+    } else {
+      for (int64_t i = g * t.group; i < end; i += LANES)
+        store_result(y, i, OUT, mul_f(to_f(signed_bytes_i((const int8_t*)codes + i)), scale));
+    }
+  }
+}
+
 static void lookup(const Table& t, int64_t row, void* y) {
   const uint8_t* codes = t.data + row * t.row_bytes;
   const int64_t groups = (t.k + t.group - 1) / t.group;
-  const bool four = t.element == INT4 || t.element == FLOAT4;
   Weight scales{};
   scales.scale = t.scale, scales.scale_type = t.scale_type, scales.factor = t.factor, scales.divisor = t.divisor;
+  const bool four = t.element == INT4, whole = t.group % (2 * LANES) == 0 || groups == 1;
+  if ((four || t.element == INT8) && !t.zero && !t.added && whole && t.k % (2 * LANES) == 0) {
+    if (t.out == F32) return (four ? lookup_plain<F32, true> : lookup_plain<F32, false>)(t, scales, row, y);
+    if (t.out == BF16) return (four ? lookup_plain<BF16, true> : lookup_plain<BF16, false>)(t, scales, row, y);
+    return (four ? lookup_plain<F16, true> : lookup_plain<F16, false>)(t, scales, row, y);
+  }
   const int size = type_size(t.out);
-  alignas(64) float values[LARGEST_BLOCK + LANES];
-  for (int64_t g = 0; g < groups; g++) {
-    const float scale = one_scale(scales, row * groups + g);
-    const int32_t zero = t.zero ? t.zero[row * groups + g] : 0;
-    float added = 0;
-    if (t.added) widen((const char*)t.added + (row * groups + g) * type_size(t.scale_type), t.scale_type, 1, &added);
-    const int64_t end = (g + 1) * t.group < t.k ? (g + 1) * t.group : t.k;
-    for (int64_t k = g * t.group; k < end; k += LARGEST_BLOCK) {
-      const int count = (int)(end - k < LARGEST_BLOCK ? end - k : LARGEST_BLOCK);
-      alignas(64) int8_t part[LARGEST_BLOCK + LANES];
-      if (four) {
-        for (int i = 0; i < count; i++) {
-          const int code = codes[(k + i) / 2] >> ((k + i) % 2 * 4) & 15;
-          part[i] = (int8_t)(t.element == INT4 ? (code ^ 8) - 8 : code);
+  alignas(64) int8_t part[LOOKUP + 2 * LANES];
+  alignas(64) float values[LOOKUP + LANES];
+  // Where groups end at vectors, results go straight to y; else through `values`, where a group may run over its end.
+  const bool direct = t.group % LANES == 0 || groups == 1;
+  int64_t group = -1, end = 0;
+  F scale = set_f(0), added = set_f(0);
+  I zero = set_i(0);
+  for (int64_t from = 0; from < t.k; from += LOOKUP) {
+    const int count = (int)(t.k - from < LOOKUP ? t.k - from : LOOKUP);
+    char* to = (char*)y + from * size;
+    table_codes(t, codes, from, count, part);
+    for (int i = 0; i < count;) {
+      if (from + i == end) {  // the next group
+        group++;
+        end = (group + 1) * t.group < t.k ? (group + 1) * t.group : t.k;
+        const int64_t at = row * groups + group;
+        scale = set_f(one_scale(scales, at));
+        if (t.zero) zero = set_i(t.zero[at]);
+        if (t.added) {
+          float one;
+          widen((const char*)t.added + at * type_size(t.scale_type), t.scale_type, 1, &one);
+          added = set_f(one);
         }
-      } else {
-        __builtin_memcpy(part, codes + k, (size_t)count);
       }
-      for (int i = 0; i < count; i += LANES) {
+      const int stop = (int)(end - from < count ? end - from : count);
+      for (; i < stop; i += LANES) {  // may run over into the next group, which overwrites it
         F v;
         if (t.table) v = gather(t.table, and_i(bytes_i((const uint8_t*)part + i), set_i(255)));
-        else v = to_f(sub_i(signed_bytes_i(part + i), set_i(zero)));
-        v = mul_f(v, set_f(scale));
-        store_f(values + i, t.added ? add_f(v, set_f(added)) : v);
+        else v = to_f(sub_i(signed_bytes_i(part + i), zero));
+        v = mul_f(v, scale);
+        if (t.added) v = add_f(v, added);
+        if (direct && i + LANES <= count) store_result(to, i, t.out, v);
+        else store_f(values + i, v);
       }
-      char* to = (char*)y + k * size;
-      int i = 0;
-      for (; i + LANES <= count; i += LANES) store_result(to, i, t.out, load_f(values + i));
-      if (i < count) {
-        alignas(64) char rounded[LANES * 4];
-        store_result(rounded, 0, t.out, load_f(values + i));
-        __builtin_memcpy(to + i * size, rounded, (size_t)(count - i) * size);
-      }
+      i = stop;
+    }
+    int i = 0;
+    for (; i + LANES <= count; i += LANES)
+      if (!direct) store_result(to, i, t.out, load_f(values + i));
+    if (i < count) {
+      alignas(64) char rounded[LANES * 4];
+      store_result(rounded, 0, t.out, load_f(values + i));
+      __builtin_memcpy(to + i * size, rounded, (size_t)(count - i) * size);
     }
   }
 }

@@ -22,6 +22,7 @@ static inline I invert_top(I codes) { return codes; }
 #include "rows.inl"
 #include "tile.inl"
 #include "floats.inl"
+#include "windows.inl"
 #ifdef QCORE_PAIRS
 #include "pairs.inl"
 #endif
@@ -43,7 +44,7 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
 #else
       nullptr, 0, nullptr,
 #endif
-      widen, lookup,
+      quantize_run, magnitude, window_product, widen, lookup,
   };
   return &kernels;
 }

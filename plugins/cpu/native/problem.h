@@ -125,10 +125,28 @@ struct Kernels {
   int pair_rows;
   // One row of bf16 x as such pairs, into slot `r` of `rows`.
   void (*pair_row)(const Weight&, const uint16_t* x, uint32_t* to, float* sums, int r, int rows);
+  // `count` values as codes round(x * inverse) + zero; returns their sum. Codes (I8) are copied. Without `clamp` zero is 0,
+  // and no value lies beyond the codes.
+  int32_t (*quantize_run)(const void* x, Type type, int64_t count, float inverse, int32_t zero, bool clamp, int8_t* codes);
+  // The largest magnitude of `count` values, as the bits of a float; NaN is above all.
+  int32_t (*magnitude)(const void* x, Type type, int64_t count);
+  // A convolution's windows times 32 columns, where the weight has one scale per channel: see Windows.
+  void (*window_product)(const Weight&, const Output&, const struct Windows&, int64_t nb, int count, int64_t row0);
   // Convert `count` values to float32.
   void (*widen)(const void* from, Type type, int64_t count, float* to);
   // One row of an embedding: codes of `k` columns with scales per group.
   void (*lookup)(const struct Table&, int64_t row, void* y);
+};
+
+// Rows of codes in an image of codes: row r begins at x + r * step and is the runs at `taps`.
+struct Windows {
+  const int8_t* x;
+  int64_t step;
+  const int64_t* taps;   // offsets in bytes
+  int64_t count, run;    // taps, codes of each: a multiple of 4, or of 8 for 4-bit weights
+  const int32_t* sums;   // of the codes of each row
+  const float* scales;   // of each row
+  int32_t zero;          // zero point of all
 };
 
 // A table (v, k) in the layout PLAIN: row by row, 4-bit codes in pairs, even column low; scale, zero: [v][groups].

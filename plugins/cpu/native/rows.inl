@@ -34,23 +34,37 @@ static inline Span block_columns(const Geometry& at, int64_t b) {
   return {from, count < 0 ? 0 : count};
 }
 
+// The values of a block: where they lie in x if the block is whole, else copied to `buffer` and padded with zeros.
+struct Values {
+  const void* at;
+  Type type;
+  inline F load(int64_t i) const { return widen_f(at, i, type); }
+};
+static inline Values block_values(const Input& in, const char* row, const Span& span, int64_t block, float* buffer) {
+  const char* from = row + span.from * type_size(in.type);
+  if (span.count == block && block % LANES == 0) return {from, in.type};
+  widen(from, in.type, span.count, buffer);
+  for (int64_t i = span.count; i < (block + LANES - 1) / LANES * LANES; i++) buffer[i] = 0;
+  return {buffer, F32};
+}
+
 // Scale and zero point of one row of int8 activations; a row that holds NaN or Inf has the scale NaN.
 struct Step { float scale; int32_t zero; };
 static Step step_of(const Input& in, const char* row, int64_t k, int64_t index) {
   if (in.type == I8) return in.mode == TOKEN ? Step{in.scales[index], in.zeros[index]} : Step{in.scale, in.zero};
   I magnitude = set_i(0);
   F low = set_f(0), high = set_f(0);
-  alignas(64) float part[LARGEST_BLOCK];
+  alignas(64) float rest[LANES] = {0};
   const I all_but_sign = set_i(0x7fffffff);
-  for (int64_t from = 0; from < k; from += LARGEST_BLOCK) {
-    const int64_t count = k - from < LARGEST_BLOCK ? k - from : LARGEST_BLOCK;
-    if (count < LARGEST_BLOCK) __builtin_memset(part, 0, sizeof part);
-    widen(row + from * type_size(in.type), in.type, count, part);
-    for (int i = 0; i < LARGEST_BLOCK; i += LANES) {
-      const F v = load_f(part + i);
-      magnitude = max_i(magnitude, and_i(bits(v), all_but_sign));
-      if (in.mode == AFFINE) low = min_f(low, v), high = max_f(high, v);
-    }
+  const auto include = [&](F v) {
+    magnitude = max_i(magnitude, and_i(bits(v), all_but_sign));
+    if (in.mode == AFFINE) low = min_f(low, v), high = max_f(high, v);
+  };
+  int64_t i = 0;
+  for (; i + LANES <= k; i += LANES) include(widen_f(row, i, in.type));
+  if (i < k) {
+    widen(row + i * type_size(in.type), in.type, k - i, rest);
+    include(load_f(rest));
   }
   const int32_t most = largest_i(magnitude);
   if (in.mode == STATIC || in.mode == TOKEN) {
@@ -122,16 +136,15 @@ static void quantize_digits(const Weight& w, const Input& in, const char* row, i
   const I all_but_sign = set_i(0x7fffffff);
   for (int64_t b = 0; b < blocks; b++) {
     const Span span = block_columns(at, b);
-    widen(row + span.from * type_size(in.type), in.type, span.count, v);
+    Values x = block_values(in, row, span, at.block, v);
     const int64_t padded = (at.block + LANES - 1) / LANES * LANES;
-    for (int64_t i = span.count; i < padded; i++) v[i] = 0;
     float scale = 1, lift = 1, inverse = 0;
     bool examined = false;
     for (;;) {
       // 1. The scale: the largest magnitude becomes 127 in the highest digit. Tiny blocks are lifted, so that the
       //    reciprocal stays finite.
       I magnitude = set_i(0);
-      for (int64_t i = 0; i < padded; i += LANES) magnitude = max_i(magnitude, and_i(bits(load_f(v + i)), all_but_sign));
+      for (int64_t i = 0; i < padded; i += LANES) magnitude = max_i(magnitude, and_i(bits(x.load(i)), all_but_sign));
       const int32_t most = largest_i(magnitude);
       if (most < INFINITE) {
         float largest;
@@ -148,11 +161,15 @@ static void quantize_digits(const Weight& w, const Input& in, const char* row, i
           I sum = set_i(0);
           const F f = set_f(inverse), l = set_f(lift);
           for (int64_t i = 0; i < padded; i += LANES) {
-            sum = add_i(sum, absolute_i(round_i(mul_f(mul_f(load_f(v + i), l), f))));
+            sum = add_i(sum, absolute_i(round_i(mul_f(mul_f(x.load(i), l), f))));
           }
           spiked = (int64_t)top * (span.count - 1) > FAR * ((int64_t)sum_i(sum) - top) && most > 0;
         }
         if (spiked) {
+          if (x.at != v) {
+            for (int64_t i = 0; i < padded; i += LANES) store_f(v + i, x.load(i));
+            x = {v, F32};
+          }
           take_spikes(v, span.count, b * at.block, r, out);
           examined = true;
           continue;
@@ -165,7 +182,7 @@ static void quantize_digits(const Weight& w, const Input& in, const char* row, i
     for (int d = 0; d < D; d++) sums[d] = set_i(0);
     const F f = set_f(inverse), l = set_f(lift);
     for (int64_t i = 0; i < at.block; i += LANES) {
-      I q = round_i(mul_f(mul_f(load_f(v + i), l), f));
+      I q = round_i(mul_f(mul_f(x.load(i), l), f));
       const int64_t k4 = (b * at.block + i) / 4;
       const int64_t steps = (at.block - i < LANES ? at.block - i : LANES) / 4;
       for (int d = 0; d < D; d++) {
@@ -198,8 +215,8 @@ static void quantize_codes(const Weight& w, const Input& in, const char* row, in
   const int64_t blocks = at.groups * at.blocks, per_fold = w.fold / at.block;
   const Step step = step_of(in, row, at.k, index);
   const bool ready = in.type == I8;
-  const float divisor = step.scale == step.scale ? step.scale : 1.0f;
-  const F scale = set_f(divisor), most = set_f(1e6f), least = set_f(-1e6f);
+  // By the reciprocal: the contract allows either of two codes next to a tie.
+  const F inverse = set_f(step.scale == step.scale ? 1.0f / step.scale : 1.0f), most = set_f(1e6f), least = set_f(-1e6f);
   const I zero = set_i(ready ? 0 : step.zero), high = set_i(127), low = set_i(-128);
   alignas(64) float v[LARGEST_BLOCK + LANES];
   alignas(64) int8_t narrow[LANES];
@@ -210,13 +227,11 @@ static void quantize_codes(const Weight& w, const Input& in, const char* row, in
   out.zero[r] = step.zero;
   for (int64_t b = 0; b < blocks; b++) {
     const Span span = block_columns(at, b);
-    widen(row + span.from * type_size(in.type), in.type, span.count, v);
-    const int64_t padded = (at.block + LANES - 1) / LANES * LANES;
-    for (int64_t i = span.count; i < padded; i++) v[i] = 0;
+    const Values x = block_values(in, row, span, at.block, v);
     I sums = set_i(0);
     for (int64_t i = 0; i < at.block; i += LANES) {
-      const F value = load_f(v + i);
-      I q = round_i(ready ? value : max_f(min_f(div_f(value, scale), most), least));
+      const F value = x.load(i);
+      I q = round_i(ready ? value : max_f(min_f(mul_f(value, inverse), most), least));
       q = max_i(min_i(add_i(q, zero), high), low);
       const int64_t left = at.block - i < LANES ? at.block - i : LANES;
       narrow_i(narrow, q);

@@ -23,7 +23,8 @@ static inline void store_result(void* y, int64_t i, Type type, F v) {
 static void finish_row(const Output& out, int64_t row, int64_t column, int64_t n, int columns, const float* bias,
                        float* values) {
   const int64_t here = n - column < columns ? n - column : columns;
-  for (int c = 0; c < columns; c += LANES) store_f(values + c, add_f(load_f(values + c), load_f(bias + c)));
+  if (out.bias)
+    for (int c = 0; c < columns; c += LANES) store_f(values + c, add_f(load_f(values + c), load_f(bias + c)));
   char* y = (char*)out.y + row * out.stride * type_size(out.type);
   if (out.type == I8) {
     const float scale = out.scales ? out.scales[row] : out.scale;
@@ -52,13 +53,19 @@ static inline void read_bias(const Output& out, int64_t column, int64_t n, int c
 }
 
 static inline float one_scale(const Weight& w, int64_t i) {
-  alignas(64) float s[LANES];
-  alignas(64) char raw[LANES * 4] = {0};
-  __builtin_memcpy(raw, (const char*)w.scale + i * type_size(w.scale_type), (size_t)type_size(w.scale_type));
-  Weight one = w;
-  one.scale = raw;
-  store_f(s, scales_f(one, 0));
-  return s[0];
+  float s;
+  if (w.scale_type == F32) {
+    s = ((const float*)w.scale)[i];
+  } else if (w.scale_type == E8M0) {
+    const uint32_t b = ((const uint8_t*)w.scale)[i], u = b ? b << 23 : 0x00400000;
+    __builtin_memcpy(&s, &u, 4);
+  } else if (w.scale_type == BF16) {
+    const uint32_t u = (uint32_t)((const uint16_t*)w.scale)[i] << 16;
+    __builtin_memcpy(&s, &u, 4);
+  } else {
+    widen((const uint16_t*)w.scale + i, F16, 1, &s);
+  }
+  return s / w.divisor * w.factor;
 }
 
 // Add the products of spikes, in float: value * weight, column by column.

@@ -97,3 +97,9 @@ static inline F pick(const Numbers& n, I index) {
   return _mm256_blendv_ps(_mm256_permutevar8x32_ps(n.low, index), _mm256_permutevar8x32_ps(n.high, index), upper);
 }
 static inline F gather(const float* t, I index) { return _mm256_i32gather_ps(t, index, 4); }
+// Results 2 * i of `even` and 2 * i + 1 of `odd`, for 8 each.
+static inline void store_pairs_f(float* p, F even, F odd) {
+  const F low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+  store_f(p, _mm256_permute2f128_ps(low, high, 0x20));
+  store_f(p + 8, _mm256_permute2f128_ps(low, high, 0x31));
+}

@@ -63,3 +63,10 @@ struct Numbers { F all; };
 static inline Numbers numbers16(const float* t) { return {_mm512_loadu_ps(t)}; }
 static inline F pick(const Numbers& n, I index) { return _mm512_permutexvar_ps(index, n.all); }
 static inline F gather(const float* t, I index) { return _mm512_i32gather_ps(index, t, 4); }
+// Results 2 * i of `even` and 2 * i + 1 of `odd`, for 16 each.
+static inline void store_pairs_f(float* p, F even, F odd) {
+  const I low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const I high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  store_f(p, _mm512_permutex2var_ps(even, low, odd));
+  store_f(p + 16, _mm512_permutex2var_ps(even, high, odd));
+}

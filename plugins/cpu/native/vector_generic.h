@@ -108,3 +108,7 @@ struct Numbers { const float* all; };
 static inline Numbers numbers16(const float* t) { return {t}; }
 static inline F pick(const Numbers& n, I index) { F r; QCORE_EACH r.v[i] = n.all[index.v[i] & 15]; return r; }
 static inline F gather(const float* t, I index) { F r; QCORE_EACH r.v[i] = t[index.v[i]]; return r; }
+// Results 2 * i of `even` and 2 * i + 1 of `odd`, for 4 each.
+static inline void store_pairs_f(float* p, F even, F odd) {
+  QCORE_EACH p[2 * i] = even.v[i], p[2 * i + 1] = odd.v[i];
+}

@@ -92,3 +92,8 @@ static inline F gather(const float* t, I index) {
                       t[vgetq_lane_s32(index, 3)]};
   return vld1q_f32(r);
 }
+// Results 2 * i of `even` and 2 * i + 1 of `odd`, for 4 each.
+static inline void store_pairs_f(float* p, F even, F odd) {
+  store_f(p, vzip1q_f32(even, odd));
+  store_f(p + 4, vzip2q_f32(even, odd));
+}

@@ -74,6 +74,10 @@ def kind_of(element: Element) -> Kind:
     return Kind.HALVES4 if halves else Kind.FLOAT4
 
 
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
 class Geometry(NamedTuple):
     """How K columns in groups become packed ones."""
 
@@ -87,8 +91,13 @@ class Geometry(NamedTuple):
     def of(cls, k: int, group: int) -> Geometry:
         """For K columns in groups of ``group``."""
         group = min(group, k)
-        blocks = -(-group // _LARGEST_BLOCK)
-        return cls(k, group, -(-k // group), -(-(-(-group // blocks)) // 8) * 8, blocks)
+        fewest = -(-group // _LARGEST_BLOCK)
+        # Blocks as large as can be, unless smaller ones leave less padding; 16 columns are quantized at once.
+        sizes = (
+            (_round_up(-(-group // blocks), unit), blocks) for blocks in range(fewest, 2 * fewest + 1) for unit in (16, 8)
+        )
+        block, blocks = min(sizes, key=lambda size: size[0] * size[1] + (group // 8 if size[0] % 16 else 0))
+        return cls(k, group, -(-k // group), block, blocks)
 
     @property
     def packed(self) -> int:

@@ -1,0 +1,135 @@
+// Convolutions: codes of whole images or windows, and products of windows that lie at a constant step.
+
+// CLAMP: values may lie beyond the codes; without it the scale was made for their largest.
+template <Type TYPE, bool CLAMP>
+static int32_t run_codes(const void* x, int64_t count, float inverse, int32_t zero, int8_t* codes) {
+  const F f = set_f(inverse), most = set_f(1e6f), least = set_f(-1e6f);
+  const I z = set_i(zero), high = set_i(127), low = set_i(-128);
+  const auto code = [&](F v) {
+    if (TYPE == I8) return round_i(v);
+    if (!CLAMP) return round_i(mul_f(v, f));
+    return max_i(min_i(add_i(round_i(max_f(min_f(mul_f(v, f), most), least)), z), high), low);
+  };
+  I sum = set_i(0);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    const I q = code(widen_f(x, i, TYPE));
+    sum = add_i(sum, q);
+    narrow_i(codes + i, q);
+  }
+  int32_t total = sum_i(sum);
+  if (i < count) {
+    alignas(64) float rest[LANES] = {0};
+    alignas(64) int8_t narrow[LANES];
+    widen((const char*)x + i * type_size(TYPE), TYPE, count - i, rest);
+    narrow_i(narrow, code(load_f(rest)));
+    for (int j = 0; i < count; i++, j++) codes[i] = narrow[j], total += narrow[j];
+  }
+  return total;
+}
+
+static int32_t quantize_run(const void* x, Type type, int64_t count, float inverse, int32_t zero, bool clamp,
+                            int8_t* codes) {
+  if (type == I8) return run_codes<I8, false>(x, count, inverse, zero, codes);
+  if (type == F32) return (clamp ? run_codes<F32, true> : run_codes<F32, false>)(x, count, inverse, zero, codes);
+  if (type == BF16) return (clamp ? run_codes<BF16, true> : run_codes<BF16, false>)(x, count, inverse, zero, codes);
+  return (clamp ? run_codes<F16, true> : run_codes<F16, false>)(x, count, inverse, zero, codes);
+}
+
+static int32_t magnitude(const void* x, Type type, int64_t count) {
+  const I all_but_sign = set_i(0x7fffffff);
+  I most = set_i(0);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) most = max_i(most, and_i(bits(widen_f(x, i, type)), all_but_sign));
+  if (i < count) {
+    alignas(64) float rest[LANES] = {0};
+    widen((const char*)x + i * type_size(type), type, count - i, rest);
+    most = max_i(most, and_i(bits(load_f(rest)), all_but_sign));
+  }
+  return largest_i(most);
+}
+
+template <bool FOUR, int R, int H>
+static void __attribute__((noinline))
+window_sweep(const uint8_t* codes, const Windows& x, int32_t offset, bool own_zeros, I (&result)[R][H]) {
+  constexpr int BYTES = LANES * 4;
+  const I mask = nibble_mask();
+  I acc[R][H];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < H; h++) acc[r][h] = set_i(own_zeros ? 0 : -offset * x.sums[r]);
+  for (int64_t t = 0; t < x.count; t++) {
+    const int8_t* q = x.x + x.taps[t];
+    for (int64_t c = 0; c < x.run; c += FOUR ? 8 : 4, codes += 128, q += FOUR ? 8 : 4) {
+      I low[H], high[H];
+      for (int h = 0; h < H; h++) {
+        prefetch(codes + 2048 + BYTES * h);
+        const I v = load_i(codes + BYTES * h);
+        if constexpr (FOUR) low[h] = low_nibbles(v, mask), high[h] = high_nibbles(v, mask);
+        else low[h] = SIGNED_CODES ? invert_top(v) : v;
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+        int32_t word;
+        __builtin_memcpy(&word, q + r * x.step, 4);
+        const I digits = set_i(word);
+        for (int h = 0; h < H; h++) {
+          if constexpr (FOUR) acc[r][h] = dot_4bit(acc[r][h], low[h], digits);
+          else acc[r][h] = dot(acc[r][h], low[h], digits);
+        }
+      }
+      if constexpr (FOUR) {
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+          int32_t word;
+          __builtin_memcpy(&word, q + 4 + r * x.step, 4);
+          const I digits = set_i(word);
+          for (int h = 0; h < H; h++) acc[r][h] = dot_4bit(acc[r][h], high[h], digits);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++) for (int h = 0; h < H; h++) result[r][h] = acc[r][h];
+}
+
+template <bool FOUR, int R>
+static void window_tile(const Weight& w, const Output& out, const Windows& x, int64_t nb, int first, int64_t row0) {
+  constexpr int H = TILE_COLUMNS / LANES;
+  const int64_t column = nb * COLUMNS + first * LANES;
+  if (column >= w.n) return;
+  const uint8_t* codes = w.data + nb * (w.at.packed() / (FOUR ? 8 : 4)) * 128 + first * LANES * 4;
+  const int signed_offset = SIGNED_CODES && !FOUR ? 128 : 0;
+  I acc[R][H];
+  window_sweep<FOUR, R, H>(codes, x, w.offset - signed_offset, w.zero, acc);
+  alignas(64) float bias[COLUMNS], values[COLUMNS];
+  read_bias(out, column, w.n, TILE_COLUMNS, bias);
+  for (int r = 0; r < R; r++) {
+    for (int h = 0; h < H; h++) {
+      const int64_t at = nb * COLUMNS + (first + h) * LANES;
+      I c = acc[r][h];
+      if (w.zero) c = sub_i(c, mul_i(sub_i(bytes_i(w.zero + at), set_i(signed_offset)), set_i(x.sums[r])));
+      if (w.sums) c = sub_i(c, mul_i(load_i(w.sums + at), set_i(x.zero)));
+      F v = mul_f(to_f(c), scales_f(w, at));
+      if (w.added) {
+        const float total = (float)(x.sums[r] - (int32_t)w.at.k * x.zero);
+        v = fma_f(widen_f(w.added, at, w.scale_type), set_f(total), v);
+      }
+      store_f(values + h * LANES, mul_f(v, set_f(x.scales[r])));
+    }
+    finish_row(out, row0 + r, column, w.n, TILE_COLUMNS, bias, values);
+  }
+}
+
+using WindowTile = void (*)(const Weight&, const Output&, const Windows&, int64_t, int, int64_t);
+
+template <bool FOUR, int R>
+static WindowTile choose_window(int count) {
+  if constexpr (R > DIGIT_ROWS) return nullptr;
+  else return count == R ? window_tile<FOUR, R> : choose_window<FOUR, R + 1>(count);
+}
+
+static void window_product(const Weight& w, const Output& out, const Windows& x, int64_t nb, int count, int64_t row0) {
+  const WindowTile run = w.element == INT4 ? choose_window<true, 1>(count) : choose_window<false, 1>(count);
+  for (int first = 0; first < COLUMNS / LANES; first += TILE_COLUMNS / LANES) run(w, out, x, nb, first, row0);
+}
