@@ -1,24 +1,16 @@
-// torch.ops.qcore_cpu.*: the kernels as ops on torch's stable ABI, so that one library serves torch 2.10 and newer.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
+// torch.ops.qcore_cpu.*: the kernels as ops on torch's stable C interface (abi.h).
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <optional>
+#include <initializer_list>
 #include <string>
 
+#include "abi.h"
 #include "conv.h"
 #include "core.h"
 
+namespace qcore_cpu {
 namespace {
-
-using namespace qcore_cpu;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Maybe = std::optional<Tensor>;
-
-[[noreturn]] void fail(const std::string& message) { throw std::runtime_error("qcore_cpu: " + message); }
 
 void check(bool right, const char* message) {
   if (!right) fail(message);
@@ -35,151 +27,154 @@ const Kernels& kernels() {
 }
 
 void parallel(int64_t begin, int64_t end, int64_t grain, void (*task)(int64_t, int64_t, void*), void* context) {
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, task, context));
+  ok(torch_parallel_for(begin, end, grain, task, context));
 }
 
 Pool pool() {
   uint32_t threads = 1;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
+  ok(torch_get_num_threads(&threads));
   return {static_cast<int>(threads), parallel};
 }
 
 Type type_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return F32;
-    case ScalarType::BFloat16: return BF16;
-    case ScalarType::Half: return F16;
-    case ScalarType::Char: return I8;
-    case ScalarType::Byte: return E8M0;
-    default: fail("a tensor has a dtype other than float32, bfloat16, float16, int8 and uint8");
-  }
+  const int32_t dtype = t.dtype();
+  if (dtype == aoti_torch_dtype_float32()) return F32;
+  if (dtype == aoti_torch_dtype_bfloat16()) return BF16;
+  if (dtype == aoti_torch_dtype_float16()) return F16;
+  if (dtype == aoti_torch_dtype_int8()) return I8;
+  if (dtype == aoti_torch_dtype_uint8()) return E8M0;
+  fail("a tensor has a dtype other than float32, bfloat16, float16, int8 and uint8");
 }
 
-ScalarType scalar_type(int64_t type) {
+int32_t dtype_of(int64_t type) {
   switch (type) {
-    case F32: return ScalarType::Float;
-    case BF16: return ScalarType::BFloat16;
-    case F16: return ScalarType::Half;
-    case I8: return ScalarType::Char;
+    case F32: return aoti_torch_dtype_float32();
+    case BF16: return aoti_torch_dtype_bfloat16();
+    case F16: return aoti_torch_dtype_float16();
+    case I8: return aoti_torch_dtype_int8();
     default: fail("no such type of results");
   }
 }
 
-Tensor empty(std::initializer_list<int64_t> sizes, ScalarType type) {
-  int64_t size[4], stride[4], all = 1;
+Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype) {
+  int64_t stride[4], all = 1;
   const auto n = static_cast<int64_t>(sizes.size());
-  std::copy(sizes.begin(), sizes.end(), size);
-  for (int64_t i = n - 1; i >= 0; i--) stride[i] = all, all *= size[i] ? size[i] : 1;
-  AtenTensorHandle handle;
-  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(n, size, stride, dtype, aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
+  for (int64_t i = n - 1; i >= 0; i--) stride[i] = all, all *= std::max<int64_t>(1, sizes.begin()[i]);
+  AtenTensorOpaque* made = nullptr;
+  ok(aoti_torch_empty_strided(n, sizes.begin(), stride, dtype, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
 }
 
-template <class T>
-const T* data(const Maybe& t) {
-  return t ? static_cast<const T*>(t->data_ptr()) : nullptr;
-}
-
-// The weight of one expert, or the only one.
+// The tensors of a packed weight, in the order that every op has them in.
 struct Parts {
-  const Tensor& data;
-  const Tensor& scale;
-  const Maybe& zero;
-  const Maybe& added;
-  const Maybe& sums;
-  const Maybe& table;
-  const Maybe& factor;
+  explicit Parts(Arguments& a)
+      : data(a.tensor()), scale(a.tensor()), zero(a.maybe_tensor()), added(a.maybe_tensor()), sums(a.maybe_tensor()),
+        table(a.maybe_tensor()), factor(a.maybe_tensor()) {}
+  Tensor data, scale, zero, added, sums, table, factor;
+
+  Weight weight(int64_t n, int64_t k, int64_t group, int64_t element, int64_t mode, bool divides) const {
+    Weight w{};
+    w.n = n;
+    w.at = geometry(k, group);
+    w.element = static_cast<Element>(element);
+    w.data = data.data<uint8_t>();
+    w.scale = scale.data();
+    w.scale_type = type_of(scale);
+    w.factor = w.divisor = 1.0f;
+    if (factor) (divides ? w.divisor : w.factor) = *factor.data<float>();
+    w.zero = zero.data<uint8_t>();
+    w.added = added.data();
+    w.sums = sums.data<int32_t>();
+    w.offset = element == INT4 ? 8 : element == TABLE4 ? HALVES_OFFSET : 128;
+    w.table = table.data<float>();
+    if (element == TABLE4) {  // halves of whole numbers: fp4
+      w.factor *= 0.5f;
+      for (int i = 0; i < 16; i++) w.whole[i] = static_cast<uint8_t>(static_cast<int>(2.0f * w.table[i]) + w.offset);
+      w.table = nullptr;
+    }
+    w.fold = fold_of(w.at, static_cast<Mode>(mode));
+    check(data.numel() >= bytes(w), "the packed weight is smaller than its shape says");
+    return w;
+  }
+
+  // Of the codes of one expert or channel group.
+  static int64_t bytes(const Weight& w) {
+    return ceil_div(w.n, COLUMNS) * w.at.packed() * COLUMNS / (w.element == INT8 || w.element == FLOAT8 ? 1 : 2);
+  }
+
+  static constexpr int HALVES_OFFSET = 12;
 };
 
-Weight weight_of(const Parts& p, int64_t n, int64_t k, int64_t group, int64_t element, Mode mode, bool divides) {
-  Weight w{};
-  w.n = n;
-  w.at = geometry(k, group);
-  w.element = static_cast<Element>(element);
-  w.data = static_cast<const uint8_t*>(p.data.data_ptr());
-  w.scale = p.scale.data_ptr();
-  w.scale_type = type_of(p.scale);
-  w.factor = w.divisor = 1.0f;
-  if (p.factor) (divides ? w.divisor : w.factor) = *data<float>(p.factor);
-  w.zero = data<uint8_t>(p.zero);
-  w.added = p.added ? p.added->data_ptr() : nullptr;
-  w.sums = data<int32_t>(p.sums);
-  w.offset = element == INT4 ? 8 : 128;
-  if (element == TABLE4) {  // halves of whole numbers: fp4
-    const float* values = data<float>(p.table);
-    w.offset = 12;
-    w.factor *= 0.5f;
-    for (int i = 0; i < 16; i++) w.whole[i] = static_cast<uint8_t>(static_cast<int>(2.0f * values[i]) + w.offset);
-  } else {
-    w.table = data<float>(p.table);
-  }
-  w.fold = fold_of(w.at, mode);
-  const int64_t blocks = (n + COLUMNS - 1) / COLUMNS;
-  const int64_t bytes = blocks * w.at.packed() * COLUMNS / (element == INT8 || element == FLOAT8 ? 1 : 2);
-  check(p.data.numel() % (bytes ? bytes : 1) == 0 && p.data.numel() >= bytes, "the packed weight has another size");
-  return w;
-}
+// n, k, group, element, mode and divides follow each other in the schemas.
+struct Form {
+  explicit Form(Arguments& a)
+      : n(a.integer()), k(a.integer()), group(a.integer()), element(a.integer()), mode(a.integer()), divides(a.boolean()) {}
+  int64_t n, k, group, element, mode;
+  bool divides;
+};
 
-Input input_of(const Tensor& x, int64_t rows, int64_t k, int64_t mode, double scale, int64_t zero, const Maybe& scales,
-               const Maybe& zeros) {
+Input input_of(const Tensor& x, int64_t rows, int64_t k, int64_t mode, double scale, int64_t zero) {
   Input in{};
-  in.x = x.data_ptr();
+  in.x = x.data();
   in.type = type_of(x);
   in.rows = rows;
   in.stride = k;
   in.mode = static_cast<Mode>(mode);
   in.scale = static_cast<float>(scale);
   in.zero = static_cast<int32_t>(zero);
-  in.scales = data<float>(scales);
-  in.zeros = data<int32_t>(zeros);
   return in;
 }
 
-Output output_of(const Tensor& y, int64_t n, const Maybe& bias, double scale, int64_t zero, const Maybe& scales,
-                 const Maybe& zeros) {
+Output output_of(const Tensor& y, int64_t n, const Tensor& bias, double scale, int64_t zero) {
   Output out{};
-  out.y = y.data_ptr();
+  out.y = y.data();
   out.type = type_of(y);
   out.stride = n;
-  if (bias) out.bias = bias->data_ptr(), out.bias_type = type_of(*bias);
+  if (bias) out.bias = bias.data(), out.bias_type = type_of(bias);
   out.scale = static_cast<float>(scale);
   out.zero = static_cast<int32_t>(zero);
-  out.scales = data<float>(scales);
-  out.zeros = data<int32_t>(zeros);
   return out;
 }
 
-Tensor linear_op(Tensor x, Tensor packed, Tensor scale, Maybe zero, Maybe added, Maybe sums, Maybe table, Maybe factor,
-                 Maybe bias, Maybe x_scale, Maybe x_zero, Maybe out_scale, Maybe out_zero, int64_t n, int64_t k,
-                 int64_t group, int64_t element, int64_t mode, bool divides, double given_scale, int64_t given_zero,
-                 double result_scale, int64_t result_zero, int64_t result) {
-  const int64_t rows = x.numel() / k;
-  Tensor y = empty({rows, n}, scalar_type(result));
-  const Weight w = weight_of({packed, scale, zero, added, sums, table, factor}, n, k, group, element,
-                             static_cast<Mode>(mode), divides);
-  const Input in = input_of(x, rows, k, mode, given_scale, given_zero, x_scale, x_zero);
-  const Output out = output_of(y, n, bias, result_scale, result_zero, out_scale, out_zero);
+Tensor linear_op(Arguments& a) {
+  const Tensor x = a.tensor();
+  const Parts parts(a);
+  const Tensor bias = a.maybe_tensor(), x_scale = a.maybe_tensor(), x_zero = a.maybe_tensor();
+  const Tensor out_scale = a.maybe_tensor(), out_zero = a.maybe_tensor();
+  const Form form(a);
+  const double given_scale = a.number();
+  const int64_t given_zero = a.integer();
+  const double result_scale = a.number();
+  const int64_t result_zero = a.integer(), result = a.integer();
+  const int64_t rows = x.numel() / form.k;
+  Tensor y = empty({rows, form.n}, dtype_of(result));
+  const Weight w = parts.weight(form.n, form.k, form.group, form.element, form.mode, form.divides);
+  Input in = input_of(x, rows, form.k, form.mode, given_scale, given_zero);
+  in.scales = x_scale.data<float>(), in.zeros = x_zero.data<int32_t>();
+  Output out = output_of(y, form.n, bias, result_scale, result_zero);
+  out.scales = out_scale.data<float>(), out.zeros = out_zero.data<int32_t>();
   check(linear(kernels(), pool(), w, in, out), "out of memory");
   return y;
 }
 
-Tensor grouped_linear_op(Tensor x, Tensor packed, Tensor scale, Maybe zero, Maybe added, Maybe sums, Maybe table,
-                         Maybe factor, Maybe bias, Tensor offsets, int64_t n, int64_t k, int64_t group, int64_t element,
-                         int64_t mode, bool divides, double given_scale, int64_t given_zero, int64_t result) {
-  const int64_t rows = x.numel() / k, experts = offsets.numel();
-  Tensor y = empty({rows, n}, scalar_type(result));
-  const Type type = static_cast<Type>(result);
-  const int64_t size = type == F32 ? 4 : 2;
+Tensor grouped_linear_op(Arguments& a) {
+  const Tensor x = a.tensor();
+  const Parts parts(a);
+  const Tensor bias = a.maybe_tensor(), offsets = a.tensor();
+  const Form form(a);
+  const double given_scale = a.number();
+  const int64_t given_zero = a.integer(), result = a.integer();
+  const int64_t rows = x.numel() / form.k, experts = offsets.numel(), n = form.n;
+  Tensor y = empty({rows, n}, dtype_of(result));
   const Pool threads = pool();
-  const int32_t* ends = static_cast<const int32_t*>(offsets.data_ptr());
-  const int64_t blocks = (n + COLUMNS - 1) / COLUMNS;
-  const Weight first = weight_of({packed, scale, zero, added, sums, table, factor}, n, k, group, element,
-                                 static_cast<Mode>(mode), divides);
+  const int32_t* ends = offsets.data<int32_t>();
+  const Weight first = parts.weight(n, form.k, form.group, form.element, form.mode, form.divides);
+  const int64_t bytes = Parts::bytes(first), blocks = ceil_div(n, COLUMNS);
   const int64_t parameters = blocks * first.at.groups * COLUMNS;
-  const int64_t scale_size = first.scale_type == F32 ? 4 : first.scale_type == E8M0 ? 1 : 2;
-  const int64_t bytes = blocks * first.at.packed() * COLUMNS / (element == INT8 || element == FLOAT8 ? 1 : 2);
+  check(parts.data.numel() >= experts * bytes, "there are fewer packed experts than offsets");
+  const Input all = input_of(x, rows, form.k, form.mode, given_scale, given_zero);
+  const Output whole = output_of(y, n, bias, 1.0, 0);
+  const int64_t size = bytes_of_type(whole.type);
   int64_t start = 0;
   for (int64_t e = 0; e < experts; e++) {
     const int64_t end = ends[e];
@@ -187,139 +182,167 @@ Tensor grouped_linear_op(Tensor x, Tensor packed, Tensor scale, Maybe zero, Mayb
     if (end == start) continue;
     Weight w = first;
     w.data += e * bytes;
-    w.scale = static_cast<const char*>(w.scale) + e * parameters * scale_size;
+    w.scale = static_cast<const char*>(w.scale) + e * parameters * bytes_of_type(w.scale_type);
     if (w.zero) w.zero += e * parameters;
-    if (w.added) w.added = static_cast<const char*>(w.added) + e * parameters * scale_size;
+    if (w.added) w.added = static_cast<const char*>(w.added) + e * parameters * bytes_of_type(w.scale_type);
     if (w.sums) w.sums += e * blocks * w.folds() * COLUMNS;
-    if (factor && factor->numel() > 1) {
-      const float own = data<float>(factor)[e];
-      if (divides) w.divisor = own;
-      else w.factor = element == TABLE4 ? 0.5f * own : own;
+    if (parts.factor && parts.factor.numel() > 1) {
+      const float own = parts.factor.data<float>()[e];
+      (form.divides ? w.divisor : w.factor) = own * (!form.divides && form.element == TABLE4 ? 0.5f : 1.0f);
     }
-    Input in = input_of(x, end - start, k, mode, given_scale, given_zero, std::nullopt, std::nullopt);
-    in.x = static_cast<const char*>(in.x) + start * k * (in.type == F32 ? 4 : in.type == I8 ? 1 : 2);
-    Output out = output_of(y, n, bias, 1.0, 0, std::nullopt, std::nullopt);
+    Input in = all;
+    in.rows = end - start;
+    in.x = static_cast<const char*>(in.x) + start * form.k * bytes_of_type(in.type);
+    Output out = whole;
     out.y = static_cast<char*>(out.y) + start * n * size;
-    if (out.bias) out.bias = static_cast<const char*>(out.bias) + e * n * (out.bias_type == F32 ? 4 : 2);
+    if (out.bias) out.bias = static_cast<const char*>(out.bias) + e * n * bytes_of_type(out.bias_type);
     check(linear(kernels(), threads, w, in, out), "out of memory");
     start = end;
   }
-  std::memset(static_cast<char*>(y.data_ptr()) + start * n * size, 0, static_cast<size_t>((rows - start) * n * size));
+  std::memset(static_cast<char*>(whole.y) + start * n * size, 0, static_cast<size_t>((rows - start) * n * size));
   return y;
 }
 
-Tensor conv2d_op(Tensor x, Tensor packed, Tensor scale, Maybe zero, Maybe added, Maybe sums, Maybe table, Maybe factor,
-                 Maybe bias, int64_t channels, int64_t n, int64_t groups, int64_t group, int64_t element, int64_t mode,
-                 bool divides, double given_scale, int64_t given_zero, double result_scale, int64_t result_zero,
-                 int64_t result, int64_t kh, int64_t kw, int64_t sh, int64_t sw, int64_t ph, int64_t pw, int64_t dh,
-                 int64_t dw) {
-  const auto sizes = x.sizes();  // (batch, height, width, channels)
+Tensor conv2d_op(Arguments& a) {
+  const Tensor x = a.tensor();  // (batch, height, width, channels)
+  const Parts parts(a);
+  const Tensor bias = a.maybe_tensor();
+  const int64_t channels = a.integer(), n = a.integer(), groups = a.integer(), group = a.integer();
+  const int64_t element = a.integer(), mode = a.integer();
+  const bool divides = a.boolean();
+  const double given_scale = a.number();
+  const int64_t given_zero = a.integer();
+  const double result_scale = a.number();
+  const int64_t result_zero = a.integer(), result = a.integer();
   Image image{};
-  image.batch = sizes[0], image.height = sizes[1], image.width = sizes[2], image.channels = channels;
-  image.kh = kh, image.kw = kw, image.sh = sh, image.sw = sw, image.ph = ph, image.pw = pw, image.dh = dh, image.dw = dw;
+  image.batch = x.size(0), image.height = x.size(1), image.width = x.size(2), image.channels = channels;
   image.groups = groups;
-  check(sizes[3] == channels, "x has another number of channels");
+  for (int64_t* side : {&image.kh, &image.kw, &image.sh, &image.sw, &image.ph, &image.pw, &image.dh, &image.dw})
+    *side = a.integer();
+  check(x.size(3) == channels, "x has another number of channels");
   check(image.out_height() > 0 && image.out_width() > 0, "the image is smaller than the kernel");
-  Tensor y = empty({image.batch, image.out_height(), image.out_width(), n}, scalar_type(result));
-  const int64_t k = kh * kw * (channels / groups), each = n / groups;
-  Weight w = weight_of({packed, scale, zero, added, sums, table, factor}, each, k, group, element,
-                       static_cast<Mode>(mode), divides);
-  const Input in = input_of(x, 0, channels, mode, given_scale, given_zero, std::nullopt, std::nullopt);
-  const Output out = output_of(y, n, bias, result_scale, result_zero, std::nullopt, std::nullopt);
+  Tensor y = empty({image.batch, image.out_height(), image.out_width(), n}, dtype_of(result));
+  const int64_t k = image.kh * image.kw * (channels / groups);
+  const Weight w = parts.weight(n / groups, k, group, element, mode, divides);
+  const Input in = input_of(x, 0, channels, mode, given_scale, given_zero);
+  const Output out = output_of(y, n, bias, result_scale, result_zero);
   check(convolve(kernels(), pool(), w, image, in, out), "out of memory");
   return y;
 }
 
-Tensor embedding_op(Tensor indices, Tensor codes, Tensor scale, Maybe zero, Maybe added, Maybe values, Maybe factor,
-                    int64_t v, int64_t k, int64_t group, int64_t element, bool divides, int64_t result) {
-  const int64_t count = indices.numel();
-  Tensor y = empty({count, k}, scalar_type(result));
+Tensor embedding_op(Arguments& a) {
+  const Tensor indices = a.tensor(), codes = a.tensor(), scale = a.tensor(), zero = a.maybe_tensor();
+  const Tensor added = a.maybe_tensor(), values = a.maybe_tensor(), factor = a.maybe_tensor();
+  const int64_t v = a.integer(), k = a.integer(), group = a.integer(), element = a.integer();
+  const bool divides = a.boolean();
+  const int64_t result = a.integer(), count = indices.numel();
+  Tensor y = empty({count, k}, dtype_of(result));
   Table t{};
   t.v = v, t.k = k, t.group = std::min(group, k);
   t.element = static_cast<Element>(element);
-  t.data = static_cast<const uint8_t*>(codes.data_ptr());
-  t.row_bytes = codes.numel() / (v ? v : 1);
-  t.scale = scale.data_ptr(), t.scale_type = type_of(scale);
+  t.data = codes.data<uint8_t>();
+  t.row_bytes = codes.numel() / std::max<int64_t>(1, v);
+  t.scale = scale.data(), t.scale_type = type_of(scale);
   t.factor = t.divisor = 1.0f;
-  if (factor) (divides ? t.divisor : t.factor) = *data<float>(factor);
-  t.zero = data<int8_t>(zero);
-  t.added = added ? added->data_ptr() : nullptr;
-  t.table = data<float>(values);
+  if (factor) (divides ? t.divisor : t.factor) = *factor.data<float>();
+  t.zero = zero.data<int8_t>();
+  t.added = added.data();
+  t.table = values.data<float>();
   t.out = static_cast<Type>(result);
-  const bool wide = indices.scalar_type() == ScalarType::Long;
-  const void* at = indices.data_ptr();
+  const bool wide = indices.dtype() == aoti_torch_dtype_int64();
+  const void* at = indices.data();
   const auto index = [&](int64_t i) -> int64_t {
     return wide ? static_cast<const int64_t*>(at)[i] : static_cast<const int32_t*>(at)[i];
   };
   for (int64_t i = 0; i < count; i++) check(index(i) >= 0 && index(i) < v, "an index is outside the table");
-  const int64_t size = t.out == F32 ? 4 : 2;
-  const Kernels& k_ = kernels();
-  const auto gather = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      if (i + 2 < end) {  // the row after the next is on its way
-        for (int64_t b = 0; b < t.row_bytes; b += 64) __builtin_prefetch(t.data + index(i + 2) * t.row_bytes + b);
-      }
-      k_.lookup(t, index(i), static_cast<char*>(y.data_ptr()) + i * k * size);
+  char* to = y.data<char>();
+  const int64_t size = bytes_of_type(t.out);
+  const Kernels& use = kernels();
+  each(pool(), count, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, k)), [&](int64_t i) {
+    if (i + 2 < count) {  // the row after the next is on its way
+      for (int64_t b = 0; b < t.row_bytes; b += 64) __builtin_prefetch(t.data + index(i + 2) * t.row_bytes + b);
     }
-  };
-  torch::stable::parallel_for(0, count, std::max<int64_t>(1, 16384 / (k ? k : 1)), gather);
+    use.lookup(t, index(i), to + i * k * size);
+  });
   return y;
 }
 
-Tensor pack_op(Tensor codes, int64_t group, int64_t bits, int64_t offset) {
-  const auto sizes = codes.sizes();
-  const int64_t n = sizes[0], k = sizes[1], blocks = (n + COLUMNS - 1) / COLUMNS;
-  const Geometry at = geometry(k, group);
-  Tensor packed = empty({blocks, at.packed() / (bits == 4 ? 8 : 4), 128}, ScalarType::Byte);
-  pack(pool(), static_cast<const uint8_t*>(codes.data_ptr()), static_cast<uint8_t*>(packed.data_ptr()), n, at,
-       static_cast<int>(bits), static_cast<int>(offset));
+Tensor pack_op(Arguments& a) {
+  const Tensor codes = a.tensor();
+  const int64_t group = a.integer(), bits = a.integer(), offset = a.integer();
+  const int64_t n = codes.size(0);
+  const Geometry at = geometry(codes.size(1), group);
+  Tensor packed = empty({ceil_div(n, COLUMNS), at.packed() / (bits == 4 ? 8 : 4), 128}, aoti_torch_dtype_uint8());
+  pack(pool(), codes.data<uint8_t>(), packed.data<uint8_t>(), n, at, static_cast<int>(bits), static_cast<int>(offset));
   return packed;
 }
 
-Tensor unpack_op(Tensor packed, int64_t n, int64_t k, int64_t group, int64_t bits, int64_t offset) {
-  Tensor codes = empty({n, k}, ScalarType::Byte);
-  unpack(pool(), static_cast<const uint8_t*>(packed.data_ptr()), static_cast<uint8_t*>(codes.data_ptr()), n,
-         geometry(k, group), static_cast<int>(bits), static_cast<int>(offset));
+Tensor unpack_op(Arguments& a) {
+  const Tensor packed = a.tensor();
+  const int64_t n = a.integer(), k = a.integer(), group = a.integer(), bits = a.integer(), offset = a.integer();
+  Tensor codes = empty({n, k}, aoti_torch_dtype_uint8());
+  unpack(pool(), packed.data<uint8_t>(), codes.data<uint8_t>(), n, geometry(k, group), static_cast<int>(bits),
+         static_cast<int>(offset));
   return codes;
 }
 
+template <Tensor (*OP)(Arguments&)>
+void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  stack[0] = reinterpret_cast<StableIValue>(OP(arguments).release());
+}
+
+#define QCORE_WEIGHT \
+  "Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? added, Tensor? sums, Tensor? table, Tensor? factor, "
+#define QCORE_FORM "int n, int k, int group, int element, int mode, bool divides, float given_scale, int given_zero, "
+
+struct Op {
+  const char* name;
+  const char* schema;
+  BoxedKernel kernel;
+};
+constexpr Op OPS[] = {
+    {"linear",
+     "linear(" QCORE_WEIGHT
+     "Tensor? bias, Tensor? x_scale, Tensor? x_zero, Tensor? out_scale, Tensor? out_zero, " QCORE_FORM
+     "float result_scale, int result_zero, int result) -> Tensor",
+     boxed<linear_op>},
+    {"grouped_linear",
+     "grouped_linear(" QCORE_WEIGHT "Tensor? bias, Tensor offsets, " QCORE_FORM "int result) -> Tensor",
+     boxed<grouped_linear_op>},
+    {"conv2d",
+     "conv2d(" QCORE_WEIGHT
+     "Tensor? bias, int channels, int n, int groups, int group, int element, int mode, bool divides, float given_scale, "
+     "int given_zero, float result_scale, int result_zero, int result, int kh, int kw, int sh, int sw, int ph, int pw, "
+     "int dh, int dw) -> Tensor",
+     boxed<conv2d_op>},
+    {"embedding",
+     "embedding(Tensor indices, Tensor codes, Tensor scale, Tensor? zero, Tensor? added, Tensor? values, "
+     "Tensor? factor, int v, int k, int group, int element, bool divides, int result) -> Tensor",
+     boxed<embedding_op>},
+    {"pack", "pack(Tensor codes, int group, int bits, int offset) -> Tensor", boxed<pack_op>},
+    {"unpack", "unpack(Tensor packed, int n, int k, int group, int bits, int offset) -> Tensor", boxed<unpack_op>},
+};
+
+// When the library is loaded. The two registries are kept for the life of the process, as torch keeps its own.
+const bool registered = [] {
+  TorchLibraryOpaque *definitions = nullptr, *kernels = nullptr;
+  ok(aoti_torch_library_init_fragment("qcore_cpu", "ops.cpp", __LINE__, &definitions));
+  ok(aoti_torch_library_init_impl("qcore_cpu", "CPU", "ops.cpp", __LINE__, &kernels));
+  for (const Op& op : OPS) {
+    ok(aoti_torch_library_def(definitions, op.schema));
+    ok(torch_library_impl(kernels, op.name, op.kernel, TORCH_VERSION));
+  }
+  return true;
+}();
+
 }  // namespace
-
-STABLE_TORCH_LIBRARY(qcore_cpu, m) {
-  m.def(
-      "linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? added, Tensor? sums, Tensor? table, "
-      "Tensor? factor, Tensor? bias, Tensor? x_scale, Tensor? x_zero, Tensor? out_scale, Tensor? out_zero, int n, "
-      "int k, int group, int element, int mode, bool divides, float given_scale, int given_zero, float result_scale, "
-      "int result_zero, int result) -> Tensor");
-  m.def(
-      "grouped_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? added, Tensor? sums, Tensor? table, "
-      "Tensor? factor, Tensor? bias, Tensor offsets, int n, int k, int group, int element, int mode, bool divides, "
-      "float given_scale, int given_zero, int result) -> Tensor");
-  m.def(
-      "conv2d(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? added, Tensor? sums, Tensor? table, "
-      "Tensor? factor, Tensor? bias, int channels, int n, int groups, int group, int element, int mode, bool divides, "
-      "float given_scale, int given_zero, float result_scale, int result_zero, int result, int kh, int kw, int sh, "
-      "int sw, int ph, int pw, int dh, int dw) -> Tensor");
-  m.def(
-      "embedding(Tensor indices, Tensor codes, Tensor scale, Tensor? zero, Tensor? added, Tensor? values, "
-      "Tensor? factor, int v, int k, int group, int element, bool divides, int result) -> Tensor");
-  m.def("pack(Tensor codes, int group, int bits, int offset) -> Tensor");
-  m.def("unpack(Tensor packed, int n, int k, int group, int bits, int offset) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(qcore_cpu, CPU, m) {
-  m.impl("linear", TORCH_BOX(&linear_op));
-  m.impl("grouped_linear", TORCH_BOX(&grouped_linear_op));
-  m.impl("conv2d", TORCH_BOX(&conv2d_op));
-  m.impl("embedding", TORCH_BOX(&embedding_op));
-  m.impl("pack", TORCH_BOX(&pack_op));
-  m.impl("unpack", TORCH_BOX(&unpack_op));
-}
+}  // namespace qcore_cpu
 
 #define QCORE_EXPORT extern "C" __attribute__((visibility("default")))
 // For `qcore doctor` and tests, without torch's dispatcher.
-QCORE_EXPORT const char* qcore_cpu_isas() { return kernel_names(); }
+QCORE_EXPORT const char* qcore_cpu_isas() { return qcore_cpu::kernel_names(); }
 QCORE_EXPORT const char* qcore_cpu_isa() {
-  const Kernels* k = kernels_for(std::getenv("QCORE_CPU_ISA"));
-  return k ? k->name : nullptr;
+  const qcore_cpu::Kernels* found = qcore_cpu::kernels_for(std::getenv("QCORE_CPU_ISA"));
+  return found ? found->name : nullptr;
 }

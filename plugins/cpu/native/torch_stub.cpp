@@ -1,0 +1,22 @@
+// Stands in for libtorch_cpu when the library is linked, so that its name is on the list of what is needed. It is never
+// installed: at run time the libtorch_cpu that `import torch` has loaded serves.
+#define QCORE_STUB(name) extern "C" __attribute__((visibility("default"))) void name() {}
+QCORE_STUB(aoti_torch_library_init_fragment)
+QCORE_STUB(aoti_torch_library_init_impl)
+QCORE_STUB(aoti_torch_library_def)
+QCORE_STUB(torch_library_impl)
+QCORE_STUB(torch_parallel_for)
+QCORE_STUB(torch_get_num_threads)
+QCORE_STUB(aoti_torch_delete_tensor_object)
+QCORE_STUB(aoti_torch_get_data_ptr)
+QCORE_STUB(aoti_torch_get_numel)
+QCORE_STUB(aoti_torch_get_sizes)
+QCORE_STUB(aoti_torch_get_dtype)
+QCORE_STUB(aoti_torch_empty_strided)
+QCORE_STUB(aoti_torch_device_type_cpu)
+QCORE_STUB(aoti_torch_dtype_float32)
+QCORE_STUB(aoti_torch_dtype_bfloat16)
+QCORE_STUB(aoti_torch_dtype_float16)
+QCORE_STUB(aoti_torch_dtype_int8)
+QCORE_STUB(aoti_torch_dtype_uint8)
+QCORE_STUB(aoti_torch_dtype_int64)
