@@ -26,9 +26,14 @@ DIST = ROOT / "dist"
 CORE = ROOT / "core"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 DEBIAN = {
+    "cpu": ("cmake", "g++"),
+    "cpu, tests of Arm": ("g++-aarch64-linux-gnu", "qemu-user"),
     "vulkan": ("cmake", "g++", "glslc", "libvulkan-dev", "mesa-vulkan-drivers", "vulkan-validationlayers"),
 }
-"""What a plugin needs of the system, as Debian packages: to build it, and for a device that its tests run on."""
+"""What a plugin needs of the system, as Debian packages: to build it, and for a device that its tests run on.
+
+Where the second of `cpu` is missing, tests of Arm are skipped, and nothing is left out.
+"""
 PROGRAMS = {"cmake", "g++", "glslc"}  # what is looked for where packages are of another kind
 PINNED = ("-c", str(ROOT / "constraints.txt"))
 BIN = "Scripts" if os.name == "nt" else "bin"
@@ -68,7 +73,7 @@ GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
 """There for a GPU that Triton compiles for."""
 
 MAX_LINES = 500
-SOURCES = {".comp", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".md", ".py", ".sh", ".toml", ".yaml"}
+SOURCES = {".comp", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".inl", ".md", ".py", ".sh", ".toml", ".yaml"}
 
 
 def _group(name: str) -> tuple[str, ...]:
@@ -93,7 +98,7 @@ def _buildable(session: nox.Session) -> list[Path]:
         return PLUGINS
     for name, packages in missing.items():
         if packages:
-            session.warn(f"plugin {name} is left out: it needs\n  apt-get install {' '.join(packages)}")
+            session.warn(f"{name}: left out, it needs\n  apt-get install {' '.join(packages)}")
     return [path for path in PLUGINS if not missing.get(path.name)]
 
 

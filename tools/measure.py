@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (
-    "core/src/qcore", "plugins/cuda/src/qcore_cuda", "plugins/triton/src/qcore_triton",
+    "core/src/qcore", "plugins/cpu/src/qcore_cpu", "plugins/cuda/src/qcore_cuda", "plugins/triton/src/qcore_triton",
     "plugins/vulkan/src/qcore_vulkan", "plugins/xla/src/qcore_xla", "plugins/xpu/src/qcore_xpu",
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from ..discovery.registry import registry
 from ..errors import QcoreError
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
-_RESERVED = {"all", "cuda", "qcore", "testing", "torch", "vulkan", "xla", "xpu"}
+_RESERVED = {"all", "cpu", "cuda", "qcore", "testing", "torch", "vulkan", "xla", "xpu"}
 """Names of qcore's own plugins and extras, whether or not they are installed."""
 
 _FILES = {

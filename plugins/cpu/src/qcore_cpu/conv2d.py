@@ -6,13 +6,20 @@ import torch
 from torch import Tensor
 
 from qcore import Conv2dRequest, QTensor
-from qcore.plugin_api import FLOATS, Kernel, Packed, check_image, check_weight, given_numbers, laid_out_like, output_size
+from qcore.plugin_api import (
+    FLOATS,
+    Kernel,
+    Packed,
+    check_image,
+    check_weight,
+    given_numbers,
+    laid_out_like,
+    output_size,
+)
 
 from . import ops
-from .layout import Mode, WeightLayout, needs_sums
-
-FEWEST_CHANNELS = 8
-"""Output channels of a group: fewer would leave most of 32 columns empty."""
+from .kinds import Mode, needs_sums
+from .layout import WeightLayout
 
 
 class CpuConv2d(Kernel):
@@ -54,9 +61,7 @@ class CpuConv2d(Kernel):
     def unpack(self, packed: Packed) -> QTensor:
         shared = {name: t for name, t in packed.items() if name in ("table", "global_scale")}
         cut = {name: t.chunk(self.groups) for name, t in packed.items() if name not in shared}
-        parts = [
-            self.layout.unpack({**{name: t[g] for name, t in cut.items()}, **shared}) for g in range(self.groups)
-        ]
+        parts = [self.layout.unpack({**{name: t[g] for name, t in cut.items()}, **shared}) for g in range(self.groups)]
         return parts[0] if self.groups == 1 else QTensor.cat(parts)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from qcore import Conv2dRequest, DynamicInt8, StaticInt8
 from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
 
+from .kinds import Kind, kind_of
+
+_FEWEST_CHANNELS = 8
+"""Output channels of a group: fewer would leave most of 32 columns empty."""
 _LARGEST_K = 1 << 30
 """The library numbers packed columns with 32 bits."""
 
@@ -22,8 +26,6 @@ def _why_not_activation(request: AnyRequest) -> str:
         return ""
     if not isinstance(activation, (DynamicInt8, StaticInt8)):
         return "fp8 activations have no kernel on CPUs; torch ops run this layer."
-    from .layout import Kind, kind_of
-
     if kind_of(request.weight.element) in (Kind.FLOAT4, Kind.FLOAT8):
         return f"{request.weight.dtype} weights with int8 activations have no kernel here; torch ops run this layer."
     return ""
@@ -34,10 +36,8 @@ def _why_not_size(request: AnyRequest) -> str:
         return f"K={request.k} is more than this kernel numbers; torch ops run this layer."
     if not isinstance(request, Conv2dRequest):
         return ""
-    from .conv2d import FEWEST_CHANNELS
-
     own = request.out_channels // request.groups
-    if request.groups > 1 and own < FEWEST_CHANNELS:
+    if request.groups > 1 and own < _FEWEST_CHANNELS:
         return (
             f"a convolution of {request.groups} groups with {own} output channels each leaves most of a block of 32 "
             f"empty; torch ops run this layer."

@@ -10,7 +10,8 @@ from qcore import EmbeddingRequest, QTensor, ScaleType, ZeroPoint
 from qcore.plugin_api import Kernel, Packed, check_indices, check_weight, has_values
 
 from . import ops
-from .layout import Kind, _exact, kind_of
+from .kinds import Kind, kind_of
+from .layout import readable_scale
 
 
 class CpuEmbedding(Kernel):
@@ -39,7 +40,7 @@ class CpuEmbedding(Kernel):
         if self.kind.bits == 4:
             codes = pad(codes & 15, (0, self.k % 2))
             codes = codes[:, 0::2] | codes[:, 1::2] << 4
-        packed = {"data": codes.clone(), "scale": _exact(weight.scale).t().contiguous()}
+        packed = {"data": codes.clone(), "scale": readable_scale(weight.scale).t().contiguous()}
         zero = weight.integer_zero() if self.format.zero is ZeroPoint.INT else weight.zero
         if zero is not None:
             packed["zero"] = zero.t().contiguous()

@@ -9,7 +9,8 @@ from qcore import FormatError, QTensor
 from qcore.plugin_api import FLOATS, GroupedLinearRequest, Kernel, Packed, check_offsets, check_weight, given_numbers
 
 from . import ops
-from .layout import Mode, WeightLayout, needs_sums
+from .kinds import Mode, needs_sums
+from .layout import WeightLayout
 
 
 class CpuGroupedLinear(Kernel):

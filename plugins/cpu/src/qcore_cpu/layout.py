@@ -6,111 +6,18 @@ Output features stand in blocks of 32, columns of x in groups padded to whole bl
 
 from __future__ import annotations
 
-import enum
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore import DynamicInt8, Format, QTensor, ScaleType, StaticInt8, ZeroPoint
-from qcore.plugin_api import Activation, Element, Packed
+from qcore import Format, QTensor, ScaleType, ZeroPoint
+from qcore.plugin_api import Packed
 
 from . import ops
+from .geometry import Geometry
+from .kinds import Kind, kind_of
 
 COLUMNS = 32
-_LARGEST_BLOCK, _LARGEST_FOLD = 128, 16384
-
-
-class Kind(enum.IntEnum):
-    """How the library reads codes; the numbers are its own."""
-
-    INT4 = 0
-    INT8 = 1
-    HALVES4 = 2
-    """A 4-bit table of halves of whole numbers up to 6: fp4 (e2m1)."""
-    FLOAT4 = 3
-    FLOAT8 = 4
-
-    @property
-    def bits(self) -> int:
-        """Bits of a packed code."""
-        return 8 if self in (Kind.INT8, Kind.FLOAT8) else 4
-
-    @property
-    def offset(self) -> int:
-        """What is added to codes, so that they are unsigned."""
-        return {Kind.INT4: 8, Kind.INT8: 128}.get(self, 0)
-
-
-class Mode(enum.IntEnum):
-    """How x becomes rows of int8; the numbers are the library's."""
-
-    DIGITS = 0
-    DYNAMIC = 1
-    AFFINE = 2
-    STATIC = 3
-    TOKEN = 4
-
-    @classmethod
-    def of(cls, activation: Activation | None) -> Mode:
-        """The mode for an int8 activation, or for none."""
-        if activation is None:
-            return cls.DIGITS
-        if isinstance(activation, DynamicInt8):
-            return cls.DYNAMIC if activation.symmetric else cls.AFFINE
-        assert isinstance(activation, StaticInt8)  # others are refused
-        return cls.TOKEN if activation.per_token else cls.STATIC
-
-
-def kind_of(element: Element) -> Kind:
-    """How the codes of an element are read."""
-    if element.is_integer:
-        return Kind.INT4 if element.container_bits == 4 else Kind.INT8
-    if element.container_bits == 8:
-        return Kind.FLOAT8
-    assert element.values is not None
-    halves = all(abs(value) <= 6 and (2 * value).is_integer() for value in element.values)
-    return Kind.HALVES4 if halves else Kind.FLOAT4
-
-
-def _round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
-class Geometry(NamedTuple):
-    """How K columns in groups become packed ones."""
-
-    k: int
-    group: int
-    groups: int
-    block: int
-    blocks: int
-
-    @classmethod
-    def of(cls, k: int, group: int) -> Geometry:
-        """For K columns in groups of ``group``."""
-        group = min(group, k)
-        fewest = -(-group // _LARGEST_BLOCK)
-        # Blocks as large as can be, unless smaller ones leave less padding; 16 columns are quantized at once.
-        sizes = (
-            (_round_up(-(-group // blocks), unit), blocks) for blocks in range(fewest, 2 * fewest + 1) for unit in (16, 8)
-        )
-        block, blocks = min(sizes, key=lambda size: size[0] * size[1] + (group // 8 if size[0] % 16 else 0))
-        return cls(k, group, -(-k // group), block, blocks)
-
-    @property
-    def packed(self) -> int:
-        """Packed columns."""
-        return self.groups * self.blocks * self.block
-
-    @property
-    def fold(self) -> int:
-        """Packed columns of int8 activations that are summed up in int32."""
-        blocks = min(self.blocks, _LARGEST_FOLD // self.block)
-        while self.blocks % blocks:
-            blocks -= 1
-        return blocks * self.block
 
 
 class WeightLayout:
@@ -131,7 +38,7 @@ class WeightLayout:
         codes = weight.codes().contiguous()
         kind, packed = self.kind, {}
         packed["data"] = ops.pack(codes.view(torch.uint8), self.at.group, kind.bits, kind.offset)
-        packed["scale"] = self._spread(_exact(weight.scale))
+        packed["scale"] = self._spread(readable_scale(weight.scale))
         zero = weight.integer_zero()
         if zero is not None:
             packed["zero"] = self._spread((zero.to(torch.int16) + kind.offset).to(torch.uint8))
@@ -210,15 +117,6 @@ class WeightLayout:
         return self.format.scale is ScaleType.E4M3D
 
 
-def _exact(scale: Tensor) -> Tensor:
+def readable_scale(scale: Tensor) -> Tensor:
     """Scales in a dtype that the library reads: float16 holds every e4m3 number."""
     return scale.to(torch.float16) if scale.dtype == torch.float8_e4m3fn else scale
-
-
-def needs_sums(activation: Activation | None) -> bool:
-    """Whether zero points of x meet sums of the weight."""
-    mode = Mode.of(activation)
-    if mode is Mode.STATIC:
-        assert isinstance(activation, StaticInt8)
-        return activation.zero_point != 0
-    return mode in (Mode.AFFINE, Mode.TOKEN)

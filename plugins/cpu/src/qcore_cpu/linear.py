@@ -9,11 +9,12 @@ from qcore import LinearRequest, QTensor
 from qcore.plugin_api import FLOATS, Packed, RowsKernel, check_weight, given_numbers
 
 from . import ops
-from .layout import Mode, WeightLayout, needs_sums
+from .kinds import Mode, needs_sums
+from .layout import WeightLayout
 
 
 class CpuLinear(RowsKernel):
-    """int4, int8, fp4, fp8 and table weights with float or int8 activations; see `WeightLayout` for the packed weight."""
+    """Any weight with float or int8 activations; see `WeightLayout` for the packed tensors."""
 
     name = "cpu.linear"
 

@@ -37,9 +37,9 @@ def fault() -> str:
         return f"torch {torch.__version__} is too old: qcore-cpu needs torch 2.10 or newer."
     found = library()
     if found is None:
-        return "its library was not built; install a wheel, or build one with a C++ compiler and CMake: pip install qcore-cpu."
+        return "its library was not built; install a wheel, or build it, which takes a C++ compiler and CMake."
     try:
-        torch.ops.load_library(str(found))
+        torch.ops.load_library(str(found))  # type: ignore[no-untyped-call]
     except OSError as error:
         return f"its library cannot be loaded ({str(error).splitlines()[0]}); install qcore-cpu again."
     asked = os.environ.get(ISA, "")

@@ -5,8 +5,13 @@ Import it after `native.fault` found nothing: registering fakes needs the ops.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from .geometry import Geometry
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """The library's numbers of dtypes."""
@@ -20,44 +25,48 @@ pack = torch.ops.qcore_cpu.pack.default
 unpack = torch.ops.qcore_cpu.unpack.default
 
 
-@torch.library.register_fake("qcore_cpu::linear")
-def _linear(x: Tensor, *rest: object) -> Tensor:
+def _linear(x: Tensor, *rest: Any) -> Tensor:
     n, result = rest[12], rest[-1]
-    return x.new_empty((x.shape[0], n), dtype=_DTYPES[result])  # type: ignore[call-overload, index, no-any-return]
+    return x.new_empty((x.shape[0], n), dtype=_DTYPES[result])
 
 
-@torch.library.register_fake("qcore_cpu::grouped_linear")
-def _grouped_linear(x: Tensor, *rest: object) -> Tensor:
+def _grouped_linear(x: Tensor, *rest: Any) -> Tensor:
     n, result = rest[9], rest[-1]
-    return x.new_empty((x.shape[0], n), dtype=_DTYPES[result])  # type: ignore[call-overload, index, no-any-return]
+    return x.new_empty((x.shape[0], n), dtype=_DTYPES[result])
 
 
-@torch.library.register_fake("qcore_cpu::conv2d")
-def _conv2d(x: Tensor, *rest: object) -> Tensor:
+def _conv2d(x: Tensor, *rest: Any) -> Tensor:
     n, result = rest[9], rest[19]
     kh, kw, sh, sw, ph, pw, dh, dw = rest[20:28]
     batch, height, width, _ = x.shape
-    oh = (height + 2 * ph - dh * (kh - 1) - 1) // sh + 1  # type: ignore[operator]
-    ow = (width + 2 * pw - dw * (kw - 1) - 1) // sw + 1  # type: ignore[operator]
-    return x.new_empty((batch, oh, ow, n), dtype=_DTYPES[result])  # type: ignore[call-overload, index, no-any-return]
+    oh = (height + 2 * ph - dh * (kh - 1) - 1) // sh + 1
+    ow = (width + 2 * pw - dw * (kw - 1) - 1) // sw + 1
+    return x.new_empty((batch, oh, ow, n), dtype=_DTYPES[result])
 
 
-@torch.library.register_fake("qcore_cpu::embedding")
-def _embedding(indices: Tensor, codes: Tensor, *rest: object) -> Tensor:
+def _embedding(indices: Tensor, codes: Tensor, *rest: Any) -> Tensor:
     k, result = rest[6], rest[-1]
-    return codes.new_empty((indices.numel(), k), dtype=_DTYPES[result])  # type: ignore[call-overload, index, no-any-return]
+    return codes.new_empty((indices.numel(), k), dtype=_DTYPES[result])
 
 
-@torch.library.register_fake("qcore_cpu::pack")
 def _pack(codes: Tensor, group: int, bits: int, offset: int) -> Tensor:
     del offset
-    from .layout import Geometry
-
     n, k = codes.shape
     return codes.new_empty((-(-n // 32), Geometry.of(k, group).packed * bits // 32, 128), dtype=torch.uint8)
 
 
-@torch.library.register_fake("qcore_cpu::unpack")
 def _unpack(packed: Tensor, n: int, k: int, group: int, bits: int, offset: int) -> Tensor:
     del group, bits, offset
     return packed.new_empty((n, k))
+
+
+_FAKES: dict[str, Callable[..., Tensor]] = {
+    "linear": _linear,
+    "grouped_linear": _grouped_linear,
+    "conv2d": _conv2d,
+    "embedding": _embedding,
+    "pack": _pack,
+    "unpack": _unpack,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"qcore_cpu::{_name}", _fake)

@@ -1,0 +1,69 @@
+"""How the library reads codes and x: numbers that it shares with ``native/problem.h``."""
+
+from __future__ import annotations
+
+import enum
+
+from qcore import DynamicInt8, StaticInt8
+from qcore.plugin_api import Activation, Element
+
+
+class Kind(enum.IntEnum):
+    """How the library reads codes; the numbers are its own."""
+
+    INT4 = 0
+    INT8 = 1
+    HALVES4 = 2
+    """A 4-bit table of halves of whole numbers up to 6: fp4 (e2m1)."""
+    FLOAT4 = 3
+    FLOAT8 = 4
+
+    @property
+    def bits(self) -> int:
+        """Bits of a packed code."""
+        return 8 if self in (Kind.INT8, Kind.FLOAT8) else 4
+
+    @property
+    def offset(self) -> int:
+        """What is added to codes, so that they are unsigned."""
+        return {Kind.INT4: 8, Kind.INT8: 128}.get(self, 0)
+
+
+class Mode(enum.IntEnum):
+    """How x becomes rows of int8; the numbers are the library's."""
+
+    DIGITS = 0
+    DYNAMIC = 1
+    AFFINE = 2
+    STATIC = 3
+    TOKEN = 4
+
+    @classmethod
+    def of(cls, activation: Activation | None) -> Mode:
+        """The mode for an int8 activation, or for none."""
+        if activation is None:
+            return cls.DIGITS
+        if isinstance(activation, DynamicInt8):
+            return cls.DYNAMIC if activation.symmetric else cls.AFFINE
+        assert isinstance(activation, StaticInt8)  # others are refused
+        return cls.TOKEN if activation.per_token else cls.STATIC
+
+
+def kind_of(element: Element) -> Kind:
+    """How the codes of an element are read."""
+    if element.is_integer:
+        return Kind.INT4 if element.container_bits == 4 else Kind.INT8
+    if element.container_bits == 8:
+        return Kind.FLOAT8
+    assert element.values is not None
+    halves = all(abs(value) <= 6 and (2 * value).is_integer() for value in element.values)
+    return Kind.HALVES4 if halves else Kind.FLOAT4
+
+
+def needs_sums(activation: Activation | None) -> bool:
+    """Whether zero points of x meet sums of the weight."""
+    mode = Mode.of(activation)
+    if mode is Mode.STATIC:
+        assert isinstance(activation, StaticInt8)
+        return activation.zero_point != 0
+    return mode in (Mode.AFFINE, Mode.TOKEN)
