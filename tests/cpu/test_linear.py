@@ -1,0 +1,178 @@
+"""``cpu.linear`` beyond the kit: tails of tiles, digits of x, spikes, NaN and Inf, long sums, threads."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+
+import qcore
+from qcore.contracts import LINEAR, Problem
+from qcore.plugin_api import LinearRequest
+from qcore_cpu import native
+
+assert not native.fault()
+
+from qcore_cpu.linear import CpuLinear  # noqa: E402 - its ops exist once the library is loaded
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kernel_for(scheme, dtype, n, k, out=None, *, bias=False):
+    parsed = qcore.Scheme.parse(scheme)
+    request = LinearRequest(
+        torch.device("cpu"),
+        dtype,
+        out or dtype,
+        n,
+        k,
+        None,
+        parsed.weight,
+        parsed.activation,
+        parsed.output,
+        bias,
+        False,
+    )
+    return CpuLinear(request), request
+
+
+def weight_for(request, *, lean=0.04):
+    dense = torch.randn(request.n, request.k) * 0.05 + lean
+    return qcore.quantize(dense, request.weight, "absmax" if request.weight.zero is qcore.ZeroPoint.NONE else "minmax")
+
+
+def judge(kernel, request, x, weight, bias=None):
+    verdict = LINEAR.judge(Problem(request, x, weight, bias), kernel(x, kernel.pack(weight), bias))
+    assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize("rows", [*range(1, 14), 25, 100])
+@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a16", "w8a8", "w4a8-g32", "mxfp4", "wnf4a16-g64"])
+def test_each_tile(rows, scheme):
+    for dtype in FLOATS:
+        kernel, request = kernel_for(scheme, dtype, 37, 136)
+        judge(kernel, request, (torch.randn(rows, 136) + 0.3).to(dtype), weight_for(request))
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 65])
+@pytest.mark.parametrize("k", [1, 2, 7, 8, 9, 100, 129, 1000])
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-g32", "w8a8-aasym", "w4a8-g32-asym-aasym"])
+def test_tails(n, k, scheme):
+    kernel, request = kernel_for(scheme, torch.float32, n, k, bias=True)
+    judge(kernel, request, torch.randn(3, k) + 0.3, weight_for(request), torch.randn(n))
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 12, 40, 100, 160, 192, 300])
+@pytest.mark.parametrize("element", ["int4", "int8", "fp4"])
+def test_any_group_size(group, element):
+    for dtype in FLOATS:
+        kernel, request = kernel_for(f"w{element.removeprefix('int')}a16-g{group}", dtype, 20, 777)
+        judge(kernel, request, torch.randn(5, 777).to(dtype), weight_for(request))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scheme", ["w4a16-g128", "w8a16", "w4a16-g32-asym", "mxfp4"])
+def test_outlier_leaves_other_columns_alone(dtype, scheme):
+    # 300 sigma and more, where the weight is 0: nothing may come of it, at the depth of a large model.
+    kernel, request = kernel_for(scheme, dtype, 16, 14336)
+    weight = weight_for(request)
+    x = torch.randn(4, 14336)
+    columns = [5, 4000, 9001]
+    codes = weight.codes().clone()
+    zeros = weight.integer_zero()
+    group = weight.format.group(14336)
+    for column in columns:
+        codes[:, column] = 0 if zeros is None else zeros[column // group]
+        x[:, column] = 3e4
+    still = qcore.QTensor.from_codes(codes, weight.scale, zeros, weight.format)
+    judge(kernel, request, x.to(dtype), still)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "scheme", ["w4a16-g32", "w8a16", "w8a8", "w8a8-static(0.05,3)", "w4a8-g32-asym-aasym", "wnf4a16-g64"]
+)
+def test_what_is_not_finite_spoils_its_row_alone(value, scheme):
+    for dtype in FLOATS:
+        kernel, request = kernel_for(scheme, dtype, 40, 96)
+        weight = weight_for(request)
+        packed, x = kernel.pack(weight), torch.randn(14, 96).to(dtype)
+        clean = kernel(x, packed, None)
+        x[5, 17] = value
+        spoiled = kernel(x, packed, None)
+        others = [row for row in range(14) if row != 5]
+        assert torch.equal(spoiled[others], clean[others])
+        static_inf = "static" in scheme and not math.isnan(value)
+        assert spoiled[5].isfinite().all() if static_inf else not spoiled[5].isfinite().all()
+        if math.isnan(value):
+            assert spoiled[5].isnan().all()
+
+
+def test_rows_of_zeros_and_subnormal_numbers():
+    for scheme in ("w4a16-g32", "w8a8", "w8a16"):
+        kernel, request = kernel_for(scheme, torch.float32, 33, 64)
+        weight = weight_for(request)
+        assert not kernel(torch.zeros(3, 64), kernel.pack(weight), None).any()
+        judge(kernel, request, torch.randn(3, 64) * 1e-39, weight)
+        judge(kernel, request, torch.randn(3, 64) * 1e30, weight)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-aasym", "w8a8-asym", "w4a8"])
+def test_long_sums_stay_in_int32(scheme):
+    k = 70_000
+    kernel, request = kernel_for(scheme, torch.float32, 5, k)
+    low, high = request.weight.code_range
+    zero = torch.full((1, 5), low, dtype=torch.int8) if request.weight.zero is qcore.ZeroPoint.INT else None
+    codes = torch.full((5, k), high, dtype=torch.int8)
+    weight = qcore.QTensor.from_codes(codes, torch.full((1, 5), 0.01), zero, request.weight)
+    x = torch.full((2, k), 127.0)
+    x[1] = -127.0
+    x[:, 0] = 126.0  # an asymmetric range that does not begin at 0 has a zero point
+    judge(kernel, request, x, weight)
+
+
+def test_digits_hold_float32():
+    # A product with the unit matrix gives x back, but for 24 bits of each block's largest value.
+    kernel, request = kernel_for("w8a16", torch.float32, 128, 128)
+    codes = torch.eye(128, dtype=torch.int8)
+    weight = qcore.QTensor.from_codes(codes, torch.ones(1, 128), None, request.weight)
+    x = torch.randn(50, 128)
+    error = (kernel(x, kernel.pack(weight), None).double() - x.double()).abs()
+    assert (error <= x.abs().amax(1, keepdim=True).double() * 2.0**-22).all()
+
+
+def test_strided_rows_and_leading_dimensions():
+    kernel, request = kernel_for("w4a16-g32", torch.bfloat16, 40, 64)
+    packed = kernel.pack(weight_for(request))
+    x = torch.randn(2, 3, 128).bfloat16()
+    assert torch.equal(kernel(x[..., ::2], packed, None), kernel(x[..., ::2].contiguous(), packed, None))
+
+
+def test_calls_from_several_threads_agree():
+    kernel, request = kernel_for("w4a16-g128", torch.bfloat16, 256, 1024)
+    packed, x = kernel.pack(weight_for(request)), torch.randn(64, 1024).bfloat16()
+    expected, found = kernel(x, packed, None), []
+    threads = [
+        threading.Thread(target=lambda: found.extend(kernel(x, packed, None) for _ in range(20))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 80
+    assert all(torch.equal(expected, y) for y in found)
+
+
+def test_number_of_threads_may_change_between_calls():
+    kernel, request = kernel_for("w8a8", torch.bfloat16, 512, 1024)
+    packed, x = kernel.pack(weight_for(request)), torch.randn(64, 1024).bfloat16()
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3, 2):
+            torch.set_num_threads(threads)
+            results.append(kernel(x, packed, None))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], y) for y in results)
