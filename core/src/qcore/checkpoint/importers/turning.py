@@ -14,22 +14,21 @@ from torch import Tensor
 
 from .packing import SIGN_OF_NIBBLES
 
-_TILE_BYTES = 1 << 18
-"""Of a tile. There are up to six of its size at a time."""
+_TILE_BYTES = 1 << 19
+"""Of a tile. There are up to five of its size, allocated once: what malloc maps anew costs more than what is done."""
 _LINE = 16
-"""Words in a line of the cache: bands are no narrower, and rows of a tile are a line longer than a power of two."""
+"""Words in a line of the cache. Rows whose distance is a power of two would compete for the same few lines."""
 
 
 def turned(words: Tensor, flipped: int = 0) -> Tensor:
-    """The transpose of int32 words (R, C), contiguous (C, R). ``flipped``: a byte whose bits are flipped in each."""
+    """The transpose of int32 words (R, C), contiguous (C, R). ``flipped``: bits to be flipped in each byte."""
     rows, columns = words.shape
     found = torch.empty(columns, rows, dtype=torch.int32)
-    for start, stop in _bands(rows, columns):
-        tile = torch.empty(rows, stop - start + _LINE, dtype=torch.int32)[:, : stop - start]
-        tile.copy_(words[:, start:stop])
-        if flipped:
-            tile ^= _every_byte(flipped)
-        found[start:stop] = tile.t()
+    width = _band(rows, columns)
+    tile = _padded(rows, width)
+    for band in _bands(columns, width):
+        torch.bitwise_xor(words[:, band], _every_byte(flipped), out=tile)
+        found[band] = tile.t()
     return found
 
 
@@ -38,19 +37,22 @@ def turned_awq(words: Tensor) -> Tensor:
     k, columns = words.shape
     if k % 8:  # PLAIN is padded with code 0, which is 8 here
         rest = torch.full((-k % 8, columns), _every_byte(SIGN_OF_NIBBLES), dtype=torch.int32)
-        words = torch.cat((words, rest))
-    rows = words.shape[0] // 8
+        return turned_awq(torch.cat((words, rest)))[:, : -(-k // 2)].contiguous()
+    rows, width = k // 8, _band(k, columns)
     source = words.view(rows, 8, columns).transpose(0, 1)
+    tile, spare = torch.empty(8, rows, width, dtype=torch.int32), torch.empty(4 * rows * width, dtype=torch.int32)
+    ready = _padded(8, rows, width)
     # Nibble i belongs to output [0, 2, 4, 6, 1, 3, 5, 7][i] of eight: an index (2, 4) over i is (4, 2) over outputs.
     found = torch.empty(columns, 4, 2, rows, dtype=torch.int32)
-    for start, stop in _bands(8 * rows, columns):
-        tile = source[:, :, start:stop].contiguous()  # [row of eight, rows, band]
+    for band in _bands(columns, width):
+        tile.copy_(source[:, :, band])  # of eight rows of codes, each
         for distance in (1, 2, 4):
-            _exchange(tile, distance, 4 * distance)
-        tile ^= _every_byte(SIGN_OF_NIBBLES)  # [nibble, rows, band]: of eight rows, one output
-        found[start:stop] = tile.view(2, 4, rows, stop - start).permute(3, 1, 0, 2)
-    data = found.view(torch.uint8).view(8 * columns, 4 * rows)
-    return data if k % 8 == 0 else data[:, : -(-k // 2)].contiguous()
+            _exchange(tile, spare, distance, 4 * distance)
+        torch.bitwise_xor(
+            tile, _every_byte(SIGN_OF_NIBBLES), out=ready
+        )  # of eight outputs, each, eight codes in a word
+        found[band] = ready.unflatten(0, (2, 4)).permute(3, 1, 0, 2)
+    return found.view(torch.uint8).view(8 * columns, 4 * rows)
 
 
 def turned_by_order(words: Tensor, bits: int, order: Tensor) -> Tensor:
@@ -59,26 +61,30 @@ def turned_by_order(words: Tensor, bits: int, order: Tensor) -> Tensor:
     ``order``: the column of the weight that comes at each place, int32 (K,). Returns (N, K * bits / 8).
     """
     rows, columns = words.shape
-    rank = _rank(order, rows, bits)
-    found = torch.empty(columns, rows, dtype=torch.int32)
+    if columns < 4:
+        return turned_by_order(torch.nn.functional.pad(words, (0, 4 - columns)), bits, order)[:columns].contiguous()
+    rank, width = _rank(order, rows, bits), _band(rows, columns) // 4
     flipped = _every_byte(SIGN_OF_NIBBLES if bits == 4 else 128)
-    for start, stop in _bands(rows, columns):
-        width = -(-(stop - start) // 4)
-        quarters = [(at, min(at + width, stop)) for at in range(start, stop, width)]
-        tile = torch.empty(4, rows, width, dtype=torch.int32)
-        for place, (first, last) in enumerate(quarters):
-            tile[place, :, : last - first] = words[:, first:last]
-        _turn_bytes(tile)  # [byte, rows, width]: a word holds this byte of one row of words in four columns
-        if bits == 8:
-            tile = tile.view(-1, width).index_select(0, rank).view(4, rows, width)
+    tile, spare = torch.empty(4, rows, width, dtype=torch.int32), torch.empty(2 * rows * width, dtype=torch.int32)
+    codes, sorted_codes = torch.empty(2, 8 // bits, 4, rows, width, dtype=torch.int32)
+    ready = _padded(4, rows, width)
+    found = torch.empty(columns, rows, dtype=torch.int32)
+    for band in _bands(columns, 4 * width):
+        tile.copy_(words[:, band].unflatten(1, (4, width)).transpose(0, 1))
+        _turn_bytes(tile, spare)  # a word holds the same byte of a row of words in four columns
+        if bits == 4:
+            torch.bitwise_and(tile, _every_byte(15), out=codes[0])
+            torch.bitwise_right_shift(tile, 4, out=codes[1]).bitwise_and_(_every_byte(15))
         else:
-            codes = torch.stack((tile & _every_byte(15), (tile >> 4) & _every_byte(15)))
-            low, high = codes.view(-1, width).index_select(0, rank).view(2, 4, rows, width)
-            tile = high.bitwise_left_shift_(4).bitwise_or_(low)
-        _turn_bytes(tile)
-        tile ^= flipped
-        for place, (first, last) in enumerate(quarters):
-            found[first:last] = tile[place, :, : last - first].t()
+            codes[0] = tile
+        torch.index_select(codes.view(-1, width), 0, rank, out=sorted_codes.view(-1, width))
+        if bits == 4:
+            torch.bitwise_left_shift(sorted_codes[1], 4, out=tile).bitwise_or_(sorted_codes[0])
+        else:
+            tile.copy_(sorted_codes[0])
+        _turn_bytes(tile, spare)
+        torch.bitwise_xor(tile, flipped, out=ready)
+        found[band].unflatten(0, (4, width)).copy_(ready.transpose(1, 2))
     return found.view(torch.uint8)
 
 
@@ -96,24 +102,39 @@ def _rank(order: Tensor, rows: int, bits: int) -> Tensor:
     return rank
 
 
-def _bands(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Ranges of columns of int32 (rows, columns), each of which makes a tile."""
+def _band(rows: int, columns: int) -> int:
+    """How many columns of int32 (rows, columns) make a tile: a multiple of four, or fewer than four."""
     width = max(_LINE, _TILE_BYTES // (4 * max(rows, 1)) // _LINE * _LINE)
-    for start in range(0, columns, width):
-        yield start, min(start + width, columns)
+    return min(width, columns // 4 * 4 or columns)
 
 
-def _turn_bytes(tile: Tensor) -> None:
+def _bands(columns: int, width: int) -> Iterator[slice]:
+    """Ranges of ``width`` columns; the last may overlap the one before, whose columns are then made twice."""
+    for start in range(0, columns, max(width, 1)):
+        first = min(start, columns - width)
+        yield slice(first, first + width)
+
+
+def _padded(*shape: int) -> Tensor:
+    """An int32 tensor whose rows are a line of the cache further apart than they are long."""
+    return torch.empty(*shape[:-1], shape[-1] + _LINE, dtype=torch.int32)[..., : shape[-1]]
+
+
+def _turn_bytes(tile: Tensor, spare: Tensor) -> None:
     """Transpose the bytes of each four words in int32 (4, ...), in place."""
-    _exchange(tile, 1, 8)
-    _exchange(tile, 2, 16)
+    _exchange(tile, spare, 1, 8)
+    _exchange(tile, spare, 2, 16)
 
 
-def _exchange(tile: Tensor, distance: int, shift: int) -> None:
-    """Exchange the high fields of ``shift`` bits in plane i of int32 (planes, ...) with the low ones of i + distance."""
-    pairs = tile.view(-1, 2, distance, *tile.shape[1:])
+def _exchange(tile: Tensor, spare: Tensor, distance: int, shift: int) -> None:
+    """Exchange the high fields of ``shift`` bits in plane i of int32 (planes, ...) with the low ones of i + distance.
+
+    ``spare``: memory for half as many words.
+    """
+    pairs = tile.unflatten(0, (-1, 2, distance))
     first, second = pairs[:, 0], pairs[:, 1]
-    changed = (first >> shift).bitwise_xor_(second).bitwise_and_(_LOW_FIELDS[shift])
+    changed = torch.bitwise_right_shift(first, shift, out=spare.view(first.shape))
+    changed.bitwise_xor_(second).bitwise_and_(_LOW_FIELDS[shift])
     second ^= changed
     first ^= changed.bitwise_left_shift_(shift)
 
