@@ -51,7 +51,7 @@ def turned_awq(words: Tensor) -> Tensor:
         torch.bitwise_xor(
             tile, _every_byte(SIGN_OF_NIBBLES), out=ready
         )  # of eight outputs, each, eight codes in a word
-        found[band] = ready.unflatten(0, (2, 4)).permute(3, 1, 0, 2)
+        found[band] = ready.view(2, 4, rows, width).permute(3, 1, 0, 2)
     return found.view(torch.uint8).view(8 * columns, 4 * rows)
 
 
@@ -70,7 +70,7 @@ def turned_by_order(words: Tensor, bits: int, order: Tensor) -> Tensor:
     ready = _padded(4, rows, width)
     found = torch.empty(columns, rows, dtype=torch.int32)
     for band in _bands(columns, 4 * width):
-        tile.copy_(words[:, band].unflatten(1, (4, width)).transpose(0, 1))
+        tile.copy_(words[:, band].view(rows, 4, width).transpose(0, 1))
         _turn_bytes(tile, spare)  # a word holds the same byte of a row of words in four columns
         if bits == 4:
             torch.bitwise_and(tile, _every_byte(15), out=codes[0])
@@ -84,7 +84,7 @@ def turned_by_order(words: Tensor, bits: int, order: Tensor) -> Tensor:
             tile.copy_(sorted_codes[0])
         _turn_bytes(tile, spare)
         torch.bitwise_xor(tile, flipped, out=ready)
-        found[band].unflatten(0, (4, width)).copy_(ready.transpose(1, 2))
+        found[band].view(4, width, rows).copy_(ready.transpose(1, 2))
     return found.view(torch.uint8)
 
 
@@ -131,7 +131,7 @@ def _exchange(tile: Tensor, spare: Tensor, distance: int, shift: int) -> None:
 
     ``spare``: memory for half as many words.
     """
-    pairs = tile.unflatten(0, (-1, 2, distance))
+    pairs = tile.view(-1, 2, distance, *tile.shape[1:])
     first, second = pairs[:, 0], pairs[:, 1]
     changed = torch.bitwise_right_shift(first, shift, out=spare.view(first.shape))
     changed.bitwise_xor_(second).bitwise_and_(_LOW_FIELDS[shift])
