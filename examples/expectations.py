@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from digits import Accuracy
-from sentences import Outcome
 from torch import nn
 
 import qcore
+
+if TYPE_CHECKING:
+    from digits import Accuracy
+    from language import Written
+    from sentences import Outcome
 
 # Mean cosine to the float32 embedding. At 8 bits every single sentence is held to it as well; at 4 bits one short
 # sentence may lie further off than the sixty together.
 COSINE = {"w8a16": 0.999, "w8a8": 0.99, "w4a16-g32-asym": 0.97, "w4a8-g32@gptq": 0.97}
 WHY = "benchmarks/results/2026-11-20-accuracy-minilm.md says which layers cost what"
 EACH_SENTENCE = ("w8a16", "w8a8")
+PERPLEXITY = {"w8a16": 1.02, "w4a16-g32-asym": 1.4}
+"""Of the language model, at most, as a ratio to that of the float model."""
+FILE_SIZE = {"w8a16": 0.55, "w4a16-g32-asym": 0.42}
+"""Likewise for its file. In so small a model the table of tokens is a fifth of the weights."""
 DIGITS_ACCURACY = 0.97
 DIGITS_LOSS = 0.005
 
@@ -48,3 +56,17 @@ def check_digits(results: Iterable[Accuracy]) -> Iterator[str]:
         if result.before - result.after > DIGITS_LOSS:
             lost = (result.before - result.after) * 100
             yield f"digits {result.scheme}: {lost:.2f} points of accuracy lost, expected at most {DIGITS_LOSS * 100}"
+
+
+def check_language(found: Sequence[Written]) -> Iterator[str]:
+    """Every expectation about the language model that was missed, in words; the first of ``found`` is not quantized."""
+    plain, *others = found
+    for one in others:
+        ratio, size = one.perplexity / plain.perplexity, one.file_bytes / plain.file_bytes
+        if not ratio <= PERPLEXITY[one.scheme]:
+            yield (
+                f"{one.scheme}: perplexity is {one.perplexity:.2f}, in float {plain.perplexity:.2f}; expected at most "
+                f"{PERPLEXITY[one.scheme]} times that"
+            )
+        if size > FILE_SIZE[one.scheme]:
+            yield f"{one.scheme}: its file is {size:.3f} of bfloat16, expected at most {FILE_SIZE[one.scheme]}"

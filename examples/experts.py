@@ -10,11 +10,14 @@ import copy
 import sys
 import warnings
 
-import torch
-import transformers
-from torch import nn
+from steps import step
 
-import qcore
+with step("importing torch and transformers"):
+    import torch
+    import transformers
+    from torch import nn
+
+    import qcore
 
 SIZES = {
     "vocab_size": 128,

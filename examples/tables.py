@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from digits import Accuracy
 from rich.table import Table
 from sentences import DTYPES, TOP, Outcome, Quality, served_by
 from torch import nn
+
+if TYPE_CHECKING:
+    from digits import Accuracy
+    from language import Written
 
 
 def quality_table(outcomes: Iterable[Outcome], plain: Outcome, half: Quality, count: int) -> Table:
@@ -76,4 +80,28 @@ def digits_table(results: Iterable[Accuracy]) -> Table:
     for result in results:
         served = ", ".join(f"{count} x {kernel}" for kernel, count in result.kernels.items())
         table.add_row(result.scheme, f"{result.before:.2%}", f"{result.after:.2%}", served)
+    return table
+
+
+def language_table(found: Sequence[Written], speeds: Mapping[str, float], counted: int, new: int) -> Table:
+    """Size, perplexity and speed of the language model; the first of ``found`` is not quantized.
+
+    ``speeds``: tokens per second by scheme; ``counted``: tokens of the passage; ``new``: tokens of an answer.
+    """
+    table = Table(
+        title="written by a fresh model in bfloat16 that loaded the checkpoint",
+        caption="the table of tokens, also the head, is in w8a16; 4 bits lose less with @gptq and your own text\n"
+        f"perplexity: of {counted} tokens of English text, lower is better\n"
+        f"tokens per second: medians of answers of {new} tokens, prompt included, the models in turns",
+    )
+    table.add_column("scheme")
+    for name in ("file", "/ bfloat16", "perplexity", "/ bfloat16", "tokens per second", "/ bfloat16"):
+        table.add_column(name, justify="right")
+    plain = found[0]
+    for one in found:
+        own = (one.file_bytes / 2**20, one.perplexity, speeds[one.scheme])
+        ratios = (one.file_bytes / plain.file_bytes, one.perplexity / plain.perplexity, own[2] / speeds[""])
+        cells = [f"{own[0]:.0f} MiB", f"{ratios[0]:.3f}", f"{own[1]:.2f}", f"{ratios[1]:.3f}"]
+        cells += [f"{own[2]:.1f}", f"{ratios[2]:.2f}"]
+        table.add_row(one.scheme or "not quantized", *cells, style="" if one.scheme else "dim")
     return table

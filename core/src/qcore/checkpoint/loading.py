@@ -144,7 +144,6 @@ class _Loader:
     ) -> None:
         self.model, self.archive, self.found, self.device_of = model, archive, found, device_of
         self.stores: dict[tuple[str, torch.device], WeightStore] = {}
-        self.weights: dict[str, QTensor] = {}
         self.modules: dict[int, QuantizedModule] = {}
         self.values: dict[int, tuple[str, Tensor, Tensor]] = {}
         stand_ins = found.experts.values()
@@ -155,8 +154,6 @@ class _Loader:
 
     def prepare(self, tell: Progress) -> None:
         """Read and validate all values, build and bind the quantized layers. Does not change the model."""
-        owners = dict.fromkeys(swap.owner for swap in self.found.swaps)
-        self.weights = {owner: self.archive.quantized(owner) for owner in owners}
         schemes = [self._scheme(swap) for swap in self.found.swaps]
         plain = len(self.found.plain) + len(self.found.dense)
         total = plain + len(self.found.swaps)
@@ -248,9 +245,10 @@ class _Loader:
         device = self.expert_devices.get(id(swap.module)) or weight_device_dtype(swap.module)[0]
         device = self.device_of(swap.layer) if device.type == "meta" else device
         if (swap.owner, device) not in self.stores:
-            # Popped, so that the neutral weight is freed once it is packed. Tied layers may be on two devices.
+            # Read no earlier: a neutral weight is freed once packed. Tied layers may be on two devices.
             others = (store for (owner, _), store in self.stores.items() if owner == swap.owner)
-            weight = self.weights.pop(swap.owner, None) or next(others).neutral()
+            other = next(others, None)
+            weight = self.archive.quantized(swap.owner) if other is None else other.neutral()
             self.stores[swap.owner, device] = WeightStore(weight.to(device))
         return self.stores[swap.owner, device]
 

@@ -24,6 +24,7 @@ from ..header import file_error
 from .base import ForeignWeight, LayerRefused, Plan, Read, Source, group_size, int_format, plan_layers
 from .gptq import AUTO_ROUND, packing_format
 from .packing import SIGN_OF_NIBBLES, signed, unpack_words
+from .turning import turned_awq
 
 LOW_OUTPUTS = (0, 4, 1, 5)
 """The outputs, of eight, in the low nibbles of the four bytes of a word."""
@@ -90,7 +91,7 @@ def _plan_gemm(source: Source, wanted: int | None, layer: str, plan: Plan) -> No
         raise LayerRefused(f"its tensors have shapes {shapes}, which do not belong together")
     size = group_size(k, groups, wanted)
     zero = _zero(unpack_gemm(source.read(names["qzeros"]))) if "qzeros" in names else None
-    _add(source, layer, names, (n, k), size, zero, gemm_to_plain, lambda scales: scales, plan)
+    _add(source, layer, names, (n, k), size, zero, turned_awq, lambda scales: scales, plan)
 
 
 def _plan_gemv(source: Source, wanted: int | None, layer: str, plan: Plan) -> None:
@@ -141,19 +142,6 @@ def unpack_gemm(words: Tensor) -> Tensor:
     codes[..., LOW_OUTPUTS] = raw & 15
     codes[..., HIGH_OUTPUTS] = raw >> 4
     return codes.flatten(1)
-
-
-def gemm_to_plain(words: Tensor) -> Tensor:
-    """``qweight`` int32 (K, N / 8) as the bytes of PLAIN int4, uint8 (N, ceil(K / 2))."""
-    k, columns = words.shape
-    raw = words.contiguous().view(torch.uint8).view(k, columns, 4)
-    if k % 2:  # PLAIN is padded with code 0, which is 8 here
-        raw = torch.cat((raw, torch.full_like(raw[:1], 0x88)))
-    even, odd = raw[0::2], raw[1::2]
-    data = torch.empty(columns, 8, even.shape[0], dtype=torch.uint8)
-    data[:, LOW_OUTPUTS] = ((even & 15) | (odd << 4)).permute(1, 2, 0)
-    data[:, HIGH_OUTPUTS] = ((even >> 4) | (odd & 0xF0)).permute(1, 2, 0)
-    return data.view(8 * columns, -1).bitwise_xor_(SIGN_OF_NIBBLES)
 
 
 def _gemv_to_plain(words: Tensor) -> Tensor:

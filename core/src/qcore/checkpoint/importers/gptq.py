@@ -22,6 +22,7 @@ from ...weights.schemes import Scheme
 from ..header import file_error
 from .base import ForeignWeight, LayerRefused, Plan, Read, Source, group_size, int_format, order_by_group, plan_layers
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
+from .turning import turned, turned_by_order
 
 AUTO_ROUND = ("auto-round", "intel/auto-round")
 """What auto-round calls itself in ``quant_method``; its layouts are those of GPTQ and AWQ."""
@@ -156,9 +157,11 @@ def _plus(packed: Tensor, ones: tuple[int, ...]) -> Tensor:
 
 def _data(packed: Tensor, bits: int, k: int, order: Tensor | None) -> Tensor:
     """The data of PLAIN (N, ...) of ``qweight``."""
-    if bits == 4 and order is None and k == 8 * packed.shape[0]:
-        # The eight codes of a word are neighbours of one output: PLAIN but for the sign and the order of words.
-        return packed.t().contiguous().view(torch.uint8) ^ SIGN_OF_NIBBLES
+    if bits in (4, 8) and k * bits == 32 * packed.shape[0]:
+        # The codes of a word are neighbours of one output: PLAIN but for the sign and the order of words.
+        flipped = SIGN_OF_NIBBLES if bits == 4 else 128
+        data = turned_by_order(packed, bits, order) if order is not None else turned(packed, flipped).view(torch.uint8)
+        return data if bits == 4 else data.view(torch.int8)
     codes = unpack_words(packed, bits, k, dim=0).t()
     if bits == 8:
         return signed(codes.contiguous() if order is None else codes.index_select(1, order), 8)
