@@ -61,13 +61,16 @@ void all_tiles(const Pool& pool, const Weight& w, const Blocks& blocks, int64_t 
 }
 
 // x as rows of digits.
-bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
+bool by_digits(const Kernels& few, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
   const int digits = in.mode != DIGITS ? 1 : in.type == F32 ? 3 : 2;
+  const Kernels& kernels = few.many && in.rows * digits >= few.many_rows ? *few.many : few;
   const int64_t packed = w.at.packed(), folds = w.folds();
   const int most = std::max(1, kernels.digit_rows / digits);
+  // Row by row, rows are no power of two apart, so that they do not share one set of the cache.
+  const int64_t digit_row = kernels.row_major ? round_up(packed, 64) + 64 : packed;
   const int64_t scales = in.mode == DIGITS ? packed / w.at.block : 1;
   const auto bytes_of = [&](int rows) {
-    return round_up(packed * rows * digits, 64) + round_up((scales + folds + folds * digits + 1) * rows * 4, 64);
+    return round_up(digit_row * rows * digits, 64) + round_up((scales + folds + folds * digits + 1) * rows * 4, 64);
   };
   const int64_t step = std::max<int64_t>(1, SCRATCH_BYTES / bytes_of(most)) * most;  // rows at a time
   bool enough = true;
@@ -81,7 +84,9 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const 
       char* p = scratch.data + block * size;
       Rows rows;
       rows.q = reinterpret_cast<int8_t*>(p);
-      rows.scale = reinterpret_cast<float*>(p + round_up(packed * blocks.size * digits, 64));
+      rows.k_step = kernels.row_major ? 4 : 4 * blocks.size * digits;
+      rows.row_step = kernels.row_major ? digit_row : 4;
+      rows.scale = reinterpret_cast<float*>(p + round_up(digit_row * blocks.size * digits, 64));
       rows.total = rows.scale + scales * blocks.size;
       rows.sum = reinterpret_cast<int32_t*>(rows.total + folds * blocks.size);
       rows.zero = rows.sum + folds * blocks.size * digits;
@@ -222,7 +227,8 @@ int64_t fold_of(const Geometry& at, Mode mode) {
 bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
   if (!in.rows || !w.n) return true;
   if (w.element == FLOAT4 || w.element == FLOAT8) return by_floats(kernels, pool, w, in, out, false);
-  const bool pairs = kernels.pair_product && in.mode == DIGITS && in.type == BF16 && w.element != INT8 && in.rows > 1;
+  const bool bf16 = in.mode == DIGITS && in.type == BF16 && w.element != INT8;
+  const bool pairs = kernels.pair_product && bf16 && in.rows > 1;
   return pairs ? by_floats(kernels, pool, w, in, out, true) : by_digits(kernels, pool, w, in, out);
 }
 

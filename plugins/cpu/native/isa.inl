@@ -26,6 +26,9 @@ static inline I invert_top(I codes) { return codes; }
 #ifdef QCORE_PAIRS
 #include "pairs.inl"
 #endif
+#ifdef QCORE_AMX
+#include "amx.inl"
+#endif
 }  // namespace
 }  // namespace QCORE_ISA
 }  // namespace qcore_cpu
@@ -37,8 +40,20 @@ static inline I invert_top(I codes) { return codes; }
 
 const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
   using namespace qcore_cpu::QCORE_ISA;
+#ifdef QCORE_AMX
+  static constexpr Kernels many = {
+      QCORE_TEXT(QCORE_ISA), AMX_ROWS, true, nullptr, 0, quantize, amx_product, float_product, FLOAT_ROWS, nullptr, 0,
+      nullptr, quantize_run, magnitude, window_product, widen, lookup,
+  };
+#endif
   static constexpr Kernels kernels = {
-      QCORE_TEXT(QCORE_ISA), DIGIT_ROWS, quantize, product, float_product, FLOAT_ROWS,
+      QCORE_TEXT(QCORE_ISA), DIGIT_ROWS, false,
+#ifdef QCORE_AMX
+      &many, AMX_FROM,
+#else
+      nullptr, 0,
+#endif
+      quantize, product, float_product, FLOAT_ROWS,
 #ifdef QCORE_PAIRS
       pair_product, PAIR_ROWS, pair_row,
 #else

@@ -95,10 +95,12 @@ struct SpikeList {
 };
 
 // One block of rows as digits.
-//   q: [packed / 4][rows * digits][4 bytes]; scale: DIGITS [packed / block][rows], else [rows];
+//   q: 4 packed columns of one digit row lie together, at k / 4 * k_step + digit row * row_step: interleaved by rows, so
+//   that a tile reads on and on, or row by row, as AMX loads them; scale: DIGITS [packed / block][rows], else [rows];
 //   sum: [folds][rows][digits]; total: [folds][rows], the (unscaled) sum of a fold for added zero points
 struct Rows {
   int8_t* q;
+  int64_t k_step, row_step;
   float* scale;
   int32_t* sum;
   float* total;
@@ -110,6 +112,9 @@ struct Rows {
 struct Kernels {
   const char* name;
   int digit_rows;   // int8 rows of a tile
+  bool row_major;   // digits are wanted row by row
+  const Kernels* many;  // what takes over from many_rows digit rows on, or null
+  int many_rows;
   // Quantize the row at `x`, the input's number `row`, into slot `r` of a block of `rows` rows.
   void (*quantize)(const Weight&, const Input&, const void* x, int64_t row, int r, int rows, int digits, const Rows&);
   // A block of `count` rows (of `rows` slots) times 32 columns, finished and stored: rows from `row0` on.
@@ -169,6 +174,7 @@ const Kernels* avx2_kernels();
 const Kernels* avxvnni_kernels();
 const Kernels* avx512vnni_kernels();
 const Kernels* avx512bf16_kernels();
+const Kernels* amxint8_kernels();
 const Kernels* neon_kernels();
 const Kernels* neondot_kernels();
 

@@ -194,7 +194,7 @@ static void quantize_digits(const Weight& w, const Input& in, const char* row, i
         sums[d] = add_i(sums[d], digit);
         narrow_i(narrow, digit);
         for (int64_t j = 0; j < steps; j++) {
-          __builtin_memcpy(out.q + ((k4 + j) * rows * D + r * D + d) * 4, narrow + 4 * j, 4);
+          __builtin_memcpy(out.q + (k4 + j) * out.k_step + (r * D + d) * out.row_step, narrow + 4 * j, 4);
         }
       }
     }
@@ -242,7 +242,7 @@ static void quantize_codes(const Weight& w, const Input& in, const char* row, in
       }
       sums = add_i(sums, q);
       const int64_t k4 = (b * at.block + i) / 4;
-      for (int64_t j = 0; j < left / 4; j++) __builtin_memcpy(out.q + ((k4 + j) * rows + r) * 4, narrow + 4 * j, 4);
+      for (int64_t j = 0; j < left / 4; j++) __builtin_memcpy(out.q + (k4 + j) * out.k_step + r * out.row_step, narrow + 4 * j, 4);
     }
     sum += sum_i(sums);
     counted += span.count;

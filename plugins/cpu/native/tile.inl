@@ -97,6 +97,28 @@ static void add_spikes(const Weight& w, const SpikeList& list, int64_t nb, int h
   }
 }
 
+// The sums of row r, `vectors` vectors of columns from vector `first` on, to results: scales per channel and of the row
+// (`scaled`: of int8 activations), spikes, bias, rounding.
+static void finish_sums(const Weight& w, const Output& out, const Rows& x, int64_t nb, int first, int vectors, int rows,
+                        int r, int64_t row0, bool scaled, const float* bias, float* values) {
+  const bool grouped = w.at.groups > 1;
+  float total = 0;
+  if (!grouped && w.added)
+    for (int64_t b = 0; b < w.folds(); b++) total += x.total[b * rows + r];
+  for (int h = 0; h < vectors; h++) {
+    F v = load_f(values + h * LANES);
+    if (!grouped) {
+      const int64_t at = nb * COLUMNS + (first + h) * LANES;
+      v = mul_f(v, scales_f(w, at));
+      if (w.added) v = fma_f(widen_f(w.added, at, w.scale_type), set_f(total), v);
+    }
+    if (scaled) v = mul_f(v, set_f(x.scale[r]));
+    store_f(values + h * LANES, v);
+  }
+  if (x.spikes->count) add_spikes(w, *x.spikes, nb, first * LANES, vectors * LANES, r, values);
+  finish_row(out, row0 + r, nb * COLUMNS + first * LANES, w.n, vectors * LANES, bias, values);
+}
+
 #ifdef QCORE_DOT_SMALL
 static inline I dot_4bit(I acc, I codes, I x) { return dot_small(acc, codes, x); }
 #else
@@ -246,22 +268,8 @@ tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t
   if (column >= w.n) return;
   read_bias(out, column, w.n, H * LANES, bias);
   for (int r = 0; r < R; r++) {
-    for (int h = 0; h < H; h++) {
-      F v = sum[r][h];
-      const int64_t at = nb * w.at.groups * COLUMNS + (first + h) * LANES;
-      if (!grouped) {
-        v = mul_f(v, scales_f(w, at));
-        if (w.added) {
-          float total = 0;
-          for (int64_t b = 0; b < w.folds(); b++) total += x.total[b * rows + r];
-          v = fma_f(widen_f(w.added, at, w.scale_type), set_f(total), v);
-        }
-      }
-      if (D == 1) v = mul_f(v, set_f(x.scale[r]));
-      store_f(values + h * LANES, v);
-    }
-    if (x.spikes->count) add_spikes(w, *x.spikes, nb, first * LANES, H * LANES, r, values);
-    finish_row(out, row0 + r, column, w.n, H * LANES, bias, values);
+    for (int h = 0; h < H; h++) store_f(values + h * LANES, sum[r][h]);
+    finish_sums(w, out, x, nb, first, H, rows, r, row0, D == 1, bias, values);
   }
 }
 
