@@ -76,7 +76,7 @@ def _candidates(weight: QTensor) -> list[str]:
     if weight.order is not None:
         raise NotHeld("its columns have an order, and blocks are runs of columns")
     table = not format.element.is_integer
-    if table and (format.dtype != "fp4" or format.scale is not ScaleType.E8M0) or (
+    if (table and (format.dtype != "fp4" or format.scale is not ScaleType.E8M0)) or (
         not table and format.scale is not ScaleType.FLOAT
     ):  # fmt: skip
         raise NotHeld(f"its format is {format}; blocks hold int4, int8 and mxfp4")
@@ -244,7 +244,9 @@ def _k_head(r: _Rows, offset: int) -> Tensor | None:
     d, s, least, m = found
     low = s[..., :4] | s[..., 4:] >> 4 << 6
     middle = m[..., :4] | m[..., 4:] >> 4 << 6
-    return torch.cat((d, least, *(v.to(torch.uint8) for v in (low, middle, s[..., 4:] & 15 | (m[..., 4:] & 15) << 4))), -1)
+    return torch.cat(
+        (d, least, *(v.to(torch.uint8) for v in (low, middle, s[..., 4:] & 15 | (m[..., 4:] & 15) << 4))), -1
+    )
 
 
 def _q4_k(r: _Rows) -> Tensor | None:

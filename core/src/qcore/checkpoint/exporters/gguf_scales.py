@@ -33,9 +33,7 @@ def factors(base: Tensor, wanted: Tensor, low: int, high: int) -> tuple[Tensor, 
     return None if len(left) else (d, c)
 
 
-def _fitted(
-    base: Tensor, wanted: Tensor, products: Tensor, d: Tensor, low: int, high: int
-) -> tuple[Tensor, Tensor]:
+def _fitted(base: Tensor, wanted: Tensor, products: Tensor, d: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     """Which blocks the float16 factor ``d`` fits, bool ``(blocks,)``, and the codes of all."""
     codes = (products / d.float()).round().nan_to_num(0, 0, 0).clamp(low, high)
     fits = torch.isfinite(d.float()).all(1) & (base - d.float() * codes == wanted).all(1)
