@@ -30,14 +30,16 @@ def add_vocabulary(writer: Any, folder: Path, size: int) -> None:
     Without a vocabulary the file says so, and there is a warning. Raises `CheckpointError` for one that llama.cpp's
     tokenizers cannot stand for.
     """
-    tokenizer = read_json(folder / _FILE)
-    if not tokenizer and not (folder / _SENTENCEPIECE).is_file():
-        what = f"{folder}: it has no {_FILE} and no {_SENTENCEPIECE}; the GGUF file gets no vocabulary."
-        warnings.warn(what, QcoreWarning, stacklevel=2)
-        writer.add_tokenizer_model("no_vocab")
-        return
+    tokenizer, bytewise = read_json(folder / _FILE), False
     try:
-        bytewise = _add_tokens(writer, tokenizer, folder, size) if tokenizer else _add_pieces(writer, folder, size)
+        if tokenizer:
+            bytewise = _add_tokens(writer, tokenizer, folder, size)
+        elif (folder / _SENTENCEPIECE).is_file():
+            _add_pieces(writer, folder, size)
+        else:
+            what = f"{folder}: it has no {_FILE} and no {_SENTENCEPIECE}; the GGUF file gets no vocabulary."
+            warnings.warn(what, QcoreWarning, stacklevel=2)
+            writer.add_tokenizer_model("no_vocab")
         gguf_package().SpecialVocab(folder, load_merges=bytewise, n_vocab=size).add_to_gguf(writer, quiet=True)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):
@@ -73,8 +75,8 @@ def _add_tokens(writer: Any, tokenizer: Mapping[str, Any], folder: Path, size: i
     return bytewise
 
 
-def _add_pieces(writer: Any, folder: Path, size: int) -> bool:
-    """Write the tokens of a ``tokenizer.model``, as the package gguf reads them; returns False."""
+def _add_pieces(writer: Any, folder: Path, size: int) -> None:
+    """Write the tokens of a ``tokenizer.model``, as the package gguf reads them."""
     try:
         vocabulary = gguf_package().SentencePieceVocab(folder)
     except RuntimeError as error:  # the package sentencepiece is missing
@@ -88,7 +90,6 @@ def _add_pieces(writer: Any, folder: Path, size: int) -> bool:
     writer.add_tokenizer_pre("default")
     writer.add_token_scores([scores.get(number, _SCORE_OF_ADDED) for number in range(size)])
     tokens.write(writer)
-    return False
 
 
 class _Tokens:
