@@ -35,7 +35,13 @@ MODELS = {
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
-        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
     ),
     "phi3": ("Phi3Config", {}),
     "gemma2": ("Gemma2Config", {**GEMMA, "tie_word_embeddings": True}),
