@@ -1,6 +1,5 @@
 """Whole models to GGUF: read back by the package gguf, by transformers and by qcore, whose logits are the source's."""
 
-
 import pytest
 import torch
 
