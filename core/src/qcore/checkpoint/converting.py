@@ -21,6 +21,9 @@ from ..weights.qtensor import QTensor
 from .archive import Archive
 from .exporters import EXPORTERS
 from .exporters.base import Exporter, Layer, NotHeld
+from .exporters.gguf import SUFFIX as GGUF_SUFFIX
+from .exporters.gguf import GGUFSource, write_gguf
+from .gguf_archive import METADATA, describe_gguf, description_bytes
 from .header import TensorSpec, file_error
 from .imported import ImportedArchive
 from .model_config import CONFIG, folder_of, model_config, read_json, settings_for, write_config
@@ -29,14 +32,14 @@ from .records import CALIBRATED, Record
 from .streaming import check_target, side_files_of
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
-OWN = "qcore"
+OWN, GGUF = "qcore", "gguf"
 _OTHER_SETTINGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
 """Side files in which other tools keep settings of the source; they do not describe the target."""
 
 
 def target_names() -> list[str]:
     """The names of the formats that `convert` writes."""
-    return [OWN, *EXPORTERS]
+    return [OWN, *EXPORTERS, GGUF]
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,14 @@ def convert(
     **Arguments:**
 
     - ``source``: a ``.safetensors`` file or a directory that `load_` reads.
-    - ``target``: a directory, or for qcore also a ``.safetensors`` file; it appears once it is complete. The other
-      files of the source's directory are copied; ``quantization_config`` in ``config.json`` is replaced.
-    - ``to``: ``"qcore"``, ``"gptq"``, ``"awq"`` or ``"compressed-tensors"``.
+    - ``target``: a directory, for qcore also a ``.safetensors`` file, for gguf a ``.gguf`` file; it appears once it
+      is complete. The other files of the source's directory are copied; ``quantization_config`` in ``config.json`` is
+      replaced. A GGUF file describes the model itself, by the source's configuration and tokenizer.
+    - ``to``: ``"qcore"``, ``"gptq"``, ``"awq"``, ``"compressed-tensors"`` or ``"gguf"``.
     - ``dtype``: float32, bfloat16 or float16: rounds float scales and float tensors to it. Default: unchanged.
     - ``progress``: a bar on a terminal (None), a bar anywhere (True), nothing (False), or a function that is called
       with (bytes written, total bytes, name) after each tensor.
-    - ``max_shard_size``: of the files of a directory, in bytes or as a text such as ``"5GB"``.
+    - ``max_shard_size``: of the files of a directory, in bytes or as a text such as ``"5GB"``; GGUF is one file.
     - ``overwrite``: replace an existing target.
 
     Raises `CheckpointError`: for a source that is not quantized, and for layers that the format cannot hold exactly,
@@ -87,21 +91,26 @@ def convert(
         raise CheckpointError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
     limit = shard_limit(max_shard_size)
     single = target.suffix == ".safetensors"
+    if (target.suffix == GGUF_SUFFIX) != (to == GGUF):
+        raise file_error(target, f"to is {to!r}.", "A target for gguf, and no other, ends in .gguf.")
     if single and to != OWN:
         raise file_error(target, f"a checkpoint for {to} needs a config.json beside it.", "Give a directory.")
     check_target(source, target, overwrite=overwrite)
     with open_checkpoint(source) as archive, translate_os_errors(target):
         if not archive.records:
             raise file_error(source, "it is not quantized.", "Quantize it: qcore.quantize_checkpoint.")
-        run = _Run(archive, EXPORTERS[to]() if to != OWN else None, dtype)
+        method = archive.method if isinstance(archive, ImportedArchive) else ""
+        before = sum(entry.nbytes for entry in archive.entries.values())
+        run = _Run(archive, EXPORTERS[to]() if to in EXPORTERS else None, dtype)
+        if to == GGUF:
+            with shown(progress, "converting", "bytes") as tell:
+                return Conversion(method, to, tuple(archive.records), before, write_gguf(run.for_gguf(), target, tell))
         units = run.units(to)
         if not single and to == OWN and model_config(source):
             units += guards(units)
         with shown(progress, "converting", "bytes") as tell:
             done = _Counter(units, tell)
             _write(source, target, units, run, done, limit)
-        method = archive.method if isinstance(archive, ImportedArchive) else ""
-        before = sum(entry.nbytes for entry in archive.entries.values())
         return Conversion(method, to, tuple(archive.records), before, done.total)
 
 
@@ -112,6 +121,7 @@ def _write(source: Path, target: Path, units: Sequence[Unit], run: _Run, done: _
         return
     with tempfile.TemporaryDirectory(prefix="qcore-") as folder:
         files = _side_files(source, Path(folder), run.settings())
+        files |= _gguf_metadata(run.archive, Path(folder))
         write_directory(target, plan_shards(units, limit), run.aliases, done, side_files=files, exclusive=True)
 
 
@@ -147,6 +157,20 @@ class _Run:
             weights = self._exported(self.exporter, to)
         plain = [self._plain(name) for name in archive.plain_names() if name not in archive.aliases]
         return sorted([*weights, *plain], key=lambda unit: unit.name)
+
+    def for_gguf(self) -> GGUFSource:
+        """What a GGUF file is written from."""
+        archive = self.archive
+        plain = {name: self._plain(name) for name in archive.plain_names()}
+        return GGUFSource(
+            archive.path,
+            isinstance(archive, ImportedArchive) and archive.method == GGUF,
+            archive.records,
+            {name: (unit.specs[0].dtype, unit.specs[0].shape) for name, unit in plain.items()},
+            archive.aliases,
+            lambda name: self._read(archive.records[name], self._scale_dtype(archive.records[name])),
+            lambda name: plain[name].fetch()[0],
+        )
 
     def settings(self) -> dict[str, object]:
         """The ``quantization_config`` of the target."""
@@ -243,6 +267,16 @@ def _static_names(record: Record) -> list[str]:
     """Names of the calibrated tensors of a weight's layer, whatever its scheme uses of them."""
     layer = record.name.rpartition(".")[0]
     return [f"{layer}.{kind}" if layer else kind for kind in CALIBRATED]
+
+
+def _gguf_metadata(archive: Archive, folder: Path) -> dict[str, Path]:
+    """What a GGUF file says beside its weights, as a side file from which GGUF can be written again."""
+    if not isinstance(archive, ImportedArchive) or archive.method != GGUF:
+        kept = folder_of(archive.path) / METADATA
+        return {METADATA: kept} if kept.is_file() else {}
+    file = folder / METADATA
+    file.write_bytes(description_bytes(describe_gguf(archive.path)))
+    return {METADATA: file}
 
 
 def _side_files(source: Path, folder: Path, settings: Mapping[str, object]) -> dict[str, Path]:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from .archive import Archive
-from .gguf_header import MAGIC, GGUFHeader, read_gguf_header
+from .gguf_header import MAGIC, GGUFHeader, GGUFPairs, GGUFSpec, build_gguf_header, padding, read_gguf_header
 from .header import Entry, file_error
 from .imported import ImportedArchive
-from .importers.gguf import PLAIN_TYPES, plan_gguf, row_bytes
+from .importers.gguf import PLAIN_TYPES, UNUSED_TENSORS, plan_gguf, row_bytes
+from .values import as_bytes
 
 _SUFFIX = ".gguf"
+METADATA = f"metadata{_SUFFIX}"
+"""A side file of a checkpoint that was GGUF: its metadata, and the tensors that models of transformers compute."""
 
 
 def gguf_file_of(path: Path) -> Path | None:
@@ -38,6 +45,42 @@ def open_gguf(path: Path, stack: ExitStack) -> ImportedArchive:
     header = read_gguf_header(file, path)
     archive = _raw(path, file, header)
     return ImportedArchive.of(archive, "gguf", plan_gguf(header, archive.entries, path))
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a GGUF file says of a model beside its weights.
+
+    **Fields:** ``metadata``: as in `GGUFHeader`; ``pairs``: all of it; ``computed``: tensors that models of
+    transformers compute, by name.
+    """
+
+    metadata: Mapping[str, Any]
+    pairs: GGUFPairs
+    computed: Mapping[str, Tensor]
+
+
+def describe_gguf(path: Path) -> Description:
+    """Read what a GGUF file says of its model. Raises `CheckpointError`."""
+    with path.open("rb") as file:
+        header = read_gguf_header(file, path)
+        archive = _raw(path, file, header)
+        computed = {name: archive.read(name) for name in UNUSED_TENSORS if name in archive.entries}
+        start, end, count = header.pairs
+        file.seek(start)
+        return Description(header.metadata, GGUFPairs(file.read(end - start), count, header.alignment), computed)
+
+
+def description_bytes(found: Description) -> bytes:
+    """The bytes of a GGUF file that holds only this, as `METADATA` stores it."""
+    kinds = {dtype: kind for kind, dtype in PLAIN_TYPES.items()}
+    specs = [GGUFSpec(n, tuple(t.shape), kinds[t.dtype], t.nbytes) for n, t in found.computed.items()]
+    file = io.BytesIO(build_gguf_header(found.pairs, specs))
+    file.seek(0, io.SEEK_END)
+    for tensor in found.computed.values():
+        file.write(as_bytes(tensor))
+        file.write(bytes(padding(tensor.nbytes, found.pairs.alignment)))
+    return file.getvalue()
 
 
 def _raw(path: Path, file: BinaryIO, header: GGUFHeader) -> Archive:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,7 @@ from ..errors import CheckpointError
 from .header import DOWNLOAD_AGAIN, MAX_SIZE, file_error, shown
 
 MAGIC = b"GGUF"
+_VERSION = 3
 _ALIGNMENT = 32
 _MOST_DIMENSIONS = 4
 _MOST_ITEMS = 1 << 24
@@ -42,10 +44,16 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """``metadata``: numbers, texts and lists by key; long lists, such as vocabularies, are left out."""
+    """What a file says before its data.
+
+    **Fields:** ``metadata``: numbers, texts and lists by key; long lists, such as vocabularies, are left out;
+    ``pairs``: where the bytes of all metadata begin and end, and their entries; ``alignment``: of the data.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
+    pairs: tuple[int, int, int]
+    alignment: int
 
 
 def read_gguf_header(file: BinaryIO, path: Path) -> GGUFHeader:
@@ -59,10 +67,11 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GGUFHeader:
         what = "it is big-endian" if big else f"it has GGUF version {version}"
         raise file_error(path, f"{what}; qcore reads versions 2 and 3, little-endian.", "Convert it with llama.cpp.")
     count, entries = reader.count("tensors"), reader.count("metadata entries")
-    metadata = {}
+    metadata, start = {}, file.tell()
     for _ in range(entries):
         key = reader.text()
         metadata[key] = reader.value(reader.number("I"))
+    pairs = start, file.tell(), entries
     infos = [_info(reader) for _ in range(count)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment % 8:
@@ -75,7 +84,43 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GGUFHeader:
         if offset % alignment or base + offset > reader.size:
             raise file_error(path, f"its offset {offset} is outside of the file or not aligned.", tensor=name)
         tensors[name] = GGUFTensor(name, shape, kind, base + offset)
-    return GGUFHeader(metadata, tensors)
+    return GGUFHeader(metadata, tensors, pairs, alignment)
+
+
+@dataclass(frozen=True)
+class GGUFSpec:
+    """A tensor to write: ``shape`` slowest dimension first, ``kind`` the number of its type, ``nbytes`` of its data."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GGUFPairs:
+    """Metadata to write: ``raw``, the bytes of ``count`` entries; ``alignment``: what they say of the data."""
+
+    raw: bytes
+    count: int
+    alignment: int = _ALIGNMENT
+
+
+def build_gguf_header(pairs: GGUFPairs, tensors: Sequence[GGUFSpec]) -> bytes:
+    """The bytes before the data, up to the first tensor; each tensor begins at a multiple of the alignment."""
+    infos, offset = bytearray(), 0
+    for tensor in tensors:
+        name, dims = tensor.name.encode(), tensor.shape[::-1]
+        infos += struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
+        infos += struct.pack("<IQ", tensor.kind, offset)
+        offset += tensor.nbytes + padding(tensor.nbytes, pairs.alignment)
+    found = struct.pack("<4sIQQ", MAGIC, _VERSION, len(tensors), pairs.count) + pairs.raw + infos
+    return found + bytes(padding(len(found), pairs.alignment))
+
+
+def padding(nbytes: int, alignment: int) -> int:
+    """Bytes that are missing up to a multiple of ``alignment``."""
+    return -nbytes % alignment
 
 
 def _info(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:

@@ -256,7 +256,7 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise file_error(target, "it exists already.", "Choose another target, or pass overwrite=True.")
-    if target.is_dir() != (target.suffix != ".safetensors"):
+    if target.is_dir() != (target.suffix not in (".safetensors", ".gguf")):
         raise file_error(target, "it exists, but one is a file and the other a directory.", "Choose another target.")
     if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
         # A typo in the path must not replace a directory of documents by a checkpoint.

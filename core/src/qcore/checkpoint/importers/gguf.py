@@ -23,11 +23,12 @@ from .gguf_blocks import BLOCK_TYPES, BlockType
 
 PLAIN_TYPES = {0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32, 30: torch.bfloat16}
 """Types of tensors that are not quantized, by their numbers."""
-_NAMES = {
+TYPE_NAMES = {
     2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
     14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
     22: "IQ2_S", 23: "IQ4_XS", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
+"""Names of the types of blocks, by their numbers."""
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -56,9 +57,11 @@ ARCHITECTURES: dict[str, dict[str, str]] = {
     "phi3": {**_LAYER, **_PHI},
 }
 """Names of the parts of a layer in transformers by those in GGUF, by architecture."""
-_PERMUTED = ("llama", "mistral")
+PERMUTED = ("llama", "mistral")
+"""Architectures whose rows of q and k are permuted."""
 _PART = re.compile(r"blk\.([0-9]{1,4})\.([a-z_]+)\.(weight|bias)")
-_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+UNUSED_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that transformers computes from the configuration."""
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
@@ -67,7 +70,7 @@ def row_bytes(tensor: GGUFTensor, path: Path) -> int:
     plain = PLAIN_TYPES.get(tensor.kind)
     if plain is not None:
         return tensor.shape[-1] * plain.itemsize
-    block = BLOCK_TYPES.get(_NAMES.get(tensor.kind, ""))
+    block = BLOCK_TYPES.get(TYPE_NAMES.get(tensor.kind, ""))
     if block is None:
         return 0
     if tensor.shape[-1] % block.columns:
@@ -103,7 +106,7 @@ class _Job:
 
     def plan_one(self, name: str, plan: Plan) -> None:
         """Plan one tensor."""
-        if name in _UNUSED:
+        if name in UNUSED_TENSORS:
             plan.dropped.add(name)
             return
         target, part = self._target(name)
@@ -179,14 +182,14 @@ class _Job:
         return f"model.layers.{int(match[1])}.{self.names[match[2]]}.{match[3]}", match[2]
 
     def _block(self, tensor: GGUFTensor) -> BlockType:
-        kind = _NAMES.get(tensor.kind, f"number {tensor.kind}")
+        kind = TYPE_NAMES.get(tensor.kind, f"number {tensor.kind}")
         if kind not in BLOCK_TYPES:
             raise LayerRefused(f"its type is {kind}; qcore reads {', '.join(BLOCK_TYPES)}")
         return BLOCK_TYPES[kind]
 
     def _arrange(self, part: str, rows: int) -> Callable[[Tensor], Tensor]:
         """The function that puts the rows of a tensor into the order of transformers."""
-        if self.arch not in _PERMUTED or part not in ("attn_q", "attn_k"):
+        if self.arch not in PERMUTED or part not in ("attn_q", "attn_k"):
             return lambda value: value
         every = f"{self.arch}.attention.head_count"
         key = every if part == "attn_q" else f"{every}_kv"
