@@ -37,7 +37,9 @@ bool has_avxvnni() {
 }
 // AMX: the processor has its int8 tiles, and the system grants their registers to this process when asked.
 bool has_amx() {
-#if defined(__linux__)
+#if defined(QCORE_AMX_EMULATED)
+  return has_avx512vnni();
+#elif defined(__linux__)
   unsigned a = 7, b, c = 0, d;
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
   if (!has_avx512vnni() || (d >> 24 & 3) != 3) return false;

@@ -1,0 +1,94 @@
+"""Problems for the library's kernels as a driver without torch reads them, and the results that it must write."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import qcore
+
+NATIVE = Path(__file__).parents[2] / "plugins" / "cpu" / "native"
+DRIVER = Path(__file__).parents[1] / "cpu" / "arm_driver.cpp"
+FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-w", f"-I{NATIVE}")
+SCHEMES = ("w4a16-g32-asym", "w8a16", "w4a16-g128-fzp", "mxfp4", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static(0.05,3)")
+
+
+def build(folder: Path, compiler: str, files: dict[str, Sequence[str]], *more: str) -> Path:
+    """Compile ``files`` of the library, each with its own flags, and the driver; returns the program."""
+    objects, running = [], []
+    for name, flags in files.items():
+        objects.append(str(folder / f"{name}.o"))
+        command = [compiler, *FLAGS, *more, *flags, "-c", str(NATIVE / f"{name}.cpp"), "-o", objects[-1]]
+        running.append(subprocess.Popen(command, stderr=subprocess.PIPE))
+    for process in running:
+        _, errors = process.communicate(timeout=400)
+        assert process.returncode == 0, errors.decode()
+    program = folder / "driver"
+    subprocess.run(
+        [compiler, *FLAGS, *more, str(DRIVER), *objects, "-static", "-o", str(program)], check=True, timeout=300
+    )
+    return program
+
+
+def problems(shapes=((1, 77, 33), (5, 200, 40), (9, 576, 32))):
+    """Each as the bytes of the driver's input, and the result of this machine's own kernels."""
+    from qcore_cpu.kinds import Mode, needs_sums
+    from qcore_cpu.layout import WeightLayout
+
+    generator = torch.Generator().manual_seed(7)
+    for scheme in SCHEMES:
+        parsed = qcore.Scheme.parse(scheme)
+        for rows, k, n in shapes:
+            dense = torch.randn(n, k, generator=generator) * 0.05 + 0.03
+            quantizer = "absmax" if parsed.weight.zero is qcore.ZeroPoint.NONE else "minmax"
+            weight = qcore.quantize(dense, parsed.weight, quantizer)
+            layout = WeightLayout(weight.format, n, k, sums=needs_sums(parsed.activation))
+            packed, mode = layout.pack(weight), Mode.of(parsed.activation)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                x = (torch.randn(rows, k, generator=generator) + 0.3).to(dtype)
+                yield _input(layout, packed, mode, x), _expected(layout, packed, mode, x)
+
+
+def _input(layout, packed, mode, x):
+    from qcore_cpu import ops
+    from qcore_cpu.kinds import Kind
+
+    offset = 12 if layout.kind is Kind.HALVES4 else layout.kind.offset
+    scale_type = 4 if packed["scale"].dtype == torch.uint8 else ops.TYPES[packed["scale"].dtype]
+    numbers = (
+        layout.n, layout.k, layout.at.group, int(layout.kind), int(mode), offset, scale_type, ops.TYPES[x.dtype],
+        x.shape[0], 3,
+    )  # fmt: skip
+    _, scale, zero, added, sums, table, _ = layout.arguments(packed)
+    parts = (x, packed["data"], scale, zero, added, sums, table)
+    blobs = [b"" if t is None else bytes(t.contiguous().view(-1).view(torch.uint8).numpy()) for t in parts]
+    return struct.pack("10q", *numbers) + b"".join(struct.pack("q", len(blob)) + blob for blob in blobs)
+
+
+def _expected(layout, packed, mode, x):
+    from qcore_cpu import ops
+
+    arguments = (*layout.numbers, int(mode), layout.divides, 0.05, 3, 1.0, 0, ops.TYPES[x.dtype])
+    return ops.linear(x, *layout.arguments(packed), None, None, None, None, None, *arguments)
+
+
+def check(command: Sequence[str], isa: str, folder: Path, made: list[tuple[bytes, torch.Tensor]]) -> None:
+    """Run the driver (behind an emulator, say) for an instruction set: it must give the same bits."""
+    given, written = folder / "in", folder / "out"
+    given.write_bytes(struct.pack("q", len(made)) + b"".join(data for data, _ in made))
+    run = [*command, isa, str(given), str(written)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results, at = written.read_bytes(), 0
+    for _, expected in made:
+        size = expected.numel() * expected.element_size()
+        raw = torch.frombuffer(bytearray(results[at : at + size]), dtype=expected.dtype).view(expected.shape)
+        at += size
+        # bfloat16 and 4 bits run on products of bfloat16 here, where the processor is quick at them.
+        close = torch.allclose(raw.float(), expected.float(), rtol=0.02, atol=0.02)
+        assert torch.equal(raw, expected) if expected.dtype != torch.bfloat16 else close
+    assert at == len(results)
