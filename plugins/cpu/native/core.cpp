@@ -177,6 +177,33 @@ bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const 
   return true;
 }
 
+// bf16 x as it is, on bf16 tiles: a panel of rows at a time, for which a thread makes numbers of its columns' codes.
+bool by_brains(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
+  const int64_t step = round_up(w.at.packed() * 2, 64) + 64, columns = ceil_div(w.n, COLUMNS);
+  const int64_t most = std::max<int64_t>(32, SCRATCH_BYTES / step / 32 * 32);
+  bool enough = true;
+  for (int64_t row0 = 0; row0 < in.rows && enough; row0 += most) {
+    const int64_t rows = std::min(most, in.rows - row0);
+    const Scratch scratch(rows * step);
+    if (!scratch.data) return false;
+    each(pool, rows, std::max<int64_t>(1, (1 << 15) / w.at.packed()), [&](int64_t r) {
+      const auto* x = static_cast<const uint16_t*>(in.x) + (row0 + r) * in.stride;
+      kernels.brain_row(w, x, reinterpret_cast<uint16_t*>(scratch.data + r * step));
+    });
+    std::vector<char> failed(static_cast<size_t>(columns), 0);
+    each(pool, columns, 1, [&](int64_t nb) {
+      const Scratch own(kernels.brain_scratch + rows * COLUMNS * 4);
+      if (!own.data) {
+        failed[static_cast<size_t>(nb)] = 1;
+        return;
+      }
+      kernels.brain_product(w, out, reinterpret_cast<const uint16_t*>(scratch.data), step, nb, rows, row0, own.data);
+    });
+    enough = std::find(failed.begin(), failed.end(), 1) == failed.end();
+  }
+  return enough;
+}
+
 }  // namespace
 
 Scratch::Scratch(int64_t size) : own(size > KEPT_BYTES || kept.taken) {
@@ -226,6 +253,8 @@ int64_t fold_of(const Geometry& at, Mode mode) {
 
 bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
   if (!in.rows || !w.n) return true;
+  const bool brains = kernels.brain_product && in.mode == DIGITS && in.type == BF16 && !in.row;
+  if (brains && in.rows >= kernels.brain_rows) return by_brains(kernels, pool, w, in, out);
   if (w.element == FLOAT4 || w.element == FLOAT8) return by_floats(kernels, pool, w, in, out, false);
   const bool bf16 = in.mode == DIGITS && in.type == BF16 && w.element != INT8;
   const bool pairs = kernels.pair_product && bf16 && in.rows > 1;

@@ -35,14 +35,14 @@ bool has_avxvnni() {
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
   return has_avx2() && (a >> 4 & 1);
 }
-// AMX: the processor has its int8 tiles, and the system grants their registers to this process when asked.
+// AMX: the processor has its int8 and bf16 tiles, and the system grants their registers to this process when asked.
 bool has_amx() {
 #if defined(QCORE_AMX_EMULATED)
   return has_avx512vnni();
 #elif defined(__linux__)
   unsigned a = 7, b, c = 0, d;
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  if (!has_avx512vnni() || (d >> 24 & 3) != 3) return false;
+  if (!has_avx512vnni() || (d >> 24 & 3) != 3 || !(d >> 22 & 1)) return false;
   constexpr long ASK = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, ASK, TILES) == 0;
 #else

@@ -28,6 +28,7 @@ static inline I invert_top(I codes) { return codes; }
 #endif
 #ifdef QCORE_AMX
 #include "amx.inl"
+#include "amx_bf16.inl"
 #endif
 }  // namespace
 }  // namespace QCORE_ISA
@@ -43,7 +44,7 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
 #ifdef QCORE_AMX
   static constexpr Kernels many = {
       QCORE_TEXT(QCORE_ISA), AMX_ROWS, true, nullptr, 0, quantize, amx_product, float_product, FLOAT_ROWS, nullptr, 0,
-      nullptr, quantize_run, magnitude, window_product, widen, lookup,
+      nullptr, nullptr, nullptr, 0, 0, quantize_run, magnitude, window_product, widen, lookup,
   };
 #endif
   static constexpr Kernels kernels = {
@@ -58,6 +59,11 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
       pair_product, PAIR_ROWS, pair_row,
 #else
       nullptr, 0, nullptr,
+#endif
+#ifdef QCORE_AMX
+      brain_row, brain_product, 16, BRAIN_PART * 64,
+#else
+      nullptr, nullptr, 0, 0,
 #endif
       quantize_run, magnitude, window_product, widen, lookup,
   };

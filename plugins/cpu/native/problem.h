@@ -130,6 +130,12 @@ struct Kernels {
   int pair_rows;
   // One row of bf16 x as such pairs, into slot `r` of `rows`.
   void (*pair_row)(const Weight&, const uint16_t* x, uint32_t* to, float* sums, int r, int rows);
+  // bf16 x on bf16 tiles, or null: a row as packed columns, and a panel of rows times 32 columns; see amx_bf16.inl.
+  void (*brain_row)(const Weight&, const uint16_t* x, uint16_t* to);
+  void (*brain_product)(const Weight&, const Output&, const uint16_t* x, int64_t row_step, int64_t nb, int64_t rows,
+                        int64_t row0, char* scratch);
+  int brain_rows;         // from which on they are faster
+  int64_t brain_scratch;  // bytes for numbers; 128 more for each row
   // `count` values as codes round(x * inverse) + zero; returns their sum. Codes (I8) are copied. Without `clamp` zero is 0,
   // and no value lies beyond the codes.
   int32_t (*quantize_run)(const void* x, Type type, int64_t count, float inverse, int32_t zero, bool clamp, int8_t* codes);
