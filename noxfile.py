@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
 CORE = ROOT / "core"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+NATIVE = ROOT / "plugins" / "cpu"
+"""It would serve the layers on which core's tests look at the built-in kernels, so it has an environment of its own."""
 DEBIAN = {
     "cpu": ("cmake", "g++"),
     "cpu, tests of Arm": ("g++-aarch64-linux-gnu", "qemu-user"),
@@ -84,7 +86,8 @@ def _group(name: str) -> tuple[str, ...]:
 def _tree(session: nox.Session, *, testing: bool = False) -> list[str]:
     """Arguments of pip that install core and every plugin that can be built here, editable."""
     extra = "[testing]" if testing else ""
-    return [arg for path in (f"{CORE}{extra}", *_buildable(session)) for arg in ("-e", str(path))]
+    chosen = [path for path in _buildable(session) if path != NATIVE]
+    return [arg for path in (f"{CORE}{extra}", *chosen) for arg in ("-e", str(path))]
 
 
 def _buildable(session: nox.Session) -> list[Path]:
@@ -177,6 +180,18 @@ def integrations(session: nox.Session) -> None:
         session.run("pytest", *(session.posargs or ["tests/integrations"]), env={**env, **OFFLINE})
 
 
+@nox.session(reuse_venv=True)
+def cpu(session: nox.Session) -> None:
+    """Test qcore-cpu on every instruction set of this processor, Arm's in an emulator, and run its conformance kit."""
+    if NATIVE not in _buildable(session):
+        session.error("qcore-cpu cannot be built here; see above.")
+    session.install(*PINNED, "-e", f"{CORE}[testing]", "-e", str(NATIVE), *_group("test"))
+    with _hermetic() as env:
+        session.run("pytest", *(session.posargs or ["tests/cpu"]), env=env)
+        if not session.posargs:
+            session.run("qcore", "conformance", "cpu", env=env)
+
+
 def _passes(session: nox.Session, chosen: Iterable[str], *, covered: bool) -> bool:
     """Whether pytest passes with the arguments ``chosen``; ``covered``: what it runs of core is noted."""
     # Not pytest --cov: pytest loads qcore's own pytest plugin before pytest-cov could start to measure.
@@ -213,7 +228,7 @@ def tests(session: nox.Session) -> None:
 
 def _uncovered() -> tuple[list[str], list[str]]:
     """What is tested without coverage, in two runs of pytest: with and without Triton's interpreter."""
-    plugins = [f"tests/{path.name}" for path in PLUGINS if (ROOT / "tests" / path.name).is_dir()]
+    plugins = [f"tests/{p.name}" for p in PLUGINS if (ROOT / "tests" / p.name).is_dir() and p != NATIVE]
     interpreting = [folder for folder in plugins if folder in INTERPRETING]
     others = [folder for folder in plugins if folder not in INTERPRETING]
     return ["tests/thirdparty", *others], [COMPILING, *interpreting]
@@ -306,7 +321,7 @@ def lint(session: nox.Session) -> None:
     """Check style, format, the floors of the house and the length of files."""
     _run_dev(session, "ruff", "check", ".")
     _run_dev(session, "ruff", "format", "--check", ".")
-    _run_dev(session, "lint-imports")
+    _run_dev(session, "lint-imports", PYTHONPATH=str(NATIVE / "src"))  # not installed in this environment
     _check_lengths(session)
 
 

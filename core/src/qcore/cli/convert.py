@@ -14,7 +14,6 @@ HELP = "convert a quantized checkpoint between formats"
 EXAMPLES = (
     "qcore convert quantized for-vllm --to gptq --dtype fp16",
     "qcore convert for-vllm copy.safetensors --json",
-    "qcore convert quantized model.gguf --to gguf --dtype fp16",
 )
 
 
