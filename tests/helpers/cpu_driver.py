@@ -12,7 +12,7 @@ import torch
 import qcore
 
 NATIVE = Path(__file__).parents[2] / "plugins" / "cpu" / "native"
-DRIVER = Path(__file__).parents[1] / "cpu" / "arm_driver.cpp"
+DRIVER = Path(__file__).parents[1] / "cpu" / "driver.cpp"
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-w", f"-I{NATIVE}")
 SCHEMES = ("w4a16-g32-asym", "w8a16", "w4a16-g128-fzp", "mxfp4", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static(0.05,3)")
 

@@ -68,7 +68,7 @@ static void amx_tile(const Weight& w, const Input& in, const Output& out, const 
   const int upper = digit_rows < 16 ? digit_rows : 16, lower = digit_rows - upper;
   const bool grouped = w.at.groups > 1, zeroed = w.sums && in.mode != DIGITS;
   const uint8_t* codes = w.data + nb * (w.at.packed() / (FOUR ? 8 : 4)) * 128;
-  const I mask = nibble_mask(), table = E == TABLE4 ? table_bytes(w.whole) : mask;
+  const I mask = nibble_mask(), table = E == HALVES4 ? table_bytes(w.whole) : mask;
   alignas(64) uint8_t decoded[16 * 128];
   alignas(64) int32_t acc[AMX_ROWS][COLUMNS];
   alignas(64) float sum[AMX_ROWS / D][COLUMNS];
@@ -105,7 +105,7 @@ static void amx_tile(const Weight& w, const Input& in, const Output& out, const 
             for (int h = 0; h < 2; h++) {
               const I v = load_i(codes + 64 * h);
               I low = low_nibbles(v, mask), high = high_nibbles(v, mask);
-              if constexpr (E == TABLE4) low = lookup_bytes(table, low), high = lookup_bytes(table, high);
+              if constexpr (E == HALVES4) low = lookup_bytes(table, low), high = lookup_bytes(table, high);
               _mm512_store_si512(decoded + s * 128 + 64 * h, low);
               _mm512_store_si512(decoded + (s + 1) * 128 + 64 * h, high);
             }
@@ -179,5 +179,5 @@ static void amx_product(const Weight& w, const Input& in, const Output& out, con
                         int count, int digits, int64_t row0) {
   if (w.element == INT4) amx_of<INT4>(w, in, out, x, nb, rows, count, digits, row0);
   else if (w.element == INT8) amx_of<INT8>(w, in, out, x, nb, rows, count, digits, row0);
-  else amx_of<TABLE4>(w, in, out, x, nb, rows, count, digits, row0);
+  else amx_of<HALVES4>(w, in, out, x, nb, rows, count, digits, row0);
 }

@@ -4,10 +4,10 @@
 // x: [rows][packed] bfloat16, the 8 columns of a step in the order 0 2 4 6 1 3 5 7 (4-bit codes) or 4 in the order
 // 0 1 2 3 (8-bit): the order in which two codes of each lane become a pair.
 
-constexpr int BRAIN_PART = 512;  // packed columns at a time: 32 KiB of numbers, in L1 and L2
+constexpr int BF16_PART = 512;  // packed columns at a time: 32 KiB of numbers, in L1 and L2
 
 #ifdef QCORE_AMX_EMULATED
-template <int C, int A, int B> static void amx_dot_brain() {  // TDPBF16PS: pairs of bfloat16, sums in float32
+template <int C, int A, int B> static void amx_dot_bf16() {  // TDPBF16PS: pairs of bfloat16, sums in float32
   for (int m = 0; m < amx_config.rows[C]; m++)
     for (int k = 0; k < amx_config.bytes[A] / 4; k++)
       for (int n = 0; n < amx_config.bytes[C] / 4; n++) {
@@ -27,28 +27,22 @@ template <int C, int A, int B> static void amx_dot_brain() {  // TDPBF16PS: pair
       }
 }
 #else
-template <int C, int A, int B> static inline void amx_dot_brain() {
+template <int C, int A, int B> static inline void amx_dot_bf16() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 #endif
 
 // Two numbers of each of 16 columns as a pair of bfloat16, `first` in the low half.
-static inline I brain_pair(F first, F second) {
-  const auto rounded = [](F v) {
-    const I b = bits(v);
-    return add_i(b, add_i(and_i(shr_i<16>(b), set_i(1)), set_i(0x7fff)));
-  };
-  return _mm512_or_si512(shr_i<16>(rounded(first)), and_i(rounded(second), set_i((int32_t)0xffff0000)));
-}
+static inline I bf16_pair(F first, F second) { return or_i(bf16_words(first), shl_i<16>(bf16_words(second))); }
 
 // Codes of packed columns from..from + count of block nb as numbers: [count / 2][32 columns] pairs.
-static void brain_numbers(const Weight& w, int64_t nb, int64_t from, int64_t count, I* to) {
-  const bool four = w.element == INT4 || w.element == TABLE4 || w.element == FLOAT4;
+static void bf16_numbers(const Weight& w, int64_t nb, int64_t from, int64_t count, I* to) {
+  const bool four = w.element == INT4 || w.element == HALVES4 || w.element == FLOAT4;
   const int64_t step = four ? 8 : 4, group = w.at.block * w.at.blocks;
   const uint8_t* codes = w.data + nb * (w.at.packed() / step) * 128 + from / step * 128;
   alignas(64) float table[16];
   for (int i = 0; i < 16; i++)
-    table[i] = w.element == TABLE4 ? (float)((int)w.whole[i] - w.offset) : w.element == FLOAT4 ? w.table[i] : (float)i;
+    table[i] = w.element == HALVES4 ? (float)((int)w.whole[i] - w.offset) : w.element == FLOAT4 ? w.table[i] : (float)i;
   const Numbers numbers = numbers16(table);
   const I byte = set_i(255);
   int64_t known = -1;
@@ -81,16 +75,16 @@ static void brain_numbers(const Weight& w, int64_t nb, int64_t from, int64_t cou
           first = to_f(and_i(v, byte)), second = to_f(and_i(shr_i<8>(v), byte));
           v = shr_i<16>(v);
         }
-        to[((k - from) / 2 + pair) * 2 + h] = brain_pair(number(first), number(second));
+        to[((k - from) / 2 + pair) * 2 + h] = bf16_pair(number(first), number(second));
       }
     }
   }
 }
 
 // One row of bfloat16 x to packed columns, in the order above.
-static void brain_row(const Weight& w, const uint16_t* x, uint16_t* to) {
-  const bool four = w.element == INT4 || w.element == TABLE4 || w.element == FLOAT4;
-  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+static void bf16_row(const Weight& w, const uint16_t* x, uint16_t* to) {
+  const bool four = w.element == INT4 || w.element == HALVES4 || w.element == FLOAT4;
+  const __m128i order = pair_order();
   for (int64_t b = 0; b < w.at.groups * w.at.blocks; b++) {
     const Span span = block_columns(w.at, b);
     uint16_t* here = to + b * w.at.block;
@@ -104,17 +98,17 @@ static void brain_row(const Weight& w, const uint16_t* x, uint16_t* to) {
   }
 }
 
-// All `rows` rows of x (row_step bytes apart) times block nb, finished and stored from row0 on. `scratch`: BRAIN_PART *
+// All `rows` rows of x (row_step bytes apart) times block nb, finished and stored from row0 on. `scratch`: BF16_PART *
 // 64 bytes for numbers, then rows * 128 bytes for sums. No number of x may be one that is not finite.
-static void brain_product(const Weight& w, const Output& out, const uint16_t* x, int64_t row_step, int64_t nb,
+static void bf16_product(const Weight& w, const Output& out, const uint16_t* x, int64_t row_step, int64_t nb,
                           int64_t rows, int64_t row0, char* scratch) {
   I* numbers = (I*)scratch;
-  float* sums = (float*)(scratch + BRAIN_PART * 64);
+  float* sums = (float*)(scratch + BF16_PART * 64);
   const int64_t packed = w.at.packed();
   __builtin_memset(sums, 0, (size_t)rows * COLUMNS * 4);
-  for (int64_t from = 0; from < packed; from += BRAIN_PART) {
-    const int64_t count = packed - from < BRAIN_PART ? packed - from : BRAIN_PART;
-    brain_numbers(w, nb, from, count, numbers);
+  for (int64_t from = 0; from < packed; from += BF16_PART) {
+    const int64_t count = packed - from < BF16_PART ? packed - from : BF16_PART;
+    bf16_numbers(w, nb, from, count, numbers);
     for (int64_t r = 0; r < rows; r += AMX_ROWS) {
       const int here = (int)(rows - r < AMX_ROWS ? rows - r : AMX_ROWS);
       const int upper = here < 16 ? here : 16, lower = here - upper;
@@ -139,13 +133,13 @@ static void brain_product(const Weight& w, const Output& out, const uint16_t* x,
           const I* b = numbers + k;  // k / 2 pairs of 2 vectors
           amx_load<6>(b, 128);
           amx_load<4>(a, row_step);
-          amx_dot_brain<0, 4, 6>();
+          amx_dot_bf16<0, 4, 6>();
           amx_load<7>(b + 1, 128);
-          amx_dot_brain<1, 4, 7>();
+          amx_dot_bf16<1, 4, 7>();
           if (lower) {
             amx_load<5>(a + 16 * row_step, row_step);
-            amx_dot_brain<2, 5, 6>();
-            amx_dot_brain<3, 5, 7>();
+            amx_dot_bf16<2, 5, 6>();
+            amx_dot_bf16<3, 5, 7>();
           }
         }
         amx_store<0>(y, COLUMNS * 4);

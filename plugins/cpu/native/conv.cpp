@@ -17,7 +17,7 @@ struct Window {
 const void* window_row(const Input& in, int64_t index, void* scratch) {
   const Window& window = *static_cast<const Window*>(in.context);
   const Image& image = *window.image;
-  const int64_t size = bytes_of_type(in.type), own = image.channels / image.groups, run = own * size;
+  const int64_t size = type_size(in.type), own = image.channels / image.groups, run = own * size;
   const int64_t ow = index % image.out_width(), oh = index / image.out_width() % image.out_height();
   const int64_t b = index / image.out_width() / image.out_height();
   const char* x = static_cast<const char*>(in.x) + window.group * run;
@@ -39,8 +39,6 @@ const void* window_row(const Input& in, int64_t index, void* scratch) {
   return scratch;
 }
 
-int output_rows(int64_t width, int most) { return static_cast<int>(ceil_div(width, ceil_div(width, most))); }
-
 // Whether windows can be multiplied where they lie, or as rows of codes side by side.
 bool has_windows(const Weight& w, const Image& image, const Input& in) {
   const int64_t own = image.channels / image.groups;
@@ -49,18 +47,28 @@ bool has_windows(const Weight& w, const Image& image, const Input& in) {
          (in.mode == STATIC || in.mode == DYNAMIC);
 }
 
+// Multiply the windows of a line of `width` results, the first of which has the number `row0`: `windows` gives those from
+// one on. Sums and scales of the windows are those of the line.
+template <class From>
+void multiply_line(const Kernels& kernels, const Weight& w, const Output& out, int64_t width, int64_t row0,
+                   const From& windows) {
+  const int rows = even_rows(width, kernels.product.digit_rows);
+  for (int64_t nb = 0; nb < ceil_div(w.n, COLUMNS); nb++)
+    for (int64_t v = 0; v < width; v += rows)
+      kernels.window_product(w, out, windows(v), nb, static_cast<int>(std::min<int64_t>(rows, width - v)), row0 + v);
+}
+
 // Static scale: the image becomes codes once, with its padding; windows are read from there.
 bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
                     const Output& out, int64_t group) {
   const int64_t own = image.channels / image.groups, ow = image.out_width(), oh = image.out_height();
   const int64_t height = image.height + 2 * image.ph, width = image.width + 2 * image.pw;
-  const int64_t lines = image.batch * height, taps = image.kh * image.kw, size = bytes_of_type(in.type);
+  const int64_t lines = image.batch * height, taps = image.kh * image.kw, size = type_size(in.type);
   const Scratch codes(lines * width * own + 64), sums(lines * width * 4);
   if (!codes.data || !sums.data) return false;
   int8_t* q = reinterpret_cast<int8_t*>(codes.data);
   int32_t* pixel_sums = reinterpret_cast<int32_t*>(sums.data);
-  const float inverse = 1.0f / in.scale;
-  const bool finite = in.type == I8;
+  const float inverse = inverse_scale(in.scale);
   std::vector<char> spoiled(static_cast<size_t>(lines), 0);  // lines that hold NaN
   each(pool, lines, std::max<int64_t>(1, (1 << 14) / (width * own)), [&](int64_t line) {
     const int64_t b = line / height, h = line % height - image.ph;
@@ -74,31 +82,26 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
       }
       const char* x = static_cast<const char*>(in.x) + (((b * image.height + h) * image.width + at) * image.channels + group * own) * size;
       pixel_sums[line * width + v] = kernels.quantize_run(x, in.type, own, inverse, in.zero, true, to);
-      if (!finite && kernels.magnitude(x, in.type, own) > 0x7f800000) spoiled[static_cast<size_t>(line)] = 1;
+      if (in.type != I8 && kernels.magnitude(x, in.type, own) > INFINITE) spoiled[static_cast<size_t>(line)] = 1;
     }
   });
   for (char s : spoiled) if (s) return false;  // rare: the other way marks the rows
   std::vector<int64_t> offsets(static_cast<size_t>(taps));
   for (int64_t t = 0; t < taps; t++) offsets[static_cast<size_t>(t)] = (t / image.kw * image.dh * width + t % image.kw * image.dw) * own;
-  const int rows = output_rows(ow, kernels.digit_rows);
-  const int64_t columns = ceil_div(w.n, COLUMNS);
+  const std::vector<float> scales(static_cast<size_t>(ow), in.scale);
   each(pool, image.batch * oh, std::max<int64_t>(1, (1 << 16) / (ow * w.at.k * w.n + 1)), [&](int64_t line) {
     const int64_t top = (line / oh * height + line % oh * image.sh) * width;  // pixel of the first window
     std::vector<int32_t> window_sums(static_cast<size_t>(ow));
-    std::vector<float> scales(static_cast<size_t>(rows), in.scale);
     for (int64_t v = 0; v < ow; v++) {
       int32_t sum = 0;
       for (int64_t i = 0; i < image.kh; i++)
         for (int64_t j = 0; j < image.kw; j++) sum += pixel_sums[top + v * image.sw + i * image.dh * width + j * image.dw];
       window_sums[static_cast<size_t>(v)] = sum;
     }
-    for (int64_t nb = 0; nb < columns; nb++) {
-      for (int64_t v = 0; v < ow; v += rows) {
-        const Windows windows{q + (top + v * image.sw) * own, image.sw * own, offsets.data(), taps, own,
-                              window_sums.data() + v, scales.data(), in.zero};
-        kernels.window_product(w, out, windows, nb, static_cast<int>(std::min<int64_t>(rows, ow - v)), line * ow + v);
-      }
-    }
+    multiply_line(kernels, w, out, ow, line * ow, [&](int64_t v) {
+      return Windows{q + (top + v * image.sw) * own, image.sw * own, offsets.data(), taps, own, window_sums.data() + v,
+                     scales.data() + v, in.zero};
+    });
   });
   return true;
 }
@@ -107,7 +110,7 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
 bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
                      const Output& out, int64_t group) {
   const int64_t own = image.channels / image.groups, ow = image.out_width(), oh = image.out_height();
-  const int64_t pixels = image.batch * image.height * image.width, size = bytes_of_type(in.type);
+  const int64_t pixels = image.batch * image.height * image.width, size = type_size(in.type);
   const Scratch largest(pixels * 4);
   if (!largest.data) return false;
   int32_t* map = reinterpret_cast<int32_t*>(largest.data);
@@ -116,8 +119,7 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
     map[pixel] = kernels.magnitude(x + pixel * image.channels * size, in.type, own);
   });
   const int64_t step = w.at.k + 64;  // not a power of two, so that rows do not share one set of the cache
-  const int rows = output_rows(ow, kernels.digit_rows);
-  const int64_t columns = ceil_div(w.n, COLUMNS), none = 0;
+  const int64_t none = 0;
   std::vector<char> failed(static_cast<size_t>(image.batch * oh), 0);
   each(pool, image.batch * oh, std::max<int64_t>(1, (1 << 16) / (ow * w.at.k * w.n + 1)), [&](int64_t line) {
     const int64_t b = line / oh, top = line % oh * image.sh - image.ph;
@@ -139,11 +141,7 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
       for (int64_t i = 0; i < image.kh; i++)
         for (int64_t j = 0; j < image.kw; j++)
           if (const int64_t pixel = at(i, j); pixel >= 0) most = std::max(most, map[pixel]);
-      float scale;
-      std::memcpy(&scale, &most, 4);
-      scale = most >= 0x7f800000 ? __builtin_nanf("") : scale / 127.0f;
-      scale = scale == 0 ? 1.0f : scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
-      const float inverse = scale == scale ? 1.0f / scale : 1.0f;
+      const float scale = symmetric_scale(most), inverse = inverse_scale(scale);
       int32_t sum = 0;
       int8_t* to = q + v * step;
       for (int64_t i = 0; i < image.kh; i++) {
@@ -155,12 +153,9 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
       }
       scales[v] = scale, sums[v] = sum;
     }
-    for (int64_t nb = 0; nb < columns; nb++) {
-      for (int64_t v = 0; v < ow; v += rows) {
-        const Windows windows{q + v * step, step, &none, 1, w.at.k, sums + v, scales + v, 0};
-        kernels.window_product(w, out, windows, nb, static_cast<int>(std::min<int64_t>(rows, ow - v)), line * ow + v);
-      }
-    }
+    multiply_line(kernels, w, out, ow, line * ow, [&](int64_t v) {
+      return Windows{q + v * step, step, &none, 1, w.at.k, sums + v, scales + v, 0};
+    });
   });
   return std::find(failed.begin(), failed.end(), 1) == failed.end();
 }
@@ -169,24 +164,16 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
 
 bool convolve(const Kernels& kernels, const Pool& pool, const Weight& first, const Image& image, const Input& given,
               const Output& result) {
-  const int64_t blocks = (first.n + COLUMNS - 1) / COLUMNS, parameters = blocks * first.at.groups * COLUMNS;
-  const bool narrow = first.element == INT8 || first.element == FLOAT8;
-  const int64_t bytes = blocks * first.at.packed() * COLUMNS / (narrow ? 1 : 2);
   for (int64_t g = 0; g < image.groups; g++) {
-    Weight w = first;
-    w.data += g * bytes;
-    w.scale = static_cast<const char*>(w.scale) + g * parameters * bytes_of_type(w.scale_type);
-    if (w.zero) w.zero += g * parameters;
-    if (w.added) w.added = static_cast<const char*>(w.added) + g * parameters * bytes_of_type(w.scale_type);
-    if (w.sums) w.sums += g * blocks * w.folds() * COLUMNS;
+    const Weight w = nth_weight(first, g);
     const Window window{&image, g, static_cast<int8_t>(given.zero)};
     Input in = given;
     in.rows = image.batch * image.out_height() * image.out_width();
     in.row = window_row;
     in.context = &window;
     Output out = result;
-    out.y = static_cast<char*>(out.y) + g * w.n * bytes_of_type(out.type);
-    if (out.bias) out.bias = static_cast<const char*>(out.bias) + g * w.n * bytes_of_type(out.bias_type);
+    out.y = static_cast<char*>(out.y) + g * w.n * type_size(out.type);
+    out.bias = nth(out.bias, out.bias_type, w.n, g);
     const bool windows = has_windows(w, image, given);
     if (windows && given.mode == STATIC && static_windows(kernels, pool, w, image, given, out, g)) continue;
     if (windows && given.mode == DYNAMIC && dynamic_windows(kernels, pool, w, image, given, out, g)) continue;

@@ -30,7 +30,7 @@ char* allocate(int64_t size) { return static_cast<char*>(std::aligned_alloc(64, 
 
 const void* row_of(const Input& in, int64_t index, void* scratch) {
   if (in.row) return in.row(in, index, scratch);
-  return static_cast<const char*>(in.x) + index * in.stride * bytes_of_type(in.type);
+  return static_cast<const char*>(in.x) + index * in.stride * type_size(in.type);
 }
 
 // How rows become blocks: as even as can be, with at most `most` rows each.
@@ -41,7 +41,7 @@ struct Blocks {
   int in(int64_t block) const { return static_cast<int>(std::min<int64_t>(size, rows - block * size)); }
 };
 Blocks blocks_of(int64_t rows, int most) {
-  return {rows, static_cast<int>(ceil_div(rows, ceil_div(rows, most)))};
+  return {rows, even_rows(rows, most)};
 }
 
 // Every block of rows times every block of columns. A thread takes neighbouring columns, whose weights it packed, and
@@ -61,13 +61,13 @@ void all_tiles(const Pool& pool, const Weight& w, const Blocks& blocks, int64_t 
 }
 
 // x as rows of digits.
-bool by_digits(const Kernels& few, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
+bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
   const int digits = in.mode != DIGITS ? 1 : in.type == F32 ? 3 : 2;
-  const Kernels& kernels = few.many && in.rows * digits >= few.many_rows ? *few.many : few;
+  const Product& product = kernels.many.run && in.rows * digits >= kernels.many.from ? kernels.many : kernels.product;
   const int64_t packed = w.at.packed(), folds = w.folds();
-  const int most = std::max(1, kernels.digit_rows / digits);
+  const int most = std::max(1, product.digit_rows / digits);
   // Row by row, rows are no power of two apart, so that they do not share one set of the cache.
-  const int64_t digit_row = kernels.row_major ? round_up(packed, 64) + 64 : packed;
+  const int64_t digit_row = product.row_major ? round_up(packed, 64) + 64 : packed;
   const int64_t scales = in.mode == DIGITS ? packed / w.at.block : 1;
   const auto bytes_of = [&](int rows) {
     return round_up(digit_row * rows * digits, 64) + round_up((scales + folds + folds * digits + 1) * rows * 4, 64);
@@ -84,8 +84,8 @@ bool by_digits(const Kernels& few, const Pool& pool, const Weight& w, const Inpu
       char* p = scratch.data + block * size;
       Rows rows;
       rows.q = reinterpret_cast<int8_t*>(p);
-      rows.k_step = kernels.row_major ? 4 : 4 * blocks.size * digits;
-      rows.row_step = kernels.row_major ? digit_row : 4;
+      rows.k_step = product.row_major ? 4 : 4 * blocks.size * digits;
+      rows.row_step = product.row_major ? digit_row : 4;
       rows.scale = reinterpret_cast<float*>(p + round_up(digit_row * blocks.size * digits, 64));
       rows.total = rows.scale + scales * blocks.size;
       rows.sum = reinterpret_cast<int32_t*>(rows.total + folds * blocks.size);
@@ -108,7 +108,7 @@ bool by_digits(const Kernels& few, const Pool& pool, const Weight& w, const Inpu
     for (const SpikeList& list : spikes) enough = enough && !list.failed;
     if (enough) {
       all_tiles(pool, w, blocks, size, [&](int64_t nb, int64_t block) {
-        kernels.product(w, in, out, rows_of(block), nb, blocks.size, blocks.in(block), digits, row0 + block * blocks.size);
+        product.run(w, in, out, rows_of(block), nb, blocks.size, blocks.in(block), digits, row0 + block * blocks.size);
       });
     }
     for (const SpikeList& list : spikes) std::free(list.items);
@@ -178,7 +178,7 @@ bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const 
 }
 
 // bf16 x as it is, on bf16 tiles: a panel of rows at a time, for which a thread makes numbers of its columns' codes.
-bool by_brains(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
+bool by_bf16_tiles(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
   const int64_t step = round_up(w.at.packed() * 2, 64) + 64, columns = ceil_div(w.n, COLUMNS);
   const int64_t most = std::max<int64_t>(32, SCRATCH_BYTES / step / 32 * 32);
   bool enough = true;
@@ -188,16 +188,16 @@ bool by_brains(const Kernels& kernels, const Pool& pool, const Weight& w, const 
     if (!scratch.data) return false;
     each(pool, rows, std::max<int64_t>(1, (1 << 15) / w.at.packed()), [&](int64_t r) {
       const auto* x = static_cast<const uint16_t*>(in.x) + (row0 + r) * in.stride;
-      kernels.brain_row(w, x, reinterpret_cast<uint16_t*>(scratch.data + r * step));
+      kernels.bf16_row(w, x, reinterpret_cast<uint16_t*>(scratch.data + r * step));
     });
     std::vector<char> failed(static_cast<size_t>(columns), 0);
     each(pool, columns, 1, [&](int64_t nb) {
-      const Scratch own(kernels.brain_scratch + rows * COLUMNS * 4);
+      const Scratch own(kernels.bf16_scratch + rows * COLUMNS * 4);
       if (!own.data) {
         failed[static_cast<size_t>(nb)] = 1;
         return;
       }
-      kernels.brain_product(w, out, reinterpret_cast<const uint16_t*>(scratch.data), step, nb, rows, row0, own.data);
+      kernels.bf16_product(w, out, reinterpret_cast<const uint16_t*>(scratch.data), step, nb, rows, row0, own.data);
     });
     enough = std::find(failed.begin(), failed.end(), 1) == failed.end();
   }
@@ -251,10 +251,21 @@ int64_t fold_of(const Geometry& at, Mode mode) {
   return blocks * at.block;
 }
 
+Weight nth_weight(const Weight& first, int64_t index) {
+  const int64_t columns = ceil_div(first.n, COLUMNS) * COLUMNS, parameters = columns * first.at.groups;
+  Weight w = first;
+  w.data += index * code_bytes(first);
+  w.scale = nth(w.scale, w.scale_type, parameters, index);
+  if (w.zero) w.zero += index * parameters;
+  w.added = nth(w.added, w.scale_type, parameters, index);
+  if (w.sums) w.sums += index * columns * w.folds();
+  return w;
+}
+
 bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
   if (!in.rows || !w.n) return true;
-  const bool brains = kernels.brain_product && in.mode == DIGITS && in.type == BF16 && !in.row;
-  if (brains && in.rows >= kernels.brain_rows) return by_brains(kernels, pool, w, in, out);
+  const bool tiles = kernels.bf16_product && in.mode == DIGITS && in.type == BF16 && !in.row;
+  if (tiles && in.rows >= kernels.bf16_rows) return by_bf16_tiles(kernels, pool, w, in, out);
   if (w.element == FLOAT4 || w.element == FLOAT8) return by_floats(kernels, pool, w, in, out, false);
   const bool bf16 = in.mode == DIGITS && in.type == BF16 && w.element != INT8;
   const bool pairs = kernels.pair_product && bf16 && in.rows > 1;

@@ -39,7 +39,19 @@ void each(const Pool& pool, int64_t count, int64_t grain, const Task& task) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-inline int64_t bytes_of_type(Type type) { return type == F32 ? 4 : type == I8 || type == E8M0 ? 1 : 2; }
+// The largest number of rows in a block, of as many as are needed and as even as can be, with at most `most` rows each.
+inline int even_rows(int64_t rows, int most) { return static_cast<int>(ceil_div(rows, ceil_div(rows, most))); }
+
+// Bytes of the codes of one weight.
+inline int64_t code_bytes(const Weight& w) {
+  return ceil_div(w.n, COLUMNS) * w.at.packed() * COLUMNS / (w.element == INT8 || w.element == FLOAT8 ? 1 : 2);
+}
+// Weight number `index` of several of one form that lie one after the other, of which `first` is the first.
+Weight nth_weight(const Weight& first, int64_t index);
+// The same for vectors of n elements.
+inline const void* nth(const void* first, Type type, int64_t n, int64_t index) {
+  return first ? static_cast<const char*>(first) + index * n * type_size(type) : nullptr;
+}
 
 Geometry geometry(int64_t k, int64_t group);
 int64_t fold_of(const Geometry& at, Mode mode);

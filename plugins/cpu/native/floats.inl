@@ -66,15 +66,8 @@ float_tile(const Weight& w, const Output& out, const float* x, int64_t nb, int f
   if (column >= w.n) return;
   read_bias(out, column, w.n, H * LANES, bias);
   for (int r = 0; r < R; r++) {
-    for (int h = 0; h < H; h++) {
-      F v = sum[r][h];
-      const int64_t at = nb * w.at.groups * COLUMNS + (first + h) * LANES;
-      if (!grouped) {
-        v = mul_f(v, scales_f(w, at));
-        if (w.added) v = fma_f(widen_f(w.added, at, w.scale_type), set_f(totals[r]), v);
-      }
-      store_f(values + h * LANES, v);
-    }
+    for (int h = 0; h < H; h++) store_f(values + h * LANES, sum[r][h]);
+    apply_channels(w, nb, first, H, totals[r], values);
     finish_row(out, row0 + r, column, w.n, H * LANES, bias, values);
   }
 }

@@ -41,27 +41,21 @@ static inline I invert_top(I codes) { return codes; }
 
 const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
   using namespace qcore_cpu::QCORE_ISA;
-#ifdef QCORE_AMX
-  static constexpr Kernels many = {
-      QCORE_TEXT(QCORE_ISA), AMX_ROWS, true, nullptr, 0, quantize, amx_product, float_product, FLOAT_ROWS, nullptr, 0,
-      nullptr, nullptr, nullptr, 0, 0, quantize_run, magnitude, window_product, widen, lookup,
-  };
-#endif
   static constexpr Kernels kernels = {
-      QCORE_TEXT(QCORE_ISA), DIGIT_ROWS, false,
+      QCORE_TEXT(QCORE_ISA), {0, DIGIT_ROWS, false, product},
 #ifdef QCORE_AMX
-      &many, AMX_FROM,
+      {AMX_FROM, AMX_ROWS, true, amx_product},
 #else
-      nullptr, 0,
+      {0, 0, false, nullptr},
 #endif
-      quantize, product, float_product, FLOAT_ROWS,
+      quantize, float_product, FLOAT_ROWS,
 #ifdef QCORE_PAIRS
       pair_product, PAIR_ROWS, pair_row,
 #else
       nullptr, 0, nullptr,
 #endif
 #ifdef QCORE_AMX
-      brain_row, brain_product, 16, BRAIN_PART * 64,
+      bf16_row, bf16_product, 16, BF16_PART * 64,
 #else
       nullptr, nullptr, 0, 0,
 #endif

@@ -85,21 +85,16 @@ struct Parts {
     w.zero = zero.data<uint8_t>();
     w.added = added.data();
     w.sums = sums.data<int32_t>();
-    w.offset = element == INT4 ? 8 : element == TABLE4 ? HALVES_OFFSET : 128;
+    w.offset = element == INT4 ? 8 : element == HALVES4 ? HALVES_OFFSET : 128;
     w.table = table.data<float>();
-    if (element == TABLE4) {  // halves of whole numbers: fp4
+    if (element == HALVES4) {  // halves of whole numbers: fp4
       w.factor *= 0.5f;
       for (int i = 0; i < 16; i++) w.whole[i] = static_cast<uint8_t>(static_cast<int>(2.0f * w.table[i]) + w.offset);
       w.table = nullptr;
     }
     w.fold = fold_of(w.at, static_cast<Mode>(mode));
-    check(data.numel() >= bytes(w), "the packed weight is smaller than its shape says");
+    check(data.numel() >= code_bytes(w), "the packed weight is smaller than its shape says");
     return w;
-  }
-
-  // Of the codes of one expert or channel group.
-  static int64_t bytes(const Weight& w) {
-    return ceil_div(w.n, COLUMNS) * w.at.packed() * COLUMNS / (w.element == INT8 || w.element == FLOAT8 ? 1 : 2);
   }
 
   static constexpr int HALVES_OFFSET = 12;
@@ -169,33 +164,26 @@ Tensor grouped_linear_op(Arguments& a) {
   const Pool threads = pool();
   const int32_t* ends = offsets.data<int32_t>();
   const Weight first = parts.weight(n, form.k, form.group, form.element, form.mode, form.divides);
-  const int64_t bytes = Parts::bytes(first), blocks = ceil_div(n, COLUMNS);
-  const int64_t parameters = blocks * first.at.groups * COLUMNS;
-  check(parts.data.numel() >= experts * bytes, "there are fewer packed experts than offsets");
+  check(parts.data.numel() >= experts * code_bytes(first), "there are fewer packed experts than offsets");
   const Input all = input_of(x, rows, form.k, form.mode, given_scale, given_zero);
   const Output whole = output_of(y, n, bias, 1.0, 0);
-  const int64_t size = bytes_of_type(whole.type);
+  const int64_t size = type_size(whole.type);
   int64_t start = 0;
   for (int64_t e = 0; e < experts; e++) {
     const int64_t end = ends[e];
     check(end >= start && end <= rows, "offsets must ascend within the rows of x");
     if (end == start) continue;
-    Weight w = first;
-    w.data += e * bytes;
-    w.scale = static_cast<const char*>(w.scale) + e * parameters * bytes_of_type(w.scale_type);
-    if (w.zero) w.zero += e * parameters;
-    if (w.added) w.added = static_cast<const char*>(w.added) + e * parameters * bytes_of_type(w.scale_type);
-    if (w.sums) w.sums += e * blocks * w.folds() * COLUMNS;
+    Weight w = nth_weight(first, e);
     if (parts.factor && parts.factor.numel() > 1) {
       const float own = parts.factor.data<float>()[e];
-      (form.divides ? w.divisor : w.factor) = own * (!form.divides && form.element == TABLE4 ? 0.5f : 1.0f);
+      (form.divides ? w.divisor : w.factor) = own * (!form.divides && form.element == HALVES4 ? 0.5f : 1.0f);
     }
     Input in = all;
     in.rows = end - start;
-    in.x = static_cast<const char*>(in.x) + start * form.k * bytes_of_type(in.type);
+    in.x = nth(in.x, in.type, form.k, start);
     Output out = whole;
     out.y = static_cast<char*>(out.y) + start * n * size;
-    if (out.bias) out.bias = static_cast<const char*>(out.bias) + e * n * bytes_of_type(out.bias_type);
+    out.bias = nth(out.bias, out.bias_type, n, e);
     check(linear(kernels(), threads, w, in, out), "out of memory");
     start = end;
   }
@@ -256,7 +244,7 @@ Tensor embedding_op(Arguments& a) {
   };
   for (int64_t i = 0; i < count; i++) check(index(i) >= 0 && index(i) < v, "an index is outside the table");
   char* to = y.data<char>();
-  const int64_t size = bytes_of_type(t.out);
+  const int64_t size = type_size(t.out);
   const Kernels& use = kernels();
   each(pool(), count, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, k)), [&](int64_t i) {
     if (i + 2 < count) {  // the row after the next is on its way

@@ -1,8 +1,7 @@
 // bf16 x and 4-bit weights on vdpbf16ps: vpermw turns four codes of each lane into bf16 numbers, two products per lane.
-// The 16 numbers (codes less their offset, or a table) are exact in bf16 or rounded to it as a bf16 weight would be.
+// The 16 numbers, codes less their offset, are whole and exact in bf16.
 
 constexpr int PAIR_ROWS = 8;
-constexpr int PAIR_COLUMNS[4][2] = {{0, 2}, {4, 6}, {1, 3}, {5, 7}};  // k of the two codes at 4 * j bits of a lane
 
 template <int R>
 static void __attribute__((noinline))
@@ -11,12 +10,10 @@ pair_tile(const Weight& w, const Output& out, const uint32_t* x, const float* su
   const uint8_t* codes = w.data + nb * (w.at.packed() / 8) * 128;
   alignas(64) uint16_t numbers[32];
   for (int i = 0; i < 32; i++) {
-    alignas(64) float v[LANES];
-    alignas(64) uint16_t b[LANES];
-    for (int j = 0; j < LANES; j++) v[j] = w.table ? w.table[i & 15] : (float)((i & 15) - w.offset);
-    if (w.element == TABLE4) for (int j = 0; j < LANES; j++) v[j] = (float)((int)w.whole[i & 15] - w.offset);
-    store_brain(b, load_f(v));
-    numbers[i] = b[0];
+    const float number = (float)((w.element == HALVES4 ? w.whole[i & 15] : i & 15) - w.offset);
+    uint32_t bits_of;
+    __builtin_memcpy(&bits_of, &number, 4);
+    numbers[i] = (uint16_t)(bits_of >> 16);
   }
   const __m512i table = _mm512_load_si512(numbers);
   const bool grouped = w.at.groups > 1;
@@ -68,15 +65,8 @@ pair_tile(const Weight& w, const Output& out, const uint32_t* x, const float* su
   const int64_t column = nb * COLUMNS;
   read_bias(out, column, w.n, COLUMNS, bias);
   for (int r = 0; r < R; r++) {
-    for (int h = 0; h < 2; h++) {
-      F v = sum[r][h];
-      const int64_t at = nb * w.at.groups * COLUMNS + h * LANES;
-      if (!grouped) {
-        v = mul_f(v, scales_f(w, at));
-        if (w.added) v = fma_f(widen_f(w.added, at, w.scale_type), set_f(sums[r]), v);
-      }
-      store_f(values + h * LANES, v);
-    }
+    for (int h = 0; h < 2; h++) store_f(values + h * LANES, sum[r][h]);
+    apply_channels(w, nb, 0, 2, sums[r], values);
     finish_row(out, row0 + r, column, w.n, COLUMNS, bias, values);
   }
 }
@@ -84,7 +74,7 @@ pair_tile(const Weight& w, const Output& out, const uint32_t* x, const float* su
 // x [packed] of one row, bfloat16, as pairs in slot r of `rows`: the words of 8 columns are what one step multiplies.
 static void pair_row(const Weight& w, const uint16_t* x, uint32_t* to, float* sums, int r, int rows) {
   const Geometry& at = w.at;
-  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  const __m128i order = pair_order();
   const int64_t blocks = at.groups * at.blocks;
   float sum = 0;
   for (int64_t b = 0; b < blocks; b++) {
@@ -105,11 +95,11 @@ static void pair_row(const Weight& w, const uint16_t* x, uint32_t* to, float* su
     if (w.zero || w.added) {
       F total = set_f(0);
       int64_t i = 0;
-      for (; i + LANES <= at.block; i += LANES) total = add_f(total, brain_f(from + i));
+      for (; i + LANES <= at.block; i += LANES) total = add_f(total, bf16_f(from + i));
       alignas(64) uint16_t rest[LANES] = {0};
       if (i < at.block) {
         __builtin_memcpy(rest, from + i, (size_t)(at.block - i) * 2);
-        total = add_f(total, brain_f(rest));
+        total = add_f(total, bf16_f(rest));
       }
       sum += _mm512_reduce_add_ps(total);
     }

@@ -5,12 +5,15 @@
 namespace qcore_cpu {
 
 // Element types of x, scales, bias and results.
-enum Type : int { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E8M0 = 4, E4M3 = 5 };
+enum Type : int { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E8M0 = 4 };
+
+// Functions here are static: files of several instruction sets use them, and the linker must not choose among copies.
+static inline constexpr int type_size(Type type) { return type == F32 ? 4 : type == BF16 || type == F16 ? 2 : 1; }
 
 // How a packed weight is read.
-//   INT4: codes + 8, two to a byte; INT8: codes + 128; TABLE4: a 4-bit code that indexes 16 whole numbers (fp4 times 2);
+//   INT4: codes + 8, two to a byte; INT8: codes + 128; HALVES4: a 4-bit code that indexes 16 whole numbers (fp4 times 2);
 //   FLOAT4, FLOAT8: a 4- or 8-bit code that indexes a table of floats.
-enum Element : int { INT4 = 0, INT8 = 1, TABLE4 = 2, FLOAT4 = 3, FLOAT8 = 4 };
+enum Element : int { INT4 = 0, INT8 = 1, HALVES4 = 2, FLOAT4 = 3, FLOAT8 = 4 };
 
 constexpr int COLUMNS = 32;     // output features of a packed block
 constexpr int LARGEST_BLOCK = 128;  // elements of x that share a scale, at most
@@ -40,7 +43,7 @@ struct Weight {
   const void* added;        // float zero points of the scale's type, or null
   const int32_t* sums;      // of (code - zero) over each fold, or null
   const float* table;       // FLOAT4: 16, FLOAT8: 256 values; null otherwise
-  uint8_t whole[16];        // TABLE4: value + offset
+  uint8_t whole[16];        // HALVES4: value + offset
   int offset;               // what was added to codes: 8, 128, or that of `whole`
   int64_t fold;             // packed columns that are summed up in int32
   int64_t folds() const { return at.packed() / fold; }
@@ -68,6 +71,21 @@ struct Input {
   const float* scales;       // TOKEN
   const int32_t* zeros;      // TOKEN
 };
+
+// The scale of symmetric int8 activations whose largest magnitude has these bits: 1 for zeros, NaN if one is not finite.
+constexpr int32_t INFINITE = 0x7f800000;
+static inline float usable_scale(float scale) {
+  constexpr float SMALLEST = 1.17549435e-38f;  // normal number of float32
+  return scale == 0 ? 1.0f : scale < SMALLEST ? SMALLEST : scale;
+}
+static inline float symmetric_scale(int32_t magnitude) {
+  if (magnitude >= INFINITE) return __builtin_nanf("");
+  float largest;
+  __builtin_memcpy(&largest, &magnitude, 4);
+  return usable_scale(largest / 127.0f);
+}
+// By what values are multiplied for a scale. By the reciprocal: the contract allows either of two codes next to a tie.
+static inline float inverse_scale(float scale) { return scale == scale ? 1.0f / scale : 1.0f; }
 
 struct Output {
   void* y;
@@ -108,18 +126,22 @@ struct Rows {
   SpikeList* spikes;
 };
 
+// Products of digits.
+struct Product {
+  int from;        // digit rows from which on it is used
+  int digit_rows;  // int8 rows of a tile
+  bool row_major;  // digits are wanted row by row
+  // A block of `count` rows (of `rows` slots) times 32 columns, finished and stored: rows from `row0` on.
+  void (*run)(const Weight&, const Input&, const Output&, const Rows&, int64_t nb, int rows, int count, int digits,
+              int64_t row0);
+};
+
 // The kernels of one instruction set.
 struct Kernels {
   const char* name;
-  int digit_rows;   // int8 rows of a tile
-  bool row_major;   // digits are wanted row by row
-  const Kernels* many;  // what takes over from many_rows digit rows on, or null
-  int many_rows;
+  Product product, many;  // `many`: for many rows; its `run` may be null
   // Quantize the row at `x`, the input's number `row`, into slot `r` of a block of `rows` rows.
   void (*quantize)(const Weight&, const Input&, const void* x, int64_t row, int r, int rows, int digits, const Rows&);
-  // A block of `count` rows (of `rows` slots) times 32 columns, finished and stored: rows from `row0` on.
-  void (*product)(const Weight&, const Input&, const Output&, const Rows&, int64_t nb, int rows, int count, int digits,
-                  int64_t row0);
   // Float tables: x as float32 [packed][rows] times 32 columns.
   void (*float_product)(const Weight&, const Output&, const float* x, int64_t nb, int rows, int count, int64_t row0);
   int float_rows;
@@ -131,11 +153,11 @@ struct Kernels {
   // One row of bf16 x as such pairs, into slot `r` of `rows`.
   void (*pair_row)(const Weight&, const uint16_t* x, uint32_t* to, float* sums, int r, int rows);
   // bf16 x on bf16 tiles, or null: a row as packed columns, and a panel of rows times 32 columns; see amx_bf16.inl.
-  void (*brain_row)(const Weight&, const uint16_t* x, uint16_t* to);
-  void (*brain_product)(const Weight&, const Output&, const uint16_t* x, int64_t row_step, int64_t nb, int64_t rows,
+  void (*bf16_row)(const Weight&, const uint16_t* x, uint16_t* to);
+  void (*bf16_product)(const Weight&, const Output&, const uint16_t* x, int64_t row_step, int64_t nb, int64_t rows,
                         int64_t row0, char* scratch);
-  int brain_rows;         // from which on they are faster
-  int64_t brain_scratch;  // bytes for numbers; 128 more for each row
+  int bf16_rows;         // from which on they are faster
+  int64_t bf16_scratch;  // bytes for numbers; 128 more for each row
   // `count` values as codes round(x * inverse) + zero; returns their sum. Codes (I8) are copied. Without `clamp` zero is 0,
   // and no value lies beyond the codes.
   int32_t (*quantize_run)(const void* x, Type type, int64_t count, float inverse, int32_t zero, bool clamp, int8_t* codes);

@@ -2,12 +2,10 @@
 
 static inline F widen_f(const void* p, int64_t i, Type type) {
   if (type == F32) return load_f((const float*)p + i);
-  if (type == BF16) return brain_f((const uint16_t*)p + i);
-  if (type == F16) return half_f((const uint16_t*)p + i);
+  if (type == BF16) return bf16_f((const uint16_t*)p + i);
+  if (type == F16) return fp16_f((const uint16_t*)p + i);
   return to_f(signed_bytes_i((const int8_t*)p + i));
 }
-
-static inline int type_size(Type type) { return type == F32 ? 4 : type == BF16 || type == F16 ? 2 : 1; }
 
 static void widen(const void* from, Type type, int64_t count, float* to) {
   int64_t i = 0;
@@ -19,10 +17,6 @@ static void widen(const void* from, Type type, int64_t count, float* to) {
   store_f(values, widen_f(raw, 0, type));
   for (int j = 0; i < count; i++, j++) to[i] = values[j];
 }
-
-constexpr int32_t INFINITE = 0x7f800000;
-constexpr float SMALLEST = 1.17549435e-38f;
-constexpr float NOT_A_NUMBER = __builtin_nanf("");
 
 // The columns of packed block b: where they begin in x, how many there are.
 struct Span { int64_t from; int64_t count; };
@@ -69,19 +63,12 @@ static Step step_of(const Input& in, const char* row, int64_t k, int64_t index) 
   const int32_t most = largest_i(magnitude);
   if (in.mode == STATIC || in.mode == TOKEN) {
     Step s = in.mode == STATIC ? Step{in.scale, in.zero} : Step{in.scales[index], in.zeros[index]};
-    if (most > INFINITE) s.scale = NOT_A_NUMBER;
+    if (most > INFINITE) s.scale = __builtin_nanf("");
     return s;
   }
-  if (most >= INFINITE) return {NOT_A_NUMBER, 0};
-  if (in.mode == DYNAMIC) {
-    float top;
-    __builtin_memcpy(&top, &most, 4);
-    const float scale = top / 127.0f;
-    return {scale == 0 ? 1.0f : scale < SMALLEST ? SMALLEST : scale, 0};
-  }
-  const float least = least_f(low), most_f = largest_f(high);
-  float scale = (most_f - least) / 255.0f;
-  scale = scale == 0 ? 1.0f : scale < SMALLEST ? SMALLEST : scale;
+  if (in.mode == DYNAMIC || most >= INFINITE) return {symmetric_scale(most), 0};
+  const float least = least_f(low);
+  const float scale = usable_scale((largest_f(high) - least) / 255.0f);
   return {scale, (int32_t)__builtin_rintf(-128.0f - least / scale)};
 }
 
@@ -215,8 +202,7 @@ static void quantize_codes(const Weight& w, const Input& in, const char* row, in
   const int64_t blocks = at.groups * at.blocks, per_fold = w.fold / at.block;
   const Step step = step_of(in, row, at.k, index);
   const bool ready = in.type == I8;
-  // By the reciprocal: the contract allows either of two codes next to a tie.
-  const F inverse = set_f(step.scale == step.scale ? 1.0f / step.scale : 1.0f), most = set_f(1e6f), least = set_f(-1e6f);
+  const F inverse = set_f(inverse_scale(step.scale)), most = set_f(1e6f), least = set_f(-1e6f);
   const I zero = set_i(ready ? 0 : step.zero), high = set_i(127), low = set_i(-128);
   alignas(64) float v[LARGEST_BLOCK + LANES];
   alignas(64) int8_t narrow[LANES];
@@ -257,8 +243,7 @@ static void quantize_codes(const Weight& w, const Input& in, const char* row, in
 
 static void quantize(const Weight& w, const Input& in, const void* x, int64_t row, int r, int rows, int digits,
                      const Rows& out) {
-  const char* start = (const char*)x;
-  if (digits == 2) quantize_digits<2>(w, in, start, r, rows, out);
-  else if (digits == 3) quantize_digits<3>(w, in, start, r, rows, out);
-  else quantize_codes(w, in, start, row, r, rows, out);
+  if (digits == 2) quantize_digits<2>(w, in, (const char*)x, r, rows, out);
+  else if (digits == 3) quantize_digits<3>(w, in, (const char*)x, r, rows, out);
+  else quantize_codes(w, in, (const char*)x, row, r, rows, out);
 }

@@ -4,7 +4,9 @@ static inline F scales_f(const Weight& w, int64_t i) {
   F s;
   if (w.scale_type == E8M0) {
     // 2^(b - 127): the exponent of a float; 2^-127, b = 0, is the subnormal number with the highest bit of the mantissa.
-    s = from_bits(max_i(shl_i<23>(bytes_i((const uint8_t*)w.scale + i)), set_i(0x00400000)));
+    // b = 255 is NaN.
+    const I b = bytes_i((const uint8_t*)w.scale + i);
+    s = from_bits(max_i(add_i(shl_i<23>(b), shl_i<22>(shr_i<8>(add_i(b, set_i(1))))), set_i(0x00400000)));
   } else {
     s = widen_f(w.scale, i, w.scale_type);
   }
@@ -13,10 +15,19 @@ static inline F scales_f(const Weight& w, int64_t i) {
   return s;
 }
 
+// bfloat16 in the low half of each lane, rounded half to even: vcvtneps2bf16 would flush denormals. NaN, quiet after any
+// arithmetic, is kept from running over into the sign.
+static inline I bf16_words(F v) {
+  const I magnitude = min_i(and_i(bits(v), set_i(0x7fffffff)), set_i(0x7fc00000));
+  const I odd = and_i(shr_i<16>(magnitude), set_i(1));
+  const I rounded = add_i(magnitude, add_i(odd, set_i(0x7fff)));
+  return shr_i<16>(or_i(rounded, and_i(bits(v), set_i((int32_t)0x80000000))));
+}
+
 static inline void store_result(void* y, int64_t i, Type type, F v) {
   if (type == F32) store_f((float*)y + i, v);
-  else if (type == BF16) store_brain((uint16_t*)y + i, v);
-  else store_half((uint16_t*)y + i, v);
+  else if (type == BF16) store_words((uint16_t*)y + i, bf16_words(v));
+  else store_fp16((uint16_t*)y + i, v);
 }
 
 // Bias, rounding and bounds for `columns` results of one row, which lie in `values` [LANES-padded].
@@ -68,6 +79,18 @@ static inline float one_scale(const Weight& w, int64_t i) {
   return s / w.divisor * w.factor;
 }
 
+// Scales per channel, and float zero points times `total`, the sum of x, on `vectors` vectors of sums of one row. For
+// weights in groups they are in the sums already.
+static inline void apply_channels(const Weight& w, int64_t nb, int first, int vectors, float total, float* values) {
+  if (w.at.groups > 1) return;
+  for (int h = 0; h < vectors; h++) {
+    const int64_t at = nb * COLUMNS + (first + h) * LANES;
+    F v = mul_f(load_f(values + h * LANES), scales_f(w, at));
+    if (w.added) v = fma_f(widen_f(w.added, at, w.scale_type), set_f(total), v);
+    store_f(values + h * LANES, v);
+  }
+}
+
 // Add the products of spikes, in float: value * weight, column by column.
 static void add_spikes(const Weight& w, const SpikeList& list, int64_t nb, int half, int columns, int row, float* values) {
   for (int64_t i = 0; i < list.count; i++) {
@@ -82,7 +105,7 @@ static void add_spikes(const Weight& w, const SpikeList& list, int64_t nb, int h
       } else {
         const uint8_t pair = w.data[(nb * (w.at.packed() / 8) + spike.k / 8) * 128 + column * 4 + spike.k % 4];
         code = spike.k % 8 < 4 ? pair & 15 : pair >> 4;
-        if (w.element == TABLE4) code = w.whole[code];
+        if (w.element == HALVES4) code = w.whole[code];
       }
       const int64_t at = (nb * w.at.groups + group) * COLUMNS + column;
       code -= w.zero ? w.zero[at] : w.offset;
@@ -101,20 +124,12 @@ static void add_spikes(const Weight& w, const SpikeList& list, int64_t nb, int h
 // (`scaled`: of int8 activations), spikes, bias, rounding.
 static void finish_sums(const Weight& w, const Output& out, const Rows& x, int64_t nb, int first, int vectors, int rows,
                         int r, int64_t row0, bool scaled, const float* bias, float* values) {
-  const bool grouped = w.at.groups > 1;
   float total = 0;
-  if (!grouped && w.added)
+  if (w.added)
     for (int64_t b = 0; b < w.folds(); b++) total += x.total[b * rows + r];
-  for (int h = 0; h < vectors; h++) {
-    F v = load_f(values + h * LANES);
-    if (!grouped) {
-      const int64_t at = nb * COLUMNS + (first + h) * LANES;
-      v = mul_f(v, scales_f(w, at));
-      if (w.added) v = fma_f(widen_f(w.added, at, w.scale_type), set_f(total), v);
-    }
-    if (scaled) v = mul_f(v, set_f(x.scale[r]));
-    store_f(values + h * LANES, v);
-  }
+  apply_channels(w, nb, first, vectors, total, values);
+  if (scaled)
+    for (int h = 0; h < vectors; h++) store_f(values + h * LANES, mul_f(load_f(values + h * LANES), set_f(x.scale[r])));
   if (x.spikes->count) add_spikes(w, *x.spikes, nb, first * LANES, vectors * LANES, r, values);
   finish_row(out, row0 + r, nb * COLUMNS + first * LANES, w.n, vectors * LANES, bias, values);
 }
@@ -127,13 +142,15 @@ static inline I dot_4bit(I acc, I codes, I x) { return dot(acc, codes, x); }
 
 // The products of T digit rows with `steps` times 128 bytes of codes, H vectors of each, added to acc.
 // The codes hold 4 (8-bit) or 8 (4-bit) columns of x for 32 outputs; the next 2 KiB of them are on their way meanwhile.
-// Four digits of a row are broadcast once for H vectors. `stride`: bytes of x from one set of 4 columns to the next.
+// Four digits of a row are broadcast once for H vectors. `k_step`, `row_step`: bytes of x from one set of 4 columns, or
+// from one row, to the next.
 template <Element E, int T, int H>
 static inline __attribute__((always_inline)) void
-sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t stride, I mask, I table, I (&acc)[T][H]) {
+sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t k_step, int64_t row_step, I mask, I table,
+      I (&acc)[T][H]) {
   constexpr int BYTES = LANES * 4;  // of one vector of codes
 #pragma GCC unroll 2
-  for (int64_t i = 0; i < steps; i++, codes += 128, q += (E == INT8 ? 1 : 2) * stride) {
+  for (int64_t i = 0; i < steps; i++, codes += 128, q += (E == INT8 ? 1 : 2) * k_step) {
     I low[H], high[H];
     for (int h = 0; h < H; h++) {
       prefetch(codes + 2048 + BYTES * h);
@@ -142,13 +159,13 @@ sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t stride, I ma
         low[h] = SIGNED_CODES ? invert_top(v) : v;
       } else {
         low[h] = low_nibbles(v, mask), high[h] = high_nibbles(v, mask);
-        if constexpr (E == TABLE4) low[h] = lookup_bytes(table, low[h]), high[h] = lookup_bytes(table, high[h]);
+        if constexpr (E == HALVES4) low[h] = lookup_bytes(table, low[h]), high[h] = lookup_bytes(table, high[h]);
       }
     }
 #pragma GCC unroll 24
     for (int t = 0; t < T; t++) {
       int32_t word;
-      __builtin_memcpy(&word, q + 4 * t, 4);
+      __builtin_memcpy(&word, q + t * row_step, 4);
       const I digits = set_i(word);
       for (int h = 0; h < H; h++) {
         if constexpr (E == INT8) acc[t][h] = dot(acc[t][h], low[h], digits);
@@ -159,7 +176,7 @@ sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t stride, I ma
 #pragma GCC unroll 24
       for (int t = 0; t < T; t++) {
         int32_t word;
-        __builtin_memcpy(&word, q + stride + 4 * t, 4);
+        __builtin_memcpy(&word, q + k_step + t * row_step, 4);
         const I digits = set_i(word);
         for (int h = 0; h < H; h++) acc[t][h] = dot_4bit(acc[t][h], high[h], digits);
       }
@@ -171,12 +188,12 @@ sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t stride, I ma
 // both would rather spill accumulators in the innermost loop.
 template <Element E, int T, int H>
 static void __attribute__((noinline))
-sweep_apart(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t stride, I mask, I table, const int32_t* start,
+sweep_apart(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t k_step, I mask, I table, const int32_t* start,
             I (&result)[T][H]) {
   I acc[T][H];
 #pragma GCC unroll 24
   for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) acc[t][h] = set_i(start[t]);
-  sweep<E, T, H>(codes, q, steps, stride, mask, table, acc);
+  sweep<E, T, H>(codes, q, steps, k_step, 4, mask, table, acc);
 #pragma GCC unroll 24
   for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) result[t][h] = acc[t][h];
 }
@@ -196,7 +213,7 @@ tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t
   const int signed_offset = SIGNED_CODES && !FOUR ? 128 : 0;  // codes are read less this
   const int32_t offset = w.offset - signed_offset;
   const I mask = nibble_mask();
-  const I table = E == TABLE4 ? table_bytes(w.whole) : mask;
+  const I table = E == HALVES4 ? table_bytes(w.whole) : mask;
   F sum[R][H];
   for (int r = 0; r < R; r++) for (int h = 0; h < H; h++) sum[r][h] = set_f(0);
   int64_t f = 0;
@@ -219,13 +236,13 @@ tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t
 #pragma GCC unroll 24
       for (int t = 0; t < T; t++) start[t] = own_zeros ? 0 : -offset * sums[t];
       // 2. Products.
-      const int64_t steps = fold / (FOUR ? 8 : 4), stride = 4 * rows * D;
+      const int64_t steps = fold / (FOUR ? 8 : 4), k_step = 4 * rows * D;
       if constexpr (R * H + T * H > REGISTERS - 6) {
-        sweep_apart<E, T, H>(codes, q, steps, stride, mask, table, start, acc);
+        sweep_apart<E, T, H>(codes, q, steps, k_step, mask, table, start, acc);
       } else {
 #pragma GCC unroll 24
         for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) acc[t][h] = set_i(start[t]);
-        sweep<E, T, H>(codes, q, steps, stride, mask, table, acc);
+        sweep<E, T, H>(codes, q, steps, k_step, 4, mask, table, acc);
       }
       codes += steps * 128, q += fold * rows * D;
       // 3. Fold: zero points, digits to one number, scales.
@@ -311,5 +328,5 @@ static void product(const Weight& w, const Input& in, const Output& out, const R
                     int digits, int64_t row0) {
   if (w.element == INT4) product_of<INT4>(w, in, out, x, nb, rows, count, digits, row0);
   else if (w.element == INT8) product_of<INT8>(w, in, out, x, nb, rows, count, digits, row0);
-  else product_of<TABLE4>(w, in, out, x, nb, rows, count, digits, row0);
+  else product_of<HALVES4>(w, in, out, x, nb, rows, count, digits, row0);
 }

@@ -8,6 +8,7 @@ constexpr int REGISTERS = 16;
 constexpr bool SIGNED_CODES = false;
 static inline I set_i(int32_t v) { return _mm256_set1_epi32(v); }
 static inline I load_i(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+static inline I or_i(I a, I b) { return _mm256_or_si256(a, b); }
 static inline I and_i(I a, I b) { return _mm256_and_si256(a, b); }
 static inline I add_i(I a, I b) { return _mm256_add_epi32(a, b); }
 static inline I sub_i(I a, I b) { return _mm256_sub_epi32(a, b); }
@@ -57,19 +58,14 @@ static inline F div_f(F a, F b) { return _mm256_div_ps(a, b); }
 static inline F fma_f(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 static inline F max_f(F a, F b) { return _mm256_max_ps(a, b); }
 static inline F min_f(F a, F b) { return _mm256_min_ps(a, b); }
-static inline F half_f(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-static inline F brain_f(const uint16_t* p) {
+static inline F fp16_f(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+static inline F bf16_f(const uint16_t* p) {
   return from_bits(shl_i<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p))));
 }
 static inline void store_words(uint16_t* p, I v) {
   _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
 }
-static inline void store_half(uint16_t* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, 0)); }
-static inline void store_brain(uint16_t* p, F v) {
-  const I b = bits(v), odd = and_i(shr_i<16>(b), set_i(1));
-  const I r = shr_i<16>(add_i(b, add_i(odd, set_i(0x7fff))));
-  store_words(p, _mm256_blendv_epi8(r, set_i(0x7fc0), bits(_mm256_cmp_ps(v, v, _CMP_UNORD_Q))));
-}
+static inline void store_fp16(uint16_t* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, 0)); }
 static inline int32_t sum_i(I v) {
   __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
   s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));

@@ -8,6 +8,7 @@ constexpr int REGISTERS = 32;
 constexpr bool SIGNED_CODES = false;
 static inline I set_i(int32_t v) { return _mm512_set1_epi32(v); }
 static inline I load_i(const void* p) { return _mm512_loadu_si512(p); }
+static inline I or_i(I a, I b) { return _mm512_or_si512(a, b); }
 static inline I and_i(I a, I b) { return _mm512_and_si512(a, b); }
 static inline I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
 static inline I sub_i(I a, I b) { return _mm512_sub_epi32(a, b); }
@@ -40,18 +41,12 @@ static inline F div_f(F a, F b) { return _mm512_div_ps(a, b); }
 static inline F fma_f(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 static inline F max_f(F a, F b) { return _mm512_max_ps(a, b); }
 static inline F min_f(F a, F b) { return _mm512_min_ps(a, b); }
-static inline F half_f(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-static inline F brain_f(const uint16_t* p) {
+static inline F fp16_f(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+static inline F bf16_f(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
-static inline void store_half(uint16_t* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, 0)); }
-// Rounds half to even; NaN stays NaN. Not vcvtneps2bf16, which flushes denormals.
-static inline void store_brain(uint16_t* p, F v) {
-  const I b = bits(v), odd = and_i(shr_i<16>(b), set_i(1));
-  I r = shr_i<16>(add_i(b, add_i(odd, set_i(0x7fff))));
-  r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), set_i(0x7fc0));
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(r));
-}
+static inline void store_fp16(uint16_t* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, 0)); }
+static inline void store_words(uint16_t* p, I v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(v)); }
 static inline int32_t sum_i(I v) { return _mm512_reduce_add_epi32(v); }
 static inline int32_t largest_i(I v) { return _mm512_reduce_max_epi32(v); }
 static inline float largest_f(F v) { return _mm512_reduce_max_ps(v); }
@@ -70,3 +65,5 @@ static inline void store_pairs_f(float* p, F even, F odd) {
   store_f(p, _mm512_permutex2var_ps(even, low, odd));
   store_f(p + 16, _mm512_permutex2var_ps(even, high, odd));
 }
+// The words of 8 columns as pairs (0, 2), (4, 6), (1, 3), (5, 7): k of the two 4-bit codes at 4 * j bits of a lane.
+static inline __m128i pair_order() { return _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); }

@@ -9,6 +9,7 @@ struct F { alignas(16) float v[4]; };
 #define QCORE_EACH for (int i = 0; i < 4; i++)
 static inline I set_i(int32_t a) { return {{a, a, a, a}}; }
 static inline I load_i(const void* p) { I r; __builtin_memcpy(r.v, p, 16); return r; }
+static inline I or_i(I a, I b) { QCORE_EACH a.v[i] |= b.v[i]; return a; }
 static inline I and_i(I a, I b) { QCORE_EACH a.v[i] &= b.v[i]; return a; }
 static inline I add_i(I a, I b) { QCORE_EACH a.v[i] = (int32_t)((uint32_t)a.v[i] + (uint32_t)b.v[i]); return a; }
 static inline I sub_i(I a, I b) { QCORE_EACH a.v[i] = (int32_t)((uint32_t)a.v[i] - (uint32_t)b.v[i]); return a; }
@@ -62,7 +63,7 @@ static inline F div_f(F a, F b) { QCORE_EACH a.v[i] /= b.v[i]; return a; }
 static inline F fma_f(F a, F b, F c) { QCORE_EACH c.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]); return c; }
 static inline F max_f(F a, F b) { QCORE_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 static inline F min_f(F a, F b) { QCORE_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
-static inline float half_to_float(uint16_t h) {
+static inline float fp16_to_float(uint16_t h) {
   const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
   uint32_t u;
   if (exponent == 0) {
@@ -76,7 +77,7 @@ static inline float half_to_float(uint16_t h) {
   __builtin_memcpy(&f, &u, 4);
   return f;
 }
-static inline uint16_t float_to_half(float f) {
+static inline uint16_t float_to_fp16(float f) {
   uint32_t u;
   __builtin_memcpy(&u, &f, 4);
   const uint32_t sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
@@ -88,16 +89,10 @@ static inline uint16_t float_to_half(float f) {
   }
   return (uint16_t)(sign | (a + 0xfff + (a >> 13 & 1) - (112u << 23)) >> 13);
 }
-static inline uint16_t float_to_brain(float f) {
-  uint32_t u;
-  __builtin_memcpy(&u, &f, 4);
-  if ((u & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-  return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
-static inline F half_f(const uint16_t* p) { F r; QCORE_EACH r.v[i] = half_to_float(p[i]); return r; }
-static inline F brain_f(const uint16_t* p) { I r; QCORE_EACH r.v[i] = (int32_t)((uint32_t)p[i] << 16); return from_bits(r); }
-static inline void store_half(uint16_t* p, F v) { QCORE_EACH p[i] = float_to_half(v.v[i]); }
-static inline void store_brain(uint16_t* p, F v) { QCORE_EACH p[i] = float_to_brain(v.v[i]); }
+static inline F fp16_f(const uint16_t* p) { F r; QCORE_EACH r.v[i] = fp16_to_float(p[i]); return r; }
+static inline F bf16_f(const uint16_t* p) { I r; QCORE_EACH r.v[i] = (int32_t)((uint32_t)p[i] << 16); return from_bits(r); }
+static inline void store_fp16(uint16_t* p, F v) { QCORE_EACH p[i] = float_to_fp16(v.v[i]); }
+static inline void store_words(uint16_t* p, I v) { QCORE_EACH p[i] = (uint16_t)v.v[i]; }
 static inline int32_t sum_i(I v) { return v.v[0] + v.v[1] + v.v[2] + v.v[3]; }
 static inline int32_t largest_i(I v) { int32_t m = v.v[0]; QCORE_EACH m = v.v[i] > m ? v.v[i] : m; return m; }
 static inline float largest_f(F v) { float m = v.v[0]; QCORE_EACH m = v.v[i] > m ? v.v[i] : m; return m; }

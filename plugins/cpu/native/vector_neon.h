@@ -8,6 +8,7 @@ constexpr int REGISTERS = 32;
 constexpr bool SIGNED_CODES = true;  // products take signed codes: 8-bit ones are read with the top bit inverted
 static inline I set_i(int32_t v) { return vdupq_n_s32(v); }
 static inline I load_i(const void* p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p)); }
+static inline I or_i(I a, I b) { return vorrq_s32(a, b); }
 static inline I and_i(I a, I b) { return vandq_s32(a, b); }
 static inline I add_i(I a, I b) { return vaddq_s32(a, b); }
 static inline I sub_i(I a, I b) { return vsubq_s32(a, b); }
@@ -65,14 +66,10 @@ static inline F div_f(F a, F b) { return vdivq_f32(a, b); }
 static inline F fma_f(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 static inline F max_f(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // as x86: b where one is NaN
 static inline F min_f(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
-static inline F half_f(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-static inline F brain_f(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-static inline void store_half(uint16_t* p, F v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
-static inline void store_brain(uint16_t* p, F v) {
-  const uint32x4_t b = vreinterpretq_u32_f32(v), odd = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
-  const uint32x4_t r = vshrq_n_u32(vaddq_u32(b, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
-  vst1_u16(p, vmovn_u32(vbslq_u32(vceqq_f32(v, v), r, vdupq_n_u32(0x7fc0))));
-}
+static inline F fp16_f(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+static inline F bf16_f(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+static inline void store_fp16(uint16_t* p, F v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
+static inline void store_words(uint16_t* p, I v) { vst1_u16(p, vmovn_u32(vreinterpretq_u32_s32(v))); }
 static inline int32_t sum_i(I v) { return vaddvq_s32(v); }
 static inline int32_t largest_i(I v) { return vmaxvq_s32(v); }
 static inline float largest_f(F v) { return vmaxvq_f32(v); }

@@ -49,59 +49,31 @@ static int32_t magnitude(const void* x, Type type, int64_t count) {
   return largest_i(most);
 }
 
-template <bool FOUR, int R, int H>
+// The products of R windows with one vector set of columns; a function of its own for the reason of `sweep_apart`.
+template <Element E, int R, int H>
 static void __attribute__((noinline))
 window_sweep(const uint8_t* codes, const Windows& x, int32_t offset, bool own_zeros, I (&result)[R][H]) {
-  constexpr int BYTES = LANES * 4;
   const I mask = nibble_mask();
+  const int64_t steps = x.run / (E == INT8 ? 4 : 8);
   I acc[R][H];
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
     for (int h = 0; h < H; h++) acc[r][h] = set_i(own_zeros ? 0 : -offset * x.sums[r]);
-  for (int64_t t = 0; t < x.count; t++) {
-    const int8_t* q = x.x + x.taps[t];
-    for (int64_t c = 0; c < x.run; c += FOUR ? 8 : 4, codes += 128, q += FOUR ? 8 : 4) {
-      I low[H], high[H];
-      for (int h = 0; h < H; h++) {
-        prefetch(codes + 2048 + BYTES * h);
-        const I v = load_i(codes + BYTES * h);
-        if constexpr (FOUR) low[h] = low_nibbles(v, mask), high[h] = high_nibbles(v, mask);
-        else low[h] = SIGNED_CODES ? invert_top(v) : v;
-      }
-#pragma GCC unroll 12
-      for (int r = 0; r < R; r++) {
-        int32_t word;
-        __builtin_memcpy(&word, q + r * x.step, 4);
-        const I digits = set_i(word);
-        for (int h = 0; h < H; h++) {
-          if constexpr (FOUR) acc[r][h] = dot_4bit(acc[r][h], low[h], digits);
-          else acc[r][h] = dot(acc[r][h], low[h], digits);
-        }
-      }
-      if constexpr (FOUR) {
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-          int32_t word;
-          __builtin_memcpy(&word, q + 4 + r * x.step, 4);
-          const I digits = set_i(word);
-          for (int h = 0; h < H; h++) acc[r][h] = dot_4bit(acc[r][h], high[h], digits);
-        }
-      }
-    }
-  }
+  for (int64_t t = 0; t < x.count; t++, codes += steps * 128)
+    sweep<E, R, H>(codes, x.x + x.taps[t], steps, 4, x.step, mask, mask, acc);
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++) for (int h = 0; h < H; h++) result[r][h] = acc[r][h];
 }
 
-template <bool FOUR, int R>
+template <Element E, int R>
 static void window_tile(const Weight& w, const Output& out, const Windows& x, int64_t nb, int first, int64_t row0) {
   constexpr int H = TILE_COLUMNS / LANES;
   const int64_t column = nb * COLUMNS + first * LANES;
   if (column >= w.n) return;
-  const uint8_t* codes = w.data + nb * (w.at.packed() / (FOUR ? 8 : 4)) * 128 + first * LANES * 4;
-  const int signed_offset = SIGNED_CODES && !FOUR ? 128 : 0;
+  const uint8_t* codes = w.data + nb * (w.at.packed() / (E == INT8 ? 4 : 8)) * 128 + first * LANES * 4;
+  const int signed_offset = SIGNED_CODES && E == INT8 ? 128 : 0;
   I acc[R][H];
-  window_sweep<FOUR, R, H>(codes, x, w.offset - signed_offset, w.zero, acc);
+  window_sweep<E, R, H>(codes, x, w.offset - signed_offset, w.zero, acc);
   alignas(64) float bias[COLUMNS], values[COLUMNS];
   read_bias(out, column, w.n, TILE_COLUMNS, bias);
   for (int r = 0; r < R; r++) {
@@ -110,26 +82,23 @@ static void window_tile(const Weight& w, const Output& out, const Windows& x, in
       I c = acc[r][h];
       if (w.zero) c = sub_i(c, mul_i(sub_i(bytes_i(w.zero + at), set_i(signed_offset)), set_i(x.sums[r])));
       if (w.sums) c = sub_i(c, mul_i(load_i(w.sums + at), set_i(x.zero)));
-      F v = mul_f(to_f(c), scales_f(w, at));
-      if (w.added) {
-        const float total = (float)(x.sums[r] - (int32_t)w.at.k * x.zero);
-        v = fma_f(widen_f(w.added, at, w.scale_type), set_f(total), v);
-      }
-      store_f(values + h * LANES, mul_f(v, set_f(x.scales[r])));
+      store_f(values + h * LANES, to_f(c));
     }
+    apply_channels(w, nb, first, H, (float)(x.sums[r] - (int32_t)w.at.k * x.zero), values);
+    for (int h = 0; h < H; h++) store_f(values + h * LANES, mul_f(load_f(values + h * LANES), set_f(x.scales[r])));
     finish_row(out, row0 + r, column, w.n, TILE_COLUMNS, bias, values);
   }
 }
 
 using WindowTile = void (*)(const Weight&, const Output&, const Windows&, int64_t, int, int64_t);
 
-template <bool FOUR, int R>
+template <Element E, int R>
 static WindowTile choose_window(int count) {
   if constexpr (R > DIGIT_ROWS) return nullptr;
-  else return count == R ? window_tile<FOUR, R> : choose_window<FOUR, R + 1>(count);
+  else return count == R ? window_tile<E, R> : choose_window<E, R + 1>(count);
 }
 
 static void window_product(const Weight& w, const Output& out, const Windows& x, int64_t nb, int count, int64_t row0) {
-  const WindowTile run = w.element == INT4 ? choose_window<true, 1>(count) : choose_window<false, 1>(count);
+  const WindowTile run = w.element == INT4 ? choose_window<INT4, 1>(count) : choose_window<INT8, 1>(count);
   for (int first = 0; first < COLUMNS / LANES; first += TILE_COLUMNS / LANES) run(w, out, x, nb, first, row0);
 }

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from qcore import Conv2dRequest, QTensor
 from qcore.plugin_api import (
-    FLOATS,
     Kernel,
     Packed,
     check_image,
@@ -20,6 +19,7 @@ from qcore.plugin_api import (
 from . import ops
 from .kinds import Mode, needs_sums
 from .layout import WeightLayout
+from .parameters import readable_bias
 
 
 class CpuConv2d(Kernel):
@@ -71,7 +71,6 @@ class CpuConv2d(Kernel):
         if not torch.compiler.is_compiling() and not x.numel():
             size = (x.shape[0], self.n, *output_size(self.request, *x.shape[2:]))
             return x.new_zeros(size, dtype=self.out_dtype)
-        if bias is not None:
-            bias = (bias if bias.dtype in FLOATS else bias.float()).contiguous()
-        y = ops.conv2d(x.permute(0, 2, 3, 1).contiguous(), *self.layout.arguments(packed), bias, *self._constants)
+        weight = self.layout.arguments(packed)
+        y = ops.conv2d(x.permute(0, 2, 3, 1).contiguous(), *weight, readable_bias(bias), *self._constants)
         return laid_out_like(y.permute(0, 3, 1, 2), x)

@@ -11,7 +11,14 @@ from qcore.plugin_api import Kernel, Packed, check_indices, check_weight, has_va
 
 from . import ops
 from .kinds import Kind, kind_of
-from .layout import readable_scale
+from .parameters import (
+    constants_of,
+    global_scale_of,
+    integer_and_float_zeros,
+    original_scale,
+    readable_scale,
+    signed_codes,
+)
 
 
 class CpuEmbedding(Kernel):
@@ -44,34 +51,23 @@ class CpuEmbedding(Kernel):
         zero = weight.integer_zero() if self.format.zero is ZeroPoint.INT else weight.zero
         if zero is not None:
             packed["zero"] = zero.t().contiguous()
-        if not self.format.element.is_integer:
-            values = self.format.element.lookup(torch.device("cpu"), torch.float32)
-            packed["table"] = pad(values, (0, (1 << self.kind.bits) - values.numel()))
-        if weight.global_scale is not None:
-            packed["global_scale"] = weight.global_scale.float().reshape(1)
-        return packed
+        return {**packed, **constants_of(weight, self.kind)}
 
     def unpack(self, packed: Packed) -> QTensor:
         codes = packed["data"]
         if self.kind.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), -1).view(codes.shape[0], -1)[:, : self.k]
-        if self.format.element.is_integer:
-            codes = (codes ^ 8).view(torch.int8) - 8 if self.kind is Kind.INT4 else codes.view(torch.int8)
-        scale, zero, factor = packed["scale"].t().contiguous(), packed.get("zero"), packed.get("global_scale")
-        if self.format.scale.has_global:
-            scale = scale.to(torch.float8_e4m3fn)
+        codes = signed_codes(codes, self.format.element).contiguous()
+        scale, zero = original_scale(packed["scale"].t().contiguous(), self.format), packed.get("zero")
         zero = None if zero is None else zero.t().contiguous()
-        factor = None if factor is None else factor.reshape(())
-        return QTensor.from_codes(codes.contiguous(), scale, zero, self.format, global_scale=factor)
+        return QTensor.from_codes(codes, scale, zero, self.format, global_scale=global_scale_of(packed))
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:
         """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``; raises `IndexError` for one outside 0..V-1."""
         del bias  # an embedding has none
-        if not torch.compiler.is_compiling() and has_values(x):
+        if has_values(x):
             check_indices(x, self.n)
-        zero, added = packed.get("zero"), None
-        if self.format.zero is ZeroPoint.FLOAT:
-            zero, added = None, zero
+        zeros = integer_and_float_zeros(packed, self.format)
         tables = (packed.get("table"), packed.get("global_scale"))
-        y = ops.embedding(x.contiguous(), packed["data"], packed["scale"], zero, added, *tables, *self._constants)
+        y = ops.embedding(x.contiguous(), packed["data"], packed["scale"], *zeros, *tables, *self._constants)
         return y.reshape(*x.shape, self.k)  # type: ignore[no-any-return]

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from qcore import FormatError, QTensor
-from qcore.plugin_api import FLOATS, GroupedLinearRequest, Kernel, Packed, check_offsets, check_weight, given_numbers
+from qcore.plugin_api import GroupedLinearRequest, Kernel, Packed, check_offsets, check_weight, given_numbers
 
 from . import ops
 from .kinds import Mode, needs_sums
 from .layout import WeightLayout
+from .parameters import readable_bias
 
 
 class CpuGroupedLinear(Kernel):
@@ -57,8 +58,6 @@ class CpuGroupedLinear(Kernel):
             raise FormatError(f"{self.name}: x has shape {tuple(x.shape)}; it must be (T, K) with K={self.k}.")
         if not torch.compiler.is_compiling():
             check_offsets(offsets, self.experts, x.shape[0])
-        if bias is not None:
-            bias = (bias if bias.dtype in FLOATS else bias.float()).contiguous()
         return ops.grouped_linear(  # type: ignore[no-any-return]
-            x.contiguous(), *self.layout.arguments(packed), bias, offsets.contiguous(), *self._constants
+            x.contiguous(), *self.layout.arguments(packed), readable_bias(bias), offsets.contiguous(), *self._constants
         )

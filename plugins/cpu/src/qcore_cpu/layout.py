@@ -15,7 +15,15 @@ from qcore.plugin_api import Packed
 
 from . import ops
 from .geometry import Geometry
-from .kinds import Kind, kind_of
+from .kinds import kind_of
+from .parameters import (
+    constants_of,
+    global_scale_of,
+    integer_and_float_zeros,
+    original_scale,
+    readable_scale,
+    signed_codes,
+)
 
 COLUMNS = 32
 
@@ -46,29 +54,19 @@ class WeightLayout:
             packed["zero"] = self._spread(weight.zero)
         if self.sums:
             packed["sums"] = self._spread(self._sums(codes, zero))
-        if not self.format.element.is_integer:
-            packed["table"] = self._table()
-        if weight.global_scale is not None:
-            packed["global_scale"] = weight.global_scale.float().reshape(1)
-        return packed
+        return {**packed, **constants_of(weight, kind)}
 
     def unpack(self, packed: Packed) -> QTensor:
         """The weight, bit for bit."""
         kind, fmt = self.kind, self.format
         raw = ops.unpack(packed["data"], self.n, self.k, self.at.group, kind.bits, kind.offset)
-        codes = raw
-        if fmt.element.is_integer:
-            codes = raw.view(torch.int8) if kind is Kind.INT8 else (raw ^ 8).view(torch.int8) - 8
-        scale, zero = self._join(packed["scale"]), packed.get("zero")
-        if fmt.scale.has_global:
-            scale = scale.to(torch.float8_e4m3fn)
+        codes = signed_codes(raw, fmt.element)
+        scale, zero = original_scale(self._join(packed["scale"]), fmt), packed.get("zero")
         if zero is not None:
             zero = self._join(zero)
             if fmt.zero is ZeroPoint.INT:
                 zero = (zero.to(torch.int16) - kind.offset).to(torch.int8)
-        factor = packed.get("global_scale")
-        factor = None if factor is None else factor.reshape(())
-        return QTensor.from_codes(codes, scale, zero, fmt, global_scale=factor)
+        return QTensor.from_codes(codes, scale, zero, fmt, global_scale=global_scale_of(packed))
 
     def _spread(self, values: Tensor) -> Tensor:
         """``(G, N)`` to ``(N', G, 32)``; rows behind N are 0."""
@@ -94,17 +92,10 @@ class WeightLayout:
             sums = sums - zero.t().to(torch.int32).unsqueeze(-1) * parts[1]
         return sums.reshape(self.n, -1).t().to(torch.int32)
 
-    def _table(self) -> Tensor:
-        values = self.format.element.lookup(torch.device("cpu"), torch.float32)
-        return pad(values.nan_to_num(nan=float("nan")), (0, (1 << self.kind.bits) - values.numel()))
-
     def arguments(self, packed: Packed) -> tuple[Tensor | None, ...]:
         """``packed``, ``scale``, ``zero``, ``added``, ``sums``, ``table`` and ``factor`` of the library's ops."""
-        zero, added = packed.get("zero"), None
-        if self.format.zero is ZeroPoint.FLOAT:
-            zero, added = None, zero
-        rest = (packed.get("sums"), packed.get("table"), packed.get("global_scale"))
-        return (packed["data"], packed["scale"], zero, added, *rest)
+        zeros = integer_and_float_zeros(packed, self.format)
+        return (packed["data"], packed["scale"], *zeros, *map(packed.get, ("sums", "table", "global_scale")))
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
@@ -115,8 +106,3 @@ class WeightLayout:
     def divides(self) -> bool:
         """Whether the global scale divides."""
         return self.format.scale is ScaleType.E4M3D
-
-
-def readable_scale(scale: Tensor) -> Tensor:
-    """Scales in a dtype that the library reads: float16 holds every e4m3 number."""
-    return scale.to(torch.float16) if scale.dtype == torch.float8_e4m3fn else scale

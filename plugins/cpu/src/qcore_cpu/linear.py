@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from qcore import LinearRequest, QTensor
-from qcore.plugin_api import FLOATS, Packed, RowsKernel, check_weight, given_numbers
+from qcore.plugin_api import Packed, RowsKernel, check_weight, given_numbers
 
 from . import ops
 from .kinds import Mode, needs_sums
 from .layout import WeightLayout
+from .parameters import readable_bias
 
 
 class CpuLinear(RowsKernel):
@@ -43,10 +44,8 @@ class CpuLinear(RowsKernel):
         return self.layout.unpack(packed)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
-        if bias is not None and bias.dtype not in FLOATS:
-            bias = bias.float()
         return ops.linear(  # type: ignore[no-any-return]
-            x.contiguous(), *self.layout.arguments(packed), bias,
+            x.contiguous(), *self.layout.arguments(packed), readable_bias(bias),
             _as(given.get("x_scale"), torch.float32), _as(given.get("x_zero_point"), torch.int32),
             _as(given.get("out_scale"), torch.float32), _as(given.get("out_zero_point"), torch.int32),
             *self._constants,

@@ -1,5 +1,5 @@
-// Runs products of the library on another processor, without torch: reads problems from a file, writes results to another.
-// ./driver ISA IN OUT; the form of IN is that of tests/cpu/test_arm.py.
+// Runs products of the library without torch, on an emulated processor or with emulated AMX tiles: reads problems from a
+// file, writes results to another. ./driver ISA IN OUT; the form of IN is that of tests/helpers/cpu_driver.py.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -50,7 +50,7 @@ int main(int, char** argv) {
     w.fold = fold_of(w.at, mode);
     w.offset = static_cast<int>(number());
     w.scale_type = static_cast<Type>(number());
-    w.factor = w.element == TABLE4 ? 0.5f : 1.0f;
+    w.factor = w.element == HALVES4 ? 0.5f : 1.0f;
     w.divisor = 1.0f;
     Input in{};
     in.type = static_cast<Type>(number());
@@ -70,10 +70,10 @@ int main(int, char** argv) {
     w.added = present(added);
     w.sums = reinterpret_cast<const int32_t*>(present(sums));
     w.table = reinterpret_cast<const float*>(present(table));
-    if (w.element == TABLE4) {
+    if (w.element == HALVES4) {
       for (int i = 0; i < 16; i++) w.whole[i] = static_cast<uint8_t>(static_cast<int>(2.0f * w.table[i]) + w.offset);
     }
-    std::vector<char> y(static_cast<size_t>(in.rows * w.n * bytes_of_type(out.type)));
+    std::vector<char> y(static_cast<size_t>(in.rows * w.n * type_size(out.type)));
     out.y = y.data();
     if (!linear(*kernels, {1, serial}, w, in, out)) return 5;
     std::fwrite(y.data(), y.size(), 1, out_file);
