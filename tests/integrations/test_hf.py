@@ -241,3 +241,38 @@ class TestForeign:
     def test_an_unknown_method(self):
         with pytest.raises(qcore.UnsupportedError, match="cannot adopt 'gtpq'"):
             qcore.hf.adopt("gtpq")
+
+
+class TestResizing:
+    @pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32-asym", "wnf4a16-g32"])
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_rows_are_added(self, scheme, tied, tmp_path):
+        saved(llama(tie_word_embeddings=tied), tmp_path / "float")
+        model = Auto.from_pretrained(tmp_path / "float", quantization_config=QcoreConfig(scheme))
+        before, rows = logits(model), model.config.vocab_size
+        model.resize_token_embeddings(rows + 5)
+        after = logits(model)
+        assert after.shape[-1] == model.config.vocab_size == rows + 5
+        torch.testing.assert_close(after[..., :rows], before, rtol=1e-5, atol=1e-5)
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        assert (table._store is head._store) == tied
+        assert table.weight.dequantize()[rows:].abs().amax(1).min() > 0
+        assert torch.isfinite(model(torch.tensor([[rows + 4]])).logits).all()
+        model.save_pretrained(tmp_path / "own")
+        assert torch.equal(logits(Auto.from_pretrained(tmp_path / "own")), after)
+
+    def test_rows_are_removed_and_padded(self, tmp_path):
+        saved(llama(), tmp_path / "float")
+        model = Auto.from_pretrained(tmp_path / "float", quantization_config=QcoreConfig("w8a16"))
+        before = logits(model)
+        model.resize_token_embeddings(model.config.vocab_size - 10)
+        fewer = before.shape[-1] - 10
+        torch.testing.assert_close(logits(model), before[..., :fewer], rtol=1e-5, atol=1e-5)
+        model.resize_token_embeddings(pad_to_multiple_of=64)
+        assert model.config.vocab_size % 64 == 0
+
+    def test_what_cannot_grow_says_why(self, tmp_path):
+        saved(llama(), tmp_path / "float")
+        model = Auto.from_pretrained(tmp_path / "float", quantization_config=QcoreConfig("wfp4a16-g16-e4m3"))
+        with pytest.raises(qcore.UnsupportedError, match=r"global scale.*\n.*before it is quantized"):
+            model.resize_token_embeddings(model.config.vocab_size + 1)

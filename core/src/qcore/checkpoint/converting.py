@@ -23,6 +23,8 @@ from .exporters import EXPORTERS
 from .exporters.base import Exporter, Layer, NotHeld
 from .exporters.gguf import SUFFIX as GGUF_SUFFIX
 from .exporters.gguf import GGUFSource, write_gguf
+from .exporters.onnx import SUFFIX as ONNX_SUFFIX
+from .exporters.onnx import write_onnx
 from .gguf_archive import METADATA, describe_gguf, description_bytes
 from .header import TensorSpec, file_error
 from .imported import ImportedArchive
@@ -33,13 +35,15 @@ from .streaming import check_target, side_files_of
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 OWN, GGUF = "qcore", "gguf"
+ONNX = {"onnx": False, "onnx-qdq": True}
+"""Targets that are ONNX: whether they have operators of the standard only."""
 _OTHER_SETTINGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
 """Side files in which other tools keep settings of the source; they do not describe the target."""
 
 
 def target_names() -> list[str]:
     """The names of the formats that `convert` writes."""
-    return [OWN, *EXPORTERS, GGUF]
+    return [OWN, *EXPORTERS, GGUF, *ONNX]
 
 
 @dataclass(frozen=True)
@@ -70,31 +74,26 @@ def convert(
     **Arguments:**
 
     - ``source``: a ``.safetensors`` file or a directory that `load_` reads.
-    - ``target``: a directory, for qcore also a ``.safetensors`` file, for gguf a ``.gguf`` file; it appears once it
-      is complete. The other files of the source's directory are copied; ``quantization_config`` in ``config.json`` is
-      replaced. A GGUF file describes the model itself, by the source's configuration and tokenizer.
-    - ``to``: ``"qcore"``, ``"gptq"``, ``"awq"``, ``"compressed-tensors"`` or ``"gguf"``.
-    - ``dtype``: float32, bfloat16 or float16: rounds float scales and float tensors to it. Default: unchanged.
+    - ``target``: a directory, for qcore also a ``.safetensors`` file, for onnx also a ``.onnx`` file, for gguf a
+      ``.gguf`` file; it appears once it is complete. The other files of the source's directory are copied;
+      ``quantization_config`` in ``config.json`` is replaced, and left out for onnx. A GGUF file describes the model
+      itself, by the source's configuration and tokenizer.
+    - ``to``: ``"qcore"``, ``"gptq"``, ``"awq"``, ``"compressed-tensors"``, ``"gguf"``, ``"onnx"`` (with operators of
+      onnxruntime) or ``"onnx-qdq"`` (with those of the standard only).
+    - ``dtype``: float32, bfloat16 or float16: rounds float scales and float tensors to it. Default: unchanged; ONNX is
+      in float32.
     - ``progress``: a bar on a terminal (None), a bar anywhere (True), nothing (False), or a function that is called
-      with (bytes written, total bytes, name) after each tensor.
-    - ``max_shard_size``: of the files of a directory, in bytes or as a text such as ``"5GB"``; GGUF is one file.
+      with (bytes written, total bytes, name) after each tensor; for ONNX (steps done, all steps, step).
+    - ``max_shard_size``: of the files of a directory, in bytes or as a text such as ``"5GB"``; GGUF and ONNX have one.
     - ``overwrite``: replace an existing target.
 
     Raises `CheckpointError`: for a source that is not quantized, and for layers that the format cannot hold exactly,
     naming them; then nothing is left behind.
     """
     source, target = Path(source), Path(os.path.realpath(target))
-    if to not in target_names():
-        hint = did_you_mean(str(to)[:64], target_names())
-        raise CheckpointError(f"to is {str(to)[:64]!r}; it must be one of {', '.join(target_names())}.{hint}")
-    if dtype is not None and dtype not in FLOAT_SCALES:
-        raise CheckpointError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
+    _check_form(target, to, dtype)
     limit = shard_limit(max_shard_size)
     single = target.suffix == ".safetensors"
-    if (target.suffix == GGUF_SUFFIX) != (to == GGUF):
-        raise file_error(target, f"to is {to!r}.", "A target for gguf, and no other, ends in .gguf.")
-    if single and to != OWN:
-        raise file_error(target, f"a checkpoint for {to} needs a config.json beside it.", "Give a directory.")
     check_target(source, target, overwrite=overwrite)
     with open_checkpoint(source) as archive, translate_os_errors(target):
         if not archive.records:
@@ -105,6 +104,8 @@ def convert(
         if to == GGUF:
             with shown(progress, "converting", "bytes") as tell:
                 return Conversion(method, to, tuple(archive.records), before, write_gguf(run.for_gguf(), target, tell))
+        if to in ONNX:
+            return Conversion(method, to, tuple(archive.records), before, _to_onnx(source, target, run, to, progress))
         units = run.units(to)
         if not single and to == OWN and model_config(source):
             units += guards(units)
@@ -112,6 +113,30 @@ def convert(
             done = _Counter(units, tell)
             _write(source, target, units, run, done, limit)
         return Conversion(method, to, tuple(archive.records), before, done.total)
+
+
+def _check_form(target: Path, to: str, dtype: torch.dtype | None) -> None:
+    """Raise `CheckpointError` for a format, a kind of target or a dtype that do not go together."""
+    if to not in target_names():
+        hint = did_you_mean(str(to)[:64], target_names())
+        raise CheckpointError(f"to is {str(to)[:64]!r}; it must be one of {', '.join(target_names())}.{hint}")
+    if dtype is not None and dtype not in FLOAT_SCALES:
+        raise CheckpointError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
+    if (target.suffix == GGUF_SUFFIX) != (to == GGUF):
+        raise file_error(target, f"to is {to!r}.", "A target for gguf, and no other, ends in .gguf.")
+    if target.suffix == ONNX_SUFFIX and to not in ONNX:
+        raise file_error(target, f"to is {to!r}.", "A target that ends in .onnx is for onnx.")
+    if to in ONNX and dtype not in (None, torch.float32):
+        raise CheckpointError(f"dtype is {dtype}; ONNX is written in float32, which holds the scales exactly.")
+    if target.suffix == ".safetensors" and to != OWN:
+        raise file_error(target, f"a checkpoint for {to} needs a config.json beside it.", "Give a directory.")
+
+
+def _to_onnx(source: Path, target: Path, run: _Run, to: str, progress: ProgressChoice) -> int:
+    """Write ONNX. Returns the bytes written."""
+    with tempfile.TemporaryDirectory(prefix="qcore-") as folder, shown(progress, "converting", "steps") as tell:
+        files = {} if target.suffix == ONNX_SUFFIX else _side_files(source, Path(folder), None)
+        return write_onnx(source, target, tell, is_gguf=run.is_gguf, standard=ONNX[to], side_files=files)
 
 
 def _write(source: Path, target: Path, units: Sequence[Unit], run: _Run, done: _Counter, limit: int | None) -> None:
@@ -158,13 +183,18 @@ class _Run:
         plain = [self._plain(name) for name in archive.plain_names() if name not in archive.aliases]
         return sorted([*weights, *plain], key=lambda unit: unit.name)
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the source is GGUF."""
+        return isinstance(self.archive, ImportedArchive) and self.archive.method == GGUF
+
     def for_gguf(self) -> GGUFSource:
         """What a GGUF file is written from."""
         archive = self.archive
         plain = {name: self._plain(name) for name in archive.plain_names()}
         return GGUFSource(
             archive.path,
-            isinstance(archive, ImportedArchive) and archive.method == GGUF,
+            self.is_gguf,
             archive.records,
             {name: (unit.specs[0].dtype, unit.specs[0].shape) for name, unit in plain.items()},
             archive.aliases,
@@ -279,8 +309,8 @@ def _gguf_metadata(archive: Archive, folder: Path) -> dict[str, Path]:
     return {METADATA: file}
 
 
-def _side_files(source: Path, folder: Path, settings: Mapping[str, object]) -> dict[str, Path]:
-    """The other files of the source, and a ``config.json`` with these settings, written to ``folder``."""
+def _side_files(source: Path, folder: Path, settings: Mapping[str, object] | None) -> dict[str, Path]:
+    """The other files of the source, and a ``config.json`` with these settings (None: without), in ``folder``."""
     files: Iterator[Path] | Sequence[Path] = side_files_of(source) if source.is_dir() else ()
     found = {str(file.relative_to(source)): file for file in files}
     for name in _OTHER_SETTINGS:

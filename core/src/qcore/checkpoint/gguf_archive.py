@@ -17,7 +17,7 @@ from .archive import Archive
 from .gguf_header import MAGIC, GGUFHeader, GGUFPairs, GGUFSpec, build_gguf_header, padding, read_gguf_header
 from .header import Entry, file_error
 from .imported import ImportedArchive
-from .importers.gguf import PLAIN_TYPES, UNUSED_TENSORS, plan_gguf, row_bytes
+from .importers.gguf import PLAIN_KINDS, PLAIN_TYPES, UNUSED_TENSORS, plan_gguf, row_bytes
 from .values import as_bytes
 
 _SUFFIX = ".gguf"
@@ -73,8 +73,7 @@ def describe_gguf(path: Path) -> Description:
 
 def description_bytes(found: Description) -> bytes:
     """The bytes of a GGUF file that holds only this, as `METADATA` stores it."""
-    kinds = {dtype: kind for kind, dtype in PLAIN_TYPES.items()}
-    specs = [GGUFSpec(n, tuple(t.shape), kinds[t.dtype], t.nbytes) for n, t in found.computed.items()]
+    specs = [GGUFSpec(n, tuple(t.shape), PLAIN_KINDS[t.dtype], t.nbytes) for n, t in found.computed.items()]
     file = io.BytesIO(build_gguf_header(found.pairs, specs))
     file.seek(0, io.SEEK_END)
     for tensor in found.computed.values():

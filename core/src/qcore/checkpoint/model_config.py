@@ -35,10 +35,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(text, path, path.name)
 
 
-def write_config(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Path:
-    """Write ``config.json`` with these settings as its ``quantization_config`` into ``folder``. Returns its path."""
+def write_config(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any] | None) -> Path:
+    """Write ``config.json`` with these settings as its ``quantization_config``, None for none. Returns its path."""
     file = folder / CONFIG
-    text = json.dumps({**config, "quantization_config": dict(settings)}, indent=2)
+    rest = {key: value for key, value in config.items() if key != "quantization_config"}
+    text = json.dumps(rest if settings is None else {**rest, "quantization_config": dict(settings)}, indent=2)
     file.write_text(f"{text}\n", encoding="utf-8")
     return file
 

@@ -36,7 +36,7 @@ COPIED = "copied"
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WEIGHT_FILES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".pkl"),
-    *(".onnx", ".onnx_data", ".gguf", ".ot", ".tflite"),
+    *(".onnx", ".onnx_data", ".data", ".gguf", ".ot", ".tflite"),
 }
 
 
@@ -256,9 +256,10 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise file_error(target, "it exists already.", "Choose another target, or pass overwrite=True.")
-    if target.is_dir() != (target.suffix not in (".safetensors", ".gguf")):
+    if target.is_dir() != (target.suffix not in (".safetensors", ".gguf", ".onnx")):
         raise file_error(target, "it exists, but one is a file and the other a directory.", "Choose another target.")
-    if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
+    held = {path.suffix for path in target.iterdir()} if target.is_dir() else set()
+    if held and not held & {".safetensors", ".onnx"}:
         # A typo in the path must not replace a directory of documents by a checkpoint.
         raise file_error(
             target, "it exists and holds no checkpoint, so it is not overwritten.", "Choose another target."

@@ -21,9 +21,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``qcore convert``."""
     parser.add_argument("source", type=Path, metavar="SRC", help="a safetensors file, or a directory of any tool")
     parser.add_argument(
-        "target", type=Path, metavar="DST", help="a directory; a .safetensors file for qcore, a .gguf file"
+        "target", type=Path, metavar="DST", help="a directory; a .safetensors file for qcore, a .gguf or .onnx file"
     )
-    choices = ("qcore", "gptq", "awq", "compressed-tensors", "gguf")
+    choices = ("qcore", "gptq", "awq", "compressed-tensors", "gguf", "onnx", "onnx-qdq")
     parser.add_argument("--to", choices=choices, default="qcore", help="the format of DST (default: %(default)s)")
     parser.add_argument("--dtype", type=arguments.dtype, help="round scales and float tensors to it (default: keep)")
     shard = "split DST into files of at most this size (default: %(default)s)"

@@ -34,6 +34,7 @@ from ..errors import CheckpointError, FormatError, UnsupportedError, did_you_mea
 from ..model.streamed import StreamedPlan
 from ..nn.base import QuantizedModule
 from .config import METHOD, ForeignConfig, QcoreConfig
+from .resizing import make_resizable
 
 FOREIGN = {
     "gptq": ("gptq",),
@@ -124,6 +125,7 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         kept.layers = layers
         self.quantization_config = model.config.quantization_config = kept
         model.quantization_method = METHOD
+        make_resizable(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -24,7 +24,7 @@ from ...weights.qtensor import QTensor
 from ..gguf_archive import METADATA, Description, describe_gguf
 from ..gguf_header import GGUFPairs, GGUFSpec, build_gguf_header, padding, read_gguf_header
 from ..header import file_error
-from ..importers.gguf import PERMUTED, PLAIN_TYPES, TYPE_NAMES
+from ..importers.gguf import PERMUTED, PLAIN_KINDS, TYPE_NAMES
 from ..importers.gguf_blocks import BLOCK_TYPES
 from ..model_config import CONFIG, folder_of, read_json
 from ..records import Record
@@ -38,7 +38,6 @@ from .gguf_tokenizer import add_vocabulary
 
 SUFFIX = ".gguf"
 _KINDS = {name: kind for kind, name in TYPE_NAMES.items()}
-_PLAIN_KINDS = {dtype: kind for kind, dtype in PLAIN_TYPES.items()}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FILE_TYPES = {
@@ -252,7 +251,7 @@ class _Job:
                 value = self._half(self.source.tensor(piece.source), piece).to(dtype)
                 yield self._arranged(value + self.target.shift if self.target.shift else value)
 
-        return _Planned(GGUFSpec(self.target.name, shape, _PLAIN_KINDS[dtype], nbytes), data)
+        return _Planned(GGUFSpec(self.target.name, shape, PLAIN_KINDS[dtype], nbytes), data)
 
     def _weights(self) -> Iterator[QTensor]:
         """The weights, (N, K) each, in the order of the file."""
@@ -290,5 +289,5 @@ class _Job:
 
 def _computed(name: str, tensor: Tensor) -> _Planned:
     return _Planned(
-        GGUFSpec(name, tuple(tensor.shape), _PLAIN_KINDS[tensor.dtype], tensor.nbytes), lambda: iter([tensor])
+        GGUFSpec(name, tuple(tensor.shape), PLAIN_KINDS[tensor.dtype], tensor.nbytes), lambda: iter([tensor])
     )

@@ -156,10 +156,7 @@ class _Reader:
             raise self._refused(f"its layer_types differ from those of {self.arch}: every {every}th has full attention")
 
     def _caps(self) -> dict[str, int | float | str]:
-        kinds = {
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        }
+        kinds = ("attn_logit_softcapping", "final_logit_softcapping")
         found = {key: self.number(key) for key in kinds if self.config.get(key) is not None}
         if found and self.arch != "gemma2":
             raise self._refused(f"it has {', '.join(found)}, which llama.cpp has for gemma2 only")

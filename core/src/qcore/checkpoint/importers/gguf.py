@@ -23,6 +23,8 @@ from .gguf_blocks import BLOCK_TYPES, BlockType
 
 PLAIN_TYPES = {0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32, 30: torch.bfloat16}
 """Types of tensors that are not quantized, by their numbers."""
+PLAIN_KINDS = {dtype: kind for kind, dtype in PLAIN_TYPES.items()}
+"""Their numbers."""
 TYPE_NAMES = {
     2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
     14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
