@@ -1,11 +1,11 @@
 """Layers of other tools' checkpoints through this plugin, or with its refusal through torch ops: the same results."""
 
 import pytest
-from foreign_layers import check_runs_on
+from foreign_layers import ONE_OF_EACH, check_runs_on
 
-SERVED = ("gptq_4_sym_v1_g128", "gptq_4_asym_v1_desc", "gptq_8_asym_g64", "gptq_8_sym_channel")
+REFUSED = {"bnb_nf4", "modelopt_nvfp4", "fp8_block_ragged"}
 
 
-@pytest.mark.parametrize("case", SERVED)
-def test_by_the_plugin(case):
-    assert check_runs_on("vulkan", case).plugin == "vulkan"
+@pytest.mark.parametrize("case", sorted(ONE_OF_EACH))
+def test_by_the_plugin_or_torch(case):
+    assert check_runs_on("vulkan", case).plugin == ("torch" if case in REFUSED else "vulkan")
