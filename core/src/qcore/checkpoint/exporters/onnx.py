@@ -69,7 +69,8 @@ def _exported(what: Traced, source: Path) -> Any:
             )  # fmt: skip
     except torch.onnx.OnnxExporterError as error:
         kind = type(getattr(what.module, "model", what.module)).__name__
-        raise file_error(source, f"torch cannot export {kind} to ONNX: {error}.") from error
+        hint = "If torch.onnx.export of the float model fails, too, the model's own code has to change."
+        raise file_error(source, f"torch cannot export {kind} to ONNX: {error.__cause__ or error}.", hint) from error
 
 
 @contextlib.contextmanager

@@ -132,11 +132,11 @@ class ONNXConv2d(nn.Module):
             dense = self.weight.dense().view(-1, height, width, at.in_channels // at.groups).permute(0, 3, 1, 2)
             return conv2d(self.rounded(x), dense, self.bias, at.stride, at.padding, at.dilation, at.groups)
         fields = unfold(x, at.kernel_size, at.dilation, at.padding, at.stride)  # (B, IC * KH * KW, positions)
-        fields = fields.reshape(len(x), at.in_channels, height * width, -1).permute(0, 3, 2, 1).flatten(2)
+        fields = fields.reshape(x.shape[0], at.in_channels, height * width, -1).permute(0, 3, 2, 1).flatten(2)
         y = self.weight.matmul(self.rounded(fields)).transpose(1, 2)
         y = y if self.bias is None else y + self.bias.view(-1, 1)
         rows = (x.shape[2] + 2 * at.padding[0] - at.dilation[0] * (height - 1) - 1) // at.stride[0] + 1
-        return y.reshape(len(x), y.shape[1], rows, -1)
+        return y.reshape(x.shape[0], y.shape[1], rows, -1)
 
 
 def _has_own_scales(layer: QuantizedConv2d) -> bool:
