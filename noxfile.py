@@ -182,14 +182,33 @@ def integrations(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def cpu(session: nox.Session) -> None:
-    """Test qcore-cpu on every instruction set of this processor, Arm's in an emulator, and run its conformance kit."""
+    """Test qcore-cpu on every instruction set of this processor, Arm's in an emulator, and run its conformance kit.
+
+    `-- --wheel`: the one that `wheels` has built, which saves two minutes of compiling.
+    """
     if NATIVE not in _buildable(session):
         session.error("qcore-cpu cannot be built here; see above.")
-    session.install(*PINNED, "-e", f"{CORE}[testing]", "-e", str(NATIVE), *_group("test"))
+    chosen, built = _without(session, "--wheel")
+    plugin = (_wheel_of_cpu(session),) if built else ("-e", str(NATIVE))
+    session.install(*PINNED, "-e", f"{CORE}[testing]", *plugin, *_group("test"))
     with _hermetic() as env:
-        session.run("pytest", *(session.posargs or ["tests/cpu"]), env=env)
-        if not session.posargs:
+        session.run("pytest", *(chosen or ["tests/cpu"]), env=env)
+        if not chosen:
             session.run("qcore", "conformance", "cpu", env=env)
+
+
+def _without(session: nox.Session, option: str) -> tuple[list[str], bool]:
+    """The arguments of a session but for ``option``, and whether that was among them."""
+    rest = [argument for argument in session.posargs if argument != option]
+    return rest, len(rest) < len(session.posargs)
+
+
+def _wheel_of_cpu(session: nox.Session) -> str:
+    """The wheel of qcore-cpu that `wheels` has built."""
+    found = [str(path) for path in DIST.glob("qcore_cpu-*.whl")]
+    if len(found) != 1:
+        session.error(f"dist/ has {len(found)} wheels of qcore-cpu; run `nox -s wheels` first.")
+    return found[0]
 
 
 def _passes(session: nox.Session, chosen: Iterable[str], *, covered: bool) -> bool:
@@ -309,11 +328,20 @@ def xpu_peers(session: nox.Session) -> None:
 
 @nox.session(python=False, requires=["dev"])
 def matrix(session: nox.Session) -> None:
-    """Conformance of every plugin installed, one table; `-- --require NAME` fails where NAME is missing."""
+    """Conformance of every plugin, one table; `-- --require NAME` fails where NAME is missing.
+
+    qcore-cpu is built for it; `-- --wheel` takes the one that `wheels` has built.
+    """
     session.env.update(QUICK_XLA)
     if not any(map(os.path.exists, GPU_FILES)):  # the stand-in of xpu interprets Triton, a GPU's plugin compiles it
         session.env["TRITON_INTERPRET"] = "1"
-    _run_dev(session, "python", "-m", "qcore.testing.matrix", *session.posargs)
+    chosen, built = _without(session, "--wheel")
+    with tempfile.TemporaryDirectory(prefix="qcore-native-") as folder:
+        if NATIVE in _buildable(session):
+            plugin = _wheel_of_cpu(session) if built else str(NATIVE)
+            # Beside the environment: the tests that share it look at the built-in kernels.
+            _run_dev(session, "python", "-m", "pip", "install", "-qq", "--no-deps", "--target", folder, plugin)
+        _run_dev(session, "python", "-m", "qcore.testing.matrix", *chosen, PYTHONPATH=folder)
 
 
 @nox.session(python=False, requires=["dev"])

@@ -97,7 +97,7 @@ def _result(plugins, case):
 
 
 def check_runs_on(plugin, case):
-    """A layer of another tool gives through a plugin what torch ops give and, for float x, what the tool's weight gives.
+    """A layer of another tool gives through a plugin what torch ops and, for float x, the tool's weight give.
 
     Returns the decision: a plugin that refuses the format leaves it to torch ops, and says why.
     """
