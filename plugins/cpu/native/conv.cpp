@@ -25,8 +25,15 @@ const void* window_row(const Input& in, int64_t index, void* scratch) {
     return x + ((b * image.height + oh * image.sh) * image.width + ow * image.sw) * image.channels * size;
   }
   char* to = static_cast<char*>(scratch);
+  const int64_t left = ow * image.sw - image.pw;
+  const bool inside = left >= 0 && left + image.kw <= image.width && image.dw == 1 && image.groups == 1;
   for (int64_t i = 0; i < image.kh; i++) {
     const int64_t h = oh * image.sh + i * image.dh - image.ph;
+    if (inside && h >= 0 && h < image.height) {  // neighbouring pixels lie side by side
+      std::memcpy(to, x + ((b * image.height + h) * image.width + left) * run, static_cast<size_t>(image.kw * run));
+      to += image.kw * run;
+      continue;
+    }
     for (int64_t j = 0; j < image.kw; j++, to += run) {
       const int64_t v = ow * image.sw + j * image.dw - image.pw;
       if (h < 0 || h >= image.height || v < 0 || v >= image.width) {

@@ -177,31 +177,50 @@ bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const 
   return true;
 }
 
-// bf16 x as it is, on bf16 tiles: a panel of rows at a time, for which a thread makes numbers of its columns' codes.
-bool by_bf16_tiles(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
-  const int64_t step = round_up(w.at.packed() * 2, 64) + 64, columns = ceil_div(w.n, COLUMNS);
+// Float x as it is, a panel of rows at a time, for which a thread makes numbers of its columns' codes.
+bool by_panel(const Panel& panel, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
+  const int64_t columns = ceil_div(w.n, COLUMNS), row = round_up(w.at.packed() * panel.x_size, 64) + 64;
+  const int64_t step = row + (in.row ? round_up(w.at.k * 4, 64) : 0);  // behind a row, where it is gathered
   const int64_t most = std::max<int64_t>(32, SCRATCH_BYTES / step / 32 * 32);
-  bool enough = true;
-  for (int64_t row0 = 0; row0 < in.rows && enough; row0 += most) {
+  for (int64_t row0 = 0; row0 < in.rows; row0 += most) {
     const int64_t rows = std::min(most, in.rows - row0);
     const Scratch scratch(rows * step);
     if (!scratch.data) return false;
     each(pool, rows, std::max<int64_t>(1, (1 << 15) / w.at.packed()), [&](int64_t r) {
-      const auto* x = static_cast<const uint16_t*>(in.x) + (row0 + r) * in.stride;
-      kernels.bf16_row(w, x, reinterpret_cast<uint16_t*>(scratch.data + r * step));
+      char* to = scratch.data + r * step;
+      panel.row(w, row_of(in, row0 + r, to + row), in.type, to);
     });
     std::vector<char> failed(static_cast<size_t>(columns), 0);
     each(pool, columns, 1, [&](int64_t nb) {
-      const Scratch own(kernels.bf16_scratch + rows * COLUMNS * 4);
-      if (!own.data) {
-        failed[static_cast<size_t>(nb)] = 1;
-        return;
-      }
-      kernels.bf16_product(w, out, reinterpret_cast<const uint16_t*>(scratch.data), step, nb, rows, row0, own.data);
+      const Scratch own(panel.scratch + rows * COLUMNS * 4);
+      if (!own.data) failed[static_cast<size_t>(nb)] = 1;
+      else panel.run(w, out, scratch.data, step, nb, rows, row0, own.data);
     });
-    enough = std::find(failed.begin(), failed.end(), 1) == failed.end();
+    if (std::find(failed.begin(), failed.end(), 1) != failed.end()) return false;
   }
-  return enough;
+  return true;
+}
+
+// The same for gathered rows: a thread gathers as many as stay in its cache and takes all columns.
+bool by_gathered_panels(const Panel& panel, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
+  constexpr int64_t CACHED = 1 << 19, FEWEST = 48;
+  const int64_t columns = ceil_div(w.n, COLUMNS), step = round_up(w.at.packed() * panel.x_size, 64) + 64;
+  const int64_t share = round_up(ceil_div(in.rows, pool.threads), FEWEST);
+  const int64_t most = std::min(share, std::max(FEWEST, CACHED / step / FEWEST * FEWEST)), panels = ceil_div(in.rows, most);
+  if (panels < pool.threads && panels < columns) return by_panel(panel, pool, w, in, out);  // few rows, many columns
+  std::vector<char> failed(static_cast<size_t>(panels), 0);
+  each(pool, panels, 1, [&](int64_t index) {
+    const int64_t row0 = index * most, rows = std::min(most, in.rows - row0);
+    const Scratch own(panel.scratch + rows * (COLUMNS * 4 + step) + w.at.k * 4 + 64);
+    if (!own.data) {
+      failed[static_cast<size_t>(index)] = 1;
+      return;
+    }
+    char* x = own.data + panel.scratch + rows * COLUMNS * 4;
+    for (int64_t r = 0; r < rows; r++) panel.row(w, row_of(in, row0 + r, x + rows * step), in.type, x + r * step);
+    for (int64_t nb = 0; nb < columns; nb++) panel.run(w, out, x, step, nb, rows, row0, own.data);
+  });
+  return std::find(failed.begin(), failed.end(), 1) == failed.end();
 }
 
 }  // namespace
@@ -264,9 +283,13 @@ Weight nth_weight(const Weight& first, int64_t index) {
 
 bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
   if (!in.rows || !w.n) return true;
-  const bool tiles = kernels.bf16_product && in.mode == DIGITS && in.type == BF16 && !in.row;
-  if (tiles && in.rows >= kernels.bf16_rows) return by_bf16_tiles(kernels, pool, w, in, out);
-  if (w.element == FLOAT4 || w.element == FLOAT8) return by_floats(kernels, pool, w, in, out, false);
+  const bool table = w.element == FLOAT4 || w.element == FLOAT8;
+  const Panel& panel = in.type == BF16 && kernels.bf16_panel.run ? kernels.bf16_panel : kernels.float_panel;
+  if (in.mode == DIGITS && in.rows >= panel.from) {
+    if (in.row) return by_gathered_panels(panel, pool, w, in, out);
+    if (table || panel.integers) return by_panel(panel, pool, w, in, out);
+  }
+  if (table) return by_floats(kernels, pool, w, in, out, false);
   const bool bf16 = in.mode == DIGITS && in.type == BF16 && w.element != INT8;
   const bool pairs = kernels.pair_product && bf16 && in.rows > 1;
   return pairs ? by_floats(kernels, pool, w, in, out, true) : by_digits(kernels, pool, w, in, out);

@@ -37,10 +37,7 @@ void each(const Pool& pool, int64_t count, int64_t grain, const Task& task) {
   }
 }
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-// The largest number of rows in a block, of as many as are needed and as even as can be, with at most `most` rows each.
-inline int even_rows(int64_t rows, int most) { return static_cast<int>(ceil_div(rows, ceil_div(rows, most))); }
 
 // Bytes of the codes of one weight.
 inline int64_t code_bytes(const Weight& w) {

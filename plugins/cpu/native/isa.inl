@@ -23,6 +23,7 @@ static inline I invert_top(I codes) { return codes; }
 #include "tile.inl"
 #include "floats.inl"
 #include "windows.inl"
+#include "panel.inl"
 #ifdef QCORE_PAIRS
 #include "pairs.inl"
 #endif
@@ -54,11 +55,14 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
 #else
       nullptr, 0, nullptr,
 #endif
-#ifdef QCORE_AMX
-      bf16_row, bf16_product, 16, BF16_PART * 64,
+#if defined(QCORE_AMX)
+      {16, true, 2, PANEL_PART * 128, panel_row<true>, amx_panel},
+#elif defined(QCORE_PAIRS)
+      {16, false, 2, PANEL_PART * 128, panel_row<true>, panel_product<true>},
 #else
-      nullptr, nullptr, 0, 0,
+      {0, false, 0, 0, nullptr, nullptr},
 #endif
+      {16, false, 4, PANEL_PART * 128, panel_row<false>, panel_product<false>},
       quantize_run, magnitude, window_product, widen, lookup,
   };
   return &kernels;

@@ -8,6 +8,9 @@ namespace qcore_cpu {
 enum Type : int { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E8M0 = 4 };
 
 // Functions here are static: files of several instruction sets use them, and the linker must not choose among copies.
+static inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// The largest number of rows in a block, of as many as are needed and as even as can be, with at most `most` rows each.
+static inline int even_rows(int64_t rows, int most) { return (int)ceil_div(rows, ceil_div(rows, most)); }
 static inline constexpr int type_size(Type type) { return type == F32 ? 4 : type == BF16 || type == F16 ? 2 : 1; }
 
 // How a packed weight is read.
@@ -136,6 +139,17 @@ struct Product {
               int64_t row0);
 };
 
+// Products of float x with numbers that a thread makes of its columns' codes; see panel.inl.
+struct Panel {
+  int from;         // rows from which on it is used for tables of floats
+  bool integers;    // and for integer codes
+  int x_size;       // bytes of a packed column of x
+  int64_t scratch;  // bytes for numbers; 128 more for each row
+  void (*row)(const Weight&, const void* x, Type type, void* to);
+  void (*run)(const Weight&, const Output&, const void* x, int64_t row_step, int64_t nb, int64_t rows, int64_t row0,
+              char* scratch);
+};
+
 // The kernels of one instruction set.
 struct Kernels {
   const char* name;
@@ -152,12 +166,8 @@ struct Kernels {
   int pair_rows;
   // One row of bf16 x as such pairs, into slot `r` of `rows`.
   void (*pair_row)(const Weight&, const uint16_t* x, uint32_t* to, float* sums, int r, int rows);
-  // bf16 x on bf16 tiles, or null: a row as packed columns, and a panel of rows times 32 columns; see amx_bf16.inl.
-  void (*bf16_row)(const Weight&, const uint16_t* x, uint16_t* to);
-  void (*bf16_product)(const Weight&, const Output&, const uint16_t* x, int64_t row_step, int64_t nb, int64_t rows,
-                        int64_t row0, char* scratch);
-  int bf16_rows;         // from which on they are faster
-  int64_t bf16_scratch;  // bytes for numbers; 128 more for each row
+  // Many rows of bf16 x on products of bf16 pairs, whose `run` may be null; of other float x.
+  Panel bf16_panel, float_panel;
   // `count` values as codes round(x * inverse) + zero; returns their sum. Codes (I8) are copied. Without `clamp` zero is 0,
   // and no value lies beyond the codes.
   int32_t (*quantize_run)(const void* x, Type type, int64_t count, float inverse, int32_t zero, bool clamp, int8_t* codes);

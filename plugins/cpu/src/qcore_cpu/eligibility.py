@@ -9,6 +9,8 @@ from .kinds import Kind, kind_of
 
 _FEWEST_CHANNELS = 8
 """Output channels of a group: fewer would leave most of 32 columns empty."""
+_FEWEST_INPUTS = 4
+"""Input channels of a group: gathering fewer took two to four times as long as torch ops (benchmarks/cpu_rank.py)."""
 _LARGEST_K = 1 << 30
 """The library numbers packed columns with 32 bits."""
 
@@ -36,6 +38,9 @@ def _why_not_size(request: AnyRequest) -> str:
         return f"K={request.k} is more than this kernel numbers; torch ops run this layer."
     if not isinstance(request, Conv2dRequest):
         return ""
+    inputs = request.in_channels // request.groups
+    if inputs < _FEWEST_INPUTS and not isinstance(request.activation, DynamicInt8):
+        return f"{inputs} input channels take longer to gather than to multiply; torch ops run this layer."
     own = request.out_channels // request.groups
     if request.groups > 1 and own < _FEWEST_CHANNELS:
         return (

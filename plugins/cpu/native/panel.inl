@@ -1,0 +1,170 @@
+// Many rows of float x: codes become numbers, scales and zero points included, once per block of 32 columns and part of K,
+// and meet all rows of a panel there. No folds and no digits: sums stay in float32.
+//
+// A word is what one lane of a dot product takes: a float32 number, or a pair of bfloat16 where the processor multiplies
+// such pairs (`PAIRS`). x: [rows][packed] of either type, the 8 columns of a step in the order 0 2 4 6 1 3 5 7 (4-bit
+// codes) or 4 in the order 0 1 2 3 (8-bit): the order in which two codes of each lane become neighbours.
+
+constexpr int PANEL_PART = 512;                   // packed columns at a time: 32 or 64 KiB of numbers, in L1 and L2
+constexpr int PANEL_VECTORS = COLUMNS / LANES;    // of a word of all 32 columns
+
+#ifdef QCORE_PAIRS
+static inline F dot_word(F acc, F numbers, uint32_t x, bool pairs) {
+  if (!pairs) return fma_f(numbers, from_bits(set_i((int32_t)x)), acc);
+  return _mm512_dpbf16_ps(acc, (__m512bh)bits(numbers), (__m512bh)set_i((int32_t)x));
+}
+#else
+static inline F dot_word(F acc, F numbers, uint32_t x, bool) { return fma_f(numbers, from_bits(set_i((int32_t)x)), acc); }
+#endif
+
+// Two numbers of each column as a pair of bfloat16, `first` in the low half.
+static inline I bf16_pair(F first, F second) { return or_i(bf16_words(first), shl_i<16>(bf16_words(second))); }
+
+// Codes of packed columns from..from + count of block nb as words: [count or count / 2][32 columns].
+template <bool PAIRS>
+static void panel_numbers(const Weight& w, int64_t nb, int64_t from, int64_t count, char* to) {
+  const bool four = w.element == INT4 || w.element == HALVES4 || w.element == FLOAT4;
+  const bool integer = w.element == INT4 || w.element == INT8;
+  const int64_t step = four ? 8 : 4, group = w.at.block * w.at.blocks;
+  const uint8_t* codes = w.data + nb * (w.at.packed() / step) * 128 + from / step * 128;
+  alignas(64) float table[16];
+  for (int i = 0; i < 16; i++)
+    table[i] = w.element == HALVES4 ? (float)((int)w.whole[i] - w.offset) : w.element == FLOAT4 ? w.table[i] : (float)i;
+  const Numbers numbers = numbers16(table);
+  const I byte = set_i(255);
+  const auto number_of = [&](I v) {  // of the code in the low bits of each lane
+    if (four) return pick(numbers, v);
+    return w.element == FLOAT8 ? gather(w.table, and_i(v, byte)) : to_f(and_i(v, byte));
+  };
+  int64_t known = -1;
+  F scale[PANEL_VECTORS], shift[PANEL_VECTORS], added[PANEL_VECTORS];
+  for (int64_t k = from; k < from + count; k += step, codes += 128) {
+    if (k / group != known) {  // scale, and what is subtracted before or added after it: zero points, the offset of codes
+      known = k / group;
+      for (int h = 0; h < PANEL_VECTORS; h++) {
+        const int64_t at = (nb * w.at.groups + known) * COLUMNS + h * LANES;
+        scale[h] = scales_f(w, at);
+        shift[h] = w.zero ? to_f(bytes_i(w.zero + at)) : set_f(integer ? (float)w.offset : 0.0f);
+        added[h] = w.added ? widen_f(w.added, at, w.scale_type) : set_f(0);
+      }
+    }
+    for (int h = 0; h < PANEL_VECTORS; h++) {
+      const I v = load_i(codes + LANES * 4 * h);
+      const auto finished = [&](F code) { return fma_f(sub_f(code, shift[h]), scale[h], added[h]); };
+      const auto put = [&](int64_t pair, F first, F second) {
+        const int64_t word = (k - from) / 2 + pair;
+        if constexpr (PAIRS) {
+          const I pairs = bf16_pair(first, second);
+          __builtin_memcpy(to + (word * PANEL_VECTORS + h) * LANES * 4, &pairs, LANES * 4);
+        } else {
+          float* here = (float*)to + (2 * word * PANEL_VECTORS + h) * LANES;
+          store_f(here, first);
+          store_f(here + COLUMNS, second);
+        }
+      };
+      if (four) {  // codes at bits 4 * pair and 4 * pair + 16
+        put(0, finished(number_of(v)), finished(number_of(shr_i<16>(v))));
+        put(1, finished(number_of(shr_i<4>(v))), finished(number_of(shr_i<20>(v))));
+        put(2, finished(number_of(shr_i<8>(v))), finished(number_of(shr_i<24>(v))));
+        put(3, finished(number_of(shr_i<12>(v))), finished(number_of(shr_i<28>(v))));
+      } else {
+        put(0, finished(number_of(v)), finished(number_of(shr_i<8>(v))));
+        put(1, finished(number_of(shr_i<16>(v))), finished(number_of(shr_i<24>(v))));
+      }
+    }
+  }
+}
+
+// One row of x to packed columns, in the order above.
+template <bool PAIRS>
+static void panel_row(const Weight& w, const void* x, Type type, void* to) {
+  constexpr int SIZE = PAIRS ? 2 : 4;
+  const bool four = w.element == INT4 || w.element == HALVES4 || w.element == FLOAT4;
+  for (int64_t b = 0; b < w.at.groups * w.at.blocks; b++) {
+    const Span span = block_columns(w.at, b);
+    char* here = (char*)to + b * w.at.block * SIZE;
+    const char* from = (const char*)x + span.from * type_size(type);
+    if constexpr (PAIRS) __builtin_memcpy(here, from, (size_t)span.count * 2);
+    else widen(from, type, span.count, (float*)here);
+    __builtin_memset(here + span.count * SIZE, 0, (size_t)(w.at.block - span.count) * SIZE);
+    if (!four) continue;
+    for (int64_t i = 0; i < w.at.block; i += 8) {
+#ifdef QCORE_PAIRS
+      if constexpr (PAIRS) {
+        __m128i* words = (__m128i*)(here + i * 2);
+        _mm_storeu_si128(words, _mm_shuffle_epi8(_mm_loadu_si128(words), pair_order()));
+        continue;
+      }
+#endif
+      char eight[8 * SIZE];
+      __builtin_memcpy(eight, here + i * SIZE, sizeof eight);
+      for (int j = 0; j < 8; j++) __builtin_memcpy(here + (i + j) * SIZE, eight + (2 * (j % 4) + j / 4) * SIZE, SIZE);
+    }
+  }
+}
+
+// R rows times the columns from vector `first` on: `words` products are added to sums [rows][32].
+template <bool PAIRS, int R>
+static void __attribute__((noinline))
+panel_tile(const char* numbers, int64_t words, const char* x, int64_t row_step, int first, float* sums) {
+  constexpr int H = TILE_COLUMNS / LANES;
+  F acc[R][H];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++) for (int h = 0; h < H; h++) acc[r][h] = set_f(0);
+  const float* column = (const float*)numbers + first * LANES;
+  for (int64_t i = 0; i < words; i++, column += COLUMNS, x += 4) {
+    F n[H];
+    for (int h = 0; h < H; h++) n[h] = load_f(column + h * LANES);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      uint32_t word;
+      __builtin_memcpy(&word, x + r * row_step, 4);
+      for (int h = 0; h < H; h++) acc[r][h] = dot_word(acc[r][h], n[h], word, PAIRS);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < H; h++) {
+      float* here = sums + r * COLUMNS + (first + h) * LANES;
+      store_f(here, add_f(load_f(here), acc[r][h]));
+    }
+}
+
+using PanelTile = void (*)(const char*, int64_t, const char*, int64_t, int, float*);
+
+template <bool PAIRS, int R>
+static PanelTile choose_panel(int count) {
+  if constexpr (R > DIGIT_ROWS) return nullptr;
+  else return count == R ? panel_tile<PAIRS, R> : choose_panel<PAIRS, R + 1>(count);
+}
+
+// Sums of `rows` rows, [rows][32], finished and stored from row0 on.
+static void finish_panel(const Weight& w, const Output& out, int64_t nb, int64_t rows, int64_t row0, float* sums) {
+  alignas(64) float bias[COLUMNS];
+  read_bias(out, nb * COLUMNS, w.n, COLUMNS, bias);
+  for (int64_t r = 0; r < rows; r++) finish_row(out, row0 + r, nb * COLUMNS, w.n, COLUMNS, bias, sums + r * COLUMNS);
+}
+
+// All `rows` rows of x (row_step bytes apart) times block nb, finished and stored from row0 on. `scratch`: PANEL_PART * 128
+// bytes for numbers, then rows * 128 bytes for sums.
+template <bool PAIRS>
+static void panel_product(const Weight& w, const Output& out, const void* x, int64_t row_step, int64_t nb, int64_t rows,
+                          int64_t row0, char* scratch) {
+  float* sums = (float*)(scratch + PANEL_PART * 128);
+  const int64_t packed = w.at.packed();
+  const int most = even_rows(rows, DIGIT_ROWS);
+  __builtin_memset(sums, 0, (size_t)rows * COLUMNS * 4);
+  for (int64_t from = 0; from < packed; from += PANEL_PART) {
+    // 1. Numbers of a part of K, which stay in the cache.
+    const int64_t count = packed - from < PANEL_PART ? packed - from : PANEL_PART;
+    panel_numbers<PAIRS>(w, nb, from, count, scratch);
+    // 2. Every row meets them; a sum of a part stays in registers.
+    for (int64_t r = 0; r < rows; r += most) {
+      const PanelTile run = choose_panel<PAIRS, 1>((int)(rows - r < most ? rows - r : most));
+      const char* here = (const char*)x + r * row_step + from * (PAIRS ? 2 : 4);
+      for (int first = 0; first < PANEL_VECTORS; first += TILE_COLUMNS / LANES)
+        run(scratch, PAIRS ? count / 2 : count, here, row_step, first, sums + r * COLUMNS);
+    }
+  }
+  finish_panel(w, out, nb, rows, row0, sums);
+}
