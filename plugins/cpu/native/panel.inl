@@ -89,7 +89,7 @@ static void panel_row(const Weight& w, const void* x, Type type, void* to) {
     __builtin_memset(here + span.count * SIZE, 0, (size_t)(w.at.block - span.count) * SIZE);
     if (!four) continue;
     for (int64_t i = 0; i < w.at.block; i += 8) {
-#ifdef QCORE_PAIRS
+#ifdef QCORE_PAIR_ORDER
       if constexpr (PAIRS) {
         __m128i* words = (__m128i*)(here + i * 2);
         _mm_storeu_si128(words, _mm_shuffle_epi8(_mm_loadu_si128(words), pair_order()));

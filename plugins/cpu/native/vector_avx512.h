@@ -65,5 +65,6 @@ static inline void store_pairs_f(float* p, F even, F odd) {
   store_f(p, _mm512_permutex2var_ps(even, low, odd));
   store_f(p + 16, _mm512_permutex2var_ps(even, high, odd));
 }
+#define QCORE_PAIR_ORDER
 // The words of 8 columns as pairs (0, 2), (4, 6), (1, 3), (5, 7): k of the two 4-bit codes at 4 * j bits of a lane.
 static inline __m128i pair_order() { return _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); }

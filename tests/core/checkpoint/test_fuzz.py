@@ -141,7 +141,7 @@ def checked(model: nn.Module, path: Path, seed: str) -> str:
         raise AssertionError(f"seed {seed!r}: {type(error).__name__}: {str(error)[:1000]}") from error
 
 
-@pytest.mark.parametrize("numbers", draws(12_000, few=400, parts=PARTS))
+@pytest.mark.parametrize("numbers", draws(6_000, few=400, parts=PARTS))
 def test_mutated_files(tmp_path, numbers):
     save(quantized(0), tmp_path / "good.safetensors")
     good, path, model = (tmp_path / "good.safetensors").read_bytes(), tmp_path / "m.safetensors", quantized(1)
@@ -154,7 +154,7 @@ def test_mutated_files(tmp_path, numbers):
     assert outcomes["refused"] > outcomes["loaded"] > 0, outcomes
 
 
-@pytest.mark.parametrize("numbers", draws(4_000, few=200, parts=PARTS))
+@pytest.mark.parametrize("numbers", draws(2_000, few=200, parts=PARTS))
 def test_mutated_experts(tmp_path, numbers):
     torch.manual_seed(0)
     held = [qcore.quantize(torch.randn(4, 13), "fp4-g8-e4m3").derived(order=torch.randperm(13).int()) for _ in range(3)]
@@ -190,7 +190,7 @@ def weights_checked(path: Path, seed: str) -> str:
     return "loaded"
 
 
-@pytest.mark.parametrize("numbers", draws(8_000, few=250, parts=PARTS))
+@pytest.mark.parametrize("numbers", draws(4_000, few=250, parts=PARTS))
 def test_mutated_directories(tmp_path, numbers):
     good, stranger = (whole(quantized(seed), tmp_path / str(seed)) for seed in (0, 2))
     path, model = tmp_path / "d", quantized(1)
