@@ -84,11 +84,13 @@ void main() {
     uint m = place / push.columns;
     if (m >= push.rows) return;
     uint n = place - m * push.columns;
-    // The channel group of output channel n, and the column that all of its output channels share.
+    // 1. The channel group of output channel n, and the column that all of its output channels share.
     uint heads = push.all_rows / push.rows;
     uint head = n / (push.columns / heads);
     Origin o = origin(head * push.rows + m);
+    // 2. Parameters of the column, for which it may have to be read a first time.
     vec2 row = QUANTIZED != 0u ? parameters(o) : vec2(1.0, 0.0);
+    // 3. The products, group by group of K. If QUANTIZED, each lane encodes its column anew, so codes are never stored.
     float y = 0.0;
     for (uint g = 0u; g < push.groups; ++g) {
         uint parameter = g * push.padded_n + n;

@@ -189,13 +189,15 @@ void main() {
     uint start = gl_WorkGroupID.z * split;
     uint steps = min(start + split, blocks / KB);
 
+    // 1. Sums of the subgroup's tile stay in registers until the end: `sum` of the group in progress or, with one
+    //    group, of all of K; `total` of the groups that have been scaled.
     coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> total[TILES_M * TILES_N];
     coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> sum[TILES_M * TILES_N];
     [[unroll]] for (uint i = 0u; i < TILES_M * TILES_N; ++i) {
         total[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
         sum[i] = coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0);
     }
-    // The first tiles and scales; nothing overlaps with them.
+    // 2. The first tiles and scales; nothing overlaps with them.
     uint group = start * KB / group_blocks;
     load_tiles(row0, col0, start);
     store_tiles(start % BUFFERS);
@@ -203,12 +205,12 @@ void main() {
     barrier();
     uint left = group_blocks / KB;
     for (uint step = start; step < steps; ++step) {
-        // Loads for the next step are in flight in registers during the products of this one.
+        // 3. Begin to load the next step's tiles: they are in flight to registers during the products of this one.
         uint now = step % BUFFERS;
         if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
         [[unroll]] for (uint kk = 0u; kk < KB * 32u / TK; ++kk) {
-            // B stays in registers for all rows of the subgroup's tile, A passes matrix by matrix. A row of b_tile is a
-            // column of B: column major.
+            // 4. Products of this step, from shared memory. B stays in registers for all rows of the subgroup's tile, A
+            //    passes matrix by matrix. A row of b_tile is a column of B: column major.
             coopmat<int8_t, gl_ScopeSubgroup, TK, TN, gl_MatrixUseB> b[TILES_N];
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
                 coopMatLoad(b[j], b_tile, now * BN * ROW + (sub_n + j * TN) * ROW + kk * TK / 16u, ROW,
@@ -222,7 +224,7 @@ void main() {
             }
         }
         if (GROUPED != 0u && --left == 0u) {
-            // The group ends: its int32 sums become float32, times a matrix with a column's scale in every row.
+            // 5. The group ends: its int32 sums become float32, times a matrix with a column's scale in every row.
             left = group_blocks / KB;
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
                 coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> s;
@@ -234,17 +236,19 @@ void main() {
                     sum[i * TILES_N + j] = coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0);
                 }
             }
+            // The next group's scales go to the other half of scale_tile; the barrier of step 6 makes them visible.
             ++group;
             if (step + 1u < steps) store_scales(col0, group);
         }
-        // With two buffers the next tile goes where the step before has read, and the barrier at that step's end has
-        // let everybody finish. With one buffer everybody must have finished this step.
+        // 6. Only now use the registers that step 3 loads: this is where the loads are waited for. With two buffers the
+        //    next tile goes where the step before has read, and the barrier at that step's end has let everybody
+        //    finish. With one buffer everybody must have finished this step.
         if (BUFFERS == 1u) barrier();
         if (step + 1u < steps) store_tiles((step + 1u) % BUFFERS);
         barrier();
     }
-    // The last barrier has freed a_tile for results. By literal numbers: a driver that does not unroll a loop here
-    // would keep the matrices in memory all along.
+    // 7. Results, through a_tile, which the last barrier has freed. By literal numbers: a driver that does not unroll a
+    //    loop here would keep the matrices in memory all along.
     EACH_TILE(0) EACH_TILE(1) EACH_TILE(2) EACH_TILE(3) EACH_TILE(4) EACH_TILE(5) EACH_TILE(6) EACH_TILE(7)
     EACH_TILE(8) EACH_TILE(9) EACH_TILE(10) EACH_TILE(11) EACH_TILE(12) EACH_TILE(13) EACH_TILE(14) EACH_TILE(15)
 }

@@ -95,7 +95,9 @@ void main() {
     uint row = gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x;
     if (row >= m) return;  // the whole workgroup, so that no barrier waits for it
     uint lane = gl_LocalInvocationIndex;
+    // 1. The row's power of two: a first pass over the row, which float16 does not need.
     float unit = DTYPE == F16 ? 1.0 : row_unit(row, lane);
+    // 2. Scale, split into TERMS halves and store, eight columns at a time.
     for (uint c = lane * 8u; c < columns; c += LANES * 8u) {
         read_eight(row, c);
         [[unroll]] for (uint i = 0u; i < 8u; ++i) value[i] *= unit;
@@ -104,8 +106,10 @@ void main() {
             halves[place(t * m + row, c)] = ORDER == 4u ? order : order.xzyw;
         }
     }
+    // 3. What a term of the result has to be multiplied by.
     if (lane < TERMS) scales[lane * m + row] = 1.0 / unit / float(1u << (11u * lane));
-    // Float zero points of weights multiply the sums of x; the terms' sums would be added up, so the first has it all.
+    // 4. Float zero points of weights multiply the sums of x; the terms' sums would be added up, so the first has it
+    //    all.
     if (summed == 0u) return;
     for (uint g = lane; g < groups; g += LANES) {
         float sum = 0.0;

@@ -136,20 +136,25 @@ void main() {
     uint ly = gl_LocalInvocationIndex / LX;
     uint steps = blocks << HALF;
     [[unroll]] for (uint i = 0u; i < TM * TN; ++i) total[i] = 0.0;
-    // The first tile fills buffer 0; nothing overlaps with it.
+    // 1. The first tile fills buffer 0; nothing overlaps with it.
     load_tiles(row0, col0, 0u);
     store_tiles(0u);
     barrier();
     for (uint step = 0u; step < steps; ++step) {
-        // Loads for the next step are in flight during the products of this one. Its tile goes to the buffer that the
-        // step before has read, and the barrier at that step's end has let everybody finish: one barrier a step.
+        // 2. Begin to load the next step's tile: it is in flight to registers, weights still packed, during the
+        //    products of this one.
         uint now = step & 1u;
         if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
+        // 3. Products of this step: a value read from shared memory meets TM or TN others.
         [[unroll]] for (uint k = 0u; k < BK; ++k)
             multiply((now * BK + k) * A_ROW + ly, (now * BK + k) * B_ROW + lx);
+        // 4. Only now use the registers that step 2 loads: this is where the loads are waited for, and where weights
+        //    are dequantized. The tile goes to the buffer that the step before has read, and the barrier at that step's
+        //    end has let everybody finish: one barrier a step.
         if (step + 1u < steps) store_tiles(now ^ 1u);
         barrier();
     }
+    // 5. Results, from registers.
     [[unroll]] for (uint i = 0u; i < TM; ++i) {
         [[unroll]] for (uint j = 0u; j < TN; ++j) {
             uint m_ = row0 + (i / 4u * LY + ly) * 4u + i % 4u;

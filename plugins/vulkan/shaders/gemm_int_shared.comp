@@ -173,17 +173,17 @@ void main() {
         sum[i] = 0;
         total[i] = 0.0;
     }
-    // The first tile fills buffer 0; nothing overlaps with it.
+    // 1. The first tile fills buffer 0; nothing overlaps with it.
     load_tiles(row0, col0, 0u);
     store_tiles(0u);
     barrier();
     uint left = group_blocks;  // blocks until the group ends
     uint group = 0u;
     for (uint step = 0u; step < steps; ++step) {
-        // Loads for the next step are in flight during the products of this one. Its tile goes to the buffer that the
-        // step before has read, and the barrier at that step's end has let everybody finish: one barrier a step.
+        // 2. Begin to load the next step's tile: it is in flight to registers during the products of this one.
         uint now = step & 1u;
         if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
+        // 3. Products of this step, block by block; a group that ends is scaled at once.
         [[unroll]] for (uint kk = 0u; kk < KB; ++kk) {
             if (KB == 1u || step * KB + kk < blocks) {
                 multiply(now * BM * ROW + ly * ROW + kk * 2u, now * BN * ROW + lx * ROW + kk * 2u);
@@ -193,9 +193,13 @@ void main() {
                 }
             }
         }
+        // 4. Only now use the registers that step 2 loads: this is where the loads are waited for. The tile goes to the
+        //    buffer that the step before has read, and the barrier at that step's end has let everybody finish: one
+        //    barrier a step.
         if (step + 1u < steps) store_tiles(now ^ 1u);
         barrier();
     }
+    // 5. One group is all of K and is scaled here; then the results, from registers.
     if (GROUPED == 0u) scale_group(row0 + ly, col0 + lx, 0u);
     [[unroll]] for (uint i = 0u; i < TM; ++i) {
         [[unroll]] for (uint j = 0u; j < TN; ++j) {

@@ -119,10 +119,10 @@ void main() {
     MATRIX_C total[R];
     MATRIX_C s[R * (CHUNK / SPAN)];
     [[unroll]] for (uint r = 0u; r < R; ++r) total[r] = MATRIX_C(0.0);
-    // Subgroups without a chunk load one, too, and do nothing with it.
+    // 1. The first chunk's codes. Subgroups without a chunk load one, too, and do nothing with it.
     load(min(gl_SubgroupID, chunks - 1u), n0);
     for (uint chunk = gl_SubgroupID; chunk < chunks; chunk += SUBGROUPS) {
-        // All of x for the chunk, then the scales: stride 0 repeats sixteen of them in every column.
+        // 2. All of x for the chunk, then the scales: stride 0 repeats sixteen of them in every column.
         uint next = min(chunk + SUBGROUPS, chunks - 1u);
         MATRIX_B b[STEPS];
         [[unroll]] for (uint i = 0u; i < STEPS; ++i)
@@ -134,13 +134,15 @@ void main() {
                             gl_CooperativeMatrixLayoutColumnMajor);
         }
         [[unroll]] for (uint r = 0u; r < R; ++r) {
-            // The tile is free once the matrices of the sixteen rows before have been loaded. `ahead` is free after the
-            // last sixteen: the next chunk is in flight during their products.
+            // 3. Sixteen rows at a time through the subgroup's tile. It is free once the matrices of the sixteen rows
+            //    before have been loaded. `ahead` is free after the last sixteen: the next chunk is in flight during
+            //    their products.
             subgroupBarrier();
             unpack(chunk, n0, r);
             if (r + 1u == R) load(next, n0);
             subgroupMemoryBarrierShared();
             subgroupBarrier();
+            // 4. Products of the sixteen rows; their sums are scaled FOLD blocks at a time, or (0) at the very end.
             MATRIX_C sum = MATRIX_C(0.0);
             [[unroll]] for (uint i = 0u; i < STEPS; ++i) {
                 coopmat<float16_t, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA> a;
@@ -154,8 +156,8 @@ void main() {
             }
         }
     }
-    // Subgroups add their sums in shared memory, one sixteen of rows after the other. The first barrier waits until
-    // nobody reads the tile any more, the second until all sums are there. By literal numbers: see coop_f16.
+    // 5. Subgroups add their sums in shared memory, one sixteen of rows after the other. The first barrier waits until
+    //    nobody reads the tile any more, the second until all sums are there. By literal numbers: see coop_f16.
 #define EACH_SIXTEEN(r)                                                                                                \
     if (r < R) {                                                                                                       \
         barrier();                                                                                                     \

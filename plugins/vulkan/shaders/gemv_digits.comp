@@ -79,14 +79,15 @@ uvec4 v[UNROLL * CHUNK * R * P];  // weights on their way
 
 // Adds the products of one chunk, whose weights are in slot u of `v`, to `acc`.
 void add_chunk(uint chunk, uint n0, uint row0, uint u) {
-    // A chunk never crosses a border of groups. The 0.5 keeps the product away from whole numbers, where it could
-    // round.
+    // 1. The chunk's group. A chunk never crosses a border of groups. The 0.5 keeps the product away from whole
+    //    numbers, where it could round.
     uint group = uint((float(chunk * CHUNK) + 0.5) * groups_per_block);
     int sums[R * MT * DIGITS];
     int ones[MT];
     [[unroll]] for (uint i = 0u; i < R * MT * DIGITS; ++i) sums[i] = 0;
     [[unroll]] for (uint i = 0u; i < MT; ++i) ones[i] = 0;
-    // 16 columns at a time: the codes of R rows are unpacked once and meet every digit of MT rows of x.
+    // 2. Integer products, 16 columns at a time: the codes of R rows are unpacked once and meet every digit of MT rows
+    //    of x.
     [[unroll]] for (uint half_ = 0u; half_ < 2u * CHUNK; ++half_) {
         uint c = half_ / 2u;
         uint from = ((u * CHUNK + c) * R) * P;
@@ -103,7 +104,7 @@ void add_chunk(uint chunk, uint n0, uint row0, uint u) {
             }
         }
     }
-    // The chunk's integers become float32: s (sum - z * sum of x), plus z * sum of x if z is a float.
+    // 3. The chunk's integers become float32: s (sum - z * sum of x), plus z * sum of x if z is a float.
     [[unroll]] for (uint r = 0u; r < R; ++r) {
         uint at = group * np + min(n0 + r * 8u, np - 1u);
         float s = scale[at];
@@ -169,15 +170,15 @@ void main() {
     uint tile = gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x;
     uint row0 = gl_WorkGroupID.z * MT;
     if (tile * R * 8u >= n) return;  // the whole workgroup, so that no barrier waits for it
-    // Lanes 8 i ... 8 i + 7 share a chunk and have one row each of every row group.
+    // 1. Lanes 8 i ... 8 i + 7 share a chunk and have one row each of every row group.
     uint row = lane & 7u;
     uint n0 = tile * R * 8u + row;
     uint stride = LANES / 8u;
     [[unroll]] for (uint i = 0u; i < R * MT; ++i) acc[i] = 0.0;
     uint chunks = blocks / CHUNK;
     for (uint chunk = lane >> 3; chunk < chunks; chunk += stride * UNROLL) {
-        // Issue all loads of UNROLL chunks before the first product needs one. Chunks and rows beyond the last read the
-        // last again: a load without a branch. Such chunks are skipped below, such rows are not written.
+        // 2. Issue all loads of UNROLL chunks before the first product needs one. Chunks and rows beyond the last read
+        //    the last again: a load without a branch. Such chunks are skipped below, such rows are not written.
         [[unroll]] for (uint c = 0u; c < UNROLL * CHUNK; ++c) {
             uint at = min(chunk + c / CHUNK * stride, chunks - 1u) * CHUNK + c % CHUNK;
             [[unroll]] for (uint r = 0u; r < R; ++r) {
@@ -185,11 +186,12 @@ void main() {
                 [[unroll]] for (uint p = 0u; p < P; ++p) v[(c * R + r) * P + p] = w[base + p * 8u];
             }
         }
+        // 3. The products: those of the first chunk run while the loads of the others are in flight.
         [[unroll]] for (uint u = 0u; u < UNROLL; ++u) {
             if (chunk + u * stride < chunks) add_chunk(chunk + u * stride, n0, row0, u);
         }
     }
-    // A second pass over the chunks that gemv_split marked, if this lane has met any.
+    // 4. A second pass over the chunks that gemv_split marked, if this lane has met any.
     for (uint chunk = lane >> 3; marked != 0u && chunk < chunks; chunk += stride) {
         [[unroll]] for (uint m_ = 0u; m_ < MT; ++m_) {
             uint row_of_x = min(row0 + m_, m - 1u);
@@ -202,13 +204,13 @@ void main() {
             }
         }
     }
-    // Lanes of a subgroup that share a row, 8 apart, add their chunks up by shuffles ...
+    // 5. Lanes of a subgroup that share a row, 8 apart, add their chunks up by shuffles ...
     [[unroll]] for (uint i = 0u; i < R * MT; ++i) {
         float value = acc[i];
         for (uint o = 8u; o < gl_SubgroupSize; o <<= 1) value += subgroupShuffleXor(value, o);
         if (gl_SubgroupInvocationID < 8u) partial[(gl_SubgroupID * R * MT + i) * 8u + row] = value;
     }
-    // ... and the subgroups in shared memory. It is written once, so one barrier suffices.
+    // 6. ... and the subgroups in shared memory. It is written once, so one barrier suffices.
     barrier();
     for (uint t = lane; t < R * MT * 8u; t += LANES) {
         uint i = t / 8u;

@@ -155,15 +155,17 @@ void add_up(uint row, uint team, int total) {
 void main() {
     uint row = gl_WorkGroupID.x + gl_WorkGroupID.y * push.grid;
     if (row >= push.all_rows) return;  // the whole workgroup, so that no barrier waits for it
-    // First the parameters: given ones, or from the extent of the row.
+    // 1. Given parameters, which say what the padding of an image holds; with KEPT the whole row to registers.
     Origin o = origin(row);
     uint team = team_size();
     vec2 found = is_given() ? given_parameters(row) : vec2(0.0);
     float edge = outside(found);
     if (KEPT > 0u) keep(o, team, edge);
+    // 2. Else parameters from the extent of the row, to which all lanes contribute.
     if (!is_given()) found = dynamic_parameters(extent(o, team), push.mode);
 
-    // Then the codes. A single lane's group ends inside the loop, a team's sum is completed by all of it.
+    // 3. The codes, from registers or from memory again. A single lane's group ends inside the loop, a team's sum is
+    //    completed by all of it.
     int total = 0;
     Place p = first_place(team);
     uint count = KEPT > 0u ? KEPT : count_words(team);
@@ -176,6 +178,7 @@ void main() {
         }
         p = next;
     }
+    // 4. Sums of groups that several lanes share, then the parameters.
     if (team > 1u) add_up(row, team, total);
     if (lane() == 0u) {
         row_scale[row] = found.x;

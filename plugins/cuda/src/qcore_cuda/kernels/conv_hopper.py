@@ -77,8 +77,9 @@ def _fetch(
     KW, taps, dilation_h, dilation_w, top, left = window
     X_BYTES: gl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2] * P * x.dtype.primitive_bitwidth // 8
     begin(PDL)
-    # Writers start at parity 1: the first round over a ring does not block. Boxes to be encoded have a ring of their
-    # own; codes share the stage of the weight.
+    # Stages in the order of their use, as far ahead as the rings allow: also across the end of a tile. Writers start at
+    # parity 1: the first round over a ring does not block. Boxes to be encoded have a ring of their own; codes share
+    # the stage of the weight.
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     x_slot = gl.to_tensor(0)
@@ -86,17 +87,19 @@ def _fetch(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, h0, w0, n0 = _place(tile, sizes, SHAPE, BN)
         for tap in range(taps):
-            # The box that this tap reads. Positions outside the image, negative ones too, are filled with zeros by TMA;
-            # codes come with their border, so top and left are 0 then.
+            # 1. The box that this tap reads. Positions outside the image, negative ones too, are filled with zeros by
+            #    TMA; codes come with their border, so top and left are 0 then.
             h = h0 + tap // KW * dilation_h - top
             v = w0 + tap % KW * dilation_w - left
             for i in range(per_tap):
+                # 2. A box of values goes to the ring that `_encode` reads: first, because encoding comes before the
+                #    product.
                 if ENCODE:
                     mbarrier.wait(x_empty.index(x_slot), x_phase)
                     mbarrier.expect(x_full.index(x_slot), X_BYTES)
                     tma.async_copy_global_to_shared(x, [b, h, v, i * P], x_full.index(x_slot), xs.index(x_slot))
                     x_slot, x_phase = advance(x_slot, x_phase, XS)
-                # The weight of this step, and with codes also their box, arrive on one barrier.
+                # 3. The weight of this step, and with codes also their box, arrive on one barrier.
                 bar = full.index(slot)
                 mbarrier.wait(empty.index(slot), phase)
                 mbarrier.expect(bar, BN * P if ENCODE else BN * P + X_BYTES)
@@ -130,6 +133,7 @@ def _encode(
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
     begin(PDL)
     row = gl.arange(0, BM, gl.SliceLayout(1, layout))
+    # A reader of boxes, which starts at parity 0, and a writer of codes, which starts at 1.
     x_slot = gl.to_tensor(0)
     x_phase = gl.to_tensor(0)
     slot = gl.to_tensor(0)
@@ -137,18 +141,20 @@ def _encode(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, h, w, _ = _place(tile, sizes, SHAPE, BN)
         m, real = _positions(b, h, w, row, limits, SHAPE)
-        # One factor per row of the tile, for all taps and channels.
+        # 1. One factor per row of the tile, for all taps and channels.
         factor = gl.load(inverse + m, mask=real, other=0.0)
         for _ in range(blocks):
-            # The box is in registers once it is loaded: its stage is released before encoding.
+            # 2. The box is in registers once it is loaded: its stage is released before encoding, and refilled during
+            #    it.
             mbarrier.wait(x_full.index(x_slot), x_phase)
             v = xs.index(x_slot).reshape((BM, 128)).load(layout)
             mbarrier.arrive(x_empty.index(x_slot), count=1)
-            # Adding 1.5 * 2**23 rounds to whole numbers, half to even, and leaves them in the low bits.
+            # 3. Adding 1.5 * 2**23 rounds to whole numbers, half to even, and leaves them in the low bits.
             q = v.to(gl.float32) * factor[:, None] + 12582912.0
+            # 4. Only now wait until both multiplying groups have released the stage of codes.
             mbarrier.wait(empty.index(slot), phase)
             codes.index(slot).store(q.to(gl.int32, bitcast=True).to(gl.int8))
-            # wgmma reads shared memory through the async proxy; the fence orders the stores above before it.
+            # 5. wgmma reads shared memory through the async proxy; the fence orders the stores above before it.
             fence_async_shared()
             mbarrier.arrive(full.index(slot), count=1)
             x_slot, x_phase = advance(x_slot, x_phase, XS)
@@ -197,7 +203,7 @@ def _multiply(
     c_phase = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, h, w, n0 = _place(tile, sizes, SHAPE, BN)
-        # Operands of the epilogue are loaded before the product, not when every warp waits for them.
+        # 1. Operands of the epilogue are loaded before the product, not when every warp waits for them.
         row = gl.arange(0, H, gl.SliceLayout(1, piece))
         if ENCODE:
             m, real = _positions(b, h, w, row + HALF * H, limits, SHAPE)
@@ -208,12 +214,13 @@ def _multiply(
         scales = ()
         for p in gl.static_range(PIECES):
             scales += (gl.load(scale + column + p * Q, mask=column + p * Q < N, other=0.0),)
+        # 2. All taps and channels in one accumulator, a stage per turn.
         acc = gl.zeros((H, BN), gl.int32, layout)
         # Not `slot`: a variable with the same value before a loop and after its first turn counts as loop-invariant.
         before = gl.to_tensor(0)
         c_before = gl.to_tensor(0)
         for i in range(blocks):
-            # A: this half's positions; B: the weight of the step, transposed. Both stay in shared memory.
+            # 2a. A: this half's positions; B: the weight of the step, transposed. Both stay in shared memory.
             mbarrier.wait(full.index(slot), phase)
             if ENCODE:
                 mbarrier.wait(c_full.index(c_slot), c_phase)
@@ -221,7 +228,7 @@ def _multiply(
             else:
                 a = codes.index(slot).reshape((BM, 128)).slice(HALF * H, H)
             acc = warpgroup_mma(a, ws.index(slot).permute((1, 0)), acc, use_acc=i > 0, is_async=True)
-            # The product just issued may run on; the one before it has ended, so its stages are released.
+            # 2b. The product just issued may run on; the one before it has ended, so its stages are released.
             acc = warpgroup_mma_wait(1, deps=[acc])
             if i > 0:
                 mbarrier.arrive(empty.index(before), count=1)
@@ -232,13 +239,14 @@ def _multiply(
             slot, phase = advance(slot, phase, STAGES)
             if ENCODE:
                 c_slot, c_phase = advance(c_slot, c_phase, CODES)
-        # Drain: the last product of the tile, and its stages.
+        # 3. Drain: the last product of the tile, and its stages.
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(before), count=1)
         if ENCODE:
             mbarrier.arrive(c_empty.index(c_before), count=1)
         pieces = cut(acc, PIECES)
-        # The origin of this half's box: boxes are halved along their first side that is longer than 1.
+        # 4. Epilogue by pieces, while the other warps fill stages for the next tile. The origin of this half's box:
+        #    boxes are halved along their first side that is longer than 1.
         if SHAPE[0] > 1:
             b += HALF * (SHAPE[0] // 2)
         elif SHAPE[1] > 1:
@@ -254,6 +262,7 @@ def _multiply(
             f = v.to(gl.float32) * scales[p].to(gl.float32)[None, :] * sx
             c = ended(f, row[:, None], rn[None, :], H, N, bias, y, y, out_scale, out_zero, y, HAS_BIAS, OUT)
             leave(c, y_tiles, [b, h, w, n0 + p * Q], buffers, p, PIECES)
+    # 5. Shared memory must outlive the last stores, which read it.
     tma.store_wait(0)
 
 
@@ -310,11 +319,12 @@ def convolve(
     N = N // 16 * 16  # tells the compiler
     codes: gl.constexpr = w.layout
     BM: gl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2]
+    # 1. Shared memory: rings of the weight and of boxes of x; for each multiplying group two buffers of results.
     ws = gl.allocate_shared_memory(gl.int8, [STAGES, BN, 128], codes)
     xs = gl.allocate_shared_memory(x.dtype, [XS if ENCODE else STAGES] + x.block_shape, x.layout)
     y0 = gl.allocate_shared_memory(y.dtype.element_ty, [2] + y_tiles.block_shape, y_tiles.layout)
     y1 = gl.allocate_shared_memory(y.dtype.element_ty, [2] + y_tiles.block_shape, y_tiles.layout)
-    # Each of the two multiplying groups reads every stage.
+    # 2. Each of the two multiplying groups reads every stage.
     full, empty = ring(STAGES, 2)
     sizes = (tiles_h, tiles_w, columns)
     limits = (B, OH, OW)
@@ -323,7 +333,8 @@ def convolve(
     factors = (scale, sums, x_scales)
     blocks = taps * per_tap
     tiles = (B + SHAPE[0] - 1) // SHAPE[0] * tiles_h * tiles_w * columns
-    # Tuples with constants are written in place: bound to a variable, their constants would become runtime values.
+    # 3. Two multiplying groups, a copying warp, and if x has to be encoded four warps in between, with a ring of codes.
+    #    Tuples with constants are written in place: bound to a variable, their constants would become runtime values.
     if ENCODE:
         cs = gl.allocate_shared_memory(gl.int8, [CODES, BM, 128], codes)
         # Boxes have one reader, the encoding warps; codes have the two multiplying groups.

@@ -67,6 +67,9 @@ def _weight(b, zero, DT: tl.constexpr, BITS: tl.constexpr, BN: tl.constexpr, P: 
     FRAG: bytes are in the order of the tensor core's registers, see `packing`; int8, which is not, meets an x whose
     columns are. zero: see `unpack_nibbles`.
     """
+    # FRAG: the axes below are of the row (row block, half, block, warp, row of 8), of the byte (thread t of four, j, h,
+    # e) and, for int4, the nibble. They become the row (row block, warp, half, row of 8) and the column (block, nibble,
+    # j, h, t, e): column 16 j + 8 h + 2 t + e of a block, or of one half of it.
     G: tl.constexpr = BN // (16 * NW)
     if BITS == 4:
         low, high = unpack_nibbles(b, zero, DT, ASM)
@@ -100,8 +103,8 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     BYTES: tl.constexpr = P // 2 if BITS == 4 else P
     STEP: tl.constexpr = U * 16 * BYTES if BITS == 4 else U * BYTES
-    # Pointers to w: U * BN short rows of one block each (BYTES bytes), so that FRAG can keep every code in the thread
-    # that loads it.
+    # 1. Pointers to w: U * BN short rows of one block each (BYTES bytes), so that FRAG can keep every code in the
+    #    thread that loads it.
     row, block = _rows(BN, NW, U, FRAG)
     row = tl.minimum(n0 + row, NP - 1)
     if BITS == 4:
@@ -125,15 +128,16 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
     sp = scale + scales
     zp = zero + zeros
     left = (first // PER + 1) * PER - first
-    # Scales are too narrow for asynchronous copies. Those applied before a step's product are loaded a step ahead,
-    # those applied after it at the step's start.
+    # 2. Scales are too narrow for asynchronous copies. Those applied before a step's product are loaded a step ahead,
+    #    those applied after it at the step's start. The first ones need not wait for the previous kernel; x, which may
+    #    be its result, does.
     s = load_raw(sp, ASM)
     z = load_raw(zp, ASM) if ZERO else s
     if PDL:
         gdc_wait()
     for b in tl.range(first, last, num_stages=STAGES):
-        # Parameters that are applied to the sum are read for this step, those applied to the weight for the next one.
-        # The pointers move on when a group ends, but not behind the last step.
+        # 3. Parameters that are applied to the sum are read for this step, those applied to the weight for the next
+        #    one. The pointers move on when a group ends, but not behind the last step.
         if SCALES != 2:
             if SCALES == 0:
                 s = load_raw(sp, ASM)
@@ -146,14 +150,14 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
             zp += move
         s_next = load_raw(sp, ASM) if SCALES == 1 else s
         z_next = load_raw(zp, ASM) if (ZERO == 1 and SCALES != 2) or (ZERO == 2 and SCALES == 1) else z
-        # Operands. Triton's pipeline keeps the copies of x and w STAGES - 1 steps ahead in shared memory.
+        # 4. Operands. Triton's pipeline keeps the copies of x and w STAGES - 1 steps ahead in shared memory.
         xt = ()
         for p in tl.static_range(TERMS):
             xt = xt + (tl.load(xp + p * plane).to(DT),)
         data = _settled(tl.load(wp), HOPPER and not APART)
         q = _weight(data, z[:, None] if FOLDED else tl.zeros([1, 1], tl.int32), DT, BITS, BN, P, U, NW, FRAG, ASM)
-        # Dequantize in registers. Codes less integer zero points are exact in 16-bit floats; multiplied by a scale
-        # (SCALES 1) they are rounded to x's dtype.
+        # 5. Dequantize in registers. Codes less integer zero points are exact in 16-bit floats; multiplied by a scale
+        #    (SCALES 1) they are rounded to x's dtype.
         wp += STEP
         xp += U * P
         if EACH:
@@ -166,7 +170,7 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
                 q += _wide(as_float(z, Z, ASM).to(DT), EACH)
         if EACH:
             q = tl.reshape(q, [BN, U * P])
-        # Products: on top of the sum so far, or of this step alone, added in float32 after scaling.
+        # 6. Products: on top of the sum so far, or of this step alone, added in float32 after scaling.
         d = tl.zeros([BN, BM], tl.float32) if APART else acc
         for p in tl.static_range(TERMS):
             d = tl.dot(q, tl.trans(xt[p]), d)
@@ -175,8 +179,9 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
         else:
             acc = acc + d if APART else d
         if ZERO == 2 and SCALES == 0:
-            # x is read into registers while products read the same slot of shared memory, and Triton's pipeliner copies
-            # into it once the registers are there: only products that were waited for (``d`` above) may stand here.
+            # 7. Float zero points times sums of x, last. x is read into registers while products read the same slot of
+            #    shared memory, and Triton's pipeliner copies into it once the registers are there: only products that
+            #    were waited for (``d`` above) may stand here.
             sums = tl.zeros([BM], tl.float32)
             for p in tl.static_range(TERMS):
                 sums += tl.sum(xt[p].to(tl.float32), 1)
@@ -215,13 +220,13 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
     programs = tl.num_programs(0)
     tiles_n = tl.cdiv(N, BN)
     tiles_m = tl.cdiv(M, BM)
-    # The program's work: ``waves`` whole tiles, then its ``share`` of the line of steps of the remaining tiles.
+    # 1. The program's work: ``waves`` whole tiles, then its ``share`` of the line of steps of the remaining tiles.
     whole = waves * programs
     start = program * share
     steps = waves * KB + tl.maximum(0, tl.minimum(share, (tiles_n * tiles_m - whole) * KB - start))
     step = steps * 0
     while step < steps:
-        # The next piece of work: a tile, and its steps first..last. ``step * 0`` keeps both branches of one type.
+        # 2. The next piece of work: a tile, and its steps first..last. ``step * 0`` keeps both branches of one type.
         if step < waves * KB:
             tile = step // KB * programs + program
             first = step * 0
@@ -232,7 +237,7 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
             first = place - tile * KB
             last = tl.minimum(first + steps - step, KB)
             tile += whole
-        # GROUP_M rows of tiles are walked column by column: those that run together share weights and x.
+        # 3. GROUP_M rows of tiles are walked column by column: those that run together share weights and x.
         group = tile // (GROUP_M * tiles_n)
         height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
         inside = tile % (GROUP_M * tiles_n)
@@ -243,18 +248,20 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
                    PDL)  # fmt: skip
         complete = last - first == KB
         if not complete:
-            # Programs left..right share the tile. Each puts its part into the slot part + program, which no other pair
-            # has.
+            # 4. Programs left..right share the tile. Each puts its part into the slot part + program, which no other
+            #    pair has.
             part = tile - whole
             left = part * KB // share
             right = (part * KB + KB - 1) // share
             put(part_at(parts, part + program, BN, BM), acc, ASM)
-            # All threads have stored their part before the program counts itself; acq_rel makes it visible to the last.
+            # 5. All threads have stored their part before the program counts itself; acq_rel makes it visible to the
+            #    last.
             tl.debug_barrier()
             complete = tl.atomic_add(counts + part, 1, sem="acq_rel") == right - left
             if complete:
-                # The last program adds up. Of two parts, the other one is added to its own sum: a + b = b + a. Of more,
-                # all are read back and added in the order of the slots: the result does not depend on who came last.
+                # 6. The last program adds up. Of two parts, the other one is added to its own sum: a + b = b + a. Of
+                #    more, all are read back and added in the order of the slots: the result does not depend on who came
+                #    last.
                 if right - left == 1:
                     acc = add_parts(acc, parts, part + left + right - program, 0, BN, BM, ASM)
                 else:
@@ -264,6 +271,7 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
                 # Ready for the next launch.
                 tl.store(counts + part, 0)
         if complete:
+            # 7. Whoever has the whole sum adds the bias, rounds once and stores.
             n = n0 + tl.arange(0, BN)
             m = m0 + tl.arange(0, BM)
             if BIAS:

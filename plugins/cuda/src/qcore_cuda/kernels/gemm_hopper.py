@@ -96,8 +96,11 @@ def _unpack_words(high, half, scaled, zero):
     )
     text = f"{{ .reg .b32 p, one, off; mov.b32 one, {one}; mov.b32 off, {'$6' if zero == 1 else offset}; "
     for word, outs in (("$4", ("$0", "$1")), ("$5", ("$2", "$3"))):
+        # 1. Four nibbles of a word, the low or the high ones, each in a byte of its own.
         text += f"shr.u32 p, {word}, 4; and.b32 p, p, 0x0F0F0F0F; " if high else f"and.b32 p, {word}, 0x0F0F0F0F; "
         for out, order in zip(outs, ("0x4140", "0x4342"), strict=True):
+            # 2. ``prmt`` sets the constant's bytes above two of them: two 16-bit floats 128 + u or 1024 + u.
+            # 3. Subtract the offset, then apply the group's parameters, on both floats at once.
             text += f"prmt.b32 {out}, p, {exponent}, {order}; fma.rn.{kind} {out}, {out}, one, off; "
             if zero == 2:
                 text += f"fma.rn.{kind} {out}, {out}, $6, $7; "
@@ -190,6 +193,7 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
     BLOCK: gl.constexpr = (BN * 64 if BITS == 4 else 0) + SCALES + ZEROS
     tiles_n = gl.cdiv(N, BN)
     tiles_m = gl.cdiv(M, BM)
+    # 1. x may be the previous kernel's result: no copy begins before that kernel has ended.
     if PDL:
         gdc_wait()
     # at, turn: stage of the ring and parity of its barriers; slot: place of the data of a block. Slots need no
@@ -202,6 +206,8 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
     programs = gl.num_programs(0)
     steps = steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
     step = steps * 0
+    # 2. Tiles and blocks in the consumers' order. Nothing here waits for a copy to arrive: up to STAGES stages are in
+    #    flight, and this warp runs ahead of the consumers into their next tile.
     while step < steps:
         tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
         step += end - begin
@@ -213,10 +219,12 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
         left = PER - begin % PER
         for b in range(begin, end):
             for half in gl.static_range(2):
-                # Both consumer groups have released the stage; announce the bytes before the copies that deliver them.
+                # 3. Wait until both consumer groups have released the stage; then announce the bytes before the copies
+                #    that deliver them.
                 mbarrier.wait(empty.index(at), turn)
                 here = full.index(at)
                 mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0))
+                # 4. Begin the copies: w, with a block's first stage its scales and zero points, and x.
                 for g in gl.static_range(2):
                     n = n0 + g * ROWS
                     # Each group has its own 64 rows of w: int16 pairs (64, 32) per stage, int4 words (4, 256) per
@@ -275,21 +283,24 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
     No product is under way from one call to the next: in a loop, ptxas would make them wait for each other.
     """
     DT: gl.constexpr = xs.dtype
+    # The tensor cores always have a product while this group unpacks: the first half's during step 3, the second half's
+    # during step 5. Products read operand A from registers, which must not change meanwhile: ``low`` and ``high`` take
+    # turns.
     high = low
     done = at
     for u in gl.static_range(U):
         first = at
-        # First half: A, 64 rows of the weight by 64 columns, is in registers; B, BM tokens by 64 columns, is read from
-        # shared memory while this group goes on.
+        # 1. First half: A, 64 rows of the weight by 64 columns, is in registers; B, BM tokens by 64 columns, is read
+        #    from shared memory while this group goes on.
         acc = warpgroup_mma(low, xs.index(first).permute((1, 0)), acc, is_async=True)
-        # At most one product in flight: the previous block's second half has ended, so its stage and the registers of
-        # ``high`` are free.
+        # 2. At most one product in flight: the previous block's second half has ended, so its stage and the registers
+        #    of ``high`` are free.
         if u > 0:
             acc, high = warpgroup_mma_wait(1, deps=[acc, high])
             mbarrier.arrive(empty.index(done), count=1)
         at, turn = advance(at, turn, STAGES)
-        # Unpack the second half while the tensor cores work on the first. int4 words are in registers already; int8
-        # codes come with the stage, which has to be awaited first.
+        # 3. Unpack the second half while the tensor cores work on the first. int4 words are in registers already; int8
+        #    codes come with the stage, which has to be awaited first.
         if BITS == 4:
             high = _from_words(raw, s, z, DT, True, SCALED, ZERO, DOT)
             mbarrier.wait(full.index(at), turn)
@@ -297,16 +308,17 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
             mbarrier.wait(full.index(at), turn)
             high = _from_pairs(ws.index(2 * at + WG).load(_pairs()), z, DT, ZERO, DOT)
         acc = warpgroup_mma(high, xs.index(at).permute((1, 0)), acc, is_async=True)
-        # The first half has ended: release its stage, so that the copying warp is not held up by the second half.
+        # 4. The first half has ended: release its stage, so that the copying warp is not held up by the second half.
         acc, low = warpgroup_mma_wait(1, deps=[acc, low])
         mbarrier.arrive(empty.index(first), count=1)
         done = at
         at, turn = advance(at, turn, STAGES)
         slot = advance(slot, 0, SLOTS)[0]
-        # Unpack the first half of the next block while the second half of this one is multiplied. Behind the program's
-        # last block there is nothing to wait for; what is read there is never used.
+        # 5. Unpack the first half of the next block while the second half of this one is multiplied. Behind the
+        #    program's last block there is nothing to wait for; what is read there is never used.
         mbarrier.wait(full.index(at), turn, pred=left > u + 1)
         low, raw, s, z = _first_half(at, slot, ws, ss, zs, DT, BITS, WG, SCALED, ZERO, DOT)
+    # 6. Drain: the last block's second half, and its stage.
     acc, high = warpgroup_mma_wait(0, deps=[acc, high])
     mbarrier.arrive(empty.index(done), count=1)
     return acc, low, raw, s, z, at, turn, slot
@@ -344,25 +356,25 @@ def _summed(acc, parts, counts, tile, begin, end, program, programs, waves, shar
     SIZE: gl.constexpr = 2 * ROWS * BM
     complete = end - begin == KB
     if not complete:
-        # Tiles behind the whole waves are numbered from 0; programs left..right have steps of this one.
+        # 1. Tiles behind the whole waves are numbered from 0; programs left..right have steps of this one.
         part = tile - waves * programs
         left = part * KB // share
         right = (part * KB + KB - 1) // share
-        # Along the line of steps the part or the program grows at each boundary, so part + program is a slot of its
-        # own.
+        # 2. Leave the part. Along the line of steps the part or the program grows at each boundary, so part + program
+        #    is a slot of its own.
         put(value_at(parts, part + program, i, j, 2 * ROWS, BM), acc, True)
-        # All threads of the group have stored before one of them counts; acq_rel makes the stores visible to the group
-        # that counts last. Each group has its own counter: groups never wait for each other.
+        # 3. Count. All threads of the group have stored before one of them counts; acq_rel makes the stores visible to
+        #    the group that counts last. Each group has its own counter: groups never wait for each other.
         gl.thread_barrier()
         count = counts + 2 * part + WG
         complete = gl.atomic_add(count, 1, sem="acq_rel") == right - left
         if complete:
-            # Summed from the slots in their order, this group's own part included: the result does not depend on who
-            # came last.
+            # 4. The last one sums the slots in their order, this group's own part included: the result does not depend
+            #    on who came last.
             acc = zeros_like(acc, True)
             for p in range(left, right + 1, 4):
                 acc = add_at(acc, value_at(parts, part + p, i, j, 2 * ROWS, BM), right - p, SIZE, True)
-            # Ready for the next launch.
+            # 5. Ready for the next launch.
             gl.store(count, 0)
     return acc, complete
 
@@ -388,7 +400,7 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
     at = 0
     turn = 0
     slot = 0
-    # Prologue: unpack the first half of the first block, so that every turn of the loop starts with a product.
+    # 1. Prologue: unpack the first half of the first block, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
     low, raw, s, z = _first_half(0, 0, ws, ss, zs, DT, BITS, WG, SCALED, ZERO, DOT)
     while step < steps:
@@ -396,7 +408,8 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
         step += end - begin
         tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         acc = gl.zeros([ROWS, BM], gl.float32, ACC)
-        # U blocks per turn, then the remainder one at a time.
+        # 2. U blocks per turn, then the remainder one at a time. The last one unpacks the next tile's first half, so
+        #    that the tensor cores start at once after the epilogue.
         for _ in range((end - begin) // U):
             acc, low, raw, s, z, at, turn, slot = _blocks(
                 U, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
@@ -408,11 +421,13 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
                     1, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
                     SCALED, ZERO, DOT)  # fmt: skip
                 left -= 1
+        # 3. Epilogue, while the copying warp fills stages for the next tile: add up a shared tile, scale, round, store.
         complete = True
         if SPREAD:
             acc, complete = _summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
         if complete:
             _leave(acc, y, scale, bias, ys, tile_m * BM, tile_n * BN + WG * ROWS, N, SCALED, BIAS, PIECES)
+    # 4. Shared memory must outlive the last store, which reads it.
     tma.store_wait(0)
 
 
@@ -432,9 +447,11 @@ def gemm_hopper(
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the weight in the second-level cache.
     """
+    # 1. Let the next kernel be scheduled early: it waits for this one's result by itself.
     if PDL:
         gdc_launch_dependents()
-    # Two stages are a block, and share one slot for the block's data.
+    # 2. Shared memory: STAGES stages of x, and of int8 codes; two stages are a block, and share one slot for the
+    #    block's words, scales and zero points.
     SLOTS: gl.constexpr = (STAGES + 1) // 2
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 64], x.layout)
     COUNT: gl.constexpr = 2 * (SLOTS if BITS == 4 else STAGES)
@@ -448,11 +465,12 @@ def gemm_hopper(
     # A result buffer for each group: neither waits until the other's store has read its buffer.
     y0 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
     y1 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
+    # 3. Each of the two consumers reads every stage.
     full, empty = ring(STAGES, 2)
     # TMA signals barriers through the async proxy; it has to see them initialized.
     fence_async_shared()
-    # The first consumer runs on the launch's four warps, the second on four more, the copies on one; the copying warp
-    # keeps 24 registers per thread and leaves 240 to each thread of the second consumer.
+    # 4. The first consumer runs on the launch's four warps, the second on four more, the copies on one; the copying
+    #    warp keeps 24 registers per thread and leaves 240 to each thread of the second consumer.
     gl.warp_specialize([
         (_consume, (y, scale, bias, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 0,
                     BM, STAGES, SLOTS, GROUP, SCALED, ZERO, BIAS, PIECES, U, SPREAD)),

@@ -216,14 +216,14 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     lane = thread % 32
     BLANK: tl.constexpr = U * P * 2 if XR == 1 else 0
     tl.static_assert(RING == NW * (STAGES * STAGE + BLANK))
-    # Every warp has a ring of its own: warps wait for each other only in the final sum.
+    # 1. Every warp has a ring of its own: warps wait for each other only in the final sum.
     mine = pipeline.allocate(thread, NW, RING, DYNAMIC) + warp * (STAGES * STAGE + BLANK)
     token, spots = _x_places(lane, BITS, XR, U, P)
     if XR == 1:  # a row of zeros for the seven tokens that do not exist
         blank = mine + STAGES * STAGE
         for q in tl.static_range((BLANK + 511) // 512):
             pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
-    # Lane 4 r + t works on rows r and r + 8 of each row block; ``at`` is the lane's address in block 0.
+    # 2. Addresses. Lane 4 r + t works on rows r and r + 8 of each row block; ``at`` is the lane's address in block 0.
     each = 1.0 / PER
     rows = tl.program_id(0) * (16 * R)
     row = rows + lane // 4
@@ -231,8 +231,9 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     first = warp * U
     at += first.to(tl.int64) * NEXT
 
-    # Prologue: weights and scales do not depend on the previous kernel, so their copies begin before `gdc_wait`; x may
-    # be that kernel's result. The first commit closes a group with all weights so far and the first stage of x.
+    # 3. Prologue: STAGES - 1 stages are requested. Weights and scales do not depend on the previous kernel, so their
+    #    copies begin before `gdc_wait`; x may be that kernel's result. The first commit closes a group with all weights
+    #    so far and the first stage of x.
     for s in tl.static_range(STAGES - 1):
         to = mine + s * STAGE
         ahead = first + s * (U * NW)
@@ -247,7 +248,8 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
         _copy_x(mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M, KB, stride, XR, U, P)
         pipeline.commit(thread)
 
-    # Accumulators: four floats per lane for each of R row blocks and NB blocks of 8 tokens (fragment C).
+    # 4. Accumulators, while the copies are in flight: four floats per lane for each of R row blocks and NB blocks of 8
+    #    tokens (fragment C).
     zeros = tl.zeros([T], tl.float32)
     empty = ()
     none = ()
@@ -269,9 +271,9 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     slot = 0
     at += (STAGES - 1) * (U * NW * NEXT)
     for start in tl.range(0, KB, U * NW, num_stages=1):
-        # STAGES - 1 groups are in flight: wait for the oldest. Stage ``free`` was read in the previous turn, which
-        # every lane of the warp has left: refill it before computing. Behind the end nothing is copied, but an empty
-        # group is committed, so that the count of groups stays right.
+        # 5. STAGES - 1 groups are in flight: wait for the oldest. Stage ``free`` was read in the previous turn, which
+        #    every lane of the warp has left: refill it before computing. Behind the end nothing is copied, but an empty
+        #    group is committed, so that the count of groups stays right.
         pipeline.wait(thread, STAGES - 2)
         here = mine + slot
         slot, free = turn(slot, STAGE, STAGES)
@@ -287,13 +289,14 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
         pipeline.commit(thread)
         at += U * NW * NEXT
 
-        # With one token, the lanes of the seven other columns of the product read zeros.
+        # 6. Compute on the stage that has arrived, with STAGES - 1 in flight again. With one token, the lanes of the
+        #    seven other columns of the product read zeros.
         x_at = here + W_BYTES
         if XR == 1:
             x_at = tl.where(token == 0, x_at, blank)
         for u in tl.static_range(U):
-            # B operands of the block, for all row blocks; sums of x, from a product with ones, for zero points that are
-            # applied to sums.
+            # 6a. B operands of the block, for all row blocks; sums of x, from a product with ones, for zero points that
+            #     are applied to sums.
             words = ()
             for n in tl.static_range(NB):
                 words = words + (_x_words(x_at, spots, n, u, BITS, U, P),)
@@ -303,8 +306,8 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
             group = group_of(first + u, KB, each)
             now = ()
             for i in tl.static_range(R):
-                # A operands: codes of rows r and r + 8, unpacked in registers. With one group the tensor core adds to
-                # the running sum; else a block is summed by itself, then scaled and added.
+                # 6b. A operands: codes of rows r and r + 8, unpacked in registers. With one group the tensor core adds
+                #     to the running sum; else a block is summed by itself, then scaled and added.
                 w0, w8 = weights(here, lane, u, i, R, BYTES, PAIRS)
                 before = _of_block(acc, i, NB)
                 points = (whole, whole)
@@ -331,7 +334,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
             if ONE_GROUP:
                 total = sums
 
-    # One group: scales and zero points come after the whole sum, once.
+    # 7. One group: scales and zero points come after the whole sum, once.
     if ONE_GROUP:
         now = ()
         for i in tl.static_range(R):
@@ -345,7 +348,8 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     for i in tl.static_range(R):
         for n in tl.static_range(NB):
             a = acc[i * NB + n]
-            # Sum the warps' fragments through shared memory; e counts 4 values per lane: (row half, token of a pair).
+            # 8. Sum the warps' fragments through shared memory; e counts 4 values per lane: (row half, token of a
+            #    pair).
             part = over_warps(a, NW)
             e = tl.arange(0, 128)
             out_row = rows + 16 * i + e // 16 + 8 * ((e // 2) % 2)

@@ -47,7 +47,7 @@ def _copy_codes(to, x, lane, first, live, M, KB, pitch, XR: tl.constexpr, U: tl.
 def _quantize(to, x, thread, given_scale, given_zero, given_scale_number, given_zero_number, K, MODE: tl.constexpr,
               ORDER: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """Codes of the one row of x into shared memory, in the order of the weight; its scale and zero point."""
-    # First pass: the extent of the row, eight values per thread and turn.
+    # 1. First pass: the extent of the row, eight values per thread and turn.
     o = tl.arange(0, T * 8)
     below = tl.zeros([T * 8], tl.int32)
     above = tl.zeros([T * 8], tl.int32)
@@ -55,13 +55,14 @@ def _quantize(to, x, thread, given_scale, given_zero, given_scale_number, given_
         b, a = extent(tl.load(x + (start + o), mask=start + o < K, other=0.0).to(tl.float32), MODE)
         below = tl.maximum(below, b)
         above = tl.maximum(above, a)
+    # 2. The reduction over all threads: one scale and zero point for the row.
     if MODE == TENSOR:
         s, z = parameters(tl.max(below, 0), tl.max(above, 0), 0, given_scale_number, given_zero_number, MODE)
     else:
         s, z = parameters(tl.max(below, 0), tl.max(above, 0), 0, given_scale, given_zero, MODE)
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
     inverse = inverse_of(s, tl.max(above, 0), NARROW)
-    # Second pass: encode eight values per thread and place pairs of codes; 0 behind K, up to a multiple of 128.
+    # 3. Second pass: encode eight values per thread and place pairs of codes; 0 behind K, up to a multiple of 128.
     for start in tl.range(0, (K + 127) // 128 * 128, T * 8, num_stages=1):
         at = start + thread * 8
         here = at < (K + 127) // 128 * 128
@@ -179,7 +180,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     warp = thread // 32
     lane = thread % 32
     tl.static_assert(NW * OWN + (WIDE if FUSED else 0) == RING)
-    # Every warp has a ring of its own; the codes of a row that is quantized here follow the rings and are shared.
+    # 1. Every warp has a ring of its own; the codes of a row that is quantized here follow the rings and are shared.
     buffer = pipeline.allocate(thread, NW, RING, DYNAMIC)
     mine = buffer + warp * OWN
     if XR == 1:  # zeros for the seven tokens that do not exist
@@ -192,8 +193,8 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     at, tiles, step = places(w, lane, rows, NP, KB, pitch, BITS, P, R, PAIRS)
     first = warp * U
     at += first.to(tl.int64) * NEXT
-    # Prologue, as in `gemv`: weights before `gdc_wait`, x after it. If the row is quantized here, stages hold weights
-    # only and are committed at once: they are in flight meanwhile.
+    # 2. Prologue, as in `gemv`: weights before `gdc_wait`, x after it. If the row is quantized here, stages hold
+    #    weights only and are committed at once: they are in flight meanwhile.
     for s in tl.static_range(STAGES - 1):
         to = mine + s * STAGE
         ahead = first + s * (U * NW)
@@ -205,6 +206,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
             pipeline.commit(thread)
     if PDL:
         gdc_wait()
+    # 3. The row of x, quantized by this program for itself, or the first stages of its codes.
     if FUSED:
         ORDER: tl.constexpr = P if BITS == 4 else 0
         codes = buffer + NW * OWN
@@ -219,7 +221,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
             _copy_codes(mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M, KB, stride, XR, U, P)
             pipeline.commit(thread)
 
-    # Accumulators: int32 over all of K, or float32 if groups are scaled (GROUPED).
+    # 4. Accumulators: int32 over all of K, or float32 if groups are scaled (GROUPED).
     nothing = tl.zeros([T], tl.int32)
     zeros = tl.zeros([T], tl.float32)
     empty = ()
@@ -235,12 +237,13 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         acc = acc + (clean if GROUPED else empty)
         correction = correction + ((zeros, zeros),)
     total = none
+    # The next kernel may be scheduled: early, or (LATE) behind the loop.
     if PDL and not LATE:
         gdc_launch_dependents()
     slot = 0
     at += (STAGES - 1) * (U * NW * NEXT)
     for start in tl.range(0, KB, U * NW, num_stages=1):
-        # Wait for the oldest stage and refill the one read in the previous turn, as in `gemv`.
+        # 5. Wait for the oldest stage and refill the one read in the previous turn, as in `gemv`.
         pipeline.wait(thread, STAGES - 2)
         here = mine + slot
         slot, free = turn(slot, STAGE, STAGES)
@@ -259,14 +262,15 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
             x_at = here + W_BYTES
         pipeline.commit(thread)
         at += U * NW * NEXT
-        # Lanes of the seven tokens that do not exist, and blocks behind K, read zeros.
+        # 6. Compute on the stage that has arrived. Lanes of the seven tokens that do not exist, and blocks behind K,
+        #    read zeros.
         if XR == 1:
             x_at = tl.where((lane < 4) & (first < KB), x_at, blank)
 
         for u in tl.static_range(U):
             if FUSED and U > 1:
                 x_at = tl.where(first + u < KB, x_at, blank)
-            # B operands of the block, for all row blocks, and sums of x for zero points of the weight.
+            # 6a. B operands of the block, for all row blocks, and sums of x for zero points of the weight.
             words = ()
             for n in tl.static_range(NB):
                 words = words + (_x_words(x_at, lane, n, u, BITS, XR, U, P),)
@@ -281,9 +285,11 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                     before = ()
                     for n in tl.static_range(NB):
                         before = before + (acc[i * NB + n],)
-                # Exact int32 sums: of this block, to be scaled below, or of K so far.
+                # 6b. A operands from the stage; exact int32 sums: of this block, to be scaled below, or of K so far.
                 d = _products(w0, w8, words, before, BITS, NB, V)
                 if GROUPED:
+                    # 6c. Scales and zero points of the block's group: from the stage, or from memory if they are not
+                    #     ALIGNED.
                     group = group_of(first + u, KB, each)
                     at_scale = here + (W_BYTES + X_BYTES)
                     if RINGED:
@@ -298,8 +304,8 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                         else:
                             z0, z8 = _pair(zero, row + 16 * i, group, N)
                     if XZERO:
-                        # The correction by x's zero point: once per group, scale times the sum of the group's codes;
-                        # only the warp that has the group's first block adds it.
+                        # 6d. The correction by x's zero point: once per group, scale times the sum of the group's
+                        #     codes; only the warp that has the group's first block adds it.
                         k0, k8 = correction[i]
                         t0, t8 = _pair(sums, row + 16 * i, group, N)
                         begins = (first + u < KB) & ((first + u) == group * PER)
@@ -317,6 +323,8 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                         # int4 codes were multiplied by 16; a power of two is exact.
                         s0 *= 0.0625
                         s8 *= 0.0625
+                    # 6e. Subtract integer zero points in int32, exact; then scale and add in float32, float zero points
+                    #     last.
                     for n in tl.static_range(NB):
                         d0, d1, d2, d3 = d[n]
                         a = acc[i * NB + n]
@@ -346,7 +354,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
 
     if PDL and LATE:
         gdc_launch_dependents()
-    # Epilogue: sum the warps through shared memory, apply the parameters of tokens and of a single group, store.
+    # 7. Epilogue: sum the warps through shared memory, apply the parameters of tokens and of a single group, store.
     e = tl.arange(0, 128)
     for n in tl.static_range(NB):
         token = 8 * n + 2 * ((e // 4) % 4) + e % 2

@@ -32,9 +32,11 @@ def _fetch(
     xs, ws, full, empty = rings
     rows = (M + BM - 1) // BM
     columns = (N + BN - 1) // BN
+    # 1. Let the next kernel be scheduled early: it waits for this one's result by itself.
     if PDL:
         gdc_launch_dependents()
-    # The first weights, before the previous kernel has ended: that one has waited for any kernel that wrote them.
+    # 2. The first weights, as many as the ring holds, before the previous kernel has ended: that one has waited for any
+    #    kernel that wrote them. They arrive while x cannot be read yet.
     first = gl.program_id(0)
     ahead = gl.minimum(blocks, STAGES)
     if first < rows * columns:
@@ -42,15 +44,17 @@ def _fetch(
         for i in range(ahead):
             mbarrier.expect(full.index(i), (BM + BN) * P)
             tma.async_copy_global_to_shared(w, [pn * BN, i * P], full.index(i), ws.index(i))
+    # 3. x may be the previous kernel's result.
     if PDL:
         gdc_wait()
-    # A writer starts at parity 1: the first round over the ring does not block.
+    # 4. Stages in the order of their use, as far ahead as the ring allows: also across the end of a tile. A writer
+    #    starts at parity 1: the first round over the ring does not block.
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for tile in range(first, rows * columns, gl.num_programs(0)):
         pm, pn = tile_order(tile, rows, columns, GROUP_M)
         for i in range(blocks):
-            # The first ``ahead`` stages were announced, and their weights requested, above: only x is missing.
+            # The first ``ahead`` stages were announced, and their weights requested, in step 2: only x is missing.
             fresh = (tile > first) | (i >= ahead)
             bar = full.index(slot)
             mbarrier.wait(empty.index(slot), phase)
@@ -83,38 +87,41 @@ def _multiply(
     for tile in range(gl.program_id(0), rows * columns, gl.num_programs(0)):
         pm, pn = tile_order(tile, rows, columns, GROUP_M)
         m0, n0 = pm * BM + HALF * H, pn * BN
-        # Operands of the epilogue are loaded before the product, not when every warp waits for them.
+        # 1. Operands of the epilogue are loaded before the product, not when every warp waits for them.
         rm = m0 + gl.arange(0, H, gl.SliceLayout(1, piece))
         sx = gl.load(x_scale + rm, mask=rm < M, other=0.0)[:, None]
         column = n0 + gl.arange(0, Q, gl.SliceLayout(0, piece))
         scales = ()
         for p in gl.static_range(PIECES):
             scales += (gl.load(scale + column + p * Q, mask=column + p * Q < N, other=0.0),)
+        # 2. All of K in one accumulator, a stage per turn.
         acc = gl.zeros((H, BN), gl.int32, layout)
         # Not `slot`: a variable with the same value before a loop and after its first turn counts as loop-invariant.
         before = gl.to_tensor(0)
         for i in range(blocks):
-            # A: this half's tokens; B: the whole step of the weight, transposed. Both stay in shared memory.
+            # 2a. A: this half's tokens; B: the whole step of the weight, transposed. Both stay in shared memory.
             mbarrier.wait(full.index(slot), phase)
             x = xs.index(slot).slice(HALF * H, H)
             acc = warpgroup_mma(x, ws.index(slot).permute((1, 0)), acc, use_acc=i > 0, is_async=True)
-            # The product just issued may run on; the one before it has ended, so its stage is released.
+            # 2b. The product just issued may run on; the one before it has ended, so its stage is released.
             acc = warpgroup_mma_wait(1, deps=[acc])
             if i > 0:
                 mbarrier.arrive(empty.index(before), count=1)
             before = slot
             slot, phase = advance(slot, phase, STAGES)
-        # Drain: the last product of the tile, and its stage.
+        # 3. Drain: the last product of the tile, and its stage.
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(before), count=1)
         pieces = cut(acc, PIECES)
-        # Epilogue by pieces: scaled in float32, rounded once, stored while the next piece is scaled.
+        # 4. Epilogue by pieces: scaled in float32, rounded once, stored while the next piece is scaled. The copying
+        #    warp fills stages for the next tile meanwhile.
         for p in gl.static_range(PIECES):
             v = gl.convert_layout(pieces[p], piece, assert_trivial=True).to(gl.float32)
             v = v * scales[p].to(gl.float32)[None, :] * sx
             rn = column + p * Q
             c = ended(v, rm[:, None], rn[None, :], M, N, bias, y, y, out_scale, out_zero, y, HAS_BIAS, OUT)
             leave(c, y_tiles, [m0, n0 + p * Q], buffers, p, PIECES)
+    # 5. Shared memory must outlive the last stores, which read it.
     tma.store_wait(0)
 
 
@@ -130,14 +137,16 @@ def specialized(
     less). Other arguments as for `int8_gemm.tiles`, numbers alone for OUT. N is a multiple of 16.
     """  # noqa: D403 - y is a name
     N = N // 16 * 16  # tells the compiler
+    # 1. Shared memory: a ring of x and w; for each multiplying group two buffers of results.
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, P], x.layout)
     ws = gl.allocate_shared_memory(gl.int8, [STAGES, BN, P], w.layout)
     y0 = gl.allocate_shared_memory(y.dtype.element_ty, [2] + y_tiles.block_shape, y_tiles.layout)
     y1 = gl.allocate_shared_memory(y.dtype.element_ty, [2] + y_tiles.block_shape, y_tiles.layout)
-    # Each of the two multiplying groups reads every stage.
+    # 2. Each of the two multiplying groups reads every stage.
     full, empty = ring(STAGES, 2)
     rings = (xs, ws, full, empty)
-    # Tuples with constants are written in place: bound to a variable, their constants would become runtime values.
+    # 3. Two multiplying groups and a copying warp. Tuples with constants are written in place: bound to a variable,
+    #    their constants would become runtime values.
     gl.warp_specialize(
         [
             (_multiply, (rings, x_scale, scale, bias, y, y_tiles, y0, out_scale, out_zero, M, N, blocks,

@@ -107,15 +107,17 @@ def persistent(
         pm, pn = tile_order(tile, rows, columns, GROUP_M)
         m0, n0 = pm * BM, pn * BN
         acc = tl.zeros((BM, BN), tl.float32 if GROUPED else tl.int32)
-        # The scales of the first step; those of the next one are loaded one step ahead, by hand: they are too narrow
-        # for asynchronous copies.
+        # 1. The scales of the first step; those of the next one are loaded one step ahead, by hand: they are too narrow
+        #    for asynchronous copies.
         if GROUPED:
             rn = n0 + tl.arange(0, BN)
             s = tl.load(scale + rn, mask=rn < N, other=0.0).to(tl.float32)
         for i in tl.range(0, blocks, num_stages=STAGES):
-            # Triton keeps TMA copies STAGES - 1 steps ahead; rows behind M and N come as zeros.
+            # 2. Operands. Triton keeps TMA copies STAGES - 1 steps ahead; rows behind M and N come as zeros.
             xt = x.load([m0, i * P])
             wt = w.load([n0, i * P])
+            # 3. The product: of this step alone, scaled in float32, while the next scales arrive; or on top of all of K
+            #    so far.
             if GROUPED:
                 d = tl.dot(xt, tl.trans(wt), out_dtype=tl.int32)
                 s2 = tl.load(scale + ((i + 1) // PER) * N + rn, mask=(rn < N) & (i + 1 < blocks), other=0.0)
@@ -123,7 +125,7 @@ def persistent(
                 s = s2.to(tl.float32)
             else:
                 acc = tl.dot(xt, tl.trans(wt), acc, out_dtype=tl.int32)
-        # Epilogue: in PIECES steps, so that fewer values in float32 are live at a time.
+        # 4. Epilogue: in PIECES steps, so that fewer values in float32 are live at a time.
         lm = tl.arange(0, BM)
         rm = m0 + lm
         in_m = rm < M

@@ -99,7 +99,7 @@ def slices(
     rm = m0 + lm
     rk = tl.arange(0, D)
     rs = tl.arange(0, S)
-    # Pointers (S, D, BM) to x and (S, BN, D) to w: slice s starts at block s, and all move on by S blocks per turn.
+    # 1. Pointers (S, D, BM) to x and (S, BN, D) to w: slice s starts at block s, and all move on by S blocks per turn.
     x += m0.to(tl.int64) * (pitch * 128)
     xp = x + lm[None, None, :] * (pitch * 128) + rk[None, :, None] + rs[:, None, None] * P
     if BITS == 4:
@@ -112,25 +112,27 @@ def slices(
         step = S * P
     in_m = (rm < M)[None, None, :]
     in_n = (rn < (N + 15) // 16 * 16)[None, :, None]
-    # One accumulator per slice. ones: the operand that turns a product into sums of x.
+    # 2. One accumulator per slice. ones: the operand that turns a product into sums of x.
     acc = tl.zeros((S, BN, BM), tl.float32 if GROUPED else tl.int32)
     xsum = tl.zeros((S, BN, BM), tl.int32)
     correction = tl.zeros((S, BN), tl.float32)
     ones = tl.full((S, BN, D), 1, tl.int8)
+    # 3. x, and its scales, may be the previous kernel's results: nothing is loaded before.
     begin(PDL)
+    # 4. Parameters of the first block; those of the others are loaded one turn ahead.
     if GROUPED:
         s, z, t = _parameters(scale, zero, sums, rs, blocks, rn, N, BITS, PER, WZERO, XZERO)
     for i in tl.range(0, (blocks + S - 1) // S, num_stages=STAGES):
         block = i * S + rs
         inside = (block < blocks)[:, None, None]
-        # Triton issues these loads STAGES - 1 turns ahead.
+        # 4a. Triton issues these loads STAGES - 1 turns ahead.
         if BITS == 4:
             raw = tl.load(wp, mask=inside & in_n, other=0)  # x is 0 there, so any code will do
         else:
             raw = tl.load(wp, mask=inside & (block[:, None, None] * P + rk[None, None, :] < w_pitch * 32), other=0)
         xa = tl.load(xp, mask=inside & in_m, other=0)
-        # One product per block if it is int8 or has a single k of the instruction (32); else one per nibble plane, the
-        # high nibbles being columns P / 2 and up.
+        # 4b. One product per block if it is int8 or has a single k of the instruction (32); else one per nibble plane,
+        #     the high nibbles being columns P / 2 and up.
         if WHOLE:
             a = chosen_nibble(raw, (rk >= H)[None, None, :]) if BITS == 4 else raw
             d = tl.dot(a, xa, out_dtype=tl.int32) if GROUPED else tl.dot(a, xa, acc, out_dtype=tl.int32)
@@ -145,10 +147,10 @@ def slices(
                 o = tl.dot(ones, xa, out_dtype=tl.int32) if GROUPED else tl.dot(ones, xa, xsum, out_dtype=tl.int32)
                 o = tl.dot(ones, xb, o, out_dtype=tl.int32)
         if GROUPED:
-            # Parameters are too narrow for asynchronous copies: the next block's are fetched by hand.
+            # 4c. Parameters are too narrow for asynchronous copies: the next block's are fetched by hand.
             s2, z2, t2 = _parameters(scale, zero, sums, block + S, blocks, rn, N, BITS, PER, WZERO, XZERO)
-            # Scale the exact sum of the block and add it up in float32; ``correction`` sums up the correction by the
-            # zero point of x.
+            # 4d. Scale the exact sum of the block and add it up in float32; ``correction`` sums up the correction by
+            #     the zero point of x.
             if WZERO == INT_ZERO:
                 d -= z.to(tl.int32)[:, :, None] * (o * 16 if BITS == 4 else o)
             acc += d.to(tl.float32) * s[:, :, None]
@@ -166,7 +168,8 @@ def slices(
                 xsum = o
         wp += step
         xp += S * P
-    # Add up the slices, in a fixed order, then apply the parameters that wait for the whole sum.
+    # 5. Add up the slices, in a fixed order, then apply the parameters that wait for the whole sum: zero points in
+    #    int32 and exact, then the scales.
     total = tl.sum(acc, 0)
     in_row = rm < M
     if XZERO:

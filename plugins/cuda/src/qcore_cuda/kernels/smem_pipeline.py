@@ -14,6 +14,12 @@ import triton.language as tl
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
+# How a warp keeps STAGES - 1 stages in flight, in `gemv` and `int8_gemv`:
+# 1. Before the loop, `copy` and `commit` for the first STAGES - 1 stages.
+# 2. In each turn, `wait` for all groups but STAGES - 2: the oldest stage has arrived, for every lane. Its barrier also
+#    says that every lane has left the previous turn, so the stage that was read then is free.
+# 3. `copy` into the free stage and `commit`, even if nothing was copied: `wait` counts groups, not bytes.
+# 4. Read the stage that has arrived, by `words`, `fragments` and `number`, and multiply.
 STATIC = 48 << 10
 """Bytes of shared memory, Triton's own included, that a program has without an opt-in at its launch."""
 

@@ -104,9 +104,11 @@ def _produce(x, w, scale, zero, sums, xs, ws, ss, zs, ms, full, empty, N, M, KB,
     STAGE: gl.constexpr = (BM + ROWS) * 128 + SCALES + SUMS + (BN if ZERO else 0)
     tiles_n = gl.cdiv(N, BN)
     tiles_m = gl.cdiv(M, BM)
+    # 1. Let the next kernel be scheduled early: it waits for this one's result by itself.
     if PDL:
         gdc_launch_dependents()
-    # The first weights, before the previous kernel has ended: that one has waited for any kernel that wrote them.
+    # 2. The first weights, as many as the ring holds, before the previous kernel has ended: that one has waited for any
+    #    kernel that wrote them. They arrive while x cannot be read yet.
     first = gl.program_id(0)
     ahead = gl.minimum(KB, STAGES)
     _, first_n = tile_order(first, tiles_m, tiles_n, GROUP)
@@ -114,10 +116,12 @@ def _produce(x, w, scale, zero, sums, xs, ws, ss, zs, ms, full, empty, N, M, KB,
         mbarrier.expect(full.index(b), STAGE)
         for g in gl.static_range(2):
             tma.async_copy_global_to_shared(w, [first_n * 8 + 4 * g, b * 256], full.index(b), ws.index(2 * b + g))
+    # 3. x may be the previous kernel's result.
     if PDL:
         gdc_wait()
     at = gl.to_tensor(0)
     turn = gl.to_tensor(1)
+    # 4. Stages in the order of their use, as far ahead as the ring allows: also across the end of a tile.
     for tile in range(first, tiles_n * tiles_m, gl.num_programs(0)):
         tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         m0 = tile_m * BM
@@ -126,8 +130,8 @@ def _produce(x, w, scale, zero, sums, xs, ws, ss, zs, ms, full, empty, N, M, KB,
         group = 0
         left = PER
         for b in range(KB):
-            # The weights of the first ``ahead`` stages, and the expected bytes of the whole stages, were announced
-            # above.
+            # The weights of the first ``ahead`` stages, and the expected bytes of the whole stages, were announced in
+            # step 2.
             fresh = (tile > first) | (b >= ahead)
             mbarrier.wait(empty.index(at), turn)
             here = full.index(at)
@@ -158,14 +162,17 @@ def _blocks(U: gl.constexpr, left, acc, moved, words, zero, s, total, at, turn, 
     in a loop, ptxas would make them wait for each other. Nor does it use registers again before all products have
     ended, so the sums of U blocks have to fit. fresh: blocks of the group that are to come.
     """
+    # From the second block on, the tensor cores have a product while this group unpacks (step 1), scales sums (step 3)
+    # and loads words (step 4). ``before``, ``a``, ``b`` and ``done``: the sums, operand A, scales and stage of the
+    # block that is being multiplied.
     none = gl.zeros(acc.shape, gl.int32, ACC)
     before = none
     a = none
     b = s
     done = at
     for u in gl.static_range(U):
-        # A, 64 rows by 128 columns of the weight, is unpacked into registers; B, BM tokens by 128 columns, stays in
-        # shared memory.
+        # 1. A, 64 rows by 128 columns of the weight, is unpacked into registers; B, BM tokens by 128 columns, stays in
+        #    shared memory. With EACH a product starts from 0, else it adds to all of K so far.
         codes = _codes(words, zero, ZERO, DOT)
         x = xs.index(at).permute((1, 0))
         if EACH:
@@ -173,13 +180,13 @@ def _blocks(U: gl.constexpr, left, acc, moved, words, zero, s, total, at, turn, 
         else:
             d = warpgroup_mma(codes, x, acc, is_async=True)
             acc = d
-        # Once per group, at its first block: the correction by zero points of x, scale times the sum of the group's
-        # codes.
+        # 2. Once per group, at its first block: the correction by zero points of x, scale times the sum of the group's
+        #    codes.
         if MOVED and EACH:
             moved += gl.where(fresh == PER, s * total, 0.0)
             fresh = gl.where(fresh == 1, PER, fresh - 1)
-        # At most one product in flight: the previous block's has ended. Release its stage, then scale its sums while
-        # the tensor cores multiply this block.
+        # 3. At most one product in flight: the previous block's has ended. Release its stage, then scale its sums while
+        #    the tensor cores multiply this block.
         if u > 0:
             if EACH:
                 before = warpgroup_mma_wait(1, deps=[before])
@@ -195,11 +202,11 @@ def _blocks(U: gl.constexpr, left, acc, moved, words, zero, s, total, at, turn, 
         b = s
         done = at
         at, turn = advance(at, turn, STAGES)
-        # Load the next block's words and parameters while this block is multiplied; behind the last block there is
-        # nothing to wait for, and what is read there is never used.
+        # 4. Load the next block's words and parameters while this block is multiplied; behind the last block there is
+        #    nothing to wait for, and what is read there is never used.
         mbarrier.wait(full.index(at), turn, pred=left > u + 1)
         words, zero, s, total = _prepare(at, ws, ss, zs, ms, WG, EACH, ZERO, MOVED, ACC)
-    # Drain: the last block's product, its stage, its scales.
+    # 5. Drain: the last block's product, its stage, its scales.
     before = warpgroup_mma_wait(0, deps=[before])
     _held(a)
     mbarrier.arrive(empty.index(done), count=1)
@@ -229,7 +236,7 @@ def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, o
     left = gl.cdiv(tiles - gl.program_id(0), step) * KB
     at = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    # Prologue: the words and parameters of the first block, so that every turn of the loop starts with a product.
+    # 1. Prologue: the words and parameters of the first block, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
     words, zero, s, total = _prepare(0, ws, ss, zs, ms, WG, EACH, ZERO, MOVED, ACC)
     for tile in range(gl.program_id(0), tiles, step):
@@ -237,7 +244,7 @@ def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, o
         acc = gl.zeros([ROWS, BM], gl.float32 if EACH else gl.int32, ACC)
         moved = gl.zeros([ROWS], gl.float32, ROW)
         fresh = PER
-        # U blocks per turn, then the remainder one at a time.
+        # 2. U blocks per turn, then the remainder one at a time.
         for _ in range(KB // U):
             acc, moved, words, zero, s, total, at, turn, fresh = _blocks(
                 U, left, acc, moved, words, zero, s, total, at, turn, fresh, PER, xs, ws, ss, zs, ms, full, empty, WG,
@@ -252,8 +259,8 @@ def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, o
         n0 = tile_n * BN + WG * ROWS
         n = n0 + gl.arange(0, ROWS, ROW)
         m = tile_m * BM + gl.arange(0, BM, gl.SliceLayout(0, ACC))
-        # Epilogue, in float32: codes were multiplied by 16 unless a zero point was subtracted; then the weight's scale,
-        # the zero points of x, and the scale of x.
+        # 3. Epilogue, in float32: codes were multiplied by 16 unless a zero point was subtracted; then the weight's
+        #    scale, the zero points of x, and the scale of x. The copying warp fills stages for the next tile meanwhile.
         v = acc.to(gl.float32)
         if not ZERO:
             v *= 0.0625
@@ -266,12 +273,13 @@ def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, o
             v -= moved[:, None] * gl.load(x_zero + m, mask=m < M, other=0.0)[None, :]
         v *= gl.load(x_scale + m, mask=m < M, other=0.0)[None, :]
         c = ended(v, m[None, :], n[:, None], M, N, bias, y, y, out_scale, out_zero, y, HAS_BIAS, OUT)
-        # One buffer per group: the previous tile's copy must have read it. y is (tokens, N), so the tile is stored
-        # transposed.
+        # 4. One buffer per group: the previous tile's copy must have read it. y is (tokens, N), so the tile is stored
+        #    transposed.
         tma.store_wait(0)
         ys.permute((1, 0)).store(c)
         fence_async_shared()
         tma.async_copy_shared_to_global(tiles_of_y, [tile_m * BM, n0], ys)
+    # 5. Shared memory must outlive the last store, which reads it.
     tma.store_wait(0)
 
 
@@ -291,6 +299,7 @@ def w4a8_hopper(x, x_scale, x_zero, w, scale, zero, sums, bias, y, tiles_of_y, o
     multiple of 16.
     """
     N = N // 16 * 16  # tells the compiler
+    # 1. Shared memory: a ring of x, words, and the parameters that apply; a result buffer for each group.
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], x.layout)
     ws = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 256], w.layout)
     # Parameters that do not apply stand for each other: a constexpr branch never reads them.
@@ -305,10 +314,11 @@ def w4a8_hopper(x, x_scale, x_zero, w, scale, zero, sums, bias, y, tiles_of_y, o
         ms = gl.allocate_shared_memory(sums.dtype, [STAGES, 1, 2 * ROWS], sums.layout)
     y0 = gl.allocate_shared_memory(tiles_of_y.dtype, [BM, ROWS], tiles_of_y.layout)
     y1 = gl.allocate_shared_memory(tiles_of_y.dtype, [BM, ROWS], tiles_of_y.layout)
+    # 2. Each of the two consumers reads every stage.
     full, empty = ring(STAGES, 2)
     # TMA signals barriers through the async proxy; it has to see them initialized.
     fence_async_shared()
-    # Warps and registers as in `gemm_hopper`.
+    # 3. Two consumers and a copying warp; warps and registers as in `gemm_hopper`.
     gl.warp_specialize([
         (_consume, (y, tiles_of_y, x_scale, x_zero, scale, sums, bias, y0, out_scale, out_zero, xs, ws, ss, zs, ms,
                     full, empty, N, M, KB, PER, 0, BM, STAGES, GROUP, EACH, ZERO, MOVED, HAS_BIAS, OUT, U, PDL)),

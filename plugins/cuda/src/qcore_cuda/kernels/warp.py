@@ -91,6 +91,9 @@ def codes8(word, BF16: tl.constexpr):
     bfloat16 has too few digits for 128 + u: the lower seven bits become 128 + l, and the sign bit makes -128 or -256
     of the summand.
     """
+    # 1. Split off the sign bits (bfloat16), or flip them: u = q + 128 (float16).
+    # 2. ``prmt`` sets the upper bytes: 128 + l, and -128 or -256 for the sign; or 1024 + u.
+    # 3. One addition leaves the code: l or l - 128; or 1024 + u - 1152.
     if BF16:
         low, high = tl.inline_asm_elementwise(
             """{ .reg .b32 l, h, l0, l1, h0, h1, one; mov.b32 one, 0x3F803F80;

@@ -46,7 +46,7 @@ def quantize_image(
     The border, ``top`` and ``left`` wide, holds the zero point. CODES: x holds codes already. One program per BP pixels
     and BC channels.
     """
-    # A tile of BP pixels of the padded image by BC channels; negative h or w is the border.
+    # 1. A tile of BP pixels of the padded image by BC channels; negative h or w is the border.
     pixel = tl.program_id(0) * BP + tl.arange(0, BP)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     image = tl.program_id(2).to(tl.int64)
@@ -57,12 +57,12 @@ def quantize_image(
         None, :
     ] * channel_stride
     in_c = (channel < C)[None, :]
-    # x may be a result of the previous kernel.
+    # 2. Addresses are ready: only now wait for the previous kernel, whose result x may be.
     begin(PDL)
     v = tl.load(x + at, mask=inside[:, None] & in_c, other=0)
     s = tl.full((), scale, tl.float32)
     z = tl.full((), zero, tl.float32)
-    # A masked value is 0, whose code is the zero point; codes need it spelled out.
+    # 3. Encode. A masked value is 0, whose code is the zero point; codes need it spelled out.
     if CODES:
         c = tl.where(inside[:, None], v.to(tl.int32), z.to(tl.int32)).to(tl.int8)
     else:
@@ -129,8 +129,8 @@ def gathered(
     rm = m0 + lm
     rn = n0 + tl.arange(0, BN)
     rk = tl.arange(0, BK)
-    # Pointers (BM, BK) to each position's first tap: a tap is a constant shift from there, the border being in memory,
-    # so the loop needs no masks.
+    # 1. Pointers (BM, BK) to each position's first tap: a tap is a constant shift from there, the border being in
+    #    memory, so the loop needs no masks.
     position = tl.minimum(rm, M - 1)
     image = position // (OH * OW)
     inside = position % (OH * OW)
@@ -138,6 +138,7 @@ def gathered(
     xp = x + (pixel * C)[:, None] + rk[None, :]
     row = tl.minimum(rn, (N + 15) // 16 * 16 - 1).to(tl.int64)
     wp = w + (row * (w_pitch * 32))[:, None] + rk[None, :]
+    # 2. All taps and channels in one int32 sum; columns of w are in the order of the steps.
     per_tap = C // BK
     acc = tl.zeros((BM, BN), tl.int32)
     begin(PDL)
@@ -149,7 +150,7 @@ def gathered(
         b = tl.load(wp)
         acc = tl.dot(a, tl.trans(b), acc, out_dtype=tl.int32)
         wp += BK
-    # Epilogue: the zero point of x times the sum of the weight's codes, in int32; then the scales.
+    # 3. Epilogue: the zero point of x times the sum of the weight's codes, in int32; then the scales.
     in_n = rn < N
     z = tl.full((), x_zero, tl.float32).to(tl.int32)
     acc -= (tl.load(sums + rn, mask=in_n, other=0) * z)[None, :]
@@ -218,7 +219,7 @@ def quantize_columns(
     x: ``(B, C, H, W)`` of any strides; ORDER as there. TAPS, BC: ``taps`` and C rounded up to powers of two.
     """
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
-    # A tile (TAPS, BC): the receptive field of one position, padded to powers of two.
+    # 1. A tile (TAPS, BC): the receptive field of one position, padded to powers of two.
     row = tl.program_id(0)
     position = first + row
     image = position // (OH * OW)
@@ -234,15 +235,17 @@ def quantize_columns(
         None, :
     ] * channel_stride
     begin(PDL, True)  # an `int8_hopper` product may follow
-    # Outside the image a value is 0, or the zero point if x holds codes.
+    # 2. The extent of the column gives its parameters. Outside the image a value is 0, or the zero point if x holds
+    #    codes.
     v = tl.load(x + at, mask=seen, other=0).to(tl.float32)
     below, above = extent(v, MODE)
     most = tl.max(tl.max(above, 1), 0)
     s, z = parameters(tl.max(tl.max(below, 1), 0), most, row, given_scale, given_zero, MODE)
+    # 3. Encode what is still in registers: x is read once.
     if CODES:
         v = tl.where(seen, v, z)
     c = encode(v, s, inverse_of(s, most, NARROW), z, MODE, CODES, NARROW)
-    # K codes without the padding of the tile, in the weight's order; then zeros up to a multiple of 128.
+    # 4. Store K codes without the padding of the tile, in the weight's order; then zeros up to a multiple of 128.
     K = taps * C
     KQ = (K + 127) // 128 * 128
     q += row.to(tl.int64) * KQ

@@ -98,7 +98,7 @@ def tiles(
     rn = n0 + tl.arange(0, BN)
     rk = tl.arange(0, D)
     x += m0.to(tl.int64) * (pitch * 128)
-    # Pointers (BM, D) to x and (BN, D) to w; both move on by one block per turn.
+    # 1. Pointers (BM, D) to x and (BN, D) to w; both move on by one block per turn.
     xp = x + tl.minimum(lm, M - 1 - m0)[:, None] * (pitch * 128) + rk[None, :]
     NP = (N + 15) // 16 * 16
     # W has NP rows: those behind N are padding, so a clamped row is always in memory.
@@ -107,20 +107,21 @@ def tiles(
         wp = w + ((row // 16).to(tl.int64) * (blocks * (16 * H)) + (row % 16) * H)[:, None] + (rk % H)[None, :]
     else:
         wp = w + row.to(tl.int64)[:, None] * (w_pitch * 32) + rk[None, :]
-    # int32 over all of K, or float32 over the scaled sums of blocks.
+    # 2. The accumulator: int32 over all of K, or float32 over the scaled sums of blocks.
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32 if GROUPED else tl.int32)
     none = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.int32)
     correction = tl.zeros((BN,), tl.float32)
     in_n = rn < N
     in_m = rm < M
+    # 3. x, and its scales and sums, may be the previous kernel's results: nothing is loaded before.
     begin(PDL)
     for i in tl.range(0, blocks, num_stages=STAGES):
         start = none if GROUPED else acc
-        # Triton issues these loads STAGES - 1 turns ahead.
+        # 3a. Triton issues these loads STAGES - 1 turns ahead.
         xa = tl.load(xp)
         raw = tl.load(wp) if BITS == 4 else tl.load(wp, mask=(i * P + rk < w_pitch * 32)[None, :], other=0)
-        # One product per block if it is int8 or has 32 columns; else one per nibble plane, the high nibbles being
-        # columns P / 2 and up.
+        # 3b. One product per block if it is int8 or has 32 columns; else one per nibble plane, the high nibbles being
+        #     columns P / 2 and up.
         if WHOLE:
             a = chosen_nibble(raw, (rk >= H)[None, :]) if BITS == 4 else raw
             d = _product(a, xa, start, SWAP)
@@ -129,7 +130,7 @@ def tiles(
             a, b = nibbles(raw, ASM)
             d = _product(b, xb, _product(a, xa, start, SWAP), SWAP)
         if GROUPED:
-            # Scale the exact sum of the block; ``correction`` sums up the correction by the zero point of x.
+            # 3c. Scale the exact sum of the block; ``correction`` sums up the correction by the zero point of x.
             at = (i // PER) * N + rn
             s = tl.load(scale + at, mask=in_n, other=0.0).to(tl.float32)
             if XZERO:  # noqa: SIM102 - the other one is a branch at run time
@@ -151,7 +152,7 @@ def tiles(
             acc = d
         xp += P
         wp += 16 * H if BITS == 4 else P
-    # Parameters that wait for the whole sum: zero points first, in int32 and exact, then the scales.
+    # 4. Parameters that wait for the whole sum: zero points first, in int32 and exact, then the scales.
     if XZERO:
         xz = _rows(tl.load(x_zero + rm, mask=in_m, other=0.0), SWAP)
     if GROUPED:

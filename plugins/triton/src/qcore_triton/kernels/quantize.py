@@ -117,7 +117,7 @@ def quantize_rows(
     x += row.to(tl.int64) * row_stride
     q += row.to(tl.int64) * KQ
     begin(PDL, LATE)
-    # First pass: the extent of the row, lane by lane; one reduction at the end.
+    # 1. First pass: the extent of the row, lane by lane; one reduction at the end.
     if LOOP:
         most_below = tl.zeros((BLOCK,), tl.int32)
         most_above = tl.zeros((BLOCK,), tl.int32)
@@ -130,7 +130,7 @@ def quantize_rows(
     else:
         v = tl.load(x + o.to(tl.int64) * column_stride, mask=o < K, other=0.0).to(tl.float32)
         most_below, most_above = extent(v, MODE)
-    # Parameters of the row. TENSOR: numbers that come as arguments; else pointers, read only if given per token.
+    # 2. Parameters of the row. TENSOR: numbers that come as arguments; else pointers, read only if given per token.
     below = tl.max(most_below, 0)
     above = tl.max(most_above, 0)
     if MODE == TENSOR:
@@ -138,7 +138,7 @@ def quantize_rows(
     else:
         s, z = parameters(below, above, row, given_scale, given_zero, MODE)
     inverse = inverse_of(s, above, NARROW)
-    # Second pass: encode and store. Columns K..KQ get the code 0: products read whole blocks of 128.
+    # 3. Second pass: encode and store. Columns K..KQ get the code 0: products read whole blocks of 128.
     if LOOP:
         sums = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, KQ, BLOCK):

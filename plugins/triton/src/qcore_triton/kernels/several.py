@@ -70,7 +70,7 @@ def quantize_rows(
 ):
     """`quantize.quantize_rows` for BM rows per program, each of at most BLOCK columns."""
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
-    # A tile (BM, BLOCK); rows behind M are the last row again, and are not stored.
+    # 1. A tile (BM, BLOCK), which stays in registers; rows behind M are the last row again, and are not stored.
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     row = tl.minimum(m, M - 1)
     o = tl.arange(0, BLOCK)[None, :]
@@ -78,13 +78,14 @@ def quantize_rows(
     begin(PDL)
     at = row.to(tl.int64)[:, None] * row_stride + o.to(tl.int64) * column_stride
     v = tl.load(x + at, mask=o < K, other=0).to(tl.float32)
-    # TENSOR: numbers that come as arguments; else pointers, read only if parameters are given per token.
+    # 2. Parameters and codes. TENSOR: numbers that come as arguments; else pointers, read only if parameters are given
+    #    per token.
     if MODE == 2:
         c, s, z = _codes(v, row, given_scale_number, given_zero_number, MODE, CODES, NARROW, BM)
     else:
         c, s, z = _codes(v, row, given_scale, given_zero, MODE, CODES, NARROW, BM)
     c = tl.where(o < K, c, 0).to(tl.int8)
-    # BLOCK is a multiple of the order's blocks, so all rows can be rearranged as one.
+    # 3. Store in the weight's order. BLOCK is a multiple of the order's blocks, so all rows can be rearranged as one.
     placed = tl.reshape(arranged(tl.reshape(c, [BM * BLOCK]), ORDER), [BM, BLOCK])
     real = m < M
     tl.store(q + row.to(tl.int64)[:, None] * KQ + o, placed, mask=real[:, None] & (o < KQ))
@@ -135,7 +136,8 @@ def quantize_columns(
 ):
     """`conv.quantize_columns` for BM of ``count`` positions per program."""
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
-    # A tile (BM, TAPS * BC): a row is the receptive field of one position, taps and channels padded to powers of two.
+    # 1. A tile (BM, TAPS * BC), which stays in registers: a row is the receptive field of one position, taps and
+    #    channels padded to powers of two.
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     row = tl.minimum(m, count - 1)
     position = first + row
@@ -149,10 +151,11 @@ def quantize_columns(
     # Inside the image; outside it a value is 0, or the zero point if x holds codes.
     seen = in_column & (h >= 0) & (h < H) & (w >= 0) & (w < W)
     at = image.to(tl.int64)[:, None] * batch_stride + channel.to(tl.int64) * channel_stride
-    # x may be a result of the previous kernel.
+    # 2. Addresses are ready: only now wait for the previous kernel, whose result x may be.
     begin(PDL)
     v = tl.load(x + (at + h.to(tl.int64) * row_stride + w.to(tl.int64) * column_stride), mask=seen, other=0)
     v = v.to(tl.float32)
+    # 3. Parameters and codes; the padding of the tile gets the code 0, which adds nothing to sums.
     if CODES:
         v = tl.where(seen, v, tl.full((), given_zero, tl.float32))
     c, s, z = _codes(v, row, given_scale, given_zero, MODE, CODES, NARROW, BM)
@@ -160,7 +163,8 @@ def quantize_columns(
     real = m < count
     K = taps * C
     KQ = (K + 127) // 128 * 128
-    # K = taps * C codes without the padding of the tile, in the weight's order; then zeros up to a multiple of 128.
+    # 4. Store K = taps * C codes without the padding of the tile, in the weight's order; then zeros up to a multiple of
+    #    128.
     line = q + row.to(tl.int64)[:, None] * KQ
     tl.store(line + position_of(tap * C + channel, ORDER), c, mask=real[:, None] & in_column)
     tail = K + tl.arange(0, 128)[None, :]
