@@ -287,7 +287,7 @@ bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Inp
   const Panel& panel = in.type == BF16 && kernels.bf16_panel.run ? kernels.bf16_panel : kernels.float_panel;
   if (in.mode == DIGITS && in.rows >= panel.from) {
     if (in.row) return by_gathered_panels(panel, pool, w, in, out);
-    if (table || panel.integers) return by_panel(panel, pool, w, in, out);
+    if (table || (panel.integers && in.rows >= panel.integers)) return by_panel(panel, pool, w, in, out);
   }
   if (table) return by_floats(kernels, pool, w, in, out, false);
   const bool bf16 = in.mode == DIGITS && in.type == BF16 && w.element != INT8;

@@ -56,13 +56,13 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
       nullptr, 0, nullptr,
 #endif
 #if defined(QCORE_AMX)
-      {16, true, 2, PANEL_PART * 128, panel_row<true>, amx_panel},
+      {16, 16, 2, PANEL_PART * 128, panel_row<true>, amx_panel},
 #elif defined(QCORE_PAIRS)
-      {16, false, 2, PANEL_PART * 128, panel_row<true>, panel_product<true>},
+      {16, 256, 2, PANEL_PART * 128, panel_row<true>, panel_product<true>},
 #else
-      {0, false, 0, 0, nullptr, nullptr},
+      {0, 0, 0, 0, nullptr, nullptr},
 #endif
-      {16, false, 4, PANEL_PART * 128, panel_row<false>, panel_product<false>},
+      {16, 0, 4, PANEL_PART * 128, panel_row<false>, panel_product<false>},
       quantize_run, magnitude, window_product, widen, lookup,
   };
   return &kernels;

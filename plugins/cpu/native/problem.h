@@ -142,7 +142,7 @@ struct Product {
 // Products of float x with numbers that a thread makes of its columns' codes; see panel.inl.
 struct Panel {
   int from;         // rows from which on it is used for tables of floats
-  bool integers;    // and for integer codes
+  int integers;     // and for integer codes; 0: never
   int x_size;       // bytes of a packed column of x
   int64_t scratch;  // bytes for numbers; 128 more for each row
   void (*row)(const Weight&, const void* x, Type type, void* to);
