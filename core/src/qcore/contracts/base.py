@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +36,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-23}
 """Half a unit in the last place, relative (a whole one for float32; results in float64 are held to float32)."""
-_FLOAT32_SUM = 2.0**-20
+_FLOAT32_SUM, _FEW_TERMS = 2.0**-20, 256
 """Relative error allowed to a float32 accumulation, on the sum of absolute values."""
 _NEAR_TIE = 2.0**-12
 """Codes whose exact value lies this close to a half may round either way: division or reciprocal, both are right."""
@@ -304,18 +305,20 @@ def exact_product(problem: Problem, rows: Tensor, weight: Tensor) -> Tensor:
 def product_error(problem: Problem, rows: Tensor, dense: Tensor, magnitude: Tensor) -> Tensor:
     """The error allowed to ``A(rows) @ W^T`` before the result is rounded, ``(rows, N)`` float64.
 
-    A float32 sum may err by 2**-20 of the sum of absolute values. Float activations narrower than float32 may meet a
+    A float32 sum may err by 2**-20 of the sum of absolute values, times sqrt(K / 256) for more than 256 terms: rounding
+    errors of a sum in sequence add up like a random walk. Float activations narrower than float32 may meet a
     weight rounded to their own dtype: such errors are independent, hence the root of the sum of squares. Quantized
     activations whose exact value lies next to a tie may take either code, each worth one step times its weight.
     """
     quantized = quantize_rows(problem, rows)
+    summing = _FLOAT32_SUM * max(1.0, math.sqrt(rows.shape[-1] / _FEW_TERMS))
     if quantized is None:
         values = rows.double()
         narrow = 4 * ROUNDING[rows.dtype] * ((values**2) @ (magnitude**2).t()).sqrt()
-        return narrow + _FLOAT32_SUM * (values.abs() @ magnitude.t())
+        return narrow + summing * (values.abs() @ magnitude.t())
     sums = ((quantized.codes.abs() + quantized.zero.abs()) * quantized.scale) @ magnitude.t()
     ties = (quantized.slack * quantized.scale) @ dense.abs().t()
-    return _FLOAT32_SUM * sums + ties
+    return summing * sums + ties
 
 
 def finish_reference(problem: Problem, y: Tensor) -> Tensor:
