@@ -44,41 +44,105 @@ def gluon(monkeypatch):
     choose.cache_clear()
 
 
-def test_int4_in_blocks_of_128_meets_many_codes_in_a_kernel_of_its_own(gluon):
+def float_form(bits=4, group=128, zero=0, rows=64, **more):
     from qcore_cuda.problem import GemmProblem
-    from qcore_cuda.products.w4a8_hopper import W4A8_HOPPER
+
+    block = (min(group, 128) or 128) if bits == 4 else 64
+    return GemmProblem(bits, 4096, 4096, rows, block, not group, group or 4096, zero, **more)
+
+
+def int8_form(bits=8, group=0, rows=64, **more):
+    step = (min(group, 128) or 128) if bits == 4 else (group or 128)
+    return float_form(bits, group, rows=rows, codes=True, step=step, grouped=bool(group), **more)
+
+
+FORMS = {
+    "w4": float_form(group=0),
+    "w4-g128": float_form(),
+    "w4-g128-int": float_form(zero=1),
+    "w4-g64": float_form(group=64),
+    "w4-g32": float_form(group=32),
+    "w4-g32-int": float_form(group=32, zero=1),
+    "w8": float_form(8, 0),
+    "w8-g128": float_form(8),
+    "a8 w8": int8_form(),
+    "a8 w8-xz": int8_form(x_zero=True),
+    "a8 w4": int8_form(4),
+    "a8 w4-g128": int8_form(4, 128),
+    "a8 w4-g32": int8_form(4, 32),
+    "a8 w4-g32-xz": int8_form(4, 32, x_zero=True),
+    "a8 w8-g64": int8_form(8, 64),
+}
+SIDES = (1024, 1088, 1536, 2048, 2560, 3584, 4096, 5120, 6144, 7168, 9728, 11008, 14336, 18944, 28672, 32768)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_tables_have_an_estimate_for_every_form_and_number_of_rows(name):
+    from qcore_cuda import measured
+    from qcore_cuda.costs import forms
+
+    assert next(forms(FORMS[name])) == name.removeprefix("a8 ")
+    for rows in ROWS:
+        assert len(measured.shipped(HOPPER, replace(FORMS[name], rows=rows))) >= 2
+
+
+def floor(name, n, k, rows):
+    """Microseconds that an H200 needs to read the weight once, or to multiply at its peak."""
+    codes, bits = name.startswith("a8 "), 4 if "w4" in name else 8
+    return max(n * k * bits / 8 / 4.8e6, 2 * rows * n * k / (2e9 if codes else 1e9))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_estimates_choose_without_jumps_between_sizes(gluon, name):
+    """On a dense grid: estimates grow with the size, and a neighbour's choice is never taken to be much slower."""
+    from qcore_cuda.selection import estimated
+
+    for rows in ROWS:
+        times = {
+            (n, k): estimated(HOPPER, replace(FORMS[name], n=n, k=k, rows=rows))
+            for n, k in itertools.product(SIDES, SIDES)
+        }
+        for (n, k), found in times.items():
+            assert found, (rows, n, k)
+            assert 0.7 * floor(name, n, k, rows) < found[0][0] < 6 * floor(name, n, k, rows) + 60, (rows, n, k)
+            for larger in ((2 * n, k), (n, 2 * k)):
+                if larger in times:
+                    growth = times[larger][0][0] / found[0][0]
+                    assert 0.97 < growth < 2.5, (rows, n, k, larger, growth)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "a8 w8-g64"])
+def test_kernels_for_hopper_take_many_rows(gluon, name):
     from qcore_cuda.selection import choose
-    from qcore_triton.weights import FLOAT_ZERO, INT_ZERO
 
-    def chosen(device=HOPPER, **change):
-        return choose(device, replace(plain, **change)).product is W4A8_HOPPER
-
-    plain = GemmProblem(4, 4096, 4096, 2048, codes=True, grouped=True)
-    assert all(chosen(rows=rows) for rows in (64, 256, 2048))
-    assert chosen(zero=INT_ZERO)
-    assert chosen(out_dtype=torch.int8)
-    others = ({"rows": 32}, {"step": 32}, {"n": 4100}, {"bits": 8}, {"zero": FLOAT_ZERO}, {"out_dtype": torch.float32})
-    others = (*others, {"out_dtype": torch.int8, "out_by_token": True}, {"own_order": True})
-    assert not any(chosen(**change) for change in others)
-    assert not chosen(HOPPER._replace(arch=100))
+    allowed = ("dense", "gemm_hopper", "int8_hopper", "w4a8_hopper", "w4a8_groups_hopper", "int8_persistent")
+    for n, k, rows in itertools.product(SIDES, SIDES, (512, 2048)):
+        if n >= 2048 and n * k >= 1 << 24:
+            assert choose(HOPPER, replace(FORMS[name], n=n, k=k, rows=rows)).product.name in allowed, (n, k, rows)
+    assert choose(HOPPER._replace(arch=100), replace(FORMS[name], rows=2048)).product.name.find("hopper") < 0
 
 
-def test_many_codes_of_int8_go_where_the_last_wave_wastes_least(gluon):
-    from qcore_cuda.problem import GemmProblem
-    from qcore_cuda.products.int8_hopper import INT8_HOPPER
-    from qcore_cuda.selection import choose
+@pytest.mark.parametrize(
+    ("name", "kernel", "refused"),
+    [
+        ("w4-g32", "gemm_hopper", [{"n": 4100}, {"x_dtype": torch.float32}, {"group": 96}]),
+        ("w8-g128", "gemm_hopper", [{"group": 192}, {"group": 32}, {"x_dtype": torch.float16}]),
+        ("a8 w4-g128", "w4a8_hopper", [{"step": 32}, {"bits": 8}, {"zero": 2}, {"own_order": True}, {"rows": 32}]),
+        ("a8 w4-g32", "w4a8_groups_hopper", [{"group": 96}, {"zero": 2}, {"own_order": True}, {"rows": 16}]),
+        ("a8 w8", "int8_hopper", [{"rows": 64}, {"bits": 4}, {"grouped": True}, {"zero": 1}]),
+    ],
+)  # fmt: skip
+def test_kernels_for_hopper_refuse_what_they_cannot_compute(gluon, name, kernel, refused):
+    from qcore_cuda.products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
 
-    plain = GemmProblem(8, 4096, 4096, 2048, 64, one_group=True, codes=True)
-    found = {
-        (n, rows): choose(HOPPER, replace(plain, n=n, rows=rows)).config.bn
-        for n, rows in ((4096, 2048), (14336, 1024), (4096, 256))
-    }
-    assert found == {(4096, 2048): 256, (14336, 1024): 128, (4096, 256): 64}
-    assert choose(HOPPER, plain).product is INT8_HOPPER
-    others = ({"rows": 64}, {"bits": 4}, {"grouped": True}, {"n": 4100}, {"zero": 1}, {"x_zero": True})
-    others = (*others, {"out_dtype": torch.float32}, {"out_dtype": torch.int8, "out_by_token": True})
-    assert all(choose(HOPPER, replace(plain, **change)).product is not INT8_HOPPER for change in others)
-    assert choose(HOPPER._replace(arch=100), plain).product is not INT8_HOPPER
+    problem = replace(FORMS[name], rows=2048)
+    product = next(p for p in (*FLOAT_PRODUCTS, *INT8_PRODUCTS) if p.name == kernel)
+    assert product.serves(HOPPER, problem)
+    assert not product.serves(HOPPER._replace(arch=100), problem)
+    if problem.codes:
+        refused = [*refused, {"n": 4100}, {"out_dtype": torch.float32}, {"out_dtype": torch.int8, "out_by_token": True}]
+    assert not any(product.serves(HOPPER, replace(problem, **change)) for change in refused)
 
 
 @pytest.mark.parametrize("arch", [0, 80, 89, 90, 100])
@@ -116,20 +180,24 @@ def test_codes_in_its_order_meet_the_weights_that_its_threads_hold(interpreter):
 @pytest.mark.parametrize("tiles", [1, 5, 7, 16, 23, 38])
 @pytest.mark.parametrize("blocks", [3, 9, 64])
 def test_every_block_of_every_tile_is_multiplied_once(interpreter, tiles, blocks):
-    from qcore_cuda.schedule import shares
+    from qcore_cuda.schedule import SPLITS, tail_spread
 
-    _, (waves, share, programs) = shares(tiles, blocks, 256, 16)
-    assert programs <= 16
-    seen = torch.zeros(tiles, blocks, dtype=torch.int32)
-    walk[(programs,)](seen, tiles, waves, share, blocks)
-    assert (seen == 1).all()
+    for waves, share, programs in {tail_spread(tiles, blocks, split, 16) for split in SPLITS}:
+        assert programs <= 16
+        seen = torch.zeros(tiles, blocks, dtype=torch.int32)
+        walk[(programs,)](seen, tiles, waves, share, blocks)
+        assert (seen == 1).all()
+        # The copying warp and its readers rely on every program having something to do.
+        assert not share or waves or (programs - 1) * share < tiles * blocks
 
 
 def test_tiles_are_split_spread_or_left_whole():
-    from qcore_cuda.schedule import shares
+    from qcore_cuda.schedule import best_split, tail_spread
 
-    found = {
-        (tiles, blocks): shares(tiles, blocks, 256, HOPPER.sms)[1]
-        for tiles, blocks in ((32, 112), (224, 64), (128, 64))
-    }
+    def best(tiles, blocks):
+        return tail_spread(tiles, blocks, best_split(tiles, blocks, 256, HOPPER.sms)[1], HOPPER.sms)
+
+    found = {size: best(*size) for size in ((32, 112), (224, 64), (128, 64))}
     assert found == {(32, 112): (0, 28, 128), (224, 64): (1, 45, 132), (128, 64): (1, 0, 128)}
+    assert tail_spread(96, 32, 0, HOPPER.sms) == (0, 24, 128)
+    assert tail_spread(96, 32, 4, HOPPER.sms) == tail_spread(96, 32, 1, HOPPER.sms) == (1, 0, 96)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from qcore_triton.codes import SYMMETRIC, Codes, Given, Mode, mode_of
+from qcore_triton.codes import Codes, Given, Mode, mode_of
 from qcore_triton.host import blocking
 from qcore_triton.weights import NO_ZERO, Weight
 
@@ -50,7 +50,7 @@ def product(
     codes. ``sums``: see `Operands`. ``out``: scale and zero point of int8 results.
     """
     mode = mode_of(x, symmetric, given)
-    plan = plan_of(x, weight, out_dtype, mode.kind != SYMMETRIC, out)
+    plan = plan_of(x, weight, out_dtype, mode.has_zero, out)
     return run(x, mode, Operands(weight, sums, bias, out), plan)
 
 
@@ -59,7 +59,7 @@ def run(x: Tensor, mode: Mode, operands: Operands, plan: Int8Plan) -> Tensor:
     device, problem, kernel, config, totals = plan
     if kernel.fuses(x, device, problem):
         return kernel.launch_floats(x, mode, operands, device, problem, config)
-    codes = codes_of(x, mode, totals, kernel.order(operands.weight), device)
+    codes = codes_of(x, mode, totals, kernel.order(operands.weight), device, kernel.codes)
     return kernel.launch(codes, operands, device, problem, config)
 
 

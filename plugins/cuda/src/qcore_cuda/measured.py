@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .costs import Cost, forms
 from .problem import GemmProblem
 from .runtime.device import Device
 
@@ -26,33 +26,39 @@ class Record(NamedTuple):
     config: dict[str, Any]
 
 
-_Sizes = dict[tuple[int, int], list[tuple[int, int, Record]]]
+class Estimate(NamedTuple):
+    """**Fields:** ``record``: a kernel and its configuration; ``cost``: of a problem's work."""
+
+    record: Record
+    cost: Cost
 
 
 @lru_cache(maxsize=8)
-def _table(arch: int, activations: str) -> _Sizes:
-    """(bits, rows) -> [(n, k, record)]."""
+def _table(arch: int, activations: str) -> dict[str, dict[int, list[Estimate]]]:
+    """Form -> rows -> estimates."""
     path = _HERE / "tables" / f"sm_{arch}.json"
     if not path.exists():
         return {}
-    found: _Sizes = {}
+    found: dict[str, dict[int, list[Estimate]]] = {}
     for line in json.loads(path.read_text("utf-8")).get(activations, []):
-        record = Record(line["kernel"], line["config"])
-        found.setdefault((line["bits"], line["rows"]), []).append((line["n"], line["k"], record))
+        cost = Cost(line["occupancy"], tuple(line["us"]))
+        estimate = Estimate(Record(line["kernel"], line["config"]), cost)
+        found.setdefault(line["form"], {}).setdefault(line["rows"], []).append(estimate)
     return found
 
 
-def shipped(device: Device, problem: GemmProblem) -> list[Record]:
-    """The records of the architecture's table for a problem, sizes near ``(n, k)`` first.
+def shipped(device: Device, problem: GemmProblem) -> list[Estimate]:
+    """What the architecture's table holds for a problem's form and number of rows, or for the nearest ones.
 
     A number of rows that was not measured uses the next larger one that was.
     """
-    table = _table(device.arch, problem.activations) if device.arch and problem.tabulated else {}
-    bits, n, k, asked = problem.bits, problem.n, max(problem.k, 1), problem.split_rows or problem.rows
-    rows = min((m for b, m in table if b == bits and m >= asked), default=0)
-    sizes = table.get((bits, rows), ())
-    near = sorted(sizes, key=lambda s: abs(math.log(s[0] / n)) + 0.5 * abs(math.log(s[1] / k)))
-    return [record for _, _, record in near]
+    table = _table(device.arch, problem.activations) if device.arch else {}
+    for form in forms(problem):
+        by_rows = table.get(form, {})
+        rows = min((m for m in by_rows if m >= (problem.split_rows or problem.rows)), default=0)
+        if rows:
+            return by_rows[rows]
+    return []
 
 
 @lru_cache(maxsize=1)
@@ -72,7 +78,7 @@ def version() -> str:
 def _key(device: Device, problem: GemmProblem) -> str:
     """The properties that the time of a product depends on most; problems of one key share a measurement."""
     p, sizes = problem, (problem.bits, problem.n, problem.k, problem.rows)
-    form = (p.grouped, p.step) if p.codes else (p.split_rows, p.block, p.narrow, p.exact, p.whole)
+    form = (p.grouped, p.step) if p.codes else (p.split_rows, p.block, p.group, p.narrow, p.exact, p.whole)
     return f"{version()}|{tuple(device)}|{sizes}|{form}"
 
 

@@ -53,9 +53,9 @@ class GemmProblem:
     """A product ``x @ W^T``, as described to the kernels.
 
     **Fields:** ``bits``, ``n``, ``k``: of the weight; ``rows``: `bucket` of M; ``block``: columns of a block of the
-    packed weight; ``one_group``: one scale for all of K; ``zero``: the weight's kind of zero point (`NO_ZERO`,
-    `INT_ZERO` or `FLOAT_ZERO`); ``x_dtype``: of float activations; ``out_dtype``: of the result; ``split_rows``: of
-    float32 activations, `bucket` of 3 M, the rows of their `TERMS`, else 0.
+    packed weight; ``one_group``: one scale for all of K; ``group``: columns that share a scale; ``zero``: the weight's
+    kind of zero point (`NO_ZERO`, `INT_ZERO` or `FLOAT_ZERO`); ``x_dtype``: of float activations; ``out_dtype``: of the
+    result; ``split_rows``: of float32 activations, `bucket` of 3 M, the rows of their `TERMS`, else 0.
 
     Of int8 activations (``codes``): ``step``: columns per step along K; ``grouped``: sums of some steps are scaled;
     ``per``: steps whose sums are added in int32; ``x_zero``: activations have a zero point; ``out_by_token``: int8
@@ -63,8 +63,7 @@ class GemmProblem:
 
     Derived: ``activations``: `FLOAT` or `INT8`; ``narrow``: x is of 16-bit floats; ``exact``: a weight must not be
     rounded to x's dtype (float16, whose small numbers are coarse, or a result wider than x); ``whole``: scales may come
-    after the sum over all of K (one group, no float zero point), and the result has x's dtype; ``tabulated``: shipped
-    measurements, made with one format of each element, apply to it.
+    after the sum over all of K (one group, no float zero point), and the result has x's dtype.
     """
 
     bits: int
@@ -73,6 +72,7 @@ class GemmProblem:
     rows: int
     block: int = 128
     one_group: bool = False
+    group: int = 0
     zero: int = NO_ZERO
     x_dtype: torch.dtype = torch.bfloat16
     out_dtype: torch.dtype = torch.bfloat16
@@ -89,7 +89,6 @@ class GemmProblem:
     narrow: bool = field(init=False, compare=False)
     exact: bool = field(init=False, compare=False)
     whole: bool = field(init=False, compare=False)
-    tabulated: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         """Derive the properties that kernels read often."""
@@ -100,22 +99,15 @@ class GemmProblem:
             narrow=narrow,
             exact=self.x_dtype != torch.bfloat16 or self.out_dtype != self.x_dtype,
             whole=same and self.one_group and self.zero != FLOAT_ZERO,
-            tabulated=self._tabulated(),
         )
-
-    def _tabulated(self) -> bool:
-        if self.codes:
-            return self.step == 128 and self.grouped == (self.bits == 4)
-        # Measured configurations read 16 bytes at a time; kernels for few rows take more of smaller blocks.
-        return self.bits == 8 or self.block == 128 or (self.split_rows or self.rows) <= 16
 
 
 def float_problem(form: Form, m: int, x_dtype: torch.dtype, out_dtype: torch.dtype) -> GemmProblem:
     """A product of M rows of floats."""
     weight, split_rows = form.weight(), bucket(TERMS * m) if x_dtype == torch.float32 else 0
     return GemmProblem(
-        form.bits, form.n, form.k, bucket(m), weight.block, form.groups == 1, weight.zero_kind, x_dtype, out_dtype,
-        split_rows,
+        form.bits, form.n, form.k, bucket(m), weight.block, form.groups == 1, form.group, weight.zero_kind, x_dtype,
+        out_dtype, split_rows,
     )  # fmt: skip
 
 
@@ -126,7 +118,7 @@ def int8_problem(
     """A product of M rows of codes; ``along_k``: step, grouped, per; these and the flags: see `GemmProblem`."""
     weight, (step, grouped, per) = form.weight(), along_k
     return GemmProblem(
-        form.bits, form.n, form.k, bucket(m), weight.block, form.groups == 1, weight.zero_kind, out_dtype=out_dtype,
-        codes=True, step=step, grouped=grouped, per=per,
+        form.bits, form.n, form.k, bucket(m), weight.block, form.groups == 1, form.group, weight.zero_kind,
+        out_dtype=out_dtype, codes=True, step=step, grouped=grouped, per=per,
         x_zero=x_zero, out_by_token=out_by_token, own_order=own_order,
     )  # fmt: skip

@@ -32,25 +32,39 @@ def spread(tiles: int, steps: int, split: int, even: int, sms: int) -> Spread:
     return Spread(waves, share, programs if waves else -(-tiles * steps // share))
 
 
-TILE_TIMES: Mapping[int, float] = {256: 10.0, 128: 5.6, 64: 3.8}
+TILE_TIMES: Mapping[int, float] = {256: 10.0, 128: 5.6, 64: 3.8, 32: 3.0}
 """Tokens of a tile of `gemm_hopper`: the time that a block of 128 columns takes, as measured on an H200."""
 
 
-@lru_cache(maxsize=8192)
-def shares(tiles: int, blocks: int, bm: int, sms: int) -> tuple[float, Spread]:
-    """The time that `gemm_hopper` takes for ``tiles`` of ``bm`` tokens and so many blocks of K, and their spread.
+SPLITS = (1, 2, 4, 8, 0)
+"""How the tiles of the last, incomplete wave are computed: whole, split along K, or spread evenly (0)."""
 
-    The tiles of the last, incomplete wave run whole, or their K is split, or they are spread evenly: partial sums cost
-    time, too (as measured on an H200).
+
+def tail_spread(tiles: int, blocks: int, split: int, sms: int) -> Spread:
+    """Whole waves of ``tiles`` of so many blocks of K, and the rest as one of `SPLITS` says.
+
+    The rest runs whole if it cannot be split so.
     """
     waves, left = divmod(tiles, sms)
-    programs = sms if waves else tiles
-    ways = [(float(waves + (left > 0)), 0.0, Spread(waves + (left > 0), 0, programs))]
-    for split in (2, 4, 8):
-        if left and left * split <= sms and blocks >= 4 * split:
-            share = -(-blocks // split)
-            programs = sms if waves else -(-left * blocks // share)
-            ways.append((waves + 1 / split, 0.12, Spread(waves, share, programs)))
-    if waves and left and blocks >= 8:
-        ways.append((tiles / sms, 0.4, Spread(waves, -(-left * blocks // sms), sms)))
-    return min((rounds * blocks * TILE_TIMES[bm] + sharing * bm, way) for rounds, sharing, way in ways)
+    if left and split == 0 and blocks >= 8:
+        share = -(-left * blocks // sms)
+        return Spread(waves, share, sms if waves else -(-left * blocks // share))
+    if left and split > 1 and left * split <= sms and blocks >= 2 * split:
+        share = -(-blocks // split)
+        return Spread(waves, share, sms if waves else -(-left * blocks // share))
+    return Spread(waves + (left > 0), 0, sms if waves else tiles)
+
+
+@lru_cache(maxsize=8192)
+def best_split(tiles: int, blocks: int, bm: int, sms: int, columns: int = 128) -> tuple[float, int]:
+    """The relative time that `gemm_hopper` takes for ``tiles`` of ``bm`` tokens, and the best of `SPLITS`.
+
+    ``blocks``: of K, of ``columns`` each. Parts of sums cost time, too (as measured on an H200).
+    """
+
+    def time(split: int) -> float:
+        waves, share, _ = tail_spread(tiles, blocks, split, sms)
+        sharing = 0.0 if not share else 0.12 if split else 0.4
+        return (waves * blocks + share) * TILE_TIMES[bm] * columns / 128 + sharing * bm
+
+    return min((time(split), split) for split in SPLITS)

@@ -1,8 +1,8 @@
-"""The selection of a product's kernel and its configuration: by measurement, else by a rule.
+"""The selection of a product's kernel and its configuration: by measurement, else by an estimate or a rule.
 
-In this order: the measurement of ``qcore tune`` on this machine for this size and number of rows; a kernel whose rule
-precedes the table; the nearest size in the table shipped for this architecture (``tables/sm_90.json``); the first rule.
-Nothing is measured while a model runs.
+In this order: the measurement of ``qcore tune`` on this machine for this size and number of rows; the least time that
+the table shipped for this architecture (``tables/sm_90.json``) estimates, see `costs`; the first rule. Nothing is
+measured while a model runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def choose(device: Device, problem: GemmProblem) -> Choice:
 
 def candidates(device: Device, problem: GemmProblem) -> list[Choice]:
     """The choices that ``qcore tune`` measures: a few dozen that were fastest for some size, and the rule's."""
-    found = [next(_by_rule(device, problem, leads=False))]
+    found = [next(_choices(device, problem))]
     for product in _products(problem):
         if product.serves(device, problem):
             choices = (product.adapted(problem, config) for config in product.candidates(device, problem))
@@ -49,10 +49,19 @@ def _choices(device: Device, problem: GemmProblem) -> Iterator[Choice]:
     record = measured.tuned(device, problem)
     if record:
         yield from _of_record(device, problem, record)
-    yield from _by_rule(device, problem, leads=True)
-    for record in measured.shipped(device, problem):
-        yield from _of_record(device, problem, record)
-    yield from _by_rule(device, problem, leads=False)
+    yield from (choice for _, choice in estimated(device, problem))
+    yield from _by_rule(device, problem)
+
+
+def estimated(device: Device, problem: GemmProblem) -> list[tuple[float, Choice]]:
+    """The choices of the shipped table with their estimated times in microseconds, the least first."""
+    found = []
+    for record, cost in measured.shipped(device, problem):
+        for choice in _of_record(device, problem, record):
+            kernel, config = choice
+            time = cost.microseconds(kernel.work(device, problem, config), problem, device.sms)
+            found.append((time, choice))
+    return sorted(found, key=lambda pair: pair[0])
 
 
 def _of_record(device: Device, problem: GemmProblem, record: Record) -> Iterator[Choice]:
@@ -68,10 +77,10 @@ def _of_record(device: Device, problem: GemmProblem, record: Record) -> Iterator
                 yield choice
 
 
-def _by_rule(device: Device, problem: GemmProblem, *, leads: bool) -> Iterator[Choice]:
-    """The rules' choices, of the kernels that precede the table (``leads``) or of the others."""
+def _by_rule(device: Device, problem: GemmProblem) -> Iterator[Choice]:
+    """The rules' choices."""
     for product in _products(problem):
-        if product.leads is leads and product.serves(device, problem):
+        if product.serves(device, problem):
             config = product.rule(device, problem)
             choice = None if config is None else product.adapted(problem, config)
             if choice:

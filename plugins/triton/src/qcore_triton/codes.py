@@ -62,6 +62,11 @@ class Mode(NamedTuple):
     scale: Any
     zero: Any
 
+    @property
+    def has_zero(self) -> bool:
+        """Whether codes have a zero point: all but symmetric ones, and those whose given zero point is the number 0."""
+        return self.kind != SYMMETRIC and not (self.kind == TENSOR and self.zero == 0)
+
 
 def mode_of(x: Tensor, symmetric: bool, given: Given | None) -> Mode:
     """How x is quantized: per token by parameters of its own, ``symmetric`` or not, or as ``given``."""

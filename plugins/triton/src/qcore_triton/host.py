@@ -32,16 +32,16 @@ _UNSCALED = 1 << 24
 
 def quantize_rows(
     launch: Launch, empty: Empty, x: Tensor, mode: Mode, *, total: bool, order: int, block: int, rows: int = 0,
-    **options: Any,
+    dtype: torch.dtype = torch.int8, **options: Any,
 ) -> Codes:  # fmt: skip
     """Quantize x ``(M, K)`` of any strides; an int8 x is taken as codes.
 
     ``total``: also sum the codes; ``order``: as `Weight.order` of the weight that they meet; ``block``: columns that a
     program holds at a time, a power of two from 128 on; ``rows``: rows that it holds, if ``block`` holds whole ones, a
-    power of two. 0 is for the kernel that has one row, of any length.
+    power of two. 0 is for the kernel that has one row, of any length. ``dtype``: of the tensor that holds the codes.
     """
     (m, k), (kind, scale, zero) = x.shape, mode
-    q, s, z, t = _room(empty, m, k, kind, total, x.device)
+    q, s, z, t = _room(empty, m, k, kind, total, x.device, dtype)
     if m:
         number, token = kind == TENSOR, kind == TOKEN
         given = (scale if token else s, zero if token else s, scale if number else 0.0, zero if number else 0.0)
@@ -53,12 +53,14 @@ def quantize_rows(
         else:
             late, loop = m > _EARLY, columns_of_codes(k) > block
             launch(quantize.quantize_rows, (m,), *room, *given, *sizes, LOOP=loop, LATE=late, **meta)
-    return Codes(q, s, z, t, order)
+    return Codes(q, s, z if mode.has_zero else None, t, order)
 
 
-def _room(empty: Empty, m: int, k: int, kind: int, total: bool, device: torch.device) -> Any:
+def _room(
+    empty: Empty, m: int, k: int, kind: int, total: bool, device: torch.device, dtype: torch.dtype = torch.int8
+) -> Any:
     """Codes, scale, zero and total, to be filled."""
-    q, s = empty((m, columns_of_codes(k)), torch.int8, device), empty((m,), torch.float32, device)
+    q, s = empty((m, columns_of_codes(k)), dtype, device), empty((m,), torch.float32, device)
     z = empty((m,), torch.float32, device) if kind != SYMMETRIC else None
     return q, s, z, empty((m,), torch.int32, device) if total else None
 

@@ -5,13 +5,11 @@ stages: each unpacks its 64 rows of the weight into registers and multiplies the
 memory, with ``wgmma``. A group unpacks one half of a block while the tensor cores work on the other half, or for the
 other group.
 
-Grid: at most one program per multiprocessor, one-dimensional; programs loop over tiles (`schedule.shares`), and the
-operands of the next tile arrive while a result is stored. Tiles: 128 rows of the weight by BM = 64, 128 or 256 tokens,
-K in blocks of 128 columns, x in stages of 64. Inputs: x ``(M, K)`` 16-bit floats with contiguous rows; w planar16
-(int4) or rows16 (int8); scales and zero points ``(G, N)``; y ``(M, N)`` contiguous, of x's dtype. Floor:
+Grid: at most one program per multiprocessor, one-dimensional; programs loop over tiles (`schedule.tail_spread`), and
+the operands of the next tile arrive while a result is stored. Tiles: 128 rows of the weight by BM = 32, 64, 128 or 256
+tokens, K in blocks of 128 columns, x in stages of 64. Inputs: x ``(M, K)`` 16-bit floats with contiguous rows; w
+planar16 (int4) or rows16 (int8); scales and zero points ``(G, N)``; y ``(M, N)`` contiguous, of x's dtype. Floor:
 ``2 * M * N * K`` operations at the 16-bit peak of the tensor cores.
-
-Register layouts are spelled out for the versions of Triton that `runtime.hopper` lists.
 """
 
 from __future__ import annotations
@@ -29,155 +27,28 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qcore_triton.kernels.int8_common import tile_order
 
-from .hopper import advance, ring
-from .parts import add_at, put, segment, steps_of, value_at, zeros_like
+from .hopper import advance, ring, summed
+from .operands_hopper import (
+    ROWS,
+    from_halves,
+    from_pairs,
+    from_words,
+    half_numbers,
+    in_halves,
+    load_words,
+    pairs_layout,
+    row_numbers,
+    words_layout,
+    zero_point,
+)
+from .parts import segment, steps_of
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
-ROWS = gl.constexpr(64)
-"""Rows of the weight in a tile of one warpgroup: the M of a ``wgmma`` instruction."""
-
-
-@gluon.constexpr_function
-def _layout(registers, lanes, columns):
-    """Rows as operand A has them: l / 4 and 8 below in lane l, 16 in each warp."""
-    lanes = [*lanes, [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
-
-
-@gluon.constexpr_function
-def words_layout():
-    """int4: words (64, 16) of a block; a thread has four neighbours of each of its two rows."""
-    return _layout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8]], 16)
-
-
-@gluon.constexpr_function
-def _pairs():
-    """int8: pairs (64, 32) of neighbours in 64 columns, each at its place in operand A."""
-    return _layout([[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2]], 32)
-
-
-@gluon.constexpr_function
-def _stored():
-    """`words_layout` as they are stored, (4, 256)."""
-    lanes = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 128]], lanes, [[1, 0], [2, 0]], [], [4, 256])
-
-
-@gluon.constexpr_function
-def _by_row():
-    """One number for each row, (1, 64)."""
-    lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
-    return gl.DistributedLinearLayout([[0, 8]], lanes, [[0, 16], [0, 32]], [], [1, 64])
-
-
-@gluon.constexpr_function
-def _times(dtype, count):
-    return (dtype,) * count
-
-
-@gluon.constexpr_function
-def _commas(letter, outs, ins):
-    return ",".join([f"=&{letter}"] * outs + [letter] * ins)
-
-
-@gluon.constexpr_function
-def _unpack_words(high, half, scaled, zero):
-    """PTX: two words $4, $5 of nibbles ``q + 8`` to four registers $0 to $3 of pairs.
-
-    A nibble u below the sign and exponent of 128 (bfloat16) or 1024 (float16) is 128 + u or 1024 + u; one fused
-    multiply-add subtracts the rest. Operands after the words: the summand that replaces -136 or -1032 (INT zero
-    points); scale; the summand after scaling (FLOAT zero points).
-    """
-    kind, one, exponent, offset = (
-        ("f16x2", "0x3C003C00", "0x64646464", "0xE408E408")
-        if half
-        else ("bf16x2", "0x3F803F80", "0x43434343", "0xC308C308")
-    )
-    text = f"{{ .reg .b32 p, one, off; mov.b32 one, {one}; mov.b32 off, {'$6' if zero == 1 else offset}; "
-    for word, outs in (("$4", ("$0", "$1")), ("$5", ("$2", "$3"))):
-        # 1. Four nibbles of a word, the low or the high ones, each in a byte of its own.
-        text += f"shr.u32 p, {word}, 4; and.b32 p, p, 0x0F0F0F0F; " if high else f"and.b32 p, {word}, 0x0F0F0F0F; "
-        for out, order in zip(outs, ("0x4140", "0x4342"), strict=True):
-            # 2. ``prmt`` sets the constant's bytes above two of them: two 16-bit floats 128 + u or 1024 + u.
-            # 3. Subtract the offset, then apply the group's parameters, on both floats at once.
-            text += f"prmt.b32 {out}, p, {exponent}, {order}; fma.rn.{kind} {out}, {out}, one, off; "
-            if zero == 2:
-                text += f"fma.rn.{kind} {out}, {out}, $6, $7; "
-            elif scaled:
-                text += f"mul.rn.{kind} {out}, {out}, {'$7' if zero else '$6'}; "
-    return text + "}"
-
-
-@gluon.constexpr_function
-def _unpack_pairs(half, zero):
-    """PTX: a pair $2 of int8 to two floats $0, $1, less $3 if there is a zero point.
-
-    bfloat16 holds 7 bits below the exponent of 128, so the sign's bit is cleared in the one that is subtracted from and
-    alone in the other: there it makes 256 of 128.
-    """
-    text = "{ .reg .b32 p, q; cvt.u32.u16 p, $2; "
-    if half:
-        text += "xor.b32 p, p, 0x8080; prmt.b32 p, p, 0x64646464, 0x4140; mov.b32 q, 0x64806480; sub.f16x2 p, p, q; "
-    else:
-        text += "prmt.b32 p, p, 0x43434343, 0x4140; and.b32 q, p, 0xFF80FF80; and.b32 p, p, 0xFF7FFF7F; "
-        text += "sub.rn.bf16x2 p, p, q; "
-    if zero:
-        text += f"mov.b32 q, {{$3, $3}}; sub{'' if half else '.rn'}.{'f16x2' if half else 'bf16x2'} p, p, q; "
-    return text + "mov.b32 {$0, $1}, p; }"
-
-
-@gluon.jit
-def _from_words(b, s, z, DT: gl.constexpr, HIGH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
-                DOT: gl.constexpr):  # fmt: skip
-    """One half of a block, (64, 64), from words (64, 16), as operand A."""
-    ASM: gl.constexpr = _unpack_words(HIGH, gl.float16 == DT, SCALED, ZERO)
-    OUT: gl.constexpr = _times(DT, 4)
-    if SCALED:
-        s = s[:, None].broadcast_to(b.shape)
-    if ZERO:
-        z = z[:, None].broadcast_to(b.shape)
-    # pack=2: one assembly call turns two words into four registers. Each register holds two columns that are neighbours
-    # in k, where Triton expects one value of each word; the reshape and permute below restore the order of columns.
-    if ZERO == 2:
-        p, q, r, t = gl.inline_asm_elementwise(ASM, _commas("r", 4, 4), [b, s, z], dtype=OUT, is_pure=True, pack=2)
-    elif ZERO and SCALED:
-        p, q, r, t = gl.inline_asm_elementwise(ASM, _commas("r", 4, 4), [b, z, s], dtype=OUT, is_pure=True, pack=2)
-    elif ZERO:
-        p, q, r, t = gl.inline_asm_elementwise(ASM, _commas("r", 4, 3), [b, z], dtype=OUT, is_pure=True, pack=2)
-    elif SCALED:
-        p, q, r, t = gl.inline_asm_elementwise(ASM, _commas("r", 4, 3), [b, s], dtype=OUT, is_pure=True, pack=2)
-    else:
-        p, q, r, t = gl.inline_asm_elementwise(ASM, _commas("r", 4, 2), [b], dtype=OUT, is_pure=True, pack=2)
-    codes = gl.join(gl.join(p, q), gl.join(r, t))  # row, word, h, low bit of j; see `packing` for the letters
-    codes = codes.reshape([ROWS, 4, 2, 2, 2, 2]).permute((0, 2, 5, 4, 1, 3))  # from (row, t, j, e, h, low bit of j)
-    return gl.convert_layout(codes.reshape([ROWS, 64]), DOT, assert_trivial=True)
-
-
-@gluon.jit
-def _from_pairs(b, z, DT: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr):
-    """Codes (64, 64) from pairs (64, 32), as operand A."""
-    ASM: gl.constexpr = _unpack_pairs(gl.float16 == DT, ZERO)
-    OUT: gl.constexpr = _times(DT, 2)
-    if ZERO:
-        z = z[:, None].broadcast_to(b.shape)
-        p, q = gl.inline_asm_elementwise(ASM, _commas("h", 2, 2), [b, z], dtype=OUT, is_pure=True, pack=1)
-    else:
-        p, q = gl.inline_asm_elementwise(ASM, _commas("h", 2, 1), [b], dtype=OUT, is_pure=True, pack=1)
-    return gl.convert_layout(gl.join(p, q).reshape([ROWS, 64]), DOT, assert_trivial=True)
-
-
-@gluon.jit
-def _zero(z, DT: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr):
-    """A zero point as `_unpack_words` and `_unpack_pairs` want it: exact but for FLOAT ones."""
-    if BITS == 4 and ZERO == 1:
-        z = (-(z.to(gl.int32) + (1032 if gl.float16 == DT else 136))).to(gl.float32)
-    return z.to(DT)
 
 
 @gluon.jit
 def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS: gl.constexpr,
-             BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr,
+             BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr,
              SCALED: gl.constexpr, ZERO: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Fill stages, in the order of their use.
 
@@ -188,12 +59,26 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
     # Bytes that the full barrier of a stage expects: BM rows of 64 16-bit values, and 128 rows of 64 int8 codes. BLOCK:
     # bytes that come with the first stage of a block only.
     STAGE: gl.constexpr = BM * 128 + (BN * 64 if BITS == 8 else 0)
-    SCALES: gl.constexpr = BN * scale.dtype.primitive_bitwidth // 8 if SCALED else 0
-    ZEROS: gl.constexpr = BN * zero.dtype.primitive_bitwidth // 8 if ZERO else 0
+    SCALES: gl.constexpr = EACH * BN * scale.dtype.primitive_bitwidth // 8 if SCALED else 0
+    ZEROS: gl.constexpr = EACH * BN * zero.dtype.primitive_bitwidth // 8 if ZERO else 0
     BLOCK: gl.constexpr = (BN * 64 if BITS == 4 else 0) + SCALES + ZEROS
     tiles_n = gl.cdiv(N, BN)
     tiles_m = gl.cdiv(M, BM)
-    # 1. x may be the previous kernel's result: no copy begins before that kernel has ended.
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    steps = steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
+    step = steps * 0
+    # 1. The first weights, as many blocks as the ring holds, before the previous kernel has ended: a kernel that wrote
+    #    weights has ended long ago. They arrive while x, which may be the previous kernel's result, cannot be read yet.
+    tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
+    ahead = gl.minimum(end - begin, STAGES // 2)
+    tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)[1]
+    for i in range(ahead):
+        for half in gl.static_range(2):
+            here = full.index(2 * i + half)
+            mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0))
+            _copy_weight(w, scale, zero, ws, ss, zs, here, begin + i, half, tile_n * BN, 2 * i + half, i, PER, True,
+                         BITS, EACH, SCALED, ZERO)  # fmt: skip
     if PDL:
         gdc_wait()
     # at, turn: stage of the ring and parity of its barriers; slot: place of the data of a block. Slots need no
@@ -202,82 +87,108 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
     at = 0
     turn = 1
     slot = 0
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    steps = steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
-    step = steps * 0
     # 2. Tiles and blocks in the consumers' order. Nothing here waits for a copy to arrive: up to STAGES stages are in
     #    flight, and this warp runs ahead of the consumers into their next tile.
     while step < steps:
         tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
-        step += end - begin
         tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         m0 = tile_m * BM
-        n0 = tile_n * BN
-        # The row of scales, and the blocks left until the next row: no division in the loop.
-        group = begin // PER
-        left = PER - begin % PER
         for b in range(begin, end):
+            # The weights of the first ``ahead`` blocks, and the bytes of their stages, were announced in step 1.
+            fresh = (step > 0) | (b - begin >= ahead)
             for half in gl.static_range(2):
                 # 3. Wait until both consumer groups have released the stage; then announce the bytes before the copies
                 #    that deliver them.
                 mbarrier.wait(empty.index(at), turn)
                 here = full.index(at)
-                mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0))
+                mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0), pred=fresh)
                 # 4. Begin the copies: w, with a block's first stage its scales and zero points, and x.
-                for g in gl.static_range(2):
-                    n = n0 + g * ROWS
-                    # Each group has its own 64 rows of w: int16 pairs (64, 32) per stage, int4 words (4, 256) per
-                    # block.
-                    if BITS == 8:
-                        tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(2 * at + g))
-                    elif half == 0:
-                        tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(2 * slot + g))
-                if SCALED and half == 0:
-                    tma.async_copy_global_to_shared(scale, [group, n0], here, ss.index(slot))
-                if ZERO and half == 0:
-                    tma.async_copy_global_to_shared(zero, [group, n0], here, zs.index(slot))
+                _copy_weight(w, scale, zero, ws, ss, zs, here, b, half, tile_n * BN, at, slot, PER, fresh, BITS, EACH,
+                             SCALED, ZERO)  # fmt: skip
                 tma.async_copy_global_to_shared(x, [m0, b * 128 + half * 64], here, xs.index(at))
                 at, turn = advance(at, turn, STAGES)
             slot = advance(slot, 0, SLOTS)[0]
-            left -= 1
-            group += gl.where(left == 0, 1, 0)
-            left = gl.where(left == 0, PER, left)
+        step += end - begin
 
 
 @gluon.jit
-def load_words(stored):
-    """A group's words (64, 16) of a block of int4."""
-    return gl.convert_layout(stored.load(_stored()).reshape([ROWS, 16]), words_layout(), assert_trivial=True)
+def _copy_weight(w, scale, zero, ws, ss, zs, here, b, half: gl.constexpr, n0, at, slot, PER, wanted, BITS: gl.constexpr,
+                 EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr):  # fmt: skip
+    """Begin to copy the weight's part of a stage: rows from n0 on of one half of block b."""
+    for g in gl.static_range(2):
+        n = n0 + g * ROWS
+        # Each group has its own 64 rows of w: int16 pairs (64, 32) per stage, int4 words (4, 256) per block.
+        if BITS == 8:
+            tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(2 * at + g), pred=wanted)
+        elif half == 0:
+            tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(2 * slot + g), pred=wanted)
+    row = b * EACH if EACH > 1 else b // PER
+    if SCALED and half == 0:
+        tma.async_copy_global_to_shared(scale, [row, n0], here, ss.index(slot), pred=wanted)
+    if ZERO and half == 0:
+        tma.async_copy_global_to_shared(zero, [row, n0], here, zs.index(slot), pred=wanted)
 
 
 @gluon.jit
-def row_numbers(numbers, WG: gl.constexpr, LAYOUT: gl.constexpr):
-    """A group's (64) of numbers (1, 128) in shared memory."""
-    mine = numbers.slice(WG * ROWS, ROWS, dim=1).load(_by_row())
-    return gl.convert_layout(mine.reshape([ROWS]), gl.SliceLayout(1, LAYOUT))
+def _numbers(stored, HALF: gl.constexpr, WG: gl.constexpr, LAYOUT: gl.constexpr, BITS: gl.constexpr,
+             EACH: gl.constexpr):  # fmt: skip
+    """Scales or zero points of one half of a block, as its codes take them."""
+    if BITS == 4 and EACH > 1:
+        found = half_numbers(stored, HALF, WG, 128 // EACH)
+    elif EACH > 1:
+        found = row_numbers(stored.slice(HALF, 1, dim=0), WG, LAYOUT)
+    else:
+        found = row_numbers(stored, WG, LAYOUT)
+    return found
 
 
 @gluon.jit
-def _first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, SCALED: gl.constexpr,
-                ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
-    """The first half of a block as operand A, and the input of the second half: words, scales, zero points."""
-    LAYOUT: gl.constexpr = words_layout() if BITS == 4 else _pairs()
-    raw = load_words(ws.index(2 * slot + WG)) if BITS == 4 else ws.index(2 * at + WG).load(LAYOUT)
+def _first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, EACH: gl.constexpr,
+                SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+    """The first half of a block as operand A, and the input of the second half: words, scales, zero points.
+
+    All that the slot holds is read here: it may be filled again when the block's first stage is released.
+    """
+    LAYOUT: gl.constexpr = words_layout() if BITS == 4 else pairs_layout()
+    raw = load_words(ws.index(2 * slot + WG), 128 // EACH) if BITS == 4 else ws.index(2 * at + WG).load(LAYOUT)
+    second = raw
+    if BITS == 4 and EACH > 1:
+        raw, second = in_halves(raw)
     s = raw
     z = raw
+    next_s = second
+    next_z = second
     if SCALED:
-        s = row_numbers(ss.index(slot), WG, LAYOUT).to(DT)
+        s = _numbers(ss.index(slot), 0, WG, LAYOUT, BITS, EACH).to(DT)
+        next_s = s
+        if EACH > 1:
+            next_s = _numbers(ss.index(slot), 1, WG, LAYOUT, BITS, EACH).to(DT)
     if ZERO:
-        z = _zero(row_numbers(zs.index(slot), WG, LAYOUT), DT, BITS, ZERO)
-    low = _from_words(raw, s, z, DT, False, SCALED, ZERO, DOT) if BITS == 4 else _from_pairs(raw, z, DT, ZERO, DOT)
-    return low, raw, s, z
+        z = zero_point(_numbers(zs.index(slot), 0, WG, LAYOUT, BITS, EACH), DT, BITS, ZERO)
+        next_z = z
+        if EACH > 1:
+            next_z = zero_point(_numbers(zs.index(slot), 1, WG, LAYOUT, BITS, EACH), DT, BITS, ZERO)
+    low = _operand(raw, s, z, DT, BITS, False, EACH, SCALED, ZERO, DOT)
+    return low, second, next_s, next_z
+
+
+@gluon.jit
+def _operand(raw, s, z, DT: gl.constexpr, BITS: gl.constexpr, HIGH: gl.constexpr, EACH: gl.constexpr,
+             SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+    """64 columns of the weight as operand A."""
+    if BITS == 8:
+        a = from_pairs(raw, s, z, DT, SCALED, ZERO, DOT)
+    elif EACH > 1:
+        a = from_halves(raw, s, z, DT, 128 // EACH, SCALED, ZERO, DOT)
+    else:
+        a = from_words(raw, s, z, DT, HIGH, SCALED, ZERO, DOT)
+    return a
 
 
 @gluon.jit
 def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty,
-            BITS: gl.constexpr, WG: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr,
-            ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+            BITS: gl.constexpr, WG: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, EACH: gl.constexpr,
+            SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
     """U blocks, the first half of the first in ``low``; returns that of the next one. left: blocks to come, those too.
 
     No product is under way from one call to the next: in a loop, ptxas would make them wait for each other.
@@ -302,11 +213,12 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
         # 3. Unpack the second half while the tensor cores work on the first. int4 words are in registers already; int8
         #    codes come with the stage, which has to be awaited first.
         if BITS == 4:
-            high = _from_words(raw, s, z, DT, True, SCALED, ZERO, DOT)
+            high = _operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT)
             mbarrier.wait(full.index(at), turn)
         else:
             mbarrier.wait(full.index(at), turn)
-            high = _from_pairs(ws.index(2 * at + WG).load(_pairs()), z, DT, ZERO, DOT)
+            raw = ws.index(2 * at + WG).load(pairs_layout())
+            high = _operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT)
         acc = warpgroup_mma(high, xs.index(at).permute((1, 0)), acc, is_async=True)
         # 4. The first half has ended: release its stage, so that the copying warp is not held up by the second half.
         acc, low = warpgroup_mma_wait(1, deps=[acc, low])
@@ -317,7 +229,7 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
         # 5. Unpack the first half of the next block while the second half of this one is multiplied. Behind the
         #    program's last block there is nothing to wait for; what is read there is never used.
         mbarrier.wait(full.index(at), turn, pred=left > u + 1)
-        low, raw, s, z = _first_half(at, slot, ws, ss, zs, DT, BITS, WG, SCALED, ZERO, DOT)
+        low, raw, s, z = _first_half(at, slot, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT)
     # 6. Drain: the last block's second half, and its stage.
     acc, high = warpgroup_mma_wait(0, deps=[acc, high])
     mbarrier.arrive(empty.index(done), count=1)
@@ -348,42 +260,10 @@ def _leave(acc, y, scale, bias, ys, m0, n0, N, SCALED: gl.constexpr, BIAS: gl.co
 
 
 @gluon.jit
-def _summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG: gl.constexpr):
-    """A part of a group's sums of a tile is left for the others; the last one to come adds up all, and says so."""
-    BM: gl.constexpr = acc.shape[1]
-    i = WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
-    j = gl.arange(0, BM, gl.SliceLayout(0, acc.type.layout))
-    SIZE: gl.constexpr = 2 * ROWS * BM
-    complete = end - begin == KB
-    if not complete:
-        # 1. Tiles behind the whole waves are numbered from 0; programs left..right have steps of this one.
-        part = tile - waves * programs
-        left = part * KB // share
-        right = (part * KB + KB - 1) // share
-        # 2. Leave the part. Along the line of steps the part or the program grows at each boundary, so part + program
-        #    is a slot of its own.
-        put(value_at(parts, part + program, i, j, 2 * ROWS, BM), acc, True)
-        # 3. Count. All threads of the group have stored before one of them counts; acq_rel makes the stores visible to
-        #    the group that counts last. Each group has its own counter: groups never wait for each other.
-        gl.thread_barrier()
-        count = counts + 2 * part + WG
-        complete = gl.atomic_add(count, 1, sem="acq_rel") == right - left
-        if complete:
-            # 4. The last one sums the slots in their order, this group's own part included: the result does not depend
-            #    on who came last.
-            acc = zeros_like(acc, True)
-            for p in range(left, right + 1, 4):
-                acc = add_at(acc, value_at(parts, part + p, i, j, 2 * ROWS, BM), right - p, SIZE, True)
-            # 5. Ready for the next launch.
-            gl.store(count, 0)
-    return acc, complete
-
-
-@gluon.jit
 def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
              BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-             GROUP: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr,
-             U: gl.constexpr, SPREAD: gl.constexpr):  # fmt: skip
+             GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr,
+             PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr):  # fmt: skip
     """Group WG of two: 64 rows of each tile."""
     DT: gl.constexpr = xs.dtype
     BN: gl.constexpr = 2 * ROWS
@@ -402,7 +282,7 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
     slot = 0
     # 1. Prologue: unpack the first half of the first block, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
-    low, raw, s, z = _first_half(0, 0, ws, ss, zs, DT, BITS, WG, SCALED, ZERO, DOT)
+    low, raw, s, z = _first_half(0, 0, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT)
     while step < steps:
         tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
         step += end - begin
@@ -413,18 +293,18 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
         for _ in range((end - begin) // U):
             acc, low, raw, s, z, at, turn, slot = _blocks(
                 U, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
-                SCALED, ZERO, DOT)  # fmt: skip
+                EACH, SCALED, ZERO, DOT)  # fmt: skip
             left -= U
         if U > 1:
             for _ in range((end - begin) % U):
                 acc, low, raw, s, z, at, turn, slot = _blocks(
                     1, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
-                    SCALED, ZERO, DOT)  # fmt: skip
+                    EACH, SCALED, ZERO, DOT)  # fmt: skip
                 left -= 1
         # 3. Epilogue, while the copying warp fills stages for the next tile: add up a shared tile, scale, round, store.
         complete = True
         if SPREAD:
-            acc, complete = _summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
+            acc, complete = summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
         if complete:
             _leave(acc, y, scale, bias, ys, tile_m * BM, tile_n * BN + WG * ROWS, N, SCALED, BIAS, PIECES)
     # 4. Shared memory must outlive the last store, which reads it.
@@ -434,15 +314,17 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
 @gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "waves", "share"])
 def gemm_hopper(
     x, w, scale, zero, bias, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
-    BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr,
+    ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
 
     x, w, y: descriptors, of x with blocks (BM, 64), of int4 words ``(N / 16, KB * 256)`` with blocks (4, 256), of pairs
     of int8 with blocks (64, 32), of y with blocks (BM / PIECES, 64). KB: blocks of 128 columns; PER of them share a row
-    of scales and zero points. SCALED: these are multiplied with the weight and scale is a descriptor with blocks
-    (1, 128); else there is one scale per row, for the sum over K. zero: likewise a descriptor, if there is one.
+    of scales and zero points, or each has EACH rows, 2 or 4 (groups of 64 or 32), if EACH is not 1. SCALED: these are
+    multiplied with the weight and scale is a descriptor with blocks (EACH, 128); else there is one scale per row, for
+    the sum over K. zero: likewise a descriptor, if there is one.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the weight in the second-level cache.
@@ -459,9 +341,9 @@ def gemm_hopper(
     ss = ws
     zs = ws
     if SCALED:
-        ss = gl.allocate_shared_memory(scale.dtype, [SLOTS, 1, 2 * ROWS], scale.layout)
+        ss = gl.allocate_shared_memory(scale.dtype, [SLOTS, EACH, 2 * ROWS], scale.layout)
     if ZERO:
-        zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, 1, 2 * ROWS], zero.layout)
+        zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, EACH, 2 * ROWS], zero.layout)
     # A result buffer for each group: neither waits until the other's store has read its buffer.
     y0 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
     y1 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
@@ -473,9 +355,9 @@ def gemm_hopper(
     #    warp keeps 24 registers per thread and leaves 240 to each thread of the second consumer.
     gl.warp_specialize([
         (_consume, (y, scale, bias, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 0,
-                    BM, STAGES, SLOTS, GROUP, SCALED, ZERO, BIAS, PIECES, U, SPREAD)),
+                    BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD)),
         (_consume, (y, scale, bias, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 1,
-                    BM, STAGES, SLOTS, GROUP, SCALED, ZERO, BIAS, PIECES, U, SPREAD)),
+                    BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD)),
         (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
-                    SLOTS, GROUP, SCALED, ZERO, PDL)),
+                    SLOTS, GROUP, EACH, SCALED, ZERO, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -12,6 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from .parts import add_at, put, value_at, zeros_like
+
 WIDEST: gl.constexpr = gl.constexpr(128)
 """The most columns of an int8 ``wgmma`` that Triton issues and that a register layout can have."""
 
@@ -70,3 +72,39 @@ def leave(c, tiles, at, buffers, PIECE: gl.constexpr, PIECES: gl.constexpr):
     # TMA reads shared memory through the async proxy; the fence orders the stores above before it.
     fence_async_shared()
     tma.async_copy_shared_to_global(tiles, at, buffer)
+
+
+@gluon.jit
+def summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG: gl.constexpr):
+    """Leave a warpgroup's part of a tile's sums for other programs; the last one to come adds up all parts.
+
+    Of two warpgroups, acc has half of a tile's rows. Returns the sum, and whether it is complete. See `parts`.
+    """
+    HALF: gl.constexpr = acc.shape[0]
+    BM: gl.constexpr = acc.shape[1]
+    i = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(1, acc.type.layout))
+    j = gl.arange(0, BM, gl.SliceLayout(0, acc.type.layout))
+    SIZE: gl.constexpr = 2 * HALF * BM
+    complete = end - begin == KB
+    if not complete:
+        # 1. Tiles behind the whole waves are numbered from 0; programs left..right have steps of this one.
+        part = tile - waves * programs
+        left = part * KB // share
+        right = (part * KB + KB - 1) // share
+        # 2. Leave the part. Along the line of steps the part or the program grows at each boundary, so part + program
+        #    is a slot of its own.
+        put(value_at(parts, part + program, i, j, 2 * HALF, BM), acc, True)
+        # 3. Count. All threads of the group have stored before one of them counts; acq_rel makes the stores visible to
+        #    the group that counts last. Each group has its own counter: groups never wait for each other.
+        gl.thread_barrier()
+        count = counts + 2 * part + WG
+        complete = gl.atomic_add(count, 1, sem="acq_rel") == right - left
+        if complete:
+            # 4. The last one sums the slots in their order, this group's own part included: the result does not depend
+            #    on who came last.
+            acc = zeros_like(acc, True)
+            for p in range(left, right + 1, 4):
+                acc = add_at(acc, value_at(parts, part + p, i, j, 2 * HALF, BM), right - p, SIZE, True)
+            # 5. Ready for the next launch.
+            gl.store(count, 0)
+    return acc, complete

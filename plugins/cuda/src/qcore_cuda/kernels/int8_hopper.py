@@ -66,9 +66,9 @@ def _fetch(
 
 @gluon.jit
 def _multiply(
-    rings, x_scale, scale, bias, y, y_tiles, buffers, out_scale, out_zero, M, N, blocks,
+    rings, x_scale, x_zero, scale, sums, bias, y, y_tiles, buffers, out_scale, out_zero, M, N, blocks,
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    HAS_BIAS: gl.constexpr, OUT: gl.constexpr, PDL: gl.constexpr,
+    MOVED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Multiply and store one half (0 or 1) of the rows of each tile: BM / 2 tokens by BN columns."""
     xs, ws, full, empty = rings
@@ -90,6 +90,9 @@ def _multiply(
         # 1. Operands of the epilogue are loaded before the product, not when every warp waits for them.
         rm = m0 + gl.arange(0, H, gl.SliceLayout(1, piece))
         sx = gl.load(x_scale + rm, mask=rm < M, other=0.0)[:, None]
+        zx = sx
+        if MOVED:
+            zx = gl.load(x_zero + rm, mask=rm < M, other=0.0).to(gl.int32)[:, None]
         column = n0 + gl.arange(0, Q, gl.SliceLayout(0, piece))
         scales = ()
         for p in gl.static_range(PIECES):
@@ -113,12 +116,14 @@ def _multiply(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(before), count=1)
         pieces = cut(acc, PIECES)
-        # 4. Epilogue by pieces: scaled in float32, rounded once, stored while the next piece is scaled. The copying
-        #    warp fills stages for the next tile meanwhile.
+        # 4. Epilogue by pieces: less zero points of x, exact in int32, as all of K is; scaled in float32, rounded
+        #    once, stored while the next piece is scaled. The copying warp fills stages for the next tile meanwhile.
         for p in gl.static_range(PIECES):
-            v = gl.convert_layout(pieces[p], piece, assert_trivial=True).to(gl.float32)
-            v = v * scales[p].to(gl.float32)[None, :] * sx
             rn = column + p * Q
+            v = gl.convert_layout(pieces[p], piece, assert_trivial=True)
+            if MOVED:
+                v -= zx * gl.load(sums + rn, mask=rn < N, other=0)[None, :]
+            v = v.to(gl.float32) * scales[p].to(gl.float32)[None, :] * sx
             c = ended(v, rm[:, None], rn[None, :], M, N, bias, y, y, out_scale, out_zero, y, HAS_BIAS, OUT)
             leave(c, y_tiles, [m0, n0 + p * Q], buffers, p, PIECES)
     # 5. Shared memory must outlive the last stores, which read it.
@@ -127,14 +132,15 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["out_scale", "out_zero", "M", "N", "blocks"])
 def specialized(
-    x, x_scale, w, scale, bias, y, y_tiles, out_scale, out_zero, M, N, blocks,
+    x, x_scale, x_zero, w, scale, sums, bias, y, y_tiles, out_scale, out_zero, M, N, blocks,
     P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    HAS_BIAS: gl.constexpr, OUT: gl.constexpr, PDL: gl.constexpr,
+    MOVED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y ``(M, N)`` by tiles of BM x BN, ``blocks`` steps of P along K.
 
     x, w, y_tiles: descriptors of codes and result, blocks ``(BM, P)``, ``(BN, P)`` and ``(BM / 2, 64)`` (or BN, if
-    less). Other arguments as for `int8_gemm.tiles`, numbers alone for OUT. N is a multiple of 16.
+    less). MOVED: x has zero points. Other arguments as for `int8_gemm.tiles`, numbers alone for OUT. N is a multiple
+    of 16.
     """  # noqa: D403 - y is a name
     N = N // 16 * 16  # tells the compiler
     # 1. Shared memory: a ring of x and w; for each multiplying group two buffers of results.
@@ -149,10 +155,10 @@ def specialized(
     #    their constants would become runtime values.
     gl.warp_specialize(
         [
-            (_multiply, (rings, x_scale, scale, bias, y, y_tiles, y0, out_scale, out_zero, M, N, blocks,
-                         0, BM, BN, STAGES, GROUP_M, HAS_BIAS, OUT, PDL)),
-            (_multiply, (rings, x_scale, scale, bias, y, y_tiles, y1, out_scale, out_zero, M, N, blocks,
-                         1, BM, BN, STAGES, GROUP_M, HAS_BIAS, OUT, PDL)),
+            (_multiply, (rings, x_scale, x_zero, scale, sums, bias, y, y_tiles, y0, out_scale, out_zero, M, N, blocks,
+                         0, BM, BN, STAGES, GROUP_M, MOVED, HAS_BIAS, OUT, PDL)),
+            (_multiply, (rings, x_scale, x_zero, scale, sums, bias, y, y_tiles, y1, out_scale, out_zero, M, N, blocks,
+                         1, BM, BN, STAGES, GROUP_M, MOVED, HAS_BIAS, OUT, PDL)),
             (_fetch, (x, w, rings, M, N, blocks, P, BM, BN, STAGES, GROUP_M, PDL)),
         ],
         [4, 1],

@@ -31,8 +31,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qcore_triton.kernels.int8_common import ended, tile_order
 from qcore_triton.kernels.rounding import begin
 
-from .gemm_hopper import ROWS, load_words, row_numbers, words_layout
 from .hopper import advance, ring
+from .operands_hopper import ROWS, load_words, row_numbers, words_layout
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -78,7 +78,7 @@ def _held(codes):
 def _prepare(at, ws, ss, zs, ms, WG: gl.constexpr, EACH: gl.constexpr, ZERO: gl.constexpr, MOVED: gl.constexpr,
              ACC: gl.constexpr):  # fmt: skip
     """A stage's words, and of its rows zero points, scales and sums of codes."""
-    words = load_words(ws.index(2 * at + WG))
+    words = load_words(ws.index(2 * at + WG), 128)
     zero = words
     if ZERO:
         # In all four bytes of a word, and moved as the codes are.
@@ -218,6 +218,25 @@ def _blocks(U: gl.constexpr, left, acc, moved, words, zero, s, total, at, turn, 
 
 
 @gluon.jit
+def leave_tokens(v, moved, x_scale, x_zero, m0, n0, M, N, bias, y, out_scale, out_zero, tiles_of_y, ys,
+                 MOVED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
+    """Sums (64, BM) less zero points of x times ``moved``, scaled by token, on their way to y as `ended`."""
+    LAYOUT: gl.constexpr = v.type.layout
+    n = n0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    m = m0 + gl.arange(0, v.shape[1], gl.SliceLayout(0, LAYOUT))
+    if MOVED:
+        v -= moved[:, None] * gl.load(x_zero + m, mask=m < M, other=0.0)[None, :]
+    v *= gl.load(x_scale + m, mask=m < M, other=0.0)[None, :]
+    c = ended(v, m[None, :], n[:, None], M, N, bias, y, y, out_scale, out_zero, y, HAS_BIAS, OUT)
+    # One buffer per group: the previous tile's copy must have read it. y is (tokens, N), so the tile is stored
+    # transposed.
+    tma.store_wait(0)
+    ys.permute((1, 0)).store(c)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tiles_of_y, [m0, n0], ys)
+
+
+@gluon.jit
 def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, out_zero, xs, ws, ss, zs, ms, full,
              empty, N, M, KB, PER, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
              EACH: gl.constexpr, ZERO: gl.constexpr, MOVED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr,
@@ -257,29 +276,20 @@ def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, o
                     WG, STAGES, EACH, ZERO, MOVED, ACC, DOT)  # fmt: skip
                 left -= 1
         n0 = tile_n * BN + WG * ROWS
-        n = n0 + gl.arange(0, ROWS, ROW)
-        m = tile_m * BM + gl.arange(0, BM, gl.SliceLayout(0, ACC))
         # 3. Epilogue, in float32: codes were multiplied by 16 unless a zero point was subtracted; then the weight's
         #    scale, the zero points of x, and the scale of x. The copying warp fills stages for the next tile meanwhile.
         v = acc.to(gl.float32)
         if not ZERO:
             v *= 0.0625
         if not EACH:
+            n = n0 + gl.arange(0, ROWS, ROW)
             by_row = gl.load(scale + n, mask=n < N, other=0.0).to(gl.float32)
             v *= by_row[:, None]
             if MOVED:
                 moved = gl.load(sums + n, mask=n < N, other=0).to(gl.float32) * by_row
-        if MOVED:
-            v -= moved[:, None] * gl.load(x_zero + m, mask=m < M, other=0.0)[None, :]
-        v *= gl.load(x_scale + m, mask=m < M, other=0.0)[None, :]
-        c = ended(v, m[None, :], n[:, None], M, N, bias, y, y, out_scale, out_zero, y, HAS_BIAS, OUT)
-        # 4. One buffer per group: the previous tile's copy must have read it. y is (tokens, N), so the tile is stored
-        #    transposed.
-        tma.store_wait(0)
-        ys.permute((1, 0)).store(c)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(tiles_of_y, [tile_m * BM, n0], ys)
-    # 5. Shared memory must outlive the last store, which reads it.
+        leave_tokens(v, moved, x_scale, x_zero, tile_m * BM, n0, M, N, bias, y, out_scale, out_zero, tiles_of_y, ys,
+                     MOVED, HAS_BIAS, OUT)  # fmt: skip
+    # 4. Shared memory must outlive the last store, which reads it.
     tma.store_wait(0)
 
 

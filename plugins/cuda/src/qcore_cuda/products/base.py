@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from qcore_triton.codes import Codes
 from qcore_triton.weights import Weight
 
+from ..costs import Work
 from ..problem import GemmProblem
 from ..runtime.device import Device
 
@@ -25,8 +27,6 @@ class Product(ABC, Generic[C]):
     """Its name in records of measurements."""
     config: ClassVar[type[Any]]
     """The class of its configurations."""
-    leads: ClassVar[bool] = False
-    """Whether its rule precedes the shipped table, part of which was measured without it."""
 
     @abstractmethod
     def serves(self, device: Device, problem: GemmProblem) -> bool:
@@ -39,6 +39,10 @@ class Product(ABC, Generic[C]):
     @abstractmethod
     def candidates(self, device: Device, problem: GemmProblem) -> Iterable[C]:
         """Configurations that ``qcore tune`` measures for a supported problem, if this may be the fastest kernel."""
+
+    @abstractmethod
+    def work(self, device: Device, problem: GemmProblem, config: C) -> Work:
+        """The work of a launch, for `Cost.microseconds`."""
 
     def adapted(self, problem: GemmProblem, config: C) -> Choice | None:
         """The choice for a configuration, which may have been measured for another size; None if it cannot run."""
@@ -74,6 +78,8 @@ class Int8Product(Product[C]):
 
     wants_totals: ClassVar[bool] = True
     """Whether quantizing has to sum the codes of each row, if the weight has a zero point per channel."""
+    codes: ClassVar[torch.dtype] = torch.int8
+    """The dtype that holds the codes of x which it takes."""
 
     def order(self, weight: Weight) -> int:
         """The order of columns in which it takes codes of x, see `Codes.order`."""

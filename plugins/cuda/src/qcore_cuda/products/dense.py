@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from qcore_triton import host
 from qcore_triton.weights import Weight
 
+from ..costs import Work
 from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch
@@ -45,6 +46,10 @@ class Dense(FloatProduct[Whole]):
         del device
         if problem.rows >= 64:
             yield Whole()
+
+    def work(self, device: Device, problem: GemmProblem, config: Whole) -> Work:
+        del problem, config
+        return Work(device.sms, 1)
 
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Whole

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qcore_triton.weights import Weight
 
+from ..costs import Work
 from ..kernels import float32_split
 from ..problem import TERMS, GemmProblem
 from ..runtime.device import Device
@@ -70,6 +71,9 @@ class SplitRows(FloatProduct[Any]):
     def adapted(self, problem: GemmProblem, config: Any) -> Choice | None:
         return None if self._inner.adapted(_of_terms(problem), config) is None else Choice(self, config)
 
+    def work(self, device: Device, problem: GemmProblem, config: Any) -> Work:
+        return self._inner.work(device, _of_terms(problem), config)
+
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Any
     ) -> Tensor:
@@ -115,6 +119,10 @@ class SplitTiles(FloatProduct[Tile]):
             return  # kernels for few rows are faster
         for tile in _HOPPER if device.arch == 90 else _ELSEWHERE:
             yield from (tile._replace(split=split) for split in (1, 2, 4, 8))
+
+    def work(self, device: Device, problem: GemmProblem, config: Tile) -> Work:
+        del device
+        return Work(_count(config, problem) * config.split, problem.k / (128 * config.split))
 
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tile

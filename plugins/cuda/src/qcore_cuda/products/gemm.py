@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qcore_triton.weights import FLOAT_ZERO, Weight
 
+from ..costs import Work
 from ..kernels.gemm import arrange_columns, gemm
 from ..problem import GemmProblem
 from ..runtime.counters import counters
@@ -83,6 +84,11 @@ class Gemm(FloatProduct[Tile]):
         for tile in _TILES if m > 16 else ():
             if tile.bm <= max(32, m) and tile.bm * 4 >= min(m, 1024):
                 yield from _ways(device, problem, tile)
+
+    def work(self, device: Device, problem: GemmProblem, config: Tile) -> Work:
+        del device
+        tiles = -(-problem.n // config.bn) * -(-problem.rows // config.bm)
+        return Work(tiles * config.split, problem.k / (128 * config.split))
 
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tile

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qcore_triton.weights import FLOAT_ZERO, Weight
 
+from ..costs import Work
 from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.counters import counters
@@ -17,18 +18,51 @@ from ..runtime.device import Device
 from ..runtime.hopper import descriptor, int4_words
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty, tracked
-from ..schedule import TILE_TIMES, shares
+from ..schedule import SPLITS, TILE_TIMES, best_split, tail_spread
 from .aligned import aligned
 from .base import FloatProduct
 
-_STAGES = {(4, 256): 5, (4, 128): 8, (4, 64): 8, (8, 256): 4, (8, 128): 8, (8, 64): 8}
+_STAGES = {
+    (4, 256): 5, (4, 128): 8, (4, 64): 14, (4, 32): 20, (8, 256): 4, (8, 128): 8, (8, 64): 12, (8, 32): 16,
+}  # fmt: skip
 """Stages that fit shared memory, by bits and tokens of a tile."""
 
 
 class Tokens(NamedTuple):
-    """**Fields:** ``bm``: tokens of a tile, 256, 128 or 64; it has 128 rows of the weight."""
+    """**Fields:** ``bm``: tokens of a tile, 256, 128, 64 or 32; it has 128 rows of the weight. ``split``: `SPLITS`."""
 
     bm: int
+    split: int = 1
+
+
+def tile_choices(problem: GemmProblem, sizes: Iterable[int], columns: int, sms: int) -> Iterator[Tokens]:
+    """Tiles for which programs have enough to do, with the ways to compute the last wave that differ."""
+    for bm in sizes:
+        if problem.rows * 2 >= bm and problem.rows <= 16 * bm:
+            tiles, blocks = tiles_of(problem.n, problem.rows, bm), -(-problem.k // columns)
+            spreads = {tail_spread(tiles, blocks, split, sms): split for split in reversed(SPLITS)}
+            yield from (Tokens(bm, split) for split in sorted(spreads.values()))
+
+
+def best_tile(problem: GemmProblem, sizes: Iterable[int], columns: int, sms: int) -> Tokens:
+    """The tile for which programs have the least to do, by analysis."""
+    blocks = -(-problem.k // columns)
+    found = ((best_split(tiles_of(problem.n, problem.rows, bm), blocks, bm, sms, columns), bm) for bm in sizes)
+    (_, split), bm = min(found)
+    return Tokens(bm, split)
+
+
+def tail_work(device: Device, problem: GemmProblem, config: Tokens, columns: int) -> Work:
+    """The work of a launch with `tail_spread`; a step is a block of ``columns``."""
+    blocks = -(-problem.k // columns)
+    waves, share, _ = tail_spread(tiles_of(problem.n, problem.rows, config.bm), blocks, config.split, device.sms)
+    rounds = waves + (share > 0)
+    return Work(rounds * device.sms, (waves * blocks + share) / rounds)
+
+
+def tiles_of(n: int, m: int, bm: int) -> int:
+    """The number of tiles of 128 rows of the weight and ``bm`` tokens."""
+    return -(-n // 128) * -(-m // bm)
 
 
 class GemmHopper(FloatProduct[Tokens]):
@@ -41,56 +75,59 @@ class GemmHopper(FloatProduct[Tokens]):
         """Sizes fit descriptors; scales are applied to the weight and rounded with it, or to the sum over all of K."""
         if not problem.narrow or not hopper.fits(device, problem.n, 128):
             return False
-        if problem.bits == 4:
-            return problem.block == 128 and (problem.whole or not problem.exact)
-        return problem.whole
+        return problem.whole or (not problem.exact and _parameter_rows(problem) > 0)
 
     def rule(self, device: Device, problem: GemmProblem) -> Tokens | None:
         """The tile for which programs have the least to do."""
-        if problem.rows < 256:
-            return None
-
-        def time(bm: int) -> float:
-            tiles = -(-problem.n // 128) * -(-problem.rows // bm)
-            return shares(tiles, -(-problem.k // 128), bm, device.sms)[0]
-
-        return Tokens(min(TILE_TIMES, key=time))
+        return best_tile(problem, TILE_TIMES, 128, device.sms) if problem.rows > 16 else None
 
     def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Tokens]:
-        del device
-        if problem.rows >= 64:
-            yield from (Tokens(bm) for bm in TILE_TIMES if bm <= problem.rows)
+        if problem.rows > 16:
+            yield from tile_choices(problem, TILE_TIMES, 128, device.sms)
+
+    def work(self, device: Device, problem: GemmProblem, config: Tokens) -> Work:
+        return tail_work(device, problem, config, 128)
 
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tokens
     ) -> Tensor:
         """Tiles have ``config.bm`` tokens, or fewer if fewer hold them all."""
-        from ..kernels.gemm_hopper import ROWS, gemm_hopper
+        from ..kernels.gemm_hopper import gemm_hopper
+        from ..kernels.operands_hopper import ROWS
 
         x, (data, scale, zero, *_) = aligned(x, weight, problem), weight
         (m, columns), n, bits, rows = x.shape, problem.n, problem.bits, ROWS.value
-        bm = next(size for size in (64, 128, config.bm) if size >= min(m, config.bm))
+        bm = next(size for size in (32, 64, 128, config.bm) if size >= min(m, config.bm))
         blocks = -(-columns // 128)
-        scaled = not problem.one_group or problem.zero == FLOAT_ZERO
+        scaled, each = not problem.one_group or problem.zero == FLOAT_ZERO, _parameter_rows(problem)
         pieces = 2 if bm > 128 else 1  # whole tiles of results would take the place of a stage
         y = empty((m, n), x.dtype, x.device)
         w = int4_words(data) if bits == 4 else descriptor(data.view(torch.int16), (rows, 32))
-        tiles = -(-n // (2 * rows)) * -(-m // bm)
-        waves, share, programs = shares(tiles, blocks, bm, device.sms)[1]
+        tiles = tiles_of(n, m, bm)
+        waves, share, programs = tail_spread(tiles, blocks, config.split, device.sms)
         left = tiles - waves * programs if share else 0
         parts = empty(((programs + left) * 2 * rows * bm,), torch.float32, x.device) if left else y
         launch(
             gemm_hopper, (programs,), descriptor(x, (bm, 64)), w,
-            descriptor(scale, (1, 2 * rows), swizzled=False) if scaled else scale,
-            scale if zero is None else descriptor(zero, (1, 2 * rows), swizzled=False),
+            descriptor(scale, (each, 2 * rows), swizzled=False) if scaled else scale,
+            scale if zero is None else descriptor(zero, (each, 2 * rows), swizzled=False),
             scale if bias is None else bias, descriptor(y, (bm // pieces, rows)), parts,
             tracked(counters, 2 * left, x.device) if left else y,
-            m, n, blocks, blocks if problem.one_group else weight.group // 128, waves, share,
-            BITS=bits, BM=bm, STAGES=_STAGES[bits, bm], GROUP=2048 // bm, SCALED=scaled,
-            ZERO=problem.zero, BIAS=bias is not None, PIECES=pieces, U=1 if bm > 128 else 2, SPREAD=left > 0,
-            **options(device, 4),
+            m, n, blocks, blocks if problem.one_group else max(1, weight.group // 128), waves, share,
+            BITS=bits, BM=bm, STAGES=_STAGES[bits, bm], GROUP=2048 // bm, EACH=each, SCALED=scaled,
+            ZERO=problem.zero, BIAS=bias is not None, PIECES=pieces, U=1 if bm > 128 and bits == 4 else 2,
+            SPREAD=left > 0, **options(device, 4),
         )  # fmt: skip
         return y
+
+
+def _parameter_rows(problem: GemmProblem) -> int:
+    """Rows of scales that 128 columns have, of which the kernel takes 1, 2 or 4; 0 if it can't take them."""
+    if problem.one_group or problem.group % 128 == 0:
+        return 1
+    if problem.bits == 8:
+        return 2 if problem.group == 64 else 0
+    return 128 // problem.block if problem.group == problem.block else 0
 
 
 GEMM_HOPPER = GemmHopper()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qcore_triton.weights import Weight
 
+from ..costs import Work
 from ..kernels.gemv import gemv
 from ..problem import GemmProblem
 from ..runtime.device import Device
@@ -54,6 +55,10 @@ class Gemv(FloatProduct[WarpShape]):
     def candidates(self, device: Device, problem: GemmProblem) -> Iterator[WarpShape]:
         del device
         return skinny_gemm.candidates(_SHAPES, problem)
+
+    def work(self, device: Device, problem: GemmProblem, config: WarpShape) -> Work:
+        del device
+        return skinny_gemm.work(problem, config)
 
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: WarpShape

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from qcore_triton import host
-from qcore_triton.codes import SYMMETRIC, TENSOR, Codes
+from qcore_triton.codes import TENSOR, Codes
 
+from ..costs import Work
 from ..kernels.int8_gemv import int8_gemv
 from ..kernels.smem_pipeline import STATIC
 from ..problem import GemmProblem
@@ -61,6 +62,10 @@ class Int8Gemv(Int8Product[WarpShape]):
             return False
         return _capacity(problem.k) <= (device.shared if supports_dynamic_shared() else STATIC) // 2
 
+    def work(self, device: Device, problem: GemmProblem, config: WarpShape) -> Work:
+        del device
+        return skinny_gemm.work(problem, config)
+
     def launch(
         self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: WarpShape
     ) -> Tensor:
@@ -72,7 +77,7 @@ class Int8Gemv(Int8Product[WarpShape]):
     ) -> Tensor:
         kind, scale, zero = mode
         of_x = (x, None, None, scale, zero) if kind == TENSOR else (x, scale, zero, 0.0, 0.0)
-        return _launch(kind, of_x, kind != SYMMETRIC, operands, device, problem, config)
+        return _launch(kind, of_x, mode.has_zero, operands, device, problem, config)
 
 
 def _launch(

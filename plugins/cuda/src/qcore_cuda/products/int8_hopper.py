@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qcore_triton.codes import Codes
 
+from ..costs import Work
 from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.device import Device
@@ -34,11 +35,10 @@ class Int8Hopper(Int8Product[Columns]):
 
     name: ClassVar[str] = "int8_hopper"
     config = Columns
-    leads: ClassVar[bool] = True
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
-        """No groups, no zero points, results of one or two bytes, not scaled by tokens."""
-        plain = problem.bits == 8 and not (problem.grouped or problem.zero or problem.x_zero or problem.out_by_token)
+        """No groups, no zero points of the weight, results of one or two bytes, not scaled by tokens."""
+        plain = problem.bits == 8 and not (problem.grouped or problem.zero or problem.out_by_token)
         return (
             plain and problem.rows > 64 and problem.out_dtype.itemsize <= 2
             and hopper.fits(device, problem.n, problem.step)
@@ -58,6 +58,10 @@ class Int8Hopper(Int8Product[Columns]):
         for bn in _WAVES:
             yield from (Columns(bn, band) for band in (8, 16))
 
+    def work(self, device: Device, problem: GemmProblem, config: Columns) -> Work:
+        del device
+        return Work(-(-problem.n // config.bn) * -(-problem.rows // _ROWS), problem.k / 128)
+
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Columns) -> Tensor:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -74,9 +78,9 @@ class Int8Hopper(Int8Product[Columns]):
         stages = (hopper.ROOM - 2 * _ROWS * piece * bits // 8) // ((_ROWS + bn) * p)
         launch(
             specialized, (min(-(-n // bn) * -(-m // _ROWS), device.sms),),
-            x, codes.scale, w, args.of_w[0], args.end.args[0], args.y, y, *args.end.numbers, m, n, args.blocks,
-            P=p, BM=_ROWS, BN=bn, STAGES=min(8, stages), GROUP_M=config.group_m,
-            HAS_BIAS=args.form["HAS_BIAS"], OUT=args.form["OUT"], **options(device, 4),
+            x, *args.of_x, w, args.of_w[0], args.of_w[2], args.end.args[0], args.y, y, *args.end.numbers, m, n,
+            args.blocks, P=p, BM=_ROWS, BN=bn, STAGES=min(8, stages), GROUP_M=config.group_m,
+            MOVED=problem.x_zero, HAS_BIAS=args.form["HAS_BIAS"], OUT=args.form["OUT"], **options(device, 4),
         )  # fmt: skip
         return args.y
 

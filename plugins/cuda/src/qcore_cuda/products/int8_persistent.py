@@ -10,6 +10,7 @@ from torch import Tensor
 from qcore_triton.codes import Codes
 from qcore_triton.weights import INT_ZERO, NO_ZERO
 
+from ..costs import Work
 from ..kernels.int8_persistent import persistent
 from ..problem import GemmProblem
 from ..runtime.device import Device
@@ -81,6 +82,10 @@ class Int8Persistent(Int8Product[Band]):
         for bm, bn, warps, stages, pieces, per_sm, band in _BANDS if problem.rows >= 128 else ():
             if bm <= 2 * problem.rows:
                 yield Band(bm, bn, warps, stages, band, pieces, tma_store=True, per_sm=per_sm)
+
+    def work(self, device: Device, problem: GemmProblem, config: Band) -> Work:
+        del device
+        return Work(-(-problem.n // config.bn) * -(-problem.rows // config.bm), problem.k / 128)
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Band) -> Tensor:
         from triton.tools.tensor_descriptor import TensorDescriptor

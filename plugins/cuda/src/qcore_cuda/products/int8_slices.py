@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qcore_triton.codes import Codes
 
+from ..costs import Work
 from ..kernels.int8_slices import slices
 from ..problem import GemmProblem
 from ..runtime.device import Device
@@ -56,6 +57,10 @@ class Int8Slices(Int8Product[Slice]):
             return
         for bn, warps in ((16, 4), (16, 8), (32, 4), (32, 8)):
             yield from (Slice(max(8, min(32, m)), bn, warps, stages) for stages in (2, 3, 4, 6))
+
+    def work(self, device: Device, problem: GemmProblem, config: Slice) -> Work:
+        del device
+        return Work(-(-problem.n // config.bn) * -(-problem.rows // config.bm), problem.k / 128)
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Slice) -> Tensor:
         (m, wide), data, args = codes.q.shape, operands.weight.data, arguments_of(codes, operands, problem)

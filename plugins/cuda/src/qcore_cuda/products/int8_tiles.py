@@ -12,6 +12,7 @@ from qcore_triton.codes import Codes
 from qcore_triton.kernels.int8_gemm import tiles, unpack
 from qcore_triton.weights import INT_ZERO, Weight
 
+from ..costs import Work
 from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
@@ -61,6 +62,10 @@ class Int8Tiles(Int8Product[Tile]):
         if m >= 128:
             shapes = ((128, 128, 8, 3), (128, 256, 8, 3), (64, 128, 4, 4))
             yield from (Tile(*shape, swap=problem.bits == 4) for shape in shapes)
+
+    def work(self, device: Device, problem: GemmProblem, config: Tile) -> Work:
+        del device
+        return Work(-(-problem.n // config.bn) * -(-problem.rows // config.bm), problem.k / 128)
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tile) -> Tensor:
         if config.unpack and operands.weight.bits == 4:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from qcore_triton import host
@@ -29,12 +30,12 @@ def quantize_rows(x: Tensor, *, symmetric: bool, total: bool = False, order: int
     return codes_of(x, mode_of(x, symmetric, None), total, order, device_of(x.device))
 
 
-def codes_of(x: Tensor, mode: Mode, total: bool, order: int, device: Device) -> Codes:
-    """`quantize_rows` as ``mode`` says; an int8 x is taken as codes."""
+def codes_of(x: Tensor, mode: Mode, total: bool, order: int, device: Device, dtype: torch.dtype = torch.int8) -> Codes:
+    """`quantize_rows` as ``mode`` says, codes held in ``dtype``; an int8 x is taken as codes."""
     m, k = x.shape
     block = min(_IN_REGISTERS, max(512, power_of_two(columns_of_codes(k))))
     meta = options(device, max(1, min(16, block // 512 if m <= 256 else block // 1024)))
-    return host.quantize_rows(launch, empty, x, mode, total=total, order=order, block=block, **meta)
+    return host.quantize_rows(launch, empty, x, mode, total=total, order=order, block=block, dtype=dtype, **meta)
 
 
 class Int8Arguments(NamedTuple):

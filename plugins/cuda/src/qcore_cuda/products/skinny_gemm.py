@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from qcore_triton.weights import Weight
 
+from ..costs import Work
 from ..kernels.smem_pipeline import STATIC, scratch
 from ..problem import GemmProblem
 from ..runtime.device import Device
@@ -54,6 +55,11 @@ def candidates(
     """``shapes``, by bits and `row_class`, each with an early and a late start of the next kernel."""
     for shape in shapes[problem.bits, row_class(problem.rows)]:
         yield from (WarpShape(*shape, late) for late in (False, True))
+
+
+def work(problem: GemmProblem, shape: WarpShape) -> Work:
+    """The work of a launch; a step is 128 columns of a warp."""
+    return Work(-(-problem.n // (16 * shape.row_blocks)), problem.k / (128 * shape.warps))
 
 
 class Ring(NamedTuple):

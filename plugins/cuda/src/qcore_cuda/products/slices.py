@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qcore_triton.weights import Weight
 
+from ..costs import Work
 from ..kernels.slices import slices
 from ..problem import GemmProblem
 from ..runtime.device import Device
@@ -48,6 +49,10 @@ class Slices(FloatProduct[Slice]):
         for bn in (16, 32):
             for warps in (4, 8):
                 yield from (Slice(bn, max(8, min(16, problem.rows)), warps, stages) for stages in (3, 4, 6))
+
+    def work(self, device: Device, problem: GemmProblem, config: Slice) -> Work:
+        del device
+        return Work(-(-problem.n // config.bn) * -(-problem.rows // config.bm), problem.k / 128)
 
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Slice

@@ -10,6 +10,7 @@ from torch import Tensor
 from qcore_triton.codes import Codes
 from qcore_triton.weights import FLOAT_ZERO, Weight
 
+from ..costs import Work
 from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.device import Device
@@ -35,7 +36,6 @@ class W4A8Hopper(Int8Product[Tokens]):
 
     name: ClassVar[str] = "w4a8_hopper"
     config = Tokens
-    leads: ClassVar[bool] = True
     wants_totals: ClassVar[bool] = False  # it has integer zero points only, which it subtracts
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
@@ -62,6 +62,10 @@ class W4A8Hopper(Int8Product[Tokens]):
     def order(self, weight: Weight) -> int:
         del weight
         return ORDER
+
+    def work(self, device: Device, problem: GemmProblem, config: Tokens) -> Work:
+        del device
+        return Work(-(-problem.n // 128) * -(-problem.rows // config.bm), problem.k / 128)
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tokens) -> Tensor:
         from ..kernels.w4a8_hopper import w4a8_hopper

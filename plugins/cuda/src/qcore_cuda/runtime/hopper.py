@@ -45,6 +45,6 @@ def descriptor(tensor: Tensor, block: tuple[int, int], *, swizzled: bool = True)
     return TensorDescriptor(tensor, [rows, columns], [pitch, 1], list(block), layout)
 
 
-def int4_words(data: Tensor) -> Any:
-    """A descriptor of int4 words in blocks of 64 rows and 128 columns."""
-    return descriptor(data.view(torch.int32).view(data.shape[0], -1), (4, 256), swizzled=False)
+def int4_words(data: Tensor, columns: int = 128) -> Any:
+    """A descriptor of int4 words in blocks of 64 rows and so many columns."""
+    return descriptor(data.view(torch.int32).view(data.shape[0], -1), (4, 2 * columns), swizzled=False)

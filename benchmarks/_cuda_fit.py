@@ -1,0 +1,118 @@
+"""Fit the cost of each configuration to its measured times, and keep those configurations that are ever chosen."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qcore_cuda.costs import Cost, terms
+from qcore_cuda.problem import GemmProblem
+from qcore_cuda.products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
+from qcore_cuda.runtime.device import Device
+
+SIDES = (512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 8192, 10240, 14336, 18944, 28672, 32768)
+"""N and K of the sizes for which a configuration has to be the best to be kept."""
+OCCUPANCIES = (1, 2, 4, 0)
+CLOSE = 1.02
+"""A configuration is also kept if it is this close to the best one at a measured size."""
+
+Config = tuple[str, tuple[tuple[str, Any], ...]]
+"""A kernel's name and the fields of its configuration."""
+Times = dict[tuple[int, int], float]
+"""(n, k) -> microseconds."""
+
+
+class Fitted(NamedTuple):
+    """**Fields:** ``cost``; ``error``: root mean square of its relative error."""
+
+    cost: Cost
+    error: float
+
+
+def kept(device: Device, problem: GemmProblem, times: dict[Config, Times]) -> dict[Config, Fitted]:
+    """The configurations of a form and number of rows that are worth a line of the table."""
+    usable = {config: measured for config, measured in times.items() if len(measured) >= 5}
+    fitted = {config: fit(device, problem, config, measured) for config, measured in usable.items()}
+    chosen: set[Config] = set()
+    for n, k in itertools.product(SIDES, SIDES):
+        found = {config: _estimate(device, problem, config, made.cost, n, k) for config, made in fitted.items()}
+        if found:
+            chosen.add(min(found, key=lambda config: found[config]))
+    for size in {size for measured in usable.values() for size in measured}:
+        found = {config: measured[size] for config, measured in usable.items() if size in measured}
+        best = min(found.values())
+        chosen |= {config for config in found if found[config] <= CLOSE * best and fitted[config].error < 0.1}
+    return {config: fitted[config] for config in fitted if config in chosen}
+
+
+def fit(device: Device, problem: GemmProblem, config: Config, measured: Times) -> Fitted:
+    """The cost with the least squares of relative errors; no coefficient is negative."""
+    best: Fitted | None = None
+    for occupancy in OCCUPANCIES:
+        rows = [_terms(device, problem, config, occupancy, n, k) for n, k in measured]
+        us = np.array(list(measured.values()))
+        coefficients = _nonnegative(np.array(rows) / us[:, None], np.ones(len(us)))
+        error = float(np.sqrt(np.mean((np.array(rows) @ coefficients / us - 1) ** 2)))
+        if best is None or error < best.error:
+            best = Fitted(Cost(occupancy, tuple(float(f"{c:.4g}") for c in coefficients)), error)
+    assert best is not None
+    return best
+
+
+def regrets(device: Device, problem: GemmProblem, times: dict[Config, Times]) -> list[float]:
+    """For each measured size: the time of the choice made without that size, over the best one's."""
+    found = []
+    for size in sorted({size for measured in times.values() for size in measured}):
+        estimates, truth = {}, {}
+        for config, measured in times.items():
+            others = {other: us for other, us in measured.items() if other != size}
+            if size in measured and len(others) >= 4:
+                cost = fit(device, problem, config, others).cost
+                estimates[config] = _estimate(device, problem, config, cost, *size)
+                truth[config] = measured[size]
+        if truth:
+            found.append(truth[min(estimates, key=lambda config: estimates[config])] / min(truth.values()))
+    return found
+
+
+def _estimate(device: Device, problem: GemmProblem, config: Config, cost: Cost, n: int, k: int) -> float:
+    found = _terms(device, problem, config, cost.occupancy, n, k)
+    return math.fsum(c * t for c, t in zip(cost.coefficients, found, strict=True))
+
+
+def _terms(device: Device, problem: GemmProblem, config: Config, occupancy: int, n: int, k: int) -> Any:
+    name, fields = config
+    product = next(p for p in (INT8_PRODUCTS if problem.codes else FLOAT_PRODUCTS) if p.name == name)
+    vars(problem).update(n=n, k=k)  # frozen for others; a copy for each term would take most of the time
+    return terms(product.work(device, problem, product.config(**dict(fields))), n, k, occupancy, device.sms)
+
+
+def _nonnegative(a: Any, b: Any) -> Any:
+    """Least squares with no negative coefficient: the best of all sets of columns, which are few."""
+    count = a.shape[1]
+    best, least = np.zeros(count), math.inf
+    for columns in _subsets(count):
+        part = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
+        error = float(np.sum((a[:, columns] @ part - b) ** 2))
+        if (part >= 0).all() and error < least - 1e-12:
+            best, least = np.zeros(count), error
+            best[list(columns)] = part
+    return best
+
+
+def _subsets(count: int) -> Iterable[tuple[int, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(range(count), size) for size in range(1, count + 1))
+
+
+def grouped(raw: Iterable[Any]) -> dict[tuple[str, str, int], dict[Config, Times]]:
+    """Lines ``[activations, form, rows, k, n, bf16, [[kernel, config, us], ...]]`` by what a table is asked for."""
+    found: dict[tuple[str, str, int], dict[Config, Times]] = defaultdict(lambda: defaultdict(dict))
+    for activations, form, rows, k, n, _, times in raw:
+        for name, config, us in times:
+            found[activations, form, rows][name, tuple(config.items())][n, k] = us
+    return found

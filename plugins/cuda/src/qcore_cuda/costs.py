@@ -1,0 +1,71 @@
+"""The time of a configuration, estimated for sizes that nobody measured.
+
+A kernel's programs run in rounds, as many at a time as multiprocessors hold. An estimate is a sum, the coefficients of
+which ``benchmarks/cuda_tables.py`` fits to measurements of ten sizes, none negative: a constant, a time per round, a
+time per step along K of a round, and a time per weight, which is the memory's share::
+
+    microseconds = c0 + c1 * rounds + c2 * rounds * steps + c3 * N * K / 10**6
+
+Everything here is a pure function of sizes, so that tests can check choices for a dense grid of sizes without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .problem import GemmProblem
+
+
+class Work(NamedTuple):
+    """The work of a launch.
+
+    **Fields:** ``programs``; ``steps``: along K, of one program, in units that a kernel chooses.
+    """
+
+    programs: float
+    steps: float
+
+
+class Cost(NamedTuple):
+    """How the time of a configuration grows with its work.
+
+    **Fields:** ``occupancy``: programs that a multiprocessor runs at a time; 0 if rounds need not be whole, because
+    multiprocessors take up programs as others end; ``coefficients``: c0 to c3 of the formula, in microseconds.
+    """
+
+    occupancy: int
+    coefficients: tuple[float, ...]
+
+    def microseconds(self, work: Work, problem: GemmProblem, sms: int) -> float:
+        """The estimate for a problem on a GPU with ``sms`` multiprocessors."""
+        found = zip(self.coefficients, terms(work, problem.n, problem.k, self.occupancy, sms), strict=True)
+        return sum(coefficient * term for coefficient, term in found)
+
+
+def terms(work: Work, n: int, k: int, occupancy: int, sms: int) -> tuple[float, float, float, float]:
+    """The factors of the coefficients."""
+    rounds = work.programs / (sms * max(1, occupancy))
+    rounds = max(1.0, float(math.ceil(rounds)) if occupancy else rounds)
+    return 1.0, rounds, rounds * work.steps, n * k / 1e6
+
+
+def forms(problem: GemmProblem) -> Iterator[str]:
+    """The names of tables that apply to a problem: its own, then those of weights that cost about as much.
+
+    Such as ``w4-g32-int``: bits, columns of a group (at most 128; per channel without), zero points of the weight; for
+    int8 activations ``-xz`` if they have zero points.
+    """
+    sizes = ("",) if problem.one_group else _nearest(problem.group)
+    zeros = {0: ("", "-int"), 1: ("-int", ""), 2: ("-int", "")}[problem.zero]
+    moved = ("-xz", "") if problem.x_zero else ("", "-xz")
+    for size in (*sizes, "-g128", "-g32", "-g64", ""):
+        for zero in zeros:
+            for x_zero in moved:
+                yield f"w{problem.bits}{size}{zero}{x_zero}"
+
+
+def _nearest(group: int) -> tuple[str, ...]:
+    """Groups of a multiple of 128 columns are as fast as groups of 128; those of less as the next smaller one."""
+    return next(((f"-g{size}",) for size in (128, 64) if group % size == 0), ("-g32",))
