@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "core.h"
+#include "conv.h"
 
 using namespace qcore_cpu;
 
@@ -59,6 +59,12 @@ int main(int, char** argv) {
     in.mode = mode;
     in.zero = static_cast<int32_t>(number());
     in.scale = 0.05f;
+    Image image{};  // of `rows` lines, 3 x 3 windows; without channels, x is rows of a linear layer
+    image.batch = image.groups = image.sh = image.sw = image.ph = image.pw = image.dh = image.dw = 1;
+    image.kh = image.kw = 3;
+    image.height = in.rows;
+    image.channels = number();
+    image.width = number();
     Output out{};
     out.type = in.type == I8 ? F32 : in.type;
     out.stride = w.n;
@@ -73,9 +79,11 @@ int main(int, char** argv) {
     if (w.element == HALVES4) {
       for (int i = 0; i < 16; i++) w.whole[i] = static_cast<uint8_t>(static_cast<int>(2.0f * w.table[i]) + w.offset);
     }
-    std::vector<char> y(static_cast<size_t>(in.rows * w.n * type_size(out.type)));
+    const int64_t results = image.channels ? image.height * image.width : in.rows;
+    std::vector<char> y(static_cast<size_t>(results * w.n * type_size(out.type)));
     out.y = y.data();
-    if (!linear(*kernels, {1, serial}, w, in, out)) return 5;
+    const Pool pool{1, serial};
+    if (!(image.channels ? convolve(*kernels, pool, w, image, in, out) : linear(*kernels, pool, w, in, out))) return 5;
     std::fwrite(y.data(), y.size(), 1, out_file);
   }
   std::fclose(out_file);

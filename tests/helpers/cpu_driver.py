@@ -14,7 +14,11 @@ import qcore
 NATIVE = Path(__file__).parents[2] / "plugins" / "cpu" / "native"
 DRIVER = Path(__file__).parents[1] / "cpu" / "driver.cpp"
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-w", f"-I{NATIVE}")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCHEMES = ("w4a16-g32-asym", "w8a16", "w4a16-g128-fzp", "mxfp4", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static(0.05,3)")
+
+
+CONVOLUTIONS = ("w8a8", "w4a8", "w8a8-g64-asym", "w8a8-static(0.05,3)")
 
 
 def build(folder: Path, compiler: str, files: dict[str, Sequence[str]], *more: str) -> Path:
@@ -36,21 +40,37 @@ def build(folder: Path, compiler: str, files: dict[str, Sequence[str]], *more: s
 
 def problems(shapes=((1, 77, 33), (5, 200, 40), (9, 576, 32))):
     """Each as the bytes of the driver's input, and the result of this machine's own kernels."""
-    from qcore_cpu.kinds import Mode, needs_sums
-    from qcore_cpu.layout import WeightLayout
-
     generator = torch.Generator().manual_seed(7)
     for scheme in SCHEMES:
         parsed = qcore.Scheme.parse(scheme)
         for rows, k, n in shapes:
-            dense = torch.randn(n, k, generator=generator) * 0.05 + 0.03
-            quantizer = "absmax" if parsed.weight.zero is qcore.ZeroPoint.NONE else "minmax"
-            weight = qcore.quantize(dense, parsed.weight, quantizer)
-            layout = WeightLayout(weight.format, n, k, sums=needs_sums(parsed.activation))
-            packed, mode = layout.pack(weight), Mode.of(parsed.activation)
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            layout, packed, mode = _weight(parsed, n, k, generator)
+            for dtype in DTYPES:
                 x = (torch.randn(rows, k, generator=generator) + 0.3).to(dtype)
                 yield _input(layout, packed, mode, x), _expected(layout, packed, mode, x)
+
+
+def convolutions(shapes=((3, 13, 12, 33), (2, 5, 16, 40), (1, 1, 4, 7), (3, 26, 8, 32))):
+    """The same for 3 x 3 convolutions: lines, width and channels of an image, and output channels."""
+    generator = torch.Generator().manual_seed(8)
+    for scheme in CONVOLUTIONS:
+        parsed = qcore.Scheme.parse(scheme)
+        for height, width, channels, n in shapes:
+            layout, packed, mode = _weight(parsed, n, 9 * channels, generator)
+            for dtype in DTYPES:
+                x = (torch.randn(height, width, channels, generator=generator) + 0.3).to(dtype)
+                yield _input(layout, packed, mode, x), _expected_image(layout, packed, mode, x)
+
+
+def _weight(scheme, n, k, generator):
+    from qcore_cpu.kinds import Mode, needs_sums
+    from qcore_cpu.layout import WeightLayout
+
+    dense = torch.randn(n, k, generator=generator) * 0.05 + 0.03
+    quantizer = "absmax" if scheme.weight.zero is qcore.ZeroPoint.NONE else "minmax"
+    weight = qcore.quantize(dense, scheme.weight, quantizer)
+    layout = WeightLayout(weight.format, n, k, sums=needs_sums(scheme.activation))
+    return layout, layout.pack(weight), Mode.of(scheme.activation)
 
 
 def _input(layout, packed, mode, x):
@@ -61,12 +81,12 @@ def _input(layout, packed, mode, x):
     scale_type = 4 if packed["scale"].dtype == torch.uint8 else ops.TYPES[packed["scale"].dtype]
     numbers = (
         layout.n, layout.k, layout.at.group, int(layout.kind), int(mode), offset, scale_type, ops.TYPES[x.dtype],
-        x.shape[0], 3,
+        x.shape[0], 3, *((x.shape[2], x.shape[1]) if x.dim() == 3 else (0, 0)),
     )  # fmt: skip
     _, scale, zero, added, sums, table, _ = layout.arguments(packed)
     parts = (x, packed["data"], scale, zero, added, sums, table)
     blobs = [b"" if t is None else bytes(t.contiguous().view(-1).view(torch.uint8).numpy()) for t in parts]
-    return struct.pack("10q", *numbers) + b"".join(struct.pack("q", len(blob)) + blob for blob in blobs)
+    return struct.pack("12q", *numbers) + b"".join(struct.pack("q", len(blob)) + blob for blob in blobs)
 
 
 def _expected(layout, packed, mode, x):
@@ -74,6 +94,14 @@ def _expected(layout, packed, mode, x):
 
     arguments = (*layout.numbers, int(mode), layout.divides, 0.05, 3, 1.0, 0, ops.TYPES[x.dtype])
     return ops.linear(x, *layout.arguments(packed), None, None, None, None, None, *arguments)
+
+
+def _expected_image(layout, packed, mode, x):
+    from qcore_cpu import ops
+
+    constants = (*layout.numbers[2:], int(mode), layout.divides, 0.05, 3, 1.0, 0, ops.TYPES[x.dtype])
+    sides = (3, 3, 1, 1, 1, 1, 1, 1)
+    return ops.conv2d(x[None], *layout.arguments(packed), None, x.shape[2], layout.n, 1, *constants, *sides)
 
 
 def check(command: Sequence[str], isa: str, folder: Path, made: list[tuple[bytes, torch.Tensor]]) -> None:

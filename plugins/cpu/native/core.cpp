@@ -67,7 +67,7 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const 
   const int64_t packed = w.at.packed(), folds = w.folds();
   const int most = std::max(1, product.digit_rows / digits);
   // Row by row, rows are no power of two apart, so that they do not share one set of the cache.
-  const int64_t digit_row = product.row_major ? round_up(packed, 64) + 64 : packed;
+  const int64_t digit_row = product.together ? packed : round_up(packed, 64) + 64;
   const int64_t scales = in.mode == DIGITS ? packed / w.at.block : 1;
   const auto bytes_of = [&](int rows) {
     return round_up(digit_row * rows * digits, 64) + round_up((scales + folds + folds * digits + 1) * rows * 4, 64);
@@ -84,8 +84,8 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const 
       char* p = scratch.data + block * size;
       Rows rows;
       rows.q = reinterpret_cast<int8_t*>(p);
-      rows.k_step = product.row_major ? 4 : 4 * blocks.size * digits;
-      rows.row_step = product.row_major ? digit_row : 4;
+      rows.k_step = product.together ? product.together * blocks.size * digits : 4;
+      rows.row_step = product.together ? product.together : digit_row;
       rows.scale = reinterpret_cast<float*>(p + round_up(digit_row * blocks.size * digits, 64));
       rows.total = rows.scale + scales * blocks.size;
       rows.sum = reinterpret_cast<int32_t*>(rows.total + folds * blocks.size);

@@ -12,6 +12,12 @@
 #ifndef HWCAP_ASIMDDP
 #define HWCAP_ASIMDDP (1 << 20)
 #endif
+#ifndef HWCAP2_I8MM
+#define HWCAP2_I8MM (1 << 13)
+#endif
+#endif
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace qcore_cpu {
@@ -71,10 +77,23 @@ bool has_dotprod() {
   return true;  // every Apple processor with arm64 that runs macOS 11 or newer
 #endif
 }
+bool has_i8mm() {  // and dotprod, which Armv8.4 demands of every processor with it
+#if defined(__linux__)
+  return has_dotprod() && getauxval(AT_HWCAP2) & HWCAP2_I8MM;
+#elif defined(__APPLE__)
+  int present = 0;
+  size_t size = sizeof present;
+  return !sysctlbyname("hw.optional.arm.FEAT_I8MM", &present, &size, nullptr, 0) && present;
+#else
+  return false;
+#endif
+}
 const Candidate* candidates(int& count) {
-  static const Candidate list[] = {
-      {neondot_kernels(), has_dotprod()}, {neon_kernels(), true}, {generic_kernels(), true}};
-  count = 3;
+  static const Candidate list[] = {{neoni8mm_kernels(), has_i8mm()},
+                                   {neondot_kernels(), has_dotprod()},
+                                   {neon_kernels(), true},
+                                   {generic_kernels(), true}};
+  count = 4;
   return list;
 }
 #else

@@ -18,6 +18,7 @@ namespace {
 #include QCORE_VECTOR
 #if !defined(__aarch64__) || !defined(QCORE_NEON)
 static inline I invert_top(I codes) { return codes; }
+constexpr int DIGIT_RUN = 4;  // packed columns of a digit row that lie together
 #endif
 #include "rows.inl"
 #include "tile.inl"
@@ -43,11 +44,11 @@ static inline I invert_top(I codes) { return codes; }
 const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
   using namespace qcore_cpu::QCORE_ISA;
   static constexpr Kernels kernels = {
-      QCORE_TEXT(QCORE_ISA), {0, DIGIT_ROWS, false, product},
+      QCORE_TEXT(QCORE_ISA), {0, DIGIT_ROWS, DIGIT_RUN, product},
 #ifdef QCORE_AMX
-      {AMX_FROM, AMX_ROWS, true, amx_product},
+      {AMX_FROM, AMX_ROWS, 0, amx_product},
 #else
-      {0, 0, false, nullptr},
+      {0, 0, 0, nullptr},
 #endif
       quantize, float_product, FLOAT_ROWS,
 #ifdef QCORE_PAIRS

@@ -116,8 +116,9 @@ struct SpikeList {
 };
 
 // One block of rows as digits.
-//   q: 4 packed columns of one digit row lie together, at k / 4 * k_step + digit row * row_step: interleaved by rows, so
-//   that a tile reads on and on, or row by row, as AMX loads them; scale: DIGITS [packed / block][rows], else [rows];
+//   q: packed columns of one digit row lie together in runs of 4 (8 for matrix products of Arm), at k / run * k_step +
+//   digit row * row_step: interleaved by rows, so that a tile reads on and on, or row by row, as AMX loads them;
+//   scale: DIGITS [packed / block][rows], else [rows];
 //   sum: [folds][rows][digits]; total: [folds][rows], the (unscaled) sum of a fold for added zero points
 struct Rows {
   int8_t* q;
@@ -133,7 +134,7 @@ struct Rows {
 struct Product {
   int from;        // digit rows from which on it is used
   int digit_rows;  // int8 rows of a tile
-  bool row_major;  // digits are wanted row by row
+  int together;    // packed columns of a digit row that lie together; 0: all, row by row
   // A block of `count` rows (of `rows` slots) times 32 columns, finished and stored: rows from `row0` on.
   void (*run)(const Weight&, const Input&, const Output&, const Rows&, int64_t nb, int rows, int count, int digits,
               int64_t row0);
@@ -215,5 +216,6 @@ const Kernels* avx512bf16_kernels();
 const Kernels* amxint8_kernels();
 const Kernels* neon_kernels();
 const Kernels* neondot_kernels();
+const Kernels* neoni8mm_kernels();
 
 }  // namespace qcore_cpu

@@ -42,6 +42,12 @@ static inline Values block_values(const Input& in, const char* row, const Span& 
   return {buffer, F32};
 }
 
+// Where the packed columns from 4 * k4 on of a digit row lie, 4 of them.
+static inline int8_t* digits_at(const Rows& x, int64_t k4, int64_t row) {
+  constexpr int64_t FOURS = DIGIT_RUN / 4;
+  return x.q + k4 / FOURS * x.k_step + k4 % FOURS * 4 + row * x.row_step;
+}
+
 // Scale and zero point of one row of int8 activations; a row that holds NaN or Inf has the scale NaN.
 struct Step { float scale; int32_t zero; };
 static Step step_of(const Input& in, const char* row, int64_t k, int64_t index) {
@@ -181,7 +187,7 @@ static void quantize_digits(const Weight& w, const Input& in, const char* row, i
         sums[d] = add_i(sums[d], digit);
         narrow_i(narrow, digit);
         for (int64_t j = 0; j < steps; j++) {
-          __builtin_memcpy(out.q + (k4 + j) * out.k_step + (r * D + d) * out.row_step, narrow + 4 * j, 4);
+          __builtin_memcpy(digits_at(out, k4 + j, r * D + d), narrow + 4 * j, 4);
         }
       }
     }
@@ -228,7 +234,7 @@ static void quantize_codes(const Weight& w, const Input& in, const char* row, in
       }
       sums = add_i(sums, q);
       const int64_t k4 = (b * at.block + i) / 4;
-      for (int64_t j = 0; j < left / 4; j++) __builtin_memcpy(out.q + (k4 + j) * out.k_step + r * out.row_step, narrow + 4 * j, 4);
+      for (int64_t j = 0; j < left / 4; j++) __builtin_memcpy(digits_at(out, k4 + j, r), narrow + 4 * j, 4);
     }
     sum += sum_i(sums);
     counted += span.count;

@@ -134,6 +134,22 @@ static void finish_sums(const Weight& w, const Output& out, const Rows& x, int64
   finish_row(out, row0 + r, nb * COLUMNS + first * LANES, w.n, vectors * LANES, bias, values);
 }
 
+#ifdef QCORE_I8MM
+#include "mmla.inl"
+#else
+// Accumulators of T digit rows: a vector of each for every H.
+template <int T> constexpr int SLOTS = T;
+constexpr int FEW_ROWS = 0, FEW_COLUMNS = TILE_COLUMNS;
+
+template <int T, int H>
+static inline __attribute__((always_inline)) void begin_sums(const int32_t* start, I (&acc)[T][H]) {
+#pragma GCC unroll 24
+  for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) acc[t][h] = set_i(start[t]);
+}
+
+template <int T, int H>
+static inline __attribute__((always_inline)) void end_sums(I (&)[T][H]) {}
+
 #ifdef QCORE_DOT_SMALL
 static inline I dot_4bit(I acc, I codes, I x) { return dot_small(acc, codes, x); }
 #else
@@ -143,8 +159,8 @@ static inline I dot_4bit(I acc, I codes, I x) { return dot(acc, codes, x); }
 // The products of T digit rows with `steps` times 128 bytes of codes, H vectors of each, added to acc.
 // The codes hold 4 (8-bit) or 8 (4-bit) columns of x for 32 outputs; the next 2 KiB of them are on their way meanwhile.
 // Four digits of a row are broadcast once for H vectors. `k_step`, `row_step`: bytes of x from one set of 4 columns, or
-// from one row, to the next.
-template <Element E, int T, int H>
+// from one row, to the next; BESIDE: `row_step` is DIGIT_RUN.
+template <Element E, int T, int H, bool BESIDE>
 static inline __attribute__((always_inline)) void
 sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t k_step, int64_t row_step, I mask, I table,
       I (&acc)[T][H]) {
@@ -183,17 +199,18 @@ sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t k_step, int6
     }
   }
 }
+#endif
 
 // The same as a function of its own, where registers do not hold both accumulators and float sums: a compiler that sees
 // both would rather spill accumulators in the innermost loop.
 template <Element E, int T, int H>
 static void __attribute__((noinline))
 sweep_apart(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t k_step, I mask, I table, const int32_t* start,
-            I (&result)[T][H]) {
-  I acc[T][H];
-#pragma GCC unroll 24
-  for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) acc[t][h] = set_i(start[t]);
-  sweep<E, T, H>(codes, q, steps, k_step, 4, mask, table, acc);
+            I (&result)[SLOTS<T>][H]) {
+  I acc[SLOTS<T>][H];
+  begin_sums<T, H>(start, acc);
+  sweep<E, T, H, true>(codes, q, steps, k_step, DIGIT_RUN, mask, table, acc);
+  end_sums<T, H>(acc);
 #pragma GCC unroll 24
   for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) result[t][h] = acc[t][h];
 }
@@ -230,19 +247,20 @@ tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t
     for (int64_t i = 0; i < folds_per_group; i++, f++) {
       // 1. The offset of the codes is one number per row: the accumulators start with it. Zero points that differ by
       //    column are subtracted at the end.
-      I acc[T][H];
+      I acc[SLOTS<T>][H];
       const int32_t* sums = x.sum + f * rows * D;
-      alignas(64) int32_t start[T];
+      alignas(64) int32_t start[SLOTS<T>];
+      start[SLOTS<T> - 1] = 0;
 #pragma GCC unroll 24
       for (int t = 0; t < T; t++) start[t] = own_zeros ? 0 : -offset * sums[t];
       // 2. Products.
       const int64_t steps = fold / (FOUR ? 8 : 4), k_step = 4 * rows * D;
-      if constexpr (R * H + T * H > REGISTERS - 6) {
+      if constexpr (R * H + SLOTS<T> * H > REGISTERS - 6) {
         sweep_apart<E, T, H>(codes, q, steps, k_step, mask, table, start, acc);
       } else {
-#pragma GCC unroll 24
-        for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) acc[t][h] = set_i(start[t]);
-        sweep<E, T, H>(codes, q, steps, k_step, 4, mask, table, acc);
+        begin_sums<T, H>(start, acc);
+        sweep<E, T, H, true>(codes, q, steps, k_step, DIGIT_RUN, mask, table, acc);
+        end_sums<T, H>(acc);
       }
       codes += steps * 128, q += fold * rows * D;
       // 3. Fold: zero points, digits to one number, scales.
@@ -292,15 +310,16 @@ tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t
 
 using Tile = void (*)(const Weight&, const Input&, const Output&, const Rows&, int64_t, int, int, int64_t);
 
-template <Element E, int D, int H, bool ZEROS, int R>
+// The tile of `count` rows, from R to as many as have MOST digit rows.
+template <Element E, int D, int H, bool ZEROS, int R, int MOST>
 static Tile choose(int count) {
-  if constexpr (R * D > DIGIT_ROWS && R > 1) return nullptr;
-  else return count == R ? tile<E, R, D, H, ZEROS> : choose<E, D, H, ZEROS, R + 1>(count);
+  if constexpr (R * D > MOST && R > 1) return nullptr;
+  else return count == R ? tile<E, R, D, H, ZEROS> : choose<E, D, H, ZEROS, R + 1, MOST>(count);
 }
 
-template <Element E, int D, int H>
+template <Element E, int D, int H, int R, int MOST>
 static Tile tile_for(int count, bool zeros) {
-  return zeros ? choose<E, D, H, true, 1>(count) : choose<E, D, H, false, 1>(count);
+  return zeros ? choose<E, D, H, true, R, MOST>(count) : choose<E, D, H, false, R, MOST>(count);
 }
 
 template <Element E, int D>
@@ -310,9 +329,18 @@ static void tiles(const Weight& w, const Input& in, const Output& out, const Row
   // Groups of up to 64 are folded so often that the float sums should stay in registers: half as many columns.
   constexpr int NARROW = WIDE > 1 && LANES == 16 ? 1 : WIDE;
   const bool narrow = D == 1 && w.at.groups > 1 && w.at.group <= 64 && count > 2;
-  const int width = narrow ? NARROW : WIDE;
   const bool zeros = w.zero || w.added || w.sums;
-  const Tile run = narrow ? tile_for<E, D, NARROW>(count, zeros) : tile_for<E, D, WIDE>(count, zeros);
+  int width = narrow ? NARROW : WIDE;
+  Tile run;
+  if constexpr (FEW_ROWS) {  // wider still
+    constexpr int FEW = FEW_COLUMNS / LANES;
+    const bool few = count * D <= FEW_ROWS;
+    if (few) width = FEW;
+    run = few ? tile_for<E, D, FEW, 1, FEW_ROWS>(count, zeros)
+              : tile_for<E, D, WIDE, FEW_ROWS / D + 1, DIGIT_ROWS>(count, zeros);
+  } else {
+    run = narrow ? tile_for<E, D, NARROW, 1, DIGIT_ROWS>(count, zeros) : tile_for<E, D, WIDE, 1, DIGIT_ROWS>(count, zeros);
+  }
   for (int first = 0; first < COLUMNS / LANES; first += width) run(w, in, out, x, nb, first, rows, row0);
 }
 

@@ -1,11 +1,20 @@
-// 4 lanes of NEON; QCORE_DOTPROD: with the signed 8-bit products of Armv8.2 (dotprod), else by widening products.
+// 4 lanes of NEON. QCORE_DOTPROD: with the signed 8-bit products of Armv8.2 (dotprod); QCORE_I8MM: with the matrix and dot
+// products of unsigned and signed bytes of Armv8.6 (i8mm), see mmla.inl; else by widening products.
 using I = int32x4_t;
 using F = float32x4_t;
 constexpr int LANES = 4;
+constexpr int REGISTERS = 32;
+#ifdef QCORE_I8MM
+constexpr int TILE_COLUMNS = 8;
+constexpr int DIGIT_ROWS = 12;  // 24 accumulators, 4 vectors of codes, a mask, a table and two rows in 32 registers
+constexpr int DIGIT_RUN = 8;
+constexpr bool SIGNED_CODES = false;
+#else
 constexpr int TILE_COLUMNS = 16;
 constexpr int DIGIT_ROWS = 4;  // 16 accumulators, 8 vectors of codes, a mask and the row in 32 registers
-constexpr int REGISTERS = 32;
+constexpr int DIGIT_RUN = 4;
 constexpr bool SIGNED_CODES = true;  // products take signed codes: 8-bit ones are read with the top bit inverted
+#endif
 static inline I set_i(int32_t v) { return vdupq_n_s32(v); }
 static inline I load_i(const void* p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p)); }
 static inline I or_i(I a, I b) { return vorrq_s32(a, b); }
@@ -26,7 +35,22 @@ static inline I lookup_bytes(I table, I index) {
   return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(index)));
 }
 static inline I invert_top(I codes) { return vreinterpretq_s32_u8(veorq_u8(vreinterpretq_u8_s32(codes), vdupq_n_u8(128))); }
-#ifdef QCORE_DOTPROD
+#if defined(QCORE_I8MM)
+static inline I dot(I acc, I codes, I x) { return vusdotq_s32(acc, vreinterpretq_u8_s32(codes), vreinterpretq_s8_s32(x)); }
+// Two rows of 8 codes each times two rows of 8 digits of x: [row of codes][row of x].
+static inline I dot_pairs(I acc, I codes, I x) {
+  return vusmmlaq_s32(acc, vreinterpretq_u8_s32(codes), vreinterpretq_s8_s32(x));
+}
+static inline I join_low(I a, I b) { return vzip1q_s32(a, b); }
+static inline I join_high(I a, I b) { return vzip2q_s32(a, b); }
+static inline I even_lanes(I a, I b) { return vuzp1q_s32(a, b); }
+static inline I odd_lanes(I a, I b) { return vuzp2q_s32(a, b); }
+static inline I set_pair(const int32_t* p) { return vcombine_s32(vld1_s32(p), vld1_s32(p)); }
+static inline I load_halves(const int8_t* a, const int8_t* b) {
+  return vreinterpretq_s32_s8(vcombine_s8(vld1_s8(a), vld1_s8(b)));
+}
+static inline I load_half(const int8_t* p) { return vreinterpretq_s32_s8(vcombine_s8(vld1_s8(p), vdup_n_s8(0))); }
+#elif defined(QCORE_DOTPROD)
 static inline I dot(I acc, I codes, I x) { return vdotq_s32(acc, vreinterpretq_s8_s32(codes), vreinterpretq_s8_s32(x)); }
 #else
 static inline I dot(I acc, I codes, I x) {

@@ -55,12 +55,14 @@ static void __attribute__((noinline))
 window_sweep(const uint8_t* codes, const Windows& x, int32_t offset, bool own_zeros, I (&result)[R][H]) {
   const I mask = nibble_mask();
   const int64_t steps = x.run / (E == INT8 ? 4 : 8);
-  I acc[R][H];
+  I acc[SLOTS<R>][H];
+  int32_t start[SLOTS<R>] = {0};
 #pragma GCC unroll 12
-  for (int r = 0; r < R; r++)
-    for (int h = 0; h < H; h++) acc[r][h] = set_i(own_zeros ? 0 : -offset * x.sums[r]);
+  for (int r = 0; r < R; r++) start[r] = own_zeros ? 0 : -offset * x.sums[r];
+  begin_sums<R, H>(start, acc);
   for (int64_t t = 0; t < x.count; t++, codes += steps * 128)
-    sweep<E, R, H>(codes, x.x + x.taps[t], steps, 4, x.step, mask, mask, acc);
+    sweep<E, R, H, false>(codes, x.x + x.taps[t], steps, 4, x.step, mask, mask, acc);
+  end_sums<R, H>(acc);
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++) for (int h = 0; h < H; h++) result[r][h] = acc[r][h];
 }
