@@ -25,7 +25,7 @@ from .parameters import readable_bias
 class CpuConv2d(Kernel):
     """Receptive fields become rows of int8 in the cache; images are read as channels last.
 
-    Packed: as `WeightLayout`, the channel groups one after the other.
+    Packed: as `WeightLayout`, with the channel groups concatenated.
     """
 
     name = "cpu.conv2d"

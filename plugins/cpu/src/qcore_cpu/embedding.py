@@ -25,7 +25,7 @@ class CpuEmbedding(Kernel):
     """Gathers rows and dequantizes only those.
 
     Packed: ``data`` uint8 ``(V, D)``, or ``(V, ceil(D / 2))`` with the even column in the low four bits; ``scale`` and
-    ``zero`` ``(V, G)``, so that a row's lie together; ``table`` float32 of 16 or 256 values; ``global_scale``.
+    ``zero`` ``(V, G)``, so that those of a row are adjacent; ``table`` float32 of 16 or 256 values; ``global_scale``.
     """
 
     name = "cpu.embedding"
