@@ -50,7 +50,7 @@ class Biases:
         return made
 
     def _written(self, bias: Tensor) -> Tensor:
-        """The same memory at each call. JAX reads it after torch's stream wrote it: it waits for the stream anyway, for x."""
+        """The same memory at each call. JAX reads it after torch's stream wrote it, which it waits for because of x."""
         if self._room is None:
             self._room = self._made(bias).clone()  # own memory, even if `_made` returns a view
         else:

@@ -69,7 +69,7 @@ def symmetric_scale(largest):
 
 @triton.jit
 def asymmetric_scale(below, above):
-    """Scale and zero point for a token in ``-below .. above`` (`magnitude` of the ends); NaN as in `symmetric_scale`."""
+    """Scale and zero point for a token in ``-below .. above`` (`magnitude` of ends); NaN as in `symmetric_scale`."""
     low = -tl.where(below < 0x7F800000, below, 0x7FC00000).to(tl.float32, bitcast=True)
     high = tl.where(above < 0x7F800000, above, 0x7FC00000).to(tl.float32, bitcast=True)
     scale = usable(tl.div_rn(high - low, 255.0))

@@ -4,8 +4,8 @@ With ``x = s_x (q_x - z_x)`` per token and ``W = s q + added`` per group (an int
 
     y = s_x * (sum over groups of s * (q_x @ q - z_x * sums)  +  xsum @ added) + bias
 
-where xsum holds the sums of ``q_x - z_x`` per group and sums those of q. Scales are applied after the products of codes,
-which are exact int32 sums if activations are int8, including zero points: x of zeros gives zeros. Float activations are
+where xsum holds the sums of ``q_x - z_x`` per group and sums those of q. Scales follow the products of codes, which
+are exact int32 sums if activations are int8, including zero points: x of zeros gives zeros. Float activations are
 the case ``s_x = 1, z_x = 0``.
 """
 
