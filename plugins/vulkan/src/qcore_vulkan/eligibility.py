@@ -34,7 +34,7 @@ def _why_not_sizes(request: AnyRequest, largest: int) -> str:
     geometry = Geometry.of(request.weight, request.n, request.k)
     heads = request.groups if isinstance(request, Conv2dRequest) else 1
     if max(ROWS * geometry.row_bytes, 4 * heads * geometry.columns) > largest:
-        return f"rows of {heads * request.k} values do not fit into a buffer of {largest} bytes; torch ops run this."
+        return f"rows of {heads * request.k} values exceed a buffer of {largest} bytes; torch ops run this layer."
     if not isinstance(request, Conv2dRequest):
         return ""
     if heads > 1 and rows_per_part(geometry, largest) < request.n:

@@ -2,7 +2,7 @@
 
 Everything here except `upload` and `download` runs as torch ops on the CPU.
 
-A weight ``(N, K)`` is divided into groups of K that share a scale, each padded to blocks of 32 k; N is padded to 8 rows.
+A weight ``(N, K)`` is split into groups of K that share a scale, each padded to blocks of 32 k; N is padded to 8 rows.
 Codes are vectors of 16 bytes, P to a block: number ``((n // 8) * blocks + block) * 8 P + 8 p + n % 8``, so that eight
 rows of the weight are interleaved.
 

@@ -54,7 +54,7 @@ def forget(device: Device, problem: GemmProblem) -> None:
 
 
 def scratch_row(device: Device, x_dtype: torch.dtype, geometry: Geometry) -> int:
-    """Bytes for each row of x in the largest piece of scratch memory of a kernel here, except for prepared activations."""
+    """Bytes for each row of x in the largest piece of scratch memory of a kernel, except for prepared activations."""
     if device.profile != "gpu" or x_dtype != torch.float32 or _matrix(device.description, "f16", "f32") is None:
         return 0
     return TERMS * max(4 * geometry.n, 2 * geometry.columns)  # sums of each term, and its float16 numbers
@@ -87,7 +87,7 @@ def fits(kernel: Kernel, problem: GemmProblem, description: Description) -> bool
 
 def _int(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
     suffix = "dot" if description.features.get("integer_dot") else "plain"
-    folds = problem.geometry.bits == 4 or problem.geometry.zero_kind != INT_ZERO  # then a code without its zero point is a byte
+    folds = problem.geometry.bits == 4 or problem.geometry.zero_kind != INT_ZERO  # codes fit a byte then
     tile = _matrix(description, "s8", "s32") if folds else None
     if problem.m <= (2 * FEW if tile is None else FEW):
         yield from _digits(description, problem, f"gemv_digits_{suffix}", 1)

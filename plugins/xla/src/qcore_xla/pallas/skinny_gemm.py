@@ -143,7 +143,7 @@ def _codes(words: Array) -> list[Array]:
     """The eight codes of each word, float32, without conversions of integers.
 
     Four nibbles lie within the 23 bits of a fraction. The bits of nibble j below the exponent of 2^23 are the number
-    ``2^23 + u 16^j``, where u is the code plus 8: one AND and one OR. Scaling by ``16^-j`` and the subtraction are exact.
+    ``2^23 + u 16^j`` with u the code plus 8: one AND and one OR. Scaling by ``16^-j`` and the subtraction are exact.
     """
     biased = words ^ jnp.int32(-0x77777778)  # each code plus 8
     found = []
