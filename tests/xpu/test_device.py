@@ -42,7 +42,7 @@ def test_without_triton_the_remedy_is_said(triton_at):
 
 def test_a_triton_for_other_gpus_is_not_taken_for_one_of_intel(triton_at):
     triton_at(["nvidia", "amd"])
-    assert "no part for Intel GPUs" in device.why_not_triton()
+    assert "no backend for Intel GPUs" in device.why_not_triton()
 
 
 def test_triton_for_intel_serves(triton_at):

@@ -183,13 +183,13 @@ def own(tensor: Tensor) -> Tensor:
 class Scales(NamedTuple):
     """Scales for the op, one per group of the weight, and the factor to apply after it: ``s = factor * after``.
 
-    bfloat16 has float32's range but 8 significant bits. If a scale has more and one group spans all of K, so that errors
-    would not average out, the op multiplies integers (``factor`` 1) and the scale is applied after it, in float32. float16
-    has 11 bits; there ``factor`` is the power of two below the scale, and ``after`` 1 to 2, so that the op's sums
-    overflow only if the result does. float16 lacks the range for small scales and for unscaled sums. If a scale is not
-    in its comfortable range, all are multiplied by a power of two per output column, which is undone afterwards (a
-    single scale per column is again applied after the op); then x is levelled, too (see `products`), so that no sum can
-    overflow.
+    bfloat16 has float32's range but 8 significant bits. If a scale has more and one group spans all of K, so that
+    errors would not average out, the op multiplies integers (``factor`` 1) and the scale is applied after it, in
+    float32. float16 has 11 bits; there ``factor`` is the power of two below the scale, and ``after`` 1 to 2, so that
+    the op's sums overflow only if the result does. float16 lacks the range for small scales and for unscaled sums. If a
+    scale is not in its comfortable range, all are multiplied by a power of two per output column, which is undone
+    afterwards (a single scale per column is again applied after the op); then x is levelled, too (see `products`), so
+    that no sum can overflow.
 
     **Fields:** ``factor``: ``(G, N)`` of x's dtype; ``after``: float32 ``(N,)`` or None; ``levels``: whether x must be
     levelled.
@@ -263,7 +263,7 @@ def _used(weight: QTensor, form: Form) -> Tensor:
 
 
 def whole_zero(weight: QTensor, scale: Tensor) -> Tensor:
-    """The integer zero point that the op uses, in the domain of signed codes: int8 ``(G, N)``; see the module docstring."""
+    """The integer zero point that the op uses, in the domain of signed codes: int8 ``(G, N)``; see above."""
     zero = weight.integer_zero()
     if zero is not None:
         return zero

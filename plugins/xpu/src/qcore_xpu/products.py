@@ -172,7 +172,7 @@ def _per_row(parameter: Tensor | float) -> Tensor | float:
 def _scaled_sums(
     q: Tensor, k: int, x_zero: Tensor | None, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor
 ) -> Tensor:
-    """``sum over k of (q - x_zero) * w`` in float32 ``(M, N)``: exact in int32 except for scales and float zero points."""
+    """``sum over k of (q - x_zero) * w`` in float32 ``(M, N)``: exact in int32 except for scales, float zero points."""
     whole = zero is not None and zero.dtype == torch.int8
     total: Tensor | None = None
     for part, start in enumerate(range(0, k, EXACT_K)):

@@ -1,7 +1,7 @@
 """The choice of a kernel for a request, regardless of its device: `plugin` checks the device.
 
-For each contract there are two functions: ``why_not_*`` returns the reason for a refusal, or an empty string, and the other
-one makes the offer for a request that is not refused.
+For each contract there are two functions: ``why_not_*`` returns the reason for a refusal, or an empty string, and the
+other one makes the offer for a request that is not refused.
 """
 
 from __future__ import annotations
