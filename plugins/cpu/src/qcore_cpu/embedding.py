@@ -41,7 +41,7 @@ class CpuEmbedding(Kernel):
         )  # fmt: skip
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         codes = weight.codes().contiguous().view(torch.uint8)
         if self.kind.bits == 4:

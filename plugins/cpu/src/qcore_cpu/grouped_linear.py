@@ -38,7 +38,7 @@ class CpuGroupedLinear(Kernel):
         return f"{self.name}.sums" if self.layout.sums else self.name
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.experts, self.n, self.k)
         each = [self.layout.pack(weight[e]) for e in range(self.experts)]
         packed = {name: torch.stack([own[name] for own in each]) for name in each[0] if name != "table"}

@@ -151,7 +151,7 @@ class PackedKernel(Kernel):
         return packing_name(self.format, sums=self.sums)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         return pack(weight, sums=self.sums)
 

@@ -25,7 +25,7 @@ class HandleKernel(Kernel):
         return "vulkan"
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Put the weight on the device. Raises `FormatError` for one that the kernel was not made for."""
+        """Put the weight on the device. Raises `FormatError` unless it has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         return {"weight": handle(weight)}
 

@@ -241,7 +241,7 @@ class PackedKernel(Kernel):
         return f"xla.{'rows' if self.plan.by_rows else 'slices'}{heads}" + ("+sums" if self.sums else "")
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         return pack_whole(weight, partial(pack, plan=self.plan, sums=self.sums))
 

@@ -68,7 +68,7 @@ def xla_weight(weight: QTensor) -> XlaWeight:
     if size is None:
         return codes, scale.view(n), None if zero is None else zero.view(n)
     if k % size:
-        raise FormatError(f"group size {size} does not divide K = {k}; quantized_matmul needs whole blocks.")
+        raise FormatError(f"group size {size} does not divide K = {k}; quantized_matmul needs one that does.")
     return codes.view(n, k // size, size).permute(1, 2, 0).contiguous(), scale, zero
 
 

@@ -34,7 +34,7 @@ class AtenLinear(RowsKernel):
         self.x_dtype, self.out_dtype = request.x_dtype, request.out_dtype
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         return self.packed(weight)
 
