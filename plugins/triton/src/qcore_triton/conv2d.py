@@ -54,7 +54,7 @@ def _is_pointwise(r: Conv2dRequest) -> bool:
 
 
 def why_not_int8(r: Conv2dRequest, largest: int) -> str:
-    """Why a convolution with int8 activations is refused if a program holds at most ``largest`` values; or ""."""
+    """Why a convolution with int8 activations is refused if a program holds at most ``largest`` values; else empty."""
     each = r.n // r.groups
     if r.groups > 1 and (each % ROWS or r.groups > _MOST_GROUPS):
         return (

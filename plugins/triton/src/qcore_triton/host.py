@@ -95,7 +95,7 @@ def totals_needed(weight: Weight) -> bool:
 
 
 class Blocking(NamedTuple):
-    """**Fields:** ``p``: columns per step along K; ``grouped``: if each group is scaled; ``per``: steps per group."""
+    """**Fields:** ``p``: columns per step along K; ``grouped``: whether groups are scaled; ``per``: steps per group."""
 
     p: int
     grouped: bool

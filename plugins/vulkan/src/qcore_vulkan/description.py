@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes in bytes; ``timestamp_period``: nanoseconds per tick, 0 without timestamps; ``cores``: or 0."""
+    """Sizes in bytes; ``timestamp_period``: nanoseconds per tick, 0 without timestamps; ``cores``: 0 if unknown."""
 
     max_storage_range: int
     max_allocation: int

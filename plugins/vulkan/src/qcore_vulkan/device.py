@@ -139,7 +139,7 @@ class Device:
                 raise
 
     def check_process(self) -> None:
-        """Raise `Forked` in a process that inherited the device: before a lock that was held at the fork."""
+        """Raise `Forked` in a process that inherited the device, before taking a lock that was held at the fork."""
         if os.getpid() != self._process:
             self.check(self.library.qv_stats(self.handle, None, 0))
 

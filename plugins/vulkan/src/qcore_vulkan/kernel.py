@@ -25,7 +25,7 @@ class HandleKernel(Kernel):
         return "vulkan"
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Put the weight on the device. Raises `FormatError` unless it has the format and shape the kernel was made for."""
+        """Put the weight on the device. Raises `FormatError` unless it has the kernel's format and shape."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         return {"weight": handle(weight)}
 

@@ -16,7 +16,7 @@ _REMEDIES = {
     "not built": "",
     "no loader": "Install the Vulkan loader: apt-get install libvulkan1, or your system's vulkan-loader.",
     "no driver": "Install your GPU vendor's driver, or Mesa's: apt-get install mesa-vulkan-drivers, which also "
-    "brings lavapipe for the CPU. A container needs access to the driver's files (NVIDIA_DRIVER_CAPABILITIES=all).",
+    "includes lavapipe for the CPU. A container needs access to the driver's files (NVIDIA_DRIVER_CAPABILITIES=all).",
     "no device": "'vulkaninfo --summary' lists the devices that the drivers report.",
 }
 """Remedies by the first words of a `NoDevice` message."""
