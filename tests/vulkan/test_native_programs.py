@@ -48,7 +48,7 @@ def test_arrays_of_numpy(device):
 
 def test_wrong_arrays_are_refused(device):
     program, x = chain(device, 7, 33), torch.zeros(7, 33)
-    with pytest.raises(ValueError, match="792 bytes where 7 rows of 132 are expected"):
+    with pytest.raises(ValueError, match="got 792 bytes; expected 7 rows of 132 bytes"):
         program.run([torch.zeros(6, 33)], [x])
     with pytest.raises(ValueError, match="dense rows"):
         program.run([torch.zeros(33, 7).T], [x])

@@ -152,7 +152,7 @@ def test_a_tpu_without_int8_refuses_int8_activations(monkeypatch):
     monkeypatch.setattr(eligibility.base, "find", lambda kind: engine)
     monkeypatch.setattr(environment, "tpu", lambda: "tpu7x")
     tpu = torch.device("xla")
-    assert "tpu7x multiply no int8" in eligibility.why_not(request("w8a8", device=tpu))
+    assert "tpu7x do not support int8" in eligibility.why_not(request("w8a8", device=tpu))
     assert eligibility.why_not(request("w8a16", device=tpu)) == ""
 
 

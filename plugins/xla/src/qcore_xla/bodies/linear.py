@@ -144,7 +144,7 @@ def _per_channel(x: Array, data: Array, form: Form) -> Array:
     if form.rows and x.dtype != jnp.int8:
         if (
             x.shape[0] == 1 and w.shape[1] == 1
-        ):  # a sum of products along rows reaches memory bandwidth, a dot does not
+        ):  # a sum of products along rows reaches the memory's bandwidth, a dot does not
             return jnp.sum(w[:, 0].astype(jnp.float32) * x.astype(jnp.float32), axis=-1)[None]
         if x.shape[0] >= _MANY_ROWS:
             w = lax.optimization_barrier(w)
