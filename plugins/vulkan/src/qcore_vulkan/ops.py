@@ -120,7 +120,7 @@ def _unpack(weight: Tensor, n: int, k: int, format: str) -> list[Tensor]:
     from .layout import download
     from .weights import find
 
-    # A graph has to know the dtype of scales, which a handle does not tell; float32 holds each of them.
+    # A graph has to know the dtype of scales, which a handle does not reveal; float32 holds each of them.
     found = download(find(weight).weight)
     parts = [found.data, found.scale.float(), *([] if found.zero is None else [_wide(found.zero)])]
     return [part.contiguous() for part in parts]

@@ -25,8 +25,8 @@ _VISIBLE = ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR")
 _TRITON_NAMES = ("triton-xpu", "pytorch-triton-xpu", "triton")
 """The distributions that provide the package ``triton`` for XPU: the last in newer releases, as a version ``+xpu``."""
 _DRIVER = (
-    "Install or upgrade Intel's compute runtime to what your torch needs: on Ubuntu the packages libze1, "
-    "libze-intel-gpu1 and intel-opencl-icd. To see what fails to load, run "
+    "Install or upgrade Intel's compute runtime to the version that your torch needs: on Ubuntu the packages "
+    "libze1, libze-intel-gpu1 and intel-opencl-icd. To see what fails to load, run "
     "SYCL_UR_TRACE=1 python -c 'import torch; print(torch.xpu.device_count())'."
 )
 
