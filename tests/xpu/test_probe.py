@@ -131,7 +131,7 @@ def test_a_torch_for_the_cpu_in_a_container_with_a_render_node(machine):
 def test_graphics_in_the_processor_are_no_reason_to_warn(machine):
     found = machine(xpu=None, pci={PROCESSOR: ("0x8086", "0x030000")})
     assert not found.broken
-    assert "an Intel GPU in the processor is here" in found.reason
+    assert "an integrated Intel GPU was found" in found.reason
     assert "Core Ultra" in found.reason
 
 
@@ -164,7 +164,7 @@ def test_a_gpu_that_does_not_start(machine):
 
     found = machine(gpus=Failing([1]))
     assert found.broken
-    assert "finds 1 Intel GPUs, but cannot start them (RuntimeError)" in found.reason
+    assert "finds 1 Intel GPUs, but cannot initialize them (RuntimeError)" in found.reason
     assert "libze-intel-gpu1" in found.reason
 
 
@@ -179,7 +179,7 @@ def test_a_device_file_that_the_user_may_not_open(machine, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     found = machine(pci=CARD, device_files=["renderD128", "renderD129"])
     assert found.broken
-    assert "may not open /dev/dri/renderD128" in found.reason
+    assert "has no permission to open /dev/dri/renderD128" in found.reason
     assert "sudo usermod -aG render $USER" in found.reason
 
 
