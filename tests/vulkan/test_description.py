@@ -45,11 +45,11 @@ def test_types_have_an_order(known):
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
-        (9, "no device: none of the Vulkan devices here is 9: 0: llvmpipe, 1: "),
+        (9, "no device: no Vulkan device here matches 9; choose one of 0: llvmpipe, 1: "),
         ("9070", "no device: Radeon 9070 cannot be used: its driver is older than Vulkan 1.2"),
         (2, "no device: Radeon 9070 cannot be used"),
-        ("79", "no device: none of the Vulkan devices here is '79'"),
-        ("7", "no device: none of the Vulkan devices here is '7'"),
+        ("79", "no device: no Vulkan device here matches '79'"),
+        ("7", "no device: no Vulkan device here matches '7'"),
     ],
 )
 def test_why_none_is_chosen(known, wanted, why):

@@ -36,7 +36,7 @@ def test_a_device_is_opened_once(device):
     with devices.on_device(device.description.index) as description:
         assert description == device.description
         assert devices.get() is device
-    with pytest.raises(native.NoDevice, match=r"no device: none of the Vulkan devices here is 'Voodoo': 0: "):
+    with pytest.raises(native.NoDevice, match=r"no device: no Vulkan device here matches 'Voodoo'; choose one of 0: "):
         devices.get("Voodoo")
 
 
