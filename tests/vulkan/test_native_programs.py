@@ -161,7 +161,7 @@ def test_shared_memory_that_cannot_grow(own_device):
 
 def test_buffers_of_another_device_are_refused(device, own_device):
     b = Builder(device)
-    with pytest.raises(ValueError, match=r"a buffer of <Vulkan device .*> in a program of"):
+    with pytest.raises(ValueError, match=r"a buffer of <Vulkan device .*> cannot be used in a program of"):
         b.launch(0, (1, 1, 1), (), (own_device.alloc(4),))
 
 
