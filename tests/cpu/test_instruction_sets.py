@@ -43,7 +43,7 @@ def test_unknown_isa_is_refused_with_the_list(monkeypatch):
     try:
         assert (
             native.fault()
-            == f"QCORE_CPU_ISA=sse9 names no instruction set of this processor; it has: {' '.join(ISAS)}."
+            == f"QCORE_CPU_ISA=sse9 names no instruction set that can be used here; choose one of: {' '.join(ISAS)}."
         )
     finally:
         native.fault.cache_clear()

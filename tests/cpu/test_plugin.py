@@ -24,7 +24,7 @@ def test_layers_on_a_cpu_take_it():
 @pytest.mark.parametrize(
     ("model", "scheme", "reason"),
     [
-        (torch.nn.Linear(64, 32), "wfp8afp8", "fp8 activations have no kernel on CPUs"),
+        (torch.nn.Linear(64, 32), "wfp8afp8", "no CPU kernel supports fp8 activations"),
         (torch.nn.Conv2d(16, 16, 3, groups=16), "w8a8", "16 groups with 1 output channels each"),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_one_pixel_convolution_is_flattened_for_a_linear_layer():
 def test_flattening_that_moves_numbers_splits_the_chain():
     model = made(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5))
     chained = same(model, torch.randn(2, 3, 4, 4), atol=1e-4, pieces=2)
-    assert "moves numbers" in str(chained.explain())
+    assert "moves data" in str(chained.explain())
 
 
 def test_flattening_of_leading_dimensions():
@@ -128,7 +128,7 @@ def test_what_only_the_host_can_do_splits_the_chain():
     assert [(step.kind, step.submission) for step in chained.explain()] == [
         ("QuantizedLinear", 1), ("LayerNorm", 0), ("QuantizedLinear", 2), ("ReLU", 2), ("QuantizedLinear", 2),
     ]  # fmt: skip
-    assert "no step for it" in str(chained.explain())
+    assert "no kernel for it" in str(chained.explain())
 
 
 def test_layers_of_other_plugins_run_on_the_host():

@@ -192,7 +192,7 @@ def test_a_library_that_cannot_be_loaded(monkeypatch, tmp_path):
 def test_a_library_of_another_version(monkeypatch):
     monkeypatch.setattr(native, "ABI", 999)
     native.library.cache_clear()
-    with pytest.raises(native.NoDevice, match="of another version; reinstall"):
+    with pytest.raises(native.NoDevice, match="belongs to a different version; reinstall"):
         native.library()
 
 

@@ -73,7 +73,7 @@ def test_without_a_driver_it_says_what_to_install():
     [
         ("no loader: libvulkan.so.1: cannot open shared object file", False, "libvulkan1"),
         ("no driver: vkCreateInstance: VK_ERROR_INCOMPATIBLE_DRIVER", False, "mesa-vulkan-drivers"),
-        ("no device: the Vulkan drivers that are installed have no device", False, "vulkaninfo"),
+        ("no device: the installed Vulkan drivers report no device", False, "vulkaninfo"),
         ("not built: this installation has no library", True, "not built"),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_device_named_that_is_not_here_is_an_error_of_the_user(known, here, mo
     assert isinstance(found, Unavailable)
     assert found.broken
     assert "'geforce'" in found.reason
-    assert "QCORE_VULKAN_DEVICE=geforce asks for it" in found.reason
+    assert "QCORE_VULKAN_DEVICE=geforce requests it" in found.reason
     assert here.name in found.reason
 
 

@@ -93,7 +93,7 @@ def weight_of(device, scheme: str, n: int) -> layout.DeviceWeight:
 
 def test_channel_groups_of_a_weight_in_parts_are_refused(vulkan, monkeypatch):  # noqa: F811
     monkeypatch.setattr(layout, "rows_per_part", lambda *_: 8)
-    with pytest.raises(PluginError, match="one piece"):
+    with pytest.raises(PluginError, match="one buffer"):
         run_conv2d(vulkan, drawn(request_of("w8a8", 4, 20, groups=2), (1, 4, 4)))
 
 

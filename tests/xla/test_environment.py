@@ -68,7 +68,7 @@ def test_a_gpu_whose_memory_jax_would_take(machine, monkeypatch):
     for kind in ("cpu", "cuda"):
         assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in environment.why_not(kind, root)
     found = probe.probe(root)
-    assert found.details["serves"] == "nothing as it is"
+    assert found.details["supports"] == "nothing yet"
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in found.details["needs"]
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert environment.why_not("cpu", root) == ""
@@ -76,7 +76,7 @@ def test_a_gpu_whose_memory_jax_would_take(machine, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     assert environment.why_not("cpu", root) == environment.why_not("cuda", root) == ""
-    assert probe.probe(root).details == {"device": "cpu", "serves": "cpu, cuda"}
+    assert probe.probe(root).details == {"device": "cpu", "supports": "cpu, cuda"}
 
 
 def test_a_program_that_uses_jax_already_has_decided(machine, monkeypatch):
@@ -152,7 +152,7 @@ def test_a_tpu_without_int8_refuses_int8_activations(monkeypatch):
     monkeypatch.setattr(eligibility.base, "find", lambda kind: engine)
     monkeypatch.setattr(environment, "tpu", lambda: "tpu7x")
     tpu = torch.device("xla")
-    assert "tpu7x multiply no int8" in eligibility.why_not(request("w8a8", device=tpu))
+    assert "tpu7x do not support int8" in eligibility.why_not(request("w8a8", device=tpu))
     assert eligibility.why_not(request("w8a16", device=tpu)) == ""
 
 

@@ -1,7 +1,7 @@
-"""Native quantized kernels for CPUs, as a plugin of qcore: installing the distribution is all there is to do.
+"""Native quantized kernels for CPUs, as a plugin of qcore: installing the package is enough.
 
-Kernels are compiled for several instruction sets; the best one of the processor serves. `QCORE_CPU_ISA` forces a lower
-one: ``qcore doctor`` lists them.
+Kernels are compiled for several instruction sets; the best one that the processor supports is used. `QCORE_CPU_ISA`
+forces a lower one; ``qcore doctor`` lists them.
 """
 
 __version__ = "26.11.0"

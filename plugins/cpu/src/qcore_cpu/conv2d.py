@@ -25,7 +25,7 @@ from .parameters import readable_bias
 class CpuConv2d(Kernel):
     """Receptive fields become rows of int8 in the cache; images are read as channels last.
 
-    Packed: as `WeightLayout`, the channel groups one after the other.
+    Packed: as `WeightLayout`, with the channel groups concatenated.
     """
 
     name = "cpu.conv2d"
@@ -50,7 +50,7 @@ class CpuConv2d(Kernel):
         return f"{self.name}.{self.groups}{'.sums' if self.layout.sums else ''}"
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         parts = [self.layout.pack(weight.narrow(0, g * self.rows, self.rows)) for g in range(self.groups)]
         shared = ("table", "global_scale")

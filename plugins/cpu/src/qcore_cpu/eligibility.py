@@ -12,13 +12,13 @@ _FEWEST_CHANNELS = 8
 _FEWEST_INPUTS = 4
 """Input channels of a group: gathering fewer took two to four times as long as torch ops (benchmarks/cpu_rank.py)."""
 _LARGEST_K = 1 << 30
-"""The library numbers packed columns with 32 bits."""
+"""The library indexes packed columns with 32-bit integers."""
 
 
 def why_not(request: AnyRequest) -> str:
     """Why a request is refused; empty if a kernel supports it."""
     if request.device.type != "cpu":
-        return f"qcore-cpu runs on the CPU, and the tensors are on {request.device}; move them with .to('cpu')."
+        return f"qcore-cpu runs on the CPU, but the tensors are on {request.device}; move them with .to('cpu')."
     return why_not_empty(request) or why_not_dtypes(request) or _why_not_activation(request) or _why_not_size(request)
 
 
@@ -27,15 +27,15 @@ def _why_not_activation(request: AnyRequest) -> str:
     if activation is None:
         return ""
     if not isinstance(activation, (DynamicInt8, StaticInt8)):
-        return "fp8 activations have no kernel on CPUs; torch ops run this layer."
+        return "no CPU kernel supports fp8 activations; torch ops run this layer."
     if kind_of(request.weight.element) in (Kind.FLOAT4, Kind.FLOAT8):
-        return f"{request.weight.dtype} weights with int8 activations have no kernel here; torch ops run this layer."
+        return f"{request.weight.dtype} weights with int8 activations have no CPU kernel; torch ops run this layer."
     return ""
 
 
 def _why_not_size(request: AnyRequest) -> str:
     if request.k > _LARGEST_K:
-        return f"K={request.k} is more than this kernel numbers; torch ops run this layer."
+        return f"K={request.k} is too large for this kernel's 32-bit column indices; torch ops run this layer."
     if not isinstance(request, Conv2dRequest):
         return ""
     inputs = request.in_channels // request.groups

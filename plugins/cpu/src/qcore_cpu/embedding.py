@@ -25,7 +25,7 @@ class CpuEmbedding(Kernel):
     """Gathers rows and dequantizes only those.
 
     Packed: ``data`` uint8 ``(V, D)``, or ``(V, ceil(D / 2))`` with the even column in the low four bits; ``scale`` and
-    ``zero`` ``(V, G)``, so that a row's lie together; ``table`` float32 of 16 or 256 values; ``global_scale``.
+    ``zero`` ``(V, G)``, so that those of a row are adjacent; ``table`` float32 of 16 or 256 values; ``global_scale``.
     """
 
     name = "cpu.embedding"
@@ -41,7 +41,7 @@ class CpuEmbedding(Kernel):
         )  # fmt: skip
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         codes = weight.codes().contiguous().view(torch.uint8)
         if self.kind.bits == 4:

@@ -1,4 +1,4 @@
-"""How columns of x become packed ones: groups padded to whole blocks of a multiple of 8 columns.
+"""How columns of x map to packed columns: groups padded to whole blocks of a multiple of 8 columns.
 
 ``geometry()`` and ``fold_of()`` in ``native/core.cpp`` compute the same.
 """
@@ -15,7 +15,7 @@ def _round_up(size: int, unit: int) -> int:
 
 
 class Geometry(NamedTuple):
-    """How K columns in groups become packed ones."""
+    """How K columns in groups map to packed columns."""
 
     k: int
     group: int
@@ -28,7 +28,7 @@ class Geometry(NamedTuple):
         """For K columns in groups of ``group``."""
         group = min(group, k)
         fewest = -(-group // _LARGEST_BLOCK)
-        # Blocks as large as can be, unless smaller ones leave less padding; 16 columns are quantized at once.
+        # Blocks as large as possible, unless smaller ones leave less padding; 16 columns are quantized at once.
         sizes = (
             (_round_up(-(-group // blocks), unit), blocks)
             for blocks in range(fewest, 2 * fewest + 1)
@@ -44,7 +44,7 @@ class Geometry(NamedTuple):
 
     @property
     def fold(self) -> int:
-        """Packed columns of int8 activations that are summed up in int32."""
+        """Packed columns of int8 activations that are accumulated in int32."""
         blocks = min(self.blocks, _LARGEST_FOLD // self.block)
         while self.blocks % blocks:
             blocks -= 1

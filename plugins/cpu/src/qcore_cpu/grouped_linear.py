@@ -15,9 +15,9 @@ from .parameters import readable_bias
 
 
 class CpuGroupedLinear(Kernel):
-    """One product after the other for the experts that have rows, each over all threads.
+    """One product at a time, over all threads, for each expert that has rows.
 
-    Packed: the tensors of `WeightLayout` with a first dimension E, but for ``table``.
+    Packed: the tensors of `WeightLayout` with a first dimension E, except for ``table``.
     """
 
     name = "cpu.grouped_linear"
@@ -38,7 +38,7 @@ class CpuGroupedLinear(Kernel):
         return f"{self.name}.sums" if self.layout.sums else self.name
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.experts, self.n, self.k)
         each = [self.layout.pack(weight[e]) for e in range(self.experts)]
         packed = {name: torch.stack([own[name] for own in each]) for name in each[0] if name != "table"}
@@ -52,7 +52,7 @@ class CpuGroupedLinear(Kernel):
         )
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
-        """Run on x ``(T, K)`` with ``offsets`` int32 ``(E,)``, giving ``(T, N)``; raises `FormatError` for others."""
+        """Run on x ``(T, K)`` with ``offsets`` int32 ``(E,)``, giving ``(T, N)``; raises `FormatError` for other x."""
         offsets = given["offsets"]
         if x.dim() != 2 or x.shape[1] != self.k:
             raise FormatError(f"{self.name}: x has shape {tuple(x.shape)}; it must be (T, K) with K={self.k}.")

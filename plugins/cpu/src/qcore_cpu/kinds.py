@@ -1,4 +1,4 @@
-"""How the library reads codes and x: numbers that it shares with ``native/problem.h``."""
+"""How the library reads codes and x: enums with the values of ``native/problem.h``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from qcore.plugin_api import Activation, Element
 
 
 class Kind(enum.IntEnum):
-    """How the library reads codes; the numbers are its own."""
+    """How the library reads codes; the values are the library's."""
 
     INT4 = 0
     INT8 = 1
     HALVES4 = 2
-    """A 4-bit table of halves of whole numbers up to 6: fp4 (e2m1)."""
+    """A 4-bit table of multiples of 0.5 up to 6 in magnitude: fp4 (e2m1)."""
     FLOAT4 = 3
     FLOAT8 = 4
 
@@ -25,12 +25,12 @@ class Kind(enum.IntEnum):
 
     @property
     def offset(self) -> int:
-        """What is added to codes, so that they are unsigned."""
+        """The offset that makes codes unsigned."""
         return {Kind.INT4: 8, Kind.INT8: 128}.get(self, 0)
 
 
 class Mode(enum.IntEnum):
-    """How x becomes rows of int8; the numbers are the library's."""
+    """How x becomes rows of int8; the values are the library's."""
 
     DIGITS = 0
     DYNAMIC = 1
@@ -61,7 +61,7 @@ def kind_of(element: Element) -> Kind:
 
 
 def needs_sums(activation: Activation | None) -> bool:
-    """Whether zero points of x meet sums of the weight."""
+    """Whether the correction for zero points of x needs sums of the weight."""
     mode = Mode.of(activation)
     if mode is Mode.STATIC:
         assert isinstance(activation, StaticInt8)

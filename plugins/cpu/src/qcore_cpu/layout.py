@@ -1,7 +1,7 @@
-"""The packed weight: how codes, scales and zero points lie in memory. Pure layout; products are in the library.
+"""The packed weight: the memory layout of codes, scales and zero points. The library computes products.
 
-Output features stand in blocks of 32, columns of x in groups padded to whole blocks of a multiple of 8. See
-``native/problem.h``, which says the same in C++.
+Output features are in blocks of 32, columns of x in groups padded to whole blocks of a multiple of 8. See
+``native/problem.h``, which defines the same layout in C++.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class WeightLayout:
     """Packs weights ``(N, K)`` of one format, and unpacks them.
 
     Packed: ``data`` uint8 ``(N', steps, 128)`` with N' = ceil(N / 32); ``scale`` ``(N', G, 32)`` in its own dtype (e4m3
-    as float16, which holds it exactly); ``zero`` uint8 (integer, plus the offset of codes) or as the scale (float);
-    ``sums`` int32 ``(N', folds, 32)`` if ``sums``; ``table`` float32 of 16 or 256 values; ``global_scale``.
+    as float16, which holds it exactly); ``zero`` uint8 (integer, plus the offset of codes) or in the scale's dtype
+    (float); ``sums`` int32 ``(N', folds, 32)`` if ``sums``; ``table`` float32 of 16 or 256 values; ``global_scale``.
     """
 
     def __init__(self, format: Format, n: int, k: int, *, sums: bool) -> None:
@@ -69,7 +69,7 @@ class WeightLayout:
         return QTensor.from_codes(codes, scale, zero, fmt, global_scale=global_scale_of(packed))
 
     def _spread(self, values: Tensor) -> Tensor:
-        """``(G, N)`` to ``(N', G, 32)``; rows behind N are 0."""
+        """``(G, N)`` to ``(N', G, 32)``; rows beyond N are 0."""
         wide = pad(values, (0, -self.n % COLUMNS))
         return wide.view(values.shape[0], -1, COLUMNS).transpose(0, 1).contiguous()
 
@@ -77,7 +77,7 @@ class WeightLayout:
         return values.transpose(0, 1).reshape(values.shape[1], -1)[:, : self.n].contiguous()
 
     def _sums(self, codes: Tensor, zero: Tensor | None) -> Tensor:
-        """Sums of codes less their zero points over each fold, int32 ``(folds, N)``."""
+        """Sums of codes minus their zero points over each fold, int32 ``(folds, N)``."""
         at = self.at
         per_group = at.blocks * at.block // at.fold
         wide = pad(codes.to(torch.int32), (0, at.groups * at.group - self.k)).view(self.n, at.groups, at.group)

@@ -36,7 +36,7 @@ class CpuLinear(RowsKernel):
         return f"{self.name}.sums" if self.layout.sums else self.name
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         return self.layout.pack(weight)
 

@@ -1,4 +1,4 @@
-"""The native library: where it lies, whether it can be loaded, and the instruction sets that it has kernels for."""
+"""The native library: its location, whether it can be loaded, and the instruction sets that it has kernels for."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ISA = "QCORE_CPU_ISA"
 
 
 def library() -> Path | None:
-    """The file of the library: beside this module, or where an editable installation keeps it; None if there is none.
+    """The library's file: next to this module, or elsewhere on the package's ``__path__`` (editable); None if missing.
 
-    `QCORE_CPU_LIBRARY` names another one, for those who develop it.
+    `QCORE_CPU_LIBRARY` overrides the path, for development of the library.
     """
     if given := os.environ.get("QCORE_CPU_LIBRARY"):
         return Path(given)
@@ -31,27 +31,27 @@ def library() -> Path | None:
 
 @lru_cache(maxsize=1)
 def fault() -> str:
-    """Why the library cannot be used, with the remedy; empty if it can. Loads it, which registers its ops."""
+    """Why the library cannot be used, and how to fix it; empty if it can. Loads it, which registers its ops."""
     version = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split(".")[:2])
     if version < OLDEST_TORCH:
         return f"torch {torch.__version__} is too old: qcore-cpu needs torch 2.10 or newer."
     found = library()
     if found is None:
-        return "its library was not built; install a wheel, or build it, which takes a C++ compiler and CMake."
+        return "its library was not built; install a wheel, or build it with a C++ compiler and CMake."
     try:
         torch.ops.load_library(str(found))  # type: ignore[no-untyped-call]
     except OSError as error:
-        return f"its library cannot be loaded ({str(error).splitlines()[0]}); install qcore-cpu again."
+        return f"its library cannot be loaded ({str(error).splitlines()[0]}); reinstall qcore-cpu."
     asked = os.environ.get(ISA, "")
     if isa() is None:
-        return f"{ISA}={asked} names no instruction set of this processor; it has: {' '.join(isas())}."
+        return f"{ISA}={asked} names no instruction set that can be used here; choose one of: {' '.join(isas())}."
     return ""
 
 
 @lru_cache(maxsize=1)
 def _handle() -> ctypes.CDLL:
     found = library()
-    assert found is not None  # `fault` has looked for it
+    assert found is not None  # `fault` has checked this
     handle = ctypes.CDLL(str(found))
     for name in ("qcore_cpu_isas", "qcore_cpu_isa"):
         getattr(handle, name).restype = ctypes.c_char_p
@@ -64,6 +64,6 @@ def isas() -> list[str]:
 
 
 def isa() -> str | None:
-    """The one in use; None if `QCORE_CPU_ISA` names one that is not there."""
+    """The one in use; None if `QCORE_CPU_ISA` names one that is not available."""
     name = _handle().qcore_cpu_isa()
     return None if name is None else str(name.decode())

@@ -1,6 +1,6 @@
-"""``torch.ops.qcore_cpu.*``: what the library registers, and how their results look to torch's compiler.
+"""``torch.ops.qcore_cpu.*``: the ops that the library registers, and their fake implementations for torch.compile.
 
-Import it after `native.fault` found nothing: registering fakes needs the ops.
+Import it only after `native.fault` has reported no problem: registering fakes needs the ops.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from .geometry import Geometry
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""The library's numbers of dtypes."""
+"""The library's numbering of dtypes."""
 _DTYPES = list(TYPES)
 
 linear = torch.ops.qcore_cpu.linear.default

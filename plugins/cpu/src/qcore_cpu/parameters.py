@@ -30,7 +30,7 @@ def original_scale(scale: Tensor, format: Format) -> Tensor:
 
 
 def constants_of(weight: QTensor, kind: Kind) -> dict[str, Tensor]:
-    """``table``, float32 of 16 or 256 numbers, and ``global_scale``, float32 ``(1,)``, where the format has them."""
+    """``table``, float32 of 16 or 256 numbers, and ``global_scale``, float32 ``(1,)``, if the format has them."""
     constants = {}
     if not weight.format.element.is_integer:
         values = weight.format.element.lookup(torch.device("cpu"), torch.float32)
@@ -41,7 +41,7 @@ def constants_of(weight: QTensor, kind: Kind) -> dict[str, Tensor]:
 
 
 def global_scale_of(packed: Packed) -> Tensor | None:
-    """The global scale of a `QTensor`, without dimensions."""
+    """The global scale of a `QTensor`, a 0-dim tensor."""
     factor = packed.get("global_scale")
     return None if factor is None else factor.reshape(())
 

@@ -1,4 +1,4 @@
-"""The hooks of qcore-cpu. qcore imports this module in every process; the library is loaded at the probe."""
+"""The hooks of qcore-cpu. qcore imports this module in every process; the probe loads the library."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from qcore.plugin_api import AnyRequest, GroupedLinearRequest, Kernel
 
 from . import eligibility, native, probe
 
-_NOTE = "int8 products of digits of x, and of the codes as they are"
+_NOTE = "int8 products of the digits of x and the weight's codes"
 
 
 @qcore.hookimpl
 def qcore_probe() -> qcore.Available | qcore.Unavailable:
-    """Can the native library be used here?"""
+    """Whether the native library can be used here."""
     return probe.probe()
 
 

@@ -1,4 +1,4 @@
-"""What the processor is, and whether the library can be used, for `qcore doctor` and the keys of verdicts."""
+"""The processor's model, and whether the library can be used, for `qcore doctor` and the keys of verdicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import __version__, native
 
 
 def processor() -> str:
-    """The model of the processor, or its architecture where the system does not say."""
+    """The model of the processor, or its architecture if the system does not report a model."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -23,7 +23,7 @@ def processor() -> str:
 
 
 def probe() -> Available | Unavailable:
-    """The answer of `qcore_probe`."""
+    """The result of `qcore_probe`."""
     if reason := native.fault():
         return Unavailable(reason, broken=True)
     isa = native.isa()

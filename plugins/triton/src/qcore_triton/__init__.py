@@ -1,6 +1,6 @@
-"""Triton kernels that do not depend on the maker of the GPU, and the packed layouts that they read.
+"""Triton kernels that do not depend on the GPU vendor, and the packed layouts that they read.
 
-A library of qcore-cuda and qcore-xpu, no plugin. Imports `qcore` and `qcore.plugin_api`, and Triton in `kernels` only.
+A library for qcore-cuda and qcore-xpu, not a plugin. Imports `qcore`, `qcore.plugin_api` and Triton (in `kernels`).
 """
 
 __version__ = "26.11.0"

@@ -11,7 +11,7 @@ from qcore import DynamicInt8, OutputInt8
 from qcore.plugin_api import Activation, contiguous, given_numbers
 
 SYMMETRIC, ASYMMETRIC, TENSOR, TOKEN = range(4)
-"""Kinds of parameters, with the values of `kernels.quantize`: a token's own, or given for all or for each token."""
+"""Kinds of parameters, as in `kernels.quantize`: computed per token (2), or given for the whole tensor or per token."""
 
 
 Numbers = tuple[bool, float | None, int, float | None, int]
@@ -29,7 +29,7 @@ def numbers_of(activation: Activation | None, output: OutputInt8 | None) -> Numb
 class Codes(NamedTuple):
     """Quantized activations: ``x = scale * (q - zero)``.
 
-    **Fields:** ``q``: int8 ``(M, KQ)``, KQ = K rounded up to 128, 0 behind K; ``scale``: float32 ``(M,)``; ``zero``:
+    **Fields:** ``q``: int8 ``(M, KQ)``, KQ = K rounded up to 128, 0 beyond K; ``scale``: float32 ``(M,)``; ``zero``:
     float32 ``(M,)`` of whole numbers, None for 0; ``total``: int32 ``(M,)``, the sums of codes, if requested;
     ``order``: of the columns, as `Weight.order`.
     """
@@ -42,14 +42,14 @@ class Codes(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Scale and zero point that activations, or results, are quantized with: numbers, or tensors ``(M,)``."""
+    """Scale and zero point for quantizing activations or results: numbers, or tensors ``(M,)``."""
 
     scale: Tensor | float
     zero: Tensor | float
 
 
 def given_of(scale: Tensor | None, zero: Tensor | None, number: float | None, zero_number: int) -> Given | None:
-    """Tensors ``(M,)`` if they came with the call, else the scheme's numbers, else None."""
+    """Tensors ``(M,)`` if passed with the call, else the scheme's numbers, else None."""
     if scale is not None:
         return Given(scale, torch.zeros_like(scale) if zero is None else zero)
     return None if number is None else Given(number, float(zero_number))
@@ -69,7 +69,7 @@ class Mode(NamedTuple):
 
 
 def mode_of(x: Tensor, symmetric: bool, given: Given | None) -> Mode:
-    """How x is quantized: per token by parameters of its own, ``symmetric`` or not, or as ``given``."""
+    """How x is quantized: with parameters computed per token, ``symmetric`` or not, or with those of ``given``."""
     if given is None:
         return Mode(SYMMETRIC if symmetric else ASYMMETRIC, None, None)
     if isinstance(given.scale, Tensor):
@@ -78,10 +78,10 @@ def mode_of(x: Tensor, symmetric: bool, given: Given | None) -> Mode:
 
 
 def flat(parameter: Tensor) -> Tensor:
-    """Parameters per token as kernels read them, one after the other."""
+    """Parameters per token as kernels read them: contiguous."""
     return contiguous(parameter.reshape(-1))
 
 
 def columns_of_codes(k: int) -> int:
-    """KQ, the columns that codes of K values take."""
+    """KQ, the number of columns that codes of K values take."""
     return -(-k // 128) * 128

@@ -13,7 +13,7 @@ from .geometry import column_size
 from .packing import ROWS, PackedKernel
 
 _MOST_GROUPS = 32
-"""Channel groups run one after another."""
+"""Most channel groups: they run one after another."""
 
 
 class PackedConv2d(PackedKernel):
@@ -31,7 +31,7 @@ class PackedConv2d(PackedKernel):
         self.pointwise = _is_pointwise(request)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
-        """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
+        """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for a wrong channel count."""
         check_image(self.name, x, self.request)
         if not self.pointwise:
             return self.convolve(x, packed, bias)
@@ -54,17 +54,17 @@ def _is_pointwise(r: Conv2dRequest) -> bool:
 
 
 def why_not_int8(r: Conv2dRequest, largest: int) -> str:
-    """Why a convolution with int8 activations is refused if a program holds at most ``largest`` values; or empty."""
+    """Why a convolution with int8 activations is refused if a program holds at most ``largest`` values; else empty."""
     each = r.n // r.groups
     if r.groups > 1 and (each % ROWS or r.groups > _MOST_GROUPS):
         return (
             f"int8 convolutions in {r.groups} channel groups of {each} output channels run on torch ops: "
-            f"here groups are multiples of {ROWS} output channels, at most {_MOST_GROUPS} of them."
+            f"this kernel needs a multiple of {ROWS} output channels per group, and at most {_MOST_GROUPS} groups."
         )
     taps, channels = r.kernel_size[0] * r.kernel_size[1], r.in_channels // r.groups
     if not _is_pointwise(r) and column_size(taps, channels) > largest:
         return (
             f"a column of {taps} x {channels} values is too long to be quantized in one program, which holds "
-            f"{largest}; torch ops compute it."
+            f"{largest}; torch ops run this layer."
         )
     return ""

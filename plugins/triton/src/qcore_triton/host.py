@@ -1,7 +1,7 @@
-"""The host's side of these kernels: memory, arguments and grids of launches for any plugin.
+"""The host side of these kernels: memory, launch arguments and grids for any plugin.
 
 A plugin passes its own functions and sizes: ``launch(kernel, grid, *arguments, **meta)``, ``empty(shape, dtype,
-device)``, sizes of blocks, and as ``options`` the constexpr PDL with Triton's options of a launch. Importing this
+device)``, block sizes, and as ``options`` the constexpr PDL and Triton's launch options. Importing this
 module imports Triton.
 """
 
@@ -25,7 +25,7 @@ Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 _EXACT_K = {False: 1 << 16, True: 1 << 15}
 """Up to this K the products of one group fit int32; True: if factors are differences of int8 codes and zero points."""
 _EARLY = 32
-"""Up to this many rows a product starts to read weights while they are quantized, if kernels may overlap."""
+"""Up to this many rows, a product starts to read weights while the rows are quantized, if kernels may overlap."""
 _UNSCALED = 1 << 24
 """Steps per group if there is one group: more than any K has."""
 
@@ -34,11 +34,11 @@ def quantize_rows(
     launch: Launch, empty: Empty, x: Tensor, mode: Mode, *, total: bool, order: int, block: int, rows: int = 0,
     dtype: torch.dtype = torch.int8, **options: Any,
 ) -> Codes:  # fmt: skip
-    """Quantize x ``(M, K)`` of any strides; an int8 x is taken as codes.
+    """Quantize x ``(M, K)`` of any strides; an int8 x already holds codes.
 
-    ``total``: also sum the codes; ``order``: as `Weight.order` of the weight that they meet; ``block``: columns that a
-    program holds at a time, a power of two from 128 on; ``rows``: rows that it holds, if ``block`` holds whole ones, a
-    power of two. 0 is for the kernel that has one row, of any length. ``dtype``: of the tensor that holds the codes.
+    ``total``: also sum the codes; ``order``: `Weight.order` of the weight that they multiply; ``block``: columns that
+    a program holds at a time, a power of two, at least 128; ``rows``: rows that it holds, a power of two, if ``block``
+    holds whole rows. 0 selects the kernel with one row of any length per program. ``dtype``: of the tensor of codes.
     """
     (m, k), (kind, scale, zero) = x.shape, mode
     q, s, z, t = _room(empty, m, k, kind, total, x.device, dtype)
@@ -59,7 +59,7 @@ def quantize_rows(
 def _room(
     empty: Empty, m: int, k: int, kind: int, total: bool, device: torch.device, dtype: torch.dtype = torch.int8
 ) -> Any:
-    """Codes, scale, zero and total, to be filled."""
+    """Uninitialized codes, scale, zero and total."""
     q, s = empty((m, columns_of_codes(k)), dtype, device), empty((m,), torch.float32, device)
     z = empty((m,), torch.float32, device) if kind != SYMMETRIC else None
     return q, s, z, empty((m,), torch.int32, device) if total else None
@@ -69,10 +69,10 @@ def quantize_columns(
     launch: Launch, empty: Empty, x: Tensor, geometry: Geometry, mode: Mode, first: int, count: int, weight: Weight,
     *, columns: int = 0, **options: Any,
 ) -> Codes:  # fmt: skip
-    """Codes of ``count`` columns of x ``(B, C, H, W)`` from position ``first`` on, as of rows by `quantize_rows`.
+    """Codes of ``count`` columns of x ``(B, C, H, W)`` from position ``first`` on, as in `quantize_rows`.
 
     One channel group; scale and zero point are numbers if given. ``columns``: columns per program, a power of two; 0
-    is for the kernel that has one.
+    selects the kernel with one column per program.
     """
     (_, channels, height, width), (kind, scale, zero) = x.shape, mode
     taps, total = geometry.kernel[0] * geometry.kernel[1], totals_needed(weight)
@@ -87,17 +87,17 @@ def quantize_columns(
         launch(several.quantize_columns, (-(-count // columns),), *room, *given, count, *sizes, BM=columns, **meta)
     else:
         launch(conv.quantize_columns, (count,), *room, *given, *sizes, **meta)
-    # In the weight's own order: a product that wants another one (32, with blocks of 128) cannot take columns.
+    # In the weight's own order: a product that needs another order (32, for blocks of 128) cannot use them.
     return Codes(q, s, z, t, weight.order)
 
 
 def totals_needed(weight: Weight) -> bool:
-    """Whether `x_sums` needs sums of whole rows of codes, which quantizing gives on the side."""
+    """Whether `x_sums` needs sums of whole rows of codes, which quantization computes along the way."""
     return weight.zero is not None and weight.scale.shape[0] == 1
 
 
 class Blocking(NamedTuple):
-    """**Fields:** ``p``: columns per step along K; ``grouped``: is each group scaled; ``per``: steps per group."""
+    """**Fields:** ``p``: columns per step along K; ``grouped``: whether groups are scaled; ``per``: steps per group."""
 
     p: int
     grouped: bool
@@ -130,7 +130,7 @@ class End(NamedTuple):
 
 
 def end_of(bias: Tensor | None, out: Given | None, y: Tensor) -> End:
-    """Arguments of the epilogue, which makes codes by ``out`` if given; y stands in for tensors that are absent."""
+    """Arguments of the epilogue, which quantizes with ``out`` if given; y is a placeholder for absent tensors."""
     meta = {"HAS_BIAS": bias is not None, "OUT": 0}
     args: tuple[Any, ...] = (y if bias is None else bias, y, y)
     if out is None:
@@ -142,7 +142,7 @@ def end_of(bias: Tensor | None, out: Given | None, y: Tensor) -> End:
 
 
 def operands(codes: Codes, weight: Weight, sums: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """X's and w's parameters: scale, zero of x; scale, zero, sums of w."""
+    """Parameters of x and w: scale, zero of x; scale, zero, sums of w."""
     x_zero = codes.scale if codes.zero is None else codes.zero
     w_zero = weight.scale if weight.zero is None else weight.zero
     return (codes.scale, x_zero), (weight.scale, w_zero, codes.scale if sums is None else sums)
@@ -188,8 +188,8 @@ def table_rows(
 ) -> Tensor:
     """Rows of a table ``(n, k)``: integer indices ``(T,)``, contiguous, to ``(T, k)`` of ``dtype``.
 
-    Computed in float32 and rounded once. ``columns``: of a program, at most, be they of one row or, with ``pieces``, of
-    several short ones.
+    Computed in float32 and rounded once. ``columns``: the most columns per program, of one row or, with ``pieces``, of
+    several short rows.
     """
     tokens, d = indices.shape[0], weight.k
     out = torch.empty((tokens, d), dtype=dtype, device=indices.device)
@@ -227,7 +227,7 @@ def by_channel_groups(
     convolve: Callable[[Tensor, Weight, Tensor | None, Tensor | None, Geometry], Tensor],
     x: Tensor, weight: Weight, sums: Tensor | None, bias: Tensor | None, geometry: Geometry,
 ) -> Tensor:  # fmt: skip
-    """``convolve`` for each channel group of x ``(B, C, H, W)`` by itself: rows ``(B * OH * OW, OC)``."""
+    """``convolve`` for each channel group of x ``(B, C, H, W)`` separately: rows ``(B * OH * OW, OC)``."""
     groups = geometry.groups
     n, one = weight.n // groups, geometry._replace(groups=1)
     parts = [

@@ -6,13 +6,13 @@
 ``u = q + 8``: column i' of the block in the low nibble, column P/2 + i' in the high one, where, with V = P/32,
 ``i = 4 V t + 4 j + 2 h + e`` holds ``i' = 16 j + 8 h + 2 t + e`` (t < 4, j < V, h < 2, e < 2). This is the order in
 which thread t of four holds a row of A in the registers of ``mma.m16n8k16`` and ``wgmma``: one wide load gives a thread
-its fragments of V products, and unpacking them moves nothing between threads. 16 rows of a block are contiguous. P is
+its fragments of V products, and unpacking them moves no data between threads. 16 rows of a block are contiguous. P is
 the largest of 128, 64 and 32 that divides the group size: a block lies in one group, block b in ``b * P // group``.
 
-**rows16** (int8): int8 ``(N, K)``, K rounded up to 64; to 32 if there are several groups and their size is no
-multiple of 64. So here, too, no block of 64 or 32 columns lies in a group that does not exist.
+**rows16** (int8): int8 ``(N, K)``, K rounded up to 64; to 32 if there are several groups and their size is not
+a multiple of 64. So here, too, no block of 64 or 32 columns lies in a group that does not exist.
 
-Padding is the code 0. Everything here is torch ops, on any device, meta included.
+Padding is the code 0. Everything here uses torch ops and runs on any device, including meta.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS = 16
 """Rows are packed this many at a time."""
 _BLOCKS = (128, 64, 32)
 _CHUNK = 1 << 25
-"""Codes packed at a time: unpacked codes of a large weight are never whole in memory."""
+"""Codes packed at a time: a large weight is never in memory as a whole in unpacked form."""
 
 
 def block_size(group_size: int | None) -> int:
@@ -47,7 +47,7 @@ def pack(weight: QTensor, *, sums: bool = False) -> dict[str, Tensor]:
     """``data``, ``scale`` and, if the weight has one, ``zero``.
 
     ``sums``: also int32 ``(G, N)``, the sum over each group of ``q - zero`` (of q if the zero point is not an
-    integer), by which activations with a zero point are corrected.
+    integer), which corrects for a zero point of activations.
     """
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
     packed = {"data": _pack_data(weight), "scale": weight.scale.contiguous()}
@@ -72,7 +72,7 @@ def unpack(packed: Packed, format: Format, n: int, k: int) -> QTensor:
 
 
 def group_sums(weight: QTensor) -> Tensor:
-    """int32 ``(G, N)``: the sum over each group of K of the codes less their integer zero point."""
+    """int32 ``(G, N)``: the sum over each group of K of the codes minus their integer zero point."""
     k = weight.shape[1]
     groups, group = weight.format.groups(k), weight.format.group(k)
     parts = [
@@ -93,7 +93,7 @@ def _rows_per_chunk(k: int) -> int:
 
 
 def _chunks_of_codes(weight: QTensor) -> Iterator[Tensor]:
-    """Signed codes, int8 ``(rows, K)``, of a multiple of 16 rows, but for the last."""
+    """Signed codes, int8 ``(rows, K)``, in chunks of a multiple of 16 rows, except for the last."""
     for part in torch.split(weight.data, _rows_per_chunk(weight.shape[1])):
         yield weight.format.codec.decode(part, weight.shape[1])
 
@@ -123,7 +123,7 @@ def _planar(codes: Tensor, block: int) -> Tensor:
 
 
 def _planar_codes(data: Tensor, k: int) -> Tensor:
-    """The inverse of `_planar`, rows of padding included."""
+    """The inverse of `_planar`, including padding rows."""
     stored = data.view(*data.shape[:3], 4, data.shape[3] // 16, 2, 2).movedim(-4, -2).reshape(data.shape)
     nibbles = torch.stack((stored & 15, stored >> 4), dim=3).transpose(1, 2)
     return nibbles.reshape(data.shape[0] * ROWS, -1)[:, :k].view(torch.int8) - 8
@@ -151,7 +151,7 @@ class PackedKernel(Kernel):
         return packing_name(self.format, sums=self.sums)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         return pack(weight, sums=self.sums)
 

@@ -1,4 +1,4 @@
-"""`Weight`: a packed weight with its sizes, as the host's side of kernels passes it around."""
+"""`Weight`: a packed weight with its sizes, as the host side of the kernels passes it around."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from qcore import FormatError
 from qcore.plugin_api import contiguous
 
 NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
-"""Kinds of zero points, as kernels know them: w = q * s, (q - z) * s, q * s + z."""
+"""Kinds of zero points, as in the kernels: w = q * s, (q - z) * s, q * s + z."""
 
 
 def check_devices(x: Tensor, data: Tensor, others: Mapping[str, Tensor | None]) -> None:
     """Raise `FormatError` unless x, a packed weight's ``data`` and the ``others`` of a call are on one device.
 
-    A kernel takes addresses: those of another device would be read as addresses of its own.
+    A kernel takes raw addresses, and would read those of another device as its own.
     """
     index = data.get_device()
     if x.get_device() != index:
-        raise FormatError(f"x is on {x.device}, the weight on {data.device}; bring both to one device.")
+        raise FormatError(f"x is on {x.device}, the weight on {data.device}; move both to the same device.")
     for name, tensor in others.items():
         if tensor is not None and tensor.get_device() != index:
-            raise FormatError(f"{name} is on {tensor.device}, the weight on {data.device}; bring both to one device.")
+            raise FormatError(f"{name} is on {tensor.device}, the weight on {data.device}; move both to one device.")
 
 
 def bias_of(bias: Tensor | None, n: int) -> Tensor | None:
-    """A bias as kernels read it, from its address. Raises `FormatError` for another shape than ``(n,)``."""
+    """A contiguous bias, as kernels read it. Raises `FormatError` unless its shape is ``(n,)``."""
     if bias is None:
         return None
     if bias.shape != (n,):
@@ -38,7 +38,7 @@ def bias_of(bias: Tensor | None, n: int) -> Tensor | None:
 
 
 class Weight(NamedTuple):
-    """A weight ``(n, k)`` packed as `packing` says.
+    """A weight ``(n, k)`` packed as described in `packing`.
 
     **Fields:** ``data``; ``scale``: ``(G, n)``, float32, bfloat16 or float16; ``zero``: None, or ``(G, n)``: int8 is
     subtracted from the codes, the scale's dtype is added to ``q * s``; ``bits``: 4 or 8; ``group``: codes along k that
@@ -62,7 +62,7 @@ class Weight(NamedTuple):
 
     @property
     def order(self) -> int:
-        """Columns per block of planar16, in whose order codes of activations have to be; 0 for rows16."""
+        """Columns per block of planar16, whose order the codes of activations must follow; 0 for rows16."""
         return int(self.data.shape[3]) * 2 if self.bits == 4 else 0
 
     @property

@@ -1,7 +1,7 @@
 """qcore-vulkan: quantized kernels for any GPU with a Vulkan driver; a plugin of qcore.
 
 qcore finds `qcore_vulkan.plugin` by its entry point. The public functions: `sequential`, which runs several modules as
-one submission, `on_device`, which picks one of several devices, and `empty_cache`, which gives memory back. Importing
+one submission, `on_device`, which picks one of several devices, and `empty_cache`, which frees memory. Importing
 this loads no native library.
 """
 

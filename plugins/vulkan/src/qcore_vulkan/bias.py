@@ -1,4 +1,4 @@
-"""Biases in device memory: float32 buffers, used as long as the numbers stay the same."""
+"""Biases in device memory: float32 buffers, reused as long as the values stay the same."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from .device import Buffer, Device
 
 _KEPT = 4
-# Five to ten times as quick as torch.equal, and NaN is what it was.
+# Five to ten times as fast as torch.equal, and a NaN equals itself.
 _differ = ctypes.CDLL(None).memcmp
 _differ.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """A bias seen: a copy of its ``values``, which are in ``buffer`` as float32."""
+    """A known bias: a copy of its ``values``, which ``buffer`` holds as float32."""
 
     values: Tensor
     address: int
@@ -31,11 +31,11 @@ class _Known:
 
 
 class Biases:
-    """The last few biases ``(n,)`` that came with a weight.
+    """The last few biases ``(n,)`` used with a weight.
 
-    They are told apart by their values, which takes a microsecond: a tensor's identity and version do not show what is
-    written through ``.data``, and in a graph each call brings a new tensor. Threads need no lock: two that bring the
-    same new bias at once upload it twice.
+    They are compared by value, which takes a microsecond: a tensor's identity and version do not reveal writes through
+    ``.data``, and in a graph each call has a new tensor. Threads need no lock: two that use the same new bias at once
+    upload it twice.
     """
 
     def __init__(self, device: Device, n: int) -> None:

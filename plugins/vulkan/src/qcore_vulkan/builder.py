@@ -17,9 +17,9 @@ from . import native
 from .device import Array, Buffer, Device, dense
 
 ALIGN = 256
-"""Multiple of bytes at which every range begins: the largest that any device wants."""
+"""Alignment of every range, in bytes: the largest that any device requires."""
 _MOST_GROUPS = 65535
-"""Workgroups along one axis that every device takes."""
+"""Workgroups along one axis that every device supports."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Ref:
     bytes: int
 
     def part(self, offset: int, nbytes: int) -> Ref:
-        """Bytes of these bytes; ``offset`` a multiple of the device's ``limits.storage_align``."""
+        """A part of these bytes; ``offset``: a multiple of the device's ``limits.storage_align``."""
         if offset + nbytes > self.bytes:
-            raise ValueError(f"{nbytes} bytes at {offset} of {self.bytes}")
+            raise ValueError(f"{nbytes} bytes at offset {offset} are out of range: there are {self.bytes}")
         return Ref(self.buffer, self.offset + offset, nbytes)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor goes in INPUT, or comes from in OUTPUT: ``pitch`` bytes from one row to the next."""
+    """The place of a tensor in INPUT or OUTPUT: ``pitch`` bytes from one row to the next."""
 
     ref: Ref
     rows: int
@@ -48,7 +48,7 @@ class Place:
 
 
 def fold(groups: int) -> tuple[int, int, int]:
-    """Workgroups along x and y for a count that may be too large for x; shaders go by x + y * groups_x."""
+    """Workgroups along x and y for a count that may be too large for x; shaders use x + y * groups_x."""
     if groups <= _MOST_GROUPS:
         return groups, 1, 1
     y = -(-groups // _MOST_GROUPS)
@@ -73,11 +73,11 @@ class Builder:
         return ref
 
     def mark(self) -> int:
-        """How much scratch memory is taken: for `rewind`."""
+        """How much scratch memory is in use: for `rewind`."""
         return self._top
 
     def rewind(self, mark: int) -> None:
-        """Let later scratch memory take the place of what was asked for since `mark`; steps wait for each other."""
+        """Let later scratch memory reuse that allocated since `mark`; steps wait for each other."""
         self._top = mark
 
     def input(self, nbytes: int) -> Ref:
@@ -107,7 +107,7 @@ class Builder:
         """Run a variant of a shader; raises `native.Unsupported` if the device cannot.
 
         ``push``: words of its push constants, floats as float32. ``refs``: its storage buffers 0... Without ``barrier``
-        it does not wait for the step before it.
+        it does not wait for the previous step.
         """
         self.launch(self.device.pipeline(variant, constants, subgroup), groups, push, refs, barrier=barrier)
 
@@ -148,12 +148,12 @@ class Builder:
         if isinstance(whole.buffer, int):
             return whole.buffer, whole.offset, whole.bytes
         if whole.buffer.device is not self.device:
-            raise ValueError(f"a buffer of {whole.buffer.device} in a program of {self.device}")
+            raise ValueError(f"a buffer of {whole.buffer.device} cannot be used in a program of {self.device}")
         self._buffers[whole.buffer.number] = whole.buffer
         return whole.buffer.number, whole.offset, whole.bytes
 
     def program(self, inputs: Sequence[Place] = (), outputs: Sequence[Place] = (), *, timed: bool = False) -> Program:
-        """Record the steps. ``inputs`` and ``outputs``: the tensors that each run is given."""
+        """Record the steps. ``inputs`` and ``outputs``: the tensors that each run exchanges."""
         return Program(self, inputs, outputs, timed)
 
     def recorded(self, timed: bool) -> c_void_p:
@@ -166,16 +166,16 @@ class Builder:
         return handle
 
     def buffers(self) -> list[Buffer]:
-        """The buffers that the steps name."""
+        """The buffers that the steps use."""
         return list(self._buffers.values())
 
 
 _Field = tuple[native.Copy, int, int]
-"""A copy, its bytes, and those of a row: read once, since reading fields of ctypes takes time."""
+"""A copy, its bytes, and those of a row: read once, because reading ctypes fields takes time."""
 
 
 class Program:
-    """Steps that were recorded. Runs of one device take turns, whichever thread they come from."""
+    """Recorded steps. Runs on one device are serialized, from any thread."""
 
     def __init__(self, builder: Builder, inputs: Sequence[Place], outputs: Sequence[Place], timed: bool):
         self.device = builder.device
@@ -193,7 +193,7 @@ class Program:
             self._free(self._handle)
 
     def run(self, inputs: Sequence[Array] = (), outputs: Sequence[Array] = ()) -> float | None:
-        """Copy the inputs in, run the steps, copy the outputs out. Microseconds on the device of a timed program."""
+        """Copy the inputs in, run the steps, copy the outputs out. Returns a timed program's microseconds."""
         self.device.check_process()
         with self._lock:
             _set_addresses(self._each_input, inputs)
@@ -227,7 +227,7 @@ def _fields(copies: ctypes.Array[native.Copy]) -> list[_Field]:
 def _set_addresses(fields: Sequence[_Field], arrays: Sequence[Array]) -> None:
     for (copy, nbytes, row_bytes), array in zip(fields, arrays, strict=True):
         if array.nbytes != nbytes:
-            raise ValueError(f"{array.nbytes} bytes where {copy.rows} rows of {row_bytes} are expected")
+            raise ValueError(f"got {array.nbytes} bytes; expected {copy.rows} rows of {row_bytes} bytes")
         if array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous:
             copy.host, copy.host_pitch = dense(array)[0], row_bytes
         else:
@@ -235,9 +235,9 @@ def _set_addresses(fields: Sequence[_Field], arrays: Sequence[Array]) -> None:
 
 
 def _rows(array: Array, rows: int) -> tuple[int, int]:
-    """Address and pitch of a tensor (rows, n) whose rows are dense but not next to each other."""
+    """Address and pitch of a tensor (rows, n) whose rows are dense but not adjacent."""
     if not isinstance(array, torch.Tensor) or array.ndim != 2 or len(array) != rows or array.stride(1) != 1:
-        raise ValueError("a program exchanges arrays without gaps, or tensors of two dimensions with dense rows")
+        raise ValueError("a program takes contiguous arrays, or two-dimensional tensors with dense rows")
     return array.data_ptr(), array.stride(0) * array.itemsize
 
 

@@ -1,7 +1,7 @@
 """Calls: from torch tensors to a program on the device, and back to a torch tensor.
 
-A program is made once per weight and form of the call (rows, dtypes, bias) and run again for calls of that form. Calls
-whose activations are too large for one go are cut, see `parts`.
+A program is made once per weight and form of the call (rows, dtypes, bias) and reused for calls of that form. Calls
+whose activations are too large for one run are split, see `parts`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .steps import Geometry2d, Image, Rows
 from .weights import Resident
 
 LARGEST = 128 << 20
-"""Bytes of activations that one call brings to the device or back; longer ones are cut."""
+"""Bytes of activations that one run copies to the device or back; larger calls are split."""
 
 _NOTHING: Mapping[str, Tensor] = {}
 
 
 class Form:
-    """Everything but tensors that a product depends on: the request's activation, output and result dtype.
+    """Everything except tensors that a product depends on: the request's activation, output and result dtype.
 
     Compared by identity, which costs less than comparing the values: `form` makes one for each combination.
     """
@@ -91,7 +91,7 @@ def record_linear(
     *,
     timed: bool = False,
 ) -> Program:
-    """A program that takes x ``(rows, K)`` and the vectors ``given`` by name, and gives ``(rows, N)``."""
+    """A program that takes x ``(rows, K)`` and the vectors ``given`` by name, and returns ``(rows, N)``."""
     b, g = Builder(device), weight.geometry
     x, of_x = rows_in(b, rows, g.k, dtype)
     vectors = {name: b.input(4 * rows) for name in given}
@@ -127,7 +127,7 @@ def in_rows(x: Tensor) -> Tensor:
 
 
 def per_token(name: str, value: Tensor, rows: int) -> Tensor:
-    """A vector of parameters as the device takes it. Raises `FormatError` for another length."""
+    """A vector of parameters as the device takes it. Raises `FormatError` for a wrong length."""
     if tuple(value.shape) != (rows,):
         raise FormatError(f"{name} has shape {tuple(value.shape)}; there are {rows} tokens, so it must be ({rows},).")
     return contiguous(value.to(torch.int32 if name.endswith("zero_point") else torch.float32))
@@ -151,7 +151,7 @@ def embedding(indices: Tensor, resident: Resident, out_dtype: torch.dtype) -> Te
 
 
 def indices_of(indices: Tensor, size: int) -> Tensor:
-    """Indices of any shape and strides as the device takes them, int32 in a row; `IndexError` outside ``0..size-1``."""
+    """Indices of any shape and strides as the device takes them, flat int32; `IndexError` outside ``0..size-1``."""
     check_indices(indices, size)
     return indices.reshape(-1).to(torch.int32).contiguous()
 

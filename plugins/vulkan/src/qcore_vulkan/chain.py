@@ -1,6 +1,6 @@
-"""Chains: modules that follow each other run as one submission, with one upload and one download.
+"""Chains: consecutive modules run as one submission, with one upload and one download.
 
-`Sequential` is a `torch.nn.Sequential` that looks for runs of modules which the device can take: quantized layers of
+`Sequential` is a `torch.nn.Sequential` that finds runs of modules that the device supports: quantized layers of
 this plugin, and elementwise activations between them. Each run is recorded once per shape of its input as one program,
 in which results stay in device memory. Results are rounded after each layer, as they are without a chain.
 """
@@ -52,7 +52,7 @@ class Explanation:
 
     @property
     def submissions(self) -> int:
-        """How often the device was given work."""
+        """The number of submissions to the device."""
         return len({step.submission for step in self.steps} - {0})
 
     def __iter__(self) -> Iterator[Step]:
@@ -88,7 +88,7 @@ class _Piece:
 
     @cached_property
     def chunks(self) -> int:
-        """Chunks that the batch is cut into, so that no matrix on the way is larger than the device takes."""
+        """Chunks that the batch is split into, so that no matrix in between exceeds the device's limit."""
         most = max(flow.nbytes for stage in self.stages for flow in (stage.before, stage.after))
         device = device_of(self.stages)
         assert device is not None
@@ -98,8 +98,8 @@ class _Piece:
 class Sequential(nn.Sequential):
     """A `torch.nn.Sequential` whose modules run together on the device if they can.
 
-    Everything else is as there: children, ``state_dict``, copies, ``to``. Where gradients are recorded, inside a trace
-    or under autocast the modules run one by one.
+    Everything else is as in `torch.nn.Sequential`: children, ``state_dict``, copies, ``to``. If gradients are recorded,
+    inside a trace or under autocast, the modules run one by one.
     """
 
     def __init__(self, *modules: Any) -> None:
@@ -122,9 +122,9 @@ class Sequential(nn.Sequential):
         return self._run(leaves, 0, len(leaves), input)
 
     def explain(self, input: Tensor | None = None) -> Explanation:  # noqa: A002
-        """Where each module ran in the last call or, given an ``input``, where it runs with that.
+        """Where each module ran in the last call or, given an ``input``, where it runs for that input.
 
-        There are no steps before the first call; a compiled call, which runs the modules one by one, is none.
+        There are no steps before the first call; a compiled call, which runs the modules one by one, does not count.
         """
         if input is not None:
             with torch.no_grad():
@@ -153,7 +153,7 @@ class Sequential(nn.Sequential):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _notice_changes(self, leaves: _Leaves) -> None:
-        """Forget what was recorded for other modules, or for weights that have been packed again since."""
+        """Forget programs recorded for other modules, or for weights that have been repacked since."""
         bounds = [binding_of(leaf) for _, leaf in leaves]
         if len(bounds) != len(self._bounds) or any(a is not b for a, b in zip(bounds, self._bounds, strict=True)):
             self._forget()
@@ -195,7 +195,7 @@ class Sequential(nn.Sequential):
 
 
 def _leaves(prefix: str, container: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that run one after the other, with their names: those of plain containers inside as well."""
+    """The modules that run one after the other, with their names, including those of nested plain containers."""
     for name, module in container._modules.items():  # noqa: SLF001 - named_children skips modules that occur twice
         assert module is not None
         if type(module) in (nn.Sequential, Sequential) and not has_hooks(module):
@@ -205,12 +205,12 @@ def _leaves(prefix: str, container: nn.Sequential) -> Iterator[tuple[str, nn.Mod
 
 
 def _modes(leaves: _Leaves) -> tuple[int, ...]:
-    """Further state that a plan depends on: dropout runs while training, hooks come and go."""
+    """Further state that a plan depends on: dropout runs in training, hooks may be added or removed."""
     return tuple(leaf.training + 2 * has_hooks(leaf) for _, leaf in leaves)
 
 
 def _plan(leaves: _Leaves, x: Tensor) -> _Piece:
-    """The longest run of modules from the first one on, as far as it pays: there is a weight in it."""
+    """The longest run of modules from the first one on, if it pays off: if it has a weight."""
     try:
         flow = flow_of(x, leaves[0][1])
     except StaysOnHostError as error:
@@ -228,10 +228,10 @@ def _plan(leaves: _Leaves, x: Tensor) -> _Piece:
         stages.append(stage)
         flow = stage.after
     if device_of(stages) is None:
-        return _Piece(reason=reason if not stages else "no quantized layer follows that runs on the device")
+        return _Piece(reason=reason if not stages else "no quantized layer that runs on the device follows")
     piece, first = _Piece(tuple(stages)), stages[0].before.shape
     if piece.chunks > (first[0] if len(first) > 1 else 1):
-        return _Piece(reason="a single row of the batch is too large for one go: each layer cuts it by itself")
+        return _Piece(reason="a single row of the batch is too large for one program: each layer splits it by itself")
     return piece
 
 

@@ -26,7 +26,7 @@ class VulkanConv2d(HandleKernel):
         self._quantization = (r.activation is not None, *ops.flat(r.activation, r.output))
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
-        """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
+        """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for a wrong channel count."""
         check_image(self.name, x, self.request)
         if runs_now(x):
             return conv2d(x, find(packed["weight"]), bias, self._form, self._geometry)

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes in bytes; ``timestamp_period``: nanoseconds per tick, 0 without timestamps; ``cores``: 0 if not told."""
+    """Sizes in bytes; ``timestamp_period``: nanoseconds per tick, 0 without timestamps; ``cores``: 0 if unknown."""
 
     max_storage_range: int
     max_allocation: int
@@ -41,7 +41,7 @@ class Heap:
 
 @dataclass(frozen=True)
 class MemoryType:
-    """How memory of a heap can be had."""
+    """A type of memory in a heap."""
 
     heap: int
     device_local: bool
@@ -52,7 +52,7 @@ class MemoryType:
 
 @dataclass(frozen=True)
 class Subgroup:
-    """Sizes of subgroups; ``control``: a shader may ask for one; ``full``: and for none that is partly filled."""
+    """Sizes of subgroups; ``control``: a shader may require one; ``full``: it may require full subgroups."""
 
     size: int
     min: int
@@ -82,7 +82,7 @@ class Description:
     """A physical device.
 
     ``missing``: why this package cannot use it, empty if it can. ``local_input``: the device reads INPUT as fast as
-    its own memory; elsewhere INPUT is across a bus.
+    its own memory; otherwise INPUT is across a bus.
     """
 
     index: int
@@ -140,7 +140,7 @@ def select(known: Sequence[Description], wanted: int | str | None = None) -> Des
     A text of digits is an index if there is such a device, else a whole number in a name: as in Radeon 7900.
     """
     if not known:
-        raise NoDevice("no device: the Vulkan drivers that are installed have no device")
+        raise NoDevice("no device: the installed Vulkan drivers report no device")
     if isinstance(wanted, str) and wanted in {str(one.index) for one in known}:
         wanted = int(wanted)
     if isinstance(wanted, int):
@@ -149,7 +149,7 @@ def select(known: Sequence[Description], wanted: int | str | None = None) -> Des
         found = [one for one in known if _is_named(one.name.casefold(), (wanted or "").casefold())]
     if not found:
         names = ", ".join(f"{one.index}: {one.name}" for one in known)
-        raise NoDevice(f"no device: none of the Vulkan devices here is {wanted!r}: {names}")
+        raise NoDevice(f"no device: no Vulkan device here matches {wanted!r}; choose one of {names}")
     best = min(found, key=lambda one: (bool(one.missing), _ORDER.index(one.type), one.index))
     if best.missing:
         raise NoDevice(f"no device: {best.name} cannot be used: {best.missing}")

@@ -1,4 +1,4 @@
-"""Vulkan devices: which there are, and memory and shaders on one that is open."""
+"""Vulkan devices: the list of them, and memory and shaders on an open one."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def preferred() -> Description:
     except NoDevice as error:
         if wanted is None:
             raise
-        text = f"{error}.\n{VARIABLE}={wanted} asks for it; without that variable the best device is used."
+        text = f"{error}.\n{VARIABLE}={wanted} requests it; unset the variable to use the best device."
         raise NoDevice(text) from None
 
 
 @contextlib.contextmanager
 def on_device(which: int | str) -> Iterator[Description]:
-    """Within it, weights that are packed go to this device: its index or a part of its name."""
+    """In this context, weights are packed onto this device, given by its index or a part of its name."""
     description = select(devices(), which)
     token = _chosen.set(description.index)
     try:
@@ -83,7 +83,7 @@ def on_device(which: int | str) -> Iterator[Description]:
 
 
 def get(which: int | str | None = None) -> Device:
-    """An open device: by index or part of its name, else as `on_device` or QCORE_VULKAN_DEVICE say, else the best."""
+    """An open device: by index or part of its name, else that of `on_device` or QCORE_VULKAN_DEVICE, else the best."""
     if which is None:
         which = _chosen.get()
     found = _open.get(which) if isinstance(which, int) else None
@@ -98,16 +98,16 @@ def get(which: int | str | None = None) -> Device:
 
 
 def empty_cache() -> None:
-    """Give back the memory of open devices other than weights: the memory that activations cross, and scratch memory.
+    """Free the memory of open devices, except for weights: staging memory for activations, and scratch memory.
 
-    Calls take what they need again. Memory that no call has needed for 10 seconds goes by itself at the next one.
+    Later calls allocate what they need again. Memory that no call has used for 10 seconds is freed at the next call.
     """
     for device in list(_open.values()):
         device.trim()
 
 
 class Device:
-    """An open device. Everything on it may be used from any thread; calls take turns."""
+    """An open device. Everything on it may be used from any thread; calls are serialized."""
 
     def __init__(self, description: Description, flags: int = 0, cache: Path | None = None):
         """``flags``: of `native`; ``cache``: the folder of pipeline caches, by default under qcore's own."""
@@ -130,7 +130,7 @@ class Device:
         return f"<Vulkan device {self.description.index}: {self.description.name}{', lost' if self.lost else ''}>"
 
     def check(self, code: int) -> None:
-        """Raise the exception that a code means; the next `get` opens a device that was lost anew."""
+        """Raise the exception for an error code; the next `get` reopens a device that was lost."""
         if code:
             try:
                 self.library.check(code)
@@ -139,7 +139,7 @@ class Device:
                 raise
 
     def check_process(self) -> None:
-        """Raise `Forked` in a process that inherited the device: before a lock that another thread held at the fork."""
+        """Raise `Forked` in a process that inherited the device, before taking a lock that was held at the fork."""
         if os.getpid() != self._process:
             self.check(self.library.qv_stats(self.handle, None, 0))
 
@@ -150,12 +150,12 @@ class Device:
                 del _open[self.description.index]
 
     def close(self) -> None:
-        """Free everything on the device; what still names it gets errors."""
+        """Free everything on the device; later uses of it raise errors."""
         self._forget()
         self._close()
 
     def alloc(self, nbytes: int) -> Buffer:
-        """Zeros on the device."""
+        """Allocate zeros on the device."""
         return Buffer(self, nbytes, 0)
 
     def upload(self, values: Array) -> Buffer:
@@ -190,7 +190,7 @@ class Device:
             return Unsupported(f"{variant}: {error}")
 
     def compile(self, module: bytes, constants: Sequence[int] = (), subgroup: int = 0) -> int:
-        """A pipeline of a SPIR-V module; `pipeline` is this for the modules of the package."""
+        """A pipeline of a SPIR-V module; `pipeline` does this for the package's own modules."""
         values = (c_uint32 * len(constants))(*(value & 0xFFFFFFFF for value in constants))
         number = c_uint32()
         self.check(
@@ -199,11 +199,11 @@ class Device:
         return number.value
 
     def trim(self) -> None:
-        """Give back the memory that calls share; the next one takes what it needs."""
+        """Free the memory that calls share; the next call allocates what it needs."""
         self.check(self.library.qv_trim(self.handle))
 
     def inject(self, what: int) -> None:
-        """For tests: what the next submission (`native.INJECT_LOST`) or allocation meets."""
+        """For tests: a fault for the next submission (`native.INJECT_LOST`) or allocation."""
         self.check(self.library.qv_inject(self.handle, what))
 
     def stats(self) -> Stats:
@@ -242,18 +242,18 @@ class Buffer:
 
 
 def dense(values: Array) -> tuple[int, int]:
-    """Address and bytes of an array in host memory without gaps."""
+    """Address and bytes of a contiguous array in host memory."""
     if isinstance(values, torch.Tensor):
         if not (values.is_cpu and values.is_contiguous()):
-            raise ValueError("a Vulkan device exchanges dense tensors in host memory")
+            raise ValueError("a Vulkan device needs contiguous tensors in host memory")
         return values.data_ptr(), values.nbytes
     if not values.flags.c_contiguous:
-        raise ValueError("a Vulkan device exchanges dense arrays")
+        raise ValueError("a Vulkan device needs contiguous arrays")
     return values.ctypes.data, values.nbytes
 
 
 def _cache_folder() -> Path:
-    """Where pipeline caches are kept; made if need be."""
+    """The folder of pipeline caches; created if needed."""
     named = os.environ.get("QCORE_CACHE_DIR")
     if named:
         root = Path(named).expanduser()
@@ -262,6 +262,6 @@ def _cache_folder() -> Path:
 
         root = Path(platformdirs.user_cache_dir("qcore"))
     folder = root / "vulkan"
-    with contextlib.suppress(OSError):  # then nothing is kept
+    with contextlib.suppress(OSError):  # then nothing is cached
         folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -1,4 +1,4 @@
-"""Which requests have a kernel here, and for the others why not, in a sentence that a user can act on."""
+"""Which requests a kernel supports, and why others are refused, in sentences that a user can act on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def why_not(request: AnyRequest) -> str:
 
 
 def largest_range() -> int:
-    """Bytes that shaders of every usable device see at once: it is not known yet where the weight will go."""
+    """Bytes that shaders can address at once on every usable device: the weight's device is not known yet."""
     from .device import devices
 
     usable = [one.limits for one in devices() if not one.missing]
@@ -34,13 +34,13 @@ def _why_not_sizes(request: AnyRequest, largest: int) -> str:
     geometry = Geometry.of(request.weight, request.n, request.k)
     heads = request.groups if isinstance(request, Conv2dRequest) else 1
     if max(ROWS * geometry.row_bytes, 4 * heads * geometry.columns) > largest:
-        return f"rows of {heads * request.k} values are longer than a buffer of {largest} bytes; torch ops are used."
+        return f"rows of {heads * request.k} values exceed a buffer of {largest} bytes; torch ops run this layer."
     if not isinstance(request, Conv2dRequest):
         return ""
     if heads > 1 and rows_per_part(geometry, largest) < request.n:
         return (
             f"the weight of a convolution in {heads} channel groups must fit into one buffer, "
-            f"here of {largest} bytes; torch ops are used."
+            f"here of {largest} bytes; torch ops run this layer."
         )
     return _why_not_window(request)
 
@@ -55,4 +55,4 @@ def _why_not_window(request: Conv2dRequest) -> str:
 def _why_not_device(device: torch.device) -> str:
     if device.type == "cpu":
         return ""
-    return f"qcore-vulkan takes CPU tensors, and these are on {device}; move them with .to('cpu')."
+    return f"qcore-vulkan supports CPU tensors, but these are on {device}; move them with .to('cpu')."

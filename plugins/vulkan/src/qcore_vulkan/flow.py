@@ -1,4 +1,4 @@
-"""Which modules of a chain the device can take, and what flows between them."""
+"""Which modules of a chain the device supports, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.Feature
 
 @dataclass(frozen=True)
 class Flow:
-    """A tensor between two modules: its ``shape`` and ``dtype``, and how it lies in memory.
+    """A tensor between two modules: its ``shape`` and ``dtype``, and its layout in memory.
 
     ``kind``: `ROWS`: a matrix of all leading dimensions by the last; `IMAGE`: ``(B, C, H, W)``, channels last;
-    `INDICES`: whole numbers of any shape.
+    `INDICES`: integers of any shape.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Flow:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of the matrix that it is in memory."""
+        """Rows and columns of its matrix in memory."""
         if self.kind == IMAGE:
             batch, channels, height, width = self.shape
             return batch * height * width, channels
@@ -47,7 +47,7 @@ class Flow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrix on the device, at 4 for a number: they are widened on the way."""
+        """Bytes of the matrix on the device, at 4 per element: elements are widened on the way."""
         return rows_bytes(*self.matrix, torch.float32)
 
 
@@ -71,7 +71,7 @@ class StaysOnHostError(Exception):
 
 
 def flow_of(x: Tensor, module: nn.Module) -> Flow:
-    """The flow that x enters a chain with which starts with ``module``; raises `StaysOnHostError`."""
+    """The flow of an input x to a chain that starts with ``module``; raises `StaysOnHostError`."""
     if x.device.type != "cpu":
         raise StaysOnHostError(f"the input is on {x.device}, not on the CPU")
     if not x.numel():
@@ -86,8 +86,8 @@ def flow_of(x: Tensor, module: nn.Module) -> Flow:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something of the user's runs before or after the module."""
-    own = module.__dict__  # asked once per module and call: attributes of modules are slow to look up
+    """Whether hooks of the user run before or after the module."""
+    own = module.__dict__  # read once per module and call: attributes of modules are slow to look up
     before, after = own["_forward_pre_hooks"], own["_forward_hooks"]
     return bool(before or after or own["_backward_pre_hooks"] or own["_backward_hooks"])
 
@@ -107,7 +107,7 @@ def stage_of(module: nn.Module, before: Flow) -> Stage:
         return Stage(module, before, before, elementwise=name)
     planner = _QUANTIZED.get(layer_contract(module))
     if planner is None:
-        raise StaysOnHostError("there is no step for it on the device")
+        raise StaysOnHostError("the device has no kernel for it")
     return planner(module, before)
 
 
@@ -118,13 +118,13 @@ def _elementwise(module: nn.Module) -> str:
 
 
 def _no_float(dtype: torch.dtype) -> str:
-    return f"it takes floats on the device, not {str(dtype).removeprefix('torch.')}"
+    return f"it needs floats on the device, not {str(dtype).removeprefix('torch.')}"
 
 
 def _flatten(module: nn.Flatten, before: Flow) -> Stage:
     """A view of the same matrix; raises `StaysOnHostError` for any other."""
     if before.kind == INDICES:
-        raise StaysOnHostError("it stands before a lookup")
+        raise StaysOnHostError("it precedes an embedding lookup")
     first, last = (dim % len(before.shape) for dim in (module.start_dim, module.end_dim))
     middle = math.prod(before.shape[first : last + 1])
     after = replace(before, kind=ROWS, shape=(*before.shape[:first], middle, *before.shape[last + 1 :]))
@@ -134,7 +134,7 @@ def _flatten(module: nn.Flatten, before: Flow) -> Stage:
         return Stage(module, before, after)
     if before.kind == ROWS and last < len(before.shape) - 1:
         return Stage(module, before, after)
-    raise StaysOnHostError("it moves numbers: it stays on the device only if it is another view of the same rows")
+    raise StaysOnHostError("it moves data: it runs on the device only if the result is a view of the same rows")
 
 
 def _bound(module: nn.Module, dtype: torch.dtype | None) -> BoundLayer:
@@ -146,7 +146,7 @@ def _bound(module: nn.Module, dtype: torch.dtype | None) -> BoundLayer:
     if isinstance(bound.kernel, HandleKernel):
         return bound
     raise StaysOnHostError(
-        f"{bound.kernel.name} runs it; make the layer under qcore.using('vulkan') to get a kernel of this plugin"
+        f"{bound.kernel.name} runs it; create the layer under qcore.using('vulkan') to get a kernel of this plugin"
     )
 
 
@@ -162,14 +162,14 @@ def _product(module: Any, before: Flow, shape: Callable[[Any], tuple[int, ...]])
 
 def _linear(module: Any, before: Flow) -> Stage:
     if before.kind != ROWS or before.shape[-1] != module.in_features:
-        raise StaysOnHostError(f"an input of shape {before.shape} does not lie in rows of {module.in_features}")
+        raise StaysOnHostError(f"an input of shape {before.shape} does not have rows of {module.in_features} features")
     return _product(module, before, lambda _request: (*before.shape[:-1], module.out_features))
 
 
 def _conv2d(module: Any, before: Flow) -> Stage:
     if before.kind != IMAGE or before.shape[1] != module.in_channels:
         raise StaysOnHostError(
-            f"an input of shape {before.shape} is no batch of images of {module.in_channels} channels"
+            f"an input of shape {before.shape} is not a batch of images with {module.in_channels} channels"
         )
     size = (before.shape[2], before.shape[3])
 
@@ -178,7 +178,7 @@ def _conv2d(module: Any, before: Flow) -> Stage:
 
     stage = _product(module, before, shape)
     if stage.bound is not None and stage.bound.outer_padding:
-        raise StaysOnHostError(f"padding mode {module.padding_mode!r} is done on the host")
+        raise StaysOnHostError(f"padding mode {module.padding_mode!r} is applied on the host")
     if min(stage.after.shape) <= 0:
         raise StaysOnHostError("its kernel is larger than the images")
     return stage
@@ -186,7 +186,7 @@ def _conv2d(module: Any, before: Flow) -> Stage:
 
 def _embedding(module: Any, before: Flow) -> Stage:
     if before.kind != INDICES or before.dtype not in (torch.int32, torch.int64):
-        raise StaysOnHostError("a lookup takes indices, int32 or int64, from the host")
+        raise StaysOnHostError("an embedding lookup needs int32 or int64 indices from the host")
     bound = _bound(module, None)
     after = Flow(ROWS, (*before.shape, module.embedding_dim), bound.request.out_dtype)
     return Stage(module, before, after, bound)

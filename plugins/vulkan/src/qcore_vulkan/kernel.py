@@ -1,4 +1,4 @@
-"""Common part of the kernels of the three contracts: packing into device memory, and the way back."""
+"""Common part of the kernels of the three contracts: packing into device memory, and unpacking."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .weights import find, handle
 
 
 class HandleKernel(Kernel):
-    """A kernel on weights that live in device memory: made for one `Format` and shape ``(n, k)``."""
+    """A kernel on weights in device memory: made for one `Format` and shape ``(n, k)``."""
 
     def __init__(self, name: str, format: Format, n: int, k: int) -> None:
         self.name, self.format, self.n, self.k = name, format, n, k
 
     @property
     def packing(self) -> str:
-        """One layout for every contract, so layers that are tied share the memory."""
+        """One layout for every contract, so tied layers share the memory."""
         return "vulkan"
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Put the weight on the device. Raises `FormatError` for one that the kernel was not made for."""
+        """Put the weight on the device. Raises `FormatError` unless it has the kernel's format and shape."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         return {"weight": handle(weight)}
 

@@ -1,10 +1,10 @@
-"""How weights lie in device memory: one layout for every kernel and every device.
+"""The layout of weights in device memory: the same for every kernel and every device.
 
-Everything here but `upload` and `download` is torch ops on the CPU.
+Everything here except `upload` and `download` runs as torch ops on the CPU.
 
-A weight ``(N, K)`` is cut into groups of K that share a scale, each padded to blocks of 32 k; N is padded to 8 rows.
+A weight ``(N, K)`` is split into groups of K that share a scale, each padded to blocks of 32 k; N is padded to 8 rows.
 Codes are vectors of 16 bytes, P to a block: number ``((n // 8) * blocks + block) * 8 P + 8 p + n % 8``, so that eight
-rows of the weight lie side by side.
+rows of the weight are interleaved.
 
 - int8, P = 2: vector p holds k = 16 p ... 16 p + 15 of its block as signed bytes.
 - int4, P = 1: ``u = q + 8``; word j of four holds k = 8 j ... 8 j + 7: the low nibbles of its bytes the first four, the
@@ -35,9 +35,9 @@ BLOCK = 32
 ROWS = 8
 """Rows of N that are stored side by side."""
 LONGEST = 16384
-"""Columns of a group, so that int32 sums with every zero point correction are exact; longer ones are cut."""
+"""The most columns of a group whose int32 sums with every zero point correction are exact; longer ones are split."""
 NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
-"""Kinds of zero points, as shaders know them: w = u s with u = q, (u - z) s, u s + z."""
+"""Kinds of zero points, as in the shaders: w = u s with u = q, (u - z) s, u s + z."""
 
 _KINDS = {ZeroPoint.NONE: NO_ZERO, ZeroPoint.INT: INT_ZERO, ZeroPoint.FLOAT: FLOAT_ZERO}
 _CHUNK = 1 << 24
@@ -49,7 +49,7 @@ class Geometry:
     """Sizes of a weight as it is stored.
 
     **Fields:** ``n``, ``k``; ``bits``: 4 or 8; ``group``: columns of a stored group, the last may be shorter;
-    ``groups``; ``split``: how many stored groups a group of the format was cut into; ``zero_kind``.
+    ``groups``; ``split``: how many stored groups a group of the format is split into; ``zero_kind``.
     """
 
     n: int
@@ -62,7 +62,7 @@ class Geometry:
 
     @classmethod
     def of(cls, format: Format, n: int, k: int) -> Geometry:
-        """The sizes for a weight that `why_not_packed` has nothing against."""
+        """The sizes for a weight that `why_not_packed` does not refuse."""
         group = _stored_group(format, k)
         split = -(-format.group(k) // group)
         return cls(n, k, format.bits, group, -(-k // group), split, _KINDS[format.zero])
@@ -96,7 +96,7 @@ def why_not_packed(format: Format, k: int) -> str:
     """Why a weight of ``k`` columns, at least one, cannot be stored, in a sentence; empty if it can."""
     group, stored = format.group(k), _stored_group(format, k)
     if stored < group and stored % BLOCK:
-        return f"group size {group} does not divide into parts of at most {LONGEST}; use a multiple of {BLOCK}."
+        return f"group size {group} cannot be divided into parts of at most {LONGEST}; use a multiple of {BLOCK}."
     return ""
 
 
@@ -132,7 +132,7 @@ def _offset(geometry: Geometry) -> int:
 
 
 def _code_chunks(weight: QTensor, geometry: Geometry) -> Iterator[Tensor]:
-    """Codes of rows, int8 ``(rows, K)``, a multiple of eight rows but for the last."""
+    """Codes of rows, int8 ``(rows, K)``, a multiple of eight rows except for the last."""
     step = max(1, _CHUNK // geometry.columns // ROWS) * ROWS
     for data in torch.split(weight.data, step):
         yield weight.format.codec.decode(data, geometry.k)
@@ -203,14 +203,14 @@ class Part:
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """All of them."""
+        """All buffers."""
         found = (self.codes, self.scale, self.sums)
         return found if self.zero is None else (*found, self.zero)
 
 
 @dataclass(frozen=True)
 class DeviceWeight:
-    """A weight on a device, in parts that are not larger than a shader can see at once."""
+    """A weight on a device, in parts no larger than a shader can address at once."""
 
     geometry: Geometry
     format: Format

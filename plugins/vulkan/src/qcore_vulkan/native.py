@@ -37,11 +37,11 @@ class NoDevice(VulkanError):  # noqa: N818 - names a state
 
 
 class OutOfMemory(VulkanError):  # noqa: N818
-    """The device has no room; nothing was allocated."""
+    """The device is out of memory; nothing was allocated."""
 
 
 class DeviceLost(VulkanError):  # noqa: N818
-    """The driver gave up on the device, and all that was in its memory is gone. The next `device.get` opens it anew."""
+    """The driver lost the device, with all data in its memory. The next `device.get` reopens it."""
 
 
 class Forked(VulkanError):  # noqa: N818
@@ -116,17 +116,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 def folders() -> list[Path]:
-    """Where the package's files are: of an editable install, sources and what was built are in different places."""
+    """The package's folders: in an editable install, sources and build outputs are in different places."""
     return [Path(folder) for folder in sys.modules[__package__ or ""].__path__]
 
 
 def built(name: str) -> Path | None:
-    """A file that the build made, by its path inside the package."""
+    """A build output, by its path inside the package."""
     return next((folder / name for folder in folders() if (folder / name).is_file()), None)
 
 
 class Library:
-    """The functions of the native library: each returns its code, which `check` turns into an exception."""
+    """The functions of the native library: each returns an error code, which `check` turns into an exception."""
 
     def __init__(self, path: Path):
         handle = ctypes.CDLL(str(path))  # releases the GIL during calls
@@ -139,13 +139,13 @@ class Library:
         handle.qv_message.restype = c_char_p
         handle.qv_abi.restype = c_uint32
         if handle.qv_abi() != ABI:
-            raise NoDevice(f"not built: {path} is of another version; reinstall qcore-vulkan")
+            raise NoDevice(f"not built: {path} belongs to a different version; reinstall qcore-vulkan")
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         raise AttributeError(name)  # here for type checkers: the functions are set by __init__
 
     def check(self, code: int) -> None:
-        """Raise the exception that a code means."""
+        """Raise the exception for an error code."""
         if code:
             raise _ERRORS.get(code, VulkanError)(self._message().decode(errors="replace"))
 
@@ -179,13 +179,13 @@ def spirv(variant: str) -> bytes:
     path = built(f"spirv/{variant}.spv")
     if path is None:
         why = left_out(variant)
-        unknown = f": the glslc that built it does not know {why}" if why else ""
+        unknown = f": the glslc that built it does not support {why}" if why else ""
         raise Unsupported(f"the shader {variant!r} is not in this build{unknown}")
     return path.read_bytes()
 
 
 def left_out(variant: str) -> str:
-    """The feature that a variant needs and the glslc of this build did not know; empty if nothing was."""
+    """The feature that a variant needs and the glslc of this build did not support; empty if it was built."""
     path = built("spirv/left_out.txt")
     lines = path.read_text("utf-8").splitlines() if path else []
     return dict(line.split(maxsplit=1) for line in lines).get(variant, "")

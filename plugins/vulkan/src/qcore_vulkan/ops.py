@@ -1,6 +1,6 @@
 """``torch.ops.qcore_vulkan.*``: the kernels as ops of a graph.
 
-Weights are handles (see `weights`), every other argument is flat. Ops look at the number of rows when they run, so one
+Weights are handles (see `weights`), every other argument is flat. Ops read the number of rows when they run, so one
 graph supports any. In eager mode kernels call `calls` directly if `qcore.plugin_api.runs_now` allows it.
 """
 
@@ -120,7 +120,7 @@ def _unpack(weight: Tensor, n: int, k: int, format: str) -> list[Tensor]:
     from .layout import download
     from .weights import find
 
-    # A graph has to know the dtype of scales, which a handle does not show; float32 holds each of them.
+    # A graph has to know the dtype of scales, which a handle does not reveal; float32 holds each of them.
     found = download(find(weight).weight)
     parts = [found.data, found.scale.float(), *([] if found.zero is None else [_wide(found.zero)])]
     return [part.contiguous() for part in parts]

@@ -1,7 +1,7 @@
-"""Calls cut into parts, if activations are larger than a device takes at once, or its memory runs out.
+"""Calls split into parts, if activations exceed the limit of a device or its memory runs out.
 
-A convolution is cut into boxes of its result: along the images, then the rows of one image, then the positions of one
-row. So the results of a box lie side by side, channels last.
+A convolution is split into boxes of its result: along the images, then the rows of one image, then the positions of one
+row. So the results of a box are contiguous, channels last.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def in_parts(count: int, most: int, run: Callable[[int, int], None]) -> None:
 
 
 def in_boxes(sizes: Sizes, fits: Callable[[Sizes], bool], run: Callable[[Box], None]) -> None:
-    """Call ``run`` on boxes that make up the result; ``fits``: whether one of these sizes may be asked for."""
+    """Call ``run`` on boxes that make up the result; ``fits``: whether a box of these sizes is allowed."""
     images, rows, columns = sizes
     _cut(((0, images), (0, rows), (0, columns)), 0, fits, run)
 
 
 def _cut(box: Box, axis: int, fits: Callable[[Sizes], bool], run: Callable[[Box], None]) -> None:
-    """A box in parts along an axis, and a single part that is still too large along the next one."""
+    """Split a box along an axis, and a single part that is still too large along the next one."""
     first, stop = box[axis]
 
     def part(start: int, end: int) -> Box:

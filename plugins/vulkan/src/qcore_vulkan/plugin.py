@@ -1,6 +1,6 @@
 """The hooks of qcore-vulkan.
 
-qcore imports this module on every machine, also those without Vulkan: the native library is loaded by the probe.
+qcore imports this module on every machine, including those without Vulkan: the native library is loaded by the probe.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import qcore
 
 from . import eligibility, probe
 
-_NOTE = "Vulkan; the number of rows picks the kernel"
+_NOTE = "Vulkan; the number of rows selects the kernel"
 
 
 @qcore.hookimpl
 def qcore_probe() -> qcore.Available | qcore.Unavailable:
-    """Is there a device with a Vulkan driver that has what the shaders need?"""
+    """Whether a device with a Vulkan driver has the features that the shaders need."""
     return probe.probe()
 
 
@@ -48,4 +48,4 @@ def qcore_embedding(request: qcore.EmbeddingRequest) -> qcore.Offer | qcore.Refu
         return qcore.Refusal(reason)
     from .embedding import VulkanEmbedding
 
-    return qcore.Offer(VulkanEmbedding(request), probe.rank(), "Vulkan; reads the rows asked for")
+    return qcore.Offer(VulkanEmbedding(request), probe.rank(), "Vulkan; reads only the requested rows")

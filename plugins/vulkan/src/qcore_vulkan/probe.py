@@ -15,15 +15,15 @@ from .native import NoDevice, VulkanError, left_out
 _REMEDIES = {
     "not built": "",
     "no loader": "Install the Vulkan loader: apt-get install libvulkan1, or your system's vulkan-loader.",
-    "no driver": "Install the driver of your GPU's maker, or Mesa's: apt-get install mesa-vulkan-drivers, which also "
-    "brings lavapipe for the CPU. To a container the driver's files must be given (NVIDIA_DRIVER_CAPABILITIES=all).",
-    "no device": "'vulkaninfo --summary' shows what the drivers see.",
+    "no driver": "Install your GPU vendor's driver, or Mesa's: apt-get install mesa-vulkan-drivers, which also "
+    "includes lavapipe for the CPU. A container needs access to the driver's files (NVIDIA_DRIVER_CAPABILITIES=all).",
+    "no device": "'vulkaninfo --summary' lists the devices that the drivers report.",
 }
-"""By the words that the text of a `NoDevice` begins with."""
+"""Remedies by the first words of a `NoDevice` message."""
 
 
 def probe() -> Available | Unavailable:
-    """What `qcore_probe` answers."""
+    """The result of `qcore_probe`."""
     try:
         return _found(preferred(), devices())
     except NoDevice as error:
@@ -63,9 +63,9 @@ def why_off(chosen: Description) -> Mapping[str, str]:
         elif not any(
             (one.a, one.b, one.scope) == (elements, elements, "subgroup") for one in chosen.cooperative_matrix
         ):
-            found[name] = f"the device has none of {elements}"
+            found[name] = f"the device has none with {elements} elements"
         elif why := left_out(variant):
-            found[name] = f"the glslc that built the plugin does not know {why}"
+            found[name] = f"the glslc that built the plugin does not support {why}"
     if not chosen.features["integer_dot"]:
         found[_DOT] = "the driver has no shaderIntegerDotProduct"
     return found

@@ -1,4 +1,4 @@
-"""The last few programs of a weight or a chain, by what they depend on."""
+"""A cache for the last few programs of a weight or a chain."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 _KEPT = 32
-"""A program is a recorded command buffer: a few kilobytes. A text generator sees as many row counts as prompts."""
+"""A program is a recorded command buffer: a few kilobytes. Text generation sees as many row counts as prompts."""
 
 
 class Programs(Generic[K, V]):
-    """A bounded cache, the least recently used one goes first.
+    """A bounded cache: the least recently used program is dropped first.
 
-    Threads share it without a lock, which a process that is forked could inherit locked: at worst two make the same.
+    Threads share it without a lock, which a forked process could inherit locked: at worst, two create the same one.
     """
 
     def __init__(self, most: int = _KEPT) -> None:
@@ -31,7 +31,7 @@ class Programs(Generic[K, V]):
             found = make()
             self.put(key, found)
         else:
-            with contextlib.suppress(KeyError):  # another thread has dropped it just now
+            with contextlib.suppress(KeyError):  # another thread has just dropped it
                 self._kept.move_to_end(key)
         return found
 

@@ -30,7 +30,7 @@ class _BiasInUse:
     buffer: Buffer | None
 
     def current(self) -> bool:
-        bias = self.module._parameters["bias"]  # noqa: SLF001 - as core's own modules do, at a quarter of the price
+        bias = self.module._parameters["bias"]  # noqa: SLF001 - as core's own modules do, at a quarter of the cost
         return (None if bias is None else self.biases.buffer(bias)) is self.buffer
 
 
@@ -45,7 +45,7 @@ class Recorded:
     residents: tuple[Resident, ...]
 
     def current(self) -> bool:
-        """Whether the device lives and every bias is what it was; `Sequential` watches the weights."""
+        """Whether the device is alive and every bias is unchanged; `Sequential` checks the weights."""
         return not self.device.lost and all(bias.current() for bias in self.biases)
 
     def run(self, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Recorded:
 
 
 def device_of(stages: Sequence[Stage]) -> Device | None:
-    """Where the first weight is."""
+    """The device of the first weight."""
     return next((_resident(stage).device for stage in stages if stage.bound), None)
 
 
@@ -82,7 +82,7 @@ def record(stages: Sequence[Stage]) -> Recorded:
     working = [stage for stage in stages if stage.bound or stage.elementwise]
     biases: list[_BiasInUse] = []
     sizes = [steps.rows_bytes(*stage.after.matrix, stage.after.dtype) for stage in working]
-    # Results between two modules alternate between two places, however long the chain.
+    # Intermediate results alternate between two buffers, however long the chain.
     places = [b.scratch(max(sizes[turn:-1:2], default=0)) for turn in range(2)]
     for turn, (stage, size) in enumerate(zip(working, sizes, strict=True)):
         out = b.output(size) if stage is working[-1] else places[turn % 2].part(0, size)

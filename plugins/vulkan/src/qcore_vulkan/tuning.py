@@ -17,7 +17,7 @@ from .steps.problem import GemmProblem
 from .weights import Resident
 
 _CACHED = 96 << 20
-"""Bytes of weights that runs take turns with, so that none is found in a cache of the device."""
+"""Bytes of the copies of a weight that runs alternate between, so that none stays in a cache of the device."""
 _MOST = 8
 _RUNS = 20
 
@@ -26,7 +26,7 @@ def tune_linear(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, 
     """Measure every kernel for this number of rows on the device; the fastest is used from now on."""
     device = resident.device
     if device.profile != "gpu":
-        return  # register tiles are all there is
+        return  # register tiles are the only kernel
     out_dtype = form.out_dtype if form.output is None else torch.float32
     problem = GemmProblem(
         "gemm_float" if form.activation is None else "gemm_int",

@@ -1,4 +1,4 @@
-"""Choices of kernels that were measured on this machine, kept in qcore's cache directory."""
+"""Choices of kernels measured on this machine, stored in qcore's cache directory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 def keep(description: Description, problem: Any, kernel: Any) -> bool:
-    """Keep a kernel for a problem (dataclasses both) and for those of about as many rows; whether that worked."""
+    """Store the kernel for a problem (both dataclasses) and for those of about as many rows; whether that worked."""
     written = write_record(_KIND, _key(description, problem), kernel=repr(kernel))
     recall.cache_clear()
     return written
 
 
 def first(description: Description, problem: Any, kernels: Iterable[T]) -> T | None:
-    """Of ``kernels``, which support the problem, the one that was kept, else the first one."""
+    """Of ``kernels``, which support the problem, the stored one, else the first one."""
     wanted = recall(_key(description, problem))
     if wanted is None:
         return next(iter(kernels), None)
@@ -36,7 +36,7 @@ def first(description: Description, problem: Any, kernels: Iterable[T]) -> T | N
 
 @lru_cache(maxsize=4096)
 def recall(key: str) -> str | None:
-    """The kernel kept under a key, in words."""
+    """The ``repr`` of the kernel stored under a key."""
     record = read_record(_KIND, key) or {}
     kernel = record.get("kernel")
     return kernel if isinstance(kernel, str) else None
@@ -50,7 +50,7 @@ def _key(description: Description, problem: Any) -> str:
 
 @lru_cache(maxsize=1)
 def _version() -> str:
-    """A hash of what kernels are made from: measurements of other ones do not count."""
+    """A hash of the sources of kernels: measurements of other versions are ignored."""
     digest = hashlib.sha256()
     for folder in folders():
         for path in sorted([*folder.glob("steps/*.py"), *folder.glob("spirv/*.spv")]):

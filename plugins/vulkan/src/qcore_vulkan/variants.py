@@ -24,12 +24,12 @@ def int_variant(device: Device) -> str:
 
 
 def _long(device: Device, variant: str) -> tuple[str, ...]:
-    """A CPU loads 64-bit words faster, and makes integer dot products of the same instructions as anything else."""
+    """A CPU loads 64-bit words faster, and runs integer dot products with ordinary instructions."""
     return (variant,) if device.profile == "cpu" and device.description.features.get("int64") else ()
 
 
 def _first(device: Device, *variants: str) -> str:
-    """The first that the device's compiler is able to compile; the last is taken as it is."""
+    """The first that the device's compiler can compile; the last is not tried."""
     for variant in variants[:-1]:
         try:
             device.pipeline(variant)

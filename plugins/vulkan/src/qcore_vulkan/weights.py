@@ -1,8 +1,8 @@
-"""Weights in device memory, and the tensors that stand for them.
+"""Weights in device memory, and the tensors that represent them.
 
 ``packed`` of a kernel here holds one tensor, a *handle*: int64 of shape (1,) on the CPU, the number of a `Holder`.
-The handle's storage owns the holder: when the last tensor on that storage dies, so does the weight, and its device
-memory is free again, however the tensor was passed around. A clone has a storage of its own and owns nothing: it finds
+The handle's storage owns the holder: when the last tensor on that storage dies, the weight and its device memory are
+freed, however the tensor was passed around. A clone has a storage of its own and owns nothing: it finds
 the weight as long as the original lives.
 """
 
@@ -34,13 +34,13 @@ HOST_COPY = "QCORE_VULKAN_HOST_COPY"
 """Set to 1: weights stay in host memory as well, so that they survive the loss of a device."""
 
 _alive: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
-# From anywhere: a handle from another process must not name a weight of this one.
+# From a random start: a handle from another process must not refer to a weight of this one.
 _numbers = iter(range(secrets.randbits(48) << 14, 1 << 63))
 
 
 @dataclass(frozen=True, eq=False)
 class Resident:
-    """A weight ``(n, k)`` in the memory of a device, with what was made for it: programs and copies of biases."""
+    """A weight ``(n, k)`` in the memory of a device, with the programs and copies of biases made for it."""
 
     device: Device
     weight: DeviceWeight
@@ -55,7 +55,7 @@ class Resident:
 
 
 class Holder:
-    """The owner of a resident; makes another one if the device was lost. ``number``: what its handle holds."""
+    """The owner of a resident; makes another one if the device was lost. ``number``: the value of its handle."""
 
     def __init__(self, weight: QTensor) -> None:
         self.number = next(_numbers)
@@ -66,11 +66,11 @@ class Holder:
         _alive[self.number] = self
 
     def resident(self) -> Resident:
-        """The weight on a device that lives. Raises `PluginError` if the device was lost, and the weight with it."""
+        """The weight on a live device. Raises `PluginError` if the device was lost, and the weight with it."""
         if os.getpid() != self._process:  # before any lock: another thread may have held it at the fork
             raise Forked(
-                "this weight is on a Vulkan device that the parent of this process has opened, and drivers do not "
-                "survive a fork.\nStart workers with the 'spawn' method."
+                "this weight is on a Vulkan device that the parent of this process opened, and drivers do not "
+                "work after a fork.\nStart workers with the 'spawn' method."
             )
         found = self._resident
         return self._again() if found.device.lost else found
@@ -78,13 +78,13 @@ class Holder:
     def _again(self) -> Resident:
         with self._lock:
             lost = self._resident.device
-            if not lost.lost:  # another thread was quicker
+            if not lost.lost:  # another thread was faster
                 return self._resident
             if self._host is None:
                 raise PluginError(
                     f"the Vulkan device {lost.description.name!r} was lost, and this weight with it.\n"
-                    f"Load the checkpoint again (qcore.load_), or set {HOST_COPY}=1 beforehand: then weights are kept "
-                    f"in host memory as well, and come back by themselves."
+                    f"Load the checkpoint again (qcore.load_), or set {HOST_COPY}=1 beforehand: then weights are also "
+                    f"kept in host memory and restored automatically."
                 )
             # In one assignment: another thread sees the old one, which is lost, or the new one.
             self._resident = _placed(devices.get(lost.description.index), self._host)
@@ -102,7 +102,7 @@ class _Owner(np.ndarray[Any, Any]):
 
 
 def handle(weight: QTensor) -> Tensor:
-    """Put a weight on the device: a tensor that stands for it and owns it."""
+    """Put a weight on the device: a tensor that represents and owns it."""
     holder = Holder(weight)
     array = np.array([holder.number], dtype=np.int64).view(_Owner)
     array.holder = holder
@@ -114,7 +114,7 @@ def find(tensor: Tensor) -> Resident:
     found = _alive.get(int(tensor.item()))
     if found is None:
         raise PluginError(
-            "this handle stands for a weight in the memory of a Vulkan device that has been freed, or for one of "
+            "this handle refers to a weight in the memory of a Vulkan device that has been freed, or to one of "
             "another process.\nPack the weight again: qcore.save and qcore.load_, or kernel.pack(weight)."
         )
     return found.resident()

@@ -1,7 +1,7 @@
 """qcore-xla: quantized kernels on XLA, for TPUs, GPUs and CPUs; a plugin of qcore.
 
 qcore finds `qcore_xla.plugin` by its entry point. Importing this imports neither JAX nor a backend of torch; it defines
-``torch.ops.qcore_xla.*``, which exported programs look for, and ``torch.ops.xla.quantized_matmul`` if torch_xla is
+``torch.ops.qcore_xla.*``, which exported programs call, and ``torch.ops.xla.quantized_matmul`` if torch_xla is
 not installed.
 """
 

@@ -1,7 +1,7 @@
 """Compile JAX functions for TPUs ahead of time, with libtpu and no TPU, and inspect the compiled programs.
 
 libtpu reads `ENVIRONMENT` when it is loaded, so a process that compiles here sets it before its first use of JAX;
-nothing is set behind anybody's back. Bytes and steps are facts of the program. Times are not: the compiler's own
+this module does not set it. Bytes and steps are facts of the program. Times are not: the compiler's own
 estimates (``optimal_seconds``) count bytes twice and can be negative, so they are left out.
 """
 
@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # what runs; the TPU is only compiled for
+    "JAX_PLATFORMS": "cpu",  # runs here; the TPU is only a compilation target
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # otherwise a second process aborts on libtpu's lock file
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask for a topology
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -24,13 +24,13 @@ ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "TPU_MIN_LOG_LEVEL": "3",
 }
-"""The environment that libtpu needs of a process on a machine without a TPU."""
+"""The environment variables that libtpu needs on a machine without a TPU."""
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 """The smallest topology of each generation, as libtpu writes it."""
 
 NO_INT8 = frozenset({"v4", "tpu7x"})
-"""Generations whose matrix units multiply no int8 (JAX's ``TpuInfo``): on these, weight-only quantization pays."""
+"""Generations whose matrix units do not support int8 (JAX's ``TpuInfo``): here, weight-only quantization pays off."""
 
 _PREFETCH = {"copy-start", "copy-done"}
 _VIEWS = {"bitcast", "get-tuple-element", "tuple", "parameter", "constant"}
@@ -56,20 +56,20 @@ _PRODUCT = re.compile(r"= ([a-z0-9]+)\[[^=]* (?:dot|convolution)\(")
 def why_not(generation: str) -> str:
     """Why this process cannot compile for ``generation``; empty if it can."""
     if generation not in TOPOLOGIES:
-        return f"no TPU generation is called {generation!r}; there are {', '.join(TOPOLOGIES)}."
+        return f"unknown TPU generation {generation!r}; choose one of {', '.join(TOPOLOGIES)}."
     missing = [f"{name}={value}" for name, value in ENVIRONMENT.items() if name not in os.environ]
     if missing:
-        return "libtpu without a TPU needs these in the environment before JAX is used:\n" + " ".join(missing)
+        return "without a TPU, libtpu needs these environment variables, set before JAX is used:\n" + " ".join(missing)
     return ""
 
 
 def why_not_int8(generation: str) -> str:
-    """Why int8 activations are refused on a generation; empty if its matrix units take them."""
+    """Why int8 activations are refused on a generation; empty if its matrix units support them."""
     if generation not in NO_INT8:
         return ""
     return (
-        f"the matrix units of TPU {generation} multiply no int8 (v5e, v5p and v6e do), so int8 activations would only "
-        f"cost time; use a weight-only scheme such as w8a16 or w4a16-g128."
+        f"the matrix units of TPU {generation} do not support int8 (v5e, v5p and v6e do), so int8 activations would "
+        f"only be slower; use a weight-only scheme such as w8a16 or w4a16-g128."
     )
 
 
@@ -77,8 +77,8 @@ def why_not_int8(generation: str) -> str:
 class Step:
     """One operation of a compiled program that is not a view.
 
-    **Fields:** ``op``: e.g. ``"fusion"``; ``nbytes``: of what it writes; ``reads``: numbers of the parameters it reads,
-    by views and prefetches; ``reads_steps``: whether it reads anything that another step has written.
+    **Fields:** ``op``: e.g. ``"fusion"``; ``nbytes``: of its result; ``reads``: numbers of the parameters that it
+    reads, also through views and prefetches; ``reads_steps``: whether it reads anything that another step has written.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Step:
 class Program:
     """A compiled function.
 
-    **Fields:** ``steps``, but for prefetches into on-chip memory and steps that depend on no input; ``products``: the
+    **Fields:** ``steps``, except for prefetches into on-chip memory and steps without inputs; ``products``: the
     element type of each dot's result; ``bytes_accessed`` as the compiler counts them; ``temporary``: bytes of memory
     in addition to arguments and results; ``text``: the program.
     """
@@ -114,14 +114,14 @@ class Program:
         return [step for step in self.steps if parameter in step.reads]
 
     def largest(self) -> int:
-        """Bytes of the largest thing that any step writes, on chip or off."""
+        """Bytes of the largest result of any step, on chip or off."""
         return max((step.nbytes for step in self.steps), default=0)
 
 
 def compile_for(generation: str, function: Callable[..., Any], *specs: tuple[Sequence[int], Any]) -> Program:
     """Compile ``function`` of arrays ``(shape, dtype)`` for one core of a TPU generation.
 
-    Raises `ValueError` with a reason if this process cannot; what the compiler itself refuses comes as it is.
+    Raises `ValueError` with a reason if this process cannot; errors of the compiler itself are passed on.
     """
     if reason := why_not(generation):
         raise ValueError(reason)
@@ -161,7 +161,7 @@ def steps_of(text: str) -> tuple[Step, ...]:
 
 def _steps(lines: list[str]) -> Iterator[Step]:
     sources: dict[str, frozenset[int]] = {}  # parameters seen through views and prefetches
-    written: dict[str, bool] = {}  # whether there is anything of another step in it
+    written: dict[str, bool] = {}  # whether it depends on another step
     for line in lines:
         found = _STEP.match(line)
         if not found:
@@ -175,14 +175,14 @@ def _steps(lines: list[str]) -> Iterator[Step]:
         if op in _VIEWS or op in _PREFETCH:
             sources[name], written[name] = reads, of_steps
             continue
-        # What is made from nothing (a table of shifts, zeros) counts as a constant.
+        # A result without inputs (a table of shifts, zeros) counts as a constant.
         written[name] = bool(reads) or of_steps
         if written[name]:
             yield Step(name, op, _nbytes(found["type"]), reads, of_steps)
 
 
 def _operands(rest: str) -> list[str]:
-    """Names inside the parentheses of a call, whose opening one has been read."""
+    """Names inside the parentheses of a call, from the text after the opening one."""
     depth = 1
     for i, character in enumerate(rest):
         depth += (character == "(") - (character == ")")

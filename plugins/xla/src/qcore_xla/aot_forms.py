@@ -1,4 +1,4 @@
-"""Linear layers as functions of JAX arrays, for `aot`: their structure on TPUs is tested, and tabulated."""
+"""Linear layers as functions of JAX arrays, for `aot`: their structure on TPUs is tested and tabulated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import aot
 from .packing import NIBBLES, plan
 
 CHIPS = tuple(name for name in aot.TOPOLOGIES if name != "v4")
-"""The generations that are compiled for."""
+"""The generations to compile for."""
 Spec = tuple[tuple[int, ...], Any]
 
 
@@ -21,7 +21,7 @@ def weight_bytes(scheme: str, n: int, k: int) -> int:
 
 
 def specs(scheme: str, m: int, n: int, k: int) -> tuple[Spec, Spec, Spec]:
-    """Shape and dtype of x ``(m, k)`` bfloat16, and of data and scale as `packing` packs a weight ``(n, k)``."""
+    """Shape and dtype of x ``(m, k)`` bfloat16, and of data and scale as `packing` lays out a weight ``(n, k)``."""
     import jax.numpy as jnp
 
     fmt = Scheme.parse(scheme).weight

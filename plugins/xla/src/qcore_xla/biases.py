@@ -1,7 +1,7 @@
-"""Biases as functions take them: float32, filled up as the weight's plan says.
+"""Biases as the functions take them: float32, padded according to the weight's plan.
 
-They are told apart by their values: a tensor's identity and version do not show what is written through ``.data`` or
-swapped in, and to hold a tensor weakly would forbid torch to swap it. Where comparing would wait for a device, each
+They are compared by value: a tensor's identity and version do not reveal values written through ``.data`` or swapped
+in, and a weak reference to a tensor would keep torch from swapping it. If a comparison would wait for a device, each
 call writes the values again.
 """
 
@@ -20,7 +20,7 @@ _KEPT = 4
 
 
 class Biases:
-    """The last few biases that came with a weight. Threads need no lock: at worst two make the same."""
+    """The last few biases used with a weight. Threads need no lock: at worst, two create the same one."""
 
     def __init__(self, of: Plan) -> None:
         self._of = of
@@ -38,7 +38,7 @@ class Biases:
         return self._written(bias) if bias.is_cuda else self._made(bias)
 
     def _same(self, bias: Tensor) -> Tensor | None:
-        """The padded bias made from these values, which takes 2 us to find out."""
+        """The padded bias made from these values, if any; the comparison takes 2 us."""
         for values, made in reversed(self._known):
             if values.dtype == bias.dtype and torch.equal(values, bias):
                 return made
@@ -50,9 +50,9 @@ class Biases:
         return made
 
     def _written(self, bias: Tensor) -> Tensor:
-        """The same memory at each call. JAX reads it after torch's stream wrote it, which it waits for to read x."""
+        """The same memory at each call. JAX reads it after torch's stream wrote it, which it waits for because of x."""
         if self._room is None:
-            self._room = self._made(bias).clone()  # its own, even if `_made` shares it
+            self._room = self._made(bias).clone()  # own memory, even if `_made` returns a view
         else:
             self._room.narrow(-1, 0, self._each).copy_(self._by_heads(bias))
         return self._room
@@ -72,5 +72,5 @@ _of_weights: Memo[Biases] = Memo(lambda _data, of: (Biases(of), True))
 
 
 def filled(bias: Tensor, data: Tensor, of: Plan) -> Tensor:
-    """`Biases.filled` for the weight with the codes ``data``, packed as ``of`` says."""
+    """`Biases.filled` for the weight with the codes ``data``, packed according to ``of``."""
     return _of_weights.get(data, of).filled(bias)

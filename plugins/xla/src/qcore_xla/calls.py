@@ -1,7 +1,7 @@
-"""The ops on torch tensors: x is brought into a shape that XLA compiles for, the engine runs the body, y is cut out.
+"""The ops on torch tensors: x is padded to a shape that XLA compiles for, the engine runs the body, and y is cropped.
 
 On a CPU the bodies compute in float32 for all dtypes: XLA's products of 16-bit floats are slow there, and the
-copy that fills x up converts it as well. Rows are filled up to powers of two, and to 4 at least: XLA compiles for each
+copy that pads x converts it as well. Rows are padded to powers of two, and to at least 4: XLA compiles for each
 number of rows, and its int8 product of fewer than 4 rows is 20 times slower.
 """
 
@@ -24,10 +24,10 @@ from .tables import bare_columns, table_plan
 from .views import computed
 
 MOST_ROWS = 4096
-"""Longer inputs are cut: the number of compiled shapes is bounded, and so are float32 copies of x and y."""
+"""Longer inputs are split: this bounds the number of compiled shapes and the float32 copies of x and y."""
 _FEW, _FEWEST = 16, 4
 _TILE = 64
-"""Codes per slice from which on the Pallas kernel for TPUs has whole tiles of int32 words."""
+"""The fewest codes per slice that give the Pallas kernel for TPUs whole tiles of int32 words."""
 
 
 class Weight(NamedTuple):
@@ -50,7 +50,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """Everything but tensors that a product depends on: the weight's plan, how x and y are quantized."""
+    """Everything except tensors that a product depends on: the weight's plan, how x and y are quantized."""
 
     plan: Plan
     activation: str
@@ -79,7 +79,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: C
     if not rows:
         return x.new_empty((*x.shape[:-1], n), dtype=call.out_dtype)
     engine = base.find(x.device.type)
-    assert engine is not None  # eligibility has looked
+    assert engine is not None  # eligibility has checked this
     y = engine.run(*prepared(x, weight, bias, given, call))
     if y.shape[-2] != rows:
         y = y.narrow(-2, 0, rows)
@@ -91,7 +91,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: C
 def prepared(
     x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: Call
 ) -> tuple[Any, Any, tuple[Tensor | None, ...], tuple[int, ...]]:
-    """The arguments of `Engine.run`: function, form, tensors and the places of those that are new with each call."""
+    """The arguments of `Engine.run`: function, form, tensors and the positions of those that change with each call."""
     of, rows = call.plan, x.shape[-2]
     native = x.device.type != "cpu"
     count = bucket(rows, 1 if of.by_rows else _FEWEST)
@@ -123,7 +123,7 @@ def embedding(
 
 
 def bucket(rows: int, fewest: int = _FEWEST) -> int:
-    """The number of rows that is compiled for: 4, 16, or the next power of two; a single row where ``fewest`` is 1."""
+    """The number of rows to compile for: 4, 16, or the next power of two; a single row if ``fewest`` is 1."""
     if rows <= fewest:
         return fewest
     return _FEWEST if rows <= _FEWEST else _power(rows, _FEW)
@@ -134,7 +134,7 @@ def _power(size: int, least: int) -> int:
 
 
 def _filled(x: Tensor, of: Plan, count: int, native: bool) -> Tensor:
-    """Bring x ``(..., M, K)`` to the shape that the product takes: ``(..., count, columns)``, padded with 0."""
+    """Pad x ``(..., M, K)`` with 0 to the shape that the product takes, ``(..., count, columns)``."""
     x = x.to(x.dtype if native or x.dtype == torch.int8 else torch.float32)
     rows = count - x.shape[-2]
     if of.dense:
@@ -153,11 +153,11 @@ def _cut(given: Given, at: int) -> Given:
 
 
 _ONCE, _X_TOO, _Y_TOO, _BOTH = (0,), (0, 7, 8), (0, 9, 10), (0, 7, 8, 9, 10)
-"""Places of arguments that are new with each call: x, and parameters per token."""
+"""Positions of arguments that change with each call: x, and parameters per token."""
 
 
 def _parameters(given: Given, rows: int, count: int) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
-    """Which arguments are new with this call, and the parameters in float32, filled up."""
+    """Which arguments change with each call, and the parameters in float32, padded."""
     if given.x_scale is None and given.out_scale is None:
         return _ONCE, given
     tokens = [one is not None and (one.shape[0] > 1 or rows == 1) for one in (given.x_scale, given.out_scale)]
@@ -185,7 +185,7 @@ def _no_bias(of: Plan, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _mask(of: Plan, device: torch.device) -> Tensor | None:
-    """1 for the columns that are x's and 0 for padding; None if there is no padding."""
+    """1 for columns of x and 0 for padding; None if there is no padding."""
     if of.columns == of.k:
         return None
     return computed(_filled(torch.ones(1, of.k, dtype=torch.int8, device=device), of, 1, native=True)[0])
@@ -210,7 +210,7 @@ def _form(call: Call, kind: str) -> Any:
 
 @lru_cache(maxsize=1)
 def triton() -> bool:
-    """Whether JAX's Triton supports the GPUs here: NVIDIA's, Ampere or later, and all alike, as it compiles for one."""
+    """Whether JAX's Triton supports these GPUs: NVIDIA, Ampere or later, all of one kind, since it compiles for one."""
     cuda = torch.cuda
     kinds = {cuda.get_device_capability(index) for index in range(cuda.device_count())}
     return torch.version.cuda is not None and len(kinds) == 1 and min(kinds) >= (8, 0)

@@ -1,4 +1,4 @@
-"""Convolutions as products: the columns of an image, gathered by one strided copy of torch's."""
+"""Convolutions as products: the columns of an image, gathered by one strided copy in torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Geometry(NamedTuple):
 def convolve(
     x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: Call, geometry: Geometry, filling: int
 ) -> Tensor:
-    """``conv2d(A(x), W) + bias``; ``filling``: what padding holds."""
+    """``conv2d(A(x), W) + bias``; ``filling``: the value of padding."""
     batch, (oh, ow) = x.shape[0], geometry.output(x.shape[2], x.shape[3])
     n, heads = call.plan.n, geometry.groups
     if not batch:

@@ -29,7 +29,7 @@ class XlaConv2d(PackedKernel):
         self._constants: tuple[Any, ...] = (r.n, *geometry, *weight, *quantization, r.out_dtype)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **_given: Tensor) -> Tensor:
-        """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for another channel count."""
+        """Run on x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``; raises `FormatError` for a wrong channel count."""
         check_image(self.name, x, self.request)
         call = ops.conv2d if runs_now(x) else ops.op_conv2d
         weight = (packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"))

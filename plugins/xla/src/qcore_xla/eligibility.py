@@ -1,4 +1,4 @@
-"""Which requests have a kernel here, and for the others why not, in a sentence that a user can act on."""
+"""Which requests a kernel supports, and why others are refused, in sentences that a user can act on."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _why_not_device(device: torch.device) -> str:
     engine = base.find(device.type)
     if engine is None:
         known = ", ".join(sorted(base.MODULES))
-        return f"qcore-xla supports tensors on {known}, and these are on {device}; move them with .to('cpu')."
+        return f"qcore-xla supports tensors on {known}, but these are on {device}; move them with .to('cpu')."
     return engine.why_not(device)
 
 
 def _why_not_int8(request: AnyRequest) -> str:
-    """Some generations of TPUs have no int8 products."""
+    """Some TPU generations do not support int8 products."""
     quantized = not isinstance(request, EmbeddingRequest) and request.activation is not None
     return why_not_int8(environment.tpu()) if quantized and request.device.type in {"tpu", "xla"} else ""

@@ -1,4 +1,4 @@
-"""JAX's behaviour in this process, known from the environment and package metadata. Changes and imports nothing."""
+"""JAX's behaviour in this process, inferred from the environment and package metadata. Changes and imports nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 PLATFORMS = "JAX_PLATFORMS"
 JAX = "0.6"
-"""The oldest JAX that the plugin is meant for."""
+"""The oldest JAX that the plugin supports."""
 _GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
 _GPU_FILES = ("dev/nvidia0", "dev/kfd")
 _GPU_NAMES = {"cuda", "gpu", "rocm"}
 forked = False
-"""Whether this process was forked from one in which JAX was in use, by whomever."""
+"""Whether this process was forked from one that had initialized JAX, here or elsewhere."""
 TPUS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
 """Generations of TPUs by PCI device; Google's vendor is 0x1ae0."""
 
@@ -40,13 +40,13 @@ def why_not(kind: str, root: Path = Path("/")) -> str:
 
 @lru_cache(maxsize=1)
 def why_not_jax() -> str:
-    """The defect of the installed JAX; empty if nothing is."""
+    """Why JAX is not installed completely; empty if it is."""
     missing = [name for name in ("jax", "jaxlib") if find_spec(name) is None]
-    return f"{' and '.join(missing)} is not installed: pip install 'jax>={JAX}'" if missing else ""
+    return f"{' and '.join(missing)} must be installed: pip install 'jax>={JAX}'" if missing else ""
 
 
 def platforms() -> list[str]:
-    """The platforms that ``JAX_PLATFORMS``, or a program by ``jax.config``, restricts JAX to; empty if nothing does."""
+    """The platforms that ``JAX_PLATFORMS`` or ``jax.config`` restricts JAX to; empty if neither does."""
     chosen = os.environ.get(PLATFORMS, "")
     if "jax" in sys.modules:
         chosen = getattr(sys.modules["jax"].config, "jax_platforms", None) or ""
@@ -57,7 +57,7 @@ def why_not_platform(kind: str) -> str:
     """Why JAX's choice of platforms leaves out a type of torch device; empty if it does not."""
     chosen, wanted = set(platforms()), {"cpu"} if kind == "cpu" else _GPU_NAMES
     if kind == "cuda" and not gpu_plugin():
-        return "JAX has no GPU backend here: pip install 'jax[cuda13]' (or jax[cuda12]), for the CUDA that torch uses."
+        return "JAX has no GPU backend here: pip install 'jax[cuda13]' (or jax[cuda12]), to match torch's CUDA version."
     if chosen and not chosen & wanted:
         return (
             f"{PLATFORMS}={','.join(sorted(chosen))} leaves JAX without a backend for {kind} tensors; "
@@ -67,7 +67,7 @@ def why_not_platform(kind: str) -> str:
 
 
 def _why_not_accelerator(kind: str, root: Path) -> str:
-    """Whether JAX's first use would take the memory of a GPU, or the TPU of torch_tpu."""
+    """Why JAX must not start: it would take a GPU's memory, or the TPU of torch_tpu; empty if it may."""
     if initialised():
         return ""
     chosen = set(platforms())
@@ -75,7 +75,7 @@ def _why_not_accelerator(kind: str, root: Path) -> str:
     if takes_gpu and _preallocates():
         only = f", or {PLATFORMS}=cpu" if kind == "cpu" else ""
         return (
-            f"JAX would take most of the GPU's memory for itself at its first use; "
+            f"JAX would allocate most of the GPU's memory at its first use; "
             f"set {PREALLOCATE}=false{only} before the process starts."
         )
     if kind == "cpu" and find_spec("torch_tpu") and tpu(root) and (not chosen or "tpu" in chosen):
@@ -89,7 +89,7 @@ def _preallocates() -> bool:
 
 
 def initialised() -> bool:
-    """Whether this program uses JAX already: then its backends are fixed."""
+    """Whether JAX is already initialized: then its backends are fixed."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     ask = getattr(bridge, "backends_are_initialized", None)
     return bool(ask and ask())
@@ -102,12 +102,12 @@ def gpu_plugin() -> str:
 
 
 def gpu_file(root: Path = Path("/")) -> str:
-    """A device file that tells of a GPU."""
+    """The device file of a GPU; empty if there is none."""
     return next((f"/{name}" for name in _GPU_FILES if (root / name).exists()), "")
 
 
 def tpu(root: Path = Path("/")) -> str:
-    """The generation of a TPU on the PCI bus, "unknown" if a device file alone tells of one; empty without."""
+    """The generation of a TPU on the PCI bus, "unknown" if there is only a device file; empty if there is none."""
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
         if word(device / "vendor") == "0x1ae0" and (generation := TPUS.get(word(device / "device"))):
             return generation

@@ -11,14 +11,14 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# ruff: noqa: SLF001 - how often a tensor was written to, torch tells by a private name only
+# ruff: noqa: SLF001 - torch has a tensor's version counter only under a private name
 
 
 class Memo(Generic[T]):
-    """Values by tensor, held weakly. A value made of a tensor that was written to since is computed again."""
+    """Values by tensor, held weakly. A value is computed again if its tensor was written to since."""
 
     def __init__(self, make: Callable[..., tuple[T, bool]]) -> None:
-        """``make(tensor, *rest)`` gives the value, and whether it shares the tensor's memory: then writing is seen."""
+        """``make(tensor, *rest)`` gives the value, and whether it shares the tensor's memory and so sees writes."""
         self._make = make
         self._known: dict[Any, tuple[weakref.ref[Tensor], int, T]] = {}
 
@@ -29,16 +29,16 @@ class Memo(Generic[T]):
         if found is not None and found[0]() is tensor and (found[1] < 0 or found[1] == tensor._version):
             return found[2]
         value, shared = self._make(tensor, *rest)
-        if shared or not tensor.is_inference():  # the writing of others to an inference tensor goes unseen
+        if shared or not tensor.is_inference():  # writes to an inference tensor are not counted
             ref = weakref.ref(tensor, partial(self._forget, key))
             self._known[key] = (ref, -1 if shared else tensor._version, value)
         return value
 
     def drop(self, tensor: Tensor, *rest: Any) -> None:
-        """Forget the value of a tensor that was written to unseen."""
+        """Forget the value of a tensor that was written to without being counted."""
         self._known.pop((id(tensor), *rest), None)
 
     def _forget(self, key: Any, ref: weakref.ref[Tensor]) -> None:
         found = self._known.get(key)
-        if found is not None and found[0] is ref:  # the number may be another tensor's by now
+        if found is not None and found[0] is ref:  # the id may belong to another tensor by now
             del self._known[key]

@@ -1,7 +1,7 @@
 """``torch.ops.qcore_xla.*``: the kernels as ops of a graph.
 
 Arguments are flat and results new tensors. Every op reads the number of rows when it runs, so one graph supports any.
-JAX is imported when one first runs. In eager mode kernels call `calls` directly where `runs_now` allows.
+JAX is imported when an op first runs. In eager mode, kernels call `calls` directly if `runs_now` allows it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """``A(x) @ W^T + bias``: x ``(M, K)`` of any strides to ``(M, N)``; W as in `packing`.
 
-    ``activation``: see `qcore_xla.bodies.form`. "given" means ``x_scale`` and ``x_zero_point`` ``(M,)`` if there are
-    such, else the static ones; likewise for results that are to be int8.
+    ``activation``: see `qcore_xla.bodies.form`. "given" means ``x_scale`` and ``x_zero_point`` ``(M,)`` if they
+    are passed, otherwise the static ones; likewise for int8 results.
     """
     given = Given(
         *_either(x_scale, x_zero_point, static_scale, static_zero_point, x.device),
@@ -114,7 +114,7 @@ def _embedding_fake(
     return indices.new_empty((*indices.shape, d), dtype=out_dtype)
 
 
-# The device of the tensors picks the engine.
+# The device of the tensors determines the engine.
 _define = partial(define_op, _library, keys=("CPU", "CUDA", "XLA", "PrivateUse1"))
 
 _WEIGHT = "Tensor data, Tensor scale, Tensor? zero"

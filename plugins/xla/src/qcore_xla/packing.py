@@ -1,4 +1,4 @@
-"""How weights are packed: slices along K for products, rows for gathers. All of it torch ops, on any device.
+"""How weights are packed: slices along K for products, rows for gathers. Only torch ops, on any device.
 
 A slice is a run of codes along K that lies in one group: a whole group, or 128 of its codes if its size is a
 multiple of 128; per channel the slices are 128 codes. Slices lie one after another, N innermost, so that a CPU
@@ -6,18 +6,18 @@ dequantizes one at a time and an accelerator multiplies all of them at once:
 
 * int8: int8 ``(S, b, N)``;
 * int4: int32 ``(S, b/8, N)``, eight two's complement nibbles per word: nibble j of word i is code ``j * b/8 + i``, so
-  that a plane of nibbles is a run of neighbours along K and unpacking moves nothing.
+  that a plane of nibbles is a run of consecutive codes along K and unpacking moves no data.
 
-The codes of a slice are filled up to a multiple of 8, the slices to a multiple of 128 codes and N to a multiple of 64:
-few different shapes, since XLA compiles each of them. A convolution in H channel groups has ``(H, S, b, N/H)``, filled
-up to multiples of 8 codes only. `scale` and `zero` are ``(G, N)`` as in a `qcore.QTensor`, filled up alike
-(``(H, G, N/H)``). Filling is 0 everywhere.
+The codes of a slice are padded to a multiple of 8, the slices to a multiple of 128 codes and N to a multiple of 64:
+few different shapes, because XLA compiles each of them. A convolution in H channel groups has ``(H, S, b, N/H)``,
+padded to multiples of 8 codes only. `scale` and `zero` are ``(G, N)`` as in a `qcore.QTensor`, padded likewise
+(``(H, G, N/H)``). Padding is 0 everywhere.
 
-A GPU's products want K innermost: there it is int8 ``(N, K)`` and int32 ``(N, K/8)`` per channel, the whole row one
-run, and int8 ``(N, G, g)`` and int32 ``(N, G, g/8)`` in groups if activations are floats.
+Products on a GPU need K innermost: there the layout is int8 ``(N, K)`` and int32 ``(N, K/8)`` per channel, the whole
+row one run, and int8 ``(N, G, g)`` and int32 ``(N, G, g/8)`` in groups if activations are floats.
 
-A table of embeddings is packed by rows, int8 ``(V, D)`` or int32 ``(V, D/8)`` in which the whole row is one run, each
-group filled up to a multiple of 8 codes; `scale` and `zero` are ``(V, G)``.
+An embedding table is packed by rows, int8 ``(V, D)`` or int32 ``(V, D/8)`` in which the whole row is one run, each
+group padded to a multiple of 8 codes; `scale` and `zero` are ``(V, G)``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .views import pack_whole, unpack_whole
 NIBBLES = 8
 """Codes per int32 word."""
 SLICE = 128
-"""Codes per slice unless a group says otherwise; a dequantized slice of these fits into a core's cache."""
+"""Codes per slice unless the group size sets another number; a dequantized slice of these fits into a core's cache."""
 _ROWS = 64
 _CHUNK = 1 << 24
-"""Codes packed at a time: unpacked codes of a large weight are never whole in memory."""
+"""Codes packed at a time: a large weight is never in memory as a whole in unpacked form."""
 
 
 def up(size: int, multiple: int) -> int:
@@ -51,10 +51,10 @@ def up(size: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the codes of a weight ``(n, k)`` go.
+    """The layout of the codes of a weight ``(n, k)``.
 
-    **Fields:** ``group``: codes per group; ``groups``: how many there are, ``filled``: with those added; ``width``:
-    codes of a group as it is stored; ``length``: codes of a slice; ``heads``: channel groups, ``rows``: stored rows of
+    **Fields:** ``group``: codes per group; ``groups``: their number, ``filled``: with padding groups; ``width``:
+    stored codes of a group; ``length``: codes of a slice; ``heads``: channel groups, ``rows``: stored rows of
     each; ``by_rows``: whether N is outermost.
     """
 
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Columns that x has as the product takes it, padding included."""
+        """Columns of x in the product, including padding."""
         return self.filled * self.width
 
     @property
@@ -91,7 +91,7 @@ def plan(n: int, k: int, bits: int, group_size: int | None, heads: int = 1, by_r
     """The plan for a weight ``(n, k)`` in groups of ``group_size`` codes (None: per channel)."""
     if by_rows:
         whole = plan(n, k, bits, group_size, heads)
-        if whole.groups == 1:  # one run, although its filling may be groups of their own elsewhere
+        if whole.groups == 1:  # one run, although other plans may pad it with separate groups
             return replace(whole, filled=1, width=whole.columns, length=whole.columns, by_rows=True)
         return replace(whole, length=whole.width, by_rows=True)
     if heads > 1:
@@ -117,8 +117,8 @@ def wants_rows(device: torch.device, k: int, group_size: int | None, heads: int,
 def pack(weight: QTensor, plan: Plan, *, sums: bool = False) -> dict[str, Tensor]:
     """``data``, ``scale`` and, if there is one, ``zero``.
 
-    ``sums``: also int32 ``(G, N)``, the sum of codes over each group, which activations with a zero point are
-    corrected by.
+    ``sums``: also int32 ``(G, N)``, the sum of codes over each group, which corrects for a
+    zero point of activations.
     """
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
     packed = {"data": _pack_data(weight, plan), "scale": _filled(weight.scale, plan)}
@@ -205,7 +205,7 @@ def codes_of(words: Tensor) -> Tensor:
 
 
 def _filled(parameter: Tensor, plan: Plan) -> Tensor:
-    """``(G, N)`` with zeros for what is filled up; ``(H, G, N/H)`` for channel groups."""
+    """``(G, N)`` padded with zeros; ``(H, G, N/H)`` for channel groups."""
     if plan.heads > 1:
         return parameter.reshape(parameter.shape[0], plan.heads, -1).movedim(1, 0).contiguous()
     return pad(parameter, (0, plan.rows - plan.n, 0, plan.filled - plan.groups)).contiguous()
@@ -241,7 +241,7 @@ class PackedKernel(Kernel):
         return f"xla.{'rows' if self.plan.by_rows else 'slices'}{heads}" + ("+sums" if self.sums else "")
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         return pack_whole(weight, partial(pack, plan=self.plan, sums=self.sums))
 

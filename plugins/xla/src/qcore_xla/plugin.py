@@ -14,7 +14,7 @@ _NOTE = "XLA; compiled for each power of two of rows"
 
 @qcore.hookimpl
 def qcore_probe() -> qcore.Available | qcore.Unavailable:
-    """Is JAX here, and which devices has it?"""
+    """Whether JAX is installed, and which devices it has."""
     return probe.probe()
 
 
@@ -48,4 +48,4 @@ def qcore_embedding(request: qcore.EmbeddingRequest) -> qcore.Offer | qcore.Refu
         return qcore.Refusal(reason)
     from .embedding import XlaEmbedding
 
-    return qcore.Offer(XlaEmbedding(request), probe.rank(request.device.type), "XLA; reads the rows asked for")
+    return qcore.Offer(XlaEmbedding(request), probe.rank(request.device.type), "XLA; reads only the requested rows")

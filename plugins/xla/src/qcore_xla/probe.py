@@ -14,7 +14,7 @@ _VERSIONS = ("jax", "jaxlib", "torch_tpu", "torch_xla", "torchax", "libtpu")
 
 
 def probe(root: Path = Path("/")) -> Available | Unavailable:
-    """The answer of `qcore_probe`; ``root``: the folder that device files are looked for in."""
+    """The result of `qcore_probe`; ``root``: the folder in which to look for device files."""
     if fault := why_not_jax():
         return Unavailable(fault, broken=True)
     if fault := _why_not_any_tensor(root):
@@ -29,7 +29,7 @@ _TENSORS = ("torch_tpu", "torch_xla")
 
 
 def _why_not_any_tensor(root: Path) -> str:
-    """Why no tensors at all are supported, since JAX was told to leave out every backend; empty if some can."""
+    """Why no tensors at all are supported, if JAX may use no backend; empty if some are."""
     if any(map(installed_version, _TENSORS)):
         return ""
     faults = [environment.why_not_platform(kind) for kind in ("cpu", *(["cuda"] if _has_gpu(root) else []))]
@@ -41,10 +41,10 @@ def _has_gpu(root: Path) -> bool:
 
 
 def _details(root: Path) -> dict[str, str]:
-    """Further lines of `qcore doctor`: the devices of tensors, and the settings that this process lacks."""
+    """Further lines of `qcore doctor`: the supported devices of tensors, and the settings that are missing."""
     kinds = ["cpu", *(["cuda"] if _has_gpu(root) else [])]
     needs = {kind: why for kind in kinds if (why := environment.why_not(kind, root))}
-    found = {"device": "cpu", "serves": ", ".join(kind for kind in kinds if kind not in needs) or "nothing as it is"}
+    found = {"device": "cpu", "supports": ", ".join(kind for kind in kinds if kind not in needs) or "nothing yet"}
     if needs:
         found["needs"] = " ".join(dict.fromkeys(needs.values()))
     return found
@@ -53,7 +53,7 @@ def _details(root: Path) -> dict[str, str]:
 def rank(kind: str) -> int:
     """The rank of an offer for tensors on a type of torch device.
 
-    XLA's CPU backend is slower than torch's own kernels in nearly every case, so there it comes after them; in the same
-    tier, so that `qcore tune` may find out otherwise. On accelerators it comes after kernels written for them.
+    XLA's CPU backend is slower than torch's own kernels in nearly every case, so there it ranks below them; in the same
+    tier, so that `qcore tune` may find it faster. On accelerators it ranks below kernels written for them.
     """
     return FALLBACK - 100 if kind == "cpu" else NATIVE - 100

@@ -1,7 +1,7 @@
 """The API of torch_xla's quantized ops: ``torch.ops.xla.quantized_matmul`` and `XlaQuantizedLinear`, on any device.
 
 torch_xla's own op is never replaced: ours is defined only if torch_xla is not installed. The module calls
-``torch.ops.qcore.quantized_matmul``, with the same arguments. It supports every row of torch_xla's table, also those
+``torch.ops.qcore.quantized_matmul``, with the same arguments. It supports every row of torch_xla's table, even those
 that torch_xla does not support (blockwise weights with int8 activations, int4 on XLA:CPU).
 """
 
@@ -20,7 +20,7 @@ _SCHEMA = (
     "bool? int4_weight=False, bool? quantize_activation=False) -> Tensor"
 )
 _library: Any = None
-"""Holds our definition of the op; None if torch_xla, or somebody else, has one."""
+"""Holds our definition of the op; None if torch_xla or another package defines it."""
 
 
 def _quantized_matmul(
@@ -40,12 +40,12 @@ def _quantized_matmul(
 
 
 def define_op() -> bool:
-    """Define ``torch.ops.xla.quantized_matmul`` unless it is torch_xla's to define; returns whether it is ours."""
+    """Define ``torch.ops.xla.quantized_matmul`` unless another package does; returns whether it is ours."""
     global _library  # noqa: PLW0603 - a definition lives as long as the process, like the op
     if _library is None and find_spec("torch_xla") is None and not hasattr(torch.ops.xla, "quantized_matmul"):
         _library = torch.library.Library("xla", "FRAGMENT")  # type: ignore[no-untyped-call]
         _library.define(_SCHEMA)
-        # Composite: shapes, dtypes and every device come from the op it is made of.
+        # Composite: shapes, dtypes and devices are those of the op that it calls.
         _library.impl("quantized_matmul", _quantized_matmul, "CompositeImplicitAutograd")
     return _library is not None
 
@@ -68,7 +68,7 @@ def xla_weight(weight: QTensor) -> XlaWeight:
     if size is None:
         return codes, scale.view(n), None if zero is None else zero.view(n)
     if k % size:
-        raise FormatError(f"group size {size} does not divide K = {k}; quantized_matmul has no ragged block.")
+        raise FormatError(f"group size {size} does not divide K = {k}; quantized_matmul needs one that does.")
     return codes.view(n, k // size, size).permute(1, 2, 0).contiguous(), scale, zero
 
 
@@ -104,7 +104,7 @@ class XlaQuantizedLinear(nn.Module):
     ) -> None:
         super().__init__()
         if block_size != -1 and (block_size < 1 or input_dim % block_size):
-            raise FormatError(f"block_size {block_size} must divide input_dim = {input_dim}, or be -1: per channel.")
+            raise FormatError(f"block_size {block_size} must divide input_dim = {input_dim}, or be -1 (per channel).")
         self.input_dim, self.output_dim, self.is_symmetric = input_dim, output_dim, is_symmetric
         self.block_size, self.int4_weight, self.quantize_activation = block_size, int4_weight, quantize_activation
         codes, scales = self._shapes()
@@ -113,7 +113,7 @@ class XlaQuantizedLinear(nn.Module):
         self.register_buffer("zero_point", None if is_symmetric else torch.zeros(scales))
 
     def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the codes, and of the scaler and the zero point."""
+        """The shapes of the codes, and of the scaler and zero point."""
         n, k, size = self.output_dim, self.input_dim, self.block_size
         return ((n, k), (n,)) if size == -1 else ((k // size, size, n), (k // size, n))
 
@@ -123,24 +123,24 @@ class XlaQuantizedLinear(nn.Module):
         weight_scaler: Tensor | None = None,
         zero_point: Tensor | None = None,
     ) -> None:
-        """Take a weight: its tensors one by one, as one tuple of two or three, or a `QTensor`.
+        """Load a weight: its tensors one by one, as one tuple of two or three, or a `QTensor`.
 
         Per channel: ``weight`` int8 ``(N, K)``, ``weight_scaler`` and ``zero_point`` ``(N,)``; blockwise: int8
-        ``(K/bs, bs, N)`` and ``(K/bs, N)``. ``zero_point`` is multiplied by the scale. Raises `FormatError` where
+        ``(K/bs, bs, N)`` and ``(K/bs, N)``. ``zero_point`` is multiplied by the scale. Raises `FormatError` if
         shapes or the dtype do not fit.
         """
         if isinstance(weight, QTensor):
             weight = self._of(weight)
         parts = (weight, weight_scaler, zero_point) if isinstance(weight, Tensor) else (*weight, None, None)[:3]
         self._check(*parts)
-        self.weight, self.weight_scaler, self.zero_point = parts  # type: ignore[assignment] # _check has looked
+        self.weight, self.weight_scaler, self.zero_point = parts  # type: ignore[assignment] # _check has tested them
 
     def _of(self, weight: QTensor) -> XlaWeight:
         fmt, bits = weight.format, 4 if self.int4_weight else 8
         if (fmt.group_size or -1) != self.block_size or fmt.bits != bits:
             raise FormatError(
-                f"the weight is {fmt}, and this layer was made for int{bits} with block_size={self.block_size}.\n"
-                f"Make it with block_size={fmt.group_size or -1}, int4_weight={fmt.bits == 4}."
+                f"the weight is {fmt}, but this layer was made for int{bits} with block_size={self.block_size}.\n"
+                f"Create the layer with block_size={fmt.group_size or -1}, int4_weight={fmt.bits == 4}."
             )
         return xla_weight(weight)
 
@@ -150,12 +150,12 @@ class XlaQuantizedLinear(nn.Module):
             raise FormatError("load_quantized_weight needs a weight and its scaler.")
         if weight.dtype != torch.int8 or weight.shape != codes:
             form = f"dtype {weight.dtype}, shape {tuple(weight.shape)}"
-            raise FormatError(f"weight has {form}; this layer takes int8 {codes}; int4 codes ride in int8.")
+            raise FormatError(f"weight has {form}; this layer needs int8 {codes}; int4 codes are stored as int8.")
         for name, value in (("weight_scaler", scaler), ("zero_point", zero_point)):
             if value is not None and value.shape != scales:
-                raise FormatError(f"{name} has shape {tuple(value.shape)}; this layer takes {scales}.")
+                raise FormatError(f"{name} has shape {tuple(value.shape)}; this layer needs {scales}.")
         if zero_point is not None and self.is_symmetric:
-            raise FormatError("a zero point for a layer that was made with is_symmetric=True; leave one of them out.")
+            raise FormatError("zero_point was given to a layer made with is_symmetric=True; omit one of the two.")
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: ``(..., K)`` to ``(..., N)`` in x's dtype."""

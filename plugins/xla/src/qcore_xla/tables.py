@@ -1,4 +1,4 @@
-"""How tables of embeddings are packed: by rows, see `packing`."""
+"""How embedding tables are packed: by rows, see `packing`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .packing import NIBBLES, codes_of, up, words_of
 
 @dataclass(frozen=True)
 class TablePlan:
-    """Where the codes of a table ``(v, d)`` go: ``groups`` of ``group`` codes each, stored in ``width`` columns."""
+    """The layout of a table ``(v, d)``: ``groups`` of ``group`` codes each, stored in ``width`` columns."""
 
     v: int
     d: int
@@ -35,7 +35,7 @@ def table_plan(v: int, d: int, bits: int, group_size: int | None) -> TablePlan:
 
 
 def pack_table(weight: QTensor, plan: TablePlan) -> dict[str, Tensor]:
-    """``data``, ``scale`` and, if there is one, ``zero``; all unpacked codes of the table are in memory meanwhile."""
+    """``data``, ``scale`` and, if there is one, ``zero``; meanwhile, all unpacked codes of the table are in memory."""
     codes = pad(weight.codes(), (0, plan.groups * plan.group - plan.d)).view(plan.v, plan.groups, plan.group)
     rows = pad(codes, (0, plan.width - plan.group)).flatten(1)
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero

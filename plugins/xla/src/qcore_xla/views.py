@@ -1,8 +1,8 @@
-"""Two things that XLA tensors of torch_xla want inside of an op: views that work, and computing what is to be kept.
+"""Two workarounds for torch_xla's tensors inside an op: correct views, and computing tensors before they are kept.
 
-Outside, torch functionalizes what is done to XLA tensors: views and writes to them become new tensors. Inside an op
-that is off, and torch_xla's own views go wrong without an error: a view of a permuted tensor reads other elements, and
-a write to a view is lost. Functions that depend on views are therefore functionalized here once more.
+Outside ops, torch functionalizes XLA tensors: views and writes to them become new tensors. Inside an op, this is off,
+and torch_xla's own views are silently wrong: a view of a permuted tensor reads other elements, and a write to a view is
+lost. Functions that depend on views are therefore functionalized here again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qcore.plugin_api import Packed
 
 
 def whole(function: Callable[..., Any], tensors: Any) -> Any:
-    """``function(tensors)``, with views that work; both sides are trees of tensors."""
+    """``function(tensors)``, with correct views; arguments and results are trees of tensors."""
     first = next(iter(tensors.values())) if isinstance(tensors, dict) else tensors
     if first.device.type != "xla" or torch._is_functional_tensor(first):  # noqa: SLF001
         return function(tensors)
@@ -27,10 +27,10 @@ def whole(function: Callable[..., Any], tensors: Any) -> Any:
 
 
 def computed(tensor: Tensor) -> Tensor:
-    """The tensor, for keeping beyond this call.
+    """The tensor, computed now, so that it can be kept beyond this call.
 
-    torch_xla puts off what it is asked for. When its backend of torch.compile has collected a graph, it drops whatever
-    is still pending on the device, and a tensor kept from there would be a hole that crashes whoever reads it.
+    torch_xla executes lazily. After its torch.compile backend has collected a graph, it drops all operations that are
+    still pending on the device, and reading a tensor kept from there would crash.
     """
     if tensor.device.type == "xla":
         sys.modules["torch_xla"]._XLAC._xla_sync_multi([tensor], [], True, False)  # noqa: SLF001 - as torch_xla does

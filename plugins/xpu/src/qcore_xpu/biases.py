@@ -9,9 +9,9 @@ from torch import Tensor
 def split(bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """``bias`` as a part of ``dtype``, for the product, and the rest in float32, to be added to its result.
 
-    The rest is None if the first part is exact. Otherwise it is at most half a last place of the first part, so that
-    rounding a second time, after it was added, is an error of that size only. Values that ``dtype`` cannot hold are in
-    the rest, Inf included, and NaN is in both.
+    The rest is None if the first part is exact. Otherwise it is at most half a unit in the last place of the
+    first part, so that the second rounding, after it was added, is an error of that size only. Values that ``dtype``
+    cannot hold are in the rest, including Inf, and NaN is in both.
     """
     if bias is None or bias.dtype == dtype:
         return bias, None
@@ -23,5 +23,5 @@ def split(bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tenso
 
 
 def most(dtype: torch.dtype) -> float:
-    """The largest first part: half of what ``dtype`` holds, since the product may have the same sign."""
+    """The largest first part: half of the maximum of ``dtype``, because the product may have the same sign."""
     return torch.finfo(dtype).max / 2

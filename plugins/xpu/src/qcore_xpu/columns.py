@@ -1,4 +1,4 @@
-"""Convolutions with int8 activations: columns of the image quantized some at a time, then multiplied."""
+"""Convolutions with int8 activations: columns of the image are quantized in chunks, then multiplied."""
 
 from __future__ import annotations
 

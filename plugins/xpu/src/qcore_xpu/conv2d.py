@@ -15,14 +15,14 @@ from . import device, triton_ops
 from .triton_linear import why_not_weight
 
 _LARGEST_COLUMN = 1 << 14
-"""Values that one program quantizes: 512 for each of 32 sub-groups, which is as many as a work-group may have."""
+"""Values that one program quantizes: 512 for each of 32 sub-groups, the most that a work-group may have."""
 
 
 class DenseConv2d(PackedConv2d):
     """Float activations: dequantized for torch's convolution, or its product for 1 x 1 kernels."""
 
     note = (
-        "Triton dequantizes the weight for torch's convolution: this saves memory, and on small images is slower than "
+        "Triton dequantizes the weight for torch's convolution: this saves memory, but on small images is slower than "
         "the unquantized layer."
     )
 
@@ -42,7 +42,7 @@ class DenseConv2d(PackedConv2d):
 class Int8Conv2d(PackedConv2d):
     """Int8 activations, per column or given for the whole tensor: exact int32 sums, the rest in float32."""
 
-    note = "Triton quantizes columns and multiplies int8 codes on DPAS. Not tuned: no such GPU was at hand."
+    note = "Triton quantizes columns and multiplies int8 codes on DPAS. Not tuned: no such GPU was available."
 
     def __init__(self, request: Conv2dRequest) -> None:
         numbers = numbers_of(request.activation, request.output)
@@ -61,12 +61,12 @@ class Int8Conv2d(PackedConv2d):
 
 
 def why_not(request: Conv2dRequest) -> str:
-    """Why a request that `eligibility` has nothing against has no kernel here; empty if it has one."""
+    """Why a request that `eligibility` accepts has no kernel here; empty if it has one."""
     if (reason := why_not_weight(request)) or request.activation is None:
         return reason
     return device.why_not_int8(request.device) or why_not_int8(request, _LARGEST_COLUMN)
 
 
 def kernel(request: Conv2dRequest) -> DenseConv2d | Int8Conv2d:
-    """The kernel for a request that `why_not` has nothing against."""
+    """The kernel for a request that `why_not` accepts."""
     return DenseConv2d(request) if request.activation is None else Int8Conv2d(request)

@@ -16,7 +16,7 @@ from .biases import split
 from .device import exact, launch
 
 _CHUNK = 1 << 24
-"""Weights dequantized at a time, 32 MiB of bfloat16: a large weight is never whole in memory."""
+"""Weights dequantized at a time, 32 MiB of bfloat16: a large weight is never dequantized as a whole."""
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -37,7 +37,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
 
 
 def conv2d(x: Tensor, weight: Weight, bias: Tensor | None, geometry: Geometry, out_dtype: torch.dtype) -> Tensor:
-    """X ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``, channels last, as the dequantized weight is.
+    """X ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``, channels last, like the dequantized weight.
 
     Convolution weights are small: this one is dequantized whole.
     """
@@ -60,5 +60,5 @@ def dense(weight: Weight, dtype: torch.dtype, first: int, count: int) -> Tensor:
 
 
 def _compute_dtype(x: Tensor, out_dtype: torch.dtype) -> torch.dtype:
-    """Products of 16-bit numbers are accumulated in float32, but come out in 16 bits."""
+    """Products of 16-bit numbers are accumulated in float32, but returned in 16 bits."""
     return x.dtype if x.dtype == out_dtype else torch.float32

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 _DPAS_LANES = 16
-"""Lanes of a sub-group in DPAS as Triton writes it; parts with 8 have another form, which it does not."""
+"""Lanes of a sub-group for DPAS as Triton emits it; GPUs with 8 need another form, which it does not emit."""
 _REMEDY = (
-    "Triton for Intel GPUs comes with the XPU build of torch, as the distribution triton-xpu or, with older ones, "
-    "pytorch-triton-xpu: reinstall both from where that build came from."
+    "Triton for Intel GPUs comes with the XPU build of torch, as the package triton-xpu or, with older ones, "
+    "pytorch-triton-xpu: reinstall both from the package index of that build."
 )
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU; as good as decided once Triton has been imported."""
+    """Whether kernels run in Triton's interpreter, on the CPU; effectively fixed once Triton has been imported."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "yes", "on", "y"}
 
 
@@ -35,21 +35,21 @@ def _fault(interpreter: bool) -> str:
     places = found.submodule_search_locations or ()
     if interpreter or any((Path(place) / "backends" / "intel").is_dir() for place in places):
         return ""
-    return f"the Triton installed has no part for Intel GPUs; another distribution may have overwritten it. {_REMEDY}"
+    return f"the installed Triton has no backend for Intel GPUs; another package may have overwritten it. {_REMEDY}"
 
 
 def why_not_triton() -> str:
-    """Why kernels in Triton cannot run here, with the remedy; empty if they can. Does not import it."""
+    """Why kernels in Triton cannot run here, and how to fix it; empty if they can. Does not import Triton."""
     return _fault(interpreted())
 
 
-_ELSE = "Torch ops compute it; per channel, w8a8 runs here on oneDNN, and so do float activations."
+_ELSE = "Torch ops run this layer; w8a8 per channel and float activations run on oneDNN here."
 
 
 def why_not_int8(device: torch.device) -> str:
-    """Why Triton's int8 products are refused on ``device``, with the remedy; empty if they are supported.
+    """Why Triton's int8 products are refused on ``device``, and how to fix it; empty if they are supported.
 
-    Without DPAS Triton multiplies int8 on its FMA path, which has errors.
+    Without DPAS, Triton multiplies int8 on its FMA path, which is inexact.
     """
     return "" if device.type != "xpu" or interpreted() else _without_dpas(device)
 
@@ -61,20 +61,20 @@ def _without_dpas(device: torch.device) -> str:
     sizes = getattr(told, "sub_group_sizes", None) or ()
     if sizes and min(sizes) < _DPAS_LANES:
         return (
-            f"Triton does not use DPAS on GPUs with sub-groups of {min(sizes)}, as {told.name} has (it does from "
-            f"{_DPAS_LANES} on), and multiplies int8 inexactly without. {_ELSE}"
+            f"Triton does not use DPAS on GPUs with sub-groups of {min(sizes)} lanes, such as {told.name} (it needs "
+            f"{_DPAS_LANES}), and without DPAS its int8 products are inexact. {_ELSE}"
         )
     if not getattr(told, "has_subgroup_matrix_multiply_accumulate", True):
         return (
-            f"{told.name} is reported to have no DPAS, without which Triton multiplies int8 inexactly. Where the GPU "
-            f"has it, as all Arc B and Core Ultra 200V have, install ocloc (package intel-ocloc), which is what torch "
-            f"asks, and start again. {_ELSE}"
+            f"{told.name} is reported to have no DPAS, without which Triton's int8 products are inexact. If the GPU "
+            f"has it, as all Arc B and Core Ultra 200V do, install ocloc (package intel-ocloc), which torch queries, "
+            f"and restart. {_ELSE}"
         )
     return ""
 
 
 class _Narrowing:
-    """Settings that let oneDNN round float32 factors: the first user switches them off, the last one restores them."""
+    """Settings that let oneDNN round float32 operands: the first user switches them off, the last one restores them."""
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
@@ -96,7 +96,7 @@ class _Narrowing:
                         setattr(*self._undo.pop())
 
     def _switch_off(self) -> None:
-        onednn: Any = torch.backends.mkldnn  # its flags are bool to those who read them, and something else to mypy
+        onednn: Any = torch.backends.mkldnn  # its flags are bool at run time, but not for mypy
         whole = onednn.fp32_precision
         for one in (onednn.matmul, onednn.conv):
             precision = one.fp32_precision
@@ -113,9 +113,9 @@ _narrowing = _Narrowing()
 
 
 def exact(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-    """Keep products of float32 exact, even if the user lets oneDNN round factors to TF32 or bfloat16.
+    """Keep products of float32 exact, even if the user lets oneDNN round operands to TF32 or bfloat16.
 
-    Safe in any number of threads. The setting is the process's: products of other threads are exact meanwhile, too.
+    Safe in any number of threads. The setting is process-wide: products of other threads are exact meanwhile, too.
     """
     return _narrowing.off() if dtype == torch.float32 else contextlib.nullcontext()
 
@@ -131,7 +131,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[None]:
-    """One thread at a time: Triton's interpreter has global state. Without numpy's warnings of NaN, as on a GPU."""
+    """One thread at a time: Triton's interpreter has global state. Without numpy's warnings about NaN, as on a GPU."""
     import numpy as np
 
     with _one_at_a_time, np.errstate(all="ignore"):
@@ -139,7 +139,7 @@ def _interpreting() -> Iterator[None]:
 
 
 def options(warps: int) -> dict[str, Any]:
-    """Options of a launch: ``warps`` sub-groups per program; programmatic dependent launch is NVIDIA's."""
+    """Options of a launch: ``warps`` sub-groups per program; programmatic dependent launch is for NVIDIA only."""
     return {"PDL": False, "num_warps": warps}
 
 

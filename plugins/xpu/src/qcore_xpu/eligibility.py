@@ -10,7 +10,7 @@ from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty, why_not_
 
 
 def why_not(request: AnyRequest) -> str:
-    """Why a request is refused, whatever its device; empty if a kernel may support it."""
+    """Why a request is refused, regardless of its device; empty if a kernel may support it."""
     return why_not_empty(request) or why_not_encoding(request) or why_not_dtypes(request)
 
 
@@ -18,5 +18,5 @@ def why_not(request: AnyRequest) -> str:
 def why_not_device(device: torch.device) -> str:
     """Why tensors on ``device`` are not supported, or empty."""
     if device.type != "xpu":
-        return f"qcore-xpu runs on XPU devices, and the tensors are on {device}; move them with .to('xpu')."
+        return f"qcore-xpu runs on XPU devices, but the tensors are on {device}; move them with .to('xpu')."
     return ""

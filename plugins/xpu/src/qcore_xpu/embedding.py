@@ -17,11 +17,11 @@ from .triton_linear import why_not_weight
 class XpuEmbedding(PackedKernel):
     """Gathers rows and dequantizes only those.
 
-    An index out of range ends in an assertion of the device, which aborts the process, or, on GPUs where Triton's
-    assertions do nothing, in a row of NaN; on a CPU in an `IndexError`.
+    An index out of range triggers a device-side assertion, which aborts the process, or, on GPUs on which Triton's
+    assertions have no effect, gives a row of NaN; on a CPU it raises `IndexError`.
     """
 
-    note = "Triton gathers and dequantizes the rows asked for."
+    note = "Triton gathers and dequantizes only the requested rows."
 
     def __init__(self, request: EmbeddingRequest) -> None:
         super().__init__("xpu.embedding", request.weight, request.n, request.k)
@@ -35,10 +35,10 @@ class XpuEmbedding(PackedKernel):
 
 
 def why_not(request: EmbeddingRequest) -> str:
-    """Why a request that `eligibility` has nothing against has no kernel here; empty if it has one."""
+    """Why a request that `eligibility` accepts has no kernel here; empty if it has one."""
     return why_not_weight(request)
 
 
 def kernel(request: EmbeddingRequest) -> XpuEmbedding:
-    """The kernel for a request that `why_not` has nothing against."""
+    """The kernel for a request that `why_not` accepts."""
     return XpuEmbedding(request)

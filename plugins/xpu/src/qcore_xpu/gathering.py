@@ -16,16 +16,16 @@ from .device import interpreted, launch
 _COLUMNS = 2048
 """Columns per program: 16 bytes of int4 codes for each of 64 lanes."""
 # Debug turns assertions on, and with them checks of every integer operation, which are switched off again. Triton's
-# interpreter knows neither.
+# interpreter supports neither.
 _ASSERTING: dict[str, Any] = {"debug": True, "sanitize_overflow": False}
 
 
 def rows(indices: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
     """Rows of a table ``(n, k)``: integer indices ``(T,)``, contiguous, to ``(T, k)`` of ``dtype``.
 
-    Computed in float32 and rounded once. An index outside 0..n-1 ends in an assertion of the device, or else (on some
-    GPUs it does nothing: intel-xpu-backend-for-triton issue 5691) in a row of NaN; if tensors are on the CPU, in an
-    `IndexError`. Torch's own check would take five launches more for each call.
+    Computed in float32 and rounded once. An index outside 0..n-1 triggers a device-side assertion, or (on some
+    GPUs it has no effect: intel-xpu-backend-for-triton issue 5691) gives a row of NaN; if tensors are on the CPU, it
+    raises `IndexError`. Torch's own check would take five more launches per call.
     """
     if indices.device.type == "cpu":
         check_indices(indices, weight.n)

@@ -1,28 +1,28 @@
-"""The packing of int4 weights for `aten.int4_mm`: the bytes of ``PLAIN_INT32``, with groups that the op can take.
+"""The packing of int4 weights for `aten.int4_mm`: the bytes of ``PLAIN_INT32``, with groups that the op supports.
 
 **words**: int32 ``(N, K'/8)``. Word j of a row holds the unsigned codes ``u = q + 8`` of columns 8j to 8j + 7, lowest
 bits = lowest column. If the group size is a multiple of 32, columns are those of the weight, and K' is K rounded up to
-whole groups: a weight in ``PLAIN_INT32`` is packed as it is. Any other group (one of 20 columns, a single one over a K
+whole groups: a weight in ``PLAIN_INT32`` is used as is. Any other group (one of 20 columns, a single one over a K
 of 77) is spread to the next multiple of 32: group i takes columns ``i * wide`` to ``i * wide + group - 1``, and the
 rest up to ``(i + 1) * wide`` is padding. Padding is the code 8; x is 0 there (`Form.spread`), so it adds nothing.
 
-**zeros**: int8 ``(G, N)``, the zero point of unsigned codes: ``z + 8``, 8 for symmetric ones. The op takes whole
-numbers only. A FLOAT zero point, ``w = q * s + z``, becomes the code ``r`` nearest to ``-z / s`` and a ``rest``
+**zeros**: int8 ``(G, N)``, the zero point of unsigned codes: ``z + 8``, 8 for symmetric ones. The op supports
+integers only. A FLOAT zero point, ``w = q * s + z``, becomes the code ``r`` nearest to ``-z / s`` and a ``rest``
 ``e = z + r * s``, at most half a step: ``w = (q - r) * s + e``. The op computes the first part, whose terms are as
-small as those of the weight itself, and sums of x per group times ``rest``, float32 ``(G, N)``, make up the second: no
-large numbers that cancel. Only weights that are far from zero all over a group leave a larger rest.
+small as those of the weight itself, and sums of x per group times ``rest``, float32 ``(G, N)``, give the second: no
+large numbers that cancel. Only weights that are far from zero throughout a group leave a larger rest.
 
 **bias**: the op has none, and rounds its sum to x's dtype, so that a bias added afterwards is rounded a second time: a
 large error if the two nearly cancel. Hence, for a layer with a bias, one more group: ``step`` columns that hold the
-weight 1, where x is ``1 / step`` (``tail``), and whose scale is the bias. (One column and zeros beside it would make
-NaN of a bias that is Inf.) Groups of more than 128 columns, or a single one over all of K, to which another one of that
-size would be too much, are given to the op as several with the same scale. So are groups, if there is more than one, of
-a size that is no power of two: whether oneDNN's kernels for GPUs take those is not known.
+weight 1, where x is ``1 / step`` (``tail``), and whose scale is the bias. (One column followed by zeros would turn an
+Inf bias into NaN.) Groups of more than 128 columns, or a single one over all of K, which would need an extra group of
+the same size, are passed to the op as several groups with the same scale. So are groups, if there is more than one, of
+a size that is not a power of two: it is not known whether oneDNN's kernels for GPUs support those.
 
-**scales**: the op reads scales in x's dtype, ``(G, N)``: ``factor``. `Scales` describes the treatment of numbers that
+**scales**: the op reads scales in x's dtype, ``(G, N)``: ``factor``. `Scales` describes the treatment of values that
 do not fit it.
 
-Everything here is torch ops, on any device, meta included.
+Everything here uses torch ops and runs on any device, including meta.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from qcore.plugin_api import Packed, has_values
 from .aten import ALIGNMENT, GROUP
 
 _CHUNK = 1 << 25
-"""Codes spread at a time: unpacked codes of a large weight are never whole in memory."""
+"""Codes spread at a time: a large weight is never in memory as a whole in unpacked form."""
 _PADDING_BYTE = 0x88
 """Two codes 8; also the mask that turns two's complement into offset binary."""
 _ONES_BYTE = 0x99
 """Two codes 9: weights of 1, for the bias."""
 _STEPS = (128, 64, 32)
 _SMALLEST_HALF, _LARGEST_HALF = 2.0**-14, 2.0**11
-"""Scales that float16 holds with all its bits, and whose products with differences of codes it holds, too."""
+"""Scales that float16 holds at full precision, and whose products with differences of codes it holds, too."""
 
 
 class Form(NamedTuple):
@@ -81,12 +81,12 @@ class Form(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Columns of the weight in the words, padding included."""
+        """Columns of the weight in the words, including padding."""
         return self.groups * self.wide
 
     @property
     def all_columns(self) -> int:
-        """K', the bias included."""
+        """K', including the bias."""
         return self.columns + self.step * self.biased
 
     @property
@@ -95,7 +95,7 @@ class Form(NamedTuple):
         return self.wide // self.step
 
     def tail(self, like: Tensor) -> Tensor | None:
-        """The values behind the columns of x, or behind the moved ones: ``(1, columns)``; None if there are none."""
+        """The values that follow the columns of x, or the moved ones: ``(1, columns)``; None if there are none."""
         missing = 0 if self.spreads else self.columns - self.k
         zeros = like.new_zeros((1, missing))
         if self.biased:
@@ -103,7 +103,7 @@ class Form(NamedTuple):
         return zeros if missing else None
 
     def spread(self, x: Tensor, tail: Tensor | None) -> Tensor:
-        """Columns of x ``(M, K)`` to ``(M, K')``; x itself if nothing has to change. ``tail``: as `tail` made it."""
+        """Columns of x ``(M, K)`` to ``(M, K')``; x itself if nothing has to change. ``tail``: a result of `tail`."""
         x = self.moved(x) if self.spreads else x
         return x if tail is None else torch.cat((x, tail.expand(x.shape[0], -1)), 1)
 
@@ -113,7 +113,7 @@ class Form(NamedTuple):
         return pad(split, (0, self.wide - self.group)).reshape(values.shape[0], self.columns)
 
     def grouped(self, x: Tensor) -> Tensor:
-        """Columns of x ``(M, K)`` by groups, ``(M, G, group)``; a ragged last group is filled with zeros."""
+        """Columns of x ``(M, K)`` by groups, ``(M, G, group)``; a partial last group is padded with zeros."""
         ragged = self.groups * self.group - self.k
         return (pad(x, (0, ragged)) if ragged else x).reshape(x.shape[0], self.groups, self.group)
 
@@ -162,7 +162,7 @@ def unpack_words(words: Tensor, format: Format, form: Form) -> Tensor:
 
 
 _BYTES = {PLAIN: _PADDING_BYTE, PLAIN_INT32: 0}
-"""Layouts whose bytes are those of the words but for the sign of each code: a mask that flips them."""
+"""Layouts whose bytes are those of the words except for the sign of each code: a mask that flips them."""
 
 
 def _by_rows(function: Callable[[Tensor], Tensor], data: Tensor, columns: int) -> Tensor:
@@ -183,15 +183,15 @@ def own(tensor: Tensor) -> Tensor:
 class Scales(NamedTuple):
     """Scales for the op, one per group of the weight, and the factor to apply after it: ``s = factor * after``.
 
-    bfloat16 has float32's range but 8 significant bits. If a scale has more and one group is all of K, whose errors
-    would not average out, the op multiplies whole numbers (``factor`` 1) and the scale comes after, in float32. float16
-    has 11 bits; there ``factor`` is the power of two below the scale, and ``after`` 1 to 2, so that the op's sums
-    overflow only if the result does. float16 lacks the range for small scales and for unscaled sums. If a scale is not
-    in its comfortable range, all are multiplied by a power of two per output column, undone afterwards (a single scale
-    per column again in full); x is levelled, too, then (see `products`), so that no sum can
-    overflow.
+    bfloat16 has float32's range but 8 significant bits. If a scale has more and one group spans all of K, so that
+    errors would not average out, the op multiplies integers (``factor`` 1) and the scale is applied after it, in
+    float32. float16 has 11 bits; there ``factor`` is the power of two below the scale, and ``after`` 1 to 2, so that
+    the op's sums overflow only if the result does. float16 lacks the range for small scales and for unscaled sums. If a
+    scale is not in its comfortable range, all are multiplied by a power of two per output column, which is undone
+    afterwards (a single scale per column is again applied after the op); then x is levelled, too (see `products`), so
+    that no sum can overflow.
 
-    **Fields:** ``factor``: ``(G, N)`` of x's dtype; ``after``: float32 ``(N,)`` or None; ``levels``: whether x is to be
+    **Fields:** ``factor``: ``(G, N)`` of x's dtype; ``after``: float32 ``(N,)`` or None; ``levels``: whether x must be
     levelled.
     """
 
@@ -209,7 +209,7 @@ def split_scales(weight: QTensor, form: Form, dtype: torch.dtype) -> Scales:
     scale = weight.scale
     if dtype == torch.float16 and uncomfortable(scale):
         return _levelled(weight, form)
-    # float16 holds the bits of a comfortable bfloat16 scale, but not the other way round.
+    # float16 holds the bits of a comfortable bfloat16 scale, but not vice versa.
     if form.groups > 1 or scale.dtype == dtype or (dtype, scale.dtype) == (torch.float16, torch.bfloat16):
         return Scales(scale.to(dtype), None)
     whole = scale.float()
@@ -219,7 +219,7 @@ def split_scales(weight: QTensor, form: Form, dtype: torch.dtype) -> Scales:
 
 
 def uncomfortable(scale: Tensor, largest: float = _LARGEST_HALF) -> bool:
-    """Whether float16 holds any of ``scale`` with fewer bits than others, or its products with codes not at all."""
+    """Whether float16 would lose bits of any of ``scale``, or could not hold its products with codes."""
     if not has_values(scale) or not scale.numel():
         return False
     size = scale.float().abs()
@@ -228,7 +228,7 @@ def uncomfortable(scale: Tensor, largest: float = _LARGEST_HALF) -> bool:
 
 def _levelled(weight: QTensor, form: Form) -> Scales:
     """Scales times a power of two per column, so that x of size 1 cannot make the largest sum overflow."""
-    # Groups whose weights are all zero do not count, whatever their scale is.
+    # Groups whose weights are all zero do not count, regardless of their scale.
     scale = weight.scale.float() * _used(weight, form)
     top = math.floor(math.log2(torch.finfo(torch.float16).max / 2 / (15 * form.columns)))
     if form.groups == 1:
@@ -240,30 +240,30 @@ def _levelled(weight: QTensor, form: Form) -> Scales:
 
 
 def _exponent(values: Tensor) -> Tensor:
-    """Of the power of two at or below each of ``values``, float32: their exponent bits."""
+    """The exponent of the power of two at or below each of ``values``, float32: their exponent bits."""
     return (values.abs().view(torch.int32) >> 23) - 127
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """``2 ** exponent`` in float32, for int32 exponents of -126 to 127: exactly, which a device's pow may not be."""
+    """``2 ** exponent`` in float32, for int32 exponents of -126 to 127: exactly, unlike pow on some devices."""
     return (exponent + 127 << 23).view(torch.float32)
 
 
 def _used(weight: QTensor, form: Form) -> Tensor:
-    """Which groups hold anything but their zero point, ``(G, N)``."""
+    """Which groups hold anything other than their zero point, ``(G, N)``."""
     zero = whole_zero(weight, weight.scale.float())
     codec, step = weight.format.codec, max(1, _CHUNK // form.columns)
     found = []
     for data, zeros in zip(torch.split(weight.data, step), torch.split(zero, step, dim=1), strict=True):
         codes = codec.decode(data, form.k)
-        # Compared before they are filled up: padding must not look like a weight.
+        # Compare before padding: padding must not look like a weight.
         column = torch.arange(form.k, device=codes.device) // form.group
         found.append(form.grouped(codes != zeros.t()[:, column]).any(-1).t())
     return torch.cat(found, dim=1)
 
 
 def whole_zero(weight: QTensor, scale: Tensor) -> Tensor:
-    """The whole zero point that the op uses, in the domain of signed codes: int8 ``(G, N)``; see the module's text."""
+    """The integer zero point that the op uses, in the domain of signed codes: int8 ``(G, N)``; see above."""
     zero = weight.integer_zero()
     if zero is not None:
         return zero
@@ -280,10 +280,10 @@ def pack(weight: QTensor, dtype: torch.dtype, *, bias: bool = False) -> dict[str
     """A weight for x of ``dtype``, and for a layer with a ``bias`` or without.
 
     ``data``: the words; ``scale``: ``(G, N)`` as in the weight; ``zeros``: see above; and only if they are needed:
-    ``factor`` (without it, ``scale`` is read by the op), and ``after``, or ``levels`` if x is to be levelled: see
+    ``factor`` (without it, ``scale`` is read by the op), and ``after``, or ``levels`` if x must be levelled: see
     `Scales`; ``zero`` and ``rest``: a FLOAT zero point as in the weight, and its remainder; ``tail``: see `Form.tail`.
 
-    The bias itself comes with each call; its group has no row in ``factor``, and one of 8 in ``zeros``.
+    The bias itself is passed with each call; its group has no row in ``factor``, and a row of 8 in ``zeros``.
     """
     form = Form.of(weight.format, weight.shape[1], bias=bias)
     scales = split_scales(weight, form, dtype)

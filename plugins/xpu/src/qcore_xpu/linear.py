@@ -34,7 +34,7 @@ class AtenLinear(RowsKernel):
         self.x_dtype, self.out_dtype = request.x_dtype, request.out_dtype
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """Raises `FormatError` for a weight other than the one the kernel was made for."""
+        """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         return self.packed(weight)
 
@@ -67,7 +67,7 @@ class Int4Linear(AtenLinear):
 
     @property
     def packing(self) -> str:
-        # The op reads scales in x's dtype, and the bias as a group of its own.
+        # The op reads scales in x's dtype, and the bias as a separate group.
         return f"{self.name}.{str(self.x_dtype).removeprefix('torch.')}{'.bias' if self.bias else ''}"
 
     def packed(self, weight: QTensor) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ class Int8WeightLinear(AtenLinear):
     """Symmetric int8 weights, one scale per channel, bfloat16 or float16 x.
 
     Packed: ``data`` int8 ``(N, K)`` and ``scale`` ``(1, N)`` as in the weight, ``factor`` float32 ``(N,)`` if scales
-    have another dtype; ``wide``, without elements, if the weight does not fit float16: see `products.linear_w8a16`.
+    have another dtype; ``wide``, an empty tensor, if the weight does not fit float16: see `products.linear_w8a16`.
     """
 
     note = "oneDNN's int8 product"
@@ -136,7 +136,7 @@ def _factor(packed: Packed) -> Tensor:
 class Int8Linear(AtenLinear):
     """int8 weights per channel and int8 activations, dynamic or given: exact int32 sums, the rest in float32.
 
-    Packed: ``data`` int8 ``(KQ, N)``, KQ = K rounded up to 128, 0 behind K, as in codes of x; ``scale``, ``zero``
+    Packed: ``data`` int8 ``(KQ, N)``, KQ = K rounded up to 128, 0 beyond K, as in codes of x; ``scale``, ``zero``
     ``(1, N)`` as in the weight; ``factor`` float32 ``(N,)`` if scales have another dtype; ``sums`` int32
     ``(parts, N)``: see `products.linear_w8a8`.
     """
@@ -164,7 +164,7 @@ class Int8Linear(AtenLinear):
         return packed if zero is None else {**packed, "zero": own(zero)}
 
     def _sums(self, codes: Tensor, zero: Tensor | None) -> Tensor:
-        """Sums of codes less their zero point over each `products.EXACT_K` columns, int32 ``(parts, N)``."""
+        """Sums of codes minus their zero point over each `products.EXACT_K` columns, int32 ``(parts, N)``."""
         found = []
         for part in torch.split(codes, products.EXACT_K, dim=1):
             total = part.sum(-1, dtype=torch.int32)
@@ -191,12 +191,12 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def has_op(request: LinearRequest) -> bool:
-    """Whether torch defines an op that computes a request of this form; `why_not` says if it can be used here."""
+    """Whether torch defines an op that computes a request of this form; `why_not` tells whether it can be used here."""
     return _kind(request) is not None
 
 
 def why_not(request: LinearRequest) -> str:
-    """Why a request that `eligibility` has nothing against has no kernel here; empty if it has one."""
+    """Why a request that `eligibility` accepts has no kernel here; empty if it has one."""
     kind = _kind(request)
     if kind is None:
         return "torch has no op for XPU that computes this product."
@@ -204,7 +204,7 @@ def why_not(request: LinearRequest) -> str:
 
 
 def kernel(request: LinearRequest) -> AtenLinear:
-    """The kernel for a request that `why_not` has nothing against."""
+    """The kernel for a request that `why_not` accepts."""
     kind = _kind(request)
     assert kind is not None, why_not(request)
     return kind(request)
@@ -219,7 +219,7 @@ def _why_not_padded(request: LinearRequest) -> str:
     if request.weight.dtype != "int4" or not form.spreads or form.wide <= _MOST_PADDING * form.group:
         return ""
     return (
-        f"oneDNN's int4 product takes groups of a multiple of {aten.GROUP} columns: padded to that, groups of "
+        f"oneDNN's int4 product needs groups of a multiple of {aten.GROUP} columns: padded to that, groups of "
         f"{form.group} make the weight {form.wide / form.group:.3g} times as large. Use groups of 32, 64 or 128."
     )
 
@@ -229,7 +229,7 @@ def _kind(request: LinearRequest) -> type[Int4Linear | Int8WeightLinear | Int8Li
     fmt, per_channel = request.weight, request.weight.groups(request.k) == 1
     if request.activation is not None:
         return Int8Linear if fmt.dtype == "int8" and per_channel else None
-    # The ops round their sums to x's dtype: another one would be rounded twice, the first time too coarsely.
+    # The ops round their sums to x's dtype: another result dtype would be rounded twice, the first time too coarsely.
     if request.x_dtype not in _NARROW or request.out_dtype != request.x_dtype:
         return None
     if fmt.dtype == "int4":

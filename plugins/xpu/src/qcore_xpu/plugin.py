@@ -1,7 +1,7 @@
 """The hooks of qcore-xpu.
 
-qcore imports this module on every machine, also those without an Intel GPU: Triton is imported when one of its kernels
-first runs.
+qcore imports this module on every machine, including those without an Intel GPU: Triton is imported when one of its
+kernels first runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from . import eligibility, probe, serving
 
 @qcore.hookimpl
 def qcore_probe() -> qcore.Available | qcore.Unavailable:
-    """Is an Intel GPU here that torch can use?"""
+    """Whether there is an Intel GPU that torch can use."""
     return probe.probe()
 
 

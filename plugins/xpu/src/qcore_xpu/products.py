@@ -1,8 +1,8 @@
 """Products through torch's ops for XPU, from plain tensors to the contract's result; `linear` has the kernels.
 
-Each is an op, ``torch.ops.qcore_xpu.*``: opaque to a graph, so that it may look at the number of rows when it runs.
+Each is an op, ``torch.ops.qcore_xpu.*``: opaque to a graph, so that it may read the number of rows when it runs.
 The remaining work (scales that did not fit, corrections, a bias) is done in float32, and rounded once more:
-`aten.int4_mm` and `aten.int8_mm` give their sums in x's dtype only.
+`aten.int4_mm` and `aten.int8_mm` return their sums in x's dtype only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def linear_w4a16(
 ) -> Tensor:  # fmt: skip
     """``x @ W^T + bias``: x ``(M, K)`` bfloat16 or float16, of any strides, to ``(M, N)`` of its dtype.
 
-    The weight is packed as `int32.pack` says (``factor``: or ``scale``, if there is none); ``form``: the fields of
+    The weight is packed by `int32.pack` (``factor``: or ``scale``, if there is none); ``form``: the fields of
     its `Form`.
     """
     check_devices(x, data, {"bias": bias})
@@ -81,23 +81,23 @@ def _finished(y: Tensor, after: Tensor | None, more: Tensor | None, bias: Tensor
 def _levelled(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of x times a power of two each, so that no number of a row exceeds 1, and the inverse factors."""
     values = x.float()
-    # A row of zeros, Inf or NaN keeps what it is for any finite factor.
+    # A row of zeros, Inf or NaN is unchanged by any finite factor.
     top = values.abs().amax(-1, keepdim=True).nan_to_num(1.0).clamp(_HALF.smallest_normal * _HALF.eps, _HALF.max)
     exponent = (top.view(torch.int32) >> 23) - 126
     return (values * power_of_two(-exponent)).to(x.dtype), power_of_two(exponent)
 
 
 FEW_ROWS = 32
-"""Rows up to which reading the weight, not multiplying, takes the time, so that float32 products cost no more."""
+"""Up to this many rows, reading the weight takes longer than multiplying, so float32 products cost no more."""
 _CHUNK = 1 << 24
-"""Weights dequantized at a time, 32 MiB: a large weight is never whole in memory."""
+"""Weights dequantized at a time, 32 MiB: a large weight is never dequantized as a whole."""
 
 
 def linear_w8a16(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
     """``x @ W^T + bias``: x ``(M, K)`` bfloat16 or float16, of any strides, to ``(M, N)`` of its dtype.
 
-    ``data``: int8 ``(N, K)``; ``scale``: float32 ``(N,)``. The op has no bias, and one that is added to a result in 16
-    bits is rounded a second time: a few rows get float32 sums, many a dequantized weight and a product with a bias.
+    ``data``: int8 ``(N, K)``; ``scale``: float32 ``(N,)``. The op has no bias, and a bias added to a 16-bit result is
+    rounded a second time: few rows use float32 sums, many rows a dequantized weight and a product with a bias.
     ``wide``: the weight does not fit x's dtype, so sums are float32 for any number of rows.
     """
     check_devices(x, data, {"bias": bias})
@@ -137,9 +137,9 @@ def linear_w8a8(
 ) -> Tensor:  # fmt: skip
     """``A(x) @ W^T + bias`` with int8 A(x): x ``(M, K)`` float or int8 codes, to ``(M, N)``.
 
-    Weight: ``data`` int8 ``(KQ, N)``, as many rows as codes of x have columns, 0 behind K; ``scale``: float32
+    Weight: ``data`` int8 ``(KQ, N)``, as many rows as codes of x have columns, 0 beyond K; ``scale``: float32
     ``(N,)``; ``zero``: int8 ``(N,)`` is subtracted from codes, a float one added to ``q * scale``; ``sums``: int32
-    ``(parts, N)``, sums of codes less their int8 zero point over each `EXACT_K` columns. Activations: ``x_scale`` and
+    ``(parts, N)``, sums of codes minus their int8 zero point over each `EXACT_K` columns. Activations: ``x_scale`` and
     ``x_zero_point`` ``(M,)`` if given, else ``static_scale`` and ``static_zero_point`` if given, else per token,
     ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``, or by ``output_scale`` and
     ``output_zero_point``, else of ``out_dtype``.
@@ -172,7 +172,7 @@ def _per_row(parameter: Tensor | float) -> Tensor | float:
 def _scaled_sums(
     q: Tensor, k: int, x_zero: Tensor | None, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor
 ) -> Tensor:
-    """``sum over k of (q - x_zero) * w`` in float32 ``(M, N)``: exact in int32 but for scales and float zero points."""
+    """``sum over k of (q - x_zero) * w`` in float32 ``(M, N)``: exact in int32 except for scales, float zero points."""
     whole = zero is not None and zero.dtype == torch.int8
     total: Tensor | None = None
     for part, start in enumerate(range(0, k, EXACT_K)):

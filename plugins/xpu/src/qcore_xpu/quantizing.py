@@ -1,4 +1,4 @@
-"""Activations to int8 codes, per token: by Triton if it is available, else by torch ops, with the same numbers."""
+"""Activations to int8 codes, per token: by Triton if it is available, else by torch ops, with the same results."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _IN_REGISTERS = 8192
 def rows(x: Tensor, symmetric: bool, given: Given | None, *, total: bool = False, order: int = 0) -> Codes:
     """Quantize x ``(M, K)`` of any strides.
 
-    Without ``given`` each token gets parameters of its own, ``symmetric`` or not; with it, an int8 x is taken as codes.
-    ``total``: also sum the codes; ``order``: of the weight that they meet, which goes with Triton only.
+    Without ``given`` each token gets its own parameters, ``symmetric`` or not; with it, an int8 x already holds codes.
+    ``total``: also sum the codes; ``order``: column order of the weight that they multiply, supported by Triton only.
     """
     mode = mode_of(x, symmetric, given)
     if why_not_triton():
-        assert not order, "an order of columns is for products in Triton"
+        assert not order, "an order of columns is only for products in Triton"
         return _by_torch(x, mode, total)
     return _by_triton(x, mode, total, order)
 

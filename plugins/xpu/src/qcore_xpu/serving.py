@@ -1,7 +1,7 @@
-"""The choice of a kernel for a request, whatever its device: `plugin` checks the device.
+"""The choice of a kernel for a request, regardless of its device: `plugin` checks the device.
 
-For each contract there are two functions: ``why_not_*`` gives the reason of a refusal, or an empty text, and the other
-one makes the offer for a request that has none.
+For each contract there are two functions: ``why_not_*`` returns the reason for a refusal, or an empty string, and the
+other one makes the offer for a request that is not refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def linear(request: LinearRequest) -> Offer:
     from . import linear as aten
     from . import triton_linear
 
-    # ATen's ops first: oneDNN's kernels are tuned for these GPUs, ours for none yet.
+    # ATen's ops first: oneDNN's kernels are tuned for these GPUs, ours are not tuned yet.
     reason = aten.why_not(request)
     if not reason:
         made = aten.kernel(request)

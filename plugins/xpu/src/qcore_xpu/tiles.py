@@ -17,13 +17,13 @@ from . import quantizing
 from .device import empty, launch, options
 
 _BAND = 8
-"""Rows of tiles that are computed next to each other, so that they find the weight in the cache."""
+"""Rows of tiles that are computed consecutively, so that the weight stays in the cache."""
 
 
 class How(NamedTuple):
     """The quantization of activations and of results.
 
-    **Fields:** ``symmetric``: or not, if tokens get parameters of their own; ``given``: parameters instead of those;
+    **Fields:** ``symmetric``: whether parameters computed per token are; ``given``: parameters instead of those;
     ``out``: parameters of int8 results; ``dtype``: of the result.
     """
 
@@ -44,10 +44,10 @@ class Tile(NamedTuple):
 def tile_for(m: int, n: int) -> Tile:
     """The tile for a result ``(m, n)``.
 
-    Nothing was measured: no such device was at hand. DPAS gives a sub-group 8 x 16 of the result in a step of 32 codes.
-    A sub-group gets one such block if rows are few, which keeps as many sub-groups busy as possible, else two. Four
-    would use operands twice, but with two sums for each of them (of a group, and scaled) and the operands of a step of
-    128 codes they overflow the 8 KiB of registers that a sub-group has.
+    Not measured: no such device was available. DPAS computes 8 x 16 of the result per sub-group in a step of 32 codes.
+    A sub-group gets one such block if rows are few, to keep as many sub-groups busy as possible, else two. Four would
+    use operands twice, but with two sums for each of them (of a group, and scaled) and the operands of a step of 128
+    codes, they exceed the 8 KiB of registers of a sub-group.
     """
     narrow = max(16, power_of_two(n))
     if m <= 16:

@@ -19,7 +19,7 @@ class DenseLinear(PackedKernel, RowsKernel):
     """Float activations: ``y = x @ W^T + bias`` with W dequantized by Triton, some output rows at a time."""
 
     note = (
-        "Triton dequantizes the weight, some rows at a time, for torch's product: this saves memory, and with few rows "
+        "Triton dequantizes the weight, some rows at a time, for torch's product: this saves memory, but with few rows "
         "is slower than the unquantized layer."
     )
 
@@ -36,11 +36,11 @@ class DenseLinear(PackedKernel, RowsKernel):
 class Int8Linear(PackedKernel, RowsKernel):
     """Int8 activations, dynamic or given: exact int32 sums per group, the rest in float32, rounded once."""
 
-    note = "Triton multiplies int8 codes on DPAS, one scale per group. Not tuned: no such GPU was at hand."
+    note = "Triton multiplies int8 codes on DPAS, one scale per group. Not tuned: no such GPU was available."
 
     def __init__(self, request: LinearRequest) -> None:
         numbers = numbers_of(request.activation, request.output)
-        # Only a zero point of activations meets the sums of codes.
+        # Only a zero point of activations needs the sums of codes.
         name = f"xpu.w{request.weight.bits}a8"
         super().__init__(name, request.weight, request.n, request.k, sums=not numbers[0])
         self.out_dtype = request.out_dtype
@@ -60,17 +60,17 @@ def why_not_weight(request: AnyRequest) -> str:
     group = request.weight.group_size
     if not block_size(group):
         return (
-            f"group size {group} is no multiple of 32, which blocks of the packed weight need; use 32, 64 or 128. "
-            f"Torch ops compute it."
+            f"group size {group} is not a multiple of 32, which blocks of the packed weight need; use 32, 64 or 128. "
+            f"Torch ops run this layer."
         )
     return why_not_triton()
 
 
 def why_not(request: LinearRequest) -> str:
-    """Why a request that `eligibility` has nothing against has no kernel here; empty if it has one."""
+    """Why a request that `eligibility` accepts has no kernel here; empty if it has one."""
     return why_not_weight(request) or ("" if request.activation is None else why_not_int8(request.device))
 
 
 def kernel(request: LinearRequest) -> DenseLinear | Int8Linear:
-    """The kernel for a request that `why_not` has nothing against."""
+    """The kernel for a request that `why_not` accepts."""
     return DenseLinear(request) if request.activation is None else Int8Linear(request)

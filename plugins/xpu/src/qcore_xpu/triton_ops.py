@@ -1,6 +1,6 @@
-"""``torch.ops.qcore_xpu.*`` that run in Triton, and the functions behind them. Triton is imported when one first runs.
+"""``torch.ops.qcore_xpu.*`` that run in Triton, and their functions. Triton is imported when an op first runs.
 
-In eager mode kernels call the functions directly, where `qcore.discovery.kernels.runs_now` allows.
+In eager mode, kernels call the functions directly if `qcore.discovery.kernels.runs_now` allows it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def embedding(
 
 
 def _image(x: Tensor, n: int, out_dtype: torch.dtype, geometry: Geometry) -> Tensor:
-    """An image ``(B, n, OH, OW)`` without numbers, channels last, as results are."""
+    """An empty image ``(B, n, OH, OW)``, channels last, as results are."""
     return x.new_empty((x.shape[0], *geometry.output(*x.shape[2:]), n), dtype=out_dtype).movedim(-1, 1)
 
 

@@ -1,1 +1,1 @@
-"""The kernels in plain Triton. Importing one imports triton, so this happens inside ops, when they first run."""
+"""The kernels in plain Triton. Importing one imports triton, so ops import them when they first run."""

@@ -2,7 +2,7 @@
 
 `quantize_image` and `gathered`: x has one scale, so an image is quantized once, and the product gathers its columns.
 `quantize_columns`: each column has its own scale; its codes are a row of an ordinary product. `pixel_extents` and
-`column_scales`: the scales of columns without their codes, for a product that encodes x itself.
+`column_scales`: the scales of columns without their codes, for a product that quantizes x itself.
 
 A column is the receptive field of one output position in one channel group, in (KH, KW, IC) order; row m of a product
 is the position ``(image, oh, ow)`` counted in that order.
@@ -57,12 +57,12 @@ def quantize_image(
         None, :
     ] * channel_stride
     in_c = (channel < C)[None, :]
-    # 2. Addresses are ready: only now wait for the previous kernel, whose result x may be.
+    # 2. Addresses are ready: only now wait for the previous kernel, which may have produced x.
     begin(PDL)
     v = tl.load(x + at, mask=inside[:, None] & in_c, other=0)
     s = tl.full((), scale, tl.float32)
     z = tl.full((), zero, tl.float32)
-    # 3. Encode. A masked value is 0, whose code is the zero point; codes need it spelled out.
+    # 3. Encode. A masked value is 0, whose code is the zero point; if x holds codes, set it explicitly.
     if CODES:
         c = tl.where(inside[:, None], v.to(tl.int32), z.to(tl.int32)).to(tl.int8)
     else:
@@ -121,7 +121,7 @@ def gathered(
     the int8 peak of the matrix units.
     """
     if ALIGNED:
-        N = N // 16 * 16  # tells the compiler
+        N = N // 16 * 16  # a hint for the compiler
     C = C32 * 32
     pm, pn = tile_order(tl.program_id(0), (M + BM - 1) // BM, (N + BN - 1) // BN, GROUP_M)
     m0, n0 = pm * BM, pn * BN
@@ -214,7 +214,7 @@ def quantize_columns(
     ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Codes of columns, as `quantize.quantize_rows` makes them of rows: of positions from ``first`` on, a program each.
+    """Codes of columns, as `quantize.quantize_rows` does for rows: one program per position, from ``first`` on.
 
     x: ``(B, C, H, W)`` of any strides; ORDER as there. TAPS, BC: ``taps`` and C rounded up to powers of two.
     """
@@ -261,7 +261,7 @@ def quantize_columns(
 
 @triton.jit(do_not_specialize=["pixels"])
 def pixel_extents(x, extent, pixels, C, BP: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr):
-    """The largest `magnitude` of each pixel: x ``(pixels, C)``, rows without gaps, to int32."""
+    """The largest `magnitude` of each pixel: x ``(pixels, C)``, contiguous, to int32."""
     pixel = tl.program_id(0) * BP + tl.arange(0, BP)
     channel = tl.arange(0, BC)
     inside = (pixel < pixels)[:, None] & (channel < C)[None, :]

@@ -1,4 +1,4 @@
-"""``gather``: rows of a packed table, dequantized, by index. Reads the bytes of those rows and nothing else."""
+"""``gather``: rows of a packed table, dequantized, by index. Reads only the bytes of those rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def _blocks(
     row, rows, line, block, here, inside, data, scale, zero, out, v, d, group, blocks, stride,
     BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, NAN: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize blocks of the table and store them in their lines of the result.
+    """Dequantize blocks of the table and store them in their rows of the result.
 
-    ``block``, ``here``: ``(NB,)``; ``row``: of the table, one for all or ``(NB,)``; ``rows``: the same, ``line``: where
-    the result's line starts, one for all or ``(NB, 1)``. ``NAN``: blocks that are not ``inside`` become NaN.
+    ``block``, ``here``: ``(NB,)``; ``row``: of the table, one for all or ``(NB,)``; ``rows``: the same, ``line``: start
+    of the result's row, one for all or ``(NB, 1)``. ``NAN``: blocks that are not ``inside`` become NaN.
     """
     H: tl.constexpr = P // 2
     at = (block * P // group).to(tl.int64) * v + row
@@ -61,13 +61,13 @@ def gather(
 
     ``indices``: integers ``(T,)`` in 0..v-1; ``data``: planar16 (``BITS`` 4, blocks of P, ``blocks`` per row) or rows16
     (8; rows are ``stride`` bytes apart); ``scale``, ``zero``: ``(G, v)``; ``out``: ``(T, d)``. Compiled with ``debug``,
-    an index out of range ends in the same device-side assertion as in torch.
+    an index out of range triggers the same device-side assertion as in torch.
     """
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(indices + token).to(tl.int64)
     inside = (row >= 0) & (row < v)
     tl.device_assert(inside, "qcore embedding: an index is out of range")
-    row = tl.where(inside, row, 0)  # other threads run on after a failed assertion and must not read outside the table
+    row = tl.where(inside, row, 0)  # other threads continue after a failed assertion and must not read out of bounds
     block = tl.program_id(1) * NB + tl.arange(0, NB)
     line = out + token * d
     _blocks(
@@ -81,7 +81,7 @@ def gather_pieces(
     indices, data, scale, zero, out, v, d, group, blocks, stride, pieces,
     BITS: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """`gather` for rows that are shorter than a program wants: NB of the ``T * blocks`` blocks, of any tokens.
+    """`gather` for rows too short to fill a program: NB of the ``T * blocks`` blocks, of any tokens.
 
     If a device-side assertion has no effect, an index out of range gives a row of NaN.
     """

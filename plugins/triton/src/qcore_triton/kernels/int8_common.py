@@ -33,7 +33,7 @@ def nibbles(raw, ASM: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    else:  # noqa: RET505 - Triton compiles what stands behind a constexpr branch
+    else:  # noqa: RET505 - Triton compiles code after a constexpr branch
         low = ((raw << 4) ^ 0x80).to(tl.int8, bitcast=True)
         high = ((raw & 0xF0) ^ 0x80).to(tl.int8, bitcast=True)
         return low, high
@@ -47,7 +47,7 @@ def chosen_nibble(raw, high):
 
 @triton.jit
 def tile_order(tile, rows, columns, GROUP_M: tl.constexpr):
-    """Tile number to (row, column): bands of GROUP_M rows of tiles, column by column: L2 keeps both operands."""
+    """Tile number to (row, column): bands of GROUP_M rows of tiles, column by column, to keep both operands in L2."""
     per_band = GROUP_M * columns
     band = tile // per_band
     first = band * GROUP_M

@@ -1,14 +1,14 @@
 """``tiles``: int8 activations times an int4 or int8 weight, one tile of the result per program, any M.
 
-The version with pointers, for every device. Rows are clamped, not masked; columns behind K meet codes 0 of x.
+The version with pointers, for every device. Rows are clamped, not masked; beyond column K, codes of x are 0.
 
 Grid: one program per tile of BM tokens by BN rows of the weight, in bands of GROUP_M rows of tiles; K in blocks of P.
 Inputs: codes x ``(M, 128 * pitch)`` in the weight's order of columns; w planar16 or rows16; scales, zero points and
 code sums ``(G, N)``; y ``(M, N)``. Floor: ``2 * M * N * K`` operations at the int8 peak of the matrix units.
 
-Exact: a product of codes, that of int4 multiplied by 16, is at most 2**14 in size and is added up in int32, over one
-block if GROUPED and else over all of K (`host.blocking` limits it). The factor of 16 leaves by a shift, or in float32
-as a power of two.
+Exact: a product of codes (int4 codes times 16) is at most 2**14 in magnitude and is accumulated in int32, over one
+block if GROUPED, otherwise over all of K (`host.blocking` limits it). The factor of 16 is removed by a shift, or in
+float32 as a power of two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _product(w, x, d, SWAP: tl.constexpr):
     """``d + x @ w.T`` for w ``(BN, BK)``, x ``(BM, BK)``; transposed if SWAP."""
     if SWAP:
         return tl.dot(w, tl.trans(x), d, out_dtype=tl.int32)
-    else:  # noqa: RET505 - Triton compiles what stands behind a constexpr branch
+    else:  # noqa: RET505 - Triton compiles code after a constexpr branch
         return tl.dot(x, tl.trans(w), d, out_dtype=tl.int32)
 
 
@@ -87,7 +87,7 @@ def tiles(
     of 16, and y can be written 16 bytes at a time.
     """  # noqa: D403 - y is a name
     if ALIGNED:
-        N = N // 16 * 16  # tells the compiler
+        N = N // 16 * 16  # a hint for the compiler
     H: tl.constexpr = P // 2
     WHOLE: tl.constexpr = BITS == 8 or P == 32
     D: tl.constexpr = P if WHOLE else H
@@ -98,10 +98,10 @@ def tiles(
     rn = n0 + tl.arange(0, BN)
     rk = tl.arange(0, D)
     x += m0.to(tl.int64) * (pitch * 128)
-    # 1. Pointers (BM, D) to x and (BN, D) to w; both move on by one block per turn.
+    # 1. Pointers (BM, D) to x and (BN, D) to w; both advance by one block per iteration.
     xp = x + tl.minimum(lm, M - 1 - m0)[:, None] * (pitch * 128) + rk[None, :]
     NP = (N + 15) // 16 * 16
-    # W has NP rows: those behind N are padding, so a clamped row is always in memory.
+    # w has NP rows: those beyond N are padding, so a clamped row is always in memory.
     row = tl.minimum(rn, NP - 1)
     if BITS == 4:
         wp = w + ((row // 16).to(tl.int64) * (blocks * (16 * H)) + (row % 16) * H)[:, None] + (rk % H)[None, :]
@@ -113,14 +113,14 @@ def tiles(
     correction = tl.zeros((BN,), tl.float32)
     in_n = rn < N
     in_m = rm < M
-    # 3. x, and its scales and sums, may be the previous kernel's results: nothing is loaded before.
+    # 3. x, and its scales and sums, may be the previous kernel's results: load nothing before this.
     begin(PDL)
     for i in tl.range(0, blocks, num_stages=STAGES):
         start = none if GROUPED else acc
-        # 3a. Triton issues these loads STAGES - 1 turns ahead.
+        # 3a. Triton issues these loads STAGES - 1 iterations ahead.
         xa = tl.load(xp)
         raw = tl.load(wp) if BITS == 4 else tl.load(wp, mask=(i * P + rk < w_pitch * 32)[None, :], other=0)
-        # 3b. One product per block if it is int8 or has 32 columns; else one per nibble plane, the high nibbles being
+        # 3b. One product per block if it is int8 or has 32 columns; else one per nibble plane: the high nibbles are
         #     columns P / 2 and up.
         if WHOLE:
             a = chosen_nibble(raw, (rk >= H)[None, :]) if BITS == 4 else raw
@@ -130,10 +130,10 @@ def tiles(
             a, b = nibbles(raw, ASM)
             d = _product(b, xb, _product(a, xa, start, SWAP), SWAP)
         if GROUPED:
-            # 3c. Scale the exact sum of the block; ``correction`` sums up the correction by the zero point of x.
+            # 3c. Scale the exact sum of the block; ``correction`` accumulates the correction for the zero point of x.
             at = (i // PER) * N + rn
             s = tl.load(scale + at, mask=in_n, other=0.0).to(tl.float32)
-            if XZERO:  # noqa: SIM102 - the other one is a branch at run time
+            if XZERO:  # noqa: SIM102 - the inner condition is evaluated at run time
                 if i % PER == 0:
                     correction += tl.load(sums + at, mask=in_n, other=0).to(tl.float32) * s
             if BITS == 4:
@@ -152,7 +152,7 @@ def tiles(
             acc = d
         xp += P
         wp += 16 * H if BITS == 4 else P
-    # 4. Parameters that wait for the whole sum: zero points first, in int32 and exact, then the scales.
+    # 4. Parameters applied to the whole sum: zero points first, in int32 and exact, then the scales.
     if XZERO:
         xz = _rows(tl.load(x_zero + rm, mask=in_m, other=0.0), SWAP)
     if GROUPED:
@@ -194,9 +194,9 @@ def tiles(
 
 @triton.jit(do_not_specialize=["blocks", "pitch"])
 def unpack(w, zero, o, N, blocks, pitch, P: tl.constexpr, PER: tl.constexpr, SUBTRACT: tl.constexpr, PDL: tl.constexpr):
-    """planar16 to int8 rows of ``128 * pitch``: codes, less the integer zero point if SUBTRACT.
+    """planar16 to int8 rows of ``128 * pitch``: codes, minus the integer zero point if SUBTRACT.
 
-    One program per 16 rows and block; columns behind the last block are not written, x being 0 there.
+    One program per 16 rows and block; columns beyond the last block are not written because x is 0 there.
     """
     H: tl.constexpr = P // 2
     plane, block = tl.program_id(0), tl.program_id(1)

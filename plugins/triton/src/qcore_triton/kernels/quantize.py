@@ -1,12 +1,12 @@
 """Activations to int8 codes in one launch, with parameters computed per token, or given.
 
-Grid: one program per row, which holds BLOCK columns at a time. Floor: the bytes of x and of the codes at the bandwidth
-of the memory; rows longer than BLOCK are read twice.
+Grid: one program per row, which holds BLOCK columns at a time. Floor: the bytes of x and of the codes at memory
+bandwidth; rows longer than BLOCK are read twice.
 
 x is ``(M, K)`` of any strides and any float dtype; codes q are int8 ``(M, KQ)`` with KQ = K rounded up to 128 (codes 0
-behind K), scale and zero float32 ``(M,)``, total, the sum of a row's codes, int32 ``(M,)``. Arithmetic as in
+beyond K), scale and zero float32 ``(M,)``, total, the sum of a row's codes, int32 ``(M,)``. Arithmetic as in
 ``qcore.weights.activations``: float32, division correctly rounded, half to even. A row that holds NaN gets scale NaN,
-and with it a result of NaN; so does one that holds infinity, if parameters come from the row.
+and with it a result of NaN; so does one that holds infinity, if parameters are computed from the row.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def inverse_of(scale, largest, NARROW: tl.constexpr):
     """``1 / scale`` for `encode`; ``largest``: the row's `magnitude`.
 
     NARROW, for bfloat16 and symmetric codes: a reciprocal with which one multiplication gives the code. Quotients of
-    two numbers of 8 bits keep 2**-16 of their size away from ties, unless they are ties: if v is half of the
-    largest, or anywhere if the scale is a power of two and all is exact. For the former the reciprocal is off by
-    2**-20, to the side that the quotient, correctly rounded, takes.
+    two numbers of 8 bits differ from ties by at least 2**-16 of their size, unless they are ties: if v is half of the
+    largest, or for any v if the scale is a power of two and all is exact. For the former the reciprocal is biased by
+    2**-20, toward the side to which the quotient is correctly rounded.
     """
     inverse = tl.div_rn(1.0, scale)
     if NARROW:
@@ -73,7 +73,7 @@ def encode(v, scale, inverse, zero, MODE: tl.constexpr, CODES: tl.constexpr, NAR
     """Codes of v, which holds codes already if CODES."""
     if CODES:
         c = v.to(tl.int32).to(tl.int8)
-    elif NARROW:  # adding 1.5 * 2**23 rounds to whole numbers and leaves them in the low bits
+    elif NARROW:  # adding 1.5 * 2**23 rounds to integers and leaves them in the low bits
         c = (v * inverse + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     elif MODE == SYMMETRIC or MODE == ASYMMETRIC:
         c = rounded(quotient(v, scale, inverse), zero)
@@ -105,10 +105,10 @@ def quantize_rows(
     LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Codes and parameters, one program per row; codes in the order of planar16 with blocks of ORDER (0: of columns).
+    """Codes and parameters, one program per row; codes in the order of planar16 with blocks of ORDER (0: column order).
 
-    CODES: x is int8 and taken as it is. LOOP: K exceeds BLOCK, and x is read twice; else the row stays in registers.
-    LATE: the next kernel may read weights at once, see `rounding.begin`.
+    CODES: x is int8 and used as is. LOOP: K exceeds BLOCK, and x is read twice; else the row stays in registers.
+    LATE: the next kernel may read weights immediately, see `rounding.begin`.
     """
     row = tl.program_id(0)
     o = tl.arange(0, BLOCK)
@@ -130,7 +130,7 @@ def quantize_rows(
     else:
         v = tl.load(x + o.to(tl.int64) * column_stride, mask=o < K, other=0.0).to(tl.float32)
         most_below, most_above = extent(v, MODE)
-    # 2. Parameters of the row. TENSOR: numbers that come as arguments; else pointers, read only if given per token.
+    # 2. Parameters of the row. TENSOR: numbers passed as arguments; otherwise pointers, read only if given per token.
     below = tl.max(most_below, 0)
     above = tl.max(most_above, 0)
     if MODE == TENSOR:
@@ -150,7 +150,7 @@ def quantize_rows(
                 sums += c.to(tl.int32)
     else:
         c = encode(v, s, inverse, z, MODE, CODES, NARROW)
-        # Symmetric codes of the padding, which was loaded as 0, are 0 by themselves.
+        # Symmetric codes of the padding, which was loaded as 0, are already 0.
         if MODE != SYMMETRIC:
             c = tl.where(o < K, c, 0).to(tl.int8)
         tl.store(q + o, arranged(c, ORDER), mask=o < KQ)
@@ -164,7 +164,7 @@ def quantize_rows(
 
 @triton.jit(do_not_specialize=["M"])
 def group_sums(q, sums, M, pitch, B: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):
-    """Sums of codes per block of B along K: q int8 ``(M, pitch)`` to int32 ``(blocks, M)``; zeros follow the pitch."""
+    """Sums of codes per block of B along K: q int8 ``(M, pitch)`` to int32 ``(blocks, M)``; 0 beyond the pitch."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     block = tl.program_id(1)
     at = block * B + tl.arange(0, B)

@@ -1,4 +1,4 @@
-"""Device functions that integer kernels share: exact division by a scale, rounding to codes, dependent launch."""
+"""Device functions shared by the integer kernels: exact division by a scale, rounding to codes, dependent launch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # a Triton without NVIDIA's part; code that needs these names is not compiled then
+except ImportError:  # a Triton without the NVIDIA backend, which compiles no code that uses these names
     gdc_launch_dependents = gdc_wait = None
 
 
@@ -15,7 +15,7 @@ except ImportError:  # a Triton without NVIDIA's part; code that needs these nam
 def begin(PDL: tl.constexpr, LATE: tl.constexpr = False):
     """Let the next kernel be scheduled, then wait for the previous one; to be called before any load or store.
 
-    LATE: the other way round. Then the next kernel may, without waiting, read whatever was written before this one.
+    LATE: in reverse order. Then the next kernel may read all data written before this kernel, without waiting.
     """
     if PDL:
         if LATE:
@@ -27,7 +27,7 @@ def begin(PDL: tl.constexpr, LATE: tl.constexpr = False):
 
 @triton.jit
 def quotient(v, scale, inverse):
-    """``v / scale`` correctly rounded, given ``inverse = div_rn(1, scale)``, for quotients below 4096 in size.
+    """``v / scale`` correctly rounded, given ``inverse = div_rn(1, scale)``, for quotients below 4096 in magnitude.
 
     One Newton step on a correctly rounded reciprocal (Markstein): three instructions instead of the ten of a division.
     """
@@ -37,9 +37,9 @@ def quotient(v, scale, inverse):
 
 @triton.jit
 def rounded(q, zero):
-    """``clamp(round(q) + zero, -128, 127)`` as int8, half to even; zero is a whole number in float32.
+    """``clamp(round(q) + zero, -128, 127)`` as int8, half to even; zero is an integer in float32.
 
-    Adding 1.5 * 2**23 rounds to whole numbers and leaves them in the low bits: no conversion instructions.
+    Adding 1.5 * 2**23 rounds to integers and leaves them in the low bits: no conversion instructions.
     """
     q = tl.minimum(tl.maximum(q, -128.0 - zero), 127.0 - zero)
     bits = (q + 12582912.0).to(tl.int32, bitcast=True)
@@ -48,7 +48,7 @@ def rounded(q, zero):
 
 @triton.jit
 def code(v, scale, inverse, zero):
-    """``clamp(round(v / scale) + zero, -128, 127)`` as int8 for any v, infinite ones included."""
+    """``clamp(round(v / scale) + zero, -128, 127)`` as int8 for any v, including infinities."""
     rough = v * inverse
     q = tl.where(tl.abs(rough) < 4096.0, quotient(v, scale, inverse), rough)
     return rounded(q, zero)
@@ -56,7 +56,7 @@ def code(v, scale, inverse, zero):
 
 @triton.jit
 def magnitude(v):
-    """``|v|`` as an int32 that compares like the float, NaN being above everything: ordinary maxima drop NaN."""
+    """``|v|`` as an int32 that compares like the float, with NaN above everything: ordinary maxima drop NaN."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -69,7 +69,7 @@ def symmetric_scale(largest):
 
 @triton.jit
 def asymmetric_scale(below, above):
-    """Scale and zero point for a token in ``-below .. above`` (`magnitude` of the two ends); NaN as for symmetric."""
+    """Scale and zero point for a token in ``-below .. above`` (`magnitude` of ends); NaN as in `symmetric_scale`."""
     low = -tl.where(below < 0x7F800000, below, 0x7FC00000).to(tl.float32, bitcast=True)
     high = tl.where(above < 0x7F800000, above, 0x7FC00000).to(tl.float32, bitcast=True)
     scale = usable(tl.div_rn(high - low, 255.0))

@@ -2,7 +2,7 @@
 
 With short rows, one program per row leaves most of its lanes idle; here BM rows share a program, in one tile
 ``(BM, BLOCK)`` of registers. Grid: ``M / BM``. Inputs and results as in `quantize`. Floor: the bytes of x and of the
-codes at the bandwidth of the memory.
+codes at memory bandwidth.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _codes(
 
 @triton.jit
 def _keep(s, z, c, row, real, scale, zero, total, MODE: tl.constexpr, TOTAL: tl.constexpr):
-    """Write parameters of the ``real`` rows, and sums of their codes c, which are 0 behind the last column."""
+    """Write parameters of the ``real`` rows, and sums of their codes c, which are 0 beyond the last column."""
     tl.store(scale + row, s, mask=real)
     if MODE != SYMMETRIC:
         tl.store(zero + row, z, mask=real)
@@ -70,7 +70,7 @@ def quantize_rows(
 ):
     """`quantize.quantize_rows` for BM rows per program, each of at most BLOCK columns."""
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
-    # 1. A tile (BM, BLOCK), which stays in registers; rows behind M are the last row again, and are not stored.
+    # 1. A tile (BM, BLOCK), which stays in registers; rows beyond M repeat the last row and are not stored.
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     row = tl.minimum(m, M - 1)
     o = tl.arange(0, BLOCK)[None, :]
@@ -78,7 +78,7 @@ def quantize_rows(
     begin(PDL)
     at = row.to(tl.int64)[:, None] * row_stride + o.to(tl.int64) * column_stride
     v = tl.load(x + at, mask=o < K, other=0).to(tl.float32)
-    # 2. Parameters and codes. TENSOR: numbers that come as arguments; else pointers, read only if parameters are given
+    # 2. Parameters and codes. TENSOR: numbers passed as arguments; else pointers, read only if parameters are given
     #    per token.
     if MODE == 2:
         c, s, z = _codes(v, row, given_scale_number, given_zero_number, MODE, CODES, NARROW, BM)
@@ -151,7 +151,7 @@ def quantize_columns(
     # Inside the image; outside it a value is 0, or the zero point if x holds codes.
     seen = in_column & (h >= 0) & (h < H) & (w >= 0) & (w < W)
     at = image.to(tl.int64)[:, None] * batch_stride + channel.to(tl.int64) * channel_stride
-    # 2. Addresses are ready: only now wait for the previous kernel, whose result x may be.
+    # 2. Addresses are ready: only now wait for the previous kernel, which may have produced x.
     begin(PDL)
     v = tl.load(x + (at + h.to(tl.int64) * row_stride + w.to(tl.int64) * column_stride), mask=seen, other=0)
     v = v.to(tl.float32)

@@ -1,4 +1,4 @@
-"""Ops as steps of a program: functions that append to a `Builder`, so that several make one submission."""
+"""Ops as steps of a program: functions that append to a `Builder`, so that several ops form one submission."""
 
 from .convolution import Geometry2d, Image, conv2d
 from .elementwise import ELEMENTWISE, elementwise

@@ -22,9 +22,9 @@ from .rows import Rows, local, new_rows, row_parts
 Pair = tuple[int, int]
 
 _MOST_COLUMNS = 1 << 21
-"""Values of a column that shaders find their way in with float32."""
+"""The most values of a column that shaders can index with float32."""
 _MOST_STEP = (1 << 16) - 1
-"""Strides, padding and dilation: two of them make a word."""
+"""Strides, padding and dilation: two of them share a word."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Geometry2d:
     """Height and width of kernel, stride, padding and dilation, and the number of channel groups.
 
     ``after``: the padding below and to the right, if it is not that above and to the left; -1: the last row of
-    pixels, or the last column, is not looked at.
+    pixels, or the last column, is not read.
     """
 
     kernel: Pair
@@ -49,7 +49,7 @@ class Geometry2d:
         return convolved_size(padded, self.kernel, self.stride, (0, 0), self.dilation)
 
     def reach(self, axis: int, count: int) -> int:
-        """Rows of pixels, or columns, that ``count`` results side by side depend on."""
+        """Rows of pixels, or columns, that ``count`` adjacent results depend on."""
         return (count - 1) * self.stride[axis] + self.dilation[axis] * (self.kernel[axis] - 1) + 1
 
     def part(self, size: Pair, rows: Pair, columns: Pair) -> tuple[Geometry2d, Pair, Pair]:
@@ -67,7 +67,7 @@ class Geometry2d:
         start, stop = max(0, first), min(size, first + reach)
         if start < stop:
             return (start, stop), start - first, first + reach - stop
-        return (0, 1), reach, -1  # nothing but padding: a pixel behind it, since an image has at least one
+        return (0, 1), reach, -1  # only padding: one pixel beyond it, since an image has at least one
 
     @property
     def is_pointwise(self) -> bool:
@@ -78,10 +78,10 @@ class Geometry2d:
     def why_not(self, k: int) -> str:
         """Why shaders cannot gather columns of ``k`` values, in a sentence; empty if they can."""
         if k > _MOST_COLUMNS and not self.is_pointwise:
-            return f"a convolution with columns of {k} values has no kernel here: at most {_MOST_COLUMNS}."
+            return f"a convolution with columns of {k} values has no kernel here; the limit is {_MOST_COLUMNS}."
         step = max(*self.stride, *self.padding, *self.dilation)
         if step > _MOST_STEP:
-            return f"a stride, padding or dilation of {step} has no kernel here: at most {_MOST_STEP}."
+            return f"a stride, padding or dilation of {step} has no kernel here; the limit is {_MOST_STEP}."
         return ""
 
     @property

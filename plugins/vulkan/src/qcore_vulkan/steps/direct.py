@@ -1,4 +1,4 @@
-"""Convolutions whose channel groups have few output channels: each result on its own, columns are never written out."""
+"""Convolutions whose channel groups have few output channels: each result separately, without storing columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of single elements, between products of a chain."""
+"""Elementwise functions, between products of a chain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .prepare import LANES
 from .rows import NUMBERS, Rows, new_rows
 
 ELEMENTWISE = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "sigmoid": 4, "tanh": 5}
-"""Names of the functions, and the numbers that the shader knows them by."""
+"""Names of the functions, and their numbers in the shader."""
 
 
 def elementwise(b: Builder, x: Rows, name: str, out: Ref | None = None) -> Rows:

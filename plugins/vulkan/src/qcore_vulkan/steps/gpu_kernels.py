@@ -35,7 +35,7 @@ class Digits:
     """`gemv_digits`: ``rows`` rows of x at a time against ``8 r`` rows of the weight for each workgroup.
 
     **Fields:** ``digits``: 1 for int8 activations, 3 for 16-bit floats, 4 for float32; ``chunk``: blocks that a lane
-    takes at a time, if a group has a multiple of them; ``unroll``: chunks in flight.
+    processes at a time, if a group has a multiple of them; ``unroll``: chunks in flight.
     """
 
     variant: str
@@ -66,7 +66,7 @@ class Digits:
         )
 
     def blocks(self, geometry: Geometry) -> int:
-        """Blocks of a chunk of this weight. Lanes that split x meet by shuffles, eight to a block."""
+        """Blocks of a chunk of this weight. Lanes that split x exchange data by shuffles, eight per block."""
         most = self.chunk if self.digits == 1 else min(self.chunk, self.subgroup // 8)
         return next(c for c in (4, 2, 1) if c <= most and geometry.blocks % c == 0)
 
@@ -170,7 +170,7 @@ class TileShape:
         return next(c for c in (4, 2, 1) if c <= self.kb and geometry.blocks % c == 0)
 
     def tile_bytes(self, geometry: Geometry, width: int) -> int:
-        """Bytes of both tiles of elements of ``width`` bytes, each row with 16 to spare."""
+        """Bytes of both tiles of elements of ``width`` bytes, each row padded by 16."""
         return self.buffers * (self.bm + self.bn) * (self.blocks(geometry) * 32 * width + 16)
 
     def groups(self, rows: int, columns: int) -> tuple[int, int, int]:
@@ -287,7 +287,7 @@ Kernel = Digits | CoopGemv | SharedFloat | SharedInt | CoopInt8 | CoopF16
 
 @dataclass(frozen=True)
 class _Halves:
-    """What `coop_prep` writes: float16 rows, a scale for each, and the sums of each row's groups."""
+    """The output of `coop_prep`: float16 rows, a scale for each, and the sums of each row's groups."""
 
     codes: Ref
     scales: Ref
@@ -297,7 +297,7 @@ class _Halves:
 def _int8(
     b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
 ) -> tuple[list[Ref | Buffer | None], list[int | float]]:
-    """Bindings of a GEMM of int8 activations; whether they have zero points, and the places of those and of sums."""
+    """Bindings of a GEMM of int8 activations; whether they have zero points, and the offsets of those and of sums."""
     assert isinstance(x, Int8Rows)
     sums = _row_sums(b, part, geometry, folded=True) if x.asymmetric else None
     return _refs(x.codes, part, x.params, bias, out, sums), [int(x.asymmetric), x.rows, 2 * x.rows]
@@ -316,7 +316,7 @@ def _append_coop(
 ) -> None:
     """The product; with several splits of K, each of whole groups, if one would leave cores idle.
 
-    ``terms``: of x, each of ``out.rows`` rows. Their products are added up as those of splits are.
+    ``terms``: of x, each of ``out.rows`` rows. Their products are summed like those of splits.
     """
     g, kb = geometry, kernel.shape.blocks(geometry)
     whole, steps = (1 if g.groups == 1 else g.blocks // kb), g.groups * g.blocks // kb
@@ -339,7 +339,7 @@ def _append_coop(
 
 
 def _coop_needs(kernel: CoopInt8 | CoopF16, geometry: Geometry, width: int) -> tuple[int, int]:
-    """Tiles, whose memory holds the results of all subgroups later, and scales of two groups."""
+    """Tiles, whose memory later holds the results of all subgroups, and scales of two groups."""
     s = kernel.shape
     tiles = s.tile_bytes(geometry, width)
     first = tiles * s.bm // (s.bm + s.bn)
@@ -370,7 +370,7 @@ def _refs(
 
 
 def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float], int]:
-    """Rows as gpu_rows.glsl reads them: their place; rows, k, pitch, group and its padded columns; the dtype."""
+    """Rows as gpu_rows.glsl reads them: their memory; rows, k, pitch, group and its padded columns; the dtype."""
     if isinstance(x, FloatRows):
         columns = geometry.columns
         return x.ref, [x.rows, columns, x.stride, columns, columns], NUMBERS[x.dtype]
@@ -382,9 +382,9 @@ def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float],
 def _halves(
     b: Builder, x: Activations, geometry: Geometry, columns: int, rows: int, *, tile: int = 0, terms: int = 1
 ) -> _Halves:
-    """Float16 rows in the order of unpacked codes; memory for ``rows``, of which those beyond x's hold anything.
+    """Float16 rows in the order of unpacked codes; memory for ``rows``; those beyond x's are undefined.
 
-    ``tile``: rows of tiles of sixteen columns, each of which lies by itself; 0: plain rows. ``terms``: see `CoopF16`.
+    ``tile``: rows of tiles of sixteen columns, each stored contiguously; 0: plain rows. ``terms``: see `CoopF16`.
     """
     ref, sizes, dtype = _source(x, geometry)
     m = int(sizes[0])
@@ -400,9 +400,9 @@ def _halves(
 
 
 def _row_sums(b: Builder, part: Part, geometry: Geometry, *, folded: bool) -> Ref:
-    """The change of each column of the result for a zero point of x of 1.
+    """The change of each column of the result per unit of x's zero point.
 
-    ``folded``: for kernels that take int4 zero points off the codes and add others times the sum of q - z.
+    ``folded``: for kernels that subtract int4 zero points from codes and add others times the sum of q - z.
     """
     g = geometry
     integer = g.zero_kind == INT_ZERO and not (folded and g.bits == 8)

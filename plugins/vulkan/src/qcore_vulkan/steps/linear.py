@@ -34,7 +34,7 @@ def linear(
     """``A(x) @ W^T + bias``, x ``(M, K)`` to ``(M, N)``: see the contract `linear`.
 
     **Arguments:** ``bias``: float32 ``(N,)``; ``given``: vectors of M by name, scales float32 and zero points int32;
-    ``out``: where the result goes, of `rows_bytes`; None: scratch memory.
+    ``out``: memory for the result, of `rows_bytes`; None: scratch memory.
     """
     y = new_rows(b, x.rows, weight.geometry.n, out_dtype, out)
     for start, count in row_parts(b, x.rows, scratch_row(b.device, x.dtype, weight, output)):
@@ -48,6 +48,6 @@ def linear(
 
 
 def scratch_row(device: Device, x_dtype: torch.dtype, weight: DeviceWeight, output: OutputInt8 | None) -> int:
-    """Bytes for each row of activations in the largest piece of scratch memory, at most."""
+    """The most bytes per row of activations in the largest piece of scratch memory."""
     g = weight.geometry
     return max(4 * g.columns, 4 * g.n if output else 0, selection.scratch_row(device, x_dtype, g))

@@ -1,4 +1,4 @@
-"""Activations for a product: float32 rows, or int8 codes with their scales, padded group by group as the weight is."""
+"""Activations for a product: float32 rows, or int8 codes with their scales, padded group by group like the weight."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .rows import NUMBERS, FloatRows, Int8Rows, Rows, is_local, local
 Activation = DynamicInt8 | StaticInt8
 
 LANES = 64
-"""A workgroup of a shader whose lanes have nothing to do with each other."""
+"""The workgroup size of shaders whose lanes are independent."""
 _SMALL = 1 << 18
-"""Bytes of activations that are read twice from wherever they are: a copy would take longer."""
+"""Up to this many bytes, activations are read twice in place: a copy would take longer."""
 _MOST_KEPT = 16
 """Words of a row that a lane keeps in registers."""
 
 SYMMETRIC, ASYMMETRIC, GIVEN, PER_TOKEN = range(4)
-"""How rows are quantized, as the shader knows it."""
+"""How rows are quantized, as in the shader."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Columns of a convolution: ``rows`` of one channel group, those of the next behind them.
+    """Columns of a convolution: ``rows`` of one channel group, followed by those of the next.
 
-    **Fields:** ``heads``: channel groups; ``channels`` of one; ``first``: the output position that row 0 stands for;
-    ``sizes``: the words behind ``channels`` in the shader's push constants.
+    **Fields:** ``heads``: channel groups; ``channels`` of one; ``first``: the output position of row 0;
+    ``sizes``: the words after ``channels`` in the shader's push constants.
     """
 
     rows: int
@@ -73,7 +73,7 @@ class Source:
 
 
 def prepare_float(b: Builder, source: Source, geometry: Geometry, dtype: torch.dtype = torch.float32) -> FloatRows:
-    """Rows in ``dtype``, float32 or float16. Float32 rows without padding are used as they are if that is cheap."""
+    """Rows in ``dtype``, float32 or float16. Float32 rows without padding are used as is if that is cheap."""
     x, rows = source.x, source.rows * source.heads
     as_they_are = x.dtype == dtype == torch.float32 and geometry.columns == geometry.k and is_local(b, x)
     if source.window is None and as_they_are:
@@ -88,7 +88,7 @@ def prepare_float(b: Builder, source: Source, geometry: Geometry, dtype: torch.d
 def quantize(
     b: Builder, source: Source, geometry: Geometry, activation: Activation, given: Mapping[str, Ref]
 ) -> Int8Rows:
-    """Rows as int8 codes. ``given``: float32 x_scale and int32 x_zero_point per row, if they come with the call."""
+    """Rows as int8 codes. ``given``: float32 x_scale and int32 x_zero_point per row, if passed with the call."""
     mode, scale, zero = mode_of(activation)
     lanes, kept = _quantize_shape(b.device, geometry)
     if not kept and mode in (SYMMETRIC, ASYMMETRIC) and source.x.ref.bytes > _SMALL:
@@ -119,7 +119,7 @@ def mode_of(activation: Activation) -> tuple[int, float, int]:
 
 
 def _quantize_shape(device: Device, geometry: Geometry) -> tuple[int, int]:
-    """Lanes of the workgroup that quantizes a row, a power of two, and how many words a lane keeps; 0 reads twice.
+    """Lanes of the workgroup that quantizes a row, a power of two, and the words that a lane keeps; 0: x is read twice.
 
     Sizes for GPUs were measured on an H200.
     """

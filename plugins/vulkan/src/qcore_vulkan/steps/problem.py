@@ -35,7 +35,7 @@ class GemmKernel(Protocol):
 
     @property
     def form(self) -> Literal["float32", "float16", "int8", "rows"]:
-        """The activations that it wants; "rows" are those that came, as they are, or float32 rows of a convolution."""
+        """The activations that it needs; "rows": the input as is, or float32 rows of a convolution."""
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows

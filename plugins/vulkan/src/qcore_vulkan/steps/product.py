@@ -1,4 +1,4 @@
-"""Products of activations and a weight: which kernel, and register tiles, the kernel for every device."""
+"""Products of activations and a weight: the choice of a kernel, and register tiles, which run on every device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .problem import Activations, GemmKernel, GemmProblem
 from .rows import NUMBERS, Int8Rows, Rows
 
 _WIDE = 256
-"""Columns beyond which larger tiles are worth the time that a CPU's compiler takes for them."""
+"""Columns beyond which larger tiles are worth their longer compilation on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def multiply(
     """``A(x) @ W^T + bias`` into ``out``, float32, float16 or bfloat16."""
     if source.heads > 1 and len(weight.parts) > 1:
         raise PluginError(
-            "a convolution in channel groups needs its weight in one piece; this device's buffers are small"
+            "a convolution in channel groups needs its weight in one buffer; this device's buffers are too small"
         )
     product = _choose(b.device, source, weight, activation, out)
     x: Activations

@@ -1,4 +1,4 @@
-"""Matrices on a device, as steps hand them on."""
+"""Matrices on a device, as passed between steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .. import native
 from ..builder import Builder, Ref
 
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
-"""Element types as shaders know them."""
+"""Element types as numbered in the shaders."""
 
 PART = 64
-"""Rows are cut at multiples of this, which keeps parts of everything that has a row per token aligned."""
+"""Rows are split at multiples of this, which keeps parts of all per-token data aligned."""
 _LARGEST = 128 << 20
 """Bytes of scratch memory of a step, unless a single part of the rows needs more."""
 _MOST = 1 << 17
-"""Rows of a step: tiles of two rows would still be within the workgroups that every device takes along one axis."""
+"""Rows of a step: tiles of two rows would still be within the workgroups that every device supports along one axis."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A matrix of activations. ``pitch``: elements from one row to the next, as `rows_pitch` says."""
+    """A matrix of activations. ``pitch``: elements from one row to the next, see `rows_pitch`."""
 
     ref: Ref
     rows: int
@@ -89,7 +89,7 @@ def is_local(b: Builder, x: Rows) -> bool:
 
 
 def local(b: Builder, x: Rows) -> Rows:
-    """The same numbers in the device's memory, for steps that read them more than once."""
+    """The same values in the device's memory, for steps that read them more than once."""
     if is_local(b, x):
         return x
     ref = b.scratch(x.ref.bytes)
@@ -98,7 +98,7 @@ def local(b: Builder, x: Rows) -> Rows:
 
 
 def row_parts(b: Builder, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, count) of parts of the rows such that ``row_bytes`` of scratch memory for each do not become too much."""
+    """(start, count) of parts of the rows for which scratch memory of ``row_bytes`` per row stays within limits."""
     limits = b.device.description.limits
     largest = min(_LARGEST, limits.max_storage_range, limits.max_allocation)
     step = max(1, min(_MOST, largest // max(1, row_bytes)) // PART) * PART

@@ -2,7 +2,7 @@
 
 Float activations: `Digits` for a row or two (of float32: up to four), `CoopGemv` for a few rows, `CoopF16` beyond,
 `SharedFloat` without cooperative matrices. Int8 activations: `Digits`, then `CoopInt8`, else `SharedInt`.
-A kernel that the device's compiler refuses is passed over. Sizes were measured on an H200.
+A kernel that the device's compiler refuses is skipped. Sizes were measured on an H200.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .gpu_kernels import TERMS, CoopF16, CoopGemv, CoopInt8, Digits, Kernel, Sha
 from .problem import GemmKernel, GemmProblem
 
 FEW = 8
-"""Rows up to which the weight is read once, by kernels that are bound by that."""
+"""Up to this many rows, kernels are bound by reading the weight, and read it once."""
 
 _COOP_F16 = (TileShape(128, 128, 64, 32, 2, 1), TileShape(64, 64, 32, 32, 2, 1), TileShape(32, 32, 16, 16, 4, 1))
 _COOP_INT8 = (TileShape(128, 128, 64, 32, 4, 1), TileShape(64, 64, 32, 32, 4, 1), TileShape(32, 32, 16, 16, 4, 1))
@@ -30,7 +30,7 @@ _FEW_FLOAT32 = 4
 """Rows of float32 up to which digits are faster than matrices: 10.0 us to 13.3 for 4 rows of 1024 x 1024; 8 rows of
 14336 x 4096 take 90 to 72."""
 _CORES = 32
-"""Assumed if the driver does not tell."""
+"""Assumed if the driver does not report a number."""
 
 _preferred: dict[tuple[int, GemmProblem], Kernel] = {}
 
@@ -54,14 +54,14 @@ def forget(device: Device, problem: GemmProblem) -> None:
 
 
 def scratch_row(device: Device, x_dtype: torch.dtype, geometry: Geometry) -> int:
-    """Bytes for each row of x in the largest piece of scratch memory of a kernel here, prepared activations aside."""
+    """Bytes for each row of x in the largest piece of scratch memory of a kernel, except for prepared activations."""
     if device.profile != "gpu" or x_dtype != torch.float32 or _matrix(device.description, "f16", "f32") is None:
         return 0
     return TERMS * max(4 * geometry.n, 2 * geometry.columns)  # sums of each term, and its float16 numbers
 
 
 def usable(device: Device, problem: GemmProblem) -> Iterator[Kernel]:
-    """The kernels that support a problem on this device, the presumably fastest first."""
+    """The kernels that support a problem on this device, presumably fastest first."""
     for kernel in candidates(device.description, problem):
         own = (kernel.variant, kernel.constants(problem.geometry), kernel.subgroup)
         try:
@@ -79,7 +79,7 @@ def candidates(description: Description, problem: GemmProblem) -> Iterator[Kerne
 
 
 def fits(kernel: Kernel, problem: GemmProblem, description: Description) -> bool:
-    """Whether a workgroup has as many lanes and as much shared memory as the device allows, at most."""
+    """Whether a workgroup's lanes and shared memory are within the device's limits."""
     lanes, shared = kernel.needs(problem.geometry)
     limits = description.limits
     return lanes <= min(limits.max_invocations, limits.max_group_size[0]) and shared <= limits.shared_memory
@@ -87,7 +87,7 @@ def fits(kernel: Kernel, problem: GemmProblem, description: Description) -> bool
 
 def _int(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
     suffix = "dot" if description.features.get("integer_dot") else "plain"
-    folds = problem.geometry.bits == 4 or problem.geometry.zero_kind != INT_ZERO  # what is left of a code is a byte
+    folds = problem.geometry.bits == 4 or problem.geometry.zero_kind != INT_ZERO  # codes fit a byte then
     tile = _matrix(description, "s8", "s32") if folds else None
     if problem.m <= (2 * FEW if tile is None else FEW):
         yield from _digits(description, problem, f"gemv_digits_{suffix}", 1)
@@ -123,7 +123,7 @@ def _digits(description: Description, problem: GemmProblem, variant: str, digits
     subgroup, g = description.subgroup.size, problem.geometry
     cores, blocks = description.limits.cores or _CORES, g.groups * g.blocks
     rows = next(size for size in (1, 2, 4, 8) if size >= min(problem.m, FEW))
-    # Of int4 a lane holds more rows of the weight, of int8 more blocks: as many bytes on their way.
+    # With int4 a lane holds more rows of the weight, with int8 more blocks: equally many bytes in flight.
     most = 4 if g.bits == 4 or rows == FEW else 2
     r = next((r for r in (4, 2) if r <= most and -(-g.n // (8 * r)) * 8 >= 7 * cores), 1)
     lanes = 1024 if rows == 1 and g.bits == 4 and blocks >= 256 else 512
@@ -160,12 +160,12 @@ def _coop_shapes(
     cores, m, n = description.limits.cores or _CORES, problem.m, problem.geometry.n
     for shape in sorted(shapes, key=lambda shape: (shape.bm < m, abs(shape.bm - m))):
         x, y, _ = shape.groups(m, n)
-        room = cores * (128 // shape.bm) // (x * y)  # of small tiles a core takes several at once
+        room = cores * (128 // shape.bm) // (x * y)  # a core runs several small tiles at once
         yield shape, next((splits for splits in (8, 4, 2) if splits <= room), 1)
 
 
 def _by_time(shapes: tuple[TileShape, ...], description: Description, problem: GemmProblem) -> list[TileShape]:
-    """Shapes in the order of the time that the cores spend on all of their tiles."""
+    """Shapes in ascending order of the time that the cores spend on all of their tiles."""
     cores, m, n = description.limits.cores or _CORES, problem.m, problem.geometry.n
 
     def time(shape: TileShape) -> float:
@@ -176,7 +176,7 @@ def _by_time(shapes: tuple[TileShape, ...], description: Description, problem: G
 
 
 def _matrix(description: Description, operand: str, result: str) -> tuple[int, int, int] | None:
-    """The shape of cooperative matrices of these element types, the first of those that the kernels take."""
+    """The shape of cooperative matrices of these element types, the first that the kernels support."""
     wanted = [(16, 16, 16), (16, 8, 16)] if operand == "f16" else [(16, 16, 32), (16, 16, 16), (16, 8, 32)]
     return next((shape for shape in wanted if _has_matrix(description, shape, operand, result)), None)
 

@@ -1,4 +1,4 @@
-"""``y = W[indices]`` with W int8 or int4: gathers the rows asked for and dequantizes only those."""
+"""``y = W[indices]`` with W int8 or int4: gathers the requested rows and dequantizes only those."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def embedding(indices: Array, data: Array, scale: Array, zero: Array | None, *, 
 
 
 def _taken(table: Array, indices: Array) -> Array:
-    # Indices have been checked; the mode only saves the comparison.
+    # Indices have been checked; the mode only avoids the comparison.
     return jnp.take(table, indices, axis=0, mode="clip")

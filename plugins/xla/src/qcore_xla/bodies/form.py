@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Activation: TypeAlias = Literal["float", "symmetric", "asymmetric", "given"]
-"""How x is quantized: not at all, per token by its own range with or without a zero point, or by given parameters."""
+"""How x is quantized: not at all, per token from its range with or without a zero point, or with given parameters."""
 
 
 @dataclass(frozen=True)
 class Form:
     """The static part of a call; everything else is arrays.
 
-    **Fields:** ``activation``; ``out_dtype``: a name of NumPy's, e.g. ``"bfloat16"``; ``requantize``: whether results
+    **Fields:** ``activation``; ``out_dtype``: a NumPy dtype name, e.g. ``"bfloat16"``; ``requantize``: whether results
     become int8 codes; ``scan``: slices of the weight one after another, so that only one is dequantized at a time
     (CPUs), or all in one product (TPUs, which unpack in registers); ``rows``: data is ``(N, K)`` or ``(N, S, b)``
     (GPUs);
-    ``pallas``: the product of int4 weights is `qcore_xla.pallas`'s if it has tiles for it (XLA would unpack the
+    ``pallas``: int4 weights are multiplied by `qcore_xla.pallas` if it has tiles for them (XLA would unpack the
     weight to memory): on TPUs with int8 activations, on GPUs with 16-bit floats and few rows.
     """
 

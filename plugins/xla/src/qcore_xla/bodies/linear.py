@@ -4,9 +4,9 @@ With ``x = s_x (q_x - z_x)`` per token and ``W = s q + added`` per group (an int
 
     y = s_x * (sum over groups of s * (q_x @ q - z_x * sums)  +  xsum @ added) + bias
 
-where xsum holds the sums of ``q_x - z_x`` per group and sums those of q. Scales come after the products of codes, which
-are exact int32 sums if activations are int8, zero points included: x of zeros gives zeros. Float activations are the
-case ``s_x = 1, z_x = 0``.
+where xsum holds the sums of ``q_x - z_x`` per group and sums those of q. Scales follow the products of codes, which
+are exact int32 sums if activations are int8, including zero points: x of zeros gives zeros. Float activations are
+the case ``s_x = 1, z_x = 0``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def linear(
 ) -> Array:  # fmt: skip
     """Multiply x ``(M, K)``, float or int8 codes, with a packed weight, giving ``(M, N)``.
 
-    ``data``: codes as in `codes`, ``(N, K)`` per channel, or ``(S, b, N)``: S slices of b along K, a group or a part
-    of one each; ``(N, S, b)`` if ``form.rows``, for float activations. ``scale``, ``zero``: ``(G, N)``, S a multiple
+    ``data``: codes as in `codes`, ``(N, K)`` per channel, or ``(S, b, N)``: S slices of b along K, each a group or
+    a part of one; ``(N, S, b)`` if ``form.rows``, for float activations. ``scale``, ``zero``: ``(G, N)``, S a multiple
     of G; zero int8 is subtracted from codes, a float is added to ``q * s``. ``bias``: ``(N,)``. ``sums``: ``(G, N)``
     int32, sums of codes, if activations have zero points.
     ``mask``: int8 ``(K,)``, 0 for columns of x that are padding: 0 has the code z_x, which must not count in xsum.
-    ``x_scale``, ``x_zero``, ``out_scale``, ``out_zero``: ``(M,)`` or ``(1,)``, if they are given. If data holds
-    more columns than x, they are 0.
+    ``x_scale``, ``x_zero``, ``out_scale``, ``out_zero``: ``(M,)`` or ``(1,)``, if they are given. Columns of data
+    beyond those of x are 0.
     """
     codes, s_x, z_x = activations(x, form.activation, x_scale, x_zero)
     if mask is not None:
@@ -71,7 +71,7 @@ def grouped(
     out_scale: Array | None = None, out_zero: Array | None = None,
     *, form: Form,
 ) -> Array:  # fmt: skip
-    """`linear` for H channel groups at once: x ``(H, M, K)``, each with a weight, scales and a bias of its own."""
+    """`linear` for H channel groups at once: x ``(H, M, K)``, each with its own weight, scales and bias."""
     axes = [0, 0, 0, *(None if part is None else 0 for part in (zero, bias, sums)), *[None] * 5]
     arrays = (x, data, scale, zero, bias, sums, mask, x_scale, x_zero, out_scale, out_zero)
     y: Array = jax.vmap(partial(linear, form=form), in_axes=axes)(*arrays)
@@ -85,7 +85,7 @@ def _added(scale: Array, zero: Array) -> Array:
 
 
 class Moved(NamedTuple):
-    """A zero point of activations, int32 ``(M, 1)``, and the sums of the weight's codes that it meets, ``(G, N)``."""
+    """A zero point of activations, int32 ``(M, 1)``, and the sums of codes that it multiplies, ``(G, N)``."""
 
     zero: Array
     sums: Array
@@ -95,7 +95,7 @@ class Moved(NamedTuple):
         return Moved(self.zero, self.sums[group])
 
     def less(self, total: Array, codes: int) -> Array:
-        """Products ``(..., M, N)`` of so many codes without what the zero point adds: exact if that fits int32."""
+        """Products ``(..., M, N)`` over ``codes`` codes minus the zero point's part: exact if that fits int32."""
         if codes > _EXACT:
             return total.astype(jnp.float32) - self.zero.astype(jnp.float32) * self.sums.astype(jnp.float32)
         return total - self.zero * self.sums
@@ -133,9 +133,9 @@ def _product(x: Array, data: Array, scale: Array, moved: Moved | None, form: For
 
 
 _MANY_ROWS = 512
-"""From here on a GPU multiplies a weight that it has dequantized before faster than one it converts on the way."""
+"""From this many rows on, dequantizing the weight before the product is faster on a GPU than converting it inside."""
 _FEW_ROWS = 4
-"""Up to here a GPU multiplies per group, reading codes only; with more rows the sums per group take longer."""
+"""Up to this many rows, a GPU multiplies per group and reads only codes; with more, the sums per group take longer."""
 
 
 def _per_channel(x: Array, data: Array, form: Form) -> Array:
@@ -144,7 +144,7 @@ def _per_channel(x: Array, data: Array, form: Form) -> Array:
     if form.rows and x.dtype != jnp.int8:
         if (
             x.shape[0] == 1 and w.shape[1] == 1
-        ):  # a sum of products along rows reaches the memory's speed, a dot does not
+        ):  # a sum of products along rows reaches the memory's bandwidth, a dot does not
             return jnp.sum(w[:, 0].astype(jnp.float32) * x.astype(jnp.float32), axis=-1)[None]
         if x.shape[0] >= _MANY_ROWS:
             w = lax.optimization_barrier(w)
@@ -194,13 +194,13 @@ def _at_once(x: Array, data: Array, scale: Array, moved: Moved | None) -> Array:
         products, each = products.reshape(groups, each, *products.shape[1:]).sum(1), 1
     if moved is not None:
         products = Moved(moved.zero, moved.sums[:, None, :]).less(products, x.shape[1] * x.shape[2] // groups)
-    # Floats are scaled before any sum: else XLA makes one long product of it, and moves a packed weight to do so.
+    # Scale floats before any sum: otherwise XLA forms one long product, and rearranges the packed weight for it.
     scales = jnp.repeat(scale, each, axis=0) if each > 1 else scale
     return jnp.sum(products.astype(jnp.float32) * scales[:, None, :], axis=0)
 
 
 def _in_turn(x: Array, data: Array, scale: Array, moved: Moved | None) -> Array:
-    """Slice after slice of x ``(M, S, b)``."""
+    """Slice by slice of x ``(M, S, b)``."""
     groups, each = scale.shape[0], data.shape[0] // scale.shape[0]
     xs, ws = lax.transpose(x, (1, 0, 2)), data
     codes = x.shape[1] * x.shape[2] // groups
@@ -208,7 +208,7 @@ def _in_turn(x: Array, data: Array, scale: Array, moved: Moved | None) -> Array:
         total = _sum_of_slices(xs, ws)
         return scale * (total if moved is None else moved.of(0).less(total, codes)).astype(jnp.float32)
     product = _slice_product
-    if each > 1:  # a dimension of one in between would cost a copy of the weight
+    if each > 1:  # a dimension of size 1 in between would cost a copy of the weight
         xs, ws = xs.reshape(groups, each, *xs.shape[1:]), ws.reshape(groups, each, *ws.shape[1:])
         product = _sum_of_slices
 
@@ -245,7 +245,7 @@ def _contract(
     x: Array, w: Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...], batch: tuple[int, int] | None = None
 ) -> Array:
     batches = ((), ()) if batch is None else ((batch[0],), (batch[1],))
-    wide = x.dtype == jnp.float32  # otherwise an accelerator would round such factors to fewer bits
+    wide = x.dtype == jnp.float32  # otherwise an accelerator would round float32 operands to fewer bits
     return lax.dot_general(
         x, w, ((x_dims, w_dims), batches),
         precision=lax.Precision.HIGHEST if wide else None, preferred_element_type=_sum_dtype(x),

@@ -1,1 +1,1 @@
-"""Bridges between the tensors of a torch device and XLA; `base` says what one has to do."""
+"""Bridges between the tensors of a torch device and XLA; `base` defines their interface."""

@@ -1,4 +1,4 @@
-"""`Engine`: what carries the tensors of a torch device to XLA and back."""
+"""`Engine`: the interface that passes tensors of a torch device to XLA and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = {"cpu": "jax", "cuda": "jax", "xla": "torch_xla", "tpu": "tpu"}
 
 
 class Engine(Protocol):
-    """A bridge: it knows devices and tensors, and nothing of quantization."""
+    """A bridge: it handles devices and tensors, not quantization."""
 
     name: str
 
@@ -29,9 +29,9 @@ class Engine(Protocol):
     def run(
         self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
     ) -> Tensor:
-        """Call ``function(*tensors, form=form)``, a pure function of JAX arrays, and give its result as a tensor.
+        """Call ``function(*tensors, form=form)``, a pure function of JAX arrays, and return its result as a tensor.
 
-        ``fresh``: the places of tensors that are new with this call; the others stay the same from call to call.
+        ``fresh``: the positions of tensors that change with each call; the others stay the same.
         """
         ...
 

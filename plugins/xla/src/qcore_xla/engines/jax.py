@@ -1,7 +1,7 @@
 """Torch CPU and CUDA tensors by DLPack, without copies, and `jax.jit`.
 
-Tensors that stay the same are converted once, and the arrays kept as long as the tensors live. A result is waited for
-before it is handed out (on a GPU its stream is), so that nothing JAX still reads can be overwritten by torch.
+Tensors that stay the same are converted once, and the arrays are kept as long as the tensors live. `run` waits for a
+result before it returns it (on a GPU, torch's stream does), so that torch cannot overwrite memory that JAX still reads.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class JaxEngine:
     ) -> Tensor:
         if environment.forked:
             raise PluginError(
-                "this process was forked from one in which JAX was in use, and JAX does not survive a fork.\n"
+                "this process was forked from one that had used JAX, and JAX does not work after a fork.\n"
                 "Start workers with the 'spawn' method: torch.multiprocessing.set_start_method('spawn')."
             )
         with _device_of(tensors):
             try:
                 return self._run(function, form, tensors, fresh)
-            except Exception:  # noqa: BLE001 - what fails for another reason fails again, and says so
+            except Exception:  # noqa: BLE001 - a call that fails for another reason fails again in the retry
                 with _apart():
                     return self._run(function, form, tensors, fresh)
 
@@ -66,7 +66,7 @@ class JaxEngine:
 
 
 def _device_of(tensors: Sequence[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
-    """The tensors' GPU as torch's current device: torch exports memory of that device alone."""
+    """The tensors' GPU as torch's current device: torch exports memory of the current device only."""
     first = next(tensor for tensor in tensors if tensor is not None)
     if not first.is_cuda:
         return contextlib.nullcontext()
@@ -76,7 +76,7 @@ def _device_of(tensors: Sequence[Tensor | None]) -> contextlib.AbstractContextMa
 
 @lru_cache(maxsize=1)
 def _start_on_gpus() -> None:
-    """Let JAX find its devices; when it does, it leaves the last GPU of all as the thread's current one."""
+    """Initialize JAX's devices, and restore the thread's current GPU, which JAX sets to the last one."""
     import jax
 
     before = torch.cuda.current_device()
@@ -88,9 +88,9 @@ def _start_on_gpus() -> None:
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Ignore JAX state of the program: a trace that goes on, a ban on transfers.
+    """Ignore the program's JAX state: an active trace, a transfer guard.
 
-    Tensors of torch are no part of either. Entering this takes longer than many calls: only what has failed does.
+    Torch tensors are not subject to either. Entering this takes longer than many calls, so only failed calls do.
     """
     import jax
 
@@ -99,7 +99,7 @@ def _apart() -> Iterator[None]:
 
 
 class _Memory:
-    """The memory of an array that NumPy holds for read-only, as JAX gives out all of its own."""
+    """The memory of an array that NumPy treats as read-only, as it does all arrays of JAX."""
 
     __slots__ = ("__array_interface__", "owner")
 
@@ -110,12 +110,12 @@ class _Memory:
 
 
 def _writable(array: Any) -> Tensor:
-    """A tensor on the memory of a result, which is its only user: DLPack's way takes 20 us longer."""
+    """A tensor on the memory of a result, as its only user: DLPack takes 20 us longer."""
     return torch.from_numpy(np.asarray(_Memory(array)))
 
 
 def _fresh(tensor: Tensor) -> Any:
-    """An array for one call: a committed weight goes along with it, so NumPy's will do, which takes 1 us and not 30."""
+    """An array for one call: next to a committed weight, a NumPy array is enough, and takes 1 us instead of 30."""
     if tensor.dtype in _NUMPY and not tensor.is_cuda:
         return tensor.detach().numpy()
     return _array(tensor)
@@ -127,7 +127,7 @@ def _array(tensor: Tensor) -> Any:
 
 def _shared_array(tensor: Tensor) -> tuple[Any, bool]:
     array = _array(tensor)
-    return array, array.unsafe_buffer_pointer() == tensor.data_ptr()  # memory that is badly aligned is copied
+    return array, array.unsafe_buffer_pointer() == tensor.data_ptr()  # misaligned memory is copied
 
 
 @lru_cache(maxsize=1)
@@ -139,11 +139,11 @@ def _from_dlpack() -> Callable[[Tensor], Any]:
 
 @lru_cache(maxsize=4096)
 def compiled(function: Callable[..., Any], form: Any) -> Callable[..., Any]:
-    """``function`` jitted for one form: layers that agree in forms and shapes share what is compiled."""
+    """``function`` jitted for one form: layers with the same form and shapes share the compiled program."""
     import jax
 
     def body(*arrays: Any) -> Any:
-        # The functions rely on it; a program may forbid it for its own.
+        # The functions rely on rank promotion; the user's program may forbid it.
         with jax.numpy_rank_promotion("allow"):
             return function(*arrays, form=form)
 

@@ -1,7 +1,7 @@
 """XLA tensors of torch_xla: a body is lowered by JAX to HLO, which torch_xla compiles as part of its own graphs.
 
-torch_xla's own ways to call JAX want packages that it does not bring; a serialized HLO module wants none, and JAX only
-traces here: it never runs anything and never sees a tensor.
+torch_xla's own ways to call JAX need packages that it does not install; a serialized HLO module needs none, and JAX
+only traces here: it never runs anything and never sees a tensor.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class TorchXlaEngine:
     name = "torch_xla"
 
     def why_not(self, device: torch.device) -> str:
-        """Tensors on ``xla`` exist only if torch_xla has been imported, so that is not done here."""
+        """Tensors on ``xla`` exist only if torch_xla has been imported, so it is not imported here."""
         if "torch_xla" not in sys.modules:
-            return f"tensors on {device} need torch_xla; import torch_xla before qcore is asked about them."
+            return f"tensors on {device} need torch_xla; import torch_xla before using qcore on them."
         return environment.why_not_jax() or self._why_not_tpu()
 
     def _why_not_tpu(self) -> str:
@@ -41,7 +41,7 @@ class TorchXlaEngine:
         )
 
     def run(self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Any) -> Tensor:
-        """Adds the function to the graph that torch_xla collects. ``fresh`` does not matter: nothing is converted."""
+        """Adds the function to the graph that torch_xla collects. ``fresh`` is ignored: nothing is converted."""
         del fresh
         specs = tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         name, computation = _computation(function, form, specs, _platform())
@@ -51,7 +51,7 @@ class TorchXlaEngine:
 
 
 def _native() -> Any:
-    # Private, but what torch_xla's own Python code calls, and the only way in.
+    # Private, but torch_xla's own Python code calls it, and there is no public equivalent.
     return sys.modules["torch_xla"]._XLAC._xla_user_computation  # noqa: SLF001
 
 
@@ -84,7 +84,7 @@ def hlo(function: Callable[..., Any], form: Any, specs: tuple[Spec, ...], platfo
         return function(*(None if spec is None else next(left) for spec in specs), form=form)
 
     arguments = [jax.ShapeDtypeStruct(shape, _jax_dtype(dtype)) for shape, dtype in present]
-    # Unused arguments stay: torch_xla counts them.
+    # Keep unused arguments: torch_xla counts them.
     lowered = jax.jit(call, keep_unused=True).trace(*arguments).lower(lowering_platforms=(platform,))
     module: bytes = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
     return module

@@ -1,8 +1,8 @@
 """Tensors on the device ``tpu`` of torch_tpu: bodies as ops that its `torch.tpu.pallas.jax_op` makes.
 
-torch_tpu exports such a function for the TPU and calls what it compiled by itself, so JAX only traces here. Each body
-and form becomes one op of ours, ``qcore_xla::tpu_...``: a list of tensors to a tensor, with a fake that takes symbolic
-shapes, which torch_tpu's own one does not.
+torch_tpu exports such a function for the TPU, compiles it and calls it, so JAX only traces here. Each body and form
+becomes one op of ours, ``qcore_xla::tpu_...``: a list of tensors to a tensor, with a fake that supports symbolic
+shapes, unlike torch_tpu's own.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class TpuEngine:
     name = "tpu"
 
     def why_not(self, device: torch.device) -> str:
-        """Looks for torch_tpu's files, at the environment and at package metadata."""
+        """Checks torch_tpu's files, the environment and package metadata only."""
         return environment.why_not_jax() or _why_not_backend(device) or _why_not_platform()
 
     def run(
         self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
     ) -> Tensor:
-        """Calls the op for this body and form. ``fresh`` does not matter: nothing is converted."""
+        """Calls the op for this body and form. ``fresh`` is ignored: nothing is converted."""
         del fresh
         given = tuple(tensor is not None for tensor in tensors)
         result: Tensor = op(function, form, given)([tensor for tensor in tensors if tensor is not None])
@@ -45,7 +45,7 @@ class TpuEngine:
 def _why_not_backend(device: torch.device) -> str:
     found = find_spec("torch_tpu")
     places = found.submodule_search_locations if found else None
-    # Another project, for other chips, installs a module of the same name; it knows no Pallas.
+    # Another project, for other chips, installs a module of the same name; it has no Pallas.
     if not any((Path(place) / "_internal" / "pallas").is_dir() for place in places or ()):
         return f"tensors on {device} need Google's torch_tpu: pip install torch_tpu"
     return ""
@@ -70,7 +70,7 @@ def op(function: Callable[..., Any], form: Any, given: tuple[bool, ...]) -> Call
         left = iter(arrays)
         return function(*(next(left) if there else None for there in given), form=form)
 
-    # torch_tpu reads the op's schema from these; as text they would have to be names of this module.
+    # torch_tpu reads the op's schema from these; as strings they would have to be names in this module.
     call.__annotations__ = {"arrays": Sequence[jax.Array], "return": jax.Array}
     name = getattr(function, "__name__", "body")
     made = _jax_op()(f"qcore_xla::tpu_{name}_{next(_numbers)}", call)
@@ -83,7 +83,7 @@ def _jax_op() -> Any:
 
 
 def fake(name: str, form: Any, arrays: Sequence[Tensor]) -> Tensor:
-    """An empty tensor like the result of a body, for tensors of any shapes, symbolic ones included."""
+    """An empty tensor like the result of a body, for tensors of any shapes, including symbolic ones."""
     x, data, scale = arrays[:3]
     columns = scale.shape[-1]
     if name == "embedding":

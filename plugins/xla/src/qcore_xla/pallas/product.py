@@ -1,7 +1,7 @@
 """The product of activations with a packed weight, for TPUs: nibbles are unpacked in on-chip memory.
 
 XLA fuses the unpacking of int4 into a product of floats, but not into one of int8: it would write the weight as int8 to
-memory first. Here a tile of words is read, unpacked and multiplied, and nothing of it is written back.
+memory first. Here a tile of words is read, unpacked and multiplied, and not written back.
 
 The grid is (tiles of rows, tiles of columns, steps along K), K innermost. Pallas copies the blocks of the next step
 from HBM to on-chip memory (VMEM) while the current ones are multiplied; the tile of sums stays in VMEM over all steps.
@@ -30,7 +30,7 @@ Ref = Any
 class Tiles(NamedTuple):
     """The tile of a step: ``rows`` and ``columns`` of the result, ``slices`` of K, and whole ``groups`` in those.
 
-    ``groups`` is 0 if there is one group only: sums then run over all steps, and the scale comes last.
+    ``groups`` is 0 if there is one group only: sums then run over all steps, and the scale is applied last.
     """
 
     rows: int
@@ -40,10 +40,10 @@ class Tiles(NamedTuple):
 
 
 def why_not(data_shape: tuple[int, ...], codes: int, groups: int) -> str:
-    """Why data ``(S, words, N)``, S slices of ``codes`` codes in ``groups`` groups, has no tiles; empty if it has."""
+    """Why data ``(S, words, N)``, S slices of ``codes`` codes in ``groups`` groups, has no tiles; else empty."""
     slices, words, _ = data_shape
     if words % 8:
-        return f"slices of {codes} codes do not fill the 8 rows of a TPU's registers; XLA's own product takes them."
+        return f"slices of {codes} codes do not fill the 8 rows of a TPU's registers; use XLA's own product for them."
     if not _steps(slices, codes, groups):
         return f"no step along K of {slices} slices of {codes} codes fills the {_LANES} lanes of a TPU's registers."
     return ""
@@ -52,7 +52,7 @@ def why_not(data_shape: tuple[int, ...], codes: int, groups: int) -> str:
 def tiles(m: int, data_shape: tuple[int, ...], codes: int, groups: int) -> Tiles:
     """The tiles for x ``(m, S * codes)`` and data ``(S, words, N)`` in ``groups`` groups.
 
-    Raises `ValueError` if `why_not` has a reason against them.
+    Raises `ValueError` if `why_not` gives a reason.
     """
     if reason := why_not(data_shape, codes, groups):
         raise ValueError(reason)
@@ -62,7 +62,7 @@ def tiles(m: int, data_shape: tuple[int, ...], codes: int, groups: int) -> Tiles
 
 
 def _steps(slices: int, codes: int, groups: int) -> list[int]:
-    """The numbers of slices that a step may take, in rising order."""
+    """The numbers of slices that a step may take, in ascending order."""
     # A step takes whole groups, or any number of slices of a single group; its columns of x fill whole lanes or are all
     # of K. The longest step of at most _DEPTH codes is chosen: fewer steps, longer copies.
     step = 1 if groups == 1 else slices // groups
@@ -96,7 +96,7 @@ def product(x: Array, data: Array, scale: Array, *, interpret: Any = False) -> A
         out_specs=pl.BlockSpec((cut.rows, cut.columns), lambda i, j, _: (i, j)),
         # Sums of a single group stay in the dtype of the products (int32 for codes, exact) until the last step.
         scratch_shapes=[pltpu.VMEM((cut.rows, cut.columns), _sum_dtype(x) if not cut.groups else jnp.float32)],
-        # Tiles of the result are independent; steps along K add to one tile and must come in order.
+        # Tiles of the result are independent; steps along K add to one tile and must run in order.
         compiler_params=compiler_parameters(
             pltpu, "TPUCompilerParams", dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
@@ -128,7 +128,7 @@ def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, total: Ref, *, cut: Tiles, co
 def _slice(x: Ref, data: Ref, s: int, codes: int) -> Any:
     """X ``(rows, codes)`` of slice ``s`` times its weight: int32 for codes, else float32."""
     left = x[:, s * codes : (s + 1) * codes]
-    exact = left.dtype == jnp.float32  # the matrix unit would round such factors to bfloat16 otherwise
+    exact = left.dtype == jnp.float32  # the matrix unit would round float32 operands to bfloat16 otherwise
     return lax.dot_general(
         left, _unpacked(data[s], left.dtype), (((1,), (0,)), ((), ())),
         precision=lax.Precision.HIGHEST if exact else None, preferred_element_type=_sum_dtype(left),
@@ -136,12 +136,12 @@ def _slice(x: Ref, data: Ref, s: int, codes: int) -> Any:
 
 
 def _unpacked(tile: Array, dtype: Any) -> Array:
-    """Codes ``(b, columns)`` of a tile of int8 codes, or of words: plane after plane they are in the order of K."""
+    """Codes ``(b, columns)`` of a tile of int8 codes, or of words: concatenated planes are in the order of K."""
     if tile.dtype != jnp.int32:
         return tile.astype(dtype)
-    # Left, then right: the nibble goes to the top of the word and comes back with its sign.
+    # Shift left, then right: to the top of the word, then back with sign extension.
     planes = [lax.shift_right_arithmetic(lax.shift_left(tile, 28 - 4 * j), 28) for j in range(NIBBLES)]
-    # By float32 or int32, whose tiles have 8 rows: narrower ones would cut a plane in the middle.
+    # Through float32 or int32, whose tiles have 8 rows: narrower dtypes would split a plane across tiles.
     wide = jnp.concatenate(planes, axis=0)
     return wide.astype(jnp.float32).astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else wide.astype(dtype)
 

@@ -1,7 +1,7 @@
 """The product of a few rows with int4 weights stored by rows, for GPUs, through Pallas's Triton.
 
 XLA dequantizes a weight in groups to memory before it multiplies, or multiplies group by group. Here words are
-unpacked in registers and go into the matrix units from there, as the left operand; a single row is multiplied without
+unpacked in registers and passed to the matrix units from there, as the left operand; a single row is multiplied without
 them.
 
 The grid is (tiles of columns of the result, splits of K): a program computes ``SkinnyTiles.columns`` columns of all
@@ -29,7 +29,7 @@ MOST_ROWS = 64
 WARPS, STAGES = 4, 3
 """Warps of a program; steps of its loop that Triton keeps in flight."""
 _WIDE = 8192
-"""Columns of a result from which on two parts of K make enough programs for a GPU."""
+"""From this many columns of a result on, two parts of K give enough programs for a GPU."""
 _LEAST = 16
 """The smallest size of each dimension of Triton's matrix products."""
 _EXPONENT = 0x4B000000
@@ -40,7 +40,7 @@ Ref = Any
 class SkinnyTiles(NamedTuple):
     """The tile of a program and of a step.
 
-    **Fields:** ``columns`` of the result that a program makes; ``rows`` of x, filled up, or 1: without matrix units;
+    **Fields:** ``columns`` of the result that a program makes; ``rows`` of x, padded, or 1: without matrix units;
     ``words`` of a row of the weight that a step takes; ``splits``: programs among which a row's words are divided.
     """
 
@@ -71,7 +71,7 @@ def product(x: Array, data: Array, scale: Array, cut: SkinnyTiles, *, interpret:
     """``sum over groups of scale * (x @ codes)``, float32 ``(M, N)``.
 
     ``x``: ``(M, K)`` of 16-bit floats; ``data``: int32 words ``(N, G, w)``; ``scale``: ``(G, N)``; ``cut``: `tiles` of
-    them. More rows than one meet weights rounded to their dtype, unless ``cut.words`` lie in one group.
+    them. With more than one row, weights are rounded to the dtype of x, unless ``cut.words`` lie in one group.
     """
     (m, _), (n, groups, width) = x.shape, data.shape
     filled = jnp.pad(x, ((0, cut.rows - m), (0, 0))) if cut.rows != m else x
@@ -97,7 +97,7 @@ def product(x: Array, data: Array, scale: Array, cut: SkinnyTiles, *, interpret:
 def _planes(x: Array, groups: int, width: int, words: int) -> Array:
     """X ``(M, K)`` in the order of the words' nibbles, step by step: ``(steps, 8, M, words)``.
 
-    Nibble j of word i of a group is code ``j * width + i``, so plane j of a step meets these columns of x.
+    Nibble j of word i of a group is code ``j * width + i``, so plane j of a step multiplies these columns of x.
     """
     together, each = max(1, words // width), max(1, width // words)  # groups of a step, or steps of a group
     shape = (x.shape[0], groups // together, together, NIBBLES, each, min(width, words))
@@ -121,7 +121,7 @@ def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: SkinnyTiles, width: i
         at = start + i
         codes = _codes(data[:, pl.ds(at * cut.words, cut.words)])
         s = _scales(scale, at, cut, width)
-        if one:  # elementwise, in float32: the sum over words waits until after the loop
+        if one:  # elementwise, in float32: the sum over words follows after the loop
             return total + s * sum(code * x[at, j, 0][None, :].astype(jnp.float32) for j, code in enumerate(codes))
         if cut.words <= width:  # one group: codes are exact in 16 bits, sums in float32 are scaled afterwards
             return total + s * sum(_dot(code.astype(x.dtype), x[at, j]) for j, code in enumerate(codes))
@@ -143,7 +143,7 @@ def _codes(words: Array) -> list[Array]:
     """The eight codes of each word, float32, without conversions of integers.
 
     Four nibbles lie within the 23 bits of a fraction. The bits of nibble j below the exponent of 2^23 are the number
-    ``2^23 + u 16^j``, u being the code plus 8: one AND and one OR. Scaling by ``16^-j`` and the subtraction are exact.
+    ``2^23 + u 16^j`` with u the code plus 8: one AND and one OR. Scaling by ``16^-j`` and the subtraction are exact.
     """
     biased = words ^ jnp.int32(-0x77777778)  # each code plus 8
     found = []
