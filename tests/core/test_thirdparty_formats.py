@@ -122,7 +122,7 @@ class TestElements:
     def test_anything_else_than_an_element_fails_the_registration(self, add):
         add("chip", elements=["octet"])
         with pytest.warns(qcore.QcoreWarning):
-            assert "qcore_elements gave 'octet', which is no qcore.Element" in registry.status("chip").reason
+            assert "qcore_elements returned 'octet', which is not a qcore.Element" in registry.status("chip").reason
 
     def test_an_unknown_one_is_named(self, add):
         add("chip", elements=[OCTET])

@@ -173,8 +173,8 @@ def test_ctrl_c_during_a_plugins_import_has_the_same_exit_code(spawn, install):
 
 def test_names_the_exit_of_a_process():
     assert probing._how_it_ended(3) == "ended with exit code 3"
-    assert probing._how_it_ended(-11) == "was ended by SIGSEGV"
-    assert probing._how_it_ended(-99) == "was ended by signal 99"
+    assert probing._how_it_ended(-11) == "was killed by SIGSEGV"
+    assert probing._how_it_ended(-99) == "was killed by signal 99"
 
 
 def test_where_skips_frames_of_python_and_qcore():

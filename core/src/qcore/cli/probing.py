@@ -130,8 +130,8 @@ def _how_it_ended(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"was ended by signal {-code}"
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
 
 
 def _where(trace: str) -> str:
