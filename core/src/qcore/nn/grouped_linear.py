@@ -43,7 +43,7 @@ class QuantizedGroupedLinear(QuantizedModule):
         if wanted.needs_moments:
             raise UnsupportedError(
                 f"quantizer {wanted.quantizer!r} needs the inputs of each expert, which are not collected.\n"
-                f"Use another one for experts, for instance {{'*.experts': '{Scheme(wanted.weight)}', '*': '{wanted}'}}."
+                f"Use another one for experts, such as {{'*.experts': '{Scheme(wanted.weight)}', '*': '{wanted}'}}."
             )
         if weight.dim() != 3:
             raise FormatError(f"{name} has shape {tuple(weight.shape)}; experts have weights (E, N, K).")
