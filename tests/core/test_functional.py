@@ -176,7 +176,7 @@ def test_threads_share_the_entry():
 
 def test_int8_results_of_float_activations_are_refused():
     weight, output = qcore.quantize(torch.randn(8, 64), "int8"), qcore.OutputInt8(0.1, 3)
-    with pytest.raises(FormatError, match="int8 results go with int8 activations"):
+    with pytest.raises(FormatError, match="int8 results require int8 activations"):
         qcore.linear(torch.randn(2, 64), weight, output=output)
-    with pytest.raises(FormatError, match="int8 results go with int8 activations"):
+    with pytest.raises(FormatError, match="int8 results require int8 activations"):
         qcore.conv2d(torch.randn(2, 64, 3, 3), weight, kernel_size=(1, 1), output=output)

@@ -89,8 +89,8 @@ REFUSED = {
         "requires int8 activations",
     ),
     "float result of -o8": (linear("w8a8-o8", out_dtype=torch.float16), "is int8, not torch.float16"),
-    "no rows": (linear(n=0), "holds nothing"),
-    "no columns": (linear("w8a16", k=0), "holds nothing"),
+    "no rows": (linear(n=0), "is empty"),
+    "no columns": (linear("w8a16", k=0), "is empty"),
 }
 
 

@@ -156,7 +156,7 @@ def test_schemes_that_need_inputs_of_each_expert_are_refused(scheme):
     block = Block()
     report = qcore.quantize_(block, scheme, calibration=[tokens()])
     assert report["gate"].state == "quantized"
-    assert "inputs of each expert are not collected" in report["experts"].reason
+    assert "inputs of each expert, which are not collected" in report["experts"].reason
 
 
 def test_gradients_reach_the_tokens():

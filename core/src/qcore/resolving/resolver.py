@@ -1,7 +1,7 @@
 """Selects a kernel for a request and explains the decision.
 
-Order: the user's order, then rank, then name. An offer that ``qcore tune`` measured on this device comes after each
-one that it measured faster, whatever their ranks: a rank is an expectation, a time is a measurement.
+Order: the user's order, then rank, then name. An offer that ``qcore tune`` measured on this device comes after every
+offer that it measured as faster, whatever their ranks: a rank is an expectation, a time is a measurement.
 Kernels of software devices stay last, and under ``strict`` no plugin comes after the fallback. The first offer in that
 order that passes verification is selected.
 """
