@@ -19,9 +19,9 @@ _MEANINGS = {
     "failed": "failed",
     "gap": "known gap",
     "refused": "refused with a reason",
-    "skipped": "could not be tried here",
+    "skipped": "could not be tested here",
     "inapplicable": "does not apply",
-    "unavailable": "device not here",
+    "unavailable": "device not present",
 }
 _MAX_LINES = 60
 _WIDE = 4
