@@ -73,7 +73,7 @@ def hooks(target: Target, _samples: Samples) -> None:
         if name in known:
             raise BrokenLawError("hooks", f"{name} is not marked with @qcore.hookimpl, so it is never called")
         if close := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
-            raise BrokenLawError("hooks", f"{name} looks like a typo of the hook {close[0]}, and has no @qcore.hookimpl")
+            raise BrokenLawError("hooks", f"{name} looks like a typo of the hook {close[0]}, and lacks @qcore.hookimpl")
 
 
 def offers(_target: Target, samples: Samples) -> None:
