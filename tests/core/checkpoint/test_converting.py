@@ -231,7 +231,7 @@ def test_what_cannot_be_converted(tmp_path):
         qcore.convert(tmp_path / "in", tmp_path / "out.safetensors", "gptq")
     with pytest.raises(qcore.CheckpointError, match="float32, bfloat16 or float16"):
         qcore.convert(tmp_path / "in", tmp_path / "out", dtype=torch.int8)
-    with pytest.raises(qcore.CheckpointError, match="in the source"):
+    with pytest.raises(qcore.CheckpointError, match="inside the source"):
         qcore.convert(tmp_path / "in", tmp_path / "in" / "out")
     assert not (tmp_path / "out").exists()
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_converted(tmp_path):
 def test_an_existing_target_is_replaced_only_if_asked(tmp_path):
     saved(tmp_path / "in", "w4a16-g32")
     qcore.convert(tmp_path / "in", tmp_path / "out", "awq")
-    with pytest.raises(qcore.CheckpointError, match="exists already"):
+    with pytest.raises(qcore.CheckpointError, match="already exists"):
         qcore.convert(tmp_path / "in", tmp_path / "out", "gptq")
     qcore.convert(tmp_path / "in", tmp_path / "out", "gptq", overwrite=True)
     assert inspect(tmp_path / "out").method == "gptq"
