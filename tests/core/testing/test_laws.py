@@ -173,7 +173,8 @@ def test_hook_misspelt_and_unmarked(add):
     )
     exec(source, vars(module))
     state, reason = outcome(add("module", module), "hooks")
-    assert (state, reason) == ("failed", "qcore_linaer looks like a typo of the hook qcore_linear, and lacks @qcore.hookimpl")
+    assert state == "failed"
+    assert reason == "qcore_linaer looks like a typo of the hook qcore_linear, and lacks @qcore.hookimpl"
 
 
 def test_kernel_error_outside_a_call_is_a_failure_not_a_crash(add):

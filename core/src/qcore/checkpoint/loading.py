@@ -126,9 +126,7 @@ def load_weights(model: nn.Module, archive: Archive, device_of: Callable[[str], 
         lost = [name for name in archive.records if name not in used]
         if lost:
             what = f"the model has no layer for {len(lost)} of its quantized weights: {_listing(lost)}."
-            remedy = (
-                "Build the model that was saved. Separately stored experts are joined if all have the same format."
-            )
+            remedy = "Build the model that was saved. Separately stored experts are joined if all have the same format."
             raise file_error(archive.path, what, remedy)
         loader = _Loader(model, archive, found, device_of)
         with progress_bars.shown(False, "loading", "tensors") as tell:

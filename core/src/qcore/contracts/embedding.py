@@ -168,8 +168,7 @@ def check_indices(indices: Tensor, size: int) -> None:
         low, high = (int(bound) for bound in indices.aminmax())
         if low < 0 or high >= size:
             raise IndexError(
-                f"embedding: indices span {low}..{high}, but the table has {size} rows.\n"
-                f"They must be in 0..{size - 1}."
+                f"embedding: indices span {low}..{high}, but the table has {size} rows.\nThey must be in 0..{size - 1}."
             )
 
 

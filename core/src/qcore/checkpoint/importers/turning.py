@@ -48,9 +48,7 @@ def turned_awq(words: Tensor) -> Tensor:
         tile.copy_(source[:, :, band])  # eight rows of codes each
         for distance in (1, 2, 4):
             _exchange(tile, spare, distance, 4 * distance)
-        torch.bitwise_xor(
-            tile, _every_byte(SIGN_OF_NIBBLES), out=ready
-        )  # eight outputs each, eight codes per word
+        torch.bitwise_xor(tile, _every_byte(SIGN_OF_NIBBLES), out=ready)  # eight outputs each, eight codes per word
         found[band] = ready.view(2, 4, rows, width).permute(3, 1, 0, 2)
     return found.view(torch.uint8).view(8 * columns, 4 * rows)
 
