@@ -239,14 +239,14 @@ def test_a_cache_that_is_not_believed_is_a_note(run, monkeypatch, tmp_path):
     (tmp_path / "open").chmod(0o777)
     monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "open"))
     _, out, _ = run("doctor")
-    assert "can be written by everybody" in out
+    assert "can be written by everyone" in out
 
 
 def test_without_a_home_there_is_one_line(run, monkeypatch):
     monkeypatch.setattr(disk_cache, "cache_dir", lambda: None)
     code, out, _ = run("doctor")
     assert code == 0
-    assert out.count("there is no home directory to keep it in") == 1
+    assert out.count("there is no home directory for it") == 1
 
 
 def test_a_kernel_slower_than_the_fallback_is_a_note(run_json, request_of):

@@ -289,7 +289,7 @@ def find_element(name: Any) -> Element:
         found = _ELEMENTS.get(name) if isinstance(name, str) else None
     if found is None:
         raise FormatError(
-            f"unknown element type {quoted(name)}; qcore knows {', '.join(_ELEMENTS)}."
+            f"unknown element type {quoted(name)}; known: {', '.join(_ELEMENTS)}."
             f"{did_you_mean(str(name), _ELEMENTS)}\nA third-party element needs its plugin installed."
         )
     return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 _Row = TypeVar("_Row")
-_NUMBER = re.compile(r"[0-9]{1,9}")  # longer ones are no counts of blocks; Python refuses to convert very long ones
+_NUMBER = re.compile(r"[0-9]{1,9}")  # longer ones do not number blocks, and Python refuses to convert very long ones
 _FEWEST = 3  # two lines are as quick to read as one line for both
 
 

@@ -45,7 +45,7 @@ def why_not_experts(module: nn.Module) -> str:
         for name, parameter in module._parameters.items()  # noqa: SLF001
         if parameter is not None and name not in {*expert_weights(module), *_bias_names(module)}
     ]
-    return f"{type(module).__name__} has parameters that qcore does not know: {', '.join(extra)}" if extra else ""
+    return f"{type(module).__name__} has parameters that qcore does not support: {', '.join(extra)}" if extra else ""
 
 
 def _name_between(module: nn.Module) -> str:

@@ -58,7 +58,7 @@ class _Offloaded:
     """A layer whose weight ``hook`` keeps; between calls the layer holds tensors on ``meta``.
 
     **Fields:** ``origin``: the store that held the weight, for layers tied to this one that stay in memory; ``device``:
-    where the weight was; ``brought``: the store of the current call.
+    where the weight was; ``brought``: the store that was loaded for the current call.
     """
 
     hook: Any

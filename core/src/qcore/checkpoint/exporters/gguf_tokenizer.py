@@ -27,8 +27,8 @@ _SPLITS = {_WORDS % "{1,3}": "llama-bpe", _WORDS % "": "qwen2"}
 def add_vocabulary(writer: Any, folder: Path, size: int) -> None:
     """Write the vocabulary in ``folder`` to a `gguf.GGUFWriter`: ``size`` tokens, as many as there are embeddings.
 
-    If there is no vocabulary, the file says so and a warning is raised. Raises `CheckpointError` for a vocabulary that
-    llama.cpp's tokenizers do not support.
+    If there is no vocabulary, the file states this and a warning is issued. Raises `CheckpointError` for a vocabulary
+    that llama.cpp's tokenizers do not support.
     """
     tokenizer, bytewise = read_json(folder / _FILE), False
     try:
