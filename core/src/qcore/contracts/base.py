@@ -334,7 +334,7 @@ def finish_reference(problem: Problem, y: Tensor) -> Tensor:
 def finish_allowed(problem: Problem, y: Tensor, error: Tensor) -> Tensor:
     """The error allowed to the finished result: one more rounding, or one code plus the error in codes.
 
-    The rounding step of a float is that of the computed value, which may be far from ``y``.
+    The rounding error of a float depends on the computed value, which may differ from ``y`` by the error before it.
     """
     request = problem.request
     if request.output is None:

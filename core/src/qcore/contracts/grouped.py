@@ -70,7 +70,7 @@ class GroupedLinearRequest:
 
 _SMALL_EXPERTS = 4
 _AROUND_ROWS = 64
-"""Numbers of rows with which a layer's own weights are tested."""
+"""Number of rows with which a layer's own weights are tested."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def why_not_empty(request: AnyRequest) -> str:
     """Why a weight without elements is refused; empty for any other."""
     if request.n < 1 or request.k < 1:
-        return f"a weight of shape {(request.n, request.k)} is empty, there is nothing to compute; torch ops run it."
+        return f"a weight of shape {(request.n, request.k)} is empty: there is nothing to compute; torch ops run it."
     return ""
 
 

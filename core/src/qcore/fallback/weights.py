@@ -60,7 +60,7 @@ class WeightReader:
     def codes(self, data: Tensor) -> Tensor:
         """The codes of some rows, ``(rows, G, g)``: int8 for integer elements, uint8 for tables.
 
-        A ragged last group is padded with code 0, whose value need not be 0, because x is padded with 0.
+        A ragged last group is padded with code 0, whose value need not be 0, because x is 0 there.
         """
         n = data.shape[0]
         if self.halves:

@@ -309,5 +309,5 @@ def _unsupported_scheme(scheme: Scheme) -> str:
     if scheme.output is not None:
         return "-o8 makes a layer return int8 codes, which the next layer cannot read; use it on single modules"
     if getattr(scheme.activation, "per_token", False):
-        return "per-token parameters come with each call; use qcore.linear"
+        return "per-token parameters are passed with each call; use qcore.linear"
     return ""

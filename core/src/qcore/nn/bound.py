@@ -76,6 +76,6 @@ def binding_of(module: nn.Module) -> object:
     """An object that a layer replaces whenever it is bound again: after a move, with a new weight or a new kernel.
 
     Compare it by identity to find out whether a `BoundLayer` is still valid. For other modules it is the module itself.
-    Takes a fraction of a microsecond, so that a plugin can call it at every call of its own.
+    Takes a fraction of a microsecond, so that a plugin can check it at every call.
     """
     return module.__dict__.get("_primary", module)

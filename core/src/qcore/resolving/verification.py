@@ -2,10 +2,9 @@
 
 This is done twice: on small problems, before it is selected (`check`), and with a layer's own weight, once per size,
 before it gets the layer's input (`check_weight`): a kernel may be wrong on large weights only. A verdict is kept in
-memory and,
-if the kernel passed, on disk: by plugin version, kernel, device, driver, torch version and the signature of the
-request; for a plugin under development also by the state of its code. A kernel whose check crashed an earlier process
-is not tried again.
+memory and, if the kernel passed, on disk: by plugin version, kernel, device, driver, torch version and the signature of
+the request; for a plugin under development also by the state of its code. A kernel whose check crashed an earlier
+process is not tried again.
 """
 
 from __future__ import annotations

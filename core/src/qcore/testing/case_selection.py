@@ -60,7 +60,7 @@ def cases(schemes: Iterable[str] | None = None, contracts: Iterable[str] | None 
     """Return all cases, or those of some contracts and schemes. Raises `ConformanceError` for an unknown contract.
 
     Without ``schemes``: every shape in every dtype for `SCHEMES`, and every shape in one dtype for `TABLE_SCHEMES` and
-    `element_schemes`, whose kernels differ only in how they decode. Schemes that are named run in every dtype.
+    `element_schemes`, whose kernels differ from the others in decoding. Schemes that are named run in every dtype.
     """
     chosen = list(_chosen(contracts))
     if schemes is None:

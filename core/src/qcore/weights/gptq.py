@@ -85,7 +85,7 @@ class Order:
 
 
 def compensate(weight: Tensor, order: Order, group: int, grid: Grid[P], parameters: Sequence[P]) -> Tensor:
-    """Round a weight column by column, largest inputs first, so that most columns are left to compensate their errors.
+    """Round a weight column by column, largest inputs first: most columns are then left to compensate their errors.
 
     **Arguments:**
 

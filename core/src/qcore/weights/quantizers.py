@@ -47,8 +47,8 @@ _CHUNK_ELEMENTS = 1 << 19
 """Elements quantized at a time (2 MiB of float32), so that the many passes over a chunk stay in a core's cache."""
 
 _LARGE_CHUNK_ELEMENTS = 1 << 24
-"""The same for ``gptq``, whose passes are over single columns, and for accelerators: columns must be long, or the calls
-cost more than the work."""
+"""The same for ``gptq``, whose passes are over single columns, and for accelerators: if columns were short, the calls
+would cost more than the work."""
 
 
 @dataclass(frozen=True)
