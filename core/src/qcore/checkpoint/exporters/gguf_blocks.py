@@ -132,7 +132,7 @@ def _why(weight: QTensor) -> str:
     if format.scale is ScaleType.FLOAT and not torch.equal(scale.half().float(), scale):
         return "its scales are not exact in float16; round them: --dtype fp16 (dtype=torch.float16)"
     if format.group(weight.shape[1]) % 32:
-        return f"its format is {format}; blocks with arbitrary scales hold groups of 32: quantize it with groups of 32 (-g32)"
+        return f"its format is {format}; blocks with arbitrary scales hold groups of 32: quantize it with -g32"
     return f"its format is {format} and codes less their zero points take 9 bits; use a symmetric scheme, e.g. w8a16"
 
 
