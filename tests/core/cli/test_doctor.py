@@ -145,7 +145,7 @@ def test_a_process_that_never_starts_is_ended(monkeypatch):
     status = PluginStatus("stuck", "qcore-stuck", "1", State.BLOCKED)
     found = probing.probe_all([status], 1.0, 1)["stuck"]
     assert found.broken
-    assert "did not end within 1 seconds" in found.reason
+    assert "did not finish within 1 seconds" in found.reason
 
 
 def test_ctrl_c_ends_the_probes_and_marks_nobody(install):

@@ -99,7 +99,7 @@ def _remedy(status: PluginStatus) -> str:
         return ""  # the reason contains the remedy
     if status.state is State.UNAVAILABLE:
         return _disable(status)
-    if "did not end within" in status.reason:
+    if "did not finish within" in status.reason:
         return f"Check the device's driver, or allow more time with --timeout. {_disable(status)}"
     if status.reason.startswith(("ModuleNotFoundError", "ImportError", "OSError")):
         return f"Reinstall it: pip install --force-reinstall {status.dist}. {_disable(status)}"

@@ -24,7 +24,7 @@ the model and runs it."""
 class Calibrated:
     """The result of a calibration.
 
-    **Fields:** ``schemes``: by layer name, with the numbers of static activations filled in; ``moments``: the
+    **Fields:** ``schemes``: by layer name, with the parameters of static activations filled in; ``moments``: the
     sum of ``x x^T`` over a layer's inputs, float32 ``(K, K)``, for a convolution ``(groups, K, K)``, by the name of the
     first layer that holds the weight.
     """
