@@ -176,7 +176,7 @@ def slow_findings(statuses: list[PluginStatus]) -> list[Finding]:
         Finding(
             slow.plugin,
             f"{slow.kernel} was measured slower than the fallback for {slow.request}: "
-            f"{slow.milliseconds:.3g} ms against {slow.fallback_milliseconds:.3g} ms of {slow.fallback}.",
+            f"{slow.milliseconds:.3g} ms, against {slow.fallback_milliseconds:.3g} ms for {slow.fallback}.",
             "The fallback is selected, unless the order of backends or strict prevents it.",
             problem=False,
         )

@@ -302,8 +302,8 @@ def _slow_hints(ranked: list[Offered], rows: list[Candidate]) -> Iterable[str]:
     if best is not None and faster and best.status.name != BUILTIN:
         name, (fallback, *_) = best.name, faster
         yield (
-            f"{name} was measured slower than the fallback: {best.milliseconds:.3g} ms against "
-            f"{fallback.milliseconds:.3g} ms of {fallback.name}."
+            f"{name} was measured slower than the fallback: {best.milliseconds:.3g} ms, against "
+            f"{fallback.milliseconds:.3g} ms for {fallback.name}."
         )
 
 

@@ -88,7 +88,7 @@ def _standing(certificate: Certificate) -> tuple[str, str]:
     if certificate.failures or certificate.broken:
         return "failed", certificate.state if certificate.broken else f"{len(certificate.failures)} failed"
     if not certificate.available:
-        return "unavailable", "not here"
+        return "unavailable", "not available"
     return ("gap", "known gaps") if certificate.counts[Outcome.GAP] else ("passed", "conforms")
 
 
