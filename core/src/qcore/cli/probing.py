@@ -112,7 +112,9 @@ class _Child:
         probing = "qcore_probe" in trace
         state = State.PROBE_FAILED if probing else State.IMPORT_FAILED
         doing = "its probe" if probing else "its import"
-        return self._failed(state, f"{doing} did not finish within {self.seconds:g} seconds{_where(trace)}", self.seconds)
+        return self._failed(
+            state, f"{doing} did not finish within {self.seconds:g} seconds{_where(trace)}", self.seconds
+        )
 
     def _failed(self, state: State, reason: str, seconds: float = 0.0) -> PluginStatus:
         p = self.plugin
