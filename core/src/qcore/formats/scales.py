@@ -89,4 +89,4 @@ def check_scale_values(kind: ScaleType, scale: Tensor, global_scale: Tensor | No
     if not bool(usable.all()) or not bool(
         torch.isfinite(effective_scale(kind, scale, global_scale, torch.float32)).all()
     ):
-        raise FormatError("global_scale must be finite, and so must its combination with the group scales.")
+        raise FormatError("global_scale must be finite, and give finite scales when combined with those of the groups.")
