@@ -140,7 +140,7 @@ def test_what_everybody_can_write_is_not_believed():
         mode = each.stat().st_mode
         each.chmod(mode | 0o002)
         assert disk_cache.read("kind", "key") is None
-        assert each == path or "can be written by everybody" in disk_cache.why_untrusted()
+        assert each == path or "can be written by everyone" in disk_cache.why_untrusted()
         assert each == path or not disk_cache.write("kind", "other", value=1)
         each.chmod(mode)
         assert disk_cache.read("kind", "key")

@@ -180,7 +180,7 @@ class TestMoments:
         with pytest.raises(FormatError, match="layer 'unused' saw no input"):
             calibrate(Model(), {"unused": GPTQ}, [X])
         with pytest.raises(
-            FormatError, match=r"'w4a8-g2@gptq' rounds weights by the inputs.*\nPass calibration=batches"
+            FormatError, match=r"'w4a8-g2@gptq' rounds weights based on the inputs.*\nPass calibration=batches"
         ):
             calibrate(Model(), {"fc": GPTQ}, None)
 

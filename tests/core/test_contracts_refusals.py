@@ -67,7 +67,7 @@ def test_indices_are_checked(dtype, wrong):
     check_indices(torch.tensor([[0, 4], [3, 3]], dtype=dtype), 5)
     check_indices(torch.empty(0, 3, dtype=dtype), 5)
     span = rf"{min(0, wrong)}\.\.{max(4, wrong)}"
-    with pytest.raises(IndexError, match=rf"indices span {span}, but the table has 5 rows.\nThey must lie in 0\.\.4\."):
+    with pytest.raises(IndexError, match=rf"indices span {span}, but the table has 5 rows.\nThey must be in 0\.\.4\."):
         check_indices(torch.tensor([[0, wrong], [4, 3]], dtype=dtype), 5)
 
 

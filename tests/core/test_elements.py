@@ -87,7 +87,7 @@ def test_schemes_go_round(text):
     ("text", "says"),
     [
         ("wfp8a8", "int8 activations .* integer weights"),
-        ("wfp8a16-asym", "no integers"),
+        ("wfp8a16-asym", "not integers"),
         ("wfp4a16-g32-fzp-e8m0", "float zero point"),
         ("wfp9a16", "unknown element type 'fp9'"),
         ("wfp8afp8-aasym", "-static and -token"),

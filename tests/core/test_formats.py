@@ -140,7 +140,7 @@ class TestText:
     @pytest.mark.parametrize(
         ("text", "says"),
         [
-            ("int3", "qcore knows int4, int8"),
+            ("int3", "known: int4, int8"),
             ("nf5", "unknown element type 'nf5'"),
             ("int4-32", "-gGROUP"),
             ("", "int4-g128-asym/plain"),

@@ -64,7 +64,7 @@ ENCODERS = {
     "raises": (raising, "its encode raised RuntimeError: boom"),
     "panics": (panicking, r"raised PanicException: \(without words\)"),
     "exits": (lambda self, codes: sys.exit(3), "raised SystemExit"),
-    "gives None": (lambda self, codes: None, "gave a NoneType"),
+    "gives None": (lambda self, codes: None, "returned a NoneType"),
     "drops a row": (lambda self, codes: PLAIN.encode(codes[1:]), "its rows must be N"),
 }
 
@@ -86,9 +86,9 @@ def test_encode_is_checked_on_convert(installed, name):
 DECODERS = {
     "raises": (raising, "its decode raised RuntimeError: boom"),
     "panics": (panicking, "its decode raised PanicException"),
-    "another dtype": (lambda self, data, k: PLAIN.decode(data, k).int(), r"gave torch.int32 \(3, 10\)"),
-    "another shape": (lambda self, data, k: PLAIN.decode(data, k)[:, :1], r"gave torch.int8 \(3, 1\)"),
-    "None": (lambda self, data, k: None, "gave a NoneType"),
+    "another dtype": (lambda self, data, k: PLAIN.decode(data, k).int(), r"returned torch.int32 \(3, 10\)"),
+    "another shape": (lambda self, data, k: PLAIN.decode(data, k)[:, :1], r"returned torch.int8 \(3, 1\)"),
+    "None": (lambda self, data, k: None, "returned a NoneType"),
 }
 
 
@@ -176,7 +176,7 @@ def test_a_good_layout_of_a_third_party_serves_and_compiles(installed):
 
 @pytest.mark.parametrize("dtypes", [(), None, (["int4"],), "int4"])
 def test_dtypes_that_are_no_tuple_of_known_names(installed, dtypes):
-    with pytest.raises(FormatError, match="dtypes is a tuple of names"):
+    with pytest.raises(FormatError, match="must be a tuple of element names"):
         layouts.register_layout(broken(dtypes=dtypes))
 
 

@@ -102,10 +102,10 @@ def test_embedding():
         (lambda: qcore.linear(torch.tensor(1.0), weight()), "its last dimension must be K = 64"),
         (lambda: qcore.linear(torch.randn(3, 64), weight(), torch.randn(64)), r"this weight needs \(16,\)"),
         (lambda: qcore.linear(torch.randn(3, 64, device="meta"), weight()), "x is on meta, the weight on cpu"),
-        (lambda: qcore.linear(torch.randn(3, 64), weight(), x_scale=torch.ones(3)), "given: x_scale; wanted: none"),
+        (lambda: qcore.linear(torch.randn(3, 64), weight(), x_scale=torch.ones(3)), "passed: x_scale; required: none"),
         (
             lambda: qcore.linear(torch.randn(3, 64), weight(), activation=qcore.StaticInt8(per_token=True)),
-            "given: none; wanted: x_scale, x_zero_point",
+            "passed: none; required: x_scale, x_zero_point",
         ),
         (lambda: qcore.conv2d(torch.randn(4, 6, 6), weight("int8", 8, 36), kernel_size=(3, 3)), r"\(B, IC, H, W\)"),
         (lambda: qcore.conv2d(torch.randn(1, 4, 6, 6), weight("int8"), kernel_size=(3, 3)), "needs .* = 36"),
@@ -176,7 +176,7 @@ def test_threads_share_the_entry():
 
 def test_int8_results_of_float_activations_are_refused():
     weight, output = qcore.quantize(torch.randn(8, 64), "int8"), qcore.OutputInt8(0.1, 3)
-    with pytest.raises(FormatError, match="int8 results go with int8 activations"):
+    with pytest.raises(FormatError, match="int8 results require int8 activations"):
         qcore.linear(torch.randn(2, 64), weight, output=output)
-    with pytest.raises(FormatError, match="int8 results go with int8 activations"):
+    with pytest.raises(FormatError, match="int8 results require int8 activations"):
         qcore.conv2d(torch.randn(2, 64, 3, 3), weight, kernel_size=(1, 1), output=output)

@@ -167,7 +167,7 @@ class TestFactor:
 
     @pytest.mark.parametrize("bad", [-torch.eye(3), torch.full((3, 3), float("nan")), torch.eye(3) / 0])
     def test_what_is_no_moment_is_an_error(self, bad):
-        with pytest.raises(FormatError, match=r"moments for fc\.weight are no sum of x x\^T"):
+        with pytest.raises(FormatError, match=r"moments for fc\.weight are not a sum of x x\^T"):
             inverse_factor(bad, "fc.weight")
 
 
@@ -182,7 +182,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("moments", [torch.eye(7), torch.ones(8), torch.eye(8, dtype=torch.int64)])
     def test_moments_of_another_shape_or_dtype(self, moments):
-        with pytest.raises(FormatError, match=r"sum of x x\^T over inputs x of this weight: floating point, \(8, 8\)"):
+        with pytest.raises(FormatError, match=r"sum of x x\^T over inputs x of this weight: floating-point, \(8, 8\)"):
             quantize(weights(2, 8), "int4", "gptq", moments=moments)
 
     def test_moments_that_nobody_reads(self):

@@ -106,7 +106,7 @@ def test_other_ops_refuse_experts():
 
 
 def test_int8_activations_go_with_integer_weights():
-    with pytest.raises(qcore.FormatError, match="go with integer weights"):
+    with pytest.raises(qcore.FormatError, match="require integer weights"):
         qcore.linear(rows(4), weight("fp8")[0], activation=qcore.DynamicInt8())
 
 

@@ -159,9 +159,9 @@ def _patched(linear):
         (lambda: prune.identity(nn.Linear(8, 8), "weight"), "not a parameter but computed"),
         (lambda: nn.LazyLinear(8), "not initialized yet; run the model once"),
         (lambda: nn.Embedding(8, 8, max_norm=1.0), "max_norm"),
-        (lambda: nn.ConvTranspose2d(1, 1, 3), "no contract for ConvTranspose2d"),
-        (lambda: nn.Conv1d(1, 1, 3), "no contract for Conv1d"),
-        (lambda: nn.LSTM(8, 8), "no contract for LSTM"),
+        (lambda: nn.ConvTranspose2d(1, 1, 3), "does not support ConvTranspose2d"),
+        (lambda: nn.Conv1d(1, 1, 3), "does not support Conv1d"),
+        (lambda: nn.LSTM(8, 8), "does not support LSTM"),
     ],
 )
 def test_layers_that_are_refused_are_listed_with_the_reason(layer, words):

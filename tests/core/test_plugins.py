@@ -111,7 +111,7 @@ def test_disabling_a_name_silences_its_conflict():
 )
 def test_import_that_raises_is_one_warning(error, words):
     registry = Registry([entry(load=raising(error))])
-    with warns(f"'p' .dist-p 1.0. is out of use: import failed: {words}") as caught:
+    with warns(f"'p' .dist-p 1.0. cannot be used: import failed: {words}") as caught:
         assert registry.status("p").state is State.IMPORT_FAILED
     assert "QCORE_DISABLE=p" in str(caught[0].message)
     assert registry.status("p").broken  # and no second warning
@@ -347,7 +347,7 @@ def test_a_group_without_the_right_version_is_reported(group, monkeypatch):
 
 def test_the_fallback_cannot_be_disabled_so_nobody_is_told_to():
     broken = PluginStatus("torch", "qcore", "1", State.IMPORT_FAILED, "x", broken=True)
-    with warns("'torch' .* is out of use") as caught:
+    with warns("'torch' .* cannot be used") as caught:
         plugins._warn_if_broken(broken)
     assert "QCORE_DISABLE" not in str(caught[0].message)
 

@@ -238,7 +238,7 @@ class TestNarrow:
 
     @pytest.mark.parametrize(("dim", "start", "length"), [(0, 0, 4), (0, -1, 1), (1, 64, 14), (1, 0, -1)])
     def test_outside(self, dim, start, length):
-        with pytest.raises(FormatError, match=r"leaves the weight of shape \(3, 77\)"):
+        with pytest.raises(FormatError, match=r"exceeds the weight of shape \(3, 77\)"):
             make("int4-g32").narrow(dim, start, length)
 
     def test_dim(self):

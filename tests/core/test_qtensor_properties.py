@@ -301,7 +301,7 @@ def test_bad_tensors_are_refused(text, change, says):
 
 @pytest.mark.parametrize("element", [e for e in ELEMENTS if not find_element(e).is_integer])
 def test_tables_have_no_integer_zero_point(element):
-    with pytest.raises(FormatError, match="no integers"):
+    with pytest.raises(FormatError, match="not integers"):
         Format(element, 32, ZeroPoint.INT)
 
 

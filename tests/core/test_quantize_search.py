@@ -143,7 +143,7 @@ class TestImportance:
         assert importance_of(torch.zeros(3, 3)).unique().numel() == 1
 
     def test_bad_moments_are_refused(self):
-        with pytest.raises(FormatError, match=r"no sum of x x\^T"):
+        with pytest.raises(FormatError, match=r"not a sum of x x\^T"):
             quantize(normal(2, 4), "int4", "awq", moments=torch.full((4, 4), float("nan")))
 
     def test_a_model_is_calibrated_for_awq(self):

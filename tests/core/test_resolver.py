@@ -150,7 +150,7 @@ def test_the_users_order_beats_measured_times_and_is_told(add_kernel, request_of
     decision = qcore.resolve(request_of(), backends="a")
     assert decision.plugin == "a"
     assert decision.hints == (
-        "a.stub was measured slower than the fallback: 13 ms against 0.14 ms of torch.plain.linear.",
+        "a.stub was measured slower than the fallback: 13 ms, against 0.14 ms for torch.plain.linear.",
     )
 
 

@@ -150,8 +150,8 @@ class TestErrors:
             ("w8a8-static(0.0,1)", "positive and finite"),
             ("w8a8-static(0.1,200)", r"-128..127"),
             ("w8a8-static(1e999,0)", "positive and finite"),
-            ("w8a8-o8t(0.1,0)", "leave scale out"),
-            ("w8a8-token(0.1,0)", "leave scale out"),
+            ("w8a8-o8t(0.1,0)", "omit scale"),
+            ("w8a8-token(0.1,0)", "omit scale"),
         ],
     )
     def test_parts_that_mean_nothing(self, text, says):

@@ -122,7 +122,7 @@ class TestElements:
     def test_anything_else_than_an_element_fails_the_registration(self, add):
         add("chip", elements=["octet"])
         with pytest.warns(qcore.QcoreWarning):
-            assert "qcore_elements gave 'octet', which is no qcore.Element" in registry.status("chip").reason
+            assert "qcore_elements returned 'octet', which is not a qcore.Element" in registry.status("chip").reason
 
     def test_an_unknown_one_is_named(self, add):
         add("chip", elements=[OCTET])
@@ -155,7 +155,7 @@ WRONG = {
     "exits": (lambda *_: exec("raise SystemExit(3)"), "SystemExit"),
     "returns None": (lambda *_: None, "it returned a NoneType"),
     "wrong shape": (lambda w, *rest: to_octets(w[:, :8], *rest), "octet-g8/plain"),
-    "other format": (lambda w, f, d, _: qcore.quantize(w, "int8"), "it made int8/plain"),
+    "other format": (lambda w, f, d, _: qcore.quantize(w, "int8"), "it returned int8/plain"),
     "infinite scale": (lambda w, *r: (to_octets(w, *r)[0], to_octets(w, *r)[1] * torch.inf, None), "scale"),
     "wide scale": (lambda w, f, d, m: to_octets(w, f, torch.bfloat16, m), "scales are torch.bfloat16"),
     "codes out of range": (lambda w, *r: (to_octets(w, *r)[0] + 9, *to_octets(w, *r)[1:]), "codes"),
@@ -226,7 +226,7 @@ class TestQuantizers:
     def test_formats_that_it_does_not_make(self, octets):
         octets()
         for text in ("int4", "octet-fzp"):
-            with pytest.raises(FormatError, match=r"'half' of plugin 'chip' cannot make .*\nIt makes octet"):
+            with pytest.raises(FormatError, match=r"'half' of plugin 'chip' does not support .*\nIt supports octet"):
                 qcore.quantize(weight(), text, "half")
 
     def test_an_unknown_one_lists_those_of_plugins(self, octets):

@@ -86,11 +86,11 @@ REFUSED = {
     "int8 result": (linear(out_dtype=torch.int8), "results of dtype int8"),
     "int8 result of floats": (
         linear(out_dtype=torch.int8, output=qcore.OutputInt8(0.1)),
-        "goes with int8 activations",
+        "requires int8 activations",
     ),
     "float result of -o8": (linear("w8a8-o8", out_dtype=torch.float16), "is int8, not torch.float16"),
-    "no rows": (linear(n=0), "holds nothing"),
-    "no columns": (linear("w8a16", k=0), "holds nothing"),
+    "no rows": (linear(n=0), "is empty"),
+    "no columns": (linear("w8a16", k=0), "is empty"),
 }
 
 

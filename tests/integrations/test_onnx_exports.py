@@ -207,4 +207,4 @@ class TestRefusals:
         model = transformers.T5ForConditionalGeneration(config)
         qcore.quantize_(model, "w8a16")
         saved(model, tmp_path / "own")
-        self.refused(tmp_path / "own", "an encoder with a decoder")
+        self.refused(tmp_path / "own", "an encoder-decoder model")

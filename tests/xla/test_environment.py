@@ -135,9 +135,9 @@ def request(scheme="w8a16", contract="linear", **changes):
     [
         (request(device=torch.device("meta")), "move them with"),
         (request(x_dtype=torch.float64, out_dtype=torch.float64), "float64 have no kernel here"),
-        (request(output=qcore.OutputInt8(1.0, 0), out_dtype=torch.int8), "goes with int8 activations"),
+        (request(output=qcore.OutputInt8(1.0, 0), out_dtype=torch.int8), "requires int8 activations"),
         (request("w8a8", output=qcore.OutputInt8(1.0, 0)), "a result with OutputInt8 is int8"),
-        (request(n=0), "nothing to compute with"),
+        (request(n=0), "nothing to compute"),
         (request(contract="embedding", out_dtype=torch.float64), "results of dtype float64"),
     ],
 )

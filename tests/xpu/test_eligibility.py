@@ -68,8 +68,8 @@ def test_convolutions_are_served(interpreter, scheme):
         ({"x_dtype": torch.float64}, "activations of dtype float64"),
         ({"x_dtype": torch.int8}, "activations of dtype int8"),
         ({"out_dtype": torch.int8}, "results of dtype int8"),
-        ({"n": 0}, "holds nothing"),
-        ({"k": 0}, "holds nothing"),
+        ({"n": 0}, "is empty"),
+        ({"k": 0}, "is empty"),
     ],
 )
 def test_refusals_of_linear(changes, why):

@@ -124,7 +124,7 @@ def __getattr__(name: str) -> _Any:
 
 
 def _bar(title: str, unit: str, forced: bool) -> _Any:
-    # Imported when the first bar is drawn: rich serves the top floor only.
+    # Imported when the first bar is drawn: only the command line uses rich.
     from .cli.progress import Progress
 
     return Progress(title, unit, forced).shown()

@@ -8,7 +8,8 @@ from .cli import main
 
 if __name__ == "__main__":
     code = main()
-    # Where Ctrl-C once left a text that was being executed, such as a dataclass's methods, CPython ends `python -m` by
-    # SIGINT instead of with our exit code, although the exception was caught. The next text that ends well clears that.
+    # If Ctrl-C interrupted an exec() earlier, such as the one that creates a dataclass's methods, CPython ends
+    # `python -m` by SIGINT instead of with our exit code, although the exception was caught. The next exec() that
+    # succeeds resets this.
     exec("")  # noqa: S102
     sys.exit(code)

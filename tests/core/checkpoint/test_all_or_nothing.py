@@ -87,7 +87,7 @@ def test_scripted_modules(tmp_path, trained, place):
         model[place] = torch.jit.script(model[place])
     report = load_(model, tmp_path / "m.safetensors")
     assert torch.allclose(model(X), trained(X), atol=1e-6)
-    assert place == 1 or "turned back to float" in str(report)
+    assert place == 1 or "dequantized to float" in str(report)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -253,14 +253,14 @@ def test_tensors_that_overlap_hold_what_they_can(tmp_path):
     load_(Sharing(memory), tmp_path / "m.safetensors")
     assert torch.equal(memory, torch.arange(6.0))
     save({"first": torch.zeros(4), "second": torch.ones(4)}, tmp_path / "m.safetensors")
-    refused(Sharing(memory), tmp_path / "m.safetensors", "ties it to a tensor that has other values")
+    refused(Sharing(memory), tmp_path / "m.safetensors", "ties it to a tensor that has different values")
 
 
 def test_two_parameters_on_one_memory(tmp_path):
     first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     second.weight = nn.Parameter(first.weight.data)
     save({"0.weight": torch.ones(4, 4), "1.weight": torch.zeros(4, 4)}, tmp_path / "m.safetensors")
-    refused(nn.Sequential(first, second), tmp_path / "m.safetensors", "ties it to a tensor that has other values")
+    refused(nn.Sequential(first, second), tmp_path / "m.safetensors", "ties it to a tensor that has different values")
 
 
 def test_a_module_that_lists_its_weights_elsewhere(tmp_path):
@@ -286,7 +286,7 @@ def test_a_refused_load_runs_no_parametrization(tmp_path, trained):
     model = fresh()
     model[0] = spectral_norm(model[0])
     model[2] = nn.utils.parametrizations.weight_norm(model[2])
-    refused(model, tmp_path / "m.safetensors", "not those of the model")
+    refused(model, tmp_path / "m.safetensors", "do not match those of the model")
 
 
 def test_a_refused_load_reads_no_property(tmp_path, trained):
@@ -300,7 +300,7 @@ def test_a_refused_load_reads_no_property(tmp_path, trained):
 
     model = fresh()
     model[0] = Counting()
-    refused(model, tmp_path / "m.safetensors", "not those of the model")
+    refused(model, tmp_path / "m.safetensors", "do not match those of the model")
     assert not Counting.reads
 
 

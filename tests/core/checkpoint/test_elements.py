@@ -160,7 +160,7 @@ def test_experts_load_into_a_parameter_of_three_dimensions(tmp_path):
     model.experts = Experts(3, 6, 37)
     report = load_(model, tmp_path / "m.safetensors")
     assert torch.equal(model.experts.up, held.dequantize(torch.float32))
-    assert report["experts"].reason == "turned back to float: Experts reads 'up' itself"
+    assert report["experts"].reason == "dequantized to float: Experts reads 'up' directly"
 
 
 @pytest.mark.parametrize("shape", [(3, 37, 6), (2, 6, 37), (18, 37), (3, 222)])
@@ -313,7 +313,7 @@ def with_record(path: Path, **changes: object) -> None:
     ("changes", "match"),
     [
         ({"order": False}, "without an order has no tensor"),
-        ({"order": 1}, "order is 1; it must be true or left out"),
+        ({"order": 1}, "order is 1; it must be true or omitted"),
         ({"order": None}, "order is None"),
         ({"order": [0]}, "order is"),
         ({"shape": [1, 6, 37]}, r"tensor '0\.weight'"),

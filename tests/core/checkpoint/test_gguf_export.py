@@ -111,8 +111,8 @@ def test_several_weights_share_a_type():
 @pytest.mark.parametrize(
     ("format", "k", "scale", "why"),
     [
-        ("int4-g32", 64, torch.full((2, 3), 1 / 3), "no float16 numbers; round them: --dtype fp16"),
-        ("int4-g32", 64, torch.full((2, 3), 1e6), "no float16 numbers"),
+        ("int4-g32", 64, torch.full((2, 3), 1 / 3), "not exact in float16; round them: --dtype fp16"),
+        ("int4-g32", 64, torch.full((2, 3), 1e6), "not exact in float16"),
         ("int4-g16", 64, torch.full((4, 3), 0.5), "do not fill blocks"),
         ("int4-g32", 48, torch.full((2, 3), 0.5), "do not fill blocks"),
         ("fp8", 64, torch.full((1, 3), 0.5), "blocks hold int4, int8 and mxfp4"),
@@ -150,7 +150,7 @@ def test_refuses_zero_points_that_take_nine_bits():
 def test_refuses_zero_points_that_are_no_products():
     torch.manual_seed(4)
     codes = torch.randint(-8, 8, (3, 256), dtype=torch.int8)
-    with pytest.raises(NotHeld, match="nor the products"):
+    with pytest.raises(NotHeld, match="nor as the products"):
         written(made("int4-g32-fzp", codes, torch.rand(8, 3), torch.rand(8, 3)))
 
 

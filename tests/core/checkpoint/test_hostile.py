@@ -320,10 +320,10 @@ def shards_of(directory: Path) -> list[Path]:
     [
         (lambda d: shards_of(d)[1].unlink(), "is not in the directory"),
         (lambda d: shards_of(d)[1].write_bytes(shards_of(d)[1].read_bytes()[:-1]), "header describes"),
-        (lambda d: shards_of(d)[1].write_bytes(shards_of(d)[0].read_bytes()), "a tensor is stored once"),
+        (lambda d: shards_of(d)[1].write_bytes(shards_of(d)[0].read_bytes()), "a tensor must be stored only once"),
         (lambda d: edit_index(d, lambda m: m.update({"more": shards_of(d)[0].name})), "'more': not in"),
         (lambda d: edit_index(d, lambda m: m.pop("1.bias")), "'1.bias'.*the index does not name it"),
-        (lambda d: edit_index(d, lambda m: m.update({"1.bias": m["0.weight.data"]})), "the index has it in"),
+        (lambda d: edit_index(d, lambda m: m.update({"1.bias": m["0.weight.data"]})), "according to the index"),
         (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
         (lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": []}'), "no weight_map"),
         (lambda d: (d / "model.safetensors.index.json").write_bytes(b"\xff\xfe"), "not valid JSON"),

@@ -23,6 +23,6 @@ def test_refusals_are_bad_input(run, model):
     assert "not quantized" in err
     code, _, err = run("convert", model / "quantized", model / "out", "--to", "gptq")
     assert code == 2
-    assert "layers.1.weight: its float32 scales are no float16 numbers" in err
+    assert "layers.1.weight: its float32 scales are not exact in float16" in err
     assert run("convert", model / "quantized", model / "out", "--to", "exl2")[0] == 2
     assert run("convert", model / "quantized", model / "quantized")[0] == 2

@@ -145,7 +145,7 @@ def test_a_process_that_never_starts_is_ended(monkeypatch):
     status = PluginStatus("stuck", "qcore-stuck", "1", State.BLOCKED)
     found = probing.probe_all([status], 1.0, 1)["stuck"]
     assert found.broken
-    assert "did not end within 1 seconds" in found.reason
+    assert "did not finish within 1 seconds" in found.reason
 
 
 def test_ctrl_c_ends_the_probes_and_marks_nobody(install):
@@ -173,8 +173,8 @@ def test_ctrl_c_during_a_plugins_import_has_the_same_exit_code(spawn, install):
 
 def test_names_the_exit_of_a_process():
     assert probing._how_it_ended(3) == "ended with exit code 3"
-    assert probing._how_it_ended(-11) == "was ended by SIGSEGV"
-    assert probing._how_it_ended(-99) == "was ended by signal 99"
+    assert probing._how_it_ended(-11) == "was killed by SIGSEGV"
+    assert probing._how_it_ended(-99) == "was killed by signal 99"
 
 
 def test_where_skips_frames_of_python_and_qcore():
@@ -239,14 +239,14 @@ def test_a_cache_that_is_not_believed_is_a_note(run, monkeypatch, tmp_path):
     (tmp_path / "open").chmod(0o777)
     monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "open"))
     _, out, _ = run("doctor")
-    assert "can be written by everybody" in out
+    assert "can be written by everyone" in out
 
 
 def test_without_a_home_there_is_one_line(run, monkeypatch):
     monkeypatch.setattr(disk_cache, "cache_dir", lambda: None)
     code, out, _ = run("doctor")
     assert code == 0
-    assert out.count("there is no home directory to keep it in") == 1
+    assert out.count("there is no home directory for it") == 1
 
 
 def test_a_kernel_slower_than_the_fallback_is_a_note(run_json, request_of):
@@ -262,7 +262,7 @@ def test_a_kernel_slower_than_the_fallback_is_a_note(run_json, request_of):
     (finding,) = health.slow_findings(slow)
     assert not finding.problem
     assert finding.text.startswith("mine.k was measured slower than the fallback for linear int4-g32/plain n=16 k=64")
-    assert "1e+06 ms against" in finding.text
+    assert "1e+06 ms, against" in finding.text
     code, found = run_json("doctor")
     assert code == 0
     assert not found["problems"]

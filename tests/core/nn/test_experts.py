@@ -139,7 +139,7 @@ def test_the_float_module_keeps_its_weights_and_a_failure_changes_nothing():
     ("change", "says"),
     [
         (lambda m: setattr(m, "has_post_expert_norm", True), "normalizes the result"),
-        (lambda m: m.register_parameter("norm", nn.Parameter(torch.ones(E, H))), "does not know: norm"),
+        (lambda m: m.register_parameter("norm", nn.Parameter(torch.ones(E, H))), "does not support: norm"),
     ],
 )
 def test_experts_of_another_kind_are_refused_with_the_reason(change, says):
@@ -156,7 +156,7 @@ def test_schemes_that_need_inputs_of_each_expert_are_refused(scheme):
     block = Block()
     report = qcore.quantize_(block, scheme, calibration=[tokens()])
     assert report["gate"].state == "quantized"
-    assert "inputs of each expert are not collected" in report["experts"].reason
+    assert "inputs of each expert, which are not collected" in report["experts"].reason
 
 
 def test_gradients_reach_the_tokens():

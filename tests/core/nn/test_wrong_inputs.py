@@ -198,7 +198,7 @@ def test_a_shallow_copy_is_a_layer_of_its_own_on_the_same_weight(name):
 def test_a_scheme_with_parameters_per_token_makes_no_layer():
     weight = qcore.quantize(torch.randn(16, 64), "int8")
     for scheme in ("w8a8-token", "w8a8-o8t"):
-        with pytest.raises(FormatError, match="per-token parameters come with each call"):
+        with pytest.raises(FormatError, match="per-token parameters are passed with each call"):
             QuantizedLinear.from_qtensor(weight, scheme=scheme)
 
 

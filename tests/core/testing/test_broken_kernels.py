@@ -173,7 +173,7 @@ LAYOUTS = {
     ),
     "holds no size": (
         {"encode": lambda self, codes: (_ for _ in ()).throw(qcore.FormatError("too small"))},
-        "supports int4 codes in none of these sizes",
+        "supports int4 codes of none of these sizes",
     ),
 }
 

@@ -76,7 +76,7 @@ def test_device_that_torch_cannot_use_here_is_a_clear_error(add, device):
         testing.run(add(), device=device, **FEW)
     str(caught.value).encode()
     assert "--device" in str(caught.value)
-    with pytest.raises(ConformanceError, match="the probe of 'chip' tells the kit to test on the device"):
+    with pytest.raises(ConformanceError, match="the probe of 'chip' requests the device"):
         testing.run(add("chip", details={"device": device or "none"}), **FEW)
 
 

@@ -1,10 +1,9 @@
-"""LoRA adapters of peft over quantized layers; ``import qcore.adapters`` lets peft know them.
+"""LoRA adapters of peft over quantized layers; ``import qcore.adapters`` registers them with peft.
 
 After the import `peft.get_peft_model` and `peft.PeftModel.from_pretrained` put LoRA over `qcore.nn.QuantizedLinear`,
-`QuantizedEmbedding` and `QuantizedConv2d`; everything that peft does with other layers stays as it was. Needs the extra
-``peft``.
+`QuantizedEmbedding` and `QuantizedConv2d`; peft treats other layers as before. Needs the extra ``peft``.
 
-May import: nn and the floors below it, and peft. Imported by: nobody.
+May import: nn and the floors below it, and peft. Imported by: users.
 """
 
 from .layers import LoraConv2d, LoraEmbedding, LoraLinear, adopt_

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class _Magnitude(nn.Module):
-    """The magnitudes m ``(N,)``; the name of the parameter is that of peft's own class, so that files agree."""
+    """The magnitudes m ``(N,)``; the parameter has the name used by peft's own class, so that files are compatible."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
@@ -23,14 +23,14 @@ class _Magnitude(nn.Module):
 
 
 class DoraVariant(LoraVariant):
-    """How `LoraLinear` runs and merges an adapter with ``use_dora``."""
+    """Runs and merges an adapter with ``use_dora`` for `LoraLinear`."""
 
     def supports_lora_conversion(self) -> bool:
         return False
 
     @staticmethod
     def init(module: Any, adapter_name: str, **_kwargs: Any) -> None:
-        """Start with the norm of each row, so that the layer computes at first what it computed without the adapter."""
+        """Initialize with the norm of each row, so that at first the layer computes the same as without the adapter."""
         if module.lora_A[adapter_name].weight.device.type == "meta":
             start = torch.empty(module.out_features, device="meta")
         else:
@@ -40,7 +40,7 @@ class DoraVariant(LoraVariant):
 
     @staticmethod
     def scale(module: Any, adapter_name: str, delta: Tensor) -> Tensor:
-        """``m / ||W + D||`` ``(N, 1)``, float32: what a merge multiplies rows by; W is the weight without adapters."""
+        """``m / ||W + D||`` ``(N, 1)``, float32: a merge multiplies rows by it; W is the weight without adapters."""
         unmerged = module._unmerged  # noqa: SLF001 - of this package
         dense = _dense(module) if unmerged is None else unmerged.weight.dequantize(torch.float32)
         magnitude: Tensor = module.lora_magnitude_vector[adapter_name].weight.float()
@@ -48,7 +48,7 @@ class DoraVariant(LoraVariant):
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_kwargs: Any) -> Tensor:
-        """``result`` (of the base layer, with its bias) plus what the adapter changes."""
+        """``result`` (of the base layer, with its bias) plus the contribution of the adapter."""
         base, dropout = module.get_base_layer(), module.lora_dropout[active_adapter]
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         scaling, dropped = module.scaling[active_adapter], dropout(x)

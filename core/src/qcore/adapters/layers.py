@@ -23,17 +23,17 @@ from .dora import DoraVariant
 from .merging import Unmerged, Update
 
 _OWN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` that leave the base weight as it is."""
+"""Values of ``init_lora_weights`` that leave the base weight unchanged."""
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """Return the layer that an adapter of peft stands in front of; other modules are their own base."""
+    """Return the layer that an adapter of peft wraps; other modules are their own base."""
     base: nn.Module = module.get_base_layer() if isinstance(module, lora.BaseTunerLayer) else module
     return base
 
 
 class _OverQuantized:
-    """What LoRA over a quantized layer does differently: sizes, refusals, merging. Mixed into peft's classes."""
+    """The differences of LoRA over a quantized layer: sizes, refusals, merging. A mixin for peft's classes."""
 
     _unmerged: Unmerged | None = None
     lora_variant: dict[str, Any]
@@ -51,10 +51,10 @@ class _OverQuantized:
         return {(): None}
 
     def resolve_lora_variant(self, *, config: Any, **kwargs: Any) -> Any:
-        """Return peft's object for a variant such as DoRA; raises `UnsupportedError` for what needs a float weight."""
+        """Return peft's object for a variant such as DoRA; raises `UnsupportedError` if it needs a float weight."""
         base = self.get_base_layer()
         if base.scheme.output is not None:
-            raise UnsupportedError(f"a layer of scheme {base.scheme} returns int8 codes, to which LoRA cannot add.")
+            raise UnsupportedError(f"a layer of scheme {base.scheme} returns int8 codes; LoRA cannot add to them.")
         if config.init_lora_weights not in _OWN_STARTS:
             raise UnsupportedError(
                 f"init_lora_weights={config.init_lora_weights!r} starts from the float weight or changes it, but the "
@@ -73,7 +73,7 @@ class _OverQuantized:
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:  # noqa: ARG002
         """Merge adapters into the weight: dequantize, add in float32, quantize again in the same scheme.
 
-        What is lost is one rounding to the grid of the scheme; `unmerge` restores the earlier bits, which are kept
+        The only loss is one rounding to the grid of the scheme; `unmerge` restores the original bits, which are kept
         until then. Every merge is checked for NaN and Inf, as with ``safe_merge``, before the layer is changed.
         """
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self._adapters()]
@@ -86,7 +86,7 @@ class _OverQuantized:
         self._unmerged, self.merged_adapters = before, everything
 
     def unmerge(self) -> None:
-        """Take every merged adapter out again: weight, scheme and bias are exactly those from before `merge`."""
+        """Remove every merged adapter: weight, scheme and bias are exactly those from before `merge`."""
         if self._unmerged is not None:
             self._unmerged.put_back(self.get_base_layer())
             self._unmerged = None
@@ -96,7 +96,7 @@ class _OverQuantized:
         return self.lora_A  # type: ignore[attr-defined]
 
     def _update(self, name: str) -> Update:
-        """Return what merging the adapter ``name`` does to a weight."""
+        """Return the function that merges the adapter ``name`` into a weight."""
         delta = self._columns(self.get_delta_weight(name).float())  # type: ignore[attr-defined]
         variant = self.lora_variant.get(name)
         if variant is None:
@@ -109,7 +109,7 @@ class _OverQuantized:
         return delta
 
     def _bias_of(self, names: list[str]) -> Tensor | None:
-        """Return what the adapters add to the bias, None if nothing; `UnsupportedError` if there is no bias."""
+        """Return the sum that the adapters add to the bias, None for none; `UnsupportedError` if there is no bias."""
         own = [self.lora_B[n].bias * self.scaling[n] for n in names if self.lora_bias.get(n)]  # type: ignore[attr-defined]
         if own and self.get_base_layer().bias is None:
             raise UnsupportedError("an adapter with lora_bias=True cannot be merged into a layer that has no bias.")
@@ -135,7 +135,7 @@ class LoraEmbedding(_OverQuantized, lora.Embedding):
 
 
 class LoraConv2d(_OverQuantized, lora.Conv2d):
-    """LoRA over a `QuantizedConv2d` that pads with zeros on both sides alike; plain or rank-stabilized."""
+    """LoRA over a `QuantizedConv2d` that pads with zeros, equally on both sides; plain or rank-stabilized."""
 
     def __init__(
         self, base_layer: nn.Module, adapter_name: str, config: Any, r: int = 0, lora_alpha: int = 1, **kwargs: Any
@@ -145,9 +145,9 @@ class LoraConv2d(_OverQuantized, lora.Conv2d):
         base = self.get_base_layer()
         if base._outer_padding:
             raise UnsupportedError(
-                f"LoRA over a QuantizedConv2d needs zeros as padding, equal on both sides; this one has "
+                f"LoRA over a QuantizedConv2d requires zero padding, equal on both sides; this one has "
                 f"padding_mode={base.padding_mode!r} and pads by {base._outer_padding}.\n"
-                f"Leave it out of target_modules."
+                f"Remove it from target_modules."
             )
         if r % base.groups:
             raise UnsupportedError(f"the rank {r} is not divisible by the {base.groups} groups of the convolution.")
@@ -176,7 +176,7 @@ class LoraConv2d(_OverQuantized, lora.Conv2d):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def get_delta_weight(self, adapter: str) -> Any:
-        """Return what an adapter adds to the float layer's weight, ``(OC, IC, KH, KW)``."""
+        """Return the update of an adapter to the float layer's weight, ``(OC, IC, KH, KW)``."""
         if self.get_base_layer().groups > 1:
             raise UnsupportedError(
                 "LoRA over a convolution with groups mixes channels of all groups, so it cannot be merged into it."
@@ -199,10 +199,10 @@ _ADOPTABLE = {lora.Linear: LoraLinear, lora.Embedding: LoraEmbedding, lora.Conv2
 
 
 def adopt_(model: nn.Module) -> list[str]:
-    """Make LoRA layers of peft whose base was quantized afterwards into those of this module; returns their names.
+    """Convert LoRA layers of peft whose base was quantized afterwards to those of this module; returns their names.
 
-    `qcore.quantize_` of a model that has adapters already quantizes the layers behind them. They run at once; merging
-    needs this call.
+    `qcore.quantize_` of a model that already has adapters quantizes the layers that they wrap. They run immediately;
+    merging needs this call.
     """
     return list(_adopted(model))
 

@@ -1,4 +1,4 @@
-"""Merge the updates of adapters into a quantized weight, and take them out again without a trace."""
+"""Merge the updates of adapters into a quantized weight, and undo the merge exactly."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..weights.schemes import Scheme
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _WITHOUT_INPUTS = "mse"
-"""Replaces a quantizer that needs inputs of the layer, which a merge does not have. Makes every kind of zero point."""
+"""Replaces a quantizer that needs inputs of the layer, which a merge does not have; supports every zero point."""
 
 Update = Callable[[Tensor], Tensor]
-"""Takes the weight so far, float32 ``(N, K)``, to the weight with one more adapter."""
+"""Maps the current weight, float32 ``(N, K)``, to the weight with one more adapter."""
 
 
 @dataclass(frozen=True)
 class Unmerged:
-    """What a layer held before adapters were merged into it.
+    """The weight, scheme and bias of a layer before adapters were merged into it.
 
-    ``weight`` is the view of the layer's store, so that putting it back restores bits, packing and ties.
+    ``weight`` is the view of the layer's store, so that restoring it also restores packing and ties.
     """
 
     weight: QTensor
@@ -36,14 +36,14 @@ class Unmerged:
 
     @classmethod
     def of(cls, base: QuantizedModule) -> Unmerged:
-        """Return what ``base`` holds now; raises `FormatError` if its weight is not loaded."""
+        """Return the current state of ``base``; raises `FormatError` if its weight is not loaded."""
         weight = base.weight
         if weight.device.type == "meta":
             raise FormatError("adapters cannot be merged into a weight on the meta device; load or onload it first.")
         return cls(weight, base.scheme, None if base.bias is None else base.bias.detach().clone())
 
     def put_back(self, base: Any) -> None:
-        """Give ``base`` these parts; the weight follows a layer that was moved in the meantime."""
+        """Restore these parts to ``base``; the weight is moved if the layer was moved in the meantime."""
         device = base.weight.device
         base.weight = self.weight if self.weight.device == device else self.weight.to(device)
         base.scheme = self.scheme
@@ -51,12 +51,12 @@ class Unmerged:
             base.bias.data = self.bias.to(base.bias.device)
 
     def merged(self, base: Any, updates: Iterable[Update], bias: Tensor | None, name: str) -> None:
-        """Give ``base`` the quantized sum of this weight and ``updates``, and ``bias`` added to its bias.
+        """Set the weight of ``base`` to the quantized sum of this weight and ``updates``, and add ``bias`` to its bias.
 
         The sum is computed in float32 from the weight before any merge, so errors of earlier merges do not add up, and
-        quantized by the rule that made the weight: ``mse`` in place of one that needs inputs. Scales keep their dtype;
-        a weight with an order of columns (act-order) is quantized in the order of the features. Raises `FormatError`,
-        a ValueError, for NaN or Inf, and for a format that qcore can read but not make.
+        quantized with the weight's own quantizer, or with ``mse`` if that one needs inputs. Scales keep their dtype; a
+        weight with an order of columns (act-order) is quantized in the order of the features. Raises `FormatError`, a
+        ValueError, for NaN or Inf, and for a format that qcore can read but not produce.
         """
         weight = self.weight
         dense = weight.dequantize(torch.float32)

@@ -24,12 +24,12 @@ _ALL_LINEAR = "all-linear"
 
 
 def register() -> None:
-    """Let peft put LoRA over quantized layers, in this process; a second call does nothing.
+    """Make peft put LoRA over quantized layers, in this process; a second call does nothing.
 
-    peft builds each LoRA layer in ``LoraModel._create_new_module``. Its own hook, ``LoraConfig._custom_modules``, holds
-    for one config and is not saved with it, so `peft.PeftModel.from_pretrained` would not have it. Layers of other
-    classes, and classes that a config maps itself, go to peft unchanged. ``target_modules="all-linear"`` means
-    quantized linear layers, too, which peft does not take for linear.
+    peft builds each LoRA layer in ``LoraModel._create_new_module``. Its own hook, ``LoraConfig._custom_modules``,
+    applies to one config and is not saved with it, so `peft.PeftModel.from_pretrained` would not have it. Layers of
+    other classes, and classes that a config maps itself, go to peft unchanged. ``target_modules="all-linear"`` includes
+    quantized linear layers, which peft alone does not recognize as linear.
     """
     if hasattr(LoraModel._create_new_module, _MARK):
         return
@@ -47,7 +47,7 @@ def register() -> None:
             raise UnsupportedError(
                 f"{kwargs.get('target_name') or 'a target module'} is a {type(base).__name__}, "
                 f"which LoRA cannot adapt: its rows belong to different experts.\n"
-                f"Leave it out of target_modules, or out of quantize_ (exclude=...)."
+                f"Remove it from target_modules, or exclude it from quantize_ (exclude=...)."
             )
         return kind(target, adapter_name, config=lora_config, **kwargs)
 
@@ -90,11 +90,11 @@ def _quantized_linear_layers(config: Any, model: Any) -> Iterator[str]:
 
 
 def _check_trainable(module: nn.Module) -> None:
-    """Raise `UnsupportedError` for a module that peft would copy and train as a whole, if a weight of it is frozen."""
+    """Raise `UnsupportedError` for a module that peft would copy and train as a whole, if a weight in it is frozen."""
     name = next((name for name, part in module.named_modules() if isinstance(part, QuantizedModule)), None)
     if name is not None:
         where = f"{name!r} of the module" if name else "the module"
         raise UnsupportedError(
             f"modules_to_save and trainable tokens train a weight itself, but {where} is quantized, so it is frozen.\n"
-            f"Leave it out of quantize_ (exclude=...), or adapt it with LoRA (target_modules)."
+            f"Exclude it from quantize_ (exclude=...), or adapt it with LoRA (target_modules)."
         )

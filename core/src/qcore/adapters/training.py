@@ -9,7 +9,7 @@ from torch import nn
 from ..errors import UnsupportedError
 
 _ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-"""The method of transformers' models, by its name since 5.23 and before."""
+"""The method of transformers' models, by its names since 5.23 and before."""
 
 
 def prepare_model_for_kbit_training(
@@ -17,12 +17,13 @@ def prepare_model_for_kbit_training(
     use_gradient_checkpointing: bool = True,
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Freeze a model and, if asked to, let it recompute activations in the backward pass; returns the model.
+    """Freeze a model and optionally enable gradient checkpointing; returns the model.
 
-    peft's function of this name knows models by the tool that quantized them: of qcore's it casts what stayed float to
-    float32 and does not switch checkpointing on. This one leaves every dtype alone. Checkpointing with
+    peft's function of this name depends on the tool that quantized the model: for qcore's models it casts the float
+    parameters to float32 and does not enable checkpointing. This one leaves every dtype unchanged. Checkpointing with
     ``use_reentrant`` (transformers' default) needs an input that requires a gradient, so the embeddings' results are
-    made to. Raises `UnsupportedError` if the model has no checkpointing of its own; models of transformers have it.
+    made to require one. Raises `UnsupportedError` if the model has no checkpointing of its own; models of transformers
+    have it.
     """
     loaded: Any = model
     options = gradient_checkpointing_kwargs or {}

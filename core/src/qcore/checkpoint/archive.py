@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 SINGLE = "model.safetensors"
 INDEX: str = f"{SINGLE}.index.json"
 _RETRY_SECONDS = 5.0
-"""Seconds for which opening is retried, if the checkpoint is replaced each time while it is opened."""
+"""Seconds for which opening is retried if the checkpoint is replaced each time while it is opened."""
 _REWRITE = "The index does not belong to these files: copy or download the directory again."
 
 
@@ -86,7 +86,7 @@ class Archive:
             self._add(file, stack.enter_context(file.open("rb")))
         if index is not None:
             self._check_index(index)
-        # Empty tensors keep transformers without qcore from taking the quantized weights for missing ones.
+        # Because of these empty tensors, transformers without qcore does not treat the quantized weights as missing.
         guards = [name for name in (*self.records, IMPORT_FIRST) if name in self.entries]
         self.guards = {name for name in guards if self.entries[name].shape == (0,)}
         known: set[object] = set()
@@ -105,7 +105,7 @@ class Archive:
         for name, entry in header.entries.items():
             if name in self.entries:
                 raise file_error(
-                    path, f"also in {shown(self.shards[name].name)}; a tensor is stored once.", _REWRITE, name
+                    path, f"also in {shown(self.shards[name].name)}; a tensor must be stored only once.", _REWRITE, name
                 )
             self.entries[name], self.shards[name] = entry, path
         _merge(self.records, notes.records, path)
@@ -118,9 +118,9 @@ class Archive:
             raise file_error(path, f"{shown(other)!r} belongs to another save than the other shards.", _REWRITE)
         for name, shard in index.weight_map.items():
             if name not in self.entries:
-                raise file_error(path, f"not in {shown(shard)}, although the index says so.", _REWRITE, name)
+                raise file_error(path, f"not in {shown(shard)}, although the index names that file.", _REWRITE, name)
             if self.shards[name].name != shard:
-                what = f"in {shown(self.shards[name].name)}; the index has it in {shown(shard)}."
+                what = f"in {shown(self.shards[name].name)}; according to the index it is in {shown(shard)}."
                 raise file_error(path, what, _REWRITE, name)
         for name in self.entries:
             if name not in index.weight_map:
@@ -240,7 +240,7 @@ def find_files(path: Path) -> tuple[list[Path], Index | None]:
         raise file_error(path, "there is no such file or directory.", "Check the path.")
     if not path.is_dir():
         if not path.is_file():
-            raise file_error(path, "it is not a regular file.", "Give a .safetensors file or a directory with one.")
+            raise file_error(path, "it is not a regular file.", "Pass a .safetensors file or a directory with one.")
         return [path], None
     place = _locate(path)
     if not place.name.endswith(".json"):
@@ -261,7 +261,7 @@ def _locate(directory: Path) -> Path:
 def _missing_error(path: Path) -> CheckpointError:
     what, found = f"it holds neither {INDEX} nor {SINGLE}", first_foreign(sorted(path.iterdir()))
     if found is None:
-        return file_error(path, f"{what}.", "Give the directory that holds the weights.")
+        return file_error(path, f"{what}.", "Pass the directory that holds the weights.")
     file, kind = found
     return file_error(path, f"{what}, but {shown(file.name)}, which is {kind.what}.", kind.remedy)
 
@@ -273,7 +273,7 @@ def _single_match(directory: Path, pattern: str) -> Path | None:
         raise file_error(directory, what, "Save, copy or download the directory again.")
     if len(found) > 1:
         names = ", ".join(shown(file.name) for file in found[:4])
-        raise file_error(directory, f"it holds several checkpoints: {names}.", "Give the path of one of them.")
+        raise file_error(directory, f"it holds several checkpoints: {names}.", "Pass the path of one of them.")
     return found[0] if found else None
 
 

@@ -1,8 +1,8 @@
 """Recompute buffers that no checkpoint holds, such as the frequencies of rotary embeddings, for a model on meta.
 
 A module's own initialization code computes them. It runs twice on a copy of the module with real buffers and meta
-parameters: once with the buffers filled with zeros, once with ones, each with another random seed. A buffer with the
-same values after both runs was completely computed, and from the module's settings alone.
+parameters: once with the buffers filled with zeros, once with ones, each time with a different random seed. A buffer
+with the same values after both runs was computed completely, and from the module's settings alone.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_
 
 OWN, GGUF = "qcore", "gguf"
 ONNX = {"onnx": False, "onnx-qdq": True}
-"""Targets that are ONNX: whether they have operators of the standard only."""
+"""ONNX targets, and whether each uses operators of the standard only."""
 _OTHER_SETTINGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
 """Side files in which other tools keep settings of the source; they do not describe the target."""
 
@@ -48,7 +48,7 @@ def target_names() -> list[str]:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` did. ``weights``: names of the quantized weights; ``method``: the importer, or empty."""
+    """The outcome of `convert`. ``weights``: names of the quantized weights; ``method``: the importer, or empty."""
 
     method: str
     to: str
@@ -67,7 +67,7 @@ def convert(
     max_shard_size: int | str | None = "5GB",
     overwrite: bool = False,
 ) -> Conversion:
-    """Write a quantized checkpoint, of qcore or of another tool, in the format of another one, weight by weight.
+    """Write a quantized checkpoint, of qcore or another tool, in the format of a different tool, weight by weight.
 
     Codes, zero points and scales keep their values: nothing is quantized again.
 
@@ -76,19 +76,20 @@ def convert(
     - ``source``: a ``.safetensors`` file or a directory that `load_` reads.
     - ``target``: a directory, for qcore also a ``.safetensors`` file, for onnx also a ``.onnx`` file, for gguf a
       ``.gguf`` file; it appears once it is complete. The other files of the source's directory are copied;
-      ``quantization_config`` in ``config.json`` is replaced, and left out for onnx. A GGUF file describes the model
-      itself, by the source's configuration and tokenizer.
+      ``quantization_config`` in ``config.json`` is replaced, and omitted for onnx. A GGUF file contains the description
+      of the model, from the source's configuration and tokenizer.
     - ``to``: ``"qcore"``, ``"gptq"``, ``"awq"``, ``"compressed-tensors"``, ``"gguf"``, ``"onnx"`` (with operators of
       onnxruntime) or ``"onnx-qdq"`` (with those of the standard only).
     - ``dtype``: float32, bfloat16 or float16: rounds float scales and float tensors to it. Default: unchanged; ONNX is
       in float32.
     - ``progress``: a bar on a terminal (None), a bar anywhere (True), nothing (False), or a function that is called
       with (bytes written, total bytes, name) after each tensor; for ONNX (steps done, all steps, step).
-    - ``max_shard_size``: of the files of a directory, in bytes or as a text such as ``"5GB"``; GGUF and ONNX have one.
+    - ``max_shard_size``: of the files of a directory, in bytes or as a text such as ``"5GB"``; GGUF and ONNX are never
+      split.
     - ``overwrite``: replace an existing target.
 
-    Raises `CheckpointError`: for a source that is not quantized, and for layers that the format cannot hold exactly,
-    naming them; then nothing is left behind.
+    Raises `CheckpointError` for a source that is not quantized, and for layers that the format cannot represent
+    exactly, naming them; in that case nothing is left behind.
     """
     source, target = Path(source), Path(os.path.realpath(target))
     _check_form(target, to, dtype)
@@ -116,20 +117,20 @@ def convert(
 
 
 def _check_form(target: Path, to: str, dtype: torch.dtype | None) -> None:
-    """Raise `CheckpointError` for a format, a kind of target or a dtype that do not go together."""
+    """Raise `CheckpointError` if format, kind of target and dtype cannot be combined."""
     if to not in target_names():
         hint = did_you_mean(str(to)[:64], target_names())
         raise CheckpointError(f"to is {str(to)[:64]!r}; it must be one of {', '.join(target_names())}.{hint}")
     if dtype is not None and dtype not in FLOAT_SCALES:
         raise CheckpointError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
     if (target.suffix == GGUF_SUFFIX) != (to == GGUF):
-        raise file_error(target, f"to is {to!r}.", "A target for gguf, and no other, ends in .gguf.")
+        raise file_error(target, f"to is {to!r}.", "Use a name that ends in .gguf for gguf, and only for gguf.")
     if target.suffix == ONNX_SUFFIX and to not in ONNX:
-        raise file_error(target, f"to is {to!r}.", "A target that ends in .onnx is for onnx.")
+        raise file_error(target, f"to is {to!r}.", "A target that ends in .onnx requires to='onnx' or 'onnx-qdq'.")
     if to in ONNX and dtype not in (None, torch.float32):
         raise CheckpointError(f"dtype is {dtype}; ONNX is written in float32, which holds the scales exactly.")
     if target.suffix == ".safetensors" and to != OWN:
-        raise file_error(target, f"a checkpoint for {to} needs a config.json beside it.", "Give a directory.")
+        raise file_error(target, f"a checkpoint for {to} needs a config.json next to it.", "Pass a directory.")
 
 
 def _to_onnx(source: Path, target: Path, run: _Run, to: str, progress: ProgressChoice) -> int:
@@ -170,11 +171,11 @@ class _Run:
         if exporter is None:
             tied = {name: record for name, record in archive.records.items() if name in archive.aliases}
             self.aliases = Aliases(archive.aliases, tied)
-        else:  # other tools know no names for one quantized weight: each layer gets its own copy
+        else:  # other tools do not support several names for one quantized weight: each layer gets its own copy
             self.aliases = Aliases({n: t for n, t in archive.aliases.items() if n not in weights}, {})
 
     def units(self, to: str) -> list[Unit]:
-        """All tensors, in the order of their names. Raises `CheckpointError` for layers that cannot be held."""
+        """All tensors, sorted by name. Raises `CheckpointError` for layers that the format cannot represent."""
         archive = self.archive
         if self.exporter is None:
             weights = [self._own(record) for name, record in archive.records.items() if name not in archive.aliases]
@@ -189,7 +190,7 @@ class _Run:
         return isinstance(self.archive, ImportedArchive) and self.archive.method == GGUF
 
     def for_gguf(self) -> GGUFSource:
-        """What a GGUF file is written from."""
+        """The source of a GGUF file."""
         archive = self.archive
         plain = {name: self._plain(name) for name in archive.plain_names()}
         return GGUFSource(
@@ -215,7 +216,7 @@ class _Run:
 
     def _plain(self, name: str) -> Unit:
         entry = self.archive.entry(name)
-        # float8 tensors and integers are codes or indices, whose dtype means something.
+        # float8 tensors and integers are codes or indices, which must keep their dtype.
         wide = entry.dtype in (*FLOAT_SCALES, torch.float64)
         keep = not wide or self.dtype is None or name in self._calibrated
         dtype = entry.dtype if keep or self.dtype is None else self.dtype
@@ -265,7 +266,7 @@ class _Run:
         return units
 
     def _exported_or_why(self, exporter: Exporter, record: Record) -> Unit | str:
-        """The unit, or what the format lacks to hold the weight."""
+        """The unit, or the reason why the format cannot represent the weight."""
         try:
             return self._exported_unit(exporter, record)
         except NotHeld as reason:
@@ -274,7 +275,7 @@ class _Run:
     def _exported_unit(self, exporter: Exporter, record: Record) -> Unit:
         name, _, attribute = record.name.rpartition(".")
         if attribute != "weight" or not name:
-            raise NotHeld("it is no 'weight' of a named layer")
+            raise NotHeld("it is not the 'weight' of a named layer")
         read = self._scale_dtype(record)
         written = exporter.add(Layer(name, record, read))
         wanted = exporter.scales or read
@@ -290,17 +291,17 @@ class _Run:
     def _check_scales(self, record: Record, read: torch.dtype, wanted: torch.dtype) -> None:
         scale = self._read(record, read).scale
         if not torch.equal(scale.to(wanted).to(scale.dtype), scale):
-            raise NotHeld(f"its {dtype_name(read)} scales are no {dtype_name(wanted)} numbers")
+            raise NotHeld(f"its {dtype_name(read)} scales are not exact in {dtype_name(wanted)}")
 
 
 def _static_names(record: Record) -> list[str]:
-    """Names of the calibrated tensors of a weight's layer, whatever its scheme uses of them."""
+    """Names of the calibrated tensors of a weight's layer, whether or not its scheme uses them."""
     layer = record.name.rpartition(".")[0]
     return [f"{layer}.{kind}" if layer else kind for kind in CALIBRATED]
 
 
 def _gguf_metadata(archive: Archive, folder: Path) -> dict[str, Path]:
-    """What a GGUF file says beside its weights, as a side file from which GGUF can be written again."""
+    """The metadata of a GGUF file, as a side file from which GGUF can be written again."""
     if not isinstance(archive, ImportedArchive) or archive.method != GGUF:
         kept = folder_of(archive.path) / METADATA
         return {METADATA: kept} if kept.is_file() else {}

@@ -1,4 +1,4 @@
-"""The fused experts that a model has, and the names under which a file has them one by one."""
+"""The fused experts of a model, and the names under which a file stores them individually."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .archive import Archive
 
 FUSED = "gate_up_proj"
 OLD_BLOCK, _BLOCK = "block_sparse_moe", "mlp"
-"""What files call the block of experts and router, and what transformers 5 calls it."""
+"""The name of the block of experts and router in files, and its name in transformers 5."""
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("fc1", "fc3", "fc2"))
-"""What models call the projections of one expert: gate, up and down."""
+"""The names of the projections of one expert in models: gate, up and down."""
 _MOST_DIGITS = 6
 
 Numbered = dict[str, dict[int, str]]
-"""The part of a name behind an expert's number (``"w1.weight"``), to the whole names by that number."""
+"""The part of a name after an expert's number (``"w1.weight"``), to the full names by that number."""
 Rows = list[list[str]]
 """For each expert the names of its weights, which are joined along their rows."""
 
@@ -29,7 +29,7 @@ class Experts:
     """A module of fused experts in the model.
 
     **Fields:** ``name``; ``weights``: the names of its two weights; ``biased``; ``transposed``: a float weight is
-    (E, K, N); ``alternating``: rows of gate and up alternate; ``quantized``: the module is quantized already.
+    (E, K, N); ``alternating``: rows of gate and up alternate; ``quantized``: the module is already quantized.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Experts:
 
     @property
     def old_block(self) -> str:
-        """What files may call it instead, or an empty text."""
+        """Its alternative name in files, or an empty string."""
         parent, _, last = self.block.rpartition(".")
         return f"{parent}.{OLD_BLOCK}" if parent and last == _BLOCK else ""
 
@@ -72,7 +72,7 @@ class Experts:
             yield self.old_block + self.name.removeprefix(self.block)
 
     def spellings(self) -> Iterator[dict[str, tuple[str, ...]]]:
-        """Yield what the parts of each weight can be called."""
+        """Yield the possible names of the parts of each weight."""
         first, second = self.weights
         for gate, up, down in _NAMES:
             yield {first: (gate, up) if first == FUSED else (up,), second: (down,)}

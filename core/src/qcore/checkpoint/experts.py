@@ -1,4 +1,4 @@
-"""Quantized experts on meta that replace the fused float experts of a model when a checkpoint holds them quantized."""
+"""Quantized experts on meta that replace the fused float experts of a model if a checkpoint holds them quantized."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _stand_in(module: nn.Module, records: Mapping[str, Record]) -> StandIn:
 
 
 def with_stand_ins(layers: Mapping[str, nn.Module], found: Mapping[str, StandIn]) -> dict[str, nn.Module]:
-    """Return the modules of a model by name as they are after the replacement."""
+    """Return the modules of a model by name, with the replacements applied."""
     gone = {name for name in layers if any(start in found for start in _prefixes(name))}
     new = {
         name: module

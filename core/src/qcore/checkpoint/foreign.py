@@ -21,7 +21,7 @@ _PICKLE = FileKind(
 )
 _GGUF = FileKind(
     "GGUF, the format of llama.cpp",
-    "It is quantized: qcore.load_ and qcore convert read it. To quantize it otherwise, let transformers convert it:\n"
+    "It is quantized: qcore.load_ and qcore convert read it. To quantize it differently, let transformers convert it:\n"
     "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(OUT), then quantize OUT.",
 )
 _GGML = FileKind(
@@ -34,7 +34,7 @@ _ARRAYS = FileKind(
 )
 _FLAX = FileKind("msgpack, the format of Flax", "Load it in its framework and save the weights with safetensors.")
 _POINTER = FileKind("a Git LFS pointer", "The file itself was not downloaded: run `git lfs pull` in its repository.")
-_TEXT = FileKind("a JSON text", "Give the directory that holds the weights, or a .safetensors file.")
+_TEXT = FileKind("a JSON text", "Pass the directory that holds the weights, or a .safetensors file.")
 
 _MAGIC = {
     b"GGUF": _GGUF,

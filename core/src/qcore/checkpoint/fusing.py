@@ -1,8 +1,8 @@
-"""Experts that a file stores one by one, as the fused experts of transformers 5's models.
+"""Joins experts that a file stores individually to the fused experts of transformers 5's models.
 
 A file has ``...experts.0.gate_proj.weight``, ``up_proj`` and ``down_proj`` (Mixtral: ``w1``, ``w3`` and ``w2``, in a
 module ``block_sparse_moe``); the model has the parameters ``...mlp.experts.gate_up_proj`` (E, 2 I, H) and ``down_proj``
-(E, H, I). Weights are joined as they are, quantized or float; the other tensors of such a block get the model's names.
+(E, H, I). Weights are joined unchanged, quantized or float; the other tensors of such a block get the model's names.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _OLD_ROUTER, _ROUTER = "gate", "router"
 
 
 def fuse_experts(archive: Archive, model: nn.Module) -> Archive:
-    """The archive with the experts of ``model`` joined and under its names; itself where there is nothing to do.
+    """The archive with the experts of ``model`` joined and under its names; itself if there is nothing to do.
 
-    Raises `CheckpointError` for experts of different formats, naming them. Experts that are not all there are left,
-    so that a load lists them.
+    Raises `CheckpointError` for experts of different formats, naming them. Incomplete experts are left unchanged, so
+    that a load lists them.
     """
     layers = dict(model.named_modules(remove_duplicate=False))
     modules = [found for name, module in layers.items() if name and (found := Experts.of(name, module))]
@@ -78,7 +78,7 @@ class _Fusing:
         plan.dropped |= archive.guards
         found = ImportedArchive.of(archive, archive.method if isinstance(archive, ImportedArchive) else "", plan)
         found.version, found.metadata = archive.version, archive.metadata
-        # Records of other tools know no quantizer; qcore's own do.
+        # Records of other tools have no quantizer; qcore's own do.
         found.records |= {names[record.name]: replace(record, name=names[record.name]) for record in own}
         found.records |= self.joined
         _keep_aliases(archive, found)
@@ -106,7 +106,7 @@ class _Fusing:
 
     def _plan(self, experts: Experts, groups: Mapping[str, tuple[str, ...]], found: Numbered) -> None:
         if experts.alternating and len(groups[experts.weights[0]]) > 1:
-            raise LayerRefused("its rows of gate and up alternate in the model; files with separate ones are not read")
+            raise LayerRefused("its rows of gate and up alternate in the model; qcore cannot join separate ones")
         for which, parts in groups.items():
             target, rows = f"{experts.name}.{which}", rows_of(found, parts, "weight")
             names = _flat(rows)
@@ -137,7 +137,7 @@ class _Fusing:
         self.taken.update(names)
 
     def _common(self, rows: Rows, dims: int) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape that float tensors have in common."""
+        """The common dtype and shape of float tensors."""
         entries = [self.archive.entry(name) for name in _flat(rows)]
         first = entries[0]
         if len(first.shape) != dims or first.dtype not in (*FLOAT_SCALES, torch.float64):
@@ -151,7 +151,7 @@ class _Fusing:
         return first.dtype, first.shape
 
     def _add_quantized(self, target: str, rows: Rows, records: list[Record]) -> None:
-        # Weights without zero points, or whose columns have no order, take those of the others: zeros, and 0, 1, 2...
+        # If only some weights have zero points or an order, the others get neutral ones: zeros, and 0, 1, 2...
         first = next((r for r in records if r.format.zero is ZeroPoint.INT), records[0])
         scales = {self.archive.entries[f"{self._stored(r.name)}.scale"].dtype: r.name for r in records}
         without = replace(first.format, zero=ZeroPoint.NONE)
@@ -167,7 +167,7 @@ class _Fusing:
         order, scheme = any(record.order for record in records), self._scheme(target, first, records)
         (dtype,) = scales
         if not self._have_one_global_scale(rows, first):
-            # Of float32 numbers, as the tool itself makes them of both.
+            # In float32, in which the tool itself combines both.
             scheme = Scheme(replace(first.format, scale=ScaleType.FLOAT), activation=scheme.activation)
             dtype = torch.float32
         n, k = first.shape
@@ -181,7 +181,7 @@ class _Fusing:
         )
 
     def _have_one_global_scale(self, rows: Rows, like: Record) -> bool:
-        """Whether the parts of each expert have the same: a weight has one."""
+        """Whether the parts of each expert have the same global scale: a weight has only one."""
         if not like.format.scale.has_global or len(rows[0]) == 1:
             return True
         return all(
@@ -196,7 +196,7 @@ class _Fusing:
         return self.archive.records[self._stored(record.name)].tensor_names
 
     def _scheme(self, target: str, first: Record, records: list[Record]) -> Scheme:
-        """The scheme of the joined weight; static activations stay if all experts have the same numbers."""
+        """The scheme of the joined weight; static activations are kept if all experts have the same parameters."""
         scheme = first.scheme
         if any(r.scheme.activation != scheme.activation for r in records):
             raise LayerRefused(f"the experts of {shown(target)!r} have activations of different kinds")
@@ -206,7 +206,7 @@ class _Fusing:
             for name in given[key]:
                 entry = self.archive.entries.get(name)
                 if entry is None or entry.shape != ():
-                    raise LayerRefused(f"its activations are static, but {shown(name)!r} is not one number")
+                    raise LayerRefused(f"its activations are static, but {shown(name)!r} is not a single number")
         self.taken.update(*given.values())
         if all(len({self.archive.read(name).item() for name in names}) == 1 for names in given.values()):
             for key, names in given.items():
@@ -216,7 +216,7 @@ class _Fusing:
                 )
             return scheme
         self.plan.dropped.update(*given.values())
-        what = f"{shown(target)!r} has input scales of its own for each expert: it runs with float activations"
+        what = f"{shown(target)!r} has a different input scale for each expert: it runs with float activations"
         warnings.warn(f"{self.archive.path}: {what}.", QcoreWarning, stacklevel=2)
         return replace(scheme, activation=None)
 
@@ -226,7 +226,7 @@ def _flat(rows: Rows) -> list[str]:
 
 
 def _float_scale(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of float scales; float32 for scales of another type, whose dtype their format says."""
+    """The dtype of float scales; float32 for other scale types, whose dtype follows from the format."""
     return dtype if dtype in FLOAT_SCALES else torch.float32
 
 
@@ -240,7 +240,7 @@ def _one_or_none(names: Iterable[str | None]) -> str | None:
 
 
 def _same(archive: Archive, record: Record, name: str) -> ForeignWeight:
-    """A weight as it is, called ``name``."""
+    """An unchanged weight, called ``name``."""
     dtype = _float_scale(archive.entries[f"{record.name}.scale"].dtype)
     return ForeignWeight(
         name, record.shape, record.scheme, record.tensor_names, lambda _: archive.quantized(record.name), dtype,

@@ -1,4 +1,4 @@
-"""A GGUF file as an `Archive` of the weights that transformers' models have."""
+"""A GGUF file as an `Archive` with the weights of transformers' models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gguf_file_of(path: Path) -> Path | None:
     found = sorted(path.glob(f"*{_SUFFIX}"))
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:4])
-        raise file_error(path, f"it holds several GGUF files: {names}.", "Give the path of one of them.")
+        raise file_error(path, f"it holds several GGUF files: {names}.", "Pass the path of one of them.")
     return found[0] if found else None
 
 
@@ -49,9 +49,9 @@ def open_gguf(path: Path, stack: ExitStack) -> ImportedArchive:
 
 @dataclass(frozen=True)
 class Description:
-    """What a GGUF file says of a model beside its weights.
+    """The contents of a GGUF file besides the weights.
 
-    **Fields:** ``metadata``: as in `GGUFHeader`; ``pairs``: all of it; ``computed``: tensors that models of
+    **Fields:** ``metadata``: as in `GGUFHeader`; ``pairs``: all metadata, encoded; ``computed``: tensors that models of
     transformers compute, by name.
     """
 
@@ -61,7 +61,7 @@ class Description:
 
 
 def describe_gguf(path: Path) -> Description:
-    """Read what a GGUF file says of its model. Raises `CheckpointError`."""
+    """Read the description of the model in a GGUF file. Raises `CheckpointError`."""
     with path.open("rb") as file:
         header = read_gguf_header(file, path)
         archive = _raw(path, file, header)
@@ -72,7 +72,7 @@ def describe_gguf(path: Path) -> Description:
 
 
 def description_bytes(found: Description) -> bytes:
-    """The bytes of a GGUF file that holds only this, as `METADATA` stores it."""
+    """The bytes of a GGUF file that holds only this description, for `METADATA`."""
     specs = [GGUFSpec(n, tuple(t.shape), PLAIN_KINDS[t.dtype], t.nbytes) for n, t in found.computed.items()]
     file = io.BytesIO(build_gguf_header(found.pairs, specs))
     file.seek(0, io.SEEK_END)
@@ -83,7 +83,7 @@ def description_bytes(found: Description) -> bytes:
 
 
 def _raw(path: Path, file: BinaryIO, header: GGUFHeader) -> Archive:
-    """The tensors as they are stored: blocks as uint8 ``(..., N, bytes of a row)``."""
+    """The stored tensors, undecoded: blocks as uint8 ``(..., N, bytes of a row)``."""
     archive = Archive(path, [path])
     archive._handles[path] = file  # noqa: SLF001 - another kind of file of the same class
     size = path.stat().st_size
@@ -94,7 +94,7 @@ def _raw(path: Path, file: BinaryIO, header: GGUFHeader) -> Archive:
         shape = (*tensor.shape[:-1], last)
         nbytes = width * math.prod(tensor.shape[:-1])
         if tensor.start + nbytes > size:
-            raise file_error(path, f"its {nbytes:,} bytes reach beyond the end of the file.", tensor=tensor.name)
+            raise file_error(path, f"its {nbytes:,} bytes extend beyond the end of the file.", tensor=tensor.name)
         archive.entries[tensor.name] = Entry(tensor.name, dtype, shape, tensor.start, nbytes)
         archive.shards[tensor.name] = path
     return archive

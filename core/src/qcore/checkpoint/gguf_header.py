@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and the place of each tensor. Nothing in it is trusted.
+"""The header of a GGUF file: metadata and the position of each tensor. Nothing in it is trusted.
 
 Layout, little endian (versions 2 and 3): magic ``GGUF``, uint32 version, uint64 number of tensors, uint64 number of
 metadata entries; the entries (key, uint32 type, value); the tensors (name, uint32 number of dimensions, uint64
@@ -24,9 +24,9 @@ _VERSION = 3
 _ALIGNMENT = 32
 _MOST_DIMENSIONS = 4
 _MOST_ITEMS = 1 << 24
-"""Entries, tensors and elements of an array at most: vocabularies have 2**18 tokens."""
+"""Maximum number of entries, tensors and elements of an array: vocabularies have 2**18 tokens."""
 _LONGEST = 1 << 24
-"""Bytes of a text at most: chat templates have some thousand."""
+"""Maximum bytes of a text: chat templates have a few thousand."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 _DEPTH = 4
@@ -44,10 +44,10 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """What a file says before its data.
+    """The part of a file before its data.
 
-    **Fields:** ``metadata``: numbers, texts and lists by key; long lists, such as vocabularies, are left out;
-    ``pairs``: where the bytes of all metadata begin and end, and their entries; ``alignment``: of the data.
+    **Fields:** ``metadata``: numbers, texts and lists by key; long lists, such as vocabularies, are omitted;
+    ``pairs``: start and end of the bytes of all metadata, and the number of entries; ``alignment``: of the data.
     """
 
     metadata: dict[str, Any]
@@ -60,7 +60,7 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GGUFHeader:
     """Read and check the header. Raises `CheckpointError` for a damaged one and for big-endian files."""
     reader = _Reader(file, path)
     if reader.take(4) != MAGIC:
-        raise file_error(path, "it is no GGUF file.")
+        raise file_error(path, "it is not a GGUF file.")
     version = reader.number("I")
     if version not in (2, 3):
         big = version in (2 << 24, 3 << 24)
@@ -80,9 +80,9 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GGUFHeader:
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in infos:
         if name in tensors:
-            raise file_error(path, "the file has two tensors of that name.", tensor=name)
+            raise file_error(path, "the file has two tensors with that name.", tensor=name)
         if offset % alignment or base + offset > reader.size:
-            raise file_error(path, f"its offset {offset} is outside of the file or not aligned.", tensor=name)
+            raise file_error(path, f"its offset {offset} is outside the file or not aligned.", tensor=name)
         tensors[name] = GGUFTensor(name, shape, kind, base + offset)
     return GGUFHeader(metadata, tensors, pairs, alignment)
 
@@ -99,7 +99,7 @@ class GGUFSpec:
 
 @dataclass(frozen=True)
 class GGUFPairs:
-    """Metadata to write: ``raw``, the bytes of ``count`` entries; ``alignment``: what they say of the data."""
+    """Metadata to write: ``raw``, the bytes of ``count`` entries; ``alignment``: of the data, as stated in them."""
 
     raw: bytes
     count: int
@@ -119,7 +119,7 @@ def build_gguf_header(pairs: GGUFPairs, tensors: Sequence[GGUFSpec]) -> bytes:
 
 
 def padding(nbytes: int, alignment: int) -> int:
-    """Bytes that are missing up to a multiple of ``alignment``."""
+    """The number of padding bytes up to a multiple of ``alignment``."""
     return -nbytes % alignment
 
 
@@ -134,7 +134,7 @@ def _info(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
 
 
 class _Reader:
-    """Reads values; raises `CheckpointError` where the file ends."""
+    """Reads values; raises `CheckpointError` if the file ends."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.file, self.path = file, path

@@ -116,7 +116,7 @@ def parse_json(text: bytes, path: Path, what: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Disable garbage collection, which would repeatedly scan hundreds of thousands of new objects in vain."""
+    """Disable garbage collection, which would repeatedly scan hundreds of thousands of new objects for nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -203,7 +203,7 @@ def _entry(name: str, value: Any, base: int, path: Path) -> Entry:
     start, stop = offsets
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if stop - start != nbytes:
-        what = f"{dtype} of shape {quoted(shape)} needs {nbytes} bytes; its offsets span {stop - start}."
+        what = f"{dtype} of shape {quoted(shape)} needs {nbytes} bytes, but its offsets span {stop - start}."
         raise file_error(path, what, tensor=name)
     return Entry(name, DTYPES[dtype], tuple(shape), base + start, nbytes)
 
@@ -216,7 +216,7 @@ def _check_layout(entries: Iterable[Entry], base: int, size: int, path: Path) ->
             raise file_error(path, f"its bytes start at {entry.start} instead of {end}.", tensor=entry.name)
         end += entry.nbytes
     if end != size:
-        raise file_error(path, f"it is {size} bytes long; its header describes {end}.")
+        raise file_error(path, f"it is {size} bytes long, but its header describes {end}.")
 
 
 def build_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:

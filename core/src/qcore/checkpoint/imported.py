@@ -1,4 +1,4 @@
-"""A checkpoint of another tool as an `Archive`, its weights under the names and in the formats of qcore."""
+"""A checkpoint of another tool as an `Archive`, with its weights under qcore's names and in qcore's formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ImportedArchive(Archive):
     """The tensors of a checkpoint of another tool, described without reading them.
 
     ``entries`` and ``shards`` describe the tensors that qcore would store, not those of the file; `read` and
-    `quantized` make them. ``method``: the name of the importer.
+    `quantized` create them. ``method``: the name of the importer.
     """
 
     method: str = ""
@@ -39,7 +39,7 @@ class ImportedArchive(Archive):
 
     @classmethod
     def of(cls, source: Archive, method: str, plan: Plan) -> ImportedArchive:
-        """Describe the tensors of ``source`` as ``plan`` has it. Raises `CheckpointError` for layers it refuses."""
+        """Describe the tensors of ``source`` according to ``plan``. Raises `CheckpointError` for layers it refuses."""
         if plan.refused:
             raise refusal_error(source.path, plan.refused)
         used = plan.used
@@ -69,12 +69,12 @@ class ImportedArchive(Archive):
 
     def _add_entry(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], shard: Path) -> None:
         if name in self.entries:
-            raise file_error(self.path, "two tensors of the file make it.", _REMEDY, name)
+            raise file_error(self.path, "two tensors of the file map to it.", _REMEDY, name)
         size = TensorSpec(name, dtype, shape).nbytes
         self.entries[name], self.shards[name] = Entry(name, dtype, shape, 0, size), shard
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor that is not quantized, as the model has it, into new memory on the CPU."""
+        """Read a tensor that is not quantized into new memory on the CPU, in the form that the model needs."""
         tensor = self._tensors.get(name)
         if tensor is None:
             return self._read(name)
@@ -93,8 +93,8 @@ class ImportedArchive(Archive):
         record, shard = self.records[name], self.shards[f"{name}.data"]
         found = self._made(name, lambda: weight.build(self._read))
         if found.format != record.format or tuple(found.shape) != record.shape:
-            what = f"importer {self.method!r} made {found.format} of shape {tuple(found.shape)}"
-            raise file_error(shard, f"{what} of it, not {record.format} of shape {record.shape}.", _REMEDY, name)
+            what = f"importer {self.method!r} returned {found.format} of shape {tuple(found.shape)}"
+            raise file_error(shard, f"{what}, not {record.format} of shape {record.shape}.", _REMEDY, name)
         check_weight(found, record, shard)
         return found
 

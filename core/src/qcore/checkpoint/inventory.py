@@ -83,7 +83,7 @@ class Inventory:
         return self._table(grouped(self.tensors, lambda tensor: tensor.name, _looks))
 
     def details(self) -> str:
-        """Return the table with a line for every tensor, where ``str(inventory)`` has one for all equal blocks."""
+        """Return the table with a line for every tensor; ``str(inventory)`` has one for all equal blocks."""
         return self._table([(tensor.name, [tensor]) for tensor in self.tensors])
 
     def _table(self, lines: Sequence[tuple[str, Sequence[TensorInfo]]]) -> str:
@@ -116,7 +116,7 @@ class Inventory:
 
 
 def _looks(t: TensorInfo) -> tuple[str, str, str, str, str]:
-    """Return what a line of the table shows of a tensor, except for its name, bytes and shard."""
+    """Return the cells of a tensor's line in the table, except for its name, bytes and shard."""
     kind = t.kind + (" ordered" if t.order else "")
     return kind, "x".join(map(str, t.shape)), t.quantizer, t.scheme, shown(t.alias_of)
 

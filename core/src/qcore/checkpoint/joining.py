@@ -28,7 +28,7 @@ def join_biases(rows: Rows, read: Read) -> Tensor:
 
 
 def join_quantized(archive: Archive, rows: Rows, like: Format, shape: tuple[int, ...], order: bool, _: Read) -> QTensor:
-    """Read the experts one by one into the tensors of all: never a second copy of them."""
+    """Read the experts one by one into the joined tensors, so that there is never a second copy of them."""
     whole: dict[str, Tensor] = {}
     weight = None
     for number, row in enumerate(rows):
@@ -42,7 +42,7 @@ def join_quantized(archive: Archive, rows: Rows, like: Format, shape: tuple[int,
 
 
 def _alike(weight: QTensor, like: Format, order: bool) -> QTensor:
-    """The weight with float scales, zero points and an order, where others have them; it dequantizes to the same."""
+    """The weight with float scales, zero points and an order if others have them; it dequantizes to the same values."""
     changes: dict[str, object] = {"format": like}
     if weight.format.scale is not like.scale:
         changes |= {"scale": weight.scales(), "global_scale": None}

@@ -62,9 +62,9 @@ def load_(
     - ``device``: for tensors on ``meta``; default the CPU.
     - ``progress``: as for `quantize_`; counts tensors.
 
-    A weight that the model cannot use quantized (of a layer class without a contract) is turned back to float, which
-    the report says. Tied weights are tied again. Returns the report of the model. Raises `CheckpointError` and then
-    leaves the model unchanged: everything is read, validated and packed before the first layer is replaced.
+    A weight that the model cannot use quantized (of a layer class without a contract) is dequantized to float, as noted
+    in the report. Tied weights are tied again. Returns the report of the model. If it raises `CheckpointError`, the
+    model is unchanged: everything is read, validated and packed before the first layer is replaced.
     """
     # No inference tensors: they could not be trained or saved for backward.
     with torch.inference_mode(False), torch.no_grad():
@@ -81,9 +81,9 @@ def load_(
 
 
 def _dense_reasons(found: Match) -> dict[str, str]:
-    """Return the reason by layer for layers with a weight that was turned back to float."""
+    """Return the reason by layer for layers with a weight that was dequantized to float."""
     return {
-        name.rpartition(".")[0]: f"turned back to float: {dense.reason}"
+        name.rpartition(".")[0]: f"dequantized to float: {dense.reason}"
         for name, dense in reversed(found.dense.items())
     }
 
@@ -92,7 +92,7 @@ def _check_complete(found: Match, archive: Archive) -> None:
     if not found.missing and not found.unexpected:
         return
     raise CheckpointError(
-        f"{archive.path}: its tensors are not those of the model.\n"
+        f"{archive.path}: its tensors do not match those of the model.\n"
         f"Missing in the checkpoint: {_listing(found.missing)}.\n"
         f"Not used by the model: {_listing(found.unexpected)}.\n"
         f"Build the model that was saved, or pass strict=False to load the rest.{_remedy(found)}"
@@ -126,9 +126,7 @@ def load_weights(model: nn.Module, archive: Archive, device_of: Callable[[str], 
         lost = [name for name in archive.records if name not in used]
         if lost:
             what = f"the model has no layer for {len(lost)} of its quantized weights: {_listing(lost)}."
-            remedy = (
-                "Build the model that was saved. Experts that are stored one by one are joined if they have one format."
-            )
+            remedy = "Build the model that was saved. Separately stored experts are joined if all have the same format."
             raise file_error(archive.path, what, remedy)
         loader = _Loader(model, archive, found, device_of)
         with progress_bars.shown(False, "loading", "tensors") as tell:
@@ -202,7 +200,7 @@ class _Loader:
     def _torn_error(self, name: str) -> CheckpointError:
         remedy = "Untie them in the model first."
         return file_error(
-            self.archive.path, "the model ties it to a tensor that has other values in this file.", remedy, name
+            self.archive.path, "the model ties it to a tensor that has different values in this file.", remedy, name
         )
 
     def _stage_computed(self) -> None:
@@ -219,7 +217,7 @@ class _Loader:
             raise self._torn_error(conflict)
 
     def _tie(self) -> None:
-        """Parameters that are one in the file become one in the model, except in scripted modules."""
+        """Tie parameters in the model that are tied in the file, except in scripted modules."""
         scripted = [m for m in self.model.modules() if isinstance(m, torch.jit.ScriptModule)]
         fixed = {id(parameter) for module in scripted for parameter in module.parameters(recurse=False)}
         for name, target in self.archive.aliases.items():

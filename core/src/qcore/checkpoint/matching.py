@@ -23,7 +23,7 @@ _STATIC_DTYPES = {"scale": (torch.float64, torch.float32), "zero_point": (torch.
 
 @dataclass(frozen=True)
 class Swap:
-    """A layer that becomes quantized. ``owner``: name of the stored weight; ``record``: includes the layer's scheme."""
+    """A layer to replace. ``owner``: name of the stored weight; ``record``: includes the layer's scheme."""
 
     layer: str
     module: nn.Module
@@ -43,7 +43,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Dense:
-    """A quantized weight, called ``source`` in the file, that is turned back to float, and the reason."""
+    """A quantized weight, called ``source`` in the file, that is dequantized to float, and the reason."""
 
     source: str
     reason: str
@@ -53,7 +53,7 @@ class Dense:
 class Match:
     """The plan of a load.
 
-    **Fields:** ``swaps``: layers that become quantized; ``dense``: slots that take a quantized weight turned back to
+    **Fields:** ``swaps``: layers that become quantized; ``dense``: slots that take a quantized weight dequantized to
     float; ``plain``: slots that take a stored tensor; ``slots``: the model's own tensors by name; ``computed``: values
     of non-persistent meta buffers, by the id of the buffer; ``missing``, ``unexpected``: names; ``volatile``:
     non-persistent meta buffers that cannot be recomputed, a subset of ``missing``; ``experts``: replacements of fused
@@ -95,7 +95,7 @@ def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, foun
     module = layers.get(layer)
     if module is None or attribute != "weight" or not _has_weight(module):
         if module is not None and _is_parameter(module, attribute):
-            found.dense[record.name] = Dense(record.name, f"{type(module).__name__} reads {attribute!r} itself")
+            found.dense[record.name] = Dense(record.name, f"{type(module).__name__} reads {attribute!r} directly")
         else:
             found.unexpected += _stored_names(record, archive)
         return
@@ -111,7 +111,7 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def _is_parameter(module: nn.Module, attribute: str) -> bool:
-    """Whether a module of another kind than those with a quantized counterpart holds a parameter, such as experts."""
+    """Whether a module without a quantized counterpart holds a parameter, such as experts."""
     return not isinstance(module, QuantizedModule) and dict(module._parameters.items()).get(attribute) is not None  # noqa: SLF001
 
 
@@ -152,7 +152,7 @@ def _complete_dense(found: Match, archive: Archive) -> None:
     for name, slot in found.slots.items():
         swap = by_weight.get(id(slot))
         if swap is not None and name not in archive.entries and name not in archive.aliases and name not in found.dense:
-            found.dense[name] = Dense(swap.owner, f"the model ties it to {swap.layer!r} and reads it itself")
+            found.dense[name] = Dense(swap.owner, f"the model ties it to {swap.layer!r} and reads it directly")
 
 
 def _match_plain(found: Match, archive: Archive, layers: dict[str, nn.Module]) -> None:
@@ -203,7 +203,7 @@ def _slot_problems(found: Match, archive: Archive) -> Iterator[str]:
     for name in (*found.plain, *found.dense):
         slot = found.slots[name]
         if is_lazy(slot):
-            yield f"{name!r} is not initialized in the model, so its shape is not known: run the model once first"
+            yield f"{name!r} is not initialized in the model, so its shape is unknown: run the model once first"
         elif name in found.dense:
             yield from _dense_problems(name, slot, archive.records[found.dense[name].source].shape)
         else:

@@ -1,4 +1,4 @@
-"""The ``config.json`` of transformers' models, as far as qcore reads and writes it."""
+"""The parts of the ``config.json`` of transformers' models that qcore reads and writes."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def model_config(path: Path) -> dict[str, Any]:
 
 
 def layer_settings(format: Format, scheme: Scheme, scale_dtype: torch.dtype) -> dict[str, str]:
-    """How ``quantization_config`` describes one layer."""
+    """The description of one layer in ``quantization_config``."""
     return {"format": str(format), "scheme": str(scheme.blank()), "scale_dtype": dtype_name(scale_dtype)}
 
 
 def settings_for(weights: Iterable[tuple[Record, torch.dtype]]) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint, as `qcore.hf.QcoreConfig` reads it.
+    """The ``quantization_config`` of a checkpoint, for `qcore.hf.QcoreConfig`.
 
     ``weights``: the record of each quantized weight, and the dtype of its scales.
     """

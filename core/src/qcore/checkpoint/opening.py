@@ -22,7 +22,7 @@ _OWN = "qcore"
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[Archive]:
-    """Open a checkpoint as an `Archive`. Raises `CheckpointError`, also for a tool that no importer knows."""
+    """Open a checkpoint as an `Archive`. Raises `CheckpointError`, also for a tool that no importer supports."""
     gguf = gguf_file_of(path)
     if gguf is not None:
         with ExitStack() as stack:
@@ -43,12 +43,12 @@ def _imported(archive: Archive) -> Archive:
         return ImportedArchive.of(archive, *found)
     if source.method and source.method != _OWN:
         what = f"its quantization_config names {source.method[:64]!r}, which qcore does not read."
-        raise file_error(archive.path, what, f"It reads qcore, {', '.join(importer_names())}.")
+        raise file_error(archive.path, what, f"It reads: qcore, {', '.join(importer_names())}.")
     return archive
 
 
 def _warn(path: Path, plan: Plan) -> None:
-    """Warn of what qcore does otherwise than the tool, once per reason."""
+    """Warn about differences between qcore and the tool, once per reason."""
     for reason in dict.fromkeys(plan.notes.values()):
         layers = [layer for layer, note in plan.notes.items() if note == reason]
         first = f"{shown(layers[0])!r}" + (f" and {len(layers) - 1} other layers" if len(layers) > 1 else "")

@@ -88,8 +88,8 @@ class Transaction:
 
 
 def _copy(slot: Tensor, value: Tensor) -> None:
-    # An inference tensor can be changed under inference_mode only. Detached: some kinds of views refuse in-place
-    # writes.
+    # An inference tensor can be changed only under inference_mode. Detached, because some kinds of views refuse
+    # in-place writes.
     with torch.inference_mode(slot.is_inference()), torch.no_grad():
         slot.detach().copy_(value)
 

@@ -37,9 +37,9 @@ from .header import Entry, TensorSpec, file_error, is_shape, parse_json
 SCHEMA = 2
 SAVE = "qcore.save"
 IMPORT_FIRST = "import qcore.hf, which reads these weights"
-"""The name of an empty tensor that transformers without qcore lists among those that it does not know."""
+"""The name of an empty tensor that transformers without qcore reports as unexpected."""
 CALIBRATED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
-"""The names, behind that of a layer, of the scales and zero points that calibration found for it."""
+"""The names, after the layer's, of the scales and zero points that calibration found for it."""
 _FIELDS = {"format", "shape", "quantizer", "scheme"}
 _ORDER = "order"
 _UPGRADE = "Upgrade qcore, or write the checkpoint again with this version."
@@ -193,7 +193,7 @@ def _record(name: str, value: Any, path: Path, known: dict[Any, _Parsed]) -> Rec
     format, scheme = _parse_texts(name, value["format"], value["scheme"], path, known)
     order = value.get(_ORDER, False)
     if type(order) is not bool:
-        raise file_error(path, f"order is {quoted(order)}; it must be true or left out.", _REWRITE, name)
+        raise file_error(path, f"order is {quoted(order)}; it must be true or omitted.", _REWRITE, name)
     return Record(name, format, tuple(shape), quantizer, scheme, order)
 
 

@@ -31,19 +31,19 @@ def save(
     **Arguments:**
 
     - ``model_or_state``: a model; its ``state_dict()``; or a mapping from names to tensors and `QTensor`.
-    - ``path``: a name that ends in ``.safetensors`` is one file; anything else is a directory, made if missing.
+    - ``path``: a name that ends in ``.safetensors`` is one file; anything else is a directory, created if missing.
     - ``max_shard_size``: bytes, or a text such as ``"5GB"``: a directory is split into shards of at most this size.
 
     Tied tensors are stored once. An existing checkpoint at ``path`` is replaced after everything was written. Raises
     `CheckpointError` for values that cannot be stored (a tensor on ``meta``, an object that is not a tensor) and for
-    errors of the file system; then nothing is left behind and an existing checkpoint is unchanged.
+    errors of the file system; in that case nothing is left behind and an existing checkpoint is unchanged.
     """
     target = Path(os.path.realpath(path))
     limit = shard_limit(max_shard_size)
     single = target.suffix == ".safetensors" and not target.is_dir()
     if single and limit is not None:
         raise CheckpointError(
-            f"{path} names one file, which max_shard_size cannot split.\nGive the name of a directory."
+            f"{path} names one file, which max_shard_size cannot split.\nPass the name of a directory."
         )
     units, aliases = _collect(_state_of(model_or_state))
     with translate_os_errors(target):
@@ -57,7 +57,7 @@ def described_state(model: nn.Module, *, guarded: bool = False) -> tuple[dict[st
     """The tensors of a checkpoint of ``model`` by name, tied ones once, and the metadata that describes them.
 
     For programs that write files themselves. ``guarded``: add an empty tensor with the name of the first quantized
-    weight: transformers without `qcore.hf` refuses it for its size, instead of giving that weight random values.
+    weight: transformers without `qcore.hf` rejects it for its size, instead of giving that weight random values.
     """
     units, aliases = _collect(_state_of(model))
     every = [*units, *guards(units)] if guarded else units
@@ -85,7 +85,7 @@ def _check_names(state: Mapping[Any, Any]) -> None:
     for name in state:
         if not isinstance(name, str) or name == "__metadata__" or not _is_text(name):
             raise CheckpointError(
-                f"cannot save {name!r}: it is not a valid name in safetensors.\nRename it; names are strings."
+                f"cannot save {name!r}: it is not a valid name in safetensors.\nRename it; names must be strings."
             )
 
 
@@ -134,7 +134,7 @@ def _check_value(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise CheckpointError(
             f"cannot save {name!r}: it is a {type(value).__name__}, and safetensors holds tensors only.\n"
-            f"Leave it out of the state dict, or store it in another file."
+            f"Remove it from the state dict, or store it in another file."
         )
     if value.layout != torch.strided or value.dtype not in NAMES or value.is_nested or _is_wrapper(value):
         kind = f"{type(value).__name__}, {value.dtype}, {value.layout}"
@@ -187,7 +187,7 @@ def _memory(name: str, tensor: Tensor) -> Any:
         return name
     # If memory has no address on this device, the tensor object identifies it.
     start = tensor.data_ptr() or id(tensor)
-    # Lazy negation and conjugation: equal memory stands for different values.
+    # With lazy negation and conjugation, equal memory represents different values.
     bits = (tensor.is_conj(), tensor.is_neg())
     return (tensor.device, start, tensor.dtype, tuple(tensor.shape), tensor.stride(), *bits)
 

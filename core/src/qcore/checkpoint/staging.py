@@ -106,7 +106,7 @@ def replace_atomically(path: Path, rights: Rights | None = None) -> Iterator[Bin
             os.fsync(file.fileno())
             if _fcntl is None:
                 file.close()  # Windows cannot rename an open file
-            # Elsewhere the file is still locked, so that no other save takes it for abandoned.
+            # On other systems the file is still locked, so that no other save considers it abandoned.
             temporary.replace(path)
     except BaseException:
         remove(temporary)
@@ -125,7 +125,7 @@ def _new_file(path: Path, rights: Rights | None) -> tuple[Path, BinaryIO]:
 
 def create(path: Path, rights: Rights | None) -> BinaryIO:
     """Create a file with ``rights``, or with the default rights of new files."""
-    # Created private if rights are given, so that the file is at no moment more accessible than they allow.
+    # Created private if rights are given, so that the file is never more accessible than they allow.
     mode = 0o666 if rights is None else 0o600
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     file = os.fdopen(os.open(path, flags, mode), "w+b")
@@ -174,7 +174,7 @@ def _locked_directory(path: Path) -> int | None:
 
 
 def _lock_temporary(handle: int, path: Path) -> bool:
-    """Lock an open temporary; returns whether it still exists then. The lock ends with the process."""
+    """Lock an open temporary; returns whether it still exists afterwards. The lock ends with the process."""
     if _fcntl is None:
         return True
     with contextlib.suppress(OSError):  # a file system without locks: the age decides
@@ -235,7 +235,7 @@ def temporaries(directory: Path) -> list[Path]:
 
 
 def _remove_if_abandoned(path: Path, machine: str | None) -> None:
-    """Remove a temporary if its saver is dead, which is the case if its lock can be acquired."""
+    """Remove a temporary if the process that created it has ended, which is so if its lock can be acquired."""
     if machine != _machine() or _fcntl is None:
         _remove_if_old(path)
         return

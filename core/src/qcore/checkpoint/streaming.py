@@ -73,8 +73,8 @@ def quantize_checkpoint(
 
     Every floating-point ``*.weight`` with two dimensions (linear layers, embeddings, ``lm_head``) or four
     (convolutions) is quantized. Biases, norms and all other tensors are copied, and so are the other files of the
-    directory (configuration, tokenizer). The classes of the model's layers are unknown here: `load_` turns weights back
-    to float that no layer can use quantized.
+    directory (configuration, tokenizer). The classes of the model's layers are unknown here: `load_` dequantizes
+    weights that no layer can use quantized.
 
     **Arguments:**
 
@@ -87,8 +87,8 @@ def quantize_checkpoint(
     - ``dtype``: of scales and of float tensors that are copied; default unchanged.
     - ``overwrite``: replace an existing target.
 
-    Returns a report of every tensor. Raises `CheckpointError`, also for a weight with NaN or Inf, naming it; then
-    nothing is left behind.
+    Returns a report of every tensor. Raises `CheckpointError`, also for a weight with NaN or Inf, naming it; in that
+    case nothing is left behind.
     """
     plan = _CheckpointPlan(scheme, as_patterns(include), as_patterns(exclude) or (), dtype)
     source, target = Path(source), Path(os.path.realpath(target))
@@ -97,7 +97,7 @@ def quantize_checkpoint(
     bar = shown(progress, "quantizing", "bytes")
     with Archive.open(source) as archive, translate_os_errors(target), bar as tell:
         if archive.records:
-            raise file_error(source, "it is quantized already.", "Quantize the float checkpoint it was made from.")
+            raise file_error(source, "it is already quantized.", "Quantize the float checkpoint it was created from.")
         plan.warn_about_patterns([*archive.entries, *archive.aliases])
         run = _QuantizeRun(archive, plan, tell)
         units = [run.unit(archive.entries[name]) for name in archive.entries]
@@ -165,7 +165,7 @@ def _parse_scheme(text: str | Scheme) -> Scheme:
     scheme = Scheme.parse(text)
     if scheme.needs_calibration or scheme.output is not None or getattr(scheme.activation, "per_token", False):
         raise FormatError(
-            f"scheme {str(scheme)!r} needs inputs from running the model, which a checkpoint alone does not give.\n"
+            f"scheme {str(scheme)!r} needs inputs from running the model, which a checkpoint alone cannot provide.\n"
             f"Use qcore.quantize_(model, scheme, calibration=batches) and qcore.save."
         )
     return scheme
@@ -196,7 +196,7 @@ def _why_refused(entry: Entry) -> str:
 
 
 class _QuantizeRun:
-    """One run of `quantize_checkpoint`: creates the units, collects the report and tells the progress."""
+    """One run of `quantize_checkpoint`: creates the units, collects the report and reports progress."""
 
     def __init__(self, archive: Archive, plan: _CheckpointPlan, tell: Progress) -> None:
         self.archive, self.plan, self.tell = archive, plan, tell
@@ -248,21 +248,21 @@ class _QuantizeRun:
 
 
 def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
-    """Raise `CheckpointError` if the target overlaps the source, exists already, or is no checkpoint to replace."""
+    """Raise `CheckpointError` if the target overlaps the source, already exists, or is not a checkpoint to replace."""
     origin = Path(os.path.realpath(source))
     if target == origin or target in origin.parents or (origin.is_dir() and origin in target.parents):
-        raise file_error(target, f"it is, holds or lies in the source {source}.", "Write to another place.")
+        raise file_error(target, f"it is, contains or is inside the source {source}.", "Choose another target.")
     if not target.exists():
         return
     if not overwrite:
-        raise file_error(target, "it exists already.", "Choose another target, or pass overwrite=True.")
+        raise file_error(target, "it already exists.", "Choose another target, or pass overwrite=True.")
     if target.is_dir() != (target.suffix not in (".safetensors", ".gguf", ".onnx")):
         raise file_error(target, "it exists, but one is a file and the other a directory.", "Choose another target.")
     held = {path.suffix for path in target.iterdir()} if target.is_dir() else set()
     if held and not held & {".safetensors", ".onnx"}:
         # A typo in the path must not replace a directory of documents by a checkpoint.
         raise file_error(
-            target, "it exists and holds no checkpoint, so it is not overwritten.", "Choose another target."
+            target, "it exists and is not a checkpoint, so it is not overwritten.", "Choose another target."
         )
 
 
@@ -279,7 +279,7 @@ def _into_directory(
     side_files = {str(file.relative_to(source)): file for file in files}
     with tempfile.TemporaryDirectory(prefix="qcore-") as scratch:
         config = model_config(source)
-        if config:  # of transformers, which has to know that the weights are quantized
+        if config:  # transformers has to know that the weights are quantized
             units = [unit for shard in shards for unit in shard]
             shards = [*shards[:-1], [*shards[-1], *guards(units)]]
             weights = [(unit.record, _scale_dtype(unit)) for unit in units if unit.record]

@@ -45,11 +45,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def read_tensor(file: BinaryIO, entry: Entry, path: Path) -> Tensor:
-    """Read one tensor into new memory. Raises `CheckpointError` if it does not fit, or the file is too short."""
+    """Read one tensor into new memory. Raises `CheckpointError` if memory is too small or the file too short."""
     try:
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     except (RuntimeError, MemoryError):
-        what = f"it takes {entry.nbytes:,} bytes of memory, which this machine does not have."
+        what = f"it needs {entry.nbytes:,} bytes of memory, which this machine does not have."
         raise file_error(path, what, "Is this the right file? Use a machine with more memory.", entry.name) from None
     try:
         file.seek(entry.start)
@@ -91,7 +91,7 @@ def _as_file_errors(record: Record, path: Path) -> Iterator[None]:
 def _is_canonical(weight: QTensor) -> bool:
     """Whether encoding the codes again gives the same bytes: kernels require padding with code 0.
 
-    Raises `FormatError` for codes out of range, which elements of fewer bits than their container can have.
+    Raises `FormatError` for codes out of range, which are possible if an element has fewer bits than its container.
     """
     fmt, k = weight.format, weight.shape[-1]
     container = fmt.element.container_bits

@@ -91,9 +91,9 @@ class Aliases:
 
 
 def guards(units: Iterable[Unit]) -> list[Unit]:
-    """Empty tensors that keep transformers without `qcore.hf` from giving quantized weights random values.
+    """Empty tensors that prevent transformers without `qcore.hf` from giving quantized weights random values.
 
-    One has the name of the first quantized weight, whose size transformers refuses; the other one's name says why.
+    One has the name of the first quantized weight, whose size transformers rejects; the other one's name says why.
     """
     first = next((unit.name for unit in units if unit.record is not None), None)
     names = () if first is None else (first, IMPORT_FIRST)
@@ -139,7 +139,7 @@ def _write_units(file: BinaryIO, path: Path, units: Sequence[Unit], notes: Mappi
     header, starts = build_header((spec for unit in units for spec in unit.specs), notes)
     if len(header) - 8 > MAX_HEADER:
         what = f"its header would take {len(header):,} bytes; the limit is {MAX_HEADER:,}."
-        raise file_error(path, what, "Split it: give a directory and max_shard_size.")
+        raise file_error(path, what, "Split it: pass a directory and max_shard_size.")
     file.write(header)
     for unit in units:
         _write_unit(file, unit, starts)
@@ -283,7 +283,7 @@ class _DirectorySave:
             os.fsync(file.fileno())
 
     def _roll_back(self, old: object) -> None:
-        """Remove files that were renamed already, unless the switch to the new checkpoint was done."""
+        """Remove files that were already renamed, unless the switch to the new checkpoint was done."""
         index = self.path / INDEX
         if self.single:
             # With an index, readers ignore the single file; without one, it is the checkpoint.
@@ -373,7 +373,7 @@ def _files_of(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def translate_os_errors(path: Path) -> Iterator[None]:
-    """Convert errors of the system (disk full, missing rights) to a `CheckpointError` that names the target."""
+    """Convert operating-system errors (disk full, missing permissions) to a `CheckpointError` that names the target."""
     try:
         yield
     except OSError as error:

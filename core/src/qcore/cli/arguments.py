@@ -18,7 +18,7 @@ _DTYPES = {
 MEASURED = ("w8a16", "w4a16-g128", "w8a8", "w4a8-g32")
 """The schemes measured by default."""
 
-ALL = "a line for every tensor, also where three or more differ only in the numbers in their names"
+ALL = "print a line for every tensor, even if three or more differ only in the numbers in their names"
 """Help of ``--all``."""
 
 _GIVEN = "options given so far"

@@ -99,7 +99,7 @@ def _remedy(status: PluginStatus) -> str:
         return ""  # the reason contains the remedy
     if status.state is State.UNAVAILABLE:
         return _disable(status)
-    if "did not end within" in status.reason:
+    if "did not finish within" in status.reason:
         return f"Check the device's driver, or allow more time with --timeout. {_disable(status)}"
     if status.reason.startswith(("ModuleNotFoundError", "ImportError", "OSError")):
         return f"Reinstall it: pip install --force-reinstall {status.dist}. {_disable(status)}"
@@ -176,7 +176,7 @@ def slow_findings(statuses: list[PluginStatus]) -> list[Finding]:
         Finding(
             slow.plugin,
             f"{slow.kernel} was measured slower than the fallback for {slow.request}: "
-            f"{slow.milliseconds:.3g} ms against {slow.fallback_milliseconds:.3g} ms of {slow.fallback}.",
+            f"{slow.milliseconds:.3g} ms, against {slow.fallback_milliseconds:.3g} ms for {slow.fallback}.",
             "The fallback is selected, unless the order of backends or strict prevents it.",
             problem=False,
         )

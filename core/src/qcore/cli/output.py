@@ -176,7 +176,7 @@ def plugin_table(statuses: list[Any], *, brief: bool = False) -> Table:
     """One row per plugin; ``brief``: omit the reasons, which are listed elsewhere."""
     rows = [(s.name, str(s.state), f"{s.dist} {s.version}", f"{s.seconds:.2f}", _details(s, brief)) for s in statuses]
     return Table(
-        ("plugin", "state", "version", "seconds", "device and driver, or why not"), rows, state=1, right=frozenset({3})
+        ("plugin", "state", "version", "seconds", "device and driver, or reason"), rows, state=1, right=frozenset({3})
     )
 
 

@@ -112,7 +112,9 @@ class _Child:
         probing = "qcore_probe" in trace
         state = State.PROBE_FAILED if probing else State.IMPORT_FAILED
         doing = "its probe" if probing else "its import"
-        return self._failed(state, f"{doing} did not end within {self.seconds:g} seconds{_where(trace)}", self.seconds)
+        return self._failed(
+            state, f"{doing} did not finish within {self.seconds:g} seconds{_where(trace)}", self.seconds
+        )
 
     def _failed(self, state: State, reason: str, seconds: float = 0.0) -> PluginStatus:
         p = self.plugin
@@ -130,8 +132,8 @@ def _how_it_ended(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"was ended by signal {-code}"
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
 
 
 def _where(trace: str) -> str:

@@ -15,7 +15,7 @@ from .output import is_terminal
 class Progress:
     """A progress bar. ``title``: the activity; ``unit``: ``bytes``, or the plural of the counted items.
 
-    ``forced``: draw the bar even if standard error is no terminal.
+    ``forced``: draw the bar even if standard error is not a terminal.
     """
 
     title: str

@@ -79,7 +79,7 @@ def _table(rows: list[Any], *, every: bool) -> Table:
     def looks(row: Any) -> tuple[str, str, str]:
         return "x".join(map(str, row.shape)), row.action, row.reason
 
-    header = ("tensor", "shape", "result", "before", "after", "scheme or why not")
+    header = ("tensor", "shape", "result", "before", "after", "scheme or reason")
     lines = [(r.name, [r]) for r in rows] if every else grouped(rows, lambda r: str(r.name), looks)
     cells = []
     for label, together in lines:

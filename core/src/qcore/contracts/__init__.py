@@ -1,4 +1,4 @@
-"""Op contracts: what a quantized linear, convolution or embedding must compute, and how that is checked.
+"""Op contracts: the result that a quantized linear, convolution or embedding must compute, and how it is checked.
 
 Each contract is one file: a frozen request, the semantics, a float64/int64 reference in torch ops on CPU, a
 tolerance, and a generator of test cases.

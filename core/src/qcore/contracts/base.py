@@ -1,4 +1,4 @@
-"""What the contracts share: requests, problems, verdicts, and the error bound of a quantized product."""
+"""The parts shared by all contracts: requests, problems, verdicts, and the error bound of a quantized product."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from ..weights.schemes import Scheme
 
 GIVEN_NAMES = ("x_scale", "x_zero_point", "out_scale", "out_zero_point")
 """Keyword arguments of a kernel call that carry per-token parameters, each of shape ``(tokens,)``; only for requests
-whose activation or output says ``per_token``."""
+whose activation or output is ``per_token``."""
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-23}
-"""Half a unit in the last place, relative (a whole one for float32; results in float64 are held to float32)."""
+"""Half a unit in the last place, relative (a whole one for float32; float64 results need only float32's precision)."""
 _FLOAT32_SUM, _FEW_TERMS = 2.0**-20, 256
-"""Relative error allowed to a float32 accumulation, on the sum of absolute values."""
+"""Relative error allowed to a float32 accumulation, relative to the sum of absolute values."""
 _NEAR_TIE = 2.0**-12
-"""Codes whose exact value lies this close to a half may round either way: division or reciprocal, both are right."""
+"""Codes whose exact value is this close to a half may round either way: both division and reciprocal are correct."""
 
 
 class Request(Protocol):
-    """What every request can say about itself, whatever its contract."""
+    """The interface of every request, whatever its contract."""
 
     contract: ClassVar[str]
 
@@ -87,7 +87,7 @@ class Problem:
 
 
 def _keep_strides(x: Tensor, device: torch.device) -> Tensor:
-    # What is expanded is stored once: nothing may be written to it more than once.
+    # An expanded dimension is stored once, so nothing may be written to it more than once.
     once = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
     moved = torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=device)
     return moved.copy_(once).expand(x.shape)
@@ -95,7 +95,7 @@ def _keep_strides(x: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One test case: ``build(seed)`` makes the `Problem` for ``device``."""
+    """One test case: ``build(seed, device)`` creates its `Problem`."""
 
     id: str
     contract: str
@@ -104,14 +104,14 @@ class Case:
 
     def build(self, seed: int, device: torch.device | str = "cpu") -> Problem:
         """Fresh inputs (on CPU) for a request on ``device``; the same seed gives the same numbers."""
-        # Hashed together, because torch's CPU generator looks at the low 32 bits of a seed only.
+        # Hashed together, because torch's CPU generator uses only the low 32 bits of a seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {self.id}".encode()))
         return self.make(generator, torch.device(device))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether an output is within tolerance, and by how much: ``worst`` is error / allowed, above 1 is wrong."""
+    """Whether an output is within tolerance, and by how much: ``worst`` is error / allowed, wrong if above 1."""
 
     ok: bool
     worst: float
@@ -126,12 +126,12 @@ class Contract(ABC):
 
     @property
     def hook(self) -> str:
-        """The name of the hook specification that a plugin answers."""
+        """The name of the hook that a plugin implements for this contract."""
         return f"qcore_{self.name}"
 
     @abstractmethod
     def reference(self, problem: Problem) -> Tensor:
-        """The exact result: float64, or int8 codes where the request asks for int8 output."""
+        """The exact result: float64, or int8 codes if the request has int8 output."""
 
     @abstractmethod
     def allowed(self, problem: Problem) -> Tensor:
@@ -143,20 +143,20 @@ class Contract(ABC):
 
     @abstractmethod
     def request_for(self, scheme: Scheme, device: torch.device, dtype: torch.dtype, n: int, k: int) -> Any:
-        """A plain request of this contract, as ``explain`` and ``tune`` need one."""
+        """A plain request of this contract, for ``explain`` and ``tune``."""
 
     @abstractmethod
     def probe(self, request: Any, seed: int = 0) -> list[Problem]:
-        """Small problems for a request: what a kernel must get right before it serves."""
+        """Small problems for a request, which a kernel must solve correctly before it is used."""
 
     def is_probed_whole(self, request: Any) -> bool:
-        """Whether the problems of `probe` are as large as the weight of ``request`` is."""
+        """Whether the problems of `probe` are as large as the weight of ``request``."""
         small = request.small()
         return (small.n, small.k) == (request.n, request.k)
 
     @abstractmethod
     def around(self, request: Any, weight: QTensor, seed: int = 0) -> list[Problem]:
-        """Problems with a layer's own ``weight``, as large as a call of it is: judged by `sampling.sampled`.
+        """Problems with a layer's own ``weight``, as large as a call of the layer; judged by `sampling.sampled`.
 
         ``weight`` may be on any device; x and bias are on CPU.
         """
@@ -173,7 +173,7 @@ class Contract(ABC):
 
 
 def wrong_form(request: Any, shape: tuple[int, ...], result: Any) -> str:
-    """What is wrong with a result before its numbers are looked at: type, shape, dtype, device. Empty if nothing is."""
+    """Describe a wrong type, shape, dtype or device of a result, before its values are read; empty if all are right."""
     if not isinstance(result, Tensor):
         return f"returned {type(result).__name__} instead of a tensor"
     if tuple(result.shape) != shape:
@@ -188,7 +188,7 @@ def wrong_form(request: Any, shape: tuple[int, ...], result: Any) -> str:
 def _compare(expected: Tensor, allowed: Tensor, result: Tensor, dtype: torch.dtype) -> Verdict:
     actual = result.double()
     rounded = expected if dtype == torch.int8 else expected.to(dtype).double()
-    # Where rounding to the result's dtype overflows, Inf is the right answer; both sides must say so.
+    # If rounding to the result's dtype overflows, Inf is the correct result, and both sides must have it.
     same = (actual == rounded) | (actual.isnan() & rounded.isnan()) | _overflows(expected, allowed, actual, dtype)
     error = torch.where(same, 0.0, (actual - expected).abs())
     ratio = torch.where(same, 0.0, error / allowed).nan_to_num(nan=float("inf"), posinf=float("inf"))
@@ -202,7 +202,7 @@ def _compare(expected: Tensor, allowed: Tensor, result: Tensor, dtype: torch.dty
 
 
 def _position(flat: int, shape: Iterable[int]) -> tuple[int, ...]:
-    """Where the element number ``flat`` stands. `torch.unravel_index` imports sympy at its first call: 0.25 s."""
+    """The indices of element number ``flat``. `torch.unravel_index` imports sympy at its first call: 0.25 s."""
     position: tuple[int, ...] = ()
     for size in reversed(tuple(shape)):
         flat, place = divmod(flat, size)
@@ -211,7 +211,7 @@ def _position(flat: int, shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def _overflows(expected: Tensor, allowed: Tensor, actual: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where Inf came out and a sum within the allowed error would have rounded to it."""
+    """Elements that are Inf and for which a sum within the allowed error would have rounded to Inf, too."""
     if not dtype.is_floating_point:
         return torch.zeros_like(actual, dtype=torch.bool)
     furthest = (expected + allowed * expected.sign()).to(dtype).double()
@@ -224,7 +224,7 @@ def exact_weight(weight: QTensor) -> Tensor:
 
 
 def weight_magnitude(weight: QTensor) -> Tensor:
-    """``(|q| + |z|) * s`` (or ``|q| s + |z|``) in float64: what the rounding errors of a kernel are relative to."""
+    """``(|q| + |z|) * s`` (or ``|q| s + |z|``) in float64: a kernel's rounding errors are relative to this."""
     k = weight.shape[1]
     scale, zero = weight.scales(torch.float64).abs(), weight.integer_zero()
     added = weight.zero.double().abs() if weight.format.zero is ZeroPoint.FLOAT and weight.zero is not None else None
@@ -249,7 +249,7 @@ class Quantized:
 
 
 def quantize_rows(problem: Problem, rows: Tensor) -> Quantized | None:
-    """Quantize ``rows`` (rows, K) as the request asks, in float32 as the contract says; None for float activations."""
+    """Quantize ``rows`` (rows, K) as requested, in float32 as the contract specifies; None for float activations."""
     activation = problem.request.activation
     if activation is None:
         return None
@@ -274,10 +274,10 @@ def quantize_rows(problem: Problem, rows: Tensor) -> Quantized | None:
 def _quantize_fp8_rows(activation: FP8Activation, rows: Tensor) -> Quantized:
     scale = fp8_scale(activation, rows).expand(rows.shape)
     codes, ratio = quantize_fp8(rows, scale).double(), (rows.float() / scale).double()
-    # Neighbouring values differ by one unit of the last place: 3 bits of mantissa, and the smallest step is 2**-9.
+    # Neighbouring values differ by one unit in the last place: 3 bits of mantissa, and the smallest step is 2**-9.
     step = torch.exp2(torch.floor(torch.log2(ratio.abs().clamp_min(2.0**-6))) - 3)
     near = ((ratio.abs() / step - torch.floor(ratio.abs() / step)) - 0.5).abs() < _NEAR_TIE
-    # Either side of a tie is off by up to one step from the other; beyond the largest value there is no tie.
+    # The two sides of a tie differ by up to one step; beyond the largest value there is no tie.
     slack = torch.where(near & (ratio.abs() < FP8_MAX), step, 0.0)
     return Quantized(codes, scale.double(), torch.zeros_like(codes), slack)
 
@@ -305,10 +305,11 @@ def exact_product(problem: Problem, rows: Tensor, weight: Tensor) -> Tensor:
 def product_error(problem: Problem, rows: Tensor, dense: Tensor, magnitude: Tensor) -> Tensor:
     """The error allowed to ``A(rows) @ W^T`` before the result is rounded, ``(rows, N)`` float64.
 
-    A float32 sum may err by 2**-20 of the sum of absolute values, times sqrt(K / 256) for more than 256 terms: rounding
-    errors of a sum in sequence add up like a random walk. Float activations narrower than float32 may meet a
-    weight rounded to their own dtype: such errors are independent, hence the root of the sum of squares. Quantized
-    activations whose exact value lies next to a tie may take either code, each worth one step times its weight.
+    A float32 sum may be off by 2**-20 of the sum of absolute values, times sqrt(K / 256) for more than 256 terms: the
+    rounding errors of a sequential sum add up like a random walk. Float activations narrower than float32 may be
+    multiplied by a weight rounded to their own dtype: such errors are independent, hence the root of the sum of
+    squares. Quantized activations whose exact value lies next to a tie may take either code; the difference is one step
+    times the weight.
     """
     quantized = quantize_rows(problem, rows)
     summing = _FLOAT32_SUM * max(1.0, math.sqrt(rows.shape[-1] / _FEW_TERMS))
@@ -322,7 +323,7 @@ def product_error(problem: Problem, rows: Tensor, dense: Tensor, magnitude: Tens
 
 
 def finish_reference(problem: Problem, y: Tensor) -> Tensor:
-    """Requantize ``y`` (rows, N) where the request asks for int8 output."""
+    """Requantize ``y`` (rows, N) if the request has int8 output."""
     output = problem.request.output
     if output is None:
         return y
@@ -333,7 +334,7 @@ def finish_reference(problem: Problem, y: Tensor) -> Tensor:
 def finish_allowed(problem: Problem, y: Tensor, error: Tensor) -> Tensor:
     """The error allowed to the finished result: one more rounding, or one code plus the error in codes.
 
-    A float is rounded where it lies: next to a tie that can be far from ``y``.
+    The rounding error of a float depends on the computed value, which may differ from ``y`` by the error before it.
     """
     request = problem.request
     if request.output is None:

@@ -36,27 +36,27 @@ _LEAST = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1}
 
 
 def as_pair(name: str, value: Any) -> Pair:
-    """(height, width) from one whole number or two; raises `FormatError` for anything else and for a size too small."""
+    """(height, width) from one integer or two; raises `FormatError` for anything else and for a size too small."""
     try:
         found = tuple(map(operator.index, value if isinstance(value, Sequence) else (value, value)))
     except TypeError:
         found = ()
     if len(found) != 2 or min(found) < _LEAST[name]:
-        raise FormatError(f"conv2d: {name} is {value!r}; it must be one or two whole numbers from {_LEAST[name]}.")
+        raise FormatError(f"conv2d: {name} is {value!r}; it must be one or two integers, at least {_LEAST[name]}.")
     return found
 
 
 def _is_pair(value: Any) -> bool:
-    # By the types as well: 1.0 equals 1, so that what is decided for one request would be taken for the other.
+    # Types are checked, too: 1.0 equals 1, so a cached decision for one request would be reused for the other.
     return type(value) is tuple and list(map(type, value)) == [int, int]
 
 
 @dataclass(frozen=True)
 class Conv2dRequest:
-    """What a kernel for `conv2d` is asked to serve.
+    """A request for a kernel for `conv2d`.
 
-    **Fields:** as `LinearRequest`, with ``in_channels``, ``out_channels``, ``kernel_size``, ``stride``, ``padding``,
-    ``dilation`` as (height, width), and ``groups``. Raises `FormatError` where the sizes do not fit each other.
+    **Fields:** as in `LinearRequest`, with ``in_channels``, ``out_channels``, ``kernel_size``, ``stride``, ``padding``,
+    ``dilation`` as (height, width), and ``groups``. Raises `FormatError` if the sizes are inconsistent.
     """
 
     contract: ClassVar[str] = "conv2d"
@@ -82,14 +82,14 @@ class Conv2dRequest:
         if not all(map(_is_pair, sides)) or min(map(min, sides[:3])) < 1 or min(self.padding) < 0:
             for name in _LEAST:
                 as_pair(name, getattr(self, name))
-            raise FormatError(f"conv2d: kernel_size, stride, dilation and padding are {sides}; write pairs of ints.")
+            raise FormatError(f"conv2d: kernel_size, stride, dilation and padding are {sides}; pass pairs of ints.")
         if operator.index(self.groups) < 1 or any(c % self.groups for c in self._channels()):
             raise FormatError(
                 f"conv2d: groups={self.groups} must divide in_channels={self.in_channels} "
                 f"and out_channels={self.out_channels}."
             )
         if _per_token(self):
-            raise FormatError("conv2d: per-token parameters given with each call are for linear only; use per-tensor.")
+            raise FormatError("conv2d: per-token parameters are supported for linear only; use per-tensor ones.")
 
     def _channels(self) -> Pair:
         return self.in_channels, self.out_channels
@@ -105,7 +105,7 @@ class Conv2dRequest:
         return self.kernel_size[0] * self.kernel_size[1] * (self.in_channels // self.groups)
 
     def signature(self) -> tuple[Any, ...]:
-        """What a verdict on a kernel depends on; sizes are kept, because convolution kernels specialise on them."""
+        """The fields that a verdict on a kernel depends on, including sizes: convolution kernels specialise on them."""
         activation = without_parameters(self.activation)
         geometry = (self.kernel_size, self.stride, self.padding, self.dilation, self.groups)
         channels = (self.in_channels, self.out_channels)
@@ -113,7 +113,7 @@ class Conv2dRequest:
         return (self.contract, self.x_dtype, self.out_dtype, geometry, channels, *form)
 
     def small(self) -> Conv2dRequest:
-        """The request itself without training: a few pixels of input already make the problem small."""
+        """The same request without training: a few pixels of input are enough to make the problem small."""
         return replace(self, training=False)
 
 
@@ -137,7 +137,7 @@ class _Shape:
 
 
 _OUTPUTS = 20
-"""Height and width of the result that a layer's own weight is tried with."""
+"""Height and width of the result with which a layer's own weight is tested."""
 
 _SHAPES: tuple[_Shape, ...] = (
     _Shape("1x1", (2, 8, 5, 5), 12, (1, 1)),
@@ -160,7 +160,7 @@ _SHAPES: tuple[_Shape, ...] = (
 
 
 _STRIDES = {"dense": "dense", "strided": "columns", "expanded": "expanded"}
-"""How x lies in memory where bias and weight lie in some way."""
+"""The memory layout of x for each memory layout of bias and weight."""
 
 
 class Conv2dContract(Contract):
@@ -212,7 +212,7 @@ class Conv2dContract(Contract):
         return [_problem(draw, request, shape)]
 
     def is_probed_whole(self, request: Any) -> bool:
-        """Never: the weight is whole, but the images are a few pixels large."""
+        """Never: the weight is complete, but the images are only a few pixels large."""
         del request
         return False
 
@@ -223,7 +223,7 @@ class Conv2dContract(Contract):
 
 
 def _sides(request: Conv2dRequest, outputs: int) -> Pair:
-    """The height and width of an image that gives ``outputs`` results along each, or a few more for wide padding."""
+    """Height and width of an image that gives ``outputs`` results along each, or a few more if the padding is wide."""
     axes = zip(request.kernel_size, request.stride, request.padding, request.dilation, strict=True)
     height, width = (max(1, (outputs - 1) * s + d * (k - 1) + 1 - 2 * p) for k, s, p, d in axes)
     return height, width
@@ -264,7 +264,7 @@ def convolved_size(
 ) -> Pair:
     """(OH, OW) for an image of ``size``, by the formula of `torch.nn.Conv2d`; each argument is (height, width).
 
-    Sizes may be symbolic, as they are for a fake. Where the kernel does not fit, the result is below 1.
+    Sizes may be symbolic, as in a fake. If the kernel does not fit, the result is below 1.
     """
     (h, w), (kh, kw), (sh, sw), (ph, pw), (dh, dw) = size, kernel, stride, padding, dilation
     return (h + 2 * ph - dh * (kh - 1) - 1) // sh + 1, (w + 2 * pw - dw * (kw - 1) - 1) // sw + 1
@@ -276,9 +276,9 @@ def output_size(request: Conv2dRequest, height: int, width: int) -> Pair:
 
 
 def check_image(name: str, x: Tensor, request: Conv2dRequest) -> None:
-    """Raise `FormatError`, in the name of a kernel, unless x is ``(B, IC, H, W)`` and as large as the kernel window.
+    """Raise `FormatError`, naming the kernel, unless x is ``(B, IC, H, W)`` and at least as large as the kernel window.
 
-    A trace does not ask for sizes, which would become conditions on dynamic ones: torch says so when the graph runs.
+    A trace does not check sizes, since that would add guards on dynamic ones: torch raises when the graph runs.
     """
     if x.dim() != 4 or x.shape[1] != request.in_channels:
         raise FormatError(
@@ -292,29 +292,30 @@ def check_image(name: str, x: Tensor, request: Conv2dRequest) -> None:
 
 
 def laid_out_like(y: Tensor, x: Tensor) -> Tensor:
-    """Images y in the memory format of images x, as after `torch.nn.Conv2d`: code behind it may ask for a view.
+    """Images y in the memory format of images x, as after `torch.nn.Conv2d`: later code may need a view.
 
-    Kernels may give either format; most give channels last.
+    Kernels may return either format; most return channels_last.
     """
-    # By the strides, as torch goes: with one channel an image is contiguous in both formats. One pixel is no sign.
+    # Decided by the strides, as in torch: with one channel an image is contiguous in both formats. One pixel decides
+    # nothing.
     last = x.stride(1) == 1 and x.stride(3) >= x.shape[1] and x.stride(2) * x.shape[2] > 1
     return y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def kernel_shape(request: Conv2dRequest) -> tuple[int, int, int, int]:
-    """(OC, KH, KW, IC/groups): the weight as it is stored."""
+    """(OC, KH, KW, IC/groups): the shape of the stored weight."""
     return (request.n, *request.kernel_size, request.in_channels // request.groups)
 
 
 def dense_kernel(weight: QTensor, request: Conv2dRequest, dtype: torch.dtype) -> Tensor:
-    """The dequantized weight as torch's convolutions take it: ``(OC, IC/groups, KH, KW)``."""
-    # Contiguous to the last stride: torch's convolutions read beside a kernel whose size 1 has another one.
+    """The dequantized weight in the layout of torch's convolutions: ``(OC, IC/groups, KH, KW)``."""
+    # Contiguous in every stride: torch's convolutions read out of bounds if a dimension of size 1 has another stride.
     return contiguous(weight.dequantize(dtype).view(kernel_shape(request)).permute(0, 3, 1, 2))
 
 
 def _per_group(problem: Problem, *weights: Tensor) -> Iterator[tuple[Tensor, ...]]:
     request = problem.request
-    # Codes are shifted around the unfolding, so that padding with 0 gives the zero point.
+    # Codes are shifted before and after the unfolding, so that padding with 0 gives the zero point.
     zero = float(getattr(request.activation, "zero_point", 0)) if problem.x.dtype == torch.int8 else 0.0
     columns = (im2col(problem.x.float() - zero, request) + zero).to(problem.x.dtype)
     size = request.out_channels // request.groups

@@ -19,7 +19,7 @@ from .inputs import Draw, Parts, laid_out, small_k, small_n, with_strides
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """What a kernel for `embedding` is asked to serve.
+    """A request for a kernel for `embedding`.
 
     **Fields:** ``device``; ``out_dtype``; ``num_embeddings``: V, rows of the table; ``embedding_dim``: D;
     ``weight``: the `Format`, with one scale per row or per group of D.
@@ -44,17 +44,17 @@ class EmbeddingRequest:
         return self.embedding_dim
 
     def signature(self) -> tuple[Any, ...]:
-        """What a verdict on a kernel depends on: everything but the device and the exact sizes."""
+        """The fields that a verdict on a kernel depends on: all but the device and the exact sizes."""
         form = (small_n(self.n), small_k(self.k, self.weight))
         return (self.contract, self.out_dtype, str(self.weight), form)
 
     def small(self) -> EmbeddingRequest:
-        """The same request for a small table whose sizes leave the same remainders."""
+        """The same request for a small table whose sizes have the same remainders."""
         return replace(self, num_embeddings=small_n(self.n), embedding_dim=small_k(self.k, self.weight))
 
 
 INDEX_DTYPES = (torch.int64, torch.int32)
-"""What indices may be."""
+"""The dtypes of indices."""
 _LOOKUPS = 256
 """Rows that are looked up in a layer's own table."""
 
@@ -92,7 +92,7 @@ class EmbeddingContract(Contract):
     """``y = W[indices]`` with W the dequantized table ``(V, D)``.
 
     - ``indices``: int64 or int32 of any shape and strides; ``y``: ``(*indices.shape, D)`` of ``out_dtype``.
-    - Only the rows asked for are dequantized; each value is computed in float32 and rounded once.
+    - Only the requested rows are dequantized; each value is computed in float32 and rounded once.
     - Errors: an index outside 0..V-1 raises `IndexError` (on accelerators, a device-side assertion); indices of another
       dtype raise `FormatError`.
     """
@@ -150,16 +150,16 @@ def _problem(
 
 
 def check_index_dtype(indices: Tensor) -> None:
-    """Raise `FormatError` for indices that are not int64 or int32; some kernels would read them as if they were."""
+    """Raise `FormatError` for indices that are not int64 or int32; some kernels would misread their bytes."""
     if indices.dtype not in INDEX_DTYPES:
         raise FormatError(f"embedding: indices have dtype {indices.dtype}; they must be int64 or int32.")
 
 
 def check_indices(indices: Tensor, size: int) -> None:
-    """Raise `IndexError` for an index outside ``0..size-1``: a kernel would read what lies beside the table.
+    """Raise `IndexError` for an index outside ``0..size-1``: a kernel would read out of bounds.
 
-    On an accelerator, whose values nobody waits for, it is an assertion of the device. Raises `FormatError` for
-    indices of another dtype than int64 or int32.
+    On an accelerator this is a device-side assertion, so that nothing waits for the device. Raises `FormatError` for
+    indices of a dtype other than int64 or int32.
     """
     check_index_dtype(indices)
     if indices.device.type != "cpu":
@@ -168,8 +168,7 @@ def check_indices(indices: Tensor, size: int) -> None:
         low, high = (int(bound) for bound in indices.aminmax())
         if low < 0 or high >= size:
             raise IndexError(
-                f"embedding: indices span {low}..{high}, but the table has {size} rows.\n"
-                f"They must lie in 0..{size - 1}."
+                f"embedding: indices span {low}..{high}, but the table has {size} rows.\nThey must be in 0..{size - 1}."
             )
 
 

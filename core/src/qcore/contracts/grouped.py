@@ -34,8 +34,8 @@ class GroupedLinearRequest:
 
     **Fields:** ``device`` and ``x_dtype`` of the input; ``out_dtype``; ``experts``: E; ``n``, ``k``: output and input
     features of each weight; ``weight``: the `Format`; ``activation``: None for float activations, or one without
-    parameters per token; ``bias``: whether one is added; ``training``: gradients with respect to x are needed (qcore
-    supplies them).
+    per-token parameters; ``bias``: whether one is added; ``training``: gradients with respect to x are needed (qcore
+    computes them).
     """
 
     contract: ClassVar[str] = "grouped_linear"
@@ -57,25 +57,25 @@ class GroupedLinearRequest:
         return
 
     def signature(self) -> tuple[Any, ...]:
-        """What a verdict on a kernel depends on: everything but the device and the exact sizes."""
+        """The fields that a verdict on a kernel depends on: all but the device and the exact sizes."""
         activation = without_parameters(self.activation)
         form = (min(self.experts, _SMALL_EXPERTS), small_n(self.n), small_k(self.k, self.weight))
         return (self.contract, self.x_dtype, self.out_dtype, str(self.weight), activation, self.bias, form)
 
     def small(self) -> GroupedLinearRequest:
-        """The same request for a few small weights whose sizes leave the same remainders."""
+        """The same request for a few small weights whose sizes have the same remainders."""
         experts = min(self.experts, _SMALL_EXPERTS)
         return replace(self, experts=experts, n=small_n(self.n), k=small_k(self.k, self.weight), training=False)
 
 
 _SMALL_EXPERTS = 4
 _AROUND_ROWS = 64
-"""Rows that a layer's own weights are tried with."""
+"""Number of rows with which a layer's own weights are tested."""
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """``rows``: of each expert; ``behind``: rows of x that belong to no expert."""
+    """``rows``: of each expert; ``behind``: number of last rows of x that belong to no expert."""
 
     name: str
     rows: tuple[int, ...]
@@ -111,12 +111,12 @@ class GroupedLinearContract(Contract):
     """``y[i] = A(x[i]) @ W[e]^T + bias[e]`` for every row i of expert e.
 
     - ``x``: ``(T, K)``, rows sorted by expert; ``W``: ``(E, N, K)``; ``bias``: ``(E, N)`` of any float dtype;
-      ``offsets``: int32 ``(E,)``, the end of each expert's rows, as of `torch.nn.functional.grouped_mm`: expert e has
+      ``offsets``: int32 ``(E,)``, the end of each expert's rows, as in `torch.nn.functional.grouped_mm`: expert e has
       the rows ``offsets[e - 1] .. offsets[e]``. ``y``: ``(T, N)`` of ``out_dtype``. x and bias may have any strides.
-    - Experts without rows and T = 0 are ordinary. Rows behind the last end belong to no expert: their result is 0.
-    - Each row as `linear` computes it: dynamic activations per row, accumulation in float32 or better, the bias added
-      before the single rounding to ``out_dtype``.
-    - Errors: ends that descend or leave 0..T, checked on the CPU and an assertion of the device elsewhere.
+    - Experts without rows and T = 0 are valid. Rows after the last end belong to no expert: their result is 0.
+    - Each row is computed as by `linear`: dynamic activations per row, accumulation in float32 or better, the bias
+      added before the single rounding to ``out_dtype``.
+    - Errors: ends that descend or are outside 0..T, checked on the CPU; a device-side assertion elsewhere.
     """
 
     name: ClassVar[str] = "grouped_linear"
@@ -178,7 +178,7 @@ class GroupedLinearContract(Contract):
 
 
 def is_for_experts(scheme: Scheme) -> bool:
-    """Whether a scheme goes with `grouped_linear`: no parameters per token, a float result."""
+    """Whether `grouped_linear` supports a scheme: no per-token parameters, a float result."""
     return not getattr(scheme.activation, "per_token", False) and scheme.output is None
 
 
@@ -195,7 +195,7 @@ def _problem(draw: Draw, request: GroupedLinearRequest, shape: _Shape, quantizer
 
 
 def _parts(problem: Problem) -> Iterator[tuple[slice, Problem]]:
-    """The rows of each expert that has some, and the problem of `linear` that they are."""
+    """The rows of each expert that has any, and the equivalent problem of `linear`."""
     for expert, rows in expert_rows(problem.given["offsets"].tolist()):
         bias = None if problem.bias is None else problem.bias[expert]
         yield rows, Problem(problem.request, problem.x[rows], problem.weight[expert], bias)
@@ -213,7 +213,7 @@ def expert_rows(ends: Iterable[int]) -> Iterator[tuple[int, slice]]:
 def check_offsets(offsets: Tensor, experts: int, rows: int) -> None:
     """Raise `FormatError` unless ``offsets`` are int32 ``(E,)`` ends that ascend within 0..T.
 
-    Their values are looked at on the CPU only; on an accelerator, which nobody waits for, an assertion of the device.
+    Their values are read on the CPU only; on an accelerator a device-side assertion checks them, without a wait.
     """
     given: Any = offsets
     if not isinstance(given, Tensor) or given.dtype != torch.int32 or tuple(given.shape) != (experts,):

@@ -1,4 +1,4 @@
-"""Random inputs for the cases: skewed weights, awkward shapes, extreme values."""
+"""Random inputs for the test cases: skewed weights, awkward shapes, extreme values."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ..weights.schemes import Scheme
 from .base import Problem
 
 Parts = Literal["dense", "strided", "expanded"]
-"""How bias, per-token parameters and the tensors of the weight lie in memory."""
+"""The memory layout of bias, per-token parameters and the tensors of the weight."""
 
 _SMALL = 256
 _SPIKES = {torch.float16: (3e4, -6e4, 1e3)}
 _WIDE_SPIKES = (1e6, -1e30, 300.0)
-"""Values far above the others in their row, where float16 ends earlier."""
+"""Values far above the others in their row; smaller for float16, whose range ends earlier."""
 
 
 def small_n(n: int) -> int:
-    """A small N with the same remainder by 64 as ``n``: what tells a kernel's tail handling apart."""
+    """A small N with the same remainder modulo 64 as ``n``: a kernel's tail handling depends on it."""
     return n if n <= 64 else 64 + n % 64
 
 
 def small_k(k: int, weight: Format) -> int:
-    """A small K with the same remainders by 256 and by the group size as ``k``, and two groups where k has more."""
+    """A small K with the same remainders modulo 256 and the group size as ``k``, and two groups if k has more."""
     period = _SMALL if weight.group_size is None else math.lcm(_SMALL, 2 * weight.group_size)
     return k if k <= period else period + k % period
 
@@ -59,15 +59,15 @@ class Draw:
         self.generator = generator
 
     def normal(self, *shape: int) -> Tensor:
-        # The dtype is said because a user may have changed torch's default.
+        # The dtype is explicit because a user may have changed torch's default.
         return torch.randn(*shape, generator=self.generator, dtype=torch.float32)
 
     def whole(self, low: int, high: int, *shape: int) -> Tensor:
-        """Whole numbers in ``low..high``, both included."""
+        """Integers in ``low..high``, inclusive."""
         return torch.randint(low, high + 1, shape, generator=self.generator)
 
     def fill(self, scheme: Scheme) -> Scheme:
-        """Give numbers to a static activation or output that has none."""
+        """Give values to the parameters of a static activation or output that has none."""
         activation, output = scheme.activation, scheme.output
         if isinstance(activation, StaticInt8) and not activation.is_given:
             activation = StaticInt8(0.021, int(self.whole(-40, 40)))
@@ -78,7 +78,7 @@ class Draw:
         return replace(scheme, activation=activation, output=output)
 
     def weight(self, n: int, k: int, fmt: Format, kind: str = "skewed", quantizer: str = "") -> QTensor:
-        """A quantized weight whose values lean to one side by group, so that a wrong zero point shows at once."""
+        """A quantized weight whose values are skewed to one side by group, so that a wrong zero point is obvious."""
         if kind in ("codes", "signed"):
             return self._codes(n, k, fmt, signed=kind == "signed")
         lean = self.normal(n, 1) * 0.03 + 0.04
@@ -93,14 +93,14 @@ class Draw:
         return quantize(dense, fmt, fast if quantizer in ("", "mse", *NEEDS_MOMENTS) else quantizer, scale_dtype=narrow)
 
     def _codes(self, n: int, k: int, fmt: Format, *, signed: bool = False) -> QTensor:
-        """Every code there is, drawn evenly; ``signed``: with scales of either sign, as GGUF files have them."""
+        """All valid codes, drawn uniformly; ``signed``: with scales of either sign, as in GGUF files."""
         element, groups = fmt.element, (fmt.groups(k), n)
         codes = self._some_codes(element, n, k)
         scale = torch.rand(*groups, generator=self.generator, dtype=torch.float32) * 0.01 + 0.001
         if signed:
             scale *= self.whole(0, 1, *groups) * 2 - 1
         if not element.is_integer:
-            # As large as an int4 weight: a bias far above the sums would be all that rounding errors come from.
+            # As large as an int4 weight: a bias far above the sums would dominate the rounding errors.
             scale *= 8 / element.value_range[1]
         zero = None
         if fmt.zero is ZeroPoint.INT:
@@ -125,7 +125,7 @@ class Draw:
         return usable[self.whole(0, len(usable) - 1, *shape)]
 
     def activations(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str, strides: str) -> Tensor:
-        """Draw x of ``shape``; its last dimension is K. Leans to one side too, so that a dropped correction shows."""
+        """Draw x of ``shape``; its last dimension is K. Skewed to one side, too, so that a missing correction shows."""
         if dtype == torch.int8:
             return with_strides(self.whole(-128, 127, *shape).to(torch.int8), strides)
         x = self.normal(*shape) + 0.3
@@ -156,7 +156,7 @@ class Draw:
         return self.normal(n).to(torch.float32 if kind == "float32" else dtype)
 
     def given(self, request: Any, x: Tensor) -> dict[str, Tensor]:
-        """Per-token parameters, where the request has any."""
+        """Per-token parameters, if the request has any."""
         tokens, given = x.shape[:-1].numel(), {}
         for prefix, part in (("x", request.activation), ("out", request.output)):
             if getattr(part, "per_token", False):
@@ -173,9 +173,9 @@ def _spiked(k: int) -> int:
 
 
 def _without_column(weight: QTensor, column: int) -> QTensor:
-    """``weight`` with the value 0 in one column, made of zeros alone: what x holds there must not be seen in y.
+    """``weight`` with the value 0 in one column, stored as zeros only: the value of x there must not affect y.
 
-    An error that follows the largest value of a row shows, as nothing in the tolerance comes from that value.
+    This reveals an error that scales with the largest value of a row, because that value adds nothing to the tolerance.
     """
     codes = weight.codes().clone()
     codes[:, column] = weight.format.element.zero_code or 0
@@ -192,7 +192,7 @@ def laid_out(problem: Problem, parts: Parts) -> Problem:
         return problem
     place = _strided if parts == "strided" else _expanded
     weight, bias = problem.weight, problem.bias
-    # Codes that are all alike would hide a row read for another.
+    # If all codes were equal, a mix-up of rows would go unnoticed.
     tensors = {name: place(t) if name != "data" else _strided(t) for name, t in weight.tensors().items()}
     return replace(
         problem,
@@ -211,12 +211,12 @@ def _strided(t: Tensor) -> Tensor:
 
 
 def _expanded(t: Tensor) -> Tensor:
-    """The first value for all."""
+    """The first value everywhere, stored once."""
     return t[(slice(1),) * t.dim()].expand(t.shape)
 
 
 def with_strides(x: Tensor, strides: str) -> Tensor:
-    """The same values ``(..., K)`` in another order in memory; "expanded": the first row for all, stored once."""
+    """The same values ``(..., K)`` in another order in memory; "expanded": the first row everywhere, stored once."""
     if strides == "columns":
         return torch.stack((x, x), dim=-1)[..., 0]
     if strides == "rows":

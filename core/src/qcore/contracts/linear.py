@@ -29,12 +29,12 @@ from .inputs import Draw, Shape, small_k, small_n
 
 @dataclass(frozen=True)
 class LinearRequest:
-    """What a kernel for `linear` is asked to serve.
+    """A request for a kernel for `linear`.
 
-    **Fields:** ``device`` and ``x_dtype`` of the input (int8 where x arrives as codes); ``out_dtype``; ``n``, ``k``:
-    output and input features; ``rows``: M where it is known, None = any; ``weight``: the `Format`; ``activation``:
+    **Fields:** ``device`` and ``x_dtype`` of the input (int8 if x arrives as codes); ``out_dtype``; ``n``, ``k``:
+    output and input features; ``rows``: M if it is known, None = any; ``weight``: the `Format`; ``activation``:
     None for float activations; ``output``: None for a float result; ``bias``: whether one is added; ``training``:
-    gradients with respect to x are needed (qcore supplies them, by multiplying with the dequantized weight).
+    gradients with respect to x are needed (qcore computes them, by multiplying by the dequantized weight).
     """
 
     contract: ClassVar[str] = "linear"
@@ -52,14 +52,14 @@ class LinearRequest:
     training: bool
 
     def signature(self) -> tuple[Any, ...]:
-        """What a verdict on a kernel depends on: everything but the device, the exact sizes and given numbers."""
+        """The fields that a verdict on a kernel depends on: all but the device, exact sizes and parameter values."""
         activation = without_parameters(self.activation)
         output = self.output and self.output.blank()
         form = (small_n(self.n), small_k(self.k, self.weight))
         return (self.contract, self.x_dtype, self.out_dtype, str(self.weight), activation, output, self.bias, form)
 
     def small(self) -> LinearRequest:
-        """The same request for a small weight whose sizes leave the same remainders."""
+        """The same request for a small weight whose sizes have the same remainders."""
         return replace(self, n=small_n(self.n), k=small_k(self.k, self.weight), rows=None, training=False)
 
 
@@ -102,9 +102,10 @@ _TOKEN_SCHEMES = ("w4a8-g32-asym-token", "w4a8-g32-asym-token-o8t")
 
 
 _FEW_ROWS, _MANY_ROWS, _WORK = 16, 256, 1 << 32
-"""A layer's own weight is tried with one row and with many: as many as keep the number of products below the last."""
+"""A layer's own weight is tested with one row and with many, limited so that the number of products stays below the
+last value."""
 _LARGEST_PROBE = 1024
-"""More rows than columns are tried up to this K: beyond it they would no longer make a small problem."""
+"""More rows than columns are tested up to this K; beyond it the problem would no longer be small."""
 
 
 class LinearContract(Contract):
@@ -113,8 +114,8 @@ class LinearContract(Contract):
     - ``x``: ``(..., K)``, ``W`` = the dequantized weight ``(N, K)``, ``bias``: ``(N,)`` of any float dtype,
       ``y``: ``(..., N)`` of ``out_dtype``. x, bias and per-token parameters may have any strides (a weight's tensors
       are contiguous); an x without rows gives an empty result.
-    - Float activations: products accumulated in float32 or better. An element of x adds no more error than its own
-      products are worth: one that is far above the others changes nothing where its weight is 0.
+    - Float activations: products accumulated in float32 or better. The error from an element of x is bounded by its own
+      products: a value far above the others changes nothing if its weight is 0.
     - Int8 activations: ``A(x) = s_x (q_x - z_x)`` per token. Exact int32 accumulation of the codes per group;
       scales and zero-point corrections in float32.
     - Fp8 activations: ``A(x) = s_x q_x`` with ``q_x = e4m3(x / s_x)``, saturating at 448. Products of e4m3 values are

@@ -1,4 +1,4 @@
-"""Reasons for refusing a request that plugins have in common: kernels in bfloat16, float16 and float32."""
+"""Reasons for refusing a request that are common to plugins with kernels in bfloat16, float16 and float32."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .linear import LinearRequest
 AnyRequest: TypeAlias = LinearRequest | Conv2dRequest | EmbeddingRequest | GroupedLinearRequest
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that activations and results usually have a kernel in."""
+"""The dtypes of activations and results that kernels usually support."""
 
 
 def why_not_empty(request: AnyRequest) -> str:
     """Why a weight without elements is refused; empty for any other."""
     if request.n < 1 or request.k < 1:
-        return f"a weight of shape {(request.n, request.k)} holds nothing to compute with; torch ops serve it."
+        return f"a weight of shape {(request.n, request.k)} is empty: there is nothing to compute; torch ops run it."
     return ""
 
 
 def why_not_encoding(request: AnyRequest, elements: tuple[str, ...] = ("int4", "int8")) -> str:
     """Why a request is refused for the element of its weight, the type of its scales, or fp8 activations.
 
-    For plugins whose kernels know ``elements`` with float scales: elements are open, and new ones may come. Empty if
-    there is nothing against the request.
+    For plugins whose kernels support ``elements`` with float scales: the set of elements is open, plugins can add new
+    ones. Empty if there is no reason to refuse the request.
     """
     weight = request.weight
     if weight.dtype not in elements:
-        return f"{weight.dtype} weights have no kernel here, {' and '.join(elements)} have; torch ops run this layer."
+        return f"{weight.dtype} weights have no kernel here (only {' and '.join(elements)}); torch ops run this layer."
     if weight.scale is not ScaleType.FLOAT:
         return f"scales of type {weight.scale.value} have no kernel here; torch ops run this layer."
     if isinstance(getattr(request, "activation", None), (DynamicFP8, StaticFP8)):
@@ -44,9 +44,9 @@ def why_not_encoding(request: AnyRequest, elements: tuple[str, ...] = ("int4", "
 
 
 def why_not_dtypes(request: AnyRequest) -> str:
-    """Why activations or results are refused that are neither of `FLOATS` nor int8 where the scheme makes them so.
+    """Why activations or results are refused that are neither one of `FLOATS` nor int8 as the scheme specifies.
 
-    Empty where a kernel for `FLOATS` serves the request.
+    Empty if a kernel for `FLOATS` supports the request.
     """
     if isinstance(request, EmbeddingRequest):
         return _unless_float(request.out_dtype, "results")
@@ -60,7 +60,7 @@ def _why_not_result(request: LinearRequest | Conv2dRequest | GroupedLinearReques
     if request.output is None:
         return _unless_float(request.out_dtype, "results")
     if request.activation is None:
-        return "an int8 result goes with int8 activations here; use a scheme such as w8a8-o8."
+        return "an int8 result requires int8 activations here; use a scheme such as w8a8-o8."
     if request.out_dtype != torch.int8:
         return f"a result with OutputInt8 is int8, not {request.out_dtype}."
     return ""

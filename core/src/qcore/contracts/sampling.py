@@ -1,12 +1,12 @@
-"""Judging a result at a layer's real size: by some of its rows and columns, whose reference is cheap.
+"""Judges a result at a layer's real size by a sample of its rows and columns, whose reference is cheap.
 
-A kernel may be right on small problems and wrong on large ones: a tile that only a large weight has, an index that
+A kernel may be correct on small problems and wrong on large ones: a tile that only a large weight has, an index that
 overflows, a split along K. The float64 reference of a whole layer would take seconds and gigabytes, but every element
-of a result depends on one row of x and one row of the weight alone. So an `Excerpt` keeps some of both, and the
+of a result depends on only one row of x and one row of the weight. So an `Excerpt` keeps some of both, and the
 part of the result that belongs to them; the contract then judges a small problem, exactly as it judges any other.
 
-Positions are drawn one from each of equal stretches, with the first and the last: a tile that is wrong is hit
-wherever it lies, unless it is narrower than a stretch.
+One position is drawn from each of several equal intervals, plus the first and the last: a wrong tile is hit wherever it
+is, unless it is narrower than an interval.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .grouped import GROUPED_LINEAR, GroupedLinearRequest
 from .linear import LINEAR, LinearRequest
 
 _TOKENS, _OUTPUTS = 24, 96
-"""Rows of x (indices) and rows of the weight that are judged; all of them where there are no more."""
+"""Numbers of rows of x (indices) and rows of the weight that are judged; all of them if there are fewer."""
 _GROUPS, _CHANNELS = 4, 8
-"""Channel groups of a convolution, and output channels of each."""
+"""Numbers of channel groups of a convolution, and of output channels of each."""
 _PATCHES, _SIDE = 6, 8
-"""Pieces of a convolution's result, and their height and width at most."""
+"""Number of patches of a convolution's result, and their maximum height and width."""
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A part of a problem: ``problem``, on CPU, is a small problem of its own; ``pick`` takes its part of a result."""
+    """A part of a problem: ``problem``, on CPU, is a small problem itself; ``pick`` extracts its part of a result."""
 
     problem: Problem
     pick: Callable[[Tensor], Tensor]
@@ -59,12 +59,12 @@ def sampled(problem: Problem, result: Any, generator: torch.Generator) -> Verdic
 
 
 def excerpt(problem: Problem, generator: torch.Generator) -> Excerpt:
-    """Choose what of ``problem`` is judged; its result must not be empty."""
+    """Choose the part of ``problem`` that is judged; its result must not be empty."""
     return _EXCERPTS[type(problem.request)](problem, generator)
 
 
 def result_shape(problem: Problem) -> tuple[int, ...]:
-    """The shape that the result of ``problem`` has."""
+    """The shape of the result of ``problem``."""
     request, shape = problem.request, tuple(problem.x.shape)
     if isinstance(request, Conv2dRequest):
         return (shape[0], request.n, *output_size(request, *shape[2:]))
@@ -114,7 +114,7 @@ def _grouped(problem: Problem, generator: torch.Generator) -> Excerpt:
 
 
 def _conv2d(problem: Problem, generator: torch.Generator) -> Excerpt:
-    """Some groups, output channels and patches; the patches become images, padded already."""
+    """Some groups, output channels and patches; the patches become images that are already padded."""
     request = problem.request
     groups, outputs, inputs = _channels(request, generator)
     patches, size = _patches(problem, generator)
@@ -134,7 +134,7 @@ def _conv2d(problem: Problem, generator: torch.Generator) -> Excerpt:
 
 
 def _channels(request: Conv2dRequest, generator: torch.Generator) -> tuple[int, Tensor, Tensor]:
-    """How many groups, their output channels (as many of each), and their input channels."""
+    """The number of groups, their output channels (equally many of each), and their input channels."""
     n, c = request.out_channels // request.groups, request.in_channels // request.groups
     groups = positions(request.groups, _GROUPS, generator)
     outputs = torch.cat([g * n + positions(n, _CHANNELS, generator) for g in groups])
@@ -142,20 +142,20 @@ def _channels(request: Conv2dRequest, generator: torch.Generator) -> tuple[int, 
 
 
 def _patches(problem: Problem, generator: torch.Generator) -> tuple[list[tuple[int, int, int]], tuple[int, int]]:
-    """Image, row and column of the first element of each patch of the result, and how large all of them are."""
+    """Image, row and column of the first element of each patch of the result, and the common size of the patches."""
     height, width = output_size(problem.request, *problem.x.shape[2:])
     size = min(height, _SIDE), min(width, _SIDE)
     places = (problem.x.shape[0], height - size[0] + 1, width - size[1] + 1)
     drawn = [positions(place, _PATCHES, generator) for place in places]
-    # Columns in another order than rows, or all patches would lie on the diagonal of an image.
+    # Columns in a different order than rows, or all patches would lie on the diagonal of an image.
     drawn[2] = drawn[2][torch.randperm(len(drawn[2]), generator=generator)]
-    count = max(map(len, drawn))  # a shorter list starts anew: with one image all patches are of that one
+    count = max(map(len, drawn))  # a shorter list is repeated: with one image all patches are from it
     image, row, column = ([int(place[i % len(place)]) for i in range(count)] for place in drawn)
     return list(zip(image, row, column, strict=True)), size
 
 
 def _padded(problem: Problem, image: int, channels: Tensor) -> Tensor:
-    """Some channels of an image, with its padding around them: the value 0, which as a code is the zero point."""
+    """Some channels of an image, padded: with the value 0, whose code is the zero point."""
     request = problem.request
     (ph, pw), x = request.padding, _take(problem.x[image], 0, channels).cpu()
     zero = float(getattr(request.activation, "zero_point", 0)) if x.dtype == torch.int8 else 0.0
@@ -167,7 +167,7 @@ def _patch(image: Tensor, row: int, column: int, size: tuple[int, ...]) -> Tenso
 
 
 def some_rows(weight: QTensor, rows: Tensor) -> QTensor:
-    """The weight made of ``rows`` (int64 positions) of another one, on CPU."""
+    """The weight that consists of ``rows`` (int64 positions) of another one, on CPU."""
     zero = None if weight.zero is None else _take(weight.zero, 1, rows).cpu()
     data, scale = _take(weight.data, 0, rows).cpu(), _take(weight.scale, 1, rows).cpu()
     order, factor = (None if t is None else t.cpu() for t in (weight.order, weight.global_scale))
@@ -182,7 +182,7 @@ def _take(tensor: Tensor, dim: int, at: Tensor) -> Tensor:
 def positions(size: int, most: int, generator: torch.Generator) -> Tensor:
     """At most ``most`` positions in ``0..size-1``, ascending, with the first and the last; int64.
 
-    One from each of ``most`` equal stretches, or all where there are no more than that.
+    One from each of ``most`` equal intervals, or all if there are no more than that.
     """
     if size <= most:
         return torch.arange(size)

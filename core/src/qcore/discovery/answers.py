@@ -80,7 +80,7 @@ def _rank(rank: object) -> int:
         raise StepError(f"the rank of its Offer is {plain_text.described(rank)}; it must be a Rank, plus a small int.")
     plain = int.__int__(rank)
     if not -_TIER // 2 <= plain < NATIVE + _TIER // 2:
-        shown = str(plain) if abs(plain) < 1 << 64 else "out of all bounds"
+        shown = str(plain) if abs(plain) < 1 << 64 else "out of range"
         raise StepError(f"the rank of its Offer is {shown}; it must be a Rank, plus or minus less than {_TIER // 2}.")
     return plain
 
@@ -112,11 +112,11 @@ def packed(answer: object) -> dict[str, Tensor]:
         raise StepError(f"pack returned {plain_text.kind(answer)} instead of a dict of tensors")
     found = {}
     for key, value in _listed(answer.items(), "pack"):
-        name = _text("a name in what pack returned", key)
+        name = _text("a name in the result of pack", key)
         if not name.replace("_", "a").isalnum():
-            raise StepError(f"pack named a tensor {name!r}; letters, digits and underscores make a name")
+            raise StepError(f"pack named a tensor {name!r}; names consist of letters, digits and underscores")
         if not is_a(value, Tensor):
-            raise StepError(f"pack returned {name}={plain_text.described(value)}, which is no tensor")
+            raise StepError(f"pack returned {name}={plain_text.described(value)}, which is not a tensor")
         found[name] = value
     return found
 
@@ -131,7 +131,7 @@ def unpacked(answer: object) -> QTensor:
 def size(answer: object) -> int:
     """Validate the return value of `Kernel.nbytes`."""
     if not is_a(answer, int) or not 0 <= (plain := int.__int__(answer)) < 1 << 62:
-        raise StepError(f"nbytes returned {plain_text.described(answer)}, which is no number of bytes")
+        raise StepError(f"nbytes returned {plain_text.described(answer)}, which is not a number of bytes")
     return plain
 
 
@@ -152,7 +152,7 @@ def elements(answers: Iterable[Any]) -> list[Element]:
     found = [each for answer in answers for each in _listed(answer, "qcore_elements")]
     for each in found:
         if not is_a(each, Element):
-            raise StepError(f"qcore_elements gave {plain_text.described(each)}, which is no qcore.Element")
+            raise StepError(f"qcore_elements returned {plain_text.described(each)}, which is not a qcore.Element")
     return [Element(each.name, each.bits, each.values) for each in found]
 
 
@@ -161,14 +161,14 @@ def quantizers(answers: Iterable[Any]) -> list[Quantizer]:
     found = [each for answer in answers for each in _listed(answer, "qcore_quantizers")]
     for each in found:
         if not is_a(each, Quantizer):
-            raise StepError(f"qcore_quantizers gave {plain_text.described(each)}, which is no Quantizer of qcore")
+            raise StepError(f"qcore_quantizers returned {plain_text.described(each)}, which is not a qcore Quantizer")
     return [Quantizer(q.name, q.function, q.zeros, q.elements, q.needs_moments) for q in found]
 
 
 def _listed(answers: Iterable[_T], what: str) -> list[_T]:
     found = list(itertools.islice(answers, _MOST + 1))
     if len(found) > _MOST:
-        raise StepError(f"{what} gave over {_MOST} answers")
+        raise StepError(f"{what} returned over {_MOST} items")
     return found
 
 

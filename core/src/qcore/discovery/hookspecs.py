@@ -60,12 +60,12 @@ def qcore_grouped_linear(request: GroupedLinearRequest) -> Answer:  # type: igno
 
 @hookspec
 def qcore_elements() -> Iterable[Element]:  # type: ignore[empty-body]
-    """Extra elements that formats and schemes may name; see `Element`. Called once, before `qcore_formats`."""
+    """Return extra elements that formats and schemes may name; see `Element`. Called once, before `qcore_formats`."""
 
 
 @hookspec
 def qcore_quantizers() -> Iterable[Quantizer]:  # type: ignore[empty-body]
-    """Extra quantizers that schemes may name; see `Quantizer`. Called once, when the plugin is loaded."""
+    """Return extra quantizers that schemes may name; see `Quantizer`. Called once, when the plugin is loaded."""
 
 
 @hookspec
@@ -75,7 +75,7 @@ def qcore_formats() -> Iterable[Layout]:  # type: ignore[empty-body]
 
 @hookspec
 def qcore_importers() -> Iterable[Any]:  # type: ignore[empty-body]
-    """Readers of other tools' checkpoints; see `qcore.plugin_api.Importer`. Called once for each that is opened."""
+    """Return importers of other tools' checkpoints; see `qcore.plugin_api.Importer`. Called for each checkpoint."""
 
 
 @hookspec

@@ -30,10 +30,10 @@ from .kernels import Available, Unavailable
 BUILTIN = guard.BUILTIN
 """The name of the built-in fallback plugin."""
 _BUILTIN_MODULE = "qcore.fallback.plugin"
-"""Loaded by name, like every plugin: discovery must not import from the floors above."""
+"""Loaded by name, like every plugin: discovery must not import from the floors above it."""
 
 PROBE_SECONDS = 10.0
-"""A probe that has not answered by then counts as hung."""
+"""A probe that has not returned after this many seconds counts as hung."""
 
 _GROUP = re.compile(r"qcore[._-]plugins?(?P<version>[._-].*)?", re.IGNORECASE)
 """Entry-point groups of qcore plugins, with any API version or without one."""
@@ -224,7 +224,7 @@ class Registry:
     def load_plugins(self) -> None:
         """Load every plugin that is not disabled, so that their elements, layouts and quantizers are known.
 
-        A plugin under registration may ask this too, for an element of another plugin; it is left out itself.
+        A plugin that is being registered may call this, too, for an element of another plugin; it is itself skipped.
         """
         disabled = settings.current().disable
         for name in sorted(self.entries()):
@@ -351,7 +351,7 @@ def _reason(error: StepError) -> str:
 def _warn_if_broken(status: PluginStatus) -> None:
     if status.broken:
         warnings.warn(
-            f"qcore plugin {status.name!r} ({status.dist} {status.version}) is out of use: "
+            f"qcore plugin {status.name!r} ({status.dist} {status.version}) cannot be used: "
             f"{status.state}: {status.reason}\n"
             f"Run 'qcore doctor' for details{_silence(status)}.",
             QcoreWarning,

@@ -25,7 +25,7 @@ _ROUND_BYTE = 1.5 * 2.0**23 + OFFSET
 def quantized(
     activation: Int8Activation, x: Tensor, runtime_params: RuntimeParams
 ) -> tuple[Tensor, Parameter, Parameter | None]:
-    """Codes of x ``(..., K)`` as float32, their scale and zero point (None where there is none)."""
+    """Codes of x ``(..., K)`` as float32, their scale and zero point (None if there is none)."""
     values = x.float()
     scale: Parameter
     zero: Parameter | None

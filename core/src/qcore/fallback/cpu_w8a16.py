@@ -2,7 +2,7 @@
 
 A row of x is converted to fixed point: integers times a power of two, in three or four signed 8-bit digits. Each digit
 is one row of the int8 product. This leaves an error of one part in ``2**22`` (``2**30``) of the row's maximum in every
-element, which is too much if an outlier meets a small weight and the other elements dominate the result. Such rows get
+element, which is too much if an outlier has a small weight and the other elements dominate the result. Such rows get
 more digits: the residual is converted to fixed point in turn, until it is small enough.
 
 Two bounds decide when it is. Let M be the maximum of abs(x), A the sum of abs(x), and S the sum of a row of abs(W), of

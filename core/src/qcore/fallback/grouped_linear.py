@@ -1,4 +1,4 @@
-"""``torch.plain.grouped_linear``: the product of each expert that has rows, by `PlainLinear`.
+"""``torch.plain.grouped_linear``: one product for each expert that has rows, by `PlainLinear`.
 
 On a GPU of compute capability 9.0 or newer, bfloat16 products of all experts run in one
 `torch.nn.functional.grouped_mm` on weights dequantized a chunk of experts at a time.
@@ -22,11 +22,11 @@ from .ops import op
 from .plain_linear import PlainLinear
 
 _MOST_DENSE = 1 << 27
-"""Dequantized weights that exist at a time on the way of `grouped_mm`: 256 MiB of bfloat16."""
+"""Weights dequantized at a time for `grouped_mm`: 256 MiB of bfloat16."""
 _ALIGNMENT = 8
 """`grouped_mm` reads 16 bytes at a time: rows of N and K must be multiples of this many bfloat16 numbers."""
 _FEWEST_EXPERTS = 4
-"""For fewer experts, a product each is as quick."""
+"""For fewer experts, one product each is as fast."""
 
 
 class PlainGroupedLinear(Kernel):
@@ -54,7 +54,7 @@ class PlainGroupedLinear(Kernel):
         return "torch.plain"
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """The tensors of ``weight`` ``(E, N, K)`` as they are; raises `FormatError` for another format or shape."""
+        """The tensors of ``weight`` ``(E, N, K)``, unchanged; raises `FormatError` for another format or shape."""
         check_weight(self.name, weight, self.format, self.experts, self.n, self.k)
         return weight.tensors()
 
@@ -77,7 +77,7 @@ class PlainGroupedLinear(Kernel):
         return self.run(x, packed, bias, offsets)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, offsets: Tensor) -> Tensor:
-        """The products, for offsets that are fine."""
+        """The products, for valid offsets."""
         y = x.new_zeros(x.shape[0], self.n, dtype=self.out_dtype)
         ends = offsets.tolist()
         if self.grouped_mm and x.shape[0]:
@@ -88,7 +88,7 @@ class PlainGroupedLinear(Kernel):
         return y
 
     def _in_chunks(self, x: Tensor, packed: Packed, bias: Tensor | None, ends: list[int], y: Tensor) -> Tensor:
-        """One `grouped_mm` per chunk of experts that have rows: the others take no room between these rows."""
+        """One `grouped_mm` per chunk of experts that have rows; experts without rows are skipped."""
         step = max(1, _MOST_DENSE // (self.n * self.k))
         busy = list(expert_rows(ends))
         for first in range(0, len(busy), step):
@@ -144,7 +144,7 @@ def grouped_linear(
     n: int,
     k: int,
 ) -> Tensor:
-    """The op that a compiled graph calls: how many rows an expert has is not known while a graph is made."""
+    """The op that a compiled graph calls: the number of rows of an expert is unknown while a graph is traced."""
     kernel = _kernel(scheme, x.device, x.dtype, out_dtype, data.shape[0], n, k, bias is not None)
     packed = {"data": data, "scale": scale, "zero": zero, "global_scale": global_scale}
     return kernel(x, {name: t for name, t in packed.items() if t is not None}, bias, offsets=offsets)

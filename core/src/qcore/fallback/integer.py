@@ -50,7 +50,7 @@ def parameters(
 def centred_activations(
     activation: Int8Activation, x: Tensor, runtime_params: RuntimeParams
 ) -> tuple[Tensor, Parameter]:
-    """Quantize x ``(..., K)``: ``q - z``, whole numbers in float32, and the scale ``(..., 1)`` or a number."""
+    """Quantize x ``(..., K)``: ``q - z``, integers in float32, and the scale ``(..., 1)`` or a number."""
     zero: Parameter | None
     scale: Parameter
     if isinstance(activation, DynamicInt8):
@@ -66,7 +66,7 @@ def centred_activations(
 
 
 def activation_bound(activation: Int8Activation) -> int:
-    """The largest size of a centred activation code."""
+    """The largest magnitude of a centred activation code."""
     symmetric = activation.symmetric if isinstance(activation, DynamicInt8) else False
     return 128 if symmetric else 255
 

@@ -47,7 +47,7 @@ class PlainConv2d(NeutralKernel):
         return self._float(x, packed, bias) if self.request.activation is None else self._integer(x, packed, bias)
 
     def _fp8(self, activation: FP8Activation, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        """Products of im2col columns, each column quantized as a token is."""
+        """Products of im2col columns, each of which is quantized like a token."""
         r = self.request
         cols = columns(x.to(torch.float64 if x.dtype == torch.float64 else torch.float32), r)
         scale = fp8_scale(activation, cols)
@@ -59,7 +59,7 @@ class PlainConv2d(NeutralKernel):
         return image(finish(y, 1.0, bias, r.output, self.out_dtype, {}), x, r)
 
     def _bias_only(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the result for a weight without elements, which torch's convolutions refuse."""
+        """Return the result for a weight without elements, which torch's convolutions reject."""
         pixels = x.shape[0] * math.prod(output_size(self.request, *x.shape[2:]))
         y = x.new_zeros(pixels, self.n, dtype=torch.float64 if self.compute == torch.float64 else torch.float32)
         return image(finish(y, 1.0, bias, self.request.output, self.out_dtype, {}), x, self.request)

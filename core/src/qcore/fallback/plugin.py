@@ -46,14 +46,14 @@ def qcore_embedding(request: EmbeddingRequest) -> list[Offer]:
 
 @hookimpl
 def qcore_grouped_linear(request: GroupedLinearRequest) -> list[Offer]:
-    """Plain torch ops, expert by expert."""
+    """Offer plain torch ops, which run expert by expert."""
     return [Offer(PlainGroupedLinear(request), FALLBACK, _NOTE)]
 
 
 @lru_cache(maxsize=1024)
 def _linear(request: LinearRequest) -> tuple[Offer, ...]:
     offers = [Offer(PlainLinear(request), FALLBACK, _NOTE)]
-    if why_not_encoding(request):  # what follows knows integer codes alone
+    if why_not_encoding(request):  # the other kernels support integer codes only
         return tuple(offers)
     int8pack = cpu_int8pack.kernel(request)
     if int8pack is not None:

@@ -27,8 +27,8 @@ _NIBBLE = 4
 class WeightReader:
     """Decodes rows of a neutral weight of ``format`` and width ``k``, in an order of columns that is cheap to decode.
 
-    Two 4-bit codes share a byte. Putting them side by side costs a slow interleaving store per weight, so such a
-    weight is read as all even columns of a group, then all odd ones; `reorder` brings x into the same order.
+    Two 4-bit codes share a byte. Storing them next to each other costs a slow interleaving store per weight, so such a
+    weight is read as all even columns of a group, then all odd ones; `reorder` puts x in the same order.
     """
 
     def __init__(self, format: Format, k: int) -> None:
@@ -58,9 +58,9 @@ class WeightReader:
         return weight.view(-1, self.groups, 2, self.group // 2).transpose(-1, -2).reshape(weight.shape)
 
     def codes(self, data: Tensor) -> Tensor:
-        """The codes of some rows, ``(rows, G, g)``: int8 of integers, uint8 of tables.
+        """The codes of some rows, ``(rows, G, g)``: int8 for integer elements, uint8 for tables.
 
-        A ragged last group is filled with code 0, whose value need not be 0: x is 0 there.
+        A ragged last group is padded with code 0, whose value need not be 0, because x is 0 there.
         """
         n = data.shape[0]
         if self.halves:
@@ -76,7 +76,7 @@ class WeightReader:
     def centred(self, data: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Values of codes minus their integer zero points, ``(rows, G, g)``.
 
-        Those of integers are whole numbers up to 255, exact in any float dtype. The filling of a ragged group holds
+        For integer elements they are integers up to 255, exact in any float dtype. The padding of a ragged group is
         minus the zero point.
         """
         values = self._values(data, dtype)
@@ -96,7 +96,7 @@ class WeightReader:
         return fp8_values(codes, self.element).to(dtype) if self.fp8 else self.element.decode(codes, dtype)
 
     def scales(self, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The numbers that stored scales ``(G, rows)`` stand for; see `effective_scale`."""
+        """The numbers that stored scales ``(G, rows)`` represent; see `effective_scale`."""
         return effective_scale(self.format.scale, scale, global_scale, dtype)
 
     def dense(

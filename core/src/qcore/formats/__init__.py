@@ -1,4 +1,4 @@
-"""What the bytes of a weight mean: element types, layouts, formats; nothing of it depends on a device.
+"""The meaning of a weight's bytes: element types, layouts, formats. Nothing here depends on a device.
 
 May import: `qcore.errors`. Imported by: every package above.
 """

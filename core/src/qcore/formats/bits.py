@@ -1,4 +1,4 @@
-"""Codes in bytes: nibbles packed by two, and columns that take turns."""
+"""Codes in bytes: two nibbles per byte, and interleaved columns."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def pad_columns(codes: Tensor, multiple: int) -> Tensor:
-    """Add columns of codes 0 behind ``(N, K)`` until their number is a multiple."""
+    """Append columns of codes 0 to ``(N, K)`` until their number is a multiple of ``multiple``."""
     missing = -codes.shape[1] % multiple
     return torch.nn.functional.pad(codes, (0, missing)) if missing else codes
 
 
 def pack_nibbles(low: Tensor, high: Tensor) -> Tensor:
-    """Two integer tensors into uint8: ``low`` in bits 0-3, ``high`` in bits 4-7. Only their low four bits count."""
+    """Pack two integer tensors into uint8: ``low`` in bits 0-3, ``high`` in bits 4-7. Uses only their low four bits."""
     return ((low & 15) | ((high & 15) << 4)).to(torch.uint8)
 
 
@@ -24,12 +24,13 @@ def unpack_nibbles(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack_unsigned_nibbles(data: Tensor) -> tuple[Tensor, Tensor]:
-    """The (low, high) nibbles of a uint8 tensor as they are, uint8 0 to 15."""
+    """The (low, high) nibbles of a uint8 tensor without sign extension, uint8 0 to 15."""
     return data & 15, data >> 4
 
 
 def _shifted(signed: Tensor) -> Tensor:
-    # On XLA tensors >> of a negative number divides, towards zero; this function shifts, but its result is wider.
+    # On XLA tensors, >> of a negative number divides, rounding towards zero; this function shifts, but the result is
+    # wider.
     return torch.bitwise_right_shift(signed, 4).to(torch.int8)
 
 
@@ -39,15 +40,15 @@ def interleave(even: Tensor, odd: Tensor) -> Tensor:
 
 
 def raw(t: Tensor) -> Tensor:
-    """A float8 tensor as its bytes, uint8, any other as it is; ``.view(t.dtype)`` undoes it.
+    """A float8 tensor as its bytes, uint8, any other unchanged; ``.view(t.dtype)`` undoes it.
 
-    torch neither compares, joins nor indexes float8 on every device, and cannot unpickle it.
+    torch cannot compare, concatenate or index float8 on every device, and cannot unpickle it.
     """
     return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the numbers of ``tensor`` can be looked at: not meta, not fake, not under a trace."""
+    """Whether the values of ``tensor`` can be read: it is not meta, not fake, and not traced."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not (tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling())

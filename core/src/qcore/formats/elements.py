@@ -1,4 +1,4 @@
-"""Elements: the alphabet that the codes of a weight are written in.
+"""Elements: the data types of the codes of a weight.
 
 An integer element decodes a signed code to itself; a table element decodes an unsigned code to one of ``2**bits``
 numbers. Built in: ``int4``, ``int8``; ``fp8`` (e4m3fn) and ``fp8_e5m2`` (OCP 8-bit floating point, revision 1.0);
@@ -30,11 +30,11 @@ _NIBBLE, _MOST_BITS = 4, 8
 
 @dataclass(frozen=True, eq=False)
 class Element:
-    """What a code of ``bits`` bits stands for.
+    """The data type of a code of ``bits`` bits.
 
-    **Fields:** ``name``: lower case, as formats spell it; ``bits``: 1 to 8; ``values``: None for signed integers in
-    two's complement, else the ``2**bits`` numbers that the codes 0, 1, ... decode to. NaN and Inf mark codes that a
-    weight must not hold. Raises `FormatError` for a bad name, number of bits or table.
+    **Fields:** ``name``: lower case, as in the text of formats; ``bits``: 1 to 8; ``values``: None for signed integers
+    in two's complement, else the ``2**bits`` numbers that the codes 0, 1, ... decode to. NaN and Inf mark codes that a
+    weight must not hold. Raises `FormatError` for an invalid name, number of bits or table.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Element:
 
     @property
     def code_range(self) -> tuple[int, int]:
-        """Smallest and largest code, both included."""
+        """Smallest and largest code, inclusive."""
         if self.is_integer:
             return -(1 << (self.bits - 1)), (1 << (self.bits - 1)) - 1
         return 0, (1 << self.bits) - 1
@@ -102,7 +102,7 @@ class Element:
 
     @property
     def container_bits(self) -> int:
-        """Bits that a code takes in the layout PLAIN: 4 up to four bits, else 8."""
+        """Bits that a code takes in the layout PLAIN: 4 for up to four bits, else 8."""
         return _NIBBLE if self.bits <= _NIBBLE else 8
 
     @property
@@ -116,7 +116,7 @@ class Element:
 
     @property
     def zero_code(self) -> int | None:
-        """The first code whose value is 0; None where no code is."""
+        """The first code whose value is 0; None if there is none."""
         if self.values is None:
             return 0
         return next((code for code, value in enumerate(self.values) if value == 0), None)
@@ -127,7 +127,7 @@ class Element:
         return self.values is not None and not all(map(math.isfinite, self.values))
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What raw codes of any shape stand for, in ``dtype``: exact in float32 and float64, else rounded once."""
+        """Decode raw codes of any shape to values in ``dtype``: exact in float32 and float64, else rounded once."""
         if self.values is None:
             return codes.to(dtype)
         native = _NATIVE.get(self.name)
@@ -139,7 +139,7 @@ class Element:
     def lookup(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """The table ``(2**bits,)`` on ``device``."""
         assert self.values is not None
-        # A table made under a trace belongs to the trace.
+        # A table created under a trace belongs to the trace.
         if torch.compiler.is_compiling() or device.type in ("meta", "xla") or _is_faked():
             return torch.tensor(self.values, dtype=torch.float32, device=device).to(dtype)
         return _cached_lookup(self, device, dtype)
@@ -147,9 +147,9 @@ class Element:
     def nearest(self, values: Tensor) -> Tensor:
         """The codes nearest to float32 ``values`` of any shape, uint8 (tables) or int8; beyond the range they saturate.
 
-        Integers round half to even. In a table, a value half-way between two neighbours takes the code whose lowest bit
-        is 0, which for floating point elements is the even mantissa (IEEE 754); of equal values the first code.
-        The negative zero of a table is taken where the value is negative, or -0.0, and rounds to zero.
+        Integers round half to even. In a table, a value half-way between two neighbours gets the code whose lowest bit
+        is 0, which for floating-point elements is the even mantissa (IEEE 754); among codes of equal value the first is
+        used. A table's negative zero is used if the value is negative, or -0.0, and rounds to zero.
         """
         if self.values is None:
             return values.round().clamp(*self.code_range).to(torch.int8)
@@ -186,9 +186,9 @@ def _cached_lookup(element: Element, device: torch.device, dtype: torch.dtype) -
 
 @lru_cache(maxsize=64)
 def _rounding(element: Element) -> tuple[list[float], list[int], tuple[int, int] | None]:
-    """Borders between neighbouring values, the codes between them, and the codes of +0 and -0 where there are both.
+    """Borders between neighbouring values, the codes between them, and the codes of +0 and -0 if the table has both.
 
-    `torch.bucketize` puts a value on a border below it; a border whose tie belongs above moves down by one step.
+    `torch.bucketize` puts a value on a border below it; a border whose tie must round up moves down by one step.
     """
     assert element.values is not None
     first: dict[float, int] = {}
@@ -208,7 +208,7 @@ def _rounding(element: Element) -> tuple[list[float], list[int], tuple[int, int]
 
 
 def _floating(exponent: int, mantissa: int, *, finite: bool) -> tuple[float, ...]:
-    """Every value of a float with one sign bit; ``finite``: its largest exponent is ordinary, all ones being NaN.
+    """Every value of a float with one sign bit; ``finite``: the largest exponent holds numbers, only all ones is NaN.
 
     OCP 8-bit floating point specification, section 5: e4m3fn keeps the largest exponent for numbers, e5m2 follows
     IEEE 754.
@@ -239,7 +239,7 @@ _FP4_BNB = tuple(
     for sign in (1.0, -1.0)
     for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 )
-"""bitsandbytes' FP4: a sign and the magnitudes of its own order, divided by the largest, 12."""
+"""bitsandbytes' FP4: a sign and magnitudes in its own order, divided by the largest, 12."""
 
 INT4, INT8 = Element.integer(4), Element.integer(8)
 FP8, FP8_E5M2 = Element("fp8", 8, _floating(4, 3, finite=True)), Element("fp8_e5m2", 8, _floating(5, 2, finite=False))
@@ -253,16 +253,16 @@ _ELEMENTS: dict[str, Element] = {e.name: e for e in (INT4, INT8, FP8, FP8_E5M2, 
 _OWNERS: dict[str, str] = {}
 
 load_plugin_elements: Callable[[], object] | None = None
-"""Set by the registry of plugins: it collects the elements of installed plugins before an unknown name is an error."""
+"""Set by the plugin registry: collects the elements of installed plugins before an unknown name raises an error."""
 
 
 def register_element(element: Element, plugin: str = "") -> None:
-    """Make ``element`` known by its name; ``plugin``: who brings it, for errors.
+    """Register ``element`` under its name; ``plugin``: the plugin that provides it, for errors.
 
-    Raises `FormatError` for anything but an `Element`, and for a name that another element holds.
+    Raises `FormatError` for anything but an `Element`, and for a name that another element has.
     """
     if not isinstance(element, Element):
-        raise FormatError(f"{element!r} is no element: give a qcore.Element, such as Element.table(name, values).")
+        raise FormatError(f"{element!r} is not an element: pass a qcore.Element, such as Element.table(name, values).")
     known = _ELEMENTS.setdefault(element.name, element)
     if known != element:
         owner = _OWNERS.get(element.name, "")
@@ -282,19 +282,19 @@ def forget_elements(names: Iterable[str], plugin: str) -> None:
 
 
 def find_element(name: Any) -> Element:
-    """The registered element called ``name``; asks installed plugins before it raises `FormatError`."""
+    """The registered element called ``name``; loads installed plugins before it raises `FormatError`."""
     found = _ELEMENTS.get(name) if isinstance(name, str) else None
     if found is None and load_plugin_elements is not None:
         load_plugin_elements()
         found = _ELEMENTS.get(name) if isinstance(name, str) else None
     if found is None:
         raise FormatError(
-            f"unknown element type {quoted(name)}; qcore knows {', '.join(_ELEMENTS)}."
+            f"unknown element type {quoted(name)}; known: {', '.join(_ELEMENTS)}."
             f"{did_you_mean(str(name), _ELEMENTS)}\nA third-party element needs its plugin installed."
         )
     return found
 
 
 def registered_elements() -> dict[str, tuple[Element, str]]:
-    """Every element that is known so far, by name, with the plugin that brought it (empty: qcore)."""
+    """Every element registered so far, by name, with the plugin that provides it (empty: qcore)."""
     return {name: (element, _OWNERS.get(name, "")) for name, element in _ELEMENTS.items()}

@@ -1,12 +1,12 @@
-"""What the bytes of a quantized weight mean: element type, groups, zero point and layout.
+"""The meaning of a quantized weight's bytes: element type, groups, zero point and layout.
 
-A `Format` says everything needed to read the bytes back and never depends on a device. Codes are those of an `Element`
+A `Format` contains everything needed to decode the bytes and never depends on a device. Codes are those of an `Element`
 (int4: -8..7, int8: -128..127, tables such as fp8 and nf4: 0..2**bits - 1) of a logical weight of shape ``(N, K)`` =
 (output features, input features); each group of ``group_size`` consecutive codes along K shares a scale and, if the
 format has one, a zero point, both of shape ``(G, N)`` with ``G = ceil(K / group_size)``.
 
-A `Layout` says how codes become a tensor. Two are built in, `PLAIN` and `PLAIN_INT32`; plugins add more through
-the hook ``qcore_formats``.
+A `Layout` defines how codes are stored in a tensor. Two are built in, `PLAIN` and `PLAIN_INT32`; plugins add more
+through the hook ``qcore_formats``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TEXT = re.compile(
 
 
 def match_text(pattern: re.Pattern[str], text: object) -> re.Match[str] | None:
-    """The match of all of ``text``; None also for what is no text at all."""
+    """The match of all of ``text``; None if there is none, or if ``text`` is not a string."""
     return pattern.fullmatch(text) if isinstance(text, str) else None
 
 
@@ -55,8 +55,8 @@ class Format:
     ``group_size``: codes along K that share a scale, None = one group per output channel. ``zero``: see `ZeroPoint`.
     ``layout``: how the codes are stored. ``scale``: how the scales are stored, see `ScaleType`.
 
-    Raises `FormatError` for an element type, group size or layout that qcore does not know, and for a zero point that
-    the element or the scale type cannot have.
+    Raises `FormatError` for an unknown element type, group size or layout, and for a zero point that the element or the
+    scale type does not support.
     """
 
     dtype: ElementType
@@ -78,7 +78,7 @@ class Format:
             raise FormatError(f"scale is {self.scale!r}; it must be a qcore.ScaleType.")
         if self.zero is ZeroPoint.INT and not element.is_integer:
             raise FormatError(
-                f"{self.dtype} codes are no integers, so an integer zero point (-asym) means nothing to them.\n"
+                f"{self.dtype} codes are not integers, so they cannot have an integer zero point (-asym).\n"
                 f"Use ZeroPoint.FLOAT (-fzp), or none."
             )
         if self.zero is ZeroPoint.FLOAT and self.scale is not ScaleType.FLOAT:
@@ -89,12 +89,12 @@ class Format:
 
     @classmethod
     def parse(cls, text: str) -> Format:
-        """Read what ``str(format)`` wrote. A missing ``/layout`` means ``/plain``."""
+        """Parse the text that ``str(format)`` returns. A missing ``/layout`` means ``/plain``."""
         match = match_text(_TEXT, text)
         if match is None:
             raise FormatError(
                 f"cannot read the format {quoted(text)}.\n"
-                f"It is written ELEMENT[-gGROUP][-asym|-fzp][-e8m0|-e4m3|-e4m3d][/LAYOUT],\n"
+                f"The syntax is ELEMENT[-gGROUP][-asym|-fzp][-e8m0|-e4m3|-e4m3d][/LAYOUT],\n"
                 f"for example int4-g128-asym/plain or fp4-g32-e8m0/plain."
             )
         zero = {None: ZeroPoint.NONE, "asym": ZeroPoint.INT, "fzp": ZeroPoint.FLOAT}[match["zero"]]
@@ -109,7 +109,7 @@ class Format:
 
     @property
     def element(self) -> Element:
-        """The alphabet of the codes."""
+        """The element of the codes."""
         return find_element(self.dtype)
 
     @property
@@ -119,16 +119,16 @@ class Format:
 
     @property
     def code_range(self) -> tuple[int, int]:
-        """Smallest and largest code, both included."""
+        """Smallest and largest code, inclusive."""
         return self.element.code_range
 
     @property
     def codec(self) -> Layout:
-        """The layout specialised to this element type: what encodes and decodes; of third parties, guarded."""
+        """The layout specialised to this element type, which encodes and decodes; a third party's is guarded."""
         return _codec(self.layout, self.dtype)
 
     def group(self, k: int) -> int:
-        """Codes per group along a K of ``k``: `group_size`, or all of them per channel or where K is shorter."""
+        """Codes per group along a K of ``k``: `group_size`, or all of them if per-channel or if K is shorter."""
         return max(k, 1) if self.group_size is None else min(self.group_size, max(k, 1))
 
     def groups(self, k: int) -> int:
@@ -136,7 +136,7 @@ class Format:
         return 1 if self.group_size is None else -(-k // self.group_size)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Pickled bytes are input like any other: they go through the same checks.
+        # Pickled data is input like any other: it goes through the same checks.
         self.__init__(**state)  # type: ignore[misc]
 
     def with_layout(self, layout: Layout) -> Format:

@@ -1,6 +1,6 @@
-"""How the codes of one weight become one tensor, and back: the built-in layouts, and those that plugins bring.
+"""Layouts, which convert the codes of a weight to one tensor and back: the built-in ones and those of plugins.
 
-`PLAIN` and `PLAIN_INT32` are built in; plugins add more by the hook ``qcore_formats``.
+`PLAIN` and `PLAIN_INT32` are built in; plugins add more through the hook ``qcore_formats``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .elements import Element, find_element, registered_elements
 
 
 class Layout(ABC):
-    """How the codes of one weight become one tensor, and back.
+    """Converts the codes of one weight to one tensor, and back.
 
-    A third party subclasses this, sets ``name`` and ``dtypes``, and returns an instance from ``qcore_formats``.
+    To add one, subclass this, set ``name`` and ``dtypes``, and return an instance from ``qcore_formats``.
     ``decode(encode(codes), k)`` must equal ``codes`` bit for bit, on every device, and both must work on ``meta``.
     """
 
     name: str
-    """How the layout is spelled behind the slash of a format: lower case, digits, underscores."""
+    """The name of the layout after the slash of a format: lower case, digits, underscores."""
     dtypes: tuple[str, ...] = ("int4",)
     """The element types it can hold."""
 
     def for_dtype(self, dtype: str) -> Layout:
-        """The layout that holds ``dtype``; raises `FormatError` where there is none."""
+        """The layout for ``dtype``; raises `FormatError` if there is none."""
         if dtype not in self.dtypes:
             raise FormatError(
                 f"layout {self.name!r} cannot hold {dtype} codes; it holds {', '.join(self.dtypes)}.\n"
@@ -52,7 +52,7 @@ class Layout(ABC):
         """Raise `FormatError` unless dtype and shape of ``data`` can hold ``(n, k)`` codes."""
 
     def encode_zero(self, zero: Tensor) -> Tensor:
-        """Store an integer zero point; default: as it is. ``(G, N)`` int8 to ``(G, N)`` int8."""
+        """Encode an integer zero point, ``(G, N)`` int8 to ``(G, N)`` int8; default: unchanged."""
         return zero
 
     def decode_zero(self, zero: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Layout(ABC):
         return f"<Layout {self.name}>"
 
     def __eq__(self, other: object) -> bool:
-        # A plugin may make a new instance each time it is asked; formats that name it must still be equal.
+        # A plugin may create a new instance at each call of its hook; formats that name it must still be equal.
         return type(other) is type(self) and other.name == self.name
 
     def __hash__(self) -> int:
@@ -158,7 +158,7 @@ _PLAIN_CODECS: dict[str, Layout] = {}
 
 
 def _plain_codec(dtype: str) -> Layout:
-    # A plain dictionary, which Dynamo can look into; elements are never replaced.
+    # A plain dictionary, which Dynamo can trace; elements are never replaced.
     if dtype not in _PLAIN_CODECS:
         element = find_element(dtype)
         _PLAIN_CODECS[dtype] = (_PlainNibbles if element.container_bits == _NIBBLE else _PlainBytes)(element)
@@ -202,7 +202,7 @@ PLAIN_INT32: Layout = _PlainInt32()
 _LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (PLAIN, PLAIN_INT32)}
 
 load_plugin_layouts: Callable[[], object] | None = None
-"""Set by the registry of plugins: it looks for an unknown name in installed plugins before there is an error."""
+"""Set by the plugin registry: looks for an unknown name in installed plugins before it raises an error."""
 
 
 _OWN = (_PlainBytes, _PlainNibbles, _Plain, _PlainInt32)
@@ -211,15 +211,15 @@ _OWNERS: dict[str, str] = {}
 
 
 class BrokenLayoutError(FormatError):
-    """A third party's layout raised, lost codes or gave something else than promised; the text names its plugin."""
+    """A third party's layout raised, lost codes or returned an invalid value; the message names its plugin."""
 
 
 class GuardedLayout(Layout):
-    """A third party's layout as everybody in qcore calls it: no accident of its code passes, and no wrong result.
+    """Wraps a third party's layout, so that neither its exceptions nor its wrong results reach the rest of qcore.
 
-    What it raises becomes a `FormatError` that names the layout and its plugin, and so does a result of another kind,
-    dtype or shape. What `encode` makes is decoded again and compared, each time: a layout that loses codes would lose
-    them in people's checkpoints.
+    Its exceptions become a `FormatError` that names the layout and its plugin, and so does a result of another type,
+    dtype or shape. The result of every `encode` is decoded and compared, because a layout that loses codes would lose
+    them in users' checkpoints.
     """
 
     def __init__(self, layout: Layout, dtype: str) -> None:
@@ -232,9 +232,10 @@ class GuardedLayout(Layout):
     def encode(self, codes: Tensor) -> Tensor:
         data = self._call("encode", codes)
         if not isinstance(data, Tensor) or data.dim() < 1 or data.shape[0] != codes.shape[0]:
-            raise self._broken("encode", f"gave {_kind(data)} for codes {tuple(codes.shape)}; its rows must be N")
+            raise self._broken("encode", f"returned {_kind(data)} for codes {tuple(codes.shape)}; its rows must be N")
         if has_values(codes) and not torch.equal(self.decode(data, codes.shape[1]), codes):
-            raise self._broken("encode", f"loses {self.dtype} codes of shape {tuple(codes.shape)}: decode gives others")
+            lost = f"loses {self.dtype} codes of shape {tuple(codes.shape)}: decode returns others"
+            raise self._broken("encode", lost)
         return data
 
     def decode(self, data: Tensor, k: int) -> Tensor:
@@ -244,7 +245,7 @@ class GuardedLayout(Layout):
         dtype = find_element(self.dtype).code_dtype
         if not isinstance(codes, Tensor) or codes.dtype != dtype or tuple(codes.shape) != (data.shape[0], k):
             kind = dtype_name(dtype)
-            raise self._broken("decode", f"gave {_kind(codes)} instead of {kind} codes {(data.shape[0], k)}")
+            raise self._broken("decode", f"returned {_kind(codes)} instead of {kind} codes {(data.shape[0], k)}")
         return codes
 
     def check(self, data: Tensor, n: int, k: int) -> None:
@@ -253,7 +254,7 @@ class GuardedLayout(Layout):
     def encode_zero(self, zero: Tensor) -> Tensor:
         stored: Tensor = self._call("encode_zero", zero)
         if has_values(zero) and not torch.equal(self.decode_zero(stored), zero):
-            raise self._broken("encode_zero", "loses zero points: decode_zero gives others")
+            raise self._broken("encode_zero", "loses zero points: decode_zero returns others")
         return stored
 
     def decode_zero(self, zero: Tensor) -> Tensor:
@@ -261,7 +262,7 @@ class GuardedLayout(Layout):
             return self.layout.decode_zero(zero)
         found: Any = self._call("decode_zero", zero)
         if not isinstance(found, Tensor) or found.dtype != torch.int8 or found.shape != zero.shape:
-            raise self._broken("decode_zero", f"gave {_kind(found)} instead of int8 {tuple(zero.shape)}")
+            raise self._broken("decode_zero", f"returned {_kind(found)} instead of int8 {tuple(zero.shape)}")
         return found
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -275,7 +276,7 @@ class GuardedLayout(Layout):
     def _broken(self, method: str, what: str) -> BrokenLayoutError:
         return BrokenLayoutError(
             f"layout {self.name!r} of {layout_origin(self.layout)} is broken: its {method} {what}.\n"
-            f"Upgrade or remove what brought it; weights in qcore's own layouts are not affected."
+            f"Upgrade or remove the package that provides it; weights in qcore's own layouts are not affected."
         )
 
 
@@ -284,13 +285,13 @@ def _kind(value: Any) -> str:
 
 
 def layout_origin(layout: Layout) -> str:
-    """Who brought a layout: its plugin, or where it was given directly the class."""
+    """The origin of a layout: its plugin, or its class if it was passed directly."""
     plugin = _OWNERS.get(layout.name)
     return f"plugin {plugin!r}" if plugin else f"{type(layout).__module__}.{type(layout).__qualname__}"
 
 
 def registered_layouts() -> dict[str, tuple[Layout, str]]:
-    """Every layout that is known so far, by name, with the plugin that brought it (empty: qcore, or nobody said)."""
+    """Every layout registered so far, by name, with the plugin that provides it (empty: qcore, or unknown)."""
     return {name: (layout, _OWNERS.get(name, "")) for name, layout in _LAYOUTS.items()}
 
 
@@ -303,25 +304,25 @@ def _codec(layout: Layout, dtype: str) -> Layout:
     guarded = GuardedLayout(layout, dtype)
     found = guarded._call("for_dtype", dtype)  # noqa: SLF001 - of this module
     if not isinstance(found, Layout):
-        raise guarded._broken("for_dtype", f"gave {_kind(found)} instead of a Layout")  # noqa: SLF001
+        raise guarded._broken("for_dtype", f"returned {_kind(found)} instead of a Layout")  # noqa: SLF001
     guarded.layout = found
     return guarded
 
 
 def register_layout(layout: Layout, plugin: str = "") -> None:
-    """Make ``layout`` known by its name; ``plugin``: who brings it, for errors.
+    """Register ``layout`` under its name; ``plugin``: the plugin that provides it, for errors.
 
-    Raises `FormatError` for anything but a `Layout`, a bad name, one that another layout holds, or element types that
-    qcore does not know.
+    Raises `FormatError` for anything but a `Layout`, for an invalid name, for a name that another layout has, and for
+    unknown element types.
     """
     if not isinstance(layout, Layout):
-        raise FormatError(f"{layout!r} is no layout: subclass qcore.Layout and register an instance of it.")
+        raise FormatError(f"{layout!r} is not a layout: subclass qcore.Layout and register an instance of it.")
     name = getattr(layout, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise FormatError(f"layout name {name!r} must be lower-case letters, digits and underscores.")
     dtypes: Any = layout.dtypes
     if not isinstance(dtypes, (tuple, list)) or not dtypes or not all(isinstance(dtype, str) for dtype in dtypes):
-        raise FormatError(f"layout {name!r} holds {dtypes!r}; dtypes is a tuple of names of elements, such as int4.")
+        raise FormatError(f"layout {name!r} has dtypes={dtypes!r}; it must be a tuple of element names, such as int4.")
     for dtype in dtypes:
         find_element(dtype)
     if _LAYOUTS.setdefault(name, layout) != layout:
@@ -343,11 +344,11 @@ def forget_layouts(names: Iterable[str], plugin: str) -> None:
 
 
 class UnknownLayoutError(FormatError):
-    """A layout that neither qcore nor an installed plugin has."""
+    """A layout that neither qcore nor any installed plugin provides."""
 
 
 def find_layout(name: str) -> Layout:
-    """The registered layout called ``name``; looks into installed plugins before it raises `FormatError`."""
+    """The registered layout called ``name``; loads installed plugins before it raises `FormatError`."""
     if name not in _LAYOUTS and load_plugin_layouts is not None:
         load_plugin_layouts()
     if name not in _LAYOUTS:

@@ -1,4 +1,4 @@
-"""Scale types: how the scale of a group is stored, and which float32 number it stands for."""
+"""Scale types: how the scale of a group is stored, and which float32 number it represents."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SMALLEST_EXPONENT = 0x00400000
 
 
 class ScaleType(enum.Enum):
-    """How a group's scale is stored; `effective_scale` gives the float32 number ``s`` that it stands for."""
+    """How a group's scale is stored; `effective_scale` gives the float32 number ``s`` that it represents."""
 
     FLOAT = "float"
     """float32, bfloat16 or float16: ``s`` is the number itself."""
     E8M0 = "e8m0"
-    """uint8 ``b``: ``s = 2**(b - 127)``; 255 is NaN and refused (OCP microscaling formats 1.0)."""
+    """uint8 ``b``: ``s = 2**(b - 127)``; 255 is NaN and rejected (OCP microscaling formats 1.0)."""
     E4M3 = "e4m3"
     """float8_e4m3fn times one float32 per weight, the global scale: ``s = scale * global`` (modelopt's NVFP4)."""
     E4M3D = "e4m3d"
@@ -38,7 +38,7 @@ class ScaleType(enum.Enum):
 
     @property
     def has_global(self) -> bool:
-        """Whether a weight has a global scale beside the scales of its groups."""
+        """Whether a weight has a global scale in addition to the scales of its groups."""
         return self in (ScaleType.E4M3, ScaleType.E4M3D)
 
     def normalized(self, scale: Tensor) -> Tensor:
@@ -51,10 +51,11 @@ class ScaleType(enum.Enum):
 
 
 def effective_scale(kind: ScaleType, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The numbers that stored scales stand for, in ``dtype`` (float32 or float64).
+    """The numbers that stored scales represent, in ``dtype`` (float32 or float64).
 
     **Arguments:** ``scale``: ``(..., G, N)`` of one of ``kind.dtypes``; ``global_scale``: float32, ``()`` or ``(E,)``,
-    None if ``kind`` has none. Products and quotients are rounded to float32 once, also for float64: the formats say so.
+    None if ``kind`` has none. Products and quotients are rounded to float32 once, even for float64, as the formats
+    specify.
     """
     if kind is ScaleType.FLOAT:
         return scale.to(dtype)
@@ -88,4 +89,4 @@ def check_scale_values(kind: ScaleType, scale: Tensor, global_scale: Tensor | No
     if not bool(usable.all()) or not bool(
         torch.isfinite(effective_scale(kind, scale, global_scale, torch.float32)).all()
     ):
-        raise FormatError("global_scale must be finite, and give finite scales with those of the groups.")
+        raise FormatError("global_scale must be finite, and give finite scales when combined with those of the groups.")

@@ -200,9 +200,9 @@ def collect_runtime_params(
     wanted += [name for name in names[2:] if output is not None and output.per_token]
     if sorted(runtime_params) != sorted(wanted):
         raise FormatError(
-            f"per-token parameters given: {', '.join(runtime_params) or 'none'}; "
-            f"wanted: {', '.join(wanted) or 'none'}.\n"
-            f"Say per_token=True in StaticInt8 or OutputInt8 to pass them with each call."
+            f"per-token parameters passed: {', '.join(runtime_params) or 'none'}; "
+            f"required: {', '.join(wanted) or 'none'}.\n"
+            f"Set per_token=True in StaticInt8 or OutputInt8 to pass them with each call."
         )
     return runtime_params
 
@@ -260,9 +260,9 @@ def grouped_linear(
     """``A(x[i]) @ W[e]^T + bias[e]`` for every row i of expert e; see the contract ``grouped_linear``.
 
     **Arguments:** ``x``: float ``(T, K)``, rows sorted by expert; ``weight``: ``(E, N, K)``; ``offsets``: int32
-    ``(E,)``, the end of each expert's rows, as of `torch.nn.functional.grouped_mm`; ``bias``: ``(E, N)``;
+    ``(E,)``, the end of each expert's rows, as in `torch.nn.functional.grouped_mm`; ``bias``: ``(E, N)``;
     ``out_dtype``: default x's.
-    Rows behind the last end give 0.
+    Rows after the last end give 0.
 
     Raises `FormatError` for other shapes or dtypes, and for ends that descend or leave 0..T.
     """

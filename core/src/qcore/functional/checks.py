@@ -49,7 +49,7 @@ def check_dense(name: str, value: Any, device: torch.device) -> None:
 def _describe(value: Tensor) -> str:
     """Describe a tensor that no kernel accepts, and how to convert it."""
     if value.is_nested:
-        return "a nested one; pad it, or call once per part"
+        return "a nested one; pad it, or call the op once per component"
     if value.is_quantized:
         return f"one of torch's own quantized dtype {value.dtype}; call its dequantize() first"
     return f"one of layout {value.layout}; call its to_dense() first"
@@ -88,7 +88,7 @@ def check_weight(weight: Any, dims: int = 2) -> None:
 
 
 def check_x_dtype(x: Tensor, activation: Activation | None) -> None:
-    """Raise `FormatError` unless x is floating, or holds int8 codes of a static activation."""
+    """Raise `FormatError` unless x is floating-point, or holds int8 codes of a static activation."""
     if x.dtype in FLOAT_DTYPES:
         return
     if x.dtype != torch.int8 or x.is_quantized:
@@ -96,7 +96,7 @@ def check_x_dtype(x: Tensor, activation: Activation | None) -> None:
     if not isinstance(activation, StaticInt8):
         raise FormatError(
             f"x has dtype int8, but the activation is {activation}: the scale of its codes is unknown.\n"
-            f"Give activation=StaticInt8(scale, zero_point), or pass x as floats."
+            f"Pass activation=StaticInt8(scale, zero_point), or pass x as floats."
         )
 
 
@@ -128,15 +128,15 @@ def check_quantization(activation: Any, output: Any, weight: QTensor) -> None:
         raise FormatError(f"output is {output!r}; it must be None or OutputInt8(scale, zero_point).")
     if output is not None and not isinstance(activation, (DynamicInt8, StaticInt8)):
         raise FormatError(
-            "int8 results go with int8 activations: give activation=DynamicInt8() or StaticInt8(...) as well."
+            "int8 results require int8 activations: pass activation=DynamicInt8() or StaticInt8(...) as well."
         )
     if isinstance(activation, (DynamicInt8, StaticInt8)) and not weight.format.element.is_integer:
         raise FormatError(
-            f"int8 activations go with integer weights; {weight.format.dtype} weights take floats or fp8 activations."
+            f"int8 activations require integer weights; {weight.format.dtype} weights take float or fp8 activations."
         )
     for name, part in (("activation", activation), ("output", output)):
         if not getattr(part, "is_given", True):
-            raise FormatError(f"{name} is {part}, without numbers; give scale and zero_point, or per_token=True.")
+            raise FormatError(f"{name} is {part}, without values; pass scale and zero_point, or per_token=True.")
 
 
 def check_out_dtype(out_dtype: Any, output: OutputInt8 | None = None) -> None:
@@ -144,10 +144,10 @@ def check_out_dtype(out_dtype: Any, output: OutputInt8 | None = None) -> None:
     if out_dtype is None or (out_dtype in FLOAT_DTYPES and output is None):
         return
     if output is None:
-        hint = "\nFor int8 results give output=OutputInt8(scale, zero_point)." if out_dtype == torch.int8 else ""
+        hint = "\nFor int8 results pass output=OutputInt8(scale, zero_point)." if out_dtype == torch.int8 else ""
         raise FormatError(f"out_dtype is {out_dtype}; it must be {_FLOATS}.{hint}")
     if out_dtype != torch.int8:
-        raise FormatError(f"out_dtype is {out_dtype}, but output={output} makes int8 codes; leave out_dtype out.")
+        raise FormatError(f"out_dtype is {out_dtype}, but output={output} returns int8 codes; omit out_dtype.")
 
 
 def check_runtime_params(runtime_params: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:

@@ -84,7 +84,7 @@ def require(condition: bool, op: str, text: str) -> None:
 
 def require_float(op: str, x: Tensor) -> None:
     """Raise a `FormatError` that names the op unless x has one of `FLOAT_DTYPES`."""
-    fits = f"it must be floating: {', '.join(str(dtype).removeprefix('torch.') for dtype in FLOAT_DTYPES)}"
+    fits = f"it must be floating-point: {', '.join(str(dtype).removeprefix('torch.') for dtype in FLOAT_DTYPES)}"
     require(x.dtype in FLOAT_DTYPES, op, f"x has dtype {x.dtype}; {fits}.")
 
 

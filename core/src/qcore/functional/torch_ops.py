@@ -380,7 +380,7 @@ def _qga4w(
     def build() -> QTensor:
         # Checked before the cast to int8, in which 256 would become 0.
         fits = not zeros.numel() or (int(zeros.min()) >= -8 and int(zeros.max()) <= 7)
-        require(fits, op, "weight_zeros hold values outside -8..7, which int4 codes span.")
+        require(fits, op, "weight_zeros hold values outside -8..7, the range of int4 codes.")
         odd, even = unpack_nibbles(weights ^ 0x88)
         return QTensor.from_codes(interleave(even, odd), _scale(scales), zeros.to(torch.int8), fmt)
 

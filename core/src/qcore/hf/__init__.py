@@ -1,4 +1,4 @@
-"""qcore inside of transformers: `QcoreConfig` for ``from_pretrained``, and `adopt` for the checkpoints of other tools.
+"""qcore inside transformers: `QcoreConfig` for ``from_pretrained``, and `adopt` for the checkpoints of other tools.
 
 Importing this module registers the quantization method ``"qcore"`` with transformers 5. May import: everything below
 the command line. Imported by: users.

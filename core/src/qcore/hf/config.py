@@ -1,4 +1,4 @@
-"""`QcoreConfig`: how ``from_pretrained`` quantizes a model, and what ``config.json`` says of one that is."""
+"""`QcoreConfig`: the settings with which ``from_pretrained`` quantizes a model, stored in its ``config.json``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class QcoreConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
     **Arguments:**
 
     - ``scheme``: e.g. ``"w4a16-g128"``, or a mapping from patterns of layer names to schemes. Schemes that need
-      calibration are refused: load the float model and call `qcore.quantize_`.
+      calibration are rejected: load the float model and call `qcore.quantize_`.
     - ``include``, ``exclude``: patterns of layer names, as for `qcore.quantize_`.
     - ``layers``: set by qcore in ``config.json``: layer to ``{"format", "scheme", "scale_dtype"}``.
 
-    Raises `FormatError` for a scheme or pattern that is none, and for other arguments.
+    Raises `FormatError` for an invalid scheme or pattern, and for unknown arguments.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class QcoreConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
         layers: Mapping[str, Mapping[str, str]] | None = None,
         **others: Any,
     ) -> None:
-        # What transformers and earlier versions write beside our own settings.
+        # Settings that transformers and earlier versions write in addition to our own.
         unknown = others.keys() - {"quant_method", "version"}
         if unknown:
             name = min(unknown)
@@ -58,7 +58,7 @@ class QcoreConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
         self.layers = {name: dict(about) for name, about in (layers or {}).items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings as plain values, as ``config.json`` holds them."""
+        """All settings as plain values, for ``config.json``."""
         found = {"quant_method": METHOD, "version": self.version, "scheme": self.scheme, "exclude": self.exclude}
         return {**found, **({"include": self.include} if self.include is not None else {}), "layers": self.layers}
 
@@ -68,7 +68,7 @@ class QcoreConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
 
 
 class ForeignConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
-    """The settings of a tool that transformers does not know: kept as they are."""
+    """The settings of a tool that is unknown to transformers, kept unchanged."""
 
     def __init__(self, quant_method: str = "", **settings: Any) -> None:
         self.quant_method = quant_method

@@ -1,8 +1,9 @@
 """The quantizer that transformers' ``from_pretrained`` and ``save_pretrained`` call.
 
-Quantizing: transformers reads one float weight at a time, moves it to the device of its layer and gives it to
-`_Quantize`, which keeps the quantized weight. Loading: transformers loads what is not quantized. In both cases weights
-stay on meta until all of that is done; then layers become their quantized counterparts (`_Loading.install`).
+Quantizing: transformers reads one float weight at a time, moves it to the device of its layer and passes it to
+`_Quantize`, which keeps the quantized weight. Loading: transformers loads all tensors that are not quantized. In both
+cases weights stay on meta until that is done; then layers are replaced by their quantized counterparts
+(`_Loading.install`).
 """
 
 # ruff: noqa: ARG002, SLF001 - the arguments are those of transformers' interface, and so are the private names
@@ -50,13 +51,13 @@ FOREIGN = {
     "quanto": ("quanto",),
     "torchao": ("torchao",),
 }
-"""Methods that `adopt` takes, and transformers' names for them."""
+"""Methods that `adopt` accepts, and transformers' names for them."""
 _WITH_PACKAGE = ("compressed-tensors",)
 """Methods whose settings transformers cannot read without the tool's own package, which qcore does not need."""
 
 
 def adopt(*methods: str) -> None:
-    """Let ``from_pretrained`` read the directories of other tools through qcore, in this process.
+    """Make ``from_pretrained`` read the directories of other tools through qcore, in this process.
 
     ``methods``: names as in ``quantization_config.quant_method``, e.g. ``"gptq", "awq", "compressed-tensors"``; none
     for all. Raises `UnsupportedError` for another name.
@@ -74,7 +75,7 @@ def adopt(*methods: str) -> None:
 
 @register_quantizer(METHOD)
 class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
-    """transformers' interface to qcore; users never make one."""
+    """transformers' interface to qcore; users never create one."""
 
     requires_calibration = False
 
@@ -84,7 +85,7 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         self._loading: _Loading | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `FormatError` where there is no scheme to quantize with."""
+        """Raise `FormatError` if there is no scheme to quantize with."""
         if not self.pre_quantized and getattr(self.quantization_config, "scheme", None) is None:
             raise FormatError("QcoreConfig has no scheme: name one, e.g. QcoreConfig('w4a16-g128').")
 
@@ -99,16 +100,16 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether a parameter is the weight of a layer that becomes quantized."""
+        """Whether a parameter is the weight of a layer that will be quantized."""
         return self._loading is not None and param_name in self._loading.targets
 
     def get_quantize_ops(self) -> ConversionOps:
-        """The operation that takes a float weight."""
+        """The operation that quantizes a float weight."""
         assert isinstance(self._loading, _OnTheFly)
         return _Quantize(self._loading)
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
-        """Bytes per weight, by which ``device_map="auto"`` plans."""
+        """Bytes per weight, with which ``device_map="auto"`` plans."""
         own = None if self._loading is None else self._loading.bytes_per_weight(param_name, param)
         return super().param_element_size(model, param_name, param) if own is None else own
 
@@ -117,7 +118,7 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         if not self._loading.installed:
             raise CheckpointError("transformers never tied the weights of the model, so qcore could not load them.")
         self._loading = None
-        # Saving would undo the renames of this load; qcore saves the names that the model has.
+        # Saving would undo the renames of this load; qcore saves the model's own names.
         model._weight_conversions = []
         layers = _described(model)
         config = self.quantization_config
@@ -129,7 +130,7 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """What ``save_pretrained`` writes: the neutral tensors, and the records that `qcore.load_` reads."""
+        """The content of ``save_pretrained``: the neutral tensors, and the records that `qcore.load_` reads."""
         return described_state(model, guarded=True)
 
     def is_serializable(self) -> bool:
@@ -138,7 +139,7 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
 
     @property
     def is_trainable(self) -> bool:
-        """With adapters: gradients reach them through quantized layers."""
+        """Trainable with adapters: gradients reach them through quantized layers."""
         return True
 
     @property
@@ -150,7 +151,7 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
 def _folder(files: list[str] | None) -> Path:
     folders = {os.path.dirname(file) for file in files or ()}  # noqa: PTH120 - links of a cache stay links
     if len(folders) != 1:
-        raise CheckpointError(f"qcore loads models from one directory; the files lie in {sorted(folders)}.")
+        raise CheckpointError(f"qcore loads models from one directory; these files are in {sorted(folders)}.")
     return Path(folders.pop())
 
 
@@ -172,11 +173,11 @@ class _Loading:
         self.device_map: Mapping[str, Any] | None = None
 
     def intercept(self) -> None:
-        """Step between loading and tying, where transformers has no hook for quantizers.
+        """Run `install` between loading and tying, for which transformers has no quantizer hook.
 
         Two methods of the model are replaced until they are called: one would give weights on meta memory and random
-        values, the other one ties what are quantized layers by then. Both are looked up again when they are called:
-        while a model is made, transformers has a method that ties nothing in their place.
+        values, the other one ties layers that are quantized by then. Both originals are looked up again when called:
+        during construction of a model, transformers replaces tying by a method that does nothing.
         """
         model = self.model
         blank = {name: model.get_parameter(name) for name in self.targets}
@@ -188,9 +189,9 @@ class _Loading:
             self.device_map = device_map
             for name, parameter in blank.items():
                 module, _, attribute = name.rpartition(".")
-                if name in self.covered:  # what was loaded is the empty tensor of a guard, if anything
+                if name in self.covered:  # transformers has loaded at most an empty placeholder
                     model.get_submodule(module)._parameters[attribute] = parameter
-                else:  # the checkpoint lacks it: transformers goes on as ever
+                else:  # the checkpoint lacks it: transformers initializes it as usual
                     del parameter._is_hf_initialized
             return model._move_missing_keys_from_meta_to_device(missing_keys - self.covered, device_map, *args)
 
@@ -215,7 +216,7 @@ class _Loading:
         return self.targets
 
     def device_of(self, layer: str) -> torch.device:
-        """The device that a layer will be on; what is kept on disk passes through the CPU."""
+        """The device that a layer will be on; weights offloaded to disk pass through the CPU."""
         places = self.device_map or {}
         name = layer
         while name and name not in places:
@@ -224,7 +225,7 @@ class _Loading:
         return torch.device("cpu" if device in ("disk", "meta") else device)
 
     def bytes_per_weight(self, name: str, parameter: torch.Tensor) -> float | None:
-        """Stored bytes per number of a parameter, None for one that is not quantized."""
+        """Stored bytes per element of a parameter, None for one that is not quantized."""
         raise NotImplementedError
 
     def install(self) -> None:
@@ -233,10 +234,10 @@ class _Loading:
 
 
 class _Stored(_Loading):
-    """A checkpoint that is quantized already, by qcore or another tool; its files stay open until `install`."""
+    """A checkpoint that is already quantized, by qcore or another tool; its files stay open until `install`."""
 
     def __init__(self, model: Any, folder: Path) -> None:
-        # Closed with the stack if the load fails before: planning reads zero points, and is not done twice.
+        # Closed with the stack if the load fails earlier: planning reads zero points, and is not done twice.
         with ExitStack() as stack, torch.device("cpu"):  # transformers builds models with meta as the default device
             stored = stack.enter_context(open_checkpoint(folder))
             self.archive = archive = fuse_experts(stored, model)
@@ -260,7 +261,7 @@ class _Stored(_Loading):
 
 
 def _parameters_of(model: Any, archive: Archive) -> Iterable[str]:
-    """Yield the model's parameters that the records of an archive hold quantized, also those tied to one."""
+    """Yield the model's parameters that are quantized in the records of an archive, and those tied to one."""
     named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     ties = getattr(model, "all_tied_weights_keys", {})
     for record in archive.records:
@@ -283,7 +284,7 @@ def _unknown_to(model: Any, archive: Archive) -> set[str]:
 
 
 def _ignore(model: Any, names: set[str]) -> None:
-    """Keep transformers from reporting tensors as unexpected: qcore reads them."""
+    """Prevent transformers from reporting tensors as unexpected: qcore reads them."""
     endings = sorted({re.escape(name.rpartition(".")[2]) for name in names})
     if endings:
         patterns = {rf"(^|\.)({'|'.join(endings)})$"}
@@ -294,7 +295,7 @@ class _OnTheFly(_Loading):
     """A float checkpoint, quantized weight by weight."""
 
     def __init__(self, model: Any, config: QcoreConfig) -> None:
-        # transformers ties after loading; the plan has to see which layers share a weight.
+        # transformers ties weights after loading, but the plan has to know which layers share a weight.
         for target, source in getattr(model, "all_tied_weights_keys", {}).items():
             layer, _, name = target.rpartition(".")
             setattr(model.get_submodule(layer), name, model.get_parameter(source))
@@ -328,7 +329,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc, unused-ignore]
         missing_keys: set[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Take the weights among ``input_dict``; what else a conversion made of them goes on to the model."""
+        """Take the weights from ``input_dict``; other tensors that a conversion produced are passed on to the model."""
         plan, others = self.loading.plan, {}
         for key, value in input_dict.items():
             name = key if key in plan.parameters else full_layer_name

@@ -1,6 +1,6 @@
 """``resize_token_embeddings`` of models with quantized embeddings and heads.
 
-Rows that stay keep their codes; rows that are added are what transformers makes for a float layer, quantized.
+Existing rows keep their codes; added rows are those that transformers creates for a float layer, quantized.
 """
 
 # ruff: noqa: SLF001 - the private names are those of transformers' interface and of qcore's own modules
@@ -25,11 +25,11 @@ from ..weights.quantizers import quantize
 _EMBEDDINGS, _HEAD = "_get_resized_embeddings", "_get_resized_lm_head"
 
 _RESIZED: WeakKeyDictionary[WeightStore, WeightStore] = WeakKeyDictionary()
-"""The larger or smaller weight by the weight it was made of, so that tied layers stay tied."""
+"""Maps each weight to its resized weight, so that tied layers stay tied."""
 
 
 def make_resizable(model: Any) -> None:
-    """Let ``model.resize_token_embeddings`` resize quantized layers too."""
+    """Make ``model.resize_token_embeddings`` resize quantized layers, too."""
     setattr(model, _EMBEDDINGS, functools.partial(_resized_embeddings, model))
     setattr(model, _HEAD, functools.partial(_resized_head, model))
 
@@ -101,11 +101,11 @@ def _resized(layer: QuantizedModule, rows: int, grown: Any) -> WeightStore:
 
 
 def _with_rows(weight: QTensor, wanted: Tensor) -> QTensor:
-    """The weight and, quantized, the rows of ``wanted`` behind it."""
+    """The weight with the quantized rows of ``wanted`` appended."""
     if weight.global_scale is not None or weight.order is not None:
         what = "a global scale" if weight.order is None else "an order of its columns"
         raise UnsupportedError(
-            f"rows cannot be added to a weight {weight.format} with {what}: it holds for all of them.\n"
+            f"rows cannot be added to a weight {weight.format} with {what}, which applies to all rows.\n"
             f"Resize the float model before it is quantized, or exclude its embeddings."
         )
     rows = quantize(wanted[weight.shape[0] :].detach(), weight.format, scale_dtype=weight.scale.dtype, name="new rows")

@@ -24,7 +24,7 @@ the model and runs it."""
 class Calibrated:
     """The result of a calibration.
 
-    **Fields:** ``schemes``: by layer name, with the numbers of static activations filled in; ``moments``: the
+    **Fields:** ``schemes``: by layer name, with the parameters of static activations filled in; ``moments``: the
     sum of ``x x^T`` over a layer's inputs, float32 ``(K, K)``, for a convolution ``(groups, K, K)``, by the name of the
     first layer that holds the weight.
     """
@@ -85,9 +85,9 @@ def calibrate(
     """Run the batches once and determine the static activations and moments that ``schemes`` need, by layer name.
 
     Scale and zero point of static int8 activations cover ``[min(x, 0), max(x, 0)]``, the scale of static fp8 ones maps
-    ``max|x|`` to the largest value of e4m3fn. ``ties``: layer name to the name of the
-    first layer with the same weight; the moments of tied layers are summed. Raises `FormatError` if ``calibration`` is
-    None although it is needed, or if a layer's input is missing or not finite.
+    ``max|x|`` to the largest value of e4m3fn. ``ties``: layer name to the name of the first layer with the same weight;
+    the moments of tied layers are summed. Raises `FormatError` if ``calibration`` is None although it is needed, or if
+    a layer's input is missing or not finite.
     """
     # An embedding has no activations: a static scheme needs no scale for it, and there are no moments.
     wanted = {name: s for name, s in schemes.items() if not isinstance(model.get_submodule(name), nn.Embedding)}
@@ -108,7 +108,7 @@ def calibrate(
 def _calibration_error(scheme: Scheme) -> FormatError:
     why = "has static activations, whose scale must be known"
     if not scheme.needs_numbers:
-        why = f"rounds weights by the inputs of each layer ({scheme.quantizer})"
+        why = f"rounds weights based on the inputs of each layer ({scheme.quantizer})"
     return FormatError(
         f"scheme {str(scheme)!r} {why}.\nPass calibration=batches, or a function that runs the model on typical inputs."
     )

@@ -7,14 +7,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 _Row = TypeVar("_Row")
-_NUMBER = re.compile(r"[0-9]{1,9}")  # longer ones are no counts of blocks; Python refuses to convert very long ones
-_FEWEST = 3  # two lines are as quick to read as one that stands for them
+_NUMBER = re.compile(r"[0-9]{1,9}")  # longer ones do not number blocks, and Python refuses to convert very long ones
+_FEWEST = 3  # two lines are as quick to read as one line for both
 
 
 def grouped(
     rows: Iterable[_Row], name: Callable[[_Row], str], alike: Callable[[_Row], Hashable]
 ) -> list[tuple[str, list[_Row]]]:
-    """Group rows whose names are equal but for their numbers and for which ``alike`` is equal; three make a group.
+    """Group three or more rows whose names differ only in their numbers and whose ``alike`` is equal.
 
     Returns labels and rows in the order of the first row of each group. A label is the name of a single row, or e.g.
     ``24 x model.layers.*.mlp.up_proj``; if other rows have such a name, too, the numbers are spelled out:

@@ -77,9 +77,9 @@ def quantize_(
 
 @contextlib.contextmanager
 def _calibration_shown(calibration: Calibration | None, progress: ProgressChoice) -> Iterator[Calibration | None]:
-    """Give the calibration, with a bar that counts its batches if their number is known.
+    """Yield the calibration, with a bar that counts its batches if their number is known.
 
-    A function in place of a bar counts layers only.
+    If ``progress`` is a function, it counts layers only.
     """
     total = 0 if calibration is None or callable(calibration) else length_hint(calibration)
     if not total or callable(progress):
@@ -96,7 +96,7 @@ def _told(batches: Iterable[Any], total: int, tell: Progress) -> Iterator[Any]:
 
 
 class ModelPlan:
-    """The scheme, or the reason for leaving it alone, of every layer; decided before the model is changed."""
+    """The scheme of every layer, or the reason for leaving it unchanged; decided before the model is changed."""
 
     def __init__(self, model: nn.Module, selection: Selection) -> None:
         self.model, self.selection = model, selection
@@ -197,18 +197,18 @@ class ModelPlan:
                 )
 
     def check_weights(self, found: Calibrated) -> None:
-        """Raise what quantizing a weight with NaN or Inf raises, before any layer is replaced."""
+        """Raise the quantizer's error for a weight with NaN or Inf before any layer is replaced."""
         for name, scheme in self.schemes.items():
             layer = self.layers[name]
             if self.ties.get(name, name) == name and not all(map(_is_finite, layer.parameters(recurse=False))):
-                # The quantizer says what is wrong, and where; a quantizer that takes such weights raises nothing.
+                # The quantizer's own error says what is wrong, and where; one that accepts such weights raises nothing.
                 quantized(layer, found.schemes.get(name, scheme), name, found.moments.get(name))
 
     def replace_layers(self, found: Calibrated, tell: Progress) -> dict[str, QuantizedModule | QuantizedExperts]:
         """Replace every planned layer by its quantized counterpart and return those by name.
 
-        Lets go of each float layer, and of its moments, as soon as it is replaced. Layers that share a weight are
-        replaced one right after the other.
+        Releases each float layer, and its moments, as soon as it is replaced. Layers that share a weight are replaced
+        one right after the other.
         """
         places = self.places()
         made: dict[str, QuantizedModule | QuantizedExperts] = {}
@@ -272,7 +272,7 @@ class ModelPlan:
                 for which, part in new.projections().items():
                     yield tracker.with_ties(quantized_row(f"{name}.{which}", part), part)
             elif new is not None:
-                # Ties are those of the float model, so that its bytes are counted once, too.
+                # The ties are those of the float model, so that its bytes are counted once, too.
                 row = tracker.with_ties(quantized_row(name, new), new)
                 notes = (self.notes.get(name), self._quantizer_note(name, new), row.reason)
                 yield replace(row, bytes_before=self.bytes_before[name], reason="; ".join(filter(None, notes)))
@@ -301,7 +301,7 @@ def _unsupported_for_experts(scheme: Scheme) -> str:
     """Return why fused experts cannot take a scheme, or an empty string."""
     if scheme.needs_calibration:
         other = Scheme(scheme.weight)
-        return f"inputs of each expert are not collected, which {scheme} needs; give experts {other}, say"
+        return f"{scheme} needs the inputs of each expert, which are not collected; use {other} for experts, say"
     return ""
 
 
@@ -309,5 +309,5 @@ def _unsupported_scheme(scheme: Scheme) -> str:
     if scheme.output is not None:
         return "-o8 makes a layer return int8 codes, which the next layer cannot read; use it on single modules"
     if getattr(scheme.activation, "per_token", False):
-        return "per-token parameters come with each call; use qcore.linear"
+        return "per-token parameters are passed with each call; use qcore.linear"
     return ""

@@ -86,7 +86,7 @@ class Report:
         return self._table(grouped(self.layers, lambda row: row.name, _looks))
 
     def details(self) -> str:
-        """Return the table with a line for every layer, where ``str(report)`` has one for all equal blocks."""
+        """Return the table with a line for every layer; ``str(report)`` has one for all equal blocks."""
         return self._table([(row.name, [row]) for row in self.layers])
 
     def _table(self, lines: Sequence[tuple[str, Sequence[LayerReport]]]) -> str:
@@ -124,7 +124,7 @@ class Report:
 
 
 def _looks(row: LayerReport) -> tuple[str, ...]:
-    """Return what a line of the table shows of a layer, except for its name and sizes."""
+    """Return the cells of a layer's line in the table, except for its name and sizes."""
     return row.kind, row.state, row.scheme, row.kernel, row.reason
 
 

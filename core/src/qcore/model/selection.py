@@ -88,8 +88,9 @@ def _first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
 def why_adapter_needs_it(model: nn.Module, name: str) -> str:
     """Return why the adapters of peft in ``model`` need the layer ``name`` as it is, or an empty string.
 
-    A layer inside an adapter trains. The layer behind an adapter, its base, can be quantized, unless the adapter reads
-    its weight instead of calling it. peft's layers list the children that belong to adapters; peft is not imported.
+    A layer inside an adapter trains. The layer that an adapter wraps, its base, can be quantized, unless the adapter
+    reads its weight instead of calling it. peft's layers list the children that belong to adapters; peft is not
+    imported.
     """
     path = name.split(".") if name else []
     module: Any = model
@@ -99,7 +100,7 @@ def why_adapter_needs_it(model: nn.Module, name: str) -> str:
             return f"it trains as part of the adapter {'.'.join(path[depth + 1 :]) or child!r} of peft"
         if adapters and child == "base_layer" and depth + 1 == len(path) and not _only_calls_base(module):
             kind = type(module).__name__
-            return f"the adapter in front of it ({kind}) reads this weight; quantize before peft adds it"
+            return f"the adapter that wraps it ({kind}) reads this weight; quantize before peft adds it"
         module = getattr(module, child)
     return ""
 

@@ -21,10 +21,10 @@ from .selection import Patterns, Selection, as_patterns, as_rules
 
 
 class StreamedPlan:
-    """Which parameters of a model become quantized, and those that have come.
+    """The parameters of a model to quantize, and those that have arrived.
 
-    The layers are chosen as `quantize_` does. ``parameters``: full names of the weights that are quantized;
-    ``taken``: those of them whose values have come.
+    The layers are selected as by `quantize_`. ``parameters``: full names of the weights to quantize; ``taken``: those
+    of them whose values have arrived.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StreamedPlan:
     def take(self, name: str, value: Tensor) -> set[str]:
         """Quantize the weight of a parameter on the device of ``value``.
 
-        Returns the parameters that it is the value of. Raises `FormatError` for NaN or Inf, naming the parameter.
+        Returns the parameters that share this value. Raises `FormatError` for NaN or Inf, naming the parameter.
         """
         layer, _, which = name.rpartition(".")
         scheme = self._plan.schemes[layer]
@@ -81,7 +81,7 @@ class StreamedPlan:
         return f"{self._plan.ties.get(layer, layer)}.{which}"
 
     def install(self) -> None:
-        """Replace the layers whose weights have come by their quantized counterparts."""
+        """Replace the layers whose weights have arrived by their quantized counterparts."""
         stores: dict[str, WeightStore] = {}
         places = self._plan.places()
         for name, scheme in self._plan.schemes.items():

@@ -79,7 +79,7 @@ class QuantizedModule(nn.Module):
             )
         if any(getattr(part, "per_token", False) for part in (scheme.activation, scheme.output)):
             raise FormatError(
-                f"scheme {str(scheme)!r}: per-token parameters come with each call, but a layer takes x only;\n"
+                f"scheme {str(scheme)!r}: per-token parameters are passed with each call, but a layer takes x only;\n"
                 f"use qcore.linear(x, weight, activation=..., x_scale=..., x_zero_point=...)."
             )
         self.scheme = replace(scheme, weight=store.format)
@@ -176,8 +176,8 @@ class QuantizedModule(nn.Module):
     def _expose_packed(self) -> None:
         """Expose the packed tensors as non-persistent buffers, for tracing and for tools that count memory.
 
-        Not those of a library (oneDNN), which have no strides and no address: tools that copy or move buffers fail on
-        them. An empty tensor stands for these, so that there is something to move.
+        Tensors in a library's own layout (oneDNN) have no strides and no address, and tools that copy or move buffers
+        fail on them: an empty tensor replaces each, so that there is a buffer to move.
         """
         every = {_buffer_name(b, key): tensor for b in self._bounds.values() for key, tensor in b.packed.items()}
         packed = {name: tensor for name, tensor in every.items() if tensor.layout is _STRIDED}
@@ -187,7 +187,7 @@ class QuantizedModule(nn.Module):
         self._set_packed_buffers(packed)
 
     def _follow(self) -> None:
-        """Go where a tool has moved the buffers of the layer, and show its own again if a tool has replaced them."""
+        """Move to the device that a tool has moved the layer's buffers to; restore buffers that a tool has replaced."""
         shown = self._shown
         if torch.compiler.is_compiling() or all(self._buffers.get(name) is tensor for name, tensor in shown.items()):
             return
@@ -269,9 +269,9 @@ class QuantizedModule(nn.Module):
         return result.to(self._out_dtype(dtype)) if result.is_floating_point() else result
 
     def _traced(self, name: str, own: Tensor) -> Tensor:
-        """Return the buffer of a packed tensor; the tensor itself if a tool has put another one in its place.
+        """Return the buffer of a packed tensor; the tensor itself if a tool has replaced the buffer by another one.
 
-        While exporting, torch puts in its place what it traces with.
+        During an export, torch replaces the buffers by the tensors that it traces with.
         """
         buffer = self._buffers.get(name)
         return own if buffer is None or (buffer is not own and type(buffer) is type(own)) else buffer
@@ -408,7 +408,7 @@ class QuantizedModule(nn.Module):
             self._load_found(found, prefix, bool(local_metadata.get("assign_to_params_buffers")), error_msgs)
 
     def _absent_tensors(self) -> Iterator[str]:
-        """Yield the names of tensors that the present weight does not have."""
+        """Yield the names of tensors that the current weight does not have."""
         has = {"zero": self._store.format.zero is not ZeroPoint.NONE, "order": self._store.has_order}
         has["global_scale"] = self._store.format.scale.has_global
         yield from (name for name, present in has.items() if not present)
@@ -448,7 +448,7 @@ class QuantizedModule(nn.Module):
 def static_parameters(part: Activation | OutputInt8 | None) -> dict[str, torch.dtype]:
     """Return name and dtype of the scalars that a state dict holds for a static activation or output.
 
-    float64 holds a Python float exactly. Empty for other parts, and if the numbers come with each call.
+    float64 holds a Python float exactly. Empty for other parts, and if the parameters are passed with each call.
     """
     if isinstance(part, StaticFP8):
         return {"scale": torch.float64}

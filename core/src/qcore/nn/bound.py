@@ -1,7 +1,7 @@
-"""Quantized layers as a plugin sees them that runs whole graphs: contract, kernel, packed weight.
+"""A view of quantized layers for plugins that run whole graphs: contract, kernel, packed weight.
 
-Such a plugin replaces the calls of several layers by one of its own. It reads from a layer what the layer's forward
-would use, through the names of this module, and leaves the layer as it is.
+Such a plugin replaces the calls of several layers by one call of its own. Through the names of this module it reads the
+kernel and the packed weight that the layer's forward would use, and leaves the layer unchanged.
 """
 
 # ruff: noqa: SLF001 - a view of the layers of this package
@@ -37,8 +37,8 @@ _CONTRACTS: dict[type[nn.Module], str] = {
 class BoundLayer:
     """A quantized layer bound to a kernel, for x of one dtype and without gradients.
 
-    **Fields:** ``request``: as the kernel was selected for; ``kernel``; ``packed``: the weight as the kernel has packed
-    it, to be read only; ``outer_padding``: padding that the layer adds to x before the kernel runs, in the order of
+    **Fields:** ``request``: the one that the kernel was selected for; ``kernel``; ``packed``: the weight as packed by
+    the kernel, read-only; ``outer_padding``: padding that the layer adds to x before the kernel runs, in the order of
     `torch.nn.functional.pad`, empty if the kernel pads by itself. The bias is the layer's own parameter ``bias``.
     """
 
@@ -51,7 +51,7 @@ class BoundLayer:
 def layer_contract(module: nn.Module) -> str:
     """The name of the contract that a module of `qcore.nn` computes; empty for every other module.
 
-    A subclass counts as another module: it may compute something else.
+    A subclass counts as a different module: it may compute something else.
     """
     return _CONTRACTS.get(type(module), "")
 
@@ -59,11 +59,11 @@ def layer_contract(module: nn.Module) -> str:
 def bound_layer(module: nn.Module, x_dtype: torch.dtype | None = None) -> BoundLayer:
     """Bind a quantized layer for x of ``x_dtype``, as its first call would; None: the dtype that it computes in.
 
-    Raises `FormatError` if the layer is on the meta device or its scheme does not take this dtype, `TypeError` for a
-    module of another kind. The result is valid as long as `binding_of` the layer gives the same object.
+    Raises `FormatError` if the layer is on the meta device or its scheme does not support this dtype, `TypeError` for a
+    module of another kind. The result is valid as long as `binding_of` the layer returns the same object.
     """
     if not isinstance(module, QuantizedModule):
-        raise TypeError(f"{type(module).__name__} is no layer of qcore.nn")
+        raise TypeError(f"{type(module).__name__} is not a layer of qcore.nn")
     if module._primary is None:
         raise FormatError("it is on the meta device")
     bound = module._bound_for(module._dtype if x_dtype is None else x_dtype, False)
@@ -73,9 +73,9 @@ def bound_layer(module: nn.Module, x_dtype: torch.dtype | None = None) -> BoundL
 
 
 def binding_of(module: nn.Module) -> object:
-    """An object that a layer replaces whenever it binds anew: after a move, another weight, another kernel.
+    """An object that a layer replaces whenever it is bound again: after a move, with a new weight or a new kernel.
 
-    Compare it by identity to find out whether a `BoundLayer` is still valid. For other modules it is the module.
-    Takes a fraction of a microsecond, so that a plugin can ask at every call.
+    Compare it by identity to find out whether a `BoundLayer` is still valid. For other modules it is the module itself.
+    Takes a fraction of a microsecond, so that a plugin can check it at every call.
     """
     return module.__dict__.get("_primary", module)

@@ -17,7 +17,7 @@ from .geometry import Geometry, Pair, pad
 
 
 class QuantizedConv2d(QuantizedModule):
-    """A 2-D convolution with a quantized weight; stands in for `torch.nn.Conv2d`.
+    """A 2-D convolution with a quantized weight; replaces `torch.nn.Conv2d`.
 
     ``x``: ``(B, in_channels, H, W)`` or ``(in_channels, H, W)``; the result has x's memory format. Kernels work in
     channels_last: an x in that format saves a copy of x and of the result. The weight is a `QTensor` of shape

@@ -67,7 +67,7 @@ def why_unsupported(module: nn.Module) -> str:
     if base is None and expert_weights(module):
         return why_not_experts(module)
     if base is None:
-        return f"qcore has no contract for {kind}; it quantizes Linear, Conv2d, Embedding and fused experts"
+        return f"qcore does not support {kind}; it quantizes Linear, Conv2d, Embedding and fused experts"
     if is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
     if type(module).forward is not base.forward or "forward" in vars(module):

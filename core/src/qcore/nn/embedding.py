@@ -21,14 +21,14 @@ from .base import QuantizedModule, adopt
 
 
 class QuantizedEmbedding(QuantizedModule):
-    """Looks rows up in a quantized table and dequantizes only those; stands in for `torch.nn.Embedding`.
+    """Looks up rows of a quantized table and dequantizes only those; replaces `torch.nn.Embedding`.
 
     ``indices``: int64 or int32 of any shape; result: ``(*indices.shape, embedding_dim)`` of the layer's dtype.
     An index out of range raises `IndexError`, one of another dtype `FormatError`. Only the weight part of a scheme
     applies.
     """
 
-    # What adapters read of an embedding, with the values that mean nothing of the kind.
+    # Attributes that adapters read from an embedding, with values that switch these features off.
     max_norm: None = None
     norm_type = 2.0
     scale_grad_by_freq = sparse = False

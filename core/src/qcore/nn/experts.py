@@ -1,10 +1,10 @@
-"""`QuantizedExperts`: the fused experts of a mixture-of-experts layer, as transformers 5 has them.
+"""`QuantizedExperts`: the fused experts of a mixture-of-experts layer, in the form of transformers 5.
 
 transformers keeps the experts of a layer as parameters of three dimensions: ``gate_up_proj`` ``(E, 2I, H)`` and
 ``down_proj`` ``(E, H, I)``, or transposed (gpt-oss), with or without biases ``<name>_bias`` ``(E, N)``. Its experts
-modules say so themselves: ``num_experts``, ``is_transposed``, ``has_bias``, ``has_gate``, and ``_apply_gate``, the
-function between the two products (``act_fn`` for experts without a gate). Nothing of transformers is imported: any
-module that has these is supported.
+modules describe themselves by attributes: ``num_experts``, ``is_transposed``, ``has_bias``, ``has_gate``, and
+``_apply_gate``, the function between the two products (``act_fn`` for experts without a gate). Nothing of transformers
+is imported: any module with these attributes is supported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _is_3d(parameter: Any) -> bool:
 def why_not_experts(module: nn.Module) -> str:
     """Return why fused experts have no quantized counterpart, or an empty string."""
     if not callable(_between(module)):
-        return f"{type(module).__name__} has no {_name_between(module)}: how its two products are joined is not known"
+        return f"{type(module).__name__} has no {_name_between(module)}, the function between its two products"
     if getattr(module, "has_post_expert_norm", False):
         return f"{type(module).__name__} normalizes the result of each expert, which qcore's experts do not"
     extra = [
@@ -45,7 +45,7 @@ def why_not_experts(module: nn.Module) -> str:
         for name, parameter in module._parameters.items()  # noqa: SLF001
         if parameter is not None and name not in {*expert_weights(module), *_bias_names(module)}
     ]
-    return f"{type(module).__name__} has parameters that qcore does not know: {', '.join(extra)}" if extra else ""
+    return f"{type(module).__name__} has parameters that qcore does not support: {', '.join(extra)}" if extra else ""
 
 
 def _name_between(module: nn.Module) -> str:
@@ -62,10 +62,10 @@ def _bias_names(module: nn.Module) -> tuple[str, ...]:
 
 
 class QuantizedExperts(nn.Module):
-    """Fused experts with quantized weights; stands in for the experts module of a transformers model.
+    """Fused experts with quantized weights; replaces the experts module of a transformers model.
 
-    Children: ``gate_up_proj`` (or ``up_proj``) and ``down_proj``, each a `QuantizedGroupedLinear`; ``gate``: what is
-    left of the float module without its weights, whose ``_apply_gate`` or ``act_fn`` is called between the products.
+    Children: ``gate_up_proj`` (or ``up_proj``) and ``down_proj``, each a `QuantizedGroupedLinear`; ``gate``: the float
+    module without its weights, whose ``_apply_gate`` or ``act_fn`` is called between the products.
     """
 
     def __init__(self, gate: nn.Module, up: str, up_proj: QuantizedGroupedLinear, down: QuantizedGroupedLinear) -> None:
@@ -133,7 +133,7 @@ class QuantizedExperts(nn.Module):
         assert weights is not None
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         experts, k = index.reshape(-1), index.shape[-1]
-        # Rows of one expert lie together; those of no expert come last, behind the last end, and give 0.
+        # Rows of one expert are contiguous; those of no expert come last, after the last end, and give 0.
         sorted_experts, order = torch.sort(experts, stable=True)
         each = torch.arange(self.num_experts, device=experts.device, dtype=sorted_experts.dtype)
         ends = torch.searchsorted(sorted_experts, each, right=True).to(torch.int32)
@@ -149,7 +149,7 @@ class QuantizedExperts(nn.Module):
 
 
 def _without_weights(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` without its weights and biases: what its gate needs."""
+    """A copy of ``module`` without its weights and biases, which its gate does not need."""
     gone = {*expert_weights(module), *_bias_names(module)}
     made = object.__new__(type(module))
     made.__dict__.update(module.__dict__)

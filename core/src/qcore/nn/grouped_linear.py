@@ -26,7 +26,7 @@ class QuantizedGroupedLinear(QuantizedModule):
     def __init__(self, store: WeightStore, scheme: Scheme, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.num_experts, self.out_features, self.in_features = store.shape
         if not is_for_experts(scheme):
-            raise UnsupportedError(f"scheme {str(scheme)!r} does not go with experts: they return floats.")
+            raise UnsupportedError(f"scheme {str(scheme)!r} is not supported for experts: they return floats.")
         super().__init__(store, scheme, bias, dtype)
         self._bias_shape = torch.Size(store.shape[:2])
 
@@ -43,7 +43,7 @@ class QuantizedGroupedLinear(QuantizedModule):
         if wanted.needs_moments:
             raise UnsupportedError(
                 f"quantizer {wanted.quantizer!r} needs the inputs of each expert, which are not collected.\n"
-                f"Give experts another one, for instance {{'*.experts': '{Scheme(wanted.weight)}', '*': '{wanted}'}}."
+                f"Use another one for experts, such as {{'*.experts': '{Scheme(wanted.weight)}', '*': '{wanted}'}}."
             )
         if weight.dim() != 3:
             raise FormatError(f"{name} has shape {tuple(weight.shape)}; experts have weights (E, N, K).")
@@ -58,7 +58,7 @@ class QuantizedGroupedLinear(QuantizedModule):
         *,
         dtype: torch.dtype | None = None,
     ) -> QuantizedGroupedLinear:
-        """Wrap a quantized weight ``(E, N, K)``; arguments as of `QuantizedLinear.from_qtensor`."""
+        """Wrap a quantized weight ``(E, N, K)``; arguments as in `QuantizedLinear.from_qtensor`."""
         if weight.dim() != 3:
             raise FormatError(f"weight has shape {tuple(weight.shape)}; experts have weights (E, N, K).")
         wanted = Scheme(weight.format) if scheme is None else Scheme.parse(scheme)

@@ -19,7 +19,7 @@ _any_autocast = torch._C._is_any_autocast_enabled  # noqa: SLF001
 
 
 class QuantizedLinear(QuantizedModule):
-    """``y = A(x) @ W^T + bias`` with a quantized weight; stands in for `torch.nn.Linear`.
+    """``y = A(x) @ W^T + bias`` with a quantized weight; replaces `torch.nn.Linear`.
 
     ``x``: ``(..., in_features)`` of any float dtype; ``y``: ``(..., out_features)`` of x's dtype (int8 codes for a
     scheme with ``-o8``). Create a layer with `from_float` or `from_qtensor`.

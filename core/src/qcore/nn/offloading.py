@@ -1,10 +1,10 @@
 """Layers under hooks that move, replace or offload the tensors of modules, as accelerate's do.
 
 Such a hook does not call `torch.nn.Module.to`: it writes each named parameter and buffer of a module, moved to a
-device, back into the module's tables. A quantized layer shows its packed weight as buffers and holds it elsewhere, so
-it follows what happened to them (`moved_to`). A hook that offloads keeps the layer's state dict, in memory or on disk,
-and writes the parameters back before each call; the weight is no parameter, so `attach` lets the hook bring the weight,
-too. Nothing of accelerate is imported: hooks are known by their attributes.
+device, back into the module's tables. A quantized layer exposes its packed weight as buffers but holds it elsewhere, so
+it follows the device of the buffers (`moved_to`). A hook that offloads keeps the layer's state dict, in memory or on
+disk, and writes the parameters back before each call; the weight is not a parameter, so `attach` makes the hook load
+the weight, too. Nothing of accelerate is imported: hooks are recognized by their attributes.
 """
 
 # ruff: noqa: SLF001 - part of the base class of the layers, in a module of its own
@@ -31,10 +31,10 @@ HOOK = "_hf_hook"
 
 
 def moved_to(shown: Mapping[str, Tensor], now: Mapping[str, Any], device: torch.device) -> torch.device | None:
-    """Return the device that a tool has moved buffers to: None if they are where they were.
+    """Return the device that a tool has moved buffers to, or None if it has not moved them.
 
-    ``shown``: the buffers as the layer showed them, on ``device``; ``now``: what is in their place. Tensors on ``meta``
-    hold nothing to follow.
+    ``shown``: the buffers as the layer exposed them, on ``device``; ``now``: the buffers in their place now. Tensors on
+    ``meta`` are ignored.
     """
     found = (now.get(name) for name in shown)
     devices = {tensor.device for tensor in found if isinstance(tensor, Tensor)} - {device, torch.device("meta")}
@@ -42,9 +42,9 @@ def moved_to(shown: Mapping[str, Tensor], now: Mapping[str, Any], device: torch.
 
 
 def attach(module: QuantizedModule, hook: Any, prefix: str) -> None:
-    """Let ``hook``, or each part of a sequence of hooks, take the weight of ``module`` along if it offloads.
+    """Make ``hook``, or each part of a sequence of hooks, offload the weight of ``module``, too, if it offloads.
 
-    A hook whose map does not hold the weight (it was made from parameters alone) leaves it in memory. ``prefix``: of
+    A hook whose map does not hold the weight (it was created from parameters alone) leaves it in memory. ``prefix``: of
     the names of packed buffers.
     """
     for part in getattr(hook, "hooks", (hook,)):
@@ -58,7 +58,7 @@ class _Offloaded:
     """A layer whose weight ``hook`` keeps; between calls the layer holds tensors on ``meta``.
 
     **Fields:** ``origin``: the store that held the weight, for layers tied to this one that stay in memory; ``device``:
-    where the weight was; ``brought``: the store of the present call.
+    where the weight was; ``brought``: the store that was loaded for the current call.
     """
 
     hook: Any
@@ -76,20 +76,20 @@ class _Offloaded:
             setattr(self.hook, step.__name__, partial(_step, self, step.__name__))
 
     def pre_forward(self, module: QuantizedModule, *args: Any, **kwargs: Any) -> Any:
-        """Let the hook bring parameters and inputs, then bring the weight."""
+        """Let the hook load parameters and move inputs, then load the weight."""
         given = type(self.hook).pre_forward(self.hook, module, *args, **kwargs)
         if module._store.device.type == "meta":
             self._bring(module, self.hook.execution_device)
         return given
 
     def post_forward(self, module: QuantizedModule, output: Any) -> Any:
-        """Let the hook take the parameters away, and drop the weight; one that was replaced meanwhile stays."""
+        """Let the hook offload the parameters, and drop the weight, unless it was replaced meanwhile."""
         if module._store is self.brought:
             self._release(module)
         return type(self.hook).post_forward(self.hook, module, output)
 
     def detach_hook(self, module: QuantizedModule) -> Any:
-        """Take the weight back for good, from a layer tied to this one if it is there."""
+        """Load the weight permanently; if a layer tied to this one holds it, share that."""
         for name in ("pre_forward", "post_forward", "detach_hook"):
             delattr(self.hook, name)
         if module._store.device.type == "meta":
@@ -117,7 +117,7 @@ def _step(offloaded: _Offloaded, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _use(module: QuantizedModule, store: WeightStore) -> None:
-    """Make ``store`` the one that ``module`` takes its weight from, under the settings it was bound with."""
+    """Make ``module`` take its weight from ``store``, under the settings that it was bound with."""
     settings = module._bind_settings.settings
     with module._store.lock, store.lock:
         module._store.users.discard(module)

@@ -134,7 +134,7 @@ def _keep_for_spawned(weight: QTensor) -> None:
 
 
 def _emptied(weight: QTensor, fn: TensorFn) -> QTensor:
-    """A valid weight in place of one on ``meta``: ``fn`` is that of `torch.nn.Module.to_empty`, whose memory is not."""
+    """A valid weight in place of one on ``meta``; ``fn``: of `torch.nn.Module.to_empty`, whose memory is not valid."""
     fresh = {name: torch.zeros_like(fn(t), dtype=t.dtype) for name, t in weight.tensors().items()}
     if "order" in fresh:
         k = weight.shape[-1]
@@ -268,7 +268,7 @@ def _unpack(kernel: Kernel, packed: dict[str, Tensor]) -> QTensor:
 def bind(store: WeightStore, request: Request) -> Bound:
     """Resolve ``request`` and pack the weight.
 
-    A kernel that fails to pack, or gives wrong results with this weight, is disabled and the next one is tried.
+    A kernel that fails to pack, or returns wrong results with this weight, is disabled and the next one is tried.
     """
     with store.lock:
         while True:
@@ -313,7 +313,7 @@ def _cause_of(error: StepError) -> BaseException:
 
 
 class _WrongResultError(Exception):
-    """A kernel gives wrong results with a layer's own weight."""
+    """A kernel returns wrong results with a layer's own weight."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -56,7 +56,7 @@ class OrderedKernel(Kernel):
     def _parts(self, packed: Packed) -> tuple[dict[str, Tensor], Tensor]:
         """The packed weight of the wrapped kernel, and the order: the same objects at every call of a layer.
 
-        Kernels tell a weight that they know by the identity of its dict.
+        Kernels recognize a known weight by the identity of its dict.
         """
         if torch.compiler.is_compiling():
             return _split(packed)
@@ -119,7 +119,7 @@ def gathered(x: Tensor, order: Tensor) -> Tensor:
 def gathered_by_expert(x: Tensor, orders: Tensor, offsets: Tensor) -> Tensor:
     """Permute each row of x ``(T, K)`` by its expert's order; ``orders``: int32 ``(E, K)``, ``offsets``: ``(E,)``."""
     rows = torch.arange(x.shape[0], device=x.device, dtype=offsets.dtype)
-    # Rows past the last offset belong to no expert, so any order will do.
+    # Rows after the last offset belong to no expert, so any order will do.
     expert = torch.searchsorted(offsets, rows, right=True).clamp_max(orders.shape[0] - 1)
     return x.gather(1, orders.index_select(0, expert).long())
 

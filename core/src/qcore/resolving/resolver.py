@@ -1,7 +1,7 @@
 """Selects a kernel for a request and explains the decision.
 
-Order: the user's order, then rank, then name. An offer that ``qcore tune`` measured on this device comes after each
-one that it measured faster, whatever their ranks: a rank is an expectation, a time is a measurement.
+Order: the user's order, then rank, then name. An offer that ``qcore tune`` measured on this device comes after every
+offer that it measured as faster, whatever their ranks: a rank is an expectation, a time is a measurement.
 Kernels of software devices stay last, and under ``strict`` no plugin comes after the fallback. The first offer in that
 order that passes verification is selected.
 """
@@ -302,8 +302,8 @@ def _slow_hints(ranked: list[Offered], rows: list[Candidate]) -> Iterable[str]:
     if best is not None and faster and best.status.name != BUILTIN:
         name, (fallback, *_) = best.name, faster
         yield (
-            f"{name} was measured slower than the fallback: {best.milliseconds:.3g} ms against "
-            f"{fallback.milliseconds:.3g} ms of {fallback.name}."
+            f"{name} was measured slower than the fallback: {best.milliseconds:.3g} ms, against "
+            f"{fallback.milliseconds:.3g} ms for {fallback.name}."
         )
 
 

@@ -159,8 +159,8 @@ def _times(request: LinearRequest, kernels: list[Kernel], rows: int, seconds: fl
 def interleaved_medians(calls: list[Callable[[], Any]], device: torch.device, seconds: float = 0.3) -> list[float]:
     """Median milliseconds of each call.
 
-    The calls take turns, so that a slow moment of the machine affects all alike, in a new order each round, so that
-    no call always runs with the caches that the same predecessor left.
+    The calls are interleaved, so that a slow moment of the machine affects all equally, in a new order each round, so
+    that no call always runs with the caches left by the same predecessor.
     """
     if not calls:
         return []

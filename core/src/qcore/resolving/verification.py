@@ -1,10 +1,10 @@
 """Verifies a kernel on problems with known results before its first use.
 
-Twice: on small problems, before it is selected (`check`), and with a layer's own weight, once for each size, before it
-gets the layer's input (`check_weight`): a kernel may be wrong on large weights only. A verdict is kept in memory and,
-if the kernel passed, on disk: by plugin version, kernel, device, driver, torch version and the signature of the
-request; for a plugin under development also by the state of its code. A kernel whose check crashed an earlier process
-is not tried again.
+This is done twice: on small problems, before it is selected (`check`), and with a layer's own weight, once per size,
+before it gets the layer's input (`check_weight`): a kernel may be wrong on large weights only. A verdict is kept in
+memory and, if the kernel passed, on disk: by plugin version, kernel, device, driver, torch version and the signature of
+the request; for a plugin under development also by the state of its code. A kernel whose check crashed an earlier
+process is not tried again.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _run(key: str, kernel: Kernel, request: Request, kernels_for: KernelSource) 
 
 
 def _smallest(kernel: Kernel, request: Request, kernels_for: KernelSource) -> tuple[Kernel, Request]:
-    """The same kernel for a small weight; the kernel itself if the plugin has none of that name there."""
+    """The same kernel for a small weight; the kernel itself if the plugin offers none of that name for it."""
     small = request.small()
     with contextlib.suppress(*Guarded):
         for other in kernels_for(small):
@@ -208,7 +208,7 @@ def run_check(kernel: Kernel, request: Request) -> Check:
 
 
 def _defect(contract: Contract, kernel: Kernel, problem: Problem) -> str:
-    """The defect that one problem shows in a kernel; empty if there is none."""
+    """The defect that one problem reveals in a kernel; empty if there is none."""
     here = problem.to(problem.request.device)
     packed = kernel.pack(here.weight)
     diff = difference(kernel.unpack(packed), here.weight)
@@ -220,7 +220,7 @@ def _defect(contract: Contract, kernel: Kernel, problem: Problem) -> str:
 
 
 def call_defect(judge: Callable[[Any], Verdict], kernel: Kernel, here: Problem, packed: Mapping[str, Tensor]) -> str:
-    """The defect that two calls show in a kernel; empty if there is none.
+    """The defect that two calls reveal in a kernel; empty if there is none.
 
     The first result must be correct and survive the second call, and the inputs must not change.
     """

@@ -60,7 +60,7 @@ def why_untrusted() -> str:
     """Why stored records are not trusted; empty if they are."""
     root = cache_dir()
     if root is None:
-        return "there is no home directory to keep it in"
+        return "there is no home directory for it"
     for folder in (root, *_subdirectories(root)):
         why = _why_unsafe(folder)
         if why:
@@ -90,7 +90,7 @@ def _writable_by_others(info: os.stat_result) -> str:
     if info.st_uid not in (os.geteuid(), 0):
         return "belongs to another user"
     sticky = stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX
-    return "can be written by everybody" if info.st_mode & stat.S_IWOTH and not sticky else ""
+    return "can be written by everyone" if info.st_mode & stat.S_IWOTH and not sticky else ""
 
 
 def _path(kind: str, key: str) -> Path | None:

@@ -2,7 +2,7 @@
 
 Every exception of a step becomes a `StepError`, except for the user's KeyboardInterrupt. A mark on disk exists while
 the step runs, so that the next process skips a step that crashed or hung; a watchdog warns with the plugin's name if a
-step takes too long; and changes to the state of the process are preserved_state.
+step takes too long; and changes to the state of the process are undone (`preserved_state`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SECONDS = 10.0
 """A longer step causes a warning; if the user then interrupts it, the next run skips it."""
 
 FIRST_CALL_SECONDS = 60.0
-"""The same limit for steps that may compile a kernel."""
+"""The limit for steps that may compile a kernel."""
 
 BUILTIN = "torch"
 """The name of the built-in fallback plugin."""

@@ -1,4 +1,4 @@
-"""Progress of long work: what callers may ask for, and the hook through which the top floor draws a bar."""
+"""Progress of long operations: the values of ``progress``, and the hook through which the top floor draws a bar."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _bar: _Bar = _no_bar
 
 
 def install_bar(bar: _Bar) -> None:
-    """Set what draws bars: called with title, unit and whether to draw without a terminal, too."""
+    """Set the function that draws bars, called with title, unit and whether to draw without a terminal, too."""
     global _bar  # noqa: PLW0603 - one hook for the process: bars are drawn by a floor that this one cannot import
     _bar = bar
 
 
 def shown(progress: ProgressChoice, title: str, unit: str) -> AbstractContextManager[Progress]:
-    """Return a context that gives the function to report progress to, and draws the bar, if any, while it is open.
+    """Return a context manager that yields the function to report progress to, and draws the bar, if any, meanwhile.
 
     ``title``: the activity; ``unit``: ``bytes``, or the plural of the counted items.
     """

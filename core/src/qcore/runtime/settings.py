@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import QcoreError, did_you_mean
 
 CONTRACT_NAMES = ("linear", "conv2d", "embedding", "grouped_linear")
-"""The names of `qcore.contracts.CONTRACTS`, which stand above this package; a test holds them equal."""
+"""The names of `qcore.contracts.CONTRACTS`, which is above this package; a test checks that they are equal."""
 _VERIFY_MODES = ("off", "once", "always")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -171,7 +171,7 @@ def using(
 
 
 def in_force(settings: Settings) -> contextlib.AbstractContextManager[None]:
-    """Exactly these settings for a block; a layer binds again under those that it was created with."""
+    """Exactly these settings for a block; used to bind a layer again under the settings that it was created with."""
     return _overridden(vars(settings))
 
 

@@ -60,7 +60,7 @@ def cases(schemes: Iterable[str] | None = None, contracts: Iterable[str] | None 
     """Return all cases, or those of some contracts and schemes. Raises `ConformanceError` for an unknown contract.
 
     Without ``schemes``: every shape in every dtype for `SCHEMES`, and every shape in one dtype for `TABLE_SCHEMES` and
-    `element_schemes`, whose kernels differ from those in how they decode. Schemes that are named run in every dtype.
+    `element_schemes`, whose kernels differ from the others in decoding. Schemes that are named run in every dtype.
     """
     chosen = list(_chosen(contracts))
     if schemes is None:
@@ -85,7 +85,7 @@ _GROUP = 64
 
 
 def element_schemes() -> list[str]:
-    """Return schemes for each element of the plugins that are up, in the order of names.
+    """Return schemes for each element of the loaded plugins, in the order of names.
 
     Weight-only, per channel and in groups, with a float zero point, and in each layout that its plugin adds for it.
     """
@@ -105,7 +105,7 @@ def _formats_of(element: Element) -> Iterator[Format]:
 
 
 def _one_dtype_each(contract: Contract, texts: Iterable[str]) -> Iterator[Case]:
-    """Yield every shape of a contract's cases once per scheme; the dtypes take turns, another first for each scheme."""
+    """Yield every shape of a contract's cases once per scheme; the dtypes rotate, starting with another per scheme."""
     for turn, text in enumerate(texts):
         scheme = Scheme.parse(text)
         every = [case for case in contract.cases([scheme], FLOAT_DTYPES) if case.scheme == str(scheme.blank())]
@@ -119,7 +119,7 @@ def _chosen(names: Iterable[str] | None) -> Iterator[Contract]:
     for name in CONTRACTS if names is None else names:
         if name not in CONTRACTS:
             raise ConformanceError(
-                f"no contract is called {name!r}; there are {', '.join(CONTRACTS)}.{did_you_mean(name, CONTRACTS)}"
+                f"no contract is called {name!r}; known: {', '.join(CONTRACTS)}.{did_you_mean(name, CONTRACTS)}"
             )
         yield CONTRACTS[name]
 

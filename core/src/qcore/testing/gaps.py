@@ -52,7 +52,7 @@ class Gaps:
         return next((gap.reason for gap in self.known if matches(gap.cases, case)), None)
 
     def used(self, case: str) -> None:
-        """Record that the case failed as its gap says."""
+        """Record that the case failed as stated in its gap."""
         self.needed.update(gap for gap in self.known if matches(gap.cases, case))
 
     def unneeded(self, ran: Iterable[str], *, complete: bool) -> list[str]:
@@ -88,6 +88,6 @@ def _gap(entry: Any, path: Path) -> Gap:
 def _load_toml(path: Path) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
-    else:  # pytest brings tomli there
+    else:  # pytest depends on tomli there
         import tomli as tomllib
     return tomllib.loads(path.read_text("utf-8"))

@@ -19,9 +19,9 @@ _MEANINGS = {
     "failed": "failed",
     "gap": "known gap",
     "refused": "refused with a reason",
-    "skipped": "could not be tried here",
+    "skipped": "could not be tested here",
     "inapplicable": "does not apply",
-    "unavailable": "device not here",
+    "unavailable": "device not present",
 }
 _MAX_LINES = 60
 _WIDE = 4
@@ -88,7 +88,7 @@ def _standing(certificate: Certificate) -> tuple[str, str]:
     if certificate.failures or certificate.broken:
         return "failed", certificate.state if certificate.broken else f"{len(certificate.failures)} failed"
     if not certificate.available:
-        return "unavailable", "not here"
+        return "unavailable", "not available"
     return ("gap", "known gaps") if certificate.counts[Outcome.GAP] else ("passed", "conforms")
 
 

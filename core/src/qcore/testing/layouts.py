@@ -45,7 +45,7 @@ def _faults(layout: Layout, dtype: str, device: torch.device) -> Iterator[str]:
         yield from _size_faults(fmt, codes, data, device)
     yield from _zero_faults(fmt, generator)
     if not held:
-        yield f"supports {dtype} codes in none of these sizes: {', '.join(f'{n} x {k}' for n, k in _SIZES)}"
+        yield f"supports {dtype} codes of none of these sizes: {', '.join(f'{n} x {k}' for n, k in _SIZES)}"
 
 
 def _size_faults(fmt: Format, codes: Tensor, data: Tensor, device: torch.device) -> Iterator[str]:
@@ -67,7 +67,7 @@ def _shape_faults(codec: Layout, codes: Tensor, data: Tensor, what: str) -> Iter
     n, k = codes.shape
     fake = codec.encode(codes.to("meta"))
     if (fake.dtype, fake.shape) != (data.dtype, data.shape) or codec.decode(fake, k).shape != codes.shape:
-        yield f"gives another dtype or shape for {what} on meta"
+        yield f"returns another dtype or shape for {what} on meta"
     wrong = {"another dtype": (data.double(), n), "a missing row": (data[1:], n), "another N": (data, n + 1)}
     for name, (other, rows) in wrong.items():
         if (n or name != "a missing row") and not _refuses(codec, other, rows, k):

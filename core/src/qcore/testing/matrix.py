@@ -51,9 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--require", action="append", default=[], metavar="NAME", help="fail if NAME is not available")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the matrix as a page")
-    parser.add_argument("--seed", type=int, help="of the random inputs (default: a fresh one)")
-    parser.add_argument("--quick", action="store_true", help="a sample of cases and laws, no compilation")
-    parser.add_argument("--sample", action="append", default=[], metavar="NAME", help="--quick for NAME alone")
+    parser.add_argument("--seed", type=int, help="seed of the random inputs (default: a fresh one)")
+    parser.add_argument("--quick", action="store_true", help="run a sample of cases and laws, without compilation")
+    parser.add_argument("--sample", action="append", default=[], metavar="NAME", help="use --quick for NAME only")
     return parser
 
 
@@ -126,7 +126,7 @@ def _short(text: str, most: int = 60) -> str:
 
 
 def _totals(certificates: Sequence[Certificate]) -> tuple[int, int, int]:
-    """Cases and laws passed, failed, and neither; a plugin that is not here counts as one skipped."""
+    """Cases and laws passed, failed, and neither; a plugin that is not available counts as one skipped."""
     passed = sum(c.counts[Outcome.PASSED] for c in certificates)
     failed = sum(c.counts[Outcome.FAILED] for c in certificates)
     total = sum(c.counts.total() if c.available or c.broken else 1 for c in certificates)

@@ -58,7 +58,7 @@ print(json.dumps({"probed": True}), flush=True)
 class Preflight:
     """The result of a preflight.
 
-    **Fields:** ``skipped``: why there was none; ``error``: the exception of the import; ``modules``: top-level packages
+    **Fields:** ``skipped``: why it did not run; ``error``: the exception of the import; ``modules``: top-level packages
     that it imported, besides those of qcore; ``libraries``: shared libraries that it loaded; ``home``: the plugin's
     directory; ``died``: how the process ended prematurely.
     """

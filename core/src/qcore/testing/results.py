@@ -18,11 +18,11 @@ class Outcome(str, enum.Enum):
     REFUSED = "refused"
     """The plugin declares, with a reason, that it does not support this."""
     GAP = "gap"
-    """It failed, as the plugin's list of known gaps says."""
+    """It failed, as stated in the plugin's list of known gaps."""
     INAPPLICABLE = "inapplicable"
     """The law has no subject here, such as a second device, or an op of the plugin's own."""
     SKIPPED = "skipped"
-    """It could not be tried here; nothing is shown either way."""
+    """It could not be tested here; whether it holds is unknown."""
 
     def __str__(self) -> str:
         return self.value

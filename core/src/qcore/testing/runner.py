@@ -1,4 +1,4 @@
-"""Run the kit: `run` for one plugin, and `Kit`, which pytest and the matrix drive case by case."""
+"""Run the kit: `run` for one plugin, and `Kit`, which pytest and the matrix run case by case."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Kit:
         self.gaps.used(result.id)
         if result.outcome is Outcome.FAILED:
             return replace(result, outcome=Outcome.GAP, reason=f"{known} ({result.reason})")
-        stale = f"listed in {self.gaps.source} as a known gap, but it passes. Take it off the list."
+        stale = f"listed in {self.gaps.source} as a known gap, but it passes. Remove it from the list."
         return replace(result, outcome=Outcome.FAILED, law="gaps", reason=stale)
 
     def gaps_result(self) -> Result:
@@ -149,7 +149,7 @@ class Kit:
         )  # fmt: skip
 
     def status_result(self) -> Result:
-        """Return the status of the plugin as a result; a missing device is no failure."""
+        """Return the status of the plugin as a result; a missing device is not a failure."""
         status = self.target.status
         if self.target.available:
             return Result("status[plugin]", "status", "", "", Outcome.PASSED)
@@ -158,7 +158,7 @@ class Kit:
 
 
 def _check_patterns(patterns: Iterable[str] | None, chosen: Iterable[str]) -> None:
-    """Raise `ConformanceError` for a pattern that matches nothing: the cases it was meant for would go untested."""
+    """Raise `ConformanceError` for a pattern that matches nothing: the intended cases would go untested."""
     names = list(chosen)
     for pattern in patterns or ():
         if not any(selects([pattern], name) for name in names):

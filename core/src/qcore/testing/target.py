@@ -86,7 +86,7 @@ class Target:
     def _default_device(self) -> torch.device:
         named = self._device_of_probe()
         if named:
-            return usable_device(named, f"the probe of {self.name!r} tells the kit to test on")
+            return usable_device(named, f"the probe of {self.name!r} requests")
         return torch.device("cpu" if _why_unusable(self.name) else self.name)
 
     def _device_of_probe(self) -> str | None:
@@ -120,7 +120,7 @@ def usable_device(device: str | torch.device, who: str) -> torch.device:
         raise ConformanceError(
             f"{who} the device {_printable(device)!r}, which torch cannot use on this machine:\n"
             f"{reason}\n"
-            f"Give another one with --device, for example cpu; 'qcore doctor' shows which devices are here."
+            f"Pass another one with --device, for example cpu; 'qcore doctor' lists the devices of this machine."
         )
     return torch.device(device)
 
@@ -133,13 +133,13 @@ def _why_unusable(device: str | torch.device) -> str:
     except Exception as error:  # noqa: BLE001 - depends on the missing backend
         text = _printable(str(error).strip().partition("\n")[0][:200])
         # torch's own message for a backend that was not compiled is about operators.
-        return "no backend of torch for it is loaded here." if text.startswith("Could not run") else text or repr(error)
+        return "no torch backend for it is loaded." if text.startswith("Could not run") else text or repr(error)
     return ""
 
 
 @contextlib.contextmanager
 def no_warnings() -> Iterator[None]:
-    """Ignore warnings of a backend that starts."""
+    """Ignore warnings of a backend during its initialization."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""Activation and output quantization: how ``x`` becomes int8 or fp8 codes, and how a result becomes int8 codes.
+"""Activation and output quantization: x is quantized to int8 or fp8 codes, and a result to int8 codes.
 
 An int8 code ``q`` with scale ``s`` and zero point ``z`` means ``s * (q - z)``, an fp8 (e4m3fn) value ``q`` means
 ``s * q``. Everything is computed in float32 and rounds half to even; "per token" means one scale per row of the last
@@ -51,25 +51,25 @@ class _GivenInt8:
     def __post_init__(self) -> None:
         kind = type(self).__name__
         if self.per_token and self.scale is not None:
-            raise FormatError(f"{kind}: per-token scales are tensors, given with each call; leave scale out.")
+            raise FormatError(f"{kind}: per-token scales are tensors, passed with each call; omit scale.")
         if self.scale is None and self.zero_point != 0:
-            raise FormatError(f"{kind}: zero_point {self.zero_point!r} needs a scale; give both numbers or neither.")
+            raise FormatError(f"{kind}: zero_point {self.zero_point!r} needs a scale; pass both or neither.")
         if self.scale is not None:
             # Plain numbers, so that equality, hashing and the text form see the same value.
             object.__setattr__(self, "scale", _usable_number(kind, self.scale))
         if self.zero_point != int(self.zero_point) or not INT8_MIN <= int(self.zero_point) <= INT8_MAX:
             raise FormatError(
-                f"{kind}: zero_point is {self.zero_point!r}; it must be a whole number in {INT8_MIN}..{INT8_MAX}."
+                f"{kind}: zero_point is {self.zero_point!r}; it must be an integer in {INT8_MIN}..{INT8_MAX}."
             )
         object.__setattr__(self, "zero_point", int(self.zero_point))
 
     @property
     def is_given(self) -> bool:
-        """Whether the numbers are known: a scale is set, or they come per token with each call."""
+        """Whether the parameters are known: a scale is set, or they are passed per token with each call."""
         return self.per_token or self.scale is not None
 
     def blank(self) -> Self:
-        """The same kind without its numbers."""
+        """The same kind without its parameters."""
         return replace(self, scale=None, zero_point=0)
 
 
@@ -78,7 +78,7 @@ class StaticInt8(_GivenInt8):
     """Activations are quantized with given parameters: ``q = clamp(round(x / scale) + zero_point, -128, 127)``.
 
     ``scale`` None means "to be calibrated". ``per_token``: one scale and zero point per token, passed with each call
-    as tensors of shape ``(tokens,)``. An x of dtype int8 is taken as codes already.
+    as tensors of shape ``(tokens,)``. An x of dtype int8 is interpreted as codes.
     """
 
 
@@ -92,7 +92,7 @@ class DynamicFP8:
     """Activations are quantized to e4m3fn at run time: ``s = max|x| / 448``, ``q = e4m3(x / s)``, saturating at 448.
 
     ``group``: features of x that share a scale, None = one scale per token. A row or group of zeros gets ``s = 1``.
-    Raises `FormatError` for a group that is no positive integer.
+    Raises `FormatError` for a group that is not a positive integer.
     """
 
     group: int | None = None
@@ -121,7 +121,7 @@ class StaticFP8:
         return self.scale is not None
 
     def blank(self) -> StaticFP8:
-        """The same kind without its number."""
+        """The same kind without its scale."""
         return StaticFP8()
 
 
@@ -131,15 +131,15 @@ FP8Activation = DynamicFP8 | StaticFP8
 
 
 def without_parameters(activation: Activation | None) -> Activation | None:
-    """The same kind of activation without its calibrated numbers; dynamic ones and None have none."""
+    """The same kind of activation without its calibrated parameters; dynamic ones and None have none."""
     return activation.blank() if isinstance(activation, (StaticInt8, StaticFP8)) else activation
 
 
 def given_numbers(part: Activation | OutputInt8 | None) -> tuple[float | None, int]:
     """Scale and zero point for a whole tensor, as plain arguments of an op.
 
-    The scale is None where there is no such number: nothing is quantized, or with parameters per token. A request that
-    leaves its numbers open is only asked about, so any will do: it gets 1.
+    The scale is None if there is none: nothing is quantized, or the parameters are per token. A request without
+    calibrated parameters is only resolved, never run, so any value will do: it gets 1.
     """
     if part is None or isinstance(part, (DynamicInt8, DynamicFP8)):
         return None, 0
@@ -151,7 +151,7 @@ def given_numbers(part: Activation | OutputInt8 | None) -> tuple[float | None, i
 
 
 def dynamic_parameters(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Per-token scale, float32 ``(..., 1)``, and zero point, float32 of whole numbers (None if ``symmetric``)."""
+    """Per-token scale, float32 ``(..., 1)``, and zero point, integers in float32 (None if ``symmetric``)."""
     if not x.shape[-1]:  # nothing to reduce: a row without values is a row of zeros
         x = x.new_zeros((*x.shape[:-1], 1))
     if symmetric:
@@ -183,7 +183,7 @@ def static_from_range(low: float, high: float) -> tuple[float, int]:
     """
     low, high = min(low, 0.0), max(high, 0.0)
     if not high - low <= _LARGEST:
-        raise FormatError(f"the range {low}..{high} is not finite; activations that hold NaN or Inf have no scale.")
+        raise FormatError(f"the range {low}..{high} is not finite; activations with NaN or Inf have no scale.")
     scale = max((high - low) / (INT8_MAX - INT8_MIN), _SMALLEST) if high > low else 1.0
     return scale, max(INT8_MIN, min(INT8_MAX, round(INT8_MIN - low / scale)))
 
@@ -214,5 +214,5 @@ def fp8_static_from_range(low: float, high: float) -> float:
     """The scale that covers ``[low, high]`` with e4m3fn; raises `FormatError` for a range that is not finite."""
     largest = max(abs(low), abs(high))
     if not largest <= _LARGEST:
-        raise FormatError(f"the range {low}..{high} is not finite; activations that hold NaN or Inf have no scale.")
+        raise FormatError(f"the range {low}..{high} is not finite; activations with NaN or Inf have no scale.")
     return max(largest / FP8_MAX, _SMALLEST) if largest else 1.0

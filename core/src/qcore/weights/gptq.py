@@ -5,11 +5,11 @@ A layer computes ``W x``. With the second moments ``H = sum x x^T`` of its input
 
     W[:, j] -= (W[:, k] - Q[:, k]) / U[k, k] * U[k, j]        j > k,  U upper triangular,  U^T U = H^-1
 
-leaves the least such error that the later columns can still reach.
+leaves the smallest such error that the later columns can still achieve.
 
 Source: Frantar, Ashkboos, Hoefler, Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers", ICLR 2023, arXiv:2210.17323, equation 3 and algorithm 1: lazy updates in blocks, the Cholesky form of the
-inverse, damping by a share of the mean diagonal.
+inverse, damping by a fraction of the mean diagonal.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ P = TypeVar("P")
 P_contra = TypeVar("P_contra", contravariant=True)
 
 _BLOCK = 128
-"""Columns whose errors are gathered before they reach the rest of the weight: one matrix product instead of many."""
+"""Columns whose errors are collected before they are applied to the rest of the weight: one matrix product for all."""
 
 _DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)
-"""Shares of the mean diagonal that are added to the diagonal, the next where a factor cannot be found."""
+"""Fractions of the mean diagonal to add to the diagonal; the next one is used if the factorization fails."""
 
 
 class Grid(Protocol[P_contra]):
-    """How a group's values become codes of ``code_dtype``."""
+    """Rounds a group's values to codes of ``code_dtype``."""
 
     @property
     def code_dtype(self) -> torch.dtype: ...
 
     def round(self, column: Tensor, parameters: P_contra) -> tuple[Tensor, Tensor]:
-        """The codes of a column ``(n,)`` of the group, and the values that they stand for."""
+        """The codes of a column ``(n,)`` of the group, and the values that they represent."""
         ...
 
 
@@ -48,10 +48,10 @@ def inverse_factor(moments: Tensor, name: str = "weight") -> Tensor:
     """U, upper triangular, with ``U^T U = (H + damping)^-1``; float32 ``(K, K)``, on the device of ``moments``.
 
     ``moments``: H, ``(K, K)``. An input that was always 0 has a zero row and column: damping makes it independent of
-    the others, so that its error stays its own. Raises `FormatError` where H holds NaN or Inf, or is no sum of x x^T.
+    the others, so that its error does not spread. Raises `FormatError` if H holds NaN or Inf, or is not a sum of x x^T.
     """
     # With P reversing the order, P H P = L L^T gives H = R R^T for the upper triangular R = P L P, so U = R^-1:
-    # one factorization where inverting H first would take two, and would square the condition number.
+    # one factorization; inverting H first would take two, and would square the condition number.
     flipped = moments.to(torch.float32).flip(0, 1)
     mean = float(flipped.diagonal().mean()) if len(flipped) else 0.0
     for share in _DAMPING:
@@ -62,7 +62,7 @@ def inverse_factor(moments: Tensor, name: str = "weight") -> Tensor:
             inverse: Tensor = torch.linalg.solve_triangular(lower, one, upper=False)
             return inverse.flip(0, 1)
     raise FormatError(
-        f"the moments for {name} are no sum of x x^T over finite inputs.\n"
+        f"the moments for {name} are not a sum of x x^T over finite inputs.\n"
         f"Calibrate with inputs that are finite, or use the quantizer mse for this layer."
     )
 
@@ -71,7 +71,7 @@ def inverse_factor(moments: Tensor, name: str = "weight") -> Tensor:
 class Order:
     """Columns by descending second moment, and the factor of the inverse in that order.
 
-    **Fields:** ``columns``: int64 ``(K,)``; ``factor``: U for the moments with rows and columns so ordered.
+    **Fields:** ``columns``: int64 ``(K,)``; ``factor``: U for the moments with rows and columns in that order.
     """
 
     columns: Tensor
@@ -85,17 +85,17 @@ class Order:
 
 
 def compensate(weight: Tensor, order: Order, group: int, grid: Grid[P], parameters: Sequence[P]) -> Tensor:
-    """Round a weight column by column, those with the largest inputs first: the most columns are left to compensate.
+    """Round a weight column by column, largest inputs first: most columns are then left to compensate their errors.
 
     **Arguments:**
 
     - ``weight``: float32 ``(n, K)``.
-    - ``group``: columns that share parameters, as they lie in ``weight``; the last group may be ragged.
-    - ``parameters``: of each group, known in advance. Groups of neighbours with columns rounded out of order need no
-      `QTensor.order`, so that every kernel can run the weight and a row can be looked up.
+    - ``group``: number of adjacent columns of ``weight`` that share parameters; the last group may be ragged.
+    - ``parameters``: of each group, known in advance. Although columns are rounded out of order, groups consist of
+      adjacent columns, so no `QTensor.order` is needed: every kernel can run the weight, and rows can be looked up.
 
-    Returns codes ``(n, K)``. A row of a group that is all zero in ``weight`` stays zero, whatever error reaches it;
-    that is passed on.
+    Returns codes ``(n, K)``. A row of a group that is all zero in ``weight`` stays zero, whatever error reaches it; the
+    error is passed on.
     """
     sweep = _Sweep(weight, order, group, grid, parameters)
     for start in range(0, weight.shape[1], _BLOCK):
@@ -104,7 +104,7 @@ def compensate(weight: Tensor, order: Order, group: int, grid: Grid[P], paramete
 
 
 class _Sweep(Generic[P]):
-    """The weight on its way: transposed and in order, so that a column lies together in memory."""
+    """The weight while it is being rounded: transposed and in order, so that a column is contiguous in memory."""
 
     def __init__(self, weight: Tensor, order: Order, group: int, grid: Grid[P], parameters: Sequence[P]) -> None:
         self.factor, self.group, self.grid, self.parameters = order.factor, group, grid, parameters
@@ -115,7 +115,7 @@ class _Sweep(Generic[P]):
         self.diagonal = order.factor.diagonal().tolist()
 
     def block(self, start: int, stop: int) -> None:
-        """Round the columns of a block, then bring their errors to all columns behind it."""
+        """Round the columns of a block, then apply their errors to all columns after it."""
         errors = torch.empty_like(self.rest[start:stop])
         for k in range(start, stop):
             error = errors[k - start].copy_(self._error(k))

@@ -1,9 +1,10 @@
-"""Activation-aware scales: weights that meet large inputs count more when the scale of their group is searched.
+"""Activation-aware scales: the search for a group's scale gives more weight to columns with large inputs.
 
 AWQ (Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024,
 arXiv:2306.00978) multiplies input channel j by ``s_j = E|x_j|^alpha`` and divides the input by it. The division has to
-be folded into the layer before, which a weight alone does not know. Here the powers of the input's magnitude weigh the
-errors of the search instead, so that the result is an ordinary weight; like in AWQ, alpha is searched.
+be folded into the previous layer, which is unknown if only the weight is available. Here the powers of the input's
+magnitude weight the errors of the search instead, so that the result is an ordinary weight; as in AWQ, alpha is
+searched.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _POWERS = (0.0, 0.5, 1.0)
 """Powers of the mean square of the inputs that are tried as weights of the squared errors."""
 
 _FLOOR = 0.01
-"""Of the mean importance: inputs that were always 0 still have a sensible weight."""
+"""Minimum, as a fraction of the mean importance: inputs that were always 0 still get a sensible weight."""
 
 
 def importance_of(moments: Tensor) -> Tensor:
-    """The mean square of each input by the mean over all, ``(K,)``, positive, from moments ``(K, K)``."""
+    """The mean square of each input divided by the mean over all, ``(K,)``, positive, from moments ``(K, K)``."""
     diagonal = moments.diagonal().float().clamp_min(0)
     mean = diagonal.mean() if len(diagonal) else diagonal.sum()
     return torch.where(mean > 0, diagonal / mean, torch.ones_like(diagonal)) + _FLOOR

@@ -2,9 +2,9 @@
 
 For fixed codes q the best scale of ``w = v(q) s`` is ``sum(a w v) / sum(a v v)``, and with a float zero point scale and
 zero point are the line through the points ``(v, w)``; for fixed parameters the best codes are the nearest. Repeating
-the two steps never raises the error, but ends in the nearest minimum, so that several starts are tried. llama.cpp's
+the two steps never increases the error, but ends in the nearest minimum, so several starts are tried. llama.cpp's
 ``make_qkx2_quants`` and HQQ (Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023)
-alternate likewise. Every step is measured with parameters as they are stored, and the best step is kept.
+alternate in the same way. The error of every step is measured with the parameters as stored, and the best is kept.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _ROUNDS = 2
 """Least-squares steps after each start."""
 
 _SHARES = ((1.0, 1.0), (0.9, 0.9), (0.8, 0.8), (0.7, 0.7))
-"""Shares of the two ends of the range that the starts keep."""
+"""Fractions of the two ends of the range that the starts keep."""
 
 _DENSE = tuple((1.0 - 0.03 * i, 1.0 - 0.03 * i) for i in range(15))
-"""Those for fp8, as many as ``mse`` tries: its error has a minimum at every few scales."""
+"""The fractions for fp8, as many as ``mse`` tries: its error has many local minima."""
 
 _UNEVEN = ((1.0, 0.85), (0.85, 1.0), (0.9, 0.7), (0.7, 0.9))
-"""More of them if there is a zero point."""
+"""Additional starts if there is a zero point."""
 
 _FEW_BITS = 4
 
 _POWERS = ((1.0, 1.0), (2.0, 2.0), (0.5, 0.5))
-"""All that is near for scales that are powers of two; between those there is nothing to refine."""
+"""The nearby candidates for scales that are powers of two; there is nothing to refine between them."""
 
 
 def alternating(groups: Tensor, target: Target, importance: Tensor | None = None) -> Parameters:
@@ -58,8 +58,8 @@ def alternating(groups: Tensor, target: Target, importance: Tensor | None = None
 def refined(groups: Tensor, target: Target) -> Parameters:
     """The parameters of ``als``: errors of large weights count more, ``a = sqrt(2 mean(w^2) + w^2)``.
 
-    Measured without calibration, this loses less perplexity than plain squared errors do, which hardly improve on
-    ``mse``. llama.cpp's quantizers weigh alike if they have no importance matrix.
+    Measured without calibration, this costs less perplexity than plain squared errors, which hardly improve on ``mse``.
+    llama.cpp's quantizers use the same weighting if they have no importance matrix.
     """
     square = groups.square()
     return alternating(groups, target, square.add_(square.mean(-1, keepdim=True), alpha=2).sqrt_())
@@ -93,7 +93,7 @@ def _starts(groups: Tensor, target: Target) -> Iterator[Parameters]:
 
 
 def _gains_from_sign(target: Target) -> bool:
-    """Whether a negative scale, which swaps the ends -8 and 7, makes other values."""
+    """Whether a negative scale, which swaps the ends -8 and 7, gives different values."""
     floating = target.format.scale is ScaleType.FLOAT
     return floating and target.zero is ZeroPoint.NONE and -target.low != target.high
 

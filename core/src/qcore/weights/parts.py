@@ -1,4 +1,4 @@
-"""The neutral tensors of a weight, described before there is one: what engines allocate and cut by."""
+"""Descriptions of the neutral tensors of a weight that does not exist yet, for engines that allocate and shard them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def parts(format: Format, n: int, k: int, scale_dtype: torch.dtype = torch.float
 
     **Arguments:** ``scale_dtype``: of a `ScaleType.FLOAT` scale; other scale types have dtypes of their own.
 
-    Raises `FormatError` for sizes below 0 and for a dtype that a scale cannot have.
+    Raises `FormatError` for negative sizes and for a dtype that a scale cannot have.
     """
     if n < 0 or k < 0:
-        raise FormatError(f"a weight has no shape {(n, k)}; sizes are not negative.")
+        raise FormatError(f"a weight cannot have shape {(n, k)}; sizes must not be negative.")
     dtypes = format.scale.dtypes
     stored = scale_dtype if len(dtypes) > 1 else dtypes[0]
     if stored not in dtypes:

@@ -1,4 +1,4 @@
-"""`QTensor`: a quantized weight as plain tensors plus the `Format` that says what they mean."""
+"""`QTensor`: a quantized weight as plain tensors plus the `Format` that defines their meaning."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .validation import (
 )
 
 WEIGHT_TENSORS = ("data", "scale", "zero", "order", "global_scale")
-"""The names of a weight's tensors, in the order of `QTensor.tensors`; it has the first two, and others as needed."""
+"""The names of a weight's tensors, in the order of `QTensor.tensors`; every weight has the first two."""
 
 
 def contiguous(t: Tensor) -> Tensor:
     """``t`` with the strides of a new tensor and plain values: itself, or a view or copy of it.
 
-    Kernels hand addresses to libraries that know of no strides, expanded tensors or negative bits. Where a size is 1,
-    torch takes any stride for contiguous, but oneDNN does not.
+    Kernels pass addresses to libraries that do not support strides, expanded tensors or negative bits. If a size is 1,
+    torch considers any stride contiguous, but oneDNN does not.
     """
     if torch.compiler.is_compiling():
         return t.contiguous()
@@ -52,11 +52,11 @@ class QTensor:
     **Fields:**
 
     - ``data``: the codes in ``format.layout``, first dimension N.
-    - ``scale``: ``(G, N)``: float32, bfloat16 or float16, or as ``format.scale`` says; finite.
+    - ``scale``: ``(G, N)``: float32, bfloat16 or float16, or as ``format.scale`` specifies; finite.
     - ``zero``: None, or ``(G, N)``: int8 for `ZeroPoint.INT`, the scale's dtype for `ZeroPoint.FLOAT`.
     - ``shape``: ``(N, K)`` or ``(E, N, K)``; with E weights every other tensor has a leading dimension E, too.
     - ``format``: see `Format`.
-    - ``quantizer``: the name of the rule that made the codes, None if it is not known.
+    - ``quantizer``: the name of the quantizer that produced the codes, None if unknown.
     - ``order``: None, or int32 ``(K,)``: stored column j multiplies feature ``order[j]`` of x (GPTQ's act-order).
     - ``global_scale``: float32 ``()`` (``(E,)``) for the scale types that have one, else None.
 
@@ -90,13 +90,13 @@ class QTensor:
             object.__setattr__(self, name, contiguous(value))
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch cannot unpickle float8; its bytes are taken back for it.
+        # torch cannot unpickle float8, so its bytes are pickled and reinterpreted afterwards.
         state = {name: getattr(self, name) for name in QTensor.__dataclass_fields__}
         state["scale"] = raw(self.scale)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickle is input like any other: what it holds is validated before a kernel sees it.
+        # A pickle is input like any other: its content is validated before a kernel sees it.
         QTensor.__init__(self, **state)
 
     @classmethod
@@ -120,11 +120,11 @@ class QTensor:
     ) -> QTensor:
         """Build from raw codes ``(N, K)`` or ``(E, N, K)``: int8 of integer elements, uint8 of tables.
 
-        **Arguments:** ``scale``: ``(G, N)``; ``zero``: ``(G, N)``, an integer one in the domain of the codes; the
-        others as the fields of `QTensor`.
+        **Arguments:** ``scale``: ``(G, N)``; ``zero``: ``(G, N)``, in the domain of the codes if it is an integer; the
+        others are the fields of `QTensor`.
 
-        Raises `FormatError`, also for codes outside the range of the format's element type, and for those that
-        stand for NaN or Inf.
+        Raises `FormatError`, also for codes outside the range of the format's element type, and for codes that
+        represent NaN or Inf.
         """
         if not isinstance(format, Format):
             raise FormatError(f"format is {format!r}; it must be a qcore.Format, or Format.parse(text).")
@@ -139,13 +139,13 @@ class QTensor:
     ) -> QTensor:
         """The inverse of `tensors`: build from ``tensors`` by name, other names ignored. Raises `FormatError`."""
         if missing := {"data", "scale"} - tensors.keys():
-            raise FormatError(f"a weight needs data and scale; {' and '.join(sorted(missing))} is not given.")
+            raise FormatError(f"a weight needs data and scale; {' and '.join(sorted(missing))} is missing.")
         fields: Any = {name: tensors.get(name) for name in WEIGHT_TENSORS}
         return cls(**fields, shape=tuple(shape), format=format, quantizer=quantizer)
 
     @property
     def device(self) -> torch.device:
-        """Where the data is."""
+        """The device of the data."""
         return self.data.device
 
     @property
@@ -176,7 +176,7 @@ class QTensor:
         return {name: value for name, value in found if value is not None}
 
     def validate(self) -> None:
-        """Raise `FormatError` unless dtypes, shapes, scales and ranges fit the format."""
+        """Raise `FormatError` unless dtypes, shapes, scales and ranges match the format."""
         self._check_form()
         if has_values(self.data):
             fmt = self.format
@@ -196,7 +196,7 @@ class QTensor:
         if lead:
             if first.dim() < 2 or first.shape[0] != lead[0]:
                 raise FormatError(
-                    f"data has shape {tuple(first.shape)}; for {lead[0]} weights it starts with that number."
+                    f"data has shape {tuple(first.shape)}; for {lead[0]} weights its first dimension must be {lead[0]}."
                 )
             first = first[0] if lead[0] else first.new_empty(first.shape[1:])
         self.format.codec.check(first, n, k)
@@ -226,11 +226,11 @@ class QTensor:
         return _encode(self.format, codes)
 
     def values(self) -> Tensor:
-        """What the codes stand for before scales and zero points, float32 ``(N, K)``, columns as stored."""
+        """The values of the codes before scales and zero points, float32 ``(N, K)``, columns as stored."""
         return self.format.element.decode(self.codes())
 
     def scales(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers that the stored scales stand for, ``(G, N)`` in float32 or float64; see `effective_scale`."""
+        """The numbers that the stored scales represent, ``(G, N)`` in float32 or float64; see `effective_scale`."""
         return effective_scale(self.format.scale, self.scale, self.global_scale, dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -272,8 +272,8 @@ class QTensor:
         return changed
 
     def derived(self, **changes: Any) -> QTensor:
-        """A copy with other fields whose values are valid already: dtypes and shapes are checked, values are not."""
-        # Not dataclasses.replace: a subclass that fetches its tensors late must come out as a plain QTensor.
+        """A copy with changed fields whose values are known to be valid: only dtypes and shapes are checked."""
+        # Not dataclasses.replace: a subclass that unpacks its tensors on demand must become a plain QTensor.
         made = object.__new__(QTensor)
         for name in QTensor.__dataclass_fields__:
             object.__setattr__(made, name, changes[name] if name in changes else getattr(self, name))
@@ -285,9 +285,9 @@ class QTensor:
     def __getitem__(self, expert: int) -> QTensor:
         """One of E weights, ``(N, K)``: a view of its tensors."""
         if self.dim() != 3 or isinstance(expert, bool) or not isinstance(expert, int):
-            raise FormatError("qt[e] takes weight e of a QTensor of shape (E, N, K); e is an int.")
+            raise FormatError("qt[e] selects weight e of a QTensor of shape (E, N, K); e must be an int.")
         if not -self.shape[0] <= expert < self.shape[0]:
-            raise IndexError(f"expert {expert} of {self.shape[0]}")
+            raise IndexError(f"expert {expert} is out of range: the QTensor has {self.shape[0]} experts.")
         return self.derived(**{name: t[expert] for name, t in self.tensors().items()}, shape=self.shape[1:])
 
     def __len__(self) -> int:
@@ -295,13 +295,13 @@ class QTensor:
         return int(self.shape[0])
 
     def experts(self, which: slice) -> QTensor:
-        """Some of E weights, as a `QTensor` of three dimensions."""
+        """A slice of the E weights, as a `QTensor` of three dimensions."""
         found = {name: t[which] for name, t in self.tensors().items()}
         return self.derived(**found, shape=(int(found["data"].shape[0]), *self.shape[1:]))
 
     @staticmethod
     def stack(tensors: Sequence[QTensor]) -> QTensor:
-        """E weights of one format and shape to one of shape ``(E, N, K)``."""
+        """Stack E weights of one format and shape into one of shape ``(E, N, K)``."""
         if not tensors:
             raise FormatError("stack needs at least one QTensor.")
         lifted = [
@@ -313,15 +313,15 @@ class QTensor:
     def narrow(self, dim: int, start: int, length: int) -> QTensor:
         """Rows (``dim`` -2) or columns (``dim`` -1) ``start .. start+length``; of E weights also experts (``dim`` 0).
 
-        Columns must be cut at group borders, because codes inside a group share a scale; otherwise `FormatError`
-        names the nearest legal cut. Bytes are cut without decoding them if the cut falls between bytes.
+        Columns must be cut at group borders, because codes in a group share a scale; otherwise `FormatError` names the
+        nearest legal cuts. If the cut falls between bytes, they are sliced without decoding.
         """
         return slicing.narrow(self, dim, start, length)
 
     def regroup(self, group_size: int) -> QTensor:
         """The same weight in finer groups, exactly: scales and zero points are repeated.
 
-        Raises `FormatError` unless ``group_size`` divides the present one; per-channel weights take any.
+        Raises `FormatError` unless ``group_size`` divides the current one; per-channel weights accept any.
         """
         return slicing.regroup(self, group_size)
 

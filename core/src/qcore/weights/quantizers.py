@@ -5,20 +5,20 @@
 - ``absmax``: ``s = max|w| / 7`` (int8: ``/ 127``); codes -7..7 (-127..127). Zero NONE.
 - ``absmax_full``: ``s = max(max(w)/7, min(w)/-8)``: the negative end may use -8 (-128). Zero NONE.
 - ``minmax``: ``s = (max - min) / 15`` (``/ 255``) over ``[min(w, 0), max(w, 0)]``; zero INT. For zero FLOAT the
-  range need not hold 0 and ``z = min + 8 s`` (``+ 128 s``).
+  range need not contain 0 and ``z = min + 8 s`` (``+ 128 s``).
 - ``mse``: searches, per group, the fraction of the full range that minimises the squared error. Any zero.
 - ``als``: alternates between the nearest codes and least-squares scales and zero points, from several starts, with
   scales of either sign if there is no zero point, and errors of large weights count more; see `least_squares`. Any
   zero.
-- ``awq``: like ``als``, but weighs the errors by the size of the inputs; see `importance`. Any zero.
-- ``gptq``: groups as ``awq`` weighs them, codes column by column, those with the largest inputs first, each error
-  compensated by the remaining columns; see `gptq`. Any zero.
+- ``awq``: like ``als``, but weights the errors by the magnitude of the inputs; see `importance`. Any zero.
+- ``gptq``: group parameters as in ``awq``, codes column by column, largest inputs first, each error compensated by the
+  remaining columns; see `gptq`. Any zero.
 
 ``awq`` and ``gptq`` need the second moments of the layer's inputs.
 
 For tables (fp8, fp4, nf4) ``absmax`` maps the largest magnitude of a group to the largest value of the table; scales of
-type e8m0 and e4m3 are rounded as `targets` says, and ``mse`` searches among the scales that can be stored. Plugins add
-quantizers with the hook ``qcore_quantizers``.
+type e8m0 and e4m3 are rounded as described in `targets`, and ``mse`` searches the scales that can be stored. Plugins
+add quantizers with the hook ``qcore_quantizers``.
 
 Arithmetic is float32. The scale (and a FLOAT zero) is rounded to its stored dtype before the codes are computed;
 codes round half to even. An all-zero group dequantizes to exact zero.
@@ -47,8 +47,8 @@ _CHUNK_ELEMENTS = 1 << 19
 """Elements quantized at a time (2 MiB of float32), so that the many passes over a chunk stay in a core's cache."""
 
 _LARGE_CHUNK_ELEMENTS = 1 << 24
-"""Likewise under ``gptq``, whose passes are over single columns, and on accelerators: long ones, or the calls cost more
-than the work."""
+"""The same for ``gptq``, whose passes are over single columns, and for accelerators: if columns were short, the calls
+would cost more than the work."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Quantizer:
 
 _FEW_BITS = 4
 _BLOCKWISE = ("nf4", "fp4_bnb")
-"""Elements that their tool, bitsandbytes, quantizes with absmax."""
+"""Elements of bitsandbytes, which quantizes them with absmax."""
 
 _SYMMETRIC, _AFFINE = (ZeroPoint.NONE,), (ZeroPoint.INT, ZeroPoint.FLOAT)
 
@@ -89,13 +89,13 @@ def default_quantizer(format: Format) -> str:
 
 
 def check_quantizer(quantizer: str, format: Format) -> str:
-    """``quantizer`` itself; raises `FormatError` where it is unknown or cannot make ``format``'s zero point."""
+    """``quantizer`` itself; raises `FormatError` if it is unknown or does not support ``format``'s zero point."""
     if quantizer not in _QUANTIZERS:
         return check_registered(quantizer, format, QUANTIZERS)
     if format.zero not in _QUANTIZERS[quantizer].zeros:
         able = [*(name for name, q in _QUANTIZERS.items() if format.zero in q.zeros), *fitting(format)]
         raise FormatError(
-            f"quantizer {quantizer!r} does not make zero points of kind {format.zero.name}.\n"
+            f"quantizer {quantizer!r} does not support zero points of kind {format.zero.name}.\n"
             f"For {format} use one of: {', '.join(able)}."
         )
     return quantizer
@@ -127,10 +127,10 @@ def quantize(
     - ``quantizer``: a name from `QUANTIZERS`; default ``mse`` for 4 bits, ``absmax`` or ``minmax`` for 8.
     - ``moments``: for ``awq`` and ``gptq``: float ``(K, K)``, the sum of ``x x^T`` over the inputs x of the layer.
     - ``scale_dtype``: float32, bfloat16 or float16; default the weight's dtype (float32 for float64).
-    - ``name``: what errors call the tensor.
+    - ``name``: the name of the tensor in errors.
 
-    Raises `FormatError` for NaN or Inf in the weight, a wrong shape or dtype, a quantizer that does not fit, or moments
-    that are missing.
+    Raises `FormatError` for NaN or Inf in the weight, a wrong shape or dtype, a quantizer that does not support the
+    format, or missing moments.
     """
     fmt = Format.parse(format) if isinstance(format, str) else format
     chosen = check_quantizer(quantizer or default_quantizer(fmt), fmt)
@@ -161,7 +161,7 @@ def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
     if weight.dim() != 2 or not weight.dtype.is_floating_point:
         raise FormatError(
             f"cannot quantize {name}: dtype {weight.dtype}, shape {tuple(weight.shape)}.\n"
-            f"A weight is floating point of shape (N, K) = (output features, input features)."
+            f"A weight must be floating-point, of shape (N, K) = (output features, input features)."
         )
     if scale_dtype not in FLOAT_SCALES:
         raise FormatError(f"scale_dtype is {scale_dtype}; it must be float32, bfloat16 or float16.")
@@ -169,7 +169,7 @@ def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Second moments ``(K, K)`` of a layer's inputs, and for ``gptq`` the order and factor made of them."""
+    """Second moments ``(K, K)`` of a layer's inputs, and for ``gptq`` the order and factor derived from them."""
 
     moments: Tensor
     order: Order | None
@@ -190,7 +190,7 @@ def _by_plugin(
     with torch.no_grad():
         if has_values(weight) and weight.numel():
             return apply_registered(quantizer, weight, fmt, scale_dtype, moments, name)
-    # Without values only dtypes and shapes matter, and those follow from the format.
+    # Without values, only dtypes and shapes matter, and these follow from the format.
     blank = quantize(weight, fmt, "absmax" if fmt.zero is ZeroPoint.NONE else "minmax", scale_dtype=scale_dtype)
     return blank.derived(quantizer=quantizer)
 
@@ -212,15 +212,15 @@ def _checked_moments(weight: Tensor, quantizer: str, moments: Tensor | None, nam
     if tuple(moments.shape) != (k, k) or not moments.dtype.is_floating_point:
         raise FormatError(
             f"moments for {name}: dtype {moments.dtype}, shape {tuple(moments.shape)}.\n"
-            f"They are the sum of x x^T over inputs x of this weight: floating point, ({k}, {k})."
+            f"They must be the sum of x x^T over inputs x of this weight: floating-point, ({k}, {k})."
         )
     return moments.detach()
 
 
 def _inputs(weight: Tensor, quantizer: str, moments: Tensor, name: str) -> _Inputs | None:
-    """The moments as the quantizer needs them; None if there are no values."""
+    """The moments in the form that the quantizer needs; None if there are no values."""
     if not has_values(weight):
-        return None  # on meta only shapes count, and they do not depend on the rule
+        return None  # on meta only shapes count, and they do not depend on the quantizer
     moved = moments.to(weight.device, torch.float32)
     # The factor is also the check that the moments are finite and a sum of x x^T.
     order = Order.of(moved, name)
@@ -275,7 +275,7 @@ def _quantize_part(groups: Tensor, target: Target, quantizer: str) -> tuple[Tens
 
 @dataclass(frozen=True)
 class _Grid:
-    """How `gptq` rounds a column with parameters ``(n, 1)``."""
+    """Rounds a column for `gptq`, with parameters ``(n, 1)``."""
 
     target: Target
 
@@ -298,7 +298,7 @@ def _compensated(rows: Tensor, inputs: _Inputs, order: Order, target: Target) ->
 
 
 def _fitted(rows: Tensor, inputs: _Inputs, target: Target) -> Parameters:
-    """Parameters of all groups, fitted before any column is rounded, with errors weighed by the inputs."""
+    """Parameters of all groups, fitted before any column is rounded, with errors weighted by the inputs."""
     importance = _grouped(importance_of(inputs.moments).unsqueeze(0), target.format)
     pairs = zip(_grouped(rows, target.format), importance, strict=True)
     found = [alternating(groups, target, own[0]) for groups, own in pairs]
@@ -306,7 +306,7 @@ def _fitted(rows: Tensor, inputs: _Inputs, target: Target) -> Parameters:
 
 
 def _grouped(rows: Tensor, fmt: Format) -> list[Tensor]:
-    """``(n, K)`` to ``(n, G, g)``, and a ragged last group apart, as ``(n, 1, rest)``: filling would bend ``mse``."""
+    """``(n, K)`` to ``(n, G, g)``, and a ragged last group as ``(n, 1, rest)``, since padding would distort ``mse``."""
     n, k = rows.shape
     g = fmt.group(k)
     whole = k // g * g

@@ -11,14 +11,14 @@ from .targets import Parameters, Target
 _CLIPS = tuple(1.0 - 0.03 * i for i in range(15))
 """Fractions of the full range that ``mse`` tries: 1.00, 0.97, ... 0.58."""
 _POWERS = (1.0, 2.0, 0.5)
-"""Likewise for scales that are powers of two."""
+"""The same for scales that are powers of two."""
 
 Range = tuple[Tensor, Tensor]
 """The smallest and the largest value of each group, ``(rows, G, 1)`` each."""
 
 
 def range_of(groups: Tensor, zero: ZeroPoint) -> Range:
-    """The range of groups ``(rows, G, g)``; it holds 0 unless the zero point is a float."""
+    """The range of groups ``(rows, G, g)``; it contains 0 unless the zero point is a float."""
     low, high = groups.aminmax(dim=-1, keepdim=True)
     if zero is ZeroPoint.FLOAT:
         return low, high
@@ -39,7 +39,7 @@ def affine(low: Tensor, high: Tensor, target: Target) -> Parameters:
     if target.zero is ZeroPoint.INT:
         zero = torch.round(target.low - low / scale).clamp_(target.low, target.high)
         return Parameters(scale, zero)
-    # A constant group keeps its value in the zero point, exactly: the value 0 then means z.
+    # A constant group stores its value in the zero point, exactly: a code of value 0 then means z.
     zero = torch.where(span == 0, low, low - target.low * scale)
     return Parameters(scale, zero.to(target.scale_dtype).float())
 
@@ -57,9 +57,9 @@ def absmax_full(span: Range, target: Target) -> Parameters:
 
 
 def clipped(span: Range, keep: tuple[float, float], target: Target) -> Parameters:
-    """Parameters of a range of which only a share is kept.
+    """Parameters of a range of which only a fraction is kept.
 
-    ``keep``: shares of the two ends; with a float zero point of the distances of the two ends from the middle.
+    ``keep``: fractions of the two ends; with a float zero point, of the distances of the two ends from the middle.
     """
     low, high = span
     if target.zero is ZeroPoint.NONE:
@@ -71,7 +71,7 @@ def clipped(span: Range, keep: tuple[float, float], target: Target) -> Parameter
 
 
 def search_clip(groups: Tensor, target: Target) -> Parameters:
-    """The parameters of ``mse``: the clipped range of each group ``(rows, G, g)`` with the least squared error."""
+    """The parameters of ``mse``: the clipped range of each group ``(rows, G, g)`` with the smallest squared error."""
     span = range_of(groups, target.zero)
     best: Tensor | None = None
     for clip in _POWERS if target.format.scale is ScaleType.E8M0 else _CLIPS:

@@ -1,6 +1,6 @@
-"""Quantizers of plugins: what a plugin returns from the hook ``qcore_quantizers``, and how core calls it.
+"""Quantizers of plugins: the class that a plugin returns from the hook ``qcore_quantizers``, and how core calls it.
 
-The built-in quantizers are in `quantizers`; names are shared, so a plugin cannot replace one of those.
+The built-in quantizers are in `quantizers`; they share one namespace, so a plugin cannot replace a built-in one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QuantizerFunction = Callable[[Tensor, Format, torch.dtype, "Tensor | None"], "QT
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A way to turn a float weight into codes, which schemes name behind ``@``.
+    """A method to quantize a float weight, which schemes name after ``@``.
 
     **Fields:**
 
@@ -34,12 +34,12 @@ class Quantizer:
       device, N and K at least 1. It returns a `QTensor` in ``format``, or codes ``(N, K)``, scales ``(G, N)`` and zero
       points ``(G, N)`` or None. Float scales have the dtype ``scale_dtype``: round them before the codes are chosen.
       ``moments`` is None, or the float sum of ``x x^T`` over the inputs of the layer, ``(K, K)``.
-    - ``zeros``: the kinds of zero points that it makes.
-    - ``elements``: names of the elements that it makes; None for every element.
-    - ``needs_moments``: whether it needs ``moments``; `quantize_` then asks for calibration batches.
+    - ``zeros``: the kinds of zero points that it supports.
+    - ``elements``: names of the elements that it supports; None for every element.
+    - ``needs_moments``: whether it needs ``moments``; `quantize_` then requires calibration batches.
 
     Core checks the result of each call: format, shape, finite scales and valid codes.
-    Raises `FormatError` for fields of another kind.
+    Raises `FormatError` for fields of a wrong type.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Quantizer:
             raise FormatError(f"needs_moments of quantizer {name!r} must be True or False.")
 
     def makes(self, format: Format) -> bool:
-        """Whether it makes the element and the kind of zero point of ``format``."""
+        """Whether it supports the element and the kind of zero point of ``format``."""
         return format.zero in self.zeros and (self.elements is None or format.dtype in self.elements)
 
 
@@ -72,19 +72,19 @@ def _names_of(name: str, field: str, given: Any, kind: type) -> tuple[Any, ...]:
 
 
 _REGISTERED: dict[str, tuple[Quantizer, str]] = {}
-"""Quantizers with the plugin that brought each, by name."""
+"""Quantizers with the plugin that provides each, by name."""
 
 load_plugin_quantizers: Callable[[], object] | None = None
-"""Set by the registry of plugins: it collects the quantizers of installed plugins."""
+"""Set by the plugin registry: collects the quantizers of installed plugins."""
 
 
 def register_quantizer(quantizer: Quantizer, plugin: str, built_in: Iterable[str]) -> None:
-    """Make a quantizer known by its name. Raises `FormatError` if ``built_in`` or another plugin holds the name.
+    """Register a quantizer under its name. Raises `FormatError` if ``built_in`` or another plugin has that name.
 
-    A quantizer of the same plugin gives way: a plugin may make a new object each time it is asked.
+    A quantizer of the same plugin is replaced: a plugin may create a new object at each call of its hook.
     """
     if not isinstance(quantizer, Quantizer):
-        raise FormatError(f"{quoted(quantizer)} is no quantizer: give a qcore.plugin_api.Quantizer(name, function).")
+        raise FormatError(f"{quoted(quantizer)} is not a quantizer: pass a qcore.plugin_api.Quantizer(name, function).")
     name = quantizer.name
     holder = "qcore" if name in built_in else _REGISTERED[name][1] if name in _REGISTERED else plugin
     if holder != plugin:
@@ -101,19 +101,19 @@ def forget_quantizers(names: Iterable[str], plugin: str) -> None:
 
 
 def registered_quantizers() -> dict[str, tuple[Quantizer, str]]:
-    """The quantizers of plugins that are known so far, by name, with the plugin that brought each."""
+    """The quantizers of plugins registered so far, by name, with the plugin that provides each."""
     return dict(_REGISTERED)
 
 
 def find_quantizer(name: str) -> Quantizer | None:
-    """The quantizer of a plugin, None if there is none; brings up installed plugins before it gives up."""
+    """The quantizer of a plugin, None if there is none; loads installed plugins before it gives up."""
     if name not in _REGISTERED and load_plugin_quantizers is not None:
         load_plugin_quantizers()
     return _REGISTERED[name][0] if name in _REGISTERED else None
 
 
 def check_registered(name: str, format: Format, built_in: Iterable[str]) -> str:
-    """``name`` itself; raises `FormatError` if no plugin has it, or if it does not make ``format``."""
+    """``name`` itself; raises `FormatError` if no plugin has it, or if it does not support ``format``."""
     found = find_quantizer(name)
     if found is None:
         known = [*built_in, *_REGISTERED]
@@ -125,14 +125,14 @@ def check_registered(name: str, format: Format, built_in: Iterable[str]) -> str:
         zeros = ", ".join(zero.name for zero in found.zeros)
         elements = "every element" if found.elements is None else ", ".join(found.elements)
         raise FormatError(
-            f"quantizer {name!r} of plugin {_REGISTERED[name][1]!r} cannot make {format}.\n"
-            f"It makes {elements}, with zero points of kind {zeros}."
+            f"quantizer {name!r} of plugin {_REGISTERED[name][1]!r} does not support {format}.\n"
+            f"It supports {elements}, with zero points of kind {zeros}."
         )
     return name
 
 
 def fitting(format: Format) -> list[str]:
-    """The names of registered quantizers that make ``format``."""
+    """The names of registered quantizers that support ``format``."""
     return [name for name, (quantizer, _) in _REGISTERED.items() if quantizer.makes(format)]
 
 
@@ -161,7 +161,7 @@ def apply_registered(
     wanted = format, tuple(weight.shape), weight.device
     if (made.format, tuple(made.shape), made.device) != wanted:
         given = f"{made.format} of shape {tuple(made.shape)} on {made.device}"
-        raise _broken(name, plugin, what, f"it made {given} instead of {format} of shape {wanted[1]} on {wanted[2]}")
+        raise _broken(name, plugin, what, f"it returned {given}, not {format} of shape {wanted[1]} on {wanted[2]}")
     if format.scale is ScaleType.FLOAT and made.scale.dtype != scale_dtype:
         raise _broken(name, plugin, what, f"its scales are {made.scale.dtype} instead of {scale_dtype}")
     return made

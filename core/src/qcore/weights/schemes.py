@@ -1,4 +1,4 @@
-"""`Scheme`: what a user asks for, as a short text such as ``w4a16-g128-asym``."""
+"""`Scheme`: the requested quantization, as a short text such as ``w4a16-g128-asym``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TABLE_SCHEMES: tuple[str, ...] = (
     "wnf4a16-g64",
     "wfp4_bnba16-g64",
 )
-"""The schemes with other elements than integers that the conformance kit runs."""
+"""The schemes with non-integer elements that the conformance kit runs."""
 
 SHORT_NAMES: dict[str, str] = {
     "mxfp4": "wfp4a16-g32-e8m0",
@@ -60,7 +60,7 @@ SHORT_NAMES: dict[str, str] = {
     "nvfp4": "wfp4a16-g16-e4m3",
     "nf4": "wnf4a16-g64",
 }
-"""Names of the field for schemes; options such as ``@mse`` may follow them."""
+"""The field's common names for schemes; options such as ``@mse`` may follow them."""
 
 _GRAMMAR = (
     "w4|w8|wELEMENT a16|a8|afp8 [-gGROUP] [-asym|-fzp] [-e8m0|-e4m3|-e4m3d] "
@@ -82,7 +82,7 @@ class Scheme:
     """Weight format + quantizer + activation + output.
 
     ``activation`` None means float activations. ``Scheme.parse(str(scheme)) == scheme``, numbers included.
-    Raises `FormatError` for a combination that means nothing.
+    Raises `FormatError` for an invalid combination.
     """
 
     weight: Format
@@ -97,16 +97,16 @@ class Scheme:
             raise FormatError("int8 output (-o8) needs int8 activations: write w8a8...-o8 or w4a8...-o8.")
         if isinstance(self.activation, (DynamicInt8, StaticInt8)) and not self.weight.element.is_integer:
             raise FormatError(
-                f"int8 activations (a8) go with integer weights; {self.weight.dtype} weights take a16 or afp8."
+                f"int8 activations (a8) require integer weights; {self.weight.dtype} weights take a16 or afp8."
             )
         if self.output is not None and not isinstance(self.activation, (DynamicInt8, StaticInt8)):
             raise FormatError("int8 output (-o8) needs int8 activations: write w8a8...-o8 or w4a8...-o8.")
         if isinstance(self.activation, DynamicFP8) and self.activation.group not in (None, self.weight.group_size):
-            raise FormatError("fp8 activations have one scale per token, or the groups of the weight.")
+            raise FormatError("fp8 activations have one scale per token, or per group with the weight's group size.")
 
     @classmethod
     def parse(cls, text: str | Scheme) -> Scheme:
-        """Read a scheme's text; a `Scheme` passes through. Raises `FormatError` that lists what is possible."""
+        """Parse a scheme's text; a `Scheme` is returned unchanged. Raises a `FormatError` that states the syntax."""
         if isinstance(text, Scheme):
             return text
         match = match_text(_TEXT, _written_out(text))
@@ -114,14 +114,14 @@ class Scheme:
             raise _unreadable(text)
         parts = match.groupdict()
         if parts["abits"] == "16" and (parts["activation"] or parts["output"]):
-            raise _unreadable(text, "a16 means float activations; -aasym, -static, -token and -o8 go with a8.")
+            raise _unreadable(text, "a16 means float activations; -aasym, -static, -token and -o8 require a8.")
         if parts["abits"] == "fp8" and (parts["activation"] == "aasym" or parts["output"]):
-            raise _unreadable(text, "afp8 means fp8 activations; -static and -token go with them.")
+            raise _unreadable(text, "afp8 means fp8 activations; only -static and -token may follow.")
         if (parts["a_scale"] and (parts["a_zero"] is None) != (parts["abits"] == "fp8")) or (
             parts["o_scale"] and parts["o_zero"] is None
         ):
             raise _unreadable(
-                text, "int8 numbers are (SCALE,ZERO); fp8 activations have a scale alone: -static(SCALE)."
+                text, "int8 parameters are (SCALE,ZERO); fp8 activations have only a scale: -static(SCALE)."
             )
         zero = {None: ZeroPoint.NONE, "asym": ZeroPoint.INT, "fzp": ZeroPoint.FLOAT}[parts["zero"]]
         group = None if parts["group"] is None else int(parts["group"])
@@ -166,27 +166,27 @@ class Scheme:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether quantizing a float layer to this takes inputs of the layer: for numbers, or for the weight itself."""
+        """Whether quantizing a float layer to this needs inputs of the layer, for parameters or the weight itself."""
         return self.needs_numbers or self.needs_moments
 
     @property
     def needs_moments(self) -> bool:
-        """Whether the quantizer learns from the layer's inputs. A weight that is quantized already needs nothing."""
+        """Whether the quantizer uses the layer's inputs. A weight that is already quantized needs none."""
         return needs_moments(self.quantizer)
 
     @property
     def needs_numbers(self) -> bool:
-        """Whether the numbers of a static activation or an output are still missing."""
+        """Whether the parameters of a static activation or an output are still missing."""
         activation = self.activation if isinstance(self.activation, (StaticInt8, StaticFP8)) else None
         return any(part is not None and not part.is_given for part in (activation, self.output))
 
     def blank(self) -> Scheme:
-        """The scheme without calibrated numbers: what a checkpoint's metadata names."""
+        """The scheme without calibrated parameters, as named in a checkpoint's metadata."""
         return replace(self, activation=without_parameters(self.activation), output=self.output and self.output.blank())
 
 
 def _written_out(text: object) -> object:
-    """The scheme that a short name stands for; any other text as it is."""
+    """The scheme that a short name stands for; any other text unchanged."""
     return _SHORT.sub(lambda found: SHORT_NAMES[found[0]], text, count=1) if isinstance(text, str) else text
 
 
@@ -222,5 +222,5 @@ def _unreadable(text: object, why: str = "") -> FormatError:
     return FormatError(
         f"cannot read the scheme {quoted(text)}.{hint}\n"
         + (f"{why}\n" if why else "")
-        + f"A scheme is written {_GRAMMAR} without spaces;\nfor example {', '.join(known)}."
+        + f"The syntax of a scheme is {_GRAMMAR} without spaces;\nfor example {', '.join(known)}."
     )

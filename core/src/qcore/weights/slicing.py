@@ -20,7 +20,7 @@ _EXPERTS, _ROWS, _COLUMNS = "experts", "rows", "columns"
 
 
 def dimension(dim: int, dims: int) -> str:
-    """What a dimension number of a weight with ``dims`` dimensions means: experts, rows (N) or columns (K)."""
+    """The meaning of dimension ``dim`` of a weight with ``dims`` dimensions: experts, rows (N) or columns (K)."""
     names = (_EXPERTS, _ROWS, _COLUMNS)[-dims:]
     if not -dims <= dim < dims:
         listed = "0 (output features) and 1 (input features)" if dims == 2 else "0 (experts), 1 (N) and 2 (K)"
@@ -33,7 +33,7 @@ def narrow(weight: QTensor, dim: int, start: int, length: int) -> QTensor:
     kind, stop = dimension(dim, weight.dim()), start + length
     size = weight.shape[dim]
     if start < 0 or length < 0 or stop > size:
-        raise FormatError(f"narrow(dim={dim}, {start}, {length}) leaves the weight of shape {tuple(weight.shape)}.")
+        raise FormatError(f"narrow(dim={dim}, {start}, {length}) exceeds the weight of shape {tuple(weight.shape)}.")
     if kind == _EXPERTS:
         return weight.experts(slice(start, stop))
     if kind == _ROWS:
@@ -133,7 +133,7 @@ def cat(tensors: Sequence[QTensor], dim: int = 0) -> QTensor:
 def _cat_experts(tensors: Sequence[QTensor]) -> QTensor:
     first = tensors[0]
     if len({frozenset(t.tensors()) for t in tensors}) > 1:
-        raise FormatError("cannot join experts: only some of them have an order. Give all of them one.")
+        raise FormatError("cannot join experts: only some of them have an order. Set one for all of them.")
     parts = {name: _joined([t.tensors()[name] for t in tensors], 0) for name in first.tensors()}
     return first.derived(**parts, shape=(sum(t.shape[0] for t in tensors), *first.shape[1:]))
 
@@ -170,7 +170,7 @@ def _cat_columns(tensors: Sequence[QTensor]) -> QTensor:
                 "Requantize the joined weight, or regroup(g) the parts with a g that divides each K."
             )
         return first.derived(data=codes, shape=shape, order=order)
-    # Parts without columns, such as `narrow` cuts at the end of K, come behind a ragged group without breaking it.
+    # Parts without columns, such as `narrow` returns at the end of K, may follow a ragged group.
     filled = [part for part in tensors if part.shape[-1]]
     for part in filled[:-1]:
         if part.shape[-1] % g:
@@ -185,7 +185,7 @@ def _cat_columns(tensors: Sequence[QTensor]) -> QTensor:
 
 
 def _joined_order(tensors: Sequence[QTensor]) -> Tensor | None:
-    """The order of the joined columns: features of a part come behind those of the parts before it."""
+    """The order of the joined columns: features of a part follow those of the parts before it."""
     if all(t.order is None for t in tensors):
         return None
     parts, start = [], 0
@@ -207,7 +207,7 @@ def _joined_or_none(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two parameters are the same; those without values (meta) are taken to be."""
+    """Whether two parameters are equal; those without values (meta) are assumed to be."""
     if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
         return a is b
     return not has_values(a) or torch.equal(raw(a), raw(b))

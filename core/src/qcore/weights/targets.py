@@ -1,17 +1,17 @@
-"""What a quantizer aims at: rounding values to the codes of an element, and scales to how they are stored.
+"""The target of a quantizer: rounds values to the codes of an element, and scales to their stored dtype.
 
 Scales and codes of ``absmax`` are those of compressed-tensors 0.20 (fp8 per channel, MXFP4, MXFP8, NVFP4), modelopt
 0.47 (NVFP4) and bitsandbytes 0.50 (NF4, FP4), computed in float32, with these exceptions:
 
-- A group of zeros gets the scale 1, as `Target.round_scale` rounds it; the tools store 0 or numbers of their own. Its
-  weights are 0 either way.
+- A group of zeros gets the scale 1, rounded by `Target.round_scale`; the tools store 0 or other numbers. Its weights
+  are 0 either way.
 - An e4m3 scale that would round to 0 becomes 2**-9, as in modelopt; compressed-tensors stores 0.125, up to 64 times too
   large, and the group is lost.
 - Values are divided by the scale in float32; compressed-tensors divides in the dtype of the weight, and in bfloat16 the
   quotient is rounded twice.
-- A value half-way between two entries of `fp4_bnb`, to 1e-7, may take the other one: its entries are thirds, and
+- A value half-way between two entries of `fp4_bnb`, to 1e-7, may round to the other one: its entries are thirds, and
   bitsandbytes rounds the borders between them to float32.
-- An e8m0 exponent may be one larger where the largest value is one unit in the last place of float32 below the border.
+- An e8m0 exponent may be one larger if the largest value is one unit in the last place of float32 below the border.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .activations import FP8_MAX
 
 _E8M0_MAX = 254
 _ROUNDS_UP = 1.75
-"""A number with one bit of mantissa behind the point, rounded half up, becomes 2 from here on."""
+"""From here on, a number rounded half up to one mantissa bit after the point becomes 2."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Target:
-    """What groups are quantized to.
+    """The format that groups are quantized to.
 
     **Fields:** ``format``; ``scale_dtype``: of a float scale; ``global_scale``: float32 ``()`` for two-level scales.
     """
@@ -52,7 +52,7 @@ class Target:
 
     @property
     def element(self) -> Element:
-        """The alphabet of the codes."""
+        """The element of the codes."""
         return self.format.element
 
     @property
@@ -81,7 +81,7 @@ class Target:
         return effective_scale(kind, self._fp8_scale(scale), self.global_scale, torch.float32)
 
     def stored_scale(self, scale: Tensor) -> Tensor:
-        """Scales that `round_scale` gave, as they are stored; inexact for others."""
+        """Scales from `round_scale` in their stored dtype; inexact for others."""
         kind = self.format.scale
         if kind is ScaleType.FLOAT:
             return scale.to(self.scale_dtype)
@@ -108,13 +108,13 @@ class Target:
         assert self.global_scale is not None
         multiplied = self.format.scale is ScaleType.E4M3
         ratio = scale / self.global_scale if multiplied else scale * self.global_scale
-        # 2**-9 is the smallest e4m3 number above zero: a scale that vanished would lose its group.
+        # 2**-9 is the smallest e4m3 number above zero: a scale that rounds to zero would lose its group.
         return ratio.clamp(2.0**-9, FP8_MAX).to(torch.float8_e4m3fn)
 
     def codes(self, groups: Tensor, p: Parameters, low: float | None = None) -> Tensor:
-        """Codes of float32 groups ``(rows, G, g)``: float32 whole numbers of integers, uint8 of tables.
+        """Codes of float32 groups ``(rows, G, g)``: integers in float32 for integer elements, uint8 for tables.
 
-        ``low``: the smallest integer code to use, default the smallest there is.
+        ``low``: the smallest integer code to use, default the element's smallest.
         """
         if self.element.is_integer:
             if self.zero is ZeroPoint.FLOAT:
@@ -126,7 +126,7 @@ class Target:
         return self.element.nearest(values / p.scale)
 
     def restored(self, codes: Tensor, p: Parameters) -> Tensor:
-        """The values of codes from `codes`, float32; integer codes are changed in place."""
+        """The dequantized values of codes from `codes`, float32; integer codes are changed in place."""
         if self.element.is_integer:
             if self.zero is ZeroPoint.FLOAT:
                 return codes.mul_(p.scale).add_(p.zero)
@@ -135,13 +135,13 @@ class Target:
         return values.add_(p.zero) if self.zero is ZeroPoint.FLOAT else values
 
     def basis(self, codes: Tensor, p: Parameters) -> Tensor:
-        """The factors of the scale that codes from `codes` stand for, float32; integer codes are changed in place."""
+        """The factors of the scale that codes from `codes` represent, float32; integer codes are changed in place."""
         if not self.element.is_integer:
             return self.element.decode(codes)
         return codes.sub_(p.zero) if self.zero is ZeroPoint.INT else codes
 
     def squared_error(self, groups: Tensor, p: Parameters) -> Tensor:
-        """The root of the sum of squared errors of each group, ``(rows, G, 1)``: comparable, not squared."""
+        """The root of the sum of squared errors of each group, ``(rows, G, 1)``: good for comparisons, not squared."""
         error: Tensor = torch.linalg.vector_norm(
             self.restored(self.codes(groups, p), p).sub_(groups), dim=-1, keepdim=True
         )

@@ -13,7 +13,7 @@ from ..formats.bits import has_values
 from ..formats.scales import check_scale_values
 
 _CHUNK = 1 << 24
-"""Codes looked at together."""
+"""Codes checked at a time."""
 _SIGN = 0x80
 
 
@@ -22,13 +22,13 @@ def check_tensors(tensors: dict[str, Tensor]) -> None:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise FormatError(f"{name} is a {type(value).__name__}; it must be a torch.Tensor.")
-        # A trace through a backward pass may not ask for a layout.
+        # A trace through a backward pass cannot read a layout.
         if not torch.compiler.is_compiling() and value.layout != torch.strided:
             raise FormatError(f"{name} has the layout {value.layout}; it must be dense. Use {name}.to_dense().")
     devices = {name: str(value.device) for name, value in tensors.items()}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise FormatError(f"a quantized weight is on one device; got {where}.")
+        raise FormatError(f"all tensors of a quantized weight must be on one device; got {where}.")
 
 
 def check_parameter(
@@ -105,14 +105,14 @@ def check_codes(codes: Tensor, format: Format) -> None:
 
 
 def check_valid_codes(codes: Tensor, element: Element) -> None:
-    """No code that stands for NaN or Inf; ``codes`` of any shape."""
+    """No code that represents NaN or Inf; ``codes`` of any shape."""
     if not element.has_invalid_codes or not codes.numel() or not has_values(codes):
         return
     first = _first_invalid(element)
     for chunk in torch.split(codes.reshape(-1), _CHUNK):
         if first is not None and int((chunk & ~_SIGN).max()) < first:
             continue
-        # bfloat16 is enough: it tells NaN and Inf from every finite value of an element.
+        # bfloat16 is enough: it distinguishes NaN and Inf from every finite value of an element.
         bad = ~torch.isfinite(element.decode(chunk, torch.bfloat16))
         if bool(bad.any()):
             code = int(chunk[bad][0])
@@ -123,9 +123,9 @@ def check_valid_codes(codes: Tensor, element: Element) -> None:
 
 
 def _first_invalid(element: Element) -> int | None:
-    """The smallest code but for its sign that stands for NaN or Inf, None if smaller ones and larger ones are mixed.
+    """The smallest code, ignoring its sign, that represents NaN or Inf; None if valid codes follow it.
 
-    In the floating point types all codes from there on do, so that the largest code of a weight tells.
+    In the floating-point types all codes from there on are invalid, so checking the largest code of a weight suffices.
     """
     assert element.values is not None
     invalid = {code for code, value in enumerate(element.values) if not math.isfinite(value)}

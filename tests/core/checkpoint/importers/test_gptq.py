@@ -109,7 +109,7 @@ def test_a_symmetric_file_that_names_the_wrong_version(tmp_path):
 def test_symmetric_settings_with_other_zero_points_are_refused(tmp_path):
     written = Written(sym=False)
     written.settings["sym"] = True
-    with pytest.raises(qcore.CheckpointError, match="said to be symmetric"):
+    with pytest.raises(qcore.CheckpointError, match="settings say symmetric"):
         written.read(tmp_path)
 
 

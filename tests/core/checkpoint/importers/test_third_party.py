@@ -87,7 +87,7 @@ class Wrong(Failing):
     [
         (lambda: [Failing()], "importer 'failing' of plugin 'rows' raised KeyError"),
         (lambda: [Wrong()], "instead of a qcore.plugin_api.Plan"),
-        (lambda: [object()], "which is no importer"),
+        (lambda: [object()], "which is not an importer"),
         (lambda: 5, "qcore_importers raised TypeError"),
         (lambda: 1 / 0, "qcore_importers raised ZeroDivisionError"),
     ],

@@ -50,7 +50,7 @@ def test_static_activations_keep_their_scale_and_zero_point(tmp_path):
 @pytest.mark.parametrize(
     ("part", "tensor", "reason"),
     [
-        ("act_quant_scale", torch.ones(4, 1), "several scales of activations"),
+        ("act_quant_scale", torch.ones(4, 1), "several activation scales"),
         ("act_quant_zero_point", torch.tensor([[300]], dtype=torch.int16), "torch.int16"),
         ("zero_point", torch.full((1, 1), 0.5), "its zero points are torch.float32; qcore reads int8"),
         ("zero_point", torch.full((1, 1), 256, dtype=torch.int32), "its zero points are torch.int32"),
@@ -65,7 +65,7 @@ def test_numbers_that_int8_cannot_hold_are_refused(part, tensor, reason, tmp_pat
 
 def test_fp8_activations_of_one_scale_are_quantized_per_token_with_a_warning(tmp_path):
     layer = frozen("ao_fp8_dyn_tensor")
-    with pytest.warns(qcore.QcoreWarning, match="torchao has one scale for all of them"):
+    with pytest.warns(qcore.QcoreWarning, match="torchao uses one scale for all tokens"):
         module = read(layer, tmp_path)
     assert module.scheme == qcore.Scheme.parse("wfp8afp8")
     assert layer.is_dense(module.weight.dequantize(torch.float32))

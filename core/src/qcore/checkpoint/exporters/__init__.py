@@ -1,4 +1,4 @@
-"""Checkpoints for other tools, one module per format: how a weight's bytes are written, and what cannot be.
+"""Checkpoints for other tools, one module per format: how a weight's bytes are written, and which are unsupported.
 
 May import: the modules of checkpoint that write files and records, and the floors below. Imported by: `converting`.
 """
@@ -17,4 +17,4 @@ EXPORTERS: dict[str, Callable[[], Exporter]] = {
     "awq": AWQExporter,
     "compressed-tensors": CompressedTensorsExporter,
 }
-"""Name of a tool's format to what makes its exporter, one for each conversion."""
+"""Name of a tool's format to the factory of its exporter; each conversion creates a new one."""

@@ -1,4 +1,4 @@
-"""AWQ in the version gemm, as vLLM and transformers read it. The bytes are described in `importers.awq`."""
+"""AWQ in the version gemm, for vLLM and transformers. The bytes are described in `importers.awq`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AWQExporter:
         return Written(specs, _pack)
 
     def settings(self, float_layers: Sequence[str]) -> dict[str, Any]:
-        """As autoawq writes it."""
+        """In the form that autoawq writes."""
         size = self._layers[0].record.format.group_size or -1
         return {
             "quant_method": "awq",

@@ -1,6 +1,6 @@
 """The interface of exporters: each describes the tensors of a layer in another tool's format, and its settings.
 
-Nothing is quantized again and nothing is rounded: what the format cannot hold is refused by layer.
+Nothing is quantized again and nothing is rounded: a layer that the format cannot represent is refused.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..records import Record
 
 
 class NotHeld(Exception):  # noqa: N818 - says what happens to a layer, is caught and never seen by users
-    """Raised while one layer is planned: what the format lacks to hold it."""
+    """Raised while one layer is planned: the reason why the format cannot represent it."""
 
 
 @dataclass(frozen=True)
 class Layer:
     """A quantized layer to write.
 
-    **Fields:** ``name``: of the layer in the model; ``record``: of its weight; ``scale_dtype``: of its scales as
-    they are read.
+    **Fields:** ``name``: of the layer in the model; ``record``: of its weight; ``scale_dtype``: of its scales when
+    read.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Layer:
 
     @property
     def groups(self) -> int:
-        """Scales of one output."""
+        """The number of scales per output."""
         return self.record.format.groups(self.k)
 
     def specs(self, **tensors: tuple[torch.dtype, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
@@ -73,12 +73,12 @@ class Exporter(Protocol):
         ...
 
     def settings(self, float_layers: Sequence[str]) -> dict[str, Any]:
-        """The ``quantization_config`` of the layers that were added; ``float_layers``: those that stay float."""
+        """The ``quantization_config`` of the layers that were added; ``float_layers``: the layers that stay float."""
         ...
 
 
 def check_integer_groups(layer: Layer, bits: tuple[int, ...], *, order: bool = False) -> None:
-    """Raise `NotHeld` unless a layer has integer codes of so many bits in full groups, and float scales."""
+    """Raise `NotHeld` unless a layer has integer codes of one of these widths in full groups, and float scales."""
     format = layer.record.format
     if len(layer.record.shape) != 2:
         raise NotHeld("it holds several experts in one tensor")
@@ -99,22 +99,22 @@ def check_float_activation(layer: Layer) -> None:
 
 
 def check_one_format(layers: Sequence[Layer], layer: Layer, key: Callable[[Layer], object], rule: str) -> None:
-    """Raise `NotHeld` unless ``key`` of ``layer`` is that of the layers before it; ``rule``: of the tool, in words."""
+    """Raise `NotHeld` unless ``key`` is equal for ``layer`` and those before it; ``rule``: of the tool, in words."""
     if layers and key(layers[0]) != key(layer):
         first = layers[0]
-        raise NotHeld(f"its format is {layer.record.format}, that of {first.name!r} {first.record.format}; {rule}")
+        raise NotHeld(f"its format is {layer.record.format}, but {first.name!r} has {first.record.format}; {rule}")
 
 
 def check_multiple(layer: Layer, n: int, k: int) -> None:
     """Raise `NotHeld` unless N and K fill whole words."""
     if layer.n % n or layer.k % k or not layer.n or not layer.k:
-        raise NotHeld(f"its shape is {layer.record.shape}; words need multiples of ({n}, {k})")
+        raise NotHeld(f"its shape is {layer.record.shape}; it must be a multiple of ({n}, {k}) to fill words")
 
 
 def offset_bytes(weight: QTensor) -> Tensor:
-    """The unsigned codes of int4 or int8, in sequence along K in bytes, uint8 (N, K * bits / 8), columns in order.
+    """The unsigned codes of int4 or int8, packed sequentially along K, uint8 (N, K * bits / 8), columns in order.
 
-    Undoes the order of columns: that of the stored column j is ``order[j]``.
+    Undoes the order of columns: the stored column j is feature ``order[j]``.
     """
     if weight.order is not None:
         weight = unordered(weight)
@@ -132,7 +132,7 @@ def unordered(weight: QTensor) -> QTensor:
 
 
 def unsigned_zeros(weight: QTensor, bits: int) -> Tensor:
-    """Unsigned zero points, uint8 (G, N); the centre of the codes for a weight without."""
+    """Unsigned zero points, uint8 (G, N); the centre of the codes for a weight without zero points."""
     centre = 1 << (bits - 1)
     if weight.zero is None:
         return torch.full(weight.scale.shape, centre, dtype=torch.uint8)
@@ -140,7 +140,7 @@ def unsigned_zeros(weight: QTensor, bits: int) -> Tensor:
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Unsigned codes of 4 or 8 bits, uint8 (R, C), in sequence along C as int32 (R, ceil(C * bits / 32))."""
+    """Unsigned codes of 4 or 8 bits, uint8 (R, C), packed sequentially along C as int32 (R, ceil(C * bits / 32))."""
     per_word = 32 // bits
     missing = -codes.shape[1] % per_word
     padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes

@@ -1,4 +1,4 @@
-"""compressed-tensors, as vLLM and llmcompressor read it: a group of settings per format, with its layers by name.
+"""compressed-tensors, for vLLM and llmcompressor: a group of settings per format, with its layers by name.
 
 ====================  ================================================================================================
 pack-quantized        int4, int8: ``weight_packed`` int32 (N, K * bits / 32), unsigned codes; ``weight_scale`` (N, G);
@@ -54,7 +54,7 @@ class CompressedTensorsExporter:
         return written
 
     def settings(self, float_layers: Sequence[str]) -> dict[str, Any]:
-        """As llmcompressor writes it."""
+        """In the form that llmcompressor writes."""
         groups = {
             f"group_{index}": {
                 "targets": [layer.name for layer in layers],

@@ -1,7 +1,8 @@
-"""GGUF files, as llama.cpp and transformers read them: one file of weights, configuration and vocabulary.
+"""GGUF files, for llama.cpp and transformers: one file with weights, configuration and vocabulary.
 
-A quantized weight becomes the smallest type of blocks that holds it exactly (see `gguf_blocks`), others float32 if they
-are vectors, else what they are. Names and metadata come from the package gguf; a source that was GGUF keeps its own.
+A quantized weight is stored in the smallest block type that represents it exactly (see `gguf_blocks`). Of the other
+tensors, vectors are stored in float32 and the rest in their own dtype. Names and metadata come from the package gguf; a
+source that was GGUF keeps its own.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _FILE_TYPES = {
     "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18,
     "MXFP4": 38,
 }  # fmt: skip
-"""What ``general.file_type`` says of a file that has most weights of a type."""
+"""The ``general.file_type`` of a file, by the type of most of its weights."""
 _BLOCK_VERSION = 2
 
 
 @dataclass(frozen=True)
 class GGUFSource:
-    """What is written.
+    """The model to write.
 
     **Fields:** ``path``: of the checkpoint; ``is_gguf``; ``records``: of the quantized weights; ``plain``: dtype and
     shape of other tensors; ``aliases``: tied name to stored name; ``weight``, ``tensor``: read one.
@@ -67,7 +68,7 @@ class GGUFSource:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A tensor of the file; ``data``: its bytes in pieces, made when they are written."""
+    """A tensor of the file; ``data``: its bytes in pieces, computed when they are written."""
 
     spec: GGUFSpec
     data: Callable[[], Iterator[Tensor]]
@@ -76,8 +77,8 @@ class _Planned:
 def write_gguf(source: GGUFSource, target: Path, tell: Progress) -> int:
     """Write a GGUF file atomically. Returns the bytes of its tensors.
 
-    ``tell``: called with the bytes written, those of all tensors and a name, after each tensor. Raises
-    `CheckpointError` for weights that no type of blocks holds exactly and for models that GGUF cannot describe.
+    ``tell``: called after each tensor with the bytes written, the total bytes and a name. Raises `CheckpointError` for
+    weights that no block type represents exactly and for models that GGUF cannot describe.
     """
     model = _Described.of(source)
     planned = _plan(source, model)
@@ -102,7 +103,7 @@ def write_gguf(source: GGUFSource, target: Path, tell: Progress) -> int:
 
 @dataclass(frozen=True)
 class _Described:
-    """A model, by its ``config.json`` or by the metadata of the GGUF file that it was."""
+    """A model, described by its ``config.json`` or by the metadata of its original GGUF file."""
 
     source: GGUFSource
     arch: str
@@ -120,12 +121,12 @@ class _Described:
             return cls(source, *_sizes(found.metadata, place), found.computed, found)
         config = read_json(folder / CONFIG)
         if not config:
-            what = f"it has no {CONFIG} and no {METADATA}, and a GGUF file describes its model."
+            what = f"it has no {CONFIG} and no {METADATA}, from which a GGUF file takes the description of the model."
             raise file_error(folder, what, "Copy the model's config.json and tokenizer files to it.")
         text = config.get("text_config")
         model = describe_model(text if isinstance(text, dict) and "model_type" in text else config, folder)
         if not model.tied and not {_HEAD} & {*source.records, *source.plain, *source.aliases}:
-            raise file_error(source.path, "it has no lm_head, and its config.json does not tie it to the embedding.")
+            raise file_error(source.path, "it has no lm_head, and its config.json does not tie one to the embedding.")
         return cls(source, model.arch, model.layers, model.heads, model.tensors, model)
 
     def pairs(self, planned: Sequence[_Planned]) -> GGUFPairs:
@@ -151,14 +152,14 @@ def _sizes(metadata: Mapping[str, Any], path: Path) -> tuple[str, int, dict[str,
     layers, heads = (metadata.get(f"{arch}.{key}") for key in ("block_count", "attention.head_count"))
     every = metadata.get(f"{arch}.attention.head_count_kv", heads)
     if type(arch) is not str or type(layers) is not int:
-        raise file_error(path, "it names no architecture or no number of layers.")
+        raise file_error(path, "its metadata lacks the architecture or the number of layers.")
     if arch in PERMUTED and (type(heads) is not int or type(every) is not int):
-        raise file_error(path, "it gives no number of attention heads.")
+        raise file_error(path, "its metadata lacks the number of attention heads.")
     return arch, layers, {"attn_q": heads, "attn_k": every} if arch in PERMUTED else {}
 
 
 def _encoded(writer: Any) -> GGUFPairs:
-    """The metadata of a `gguf.GGUFWriter` as it writes it."""
+    """The encoded metadata of a `gguf.GGUFWriter`."""
     with tempfile.TemporaryDirectory(prefix="qcore-") as folder:
         file = Path(folder) / METADATA
         try:
@@ -174,7 +175,7 @@ def _encoded(writer: Any) -> GGUFPairs:
 
 
 def _plan(source: GGUFSource, model: _Described) -> list[_Planned]:
-    """Describe all tensors but the computed ones. Raises `CheckpointError` that names those that cannot be written."""
+    """Describe all tensors but the computed ones. Raises a `CheckpointError` that names those that are unsupported."""
     tied = source.aliases.get(_HEAD) == _EMBEDDING or source.aliases.get(_EMBEDDING) == _HEAD
     names = [name for name in (*source.records, *source.plain) if not (tied and name == _HEAD)]
     targets, refused = plan_targets(names, model.arch, model.layers, model.heads)
@@ -196,7 +197,7 @@ def _plan(source: GGUFSource, model: _Described) -> list[_Planned]:
 
 
 def _planned_or_why(source: GGUFSource, target: Target) -> _Planned | str:
-    """A tensor of the file, or what GGUF lacks to hold it."""
+    """A tensor of the file, or the reason why GGUF cannot represent it."""
     try:
         return _Job(source, target).planned()
     except NotHeld as reason:
@@ -225,7 +226,7 @@ class _Job:
             if record.scheme.activation is not None or record.scheme.output is not None:
                 raise NotHeld(f"its scheme {record.scheme} quantizes activations; GGUF has weights only")
             if not record.name.endswith(".weight") or self.target.shift:
-                raise NotHeld("it is quantized, and no 'weight' of a linear layer or embedding")
+                raise NotHeld("it is quantized, but not the 'weight' of a linear layer or embedding")
         name = block_type(self._weights)
         shape = self._shape([record.shape for record in records])
         kind = BLOCK_TYPES[name]
@@ -269,18 +270,18 @@ class _Job:
         """The shape in the file, from those of its pieces. Raises `NotHeld`."""
         first, halves = tuple(shapes[0]), self.target.pieces[0].halves
         if any(tuple(shape) != first for shape in shapes):
-            raise NotHeld("its experts have several shapes")
+            raise NotHeld("its experts have different shapes")
         fused = self.target.stacked and len(first) == 3
         if len(first) > 2 and not fused:
             raise NotHeld(f"its shape is {first}")
         if self.target.heads and first[0] % (2 * self.target.heads):
-            raise NotHeld(f"its {first[0]} rows are not those of {self.target.heads} heads")
+            raise NotHeld(f"its {first[0]} rows do not match {self.target.heads} heads")
         if halves > 1:
             first = (*first[:-2], first[-2] // halves, first[-1])
         return (len(shapes), *first) if self.target.stacked and not fused else first
 
     def _arranged(self, value: Tensor) -> Tensor:
-        """Rows of q and k as llama.cpp has them: it rotates neighbouring rows, transformers the halves of a head."""
+        """Rows of q and k in llama.cpp's order: it rotates neighbouring rows, transformers the halves of a head."""
         heads = self.target.heads
         if not heads:
             return value

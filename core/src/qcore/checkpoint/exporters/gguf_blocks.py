@@ -1,7 +1,7 @@
-"""Quantized weights as blocks of GGUF: the smallest type that holds a weight exactly, and its bytes.
+"""Quantized weights as blocks of GGUF: the smallest type that represents a weight exactly, and its bytes.
 
-The bytes are described in `importers.gguf_blocks`, which reads them back here: a type holds a weight if what it reads
-is the same float32 numbers. Groups of 64, 128 or a whole row repeat their scale in each block.
+The bytes are described in `importers.gguf_blocks`, which reads them back here as a check: a type represents a weight if
+the float32 values read back are the same. Groups of 64, 128 or a whole row repeat their scale in each block.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class _Rows:
 
 
 _Pack = Callable[[_Rows], "Tensor | None"]
-"""Makes blocks, uint8 (N, B, nbytes) or None where there are none; whether they are exact is checked afterwards."""
+"""Creates blocks, uint8 (N, B, nbytes) or None if impossible; whether they are exact is checked afterwards."""
 
 
 def block_type(weights: Callable[[], Iterator[QTensor]]) -> str:
-    """The name of the smallest type that holds all of ``weights``, each (N, K), exactly. Raises `NotHeld`."""
+    """The name of the smallest type that represents all ``weights``, each (N, K), exactly. Raises `NotHeld`."""
     first = next(weights())
     for name in _candidates(first):
         if all(_holds(weight, name) for weight in weights()):
             return name
-    raise NotHeld(next((why for weight in weights() if (why := _why(weight))), "no one type holds all of its experts"))
+    raise NotHeld(next((why for weight in weights() if (why := _why(weight))), "no single type fits all its experts"))
 
 
 def pack(weight: QTensor, name: str) -> Tensor:
-    """The blocks of a weight (N, K) in a type that holds it, uint8 (N, bytes of a row)."""
+    """The blocks of a weight (N, K) in a type that represents it, uint8 (N, bytes of a row)."""
     return torch.cat([_bytes(rows, name) for rows in _chunks(weight, name)])
 
 
@@ -69,12 +69,12 @@ def _bytes(rows: _Rows, name: str) -> Tensor:
 
 
 def _candidates(weight: QTensor) -> list[str]:
-    """Types whose groups and codes could hold a weight, the smallest first. Raises `NotHeld`."""
+    """Types whose groups and codes could represent a weight, the smallest first. Raises `NotHeld`."""
     format, k = weight.format, weight.shape[1]
     if not weight.numel():
         raise NotHeld("it is empty")
     if weight.order is not None:
-        raise NotHeld("its columns have an order, and blocks are runs of columns")
+        raise NotHeld("its columns have an order, but blocks consist of consecutive columns")
     table = not format.element.is_integer
     if (table and (format.dtype != "fp4" or format.scale is not ScaleType.E8M0)) or (
         not table and format.scale is not ScaleType.FLOAT
@@ -93,7 +93,7 @@ def _group(name: str) -> int:
 
 
 def _holds(weight: QTensor, name: str) -> bool:
-    """Whether blocks of a type give exactly the float32 numbers of a weight."""
+    """Whether blocks of a type decode to exactly the float32 values of a weight."""
     start = 0
     for rows in _chunks(weight, name):
         low, high = _RANGES[name]
@@ -116,28 +116,28 @@ def _same(raw: Tensor, name: str, wanted: Tensor) -> bool:
 
 
 def _floats(raw: Tensor, name: str) -> Tensor:
-    """The float16 numbers of all blocks: a scale that is too large for float16 became infinite."""
+    """The float16 numbers of all blocks; a scale that is too large for float16 has become infinite."""
     blocks = raw.view(len(raw), -1, BLOCK_TYPES[name].nbytes)
     return torch.cat([blocks[..., at : at + 2] for at in _HALVES[name]], dim=-1).contiguous().view(torch.float16)
 
 
 def _why(weight: QTensor) -> str:
-    """Why no candidate holds a weight."""
+    """Why no candidate represents a weight."""
     format, scale = weight.format, weight.scale.float()
     if format.zero is ZeroPoint.FLOAT:
         return (
-            f"its format is {format}, and its scales and zero points are no float16 numbers, nor the products in a "
-            f"K-quant; quantize it with a symmetric scheme, e.g. w4a16-g32"
+            f"its format is {format}, and its scales and zero points are exact neither in float16 nor as the products "
+            f"in a K-quant; quantize it with a symmetric scheme, e.g. w4a16-g32"
         )
     if format.scale is ScaleType.FLOAT and not torch.equal(scale.half().float(), scale):
-        return "its scales are no float16 numbers; round them: --dtype fp16 (dtype=torch.float16)"
+        return "its scales are not exact in float16; round them: --dtype fp16 (dtype=torch.float16)"
     if format.group(weight.shape[1]) % 32:
-        return f"its format is {format}; blocks that have any scale hold groups of 32: quantize it with such, e.g. -g32"
+        return f"its format is {format}; blocks with arbitrary scales hold groups of 32: quantize it with -g32"
     return f"its format is {format} and codes less their zero points take 9 bits; use a symmetric scheme, e.g. w8a16"
 
 
 def _chunks(weight: QTensor, name: str) -> Iterator[_Rows]:
-    """A weight some rows at a time, in the groups of a type."""
+    """A weight, a few rows at a time, in the groups of a type."""
     n, k = weight.shape
     step = max(1, _CHUNK // max(1, k))
     for start in range(0, n, step):
@@ -174,7 +174,7 @@ def _nibbles(codes: Tensor) -> Tensor:
 
 
 def _joined(fields: Tensor, bits: int) -> Tensor:
-    """Codes (..., F, C) of ``bits`` bits, the first field of C in the lowest bits of C bytes."""
+    """Pack codes (..., F, C) of ``bits`` bits into C bytes, the first of the F fields in the lowest bits."""
     shifts = torch.arange(0, fields.shape[-2] * bits, bits).unsqueeze(-1)
     return (fields.to(torch.int16) << shifts).sum(-2).to(torch.uint8)
 
@@ -190,7 +190,7 @@ def _q4_0(r: _Rows) -> Tensor:
 
 
 def _q4_1(r: _Rows) -> Tensor | None:
-    if r.shift is not None:  # codes as they were before the zero point was subtracted
+    if r.shift is not None:  # the codes before the zero point was subtracted
         unsigned = r.codes + r.shift.repeat_interleave(32, dim=1) + 8
         minimum = -(r.shift + 8) * r.scale
     elif r.zero is not None:
@@ -229,7 +229,7 @@ def _factors(r: _Rows, base: Tensor, wanted: Tensor, groups: int, low: int, high
 
 
 def _pairs(r: _Rows, offset: int, groups: int, high: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Factors of scales and of minima; ``offset``: what is subtracted from unsigned codes."""
+    """Factors of scales and of minima; ``offset``: the number subtracted from unsigned codes."""
     assert r.zero is not None
     scale = _factors(r, torch.zeros_like(r.scale), -r.scale, groups, 0, high)
     minimum = _factors(r, offset * r.scale, r.zero, groups, 0, high) if scale else None
@@ -255,7 +255,7 @@ def _q4_k(r: _Rows) -> Tensor | None:
 
 
 def _long_nibbles(codes: Tensor) -> Tensor:
-    """256 codes in four runs of 32 bytes."""
+    """Pack 256 codes into four runs of 32 bytes."""
     return _nibbles(codes.reshape(*codes.shape[:-1], 4, 64)).flatten(-2)
 
 
@@ -268,7 +268,7 @@ def _q5_k(r: _Rows) -> Tensor | None:
 
 
 def _two_bits(codes: Tensor) -> Tensor:
-    """The lowest two bits of 256 codes in 64 bytes."""
+    """Pack the lowest two bits of 256 codes into 64 bytes."""
     return _joined(codes.reshape(*codes.shape[:-1], 2, 4, 32) & 3, 2).flatten(-2)
 
 
@@ -311,12 +311,12 @@ _RANGES = {
     "Q4_0": (-8, 7), "Q4_1": (-15, 15), "Q5_0": (-16, 15), "Q5_1": (0, 31), "Q8_0": (-128, 127), "Q2_K": (0, 3),
     "Q3_K": (-4, 3), "Q4_K": (-8, 7), "Q5_K": (0, 31), "Q6_K": (-32, 31), "MXFP4": (0, 15),
 }  # fmt: skip
-"""The codes of each type, less its integer offset."""
+"""The codes of each type, minus its integer offset."""
 _HALVES: dict[str, Sequence[int]] = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
-"""Where a block has float16 numbers."""
+"""The positions of float16 numbers in a block."""
 _OF_INTEGERS = ("Q3_K", "Q4_0", "Q4_1", "Q5_0", "Q6_K", "Q8_0")
 _OF_FLOAT_ZEROS = ("Q2_K", "Q4_K", "Q4_1", "Q5_K", "Q5_1")
 _OF_FP4 = ("MXFP4",)

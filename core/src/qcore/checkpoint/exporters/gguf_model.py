@@ -1,4 +1,4 @@
-"""What GGUF says of a model: architecture and sizes by llama.cpp's keys, from the ``config.json`` of transformers."""
+"""The metadata of a model in GGUF: architecture and sizes by llama.cpp's keys, from transformers' ``config.json``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
 }
-"""What GGUF calls the architecture, by ``model_type``."""
+"""GGUF's name of the architecture, by ``model_type``."""
 _GELU = ("gemma", "gemma2", "gemma3")
 _WINDOWED = ("phi3", "gemma2", "gemma3")
 
@@ -47,7 +47,7 @@ class Model:
 
 
 def describe_model(config: Mapping[str, Any], path: Path) -> Model:
-    """Describe a model of transformers. Raises `CheckpointError` for what GGUF cannot say of it."""
+    """Describe a model of transformers. Raises `CheckpointError` for properties that GGUF cannot express."""
     return _Reader(config, path).model()
 
 
@@ -112,7 +112,7 @@ class _Reader:
             )
         scalar = self.config.get("query_pre_attn_scalar")
         if scalar is not None and scalar not in (self.head, self.hidden / self.heads):
-            raise self._refused(f"its query_pre_attn_scalar is {scalar}; llama.cpp takes that of a head, {self.head}")
+            raise self._refused(f"its query_pre_attn_scalar is {scalar}; llama.cpp uses the head size, {self.head}")
 
     def _experts(self) -> dict[str, int | float | str]:
         if self.kind == "mixtral":
@@ -123,7 +123,7 @@ class _Reader:
         if self.kind != "qwen3_moe":
             return {}
         if self.config.get("norm_topk_prob") is not True:
-            raise self._refused("its norm_topk_prob is not true, as llama.cpp takes it to be")
+            raise self._refused("its norm_topk_prob is not true, but llama.cpp assumes that it is")
         if self.config.get("mlp_only_layers") or self.config.get("decoder_sparse_step", 1) != 1:
             raise self._refused("some of its layers have no experts")
         return {
@@ -142,11 +142,11 @@ class _Reader:
             return {"attention.sliding_window": self.size("sliding_window")}
         if window < self.context:
             what = f"{self.path}: llama.cpp has no sliding window for {self.arch}"
-            warnings.warn(f"{what}; results differ behind {window} tokens.", QcoreWarning, stacklevel=2)
+            warnings.warn(f"{what}; results differ beyond {window} tokens.", QcoreWarning, stacklevel=2)
         return {}
 
     def _check_layers(self) -> None:
-        """llama.cpp knows which layers have the window."""
+        """Check that the layers with a window are those that llama.cpp assumes."""
         every = {"gemma2": 2, "gemma3": 6}.get(self.arch)
         found = self.config.get("layer_types")
         if every is None or not isinstance(found, list):
@@ -159,7 +159,7 @@ class _Reader:
         kinds = ("attn_logit_softcapping", "final_logit_softcapping")
         found = {key: self.number(key) for key in kinds if self.config.get(key) is not None}
         if found and self.arch != "gemma2":
-            raise self._refused(f"it has {', '.join(found)}, which llama.cpp has for gemma2 only")
+            raise self._refused(f"it has {', '.join(found)}, which llama.cpp supports for gemma2 only")
         return dict(found)
 
     def _rope(self) -> tuple[dict[str, int | float | str], dict[str, Tensor]]:
@@ -193,7 +193,7 @@ class _Reader:
 
     def _yarn(self, rope: Mapping[str, Any]) -> dict[str, int | float | str]:
         if unknown := [key for key in ("mscale", "mscale_all_dim", "attention_factor") if rope.get(key) is not None]:
-            raise self._refused(f"its yarn has {', '.join(unknown)}, which GGUF cannot say")
+            raise self._refused(f"its yarn has {', '.join(unknown)}, which GGUF cannot express")
         original = int(self.number("original_max_position_embeddings", self.context, rope))
         return {
             "rope.scaling.type": "yarn",
@@ -204,7 +204,7 @@ class _Reader:
         }
 
     def _llama3(self, rope: Mapping[str, Any], base: float, dims: int) -> Tensor:
-        """What each frequency is divided by, float32 ``(dims / 2,)``: 1 for high ones, the factor for low ones."""
+        """The divisor of each frequency, float32 ``(dims / 2,)``: 1 for high ones, the factor for low ones."""
         factor = self.number("factor", None, rope)
         low, high = self.number("low_freq_factor", 1.0, rope), self.number("high_freq_factor", 4.0, rope)
         old = self.number("original_max_position_embeddings", 8192, rope)
@@ -220,7 +220,7 @@ class _Reader:
         for key in ("long", "short"):
             values = rope.get(f"{key}_factor")
             if not isinstance(values, list) or len(values) != half:
-                raise self._refused(f"its rope has no {half} numbers {key}_factor")
+                raise self._refused(f"its rope does not have {half} numbers in {key}_factor")
             tensors[f"rope_factors_{key}.weight"] = torch.tensor(values, dtype=torch.float32)
         scale = self.context / original
         attention = rope.get("attention_factor") or (

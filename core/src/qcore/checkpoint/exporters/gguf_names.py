@@ -1,6 +1,7 @@
-"""Which tensors of a model make each tensor of a GGUF file, by the names that the package gguf keeps.
+"""Maps each tensor of a GGUF file to the tensors of a model, by the names in the package gguf.
 
-The experts of a layer are one tensor per projection there; models have gate and up joined, files also one by one.
+In GGUF the experts of a layer are one tensor per projection; models have gate and up joined, and checkpoints may store
+them separately.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _FUSED = re.compile(
 )
 _PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _COMPUTED = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq")
-"""Buffers of old checkpoints, which models compute."""
+"""Buffers in old checkpoints that models compute."""
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a tensor of the model: part ``half`` of ``halves`` of them, or those of all experts in it."""
+    """Rows of a tensor of the model: part ``half`` of ``halves``, or the rows of all experts in it."""
 
     source: str
     half: int = 0
@@ -39,8 +40,8 @@ class Piece:
 class Target:
     """A tensor of the file.
 
-    **Fields:** ``name``; ``pieces``: by the number of the expert, 0 for what is no expert; ``stacked``: it holds
-    experts; ``heads``: whose rows are permuted, 0 for none; ``shift``: added to its values.
+    **Fields:** ``name``; ``pieces``: by the number of the expert, 0 for other tensors; ``stacked``: it holds experts;
+    ``heads``: number of heads whose rows are permuted, 0 for none; ``shift``: added to its values.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Target:
 
 
 def gguf_package() -> Any:
-    """The package gguf, with which llama.cpp's own converter writes. Raises `CheckpointError` if it is missing."""
+    """The package gguf, which llama.cpp's own converter uses. Raises `CheckpointError` if it is missing."""
     try:
         import gguf
     except ImportError as error:
@@ -70,7 +71,7 @@ def gguf_package() -> Any:
 def plan_targets(
     names: Iterable[str], arch: str, layers: int, heads: Mapping[str, int]
 ) -> tuple[list[Target], dict[str, str]]:
-    """The tensors of a file, in the order of its layers, and why others have no place in it, by name.
+    """The tensors of a file, in the order of its layers, and the reasons why others cannot be written, by name.
 
     ``heads``: the number of heads of ``attn_q`` and ``attn_k``.
     """
@@ -87,18 +88,18 @@ def plan_targets(
                 continue
             made = found.setdefault(target, Target(target, stacked=".mlp.experts." in module))
             if made.pieces.setdefault(number or 0, piece) is not piece:
-                refused[name] = f"{made.pieces[number or 0].source} is {target}, too"
+                refused[name] = f"{made.pieces[number or 0].source} maps to {target}, too"
             part = target.split(".")[-2]
             made.heads = heads.get(part, 0) if arch in PERMUTED else 0
             made.shift = 1.0 if arch.startswith("gemma") and target.endswith("norm.weight") else 0.0
     for made in found.values():
         if sorted(made.pieces) != list(range(len(made.pieces))):
-            refused[made.sources[0]] = f"of its {max(made.pieces) + 1} experts only {len(made.pieces)} are there"
+            refused[made.sources[0]] = f"of its {max(made.pieces) + 1} experts only {len(made.pieces)} are present"
     return sorted(found.values(), key=lambda target: _place(target.name)), refused
 
 
 def _pieces(name: str) -> Iterator[tuple[str, int | None, Piece]]:
-    """The name of each tensor that one of the model is part of, as the map has it; the expert; and the part."""
+    """For each target of a model's tensor: the tensor's name in gguf's map, the expert, and the part."""
     if match := _NUMBERED.fullmatch(name):
         part = _PARTS.get(match["part"], match["part"])
         yield f"{match['layer']}.mlp.experts.{part}.weight", int(match["expert"]), Piece(name)

@@ -20,7 +20,7 @@ def factors(base: Tensor, wanted: Tensor, low: int, high: int) -> tuple[Tensor, 
     c = torch.zeros_like(products, dtype=torch.int16)
     left = (wanted != base).any(1).nonzero().squeeze(1)
     tried = sorted((code for code in range(low, high + 1) if code), key=lambda code: (-abs(code), code))
-    # Where the base is much larger than the products, rounding moves them by more than the last bit of float16.
+    # If the base is much larger than the products, rounding moves them by more than the last bit of float16.
     nearby = (0, 1, -1) if bool(base.any()) else (0,)
     for code, step in itertools.product(tried, nearby):
         if not len(left):
@@ -34,7 +34,7 @@ def factors(base: Tensor, wanted: Tensor, low: int, high: int) -> tuple[Tensor, 
 
 
 def _fitted(base: Tensor, wanted: Tensor, products: Tensor, d: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """Which blocks the float16 factor ``d`` fits, bool ``(blocks,)``, and the codes of all."""
+    """Whether the float16 factor ``d`` is exact for each block, bool ``(blocks,)``, and the codes of all blocks."""
     codes = (products / d.float()).round().nan_to_num(0, 0, 0).clamp(low, high)
     fits = torch.isfinite(d.float()).all(1) & (base - d.float() * codes == wanted).all(1)
     return fits, codes.to(torch.int16)

@@ -1,4 +1,4 @@
-"""The vocabulary of a model as GGUF has it, from the ``tokenizer.json`` or ``tokenizer.model`` beside its weights."""
+"""The vocabulary of a model in GGUF's form, from the ``tokenizer.json`` or ``tokenizer.model`` next to its weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLITS = {_WORDS % "{1,3}": "llama-bpe", _WORDS % "": "qwen2"}
-"""llama.cpp's names of the rules that cut text into words, by their regular expressions."""
+"""llama.cpp's names of pre-tokenizers, which split text into words, by their regular expressions."""
 
 
 def add_vocabulary(writer: Any, folder: Path, size: int) -> None:
     """Write the vocabulary in ``folder`` to a `gguf.GGUFWriter`: ``size`` tokens, as many as there are embeddings.
 
-    Without a vocabulary the file says so, and there is a warning. Raises `CheckpointError` for one that llama.cpp's
-    tokenizers cannot stand for.
+    If there is no vocabulary, the file states this and a warning is issued. Raises `CheckpointError` for a vocabulary
+    that llama.cpp's tokenizers do not support.
     """
     tokenizer, bytewise = read_json(folder / _FILE), False
     try:
@@ -37,7 +37,7 @@ def add_vocabulary(writer: Any, folder: Path, size: int) -> None:
         elif (folder / _SENTENCEPIECE).is_file():
             _add_pieces(writer, folder, size)
         else:
-            what = f"{folder}: it has no {_FILE} and no {_SENTENCEPIECE}; the GGUF file gets no vocabulary."
+            what = f"{folder}: it has no {_FILE} and no {_SENTENCEPIECE}; the GGUF file will have no vocabulary."
             warnings.warn(what, QcoreWarning, stacklevel=2)
             writer.add_tokenizer_model("no_vocab")
         gguf_package().SpecialVocab(folder, load_merges=bytewise, n_vocab=size).add_to_gguf(writer, quiet=True)
@@ -49,11 +49,11 @@ def add_vocabulary(writer: Any, folder: Path, size: int) -> None:
 
 
 def _add_tokens(writer: Any, tokenizer: Mapping[str, Any], folder: Path, size: int) -> bool:
-    """Write the tokens of a ``tokenizer.json``. Returns whether they are of bytes and need merges."""
+    """Write the tokens of a ``tokenizer.json``. Returns whether they are byte-level and need merges."""
     model = tokenizer["model"]
     parts = {part["type"] for part in _leaves(tokenizer, ("pre_tokenizer", "decoder"))}
     if model.get("type") != "BPE" or not (model.get("byte_fallback") or "ByteLevel" in parts):
-        what = f"its model is {str(model.get('type'))[:40]!r}; GGUF holds BPE of bytes and BPE with byte fallback."
+        what = f"its model is {str(model.get('type'))[:40]!r}; GGUF supports byte-level BPE and BPE with byte fallback."
         raise file_error(folder / _FILE, what, "Write the model in another format, e.g. --to gptq.")
     bytewise = not model.get("byte_fallback")
     tokens = _Tokens(folder, size)
@@ -76,7 +76,7 @@ def _add_tokens(writer: Any, tokenizer: Mapping[str, Any], folder: Path, size: i
 
 
 def _add_pieces(writer: Any, folder: Path, size: int) -> None:
-    """Write the tokens of a ``tokenizer.model``, as the package gguf reads them."""
+    """Write the tokens of a ``tokenizer.model``, read with the package gguf."""
     try:
         vocabulary = gguf_package().SentencePieceVocab(folder)
     except RuntimeError as error:  # the package sentencepiece is missing
@@ -93,7 +93,7 @@ def _add_pieces(writer: Any, folder: Path, size: int) -> None:
 
 
 class _Tokens:
-    """Tokens by number; numbers that no token has are unused ones."""
+    """Tokens by number; numbers without a token are unused."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder, self.size = folder, size
@@ -103,7 +103,7 @@ class _Tokens:
     def put(self, number: int, text: str, kind: int) -> None:
         if not 0 <= number < self.size:
             what = f"its token {text[:40]!r} has number {number}, but the model has {self.size} embeddings."
-            raise file_error(self.folder / _FILE, what, "Take the tokenizer of this model.")
+            raise file_error(self.folder / _FILE, what, "Use the tokenizer of this model.")
         self.named[number], self.kinds[number] = text, kind
 
     def texts(self) -> list[str]:
@@ -115,7 +115,7 @@ class _Tokens:
 
 
 def _scores(merges: list[Any]) -> dict[str, float]:
-    """The rank of the first merge that makes a token: llama.cpp merges the pair whose token has the highest score."""
+    """Scores by the first merge that produces each token: llama.cpp merges the pair with the highest score."""
     found: dict[str, float] = {}
     for rank, merge in enumerate(merges):
         found.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), -float(rank))
@@ -123,7 +123,7 @@ def _scores(merges: list[Any]) -> dict[str, float]:
 
 
 def _leaves(tokenizer: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-    """The parts of a tokenizer under ``keys``, those of sequences one by one."""
+    """The parts of a tokenizer under ``keys``; sequences are expanded."""
     waiting = [tokenizer.get(key) for key in keys]
     while waiting:
         part = waiting.pop(0)
@@ -134,7 +134,7 @@ def _leaves(tokenizer: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[Map
 
 
 def _rule(tokenizer: Mapping[str, Any], folder: Path) -> str:
-    """llama.cpp's name of how text is cut into words."""
+    """llama.cpp's name of the pre-tokenizer."""
     parts = list(_leaves(tokenizer, ("pre_tokenizer",)))
     patterns = [part["pattern"].get("Regex") for part in parts if part.get("type") == "Split"]
     if len(patterns) == 1 and patterns[0] in _SPLITS:
@@ -142,8 +142,8 @@ def _rule(tokenizer: Mapping[str, Any], folder: Path) -> str:
     if not patterns and any(part.get("type") == "ByteLevel" and part.get("use_regex", True) for part in parts):
         single = any(part.get("type") == "Digits" and part.get("individual_digits") for part in parts)
         return "smollm" if single else "gpt-2"
-    what = f"{folder / _FILE}: qcore knows no name for how it cuts text into words; the GGUF file says 'default'"
-    warnings.warn(f"{what}, with which llama.cpp may cut some texts otherwise.", QcoreWarning, stacklevel=2)
+    what = f"{folder / _FILE}: llama.cpp's name of its pre-tokenizer is unknown; the GGUF file names 'default'"
+    warnings.warn(f"{what}, with which llama.cpp may tokenize some texts differently.", QcoreWarning, stacklevel=2)
     return "default"
 
 

@@ -1,4 +1,4 @@
-"""GPTQ, version 1, as gptqmodel, vLLM and optimum read it. The bytes are described in `importers.gptq`."""
+"""GPTQ, version 1, for gptqmodel, vLLM and optimum. The bytes are described in `importers.gptq`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GPTQExporter:
         bits = layer.record.format.bits
         per_word = 32 // bits
         check_multiple(layer, per_word, per_word)
-        check_one_format(self._layers, layer, _common_settings, "GPTQ has one for all layers")
+        check_one_format(self._layers, layer, _common_settings, "GPTQ has one format for all layers")
         self._layers.append(layer)
         size = layer.record.format.group(layer.k)
         specs = layer.specs(
@@ -52,7 +52,7 @@ class GPTQExporter:
         return Written(specs, lambda weight: _pack(weight, bits, size))
 
     def settings(self, float_layers: Sequence[str]) -> dict[str, Any]:
-        """As gptqmodel writes it; layers that stay float are named in ``dynamic``."""
+        """In the form that gptqmodel writes; layers that stay float are named in ``dynamic``."""
         bits, size = _common_settings(self._layers[0])
         found = {
             "quant_method": "gptq",
@@ -74,7 +74,7 @@ def _common_settings(layer: Layer) -> tuple[int, int]:
 
 def _pack(weight: QTensor, bits: int, size: int) -> list[Tensor]:
     n, k = weight.shape
-    # Four bytes along K are one word of one output.
+    # Four bytes along K form one word of one output.
     words = offset_bytes(weight).view(n, -1, 4).transpose(0, 1).contiguous().view(torch.int32).squeeze(-1)
     zeros = pack_words(unsigned_zeros(weight, bits), bits) - ONES[bits][0]
     groups = (torch.arange(k, dtype=torch.int32) // size).to(torch.int32)

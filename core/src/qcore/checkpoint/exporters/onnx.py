@@ -1,4 +1,4 @@
-"""ONNX files, as onnxruntime runs them: a whole model of transformers with its quantized weights.
+"""ONNX files for onnxruntime: a whole model of transformers with its quantized weights.
 
 torch's exporter traces the model; quantized layers are traced as the operators of `onnx_weights`. The model has to fit
 in memory with its quantized weights.
@@ -27,9 +27,9 @@ from .onnx_model import Traced, empty_model, traced
 SUFFIX = ".onnx"
 MODEL_FILE = "model.onnx"
 _OPSET = 21
-"""The first with int4 and with blocks in DequantizeLinear."""
+"""The first version with int4 and with blocks in DequantizeLinear."""
 _MOST_BYTES = 2**31 - 2**24
-"""Of a file without external data: a protobuf message has less than 2 GiB."""
+"""Limit for a file without external data: a protobuf message must be smaller than 2 GiB."""
 
 
 def write_onnx(
@@ -38,8 +38,8 @@ def write_onnx(
     """Write a checkpoint's model to a ``.onnx`` file, or to a directory as ``model.onnx`` and ``model.onnx.data``.
 
     ``standard``: operators of ONNX only; ``side_files``: copied to a directory, by their names there; ``tell``: called
-    with steps done, all steps and what is being done. Returns the bytes written. Raises `CheckpointError` for models
-    that cannot be built or traced, and for layers that ONNX cannot hold, naming them.
+    with steps done, all steps and the current step. Returns the bytes written. Raises `CheckpointError` for models that
+    cannot be built or traced, and for layers that ONNX cannot represent, naming them.
     """
     steps = ("loading the weights", "tracing", "writing")
     tell(0, len(steps), steps[0])
@@ -69,13 +69,13 @@ def _exported(what: Traced, source: Path) -> Any:
             )  # fmt: skip
     except torch.onnx.OnnxExporterError as error:
         kind = type(getattr(what.module, "model", what.module)).__name__
-        hint = "If torch.onnx.export of the float model fails, too, the model's own code has to change."
+        hint = "If torch.onnx.export of the float model fails, too, the model's own code must be changed."
         raise file_error(source, f"torch cannot export {kind} to ONNX: {error.__cause__ or error}.", hint) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's warnings about packages that it could use."""
+    """Suppress the exporter's warnings about optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -86,7 +86,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _set_int4(program: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Make int4 tensors of initializers that hold two codes to a byte: torch has no such dtype."""
+    """Convert initializers that hold two codes per byte to int4 tensors: torch has no such dtype."""
     import onnx_ir  # type: ignore[import-not-found, unused-ignore]
 
     for name, shape in shapes.items():
@@ -102,7 +102,7 @@ def _write(program: Any, target: Path, side_files: Mapping[str, Path]) -> int:
     if target.suffix == SUFFIX:
         nbytes = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
         if nbytes > _MOST_BYTES:
-            raise file_error(target, f"its weights take {nbytes:,} bytes, and a file holds 2 GiB.", "Give a directory.")
+            raise file_error(target, f"its weights take {nbytes:,} bytes; the limit is 2 GiB.", "Pass a directory.")
         target.parent.mkdir(parents=True, exist_ok=True)
         with replace_atomically(target) as file:
             return file.write(program.model_proto.SerializeToString())
@@ -119,7 +119,7 @@ def _write(program: Any, target: Path, side_files: Mapping[str, Path]) -> int:
 
 
 def _publish(stage: Path, target: Path, save: str) -> None:
-    """Rename a complete directory into place; one that it replaces is moved aside before, and back if that fails."""
+    """Rename a complete directory into place; a replaced one is moved aside first, and back if the rename fails."""
     if not target.exists():
         stage.rename(target)
         return

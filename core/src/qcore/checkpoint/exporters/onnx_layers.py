@@ -28,7 +28,7 @@ from .onnx_weights import DequantizedWeight, ONNXWeight, onnx_weight, symbolic
 
 
 class _Rounded(nn.Module):
-    """x as its quantized activations stand for it, float32; x itself for a layer without them."""
+    """x after quantization and dequantization, float32; x itself for a layer with float activations."""
 
     scale: Tensor
     zero: Tensor
@@ -57,7 +57,7 @@ class _Rounded(nn.Module):
 
 
 class ONNXLinear(nn.Module):
-    """Stands for a `QuantizedLinear`."""
+    """Replaces a `QuantizedLinear`."""
 
     def __init__(self, layer: QuantizedLinear, weight: ONNXWeight) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class ONNXLinear(nn.Module):
 
 
 class ONNXIntegerLinear(nn.Module):
-    """Stands for a `QuantizedLinear` with symmetric int8 per token and per channel: MatMulInteger of ONNX.
+    """Replaces a `QuantizedLinear` with symmetric int8 per token and per channel: MatMulInteger of ONNX.
 
     ``codes``: int8 ``(K, N)``; ``scales``: float32 ``(N,)``.
     """
@@ -87,7 +87,7 @@ class ONNXIntegerLinear(nn.Module):
 
     @staticmethod
     def holds(layer: QuantizedLinear) -> bool:
-        """Whether the products of a layer are those of int8 codes alone."""
+        """Whether the products of a layer are products of int8 codes only."""
         format, activation = layer.scheme.weight, layer.scheme.activation
         integer = format.element.is_integer and format.zero is ZeroPoint.NONE
         per_channel = format.groups(layer.weight.shape[1]) == 1
@@ -104,7 +104,7 @@ class ONNXIntegerLinear(nn.Module):
 
 
 class ONNXEmbedding(nn.Module):
-    """Stands for a `QuantizedEmbedding`."""
+    """Replaces a `QuantizedEmbedding`."""
 
     def __init__(self, weight: ONNXWeight) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class ONNXEmbedding(nn.Module):
 
 
 class ONNXConv2d(nn.Module):
-    """Stands for a `QuantizedConv2d`: Conv of a dequantized weight, or products of receptive fields with own scales."""
+    """Replaces a `QuantizedConv2d`: Conv of a dequantized weight, or products of receptive fields with own scales."""
 
     def __init__(self, layer: QuantizedConv2d, weight: ONNXWeight) -> None:
         super().__init__()
@@ -174,12 +174,12 @@ def replace_layers(model: nn.Module, *, standard: bool) -> tuple[Mapping[str, tu
 
 
 def _replacement(module: nn.Module, shared: dict[object, ONNXWeight], standard: bool) -> nn.Module:
-    """The module that stands for a quantized layer. Raises `NotHeld`."""
+    """The module that replaces a quantized layer. Raises `NotHeld`."""
     if isinstance(module, (QuantizedExperts, QuantizedGroupedLinear)):
         raise NotHeld("it holds several experts in one tensor")
     assert isinstance(module, QuantizedModule)
     if module.scheme.output is not None:
-        raise NotHeld(f"its scheme {module.scheme} gives int8 results")
+        raise NotHeld(f"its scheme {module.scheme} returns int8 results")
     if type(module) is QuantizedLinear:
         if ONNXIntegerLinear.holds(module):
             return ONNXIntegerLinear(module)
@@ -193,7 +193,7 @@ def _replacement(module: nn.Module, shared: dict[object, ONNXWeight], standard: 
         if module.groups > 1:
             raise NotHeld("it quantizes activations for each of several channel groups")
         return ONNXConv2d(module, _weight_of(module, shared, standard=standard))
-    raise NotHeld(f"{type(module).__name__} has no form in ONNX")
+    raise NotHeld(f"{type(module).__name__} is not supported in ONNX")
 
 
 def _weight_of(module: QuantizedModule, shared: dict[object, ONNXWeight], *, standard: bool) -> ONNXWeight:

@@ -1,4 +1,4 @@
-"""Models of transformers as torch's ONNX exporter takes them: their class, their inputs and outputs by name."""
+"""Models of transformers in the form that torch's ONNX exporter needs: class, and inputs and outputs by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARTS = ("key", "value")
 
 @dataclass(frozen=True)
 class Traced:
-    """What is exported.
+    """The module to export.
 
     **Fields:** ``module``: called with ``arguments``; ``axes``: in the form of `torch.export`'s ``dynamic_shapes``;
     ``inputs``, ``outputs``: their names in the graph.
@@ -39,7 +39,7 @@ def empty_model(path: Path, *, is_gguf: bool) -> nn.Module:
     transformers = _transformers()
     folder = folder_of(path)
     if not is_gguf and not (folder / CONFIG).is_file():
-        what = f"it has no {CONFIG}, and an ONNX file is a model of transformers."
+        what = f"it has no {CONFIG}, which describes the model for the ONNX file."
         raise file_error(folder, what, "Copy the model's config.json to it.")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **({"gguf_file": path.name} if is_gguf else {}))
@@ -50,7 +50,7 @@ def empty_model(path: Path, *, is_gguf: bool) -> nn.Module:
             del settings.quantization_config
     if getattr(config, "is_encoder_decoder", False):
         raise file_error(
-            path, f"{config.model_type} is an encoder with a decoder, which is two graphs; ONNX is for one."
+            path, f"{config.model_type} is an encoder-decoder model, which needs two graphs; qcore writes one."
         )
     config.dtype = torch.float32
     name = next(iter(config.architectures or ()), "")
@@ -69,7 +69,7 @@ def empty_model(path: Path, *, is_gguf: bool) -> nn.Module:
 
 def _transformers() -> Any:
     try:
-        import onnxscript  # type: ignore[import-not-found, unused-ignore]  # noqa: F401 - torch's exporter needs it, and says so later and longer
+        import onnxscript  # type: ignore[import-not-found, unused-ignore]  # noqa: F401 - torch's exporter needs it, and raises later and at length
         import transformers
     except ImportError as error:
         raise CheckpointError(
@@ -80,7 +80,7 @@ def _transformers() -> Any:
 
 
 def traced(model: nn.Module, path: Path) -> Traced:
-    """How a model with weights is exported. Raises `CheckpointError` for one whose inputs are not known."""
+    """Prepare a model with weights for export. Raises `CheckpointError` for a model whose inputs are unknown."""
     accepted = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     if main == "input_ids" and "past_key_values" in accepted and getattr(model, "can_generate", bool)():
@@ -95,7 +95,7 @@ def traced(model: nn.Module, path: Path) -> Traced:
         side = config.image_size if isinstance(getattr(config, "image_size", None), int) else 224
         pixels = torch.zeros(2, getattr(config, "num_channels", 3), side, side)
         return _of_tensors(model, ["pixel_values"], [pixels], {0: "batch"})
-    raise file_error(path, f"{type(model).__name__} takes {main}; ONNX is written for input_ids and pixel_values.")
+    raise file_error(path, f"{type(model).__name__} takes {main}; ONNX is supported for input_ids and pixel_values.")
 
 
 class _Named(nn.Module):
@@ -119,7 +119,7 @@ def _of_tensors(model: nn.Module, names: list[str], arguments: list[Tensor], axe
 
 
 class _Generating(nn.Module):
-    """Calls a language model with the keys and values of earlier tokens; they and those of these tokens are results."""
+    """Calls a language model with the keys and values of earlier tokens; returns them with those of the new tokens."""
 
     def __init__(self, model: nn.Module, cache: type[Any], *, positions: bool) -> None:
         super().__init__()

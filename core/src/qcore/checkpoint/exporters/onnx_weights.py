@@ -1,15 +1,16 @@
-"""Quantized weights as operators of ONNX: the modules that stand for them while a model is traced.
+"""Quantized weights as operators of ONNX: the modules that replace them while a model is traced.
 
-Codes, zero points and scales keep their values, scales in float32. Three forms, the first that holds the weight:
+Codes, zero points and scales keep their values, scales in float32. The first of three forms that supports the weight is
+used:
 
 - `BlockWeight`: ``com.microsoft`` MatMulNBits and GatherBlockQuantized of onnxruntime, for codes of 4 or 8 bits in
   groups of a multiple of 16 or per channel.
 - `Bnb4Weight`: ``com.microsoft`` MatMulBnb4, for nf4 and fp4_bnb.
 - `DequantizedWeight`: DequantizeLinear of ONNX (opset 21) before a float product, for integers and fp8 in any group;
-  other tables by a Gather of their numbers.
+  other tables by a Gather of their values.
 
-Float zero points are added to the results, times the sum of x over each group: DequantizeLinear has none, and those of
-MatMulNBits would be rounded.
+Float zero points are multiplied by the sum of x over each group and added to the results: DequantizeLinear has none,
+and those of MatMulNBits would be rounded.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _FLOAT8 = {FP8: torch.float8_e4m3fn, FP8_E5M2: torch.float8_e5m2}
 def symbolic(
     op: str, inputs: list[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.float32, **attributes: Any
 ) -> Tensor:
-    """A node of ONNX whose one result has this shape and dtype. Under a trace nothing is computed."""
+    """A node of ONNX whose only result has this shape and dtype. Under a trace nothing is computed."""
     return torch.onnx.ops.symbolic(op, inputs, attributes, dtype=dtype, shape=list(shape))
 
 
 class ONNXWeight(nn.Module):
-    """A weight ``(N, K)`` of which the graph computes products and rows."""
+    """A weight ``(N, K)`` whose products and rows the graph computes."""
 
     added: Tensor | None
     order: Tensor | None
@@ -58,7 +59,7 @@ class ONNXWeight(nn.Module):
 
     @property
     def int4_initializers(self) -> Mapping[str, tuple[int, ...]]:
-        """Buffers that hold int4 codes, two to a byte, and the shape that they have in the graph."""
+        """Buffers that hold int4 codes, two per byte, and their shapes in the graph."""
         return {}
 
     def matmul(self, x: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ class BlockWeight(ONNXWeight):
         codes = (weight.codes().to(torch.int16) + half).to(torch.uint8)
         codes = pad(codes, (0, blocks * block - self.k), value=half)
         self.register_buffer("codes", _packed(codes, self.bits).view(self.n, blocks, -1))
-        repeats = -(-self.group // block)  # blocks of a group
+        repeats = -(-self.group // block)  # blocks per group
         self.register_buffer("scales", _per_block(weight.scales(), repeats, blocks).reshape(-1))
         zero = weight.integer_zero()
         if zero is not None:
@@ -178,10 +179,10 @@ class Bnb4Weight(ONNXWeight):
 
 
 class DequantizedWeight(ONNXWeight):
-    """``codes`` int4 (two to a byte, becomes an int4 initializer), int8 or float8 ``(N, K)``; scales ``(N, G)``.
+    """``codes`` int4 (two per byte, becomes an int4 initializer), int8 or float8 ``(N, K)``; scales ``(N, G)``.
 
-    fp4 is stored as int8 codes of twice its values, which are whole, with half its scales. Codes of other tables are
-    uint8 indices of ``table``.
+    fp4 is stored as int8 codes of twice its values, which are integers, with half its scales. Codes of other tables are
+    uint8 indices into ``table``.
     """
 
     codes: Tensor
@@ -232,7 +233,7 @@ class DequantizedWeight(ONNXWeight):
         return self._scaled(self.table, embedding(indices, self.codes), embedding(indices, self.scales))
 
     def _scaled(self, table: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        """Numbers of a table times their scales, for any rows."""
+        """Table values times their scales, for any rows."""
         return table[codes.long()] * scales.repeat_interleave(self.group, dim=-1)[..., : self.k]
 
 
@@ -247,12 +248,12 @@ def onnx_weight(weight: QTensor, *, standard: bool, rows: bool = False) -> ONNXW
 
 
 def _packed(values: Tensor, bits: int) -> Tensor:
-    """Unsigned codes ``(N, C)``, uint8, as they are (8 bits) or two to a byte, the even column low."""
+    """Unsigned codes ``(N, C)``, uint8, unchanged (8 bits) or two per byte, the even column low."""
     return values.contiguous() if bits == 8 else values[:, 0::2] | values[:, 1::2] << 4
 
 
 def _flat_int4(values: Tensor) -> Tensor:
-    """int8 values in row-major order as raw int4 data: two to a byte, the even element low."""
+    """int8 values in row-major order as raw int4 data: two per byte, the even element low."""
     flat = values.reshape(-1)
     flat = (pad(flat, (0, flat.numel() % 2)) & 15).view(torch.uint8)
     return flat[0::2] | flat[1::2] << 4

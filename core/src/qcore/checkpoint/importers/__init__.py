@@ -1,4 +1,4 @@
-"""Checkpoints of other tools, one module per format: which weights a checkpoint holds, and how their bytes are read.
+"""Checkpoints of other tools, one module per format: each finds the weights of a checkpoint and decodes their bytes.
 
 May import: the modules of checkpoint that read files and records, and the floors below. Imported by: `opening`.
 """
@@ -29,4 +29,4 @@ BUILTIN: tuple[Importer, ...] = (
     Quanto(),
     TorchAO(),
 )
-"""The importers of qcore. The first that recognizes a checkpoint reads it; those of plugins are asked after them."""
+"""The importers of qcore. The first that recognizes a checkpoint reads it; those of plugins are tried after them."""

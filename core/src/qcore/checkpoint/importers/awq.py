@@ -1,11 +1,11 @@
-"""AWQ, as autoawq, llmcompressor's older versions and auto-round write it: 4 bits, one zero point per group.
+"""AWQ, written by autoawq, older versions of llmcompressor and auto-round: 4 bits, one zero point per group.
 
-With unsigned codes u and zero points z, ``W[n, k] = (u - z) * scale``; the zero points are stored as they are. P is
+With unsigned codes u and zero points z, ``W[n, k] = (u - z) * scale``; the zero points are stored unchanged. P is
 ``[0, 2, 4, 6, 1, 3, 5, 7]``: nibble i of a word of GEMM belongs to output ``8 c + P[i]``.
 
 =====  ==================================================================================================
 gemm   ``qweight`` int32 (K, N / 8) and ``qzeros`` int32 (G, N / 8), outputs in the order P; ``scales`` (G, N)
-gemv   ``qweight`` int32 (N, K / 8) and ``qzeros`` int32 (N, W), in sequence; ``scales`` (N, 8 W), G of them used
+gemv   ``qweight`` int32 (N, K / 8) and ``qzeros`` int32 (N, W), sequential; ``scales`` (N, 8 W), G of them used
 =====  ==================================================================================================
 """
 
@@ -27,7 +27,7 @@ from .packing import SIGN_OF_NIBBLES, signed, unpack_words
 from .turning import turned_awq
 
 LOW_OUTPUTS = (0, 4, 1, 5)
-"""The outputs, of eight, in the low nibbles of the four bytes of a word."""
+"""The outputs (of eight) in the low nibbles of the four bytes of a word."""
 HIGH_OUTPUTS = (2, 6, 3, 7)
 _CENTRE = 8
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -47,7 +47,7 @@ class AWQ:
         layout = _layout(source)
         bits = source.setting("bits", int) or source.setting("w_bit", int, 4)
         if bits != 4:
-            what = f"its quantization_config has {bits} bits; AWQ's layouts are read with 4."
+            what = f"its quantization_config has {bits} bits; qcore reads AWQ with 4."
             raise file_error(source.path, what, "Get the checkpoint in the format gptq.")
         wanted = source.setting("group_size", int)
         wanted = source.setting("q_group_size", int, -1) if wanted is None else wanted
@@ -63,7 +63,7 @@ def _layout(source: Source) -> str:
         return layout
     raise file_error(
         source.path,
-        f"its AWQ version is {layout[:40]!r}, another layout of the bytes than 'gemm' and 'gemv'.",
+        f"its AWQ version is {layout[:40]!r}; qcore reads the layouts 'gemm' and 'gemv'.",
         "Get the checkpoint in the version gemm, or quantize the float model with qcore.",
     )
 
@@ -88,7 +88,7 @@ def _plan_gemm(source: Source, wanted: int | None, layer: str, plan: Plan) -> No
     names, shapes = _parts(source, layer)
     (k, words), (groups, n) = shapes["qweight"], shapes["scales"]
     if n != 8 * words or shapes.get("qzeros", (groups, words)) != (groups, words) or groups > k:
-        raise LayerRefused(f"its tensors have shapes {shapes}, which do not belong together")
+        raise LayerRefused(f"its tensors have shapes {shapes}, which are inconsistent")
     size = group_size(k, groups, wanted)
     zero = _zero(unpack_gemm(source.read(names["qzeros"]))) if "qzeros" in names else None
     _add(source, layer, names, (n, k), size, zero, turned_awq, lambda scales: scales, plan)
@@ -102,7 +102,7 @@ def _plan_gemv(source: Source, wanted: int | None, layer: str, plan: Plan) -> No
     groups = -(-k // size) if size else 1
     zeros = shapes.get("qzeros", (n, -(-groups // 8)))
     if rows != n or stored < groups or zeros[0] != n or 8 * zeros[1] < groups:
-        raise LayerRefused(f"its tensors have shapes {shapes}, which do not belong together")
+        raise LayerRefused(f"its tensors have shapes {shapes}, which are inconsistent")
     zero = None
     if "qzeros" in names:
         zero = _zero(unpack_words(source.read(names["qzeros"]), 4, groups, dim=1).t())
@@ -131,7 +131,7 @@ def _add(
 
 
 def _zero(unsigned: Tensor) -> Tensor | None:
-    """Zero points as qcore has them, int8 (G, N), or None if all are the centre of the codes."""
+    """Zero points in qcore's form, int8 (G, N), or None if all are the centre of the codes."""
     return None if bool((unsigned == _CENTRE).all()) else signed(unsigned.contiguous(), 4)
 
 
@@ -145,5 +145,5 @@ def unpack_gemm(words: Tensor) -> Tensor:
 
 
 def _gemv_to_plain(words: Tensor) -> Tensor:
-    """``qweight`` int32 (N, K / 8) in sequence: a byte holds two neighbouring codes, as in PLAIN."""
+    """``qweight`` int32 (N, K / 8), packed sequentially: a byte holds two neighbouring codes, as in PLAIN."""
     return words.contiguous().view(torch.uint8).bitwise_xor_(SIGN_OF_NIBBLES)

@@ -1,7 +1,7 @@
 """The interface of importers: each recognizes the checkpoints of one tool and plans how its weights are read.
 
-Nothing is quantized again: a weight that is imported dequantizes, in float32, to what the tool itself computes. What
-qcore's formats cannot hold is refused by layer.
+Nothing is quantized again: an imported weight dequantizes, in float32, to the values that the tool itself computes. A
+layer that qcore's formats cannot represent is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..header import Entry, file_error
 from ..model_config import folder_of, read_json
 
 Read = Callable[[str], Tensor]
-"""Reads the stored tensor of a name into new memory on the CPU."""
+"""Reads the stored tensor with the given name into new memory on the CPU."""
 _MOST_DESCRIPTION = 64
-"""Bytes of a tensor that describes a layer at most."""
+"""The maximum bytes of a tensor that describes a layer."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Source:
             raise file_error(
                 self.path,
                 f"its quantization_config has {name} {quoted(value)}.",
-                "Download config.json again: the file is damaged, or of a tool that qcore does not know.",
+                "Download config.json again: the file is damaged, or from a tool that qcore does not support.",
             )
         return value
 
@@ -88,8 +88,8 @@ class ForeignWeight:
 
     **Fields:** ``name``: of the parameter in the model, ``"LAYER.weight"``; ``shape``: ``(N, K)`` or ``(E, N, K)``;
     ``scheme``: its weight format, and the activation that the tool uses; ``sources``: stored tensors that ``build``
-    reads; ``build``: makes the weight; ``scale_dtype``: of its float scales; ``order``: whether its columns have one;
-    ``global_scale``: the one of ``sources`` that holds its global scale, one number, if any does.
+    reads; ``build``: creates the weight; ``scale_dtype``: of its float scales; ``order``: whether its columns have one;
+    ``global_scale``: the one of ``sources`` that holds its global scale, a single number, if there is one.
     """
 
     name: str
@@ -115,10 +115,10 @@ class ForeignTensor:
 
 @dataclass
 class Plan:
-    """What a checkpoint holds. Tensors that are in no ``sources`` and not in ``dropped`` are taken as they are.
+    """The contents of a checkpoint. Tensors that are in no ``sources`` and not in ``dropped`` are read unchanged.
 
-    **Fields:** ``weights``; ``tensors``; ``dropped``: names of stored tensors without a use; ``refused``: layer to the
-    reason why it cannot be read; ``notes``: layer to a difference from how the tool runs it, for a warning.
+    **Fields:** ``weights``; ``tensors``; ``dropped``: names of unused stored tensors; ``refused``: layer to the reason
+    why it cannot be read; ``notes``: layer to a difference from how the tool runs it, for a warning.
     """
 
     weights: list[ForeignWeight] = field(default_factory=list)
@@ -129,12 +129,12 @@ class Plan:
 
     @property
     def used(self) -> set[str]:
-        """The names of stored tensors that a weight or a tensor is made of, or that have no use."""
+        """The names of stored tensors that a weight or tensor is built from, or that are unused."""
         parts: Iterable[ForeignWeight | ForeignTensor] = (*self.weights, *self.tensors)
         return {name for part in parts for name in part.sources} | self.dropped
 
     def add(self, other: Plan) -> None:
-        """Add what another plan describes."""
+        """Add the contents of another plan."""
         self.weights += other.weights
         self.tensors += other.tensors
         self.dropped |= other.dropped
@@ -151,7 +151,7 @@ class Importer(Protocol):
         ...
 
     def recognizes(self, source: Source) -> bool:
-        """Whether the checkpoint is of this tool, from settings, names, shapes and dtypes."""
+        """Whether the checkpoint is from this tool, judging by settings, names, shapes and dtypes."""
         ...
 
     def plan(self, source: Source) -> Plan:
@@ -160,7 +160,7 @@ class Importer(Protocol):
 
 
 class LayerRefused(Exception):  # noqa: N818 - says what happens to a layer, is caught and never seen by users
-    """Raised while one layer is planned: what qcore lacks to hold it."""
+    """Raised while one layer is planned: the reason why qcore cannot represent it."""
 
 
 def plan_layers(layers: Iterable[str], plan_one: Callable[[str, Plan], None]) -> Plan:
@@ -193,14 +193,14 @@ def refusal_error(path: Path, refused: Mapping[str, str]) -> CheckpointError:
 
 
 def calibrated(target: str, dtype: torch.dtype, name: str) -> ForeignTensor:
-    """A calibrated scale or zero point, stored as ``name``, as the one number of ``dtype`` that a scheme takes."""
+    """A calibrated scale or zero point, stored as ``name``, as the single number of ``dtype`` that a scheme takes."""
     return ForeignTensor(target, dtype, (), (name,), lambda read: read(name).to(dtype).reshape(()))
 
 
 def group_size(k: int, groups: int, wanted: int | None) -> int | None:
     """The columns per scale of a weight with K columns and G scales per row; None for one scale.
 
-    ``wanted``: what the settings say, -1 or None for one scale; a layer of another size has its own. Raises
+    ``wanted``: the size in the settings, -1 or None for one scale; a layer may have a different size. Raises
     `LayerRefused` if no size gives G groups.
     """
     if groups == 1 and not (wanted and 0 < wanted < k):
@@ -208,7 +208,7 @@ def group_size(k: int, groups: int, wanted: int | None) -> int | None:
     for size in (wanted, -(-k // groups)):
         if size and size > 0 and -(-k // size) == groups:
             return size
-    raise LayerRefused(f"{groups} groups of {k} columns have no common size")
+    raise LayerRefused(f"{k} columns cannot be split into {groups} groups of one size")
 
 
 def int_format(bits: int, group: int | None, zero: ZeroPoint) -> Format:

@@ -1,4 +1,4 @@
-"""bitsandbytes: NF4, FP4 and int8, as transformers saves them.
+"""bitsandbytes: NF4, FP4 and int8, in the form that transformers saves.
 
 4 bits: ``weight`` uint8, the codes of the flattened matrix, high nibble first; ``weight.absmax``, one scale for each
 block of 64 of them; ``weight.quant_map``, the table of the 16 values; ``weight.quant_state.bitsandbytes__nf4`` or
@@ -6,9 +6,9 @@ block of 64 of them; ``weight.quant_map``, the table of the 16 values; ``weight.
 
     absmax[i] = nested_quant_map[absmax[i]] * nested_absmax[i // 256] + nested_offset
 
-int8: ``weight`` int8 (N, K) and ``SCB`` float32 (N,): ``W = (weight * SCB) * (1 / 127)``. qcore has one scale,
-SCB / 127, rounded: a quarter of the weights differ by one unit in the last place of float32. The tool's own product is
-of int8 activations, but for columns of outliers; here activations stay float.
+int8: ``weight`` int8 (N, K) and ``SCB`` float32 (N,): ``W = (weight * SCB) * (1 / 127)``. qcore uses one scale,
+SCB / 127, rounded: a quarter of the weights differ by one unit in the last place of float32. The tool itself multiplies
+int8 activations, except for outlier columns; here activations stay float.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .base import ForeignWeight, LayerRefused, Plan, Read, Source, plan_layers
 
 _ELEMENTS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 _MOST_STATE = 4096
-"""Bytes of the JSON of one layer at most."""
+"""The maximum bytes of the JSON of one layer."""
 _ROW_MAJOR = [0]
 _MOST_OFFSET = torch.finfo(torch.float32).max
 
@@ -54,7 +54,7 @@ class BitsAndBytes:
 
 @dataclass(frozen=True)
 class _State:
-    """The JSON of a layer. ``nested_block``: scales that share one of their own, 0 if they are floats."""
+    """The JSON of a layer. ``nested_block``: the number of scales that share a scale, 0 if they are floats."""
 
     kind: str
     shape: tuple[int, int]
@@ -69,7 +69,7 @@ class _State:
         except (ValueError, RecursionError):
             raise LayerRefused("its quant_state is not JSON") from None
         if not isinstance(tree, dict):
-            raise LayerRefused("its quant_state is no JSON object")
+            raise LayerRefused("its quant_state is not a JSON object")
         shape: Any = tree.get("shape")
         sizes: Any = (tree.get("blocksize"), tree.get("nested_blocksize", 0))
         fits = isinstance(shape, list) and len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
@@ -87,7 +87,7 @@ def _plan_4bit(source: Source, layer: str, plan: Plan) -> None:
     start = f"{layer}.weight"
     states = [name for name in source.entries if name.startswith(f"{start}.quant_state.bitsandbytes__")]
     if len(states) != 1 or source.entries[states[0]].nbytes > _MOST_STATE:
-        raise LayerRefused("it has no quant_state of a usual size")
+        raise LayerRefused("its quant_state is missing or too large")
     state = _State.parse(source.read(states[0]))
     names = {part: f"{start}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
     names = {"weight": start, **{part: name for part, name in names.items() if name in source.entries}}
@@ -96,11 +96,11 @@ def _plan_4bit(source: Source, layer: str, plan: Plan) -> None:
     element = find_element(_ELEMENTS[state.kind])
     table = torch.tensor(element.values, dtype=torch.float32)
     if not torch.equal(source.read(names["quant_map"]), table):
-        raise LayerRefused(f"its quant_map is another table than {state.kind}'s")
+        raise LayerRefused(f"its quant_map is not the table of {state.kind}")
     format = Format.parse(f"{element.name}-g{state.block}")
 
     def build(read: Read) -> QTensor:
-        # High nibble first there, low nibble first here.
+        # High nibble first in bitsandbytes, low nibble first in qcore.
         data = read(names["weight"]).view(torch.uint8).reshape(n, k // 2)
         scale = _absmax(read, names, state).view(n, k // state.block).t()
         return QTensor((data >> 4) | (data << 4), scale, None, (n, k), format)
@@ -110,11 +110,11 @@ def _plan_4bit(source: Source, layer: str, plan: Plan) -> None:
 
 
 def _check(source: Source, state: _State, names: dict[str, str]) -> None:
-    """Raise `LayerRefused` for tensors that do not belong to the state, and for blocks that run across rows."""
+    """Raise `LayerRefused` for tensors that do not match the state, and for blocks that cross rows."""
     entries = {part: source.entries[name] for part, name in names.items()}
     n, k = state.shape
     if k % state.block or k % 2:
-        raise LayerRefused(f"its blocks of {state.block} weights run across rows of {k}; qcore's scales do not")
+        raise LayerRefused(f"its blocks of {state.block} weights cross rows of {k}; qcore's groups cannot")
     blocks = n * k // state.block
     nested = entries["absmax"].dtype == torch.uint8 if "absmax" in entries else False
     needed = {"weight", "absmax", "quant_map"} | ({"nested_absmax", "nested_quant_map"} if nested else set())
@@ -126,7 +126,7 @@ def _check(source: Source, state: _State, names: dict[str, str]) -> None:
     wrong = [part for part, size in sizes.items() if entries[part].nbytes != size]
     floats = [part for part in needed - {"weight", "absmax"} if entries[part].dtype != torch.float32]
     if wrong or floats or entries["absmax"].dtype not in (torch.uint8, torch.float32):
-        raise LayerRefused(f"the sizes or dtypes of {', '.join([*wrong, *floats]) or 'absmax'} do not fit")
+        raise LayerRefused(f"the sizes or dtypes of {', '.join([*wrong, *floats]) or 'absmax'} are wrong")
 
 
 def _absmax(read: Read, names: dict[str, str], state: _State) -> Tensor:
@@ -135,7 +135,7 @@ def _absmax(read: Read, names: dict[str, str], state: _State) -> Tensor:
     if absmax.dtype == torch.float32:
         return absmax
     own = read(names["nested_quant_map"]).flatten()[absmax.int()]
-    block = min(state.nested_block, len(own))  # a larger one may be said, but not allocated
+    block = min(state.nested_block, len(own))  # the file may claim a larger one, which must not be allocated
     nested = read(names["nested_absmax"]).flatten().repeat_interleave(block)[: len(own)]
     return own * nested + state.nested_offset
 
@@ -152,7 +152,7 @@ def _plan_int8(source: Source, layer: str, plan: Plan) -> None:
     layout = f"{layer}.weight_format"
     if layout in source.entries:
         if source.integers(layout) != _ROW_MAJOR:
-            raise LayerRefused("its weight_format is a tiling of old GPUs; save it with a newer bitsandbytes")
+            raise LayerRefused("its weight_format is a tiled layout for old GPUs; save it with a newer bitsandbytes")
         plan.dropped.add(layout)
     n, k = weight.shape
     scheme = Scheme.parse("w8a16")

@@ -1,7 +1,7 @@
-"""compressed-tensors, as llm-compressor and vLLM's tools write it: integers, fp8, NVFP4, MXFP4 and MXFP8.
+"""compressed-tensors, written by llm-compressor and vLLM's tools: integers, fp8, NVFP4, MXFP4 and MXFP8.
 
-How a layer is stored follows from its tensors; ``config_groups`` in the settings say how many bits the codes have and
-how the tool quantizes activations. With h the centre of the codes:
+The storage of a layer follows from its tensors; ``config_groups`` in the settings contain the number of bits of the
+codes and the quantization of activations. With h the centre of the codes:
 
 - ``weight_packed`` int32 (N, words), codes plus h packed along K; ``weight_zero_point`` int32, packed along N;
 - ``weight`` int8 (N, K), codes of any number of bits; ``weight_zero_point`` int8;
@@ -9,7 +9,7 @@ how the tool quantizes activations. With h the centre of the codes:
 - ``weight_packed`` uint8 (N, K / 2), e2m1, low nibble first: with e8m0 scales for groups of 32 (MXFP4), or with e4m3fn
   ones for groups of 16 and ``weight_global_scale``, which divides them (NVFP4).
 
-Scales are (N, G). ``weight_g_idx`` (K,) is the group of each column, which newer versions of the tool no longer read.
+Scales are (N, G). ``weight_g_idx`` (K,) is the group of each column; newer versions of the tool no longer read it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CompressedTensors:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The stored tensors of a layer by the last part of their names, and the group of the settings it belongs to."""
+    """The stored tensors of a layer by the last part of their names, and its group in the settings."""
 
     source: Source
     name: str
@@ -91,7 +91,7 @@ class _Layer:
 
 
 _Planned = tuple[tuple[int, int], Format, Callable[[Read], QTensor], torch.dtype, bool]
-"""Shape, format, how the weight is built, the dtype of its scales, and whether its columns have an order."""
+"""Shape, format, the function that builds the weight, the dtype of its scales, and whether it has a column order."""
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_g_idx")
 
 
@@ -152,9 +152,9 @@ def _packed_int(layer: _Layer) -> _Planned:
 
 
 def _columns(layer: _Layer, n: int, words: int, bits: int) -> tuple[int, bool]:
-    """K, which is what ``weight_shape`` says, if the words can hold it, and whether no code runs across words.
+    """K according to ``weight_shape``, if the words can hold it, and whether no code crosses words.
 
-    Older versions of the tool leave the highest bits of a word empty; 0.20 packs bits one after the other.
+    Older versions of the tool leave the highest bits of a word empty; 0.20 packs all bits consecutively.
     """
     name, most = f"{layer.name}.weight_shape", words * 32 // bits
     entry = layer.source.entries.get(name)
@@ -166,12 +166,12 @@ def _columns(layer: _Layer, n: int, words: int, bits: int) -> tuple[int, bool]:
     if rows == n and k > 0 and -(-k // (32 // bits)) == words:
         return k, -(-k * bits // 32) != words
     if rows != n or not 0 < k <= most or -(-k * bits // 32) != words:
-        raise LayerRefused(f"its weight_shape {(rows, k)} does not fit weight_packed {(n, words)} with {bits} bits")
+        raise LayerRefused(f"its weight_shape {(rows, k)} does not match weight_packed {(n, words)} with {bits} bits")
     return k, False
 
 
 def _groups(layer: _Layer, n: int) -> int:
-    """Scales per row."""
+    """The number of scales per row."""
     shape = layer.shape("weight_scale")
     if shape in ((), (1,), (n,)):
         return 1
@@ -200,7 +200,7 @@ def _whole_fp8(layer: _Layer) -> _Planned:
     n, k = layer.matrix("weight")
     names, scale = layer.names, layer.shape("weight_scale")
     if layer.dtype("weight") != torch.float8_e4m3fn or "weight_zero_point" in names:
-        raise LayerRefused(f"its weight is {layer.dtype('weight')}; qcore reads int8 and float8_e4m3fn without zeros")
+        raise LayerRefused(f"its weight is {layer.dtype('weight')}; qcore reads int8, and float8_e4m3fn without zeros")
     if len(scale) == 2 and scale[0] == n and scale[1] > 1 and layer.group.block is None:
         rows, size = 1, group_size(k, scale[1], layer.group.size)
     else:

@@ -1,4 +1,4 @@
-"""The ``config_groups`` of compressed-tensors: which layers a group holds, and how the tool quantizes there."""
+"""The ``config_groups`` of compressed-tensors: the layers of each group, and how the tool quantizes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import ForeignTensor, LayerRefused, Plan, Source, calibrated
 from .fp8 import input_scale
 from .name_patterns import NamePattern
 
-_DAMAGED = "Download config.json again: the file is damaged, or of a version that qcore does not know."
+_DAMAGED = "Download config.json again: the file is damaged, or of a version that qcore does not support."
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Group:
     """One of ``config_groups``.
 
     **Fields:** ``names``: of layers; ``classes``: of layers, by name; ``patterns``: regular expressions for names of
-    layers, matched at the start;
-    ``bits``, ``size`` (columns per scale, None for a row), ``block`` (rows and columns per scale): of weights;
+    layers, matched at the start; ``bits``, ``size`` (columns per scale, None for a row), ``block`` (rows and columns
+    per scale): of weights;
     ``activations``: the settings of activations, None for float; ``format``: of the bytes, or empty.
     """
 
@@ -40,12 +40,12 @@ class Group:
     classes: frozenset[str] = field(default_factory=frozenset)
 
     def holds(self, layer: str) -> bool:
-        """Whether the group's targets match a layer: by its name, a pattern, or the class of linear layers."""
+        """Whether the group's targets match a layer by its name, a pattern, or the class of linear layers."""
         return layer in self.names or any(p.matches(layer) for p in self.patterns) or bool(self.classes)
 
 
 def groups_of(source: Source) -> list[Group]:
-    """The groups of the settings, those that name layers before those that name classes. Raises `CheckpointError`."""
+    """The groups in the settings, those that name layers before those that name classes. Raises `CheckpointError`."""
     groups = source.setting("config_groups", dict)
     if not groups:
         raise file_error(source.path, "its quantization_config has no config_groups.", _DAMAGED)
@@ -65,7 +65,7 @@ def _group(source: Source, name: str, value: Any) -> Group:
         what = f"its group {name[:40]!r} has group_size {quoted(size)} and block_structure {quoted(block)}."
         raise file_error(source.path, what, _DAMAGED)
     activations = value.get("input_activations")
-    # A class is named as "Linear"; names of layers have dots, or are names of the file.
+    # A class is a name such as "Linear"; names of layers contain dots, or are names in the file.
     plain = {target for target in targets if not target.startswith("re:")}
     classes = frozenset(target for target in plain if target[:1].isupper() and "." not in target)
     return Group(
@@ -88,7 +88,7 @@ def _pattern(source: Source, text: str) -> NamePattern:
     try:
         return NamePattern(text)
     except ValueError as error:
-        what = f"its target {text[:60]!r} is no regular expression: {error}."
+        what = f"its target {text[:60]!r} is not a supported regular expression: {error}."
         raise file_error(source.path, what, _DAMAGED) from None
 
 
@@ -114,7 +114,7 @@ def activation_of(source: Source, layer: str, group: Group, format: Format, plan
     except FormatError:
         activation, scheme = None, Scheme(format)
     if activation is None:
-        text = f"{quoted(kind)} activations of {quoted(bits)} bits stay float: qcore has no such activations"
+        text = f"{quoted(kind)} activations of {quoted(bits)} bits stay float: qcore does not support them"
         plan.notes[layer] = text
         return scheme
     if isinstance(activation, (StaticInt8, StaticFP8)):

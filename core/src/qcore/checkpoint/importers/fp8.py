@@ -1,15 +1,15 @@
-"""fp8 as DeepSeek, Qwen, MiniMax and others store it (``fp8``), and as fbgemm does (``fbgemm_fp8``).
+"""fp8 in the form of DeepSeek, Qwen, MiniMax and others (``fp8``), and of fbgemm (``fbgemm_fp8``).
 
 ``weight`` e4m3fn (N, K), and one of
 
-- ``weight_scale_inv`` (ceil(N / bn), ceil(K / bk)): one scale for a block of bn x bk weights, mostly 128 x 128; in
-  spite of its name it multiplies. The last blocks may be ragged. float32, or e8m0 bytes;
+- ``weight_scale_inv`` (ceil(N / bn), ceil(K / bk)): one scale for a block of bn x bk weights, usually 128 x 128;
+  despite its name it multiplies. The last blocks may be ragged. float32, or e8m0 bytes;
 - ``weight_scale`` (), (1,) or (N, 1): one scale for the tensor, or for each row.
 
 Fused experts are a parameter ``P`` e4m3fn (E, N, K) with ``P_scale_inv`` (E, ceil(N / bn), ceil(K / bk)).
 
-A block is a group of bk columns, whose scale is that of bn rows. Activations are e4m3fn too: with scales per token or
-per group made at run time, or with ``input_scale`` for the tensor.
+A block becomes a group of bk columns in each of its bn rows, with the same scale. Activations are e4m3fn, too: with
+scales per token or per group computed at run time, or with ``input_scale`` for the tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...weights.schemes import Scheme
 from .base import ForeignTensor, ForeignWeight, LayerRefused, Plan, Read, Source, calibrated, plan_layers
 
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
-"""Dtypes under which files hold scales that are powers of two."""
+"""Dtypes in which files store scales that are powers of two."""
 _SCALES = ("weight_scale_inv", "weight_scale")
 
 
@@ -46,7 +46,7 @@ class FP8:
         layers = (layer for scale in _SCALES for layer in source.layers(scale, "weight"))
         found = plan_layers(layers, partial(plan_fp8, source, block_size(source)))
         found.add(plan_layers(_fused_experts(source), partial(_plan_experts, source, block_size(source))))
-        # The bound of fbgemm's activations, 1200 mostly, above which it clips.
+        # The bound of fbgemm's activations, usually 1200, above which it clips.
         found.dropped |= {name for name in source.entries if name.endswith(".input_scale_ub")}
         return found
 
@@ -63,7 +63,7 @@ def _plan_experts(source: Source, block: tuple[int, int] | None, parameter: str,
     if weight.dtype != torch.float8_e4m3fn or len(weight.shape) != 3 or scale.shape[:1] != weight.shape[:1]:
         raise LayerRefused(f"it is {weight.dtype} of shape {weight.shape}, its scales have shape {scale.shape}")
     if f"{parameter}_activation_scale" in source.entries:
-        raise LayerRefused("its experts have activation scales of their own, of which qcore has one")
+        raise LayerRefused("each of its experts has an activation scale, but qcore supports only one for all")
     e, n, k = weight.shape
     rows, group = scale_blocks(scale.shape[1:], (n, k), block)
     format = fp8_format(group, powers=scale.dtype in E8M0)
@@ -83,7 +83,7 @@ def fp8_format(group: int | None, *, powers: bool) -> Format:
 
 
 def block_size(source: Source) -> tuple[int, int] | None:
-    """Rows and columns of a block, None if the settings name none."""
+    """Rows and columns of a block, None if the settings do not name a block size."""
     given: Any = source.settings.get("weight_block_size")
     if isinstance(given, list) and len(given) == 2 and all(type(size) is int and size > 0 for size in given):
         return given[0], given[1]
@@ -119,9 +119,9 @@ def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Pl
 def scale_blocks(
     scale: tuple[int, ...], shape: tuple[int, int], block: tuple[int, int] | None
 ) -> tuple[int, int | None]:
-    """The rows that share a scale, and the columns per scale (None for all), of scales of a shape.
+    """The number of rows that share a scale, and of columns per scale (None for all), from the shape of the scales.
 
-    Raises `LayerRefused` for scales that are not of ``block``.
+    Raises `LayerRefused` for scales that do not match ``block``.
     """
     n, k = shape
     if scale in ((), (1,), (1, 1)) and block is None:
@@ -130,11 +130,11 @@ def scale_blocks(
         return 1, None
     if block is not None and scale == (-(-n // block[0]), -(-k // block[1])):
         return block[0], block[1]
-    raise LayerRefused(f"its scales have shape {scale}, which is not that of blocks of {block} of a weight {shape}")
+    raise LayerRefused(f"its scales have shape {scale}, which does not match blocks of {block} of a weight {shape}")
 
 
 def spread_scale(scale: Tensor, n: int, rows: int) -> Tensor:
-    """Scales of blocks of ``rows`` rows ``(blocks, G)``, or of one or each row, as one per row and group ``(G, N)``."""
+    """Expand scales per block of ``rows`` rows ``(blocks, G)``, per tensor or per row, to one per row and group."""
     own = scale.view(torch.uint8) if scale.dtype in E8M0 else scale
     table = own.reshape(1, 1) if own.numel() == 1 else own.reshape(own.shape[0], -1)
     spread = table if rows == 1 else table.repeat_interleave(rows, dim=0)[:n]
@@ -142,8 +142,8 @@ def spread_scale(scale: Tensor, n: int, rows: int) -> Tensor:
 
 
 def input_scale(source: Source, layer: str) -> ForeignTensor:
-    """The scale of static activations of a layer, as the float32 number that a scheme takes."""
+    """The scale of a layer's static activations, as the float32 number that a scheme takes."""
     name = f"{layer}.input_scale"
     if source.entries[name].shape not in ((), (1,)):
-        raise LayerRefused(f"its input_scale has shape {source.entries[name].shape}; qcore has one scale per tensor")
+        raise LayerRefused(f"its input_scale has shape {source.entries[name].shape}; qcore takes one scale per tensor")
     return calibrated(name, torch.float32, name)

@@ -1,4 +1,4 @@
-"""GGUF, the format of llama.cpp: names and rows of its tensors as transformers' models have them.
+"""GGUF, the format of llama.cpp: its tensors with the names and row order of transformers' models.
 
 Types are per tensor. The rows of q and k are permuted in models of the architecture ``llama`` (Mistral and Mixtral,
 too); gemma's norms are stored plus one; the experts of a layer are one tensor. See `gguf_blocks` for the bytes.
@@ -68,7 +68,7 @@ _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 def row_bytes(tensor: GGUFTensor, path: Path) -> int:
-    """Bytes of one row; 0 for types that are not known, which the plan refuses. Raises `CheckpointError`."""
+    """Bytes of one row; 0 for unknown types, which the plan refuses. Raises `CheckpointError`."""
     plain = PLAIN_TYPES.get(tensor.kind)
     if plain is not None:
         return tensor.shape[-1] * plain.itemsize
@@ -76,18 +76,18 @@ def row_bytes(tensor: GGUFTensor, path: Path) -> int:
     if block is None:
         return 0
     if tensor.shape[-1] % block.columns:
-        what = f"its rows of {tensor.shape[-1]} are no multiple of the {block.columns} columns of a block."
+        what = f"its rows have {tensor.shape[-1]} columns, not a multiple of the {block.columns} columns of a block."
         raise file_error(path, what, tensor=tensor.name)
     return tensor.shape[-1] // block.columns * block.nbytes
 
 
 def plan_gguf(header: GGUFHeader, entries: Mapping[str, Entry], path: Path) -> Plan:
-    """Describe the weights of a file. Raises `CheckpointError` for an architecture that is not known."""
+    """Describe the weights of a file. Raises `CheckpointError` for an unknown architecture."""
     arch = header.metadata.get("general.architecture")
     names = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
     if names is None:
         known = ", ".join(ARCHITECTURES)
-        what = f"its architecture is {str(arch)[:40]!r}; qcore knows the names of {known}."
+        what = f"its architecture is {str(arch)[:40]!r}; qcore supports {known}."
         raise file_error(path, what, "Get the model as safetensors, or load another file.")
     assert isinstance(arch, str)
     job = _Job(arch, names, header, entries)
@@ -142,7 +142,7 @@ class _Job:
         """Plan the experts of one layer: gate and up are one weight in transformers' models."""
         parts = self.experts[target]
         if set(parts) != set(_EXPERTS):
-            raise LayerRefused(f"of its experts there are only {', '.join(sorted(parts))}")
+            raise LayerRefused(f"of its experts only {', '.join(sorted(parts))} are present")
         gate, up, down = (self.header.tensors[parts[part]] for part in _EXPERTS)
         if any(len(t.shape) != 3 for t in (gate, up, down)) or gate.shape != up.shape or gate.kind != up.kind:
             raise LayerRefused("its experts' gate and up have different shapes or types")
@@ -172,7 +172,7 @@ class _Job:
         plan.weights.append(weight)
 
     def _target(self, name: str) -> tuple[str, str]:
-        """The name in transformers, and the part of the layer that it is; for experts the name of their module."""
+        """The name in transformers and the part of the layer; for experts the name of their module."""
         base, _, kind = name.rpartition(".")
         if base in _WHOLE and kind in ("weight", "bias"):
             return f"{_WHOLE[base]}.{kind}", base
@@ -190,7 +190,7 @@ class _Job:
         return BLOCK_TYPES[kind]
 
     def _arrange(self, part: str, rows: int) -> Callable[[Tensor], Tensor]:
-        """The function that puts the rows of a tensor into the order of transformers."""
+        """The function that permutes the rows of a tensor to transformers' order."""
         if self.arch not in PERMUTED or part not in ("attn_q", "attn_k"):
             return lambda value: value
         every = f"{self.arch}.attention.head_count"

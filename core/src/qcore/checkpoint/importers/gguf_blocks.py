@@ -1,7 +1,7 @@
 """Blocks of GGUF, the format of llama.cpp, as quantized weights. A block holds 32 or 256 columns of one row.
 
-With unsigned codes u, and q the codes of qcore: ``W = scale * q + zero``. Scales that are products are exact in float32
-only.
+With the unsigned codes u and qcore's codes q: ``W = scale * q + zero``. Scales that are products are exact only in
+float32.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _Parts = tuple[Tensor, Tensor, "Tensor | None"]
 
 @dataclass(frozen=True)
 class BlockType:
-    """How one type of GGUF packs a block.
+    """A block type of GGUF.
 
-    **Fields:** ``columns``, ``nbytes``: of a block; ``format``: that holds it exactly; ``scale_dtype``; ``unpack``:
-    takes uint8 (N, B, nbytes).
+    **Fields:** ``columns``, ``nbytes``: of a block; ``format``: the one that represents it exactly; ``scale_dtype``;
+    ``unpack``: takes uint8 (N, B, nbytes).
     """
 
     columns: int
@@ -55,17 +55,17 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """Low nibbles of all bytes, then high ones."""
+    """Low nibbles of all bytes, then the high ones."""
     return torch.cat((raw & 15, raw >> 4), dim=-1)
 
 
 def _runs(raw: Tensor, *sizes: int) -> Tensor:
-    """The last dimension cut into dimensions of the given sizes."""
+    """The last dimension split into dimensions of the given sizes."""
     return raw.reshape(*raw.shape[:-1], *sizes)
 
 
 def _fifth_bits(raw: Tensor) -> Tensor:
-    """32 bits in four bytes as 0 or 16, uint8 (N, B, 32)."""
+    """The 32 bits of four bytes as 0 or 16, uint8 (N, B, 32)."""
     bits = raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
     return bits.flatten(-2) << 4
 
@@ -158,4 +158,4 @@ BLOCK_TYPES = {
     "Q6_K": _type(256, 210, "int8-g16", _q6_k),
     "MXFP4": _type(32, 17, "fp4-g32-e8m0", _mxfp4),
 }
-"""Types by the name that GGUF gives them."""
+"""Block types by their names in GGUF."""

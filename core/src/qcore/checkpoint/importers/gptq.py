@@ -1,7 +1,7 @@
-"""GPTQ, as AutoGPTQ, gptqmodel, optimum and auto-round write it: 2, 3, 4 and 8 bits, packed along the input features.
+"""GPTQ, written by AutoGPTQ, gptqmodel, optimum and auto-round: 2, 3, 4 and 8 bits, packed along the input features.
 
 For each layer ``qweight`` int32 (K * bits / 32, N), ``qzeros`` int32 (G, N * bits / 32), ``scales`` float (G, N), and
-mostly ``g_idx`` int32 (K,), the group of each column. With unsigned codes u and zero points z:
+usually ``g_idx`` int32 (K,), the group of each column. With unsigned codes u and zero points z:
 
     W[n, k] = scales[g_idx[k], n] * (u[k, n] - z[g_idx[k], n])
 
@@ -25,10 +25,10 @@ from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 from .turning import turned, turned_by_order
 
 AUTO_ROUND = ("auto-round", "intel/auto-round")
-"""What auto-round calls itself in ``quant_method``; its layouts are those of GPTQ and AWQ."""
+"""auto-round's names in ``quant_method``; its layouts are those of GPTQ and AWQ."""
 _BITS = (2, 3, 4, 8)
 ONES = {2: (0x55555555,), 3: (0x24924924, 0x92492492, 0x49249249), 4: (0x11111111,), 8: (0x01010101,)}
-"""What gptqmodel adds to the words of zero points: one in every field; its words for 3 bits are in the other order."""
+"""Added by gptqmodel to the words of zero points: one in every field; its words for 3 bits are in reverse order."""
 _OTHER_LAYOUTS = ("gptq_p", "marlin", "bitblas", "exl2", "exl3", "qqq")
 
 
@@ -38,7 +38,7 @@ class GPTQ:
     name = "gptq"
 
     def recognizes(self, source: Source) -> bool:
-        """By ``quant_method``, or in old directories by the file ``quantize_config.json``."""
+        """By ``quant_method``, or for old directories by the file ``quantize_config.json``."""
         if source.method:
             return source.method == "gptq" or (source.method in AUTO_ROUND and "awq" not in packing_format(source))
         return bool(source.json("quantize_config.json")) and any(source.layers("qweight", "qzeros", "scales"))
@@ -72,7 +72,7 @@ class _Settings:
         if any(layout.startswith(other) for other in _OTHER_LAYOUTS):
             raise file_error(
                 source.path,
-                f"its checkpoint_format is {layout[:40]!r}, another layout of the bytes than GPTQ's.",
+                f"its checkpoint_format is {layout[:40]!r}, a different byte layout than GPTQ's.",
                 "Get the checkpoint in the format gptq, or convert it with gptqmodel.",
             )
         own = known.method in AUTO_ROUND and "gptq" not in packing_format(known)
@@ -99,7 +99,7 @@ def _plan_layer(source: Source, settings: _Settings, layer: str, plan: Plan) -> 
     groups = shapes["scales"][0]
     bits, k = _bits_and_columns(settings.bits, words, shapes.get("g_idx"))
     if shapes["scales"][1] != n or shapes["qzeros"] != (groups, -(-n * bits // 32)) or not groups:
-        raise LayerRefused(f"its tensors have shapes {shapes}, which do not belong together")
+        raise LayerRefused(f"its tensors have shapes {shapes}, which are inconsistent")
     size = group_size(k, groups, settings.group_size)
     order = order_by_group(source.read(names["g_idx"]), size) if "g_idx" in names else None
     zeros = _zeros(source.read(names["qzeros"]), bits, n, settings)
@@ -118,7 +118,7 @@ def _plan_layer(source: Source, settings: _Settings, layer: str, plan: Plan) -> 
 
 
 def _bits_and_columns(bits: int, words: int, g_idx: tuple[int, ...] | None) -> tuple[int, int]:
-    """Bits and K of a layer: ``g_idx`` has one entry per column, so it tells the bits of layers with their own."""
+    """Bits and K of a layer: ``g_idx`` has one entry per column, which reveals the bits if a layer differs."""
     if g_idx is not None and g_idx[0]:
         found = next((b for b in _BITS if -(-g_idx[0] * b // 32) == words), None)
         if found is None:
@@ -132,18 +132,18 @@ def _bits_and_columns(bits: int, words: int, g_idx: tuple[int, ...] | None) -> t
 def _zeros(packed: Tensor, bits: int, n: int, settings: _Settings) -> Tensor:
     """Unsigned zero points, uint8 (G, N).
 
-    Files exist that name the wrong version. Where weights are symmetric, every zero point is the centre of the codes,
-    which tells how they are stored.
+    Some files name the wrong version. If weights are symmetric, every zero point is the centre of the codes, which
+    reveals how they are stored.
     """
     centre = 1 << (bits - 1)
     plain = unpack_words(packed, bits, n, dim=1)
     by_word = unpack_words(_plus(packed, ONES[bits]), bits, n, dim=1)
-    # AutoGPTQ subtracts before it packs; that differs for 3 bits, whose fields run across words.
+    # AutoGPTQ subtracts before it packs, which makes a difference for 3 bits, whose fields cross words.
     by_field = (plain + 1) & (2 * centre - 1) if bits == 3 else by_word
     if settings.symmetric:
         found = next((z for z in (by_word, by_field, plain) if bool((z == centre).all())), None)
         if found is None:
-            raise LayerRefused("it is said to be symmetric, but its zero points differ from the centre of the codes")
+            raise LayerRefused("its settings say symmetric, but its zero points differ from the centre of the codes")
         return found
     return plain if settings.version == 2 else by_word if settings.by_gptqmodel else by_field
 
@@ -156,9 +156,9 @@ def _plus(packed: Tensor, ones: tuple[int, ...]) -> Tensor:
 
 
 def _data(packed: Tensor, bits: int, k: int, order: Tensor | None) -> Tensor:
-    """The data of PLAIN (N, ...) of ``qweight``."""
+    """``qweight`` as the data of PLAIN (N, ...)."""
     if bits in (4, 8) and k * bits == 32 * packed.shape[0]:
-        # The codes of a word are neighbours of one output: PLAIN but for the sign and the order of words.
+        # The codes of a word are adjacent codes of one output: PLAIN except for the sign and the order of words.
         flipped = SIGN_OF_NIBBLES if bits == 4 else 128
         data = turned_by_order(packed, bits, order) if order is not None else turned(packed, flipped).view(torch.uint8)
         return data if bits == 4 else data.view(torch.int8)

@@ -1,13 +1,13 @@
-"""HQQ, as transformers saves it: 4 and 8 bits (2 and 3 in a container of 4), groups along the input features.
+"""HQQ, in the form that transformers saves: 4 and 8 bits (2 and 3 stored in 4), groups along the input features.
 
 ``W_q`` holds the codes u of ``weight.reshape(-1, group)``; ``scale`` and ``zero`` are floats per group, and
 
     W = (u - zero) * scale
 
-4 bits pack the first half of the groups into high nibbles, the second half into low ones; 2 bits four quarters; 3 bits
-ten codes in 30 bits of an int32, tenths of the groups from the highest bits down. ``view_as_float``: the same bytes as
-floats. HQQ does not write scales that are quantized themselves to safetensors. qcore's float zero point is
-``(h - zero) * scale``, h the centre of the codes, in float32: exact up to the rounding of that product.
+For 4 bits, the first half of the groups is packed into high nibbles and the second half into low ones; for 2 bits, four
+quarters; for 3 bits, ten codes in 30 bits of an int32, tenths of the groups from the highest bits down.
+``view_as_float``: the same bytes as floats. HQQ does not write quantized scales to safetensors. qcore's float zero
+point is ``(h - zero) * scale``, h the centre of the codes, in float32: exact up to the rounding of that product.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .base import ForeignWeight, LayerRefused, Plan, Read, Source, int_format, p
 from .packing import plain_int4, signed
 
 _CODES = {2: 4, 3: 10, 4: 2, 8: 1}
-"""Codes in a word, by their bits."""
+"""The number of codes per word, by their bits."""
 
 
 class HQQ:
@@ -46,7 +46,7 @@ class HQQ:
 def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
     missing = [part for part in ("scale", "zero", "shape", "nbits", "axis") if f"{layer}.{part}" not in source.entries]
     if missing:
-        raise LayerRefused(f"it lacks {', '.join(missing)}; scales that are quantized themselves are not read")
+        raise LayerRefused(f"it lacks {', '.join(missing)}; quantized scales are not supported")
     bits, axis = (source.integers(f"{layer}.{part}")[0] for part in ("nbits", "axis"))
     shape = source.integers(f"{layer}.shape")
     if axis != 1:
@@ -58,7 +58,7 @@ def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
     entries = {part: source.entries[name] for part, name in names.items()}
     groups = math.prod(entries["scale"].shape)
     if groups < n or groups % n or k % (groups // n):
-        raise LayerRefused(f"{groups} scales do not share a weight {(n, k)} into groups of a row")
+        raise LayerRefused(f"{groups} scales do not split a weight {(n, k)} into groups within rows")
     per_row = groups // n
     size = k // per_row
     word = torch.int32 if bits == 3 else torch.uint8
@@ -80,10 +80,10 @@ def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
 
 
 def _check(entries: dict[str, Entry], groups: int, words: int, word: torch.dtype) -> None:
-    """Raise `LayerRefused` for tensors that are not those of so many groups and words."""
+    """Raise `LayerRefused` for tensors that do not match these numbers of groups and words."""
     packed, scale, zero = (entries[part] for part in ("W_q", "scale", "zero"))
     if packed.dtype != word and not packed.dtype.is_floating_point:
-        raise LayerRefused(f"its W_q is {packed.dtype}; its bits are packed into {word}")
+        raise LayerRefused(f"its W_q is {packed.dtype}; it must be {word} for its number of bits")
     if packed.nbytes != words * word.itemsize:
         raise LayerRefused(f"its W_q has {packed.nbytes} bytes; its shape needs {words * word.itemsize}")
     if math.prod(zero.shape) != groups or not (zero.dtype.is_floating_point and scale.dtype.is_floating_point):

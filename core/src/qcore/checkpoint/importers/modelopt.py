@@ -1,11 +1,11 @@
-"""NVIDIA's modelopt: NVFP4 and FP8, as it writes Hugging Face directories.
+"""NVIDIA's modelopt: NVFP4 and FP8 in Hugging Face directories.
 
 NVFP4: ``weight`` uint8 (N, K / 2), low nibble first, ``weight_scale`` e4m3fn (N, K / 16), ``weight_scale_2`` float32:
 
     W[n, k] = e2m1(weight[n, k]) * (weight_scale[n, k // 16] * weight_scale_2)
 
-FP8: ``weight`` e4m3fn (N, K), ``weight_scale`` (), ``input_scale`` (). NVFP4's own activations, fp4 with a static
-scale, are no scheme of qcore: such weights run with float activations.
+FP8: ``weight`` e4m3fn (N, K), ``weight_scale`` (), ``input_scale`` (). qcore does not support NVFP4's own activations,
+fp4 with a static scale: such weights run with float activations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ModelOpt:
 def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
     if f"{layer}.pre_quant_scale" in source.entries:
         raise LayerRefused(
-            "its inputs are multiplied by pre_quant_scale (AWQ, SmoothQuant), which qcore's layers do not"
+            "its inputs are multiplied by pre_quant_scale (AWQ, SmoothQuant), which qcore does not support"
         )
     dtype = source.entries[f"{layer}.weight"].dtype
     if dtype == torch.float8_e4m3fn:
@@ -55,7 +55,7 @@ def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
     elif dtype == torch.uint8 and f"{layer}.weight_scale_2" in source.entries:
         _plan_nvfp4(source, layer, plan)
     else:
-        raise LayerRefused(f"its weight is {dtype}: of modelopt, qcore reads NVFP4 and FP8")
+        raise LayerRefused(f"its weight is {dtype}; qcore reads modelopt's NVFP4 and FP8")
 
 
 def _plan_nvfp4(source: Source, layer: str, plan: Plan) -> None:

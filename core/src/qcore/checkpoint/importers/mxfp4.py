@@ -5,7 +5,7 @@
 
     W[e, n, k] = e2m1(blocks[e, n, k]) * 2 ** (scales[e, n, k // 32] - 127)
 
-The model itself holds the parameter ``P`` transposed, (E, K, N), which `QuantizedExperts` knows.
+The model itself holds the parameter ``P`` transposed, (E, K, N), which `QuantizedExperts` handles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .base import ForeignWeight, LayerRefused, Plan, Read, Source, plan_layers
 
 _FORMAT = "fp4-g32-e8m0"
 _BYTES = 16
-"""Of one block of 32 weights."""
+"""The bytes of one block of 32 weights."""
 
 
 class MXFP4:

@@ -1,7 +1,7 @@
-"""Regular expressions of untrusted files against names of layers, in bounded time.
+"""Matches regular expressions from untrusted files against names of layers, in bounded time.
 
-Python's own matcher backtracks: a hostile expression keeps it busy for years. Here the set of positions that a part of
-the expression can end at is computed at once, as the bits of an integer: bit i stands for the place before character i.
+Python's own matcher backtracks: a hostile expression keeps it busy for years. Here the set of positions at which a part
+of the expression can end is computed in one step, as the bits of an integer: bit i is the position before character i.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _CATEGORIES: dict[str, Callable[[str], bool]] = {
 
 
 class NamePattern:
-    """A regular expression; raises `ValueError` for one that Python does not read, or with parts not known here.
+    """A regular expression; raises `ValueError` if it is invalid in Python or uses unsupported features.
 
-    Groups, alternatives, repeats, classes, anchors and assertions are known; back references and flags are not.
+    Groups, alternatives, repeats, classes, anchors and assertions are supported; back references and flags are not.
     """
 
     def __init__(self, text: str) -> None:
@@ -38,9 +38,9 @@ class NamePattern:
                 warnings.simplefilter("ignore")  # of Python about odd expressions
                 self._tree = _parser.parse(text)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"it is no regular expression: {error}") from None
+            raise ValueError(f"it is not a regular expression: {error}") from None
         if self._tree.state.flags & ~_FLAGS:
-            raise ValueError("it has flags")
+            raise ValueError("flags are not supported")
 
     def matches(self, name: str) -> bool:
         """Whether it matches at the start of ``name``, as `re.match` does."""
@@ -53,7 +53,7 @@ class NamePattern:
 
 
 class _Walk:
-    """One expression on one name."""
+    """The match of one expression against one name."""
 
     def __init__(self, name: str) -> None:
         self.size, self.steps = len(name), 0
@@ -63,7 +63,7 @@ class _Walk:
         self.known: dict[tuple[str, int], int] = {}
 
     def ends(self, nodes: Iterable[tuple[Any, Any]], starts: int) -> int:
-        """The places where a sequence can end that begins at one of ``starts``."""
+        """The positions where a sequence can end that begins at one of ``starts``."""
         self._count()
         for op, value in nodes:
             self._count()
@@ -93,10 +93,10 @@ class _Walk:
             return starts & self._anchor(str(value))
         if op in ("ASSERT", "ASSERT_NOT"):
             return self._assert(value, starts, op == "ASSERT")
-        raise ValueError(f"it has a part of the kind {op.lower()}")
+        raise ValueError(f"{op.lower()} is not supported")
 
     def _chars(self, op: str, value: Any) -> int:
-        """The places of characters that a node takes."""
+        """The positions of characters that a node matches."""
         key = (op, id(value))
         if key not in self.known:
             self.known[key] = self._where(lambda char: _takes(op, value, char))
@@ -110,7 +110,7 @@ class _Walk:
 
     def _repeat(self, low: int, high: int, body: Any, starts: int) -> int:
         if low == 0 and high >= self.size and len(body) == 1 and str(body[0][0]) == "ANY" and "\n" not in self.places:
-            return ((2 << self.size) - 1) & -(starts & -starts)  # everything behind the first start
+            return ((2 << self.size) - 1) & -(starts & -starts)  # everything after the first start
         for _ in range(low):
             starts = self.ends(body, starts)
             if not starts:
@@ -129,8 +129,8 @@ class _Walk:
         if kind in ("AT_END", "AT_END_STRING"):
             newline = self.places.get("\n", 0) & (1 << self.size >> 1)
             return 1 << self.size | (newline if kind == "AT_END" else 0)
-        if kind != "AT_BOUNDARY":  # of \B, versions of Python think differently
-            raise ValueError(f"it has an anchor of the kind {kind.lower()}")
+        if kind != "AT_BOUNDARY":  # versions of Python disagree about \B
+            raise ValueError(f"the anchor {kind.lower()} is not supported")
         word = self._where(_CATEGORIES["CATEGORY_WORD"])
         return word ^ word << 1
 

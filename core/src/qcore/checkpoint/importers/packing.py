@@ -1,4 +1,4 @@
-"""Codes in words of 32 bits, as GPTQ, AWQ and compressed-tensors store them, to codes and to the bytes of PLAIN."""
+"""Convert codes in 32-bit words, as stored by GPTQ, AWQ and compressed-tensors, to codes and to the bytes of PLAIN."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SIGN_OF_NIBBLES = 0x88
 
 
 def unpack_words(words: Tensor, bits: int, count: int, dim: int, *, whole: bool = False) -> Tensor:
-    """Unsigned codes, uint8, of int32 words: codes of ``bits`` bits one after the other, the first in the lowest bits.
+    """Unsigned codes, uint8, from int32 words: consecutive codes of ``bits`` bits, the first in the lowest bits.
 
-    ``words``: 2-D, packed along ``dim``; ``count``: codes along ``dim`` that are kept; ``whole``: no code runs across
+    ``words``: 2-D, packed along ``dim``; ``count``: number of codes along ``dim`` to keep; ``whole``: no code crosses
     words, so that 3, 5, 6 and 7 bits leave the highest bits of a word empty.
     """
     rows = words if dim == 1 else words.t()
@@ -22,7 +22,7 @@ def unpack_words(words: Tensor, bits: int, count: int, dim: int, *, whole: bool 
     if bits == 8:
         codes = rows.view(torch.uint8)
     elif whole or bits in (2, 4):
-        # Of 2 and 4 bits, a byte holds whole codes: shifting bytes needs a quarter of the memory.
+        # With 2 and 4 bits, a byte holds whole codes: shifting bytes needs a quarter of the memory.
         narrow = rows.view(torch.uint8) if bits in (2, 4) else rows
         codes = _shifted(narrow, bits, narrow.dtype.itemsize * 8 // bits)
     else:
@@ -32,7 +32,7 @@ def unpack_words(words: Tensor, bits: int, count: int, dim: int, *, whole: bool 
 
 
 def _shifted(fields: Tensor, bits: int, each: int) -> Tensor:
-    """``each`` codes of integers ``(rows, fields)``, in order, uint8 ``(rows, fields * each)``."""
+    """``each`` codes from every integer of ``(rows, fields)``, in order, uint8 ``(rows, fields * each)``."""
     codes = torch.empty(*fields.shape, each, dtype=torch.uint8)
     for place in range(each):
         codes[..., place] = (fields >> (bits * place)) & ((1 << bits) - 1)
@@ -57,7 +57,7 @@ def signed(codes: Tensor, bits: int) -> Tensor:
 def plain_int4(codes: Tensor, order: Tensor | None = None) -> Tensor:
     """Unsigned codes 0..15, uint8 ``(N, K)``, as the bytes of PLAIN int4, uint8 ``(N, ceil(K/2))``.
 
-    ``order``: the column of ``codes`` that comes at each place, int32 ``(K,)``.
+    ``order``: the column of ``codes`` at each position, int32 ``(K,)``.
     """
     if codes.shape[1] % 2:  # PLAIN is padded with code 0, which is 8 here
         codes = torch.nn.functional.pad(codes, (0, 1), value=8)

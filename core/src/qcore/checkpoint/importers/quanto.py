@@ -1,4 +1,4 @@
-"""optimum-quanto: qint8, qfloat8, qint4 and qint2, as transformers and optimum save them.
+"""optimum-quanto: qint8, qfloat8, qint4 and qint2, in the form that transformers and optimum save.
 
 qint8 and qfloat8: ``weight._data`` int8, e4m3fn or e5m2 (N, K), ``weight._scale`` (N, 1). qint4 and qint2:
 ``weight._data._data`` uint8, whose rows are groups, the first ones in the lowest bits; ``weight._scale`` and
@@ -7,7 +7,7 @@ qint8 and qfloat8: ``weight._data`` int8, e4m3fn or e5m2 (N, K), ``weight._scale
     W = u * scale - shift
 
 qcore's float zero point is ``h * scale - shift``, h the centre of the codes, exact to one unit in the last place of the
-largest weight. ``quanto_qmap.json`` names the layers, what their weights are quantized to, and their activations, which
+largest weight. ``quanto_qmap.json`` names the layers, the types of their weights, and those of their activations, which
 stay float here.
 """
 
@@ -57,7 +57,7 @@ class Quanto:
 
 
 def _element(source: Source, qmap: Mapping[str, Any], layer: str, part: str) -> str:
-    """What a layer's ``weights`` or ``activations`` are quantized to, such as ``qint4``, empty for nothing."""
+    """The quantized type of a layer's ``weights`` or ``activations``, such as ``qint4``, or an empty string."""
     own = qmap.get(layer)
     kind = own.get(part) if isinstance(own, dict) else source.settings.get(part)
     if kind is None or kind == "none":
@@ -105,7 +105,7 @@ def _plan_packed(source: Source, qmap: Mapping[str, Any], layer: str, plan: Plan
         raise LayerRefused(f"its tensors have shapes {data.shape}, {scale.shape} and {shift.shape}")
     n, k = shape
     if groups % n or k % group:
-        raise LayerRefused(f"groups of {group} run across rows of {k}")
+        raise LayerRefused(f"groups of {group} cross the boundaries of rows of {k}")
     per_row = groups // n
     format = int_format(4, group if per_row > 1 else None, ZeroPoint.FLOAT)
     centre = 1 << (bits - 1)
@@ -119,7 +119,7 @@ def _plan_packed(source: Source, qmap: Mapping[str, Any], layer: str, plan: Plan
 
 
 def _shape(source: Source, layer: str, count: int) -> tuple[int, int]:
-    """N and K, which the files of packed weights do not say: N is that of the bias, or K that of the configuration."""
+    """N and K, which files of packed weights do not contain: N from the bias, or K from the configuration."""
     bias = source.entries.get(f"{layer}.bias")
     if bias is not None and len(bias.shape) == 1 and bias.shape[0] and count % bias.shape[0] == 0:
         return bias.shape[0], count // bias.shape[0]
@@ -131,7 +131,7 @@ def _shape(source: Source, layer: str, count: int) -> tuple[int, int]:
     if last == "o_proj" and type(heads) is int and type(size) is int:
         k = heads * size
     if type(k) is not int or k < 1 or count % k:
-        raise LayerRefused("its file does not say the shape of the weight, and config.json does not tell")
+        raise LayerRefused("neither its file nor config.json contains the shape of the weight")
     return count // k, k
 
 

@@ -12,11 +12,11 @@ from . import BUILTIN
 from .base import Importer, Plan, Source
 
 _MOST = 100
-"""Importers of one plugin at most: an answer may be endless."""
+"""The maximum number of importers of one plugin: an iterator may be infinite."""
 
 
 def plan_import(source: Source) -> tuple[str, Plan] | None:
-    """The importer's name and its plan; None for a checkpoint that nobody recognizes. Raises `CheckpointError`."""
+    """The importer's name and its plan; None for a checkpoint that no importer recognizes. Raises `CheckpointError`."""
     for importer in BUILTIN:
         if importer.recognizes(source):
             return importer.name, importer.plan(source)
@@ -58,7 +58,7 @@ def _answers(plugin: str) -> list[Importer]:
         raise CheckpointError(what) from error
     if wrong is not None:
         raise CheckpointError(
-            f"plugin {plugin!r}: qcore_importers gave {quoted(wrong)}, which is no importer:\n"
+            f"plugin {plugin!r}: qcore_importers returned {quoted(wrong)}, which is not an importer:\n"
             f"it needs name, recognizes(source) and plan(source); see qcore.plugin_api.Importer."
         )
     return found
@@ -71,6 +71,6 @@ def _is_importer(value: object) -> bool:
 
 def _checked(plan: object, plugin: str, source: Source) -> Plan:
     if not isinstance(plan, Plan):
-        what = f"an importer of plugin {plugin!r} gave {quoted(plan)} instead of a qcore.plugin_api.Plan."
+        what = f"an importer of plugin {plugin!r} returned {quoted(plan)} instead of a qcore.plugin_api.Plan."
         raise file_error(source.path, what, "Report it to the plugin.")
     return plan

@@ -1,13 +1,13 @@
-"""torchao's safetensors: their metadata holds, per weight, the class of its tensor and its attributes as JSON.
+"""torchao's safetensors, whose metadata holds, per weight, the class of its tensor and its attributes as JSON.
 
 ``LAYER._weight_qdata``, ``._weight_scale`` and ``._weight_zero_point`` (a prefix on the last part of the name):
 
 - ``Int8Tensor``: int8 (N, K), scale (N, 1), (N, G) or (1, 1), zero points int8 or none: ``W = (q - z) * s``; calibrated
-  activations have ``._weight_act_quant_scale`` and mostly ``._weight_act_quant_zero_point``;
+  activations have ``._weight_act_quant_scale`` and usually ``._weight_act_quant_zero_point``;
 - ``IntxUnpackedToInt8Tensor``: codes of 2 to 8 bits in int8, otherwise the same;
 - ``Float8Tensor``: e4m3fn or e5m2 (N, K), scale (N, 1), (1, 1) or in groups or blocks;
 - ``Int4Tensor``: int8 (N, K / 2), two's complement nibbles, the low one first, scale and zero point (G, N),
-  ``W = q * s + z``: the bytes of PLAIN. Its quantizer needs a GPU: this is read in the source.
+  ``W = q * s + z``: the bytes of PLAIN. Its quantizer needs a GPU, so this was derived from torchao's source code.
 
 Activations that the tool quantizes per tensor at run time are quantized per token here, which is noted.
 """
@@ -52,7 +52,7 @@ class TorchAO:
     name = "torchao"
 
     def recognizes(self, source: Source) -> bool:
-        """By the metadata of the files: without it, the directory was written by pickle and is not read."""
+        """By the metadata of the files: without it, the directory was written with pickle and is not read."""
         return source.method == "torchao" or any(_described(source, name) for name in source.metadata)
 
     def plan(self, source: Source) -> Plan:
@@ -63,7 +63,7 @@ class TorchAO:
         for layer, attribute in map(_stored_weight, source.entries):
             name = f"{layer}.{attribute}".lstrip(".")
             if attribute and name not in known:
-                plan.refused[name] = "the file's metadata does not describe it: it was written again without them"
+                plan.refused[name] = "its file's metadata does not describe it: the file was rewritten without it"
         return plan
 
 
@@ -95,7 +95,7 @@ def _plan_weight(source: Source, name: str, plan: Plan) -> None:
     if not isinstance(data, dict) or "scale" not in names:
         raise LayerRefused("its metadata or its scale is missing")
     if "act_pre_scale" in names:
-        raise LayerRefused("its inputs are scaled before the product (act_pre_scale), which qcore does not do")
+        raise LayerRefused("its inputs are scaled before the product (act_pre_scale), which qcore does not support")
     if len(source.entries[names["qdata"]].shape) != 2:
         raise LayerRefused(f"its codes have shape {source.entries[names['qdata']].shape}")
     plans = {
@@ -188,7 +188,7 @@ def _plan_int4(source: Source, name: str, names: dict[str, str], data: dict[str,
 
 
 def _columns(scale: tuple[int, ...], n: int) -> int:
-    """Scales per row."""
+    """The number of scales per row."""
     if scale != (1, 1) and (len(scale) != 2 or scale[0] != n or not scale[1]):
         raise LayerRefused(f"its scales have shape {scale}; qcore reads (N, 1), (N, G) and (1, 1)")
     return scale[1]
@@ -201,7 +201,7 @@ def _group(data: dict[str, Any], k: int, groups: int) -> int | None:
 
 
 def _bits(data: dict[str, Any]) -> int:
-    """Bits of the codes: 8, or what ``target_dtype`` names."""
+    """Bits of the codes: 8, or those of ``target_dtype``."""
     target = data.get("target_dtype")
     text = target.get("_data") if isinstance(target, dict) else None
     if text is None:
@@ -212,7 +212,7 @@ def _bits(data: dict[str, Any]) -> int:
 
 
 def _weight_names(names: dict[str, str]) -> tuple[str, ...]:
-    """The stored tensors that a weight is made of."""
+    """The stored tensors that a weight is built from."""
     return tuple(name for part, name in names.items() if not part.startswith("act_"))
 
 
@@ -222,11 +222,11 @@ def _activation(data: dict[str, Any], static: bool) -> Activation | None:
     if kind == "int8_asym_per_token":
         return DynamicInt8(symmetric=False)
     if kind is not None:
-        raise LayerRefused(f"its activation_quantization is {quoted(kind)}; qcore has int8_asym_per_token")
+        raise LayerRefused(f"its activation_quantization is {quoted(kind)}; qcore supports int8_asym_per_token")
     act = _kwargs(data)
     if act is None:
         if static:
-            raise LayerRefused("it has a scale of activations, which its metadata does not describe")
+            raise LayerRefused("it has an activation scale that its metadata does not describe")
         return None
     mapping = act.get("mapping_type")
     text = mapping.get("_data") if isinstance(mapping, dict) else None
@@ -245,7 +245,7 @@ def _float_activation(data: dict[str, Any]) -> Activation | None:
 
 
 def _kwargs(data: dict[str, Any]) -> dict[str, Any] | None:
-    """How activations are quantized, None if they are not. Raises `LayerRefused` for other granularities."""
+    """The quantization of activations, None if there is none. Raises `LayerRefused` for other granularities."""
     act = data.get("act_quant_kwargs")
     if act is None:
         return None
@@ -261,14 +261,14 @@ def _granularity(act: dict[str, Any]) -> Any:
 
 
 def _note(data: dict[str, Any], scheme: Scheme) -> str:
-    """What the tool does with activations and qcore does otherwise, or empty."""
+    """The difference between torchao's and qcore's activations, or an empty string."""
     act = _kwargs(data)
     if act is None:
         return ""
     if act.get("reduce_range") is True:
-        return "its activations are quantized to 8 bits; torchao takes 7 of them (reduce_range)"
+        return "its activations are quantized to 8 bits; torchao uses 7 of them (reduce_range)"
     if _granularity(act) == "PerTensor" and not isinstance(scheme.activation, StaticInt8):
-        return "its activations are quantized per token; torchao has one scale for all of them"
+        return "its activations are quantized per token; torchao uses one scale for all tokens"
     return ""
 
 
@@ -278,7 +278,7 @@ def _static(source: Source, layer: str, names: dict[str, str], scheme: Scheme) -
         return []
     stored = names["act_quant_scale"], names.get("act_quant_zero_point", names["act_quant_scale"])
     if any(math.prod(source.entries[name].shape) != 1 for name in stored):
-        raise LayerRefused("it has several scales of activations; qcore has one per layer")
+        raise LayerRefused("it has several activation scales; qcore supports one per layer")
     scale, zero = stored
     if not source.entries[scale].dtype.is_floating_point or (
         zero != scale and source.entries[zero].dtype != torch.int8

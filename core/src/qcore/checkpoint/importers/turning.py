@@ -1,8 +1,8 @@
-"""Turn packed weights whose rows are input features into PLAIN, whose rows are output features, without unpacking them.
+"""Transpose packed weights whose rows are input features to PLAIN, whose rows are output features, without unpacking.
 
-A weight is far larger than a cache, and neighbours of a column lie a row apart. So a band of columns is copied to a
-tile that fits into the second level of caches, everything else happens there on words of several codes, and the rows
-of the result are written once. That is near the speed of copying memory.
+A weight is far larger than a cache, and adjacent elements of a column are a row apart. So a band of columns is copied
+to a tile that fits into the L2 cache, everything else happens there on words of several codes, and the rows of the
+result are written once. That is almost as fast as copying memory.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from .packing import SIGN_OF_NIBBLES
 
 _TILE_BYTES = 1 << 19
-"""Of a tile. There are up to five of its size, allocated once: what malloc maps anew costs more than what is done."""
+"""Size of a tile. Up to five are allocated, once: mapping new memory by malloc would cost more than the work."""
 _LINE = 16
-"""Words in a line of the cache. Rows whose distance is a power of two would compete for the same few lines."""
+"""Words in a cache line. Rows whose distance is a power of two would compete for the same few lines."""
 
 
 def turned(words: Tensor, flipped: int = 0) -> Tensor:
-    """The transpose of int32 words (R, C), contiguous (C, R). ``flipped``: bits to be flipped in each byte."""
+    """The transpose of int32 words (R, C), contiguous (C, R). ``flipped``: bits to flip in each byte."""
     rows, columns = words.shape
     found = torch.empty(columns, rows, dtype=torch.int32)
     width = _band(rows, columns)
@@ -45,12 +45,10 @@ def turned_awq(words: Tensor) -> Tensor:
     # Nibble i belongs to output [0, 2, 4, 6, 1, 3, 5, 7][i] of eight: an index (2, 4) over i is (4, 2) over outputs.
     found = torch.empty(columns, 4, 2, rows, dtype=torch.int32)
     for band in _bands(columns, width):
-        tile.copy_(source[:, :, band])  # of eight rows of codes, each
+        tile.copy_(source[:, :, band])  # eight rows of codes each
         for distance in (1, 2, 4):
             _exchange(tile, spare, distance, 4 * distance)
-        torch.bitwise_xor(
-            tile, _every_byte(SIGN_OF_NIBBLES), out=ready
-        )  # of eight outputs, each, eight codes in a word
+        torch.bitwise_xor(tile, _every_byte(SIGN_OF_NIBBLES), out=ready)  # eight outputs each, eight codes per word
         found[band] = ready.view(2, 4, rows, width).permute(3, 1, 0, 2)
     return found.view(torch.uint8).view(8 * columns, 4 * rows)
 
@@ -58,7 +56,7 @@ def turned_awq(words: Tensor) -> Tensor:
 def turned_by_order(words: Tensor, bits: int, order: Tensor) -> Tensor:
     """Codes of 4 or 8 bits, packed along the rows of int32 words (K * bits / 32, N), as the bytes of PLAIN, uint8.
 
-    ``order``: the column of the weight that comes at each place, int32 (K,). Returns (N, K * bits / 8).
+    ``order``: the column of the weight at each position, int32 (K,). Returns (N, K * bits / 8).
     """
     rows, columns = words.shape
     if columns < 4:
@@ -89,9 +87,9 @@ def turned_by_order(words: Tensor, bits: int, order: Tensor) -> Tensor:
 
 
 def _rank(order: Tensor, rows: int, bits: int) -> Tensor:
-    """Where the rows of codes come from, int64 (K,), when those of a tile lie by half, byte and row of words.
+    """The source positions of the rows of codes, int64 (K,), if a tile's rows are ordered by half, byte and word row.
 
-    With 8 bits there are no halves. The same places, in the same order, are those of the result.
+    With 8 bits there are no halves. The positions in the result follow the same order.
     """
     halves = 8 // bits
     codes = torch.arange(order.shape[0])
@@ -103,25 +101,25 @@ def _rank(order: Tensor, rows: int, bits: int) -> Tensor:
 
 
 def _band(rows: int, columns: int) -> int:
-    """How many columns of int32 (rows, columns) make a tile: a multiple of four, or fewer than four."""
+    """The number of columns of int32 (rows, columns) in a tile: a multiple of four, or fewer than four."""
     width = max(_LINE, _TILE_BYTES // (4 * max(rows, 1)) // _LINE * _LINE)
     return min(width, columns // 4 * 4 or columns)
 
 
 def _bands(columns: int, width: int) -> Iterator[slice]:
-    """Ranges of ``width`` columns; the last may overlap the one before, whose columns are then made twice."""
+    """Ranges of ``width`` columns; the last may overlap the previous one, whose columns are then computed twice."""
     for start in range(0, columns, max(width, 1)):
         first = min(start, columns - width)
         yield slice(first, first + width)
 
 
 def _padded(*shape: int) -> Tensor:
-    """An int32 tensor whose rows are a line of the cache further apart than they are long."""
+    """An int32 tensor whose row stride is one cache line longer than a row."""
     return torch.empty(*shape[:-1], shape[-1] + _LINE, dtype=torch.int32)[..., : shape[-1]]
 
 
 def _turn_bytes(tile: Tensor, spare: Tensor) -> None:
-    """Transpose the bytes of each four words in int32 (4, ...), in place."""
+    """Transpose the bytes of every four words in int32 (4, ...), in place."""
     _exchange(tile, spare, 1, 8)
     _exchange(tile, spare, 2, 16)
 

@@ -44,19 +44,19 @@ _PREFERRED = ("rows-17", "3x3", "batched", "k-aligned-16", "rows-1", "1x1", "one
 
 
 class SkippedLawError(Exception):
-    """A law cannot be tried here; the text says why."""
+    """A law cannot be tested here; the text says why."""
 
     outcome = Outcome.SKIPPED
 
 
 class RefusedError(SkippedLawError):
-    """The plugin refuses every request on which the law could be tried."""
+    """The plugin refuses every request with which the law could be tested."""
 
     outcome = Outcome.REFUSED
 
 
 class InapplicableError(SkippedLawError):
-    """The law has no subject here; the text names the missing subject. Not for laws that could not be tried."""
+    """The law has no subject here; the text names the missing subject. Not for laws that could not be tested."""
 
     outcome = Outcome.INAPPLICABLE
 
@@ -225,7 +225,7 @@ def _apply(target: Target, samples: Samples, item: LawItem) -> None:
 
 
 def _apply_to_kernels(target: Target, sample: Sample, check: KernelLaw) -> None:
-    """Check every kernel; the law is skipped only if none of them can be tried."""
+    """Check every kernel; the law is skipped only if none of them can be tested."""
     skipped = [
         _skipped(partial(check, target, sample, *pair)) for pair in zip(sample.kernels, sample.packs, strict=True)
     ]

@@ -68,7 +68,7 @@ def fakes(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> No
     for what in ("shape", "dtype", "device"):
         mine, true = getattr(fake, what), getattr(real, what)
         if mine != true:
-            raise BrokenLawError("fake", f"{kernel.name}: its fake says {what} {mine}, the real result has {true}")
+            raise BrokenLawError("fake", f"{kernel.name}: its fake has {what} {mine}, the real result has {true}")
 
 
 def _faked(mode: Any, tensor: Tensor | None) -> Any:
@@ -108,9 +108,9 @@ def compiles(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
             result = _guard("compile", what, partial(call, here.x, here.given))
         verdict = sample.prepared.contract.judge(problem, result)
         if not verdict.ok:
-            raise BrokenLawError("compile", f"{what} gave a wrong result: {verdict.message}")
+            raise BrokenLawError("compile", f"{what} returned a wrong result: {verdict.message}")
         if rows > 1 and len(graphs) > 1:
-            raise BrokenLawError("compile", f"{what} took a graph of its own; one must support any number of rows")
+            raise BrokenLawError("compile", f"{what} needs a separate graph; one must support any number of rows")
     # A kernel may call some of its ops only in a trace.
     _check_ops("compile", kernel, seen)
 
@@ -211,7 +211,7 @@ def own_results(_target: Target, sample: Sample, kernel: Kernel, packed: Packed)
     if any(not same_values(result, before) for result, before in kept):
         raise BrokenLawError("outputs", f"{kernel.name}: a later call changed the result of an earlier one")
     if any(_shared_with(result, {"another": other}) for (result, _), (other, _) in combinations(kept, 2)):
-        raise BrokenLawError("outputs", f"{kernel.name}: two calls gave the same memory")
+        raise BrokenLawError("outputs", f"{kernel.name}: two calls returned the same memory")
 
 
 def _shared_with(result: Tensor, others: Mapping[str, Tensor | None]) -> str:
@@ -284,16 +284,16 @@ def decided(target: Target, sample: Sample) -> None:
     """Run a module with the plugin requested by name: the result is right, and the decision names the plugin."""
     here = sample.here
     with settings.using(target.name, verify="always"):
-        if here.given:  # per-token parameters come with each call: modules do not take them
+        if here.given:  # per-token parameters are passed with each call: modules do not take them
             _expect(target, _guard("decision", "resolving", lambda: resolve(here.request)))
             return
-        module = _guard("decision", "making a module", lambda: _module(here))
+        module = _guard("decision", "creating a module", lambda: _module(here))
         with inputs_unchanged(here, {}, "the module "):
             result = _guard("decision", "calling the module", lambda: module(here.x))
     _expect(target, module.decision)
     verdict = sample.prepared.judge(here, result)
     if not verdict.ok:
-        raise BrokenLawError("decision", f"the module gave a wrong result: {verdict.message}")
+        raise BrokenLawError("decision", f"the module returned a wrong result: {verdict.message}")
 
 
 def _expect(target: Target, decision: Decision) -> None:

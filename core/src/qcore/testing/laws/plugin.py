@@ -63,7 +63,7 @@ def _is_native(path: str, home: str) -> bool:
 
 
 def hooks(target: Target, _samples: Samples) -> None:
-    """Check that every function named like a hook is one: spelt correctly, and marked with hookimpl."""
+    """Check that every function named like a hook is one: spelled correctly, and marked with hookimpl."""
     known = [name for name in dir(hookspecs) if name.startswith("qcore_")]
     for name, value in inspect.getmembers(target.plugin, inspect.isroutine):
         if hasattr(value, "qcore_impl") or getattr(value, "__module__", None) != getattr(
@@ -73,7 +73,7 @@ def hooks(target: Target, _samples: Samples) -> None:
         if name in known:
             raise BrokenLawError("hooks", f"{name} is not marked with @qcore.hookimpl, so it is never called")
         if close := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
-            raise BrokenLawError("hooks", f"{name} looks like the hook {close[0]}, misspelt and unmarked")
+            raise BrokenLawError("hooks", f"{name} looks like a typo of the hook {close[0]}, and lacks @qcore.hookimpl")
 
 
 def offers(_target: Target, samples: Samples) -> None:
