@@ -38,7 +38,7 @@ from .formats import PLAIN, PLAIN_INT32, Element, Format, Layout, ScaleType, Zer
 from .formats import find_layout as _find_layout
 from .functional import conv2d, embedding, grouped_linear, linear
 from .functional import torch_ops as _ops  # noqa: F401 - registers torch.ops.qcore
-from .model import Report, quantize_, report
+from .model import Report, fuse_, quantize_, report
 from .resolving.decision import Decision
 from .resolving.explaining import explain
 from .resolving.resolver import resolve
@@ -97,6 +97,7 @@ __all__ = [
     "convert",
     "embedding",
     "explain",
+    "fuse_",
     "grouped_int4",
     "grouped_linear",
     "hookimpl",

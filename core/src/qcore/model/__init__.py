@@ -3,7 +3,8 @@
 May import: nn, functional, resolving and the floors below. Imported by: checkpoint, testing, cli.
 """
 
+from .fusing import fuse_
 from .quantizing import quantize_
 from .report import LayerReport, Report, report
 
-__all__ = ["LayerReport", "Report", "quantize_", "report"]
+__all__ = ["LayerReport", "Report", "fuse_", "quantize_", "report"]

@@ -31,7 +31,7 @@ from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
 from .offloading import HOOK, attach, moved_to
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PREFIX = "packed_"
 _STRIDED = torch.strided
 HOOKS = (
@@ -84,7 +84,7 @@ class QuantizedModule(nn.Module):
             )
         self.scheme = replace(scheme, weight=store.format)
         self._store = store
-        self._dtype = dtype if dtype in _FLOATS else torch.float32
+        self._dtype = dtype if dtype in FLOATS else torch.float32
         self._bias_shape = store.shape[:1]
         self.register_parameter("bias", _parameter(bias, store.device))
         # A name without a tensor: a lookup by name (get_buffer, transformers' tie_weights) finds `weight`, and code
@@ -123,7 +123,15 @@ class QuantizedModule(nn.Module):
         self._fixed_out_dtype = dtype
         self._bind_primary(self._bind_settings.settings)
 
+    def _call_bias(self) -> Tensor | None:
+        """Return the bias that the bound kernel adds."""
+        return self.bias
+
     # Binding.
+
+    def _binding_store(self) -> WeightStore:
+        """Return the store of the weight that is packed for kernels."""
+        return self._store
 
     @property
     def weight(self) -> QTensor:
@@ -163,7 +171,7 @@ class QuantizedModule(nn.Module):
         bound = self._bounds.get(key)
         if bound is None:
             with self._store.lock, self._bind_settings.in_force():
-                bound = self._bounds.get(key) or bind(self._store, self._request(x_dtype, training))
+                bound = self._bounds.get(key) or bind(self._binding_store(), self._request(x_dtype, training))
                 self._keep(key, bound)
         return bound
 
@@ -204,19 +212,6 @@ class QuantizedModule(nn.Module):
 
     # Running.
 
-    def _is_fast_path(self, x: Tensor, bias: Tensor | None) -> bool:
-        """Whether x and bias are dense tensors of the layer's own dtype, device and sizes, and need no other check.
-
-        Called for every forward, because the bias and its ``data`` can be replaced at any time.
-        """
-        device = self._store.device
-        if x.dtype is not self._dtype or x.device != device or x.layout is not _STRIDED or x.is_nested:
-            return False
-        if bias is None:
-            return True
-        fits = bias.shape == self._bias_shape and bias.dtype in _FLOATS
-        return fits and bias.device == device and bias.layout is _STRIDED
-
     def _check(self, x: Tensor) -> None:
         """Raise `FormatError` if x, or a bias that was replaced, is invalid."""
         self._follow()
@@ -249,7 +244,7 @@ class QuantizedModule(nn.Module):
                 raise
         check_first_call(bound.request, x)
         with self._bind_settings.in_force():
-            fresh, result = call_first(self._store, bound, lambda b: self._call(b, b.packed, x, training, params))
+            fresh, result = call_first(self._binding_store(), bound, lambda b: self._call(b, b.packed, x, training, params))
         if fresh is not bound:
             with self._store.lock:
                 # If the layer was moved in the meantime, this kernel is for the old device: drop it.
@@ -279,7 +274,7 @@ class QuantizedModule(nn.Module):
     def _call(
         self, bound: Bound, packed: dict[str, Tensor], x: Tensor, training: bool, params: dict[str, Tensor]
     ) -> Tensor:
-        bias = self.bias
+        bias = self._call_bias()
         if training:
             return call_differentiably(x, bias, bound.kernel, packed, bound.request, params)
         return bound.kernel(x, packed, bias, **params)
@@ -341,7 +336,7 @@ class QuantizedModule(nn.Module):
         sample = fn(torch.empty(0, dtype=self._dtype, device=self._store.device))
         self._set_packed_buffers({})
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        before, self._dtype = self._dtype, sample.dtype if sample.dtype in _FLOATS else self._dtype
+        before, self._dtype = self._dtype, sample.dtype if sample.dtype in FLOATS else self._dtype
         if self._store.move(fn, sample.device):
             self._bind_all()
         elif self._dtype != before:

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from ..contracts import LinearRequest
 from ..errors import FormatError
 from ..functional.checks import check_last_dimension
-from ..resolving.binding import WeightStore
+from ..resolving.binding import Bound, WeightStore
 from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
-from .base import QuantizedModule, adopt
+from .base import FLOATS, QuantizedModule, adopt
 
 # The public function checks one device, by name, and takes four times as long.
 _any_autocast = torch._C._is_any_autocast_enabled  # noqa: SLF001
@@ -74,24 +74,46 @@ class QuantizedLinear(QuantizedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer. Raises `FormatError` if the last dimension of x is not ``in_features``."""
         # is_compiling() comes first: dynamo guards on every value that a trace reads, and recompiles if it changes.
-        if (
-            torch.compiler.is_compiling()
-            or type(x) is not Tensor
-            or (bound := self._primary) is None
-            or not bound.proven
-            or not self._is_fast_path(x, bias := self._parameters.get("bias"))
-            or x.dtype is not bound.x_dtype
-            or not x.dim()
-            or x.shape[-1] != self.in_features
-            or (torch.is_grad_enabled() and self._needs_grad(x))
-            or _any_autocast()
-        ):
+        if torch.compiler.is_compiling():
+            return self._run(x)
+        bias = self._parameters.get("bias")
+        bound = self._fast_bound(x, bias)
+        if bound is None:
             return self._run(x)
         try:
             return bound.kernel(x, bound.packed, bias)
         except Exception as error:
             bound.blame(error)
             raise
+
+    def _fast_bound(self, x: Tensor, bias: Tensor | None) -> Bound | None:
+        """Return the kernel if x and bias need no other check: dense, of the layer's own dtype, device and sizes.
+
+        Called for every forward, because the bias and its ``data`` can be replaced at any time.
+        """
+        device = self._store.device
+        if (
+            type(x) is not Tensor
+            or (bound := self._primary) is None
+            or not bound.proven
+            or x.dtype is not self._dtype
+            or x.dtype is not bound.x_dtype
+            or x.device != device
+            or x.layout is not torch.strided
+            or x.is_nested
+            or not x.dim()
+            or x.shape[-1] != self.in_features
+            or (torch.is_grad_enabled() and self._needs_grad(x))
+            or _any_autocast()
+        ):
+            return None
+        fits = bias is None or (
+            bias.shape == self._bias_shape
+            and bias.dtype in FLOATS
+            and bias.device == device
+            and bias.layout is torch.strided
+        )
+        return bound if fits else None
 
     def _check_shape(self, x: Tensor) -> None:
         check_last_dimension(x, self.in_features, "in_features")

@@ -1,0 +1,316 @@
+"""`SiblingLinear`: linear layers that read the same x share one packed weight, one quantization of x and one call.
+
+The first of the siblings that is called with an x computes the results of all; the others take their columns. Each
+stays a layer of its own, with its rows of the weight in ``weight`` and ``state_dict``.
+"""
+
+# ruff: noqa: SLF001 - layers of one group rebind each other
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contracts import LinearRequest
+from ..errors import FormatError
+from ..resolving.binding import WeightStore
+from ..weights.qtensor import QTensor
+from .linear import QuantizedLinear
+from .offloading import HOOK
+
+_WASTED = 2
+"""After so many calls in a row the results of which another sibling did not take, the layers are separated."""
+
+
+class RowsStore(WeightStore):
+    """The rows ``start .. start + length`` of the weight of another store, which siblings share."""
+
+    def __init__(self, whole: WeightStore, start: int, length: int) -> None:
+        self.whole, self.start, self.length = whole, start, length
+        self.lock, self.users = whole.lock, whole.users
+        self._recent: dict[str, weakref.ref[Tensor]] = {}
+
+    # Facts are read from the shared store, because a move or another sibling's new weight changes it.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """``(rows, K)``."""
+        return torch.Size((self.length, *self.whole.shape[1:]))
+
+    format = property(lambda self: self.whole.format)  # type: ignore[assignment]
+    quantizer = property(lambda self: self.whole.quantizer)  # type: ignore[assignment]
+    device = property(lambda self: self.whole.device)  # type: ignore[assignment]
+    has_order = property(lambda self: self.whole.has_order)  # type: ignore[assignment]
+
+    def neutral(self) -> QTensor:
+        """The rows in the neutral format, as tensors of their own. Returns an earlier result while it is alive."""
+        with self.lock:
+            recent = self._recently_unpacked()
+            if recent is None or recent.device != self.device:
+                rows = self.whole.neutral().narrow(0, self.start, self.length)
+                recent = rows.map(lambda t: t.contiguous().clone() if t.untyped_storage().nbytes() > t.nbytes else t)
+                self._recent = {name: weakref.ref(tensor) for name, tensor in recent.tensors().items()}
+            return recent
+
+    def set(self, weight: QTensor) -> None:
+        """Replace these rows. Raises `FormatError` if the siblings' weights have another format, order or scale."""
+        whole, end = self.whole.neutral(), self.start + self.length
+        before, after = whole.narrow(0, 0, self.start), whole.narrow(0, end, whole.shape[0] - end)
+        self._recent = {}
+        self.whole.set(QTensor.cat([part for part in (before, weight, after) if part.shape[0]]))
+
+    def move(self, fn: Callable[[Tensor], Tensor], device: torch.device) -> bool:
+        """Move the whole weight, once for all siblings."""
+        return self.whole.move(fn, device)
+
+    def keep_only(self, packings: Any) -> None:
+        """Drop packed forms of the whole weight that no sibling uses."""
+        self.whole.keep_only(packings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"whole": self.whole, "start": self.start, "length": self.length}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        RowsStore.__init__(self, **state)
+
+
+class Siblings:
+    """The layers of a group, and the results that some of them have not taken yet."""
+
+    def __init__(self, members: Sequence[SiblingLinear]) -> None:
+        self.members = list(members)
+        self._local = threading.local()
+        self._biases: tuple[tuple[Any, ...], Tensor] | None = None
+        self._wasted = 0
+
+    def bias(self) -> Tensor | None:
+        """The biases of all members ``(N,)``, zeros for one that has none; None if none has."""
+        own = [member._parameters.get("bias") for member in self.members]
+        if all(bias is None for bias in own):
+            return None
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return self._joined(own)
+        key = tuple((bias, None if bias is None else bias._version) for bias in own)
+        known = self._biases
+        if known is None or any(a is not c or b != d for (a, b), (c, d) in zip(known[0], key, strict=True)):
+            known = self._biases = key, self._joined(own)
+        return known[1]
+
+    def _joined(self, own: Sequence[Tensor | None]) -> Tensor:
+        like = next(bias for bias in own if bias is not None)
+        return torch.cat(
+            [
+                like.new_zeros(member.out_features) if bias is None else bias
+                for member, bias in zip(self.members, own, strict=True)
+            ]
+        )
+
+    def take(self, member: SiblingLinear, key: tuple[Any, ...]) -> Tensor | None:
+        """The result of ``member`` for the x of ``key``, if a sibling has computed it on this thread."""
+        state = vars(self._local).get("state")
+        if state is None or any(a is not b and a != b for a, b in zip(state[0], key, strict=True)):
+            return None
+        result: Tensor | None = state[1].pop(id(member), None)
+        if not state[1]:
+            self._local.state = None
+            self._wasted = 0
+        return result
+
+    def give(self, member: SiblingLinear, key: tuple[Any, ...], whole: Tensor) -> Tensor:
+        """The result of ``member``; those of its siblings are kept until they take them or x is gone."""
+        local, x = self._local, key[0]
+        if vars(local).get("state") is not None:
+            self._wasted += 1
+        parts = dict(zip(map(id, self.members), self.split(whole), strict=True))
+        own = parts.pop(id(member))
+        # The key holds x weakly: results for an x that no longer exists are dropped with it.
+        local.state = (_Weak(x, weakref.ref(self)), *key[1:]), parts
+        return own
+
+    def drop(self, gone: _Weak) -> None:
+        """Drop the results that were kept for an x that no longer exists."""
+        state = vars(self._local).get("state")
+        if state is not None and state[0][0] is gone:
+            self._local.state = None
+            self._wasted += 1
+
+    def split(self, whole: Tensor) -> list[Tensor]:
+        """Each member's columns of ``(..., N)``; tensors of their own if gradients are recorded."""
+        parts = whole.split([member.out_features for member in self.members], -1)
+        return [part.contiguous() if whole.requires_grad else part for part in parts]
+
+    @property
+    def is_wasteful(self) -> bool:
+        """Whether results for siblings were computed in vain, because they read another x."""
+        return self._wasted >= _WASTED
+
+    def separate(self) -> None:
+        """Give each member a weight of its own."""
+        for member in self.members:
+            member._leave()
+        self._local = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"members": self.members}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Siblings.__init__(self, state["members"])
+
+
+class _Weak:
+    """Equal to the tensor that it was made with, as long as that is alive; then the results kept for it are dropped."""
+
+    def __init__(self, tensor: Tensor, siblings: weakref.ref[Siblings]) -> None:
+        def dropped(_: Any) -> None:
+            group = siblings()
+            if group is not None:
+                group.drop(self)
+
+        self._ref = weakref.ref(tensor, dropped)
+
+    def __eq__(self, other: object) -> bool:
+        return self._ref() is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class SiblingLinear(QuantizedLinear):
+    """A `QuantizedLinear` that shares its packed weight with siblings; `qcore.fuse_` makes them."""
+
+    _group: Siblings | None = None
+
+    @classmethod
+    def from_rows(cls, layer: QuantizedLinear, store: RowsStore, bias: bool) -> SiblingLinear:
+        """Replace a layer; ``bias``: whether any sibling has one. Hooks are not copied."""
+        made = cls.__new__(cls)
+        made._any_bias = bias
+        made.__init__(store, layer.scheme, layer.bias, layer._dtype)  # type: ignore[misc]
+        made.scheme = layer.scheme
+        if layer.out_dtype is not None:
+            made.out_dtype = layer.out_dtype
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        bias = vars(self).get("_any_bias", False)
+        super().__init__(*args)
+        self._any_bias: bool = bias
+
+    @property
+    def siblings(self) -> tuple[QuantizedLinear, ...]:
+        """The layers that share the packed weight, this one included; empty if they were separated."""
+        return () if self._group is None else tuple(self._group.members)
+
+    def _request(self, x_dtype: torch.dtype, training: bool) -> LinearRequest:
+        request = super()._request(x_dtype, training)
+        if isinstance(self._store, RowsStore):
+            request = replace(request, n=self._store.whole.shape[0], bias=vars(self).get("_any_bias", False))
+        return request
+
+    def _binding_store(self) -> WeightStore:
+        return self._store.whole if isinstance(self._store, RowsStore) else self._store
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer. Raises `FormatError` if the last dimension of x is not ``in_features``."""
+        group = self._group
+        if group is None:
+            return super().forward(x)
+        if torch.compiler.is_compiling() or type(x) is not Tensor:
+            # In a graph each sibling asks for the same product, which the compiler computes once.
+            return group.split(self._run(x))[self._index]
+        key = (x, x._version, torch.is_grad_enabled(), self._dtype, self._fixed_out_dtype, _stream_of(x), _autocast(x))
+        found = group.take(self, key)
+        if found is not None:
+            return found
+        if group.is_wasteful:
+            group.separate()
+            return self.forward(x)
+        bound = self._fast_bound(x, None)
+        return group.give(self, key, self._run(x) if bound is None else bound.kernel(x, bound.packed, group.bias()))
+
+    def _call_bias(self) -> Tensor | None:
+        return super()._call_bias() if self._group is None else self._group.bias()
+
+    def _needs_grad(self, x: Tensor) -> bool:
+        group = self._group
+        members: Any = (self,) if group is None else group.members
+        return any(super(SiblingLinear, member)._needs_grad(x) for member in members)
+
+    def _leave(self) -> None:
+        """Hold the weight alone from now on."""
+        with self._store.lock:
+            weight, self._group = self._store.neutral(), None
+            self._store.users.discard(self)
+            self._store = WeightStore(weight)
+            self._store.users.add(self)
+            self._bind_primary(self._bind_settings.settings)
+
+    def _set_weight(self, weight: Any) -> None:
+        """Replace the rows of this layer in the shared weight; a weight of another format separates the siblings."""
+        group = self._group
+        if group is not None and not _fits(weight, self._store):
+            group.separate()
+        if self._group is None:
+            super()._set_weight(weight)
+            return
+        self._follow()
+        with self._store.lock:
+            self._store.set(weight.map(Tensor.detach))
+            self._bind_all()
+
+    def _load_found(self, found: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
+        try:
+            super()._load_found(found, prefix, assign, error_msgs)
+        except FormatError:
+            if self._group is None:
+                raise
+            self._group.separate()  # scales of another dtype, say
+            super()._load_found(found, prefix, assign, error_msgs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == HOOK and self._group is not None and value is not None:
+            self._group.separate()  # an offloaded weight is loaded for one layer at a time
+        super().__setattr__(name, value)
+
+    def extra_repr(self) -> str:
+        """Describe the layer for ``print(model)``."""
+        return super().extra_repr() + (f", siblings={len(self.siblings)}" if self._group is not None else "")
+
+
+def _fits(weight: Any, store: WeightStore) -> bool:
+    """Whether a weight can replace rows of a store's."""
+    same = isinstance(weight, QTensor) and weight.format == store.format and tuple(weight.shape) == tuple(store.shape)
+    return same and not store.has_order and weight.order is None and not store.format.scale.has_global
+
+
+def _stream_of(x: Tensor) -> int:
+    """The stream that x's kernels run on: results of another stream may not be complete."""
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+
+
+def _autocast(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
+def join(layers: Sequence[QuantizedLinear]) -> list[SiblingLinear]:
+    """Siblings that replace ``layers``, which have one scheme, compute dtype, device and number of input features.
+
+    Raises `FormatError` if their weights cannot be joined: different orders, global scales or dtypes of scales.
+    """
+    whole = WeightStore(QTensor.cat([layer._store.neutral() for layer in layers]))
+    bias, start, made = any(layer.bias is not None for layer in layers), 0, []
+    for layer in layers:
+        store = RowsStore(whole, start, layer.out_features)
+        made.append(SiblingLinear.from_rows(layer, store, bias))
+        start += layer.out_features
+    group = Siblings(made)
+    for index, member in enumerate(made):
+        member._group, member._index = group, index
+    return made
