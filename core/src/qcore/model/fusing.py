@@ -13,6 +13,7 @@ from ..nn.base import adopt
 from ..nn.linear import QuantizedLinear
 from ..nn.offloading import HOOK
 from ..nn.siblings import join
+from . import merging
 
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -38,7 +39,8 @@ def fuse_(model: nn.Module, groups: Iterable[Sequence[str]] = GROUPS) -> list[tu
 
     The layers of a group share one packed weight; whichever is called first with an input computes the results of all
     in one call of the kernel, after quantizing activations once, and the others take theirs. Layers keep their names
-    and rows in ``state_dict``, weights keep their codes. Compiled models compute a group's product once.
+    and rows in ``state_dict``, weights keep their codes. Models that Inductor compiles compute a group's product once:
+    this installs a pass there that merges identical calls.
 
     ``groups``: names of layers under one module, default `GROUPS` (q, k and v; gate and up). Layers are left as they
     are unless they have the same scheme, weight format, compute dtype, device and input features, weights of their own
@@ -48,13 +50,16 @@ def fuse_(model: nn.Module, groups: Iterable[Sequence[str]] = GROUPS) -> list[tu
     wanted = [tuple(names) for names in groups]
     for names in wanted:
         if len(names) < 2 or any(not isinstance(name, str) for name in names):
-            raise FormatError(f"groups: {names!r} must be two names of layers or more, such as ('gate_proj', 'up_proj').")
+            raise FormatError(
+                f"groups: {names!r} must be two names of layers or more, such as ('gate_proj', 'up_proj')."
+            )
     found = []
     for path, parent in list(model.named_modules()):
         for names in wanted:
-            for layers in _alike(path, parent, names):
-                if _fuse(parent, layers):
-                    found.append(tuple(f"{path}.{name}" if path else name for name in layers))
+            fused = (layers for layers in _alike(path, parent, names) if _fuse(parent, layers))
+            found += [tuple(f"{path}.{name}" if path else name for name in layers) for layers in fused]
+    if found:
+        merging.install()
     return found
 
 

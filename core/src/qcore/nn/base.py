@@ -244,7 +244,9 @@ class QuantizedModule(nn.Module):
                 raise
         check_first_call(bound.request, x)
         with self._bind_settings.in_force():
-            fresh, result = call_first(self._binding_store(), bound, lambda b: self._call(b, b.packed, x, training, params))
+            fresh, result = call_first(
+                self._binding_store(), bound, lambda b: self._call(b, b.packed, x, training, params)
+            )
         if fresh is not bound:
             with self._store.lock:
                 # If the layer was moved in the meantime, this kernel is for the old device: drop it.

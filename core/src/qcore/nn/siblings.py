@@ -43,10 +43,10 @@ class RowsStore(WeightStore):
         """``(rows, K)``."""
         return torch.Size((self.length, *self.whole.shape[1:]))
 
-    format = property(lambda self: self.whole.format)  # type: ignore[assignment]
-    quantizer = property(lambda self: self.whole.quantizer)  # type: ignore[assignment]
-    device = property(lambda self: self.whole.device)  # type: ignore[assignment]
-    has_order = property(lambda self: self.whole.has_order)  # type: ignore[assignment]
+    format = property(lambda self: self.whole.format)
+    quantizer = property(lambda self: self.whole.quantizer)
+    device = property(lambda self: self.whole.device)
+    has_order = property(lambda self: self.whole.has_order)
 
     def neutral(self) -> QTensor:
         """The rows in the neutral format, as tensors of their own. Returns an earlier result while it is alive."""
@@ -142,7 +142,7 @@ class Siblings:
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """Each member's columns of ``(..., N)``; tensors of their own if gradients are recorded."""
-        parts = whole.split([member.out_features for member in self.members], -1)
+        parts = torch.split(whole, [member.out_features for member in self.members], -1)
         return [part.contiguous() if whole.requires_grad else part for part in parts]
 
     @property
@@ -184,6 +184,8 @@ class SiblingLinear(QuantizedLinear):
     """A `QuantizedLinear` that shares its packed weight with siblings; `qcore.fuse_` makes them."""
 
     _group: Siblings | None = None
+    _index: int
+    _any_bias: bool
 
     @classmethod
     def from_rows(cls, layer: QuantizedLinear, store: RowsStore, bias: bool) -> SiblingLinear:
@@ -199,7 +201,7 @@ class SiblingLinear(QuantizedLinear):
     def __init__(self, *args: Any) -> None:
         bias = vars(self).get("_any_bias", False)
         super().__init__(*args)
-        self._any_bias: bool = bias
+        self._any_bias = bias
 
     @property
     def siblings(self) -> tuple[QuantizedLinear, ...]:

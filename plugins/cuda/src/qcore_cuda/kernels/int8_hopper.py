@@ -1,4 +1,4 @@
-"""``specialized``: int8 times int8 per channel for many rows on sm_90, with specialized warps, see `hopper`.
+"""``int8_hopper``: int8 times int8 per channel for many rows on sm_90, with specialized warps, see `hopper`.
 
 Grid: at most one program per multiprocessor; programs loop over tiles of BM = 128 tokens by BN = 64, 128 or 256 rows of
 the weight, K in steps of P = 128 columns. Inputs: codes x ``(M, 128 * blocks)``, w rows16; both are read through tensor
@@ -131,7 +131,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["out_scale", "out_zero", "M", "N", "blocks"])
-def specialized(
+def int8_hopper(
     x, x_scale, x_zero, w, scale, sums, bias, y, y_tiles, out_scale, out_zero, M, N, blocks,
     P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     MOVED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr, PDL: gl.constexpr,

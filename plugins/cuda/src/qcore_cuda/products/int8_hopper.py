@@ -66,7 +66,7 @@ class Int8Hopper(Int8Product[Columns]):
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from ..kernels.int8_hopper import specialized
+        from ..kernels.int8_hopper import int8_hopper
 
         layout, data, args = gl.NVMMASharedLayout, operands.weight.data, arguments_of(codes, operands, problem)
         (m, wide), n, p, bn, bits = codes.q.shape, problem.n, problem.step, config.bn, args.y.element_size() * 8
@@ -77,7 +77,7 @@ class Int8Hopper(Int8Product[Columns]):
         y = TensorDescriptor(args.y, [m, n], [n, 1], [_ROWS // 2, piece], tiles)
         stages = (hopper.ROOM - 2 * _ROWS * piece * bits // 8) // ((_ROWS + bn) * p)
         launch(
-            specialized, (min(-(-n // bn) * -(-m // _ROWS), device.sms),),
+            int8_hopper, (min(-(-n // bn) * -(-m // _ROWS), device.sms),),
             x, *args.of_x, w, args.of_w[0], args.of_w[2], args.end.args[0], args.y, y, *args.end.numbers, m, n,
             args.blocks, P=p, BM=_ROWS, BN=bn, STAGES=min(8, stages), GROUP_M=config.group_m,
             MOVED=problem.x_zero, HAS_BIAS=args.form["HAS_BIAS"], OUT=args.form["OUT"], **options(device, 4),
