@@ -182,7 +182,7 @@ def test_a_sparse_file_larger_than_memory(tmp_path):
     assert inspect(path).total_bytes == size
     with torch.device("meta"):
         model = nn.Linear(size >> 12, 1 << 10, bias=False)
-    with pytest.raises(CheckpointError, match=r"tensor 'weight': it takes 8,796,093,022,208 bytes of memory"):
+    with pytest.raises(CheckpointError, match=r"tensor 'weight': it needs 8,796,093,022,208 bytes of memory"):
         load_(model, path)
     with pytest.raises(CheckpointError, match="bytes of memory"):
         quantize_checkpoint(path, tmp_path / "out.safetensors", "w8a16")

@@ -145,8 +145,8 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("weight", "more", "match"),
         [
-            (torch.int8, {"weight_scale": torch.ones(256)}, "torch.int8: of modelopt"),
-            (torch.uint8, {"weight_scale": torch.ones(256, 2)}, "torch.uint8: of modelopt"),
+            (torch.int8, {"weight_scale": torch.ones(256)}, "torch.int8; qcore reads modelopt"),
+            (torch.uint8, {"weight_scale": torch.ones(256, 2)}, "torch.uint8; qcore reads modelopt"),
             (torch.uint8, {"weight_scale": torch.ones(9, 2), "weight_scale_2": torch.ones(())}, "scales have shapes"),
             (torch.float8_e4m3fn, {"weight_scale": torch.ones(()), "pre_quant_scale": torch.ones(9)}, "pre_quant"),
         ],
