@@ -19,7 +19,7 @@ SIDES = (512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 8192, 1
 """N and K of the sizes for which a configuration has to be the best to be kept."""
 OCCUPANCIES = (1, 2, 4, 0)
 CLOSE = 1.02
-"""A configuration is also kept if it is this close to the best one at a measured size."""
+"""A configuration is also kept if it is this close to the best one at a measured size, or the best portable one."""
 
 Config = tuple[str, tuple[tuple[str, Any], ...]]
 """A kernel's name and the fields of its configuration."""
@@ -47,7 +47,14 @@ def kept(device: Device, problem: GemmProblem, times: dict[Config, Times]) -> di
         found = {config: measured[size] for config, measured in usable.items() if size in measured}
         best = min(found.values())
         chosen |= {config for config in found if found[config] <= CLOSE * best and fitted[config].error < 0.1}
+        portable = {config: us for config, us in found.items() if _portable(config)}
+        chosen |= {config for config in portable if portable[config] <= min(portable.values())}
     return {config: fitted[config] for config in fitted if config in chosen}
+
+
+def _portable(config: Config) -> bool:
+    """Whether a kernel computes any size with any version of Triton."""
+    return "hopper" not in config[0]
 
 
 def fit(device: Device, problem: GemmProblem, config: Config, measured: Times) -> Fitted:

@@ -206,8 +206,8 @@ def _pretend(target: str, recorder: Recorder) -> None:
     device._device = lambda kind, index: here
 
 
-def linear(scheme: str, n: int, k: int, m: int, dtype: str = "bfloat16", bias: bool = False) -> None:
-    """A quantized linear layer on x ``(m, k)``."""
+def linear(scheme: str, n: int, k: int, m: int, dtype: str = "bfloat16", bias: bool = False, scale: str = "") -> None:
+    """A quantized linear layer on x ``(m, k)``; ``scale``: the dtype of scales, if it is another one than x's."""
     import torch
 
     from qcore.contracts import CONTRACTS
@@ -217,7 +217,8 @@ def linear(scheme: str, n: int, k: int, m: int, dtype: str = "bfloat16", bias: b
     request = CONTRACTS["linear"].request_for(parsed, torch.device("meta"), kind, n, k)
     made = kernel(request)
     x = torch.empty(m, k, dtype=kind, device="meta")
-    made.run(x, made.pack(_weight(parsed, n, k, kind)), torch.empty(n, dtype=kind, device="meta") if bias else None)
+    weight = _weight(parsed, n, k, getattr(torch, scale or dtype))
+    made.run(x, made.pack(weight), torch.empty(n, dtype=kind, device="meta") if bias else None)
 
 
 def embedding(scheme: str, n: int, k: int, m: int = 7) -> None:
@@ -264,7 +265,7 @@ def _scheme(text: str) -> Any:
 
 
 def _weight(scheme: Any, n: int, k: int, dtype: Any) -> Any:
-    """A weight without numbers."""
+    """A weight without numbers; ``dtype``: of scales."""
     import torch
 
     from qcore import QTensor, ZeroPoint

@@ -54,7 +54,12 @@ def main_calls(target):
 
 
 ELSEWHERE = [call for target in SHARED if target != "sm_90" for call in main_calls(target)]
-CALLS = [*MAIN, *OTHER, *ELSEWHERE]
+# Scales of a float32 model stay float32: they take shared memory from the stages of kernels for many rows.
+WIDE = [linear(s, m, scale="float32") for s in ("w8a16-g64-asym", "w8a16-g128-fzp", "w4a16-g32-fzp") for m in (64, 256)]
+WIDE += [linear(s, m, scale="float32") for s in ("w4a8-g32-asym-aasym", "w4a8-g64-aasym") for m in (64, 512)]
+WIDE += [linear("w4a16-g64", 300, size={"n": 4096, "k": 64}), linear("w8a8-aasym", 512, scale="float32")]
+MORE = [linear(s, 2048) for s in ("w4a16-g32", "w8a16-g128", "w4a8-g32")] + [linear("w4a8-g64-asym-aasym", 512)]
+CALLS = [*MAIN, *OTHER, *ELSEWHERE, *WIDE, *MORE]
 NAMES = {str(call): call for call in CALLS}
 assert len(NAMES) == len(CALLS)
 
@@ -78,6 +83,11 @@ BUDGETS = {
 per int8 weight."""
 
 HOPPER = {
+    str(linear("w4a16-g32", 2048)): "gemm_hopper",
+    str(linear("w8a16-g128", 2048)): "gemm_hopper",
+    str(linear("w4a8-g32", 2048)): "w4a8_groups_hopper",
+    str(linear("w4a8-g64-asym-aasym", 512)): "w4a8_groups_hopper",
+    str(linear("w8a8-aasym", 2048)): "int8_hopper",
     str(linear("w4a16-g128", 2048)): "gemm_hopper",
     str(linear("w8a16", 2048)): "gemm_hopper",
     str(linear("w4a8-g128", 2048)): "w4a8_hopper",

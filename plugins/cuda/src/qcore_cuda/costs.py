@@ -57,15 +57,18 @@ def forms(problem: GemmProblem) -> Iterator[str]:
     Such as ``w4-g32-int``: bits, columns of a group (at most 128; per channel without), zero points of the weight; for
     int8 activations ``-xz`` if they have zero points.
     """
-    sizes = ("",) if problem.one_group else _nearest(problem.group)
     zeros = {0: ("", "-int"), 1: ("-int", ""), 2: ("-int", "")}[problem.zero]
     moved = ("-xz", "") if problem.x_zero else ("", "-xz")
-    for size in (*sizes, "-g128", "-g32", "-g64", ""):
+    for size in _sizes(problem):
         for zero in zeros:
             for x_zero in moved:
                 yield f"w{problem.bits}{size}{zero}{x_zero}"
 
 
-def _nearest(group: int) -> tuple[str, ...]:
-    """Groups of a multiple of 128 columns are as fast as groups of 128; those of less as the next smaller one."""
-    return next(((f"-g{size}",) for size in (128, 64) if group % size == 0), ("-g32",))
+def _sizes(problem: GemmProblem) -> tuple[str, ...]:
+    """Groups of a multiple of 128 columns are as fast as groups of 128; smaller ones are more like each other."""
+    if problem.one_group:
+        return "", "-g128", "-g64", "-g32"
+    if problem.group % 128 == 0:
+        return "-g128", "-g64", "-g32", ""
+    return ("-g64", "-g32", "-g128", "") if problem.group % 64 == 0 else ("-g32", "-g64", "-g128", "")

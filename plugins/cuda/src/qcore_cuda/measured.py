@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,18 +48,17 @@ def _table(arch: int, activations: str) -> dict[str, dict[int, list[Estimate]]]:
     return found
 
 
-def shipped(device: Device, problem: GemmProblem) -> list[Estimate]:
-    """What the architecture's table holds for a problem's form and number of rows, or for the nearest ones.
+def shipped(device: Device, problem: GemmProblem) -> Iterator[list[Estimate]]:
+    """What the architecture's table holds for a problem's form and number of rows, then for the nearest forms.
 
     A number of rows that was not measured uses the next larger one that was.
     """
     table = _table(device.arch, problem.activations) if device.arch else {}
-    for form in forms(problem):
+    for form in dict.fromkeys(forms(problem)):
         by_rows = table.get(form, {})
         rows = min((m for m in by_rows if m >= (problem.split_rows or problem.rows)), default=0)
         if rows:
-            return by_rows[rows]
-    return []
+            yield by_rows[rows]
 
 
 @lru_cache(maxsize=1)
@@ -78,8 +78,8 @@ def version() -> str:
 def _key(device: Device, problem: GemmProblem) -> str:
     """The properties that the time of a product depends on most; problems of one key share a measurement."""
     p, sizes = problem, (problem.bits, problem.n, problem.k, problem.rows)
-    form = (p.grouped, p.step) if p.codes else (p.split_rows, p.block, p.group, p.narrow, p.exact, p.whole)
-    return f"{version()}|{tuple(device)}|{sizes}|{form}"
+    form = (p.grouped, p.step, p.x_zero) if p.codes else (p.split_rows, p.block, p.narrow, p.exact, p.whole)
+    return f"{version()}|{tuple(device)}|{sizes}|{p.group}|{p.zero}|{form}"
 
 
 def tuned(device: Device, problem: GemmProblem) -> Record | None:

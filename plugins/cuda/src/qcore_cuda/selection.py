@@ -26,7 +26,7 @@ def choose(device: Device, problem: GemmProblem) -> Choice:
 
 
 def candidates(device: Device, problem: GemmProblem) -> list[Choice]:
-    """The choices that ``qcore tune`` measures: a few dozen that were fastest for some size, and the rule's."""
+    """The choices that ``qcore tune`` measures: the present one, and a few dozen that were fastest for some size."""
     found = [next(_choices(device, problem))]
     for product in _products(problem):
         if product.serves(device, problem):
@@ -54,14 +54,21 @@ def _choices(device: Device, problem: GemmProblem) -> Iterator[Choice]:
 
 
 def estimated(device: Device, problem: GemmProblem) -> list[tuple[float, Choice]]:
-    """The choices of the shipped table with their estimated times in microseconds, the least first."""
-    found = []
-    for record, cost in measured.shipped(device, problem):
-        for choice in _of_record(device, problem, record):
-            kernel, config = choice
-            time = cost.microseconds(kernel.work(device, problem, config), problem, device.sms)
-            found.append((time, choice))
-    return sorted(found, key=lambda pair: pair[0])
+    """The choices of the shipped table with their estimated times in microseconds, the least first.
+
+    They are those of the problem's own form, or of the nearest one that has kernels for it.
+    """
+    for estimates in measured.shipped(device, problem):
+        found = []
+        for record, cost in estimates:
+            for choice in _of_record(device, problem, record):
+                kernel, config = choice
+                if kernel.name == record.kernel:  # what it was adapted to otherwise has not been measured
+                    work = kernel.work(device, problem, config)
+                    found.append((cost.microseconds(work, problem, device.sms), choice))
+        if found:
+            return sorted(found, key=lambda pair: pair[0])
+    return []
 
 
 def _of_record(device: Device, problem: GemmProblem, record: Record) -> Iterator[Choice]:

@@ -88,7 +88,7 @@ def quantize_columns(
     else:
         launch(conv.quantize_columns, (count,), *room, *given, *sizes, **meta)
     # In the weight's own order: a product that needs another order (32, for blocks of 128) cannot use them.
-    return Codes(q, s, z, t, weight.order)
+    return Codes(q, s, z if mode.has_zero else None, t, weight.order)
 
 
 def totals_needed(weight: Weight) -> bool:

@@ -68,17 +68,8 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
     programs = gl.num_programs(0)
     steps = steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
     step = steps * 0
-    # 1. The first weights, as many blocks as the ring holds, before the previous kernel has ended: a kernel that wrote
-    #    weights has ended long ago. They arrive while x, which may be the previous kernel's result, cannot be read yet.
-    tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
-    ahead = gl.minimum(end - begin, STAGES // 2)
-    tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)[1]
-    for i in range(ahead):
-        for half in gl.static_range(2):
-            here = full.index(2 * i + half)
-            mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0))
-            _copy_weight(w, scale, zero, ws, ss, zs, here, begin + i, half, tile_n * BN, 2 * i + half, i, PER, True,
-                         BITS, EACH, SCALED, ZERO)  # fmt: skip
+    # 1. x may be the previous kernel's result: no copy begins before that kernel has ended. (To copy the first weights
+    #    before that gained nothing.)
     if PDL:
         gdc_wait()
     # at, turn: stage of the ring and parity of its barriers; slot: place of the data of a block. Slots need no
@@ -93,40 +84,32 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
         tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
         tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         m0 = tile_m * BM
+        n0 = tile_n * BN
         for b in range(begin, end):
-            # The weights of the first ``ahead`` blocks, and the bytes of their stages, were announced in step 1.
-            fresh = (step > 0) | (b - begin >= ahead)
             for half in gl.static_range(2):
                 # 3. Wait until both consumer groups have released the stage; then announce the bytes before the copies
                 #    that deliver them.
                 mbarrier.wait(empty.index(at), turn)
                 here = full.index(at)
-                mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0), pred=fresh)
+                mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0))
                 # 4. Begin the copies: w, with a block's first stage its scales and zero points, and x.
-                _copy_weight(w, scale, zero, ws, ss, zs, here, b, half, tile_n * BN, at, slot, PER, fresh, BITS, EACH,
-                             SCALED, ZERO)  # fmt: skip
+                for g in gl.static_range(2):
+                    n = n0 + g * ROWS
+                    # Each group has its own 64 rows of w: int16 pairs (64, 32) per stage, int4 words (4, 256) per
+                    # block.
+                    if BITS == 8:
+                        tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(2 * at + g))
+                    elif half == 0:
+                        tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(2 * slot + g))
+                row = b * EACH if EACH > 1 else b // PER
+                if SCALED and half == 0:
+                    tma.async_copy_global_to_shared(scale, [row, n0], here, ss.index(slot))
+                if ZERO and half == 0:
+                    tma.async_copy_global_to_shared(zero, [row, n0], here, zs.index(slot))
                 tma.async_copy_global_to_shared(x, [m0, b * 128 + half * 64], here, xs.index(at))
                 at, turn = advance(at, turn, STAGES)
             slot = advance(slot, 0, SLOTS)[0]
         step += end - begin
-
-
-@gluon.jit
-def _copy_weight(w, scale, zero, ws, ss, zs, here, b, half: gl.constexpr, n0, at, slot, PER, wanted, BITS: gl.constexpr,
-                 EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr):  # fmt: skip
-    """Begin to copy the weight's part of a stage: rows from n0 on of one half of block b."""
-    for g in gl.static_range(2):
-        n = n0 + g * ROWS
-        # Each group has its own 64 rows of w: int16 pairs (64, 32) per stage, int4 words (4, 256) per block.
-        if BITS == 8:
-            tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(2 * at + g), pred=wanted)
-        elif half == 0:
-            tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(2 * slot + g), pred=wanted)
-    row = b * EACH if EACH > 1 else b // PER
-    if SCALED and half == 0:
-        tma.async_copy_global_to_shared(scale, [row, n0], here, ss.index(slot), pred=wanted)
-    if ZERO and half == 0:
-        tma.async_copy_global_to_shared(zero, [row, n0], here, zs.index(slot), pred=wanted)
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 Sums of so few columns would keep the int8 tensor cores waiting for the conversion of each from int32. Here codes of
 both operands are bfloat16, which holds them exactly, as float32 holds their sums over a group: at most
-``64 * 15 * 255``, or ``64 * 16 * 128``, below 2**24. One warp copies; two warpgroups unpack 64 rows of the weight each,
+``64 * 15 * 128``, below 2**24. One warp copies; two warpgroups unpack 64 rows of the weight each,
 multiply them group by group by BM tokens in shared memory with ``wgmma``, and add up scaled sums of one group while the
 tensor cores work on the next one, or for the other warpgroup.
 

@@ -1,6 +1,6 @@
 """The kernels that multiply, in order of preference.
 
-Without a measurement, the first kernel that has a rule for a problem computes it.
+Without a measurement or an estimate, the first kernel that has a rule for a problem computes it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.counters import counters
 from ..runtime.device import Device
-from ..runtime.hopper import descriptor, int4_words
+from ..runtime.hopper import descriptor, int4_words, room_for
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty, tracked
 from ..schedule import SPLITS, TILE_TIMES, best_split, tail_spread
@@ -25,7 +25,7 @@ from .base import FloatProduct
 _STAGES = {
     (4, 256): 5, (4, 128): 8, (4, 64): 14, (4, 32): 20, (8, 256): 4, (8, 128): 8, (8, 64): 12, (8, 32): 16,
 }  # fmt: skip
-"""Stages that fit shared memory, by bits and tokens of a tile."""
+"""The most stages of a ring, by bits and tokens of a tile; fewer if parameters of two or four bytes need the room."""
 
 
 class Tokens(NamedTuple):
@@ -35,16 +35,16 @@ class Tokens(NamedTuple):
     split: int = 1
 
 
-def tile_choices(problem: GemmProblem, sizes: Iterable[int], columns: int, sms: int) -> Iterator[Tokens]:
+def tile_choices(problem: GemmProblem, sizes: Collection[int], columns: int, sms: int) -> Iterator[Tokens]:
     """Tiles for which programs have enough to do, with the ways to compute the last wave that differ."""
     for bm in sizes:
-        if problem.rows * 2 >= bm and problem.rows <= 16 * bm:
+        if problem.rows * 2 >= bm and (problem.rows <= 16 * bm or bm == max(sizes)):
             tiles, blocks = tiles_of(problem.n, problem.rows, bm), -(-problem.k // columns)
             spreads = {tail_spread(tiles, blocks, split, sms): split for split in reversed(SPLITS)}
             yield from (Tokens(bm, split) for split in sorted(spreads.values()))
 
 
-def best_tile(problem: GemmProblem, sizes: Iterable[int], columns: int, sms: int) -> Tokens:
+def best_tile(problem: GemmProblem, sizes: Collection[int], columns: int, sms: int) -> Tokens:
     """The tile for which programs have the least to do, by analysis."""
     blocks = -(-problem.k // columns)
     found = ((best_split(tiles_of(problem.n, problem.rows, bm), blocks, bm, sms, columns), bm) for bm in sizes)
@@ -75,7 +75,7 @@ class GemmHopper(FloatProduct[Tokens]):
         """Sizes fit descriptors; scales are applied to the weight and rounded with it, or to the sum over all of K."""
         if not problem.narrow or not hopper.fits(device, problem.n, 128):
             return False
-        return problem.whole or (not problem.exact and _parameter_rows(problem) > 0)
+        return _parameter_rows(problem) > 0 and (problem.whole or not problem.exact)
 
     def rule(self, device: Device, problem: GemmProblem) -> Tokens | None:
         """The tile for which programs have the least to do."""
@@ -114,20 +114,29 @@ class GemmHopper(FloatProduct[Tokens]):
             scale if bias is None else bias, descriptor(y, (bm // pieces, rows)), parts,
             tracked(counters, 2 * left, x.device) if left else y,
             m, n, blocks, blocks if problem.one_group else max(1, weight.group // 128), waves, share,
-            BITS=bits, BM=bm, STAGES=_STAGES[bits, bm], GROUP=2048 // bm, EACH=each, SCALED=scaled,
-            ZERO=problem.zero, BIAS=bias is not None, PIECES=pieces, U=1 if bm > 128 and bits == 4 else 2,
-            SPREAD=left > 0, **options(device, 4),
+            BITS=bits, BM=bm, STAGES=_stages(weight, bm, pieces, each, scaled), GROUP=2048 // bm, EACH=each,
+            SCALED=scaled, ZERO=problem.zero, BIAS=bias is not None, PIECES=pieces,
+            U=1 if bm > 128 and bits == 4 else 2, SPREAD=left > 0, **options(device, 4),
         )  # fmt: skip
         return y
 
 
+def _stages(weight: Weight, bm: int, pieces: int, rows: int, scaled: bool) -> int:
+    """Stages of a ring that fits shared memory; ``rows``: of parameters of a block."""
+    numbers = [weight.scale if scaled else None, weight.zero]
+    slot = (8192 if weight.bits == 4 else 0) + 128 * rows * sum(t.element_size() for t in numbers if t is not None)
+    stage = bm * 128 + (8192 if weight.bits == 8 else 0)
+    return room_for(stage, slot, 2 * bm // pieces * 128, _STAGES[weight.bits, bm])
+
+
 def _parameter_rows(problem: GemmProblem) -> int:
     """Rows of scales that 128 columns have, of which the kernel takes 1, 2 or 4; 0 if it can't take them."""
-    if problem.one_group or problem.group % 128 == 0:
-        return 1
     if problem.bits == 8:
-        return 2 if problem.group == 64 else 0
-    return 128 // problem.block if problem.group == problem.block else 0
+        return 1 if problem.one_group or problem.group % 128 == 0 else 2 if problem.group == 64 else 0
+    if problem.block == 128:
+        return 1
+    # A single group of fewer columns than 128, as of a very small K, is packed in blocks of that size, too.
+    return 128 // problem.block if problem.group == problem.block and not problem.one_group else 0
 
 
 GEMM_HOPPER = GemmHopper()

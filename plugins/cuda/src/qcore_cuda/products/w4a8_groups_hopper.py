@@ -16,16 +16,16 @@ from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.counters import counters
 from ..runtime.device import Device
-from ..runtime.hopper import descriptor, int4_words
-from ..runtime.launch import launch, options
+from ..runtime.hopper import descriptor, early, int4_words, room_for
+from ..runtime.launch import launch
 from ..runtime.replay import empty, tracked
 from ..schedule import tail_spread
-from .base import Int8Product, Operands
+from .base import Choice, Int8Product, Operands
 from .gemm_hopper import Tokens, best_tile, tail_work, tile_choices, tiles_of
 from .quantized import arguments_of
 
 _STAGES = {128: 8, 64: 14, 32: 18}
-"""Stages that fit shared memory, by tokens of a tile, if groups have 32 columns."""
+"""The most stages of a ring, by tokens of a tile, if groups have 32 columns."""
 
 
 def _sizes(problem: GemmProblem) -> tuple[int, ...]:
@@ -53,6 +53,10 @@ class W4A8GroupsHopper(Int8Product[Tokens]):
     def rule(self, device: Device, problem: GemmProblem) -> Tokens:
         return best_tile(problem, _sizes(problem), 2 * problem.step, device.sms)
 
+    def adapted(self, problem: GemmProblem, config: Tokens) -> Choice:
+        """A tile that registers suffice for: one measured without zero points of x may be too large with them."""
+        return Choice(self, config._replace(bm=min(config.bm, max(_sizes(problem)))))
+
     def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Tokens]:
         yield from tile_choices(problem, _sizes(problem), 2 * problem.step, device.sms)
 
@@ -75,6 +79,8 @@ class W4A8GroupsHopper(Int8Product[Tokens]):
             return descriptor(tensor, (2, 128), swizzled=False) if described else tensor
 
         stages = -(-columns // (2 * p))
+        numbers = scale.element_size() + (weight.zero is not None) + 4 * moved
+        stage = (bm * 4 + 128) * p + 256 * numbers
         tiles = tiles_of(n, m, bm)
         waves, share, programs = tail_spread(tiles, stages, config.split, device.sms)
         left = tiles - waves * programs if share else 0
@@ -85,8 +91,9 @@ class W4A8GroupsHopper(Int8Product[Tokens]):
             by_row(zero, weight.zero is not None), by_row(sums, moved), args.end.args[0], args.y,
             descriptor(args.y, (bm, 64)), parts, tracked(counters, 2 * left, codes.q.device) if left else args.y,
             *args.end.numbers, m, n, stages, waves, share,
-            P=p, BM=bm, STAGES=_STAGES[bm] * 32 // p, BAND=2048 // bm, ZERO=weight.zero is not None, MOVED=moved,
-            HAS_BIAS=form["HAS_BIAS"], OUT=form["OUT"], SPREAD=left > 0, **options(device, 4),
+            P=p, BM=bm, STAGES=room_for(stage, 0, 2 * bm * 128, _STAGES[bm] * 32 // p), BAND=2048 // bm,
+            ZERO=weight.zero is not None, MOVED=moved, HAS_BIAS=form["HAS_BIAS"], OUT=form["OUT"], SPREAD=left > 0,
+            **early(device, 4, weight.data, scale, weight.zero, sums if moved else None),
         )  # fmt: skip
         return args.y
 

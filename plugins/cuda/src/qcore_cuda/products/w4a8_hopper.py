@@ -14,8 +14,8 @@ from ..costs import Work
 from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.device import Device
-from ..runtime.hopper import descriptor, int4_words
-from ..runtime.launch import launch, options
+from ..runtime.hopper import descriptor, early, int4_words
+from ..runtime.launch import launch
 from .base import Int8Product, Operands
 from .quantized import arguments_of
 
@@ -93,7 +93,7 @@ class W4A8Hopper(Int8Product[Tokens]):
             descriptor(args.y, (bm, 64)), *args.end.numbers, m, n, args.blocks, problem.per,
             BM=bm, STAGES=6 if bm > 64 else 8, GROUP=2048 // bm, EACH=each, ZERO=weight.zero is not None, MOVED=moved,
             HAS_BIAS=form["HAS_BIAS"], OUT=form["OUT"], U={128: 2 if plain else 1, 64: 4, 32: 1}[bm],
-            **options(device, 4),
+            **early(device, 4, weight.data, scale if each else None, weight.zero, sums if each and moved else None),
         )  # fmt: skip
         return args.y
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .device import Device
+from .launch import options
 
 _TESTED = ("3.6.",)
 ROOM = (227 << 10) - 2048
@@ -43,6 +44,25 @@ def descriptor(tensor: Tensor, block: tuple[int, int], *, swizzled: bool = True)
     layout = NVMMASharedLayout(min(128, block[1] * size) if swizzled else 0, 8 * size, 2)
     pitch = tensor.stride(0) if rows > 1 else columns  # the stride of a single row may be anything
     return TensorDescriptor(tensor, [rows, columns], [pitch, 1], list(block), layout)
+
+
+def room_for(stage: int, slot: int, fixed: int, most: int) -> int:
+    """The number of stages, at most ``most``, that shared memory has room for.
+
+    Bytes: of a ``stage``; of a ``slot``, which two stages share; ``fixed``: next to them.
+    """
+    return next(n for n in range(most, 1, -1) if n * stage + -(-n // 2) * slot + fixed <= ROOM)
+
+
+def early(device: Device, warps: int, *constants: Tensor | None) -> dict[str, Any]:
+    """Options of a kernel that reads the weight before the previous kernel has ended, unless that one copies it.
+
+    ``constants``: the tensors of a weight that `descriptor` copies if they are not aligned.
+    """
+    found = dict(options(device, warps))
+    if any(tensor is not None and tensor.data_ptr() % 16 for tensor in constants):
+        found["PDL"] = False
+    return found
 
 
 def int4_words(data: Tensor, columns: int = 128) -> Any:
