@@ -30,7 +30,7 @@ MODELS = {
                 num_heads=4,
                 feed_forward_proj="gated-gelu",
                 decoder_start_token_id=0,
-            )  # fmt: skip
+            )
         ),
         # Of each layer q, k and v, and wi_0 and wi_1; of each of the decoder's also k and v of its cross attention.
         2 * 2 + 2 * 3,
@@ -45,7 +45,7 @@ MODELS = {
                 decoder_ffn_dim=192,
                 encoder_attention_heads=4,
                 decoder_attention_heads=4,
-            )  # fmt: skip
+            )
         ),
         2 + 2 * 2,
     ),
