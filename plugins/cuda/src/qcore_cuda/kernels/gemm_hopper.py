@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qcore_triton.kernels.int8_common import tile_order
 
-from .hopper import advance, ring, summed
+from .hopper import advance, my_steps, ring, summed
 from .operands_hopper import (
     ROWS,
     from_halves,
@@ -41,7 +41,7 @@ from .operands_hopper import (
     words_layout,
     zero_point,
 )
-from .parts import segment, steps_of
+from .parts import segment
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -62,11 +62,7 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
     SCALES: gl.constexpr = EACH * BN * scale.dtype.primitive_bitwidth // 8 if SCALED else 0
     ZEROS: gl.constexpr = EACH * BN * zero.dtype.primitive_bitwidth // 8 if ZERO else 0
     BLOCK: gl.constexpr = (BN * 64 if BITS == 4 else 0) + SCALES + ZEROS
-    tiles_n = gl.cdiv(N, BN)
-    tiles_m = gl.cdiv(M, BM)
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    steps = steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
+    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB)
     step = steps * 0
     # 1. x may be the previous kernel's result: no copy begins before that kernel has ended. (To copy the first weights
     #    before that gained nothing.)
@@ -252,11 +248,7 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
     BN: gl.constexpr = 2 * ROWS
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    tiles_n = gl.cdiv(N, BN)
-    tiles_m = gl.cdiv(M, BM)
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    steps = steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
+    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB)
     step = steps * 0
     # left: blocks to come in all tiles of this program, so that only the last one does not prefetch.
     left = steps

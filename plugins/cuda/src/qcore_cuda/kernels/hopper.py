@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .parts import add_at, put, value_at, zeros_like
+from .parts import add_at, put, steps_of, value_at, zeros_like
 
 WIDEST: gl.constexpr = gl.constexpr(128)
 """The most columns of an int8 ``wgmma`` that Triton issues and that a register layout can have."""
@@ -39,6 +39,16 @@ def advance(slot, phase, STAGES: gl.constexpr):
     slot += 1
     wrap = slot == STAGES
     return gl.where(wrap, 0, slot), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def my_steps(N, M, BM: gl.constexpr, waves, share, KB):
+    """Tiles of BM tokens and of 128 rows of the weight, this program, all programs, and the steps of this one."""
+    tiles_m = gl.cdiv(M, BM)
+    tiles_n = gl.cdiv(N, 128)
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    return tiles_m, tiles_n, program, programs, steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
 
 
 @gluon.jit

@@ -29,9 +29,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qcore_triton.kernels.int8_common import tile_order
 from qcore_triton.kernels.rounding import begin
 
-from .hopper import advance, ring, summed
+from .hopper import advance, my_steps, ring, summed
 from .operands_hopper import ROWS, block_operand, row_numbers
-from .parts import segment, steps_of
+from .parts import segment
 from .w4a8_hopper import leave_tokens
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -48,11 +48,7 @@ def _produce(x, w, scale, zero, sums, xs, ws, ss, zs, ms, full, empty, N, M, KB,
     STAGE: gl.constexpr = BM * 4 * P + BN * P + 2 * BN * NUMBERS
     if PDL:
         gdc_launch_dependents()
-    tiles_n = gl.cdiv(N, BN)
-    tiles_m = gl.cdiv(M, BM)
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    steps = steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
+    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB)
     step = steps * 0
     # 1. The first weights, as many stages as the ring holds, before the previous kernel, which quantizes x, has ended.
     tile, first, end = segment(step, steps, program, programs, waves, share, KB)
@@ -141,11 +137,7 @@ def _consume(y, tiles_of_y, x_scale, x_zero, bias, ys, out_scale, out_zero, part
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     begin(PDL)
-    tiles_n = gl.cdiv(N, BN)
-    tiles_m = gl.cdiv(M, BM)
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    steps = steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
+    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB)
     step = steps * 0
     # left: stages to come in all tiles of this program, so that only the last one does not prefetch.
     left = steps
