@@ -42,5 +42,5 @@ def test_adopt_knows_every_importer():
 def test_an_importer_reads_what_adopt_accepts(method, tmp_path):
     """bitsandbytes_4bit and _8bit are transformers' names of one method: both belong to one importer."""
     settings = {"quant_method": method, "packing_format": "auto_round:auto_gptq"}
-    source = Source(tmp_path, {"quantization_config": settings}, settings, {}, {}, lambda name: pytest.fail(name))
+    source = Source(tmp_path, {"quantization_config": settings}, settings, {}, {}, pytest.fail)
     assert len([importer.name for importer in BUILTIN if importer.recognizes(source)]) == 1
