@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..errors import FormatError, did_you_mean, quoted
 from ..formats import PLAIN, Format, ScaleType, ZeroPoint, find_element, find_layout, match_text
 from .activations import Activation, DynamicFP8, DynamicInt8, OutputInt8, StaticFP8, StaticInt8, without_parameters
-from .quantizers import check_quantizer, default_quantizer, needs_moments
+from .quantizers import checked_quantizer, default_quantizer, needs_moments
 
 SCHEMES: tuple[str, ...] = (
     "w8a16",
@@ -92,7 +92,7 @@ class Scheme:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "quantizer", self.quantizer or default_quantizer(self.weight))
-        check_quantizer(self.quantizer, self.weight)
+        checked_quantizer(self.quantizer, self.weight)
         if self.output is not None and self.activation is None:
             raise FormatError("int8 output (-o8) needs int8 activations: write w8a8...-o8 or w4a8...-o8.")
         if isinstance(self.activation, (DynamicInt8, StaticInt8)) and not self.weight.element.is_integer:
