@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from ..errors import FormatError, did_you_mean, quoted
+from ..errors import FormatError, did_you_mean, first_line, quoted
 from ..formats import PLAIN, Format, ScaleType, ZeroPoint, find_element, find_layout, match_text
 from .activations import Activation, DynamicFP8, DynamicInt8, OutputInt8, StaticFP8, StaticInt8, without_parameters
 from .quantizers import checked_quantizer, default_quantizer, needs_moments
@@ -130,7 +130,7 @@ class Scheme:
         try:
             find_element(element)
         except FormatError as error:
-            raise _unreadable(text, str(error).splitlines()[0]) from None
+            raise _unreadable(text, first_line(error)) from None
         weight = Format(element, group, zero, layout, ScaleType(parts["scale"] or "float"))
         return cls(weight, parts["quantizer"] or "", _activation(parts), _output(parts))
 
