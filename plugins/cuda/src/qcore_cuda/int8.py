@@ -1,4 +1,4 @@
-"""Products with int8 activations: quantize x, multiply codes, apply the epilogue, with the kernel for the form of call."""
+"""Products with int8 activations: quantize x, multiply codes, apply the epilogue; the form of call selects the kernel."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from .runtime.replay import replays
 
 
 class _Linear(PackedKernel, RowsKernel):
-    """The common base of both kernels. A call of a known form (shapes, strides, dtypes) replays recorded launches, see `replay`.
+    """The common base of both kernels. A call of a known form replays recorded launches, see `replay`.
 
     ``numbers``: further values that results depend on, apart from the weight's format and sizes.
     """

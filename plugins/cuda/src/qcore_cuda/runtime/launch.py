@@ -103,7 +103,7 @@ def _first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict
         compiled = kernel[grid](*args, **meta)
     if compiled is not asked:
         raise RuntimeError(
-            f"{asked.metadata.name}: Triton launched a different kernel than the one that was compiled before."
+            f"{asked.metadata.name}: Triton launched a different kernel than it had compiled."
         )
     return compiled
 
@@ -118,7 +118,7 @@ def _ask(compiled: Any, more: int) -> None:
         return
     if facts.shared > own:
         raise RuntimeError(
-            f"{facts.name}: Triton uses {facts.shared} bytes of shared memory; at most {own} were expected."
+            f"{facts.name}: Triton uses {facts.shared} bytes of shared memory, more than {own}."
         )
     compiled.metadata = facts._replace(shared=own + more)
     compiled.packed_metadata = (facts.num_warps, facts.num_ctas, own + more)
