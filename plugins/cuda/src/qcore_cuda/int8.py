@@ -1,4 +1,4 @@
-"""Products with int8 activations: quantize x, multiply codes, apply the epilogue; the form of call selects the kernel."""
+"""Products with int8 activations: quantize x, multiply codes, apply the epilogue; by the kernel for the form of call."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class ConvCall(NamedTuple):
 
     @property
     def per_channel(self) -> bool:
-        """Whether the weight is int8 with one scale per row and no zero point, and int32 sums over all of K are exact."""
+        """Whether the weight is int8 per channel without zero point, and int32 sums over all of K are exact."""
         w = self.weight
         return w.bits == 8 and w.zero is None and w.scale.shape[0] == 1 and w.k < _EXACT_K
 
