@@ -1,4 +1,4 @@
-"""Products with int8 activations: quantize x, multiply codes, apply the epilogue; by the kernel for the form of call."""
+"""Products with int8 activations: quantize x, multiply codes, apply the epilogue. The form of call selects a kernel."""
 
 from __future__ import annotations
 
