@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qcore import errors
-from qcore.errors import did_you_mean
+from qcore.errors import did_you_mean, first_line
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,11 @@ def test_did_you_mean(word, hint):
 
 def test_did_you_mean_reads_an_iterator_once():
     assert did_you_mean("CUDA", iter(["cuda"])) == " Did you mean 'cuda'?"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(RuntimeError("one\ntwo"), "one"), (RuntimeError(), "RuntimeError"), (OSError("\ntwo"), "OSError")],
+)
+def test_first_line_of_an_error(error, line):
+    assert first_line(error) == line

@@ -67,7 +67,7 @@ def test_a_bar_is_drawn_on_standard_error_where_it_is_wanted(work, progress, str
     assert ("quantizing" in text or "loading" in text) == drawn, text
 
 
-def test_a_function_that_raises_stops_the_work_and_its_error_arrives():
+def test_an_error_of_the_function_stops_the_work():
     def broken(_done, _total, _name):
         raise RuntimeError("the window was closed")
 
@@ -88,7 +88,7 @@ class Unsized:
 
 
 @pytest.mark.parametrize(("batches", "drawn"), [([torch.randn(4, 32)] * 2, True), (Unsized(), False)])
-def test_calibration_counts_its_batches_where_their_number_is_known(batches, drawn, monkeypatch):
+def test_calibration_counts_its_batches_if_their_number_is_known(batches, drawn, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stderr", Terminal())
     net = nn.Sequential(nn.Linear(32, 32))

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qcore.errors import FormatError
 from qcore.formats import Format, ZeroPoint
-from qcore.weights.quantizers import NEEDS_MOMENTS, QUANTIZERS, check_quantizer, default_quantizer, quantize
+from qcore.weights.quantizers import NEEDS_MOMENTS, QUANTIZERS, checked_quantizer, default_quantizer, quantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 F = np.float32
@@ -178,7 +178,7 @@ class TestEdges:
     def test_an_all_zero_group_is_exactly_zero(self, text, quantizer):
         fmt = Format.parse(text)
         try:
-            check_quantizer(quantizer, fmt)
+            checked_quantizer(quantizer, fmt)
         except FormatError:
             return
         weight = torch.randn(3, 80)

@@ -25,7 +25,7 @@ def stack(count=4):
     return nn.Sequential(*[nn.Linear(32, 32) for _ in range(count)])
 
 
-def test_each_float_weight_is_released_before_the_next_layer_is_quantized():
+def test_each_float_weight_is_released_before_the_next_layer():
     model = stack()
     references = floats(model)
     seen = []
@@ -35,7 +35,7 @@ def test_each_float_weight_is_released_before_the_next_layer_is_quantized():
     assert seen == [(done, 4, 4 - done) for done in range(5)]
 
 
-def test_tied_weights_are_released_together_as_soon_as_the_last_layer_has_them():
+def test_tied_weights_are_released_with_the_last_layer():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -70,7 +70,7 @@ def test_the_moments_of_gptq_are_released_layer_by_layer():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_that_is_not_finite_is_found_before_any_layer_changes(value, dtype):
+def test_a_weight_with_nan_is_found_before_any_layer_changes(value, dtype):
     model = stack().to(dtype)
     with torch.no_grad():
         model[3].weight[1, 2] = value
@@ -80,7 +80,7 @@ def test_a_weight_that_is_not_finite_is_found_before_any_layer_changes(value, dt
     assert dict(model.named_modules()) == before
 
 
-def test_what_raises_midway_keeps_whole_layers_and_a_second_call_continues():
+def test_after_an_error_midway_a_second_call_continues():
     model, x = stack(), torch.randn(2, 32)
 
     def stop(done, _total, _name):
@@ -110,7 +110,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss counts KiB on Linux only")
-def test_memory_peaks_at_the_float_model_and_the_work_on_one_layer():
+def test_memory_peaks_at_the_float_model_and_one_layer():
     # 16 layers of 16 MiB, 4 MiB quantized: holding on to the float weights would add 64 MiB to the work on one.
     out = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120)
     one = subprocess.run(

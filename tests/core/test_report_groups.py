@@ -61,7 +61,7 @@ def test_details_have_a_line_for_every_layer():
     assert "layers.*" not in text
 
 
-def test_the_report_of_loading_lists_what_is_missing_in_both_tables(tmp_path):
+def test_the_report_of_loading_lists_what_is_missing(tmp_path):
     qcore.save(Net(3).layers, tmp_path / "m.safetensors")
     report = qcore.load_(Net(3), tmp_path / "m.safetensors", strict=False)
     for text in (str(report), report.details()):

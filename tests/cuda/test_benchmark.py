@@ -82,7 +82,7 @@ def test_who_cannot_take_part_is_named_and_nobody_else_suffers(bench, monkeypatc
     assert "served by torch." in contest.notes[0]
 
 
-def test_a_contender_that_gives_other_bits_each_time_is_pointed_out(bench):
+def test_a_contender_with_varying_bits_is_pointed_out(bench):
     contest = bench["contest"].Contest(SIZE, [], bench["contest"].Ceilings(1e12, 1e14))
     contest.contenders[1].runs[-1] = lambda x: contest.contenders[1].runs[0](x) + 1
     assert "differ" in contest.cells(2)[1].note
@@ -122,7 +122,7 @@ def test_targets_are_those_of_the_issue(bench):
     assert targets.goal("w8a16", 64, (4096, 4096)) is None
 
 
-def test_a_target_is_met_only_where_the_best_peer_of_the_run_is_beaten(bench):
+def test_a_target_is_met_only_if_the_best_peer_is_beaten(bench):
     ours = cell(bench, "w4a16-g128", 2.2)
     slow, fast = (cell(bench, f"peer {r}", r, competes="w4a16-g128-asym") for r in (2.0, 2.3))
     other = cell(bench, "fp8", 9.0, competes="w8a8")

@@ -83,7 +83,7 @@ def test_wide_channels_and_groups_are_right(scheme, shape):
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("shape", [GATHERED[1], _SHAPES[4]], ids=lambda shape: shape.name)
-def test_codes_are_taken_as_they_are_and_padded_with_the_zero_point(shape):
+def test_codes_are_unchanged_and_padded_with_the_zero_point(shape):
     check(problem("w8a8-static-o8", shape, torch.int8))
 
 

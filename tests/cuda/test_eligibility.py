@@ -77,7 +77,7 @@ def test_other_combinations_that_are_served():
 REFUSED = {
     "cpu": (linear(device=torch.device("cpu")), "tensors are on cpu"),
     "meta": (linear(device=torch.device("meta")), "tensors are on meta"),
-    "group": (linear("w4a16-g7"), "group size 7 is no multiple of 32"),
+    "group": (linear("w4a16-g7"), "group size 7 is not a multiple of 32"),
     "group of 16": (linear("w8a8-g16"), "use 32, 64 or 128"),
     "double": (linear(dtype=torch.float64), "results of dtype float64"),
     "double in": (linear(x_dtype=torch.float64), "activations of dtype float64"),

@@ -39,7 +39,7 @@ def test_codes_and_parameters_are_those_of_the_formula(symmetric, dtype, m, k):
 
 
 @pytest.mark.parametrize("exponent", [-115, -3, 0, 100])
-def test_one_multiplication_rounds_every_bfloat16_as_the_quotient_does(exponent):
+def test_one_multiplication_rounds_bfloat16_as_the_quotient(exponent):
     from qcore_cuda.products.quantized import quantize_rows
 
     largest = torch.arange(128, 256) * 2.0 ** (exponent - 7)

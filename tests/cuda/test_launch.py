@@ -13,7 +13,7 @@ from qcore_cuda.runtime import launch as module
 from qcore_cuda.runtime.launch import launch
 
 
-def test_the_second_launch_takes_addresses_and_asks_triton_nothing(kernel):
+def test_the_second_launch_bypasses_triton(kernel):
     x, y = torch.zeros(8), torch.zeros(8)
     for _ in range(3):
         launch(kernel, (4,), x, y, 5, WIDE=True, num_warps=4)
@@ -37,7 +37,7 @@ def test_whatever_triton_compiles_for_makes_another_kernel(kernel, change):
     assert len(kernel.made) == 2
 
 
-def test_more_shared_memory_is_asked_for_before_a_kernel_is_loaded(kernel):
+def test_shared_memory_is_set_before_a_kernel_is_loaded(kernel):
     x, y = torch.zeros(8), torch.zeros(8)
     for _ in range(2):
         launch(kernel, (4,), x, y, 5, WIDE=True, num_warps=4, DYNAMIC=60000)
@@ -52,7 +52,7 @@ def test_a_ring_that_triton_would_write_into_is_refused(kernel, monkeypatch):
         launch(kernel, (4,), torch.zeros(8), torch.zeros(8), 5, WIDE=True, num_warps=4, DYNAMIC=60000)
 
 
-def test_threads_that_launch_first_load_the_kernel_that_was_asked_for(kernel):
+def test_concurrent_first_launches_load_the_same_kernel(kernel):
     x, y = torch.zeros(8), torch.zeros(8)
     order, together = [], threading.Barrier(4)
     warmup, start = kernel.warmup, kernel.__class__.__getitem__

@@ -68,7 +68,7 @@ def test_no_gpu_is_nothing_to_warn_about(machine):
 def test_a_torch_for_the_cpu_beside_a_gpu(machine, file):
     found = machine(cuda=None, version="2.13.0+cpu", files=[file])
     assert found.broken
-    assert f"an NVIDIA GPU is here (/{file})" in found.reason
+    assert f"an NVIDIA GPU was found (/{file})" in found.reason
     assert "pip install --force-reinstall torch==2.13.0" in found.reason
 
 

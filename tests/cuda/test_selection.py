@@ -88,7 +88,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_tables_have_an_estimate_for_every_form_and_number_of_rows(name):
+def test_tables_have_an_estimate_for_every_form_and_rows(name):
     from qcore_cuda import measured
     from qcore_cuda.costs import forms
 
@@ -224,7 +224,7 @@ def test_a_choice_serves_its_problem(gluon, arch):
                 assert choice.product.adapted(problem, choice.config) == choice
 
 
-def test_codes_in_its_order_meet_the_weights_that_its_threads_hold(interpreter):
+def test_codes_in_its_order_match_the_weights_of_its_threads(interpreter):
     from qcore_cuda.products.quantized import quantize_rows
     from qcore_cuda.products.w4a8_hopper import ORDER
     from qcore_triton.packing import _planar

@@ -154,7 +154,7 @@ def test_a_row_gives_the_same_bits_alone_and_among_others(ampere):
 
 
 @pytest.mark.parametrize("change", ["strided", "unaligned"])
-def test_a_row_that_cannot_be_read_in_wide_pieces_is_quantized_first(change, ampere):
+def test_a_row_without_wide_loads_is_quantized_first(change, ampere):
     case = problem("w4a8-g32", 1, 32, 160)
     wide = torch.zeros(1, 2 * 160 + 1, dtype=case.x.dtype)
     x = wide[:, : 2 * 160 : 2] if change == "strided" else wide[:, 1:161]

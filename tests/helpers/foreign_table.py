@@ -10,8 +10,8 @@ from foreign_layers import FOLDER, frozen
 
 import qcore
 from qcore.checkpoint.exporters import EXPORTERS
-from qcore.checkpoint.exporters.base import NotHeld
 from qcore.checkpoint.exporters.gguf_blocks import block_type, pack
+from qcore.checkpoint.importers.base import LayerRefused
 from qcore.checkpoint.importers.gguf_blocks import BLOCK_TYPES
 from qcore.checkpoint.opening import open_checkpoint
 from qcore.formats import PLAIN
@@ -78,7 +78,7 @@ def has_blocks(weight):
     weight = weight.convert(PLAIN)
     try:
         name = block_type(lambda: iter([weight]))
-    except NotHeld:
+    except LayerRefused:
         return False
     again = BLOCK_TYPES[name].build(pack(weight, name))
     assert torch.equal(again.dequantize(torch.float32), weight.dequantize(torch.float32)), name

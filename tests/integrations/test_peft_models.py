@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 # quantize_ and adapters.
 
 
-def test_quantize_leaves_adapters_alone_and_adopts_what_is_behind_them():
+def test_quantize_keeps_adapters_and_adopts_their_bases():
     torch.manual_seed(0)
     net = Net()
     net.conv = nn.Conv2d(4, 8, 3, stride=2, padding=1)  # peft's own LoRA over a convolution drops the dilation
@@ -47,7 +47,7 @@ def test_quantize_leaves_adapters_alone_and_adopts_what_is_behind_them():
     assert adapters.adopt_(model) == []
 
 
-def test_quantize_leaves_copies_that_train_and_bases_whose_weight_is_read():
+def test_quantize_keeps_trained_copies_and_bases_that_are_read():
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=["up"], modules_to_save=["down"], use_dora=True)
     model = peft.get_peft_model(Net(), config)

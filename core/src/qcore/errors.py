@@ -88,6 +88,11 @@ def message_of(error: BaseException) -> str:
         return "(without words)"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message; its type if it has no message."""
+    return next(iter(message_of(error).splitlines()), "") or type(error).__name__
+
+
 def clipped(text: str, length: int) -> str:
     """The text, or its first ``length`` characters and its total length."""
     return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"

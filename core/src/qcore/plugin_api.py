@@ -48,7 +48,7 @@ from .discovery.kernels import (
     runs_now,
 )
 from .discovery.registry import registry
-from .errors import FormatError, PluginError
+from .errors import FormatError, PluginError, first_line
 from .fallback.padding import float_conv2d
 from .formats import PLAIN, PLAIN_INT32, Element, Format, Layout, ScaleType, ZeroPoint
 from .formats.bits import has_values
@@ -136,6 +136,7 @@ __all__ = [
     "convolved_size",
     "define_op",
     "dynamic_parameters",
+    "first_line",
     "float_conv2d",
     "format_table",
     "given_numbers",

@@ -97,7 +97,7 @@ def test_state_dicts(format, assign):
     assert same(fresh[0].weight, model[0].weight)
 
 
-def test_a_state_dict_without_the_order_of_its_layer_changes_nothing():
+def test_a_state_dict_without_an_order_changes_nothing():
     model = linear(weight("int4-g8/plain", order=True))
     before, state = model[0].weight.tensors(), linear(weight("int4-g8/plain", seed=1)).state_dict()
     with pytest.raises(RuntimeError, match=r'Missing key.*"0\.weight\.order"'):
@@ -132,7 +132,7 @@ def test_ties_of_ordered_weights(tmp_path):
     assert same(fresh[1].weight, held)
 
 
-def test_files_without_anything_new_keep_the_schema_that_qcore_26_11_reads(tmp_path):
+def test_files_without_new_features_keep_the_schema_of_26_11(tmp_path):
     for held, schema in (
         (weight("fp4-g16-e4m3/plain"), "1"),
         (weight("int8/plain", order=True), "2"),

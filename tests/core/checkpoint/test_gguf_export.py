@@ -6,9 +6,9 @@ from foreign_layers import frozen
 
 import qcore
 from qcore import Format
-from qcore.checkpoint.exporters.base import NotHeld
 from qcore.checkpoint.exporters.gguf_blocks import block_type, pack
 from qcore.checkpoint.exporters.gguf_scales import factors
+from qcore.checkpoint.importers.base import LayerRefused
 from qcore.checkpoint.importers.gguf_blocks import BLOCK_TYPES
 from qcore.weights.qtensor import QTensor
 
@@ -121,14 +121,14 @@ def test_several_weights_share_a_type():
 def test_refusals(format, k, scale, why):
     parsed = Format.parse(format)
     codes = torch.full((3, k), 7, dtype=parsed.element.code_dtype)
-    with pytest.raises(NotHeld, match=why):
+    with pytest.raises(LayerRefused, match=why):
         written(made(format, codes, scale))
 
 
 def test_refuses_groups_of_16_with_any_scale():
     torch.manual_seed(2)
     codes = torch.randint(-8, 8, (3, 256), dtype=torch.int8)
-    with pytest.raises(NotHeld, match="hold groups of 32"):
+    with pytest.raises(LayerRefused, match="hold groups of 32"):
         written(made("int4-g16", codes, torch.rand(16, 3).half()))
 
 
@@ -136,21 +136,21 @@ def test_refuses_an_order_of_columns():
     codes = torch.zeros(2, 64, dtype=torch.int8)
     order = torch.arange(64, dtype=torch.int32).flip(0)
     weight = QTensor.from_codes(codes, torch.ones(2, 2).half(), None, Format.parse("int4-g32"), order=order)
-    with pytest.raises(NotHeld, match="order"):
+    with pytest.raises(LayerRefused, match="order"):
         written(weight)
 
 
 def test_refuses_zero_points_that_take_nine_bits():
     codes = torch.tensor([[127, -128] * 16] * 2, dtype=torch.int8)
     zero = torch.full((1, 2), -100, dtype=torch.int8)
-    with pytest.raises(NotHeld, match="9 bits"):
+    with pytest.raises(LayerRefused, match="9 bits"):
         written(made("int8-g32-asym", codes, torch.ones(1, 2).half(), zero))
 
 
 def test_refuses_zero_points_that_are_no_products():
     torch.manual_seed(4)
     codes = torch.randint(-8, 8, (3, 256), dtype=torch.int8)
-    with pytest.raises(NotHeld, match="nor as the products"):
+    with pytest.raises(LayerRefused, match="nor as the products"):
         written(made("int4-g32-fzp", codes, torch.rand(8, 3), torch.rand(8, 3)))
 
 

@@ -53,7 +53,7 @@ def test_files_of_other_formats_are_named(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
 
 
-def test_the_same_tensor_of_many_blocks_shares_a_line_unless_all_are_wanted(run, tmp_path):
+def test_equal_tensors_of_many_blocks_share_a_line(run, tmp_path):
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     save_file({f"layers.{i}.up.weight": torch.randn(8, 32) for i in range(4)}, source)
     names = [f"layers.{i}.up.weight" for i in range(4)]

@@ -27,7 +27,7 @@ def test_a_subclass_is_another_module() -> None:
     assert layer_contract(Own.from_float(torch.nn.Linear(32, 8), "w8a16")) == ""
 
 
-def test_kernel_and_packed_weight_compute_what_the_layer_computes() -> None:
+def test_kernel_and_packed_weight_compute_as_the_layer_does() -> None:
     module, x = layer(), torch.randn(3, 32)
     bound = bound_layer(module)
     with torch.no_grad():

@@ -123,7 +123,7 @@ def test_reports_count_the_bytes_of_both_weights():
     assert before / 4 < sum(row.bytes_after for row in rows) < before / 3
 
 
-def test_the_float_module_keeps_its_weights_and_a_failure_changes_nothing():
+def test_a_failure_changes_nothing_in_the_float_module():
     block = Block()
     kept = {name: p.clone() for name, p in block.named_parameters()}
     qcore.nn.QuantizedExperts.from_float(block.experts, "w8a16")

@@ -1,6 +1,7 @@
 """Safetensors checkpoints: save, load, inspect, quantize tensor by tensor. Code in a file is never executed.
 
-May import: model, nn and the floors below. Imported by: cli, and `qcore` itself, late.
+May import: model, nn and the floors below. Imported by: hf, cli, plugin_api, `qcore`. The last two do so on first
+access of a name.
 """
 
 from .converting import Conversion, convert

@@ -20,7 +20,7 @@ from ..runtime.progress import Progress, ProgressChoice, shown
 from ..weights.qtensor import QTensor
 from .archive import Archive
 from .exporters import EXPORTERS
-from .exporters.base import Exporter, Layer, NotHeld
+from .exporters.base import Exporter, Layer, noting_refusal
 from .exporters.gguf import SUFFIX as GGUF_SUFFIX
 from .exporters.gguf import GGUFSource, write_gguf
 from .exporters.onnx import SUFFIX as ONNX_SUFFIX
@@ -28,6 +28,7 @@ from .exporters.onnx import write_onnx
 from .gguf_archive import METADATA, describe_gguf, description_bytes
 from .header import TensorSpec, file_error
 from .imported import ImportedArchive
+from .importers.base import LayerRefused
 from .model_config import CONFIG, folder_of, model_config, read_json, settings_for, write_config
 from .opening import open_checkpoint
 from .records import CALIBRATED, Record
@@ -250,13 +251,11 @@ class _Run:
         return replace(weight, scale=found, zero=zero)
 
     def _exported(self, exporter: Exporter, to: str) -> list[Unit]:
-        units, refused = [], {}
+        units: list[Unit] = []
+        refused: dict[str, str] = {}
         for name, record in self.archive.records.items():
-            found = self._exported_or_why(exporter, record)
-            if isinstance(found, Unit):
-                units.append(found)
-            else:
-                refused[name] = found
+            with noting_refusal(name, refused):
+                units.append(self._exported_unit(exporter, record))
         if refused:
             lines = "\n".join(f"  {name}: {reason}." for name, reason in refused.items())
             raise CheckpointError(
@@ -265,17 +264,10 @@ class _Run:
             )
         return units
 
-    def _exported_or_why(self, exporter: Exporter, record: Record) -> Unit | str:
-        """The unit, or the reason why the format cannot represent the weight."""
-        try:
-            return self._exported_unit(exporter, record)
-        except NotHeld as reason:
-            return str(reason)
-
     def _exported_unit(self, exporter: Exporter, record: Record) -> Unit:
         name, _, attribute = record.name.rpartition(".")
         if attribute != "weight" or not name:
-            raise NotHeld("it is not the 'weight' of a named layer")
+            raise LayerRefused("it is not the 'weight' of a named layer")
         read = self._scale_dtype(record)
         written = exporter.add(Layer(name, record, read))
         wanted = exporter.scales or read
@@ -291,7 +283,7 @@ class _Run:
     def _check_scales(self, record: Record, read: torch.dtype, wanted: torch.dtype) -> None:
         scale = self._read(record, read).scale
         if not torch.equal(scale.to(wanted).to(scale.dtype), scale):
-            raise NotHeld(f"its {dtype_name(read)} scales are not exact in {dtype_name(wanted)}")
+            raise LayerRefused(f"its {dtype_name(read)} scales are not exact in {dtype_name(wanted)}")
 
 
 def _static_names(record: Record) -> list[str]:

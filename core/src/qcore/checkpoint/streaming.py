@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, FormatError, QcoreWarning, did_you_mean
 from ..formats import FLOAT_SCALES
-from ..model.report import EXCLUDED, QUANTIZED, REFUSED
+from ..model.report import EXCLUDED, QUANTIZED, REFUSED, Skipped
 from ..model.selection import Patterns, as_patterns, matches
 from ..runtime.progress import Progress, ProgressChoice, shown
 from ..weights.parts import parts
@@ -132,21 +132,21 @@ class _CheckpointPlan:
         if dtype is not None and dtype not in FLOAT_SCALES:
             raise FormatError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
 
-    def decide(self, entry: Entry, names: Sequence[str]) -> Scheme | tuple[str, str]:
-        """Return the scheme of a tensor with these names, or the action and the reason if it is not quantized."""
+    def decide(self, entry: Entry, names: Sequence[str]) -> Scheme | Skipped:
+        """Return the scheme of a tensor with these names, or why it is not quantized."""
         reason = _not_a_weight(entry)
         if reason:
-            return COPIED, reason
+            return Skipped(COPIED, reason)
         pattern = next((p for p in self.exclude if _any_matches(names, p)), None)
         if pattern is not None:
-            return EXCLUDED, f"matches exclude pattern {pattern!r}"
+            return Skipped(EXCLUDED, f"matches exclude pattern {pattern!r}")
         if self.include is not None and not any(_any_matches(names, p) for p in self.include):
-            return EXCLUDED, "matches no include pattern"
+            return Skipped(EXCLUDED, "matches no include pattern")
         scheme = next((s for pattern, s in self.rules if _any_matches(names, pattern)), None)
         if scheme is None:
-            return EXCLUDED, "matches no pattern of the scheme mapping"
+            return Skipped(EXCLUDED, "matches no pattern of the scheme mapping")
         reason = _why_refused(entry)
-        return (REFUSED, reason) if reason else scheme
+        return Skipped(REFUSED, reason) if reason else scheme
 
     def warn_about_patterns(self, names: Iterable[str]) -> None:
         """Warn about patterns that match no tensor, which are most likely typos."""
@@ -209,9 +209,11 @@ class _QuantizeRun:
 
     def unit(self, entry: Entry) -> Unit:
         """Return the unit to write for a tensor, and add the tensor to the report."""
-        verdict = self.plan.decide(entry, [entry.name, *self.tied.get(entry.name, ())])
-        unit = self._quantized(entry, verdict) if isinstance(verdict, Scheme) else self._copied(entry)
-        action, reason = (QUANTIZED, str(verdict)) if isinstance(verdict, Scheme) else verdict
+        decided = self.plan.decide(entry, [entry.name, *self.tied.get(entry.name, ())])
+        if isinstance(decided, Skipped):
+            unit, action, reason = self._copied(entry), decided.state, decided.reason
+        else:
+            unit, action, reason = self._quantized(entry, decided), QUANTIZED, str(decided)
         self.rows.append(TensorReport(entry.name, entry.shape, action, reason, entry.nbytes, unit.nbytes))
         return unit
 

@@ -1,5 +1,4 @@
 """The built-in plugin ``torch``: supports every request on any device with torch's own ops.
 
-May import: discovery and the floors below it. Imported by: the registry, by entry
-point; plugin_api.
+May import: discovery and the floors below it. Imported by: plugin_api. The registry loads it by entry point.
 """

@@ -131,12 +131,21 @@ def is_exact(weight_bits: int) -> bool:
         return torch.equal(int8_conv2d(x, 1.0, 0, packed, one, None, *geometry, torch.float32).double(), expected)
 
 
-def kernel(request: Conv2dRequest) -> CpuConv2d | None:
-    """Return the kernel for ``request``, or None if it is not supported."""
-    fmt, activation = request.weight, request.activation
-    one_scale = fmt.groups(request.k) == 1 and fmt.zero is ZeroPoint.NONE
-    if request.device.type != "cpu" or not one_scale or not isinstance(activation, StaticInt8):
-        return None
+def why_not(request: Conv2dRequest) -> str:
+    """Why the kernel does not support ``request``; empty if it does."""
+    fmt = request.weight
+    if request.device.type != "cpu" or not request.n or not request.k:
+        return "it runs on the CPU, with weights that are not empty"
+    if fmt.groups(request.k) != 1 or fmt.zero is not ZeroPoint.NONE:
+        return "it needs one scale per channel, without zero point"
+    if not isinstance(request.activation, StaticInt8):
+        return "it needs static int8 activations"
     if request.in_channels == request.groups != request.out_channels and request.groups > 1:
-        return None  # one input and several output channels per group: oneDNN is wrong for more than 32 (torch 2.13)
-    return CpuConv2d(request) if request.n and request.k and is_exact(fmt.bits) else None
+        # oneDNN is wrong for more than 32 output channels per group (torch 2.13).
+        return "oneDNN is not exact with one input and several output channels per group"
+    return "" if is_exact(fmt.bits) else "oneDNN's int8 convolution is missing, or not exact on this CPU"
+
+
+def kernel(request: Conv2dRequest) -> CpuConv2d:
+    """Return the kernel for a request that `why_not` accepts."""
+    return CpuConv2d(request)

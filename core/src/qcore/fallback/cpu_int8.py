@@ -139,15 +139,19 @@ def _pieces(x: Tensor, runtime_params: RuntimeParams) -> list[tuple[Tensor, Runt
     return [(part, {name: values[i] for name, values in cut.items()}) for i, part in enumerate(rows)]
 
 
-def kernel(request: LinearRequest) -> CpuInt8Activations | None:
-    """Return the kernel for ``request``, or None if it is not supported."""
-    fmt, activation = request.weight, request.activation
+def why_not(request: LinearRequest) -> str:
+    """Why the kernel does not support ``request``; empty if it does."""
     if request.device.type != "cpu" or not (request.n and request.k):
-        return None
-    if not isinstance(activation, (DynamicInt8, StaticInt8)):
-        return None
-    if not onednn.is_exact(fmt.bits):
-        return None
+        return "it runs on the CPU, with weights that are not empty"
+    if not isinstance(request.activation, (DynamicInt8, StaticInt8)):
+        return "it needs int8 activations"
+    return "" if onednn.is_exact(request.weight.bits) else "oneDNN's int8 product is missing, or not exact on this CPU"
+
+
+def kernel(request: LinearRequest) -> CpuInt8Activations:
+    """Return the kernel for a request that `why_not` accepts."""
+    fmt, activation = request.weight, request.activation
+    assert isinstance(activation, (DynamicInt8, StaticInt8))
     name = f"torch.cpu.w{fmt.bits}a8"
     one_group = fmt.groups(request.k) == 1 and fmt.zero is ZeroPoint.NONE
     one_scale = activation == DynamicInt8() or (not isinstance(activation, DynamicInt8) and not activation.per_token)

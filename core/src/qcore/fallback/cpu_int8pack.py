@@ -56,10 +56,17 @@ def _fake(x: Tensor, data: Tensor, *_parameters: object) -> Tensor:
     return x.new_empty(x.shape[0], data.shape[0])
 
 
-def kernel(request: LinearRequest) -> CpuInt8Pack | None:
-    """Return the kernel for ``request``, or None if it is not supported."""
-    bfloat16 = request.x_dtype == request.out_dtype == torch.bfloat16
-    if request.device.type != "cpu" or not bfloat16 or request.activation is not None or int8_product is None:
-        return None
-    fits = request.weight == Format("int8") and request.k % 16 == 0 and request.k > 0
-    return CpuInt8Pack(request) if fits else None
+def why_not(request: LinearRequest) -> str:
+    """Why the kernel does not support ``request``; empty if it does."""
+    if request.device.type != "cpu" or not request.x_dtype == request.out_dtype == torch.bfloat16:
+        return "it needs bfloat16 on the CPU"
+    if request.activation is not None or request.weight != Format("int8"):
+        return "it needs float activations and int8 weights with one scale per channel"
+    if request.k % 16 or not request.k:
+        return f"it needs a K that is a multiple of 16, not {request.k}"
+    return "" if int8_product is not None else "this torch has no _weight_int8pack_mm"
+
+
+def kernel(request: LinearRequest) -> CpuInt8Pack:
+    """Return the kernel for a request that `why_not` accepts."""
+    return CpuInt8Pack(request)

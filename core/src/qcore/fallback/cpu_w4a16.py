@@ -187,14 +187,19 @@ def _layout() -> BlockLayout:
     return layout
 
 
-def kernel(request: LinearRequest) -> CpuW4A16 | None:
-    """Return the kernel for ``request``, or None if it is not supported."""
-    fmt = request.weight
-    bfloat16 = request.x_dtype == request.out_dtype == torch.bfloat16
-    if request.device.type != "cpu" or request.activation is not None or fmt.dtype != "int4" or not bfloat16:
-        return None  # for other dtypes of x the op runs scalar code, 50 times slower
-    if not op_group(fmt, request.k) or int4_product is None or block_layout() is None:
-        return None
+def why_not(request: LinearRequest) -> str:
+    """Why the kernel does not support ``request``; empty if it does."""
+    if request.device.type != "cpu" or not request.x_dtype == request.out_dtype == torch.bfloat16:
+        return "it needs bfloat16 on the CPU"  # for other dtypes of x the op runs scalar code, 50 times slower
+    if request.activation is not None or request.weight.dtype != "int4":
+        return "it needs float activations and int4 weights"
+    if not op_group(request.weight, request.k):
+        return f"{request.weight} with K={request.k} cannot be split into groups of {GROUP_SIZES}"
+    return "" if int4_product is not None and block_layout() is not None else "this torch has no known int4 product"
+
+
+def kernel(request: LinearRequest) -> CpuW4A16:
+    """Return the kernel for a request that `why_not` accepts."""
     return CpuW4A16(request)
 
 

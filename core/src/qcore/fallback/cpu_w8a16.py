@@ -157,11 +157,19 @@ def _spread(weight: QTensor) -> Tensor:
     return worst
 
 
-def kernel(request: LinearRequest) -> CpuFloatActivations | None:
-    """Return the kernel for ``request``, or None if it is not supported."""
-    fits = request.activation is None and request.weight.bits == 8 and request.x_dtype in _DTYPES
-    if request.device.type != "cpu" or not (fits and request.n and request.k) or not onednn.is_exact(8):
-        return None
+def why_not(request: LinearRequest) -> str:
+    """Why the kernel does not support ``request``; empty if it does."""
+    if request.device.type != "cpu" or not (request.n and request.k):
+        return "it runs on the CPU, with weights that are not empty"
+    if request.activation is not None or request.weight.bits != 8:
+        return "it needs float activations and int8 weights"
+    if request.x_dtype not in _DTYPES:
+        return "it needs float32, bfloat16 or float16 activations"
+    return "" if onednn.is_exact(8) else "oneDNN's int8 product is missing, or not exact on this CPU"
+
+
+def kernel(request: LinearRequest) -> CpuFloatActivations:
+    """Return the kernel for a request that `why_not` accepts."""
     return CpuFloatActivations(request)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
+from types import ModuleType
 
 import torch
 
@@ -17,6 +19,8 @@ from .plain_conv2d import PlainConv2d
 from .plain_linear import PlainLinear
 
 _NOTE = "plain torch ops"
+_LOG = logging.getLogger(__name__)
+"""A hook answers with offers or with one refusal, so the reasons of single kernels are logged, at level DEBUG."""
 
 
 @hookimpl
@@ -55,20 +59,29 @@ def _linear(request: LinearRequest) -> tuple[Offer, ...]:
     offers = [Offer(PlainLinear(request), FALLBACK, _NOTE)]
     if why_not_encoding(request):  # the other kernels support integer codes only
         return tuple(offers)
-    int8pack = cpu_int8pack.kernel(request)
-    if int8pack is not None:
-        offers.insert(0, Offer(int8pack, FALLBACK + 15, "ATen int8 product; from 24 rows on dequantized in the cache"))
-    int8 = cpu_int8.kernel(request) or cpu_w8a16.kernel(request)
-    if int8 is not None:
-        offers.insert(0, Offer(int8, FALLBACK + 10, "oneDNN int8 product, exact"))
-    int4 = cpu_w4a16.kernel(request)
-    if int4 is not None:
-        offers.insert(0, Offer(int4, FALLBACK + 20, "ATen int4 product; from 80 rows on dequantized in the cache"))
+    if _supports(cpu_int8pack, request):
+        note = "ATen int8 product; from 24 rows on dequantized in the cache"
+        offers.insert(0, Offer(cpu_int8pack.kernel(request), FALLBACK + 15, note))
+    for module in (cpu_int8, cpu_w8a16):  # one needs int8 activations, the other float ones
+        if _supports(module, request):
+            offers.insert(0, Offer(module.kernel(request), FALLBACK + 10, "oneDNN int8 product, exact"))
+    if _supports(cpu_w4a16, request):
+        note = "ATen int4 product; from 80 rows on dequantized in the cache"
+        offers.insert(0, Offer(cpu_w4a16.kernel(request), FALLBACK + 20, note))
     return tuple(offers)
 
 
 @lru_cache(maxsize=1024)
 def _conv2d(request: Conv2dRequest) -> tuple[Offer, ...]:
     plain = Offer(PlainConv2d(request), FALLBACK, _NOTE)
-    fast = None if why_not_encoding(request) else cpu_conv2d.kernel(request)
-    return (plain,) if fast is None else (Offer(fast, FALLBACK + 10, "oneDNN int8 convolution, exact"), plain)
+    if why_not_encoding(request) or not _supports(cpu_conv2d, request):
+        return (plain,)
+    return Offer(cpu_conv2d.kernel(request), FALLBACK + 10, "oneDNN int8 convolution, exact"), plain
+
+
+def _supports(module: ModuleType, request: LinearRequest | Conv2dRequest) -> bool:
+    """Whether the kernel of a module supports a request; logs why not."""
+    reason = module.why_not(request)
+    if reason:
+        _LOG.debug("%s is not offered: %s; %s", module.__name__.rpartition(".")[2], reason, request)
+    return not reason

@@ -1,7 +1,7 @@
 """qcore inside transformers: `QcoreConfig` for ``from_pretrained``, and `adopt` for the checkpoints of other tools.
 
 Importing this module registers the quantization method ``"qcore"`` with transformers 5. May import: everything below
-the command line. Imported by: users.
+the command line. Imported by: no package. Users import it.
 
 ```python
 import qcore.hf

@@ -26,6 +26,7 @@ from .report import (
     REFUSED,
     LayerReport,
     Report,
+    Skipped,
     TieTracker,
     float_row_of,
     holds_weight,
@@ -104,14 +105,14 @@ class ModelPlan:
         self.bytes_before: dict[str, int] = {}
         self.sharing = Sharing(model, self.layers)
         self.schemes: dict[str, Scheme] = {}
-        self.left: dict[str, tuple[str, str]] = {}
+        self.skipped: dict[str, Skipped] = {}
         self.notes: dict[str, str] = {}
         for name, module in self.layers.items():
-            verdict = self._decide(name, module)
-            if isinstance(verdict, Scheme):
-                self.schemes[name] = verdict
+            decided = self._decide(name, module)
+            if isinstance(decided, Skipped):
+                self.skipped[name] = decided
             else:
-                self.left[name] = verdict
+                self.schemes[name] = decided
         self.ties = self._tie_groups()
         self._warn_about_conflicts()
         selection.warn_about_typos(self.sharing.names_of(*self.layers), stacklevel=4)
@@ -124,15 +125,15 @@ class ModelPlan:
                 f"Use qcore.nn.{kind}.from_float(model, scheme)."
             )
 
-    def _decide(self, name: str, module: nn.Module) -> Scheme | tuple[str, str]:
+    def _decide(self, name: str, module: nn.Module) -> Scheme | Skipped:
         if isinstance(module, QuantizedModule):
-            return REFUSED, f"already quantized as {module.scheme}"
+            return Skipped(REFUSED, f"already quantized as {module.scheme}")
         own, group = self._choice(name), self._choice(*self.sharing.layers_with(name))
         if not own.same_weight_as(group):
             other = self._deciding_layer(name, group)
             self.notes[name] = f"its weight is tied to {other!r}, which {group.reason}"
         if group.scheme is None:
-            return EXCLUDED, self.notes.get(name, group.reason)
+            return Skipped(EXCLUDED, self.notes.get(name, group.reason))
         scheme = own.scheme if own.scheme is not None and own.same_weight_as(group) else group.scheme
         reason = (
             why_adapter_needs_it(self.model, name)
@@ -142,7 +143,7 @@ class ModelPlan:
         )
         if expert_weights(module):
             reason = reason or _unsupported_for_experts(scheme)
-        return (REFUSED, reason) if reason else scheme
+        return Skipped(REFUSED, reason) if reason else scheme
 
     def _choice(self, *layers: str) -> Choice:
         return self.selection.choose(self.sharing.names_of(*layers))
@@ -176,14 +177,15 @@ class ModelPlan:
         why = "which stays float" if outside else "and convolutions cannot share a quantized weight"
         for layer in [layer for layer in layers if layer in self.schemes]:
             other = next(name for name in (outside or layers) if name != layer)
-            self.left[layer] = (REFUSED, f"its weight is tied to {other!r}, {why}; treat both alike, or untie them")
+            reason = f"its weight is tied to {other!r}, {why}; treat both alike, or untie them"
+            self.skipped[layer] = Skipped(REFUSED, reason)
             del self.schemes[layer]
 
     def _warn_about_conflicts(self) -> None:
         """Warn if patterns select different schemes for layers that share a weight, since they get one scheme."""
         for group in self.sharing.groups:
             layers = [layer for layer in group if layer in self.layers]
-            refused = any(self.left.get(layer, ("",))[0] == REFUSED for layer in layers)
+            refused = any(layer in self.skipped and self.skipped[layer].state == REFUSED for layer in layers)
             if not refused and any(layer in self.notes for layer in layers):
                 choices = ", ".join(f"{layer} as {self._choice(layer)}" for layer in layers)
                 decided = self._choice(*layers)
@@ -277,10 +279,10 @@ class ModelPlan:
                 notes = (self.notes.get(name), self._quantizer_note(name, new), row.reason)
                 yield replace(row, bytes_before=self.bytes_before[name], reason="; ".join(filter(None, notes)))
             else:
-                state, reason = self.left[name]
+                skipped = self.skipped[name]
                 own = isinstance(module, QuantizedModule)
                 row = quantized_row(name, module) if own else replace(float_row_of(name, module), plugin="")
-                yield replace(tracker.with_ties(row, module), state=state, reason=reason)
+                yield replace(tracker.with_ties(row, module), state=skipped.state, reason=skipped.reason)
 
     def _quantizer_note(self, name: str, module: QuantizedModule) -> str:
         """Explain a quantizer other than the requested one; empty if it is the requested one."""

@@ -25,6 +25,14 @@ QUANTIZED, EXCLUDED, REFUSED = "quantized", "excluded", "refused"
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """Why a layer or a tensor is not quantized. ``state``: as in a report, such as ``excluded``; ``reason``."""
+
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class LayerReport:
     """The outcome for one layer.
 

@@ -1,4 +1,5 @@
 """The process around qcore: settings, guarded calls, locks that survive forks, records on disk.
 
-May import: `qcore.errors` (nothing here depends on weights). Imported by: discovery and every package above.
+May import: `qcore.errors` (nothing here depends on weights). Imported by: discovery, resolving, functional, nn, model,
+checkpoint, cli, testing, plugin_api, `qcore`.
 """

@@ -4,7 +4,7 @@
 request every case of every contract from the plugin, check the results of each kernel that it offers, and check the
 laws.
 
-May import: checkpoint and the floors below it. Imported by: cli, when a command runs.
+May import: checkpoint and the floors below it. Imported by: cli. It does so when a command runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """Quantized weights and activations: `QTensor`, the quantizers that create them, activation quantization, schemes.
 
-May import: `qcore.formats`, `qcore.errors`. Imported by: contracts and every package above them.
+May import: `qcore.formats`, `qcore.errors`. Imported by: contracts, discovery, resolving, fallback, functional, nn,
+model, checkpoint, adapters, hf, testing, plugin_api, `qcore`.
 """

@@ -88,7 +88,7 @@ def default_quantizer(format: Format) -> str:
     return "absmax" if format.zero is ZeroPoint.NONE else "minmax"
 
 
-def check_quantizer(quantizer: str, format: Format) -> str:
+def checked_quantizer(quantizer: str, format: Format) -> str:
     """``quantizer`` itself; raises `FormatError` if it is unknown or does not support ``format``'s zero point."""
     if quantizer not in _QUANTIZERS:
         return check_registered(quantizer, format, QUANTIZERS)
@@ -133,7 +133,7 @@ def quantize(
     format, or missing moments.
     """
     fmt = Format.parse(format) if isinstance(format, str) else format
-    chosen = check_quantizer(quantizer or default_quantizer(fmt), fmt)
+    chosen = checked_quantizer(quantizer or default_quantizer(fmt), fmt)
     stored = scale_dtype or (weight.dtype if weight.dtype in FLOAT_SCALES else torch.float32)
     _check_weight(weight, stored, name)
     weight = weight.detach()

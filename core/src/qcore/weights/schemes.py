@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from ..errors import FormatError, did_you_mean, quoted
+from ..errors import FormatError, did_you_mean, first_line, quoted
 from ..formats import PLAIN, Format, ScaleType, ZeroPoint, find_element, find_layout, match_text
 from .activations import Activation, DynamicFP8, DynamicInt8, OutputInt8, StaticFP8, StaticInt8, without_parameters
-from .quantizers import check_quantizer, default_quantizer, needs_moments
+from .quantizers import checked_quantizer, default_quantizer, needs_moments
 
 SCHEMES: tuple[str, ...] = (
     "w8a16",
@@ -92,7 +92,7 @@ class Scheme:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "quantizer", self.quantizer or default_quantizer(self.weight))
-        check_quantizer(self.quantizer, self.weight)
+        checked_quantizer(self.quantizer, self.weight)
         if self.output is not None and self.activation is None:
             raise FormatError("int8 output (-o8) needs int8 activations: write w8a8...-o8 or w4a8...-o8.")
         if isinstance(self.activation, (DynamicInt8, StaticInt8)) and not self.weight.element.is_integer:
@@ -130,7 +130,7 @@ class Scheme:
         try:
             find_element(element)
         except FormatError as error:
-            raise _unreadable(text, str(error).splitlines()[0]) from None
+            raise _unreadable(text, first_line(error)) from None
         weight = Format(element, group, zero, layout, ScaleType(parts["scale"] or "float"))
         return cls(weight, parts["quantizer"] or "", _activation(parts), _output(parts))
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from qcore.plugin_api import first_line
+
 FILES = ("libqcore_cpu.so", "libqcore_cpu.dylib", "qcore_cpu.dll")
 OLDEST_TORCH = (2, 10)
 """The release whose stable interface the library is compiled for."""
@@ -41,7 +43,7 @@ def fault() -> str:
     try:
         torch.ops.load_library(str(found))  # type: ignore[no-untyped-call]
     except OSError as error:
-        return f"its library cannot be loaded ({str(error).splitlines()[0]}); reinstall qcore-cpu."
+        return f"its library cannot be loaded ({first_line(error)}); reinstall qcore-cpu."
     asked = os.environ.get(ISA, "")
     if isa() is None:
         return f"{ISA}={asked} names no instruction set that can be used here; choose one of: {' '.join(isas())}."

@@ -54,10 +54,10 @@ class Int8Conv2d(PackedConv2d):
 
 
 def why_not(request: Conv2dRequest) -> str:
-    """Why a convolution that `eligibility` has nothing against is refused; empty if it is supported."""
+    """Why a convolution that `eligibility` accepts is refused; empty if it is supported."""
     return "" if request.activation is None else why_not_int8(request, _LARGEST_COLUMN)
 
 
 def kernel(request: Conv2dRequest) -> Kernel:
-    """The kernel for a request that neither `eligibility` nor `why_not` has anything against."""
+    """The kernel for a request that `eligibility` and `why_not` accept."""
     return FloatConv2d(request) if request.activation is None else Int8Conv2d(request)

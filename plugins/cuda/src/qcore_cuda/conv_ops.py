@@ -88,7 +88,7 @@ def _image(y: Tensor, x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _last(y: Tensor) -> Tensor:
-    """Y with the strides of `_image`, as the fake promises."""
+    """Return y with the strides of `_image`, which the fake reports."""
     return y.movedim(1, -1).contiguous().movedim(-1, 1)
 
 

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import torch
 
-from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty, why_not_encoding
-from qcore_triton.packing import block_size
+from qcore.plugin_api import AnyRequest, first_line, why_not_dtypes, why_not_empty, why_not_encoding
+from qcore_triton.packing import why_not_group
 
 from .probe import triton_fault
 
@@ -24,11 +24,11 @@ def why_not(request: AnyRequest) -> str:
 def why_not_device(device: torch.device) -> str:
     """Why tensors on ``device`` are not supported, or empty; cached, since it reads the compute capability."""
     if device.type != "cuda":
-        return f"qcore-cuda runs on CUDA devices, and the tensors are on {device}; move them with .to('cuda')."
+        return f"qcore-cuda runs on CUDA devices, but the tensors are on {device}; move them with .to('cuda')."
     try:
         found = torch.cuda.get_device_capability(device)
     except (RuntimeError, AssertionError) as error:
-        return f"torch cannot use {device}: {str(error).splitlines()[0]}"
+        return f"torch cannot use {device}: {first_line(error)}"
     if found < OLDEST:
         return (
             f"{device} has compute capability {found[0]}.{found[1]}; the kernels need {OLDEST[0]}.{OLDEST[1]} (Ampere) "
@@ -38,9 +38,4 @@ def why_not_device(device: torch.device) -> str:
 
 
 def _why_not_weight(request: AnyRequest) -> str:
-    if reason := why_not_empty(request) or why_not_encoding(request):
-        return reason
-    group = request.weight.group_size
-    if not block_size(group):
-        return f"group size {group} is no multiple of 32, which blocks of the packed weight need; use 32, 64 or 128."
-    return ""
+    return why_not_empty(request) or why_not_encoding(request) or why_not_group(request.weight)

@@ -14,7 +14,7 @@ from . import ops
 class CudaEmbedding(PackedKernel):
     """Gathers rows and dequantizes only those; packs like `FloatLinear`, so tied layers share one copy.
 
-    An index out of range ends in a device-side assertion, as in torch.
+    An index out of range triggers a device-side assertion, as in torch.
     """
 
     def __init__(self, request: EmbeddingRequest) -> None:

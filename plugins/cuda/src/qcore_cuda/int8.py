@@ -1,4 +1,4 @@
-"""Products with int8 activations: quantize x, multiply codes, one epilogue; by the kernel for the form of the call."""
+"""Products with int8 activations: quantize x, multiply codes, apply the epilogue. The form of call selects a kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .selection import choose
 class Int8Plan(NamedTuple):
     """The plan for a form of call: the kernel and its configuration.
 
-    ``totals``: quantizing sums up the codes of each row.
+    ``totals``: whether the quantizing kernel also computes the sum of codes of each row.
     """
 
     device: Device
@@ -46,8 +46,8 @@ def product(
 ) -> Tensor:
     """Quantize x ``(M, K)``, M >= 1, multiply, and apply the epilogue: ``(M, N)`` of ``out_dtype``.
 
-    Each token is quantized by parameters of its own, ``symmetric`` or not, or as ``given`` says; an int8 x is taken as
-    codes. ``sums``: see `Operands`. ``out``: scale and zero point of int8 results.
+    Each token is quantized by parameters of its own, ``symmetric`` or not, or as ``given`` says; an int8 x holds
+    codes already. ``sums``: see `Operands`. ``out``: scale and zero point of int8 results.
     """
     mode = mode_of(x, symmetric, given)
     plan = plan_of(x, weight, out_dtype, mode.has_zero, out)
@@ -84,7 +84,7 @@ def _plan(
 
 def planned(device: Device, problem: GemmProblem, choice: Choice) -> Int8Plan:
     """A plan with a given choice."""
-    # A zero point per channel meets the sum of a whole row of codes, which quantizing gives on the side.
+    # A zero point per channel is multiplied by the sum of a whole row of codes, a by-product of quantizing.
     product = cast("Int8Product[Any]", choice.product)
     totals = product.wants_totals and problem.zero != NO_ZERO and problem.one_group
     return Int8Plan(device, problem, product, choice.config, totals)
@@ -101,7 +101,7 @@ def linear(
 
 
 def forget() -> None:
-    """Select kernels again from now on: something has been measured."""
+    """Clear the cached plans, so that kernels are selected again: new measurements exist."""
     choose.cache_clear()
     _plan.cache_clear()
     replay.forget()

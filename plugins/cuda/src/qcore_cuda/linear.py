@@ -77,7 +77,7 @@ class Int8Linear(_Linear):
 
     def __init__(self, request: LinearRequest) -> None:
         quantization = numbers_of(request.activation, request.output)
-        # Only a zero point of activations meets the sums of codes.
+        # Only a zero point of activations is multiplied by the sums of codes.
         super().__init__(request, "a8", quantization, sums=not quantization[0])
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
@@ -94,12 +94,12 @@ class Int8Linear(_Linear):
         from .tuning import tune_int8
 
         if x.dtype == torch.int8:
-            return  # parameters per token come with each call: measured with the dynamic form
+            return  # parameters per token come with each call; its products are measured as those of the dynamic form
         weight = Weight(packed["data"], packed["scale"], packed.get("zero"), *self.sizes)
         with ops.device_guard(x):
             tune_int8(x.reshape(-1, self.k), weight, self.out_dtype)
 
 
 def kernel(request: LinearRequest) -> FloatLinear | Int8Linear:
-    """The kernel for a request that `eligibility` has nothing against."""
+    """The kernel for a request that `eligibility` accepts."""
     return FloatLinear(request) if request.activation is None else Int8Linear(request)

@@ -16,7 +16,7 @@ class Driver(NamedTuple):
 
 
 def driver() -> Driver:
-    """Query NVML; empty if it is missing or does not answer."""
+    """Query NVML; empty if it is missing or fails."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         if library.nvmlInit_v2():

@@ -1,8 +1,8 @@
 """``torch.ops.qcore_cuda.*``: the kernels as opaque ops of a graph, and the functions behind them.
 
-Arguments are flat and results new tensors. An op reads the number of rows when it runs: a graph is valid for any.
-Triton is imported when one first runs. In eager mode kernels call the functions directly if `runs_now` allows: that
-saves 3 to 4 microseconds of dispatching to Python, a quarter of what a call may take.
+Arguments are flat and results new tensors. An op reads the number of rows when it runs, so one graph is valid
+for any number. Triton is imported at the first run. In eager mode kernels call the functions directly if `runs_now`
+allows: that saves 3 to 4 microseconds of dispatching to Python, up to a quarter of a call's time on the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .runtime.replay import replay_call
 NAMESPACE = "qcore_cuda"
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
-# ruff: noqa: SLF001 - dispatch is asked for its state, for which torch has no public way
+# ruff: noqa: SLF001 - torch has no public API for the state of its dispatcher
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -32,7 +32,7 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untype
 
 
 def define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
-    """Register an op for CUDA (and HIP, which torch calls by the same name), and give its overload to call."""
+    """Register an op for CUDA (torch uses this dispatch key for HIP, too), and return its overload."""
     return define_op(library, schema, implementation, fake, ("CUDA",))
 
 
@@ -44,7 +44,7 @@ def needs_guard(x: Tensor) -> bool:
 
 @contextlib.contextmanager
 def device_guard(x: Tensor) -> Any:
-    """Make x's device the current one, and switch autocast off, which would narrow products."""
+    """Make x's device the current one, and switch autocast off, which would run products in lower precision."""
     here = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
     with here, torch.autocast("cuda", enabled=False):
         yield
@@ -122,7 +122,7 @@ def embedding(
     return found.view(*indices.shape, d)
 
 
-# The implementations that a graph calls: the number of rows is known only now, and may be 0.
+# The implementations that a graph calls: the number of rows is known only at run time, and may be 0.
 
 
 def _linear_a16(x: Tensor, *rest: Any) -> Tensor:

@@ -9,12 +9,12 @@ import qcore
 
 from . import eligibility, probe
 
-_NOTE = "Triton; the number of rows picks the kernel"
+_NOTE = "Triton; the kernel depends on the number of rows"
 
 
 @qcore.hookimpl
 def qcore_probe() -> qcore.Available | qcore.Unavailable:
-    """Is a GPU here that torch and Triton can use?"""
+    """Whether there is a GPU that torch and Triton can use."""
     return probe.probe()
 
 
@@ -31,7 +31,7 @@ def qcore_linear(request: qcore.LinearRequest) -> qcore.Offer | qcore.Refusal:
 
 @qcore.hookimpl
 def qcore_conv2d(request: qcore.Conv2dRequest) -> qcore.Offer | qcore.Refusal:
-    """Convolutions with int4 and int8 weights; with int8 activations, those whose columns fit one program."""
+    """Convolutions with int4 and int8 weights; with int8 activations, those whose columns one program can quantize."""
     reason = eligibility.why_not(request)
     if reason:
         return qcore.Refusal(reason)
@@ -49,4 +49,4 @@ def qcore_embedding(request: qcore.EmbeddingRequest) -> qcore.Offer | qcore.Refu
         return qcore.Refusal(reason)
     from .embedding import CudaEmbedding
 
-    return qcore.Offer(CudaEmbedding(request), qcore.NATIVE, "Triton; reads the rows asked for")
+    return qcore.Offer(CudaEmbedding(request), qcore.NATIVE, "Triton; reads only the rows that are looked up")

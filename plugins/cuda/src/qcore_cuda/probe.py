@@ -1,4 +1,4 @@
-"""Is a GPU here that torch and Triton can use? Asks files, NVML and package metadata: no CUDA context is made."""
+"""Whether there is a GPU that torch and Triton can use: by files, NVML and package metadata, without a CUDA context."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from qcore import Available, Unavailable
-from qcore.plugin_api import installed_version
+from qcore.plugin_api import first_line, installed_version
 
 from . import nvml
 
 TRITON = "3.5"
 """The oldest Triton that compiles the kernels."""
 _TRITON_NAMES = ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm", "triton-windows")
-"""The distributions that bring the package ``triton``: torch for ROCm and nightly builds of torch have theirs."""
+"""The distributions that provide the package ``triton``: torch for ROCm and nightly builds of torch have their own."""
 _FILES = {"NVIDIA": ("proc/driver/nvidia/version", "dev/nvidia0"), "AMD": ("dev/kfd",)}
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def probe(root: Path = Path("/")) -> Available | Unavailable:
-    """The answer of `qcore_probe`; ``root``: the directory whose device files are examined."""
+    """The result of `qcore_probe`; ``root``: the directory whose device files are examined."""
     return _torch_fault(root) or _device_fault(root) or _triton_unavailable() or _found()
 
 
@@ -36,13 +36,13 @@ def _torch_fault(root: Path) -> Unavailable | None:
     seen = _seen(root)
     if not seen:
         return Unavailable(
-            f"no GPU is in sight, and torch {torch.__version__} is built for the CPU only. "
+            f"no GPU was found, and torch {torch.__version__} is built for the CPU only. "
             f"On a machine with an NVIDIA GPU, install the CUDA build of torch: see pytorch.org."
         )
     vendor, file = seen
     release = torch.__version__.partition("+")[0]
     return Unavailable(
-        f"an {vendor} GPU is here ({file}), but torch {torch.__version__} is built for the CPU only. "
+        f"an {vendor} GPU was found ({file}), but torch {torch.__version__} is built for the CPU only. "
         + (
             f"On Linux the default wheel is a CUDA build: pip install --force-reinstall torch=={release}"
             if vendor == "NVIDIA"
@@ -59,24 +59,24 @@ def _device_fault(root: Path) -> Unavailable | None:
             return None
         why = ""
     except (RuntimeError, Warning) as error:
-        why = f" ({str(error).splitlines()[0]})"
+        why = f" ({first_line(error)})"
     for name in _VISIBLE:
         if os.environ.get(name) in ("", "-1"):
             return Unavailable(f"{name}={os.environ[name]} hides every GPU; unset it to use them.")
     seen = _seen(root)
     if not seen:
-        return Unavailable("no NVIDIA or AMD GPU is here.")
+        return Unavailable("no NVIDIA or AMD GPU was found.")
     vendor, file = seen
     runtime = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     return Unavailable(
-        f"an {vendor} GPU is here ({file}), but torch {torch.__version__} cannot use it{why}. "
+        f"an {vendor} GPU was found ({file}), but torch {torch.__version__} cannot use it{why}. "
         f"Its driver must support {runtime}: upgrade the driver, or install a torch for an older one.",
         broken=True,
     )
 
 
 def _seen(root: Path) -> tuple[str, str] | None:
-    """The vendor of a GPU that a device file tells of, and that file."""
+    """The vendor of a GPU that has a device file, and that file."""
     for vendor, files in _FILES.items():
         for file in files:
             if (root / file).exists():
@@ -105,7 +105,7 @@ def _older(version: str, bound: str) -> bool:
     try:
         return Version(version).release < Version(bound).release
     except InvalidVersion:
-        return False  # a build of somebody's own: they will know
+        return False  # a custom build, whose version says nothing
 
 
 def triton_version() -> str:
@@ -120,11 +120,11 @@ def _found() -> Available:
     versions = (known.version and f"driver {known.version}", runtime, f"triton {triton_version()}")
     # cuda:0, not cuda: the device of tensors always has an index.
     details = {"device": "cuda:0", "gpus": count}
-    return Available(_in_words(known.names, count), ", ".join(filter(None, versions)), details)
+    return Available(_described(known.names, count), ", ".join(filter(None, versions)), details)
 
 
-def _in_words(names: tuple[str, ...], count: int) -> str:
-    if len(names) != count:  # some are hidden, and which ones CUDA alone could tell
+def _described(names: tuple[str, ...], count: int) -> str:
+    if len(names) != count:  # some are hidden from CUDA, and NVML does not tell which
         kinds = " or ".join(dict.fromkeys(names)) or ("AMD GPU" if torch.version.hip else "NVIDIA GPU")
         return f"{count} x {kinds}"
     return ", ".join(f"{number} x {name}" for name, number in Counter(names).items())

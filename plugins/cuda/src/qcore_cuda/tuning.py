@@ -1,7 +1,7 @@
 """Timing of configurations, for ``qcore tune`` and the tables of ``benchmarks/cuda_tables.py``.
 
-A call is timed inside a CUDA graph, where the host's time does not count, over copies of the weight that together are
-larger than the L2 cache, as the layers of a model are.
+Calls are timed inside a CUDA graph, which excludes the host's time, over copies of the weight that together exceed the
+L2 cache, as the layers of a model do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def copies(weight: Weight) -> list[Weight]:
 
 
 def microseconds(calls: Sequence[Call], replays: int = 5) -> float:
-    """Device time per call, the median over replays of a graph that makes them in turn."""
+    """Device time per call, the median over replays of a graph that contains all calls."""
     event: Callable[..., Any] = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
     stream: Callable[[], Any] = torch.cuda.Stream

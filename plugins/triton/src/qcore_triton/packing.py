@@ -38,6 +38,16 @@ def block_size(group_size: int | None) -> int:
     return _BLOCKS[0] if group_size is None else next((p for p in _BLOCKS if group_size % p == 0), 0)
 
 
+def why_not_group(format: Format) -> str:
+    """Why a format's group size cannot be packed; empty if it can."""
+    if block_size(format.group_size):
+        return ""
+    return (
+        f"group size {format.group_size} is not a multiple of 32, which blocks of the packed weight need; "
+        f"use 32, 64 or 128. Torch ops run this layer."
+    )
+
+
 def packing_name(format: Format, *, sums: bool = False) -> str:
     """The value of `qcore.Kernel.packing` for a weight packed here."""
     return ("triton.planar16" if format.dtype == "int4" else "triton.rows16") + ("+sums" if sums else "")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qcore import Conv2dRequest, FormatError
-from qcore.plugin_api import FLOATS, BoundLayer, bound_layer, layer_contract, output_size
+from qcore.plugin_api import FLOATS, BoundLayer, bound_layer, first_line, layer_contract, output_size
 
 from .kernel import HandleKernel
 from .steps import rows_bytes
@@ -142,7 +142,7 @@ def _bound(module: nn.Module, dtype: torch.dtype | None) -> BoundLayer:
     try:
         bound = bound_layer(module, dtype)
     except FormatError as error:
-        raise StaysOnHostError(str(error).splitlines()[0]) from error
+        raise StaysOnHostError(first_line(error)) from error
     if isinstance(bound.kernel, HandleKernel):
         return bound
     raise StaysOnHostError(

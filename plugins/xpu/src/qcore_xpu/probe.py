@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qcore import Available, Unavailable
-from qcore.plugin_api import installed_version, on_pci, word
+from qcore.plugin_api import first_line, installed_version, on_pci, word
 
 from . import aten
 from .device import why_not_triton
@@ -138,11 +138,7 @@ def _count() -> tuple[int, str]:
             warnings.simplefilter("ignore")  # about missing GPUs, which are counted here
             return torch.xpu.device_count(), ""
     except RuntimeError as error:
-        return 0, f" ({_first_line(error)})"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        return 0, f" ({first_line(error)})"
 
 
 def _found() -> Available | Unavailable:
@@ -151,7 +147,7 @@ def _found() -> Available | Unavailable:
         gpus = [torch.xpu.get_device_properties(index) for index in range(count)]
     except RuntimeError as error:
         return Unavailable(
-            f"torch {torch.__version__} finds {count} Intel GPUs, but cannot initialize them ({_first_line(error)}). "
+            f"torch {torch.__version__} finds {count} Intel GPUs, but cannot initialize them ({first_line(error)}). "
             f"{_DRIVER}",
             broken=True,
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from qcore import LinearRequest
 from qcore.plugin_api import AnyRequest, Packed, RowsKernel, runs_now
 from qcore_triton.codes import numbers_of
-from qcore_triton.packing import PackedKernel, block_size
+from qcore_triton.packing import PackedKernel, why_not_group
 
 from . import triton_ops
 from .device import why_not_int8, why_not_triton
@@ -57,13 +57,7 @@ class Int8Linear(PackedKernel, RowsKernel):
 
 def why_not_weight(request: AnyRequest) -> str:
     """Why kernels in Triton do not support a packed weight; empty if they do."""
-    group = request.weight.group_size
-    if not block_size(group):
-        return (
-            f"group size {group} is not a multiple of 32, which blocks of the packed weight need; use 32, 64 or 128. "
-            f"Torch ops run this layer."
-        )
-    return why_not_triton()
+    return why_not_group(request.weight) or why_not_triton()
 
 
 def why_not(request: LinearRequest) -> str:

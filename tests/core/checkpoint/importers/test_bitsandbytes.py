@@ -51,7 +51,7 @@ def test_is_the_tool_s_to_one_unit_in_the_last_place(case, format, tmp_path):
     assert float((found[:2] - layer.rows).abs().max()) <= unit
 
 
-def test_int8_weights_differ_by_one_unit_in_the_last_place_at_most(tmp_path):
+def test_int8_weights_differ_by_at_most_one_ulp(tmp_path):
     """Of each weight, not of the largest one: counted between neighbours in float32."""
     layer = frozen("bnb_int8")
     codes, absmax = (layer.tensors[f"{layer.layer}.{part}"] for part in ("weight", "SCB"))

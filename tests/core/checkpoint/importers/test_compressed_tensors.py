@@ -59,7 +59,7 @@ def test_dequantizes_to_what_the_tool_computes(case, scheme, tmp_path):
     assert type(module.scheme.activation) is type(wanted.activation)
 
 
-def test_static_activations_have_the_scale_and_zero_point_of_the_file(tmp_path):
+def test_static_activations_have_the_parameters_of_the_file(tmp_path):
     layer = frozen("ct_w8a8_static")
     activation = read(layer, tmp_path).scheme.activation
     assert activation.scale == layer.tensors[f"{layer.layer}.input_scale"].item()

@@ -61,7 +61,7 @@ def test_the_example_of_the_docs_reads_its_format(page, install, directory):
     assert torch.equal(loaded["fc"].bias, tensors["fc.bias"])
 
 
-def test_without_the_plugin_the_error_names_the_tool_and_the_known_ones(directory):
+def test_without_the_plugin_the_error_lists_the_known_tools(directory):
     with pytest.raises(qcore.CheckpointError, match="'rowwise', which qcore does not read") as caught:
         qcore.load_(model(), directory[0])
     assert "gptq" in str(caught.value)

@@ -63,7 +63,7 @@ def test_numbers_that_int8_cannot_hold_are_refused(part, tensor, reason, tmp_pat
         read(layer, tmp_path)
 
 
-def test_fp8_activations_of_one_scale_are_quantized_per_token_with_a_warning(tmp_path):
+def test_fp8_activations_become_per_token_with_a_warning(tmp_path):
     layer = frozen("ao_fp8_dyn_tensor")
     with pytest.warns(qcore.QcoreWarning, match="torchao uses one scale for all tokens"):
         module = read(layer, tmp_path)

@@ -1,6 +1,6 @@
 """Checkpoints for other tools, one module per format: how a weight's bytes are written, and which are unsupported.
 
-May import: the modules of checkpoint that write files and records, and the floors below. Imported by: `converting`.
+May import: the modules of checkpoint that write files and records, and the floors below. Imported by: converting.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Nothing is quantized again and nothing is rounded: a layer that the format canno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,12 +16,9 @@ from torch import Tensor
 from ...formats import PLAIN, ScaleType, ZeroPoint
 from ...weights.qtensor import QTensor
 from ..header import TensorSpec
+from ..importers.base import LayerRefused
 from ..importers.packing import SIGN_OF_NIBBLES
 from ..records import Record
-
-
-class NotHeld(Exception):  # noqa: N818 - says what happens to a layer, is caught and never seen by users
-    """Raised while one layer is planned: the reason why the format cannot represent it."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Exporter(Protocol):
     scales: torch.dtype | None
 
     def add(self, layer: Layer) -> Written:
-        """Describe a layer. Raises `NotHeld`."""
+        """Describe a layer. Raises `LayerRefused`."""
         ...
 
     def settings(self, float_layers: Sequence[str]) -> dict[str, Any]:
@@ -77,38 +75,47 @@ class Exporter(Protocol):
         ...
 
 
+@contextmanager
+def noting_refusal(name: str, refused: dict[str, str]) -> Iterator[None]:
+    """Note a `LayerRefused` in ``refused``, so that the error of the conversion can name every layer."""
+    try:
+        yield
+    except LayerRefused as reason:
+        refused[name] = str(reason)
+
+
 def check_integer_groups(layer: Layer, bits: tuple[int, ...], *, order: bool = False) -> None:
-    """Raise `NotHeld` unless a layer has integer codes of one of these widths in full groups, and float scales."""
+    """Raise `LayerRefused` unless a layer has integer codes of one of these widths in full groups, and float scales."""
     format = layer.record.format
     if len(layer.record.shape) != 2:
-        raise NotHeld("it holds several experts in one tensor")
+        raise LayerRefused("it holds several experts in one tensor")
     if format.dtype not in [f"int{b}" for b in bits] or format.zero is ZeroPoint.FLOAT:
-        raise NotHeld(f"its format is {format}")
+        raise LayerRefused(f"its format is {format}")
     if format.scale is not ScaleType.FLOAT:
-        raise NotHeld(f"its scales are {format.scale.value}")
+        raise LayerRefused(f"its scales are {format.scale.value}")
     if layer.record.order and not order:
-        raise NotHeld("its columns have an order")
+        raise LayerRefused("its columns have an order")
     if format.group_size and layer.k % format.group_size and layer.groups > 1:
-        raise NotHeld(f"its last group is not full: {layer.k} columns in groups of {format.group_size}")
+        raise LayerRefused(f"its last group is not full: {layer.k} columns in groups of {format.group_size}")
 
 
 def check_float_activation(layer: Layer) -> None:
-    """Raise `NotHeld` for a layer that quantizes its input or output: the format is for weights only."""
+    """Raise `LayerRefused` for a layer that quantizes its input or output: the format is for weights only."""
     if layer.record.scheme.activation is not None or layer.record.scheme.output is not None:
-        raise NotHeld(f"its scheme {layer.record.scheme} quantizes activations")
+        raise LayerRefused(f"its scheme {layer.record.scheme} quantizes activations")
 
 
 def check_one_format(layers: Sequence[Layer], layer: Layer, key: Callable[[Layer], object], rule: str) -> None:
-    """Raise `NotHeld` unless ``key`` is equal for ``layer`` and those before it; ``rule``: of the tool, in words."""
+    """Raise `LayerRefused` if ``key`` of ``layer`` differs from that of those before it; ``rule``: of the tool."""
     if layers and key(layers[0]) != key(layer):
         first = layers[0]
-        raise NotHeld(f"its format is {layer.record.format}, but {first.name!r} has {first.record.format}; {rule}")
+        raise LayerRefused(f"its format is {layer.record.format}, but {first.name!r} has {first.record.format}; {rule}")
 
 
 def check_multiple(layer: Layer, n: int, k: int) -> None:
-    """Raise `NotHeld` unless N and K fill whole words."""
+    """Raise `LayerRefused` unless N and K fill whole words."""
     if layer.n % n or layer.k % k or not layer.n or not layer.k:
-        raise NotHeld(f"its shape is {layer.record.shape}; it must be a multiple of ({n}, {k}) to fill words")
+        raise LayerRefused(f"its shape is {layer.record.shape}; it must be a multiple of ({n}, {k}) to fill words")
 
 
 def offset_bytes(weight: QTensor) -> Tensor:

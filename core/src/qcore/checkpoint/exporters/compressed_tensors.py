@@ -23,9 +23,9 @@ from ...formats import PLAIN, Format, ScaleType, ZeroPoint
 from ...weights.activations import DynamicFP8, DynamicInt8
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
+from ..importers.base import LayerRefused
 from .base import (
     Layer,
-    NotHeld,
     Written,
     check_float_activation,
     check_integer_groups,
@@ -77,10 +77,10 @@ class CompressedTensorsExporter:
 
 
 def _kind(layer: Layer) -> str:
-    """The name of the layer's format. Raises `NotHeld`."""
+    """The name of the layer's format. Raises `LayerRefused`."""
     format, activation = layer.record.format, layer.record.scheme.activation
     if len(layer.record.shape) != 2 or layer.record.order or layer.record.scheme.output is not None:
-        raise NotHeld("it has several experts, an order of columns or a quantized output")
+        raise LayerRefused("it has several experts, an order of columns or a quantized output")
     if format.dtype == "fp4" and activation is None and _FP4.get(format.scale, (0,))[0] == format.group_size:
         return _FP4[format.scale][1]
     plain_scale = format.scale is ScaleType.FLOAT and format.zero is ZeroPoint.NONE
@@ -91,7 +91,7 @@ def _kind(layer: Layer) -> str:
     if format.dtype in ("int4", "int8"):
         check_float_activation(layer)
         return "pack-quantized"
-    raise NotHeld(f"its scheme is {layer.record.scheme}")
+    raise LayerRefused(f"its scheme is {layer.record.scheme}")
 
 
 def _packed(layer: Layer) -> Written:

@@ -25,13 +25,14 @@ from ...weights.qtensor import QTensor
 from ..gguf_archive import METADATA, Description, describe_gguf
 from ..gguf_header import GGUFPairs, GGUFSpec, build_gguf_header, padding, read_gguf_header
 from ..header import file_error
+from ..importers.base import LayerRefused
 from ..importers.gguf import PERMUTED, PLAIN_KINDS, TYPE_NAMES
 from ..importers.gguf_blocks import BLOCK_TYPES
 from ..model_config import CONFIG, folder_of, read_json
 from ..records import Record
 from ..staging import replace_atomically
 from ..values import as_bytes, storable
-from .base import NotHeld
+from .base import noting_refusal
 from .gguf_blocks import block_type, pack
 from .gguf_model import Model, describe_model
 from .gguf_names import Piece, Target, gguf_package, plan_targets
@@ -181,11 +182,8 @@ def _plan(source: GGUFSource, model: _Described) -> list[_Planned]:
     targets, refused = plan_targets(names, model.arch, model.layers, model.heads)
     planned = []
     for target in targets:
-        found = _planned_or_why(source, target)
-        if isinstance(found, _Planned):
-            planned.append(found)
-        else:
-            refused[target.sources[0]] = found
+        with noting_refusal(target.sources[0], refused):
+            planned.append(_Job(source, target).planned())
     if refused:
         lines = "\n".join(f"  {name}: {reason}." for name, reason in refused.items())
         raise CheckpointError(
@@ -196,14 +194,6 @@ def _plan(source: GGUFSource, model: _Described) -> list[_Planned]:
     return planned
 
 
-def _planned_or_why(source: GGUFSource, target: Target) -> _Planned | str:
-    """A tensor of the file, or the reason why GGUF cannot represent it."""
-    try:
-        return _Job(source, target).planned()
-    except NotHeld as reason:
-        return str(reason)
-
-
 @dataclass(frozen=True)
 class _Job:
     """Plans one tensor of the file."""
@@ -212,21 +202,21 @@ class _Job:
     target: Target
 
     def planned(self) -> _Planned:
-        """Describe it. Raises `NotHeld`."""
+        """Describe it. Raises `LayerRefused`."""
         quantized = [name in self.source.records for name in self.target.sources]
         if all(quantized):
             return self._blocks()
         if any(quantized):
-            raise NotHeld("some of its experts are quantized and others are not")
+            raise LayerRefused("some of its experts are quantized and others are not")
         return self._plain()
 
     def _blocks(self) -> _Planned:
         records = [self.source.records[name] for name in self.target.sources]
         for record in records:
             if record.scheme.activation is not None or record.scheme.output is not None:
-                raise NotHeld(f"its scheme {record.scheme} quantizes activations; GGUF has weights only")
+                raise LayerRefused(f"its scheme {record.scheme} quantizes activations; GGUF has weights only")
             if not record.name.endswith(".weight") or self.target.shift:
-                raise NotHeld("it is quantized, but not the 'weight' of a linear layer or embedding")
+                raise LayerRefused("it is quantized, but not the 'weight' of a linear layer or embedding")
         name = block_type(self._weights)
         shape = self._shape([record.shape for record in records])
         kind = BLOCK_TYPES[name]
@@ -241,7 +231,7 @@ class _Job:
         dtypes, shape = {dtype for dtype, _ in found}, self._shape([shape for _, shape in found])
         dtype = dtypes.pop()
         if dtypes or dtype not in _FLOATS:
-            raise NotHeld(f"its dtype is {dtype}; GGUF has float32, float16 and bfloat16")
+            raise LayerRefused(f"its dtype is {dtype}; GGUF has float32, float16 and bfloat16")
         # llama.cpp adds and multiplies vectors, and computes routers, in float32.
         if len(shape) == 1 or self.target.name.endswith("ffn_gate_inp.weight"):
             dtype = torch.float32
@@ -267,15 +257,15 @@ class _Job:
         return value if piece.halves == 1 else value.chunk(piece.halves, dim=-2)[piece.half]
 
     def _shape(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """The shape in the file, from those of its pieces. Raises `NotHeld`."""
+        """The shape in the file, from those of its pieces. Raises `LayerRefused`."""
         first, halves = tuple(shapes[0]), self.target.pieces[0].halves
         if any(tuple(shape) != first for shape in shapes):
-            raise NotHeld("its experts have different shapes")
+            raise LayerRefused("its experts have different shapes")
         fused = self.target.stacked and len(first) == 3
         if len(first) > 2 and not fused:
-            raise NotHeld(f"its shape is {first}")
+            raise LayerRefused(f"its shape is {first}")
         if self.target.heads and first[0] % (2 * self.target.heads):
-            raise NotHeld(f"its {first[0]} rows do not match {self.target.heads} heads")
+            raise LayerRefused(f"its {first[0]} rows do not match {self.target.heads} heads")
         if halves > 1:
             first = (*first[:-2], first[-2] // halves, first[-1])
         return (len(shapes), *first) if self.target.stacked and not fused else first

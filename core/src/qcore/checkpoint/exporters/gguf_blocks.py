@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...formats import ScaleType, ZeroPoint
 from ...weights.qtensor import QTensor
+from ..importers.base import LayerRefused
 from ..importers.gguf_blocks import BLOCK_TYPES
-from .base import NotHeld
 from .gguf_scales import factors
 
 _CHUNK = 1 << 22
@@ -49,12 +49,14 @@ _Pack = Callable[[_Rows], "Tensor | None"]
 
 
 def block_type(weights: Callable[[], Iterator[QTensor]]) -> str:
-    """The name of the smallest type that represents all ``weights``, each (N, K), exactly. Raises `NotHeld`."""
+    """The name of the smallest type that represents all ``weights``, each (N, K), exactly. Raises `LayerRefused`."""
     first = next(weights())
     for name in _candidates(first):
         if all(_holds(weight, name) for weight in weights()):
             return name
-    raise NotHeld(next((why for weight in weights() if (why := _why(weight))), "no single type fits all its experts"))
+    raise LayerRefused(
+        next((why for weight in weights() if (why := _why(weight))), "no single type fits all its experts")
+    )
 
 
 def pack(weight: QTensor, name: str) -> Tensor:
@@ -69,22 +71,22 @@ def _bytes(rows: _Rows, name: str) -> Tensor:
 
 
 def _candidates(weight: QTensor) -> list[str]:
-    """Types whose groups and codes could represent a weight, the smallest first. Raises `NotHeld`."""
+    """Types whose groups and codes could represent a weight, the smallest first. Raises `LayerRefused`."""
     format, k = weight.format, weight.shape[1]
     if not weight.numel():
-        raise NotHeld("it is empty")
+        raise LayerRefused("it is empty")
     if weight.order is not None:
-        raise NotHeld("its columns have an order, but blocks consist of consecutive columns")
+        raise LayerRefused("its columns have an order, but blocks consist of consecutive columns")
     table = not format.element.is_integer
     if (table and (format.dtype != "fp4" or format.scale is not ScaleType.E8M0)) or (
         not table and format.scale is not ScaleType.FLOAT
     ):  # fmt: skip
-        raise NotHeld(f"its format is {format}; blocks hold int4, int8 and mxfp4")
+        raise LayerRefused(f"its format is {format}; blocks hold int4, int8 and mxfp4")
     size = format.group(k)
     found = _OF_FP4 if table else _OF_FLOAT_ZEROS if format.zero is ZeroPoint.FLOAT else _OF_INTEGERS
     names = [name for name in found if size % _group(name) == 0 and k % BLOCK_TYPES[name].columns == 0]
     if not names:
-        raise NotHeld(f"its {k} columns in groups of {size} do not fill blocks of {format.element.name} codes")
+        raise LayerRefused(f"its {k} columns in groups of {size} do not fill blocks of {format.element.name} codes")
     return sorted(names, key=lambda name: BLOCK_TYPES[name].nbytes / BLOCK_TYPES[name].columns)
 
 

@@ -23,7 +23,7 @@ from ...weights.activations import (
     quantize_fp8,
     quantize_int8,
 )
-from .base import NotHeld
+from ..importers.base import LayerRefused
 from .onnx_weights import DequantizedWeight, ONNXWeight, onnx_weight, symbolic
 
 
@@ -163,7 +163,7 @@ def replace_layers(model: nn.Module, *, standard: bool) -> tuple[Mapping[str, tu
             continue
         try:
             made = _replacement(module, shared, standard)
-        except NotHeld as reason:
+        except LayerRefused as reason:
             refused[name] = str(reason)
             continue
         model.set_submodule(name, made)
@@ -174,12 +174,12 @@ def replace_layers(model: nn.Module, *, standard: bool) -> tuple[Mapping[str, tu
 
 
 def _replacement(module: nn.Module, shared: dict[object, ONNXWeight], standard: bool) -> nn.Module:
-    """The module that replaces a quantized layer. Raises `NotHeld`."""
+    """The module that replaces a quantized layer. Raises `LayerRefused`."""
     if isinstance(module, (QuantizedExperts, QuantizedGroupedLinear)):
-        raise NotHeld("it holds several experts in one tensor")
+        raise LayerRefused("it holds several experts in one tensor")
     assert isinstance(module, QuantizedModule)
     if module.scheme.output is not None:
-        raise NotHeld(f"its scheme {module.scheme} returns int8 results")
+        raise LayerRefused(f"its scheme {module.scheme} returns int8 results")
     if type(module) is QuantizedLinear:
         if ONNXIntegerLinear.holds(module):
             return ONNXIntegerLinear(module)
@@ -191,9 +191,9 @@ def _replacement(module: nn.Module, shared: dict[object, ONNXWeight], standard: 
         if not _has_own_scales(module):
             return ONNXConv2d(module, DequantizedWeight(module.weight))
         if module.groups > 1:
-            raise NotHeld("it quantizes activations for each of several channel groups")
+            raise LayerRefused("it quantizes activations for each of several channel groups")
         return ONNXConv2d(module, _weight_of(module, shared, standard=standard))
-    raise NotHeld(f"{type(module).__name__} is not supported in ONNX")
+    raise LayerRefused(f"{type(module).__name__} is not supported in ONNX")
 
 
 def _weight_of(module: QuantizedModule, shared: dict[object, ONNXWeight], *, standard: bool) -> ONNXWeight:

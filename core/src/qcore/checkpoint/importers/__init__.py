@@ -1,6 +1,7 @@
 """Checkpoints of other tools, one module per format: each finds the weights of a checkpoint and decodes their bytes.
 
-May import: the modules of checkpoint that read files and records, and the floors below. Imported by: `opening`.
+May import: the modules of checkpoint that read files and records, and the floors below. Imported by: converting,
+exporters, fusing, gguf_archive, imported, joining, opening, plugin_api.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Importer(Protocol):
 
 
 class LayerRefused(Exception):  # noqa: N818 - says what happens to a layer, is caught and never seen by users
-    """Raised while one layer is planned: the reason why qcore cannot represent it."""
+    """Raised while one layer is planned: why qcore, or the format that is written, cannot represent it exactly."""
 
 
 def plan_layers(layers: Iterable[str], plan_one: Callable[[str, Plan], None]) -> Plan:

@@ -28,7 +28,7 @@ class ActivationParameters(NamedTuple):
 
     @property
     def given(self) -> Given | None:
-        """Scale and zero point as `qcore_triton.codes.mode_of` takes them."""
+        """Scale and zero point as arguments of `qcore_triton.codes.mode_of`."""
         return None if self.scale is None else Given(self.scale, self.zero)
 
 
@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
     @property
     def given(self) -> Given | None:
-        """Scale and zero point of int8 results, as `int8.linear` takes them."""
+        """Scale and zero point of int8 results, as arguments of `int8.linear`."""
         return None if self.scale is None else Given(self.scale, self.zero)
 
     @property
@@ -72,13 +72,13 @@ class ConvCall(NamedTuple):
 
     @property
     def per_channel(self) -> bool:
-        """Is the weight int8 with one scale per row and no zero point, and are sums over all of K exact in int32?"""
+        """Whether the weight is int8 per channel without zero point, and int32 sums over all of K are exact."""
         w = self.weight
         return w.bits == 8 and w.zero is None and w.scale.shape[0] == 1 and w.k < _EXACT_K
 
     @property
     def one_scale(self) -> bool:
-        """Can a product gather its columns from codes of the image: all of x has one scale, and 32 divides IC."""
+        """Whether a product can gather its columns from codes of the image: x has a single scale, and 32 divides IC."""
         return self.activation.scale is not None and self.sums is not None and self.x.shape[1] % 32 == 0
 
 

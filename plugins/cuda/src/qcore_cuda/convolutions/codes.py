@@ -38,7 +38,7 @@ def image_codes(x: Tensor, geometry: Geometry, activation: ActivationParameters,
 def column_codes(
     x: Tensor, geometry: Geometry, activation: ActivationParameters, first: int, count: int, weight: Weight
 ) -> Codes:
-    """Codes of ``count`` columns from position ``first`` on, as `quantize_rows` would make them of those rows."""
+    """Codes of ``count`` columns from position ``first`` on, equal to the result of `quantize_rows` for those rows."""
     mode = mode_of(x, activation.symmetric, activation.given)
     size = column_size(geometry.kernel[0] * geometry.kernel[1], x.shape[1])
     meta = options(device_of(x.device), max(1, min(16, size // 1024)))

@@ -1,4 +1,4 @@
-"""`COLUMNS`: codes of columns, times the weight by a product of `int8`; for every convolution and device."""
+"""`COLUMNS`: im2col in chunks, quantized, then a product of `int8`; supports every convolution and device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST_COLUMNS = 128
 
 
 class Chunk(NamedTuple):
-    """**Fields:** ``columns``: whose codes are made at a time."""
+    """**Fields:** ``columns``: the number quantized at a time."""
 
     columns: int
 

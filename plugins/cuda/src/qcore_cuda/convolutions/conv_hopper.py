@@ -1,4 +1,4 @@
-"""`CONV_HOPPER`: convolutions of stride 1 on sm_90: one warp copies boxes of the image, two groups multiply."""
+"""`CONV_HOPPER`: convolutions of stride 1 on sm_90: one warp copies boxes of the image, two warpgroups multiply."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .codes import image_codes
 _ROWS = 128
 """Output positions in a tile."""
 _PIXELS = 32
-"""Pixels of 256 channels whose extents a program finds."""
+"""Pixels of 256 channels whose maxima one program computes."""
 _CODES, _BOXES = 2, 2
-"""Stages of codes, and of boxes that are still to be encoded."""
+"""Pipeline stages: of codes, and of boxes that are quantized in the kernel."""
 
 
 class Box(NamedTuple):
@@ -126,7 +126,7 @@ def _column_scales(x: Tensor, window: tuple[int, ...], size: tuple[int, int], de
 
 
 def _box(batch: int, height: int, width: int) -> tuple[int, int, int]:
-    """Images, rows and columns of a tile: of the boxes that waste least at the borders, the widest."""
+    """Images, rows and columns of a tile: of the boxes that waste the fewest positions at the borders, the widest."""
     sizes = [1 << i for i in range(_ROWS.bit_length())]
     boxes = [(_ROWS // (h * w), h, w) for w in sizes for h in sizes if h * w <= _ROWS]
 

@@ -1,4 +1,4 @@
-"""`GATHERED`: an image quantized once, and a product that gathers its columns, on any device."""
+"""`GATHERED`: implicit GEMM on an image that is quantized once; on any device."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Gathered(Convolution[Tile]):
 
 
 def _tile(m: int, n: int, device: Device) -> Tile:
-    """The largest tile of which there are enough for all multiprocessors."""
+    """The largest tile that still gives every multiprocessor a tile."""
     if device.arch == 0 or device.arch < 80:
         return Tile(64, 64, 4, 2)
     if n > 128 and n % 16 == 0 and -(-m // 128) * -(-n // 256) >= device.sms:

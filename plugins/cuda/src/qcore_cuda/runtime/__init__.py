@@ -1,1 +1,1 @@
-"""The runtime of every launch: facts of the device, a quick way to compiled kernels, replayed calls, counters."""
+"""The runtime of every launch: device properties, fast launches of compiled kernels, replayed calls, counters."""

@@ -1,8 +1,8 @@
-"""Counters by which programs of one kernel find the last of them: zero before the kernel, and after it.
+"""Atomic counters with which a kernel's last program detects that it is the last: zero before the kernel and after it.
 
-No two kernels may count with the same ones at a time. Kernels of one stream follow each other, so a stream has its own,
-for all its calls. A call that is captured in a CUDA graph may be made at any time on any stream: it gets counters that
-no other call has, for good. Where those run out, or a graph is captured before anything ran, they are zeroed each time.
+Kernels that run concurrently must not share counters. Kernels of one stream run in order, so all calls on a stream
+share one set. A graph may be replayed at any time on any stream, so each captured call gets a set of its own, which is
+never reused. If those run out, or a graph is captured before anything ran, counters are allocated and zeroed per call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Slab:
     def __init__(self, device: torch.device) -> None:
         self._all = torch.zeros(_SLAB, dtype=torch.int32, device=device)
         self._used = 0
-        torch.cuda.synchronize(device)  # other streams must find zeros, too
+        torch.cuda.synchronize(device)  # other streams must read zeros, too
 
     def take(self, count: int) -> Tensor | None:
         """Unused counters, or None if there are too few."""
@@ -38,7 +38,7 @@ class _Slab:
 
 
 def counters(count: int, device: torch.device) -> Tensor:
-    """``count`` of them at least, for the kernel that is launched next on the current stream."""
+    """At least ``count`` counters for the next kernel on the current stream."""
     found = None
     if device.type == "cuda":
         with _lock:

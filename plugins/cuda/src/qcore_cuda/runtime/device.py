@@ -1,4 +1,4 @@
-"""Facts about a device that kernels depend on."""
+"""Properties of a device that kernels depend on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 class Device(NamedTuple):
     """**Fields:** ``arch``: 90 for sm_90, 0 if it is no NVIDIA GPU; ``hip``: AMD; ``sms``: multiprocessors.
 
-    Without any of the two, kernels run in Triton's interpreter.
+    If it is neither, kernels run in Triton's interpreter.
     """
 
     arch: int
@@ -41,7 +41,7 @@ class Device(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory that one program may have."""
+        """The most bytes of shared memory per program."""
         return (64 if self.hip or not self.arch else _SHARED.get(self.arch, 99)) << 10
 
 
@@ -50,7 +50,7 @@ _SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 
 
 def device_of(device: torch.device) -> Device:
-    """The facts about ``device``."""
+    """The properties of ``device``."""
     return _device(device.type, device.index or 0)
 
 

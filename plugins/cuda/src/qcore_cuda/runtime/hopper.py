@@ -1,7 +1,7 @@
-"""The conditions for kernels in Gluon, and the tensor descriptors that they copy through.
+"""The conditions for kernels in Gluon, and their tensor descriptors (TMA).
 
 Gluon's interface is unstable: its kernels run only with versions of Triton that they were tested with, and on sm_90.
-Everything that they compute has a kernel in plain Triton as well.
+A kernel in plain Triton exists for everything that they compute.
 """
 
 from __future__ import annotations
@@ -66,5 +66,5 @@ def early(device: Device, warps: int, *constants: Tensor | None) -> dict[str, An
 
 
 def int4_words(data: Tensor, columns: int = 128) -> Any:
-    """A descriptor of int4 words in blocks of 64 rows and so many columns."""
+    """A descriptor of int4 words in blocks of 4 groups of 16 rows and ``columns`` columns."""
     return descriptor(data.view(torch.int32).view(data.shape[0], -1), (4, 2 * columns), swizzled=False)

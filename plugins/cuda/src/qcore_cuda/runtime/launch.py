@@ -1,9 +1,9 @@
-"""Launching Triton kernels at little cost to the host.
+"""Launching Triton kernels with little work on the host.
 
-Triton looks at every argument and option each time a kernel is launched, which takes longer than a small product runs.
-Here a compiled kernel is found by the few facts that it was compiled for, and started with plain addresses. This
-rests on how Triton hands a compiled kernel its arguments, which is no public interface: so it is used with the versions
-that it was tried with, and any other launches the ordinary way.
+Triton inspects every argument and option at each launch, which takes longer than a small product. Here a compiled
+kernel is looked up by the few properties that Triton specializes on, and launched with raw pointers. This depends on
+the signature of Triton's launcher, which is not a public interface: it is used with the versions of Triton that it was
+tested with; with any other version, kernels are launched through Triton's own interface.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """Run a Triton kernel on the current device and stream.
 
     ``args``: tensors, their descriptors, numbers or None for the first parameters; ``meta``: constexprs and options of
-    the launch. A recording in progress notes the launch, see `replay`.
+    the launch. A recording in progress records the launch, see `replay`.
     """
     found, notes = _launch(kernel, grid, args, meta), recording()
     if notes is not None:
@@ -48,7 +48,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> _Found | None:
-    """Returns the launched kernel and its constexprs, or None if Triton launched it in its ordinary way."""
+    """Returns the launched kernel and its constexprs, or None if it was launched through Triton's own interface."""
     if not _quick():
         kernel[grid](*args, **meta)
         return None
@@ -84,12 +84,12 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dic
 
 
 def supports_dynamic_shared() -> bool:
-    """Whether a kernel can have more shared memory than Triton gives it: DYNAMIC bytes, a constexpr."""
+    """Whether a kernel can get more shared memory than Triton allocates: DYNAMIC bytes, a constexpr."""
     return _quick()
 
 
 _first_launch = threading.Lock()
-"""Triton keeps the result of the last of several compiling threads: one thread compiles at a time."""
+"""If several threads compile a kernel, Triton keeps the result of the last: one thread compiles at a time."""
 
 
 def _first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> Any:
@@ -102,12 +102,14 @@ def _first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict
         _ask(asked, more)
         compiled = kernel[grid](*args, **meta)
     if compiled is not asked:
-        raise RuntimeError(f"{asked.metadata.name}: Triton has launched another kernel than it had compiled.")
+        raise RuntimeError(
+            f"{asked.metadata.name}: Triton launched a different kernel than it had compiled."
+        )
     return compiled
 
 
 def _ask(compiled: Any, more: int) -> None:
-    """Let a kernel that was not loaded yet have ``more`` bytes of shared memory, behind those of Triton's exchanges."""
+    """Give a kernel that is not loaded yet ``more`` bytes of shared memory, after Triton's own scratch."""
     from ..kernels.smem_pipeline import scratch
 
     facts = compiled.metadata
@@ -115,7 +117,9 @@ def _ask(compiled: Any, more: int) -> None:
     if facts.shared == own + more:
         return
     if facts.shared > own:
-        raise RuntimeError(f"{facts.name}: Triton takes {facts.shared} bytes of shared memory, more than {own}.")
+        raise RuntimeError(
+            f"{facts.name}: Triton uses {facts.shared} bytes of shared memory, more than {own}."
+        )
     compiled.metadata = facts._replace(shared=own + more)
     compiled.packed_metadata = (facts.num_warps, facts.num_ctas, own + more)
 

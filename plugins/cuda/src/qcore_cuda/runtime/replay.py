@@ -63,7 +63,7 @@ class Descriptor(NamedTuple):
 
     @property
     def base(self) -> Descriptor:
-        """The object that Triton's launcher asks for the address."""
+        """The object from which Triton's launcher reads the address."""
         return self
 
     def data_ptr(self) -> int:
@@ -72,7 +72,7 @@ class Descriptor(NamedTuple):
 
 
 class Recording:
-    """Takes notes of one call: see `empty` and `launch`."""
+    """The recording of one call: see `empty` and `launch`."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._inputs, self._made, self._launches = inputs, list[Tensor](), list[Launch]()
@@ -89,7 +89,7 @@ class Recording:
         self._tracked.append((tensor, source))
 
     def launched(self, launch: Launch | None) -> None:
-        """A kernel was launched; None: in a way that cannot be made again."""
+        """A kernel was launched; None: in a way that cannot be replayed."""
         if launch is None:
             self._possible = False
         else:
@@ -130,7 +130,7 @@ def _written(
     scratch: Sequence[int],
     sources: Sequence[Callable[[], Tensor]],
 ) -> Replay:
-    """Generate the function for one form of call, without loops: they would take as long as another launch.
+    """Generate the function for one form of call, without loops, which would take as long as another launch.
 
     ``calls``: launches with the indices of their tensors in this order: the ``inputs``, the result, intermediate
     tensors (``scratch``: their bytes), and the results of ``sources``.
@@ -175,7 +175,7 @@ def _line(i: int, launch: Launch, addresses: list[str], known: dict[str, Any]) -
 class Replays(dict[Any, "Replay | None"]):
     """The replays of one kind of call, by a key: all that they depend on and that varies within that kind.
 
-    None stands for a call that always takes the slow path.
+    The value None marks a call that always takes the slow path.
     """
 
     def call(self, key: Any, tensors: tuple[Tensor, ...], slow_path: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -205,7 +205,7 @@ def replays(*kind: Any) -> Replays:
 
 
 def replay_call(function: Callable[..., Tensor], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...]) -> Tensor:
-    """``function(*tensors, *numbers)``, replayed if possible; for calls that no kernel object makes."""
+    """``function(*tensors, *numbers)``, replayed if possible; for calls outside of kernel objects."""
     forms = [t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]
     present = tuple(t for t in tensors if t is not None)
     return replays(function).call((*forms, *numbers), present, function, *tensors, *numbers)

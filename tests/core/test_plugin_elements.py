@@ -90,7 +90,7 @@ class TestElements:
         x = torch.randn(3, 20)
         assert torch.allclose(qcore.linear(x, quantized), x @ quantized.dequantize().t(), atol=1e-5)
 
-    def test_a_layout_may_hold_an_element_of_a_plugin_that_is_not_up_yet(self, add):
+    def test_a_layout_may_hold_an_element_of_a_plugin_not_loaded(self, add):
         add("alpha", formats=[Dense()])
         add("zeta", elements=[OCTET])
         assert registry.status("alpha").reason == ""
