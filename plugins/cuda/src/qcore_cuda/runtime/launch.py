@@ -102,9 +102,7 @@ def _first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict
         _ask(asked, more)
         compiled = kernel[grid](*args, **meta)
     if compiled is not asked:
-        raise RuntimeError(
-            f"{asked.metadata.name}: Triton launched a different kernel than it had compiled."
-        )
+        raise RuntimeError(f"{asked.metadata.name}: Triton launched a different kernel than it had compiled.")
     return compiled
 
 
@@ -117,9 +115,7 @@ def _ask(compiled: Any, more: int) -> None:
     if facts.shared == own + more:
         return
     if facts.shared > own:
-        raise RuntimeError(
-            f"{facts.name}: Triton uses {facts.shared} bytes of shared memory, more than {own}."
-        )
+        raise RuntimeError(f"{facts.name}: Triton uses {facts.shared} bytes of shared memory, more than {own}.")
     compiled.metadata = facts._replace(shared=own + more)
     compiled.packed_metadata = (facts.num_warps, facts.num_ctas, own + more)
 
