@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from processes import installed_plugins
 
+pytestmark = pytest.mark.grid  # minutes: wheels of many plugins, and a process for each scenario
+
 HERE = Path(__file__).parent
 
 

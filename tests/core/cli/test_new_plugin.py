@@ -169,6 +169,7 @@ def test_generated_package_is_found(scratch):
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_generated_package_passes_its_own_tests_and_the_kit(scratch):
     assert_passes(scratch)
 

@@ -36,6 +36,7 @@ def test_table_summary_and_files(small, capsys, tmp_path):
     assert "qcore" in files["html"].read_text()
 
 
+@pytest.mark.grid
 def test_missing_requirement_fails_with_what_to_do(small, capsys):
     assert matrix.main(["torch", "--quick", "--require", "vulkan", "--require", "torch"]) == 1
     out = last(capsys)
@@ -43,6 +44,7 @@ def test_missing_requirement_fails_with_what_to_do(small, capsys):
     assert ", 1 failed, " in out[-1]
 
 
+@pytest.mark.grid
 def test_a_sample_of_one_plugin_leaves_the_others_whole(small, capsys):
     passed = {}
     for sampled in ("torch", "another"):
