@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import re
 import threading
 
 import pytest
@@ -255,8 +256,9 @@ def test_compiled_siblings_are_one_product(scheme, monkeypatch, x):
     with torch._inductor.config.patch(fx_graph_cache=False):
         close(torch.compile(model, fullgraph=True)(x), expected)
     (graph,) = graphs
-    products = [n for n in graph.nodes if n.op == "call_function" and "qcore" in str(n.target)]
-    assert len(products) == 1
+    # The product is an op of qcore's where the processor has a kernel for it, otherwise one of torch's.
+    products = [n for n in graph.nodes if re.search(r"^qcore|^aten\.(_int_|add|b)?mm|^aten\.linear", str(n.target))]
+    assert len(products) == 1, [str(n.target) for n in graph.nodes]
 
 
 def test_only_identical_pure_calls_are_merged():

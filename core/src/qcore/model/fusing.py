@@ -68,8 +68,9 @@ def _alike(path: str, parent: nn.Module, names: Sequence[str]) -> Iterator[dict[
     if any(word in path.rpartition(".")[2].lower() for word in _CROSS):
         names = [name for name in names if name not in _QUERIES]
     together: dict[tuple[object, ...], dict[str, QuantizedLinear]] = {}
+    children = dict(parent.named_children())
     for name in names:
-        child = dict(parent.named_children()).get(name)
+        child = children.get(name)
         if type(child) is QuantizedLinear and _can_share(child):
             key = (child.scheme, child.in_features, child._dtype, child.out_dtype, child._store.device, child.training)
             together.setdefault(key, {})[name] = child

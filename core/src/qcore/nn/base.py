@@ -33,7 +33,6 @@ from .offloading import HOOK, attach, moved_to
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PREFIX = "packed_"
-_STRIDED = torch.strided
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -188,7 +187,7 @@ class QuantizedModule(nn.Module):
         fail on them: an empty tensor replaces each, so that there is a buffer to move.
         """
         every = {_buffer_name(b, key): tensor for b in self._bounds.values() for key, tensor in b.packed.items()}
-        packed = {name: tensor for name, tensor in every.items() if tensor.layout is _STRIDED}
+        packed = {name: tensor for name, tensor in every.items() if tensor.layout is torch.strided}
         if len(packed) < len(every):
             packed[f"{_PREFIX}device"] = torch.empty(0, device=self._store.device)
         self._shown = packed

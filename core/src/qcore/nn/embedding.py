@@ -96,11 +96,7 @@ class QuantizedEmbedding(QuantizedModule):
             or indices.is_nested
         ):
             return self._run(indices)
-        try:
-            return bound.kernel(indices, bound.packed, None)
-        except Exception as error:
-            bound.blame(error)
-            raise
+        return bound.call(indices)
 
     def extra_repr(self) -> str:
         """Describe the layer for ``print(model)``."""

@@ -78,13 +78,7 @@ class QuantizedLinear(QuantizedModule):
             return self._run(x)
         bias = self._parameters.get("bias")
         bound = self._fast_bound(x, bias)
-        if bound is None:
-            return self._run(x)
-        try:
-            return bound.kernel(x, bound.packed, bias)
-        except Exception as error:
-            bound.blame(error)
-            raise
+        return self._run(x) if bound is None else bound.call(x, bias)
 
     def _fast_bound(self, x: Tensor, bias: Tensor | None) -> Bound | None:
         """Return the kernel if x and bias need no other check: dense, of the layer's own dtype, device and sizes.

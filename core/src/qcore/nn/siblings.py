@@ -29,10 +29,13 @@ _WASTED = 2
 
 
 class RowsStore(WeightStore):
-    """The rows ``start .. start + length`` of the weight of another store, which siblings share."""
+    """The rows ``start .. start + length`` of the weight of another store, which siblings share.
 
-    def __init__(self, whole: WeightStore, start: int, length: int) -> None:
-        self.whole, self.start, self.length = whole, start, length
+    ``any_bias``: whether any sibling has a bias, so that the shared product adds one.
+    """
+
+    def __init__(self, whole: WeightStore, start: int, length: int, any_bias: bool) -> None:
+        self.whole, self.start, self.length, self.any_bias = whole, start, length, any_bias
         self.lock, self.users = whole.lock, whole.users
         self._recent: dict[str, weakref.ref[Tensor]] = {}
 
@@ -74,7 +77,7 @@ class RowsStore(WeightStore):
         self.whole.keep_only(packings)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"whole": self.whole, "start": self.start, "length": self.length}
+        return {"whole": self.whole, "start": self.start, "length": self.length, "any_bias": self.any_bias}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         RowsStore.__init__(self, **state)
@@ -185,23 +188,6 @@ class SiblingLinear(QuantizedLinear):
 
     _group: Siblings | None = None
     _index: int
-    _any_bias: bool
-
-    @classmethod
-    def from_rows(cls, layer: QuantizedLinear, store: RowsStore, bias: bool) -> SiblingLinear:
-        """Replace a layer; ``bias``: whether any sibling has one. Hooks are not copied."""
-        made = cls.__new__(cls)
-        made._any_bias = bias
-        made.__init__(store, layer.scheme, layer.bias, layer._dtype)  # type: ignore[misc]
-        made.scheme = layer.scheme
-        if layer.out_dtype is not None:
-            made.out_dtype = layer.out_dtype
-        return made
-
-    def __init__(self, *args: Any) -> None:
-        bias = vars(self).get("_any_bias", False)
-        super().__init__(*args)
-        self._any_bias = bias
 
     @property
     def siblings(self) -> tuple[QuantizedLinear, ...]:
@@ -210,9 +196,9 @@ class SiblingLinear(QuantizedLinear):
 
     def _request(self, x_dtype: torch.dtype, training: bool) -> LinearRequest:
         request = super()._request(x_dtype, training)
-        if isinstance(self._store, RowsStore):
-            request = replace(request, n=self._store.whole.shape[0], bias=vars(self).get("_any_bias", False))
-        return request
+        store = self._store
+        shared = {"n": store.whole.shape[0], "bias": store.any_bias} if isinstance(store, RowsStore) else {}
+        return replace(request, **shared)
 
     def _binding_store(self) -> WeightStore:
         return self._store.whole if isinstance(self._store, RowsStore) else self._store
@@ -233,7 +219,7 @@ class SiblingLinear(QuantizedLinear):
             group.separate()
             return self.forward(x)
         bound = self._fast_bound(x, None)
-        return group.give(self, key, self._run(x) if bound is None else bound.kernel(x, bound.packed, group.bias()))
+        return group.give(self, key, self._run(x) if bound is None else bound.call(x, group.bias()))
 
     def _call_bias(self) -> Tensor | None:
         return super()._call_bias() if self._group is None else self._group.bias()
@@ -307,10 +293,13 @@ def join(layers: Sequence[QuantizedLinear]) -> list[SiblingLinear]:
     Raises `FormatError` if their weights cannot be joined: different orders, global scales or dtypes of scales.
     """
     whole = WeightStore(QTensor.cat([layer._store.neutral() for layer in layers]))
-    bias, start, made = any(layer.bias is not None for layer in layers), 0, []
+    any_bias, start, made = any(layer.bias is not None for layer in layers), 0, []
     for layer in layers:
-        store = RowsStore(whole, start, layer.out_features)
-        made.append(SiblingLinear.from_rows(layer, store, bias))
+        store = RowsStore(whole, start, layer.out_features, any_bias)
+        sibling = SiblingLinear(store, layer.scheme, layer.bias, layer._dtype)
+        if layer.out_dtype is not None:
+            sibling.out_dtype = layer.out_dtype
+        made.append(sibling)
         start += layer.out_features
     group = Siblings(made)
     for index, member in enumerate(made):

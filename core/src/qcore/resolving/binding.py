@@ -223,6 +223,14 @@ class Bound:
         """The request that the kernel was selected for."""
         return cast("AnyRequest", self.decision.request)
 
+    def call(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Call the kernel; an exception from it names it."""
+        try:
+            return self.kernel(x, self.packed, bias)
+        except Exception as error:
+            self.blame(error)
+            raise
+
     def blame(self, error: Exception) -> None:
         """Add the kernel's name to an exception from a call, unless it is qcore's own, which names the argument."""
         chosen = self.decision.selected
