@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+from _cuda_forms import product_of
 
 from qcore_cuda.costs import Cost, terms
 from qcore_cuda.problem import GemmProblem
-from qcore_cuda.products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
 from qcore_cuda.runtime.device import Device
 
 SIDES = (512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 8192, 10240, 14336, 18944, 28672, 32768)
@@ -94,7 +94,7 @@ def _estimate(device: Device, problem: GemmProblem, config: Config, cost: Cost, 
 
 def _terms(device: Device, problem: GemmProblem, config: Config, occupancy: int, n: int, k: int) -> Any:
     name, fields = config
-    product = next(p for p in (INT8_PRODUCTS if problem.codes else FLOAT_PRODUCTS) if p.name == name)
+    product = product_of(problem.codes, name)
     vars(problem).update(n=n, k=k)  # frozen for others; a copy for each term would take most of the time
     return terms(product.work(device, problem, product.config(**dict(fields))), n, k, occupancy, device.sms)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qcore.errors import first_line
 from qcore_cuda import int8, weight_only
 from qcore_cuda.problem import GemmProblem
 from qcore_cuda.products.base import Choice, Operands
@@ -118,8 +119,19 @@ def call(made: Instance, choice: Choice) -> Any:
 
 def choice_of(form: Form, kernel: str, config: dict[str, Any]) -> Choice:
     """A kernel by its name, with a configuration."""
-    product = next(p for p in (INT8_PRODUCTS if form.codes else FLOAT_PRODUCTS) if p.name == kernel)
+    product = product_of(form.codes, kernel)
     return Choice(product, product.config(**config))
+
+
+def product_of(codes: bool, kernel: str) -> Any:
+    """A kernel by its name, of those that multiply codes or floats."""
+    return next(p for p in (INT8_PRODUCTS if codes else FLOAT_PRODUCTS) if p.name == kernel)
+
+
+def rotating_floats(n: int, k: int) -> list[torch.Tensor]:
+    """bfloat16 weights ``(n, k)``, so many that together they exceed the second-level cache."""
+    count = max(1, min(6, 1 + 2**27 // (k * n)))
+    return [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
 
 
 def compiled_as(choice: Choice, m: int) -> tuple[Any, ...]:
@@ -138,7 +150,7 @@ def works(form: Form, kernel: str, config: dict[str, Any], m: int, n: int = 512,
         wanted = made.x.double() @ dense(made.weight).double().t()
         error = float((found - wanted).norm() / wanted.norm())
     except Exception as error:  # noqa: BLE001 - whatever it is, the configuration is not for this GPU
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+        return f"{type(error).__name__}: {first_line(error)}"[:160]
     return "" if error < (0.02 if form.codes else 0.006) else f"wrong: relative error {error:.4f}"
 
 

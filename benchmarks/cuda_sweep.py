@@ -67,9 +67,7 @@ def main() -> None:
     slower: list[str] = []
     cells = 0
     for k, n in shapes:
-        weights = [
-            torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(1, min(6, 1 + 2**27 // (k * n))))
-        ]
+        weights = _cuda_forms.rotating_floats(n, k)
         inputs = {m: torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for m in rows}
         dense = {m: [partial(F.linear, x, w) for w in weights] for m, x in inputs.items()}
         for scheme in schemes:

@@ -110,7 +110,7 @@ def _compile(cells: dict[Any, list[Any]], workers: int, budget: float) -> set[An
 
 def _times(form: Form, m: int, k: int, n: int, choices: list[Any]) -> tuple[float, list[Any]]:
     """Microseconds of torch's bfloat16 product, and of each choice."""
-    many = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(1, min(6, 1 + 2**27 // (k * n))))]
+    many = _cuda_forms.rotating_floats(n, k)
     made, found = _cuda_forms.instance(form, m, n, k), []
     dense = microseconds([partial(torch.nn.functional.linear, made.x, w) for w in many])
     weights = copies(made.weight)
