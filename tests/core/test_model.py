@@ -61,7 +61,8 @@ def test_the_report_is_a_table_with_totals():
     text = str(report)
     assert text.splitlines()[0].split() == ["layer", "kind", "state", "scheme", "kernel", "before", "after", "why"]
     assert "matches exclude pattern 'head'" in text
-    assert text.splitlines()[-1].startswith("5 layers: 4 quantized, 1 excluded, 0 refused; ")
+    # Behind the totals stand hints, which depend on the processor.
+    assert any(line.startswith("5 layers: 4 quantized, 1 excluded, 0 refused; ") for line in text.splitlines())
     floats = sum(p.numel() * 4 for p in Net().parameters() if p.dim() >= 2)
     assert report.bytes_before == floats
     assert report.bytes_after < 0.6 * floats

@@ -131,9 +131,9 @@ _EXPLAIN = """if True:
 def test_explain_time(record_property, compiled):
     first = _python(_EXPLAIN, measured=False, **compiled).splitlines()
     assert first[1] == "[]"  # nothing is on disk then, so that kernels are verified too
-    least = _least(_EXPLAIN, 0.05, **compiled)
+    least = _least(_EXPLAIN, 0.1, **compiled)
     record_property("explain_ms", least * 1e3)
-    assert least < 0.05
+    assert least < 0.1  # 0.03 on an idle machine; an import of torch.fx alone takes 0.3
 
 
 def test_the_ops_are_registered_by_the_import():

@@ -139,7 +139,7 @@ def test_outliers_drown_nothing(tools, scheme, dtype):
     for kind in SPARSE:
         weight = with_weights(made.weight, kind, generator)
         packs = {name: kernel.pack(weight) for name, kernel in made.kernels.items() if "plain" not in name}
-        assert ("torch.cpu.w8a16" in packs) is (dtype != torch.float64)
+        assert ("torch.cpu.w8a16" in packs) is (dtype != torch.float64 and onednn.is_exact(8))
         for values in ("1e2", "1e4", "1e6", "largest", "heavy", "wide", "tiny", "huge", "relu"):
             for rows in (1, 3):
                 x = uneven(values, torch.randn(rows, 160, generator=generator).to(dtype))

@@ -16,6 +16,12 @@ from qcore.formats import PLAIN, layouts
 ONE = {"contracts": ["linear"], "seed": 3}
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """The law of large sizes leaves cases out once its time is up, as on a machine with other work."""
+    monkeypatch.setattr("qcore.testing.laws.large._TIME_BUDGET", 120.0)
+
+
 def after(change):
     """A method ``__call__`` that changes the right result: ``change(kernel, y, x, bias)``."""
 
