@@ -63,7 +63,7 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
 #else
       {0, 0, 0, 0, nullptr, nullptr},
 #endif
-      {16, 0, 4, PANEL_PART * 128, panel_row<false>, panel_product<false>},
+      {16, FLOAT_PANEL_FROM, 4, PANEL_PART * 128, panel_row<false>, panel_product<false>},
       quantize_run, magnitude, window_product, widen, lookup,
   };
   return &kernels;

@@ -134,7 +134,7 @@ using PanelTile = void (*)(const char*, int64_t, const char*, int64_t, int, floa
 
 template <bool PAIRS, int R>
 static PanelTile choose_panel(int count) {
-  if constexpr (R > DIGIT_ROWS) return nullptr;
+  if constexpr (R > PANEL_ROWS) return nullptr;
   else return count == R ? panel_tile<PAIRS, R> : choose_panel<PAIRS, R + 1>(count);
 }
 
@@ -152,7 +152,7 @@ static void panel_product(const Weight& w, const Output& out, const void* x, int
                           int64_t row0, char* scratch) {
   float* sums = (float*)(scratch + PANEL_PART * 128);
   const int64_t packed = w.at.packed();
-  const int most = even_rows(rows, DIGIT_ROWS);
+  const int most = even_rows(rows, PANEL_ROWS);
   __builtin_memset(sums, 0, (size_t)rows * COLUMNS * 4);
   for (int64_t from = 0; from < packed; from += PANEL_PART) {
     // 1. Numbers of a part of K, which stay in the cache.

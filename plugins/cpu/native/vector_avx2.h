@@ -4,6 +4,12 @@ using F = __m256;
 constexpr int LANES = 8;
 constexpr int TILE_COLUMNS = 16;
 constexpr int DIGIT_ROWS = 4;  // 8 accumulators and 4 vectors of codes in 16 registers
+constexpr int PANEL_ROWS = 6;  // 12 accumulators, 2 vectors of numbers, a broadcast
+#ifdef QCORE_VNNI
+constexpr int FLOAT_PANEL_FROM = 64;  // rows from which on float x meets integer codes as numbers
+#else  // a product of bytes takes three instructions, of 8-bit codes seven, and float x has two or three digits
+constexpr int FLOAT_PANEL_FROM = 16;
+#endif
 constexpr int REGISTERS = 16;
 constexpr bool SIGNED_CODES = false;
 static inline I set_i(int32_t v) { return _mm256_set1_epi32(v); }

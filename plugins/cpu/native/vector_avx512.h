@@ -4,6 +4,8 @@ using F = __m512;
 constexpr int LANES = 16;
 constexpr int TILE_COLUMNS = 32;  // two accumulators per digit row, so that one broadcast serves two products
 constexpr int DIGIT_ROWS = 12;    // 24 accumulators, 4 vectors of codes and a mask fill the 32 registers
+constexpr int PANEL_ROWS = DIGIT_ROWS;
+constexpr int FLOAT_PANEL_FROM = 0;  // never: products of bytes are faster
 constexpr int REGISTERS = 32;
 constexpr bool SIGNED_CODES = false;
 static inline I set_i(int32_t v) { return _mm512_set1_epi32(v); }

@@ -15,6 +15,8 @@ constexpr int DIGIT_ROWS = 4;  // 16 accumulators, 8 vectors of codes, a mask an
 constexpr int DIGIT_RUN = 4;
 constexpr bool SIGNED_CODES = true;  // products take signed codes: 8-bit ones are read with the top bit inverted
 #endif
+constexpr int PANEL_ROWS = DIGIT_ROWS;
+constexpr int FLOAT_PANEL_FROM = 0;  // never: products of bytes are faster
 static inline I set_i(int32_t v) { return vdupq_n_s32(v); }
 static inline I load_i(const void* p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p)); }
 static inline I or_i(I a, I b) { return vorrq_s32(a, b); }
