@@ -260,9 +260,13 @@ class QuantizedModule(nn.Module):
         if bound is None:
             raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
         packed: Any = {key: self._traced(_buffer_name(bound, key), own) for key, own in bound.packed.items()}
-        own = getattr(bound.request, "x_dtype", x.dtype)
-        result = self._call(bound, packed, x.to(own), self._needs_grad(x), params)
+        result = self._call(bound, packed, x.to(self._trace_dtype(bound, x)), self._needs_grad(x), params)
         return result.to(self._out_dtype(dtype)) if result.is_floating_point() else result
+
+    def _trace_dtype(self, bound: Bound, x: Tensor) -> torch.dtype:
+        """Return the dtype of x that a trace passes to the kernel."""
+        dtype: torch.dtype = getattr(bound.request, "x_dtype", x.dtype)
+        return dtype
 
     def _traced(self, name: str, own: Tensor) -> Tensor:
         """Return the buffer of a packed tensor; the tensor itself if a tool has replaced the buffer by another one.

@@ -293,15 +293,19 @@ def join(layers: Sequence[QuantizedLinear]) -> list[SiblingLinear]:
     Raises `FormatError` if their weights cannot be joined: different orders, global scales or dtypes of scales.
     """
     whole = WeightStore(QTensor.cat([layer._store.neutral() for layer in layers]))
-    any_bias, start, made = any(layer.bias is not None for layer in layers), 0, []
+    any_bias, start = any(layer.bias is not None for layer in layers), 0
+    made: list[SiblingLinear] = []
     for layer in layers:
         store = RowsStore(whole, start, layer.out_features, any_bias)
-        sibling = SiblingLinear(store, layer.scheme, layer.bias, layer._dtype)
+        made.append(getattr(type(layer), "sibling", _sibling)(layer, store))
         if layer.out_dtype is not None:
-            sibling.out_dtype = layer.out_dtype
-        made.append(sibling)
+            made[-1].out_dtype = layer.out_dtype
         start += layer.out_features
     group = Siblings(made)
     for index, member in enumerate(made):
         member._group, member._index = group, index
     return made
+
+
+def _sibling(layer: QuantizedLinear, store: RowsStore) -> SiblingLinear:
+    return SiblingLinear(store, layer.scheme, layer.bias, layer._dtype)
