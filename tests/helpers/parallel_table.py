@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from parallel_models import Attention, Mlp, quantized, relative, with_order
 
 import qcore
@@ -59,8 +60,9 @@ def padded(rank: int, world: int) -> dict[str, float]:
     x = torch.randn(2, 7, K)
     want = model(x)
     shard_(model)
-    wider = model.o_proj.in_features / model.o_proj.share.length
-    return {"tp": relative(model(x), want), "wider": wider}
+    wider = torch.tensor(model.o_proj.in_features / model.o_proj.share.length)
+    dist.all_reduce(wider, dist.ReduceOp.MAX)
+    return {"tp": relative(model(x), want), "wider": wider.item()}
 
 
 def codes(rank: int, world: int, scales: str) -> dict[str, float]:

@@ -9,5 +9,13 @@ from .embedding import QuantizedEmbedding
 from .experts import QuantizedExperts
 from .grouped_linear import QuantizedGroupedLinear
 from .linear import QuantizedLinear
+from .neutral import NeutralLinear
 
-__all__ = ["QuantizedConv2d", "QuantizedEmbedding", "QuantizedExperts", "QuantizedGroupedLinear", "QuantizedLinear"]
+__all__ = [
+    "NeutralLinear",
+    "QuantizedConv2d",
+    "QuantizedEmbedding",
+    "QuantizedExperts",
+    "QuantizedGroupedLinear",
+    "QuantizedLinear",
+]

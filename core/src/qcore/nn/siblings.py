@@ -50,6 +50,7 @@ class RowsStore(WeightStore):
     quantizer = property(lambda self: self.whole.quantizer)
     device = property(lambda self: self.whole.device)
     has_order = property(lambda self: self.whole.has_order)
+    watch = property(lambda self: self.whole.watch)
 
     def neutral(self) -> QTensor:
         """The rows in the neutral format, as tensors of their own. Returns an earlier result while it is alive."""
@@ -59,14 +60,19 @@ class RowsStore(WeightStore):
                 rows = self.whole.neutral().narrow(0, self.start, self.length)
                 recent = rows.map(lambda t: t.contiguous().clone() if t.untyped_storage().nbytes() > t.nbytes else t)
                 self._recent = {name: weakref.ref(tensor) for name, tensor in recent.tensors().items()}
+                self.watch.add(recent, (), self._take)
             return recent
 
     def set(self, weight: QTensor) -> None:
         """Replace these rows. Raises `FormatError` if the siblings' weights have another format, order or scale."""
+        self.watch.forget()
+        self._take(weight)
+
+    def _take(self, weight: QTensor) -> None:
         whole, end = self.whole.neutral(), self.start + self.length
         before, after = whole.narrow(0, 0, self.start), whole.narrow(0, end, whole.shape[0] - end)
         self._recent = {}
-        self.whole.set(QTensor.cat([part for part in (before, weight, after) if part.shape[0]]))
+        self.whole._take(QTensor.cat([part for part in (before, weight, after) if part.shape[0]]))
 
     def move(self, fn: Callable[[Tensor], Tensor], device: torch.device) -> bool:
         """Move the whole weight, once for all siblings."""

@@ -13,12 +13,14 @@ qcore.parallel.shard_(model)                     # attention by heads, MLPs by c
 ```
 """
 
+from ..nn import NeutralLinear
 from .agreement import disagreements
 from .cutting import Cut
 from .embedding import VocabParallelEmbedding
 from .experts import ParallelExperts
 from .floats import FloatColumnParallelLinear, FloatRowParallelLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .neutral import pack_, unpack_
 from .order import fold_order_
 from .plans import plan_for
 from .sharding import shard_
@@ -28,11 +30,14 @@ __all__ = [
     "Cut",
     "FloatColumnParallelLinear",
     "FloatRowParallelLinear",
+    "NeutralLinear",
     "ParallelExperts",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "disagreements",
     "fold_order_",
+    "pack_",
     "plan_for",
     "shard_",
+    "unpack_",
 ]

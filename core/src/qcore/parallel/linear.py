@@ -263,13 +263,7 @@ class RowParallelLinear(_Parallel):
         if torch.compiler.is_compiling():
             return self._run(x)
         bound = self._fast_bound(x, None)
-        if bound is None:
-            return self._run(x)
-        try:
-            return bound.kernel(x, bound.packed, None)
-        except Exception as error:
-            bound.blame(error)
-            raise
+        return self._run(x) if bound is None else bound.call(x, None)
 
     def _with_global_scales(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():

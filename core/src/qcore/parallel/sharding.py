@@ -56,8 +56,8 @@ def shard_(
     - ``model``: quantized, with weights; layers that are left float may be cut, too. Layers joined by `qcore.fuse_` are
       joined again after they are cut.
     - ``plan``: patterns of layer names, as for `qcore.quantize_`, to ``"column"``, ``"row"`` or another `Cut`; the
-      first pattern that matches a layer counts. Default: `plan_for` the model. In attention modules that are recognized,
-      ``"column"`` and ``"row"`` cut whole heads.
+      first pattern that matches a layer counts. Default: `plan_for` the model. In attention modules that are
+      recognized, ``"column"`` and ``"row"`` cut whole heads.
     - ``group``: of torch.distributed, or a `DeviceMesh` of one dimension; default all ranks.
     - ``sum_dtype``, ``scales``, ``all_reduce``: of layers that are cut by rows, see `RowParallelLinear`.
 
