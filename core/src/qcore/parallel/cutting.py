@@ -111,10 +111,15 @@ def cut_columns(weight: QTensor, share: Share) -> QTensor:
     Raises `UnsupportedError` as `check_columns` does. A weight with an order is cut by `cut_ordered`.
     """
     assert weight.order is None
-    check_columns(weight.format, [share])
-    fine = _group_of(weight.format, share)
-    finer = weight if fine is None else weight.regroup(fine)
-    return owned(finer.narrow(-1, share.start, share.length))
+    fmt, k = weight.format, weight.shape[-1]
+    check_columns(fmt, [share])
+    fine = _group_of(fmt, share)
+    # The groups and bytes that the share touches, which are all that is read of a weight on disk.
+    unit = fmt.group_size or 8
+    start, stop = share.start // unit * unit, min(-(-share.stop // unit) * unit, k)
+    part = weight.narrow(-1, start, stop - start)
+    finer = part if fine is None else part.regroup(fine)
+    return owned(finer.narrow(-1, share.start - start, share.length))
 
 
 def check_columns(fmt: Format, every: Sequence[Share]) -> None:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,11 +80,16 @@ def shard_(
     _replace(model, chosen, ranks, _Sums(sum_dtype, scales))
     for group_of_names in fused:
         _join_again(model, group_of_names)
+    localize(model, found, chosen)
+    warn_if_different(model, ranks)
+    return chosen
+
+
+def localize(model: nn.Module, found: Iterable[Attention | Mlp], chosen: Collection[str]) -> None:
+    """Make the numbers of heads of the attention modules in ``found`` whose q and k were cut those of this rank."""
     for structure in found:
         if isinstance(structure, Attention) and structure.q in chosen and structure.k in chosen:
             _localize(model.get_submodule(structure.owner), structure, model)
-    _warn_if_different(model, ranks)
-    return chosen
 
 
 def _as_cuts(plan: Mapping[str, str | Cut]) -> dict[str, Cut]:
@@ -272,7 +277,8 @@ def _localize(owner: Any, attention: Attention, model: nn.Module) -> None:
             owner._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
-def _warn_if_different(model: nn.Module, ranks: Ranks) -> None:
+def warn_if_different(model: nn.Module, ranks: Ranks) -> None:
+    """Warn if the ranks run different kernels."""
     found = disagreements(model, ranks=ranks)
     if found:
         rows = [f"{name}: {', '.join(kernels)}" for name, kernels in found.items()]
