@@ -20,9 +20,10 @@ def settings(**more: Any) -> dict[str, Any]:
 
 
 def _load(name: str, rank: int, world: int, **given: Any) -> Any:
-    import qcore.hf  # noqa: F401 - registers qcore
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
+
+    import qcore.hf  # noqa: F401 - registers qcore
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     config = DistributedConfig(tp_plan="auto", tp_size=world)

@@ -71,8 +71,14 @@ class TensorParallel:
     def take_rules(self, plan: dict[str, str], parameters: Iterable[str]) -> None:
         """Move the rules for the layers of ``parameters`` out of ``plan``. Raises for a rule that cannot be applied."""
         layers = {name.rpartition(".")[0] for name in parameters}
+        shared = {replace_layer_number_by_wildcard(layer) for layer in layers}
+        # Layers that are left float under a rule that others are quantized under are cut by qcore, too.
+        named = self.model.named_modules()
+        floats = {
+            name for name, m in named if isinstance(m, nn.Linear) and replace_layer_number_by_wildcard(name) in shared
+        }
         taken: set[str] = set()
-        for layer in sorted(layers):
+        for layer in sorted(layers | floats):
             generic = replace_layer_number_by_wildcard(layer)
             style = plan.get(layer, plan.get(generic))
             taken |= {key for key in plan if key in (layer, generic) or key.startswith((f"{layer}.", f"{generic}."))}
@@ -137,11 +143,11 @@ class TensorParallel:
         self.model._tp_plan = {**self.model._tp_plan, **self.rules}
 
     def _fits(self, name: str, cut: Cut) -> bool:
-        """Whether a layer was quantized, and can be cut: not if it is tied, or was left float by the checkpoint."""
+        """Whether a layer is of the kind that a cut is for, and can be cut: not if it is tied."""
         module = self.model.get_submodule(name)
-        kinds = {"vocab": QuantizedEmbedding, "tensor": QuantizedExperts, "expert": QuantizedExperts}
+        kinds: dict[str, Any] = {"vocab": QuantizedEmbedding, "tensor": QuantizedExperts, "expert": QuantizedExperts}
         tied = isinstance(module, QuantizedModule) and len(module._store.users) > 1
-        return isinstance(module, kinds.get(cut.kind, QuantizedLinear)) and not tied
+        return isinstance(module, kinds.get(cut.kind, (QuantizedLinear, nn.Linear))) and not tied
 
 
 def check_whole(model: nn.Module) -> None:
