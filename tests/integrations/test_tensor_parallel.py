@@ -66,10 +66,13 @@ def test_each_rank_reads_its_part_only(found):
     """Half of the codes, and of the scales but for groups that a border cuts; no linear layer is read whole."""
     codes = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 176)  # weights of two layers
     whole = codes // 2 + codes // 32 * (4 + 1)
+    # Both ranks read the group of down_proj that the border cuts: 32 codes of half a byte, in 128 rows of two layers,
+    # and two more pairs of scale and zero point, because the last group is ragged.
+    torn = 2 * 128 * (16 + 2 * (4 + 1))
     embedding = 64 * 64 + 64 * 4 * (4 + 1)  # read whole, then cut
     for rank in found["stored"]:
         assert rank["whole"] == embedding
-        assert whole / 2 <= rank["parts"] < whole * 0.53
+        assert whole / 2 <= rank["parts"] <= whole / 2 + torn
 
 
 def test_parts_are_not_saved_as_a_model(found):
