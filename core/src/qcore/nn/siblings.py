@@ -203,7 +203,9 @@ class SiblingLinear(QuantizedLinear):
     def _request(self, x_dtype: torch.dtype, training: bool) -> LinearRequest:
         request = super()._request(x_dtype, training)
         store = self._store
-        shared = {"n": store.whole.shape[0], "bias": store.any_bias} if isinstance(store, RowsStore) else {}
+        shared: dict[str, Any] = (
+            {"n": store.whole.shape[0], "bias": store.any_bias} if isinstance(store, RowsStore) else {}
+        )
         return replace(request, **shared)
 
     def _binding_store(self) -> WeightStore:
