@@ -44,11 +44,8 @@ def register() -> None:
             return create(lora_config, adapter_name, target, **kwargs)
         kind = ADAPTED.get(type(base))
         if kind is None:
-            raise UnsupportedError(
-                f"{kwargs.get('target_name') or 'a target module'} is a {type(base).__name__}, "
-                f"which LoRA cannot adapt: its rows belong to different experts.\n"
-                f"Remove it from target_modules, or exclude it from quantize_ (exclude=...)."
-            )
+            target_name = kwargs.get("target_name") or "a target module"
+            raise UnsupportedError(f"{target_name} is a {type(base).__name__}, which LoRA cannot adapt: {_why(base)}")
         return kind(target, adapter_name, config=lora_config, **kwargs)
 
     @wraps(wrap)
@@ -68,6 +65,18 @@ def register() -> None:
     tuners_utils._maybe_include_all_linear_layers = include_linear_layers
     LoraModel._create_new_module = staticmethod(create_new_module)
     AuxiliaryTrainingWrapper.__init__ = wrap_trainable
+
+
+def _why(base: nn.Module) -> str:
+    if hasattr(base, "ranks"):
+        return (
+            "this rank holds a part of it.\n"
+            "To train adapters on several devices, add them to the whole model and shard it by FSDP2."
+        )
+    return (
+        "its rows belong to different experts.\n"
+        "Remove it from target_modules, or exclude it from quantize_ (exclude=...)."
+    )
 
 
 def _is_mapped(config: Any, base: nn.Module) -> bool:

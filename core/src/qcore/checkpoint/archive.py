@@ -179,6 +179,15 @@ class Archive:
         """Return the stored tensor called ``name``, or the one that ``name`` is an alias of."""
         return self.entries[self.aliases.get(name, name)]
 
+    @property
+    def has_plain_bytes(self) -> bool:
+        """Whether the tensors of a weight are stored as they are: not in imported files."""
+        return type(self) is Archive
+
+    def handle(self, name: str) -> BinaryIO:
+        """The open file that holds a stored tensor."""
+        return self._handles[self.shards[name]]
+
     def read(self, name: str) -> Tensor:
         """Read a tensor that is not quantized into new memory on the CPU."""
         stored = self.aliases.get(name, name)

@@ -30,6 +30,8 @@ from .overlap import find_conflict, is_expanded
 from .placing import Transaction
 from .values import same_bits
 
+Maker = Callable[[Swap, Scheme], "QuantizedModule | None"]
+
 
 @dataclass(frozen=True)
 class LoadReport(Report):
@@ -113,11 +115,13 @@ def _remedy(found: Match) -> str:
     )
 
 
-def load_weights(model: nn.Module, archive: Archive, device_of: Callable[[str], torch.device]) -> LoadReport:
+def load_weights(
+    model: nn.Module, archive: Archive, device_of: Callable[[str], torch.device], make: Maker | None = None
+) -> LoadReport:
     """Load the quantized weights of a checkpoint and nothing else; see `load_`.
 
     ``archive``: with its experts joined for ``model``, see `fuse_experts`; ``device_of``: the device for a layer or
-    tensor on meta, by its name.
+    tensor on meta, by its name; ``make``: returns another layer for a swap and its scheme, or None for the usual one.
     """
     with torch.inference_mode(False), torch.no_grad():
         found = match(model, archive)
@@ -128,7 +132,7 @@ def load_weights(model: nn.Module, archive: Archive, device_of: Callable[[str], 
             what = f"the model has no layer for {len(lost)} of its quantized weights: {_listing(lost)}."
             remedy = "Build the model that was saved. Separately stored experts are joined if all have the same format."
             raise file_error(archive.path, what, remedy)
-        loader = _Loader(model, archive, found, device_of)
+        loader = _Loader(model, archive, found, device_of, make)
         with progress_bars.shown(False, "loading", "tensors") as tell:
             loader.prepare(tell)
         return loader.commit()
@@ -138,8 +142,14 @@ class _Loader:
     """Reads, checks and builds everything outside of the model, then installs all of it, or nothing."""
 
     def __init__(
-        self, model: nn.Module, archive: Archive, found: Match, device_of: Callable[[str], torch.device]
+        self,
+        model: nn.Module,
+        archive: Archive,
+        found: Match,
+        device_of: Callable[[str], torch.device],
+        make: Maker | None = None,
     ) -> None:
+        self.make = make
         self.model, self.archive, self.found, self.device_of = model, archive, found, device_of
         self.stores: dict[tuple[str, torch.device], WeightStore] = {}
         self.modules: dict[int, QuantizedModule] = {}
@@ -164,7 +174,8 @@ class _Loader:
         for done, (swap, scheme) in enumerate(zip(self.found.swaps, schemes, strict=True), start=plain):
             tell(done, total, swap.layer)
             if id(swap.module) not in self.modules:
-                self.modules[id(swap.module)] = self._rebuilt(swap, scheme)
+                made = None if self.make is None else self.make(swap, scheme)
+                self.modules[id(swap.module)] = self._rebuilt(swap, scheme) if made is None else made
         self._plan_changes()
         tell(total, total, "")
 

@@ -3,8 +3,8 @@
 Each contract is one file: a frozen request, the semantics, a float64/int64 reference in torch ops on CPU, a
 tolerance, and a generator of test cases.
 
-May import: weights, formats and errors. Imported by: discovery, resolving, fallback, functional, nn, cli, testing,
-plugin_api, `qcore`.
+May import: weights, formats and errors. Imported by: discovery, resolving, fallback, functional, nn, parallel, cli,
+testing, plugin_api, `qcore`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The meaning of a weight's bytes: element types, layouts, formats. Nothing here depends on a device.
 
-May import: `qcore.errors`. Imported by: weights, contracts, discovery, resolving, fallback, functional, nn, checkpoint,
-hf, testing, plugin_api, `qcore`.
+May import: `qcore.errors`. Imported by: weights, contracts, discovery, resolving, fallback, functional, nn, parallel,
+checkpoint, hf, testing, plugin_api, `qcore`.
 """
 
 from .elements import Element, ElementType, find_element, register_element, registered_elements

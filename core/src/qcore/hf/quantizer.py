@@ -27,6 +27,7 @@ from ..checkpoint.archive import Archive
 from ..checkpoint.fusing import fuse_experts
 from ..checkpoint.imported import ImportedArchive
 from ..checkpoint.loading import load_weights
+from ..checkpoint.matching import Swap
 from ..checkpoint.model_config import layer_settings
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.records import CALIBRATED, IMPORT_FIRST
@@ -34,8 +35,10 @@ from ..checkpoint.saving import described_state
 from ..errors import CheckpointError, FormatError, UnsupportedError, did_you_mean
 from ..model.streamed import StreamedPlan
 from ..nn.base import QuantizedModule
+from ..weights.schemes import Scheme
 from .config import METHOD, ForeignConfig, QcoreConfig
 from .resizing import make_resizable
+from .tensor_parallel import TensorParallel, check_whole
 
 FOREIGN = {
     "gptq": ("gptq",),
@@ -99,6 +102,11 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         self._loading.intercept()
         return model
 
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        """Take the rules for quantized layers out of the tensor parallel plan: qcore applies those itself."""
+        if self._loading is not None and plan is model.tp_plan:
+            self._loading.take_rules(plan)
+
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a parameter is the weight of a layer that will be quantized."""
         return self._loading is not None and param_name in self._loading.targets
@@ -131,6 +139,7 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The content of ``save_pretrained``: the neutral tensors, and the records that `qcore.load_` reads."""
+        check_whole(model)
         return described_state(model, guarded=True)
 
     def is_serializable(self) -> bool:
@@ -170,6 +179,7 @@ class _Loading:
     def __init__(self, model: Any, targets: Iterable[str]) -> None:
         self.model, self.targets = model, frozenset(targets)
         self.installed = False
+        self.parallel = TensorParallel.of(model)
         self.device_map: Mapping[str, Any] | None = None
 
     def intercept(self) -> None:
@@ -203,12 +213,19 @@ class _Loading:
             model.all_tied_weights_keys = {a: b for a, b in pairs.items() if not {a, b} & self.covered}
             try:
                 self.install()
+                if self.parallel is not None:
+                    self.parallel.finish()
                 self.installed = True
                 return model.tie_weights(missing_keys=missing_keys, **kwargs)
             finally:
                 model.all_tied_weights_keys = pairs
 
         model._move_missing_keys_from_meta_to_device, model.tie_weights = moved, tied
+
+    def take_rules(self, plan: dict[str, str]) -> None:
+        """Take the rules for ``targets`` out of a plan of transformers."""
+        if self.parallel is not None:
+            self.parallel.take_rules(plan, self.targets)
 
     @property
     def covered(self) -> frozenset[str]:
@@ -257,7 +274,11 @@ class _Stored(_Loading):
 
     def install(self) -> None:
         with self.files, torch.device("cpu"):
-            load_weights(self.model, self.archive, self.device_of)
+            load_weights(self.model, self.archive, self.device_of, None if self.parallel is None else self._part)
+
+    def _part(self, swap: Swap, scheme: Scheme) -> QuantizedModule | None:
+        assert self.parallel is not None
+        return self.parallel.make(self.archive, swap, scheme, self.device_of(swap.layer))
 
 
 def _parameters_of(model: Any, archive: Archive) -> Iterable[str]:

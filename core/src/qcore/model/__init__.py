@@ -1,6 +1,7 @@
 """Whole models: selecting layers, replacing them, calibrating activations, and reporting the kernel of each layer.
 
-May import: nn, functional, resolving and the floors below. Imported by: checkpoint, hf, cli, `qcore`.
+May import: nn, functional, resolving and the floors below. Imported by: parallel, checkpoint, hf, cli,
+`qcore`.
 """
 
 from .fusing import fuse_

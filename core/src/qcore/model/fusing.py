@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeGuard
 
 from torch import nn
 
@@ -56,7 +57,7 @@ def fuse_(model: nn.Module, groups: Iterable[Sequence[str]] = GROUPS) -> list[tu
     found = []
     for path, parent in list(model.named_modules()):
         for names in wanted:
-            fused = (layers for layers in _alike(path, parent, names) if _fuse(parent, layers))
+            fused = (layers for layers in _alike(path, parent, names) if fuse_children(parent, layers))
             found += [tuple(f"{path}.{name}" if path else name for name in layers) for layers in fused]
     if found:
         merging.install()
@@ -71,10 +72,16 @@ def _alike(path: str, parent: nn.Module, names: Sequence[str]) -> Iterator[dict[
     children = dict(parent.named_children())
     for name in names:
         child = children.get(name)
-        if type(child) is QuantizedLinear and _can_share(child):
-            key = (child.scheme, child.in_features, child._dtype, child.out_dtype, child._store.device, child.training)
+        if _can_join(child) and _can_share(child):
+            own = (child.scheme, child.in_features, child._dtype, child.out_dtype, child._store.device, child.training)
+            key = (type(child), *own)
             together.setdefault(key, {})[name] = child
     yield from (layers for layers in together.values() if len(layers) > 1)
+
+
+def _can_join(child: nn.Module | None) -> TypeGuard[QuantizedLinear]:
+    """Whether a layer is a plain one, or of a subclass that says by which ``sibling`` it is replaced."""
+    return type(child) is QuantizedLinear or (isinstance(child, QuantizedLinear) and hasattr(type(child), "sibling"))
 
 
 def _can_share(layer: QuantizedLinear) -> bool:
@@ -82,8 +89,8 @@ def _can_share(layer: QuantizedLinear) -> bool:
     return not tied and layer._store.device.type != "meta" and layer.scheme.output is None and HOOK not in vars(layer)
 
 
-def _fuse(parent: nn.Module, layers: dict[str, QuantizedLinear]) -> bool:
-    """Replace the layers by siblings; returns whether their weights could be joined."""
+def fuse_children(parent: nn.Module, layers: dict[str, QuantizedLinear]) -> bool:
+    """Replace the children ``layers`` by siblings; returns whether their weights could be joined."""
     try:
         made = join(list(layers.values()))
     except FormatError:  # other orders of columns, global scales or dtypes of scales

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from ..errors import did_you_mean
 from ..nn.base import QuantizedModule
 from ..nn.counterparts import COUNTERPARTS
+from ..nn.neutral import NeutralLinear, WeightParts
 from ..resolving.decision import format_table
 from ..resolving.hints import dtype_hint
 from ..runtime.settings import current
@@ -166,6 +167,22 @@ def quantized_row(name: str, module: QuantizedModule) -> LayerReport:
     )
 
 
+def _neutral_row(name: str, module: NeutralLinear) -> LayerReport:
+    """Return the row of a layer whose weight is not packed; bytes are those of this rank, if it is sharded."""
+    held: list[Any] = [getattr(part, "to_local", lambda part=part: part)() for part in module.weight.parameters()]
+    return LayerReport(
+        name,
+        type(module).__name__,
+        QUANTIZED,
+        "not packed: its weight is parameters",
+        str(module.scheme.blank()),
+        "torch",
+        "torch.plain.linear",
+        math.prod(module.weight.shape) * module.compute_dtype.itemsize,
+        sum(tensor.numel() * tensor.element_size() for tensor in held),
+    )
+
+
 def _other_kernels(module: QuantizedModule) -> str:
     """Describe further kernels that a layer has bound: for gradients, or for another dtype of x."""
     found: dict[str, list[str]] = {}
@@ -180,7 +197,9 @@ def report(model: nn.Module) -> Report:
     """Report plugin, kernel, reason, and bytes before and after for every layer of a model that holds a weight."""
     tracker, rows = TieTracker(), []
     for name, module in model.named_modules():
-        if holds_weight(module):
+        if isinstance(module, NeutralLinear):
+            rows.append(_neutral_row(name, module))
+        elif holds_weight(module):
             row = quantized_row(name, module) if isinstance(module, QuantizedModule) else float_row_of(name, module)
             rows.append(tracker.with_ties(row, module))
     return Report(tuple(rows))
@@ -224,6 +243,8 @@ def holds_weight(module: nn.Module) -> bool:
     """Whether a module has a row in a report: it is quantized, can be, or has a parameter of two dimensions."""
     if isinstance(module, (QuantizedModule, *COUNTERPARTS)):
         return True
+    if isinstance(module, WeightParts):  # the weight of a NeutralLinear, which has a row of its own
+        return False
     # The tensors behind a parametrized weight are counted for the layer that owns the weight.
     own = () if isinstance(module, ParametrizationList) else module.parameters(recurse=False)
     return any(_is_weight(p) and p.is_floating_point() for p in own)

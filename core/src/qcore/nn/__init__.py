@@ -1,7 +1,7 @@
 """Quantized modules: drop-in replacements for `torch.nn.Linear`, `Conv2d`, `Embedding` and fused experts.
 
-May import: functional and the floors below it. Imported by: model, checkpoint, adapters, hf, testing, plugin_api,
-`qcore`.
+May import: functional and the floors below it. Imported by: model, parallel, checkpoint, adapters, hf, testing,
+plugin_api, `qcore`.
 """
 
 from .conv2d import QuantizedConv2d
@@ -9,5 +9,13 @@ from .embedding import QuantizedEmbedding
 from .experts import QuantizedExperts
 from .grouped_linear import QuantizedGroupedLinear
 from .linear import QuantizedLinear
+from .neutral import NeutralLinear
 
-__all__ = ["QuantizedConv2d", "QuantizedEmbedding", "QuantizedExperts", "QuantizedGroupedLinear", "QuantizedLinear"]
+__all__ = [
+    "NeutralLinear",
+    "QuantizedConv2d",
+    "QuantizedEmbedding",
+    "QuantizedExperts",
+    "QuantizedGroupedLinear",
+    "QuantizedLinear",
+]

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from .offloading import HOOK, attach, moved_to
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PREFIX = "packed_"
+_Module = TypeVar("_Module", bound=nn.Module)
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -194,7 +195,12 @@ class QuantizedModule(nn.Module):
         self._set_packed_buffers(packed)
 
     def _follow(self) -> None:
-        """Move to the device that a tool has moved the layer's buffers to; restore buffers that a tool has replaced."""
+        """Move to the device that a tool has moved the layer's buffers to; restore buffers that a tool has replaced.
+
+        Take over what was written to tensors of a state dict.
+        """
+        if not torch.compiler.is_compiling() and self._store.watch.handed and self._store.watch.is_changed():
+            self._absorb()
         shown = self._shown
         if torch.compiler.is_compiling() or all(self._buffers.get(name) is tensor for name, tensor in shown.items()):
             return
@@ -202,6 +208,12 @@ class QuantizedModule(nn.Module):
         self._expose_packed()
         if device is not None:
             self._apply(lambda t: t.to(device))
+
+    def _absorb(self) -> None:
+        """Take over what was written in place to tensors that the weight was unpacked to."""
+        with self._store.lock:
+            if self._store.watch.absorb():
+                self._bind_all()
 
     def _set_packed_buffers(self, packed: dict[str, Tensor]) -> None:
         kept = {name for name in self._non_persistent_buffers_set if not name.startswith(_PREFIX)}
@@ -260,9 +272,13 @@ class QuantizedModule(nn.Module):
         if bound is None:
             raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
         packed: Any = {key: self._traced(_buffer_name(bound, key), own) for key, own in bound.packed.items()}
-        own = getattr(bound.request, "x_dtype", x.dtype)
-        result = self._call(bound, packed, x.to(own), self._needs_grad(x), params)
+        result = self._call(bound, packed, x.to(self._trace_dtype(bound, x)), self._needs_grad(x), params)
         return result.to(self._out_dtype(dtype)) if result.is_floating_point() else result
+
+    def _trace_dtype(self, bound: Bound, x: Tensor) -> torch.dtype:
+        """Return the dtype of x that a trace passes to the kernel."""
+        dtype: torch.dtype = getattr(bound.request, "x_dtype", x.dtype)
+        return dtype
 
     def _traced(self, name: str, own: Tensor) -> Tensor:
         """Return the buffer of a packed tensor; the tensor itself if a tool has replaced the buffer by another one.
@@ -469,7 +485,13 @@ def _parameter(bias: Tensor | None, device: torch.device) -> nn.Parameter | None
     return nn.Parameter(bias.to(device), requires_grad=bias.requires_grad)
 
 
-def adopt(module: QuantizedModule, original: nn.Module) -> None:
+def adopt_hooks(module: _Module, original: nn.Module) -> _Module:
+    """As `adopt`; returns ``module``."""
+    adopt(module, original)
+    return module
+
+
+def adopt(module: nn.Module, original: nn.Module) -> None:
     """Copy training mode and hooks of a float module to its quantized counterpart."""
     module.train(original.training)
     for name in HOOKS:

@@ -90,6 +90,7 @@ class QuantizedEmbedding(QuantizedModule):
             or type(indices) is not Tensor
             or (bound := self._primary) is None
             or not bound.proven
+            or (self._store.watch.handed and self._store.watch.is_changed())
             or indices.dtype not in INDEX_DTYPES
             or indices.device != self._store.device
             or indices.layout is not torch.strided

@@ -131,6 +131,10 @@ class QuantizedExperts(nn.Module):
         weights = top_k_weights if top_k_weights is not None else routing_weights
         assert index is not None
         assert weights is not None
+        return self._mixed(hidden_states, index, weights).to(hidden_states.dtype).view(hidden_states.shape)
+
+    def _mixed(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sums, float32 ``(T, H)``."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         experts, k = index.reshape(-1), index.shape[-1]
         # Rows of one expert are contiguous; those of no expert come last, after the last end, and give 0.
@@ -145,7 +149,7 @@ class QuantizedExperts(nn.Module):
         # Back to the order of the tokens, and summed over each token's experts.
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         result: Tensor = y.index_select(0, back).view(-1, k, y.shape[-1]).float().sum(1)
-        return result.to(hidden_states.dtype).view(hidden_states.shape)
+        return result
 
 
 def _without_weights(module: nn.Module) -> nn.Module:

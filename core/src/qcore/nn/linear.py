@@ -90,6 +90,7 @@ class QuantizedLinear(QuantizedModule):
             type(x) is not Tensor
             or (bound := self._primary) is None
             or not bound.proven
+            or (self._store.watch.handed and self._store.watch.is_changed())
             or x.dtype is not self._dtype
             or x.dtype is not bound.x_dtype
             or x.device != device

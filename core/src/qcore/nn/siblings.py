@@ -50,6 +50,7 @@ class RowsStore(WeightStore):
     quantizer = property(lambda self: self.whole.quantizer)
     device = property(lambda self: self.whole.device)
     has_order = property(lambda self: self.whole.has_order)
+    watch = property(lambda self: self.whole.watch)
 
     def neutral(self) -> QTensor:
         """The rows in the neutral format, as tensors of their own. Returns an earlier result while it is alive."""
@@ -59,14 +60,19 @@ class RowsStore(WeightStore):
                 rows = self.whole.neutral().narrow(0, self.start, self.length)
                 recent = rows.map(lambda t: t.contiguous().clone() if t.untyped_storage().nbytes() > t.nbytes else t)
                 self._recent = {name: weakref.ref(tensor) for name, tensor in recent.tensors().items()}
+                self.watch.add(recent, (), self._take)
             return recent
 
     def set(self, weight: QTensor) -> None:
         """Replace these rows. Raises `FormatError` if the siblings' weights have another format, order or scale."""
+        self.watch.forget()
+        self._take(weight)
+
+    def _take(self, weight: QTensor) -> None:
         whole, end = self.whole.neutral(), self.start + self.length
         before, after = whole.narrow(0, 0, self.start), whole.narrow(0, end, whole.shape[0] - end)
         self._recent = {}
-        self.whole.set(QTensor.cat([part for part in (before, weight, after) if part.shape[0]]))
+        self.whole._take(QTensor.cat([part for part in (before, weight, after) if part.shape[0]]))
 
     def move(self, fn: Callable[[Tensor], Tensor], device: torch.device) -> bool:
         """Move the whole weight, once for all siblings."""
@@ -197,7 +203,9 @@ class SiblingLinear(QuantizedLinear):
     def _request(self, x_dtype: torch.dtype, training: bool) -> LinearRequest:
         request = super()._request(x_dtype, training)
         store = self._store
-        shared = {"n": store.whole.shape[0], "bias": store.any_bias} if isinstance(store, RowsStore) else {}
+        shared: dict[str, Any] = (
+            {"n": store.whole.shape[0], "bias": store.any_bias} if isinstance(store, RowsStore) else {}
+        )
         return replace(request, **shared)
 
     def _binding_store(self) -> WeightStore:
@@ -293,15 +301,19 @@ def join(layers: Sequence[QuantizedLinear]) -> list[SiblingLinear]:
     Raises `FormatError` if their weights cannot be joined: different orders, global scales or dtypes of scales.
     """
     whole = WeightStore(QTensor.cat([layer._store.neutral() for layer in layers]))
-    any_bias, start, made = any(layer.bias is not None for layer in layers), 0, []
+    any_bias, start = any(layer.bias is not None for layer in layers), 0
+    made: list[SiblingLinear] = []
     for layer in layers:
         store = RowsStore(whole, start, layer.out_features, any_bias)
-        sibling = SiblingLinear(store, layer.scheme, layer.bias, layer._dtype)
+        made.append(getattr(type(layer), "sibling", _sibling)(layer, store))
         if layer.out_dtype is not None:
-            sibling.out_dtype = layer.out_dtype
-        made.append(sibling)
+            made[-1].out_dtype = layer.out_dtype
         start += layer.out_features
     group = Siblings(made)
     for index, member in enumerate(made):
         member._group, member._index = group, index
     return made
+
+
+def _sibling(layer: QuantizedLinear, store: RowsStore) -> SiblingLinear:
+    return SiblingLinear(store, layer.scheme, layer.bias, layer._dtype)

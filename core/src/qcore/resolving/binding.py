@@ -29,6 +29,7 @@ from ..runtime.settings import current
 from ..weights.qtensor import QTensor
 from . import verification
 from .decision import Decision, Stage
+from .handed import Watch
 from .ordering import OrderedKernel
 from .resolver import kernel_key, record_kernel_failure, report_failure, resolve, withdraw_failure
 
@@ -45,11 +46,17 @@ class WeightStore:
     def __init__(self, weight: QTensor) -> None:
         self.lock = forks.Lock()
         """Held while the weight is packed, moved or bound; calling a bound kernel needs no lock."""
+        self.watch = Watch()
         self.set(weight)
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def set(self, weight: QTensor) -> None:
         """Replace the weight and discard everything packed before."""
+        self.watch.forget()
+        self._take(weight)
+
+    def _take(self, weight: QTensor) -> None:
+        """As `set`, and what was handed out stays watched."""
         self.shape, self.format, self.quantizer = weight.shape, weight.format, weight.quantizer
         self.device = weight.device
         self.has_order = weight.order is not None
@@ -74,8 +81,10 @@ class WeightStore:
     def _unpacked(self) -> QTensor:
         kernel, packed = next(iter(self._packs.values()))
         # Kernels are shared by many weights and do not carry the name of the quantizer.
-        weight = _unpack(kernel, packed).derived(quantizer=self.quantizer)
+        with torch.inference_mode(False), torch.no_grad():
+            weight = _unpack(kernel, packed).derived(quantizer=self.quantizer)
         self._recent = {name: weakref.ref(tensor) for name, tensor in weight.tensors().items()}
+        self.watch.add(weight, packed.values(), self._take)
         return weight
 
     def packed_for(self, kernel: Kernel, *, trusted: bool = True) -> dict[str, Tensor]:

@@ -1,0 +1,206 @@
+"""`plan_for`: which layers of a model are cut, and how, by the names that models of transformers and others use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..nn.base import QuantizedModule
+from ..nn.experts import QuantizedExperts
+from ..nn.linear import QuantizedLinear
+from .cutting import Cut
+
+ATTENTION: tuple[tuple[tuple[str, str, str], tuple[str, ...]], ...] = (
+    (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense")),
+    (("self.query", "self.key", "self.value"), ("output.dense",)),
+    (("attention.query", "attention.key", "attention.value"), ("output.dense",)),
+    (("query_proj", "key_proj", "value_proj"), ("out_proj", "dense")),
+    (("q_lin", "k_lin", "v_lin"), ("out_lin",)),
+    (("to_q", "to_k", "to_v"), ("to_out.0", "to_out")),
+    (("wq", "wk", "wv"), ("wo",)),
+    (("q", "k", "v"), ("o",)),
+)
+"""Queries, keys and values under one module, and the names that the output projection may have there."""
+
+MLP: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("w1", "w3"), "w2"),
+    (("wi_0", "wi_1"), "wo"),
+    (("wi",), "wo"),
+    (("fc1",), "fc2"),
+    (("lin1",), "lin2"),
+    (("linear1",), "linear2"),
+    (("intermediate.dense",), "output.dense"),
+)
+"""Layers whose results are combined element by element, and the layer that reads them."""
+
+_HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "dim_per_head", "key_value_proj_dim", "d_head")
+HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "n_local_heads")
+KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_heads")
+WIDTHS = ("inner_dim", "all_head_size")
+_FINE = 32
+"""Groups of at least this are no slower than whole ones in every kernel of qcore, so an even cut may make them."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention module that was recognized: full names of its layers, and its heads.
+
+    **Fields:** ``owner``: the module that holds q and the numbers of heads; ``q``, ``k``, ``v``, ``o``; ``heads``,
+    ``kv_heads``, ``head_dim``.
+    """
+
+    owner: str
+    q: str
+    k: str
+    v: str
+    o: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def cuts(self, size: int) -> dict[str, Cut]:
+        """The cuts over ``size`` ranks; empty if whole heads cannot be shared out."""
+        group = self.heads // self.kv_heads * self.head_dim
+        if self.kv_heads >= size:  # a key head and its queries stay on one rank
+            wide, narrow, replicate = group, self.head_dim, False
+        elif size % self.kv_heads == 0 and self.heads % size == 0:
+            wide, narrow, replicate = self.head_dim, self.head_dim, True
+        else:
+            return {}
+        kv = Cut("column", narrow, replicate)
+        return {self.q: Cut("column", wide), self.k: kv, self.v: kv, self.o: Cut("row", wide)}
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """An MLP that was recognized: full names of its layers; ``hidden``: features between them."""
+
+    before: tuple[str, ...]
+    after: str
+    hidden: int
+    group: int | None
+
+    def cuts(self, size: int) -> dict[str, Cut]:
+        """The cuts over ``size`` ranks; empty if there are too few features."""
+        unit = _unit(self.hidden, self.group, size)
+        if -(-self.hidden // unit) < size:
+            return {}
+        parts = 2 if self.before[0].endswith("gate_up_proj") else 1
+        return {**dict.fromkeys(self.before, Cut("column", unit, parts=parts)), self.after: Cut("row", unit)}
+
+
+def plan_for(model: nn.Module, size: int) -> dict[str, Cut]:
+    """The cut of each layer of ``model`` over ``size`` ranks, for the structures that qcore knows.
+
+    Attention by whole heads (keys and values are replicated if there are fewer than ranks), MLPs by hidden features,
+    fused experts by expert, or by tensor if they are fewer than the ranks. Other layers are left whole: embeddings,
+    ``lm_head``, and attention whose heads cannot be shared out or are normalized together.
+    """
+    plan: dict[str, Cut] = {}
+    for found in structures(model):
+        plan.update(found.cuts(size))
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedExperts):
+            plan[name] = Cut("expert" if module.num_experts >= size else "tensor")
+    return plan
+
+
+def structures(model: nn.Module) -> Iterator[Attention | Mlp]:
+    """Yield the attention modules and MLPs of a model, each layer once."""
+    taken: set[str] = set()
+    for path, parent in model.named_modules():
+        if isinstance(parent, (QuantizedModule, nn.Linear, QuantizedExperts)):
+            continue
+        found: list[Attention | Mlp | None] = [_attention(model, path, names, out) for names, out in ATTENTION]
+        found += [_mlp(path, parent, names, out) for names, out in MLP]
+        for structure in found:
+            names = set() if structure is None else _names_of(structure)
+            if structure is not None and not names & taken:
+                taken |= names
+                yield structure
+
+
+def _names_of(found: Attention | Mlp) -> set[str]:
+    return {found.q, found.k, found.v, found.o} if isinstance(found, Attention) else {*found.before, found.after}
+
+
+def linear_at(parent: nn.Module, path: str) -> Any:
+    """The linear layer, quantized or float, at a path below ``parent``; None for anything else."""
+    module: Any = parent
+    for part in path.split("."):
+        module = dict(module.named_children()).get(part)
+        if module is None:
+            return None
+    return module if isinstance(module, (QuantizedLinear, nn.Linear)) else None
+
+
+def _attention(model: nn.Module, path: str, names: tuple[str, str, str], outputs: Sequence[str]) -> Attention | None:
+    parent = model.get_submodule(path)
+    q, k, v = layers = [linear_at(parent, name) for name in names]
+    out = next((name for name in outputs if linear_at(parent, name) is not None), "")
+    if any(layer is None for layer in layers) or not out:
+        return None
+    o = linear_at(parent, out)
+    inner = names[0].rpartition(".")[0]
+    owner = parent.get_submodule(inner)
+    head_dim = _head_dim(owner, q.out_features)
+    fits = head_dim and o.in_features == q.out_features and k.out_features == v.out_features
+    if not fits or k.out_features % head_dim or q.out_features % k.out_features:
+        return None
+    if _normalizes_heads_together(owner, (q.out_features, k.out_features), head_dim):
+        return None
+    counts = q.out_features // head_dim, k.out_features // head_dim
+    full_q, full_k, full_v, full_o = (_join(path, name) for name in (*names, out))
+    return Attention(_join(path, inner), full_q, full_k, full_v, full_o, *counts, head_dim)
+
+
+def _head_dim(owner: nn.Module, width: int) -> int:
+    """The features of a head, 0 if unknown."""
+    config = getattr(owner, "config", None)
+    sizes = [getattr(place, name, None) for place in (owner, config) for name in _HEAD_SIZE]
+    counts = [getattr(place, name, None) for place in (owner, config) for name in HEAD_COUNTS]
+    numbers = [size for size in sizes if type(size) is int and size > 0 and width % size == 0]
+    numbers += [width // count for count in counts if type(count) is int and count > 0 and width % count == 0]
+    return numbers[0] if numbers else 0
+
+
+def _normalizes_heads_together(owner: nn.Module, widths: tuple[int, int], head_dim: int) -> bool:
+    """Whether a norm spans the features of all heads, which are then needed on one rank."""
+    for child in owner.children():
+        if isinstance(child, (QuantizedLinear, nn.Linear)):
+            continue
+        if any(p.dim() == 1 and p.numel() in widths and p.numel() != head_dim for p in child.parameters()):
+            return True
+    return False
+
+
+def _mlp(path: str, parent: nn.Module, names: Sequence[str], after: str) -> Mlp | None:
+    before, last = [linear_at(parent, name) for name in names], linear_at(parent, after)
+    if last is None or any(layer is None for layer in before):
+        return None
+    wide = 2 if names == ("gate_up_proj",) else 1
+    if any(layer.out_features != wide * last.in_features for layer in before):
+        return None
+    group = last.scheme.weight.group_size if isinstance(last, QuantizedLinear) else None
+    return Mlp(tuple(_join(path, name) for name in names), _join(path, after), last.in_features, group)
+
+
+def _unit(hidden: int, group: int | None, size: int) -> int:
+    """Features of an MLP that stay together: whole groups, or an even cut that leaves groups of 32 or more."""
+    if group is None or group >= hidden:
+        return 8 if hidden % (8 * size) == 0 else 1
+    even = math.gcd(group, hidden // size) if hidden % size == 0 else 0
+    if even == group or even >= _FINE:
+        return even
+    return group if -(-hidden // group) >= size else max(even, 1)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
