@@ -198,7 +198,7 @@ class Archive:
         return build_weight(record, tensors, self.shards[record.tensor_names[0]])
 
     def calibrated_names(self, name: str) -> dict[str, dict[str, str]]:
-        """The names of the calibrated tensors of a quantized weight: ``{"input": {"scale": ..., ...}, "output": ...}``."""
+        """The names of a weight's calibrated tensors: ``{"input": {"scale": ..., ...}, "output": ...}``."""
         scheme, layer = self.records[name].scheme, name.rpartition(".")[0]
         found = {"input": static_parameters(scheme.activation), "output": static_parameters(scheme.output)}
         start = f"{layer}." if layer else ""
