@@ -26,6 +26,8 @@ ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
 CORE = ROOT / "core"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+INTEGRATIONS = sorted(path.parent for path in ROOT.glob("integrations/*/pyproject.toml"))
+"""qcore inside of engines, each of which has an environment of its own."""
 NATIVE = ROOT / "plugins" / "cpu"
 """It would serve the layers on which core's tests look at the built-in kernels, so it has an environment of its own."""
 DEBIAN = {
@@ -356,7 +358,8 @@ def lint(session: nox.Session) -> None:
     """Check style, format, the floors of the house and the length of files."""
     _run_dev(session, "ruff", "check", ".")
     _run_dev(session, "ruff", "format", "--check", ".")
-    _run_dev(session, "lint-imports", PYTHONPATH=str(NATIVE / "src"))  # not installed in this environment
+    outside = os.pathsep.join(str(path / "src") for path in (NATIVE, *INTEGRATIONS))  # of this environment
+    _run_dev(session, "lint-imports", PYTHONPATH=outside)
     _check_lengths(session)
 
 
@@ -373,9 +376,9 @@ def _check_lengths(session: nox.Session) -> None:
 
 @nox.session(python=False, requires=["dev"])
 def types(session: nox.Session) -> None:
-    """Type-check core, the plugins and this file with mypy --strict."""
-    plugins = [path / "src" for path in PLUGINS]
-    _run_dev(session, "mypy", "--strict", CORE / "src", *plugins, "noxfile.py")
+    """Type-check core, the plugins, the integrations and this file with mypy --strict."""
+    others = [path / "src" for path in (*PLUGINS, *INTEGRATIONS)]
+    _run_dev(session, "mypy", "--strict", CORE / "src", *others, "noxfile.py")
 
 
 @nox.session(python=False, requires=["dev"])
@@ -418,7 +421,7 @@ def _make_portable(session: nox.Session) -> None:
 def wheels(session: nox.Session) -> None:
     """Build every distribution into dist/ and install qcore from there as a user would; `-- EXTRA ...` adds extras."""
     shutil.rmtree(DIST, ignore_errors=True)
-    projects = (CORE, *_buildable(session))
+    projects = (CORE, *_buildable(session), *INTEGRATIONS)
     # What they are built with is installed once, and not for each distribution anew.
     session.install(*PINNED, *_group("build"), *sorted({tool for path in projects for tool in _build_tools(path)}))
     for project in projects:

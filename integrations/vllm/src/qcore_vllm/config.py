@@ -47,8 +47,8 @@ class QcoreConfig(QuantizationConfig):  # type: ignore[misc, unused-ignore]
     def __init__(
         self,
         scheme: str | Mapping[str, str] | None = None,
-        include: str | list[str] | None = None,
-        exclude: str | list[str] = (),  # type: ignore[assignment]
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
         strict: bool = False,
     ) -> None:
         super().__init__()

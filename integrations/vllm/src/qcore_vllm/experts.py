@@ -32,7 +32,7 @@ class QcoreExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc, unused-ignor
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -50,11 +50,11 @@ class QcoreExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc, unused-ignor
                 layer.register_parameter(f"{name}_bias", bias)
                 set_weight_attrs(bias, extra_weight_attrs)
 
-    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: vLLM's own kernels do not run."""
         return
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded for the device. A second call changes nothing."""
         weights: dict[str, Any] = {
             name: getattr(getattr(layer, f"{name}_weight"), "layer_weight", None) for name in _WEIGHTS
@@ -70,13 +70,13 @@ class QcoreExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc, unused-ignor
             made = torch.empty(0, dtype=weight.dtype, device=weight.device)
             setattr(layer, f"{name}_weight", nn.Parameter(made, requires_grad=False))
 
-    def _experts(self, layer: nn.Module, weights: dict[str, LayerWeight]) -> QuantizedExperts:
+    def _experts(self, layer: Any, weights: dict[str, LayerWeight]) -> QuantizedExperts:
         grouped = {target: _grouped(layer, name, weights[name]) for name, target in _WEIGHTS.items()}
         return QuantizedExperts(_Gate(layer), _UP, grouped[_UP], grouped[_DOWN])
 
     def apply(
         self,
-        layer: nn.Module,
+        layer: Any,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
@@ -99,7 +99,7 @@ class QcoreExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc, unused-ignor
 class _Gate(nn.Module):
     """The function between the two products of an expert: vLLM's own."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__()
         moe = layer.moe_config
         self.activation, self.gated = layer.activation, moe.is_act_and_mul
@@ -119,7 +119,7 @@ class _Gate(nn.Module):
         )
 
 
-def _grouped(layer: nn.Module, name: str, weight: LayerWeight) -> QuantizedGroupedLinear:
+def _grouped(layer: Any, name: str, weight: LayerWeight) -> QuantizedGroupedLinear:
     experts = []
     for e in range(weight.shape[0]):
         parts = weight.parts(e)
@@ -144,7 +144,7 @@ def _grouped(layer: nn.Module, name: str, weight: LayerWeight) -> QuantizedGroup
     return QuantizedGroupedLinear.from_qtensor(stacked, bias, first.scheme, dtype=weight.dtype)
 
 
-def _serve_float(layer: nn.Module, moe: Any, weights: dict[str, LayerWeight]) -> None:
+def _serve_float(layer: Any, moe: Any, weights: dict[str, LayerWeight]) -> None:
     for name, weight in weights.items():
         setattr(layer, f"{name}_weight", nn.Parameter(weight.dense(), requires_grad=False))
         weight.clear()

@@ -77,14 +77,14 @@ class LayerWeight:
                 f"Exclude this layer from quantization, or choose a tensor_parallel_size that divides it."
             )
         for at, expert in enumerate(window.experts):
-            part = self._stored(window, source, at) if isinstance(source, StoredView) else self._given(source, at)
+            part = self._stored(source, at) if isinstance(source, StoredView) else self._given(source, at)
             self._parts[expert, window.rows[0]] = replace(part, row=window.rows[0])
 
     def fill(self, window: Window) -> None:
         """Note rows of zeros, which pad a vocabulary."""
         self._zeros.append(window)
 
-    def _stored(self, window: Window, source: StoredView, at: int) -> Part:
+    def _stored(self, source: StoredView, at: int) -> Part:
         stored = source.stored
         scheme = stored.scheme or self._chosen([stored.name, *self._tied()])
         weight = stored.quantized(source.window, source.window.experts[at], scheme, self.device)
@@ -184,9 +184,7 @@ class LayerView(WeightView):
         return LayerView.of(self.layer_weight, window)
 
     def dense(self) -> Tensor:
-        raise UnsupportedError(
-            f"{self.layer_weight.names[0]}: its weight is quantized, and is not there to be changed."
-        )
+        raise UnsupportedError(f"{self.layer_weight.names[0]}: its weight is quantized and cannot be changed.")
 
     def receive(self, source: Tensor) -> LayerView:
         """Take ``source``, of the same shape, as this part."""

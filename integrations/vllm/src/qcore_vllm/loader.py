@@ -72,7 +72,8 @@ def _config_of(model: nn.Module) -> QcoreConfig:
 
 def _config_of_layers(model: nn.Module) -> Any:
     methods = (getattr(module, "quant_method", None) for module in model.modules())
-    return next((method.config for method in methods if isinstance(getattr(method, "config", None), QcoreConfig)), None)
+    found = (getattr(method, "config", None) for method in methods)
+    return next((config for config in found if isinstance(config, QcoreConfig)), None)
 
 
 def register_loader() -> None:

@@ -24,7 +24,7 @@ class QcoreLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -37,7 +37,7 @@ class QcoreLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
         weight = self.config.layer_weight(self.prefix, shape, params_dtype)
         layer.register_parameter("weight", weight.parameter(input_dim=1, output_dim=0, **extra_weight_attrs))
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded for the device. A second call changes nothing."""
         weight: LayerWeight | None = getattr(layer.weight, "layer_weight", None)
         if weight is None:
@@ -48,7 +48,7 @@ class QcoreLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
         layer.qcore = self.config.bound(lambda: ServedLinear(weight.parts(), _own_bias(layer), weight.dtype), weight)
         layer.weight = empty(weight)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ W^T + bias``; under row parallelism vLLM passes the bias on rank 0 and adds the ranks' results."""
         served: ServedLinear = layer.qcore
         if _own_bias(layer) is None:
@@ -61,7 +61,7 @@ class QcoreLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
         return layer.qcore_unbiased(x)  # type: ignore[no-any-return]
 
 
-def _own_bias(layer: nn.Module) -> Tensor | None:
+def _own_bias(layer: Any) -> Tensor | None:
     """The bias that this rank adds in its kernel, before the result is rounded."""
     bias: Tensor | None = getattr(layer, "bias", None)
     first = not isinstance(layer, RowParallelLinear) or layer.tp_rank == 0
@@ -75,7 +75,7 @@ def empty(weight: LayerWeight) -> nn.Parameter:
     return made
 
 
-def _serve_float(layer: nn.Module, weight: LayerWeight) -> None:
+def _serve_float(layer: Any, weight: LayerWeight) -> None:
     layer.weight = nn.Parameter(weight.dense(), requires_grad=False)
     weight.clear()
     layer.quant_method = UnquantizedLinearMethod()

@@ -61,7 +61,7 @@ def _dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 def _unbiased(layer: nn.Module) -> nn.Module:
     if isinstance(layer, QuantizedLinear):
         made = QuantizedLinear.from_qtensor(layer.weight, None, layer.scheme, dtype=layer.weight.dtype)
-        made.weight = layer.weight  # shared from now on
+        made.weight = layer.weight  # type: ignore[misc]  # shared from now on
         return made
     assert isinstance(layer, nn.Linear)
     return _dense(layer.weight, None)

@@ -119,7 +119,7 @@ def cut_columns(weight: QTensor, start: int, length: int, name: str) -> QTensor:
         return weight
     if weight.order is not None:
         raise UnsupportedError(
-            f"{name}: its columns are sorted by group (act-order), so they cannot be split among tensor-parallel ranks.\n"
+            f"{name}: its columns are sorted by group (act-order); tensor-parallel ranks cannot split them.\n"
             f"Serve it with tensor_parallel_size=1, use pipeline parallelism, or get the checkpoint without desc_act."
         )
     group = weight.format.group_size

@@ -28,7 +28,7 @@ class QcoreVocabularyMethod(QuantizeMethodBase):  # type: ignore[misc, unused-ig
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -41,7 +41,7 @@ class QcoreVocabularyMethod(QuantizeMethodBase):  # type: ignore[misc, unused-ig
         weight = self.config.layer_weight(self.prefix, shape, params_dtype)
         layer.register_parameter("weight", weight.parameter(input_dim=1, output_dim=0, **extra_weight_attrs))
 
-    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> nn.Module:
         """Let a head use the weight of an embedding."""
         weight: LayerWeight | None = getattr(embed_tokens.weight, "layer_weight", None)
         layer.weight = embed_tokens.weight
@@ -51,7 +51,7 @@ class QcoreVocabularyMethod(QuantizeMethodBase):  # type: ignore[misc, unused-ig
             weight.names.append(self.prefix)
         return layer
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded for the device. A second call changes nothing."""
         weight: LayerWeight | None = getattr(layer.weight, "layer_weight", None)
         if weight is None:
@@ -65,11 +65,11 @@ class QcoreVocabularyMethod(QuantizeMethodBase):  # type: ignore[misc, unused-ig
         layer.qcore = self.config.bound(lambda: shared.layer(isinstance(layer, ParallelLMHead)), weight)
         layer.weight = empty(weight)
 
-    def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """The rows of these ids, which are of this rank."""
         return layer.qcore(input_)  # type: ignore[no-any-return]
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The logits of this rank's part of the vocabulary."""
         if isinstance(layer.qcore, QuantizedEmbedding):  # some models compute logits with the embedding itself
             layer.qcore_head = getattr(layer, "qcore_head", None) or _head_of(layer.qcore)
@@ -105,7 +105,7 @@ class Shared:
         else:
             made = QuantizedEmbedding.from_qtensor(self.table, dtype=self.dtype)
         if self.layers:
-            made.weight = self.layers[0].weight
+            made.weight = self.layers[0].weight  # type: ignore[misc]
         self.layers.append(made)
         self.table = made.weight  # the neutral tensors are freed as soon as they are packed
         return made
@@ -113,11 +113,11 @@ class Shared:
 
 def _head_of(table: QuantizedEmbedding) -> QuantizedLinear:
     made = QuantizedLinear.from_qtensor(table.weight, None, dtype=table.weight.dtype)
-    made.weight = table.weight
+    made.weight = table.weight  # type: ignore[misc]
     return made
 
 
-def _serve_float(layer: nn.Module, dense: nn.Parameter | None) -> None:
+def _serve_float(layer: Any, dense: nn.Parameter | None) -> None:
     layer.weight = dense
     layer.quant_method = UnquantizedEmbeddingMethod()
     layer.quant_method.process_weights_after_loading(layer)
