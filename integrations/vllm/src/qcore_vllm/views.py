@@ -35,7 +35,7 @@ class WeightView(Tensor):
 
     @classmethod
     def _make(cls, window: Window, dtype: torch.dtype, device: torch.device, **fields: Any) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(
             cls, window.shape, dtype=dtype, device=device, requires_grad=False
         )
         made.window = window
@@ -51,15 +51,17 @@ class WeightView(Tensor):
         """The values of the part. Raises `UnsupportedError` for a weight that has none yet."""
         raise NotImplementedError
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     _HANDLERS: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         handler = cls._HANDLERS.get(func)
         made = NotImplemented if handler is None else handler(*args, **(kwargs or {}))
         if made is not NotImplemented:

@@ -41,7 +41,7 @@ class QcoreVocabularyMethod(QuantizeMethodBase):  # type: ignore[misc, unused-ig
         weight = self.config.layer_weight(self.prefix, shape, params_dtype)
         layer.register_parameter("weight", weight.parameter(input_dim=1, output_dim=0, **extra_weight_attrs))
 
-    def tie_weights(self, layer: Any, embed_tokens: Any) -> nn.Module:
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Let a head use the weight of an embedding."""
         weight: LayerWeight | None = getattr(embed_tokens.weight, "layer_weight", None)
         layer.weight = embed_tokens.weight
