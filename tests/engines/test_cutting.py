@@ -119,6 +119,16 @@ def test_weights_quantized_at_load_have_the_scales_of_one_rank(scheme, ranks):
         assert torch.equal(dense_of(layer), whole.narrow(1, rank * k, k))
 
 
+def test_weights_quantized_at_load_have_the_models_dtype_first():
+    dense = torch.randn(N, K).bfloat16()
+    stored = Stored("layer", (N, K), torch.bfloat16, None, lambda: dense, Notes())
+    layer, parameter = target((N, K), lambda _: Scheme.parse("w4a16-g32"))
+    parameter.data.copy_(stored.view())
+    weight = layer.parts()[0].weight
+    assert weight.scale.dtype == torch.float32
+    assert torch.equal(weight.dequantize(), qcore.quantize(dense.float(), "int4-g32").dequantize())
+
+
 def test_a_vocabulary_is_padded_with_zeros():
     stored, dense = given("int4-g32-asym")
     layer, parameter = target((64, K))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import isolation
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # models.py and serving.py
 if importlib.util.find_spec("vllm") is None:
@@ -59,4 +58,7 @@ def engine():
         llm.llm_engine.engine_core.shutdown()
     started.clear()
     gc.collect()
-    torch._dynamo.reset()
+    # One that failed to start has left its groups of ranks, which the next one would take for its own.
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()

@@ -116,7 +116,10 @@ class QcoreConfig(QuantizationConfig):  # type: ignore[misc, unused-ignore]
     def layer_weight(self, prefix: str, shape: tuple[int, ...], dtype: torch.dtype) -> LayerWeight:
         """The weight of a layer, on the device that vLLM makes parameters on."""
         device = torch.empty(0).device
-        return LayerWeight(prefix, shape, dtype, device, None if self.selection is None else self.choose)
+        # Some models make their embedding without a name.
+        return LayerWeight(
+            prefix or "embed_tokens", shape, dtype, device, None if self.selection is None else self.choose
+        )
 
     def choose(self, names: Iterable[str]) -> Scheme | None:
         """The scheme for a float weight with these names in the checkpoint; None to keep it float."""

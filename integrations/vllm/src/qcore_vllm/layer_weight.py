@@ -87,7 +87,8 @@ class LayerWeight:
     def _stored(self, source: StoredView, at: int) -> Part:
         stored = source.stored
         scheme = stored.scheme or self._chosen([stored.name, *self._tied()])
-        weight = stored.quantized(source.window, source.window.experts[at], scheme, self.device)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        weight = stored.quantized(source.window, source.window.experts[at], scheme, like)
         return Part(0, weight, scheme, (stored.name,))
 
     def _given(self, source: Tensor, at: int) -> Part:

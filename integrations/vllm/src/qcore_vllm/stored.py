@@ -29,7 +29,7 @@ class Stored:
     """One weight of a checkpoint.
 
     **Fields:** ``name``: in the checkpoint, without ``.weight``; ``shape``: ``(N, K)`` or ``(E, N, K)``; ``dtype``: of
-    the model; ``scheme``: of a quantized weight, None for a float one; ``read``: reads it.
+    its views; ``scheme``: of a quantized weight, None for a float one; ``read``: reads it.
     """
 
     name: str
@@ -50,18 +50,19 @@ class Stored:
         """All of it, as a tensor that loaders can cut."""
         return StoredView.of(self, Window.whole(self.shape))
 
-    def quantized(self, window: Window, expert: int, scheme: Scheme | None, device: torch.device) -> QTensor | Tensor:
-        """The part in a window, of one expert, on ``device``: stored, or quantized by ``scheme``, None for dense.
+    def quantized(self, window: Window, expert: int, scheme: Scheme | None, like: Tensor) -> QTensor | Tensor:
+        """The part in a window, of one expert: as stored, or quantized by ``scheme``, None for dense.
 
+        ``like``: a tensor of the layer's device and dtype. A float weight is cast to it first, as in a model.
         Rows are cut before they are quantized, columns afterwards: scales are the same for any number of ranks.
         """
         value: Any = self.value()
         one: QTensor | Tensor = value[expert] if len(self.shape) == 3 else value
         if isinstance(one, QTensor):
-            return cut_columns(_rows(one, *window.rows).to(device), *window.columns, self.name)
+            return cut_columns(_rows(one, *window.rows).to(like.device), *window.columns, self.name)
         if scheme is None:
-            return one.narrow(0, *window.rows).narrow(1, *window.columns).to(device, self.dtype)
-        return quantized_rows(one.to(device, self.dtype), window, scheme, self.name)
+            return one.narrow(0, *window.rows).narrow(1, *window.columns).to(like)
+        return quantized_rows(one.to(like), window, scheme, self.name)
 
     def dense(self, window: Window) -> Tensor:
         """The values in a window; noted for a quantized weight."""
