@@ -196,9 +196,9 @@ def integrations(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def vllm(session: nox.Session) -> None:
-    """Test qcore inside vLLM for CPUs, on tiny models and one rank: 3.5 GB, 4 minutes to install, 3 to test.
+    """Test qcore inside vLLM for CPUs, on tiny models and one rank: 3.5 GB, 4 minutes to install, 5 to test.
 
-    `-- --nightly` adds several ranks, torch.compile and SmolLM2: 20 minutes.
+    `-- --nightly` adds several ranks, torch.compile and SmolLM2.
     """
     chosen, nightly = _without(session, "--nightly")
     tree = ("-e", str(CORE), *(arg for path in INTEGRATIONS for arg in ("-e", str(path))))

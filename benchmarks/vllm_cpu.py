@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of configurations, 0 is vLLM's bf16; default all")
     parser.add_argument("--compile", action="store_true", help="torch.compile instead of eager")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -108,13 +109,15 @@ def in_own_process(settings: dict[str, Any], args: argparse.Namespace) -> dict[i
 def compare(args: argparse.Namespace) -> None:
     from _table import header, markdown
 
-    chosen = configurations(args.model, args.folder)
+    every = configurations(args.model, args.folder)
+    chosen = {name: every[name] for i, name in enumerate(every) if args.only is None or i in args.only}
     best: dict[str, dict[int, float]] = {}
     for _ in range(args.rounds):
         for name, settings in chosen.items():
             for batch, seconds in (in_own_process(settings, args) or {}).items():
                 mine = best.setdefault(name, {})
                 mine[batch] = min(seconds, mine.get(batch, seconds))
+                print(f"{name}, batch {batch}: {seconds:.2f} s", file=sys.stderr, flush=True)
     base, rows = best["vLLM, bf16"], []
     for name in chosen:
         cells = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -127,6 +129,23 @@ def test_weights_quantized_at_load_have_the_models_dtype_first():
     weight = layer.parts()[0].weight
     assert weight.scale.dtype == torch.float32
     assert torch.equal(weight.dequantize(), qcore.quantize(dense.float(), "int4-g32").dequantize())
+
+
+def test_a_float_weight_is_forgotten_once_it_is_quantized():
+    dense, alive = torch.randn(N, K), []
+
+    def read():
+        value = dense.clone()
+        alive.append(weakref.ref(value))
+        return value
+
+    layer, parameter = target((N, K), lambda _: Scheme.parse("w4a16-g32"))
+    view = Stored("layer", (N, K), torch.float32, None, read, Notes()).view()
+    assert not alive
+    parameter.data.copy_(view)
+    del view
+    assert alive[0]() is None
+    assert layer.parts()[0].weight.data.dtype == torch.uint8
 
 
 def test_a_vocabulary_is_padded_with_zeros():
