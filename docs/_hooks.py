@@ -20,7 +20,11 @@ RESULTS = "benchmarks/results"
 EXTRA = [
     "CONTRIBUTING.md",
     "changelog.d/README.md",
-    *(f"plugins/{path.parent.name}/README.md" for path in ROOT.glob("plugins/*/README.md")),
+    *(
+        path.relative_to(ROOT).as_posix()
+        for kind in ("integrations", "plugins")
+        for path in ROOT.glob(f"{kind}/*/README.md")
+    ),
 ]
 MATRIX = ROOT / "conformance.html"
 """Written by ``nox -s matrix -- --html conformance.html``. The site is complete without it."""

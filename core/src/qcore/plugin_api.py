@@ -52,6 +52,7 @@ from .errors import FormatError, PluginError, first_line
 from .fallback.padding import float_conv2d
 from .formats import PLAIN, PLAIN_INT32, Element, Format, Layout, ScaleType, ZeroPoint
 from .formats.bits import has_values
+from .model.selection import Selection
 from .nn.bound import BoundLayer, binding_of, bound_layer, layer_contract
 from .resolving.decision import Decision, format_table
 from .runtime.disk_cache import read as read_record
@@ -71,7 +72,9 @@ from .weights.registered_quantizers import Quantizer
 from .weights.schemes import Scheme
 
 if TYPE_CHECKING:
+    from .checkpoint.archive import Archive
     from .checkpoint.importers.base import ForeignTensor, ForeignWeight, Importer, LayerRefused, Plan, Source
+    from .checkpoint.opening import open_checkpoint
 
 __all__ = [
     "CONTRACTS",
@@ -89,6 +92,7 @@ __all__ = [
     "PLAIN_INT32",
     "Activation",
     "AnyRequest",
+    "Archive",
     "Available",
     "BoundLayer",
     "Conv2dRequest",
@@ -122,6 +126,7 @@ __all__ = [
     "RowsKernel",
     "ScaleType",
     "Scheme",
+    "Selection",
     "Source",
     "StaticInt8",
     "Unavailable",
@@ -146,6 +151,7 @@ __all__ = [
     "laid_out_like",
     "layer_contract",
     "on_pci",
+    "open_checkpoint",
     "output_size",
     "parts",
     "quantize_int8",
@@ -159,11 +165,15 @@ __all__ = [
     "write_record",
 ]
 
-_OF_IMPORTERS = ("ForeignTensor", "ForeignWeight", "Importer", "LayerRefused", "Plan", "Source")
+_OF_CHECKPOINTS = {
+    **dict.fromkeys(("ForeignTensor", "ForeignWeight", "Importer", "LayerRefused", "Plan", "Source"), "importers.base"),
+    "Archive": "archive",
+    "open_checkpoint": "opening",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Imported on first access: device plugins read no checkpoints.
-    if name in _OF_IMPORTERS:
-        return getattr(import_module(".checkpoint.importers.base", __package__), name)
+    if name in _OF_CHECKPOINTS:
+        return getattr(import_module(f".checkpoint.{_OF_CHECKPOINTS[name]}", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

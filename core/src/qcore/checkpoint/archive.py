@@ -11,14 +11,16 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from torch import Tensor
 
-from ..errors import CheckpointError, quoted
+from ..errors import CheckpointError, FormatError, quoted
+from ..nn.base import static_parameters, with_static_parameters
 from ..weights.qtensor import QTensor
+from ..weights.schemes import Scheme
 from .foreign import first_foreign
 from .header import MAX_HEADER, Entry, file_error, parse_json, read_header, shown, without_gc
 from .records import IMPORT_FIRST, SAVE, Record, read_notes
@@ -203,6 +205,29 @@ class Archive:
         record = self.records[self.aliases.get(name, name)]
         tensors = {part.rpartition(".")[2]: self.read(part) for part in record.tensor_names}
         return build_weight(record, tensors, self.shards[record.tensor_names[0]])
+
+    def calibrated_names(self, name: str) -> dict[str, dict[str, str]]:
+        """The names of a weight's calibrated tensors: ``{"input": {"scale": ..., ...}, "output": ...}``."""
+        scheme, layer = self.records[name].scheme, name.rpartition(".")[0]
+        found = {"input": static_parameters(scheme.activation), "output": static_parameters(scheme.output)}
+        start = f"{layer}." if layer else ""
+        return {part: {key: f"{start}{part}_{key}" for key in keys} for part, keys in found.items() if keys}
+
+    def scheme(self, name: str) -> Scheme:
+        """The scheme of a quantized weight with its calibrated numbers. Raises `CheckpointError` if one is missing."""
+        scheme = self.records[name].scheme
+        for part, names in self.calibrated_names(name).items():
+            missing = next((tensor for tensor in names.values() if tensor not in self.entries), None)
+            if missing is not None:
+                raise file_error(self.path, f"its scheme {scheme} needs {shown(missing)!r}.", tensor=name)
+            field_name = "activation" if part == "input" else "output"
+            given = {key: self.read(tensor) for key, tensor in names.items()}
+            try:
+                filled = with_static_parameters(getattr(scheme, field_name), given)
+            except FormatError as error:
+                raise file_error(self.path, str(error), tensor=names["scale"]) from None
+            scheme = replace(scheme, **{field_name: filled})
+        return scheme
 
 
 def _merge(into: dict[str, _T], new: dict[str, _T], path: Path) -> None:

@@ -33,7 +33,7 @@ from .report import (
     quantized_row,
     weight_bytes,
 )
-from .selection import Choice, Patterns, Selection, Sharing, as_patterns, as_rules, why_adapter_needs_it
+from .selection import Choice, Patterns, Selection, Sharing, why_adapter_needs_it
 
 
 def quantize_(
@@ -65,7 +65,7 @@ def quantize_(
     is unchanged. If a later step raises (out of memory, Ctrl-C, a failing kernel), the layers before it stay quantized,
     a `QcoreWarning` counts them, and another call of `quantize_` continues with the others.
     """
-    plan = ModelPlan(model, Selection(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ()))
+    plan = ModelPlan(model, Selection.of(scheme, include, exclude))
     plan.check_model()
     needing = {name: s for name, s in plan.schemes.items() if s.needs_calibration}
     with _calibration_shown(calibration, progress if needing else False) as batches:

@@ -60,6 +60,16 @@ class Selection:
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
 
+    @classmethod
+    def of(
+        cls,
+        scheme: str | Scheme | Mapping[str, str | Scheme],
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
+    ) -> Selection:
+        """Parse the arguments of `quantize_`. Raises `FormatError` for a scheme that does not exist."""
+        return cls(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ())
+
     def choose(self, names: Sequence[str]) -> Choice:
         """Choose for a weight with these names: an exclude pattern wins, then the first rule that matches any name."""
         pattern = _first_match(self.exclude, names)

@@ -17,7 +17,7 @@ from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .quantizing import ModelPlan
-from .selection import Patterns, Selection, as_patterns, as_rules
+from .selection import Patterns, Selection
 
 
 class StreamedPlan:
@@ -34,7 +34,7 @@ class StreamedPlan:
         include: Patterns | None = None,
         exclude: Patterns = (),
     ) -> None:
-        self._plan = ModelPlan(model, Selection(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ()))
+        self._plan = ModelPlan(model, Selection.of(scheme, include, exclude))
         self._plan.check_model()
         needing = sorted({str(s) for s in self._plan.schemes.values() if s.needs_calibration})
         if needing:
