@@ -72,6 +72,21 @@ from .weights.schemes import Scheme
 
 if TYPE_CHECKING:
     from .checkpoint.importers.base import ForeignTensor, ForeignWeight, Importer, LayerRefused, Plan, Source
+    from .graphs import (
+        Compiled,
+        GraphBackend,
+        Input,
+        Resident,
+        Role,
+        base_name,
+        bucket,
+        is_whole,
+        scheme_of,
+        torch_compile_backend,
+        version,
+        weight_of,
+    )
+    from .graphs import Part as GraphPart
 
 __all__ = [
     "CONTRACTS",
@@ -91,6 +106,7 @@ __all__ = [
     "AnyRequest",
     "Available",
     "BoundLayer",
+    "Compiled",
     "Conv2dRequest",
     "Decision",
     "DynamicInt8",
@@ -100,9 +116,12 @@ __all__ = [
     "ForeignWeight",
     "Format",
     "FormatError",
+    "GraphBackend",
+    "GraphPart",
     "GroupedLinearRequest",
     "Hardware",
     "Importer",
+    "Input",
     "Kernel",
     "LayerRefused",
     "Layout",
@@ -119,6 +138,8 @@ __all__ = [
     "Rank",
     "Refusal",
     "Request",
+    "Resident",
+    "Role",
     "RowsKernel",
     "ScaleType",
     "Scheme",
@@ -126,8 +147,10 @@ __all__ = [
     "StaticInt8",
     "Unavailable",
     "ZeroPoint",
+    "base_name",
     "binding_of",
     "bound_layer",
+    "bucket",
     "check_image",
     "check_indices",
     "check_offsets",
@@ -143,6 +166,7 @@ __all__ = [
     "has_values",
     "hookimpl",
     "installed_version",
+    "is_whole",
     "laid_out_like",
     "layer_contract",
     "on_pci",
@@ -152,6 +176,10 @@ __all__ = [
     "read_record",
     "registry",
     "runs_now",
+    "scheme_of",
+    "torch_compile_backend",
+    "version",
+    "weight_of",
     "why_not_dtypes",
     "why_not_empty",
     "why_not_encoding",
@@ -160,10 +188,19 @@ __all__ = [
 ]
 
 _OF_IMPORTERS = ("ForeignTensor", "ForeignWeight", "Importer", "LayerRefused", "Plan", "Source")
+_OF_GRAPHS = {
+    name: name.removeprefix("Graph") if name == "GraphPart" else name
+    for name in (
+        "Compiled", "GraphBackend", "GraphPart", "Input", "Resident", "Role", "base_name", "bucket", "is_whole",
+        "scheme_of", "torch_compile_backend", "version", "weight_of",
+    )
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first access: device plugins read no checkpoints.
+    # Imported on first access: device plugins read no checkpoints, and few run whole graphs.
     if name in _OF_IMPORTERS:
         return getattr(import_module(".checkpoint.importers.base", __package__), name)
+    if name in _OF_GRAPHS:
+        return getattr(import_module(".graphs", __package__), _OF_GRAPHS[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,6 +29,7 @@ from ..runtime.settings import Settings, current, in_force
 from ..weights.activations import Activation, OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
+from .graph_ops import captures_layers, emit, layers
 from .offloading import HOOK, attach, moved_to
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,6 +94,7 @@ class QuantizedModule(nn.Module):
         self._primary: Bound | None = None
         self._shown: dict[str, Tensor] = {}
         store.users.add(self)
+        layers.add(self)
         self._bind_primary()
 
     # Overridden by the three modules.
@@ -259,10 +261,18 @@ class QuantizedModule(nn.Module):
         bound = self._bounds.get((dtype, False)) or self._primary
         if bound is None:
             raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
+        if captures_layers() and not self._needs_grad(x):
+            return self._emitted(x.to(dtype) if x.is_floating_point() else x, self._out_dtype(dtype), bound, params)
         packed: Any = {key: self._traced(_buffer_name(bound, key), own) for key, own in bound.packed.items()}
         own = getattr(bound.request, "x_dtype", x.dtype)
         result = self._call(bound, packed, x.to(own), self._needs_grad(x), params)
         return result.to(self._out_dtype(dtype)) if result.is_floating_point() else result
+
+    def _emitted(self, x: Tensor, out_dtype: torch.dtype, bound: Bound, params: dict[str, Tensor]) -> Tensor:
+        """The layer as one node of a graph that a graph backend captures."""
+        weight = self._buffers[next(iter(self._shown))]
+        assert weight is not None
+        return emit(bound.request, str(self.scheme), x, weight, self._call_bias(), out_dtype, params)
 
     def _traced(self, name: str, own: Tensor) -> Tensor:
         """Return the buffer of a packed tensor; the tensor itself if a tool has replaced the buffer by another one.
@@ -357,6 +367,7 @@ class QuantizedModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._store.users.add(self)
+        layers.add(self)
         self._bind_primary(state.get("_bind_settings", _BindSettings()).settings)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
