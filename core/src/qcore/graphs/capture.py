@@ -1,7 +1,7 @@
 """Captures a model for a graph backend: what `torch.compile` calls, and what it gets back.
 
-Dynamo records the model, AOT autograd makes the record functional and decomposes it to the op list, once for each set of
-sizes (each bucket). Only inference is captured.
+Dynamo records the model, AOT autograd makes the record functional and decomposes it to the op list, once for each set
+of sizes (each bucket). Only inference is captured.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Captured:
             return self._refuse(report, why)
         try:
             return self._lowered(values, report)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a backend's compiler may raise anything
             _log.debug("compiling for %s failed", self._backend.name, exc_info=True)
             report.parts, report.host = [], []
             return self._refuse(report, f"{type(error).__name__}: {first_line(error)}")
@@ -91,18 +91,18 @@ class Captured:
         return self._module.forward
 
     def _lowered(self, values: Sequence[Any], report: Report) -> Callable[..., Any]:
-        from functorch.compile import make_boxed_func
+        from torch._dynamo import disable
+        from torch._functorch._aot_autograd.utils import make_boxed_func
         from torch._functorch.aot_autograd import aot_module_simplified
         from torch._guards import tracing
 
-        def compile_inference(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            places = module.graph.find_nodes(op="placeholder")
+        def compile_inference(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+            places = gm.graph.find_nodes(op="placeholder")
             # Fewer if AOT autograd has merged arguments that alias each other.
             roles = self._roles if len(places) == len(self._roles) else [Role.FRESH] * len(places)
-            del inputs
-            return make_boxed_func(programs.build(module, roles, self._backend, report).run)
+            return make_boxed_func(programs.build(gm, roles, self._backend, report).run)
 
-        def refuse(*_: Any) -> Any:
+        def refuse(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
             raise RuntimeError(GRADIENTS)
 
         # Outside of Dynamo's trace sizes are numbers.
@@ -112,7 +112,10 @@ class Captured:
                 inference_compiler=compile_inference, decompositions=decompositions(),
                 keep_inference_input_mutations=True,
             )  # fmt: skip
-        return torch._dynamo.disable(run)  # type: ignore[no-any-return, no-untyped-call]
+        return disable(run)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# ruff: noqa: ARG001 - compilers have torch's argument names
 
 
 def _role(node: fx.Node) -> Role:

@@ -42,9 +42,8 @@ def cut(module: fx.GraphModule, backend: GraphBackend, device: torch.device) -> 
         groups = [calls] if calls else []
     left = {node.name: why for node, why in reasons.items()}
     fewest = backend.fewest_nodes()
-    left |= {
-        node.name: f"a part has at least {fewest} nodes" for nodes in groups if len(nodes) < fewest for node in nodes
-    }
+    small = (node.name for nodes in groups if len(nodes) < fewest for node in nodes)
+    left |= dict.fromkeys(small, f"a part has at least {fewest} nodes")
     kept = [dict.fromkeys(nodes) for nodes in groups if len(nodes) >= fewest]
     fuse_by_partitions(module, kept, prefix=PART, always_return_tuple=True)
     module.recompile()

@@ -136,7 +136,7 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rope_fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    shape = torch.broadcast_shapes(x.shape, cos.shape)
+    shape = torch.broadcast_shapes(x.shape, cos.shape)  # type: ignore[no-untyped-call]
     return x.new_empty(shape, dtype=torch.promote_types(x.dtype, cos.dtype))
 
 

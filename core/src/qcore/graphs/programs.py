@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch.compile_utils import fx_graph_cse
 
-from . import cutting
+from . import cutting, recognizing
 from .backends import Compiled, GraphBackend, Input, Part, Role
 from .explaining import HostNode, PartReport, Report
 
@@ -34,6 +35,9 @@ def build(module: fx.GraphModule, roles: Sequence[Role], backend: GraphBackend, 
     ``roles``: one per placeholder; a static one that is written to becomes a state.
     """
     written = _take_writes(module)
+    module.graph = fx_graph_cse(module.graph)  # siblings ask for one product each
+    recognizing.clean(module)
+    recognizing.recognize(module, backend.recognizes())
     report.writes = len(written)
     device = _device_of(module)
     lines = {node.name: node for node in module.graph.nodes}
@@ -60,7 +64,7 @@ def build(module: fx.GraphModule, roles: Sequence[Role], backend: GraphBackend, 
 
 
 def _take_writes(module: fx.GraphModule) -> list[int]:
-    """Remove the final copies into inputs, whose positions are returned; the values become further results, in order."""
+    """Remove the final copies into inputs and return the positions of these; the values become further results."""
     writes: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
         if node.target is _COPY and node.args[0].op == "placeholder":

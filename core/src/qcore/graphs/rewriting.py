@@ -62,12 +62,12 @@ def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = 
 
 
 def _layer_norm(
-    input: Any,
+    input: Any,  # noqa: A002
     normalized_shape: Any,
     weight: Any = None,
     bias: Any = None,
     eps: Any = 1e-5,
-    *_rest: Any,  # noqa: A002
+    *_rest: Any,
 ) -> _Made:
     if len(normalized_shape) != 1 or _value(input) is None:
         return None

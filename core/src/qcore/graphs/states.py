@@ -2,10 +2,10 @@
 
 **The rule.** A state belongs to the device while compiled graphs run, and is never copied between two calls.
 
-* *Reads by torch.* With a backend whose `GraphBackend.defers_writes` is false, a state holds its new values as soon as a
-  call returns (XLA: torch's tensor is given the device's memory). With any other backend, host memory holds the values
-  of the last `synchronize`, which copies back what has changed since; parts of the same graph that run on the host see
-  current values in any case.
+* *Reads by torch.* With a backend whose `GraphBackend.defers_writes` is false, a state holds its new values as soon as
+  a call returns (XLA: torch's tensor is given the device's memory). With any other backend, host memory holds the
+  values of the last `synchronize`, which copies back what has changed since; parts of the same graph that run on the
+  host see current values in any case.
 * *Writes by torch* (``cache.zero_()``) are noticed at the next call by the tensor's version counter, which every write
   through torch's API advances, and replace the device's values. Call `synchronize` before a write to a part of a state
   if the backend defers writes; otherwise the rest of the state goes back to its values of the last `synchronize`.
