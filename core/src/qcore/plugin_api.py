@@ -54,6 +54,7 @@ from .formats import PLAIN, PLAIN_INT32, Element, Format, Layout, ScaleType, Zer
 from .formats.bits import has_values
 from .nn.bound import BoundLayer, binding_of, bound_layer, layer_contract
 from .resolving.decision import Decision, format_table
+from .runtime.disk_cache import files_dir
 from .runtime.disk_cache import read as read_record
 from .runtime.disk_cache import write as write_record
 from .weights.activations import (
@@ -159,6 +160,7 @@ __all__ = [
     "convolved_size",
     "define_op",
     "dynamic_parameters",
+    "files_dir",
     "first_line",
     "float_conv2d",
     "format_table",

@@ -49,13 +49,23 @@ class Input:
     """An input of a part.
 
     **Fields:** ``name``: of its placeholder; ``role``; ``example``: a fake tensor with its shape, strides and dtype, or
-    a number; ``changes``: for a state, the output of the part's graph that it takes.
+    a number; ``changes``: for a state, the output of the part's graph that it takes; ``ref``: see `value`.
     """
 
     name: str
     role: Role
     example: Any
     changes: int | None = None
+    ref: Callable[[], Tensor | None] | None = None
+
+    @property
+    def value(self) -> Tensor | None:
+        """The tensor of the call that the part is compiled for; None for the result of another part.
+
+        Held weakly: later calls may bring other tensors of the same shape (``weight_of(input.value).shape`` holds for
+        all of them).
+        """
+        return None if self.ref is None else self.ref()
 
 
 @dataclass(frozen=True)

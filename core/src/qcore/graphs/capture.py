@@ -85,6 +85,10 @@ class Captured:
             report.parts, report.host = [], []
             return self._refuse(report, f"{type(error).__name__}: {first_line(error)}")
 
+    def _given(self, values: Sequence[Any]) -> list[programs.Given]:
+        refs = (weakref.ref(value) if isinstance(value, Tensor) else None for value in values)
+        return [programs.Given(role, ref) for role, ref in zip(self._roles, refs, strict=True)]
+
     def _refuse(self, report: Report, why: str) -> Callable[..., Any]:
         report.refused = why
         warnings.warn(f"{report.backend}: this graph runs in torch: {why}.", QcoreWarning, stacklevel=2)
@@ -99,8 +103,9 @@ class Captured:
         def compile_inference(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
             places = gm.graph.find_nodes(op="placeholder")
             # Fewer if AOT autograd has merged arguments that alias each other.
-            roles = self._roles if len(places) == len(self._roles) else [Role.FRESH] * len(places)
-            return make_boxed_func(programs.build(gm, roles, self._backend, report).run)
+            whole = len(places) == len(self._roles)
+            given = self._given(values) if whole else [programs.Given(Role.FRESH)] * len(places)
+            return make_boxed_func(programs.build(gm, given, self._backend, report).run)
 
         def refuse(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
             raise RuntimeError(GRADIENTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,13 +26,20 @@ class Program:
 
     run: Callable[..., Any]
     report: Report
-    parts: list[Part] = field(default_factory=list)
 
 
-def build(module: fx.GraphModule, roles: Sequence[Role], backend: GraphBackend, report: Report) -> Program:
+@dataclass(frozen=True)
+class Given:
+    """An argument of a graph: its role, and the tensor of this call, held weakly."""
+
+    role: Role
+    ref: Callable[[], Tensor | None] | None = None
+
+
+def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend, report: Report) -> Program:
     """Cut ``module`` (of AOT autograd, mutations of inputs as final ``copy_``) and compile its parts.
 
-    ``roles``: one per placeholder; a static one that is written to becomes a state.
+    ``given``: one per placeholder; a static one that is written to becomes a state.
     """
     written = _take_writes(module)
     module.graph = fx_graph_cse(module.graph)  # siblings ask for one product each
@@ -45,14 +52,13 @@ def build(module: fx.GraphModule, roles: Sequence[Role], backend: GraphBackend, 
     places = module.graph.find_nodes(op="placeholder")  # cutting makes new nodes, in the same order
     values = _returned(module)[len(_returned(module)) - len(written) :]
     writes = dict(zip((places[i] for i in written), values, strict=True))
-    known = dict(zip(places, roles, strict=True))
+    known = dict(zip(places, given, strict=True))
     program = Program(module.forward, report)
     in_place: set[fx.Node] = set()
     for node in list(module.graph.nodes):
         if node.op == "call_module" and str(node.target).startswith(cutting.PART):
             part, done = _part_of(module, node, known, writes, device)
             _install(module, node, part, backend.compile(part))
-            program.parts.append(part)
             in_place |= done
             report.parts.append(PartReport.of(part))
     _finish_writes(module, {place: value for place, value in writes.items() if place not in in_place}, report)
@@ -92,7 +98,7 @@ def _device_of(module: fx.GraphModule) -> torch.device:
 def _part_of(
     module: fx.GraphModule,
     node: fx.Node,
-    roles: Mapping[fx.Node, Role],
+    known: Mapping[fx.Node, Given],
     writes: Mapping[fx.Node, fx.Node],
     device: torch.device,
 ) -> tuple[Part, set[fx.Node]]:
@@ -103,7 +109,8 @@ def _part_of(
     inputs, updates, done = [], {}, set()
     for position, (source, place) in enumerate(zip(node.args, graph.graph.find_nodes(op="placeholder"), strict=True)):
         assert isinstance(source, fx.Node)
-        role = roles.get(source, Role.FRESH)
+        own = known.get(source, Given(Role.FRESH))
+        role = own.role
         place.meta = dict(source.meta)
         change = None
         if source in writes:
@@ -118,7 +125,7 @@ def _part_of(
             role = Role.FRESH
         if isinstance(source.meta.get("val"), int):
             role = Role.NUMBER
-        inputs.append(Input(place.name, role, source.meta.get("val"), change))  # type: ignore[arg-type]
+        inputs.append(Input(place.name, role, source.meta.get("val"), change, own.ref))  # type: ignore[arg-type]
     return Part(graph, tuple(inputs), updates, device), done  # type: ignore[arg-type]
 
 
