@@ -36,34 +36,32 @@ QUANTIZED = ("linear", "embedding", "conv2d", "grouped_linear")
 WHOLE = ("dense", "attention", "rms_norm", "layer_norm", "rope")
 """Names of the float ops that are kept whole."""
 
-VIEWS = (
-    "view", "reshape", "expand", "permute", "transpose", "t", "squeeze", "unsqueeze", "slice", "select", "alias",
-    "detach", "as_strided", "split_with_sizes", "unbind", "diagonal", "flatten",
-)  # fmt: skip
+VIEWS = ("view", "expand", "permute", "squeeze", "unsqueeze", "slice", "select", "alias", "split_with_sizes")
 ELEMENTWISE = (
-    "add", "sub", "rsub", "mul", "div", "pow", "neg", "abs", "sign", "reciprocal", "rsqrt", "sqrt", "exp", "exp2",
-    "expm1", "log", "log1p", "log2", "sin", "cos", "tan", "tanh", "sigmoid", "erf", "relu", "gelu", "silu", "hardtanh",
-    "hardsigmoid", "hardswish", "leaky_relu", "elu", "softplus", "mish", "clamp", "clamp_min", "clamp_max", "maximum",
-    "minimum", "where", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor",
-    "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "floor", "ceil", "round", "trunc", "remainder", "fmod",
-    "floor_divide", "isnan", "isinf", "masked_fill", "_to_copy", "clone", "copy", "lerp", "addcmul", "addcdiv",
-    "atan", "asin", "acos", "sinh", "cosh",
+    "add", "sub", "mul", "div", "pow", "neg", "abs", "sign", "reciprocal", "rsqrt", "sqrt", "exp", "exp2", "expm1",
+    "log", "log1p", "log2", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "sigmoid", "erf",
+    "relu", "gelu", "silu", "mish", "hardtanh", "hardsigmoid", "hardswish", "leaky_relu", "elu", "softplus", "clamp",
+    "maximum", "minimum", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or",
+    "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "floor", "ceil", "round",
+    "trunc", "remainder", "fmod", "isnan", "isinf", "_to_copy", "clone", "copy",
 )  # fmt: skip
-REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "cumsum")
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "embedding", "_softmax", "_log_softmax")
+REDUCTIONS = (
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "any", "argmax", "argmin", "var", "cumsum", "_softmax",
+    "_log_softmax", "topk", "sort", "native_layer_norm", "native_group_norm", "native_batch_norm",
+    "_native_batch_norm_legit_no_training",
+)  # fmt: skip
+PRODUCTS = ("mm", "bmm", "addmm", "convolution", "embedding", "avg_pool2d")
 MOVES = (
     "cat", "stack", "index", "index_select", "gather", "index_put", "index_copy", "scatter", "scatter_add",
-    "slice_scatter", "select_scatter", "flip", "roll", "repeat", "constant_pad_nd", "topk", "sort", "tril", "triu",
-    "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d", "native_group_norm", "native_layer_norm",
-    "_native_batch_norm_legit_no_training", "one_hot", "searchsorted",
+    "slice_scatter", "flip", "repeat", "constant_pad_nd",
 )  # fmt: skip
-CONSTANTS = (
-    "arange", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_full", "new_zeros", "new_ones",
-    "empty", "new_empty", "empty_like", "scalar_tensor", "lift_fresh_copy", "empty_permuted", "empty_strided",
-)  # fmt: skip
+CONSTANTS = ("arange", "full", "full_like", "empty", "empty_permuted", "scalar_tensor", "lift_fresh_copy")
 
 ATEN: tuple[str, ...] = (*VIEWS, *ELEMENTWISE, *REDUCTIONS, *PRODUCTS, *MOVES, *CONSTANTS)
-"""Names of the ATen ops (without overload) that a captured graph may call."""
+"""Names of the ATen ops (without overload) that models decompose to and that a backend should run.
+
+The others that torch has no decomposition for stay on the host, unless a backend runs them as well.
+"""
 
 KEPT = (
     "silu", "gelu", "index_copy", "masked_fill", "hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus", "mish",

@@ -23,7 +23,7 @@ def kept_on_disk() -> Iterator[None]:
     from jax.experimental.compilation_cache import compilation_cache
 
     folder = files_dir("xla-programs")
-    if folder is None or jax.config.jax_compilation_cache_dir:
+    if folder is None or getattr(jax.config, _SETTINGS[0]):
         yield
         return
     with _lock:

@@ -57,6 +57,9 @@ def lowered(part: GraphPart, platform: str) -> Callable[[Sequence[Any]], tuple[l
     A value is an array; for the weight of a quantized layer its arrays by `Layer`; a number stays a number.
     """
     nodes = list(part.graph.graph.nodes)
+    constants = {
+        node: getattr(part.graph, str(node.target)).numpy(force=True) for node in nodes if node.op == "get_attr"
+    }
 
     def run(values: Sequence[Any]) -> tuple[list[Any], Array | None]:
         flags: Flags = []
@@ -65,6 +68,8 @@ def lowered(part: GraphPart, platform: str) -> Callable[[Sequence[Any]], tuple[l
         for node in nodes:
             if node.op == "placeholder":
                 known[node] = next(given)
+            elif node.op == "get_attr":
+                known[node] = jnp.asarray(constants[node])
             elif node.op == "call_function":
                 args = fx.node.map_arg(node.args, known.__getitem__)
                 kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
@@ -164,10 +169,8 @@ def _why_not_arguments(name: str, node: fx.Node, platform: str) -> str:
         return "transposed convolutions have no lowering to XLA"
     if name == "avg_pool2d" and len(node.args) > 4 and node.args[4]:
         return "avg_pool2d with ceil_mode has no lowering to XLA"
-    if name == "_adaptive_avg_pool2d":
-        sizes, wanted = node.args[0].meta["val"].shape[-2:], node.args[1]  # type: ignore[union-attr]
-        if any(size % want for size, want in zip(sizes, wanted, strict=True)):  # type: ignore[call-overload]
-            return "adaptive pooling of sizes that do not divide has no lowering to XLA"
+    if name == "native_batch_norm" and node.args[5]:
+        return "batch norm in training has no lowering to XLA"
     if name in {"index", "index_put"}:
         return _why_not_index(name, node)
     large = [one for one in node.args if isinstance(one, int) and not isinstance(one, bool) and abs(one) >= 1 << 31]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -31,12 +30,6 @@ def _addmm(x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     y = _dot(a, b, ((1,), (0,)))
     y = y if alpha == 1 else y * alpha
     return y if beta == 0 else y + (x if beta == 1 else x * beta)
-
-
-@rule("baddbmm")
-def _baddbmm(x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    y = _dot(a, b, ((2,), (1,)), ((0,), (0,))) * alpha
-    return y if beta == 0 else y + x * beta
 
 
 @rule("qcore_graph.dense")
@@ -136,15 +129,3 @@ def _window(x: Any, kernel: Any, stride: Any, padding: Any) -> tuple[Any, Any, A
     pairs = [(list(v) * 2)[:2] for v in (kernel, stride or kernel, padding)]
     lead = (1,) * (x.ndim - 2)
     return (*lead, *pairs[0]), (*lead, *pairs[1]), [(0, 0)] * (x.ndim - 2) + [(p, p) for p in pairs[2]]
-
-
-@rule("_adaptive_avg_pool2d")
-def _adaptive(x: Any, size: Sequence[int]) -> Any:
-    *lead, height, width = x.shape
-    assert not height % size[0]
-    assert not width % size[1]
-    split = x.astype(jnp.float32).reshape(*lead, size[0], height // size[0], size[1], width // size[1])
-    return jnp.mean(split, axis=(-3, -1))
-
-
-del jax

@@ -177,5 +177,3 @@ def _layers(part: GraphPart, platform: str) -> dict[int, list[Layer]]:
             if layer not in known:
                 known.append(layer)
     return found
-
-

@@ -59,7 +59,8 @@ class Layer:
     @property
     def plan(self) -> Plan:
         """The layout of a weight for products."""
-        return self._call(torch.float32).plan
+        plan: Plan = self._call(torch.float32).plan
+        return plan
 
     @property
     def table(self) -> TablePlan:
@@ -196,9 +197,7 @@ _FEW = 4
 """Up to this many rows per expert, rows are multiplied one by one, each with its own expert's weight."""
 
 
-def by_experts(
-    x: Array, ends: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype
-) -> Array:
+def by_experts(x: Array, ends: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype) -> Array:
     """Rows x ``(T, K)``, sorted by expert, each with its expert's weight; rows after the last end give 0."""
     rows = x.shape[0]
     positions = lax.iota(jnp.int32, rows)
@@ -243,5 +242,3 @@ def why_not_scheme(text: str) -> str:
     if scheme.activation is not None and type(scheme.activation).__name__ not in {"DynamicInt8", "StaticInt8"}:
         return f"{text}: qcore-xla takes float and int8 activations"
     return ""
-
-

@@ -48,7 +48,7 @@ def _floating(x: Any) -> Any:
     return x if jnp.issubdtype(jnp.result_type(x), jnp.floating) else jnp.asarray(x, jnp.float32)
 
 
-def _unary(name: str, function: Callable[[Any], Any]) -> None:
+def _unary(name: str, function: Rule) -> None:
     RULES[name] = lambda x, **_: function(_floating(x))
 
 
@@ -65,7 +65,7 @@ for _name, _function in {
 for _name, _function in {
     "neg": jnp.negative, "abs": jnp.abs, "sign": jnp.sign, "floor": jnp.floor, "ceil": jnp.ceil, "trunc": jnp.trunc,
     "logical_not": jnp.logical_not, "bitwise_not": jnp.invert, "isnan": jnp.isnan, "isinf": jnp.isinf,
-    "alias": lambda x: x, "detach": lambda x: x, "lift_fresh_copy": lambda x: x,
+    "alias": lambda x: x, "lift_fresh_copy": lambda x: x,
     "relu": lambda x: jnp.maximum(x, jnp.zeros((), x.dtype)),
 }.items():  # fmt: skip
     RULES[_name] = lambda x, _function=_function, **_: _function(x)
@@ -74,7 +74,7 @@ for _name, _function in {
     "le": jnp.less_equal, "gt": jnp.greater, "ge": jnp.greater_equal, "logical_and": jnp.logical_and,
     "logical_or": jnp.logical_or, "logical_xor": jnp.logical_xor, "bitwise_and": jnp.bitwise_and,
     "bitwise_or": jnp.bitwise_or, "bitwise_xor": jnp.bitwise_xor, "remainder": jnp.remainder, "fmod": jnp.fmod,
-    "floor_divide": jnp.floor_divide, "mul": jnp.multiply,
+    "mul": jnp.multiply,
 }.items():  # fmt: skip
     RULES[_name] = lambda a, b, _function=_function, **_: _function(a, b)
 
@@ -87,11 +87,6 @@ def _add(a: Any, b: Any, *, alpha: Any = 1, **_: Any) -> Any:
 @rule("sub")
 def _sub(a: Any, b: Any, *, alpha: Any = 1, **_: Any) -> Any:
     return jnp.subtract(a, b if alpha == 1 else b * alpha)
-
-
-@rule("rsub")
-def _rsub(a: Any, b: Any, alpha: Any = 1) -> Any:
-    return jnp.subtract(b, a if alpha == 1 else a * alpha)
 
 
 @rule("div")
@@ -143,10 +138,6 @@ def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
     return y if high is None else jnp.minimum(y, high)
 
 
-RULES["clamp_min"] = lambda x, low: jnp.maximum(x, low)
-RULES["clamp_max"] = lambda x, high: jnp.minimum(x, high)
-
-
 @rule("where")
 def _where(condition: Any, a: Any, b: Any) -> Any:
     return jnp.where(condition, a, b)
@@ -155,21 +146,6 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 @rule("masked_fill")
 def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
     return jnp.where(mask, jnp.asarray(value, x.dtype), x)
-
-
-@rule("lerp")
-def _lerp(a: Any, b: Any, weight: Any) -> Any:
-    return a + weight * (b - a)
-
-
-@rule("addcmul")
-def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1) -> Any:
-    return x + value * a * b
-
-
-@rule("addcdiv")
-def _addcdiv(x: Any, a: Any, b: Any, *, value: Any = 1) -> Any:
-    return x + value * a / b
 
 
 @rule("_to_copy")
@@ -189,7 +165,7 @@ RULES["copy"] = lambda x, y, **_: jnp.broadcast_to(y, x.shape)
 # Views.
 
 
-@rule("view", "reshape")
+@rule("view")
 def _view(x: Any, size: Any) -> Any:
     if isinstance(size, torch.dtype):
         return lax.bitcast_convert_type(x, jax_dtype(size))
@@ -204,16 +180,9 @@ def _expand(x: Any, size: Sequence[int], **_: Any) -> Any:
 
 
 RULES["permute"] = lambda x, dims: jnp.transpose(x, [d % x.ndim for d in dims])
-RULES["transpose"] = lambda x, a, b: jnp.swapaxes(x, a, b) if x.ndim else x
-RULES["t"] = lambda x: x.T
-RULES["unsqueeze"] = lambda x, dim: jnp.expand_dims(x, dim)
-RULES["flip"] = lambda x, dims: jnp.flip(x, dims)
-RULES["roll"] = lambda x, shifts, dims=(): jnp.roll(x, tuple(shifts), tuple(dims)) if dims else _roll_flat(x, shifts)
+RULES["unsqueeze"] = jnp.expand_dims
+RULES["flip"] = jnp.flip
 RULES["repeat"] = lambda x, repeats: jnp.tile(x, tuple(repeats))
-
-
-def _roll_flat(x: Any, shifts: Sequence[int]) -> Any:
-    return jnp.roll(x.reshape(-1), shifts[0]).reshape(x.shape)
 
 
 @rule("squeeze")
@@ -246,24 +215,12 @@ def _split(x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
     return tuple(lax.slice_in_dim(x, at, at + size, 1, dim) for at, size in zip(starts, sizes, strict=True))
 
 
-RULES["unbind"] = lambda x, dim=0: tuple(
-    lax.index_in_dim(x, i, dim, keepdims=False) for i in range(x.shape[dim])
-)
-
-
 @rule("slice_scatter")
 def _slice_scatter(x: Any, y: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     first, last = bounds(x.shape[dim], start, end)
     index = [slice(None)] * x.ndim
     index[dim] = slice(first, last, step)
     return x.at[tuple(index)].set(y.astype(x.dtype))
-
-
-@rule("select_scatter")
-def _select_scatter(x: Any, y: Any, dim: int, index: int) -> Any:
-    place: list[Any] = [slice(None)] * x.ndim
-    place[dim] = index
-    return x.at[tuple(place)].set(y.astype(x.dtype))
 
 
 RULES["cat"] = lambda xs, dim=0: jnp.concatenate([x for x in xs if x.shape != (0,)] or list(xs), dim)
@@ -344,27 +301,15 @@ def _scatter_add(x: Any, dim: int, index: Any, source: Any) -> Any:
 # Constants.
 
 
-def _constant(value: Any) -> Rule:
-    def make(first: Any, *rest: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
-        size = rest[0] if isinstance(first, jax.Array) and rest and isinstance(rest[0], (list, tuple)) else first
-        shape = size.shape if isinstance(size, jax.Array) else tuple(size)
-        return jnp.full(shape, value, None if dtype is None else jax_dtype(dtype))
-
-    return make
-
-
-for _name in ("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "empty_permuted"):
-    RULES[_name] = _constant(0)
-for _name in ("ones", "ones_like", "new_ones"):
-    RULES[_name] = _constant(1)
+for _name in ("empty", "empty_permuted"):
+    RULES[_name] = lambda size, *_rest, **_: jnp.zeros(tuple(size))
 RULES["full"] = lambda size, value, **_: jnp.full(tuple(size), value)
 RULES["full_like"] = lambda x, value, **_: jnp.full(x.shape, value)
-RULES["new_full"] = lambda x, size, value, **_: jnp.full(tuple(size), value)
 RULES["scalar_tensor"] = lambda value, **_: jnp.asarray(value)
 
 
 @rule("arange")
-def _arange(*numbers: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+def _arange(*numbers: Any, **_: Any) -> Any:
     start, end, step = (0, numbers[0], 1) if len(numbers) == 1 else (*numbers, 1)[:3]
     count = max(0, math.ceil((end - start) / step))
     if all(isinstance(one, int) for one in (start, end, step)):
@@ -391,7 +336,7 @@ def _reduction(function: Callable[..., Any], integers: bool = False) -> Rule:
 
 
 for _name, _function in {
-    "sum": jnp.sum, "mean": jnp.mean, "amax": jnp.max, "amin": jnp.min, "any": jnp.any, "all": jnp.all,
+    "sum": jnp.sum, "mean": jnp.mean, "amax": jnp.max, "amin": jnp.min, "any": jnp.any,
 }.items():  # fmt: skip
     RULES[_name] = _reduction(_function, integers=_name == "sum")
 
@@ -399,11 +344,6 @@ for _name, _function in {
 @rule("prod")
 def _prod(x: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
     return jnp.prod(_wide(x), axis=_axes(dim, x.ndim), keepdims=keepdim)
-
-
-@rule("max", "min")
-def _unreachable(*_: Any) -> Any:
-    raise AssertionError  # replaced below
 
 
 def _extreme(reduce: Callable[..., Any], arg: Callable[..., Any]) -> Rule:
@@ -453,13 +393,9 @@ def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tr
 @rule("sort")
 def _sort(x: Any, *given: Any, dim: int = -1, descending: bool = False, **_: Any) -> Any:
     if given:
-        dim, descending = (*given, descending)[-2:] if len(given) > 1 else (given[0], descending)
+        dim, descending = given[0], given[1] if len(given) > 1 else descending
     order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
     return jnp.take_along_axis(x, order, axis=dim), order
-
-
-RULES["tril"] = lambda x, k=0: jnp.tril(x, k)
-RULES["triu"] = lambda x, k=0: jnp.triu(x, k)
 
 
 @rule("_softmax")
@@ -483,6 +419,12 @@ def _native_layer_norm(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps
     y = (wide - mean) * scale
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias), mean, scale
+
+
+@rule("native_batch_norm")
+def _eval_batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any) -> Any:
+    assert not training
+    return _batch_norm(x, weight, bias, mean, var, *rest)
 
 
 @rule("_native_batch_norm_legit_no_training")

@@ -44,7 +44,7 @@ def why_not(tensor: Tensor) -> str:
         return "on GPUs states are copied"
     if not tensor.is_contiguous() or storage.nbytes() != tensor.nbytes:
         return "it does not own its memory"
-    if torch._C._storage_Use_Count(storage._cdata) > _FREE:  # type: ignore[attr-defined] # noqa: SLF001
+    if torch._C._storage_Use_Count(storage._cdata) > _FREE:  # noqa: SLF001
         return "other tensors share its memory"
     return ""
 
