@@ -1,6 +1,6 @@
 """Quantized modules: drop-in replacements for `torch.nn.Linear`, `Conv2d`, `Embedding` and fused experts.
 
-May import: functional and the floors below it. Imported by: model, checkpoint, adapters, hf, testing, plugin_api,
+May import: functional and the floors below it. Imported by: model, checkpoint, adapters, hf, testing, graphs, plugin_api,
 `qcore`.
 """
 

@@ -122,7 +122,8 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
         x = jnp.take(x, weight["order"], axis=-1)
     if of.platform == "cpu" and x.dtype != jnp.int8:
         x = x.astype(jnp.float32)
-    filled = _filled(x, plan, bucket(rows, 1 if plan.by_rows else 4))
+    # Padding to 4 rows serves int8 products only; 1 row of floats takes two thirds of the time of 4.
+    filled = _filled(x, plan, bucket(rows, 1 if plan.by_rows or of.activation == "float" else 4))
     mask = None
     if weight.get("sums") is not None and weight.get("zero") is not None and plan.columns != plan.k:
         mask = _filled(jnp.ones((1, plan.k), jnp.int8), plan, 1)[0]

@@ -335,10 +335,11 @@ def _reduction(function: Callable[..., Any], integers: bool = False) -> Rule:
     return reduce
 
 
-for _name, _function in {
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
     "sum": jnp.sum, "mean": jnp.mean, "amax": jnp.max, "amin": jnp.min, "any": jnp.any,
-}.items():  # fmt: skip
-    RULES[_name] = _reduction(_function, integers=_name == "sum")
+}  # fmt: skip
+for _name, _reduce in _REDUCTIONS.items():
+    RULES[_name] = _reduction(_reduce, integers=_name == "sum")
 
 
 @rule("prod")
