@@ -1,7 +1,7 @@
 """Quantized modules: drop-in replacements for `torch.nn.Linear`, `Conv2d`, `Embedding` and fused experts.
 
-May import: functional and the floors below it. Imported by: model, checkpoint, adapters, hf, testing, graphs, plugin_api,
-`qcore`.
+May import: functional and the floors below it. Imported by: model, graphs, checkpoint, adapters, hf, testing,
+plugin_api, `qcore`.
 """
 
 from .conv2d import QuantizedConv2d

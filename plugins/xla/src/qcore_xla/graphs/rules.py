@@ -18,6 +18,7 @@ from jax import Array, lax
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
 """The rules by name of the op, without its overload."""
+_function: Any  # JAX's functions and jitted functions have different types
 
 _NARROWED = {torch.int64: "int32", torch.uint64: "uint32"}
 
