@@ -46,7 +46,7 @@ ELEMENTWISE = (
     "trunc", "remainder", "fmod", "isnan", "isinf", "_to_copy", "clone", "copy",
 )  # fmt: skip
 REDUCTIONS = (
-    "sum", "mean", "amax", "amin", "max", "min", "prod", "any", "argmax", "argmin", "var", "cumsum", "_softmax",
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "any", "argmax", "argmin", "var", "linalg_vector_norm", "cumsum", "_softmax",
     "_log_softmax", "topk", "sort", "native_layer_norm", "native_group_norm", "native_batch_norm",
     "_native_batch_norm_legit_no_training",
 )  # fmt: skip

@@ -169,6 +169,8 @@ def _why_not_arguments(name: str, node: fx.Node, platform: str) -> str:
         return "transposed convolutions have no lowering to XLA"
     if name == "avg_pool2d" and len(node.args) > 4 and node.args[4]:
         return "avg_pool2d with ceil_mode has no lowering to XLA"
+    if name == "linalg_vector_norm" and not (len(node.args) > 1 and node.args[1] > 0):  # type: ignore[operator]
+        return "linalg_vector_norm of this order has no lowering to XLA" if len(node.args) > 1 else ""
     if name == "native_batch_norm" and node.args[5]:
         return "batch norm in training has no lowering to XLA"
     if name in {"index", "index_put"}:

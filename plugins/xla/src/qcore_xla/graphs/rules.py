@@ -378,6 +378,16 @@ def _var(x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False)
     return jnp.var(_wide(x), axis=_axes(dim, x.ndim), ddof=1 if correction is None else correction, keepdims=keepdim)
 
 
+@rule("linalg_vector_norm")
+def _vector_norm(x: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
+    axes, wide = _axes(dim, x.ndim), jnp.abs(_wide(x))
+    if order == 2:
+        return jnp.sqrt(jnp.sum(wide * wide, axis=axes, keepdims=keepdim))
+    if order == math.inf:
+        return jnp.max(wide, axis=axes, keepdims=keepdim)
+    return jnp.sum(wide**order, axis=axes, keepdims=keepdim) ** (1 / order)
+
+
 @rule("cumsum")
 def _cumsum(x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else _wide(x)
