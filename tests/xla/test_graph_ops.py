@@ -152,7 +152,7 @@ def run(function, args, dtype=None):
 
     part = part_of(whole, *tensors)
     called = [node for node in part.nodes if node.target is not operator.getitem]
-    assert not [why for node in called if (why := lowering.why_not(node, "cpu"))]
+    assert not [why for node in called if (why := lowering.why_not(node))]
     values = [jax.numpy.asarray(t.float().numpy(), rules.jax_dtype(t.dtype)) for t in tensors]
     (y,), _ = jax.jit(lowering.lowered(part, "cpu"))(values)
     return y, whole(*tensors), part
@@ -221,5 +221,5 @@ def test_causal_attention():
 ])  # fmt: skip
 def test_what_is_not_lowered_has_a_reason(function, args, reason):
     part = part_of(function, *args)
-    found = " ".join(lowering.why_not(node, "cpu") for node in part.nodes)
+    found = " ".join(lowering.why_not(node) for node in part.nodes)
     assert any(word in found for word in reason.split("|")), found

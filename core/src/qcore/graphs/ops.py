@@ -46,8 +46,8 @@ ELEMENTWISE = (
     "trunc", "remainder", "fmod", "isnan", "isinf", "_to_copy", "clone", "copy",
 )  # fmt: skip
 REDUCTIONS = (
-    "sum", "mean", "amax", "amin", "max", "min", "prod", "any", "argmax", "argmin", "var", "linalg_vector_norm", "cumsum", "_softmax",
-    "_log_softmax", "topk", "sort", "native_layer_norm", "native_group_norm", "native_batch_norm",
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "any", "argmax", "argmin", "var", "cumsum", "_softmax",
+    "linalg_vector_norm", "_log_softmax", "topk", "sort", "native_layer_norm", "native_group_norm", "native_batch_norm",
     "_native_batch_norm_legit_no_training",
 )  # fmt: skip
 PRODUCTS = ("mm", "bmm", "addmm", "convolution", "embedding", "avg_pool2d")

@@ -23,7 +23,7 @@ class XlaGraphs(GraphBackend):
     def why_not(self, node: fx.Node) -> str:
         from . import lowering
 
-        return lowering.why_not(node, node.meta["val"].device.type if hasattr(node.meta.get("val"), "device") else "")
+        return lowering.why_not(node)
 
     def recognizes(self) -> frozenset[str]:
         return frozenset({"attention"})  # keys of grouped heads are read once; XLA fuses the rest

@@ -134,7 +134,7 @@ def _as_torch(y: Any, like: Any) -> Any:
     return y.astype(jax_dtype(like.dtype))
 
 
-def why_not(node: fx.Node, platform: str) -> str:
+def why_not(node: fx.Node) -> str:
     """Why a node cannot be lowered, a sentence; empty if it can."""
     if bad := next((str(t.dtype) for t in _tensors(node) if t.dtype not in _DTYPES), ""):
         return f"it has tensors of {bad}, which XLA programs here do not compute in"
@@ -143,7 +143,7 @@ def why_not(node: fx.Node, platform: str) -> str:
     name = rule_name(node.target)
     if name not in RULES:
         return f"{name} has no lowering to XLA"
-    return _why_not_arguments(name, node, platform)
+    return _why_not_arguments(name, node)
 
 
 _DTYPES = frozenset({
@@ -162,23 +162,31 @@ def _scheme_text(node: fx.Node) -> str:
     return str(node.args[names.index("scheme")]) if "scheme" in names else ""
 
 
-def _why_not_arguments(name: str, node: fx.Node, platform: str) -> str:
+def _why_not_arguments(name: str, node: fx.Node) -> str:
     """Why a rule does not take these arguments."""
-    del platform
-    if name == "convolution" and (node.args[6] or node.args[0].meta["val"].dim() < 3):  # type: ignore[union-attr]
-        return "transposed convolutions have no lowering to XLA"
-    if name == "avg_pool2d" and len(node.args) > 4 and node.args[4]:
-        return "avg_pool2d with ceil_mode has no lowering to XLA"
-    if name == "linalg_vector_norm" and not (len(node.args) > 1 and node.args[1] > 0):  # type: ignore[operator]
-        return "linalg_vector_norm of this order has no lowering to XLA" if len(node.args) > 1 else ""
-    if name == "native_batch_norm" and node.args[5]:
-        return "batch norm in training has no lowering to XLA"
+    args: Any = node.args
+    unsupported: dict[str, Callable[[], Any]] = {
+        "convolution": lambda: args[6] or args[0].meta["val"].dim() < 3,  # transposed, or without a batch
+        "avg_pool2d": lambda: len(args) > 4 and args[4],  # ceil_mode
+        "linalg_vector_norm": lambda: len(args) > 1 and not args[1] > 0,
+        "native_batch_norm": lambda: args[5],  # in training
+    }
+    if unsupported.get(name, lambda: False)():
+        return f"{name} with these arguments has no lowering to XLA: {_UNSUPPORTED[name]}"
     if name in {"index", "index_put"}:
         return _why_not_index(name, node)
-    large = [one for one in node.args if isinstance(one, int) and not isinstance(one, bool) and abs(one) >= 1 << 31]
+    large = [one for one in args if isinstance(one, int) and not isinstance(one, bool) and abs(one) >= 1 << 31]
     if name not in {"slice", "slice_scatter"} and large:
         return f"{large[0]} does not fit the 32 bits in which integers are computed"
     return ""
+
+
+_UNSUPPORTED = {
+    "convolution": "it is transposed, or x has no batch",
+    "avg_pool2d": "ceil_mode",
+    "linalg_vector_norm": "an order that is not positive",
+    "native_batch_norm": "training",
+}
 
 
 def _why_not_index(name: str, node: fx.Node) -> str:
