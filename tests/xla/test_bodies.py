@@ -127,7 +127,7 @@ def temporary_bytes(scheme, rows, n, k):
     data = spec((of.slices, words, of.rows), "int32" if of.bits == 4 else "int8")
     group = parsed.weight.group_size or 0
     call = calls.call_of(torch.device("cpu"), n, k, of.bits, group, 1, "float", False, torch.float32)
-    form = calls._form(call, "cpu")
+    form = calls.form_of(call, "cpu")
     arrays = (spec((rows, of.columns), "float32"), data, spec((of.filled, of.rows), "float32"), None, None)
     compiled = jax.jit(lambda *a: bodies.linear(*a, form=form)).lower(*arrays).compile()
     return compiled.memory_analysis().temp_size_in_bytes

@@ -108,15 +108,15 @@ def test_which_gpus_it_serves(monkeypatch, kinds, cuda, serves):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: kinds[index])
     monkeypatch.setattr(torch.version, "cuda", cuda)
     calls.triton.cache_clear()
-    calls._form.cache_clear()
+    calls.form_of.cache_clear()
     gpu = torch.device("cuda")
     try:
         for bits, activation, wanted in ((4, "float", serves), (8, "float", False), (4, "symmetric", False)):
             call = calls.call_of(gpu, 64, 256, bits, 128, 1, activation, False, torch.bfloat16)
-            assert calls._form(call, "cuda").pallas == wanted
+            assert calls.form_of(call, "cuda").pallas == wanted
     finally:
         calls.triton.cache_clear()
-        calls._form.cache_clear()
+        calls.form_of.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["groups-of-128", "per-channel"])

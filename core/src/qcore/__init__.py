@@ -50,6 +50,7 @@ from .weights.quantizers import quantize
 from .weights.schemes import Scheme
 
 if _TYPE_CHECKING:
+    from . import graphs
     from .checkpoint import convert, load_, save
 
 __all__ = [
@@ -98,6 +99,7 @@ __all__ = [
     "embedding",
     "explain",
     "fuse_",
+    "graphs",
     "grouped_int4",
     "grouped_linear",
     "hookimpl",
@@ -121,6 +123,10 @@ def __getattr__(name: str) -> _Any:
         from . import checkpoint
 
         return getattr(checkpoint, name)
+    if name == "graphs":  # imports torch's compiler
+        from importlib import import_module
+
+        return import_module(".graphs", __name__)
     raise AttributeError(f"module 'qcore' has no attribute {name!r}")
 
 

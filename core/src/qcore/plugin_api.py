@@ -55,6 +55,7 @@ from .formats.bits import has_values
 from .model.selection import Selection
 from .nn.bound import BoundLayer, binding_of, bound_layer, layer_contract
 from .resolving.decision import Decision, format_table
+from .runtime.disk_cache import files_dir
 from .runtime.disk_cache import read as read_record
 from .runtime.disk_cache import write as write_record
 from .weights.activations import (
@@ -75,6 +76,21 @@ if TYPE_CHECKING:
     from .checkpoint.archive import Archive
     from .checkpoint.importers.base import ForeignTensor, ForeignWeight, Importer, LayerRefused, Plan, Source
     from .checkpoint.opening import open_checkpoint
+    from .graphs import (
+        Compiled,
+        GraphBackend,
+        Input,
+        Resident,
+        Role,
+        base_name,
+        bucket,
+        is_whole,
+        scheme_of,
+        torch_compile_backend,
+        version,
+        weight_of,
+    )
+    from .graphs import Part as GraphPart
 
 __all__ = [
     "CONTRACTS",
@@ -95,6 +111,7 @@ __all__ = [
     "Archive",
     "Available",
     "BoundLayer",
+    "Compiled",
     "Conv2dRequest",
     "Decision",
     "DynamicInt8",
@@ -104,9 +121,12 @@ __all__ = [
     "ForeignWeight",
     "Format",
     "FormatError",
+    "GraphBackend",
+    "GraphPart",
     "GroupedLinearRequest",
     "Hardware",
     "Importer",
+    "Input",
     "Kernel",
     "LayerRefused",
     "Layout",
@@ -123,6 +143,8 @@ __all__ = [
     "Rank",
     "Refusal",
     "Request",
+    "Resident",
+    "Role",
     "RowsKernel",
     "ScaleType",
     "Scheme",
@@ -131,8 +153,10 @@ __all__ = [
     "StaticInt8",
     "Unavailable",
     "ZeroPoint",
+    "base_name",
     "binding_of",
     "bound_layer",
+    "bucket",
     "check_image",
     "check_indices",
     "check_offsets",
@@ -141,6 +165,7 @@ __all__ = [
     "convolved_size",
     "define_op",
     "dynamic_parameters",
+    "files_dir",
     "first_line",
     "float_conv2d",
     "format_table",
@@ -148,6 +173,7 @@ __all__ = [
     "has_values",
     "hookimpl",
     "installed_version",
+    "is_whole",
     "laid_out_like",
     "layer_contract",
     "on_pci",
@@ -158,6 +184,10 @@ __all__ = [
     "read_record",
     "registry",
     "runs_now",
+    "scheme_of",
+    "torch_compile_backend",
+    "version",
+    "weight_of",
     "why_not_dtypes",
     "why_not_empty",
     "why_not_encoding",
@@ -170,10 +200,19 @@ _OF_CHECKPOINTS = {
     "Archive": "archive",
     "open_checkpoint": "opening",
 }
+_OF_GRAPHS = {
+    name: name.removeprefix("Graph") if name == "GraphPart" else name
+    for name in (
+        "Compiled", "GraphBackend", "GraphPart", "Input", "Resident", "Role", "base_name", "bucket", "is_whole",
+        "scheme_of", "torch_compile_backend", "version", "weight_of",
+    )
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first access: device plugins read no checkpoints.
+    # Imported on first access: device plugins read no checkpoints, and few run whole graphs.
     if name in _OF_CHECKPOINTS:
         return getattr(import_module(f".checkpoint.{_OF_CHECKPOINTS[name]}", __package__), name)
+    if name in _OF_GRAPHS:
+        return getattr(import_module(".graphs", __package__), _OF_GRAPHS[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,5 @@
 """Plugins: their interface (hooks, kernels, offers), their discovery and their status.
 
-May import: contracts, weights, formats, runtime. Imported by: resolving, fallback, functional, nn, checkpoint, cli,
-testing, plugin_api, `qcore`.
+May import: contracts, weights, formats, runtime. Imported by: resolving, fallback, functional, nn, graphs, checkpoint,
+cli, testing, plugin_api, `qcore`.
 """

@@ -1,6 +1,6 @@
 """Quantized modules: drop-in replacements for `torch.nn.Linear`, `Conv2d`, `Embedding` and fused experts.
 
-May import: functional and the floors below it. Imported by: model, parallel, checkpoint, adapters, hf, testing,
+May import: functional and the floors below it. Imported by: model, parallel, graphs, checkpoint, adapters, hf, testing,
 plugin_api, `qcore`.
 """
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,10 +24,12 @@ from ..functional.autograd import call_differentiably
 from ..functional.checks import check_bias, check_dense, check_first_call, check_out_dtype, check_x_dtype
 from ..resolving.binding import Bound, WeightStore, WeightView, bind, call_first
 from ..resolving.decision import Decision
-from ..runtime.settings import Settings, current, in_force
+from ..runtime.settings import Settings, current
 from ..weights.activations import Activation, OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
+from .bind_settings import BindSettings
+from .graph_ops import captures_layers, emit, layers
 from .offloading import HOOK, attach, moved_to
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,25 +44,6 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-
-
-@dataclass(frozen=True)
-class _BindSettings:
-    """The settings under which a layer is bound: copied with the layer, but not pickled.
-
-    A layer that is read from a pickle is bound under the settings of the process that reads it.
-    """
-
-    settings: Settings | None = None
-
-    def in_force(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.settings is None else in_force(self.settings)
-
-    def __deepcopy__(self, _memo: Any) -> _BindSettings:
-        return self
-
-    def __reduce__(self) -> Any:
-        return _BindSettings, ()
 
 
 class QuantizedModule(nn.Module):
@@ -94,6 +76,7 @@ class QuantizedModule(nn.Module):
         self._primary: Bound | None = None
         self._shown: dict[str, Tensor] = {}
         store.users.add(self)
+        layers.add(self)
         self._bind_primary()
 
     # Overridden by the three modules.
@@ -149,7 +132,7 @@ class QuantizedModule(nn.Module):
 
         Nothing is bound on ``meta``: there is nothing to pack yet.
         """
-        self._bind_settings = _BindSettings(settings or current())
+        self._bind_settings = BindSettings(settings or current())
         # New dictionaries instead of clear(): another thread may be reading the old ones.
         self._primary = None
         self._bounds = {}
@@ -271,6 +254,8 @@ class QuantizedModule(nn.Module):
         bound = self._bounds.get((dtype, False)) or self._primary
         if bound is None:
             raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
+        if captures_layers() and not self._needs_grad(x):
+            return self._emitted(x.to(dtype) if x.is_floating_point() else x, self._out_dtype(dtype), bound, params)
         packed: Any = {key: self._traced(_buffer_name(bound, key), own) for key, own in bound.packed.items()}
         result = self._call(bound, packed, x.to(self._trace_dtype(bound, x)), self._needs_grad(x), params)
         return result.to(self._out_dtype(dtype)) if result.is_floating_point() else result
@@ -279,6 +264,12 @@ class QuantizedModule(nn.Module):
         """Return the dtype of x that a trace passes to the kernel."""
         dtype: torch.dtype = getattr(bound.request, "x_dtype", x.dtype)
         return dtype
+
+    def _emitted(self, x: Tensor, out_dtype: torch.dtype, bound: Bound, params: dict[str, Tensor]) -> Tensor:
+        """The layer as one node of a graph that a graph backend captures."""
+        weight = self._buffers[next(iter(self._shown))]
+        assert weight is not None
+        return emit(bound.request, str(self.scheme), x, weight, self._call_bias(), out_dtype, params)
 
     def _traced(self, name: str, own: Tensor) -> Tensor:
         """Return the buffer of a packed tensor; the tensor itself if a tool has replaced the buffer by another one.
@@ -373,7 +364,8 @@ class QuantizedModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._store.users.add(self)
-        self._bind_primary(state.get("_bind_settings", _BindSettings()).settings)
+        layers.add(self)
+        self._bind_primary(state.get("_bind_settings", BindSettings()).settings)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._follow()

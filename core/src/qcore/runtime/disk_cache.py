@@ -51,6 +51,22 @@ def _user_cache_dir() -> str:
         return "~"
 
 
+def files_dir(name: str) -> Path | None:
+    """A directory for files of a plugin's own, such as compiled programs; None if it cannot be trusted or made.
+
+    Private to the user, like every directory of the cache.
+    """
+    root = cache_dir()
+    if root is None or why_untrusted():
+        return None
+    folder = root / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return None
+    return None if _why_unsafe(folder) else folder
+
+
 def cache_dir_text() -> str:
     """The cache directory as text for people."""
     return str(cache_dir() or "none: there is no home directory")

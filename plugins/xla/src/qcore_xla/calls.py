@@ -101,7 +101,7 @@ def prepared(
     tensors = (
         _filled(x, of, count, native), weight.data, weight.scale, weight.zero, added, weight.sums, padding, *parameters,
     )  # fmt: skip
-    return _body("grouped" if of.heads > 1 else "linear"), _form(call, x.device.type), tensors, fresh
+    return _body("grouped" if of.heads > 1 else "linear"), form_of(call, x.device.type), tensors, fresh
 
 
 def embedding(
@@ -192,7 +192,8 @@ def _mask(of: Plan, device: torch.device) -> Tensor | None:
 
 
 @lru_cache(maxsize=4096)
-def _form(call: Call, kind: str) -> Any:
+def form_of(call: Call, kind: str) -> Any:
+    """The `qcore_xla.bodies.form.Form` of a product on a type of torch device."""
     from .bodies.form import Form
 
     out = call.out_dtype if kind != "cpu" or call.requantize else torch.float32

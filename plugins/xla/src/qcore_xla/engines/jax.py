@@ -44,7 +44,7 @@ class JaxEngine:
                 "this process was forked from one that had used JAX, and JAX does not work after a fork.\n"
                 "Start workers with the 'spawn' method: torch.multiprocessing.set_start_method('spawn')."
             )
-        with _device_of(tensors):
+        with device_of(tensors):
             try:
                 return self._run(function, form, tensors, fresh)
             except Exception:  # noqa: BLE001 - a call that fails for another reason fails again in the retry
@@ -62,10 +62,10 @@ class JaxEngine:
         y = compiled(function, form)(*arrays)
         if tensors[0] is not None and tensors[0].is_cuda:
             return from_dlpack(y)  # makes torch's stream wait for it
-        return _writable(np.asarray(y))  # waits for it
+        return writable(np.asarray(y))  # waits for it
 
 
-def _device_of(tensors: Sequence[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
+def device_of(tensors: Sequence[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
     """The tensors' GPU as torch's current device: torch exports memory of the current device only."""
     first = next(tensor for tensor in tensors if tensor is not None)
     if not first.is_cuda:
@@ -109,7 +109,7 @@ class _Memory:
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
-def _writable(array: Any) -> Tensor:
+def writable(array: Any) -> Tensor:
     """A tensor on the memory of a result, as its only user: DLPack takes 20 us longer."""
     return torch.from_numpy(np.asarray(_Memory(array)))
 

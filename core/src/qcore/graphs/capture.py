@@ -1,0 +1,148 @@
+"""Captures a model for a graph backend: what `torch.compile` calls, and what it gets back.
+
+Dynamo records the model, AOT autograd makes the record functional and decomposes it to the op list, once for each set
+of sizes (each bucket). Only inference is captured.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..errors import QcoreWarning, first_line
+from ..nn.graph_ops import CAPTURES
+from . import programs, states
+from .backends import GraphBackend, Role
+from .explaining import Record, Report, remember
+from .ops import QUANTIZED, decompositions, is_whole
+from .rewriting import keep_whole
+
+_log = logging.getLogger("qcore.graphs")
+
+GRADIENTS = (
+    "graph backends run inference only, and this call needs gradients; call the model under torch.inference_mode() or "
+    "torch.no_grad(), or compile it with another backend for training"
+)
+
+
+def torch_compile_backend(backend: GraphBackend) -> Callable[..., Callable[..., Any]]:
+    """The function that `torch.compile` takes as ``backend=``; name it in the group ``torch_dynamo_backends``."""
+    states.backends[backend.name] = backend
+
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        if options:
+            given = ", ".join(sorted(options))
+            raise TypeError(f"the backend {backend.name!r} takes no mode and no options, but got {given}.")
+        return Captured(module, inputs, backend)
+
+    compile_graph.__name__ = compile_graph.__qualname__ = backend.name
+    setattr(compile_graph, CAPTURES, True)
+    return compile_graph
+
+
+class Captured:
+    """A recorded graph, and a program for each set of its dynamic sizes."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], backend: GraphBackend) -> None:
+        self._module, self._backend = module, backend
+        self._roles = [_role(node) for node in module.graph.find_nodes(op="placeholder")]
+        self._numbers = [i for i, value in enumerate(inputs) if not isinstance(value, Tensor)]
+        self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+        static = [value for value, role in zip(inputs, self._roles, strict=True) if role is not Role.FRESH]
+        self._record = Record([], [weakref.ref(t) for t in static if isinstance(t, Tensor)])
+        remember(self._record)
+        self._recorded = keep_whole(module)
+        self.__name__ = backend.name
+
+    def __call__(self, *values: Any) -> Any:
+        """Run the graph; compiles it first for sizes that it has not met."""
+        key = tuple([values[i] for i in self._numbers])
+        program = self._programs.get(key)
+        if program is None:
+            with self._lock:
+                program = self._programs.get(key) or self._compiled(key, values)
+                self._programs[key] = program
+        return program(*values)
+
+    def _compiled(self, key: tuple[Any, ...], values: Sequence[Any]) -> Callable[..., Any]:
+        report = Report(self._backend.name, tuple(int(number) for number in key))
+        self._record.reports.append(report)
+        why = _why_not(values, self._backend)
+        if why:
+            return self._refuse(report, why)
+        try:
+            return self._lowered(values, report)
+        except Exception as error:  # noqa: BLE001 - a backend's compiler may raise anything
+            _log.debug("compiling for %s failed", self._backend.name, exc_info=True)
+            report.parts, report.host = [], []
+            return self._refuse(report, f"{type(error).__name__}: {first_line(error)}")
+
+    def _given(self, values: Sequence[Any]) -> list[programs.Given]:
+        refs = (weakref.ref(value) if isinstance(value, Tensor) else None for value in values)
+        return [programs.Given(role, ref) for role, ref in zip(self._roles, refs, strict=True)]
+
+    def _refuse(self, report: Report, why: str) -> Callable[..., Any]:
+        report.refused = why
+        warnings.warn(f"{report.backend}: this graph runs in torch: {why}.", QcoreWarning, stacklevel=2)
+        return self._module.forward
+
+    def _lowered(self, values: Sequence[Any], report: Report) -> Callable[..., Any]:
+        from torch._dynamo import disable
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+        from torch._functorch.aot_autograd import aot_module_simplified
+        from torch._guards import tracing
+
+        def compile_inference(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+            places = gm.graph.find_nodes(op="placeholder")
+            # Fewer if AOT autograd has merged arguments that alias each other.
+            whole = len(places) == len(self._roles)
+            given = self._given(values) if whole else [programs.Given(Role.FRESH)] * len(places)
+            return make_boxed_func(programs.build(gm, given, self._backend, report).run)
+
+        def refuse(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+            raise RuntimeError(GRADIENTS)
+
+        # Outside of Dynamo's trace sizes are numbers.
+        with tracing(None), torch.no_grad():
+            run = aot_module_simplified(
+                self._recorded, list(values), fw_compiler=refuse, bw_compiler=refuse,
+                inference_compiler=compile_inference, decompositions=decompositions(),
+                keep_inference_input_mutations=True,
+            )  # fmt: skip
+        return disable(run)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# ruff: noqa: ARG001 - compilers have torch's argument names
+
+
+def _role(node: fx.Node) -> Role:
+    """What a placeholder of a recorded graph is between calls."""
+    if not isinstance(node.meta.get("example_value"), Tensor):
+        return Role.NUMBER
+    users = list(node.users)
+    if users and all(is_whole(user.target) and _stands_for_weight(user, node) for user in users):
+        return Role.WEIGHT
+    static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
+    return Role.STATIC if static else Role.FRESH
+
+
+def _stands_for_weight(user: fx.Node, node: fx.Node) -> bool:
+    names = [argument.name for argument in user.target._schema.arguments]  # type: ignore[union-attr] # noqa: SLF001
+    quantized = user.target._schema.name.partition("::")[2] in QUANTIZED  # type: ignore[union-attr] # noqa: SLF001
+    return quantized and user.args[names.index("weight")] is node
+
+
+def _why_not(values: Sequence[Any], backend: GraphBackend) -> str:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return GRADIENTS
+    devices = dict.fromkeys(tensor.device for tensor in tensors)
+    return " ".join(dict.fromkeys(why for device in devices if (why := backend.why_not_device(device))))

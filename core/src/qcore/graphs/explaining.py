@@ -1,0 +1,152 @@
+"""`explain`: which parts of a compiled model run on the device, what stays on the host, and why."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .backends import Part, Role
+from .ops import base_name
+
+
+@dataclass(frozen=True)
+class HostNode:
+    """A node that torch runs: its op, the reason, and the line of the model that it comes from."""
+
+    op: str
+    reason: str
+    line: str = ""
+
+    @classmethod
+    def of(cls, node: fx.Node, reason: str) -> HostNode:
+        """Describe a node of a captured graph."""
+        lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
+        trace = [line for line in lines if line.strip("^~ ")]  # without the marks under a line
+        return cls(base_name(node.target) or str(node.target), reason, trace[-1] if trace else "")
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """A part that the device runs: how many nodes by op, and its inputs by role."""
+
+    ops: dict[str, int]
+    inputs: dict[str, int]
+
+    @classmethod
+    def of(cls, part: Part) -> PartReport:
+        """Count the nodes and inputs of a part."""
+        ops = Counter(base_name(node.target) or str(node.target) for node in part.nodes)
+        return cls(dict(ops.most_common()), dict(Counter(one.role.value for one in part.inputs)))
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return sum(self.ops.values())
+
+
+@dataclass
+class Report:
+    """One graph for one set of sizes.
+
+    **Fields:** ``backend``; ``sizes``: of its dynamic dimensions; ``parts``: each is one submission per call; ``host``:
+    nodes that torch runs; ``copied``: states that are copied in and out at each call; ``refused``: why the whole graph
+    runs in torch, empty if it does not; ``writes``: how many inputs it mutates.
+    """
+
+    backend: str
+    sizes: tuple[int, ...] = ()
+    parts: list[PartReport] = field(default_factory=list)
+    host: list[HostNode] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
+    refused: str = ""
+    writes: int = 0
+
+    @property
+    def states(self) -> int:
+        """How many tensors are updated in place on the device."""
+        return sum(part.inputs.get(Role.STATE.value, 0) for part in self.parts)
+
+    def __str__(self) -> str:
+        head = f"{self.backend}" + (f", sizes {', '.join(map(str, self.sizes))}" if self.sizes else "")
+        if self.refused:
+            return f"{head}: all in torch: {self.refused}"
+        lines = [f"{head}: {len(self.parts)} part(s) on the device, {len(self.host)} node(s) in torch"]
+        for number, part in enumerate(self.parts):
+            ops = ", ".join(f"{count} {op}" for op, count in part.ops.items())
+            inputs = ", ".join(f"{count} {role}" for role, count in part.inputs.items())
+            lines.append(f"  part {number}: {part.nodes} nodes ({ops}); inputs: {inputs}")
+        for node, count in Counter(self.host).most_common():
+            where = f" [{node.line}]" if node.line else ""
+            lines.append(f"  torch: {count} {node.op}: {node.reason}{where}")
+        lines += [f"  copied in and out at each call: {name}" for name in self.copied]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` returns; ``print`` it, or look at the ``reports``: one per graph and set of sizes."""
+
+    reports: tuple[Report, ...]
+
+    @property
+    def submissions(self) -> int:
+        """Parts of all graphs: with one set of sizes, how often a call of the model goes to the device."""
+        return sum(len(report.parts) for report in self.reports)
+
+    @property
+    def host(self) -> tuple[HostNode, ...]:
+        """Every node that torch runs."""
+        return tuple(node for report in self.reports for node in report.host)
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Why whole graphs run in torch."""
+        return tuple(report.refused for report in self.reports if report.refused)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.reports)) or "no graph was captured yet: call the compiled model first."
+
+
+@dataclass(eq=False)
+class Record:
+    """The reports of one captured graph, and weak references to the parameters and buffers that it reads."""
+
+    reports: list[Report]
+    tensors: list[weakref.ref[Tensor]]
+
+
+_records: weakref.WeakSet[Record] = weakref.WeakSet()
+
+
+def remember(record: Record) -> None:
+    """Let `explain` find a captured graph as long as it lives."""
+    _records.add(record)
+
+
+def explain(compiled: Any = None) -> Explanation:
+    """What runs where, of every graph captured from ``compiled``; None: of every graph of this process.
+
+    ``compiled``: a module, what `torch.compile` made of one, or several in a list. Graphs are found by the parameters
+    and buffers that they read; a graph without any is found with None only.
+    """
+    found = list(_records)
+    if compiled is not None:
+        wanted = _tensors_of(compiled if isinstance(compiled, Sequence) else [compiled])
+        found = [record for record in found if any(id(ref()) in wanted for ref in record.tensors)]
+    return Explanation(tuple(report for record in found for report in record.reports))
+
+
+def _tensors_of(modules: Sequence[Any]) -> set[int]:
+    found: set[int] = set()
+    for module in modules:
+        owner = module if isinstance(module, torch.nn.Module) else getattr(module, "__self__", None)
+        if not isinstance(owner, torch.nn.Module):
+            raise TypeError(f"explain takes modules or their compiled form, not a {type(module).__name__}")
+        found |= {id(tensor) for tensor in (*owner.parameters(), *owner.buffers())}
+    return found

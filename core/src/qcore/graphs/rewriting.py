@@ -1,0 +1,84 @@
+"""Replaces calls that torch would decompose by the ops of `qcore.graphs.ops` that keep them whole.
+
+It runs on the graph that Dynamo has recorded, in which `torch.nn.functional` is still visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+
+def keep_whole(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the recorded graph in which linear, attention and norms call ``torch.ops.qcore_graph``."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        rule = _RULES.get(node.target) if node.op == "call_function" else None
+        made = rule(*node.args, **node.kwargs) if rule is not None else None
+        if made is not None:
+            node.target, node.args, node.kwargs = made[0], made[1], {}
+    return fx.GraphModule(module, graph)
+
+
+_Made = tuple[Any, tuple[Any, ...]] | None
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.qcore_graph, name).default
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> _Made:  # noqa: A002 - torch's name
+    x, w = _value(input), _value(weight)
+    plain = isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor) and w.dim() == 2 and x.dim() > 0
+    return (_op("dense"), (input, weight, bias)) if plain and x.is_floating_point() else None
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
+    scale: Any = None, enable_gqa: Any = False,
+) -> _Made:  # fmt: skip
+    q, k = _value(query), _value(key)
+    if dropout_p != 0.0 or not isinstance(is_causal, bool) or q is None or k is None or q.dim() != 4 or k.dim() != 4:
+        return None
+    if q.shape[0] != k.shape[0] or (not enable_gqa and q.shape[1] != k.shape[1]):
+        return None  # broadcasts
+    return _op("attention"), (query, key, value, attn_mask, is_causal, scale)
+
+
+def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> _Made:  # noqa: A002
+    x = _value(input)
+    if x is None or len(normalized_shape) != 1 or x.dtype != torch.float32:
+        return None  # torch applies the weight before it rounds, and takes the epsilon of x's dtype
+    return _op("rms_norm"), (input, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+
+
+def _layer_norm(
+    input: Any,  # noqa: A002
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: Any = 1e-5,
+    *_rest: Any,
+) -> _Made:
+    if len(normalized_shape) != 1 or _value(input) is None:
+        return None
+    return _op("layer_norm"), (input, weight, bias, eps)
+
+
+_RULES: dict[Any, Callable[..., _Made]] = {
+    F.linear: _linear,
+    F.scaled_dot_product_attention: _attention,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+}

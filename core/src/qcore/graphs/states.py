@@ -1,0 +1,91 @@
+"""States: tensors that a captured graph mutates, above all KV caches, and what torch sees of them.
+
+**The rule.** A state belongs to the device while compiled graphs run, and is never copied between two calls.
+
+* *Reads by torch.* With a backend whose `GraphBackend.defers_writes` is false, a state holds its new values as soon as
+  a call returns (XLA: torch's tensor is given the device's memory). With any other backend, host memory holds the
+  values of the last `synchronize`, which copies back what has changed since; parts of the same graph that run on the
+  host see current values in any case.
+* *Writes by torch* (``cache.zero_()``) are noticed at the next call by the tensor's version counter, which every write
+  through torch's API advances, and replace the device's values. Call `synchronize` before a write to a part of a state
+  if the backend defers writes; otherwise the rest of the state goes back to its values of the last `synchronize`.
+* *Aliases.* A state must own its memory. A tensor whose storage other tensors share is copied in and out at each call
+  (``explain`` says so).
+* *Lifetime.* The device's copy is freed with the tensor.
+
+`Resident` keeps device copies of tensors by identity and version, for weights and states alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from .backends import GraphBackend
+
+T = TypeVar("T")
+
+# ruff: noqa: SLF001 - torch has a tensor's version counter only under a private name
+
+backends: dict[str, GraphBackend] = {}
+"""Every backend of this process, by name."""
+
+
+class Resident(Generic[T]):
+    """Device copies of tensors, each kept as long as its tensor lives, and made again once torch has written to it."""
+
+    def __init__(self, make: Callable[[Tensor], T]) -> None:
+        """``make``: uploads a tensor."""
+        self._make = make
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, T]] = {}
+
+    def get(self, tensor: Tensor) -> T:
+        """The device copy of a tensor."""
+        found = self._known.get(id(tensor))
+        if found is not None and found[0]() is tensor and found[1] == version(tensor):
+            return found[2]
+        return self.put(tensor, self._make(tensor))
+
+    def put(self, tensor: Tensor, value: T) -> T:
+        """Keep ``value`` as the device copy of a tensor in its present version."""
+        key = id(tensor)
+        self._known[key] = (weakref.ref(tensor, partial(self._forget, key)), version(tensor), value)
+        return value
+
+    def peek(self, tensor: Tensor) -> T | None:
+        """The device copy of a tensor if there is one, even if torch has written to the tensor since."""
+        found = self._known.get(id(tensor))
+        return found[2] if found is not None and found[0]() is tensor else None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def _forget(self, key: int, ref: weakref.ref[Tensor]) -> None:
+        found = self._known.get(key)
+        if found is not None and found[0] is ref:  # the id may belong to another tensor by now
+            del self._known[key]
+
+
+def version(tensor: Tensor) -> int:
+    """How often torch has written to a tensor; 0 for inference tensors, whose writes are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def synchronize(tensors: torch.nn.Module | Iterable[Any] | Tensor) -> None:
+    """Bring host memory of states up to date: of a tensor, of tensors, or of all buffers of a module.
+
+    Does nothing for backends that do not defer writes.
+    """
+    if isinstance(tensors, Tensor):
+        tensors = [tensors]
+    elif isinstance(tensors, torch.nn.Module):
+        tensors = [*tensors.buffers(), *tensors.parameters()]
+    found = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    for backend in backends.values():
+        if backend.defers_writes:
+            backend.synchronize(found)

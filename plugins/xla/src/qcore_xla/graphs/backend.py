@@ -1,0 +1,38 @@
+"""The graph backend: what torch finds under the name ``qcore_xla``."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from qcore.plugin_api import Compiled, GraphBackend, GraphPart, torch_compile_backend
+
+from .. import environment
+
+
+class XlaGraphs(GraphBackend):
+    """Each part is one program of XLA, which fuses by itself."""
+
+    name = "qcore_xla"
+
+    def why_not_device(self, device: torch.device) -> str:
+        if device.type not in {"cpu", "cuda"}:
+            return f"qcore_xla compiles graphs of tensors on cpu and cuda, not on {device}"
+        return environment.why_not(device.type)
+
+    def why_not(self, node: fx.Node) -> str:
+        from . import lowering
+
+        return lowering.why_not(node)
+
+    def recognizes(self) -> frozenset[str]:
+        return frozenset({"attention"})  # keys of grouped heads are read once; XLA fuses the rest
+
+    def compile(self, part: GraphPart) -> Compiled:
+        from .program import Program
+
+        return Program(part)
+
+
+qcore_xla = torch_compile_backend(XlaGraphs())
+"""What `torch.compile` calls: the entry point of the group ``torch_dynamo_backends``."""

@@ -1,0 +1,196 @@
+"""A part of a captured graph as one function of JAX arrays."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import Array
+from torch import Tensor, fx
+
+from qcore.plugin_api import GraphPart, base_name, is_whole
+
+from . import (
+    products,  # noqa: F401 - registers rules
+    quantized,
+)
+from .quantized import Layer
+from .rules import RULES, jax_dtype
+
+Flags = list[Array]
+"""Booleans of a program, true if an index is out of range."""
+
+
+def rule_name(target: Any) -> str:
+    """The name of an op in `RULES`."""
+    name = base_name(target)
+    return f"qcore_graph.{name}" if is_whole(target) else name
+
+
+def layer_of(node: fx.Node, platform: str) -> Layer | None:
+    """How the quantized layer of a node is packed; None for other nodes."""
+    if not is_whole(node.target):
+        return None
+    name, args = base_name(node.target), node.args
+    x = args[0].meta["val"] if isinstance(args[0], fx.Node) else None
+    if name == "embedding":
+        return quantized.layer(name, 0, args[3], args[2], 1, 0, platform)  # type: ignore[arg-type]
+    if name == "linear":
+        return quantized.layer(name, args[4], x.shape[-1], args[3], 1, 0, platform)  # type: ignore[union-attr, arg-type]
+    if name == "grouped_linear":
+        experts = args[1].meta["val"].shape[0]  # type: ignore[union-attr]
+        return quantized.layer(name, args[5], x.shape[-1], args[4], 1, experts, platform)  # type: ignore[union-attr, arg-type]
+    if name == "conv2d":
+        kernel, groups = args[5], args[9]
+        k = kernel[0] * kernel[1] * x.shape[1] // groups  # type: ignore[index, operator, union-attr]
+        return quantized.layer(name, args[4], k, args[3], groups, 0, platform)  # type: ignore[arg-type]
+    return None
+
+
+def lowered(part: GraphPart, platform: str) -> Callable[[Sequence[Any]], tuple[list[Any], Array | None]]:
+    """``part`` as a function of one value per input: its outputs, and whether an index was out of range.
+
+    A value is an array; for the weight of a quantized layer its arrays by `Layer`; a number stays a number.
+    """
+    nodes = list(part.graph.graph.nodes)
+    constants = {
+        node: getattr(part.graph, str(node.target)).numpy(force=True) for node in nodes if node.op == "get_attr"
+    }
+
+    def run(values: Sequence[Any]) -> tuple[list[Any], Array | None]:
+        flags: Flags = []
+        known: dict[fx.Node, Any] = {}
+        given = iter(values)
+        for node in nodes:
+            if node.op == "placeholder":
+                known[node] = next(given)
+            elif node.op == "get_attr":
+                known[node] = jnp.asarray(constants[node])
+            elif node.op == "call_function":
+                args = fx.node.map_arg(node.args, known.__getitem__)
+                kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
+                known[node] = _call(node, args, kwargs, platform, flags)
+        outputs = [known[node] for node in part.outputs]
+        bad = None if not flags else jnp.any(jnp.stack(flags))
+        return outputs, bad
+
+    return run
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any, platform: str, flags: Flags) -> Any:
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    layer = layer_of(node, platform)
+    y = RULES[rule_name(node.target)](*args, **kwargs) if layer is None else _quantized(layer, args, flags)
+    if layer is None:
+        _check_indices(node, args, flags)
+    return _as_torch(y, node.meta["val"])
+
+
+def _quantized(layer: Layer, args: Any, flags: Flags) -> Any:
+    if layer.kind == "embedding":
+        indices, weight, _, _, dtype = args
+        flags.append(_outside(indices, weight[layer]["data"].shape[0]))
+        return quantized.gathered(indices, weight[layer], layer, dtype)
+    if layer.kind == "grouped_linear":
+        x, ends, weight, bias, _, _, dtype = args
+        return quantized.by_experts(x, ends, weight[layer], bias, layer, dtype)
+    if layer.kind == "conv2d":
+        x, weight, bias, _, _, kernel, stride, padding, dilation, _, dtype = args
+        return quantized.convolved(x, weight[layer], bias, layer, dtype, kernel, stride, padding, dilation)
+    x, weight, bias, _, _, dtype = args
+    return quantized.dense_rows(x, weight[layer], bias, layer, dtype)
+
+
+def _check_indices(node: fx.Node, args: Any, flags: Flags) -> None:
+    """Note indices out of range where torch would raise."""
+    name = rule_name(node.target)
+    if name == "embedding":
+        flags.append(_outside(args[1], args[0].shape[0]))
+    elif name in {"index_copy", "index_select"}:
+        flags.append(_outside(args[2], args[0].shape[args[1]]))
+    elif name in {"index", "index_put"}:
+        for dim, index in enumerate(args[1]):
+            if index is not None and index.dtype != jnp.bool_:
+                flags.append(_outside(index, args[0].shape[dim], negative=True))
+
+
+def _outside(indices: Array, size: int, negative: bool = False) -> Array:
+    return jnp.any((indices < (-size if negative else 0)) | (indices >= size))
+
+
+def _as_torch(y: Any, like: Any) -> Any:
+    """The results with the dtypes that torch gives them."""
+    if isinstance(like, (tuple, list)):
+        return tuple(_as_torch(one, of) for one, of in zip(y, like, strict=False))
+    if not isinstance(like, Tensor):
+        return y
+    y = jnp.asarray(y)
+    assert y.shape == tuple(like.shape), (y.shape, tuple(like.shape))
+    return y.astype(jax_dtype(like.dtype))
+
+
+def why_not(node: fx.Node) -> str:
+    """Why a node cannot be lowered, a sentence; empty if it can."""
+    if bad := next((str(t.dtype) for t in _tensors(node) if t.dtype not in _DTYPES), ""):
+        return f"it has tensors of {bad}, which XLA programs here do not compute in"
+    if is_whole(node.target) and (layer := _scheme_text(node)):
+        return quantized.why_not_scheme(layer)
+    name = rule_name(node.target)
+    if name not in RULES:
+        return f"{name} has no lowering to XLA"
+    return _why_not_arguments(name, node)
+
+
+_DTYPES = frozenset({
+    torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
+    torch.bool,
+})  # fmt: skip
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
+    return [leaf for leaf in jax.tree.leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _scheme_text(node: fx.Node) -> str:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr] # noqa: SLF001
+    return str(node.args[names.index("scheme")]) if "scheme" in names else ""
+
+
+def _why_not_arguments(name: str, node: fx.Node) -> str:
+    """Why a rule does not take these arguments."""
+    args: Any = node.args
+    unsupported: dict[str, Callable[[], Any]] = {
+        "convolution": lambda: args[6] or args[0].meta["val"].dim() < 3,  # transposed, or without a batch
+        "avg_pool2d": lambda: len(args) > 4 and args[4],  # ceil_mode
+        "linalg_vector_norm": lambda: len(args) > 1 and not args[1] > 0,
+        "native_batch_norm": lambda: args[5],  # in training
+    }
+    if unsupported.get(name, lambda: False)():
+        return f"{name} with these arguments has no lowering to XLA: {_UNSUPPORTED[name]}"
+    if name in {"index", "index_put"}:
+        return _why_not_index(name, node)
+    large = [one for one in args if isinstance(one, int) and not isinstance(one, bool) and abs(one) >= 1 << 31]
+    if name not in {"slice", "slice_scatter"} and large:
+        return f"{large[0]} does not fit the 32 bits in which integers are computed"
+    return ""
+
+
+_UNSUPPORTED = {
+    "convolution": "it is transposed, or x has no batch",
+    "avg_pool2d": "ceil_mode",
+    "linalg_vector_norm": "an order that is not positive",
+    "native_batch_norm": "training",
+}
+
+
+def _why_not_index(name: str, node: fx.Node) -> str:
+    for index in node.args[1]:  # type: ignore[union-attr]
+        if isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.bool, torch.uint8):
+            return f"{name} by a mask gives a size that depends on values"
+    return ""

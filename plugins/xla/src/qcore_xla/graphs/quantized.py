@@ -1,0 +1,245 @@
+"""Quantized layers inside a program: the plugin's own bodies, with x padded and y cropped in the program.
+
+`Layer` describes a layer without its weight, so that layers of one kind and shape share a program; `packed` gives the
+arrays of the weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from jax import Array, lax
+from torch import Tensor
+
+from qcore import Format, QTensor, Scheme
+from qcore.plugin_api import given_numbers
+
+from .. import ops, packing, tables
+from ..bodies.embedding import embedding
+from ..bodies.form import Form
+from ..bodies.linear import grouped, linear
+from ..calls import bucket, call_of, form_of
+from ..packing import Plan
+from ..tables import TablePlan
+
+Arrays = dict[str, Any]
+"""A packed weight: ``data``, ``scale``, and ``zero`` and ``sums`` if there are any."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How the weight of a quantized layer is packed and multiplied on a platform.
+
+    **Fields:** ``kind``: the contract; ``n``, ``k``: of the weight; ``scheme``; ``heads``: channel groups of a
+    convolution; ``experts``: E of a grouped linear layer, 0 for others; ``platform``: a type of torch device.
+    """
+
+    kind: str
+    n: int
+    k: int
+    scheme: Scheme
+    heads: int
+    experts: int
+    platform: str
+
+    @property
+    def format(self) -> Format:
+        """The format of the weight."""
+        return self.scheme.weight
+
+    @property
+    def activation(self) -> str:
+        """See `qcore_xla.bodies.form`."""
+        return ops.flat(self.scheme.activation, self.scheme.output)[0]
+
+    @property
+    def plan(self) -> Plan:
+        """The layout of a weight for products."""
+        plan: Plan = self._call(torch.float32).plan
+        return plan
+
+    @property
+    def table(self) -> TablePlan:
+        """The layout of an embedding table, whose number of rows is not part of the layout."""
+        return tables.table_plan(0, self.k, self.format.bits, self.format.group_size)
+
+    @property
+    def sums(self) -> bool:
+        """Whether sums of codes are packed: activations have zero points."""
+        return self.activation in {"asymmetric", "given"}
+
+    def _call(self, out_dtype: torch.dtype) -> Any:
+        device, bits, group = torch.device(self.platform), self.format.bits, self.format.group_size or 0
+        requantize = self.scheme.output is not None
+        return call_of(device, self.n, self.k, bits, group, self.heads, self.activation, requantize, out_dtype)
+
+    def form(self, out_dtype: torch.dtype) -> Form:
+        """The form of the body."""
+        made: Form = form_of(self._call(out_dtype), self.platform)
+        return made
+
+    def pack(self, weight: QTensor) -> dict[str, Tensor]:
+        """The arrays' tensors, experts stacked along a first dimension."""
+        if self.kind == "embedding":
+            return tables.pack_table(weight, replace(self.table, v=weight.shape[0]))
+        if weight.order is not None:
+            return {**self.pack(weight.derived(order=None)), "order": weight.order.to(torch.int32)}
+        if not self.experts:
+            return packing.pack(weight, self.plan, sums=self.sums)
+        parts = [packing.pack(weight[e], self.plan, sums=self.sums) for e in range(len(weight))]
+        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+@lru_cache(maxsize=1024)
+def layer(kind: str, n: int, k: int, scheme: str, heads: int, experts: int, platform: str) -> Layer:
+    """A `Layer` by the text of its scheme."""
+    return Layer(kind, n, k, Scheme.parse(scheme), heads, experts, platform)
+
+
+def _filled(x: Array, of: Plan, count: int) -> Array:
+    """Pad x ``(..., M, K)`` with 0 to the shape that the product takes, ``(..., count, columns)``."""
+    lead, rows = x.shape[:-2], count - x.shape[-2]
+    if of.dense:
+        return _zeros_around(x, rows, of.columns - of.k)
+    x = _zeros_around(x, rows, of.groups * of.group - of.k).reshape(*lead, count, of.groups, of.group)
+    return _zeros_around(x, of.filled - of.groups, of.width - of.group).reshape(*lead, count, of.columns)
+
+
+def _zeros_around(x: Array, rows: int, columns: int) -> Array:
+    if not (rows or columns):
+        return x
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 2) + [(0, rows, 0), (0, columns, 0)])
+
+
+def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype) -> Array:
+    """``A(x) @ W^T + bias``: x ``(M, K)`` to ``(M, N)``, or ``(H, M, K)`` to ``(H, M, N/H)`` for channel groups."""
+    plan, form, rows = of.plan, of.form(out_dtype), x.shape[-2]
+    if "order" in weight:  # GPTQ's act-order: the stored columns are in another order than x's
+        x = jnp.take(x, weight["order"], axis=-1)
+    if of.platform == "cpu" and x.dtype != jnp.int8:
+        x = x.astype(jnp.float32)
+    # Padding to 4 rows serves int8 products only; 1 row of floats takes two thirds of the time of 4.
+    filled = _filled(x, plan, bucket(rows, 1 if plan.by_rows or of.activation == "float" else 4))
+    mask = None
+    if weight.get("sums") is not None and weight.get("zero") is not None and plan.columns != plan.k:
+        mask = _filled(jnp.ones((1, plan.k), jnp.int8), plan, 1)[0]
+    numbers = [*given_numbers(of.scheme.activation), *given_numbers(of.scheme.output)]
+    given = [None if one is None else jnp.full((1,), float(one), jnp.float32) for one in numbers]
+    if numbers[0] is None:
+        given[1] = None
+    if numbers[2] is None:
+        given[3] = None
+    padded = None if bias is None else _bias(bias, plan)
+    body = grouped if plan.heads > 1 else linear
+    parts = (weight["data"], weight["scale"], weight.get("zero"), padded, weight.get("sums"), mask, *given)
+    y = body(filled, *parts, form=form)
+    n = plan.n // plan.heads
+    return y[..., :rows, :n]
+
+
+def _bias(bias: Array, plan: Plan) -> Array:
+    split = bias.astype(jnp.float32).reshape(plan.heads, -1)
+    split = _zeros_around(split, 0, plan.rows - split.shape[1])
+    return split if plan.heads > 1 else split[0]
+
+
+def dense_rows(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype) -> Array:
+    """A linear layer: x ``(..., K)`` to ``(..., N)``."""
+    lead = x.shape[:-1]
+    return product(x.reshape(-1, of.k), weight, bias, of, out_dtype).reshape(*lead, of.n)
+
+
+def gathered(indices: Array, weight: Arrays, of: Layer, out_dtype: torch.dtype) -> Array:
+    """Rows of a table: indices of any shape to ``(*indices.shape, D)``."""
+    table = of.table
+    form = Form(out_dtype="float32" if of.platform == "cpu" else str(out_dtype).removeprefix("torch."))
+    flat = indices.reshape(-1).astype(jnp.int32)
+    rows = embedding(flat, weight["data"], weight["scale"], weight.get("zero"), form=form)
+    if table.width != table.group and table.groups > 1:
+        rows = rows.reshape(-1, table.groups, table.width)[:, :, : table.group].reshape(flat.shape[0], -1)
+    return rows[:, : table.d].reshape(*indices.shape, table.d)
+
+
+def convolved(
+    x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype,
+    kernel: Any, stride: Any, padding: Any, dilation: Any,
+) -> Array:  # fmt: skip
+    """A convolution of x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)``: a product of columns in (KH, KW, IC) order."""
+    batch, channels, _, _ = x.shape
+    filling = given_numbers(of.scheme.activation)[1] if x.dtype == jnp.int8 else 0
+    (ph, pw), image = padding, jnp.moveaxis(x, 1, -1)
+    image = lax.pad(image, jnp.asarray(filling, x.dtype), [(0, 0, 0), (ph, ph, 0), (pw, pw, 0), (0, 0, 0)])
+    height, width = image.shape[1:3]
+    spans = [(kernel[i] - 1) * dilation[i] + 1 for i in (0, 1)]
+    oh, ow = (height - spans[0]) // stride[0] + 1, (width - spans[1]) // stride[1] + 1
+    windows = [
+        lax.slice(
+            image,
+            (0, i * dilation[0], j * dilation[1], 0),
+            (batch, i * dilation[0] + (oh - 1) * stride[0] + 1, j * dilation[1] + (ow - 1) * stride[1] + 1, channels),
+            (1, stride[0], stride[1], 1),
+        )
+        for i in range(kernel[0])
+        for j in range(kernel[1])
+    ]
+    heads = of.heads
+    columns = jnp.stack(windows, axis=3).reshape(batch * oh * ow, len(windows), heads, channels // heads)
+    columns = jnp.moveaxis(columns, 2, 0).reshape(heads, batch * oh * ow, of.k)
+    y = product(columns if heads > 1 else columns[0], weight, bias, of, out_dtype)
+    y = jnp.moveaxis(y, 0, 1).reshape(-1, of.n) if heads > 1 else y
+    return jnp.moveaxis(y.reshape(batch, oh, ow, of.n), -1, 1)
+
+
+_FEW = 4
+"""Up to this many rows per expert, rows are multiplied one by one, each with its own expert's weight."""
+
+
+def by_experts(x: Array, ends: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype) -> Array:
+    """Rows x ``(T, K)``, sorted by expert, each with its expert's weight; rows after the last end give 0."""
+    rows = x.shape[0]
+    positions = lax.iota(jnp.int32, rows)
+    expert = jnp.sum(positions[:, None] >= ends[None, :].astype(jnp.int32), axis=1)  # E: none
+    if rows <= _FEW * of.experts:
+        return _row_by_row(x, expert, weight, bias, of, out_dtype)
+
+    def step(y: Array, part: tuple[Array, Arrays, Array | None]) -> tuple[Array, None]:
+        number, own, added = part
+        return jnp.where((expert == number)[:, None], product(x, own, added, of, out_dtype), y), None
+
+    start = jnp.zeros((rows, of.n), product(x[:1], _at(weight, 0), None, of, out_dtype).dtype)
+    numbers = lax.iota(jnp.int32, of.experts)
+    y: Array = lax.scan(step, start, (numbers, weight, bias))[0]
+    return y
+
+
+def _at(weight: Arrays, expert: Any) -> Arrays:
+    return {name: lax.dynamic_index_in_dim(array, expert, 0, keepdims=False) for name, array in weight.items()}
+
+
+def _row_by_row(
+    x: Array, expert: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype
+) -> Array:
+    def one(part: tuple[Array, Array]) -> Array:
+        row, number = part
+        at = jnp.minimum(number, of.experts - 1)
+        added = None if bias is None else lax.dynamic_index_in_dim(bias, at, 0, keepdims=False)
+        y = product(row[None], _at(weight, at), added, of, out_dtype)[0]
+        return jnp.where(number < of.experts, y, jnp.zeros((), y.dtype))
+
+    y: Array = lax.map(one, (x, expert))
+    return y
+
+
+def why_not_scheme(text: str) -> str:
+    """Why the bodies do not run a scheme; empty if they do."""
+    scheme = Scheme.parse(text)
+    form = scheme.weight
+    if form.dtype not in {"int4", "int8"} or str(form.scale) not in {"ScaleType.FLOAT", "float"}:
+        return f"{text}: qcore-xla multiplies int4 and int8 weights"
+    if scheme.activation is not None and type(scheme.activation).__name__ not in {"DynamicInt8", "StaticInt8"}:
+        return f"{text}: qcore-xla takes float and int8 activations"
+    return ""

@@ -1,0 +1,95 @@
+"""States of programs, above all KV caches: arrays that torch's tensors share the memory of.
+
+XLA updates in place what a caller donates, but only memory of its own. So a state's first use copies its values to an
+array, and gives the torch tensor that memory: from then on both see the same bytes, before and after each call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch import Tensor
+
+_FREE = 2
+"""References to a storage that nothing shares: the tensor's and the one that counts."""
+
+
+class State:
+    """The array of one state, replaced by the program's result after each call."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.array = jax.device_put(_numpy_or_array(tensor), may_alias=False)
+        self.array.block_until_ready()
+        self.pointer = self.array.unsafe_buffer_pointer()
+        _adopt(tensor, self)
+
+    def replace(self, array: Any, tensor: Tensor) -> None:
+        """Take the result of a call, which XLA has written to the same memory unless it could not."""
+        self.array = array
+        if array.unsafe_buffer_pointer() != self.pointer:
+            self.pointer = array.unsafe_buffer_pointer()
+            _adopt(tensor, self)
+
+
+def why_not(tensor: Tensor) -> str:
+    """Why a tensor cannot share an array's memory, a sentence; empty if it can."""
+    storage = tensor.untyped_storage()
+    if tensor.dtype == torch.int64:
+        return "integers of 64 bits are 32 bits wide in XLA"
+    if tensor.is_cuda:
+        return "on GPUs states are copied"
+    if not tensor.is_contiguous() or storage.nbytes() != tensor.nbytes:
+        return "it does not own its memory"
+    if torch._C._storage_Use_Count(storage._cdata) > _FREE:  # noqa: SLF001
+        return "other tensors share its memory"
+    return ""
+
+
+def _numpy_or_array(tensor: Tensor) -> Any:
+    if tensor.dtype == torch.bfloat16:
+        return jax.dlpack.from_dlpack(tensor.detach())
+    return tensor.detach().numpy()
+
+
+class _Memory:
+    """The memory of a state for NumPy, which keeps the state's array alive as long as a tensor uses it."""
+
+    def __init__(self, state: State, tensor: Tensor) -> None:
+        self.owner = state
+        self.__array_interface__ = {
+            "data": (state.pointer, False), "shape": (tensor.nbytes,), "typestr": "|u1", "version": 3,
+        }  # fmt: skip
+
+
+def _adopt(tensor: Tensor, state: State) -> None:
+    """Give ``tensor`` the memory of ``state``."""
+    flat = torch.from_numpy(np.asarray(_Memory(state, tensor))).view(tensor.dtype).view(tensor.shape)
+    with torch.no_grad():
+        tensor.set_(flat)  # type: ignore[call-overload]
+
+
+class States:
+    """States by tensor, held as long as the tensor lives."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], State]] = {}
+
+    def get(self, tensor: Tensor) -> State | None:
+        """The state of a tensor, made at its first use; None if its memory cannot be shared."""
+        found = self._known.get(id(tensor))
+        if found is not None and found[0]() is tensor and found[1].pointer == tensor.data_ptr():
+            return found[1]
+        if why_not(tensor):
+            return None
+        key, state = id(tensor), State(tensor)
+        self._known[key] = (weakref.ref(tensor, lambda ref: self._forget(key, ref)), state)
+        return state
+
+    def _forget(self, key: int, ref: weakref.ref[Tensor]) -> None:
+        found = self._known.get(key)
+        if found is not None and found[0] is ref:  # the id may belong to another tensor by now
+            del self._known[key]

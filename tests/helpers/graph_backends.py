@@ -1,0 +1,61 @@
+"""A graph backend that runs parts in torch, and `part_of`: one op or function as a part, without `torch.compile`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from qcore.graphs import GraphBackend, Input, Part, Role, base_name, torch_compile_backend
+from qcore.graphs.ops import decompositions
+
+
+class TorchParts(GraphBackend):
+    """Runs each part as it is; ``refused``: names of ops that it does not run."""
+
+    name = "torch_parts"
+
+    def __init__(self, refused=(), recognized=(), fewest=1, fails=False):
+        self.refused, self.recognized, self.fewest, self.fails = refused, recognized, fewest, fails
+        self.parts = []
+
+    def why_not(self, node):
+        name = base_name(node.target)
+        return f"no kernel for {name}" if name in self.refused else ""
+
+    def recognizes(self):
+        return frozenset(self.recognized)
+
+    def fewest_nodes(self):
+        return self.fewest
+
+    def compile(self, part):
+        if self.fails:
+            raise ValueError("the device is on fire\nand more")
+        self.parts.append(part)
+
+        def run(values):
+            assert len(values) == len(part.inputs)
+            outputs = part.graph(*values)
+            for place, at in part.updates.items():
+                values[place].copy_(outputs[at])
+            return [outputs[at] for at in part.returned]
+
+        return run
+
+    def compiled(self, model, **kwargs):
+        """``torch.compile`` with this backend."""
+        return torch.compile(model, backend=torch_compile_backend(self), **kwargs)
+
+
+def part_of(function, *args):
+    """``function`` of tensors, decomposed to the op list, as a part whose inputs are all fresh."""
+    module = make_fx(function, decomposition_table=decompositions())(*args)
+    output = module.graph.output_node()
+    if not isinstance(output.args[0], (tuple, list)):
+        output.args = ((output.args[0],),)
+        module.recompile()
+    places = module.graph.find_nodes(op="placeholder")
+    given = tuple(Input(place.name, Role.FRESH, place.meta["val"]) for place in places)
+    device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+    return Part(module, given, {}, device)
