@@ -15,6 +15,10 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
+from qcore_triton.weights import INTEGER
+
 from .problem import GemmProblem
 
 
@@ -55,14 +59,27 @@ def forms(problem: GemmProblem) -> Iterator[str]:
     """The names of tables that apply to a problem: its own, then those of weights that cost about as much.
 
     Such as ``w4-g32-int``: bits, columns of a group (at most 128; per channel without), zero points of the weight; for
-    int8 activations ``-xz`` if they have zero points.
+    int8 activations ``-xz`` if they have zero points. Tables have their element for bits, and numbers with an exponent
+    as scales are added, ``we2m1-g32-e8m0``; what was not measured costs about as much as integers do.
     """
+    yield from _forms_of_tables(problem)
     zeros = {0: ("", "-int"), 1: ("-int", ""), 2: ("-int", "")}[problem.zero]
     moved = ("-xz", "") if problem.x_zero else ("", "-xz")
     for size in _sizes(problem):
         for zero in zeros:
             for x_zero in moved:
                 yield f"w{problem.bits}{size}{zero}{x_zero}"
+
+
+def _forms_of_tables(problem: GemmProblem) -> Iterator[str]:
+    """The names of an element's own tables: with its own kind of scales, then with any."""
+    if problem.element == INTEGER:
+        return
+    element = "t4" if problem.rounded else problem.element
+    sizes = ("-g16", "-g32") if problem.halves else _sizes(problem)
+    kinds = {torch.uint8: "-e8m0", torch.int8: "-e4m3"}
+    for kind in dict.fromkeys((kinds.get(problem.scale, ""), "", "-e8m0", "-e4m3")):
+        yield from (f"w{element}{size}{kind}" for size in sizes)
 
 
 def _sizes(problem: GemmProblem) -> tuple[str, ...]:

@@ -6,8 +6,20 @@ from functools import lru_cache
 
 import torch
 
-from qcore.plugin_api import AnyRequest, first_line, why_not_dtypes, why_not_empty, why_not_encoding
-from qcore_triton.packing import why_not_group
+from qcore import DynamicFP8, FormatError, StaticFP8
+from qcore.plugin_api import (
+    AnyRequest,
+    DynamicInt8,
+    EmbeddingRequest,
+    Format,
+    LinearRequest,
+    StaticInt8,
+    first_line,
+    why_not_dtypes,
+    why_not_empty,
+    why_not_encoding,
+)
+from qcore_triton.packing import element_text, why_not_group
 
 from .probe import triton_fault
 
@@ -38,4 +50,25 @@ def why_not_device(device: torch.device) -> str:
 
 
 def _why_not_weight(request: AnyRequest) -> str:
-    return why_not_empty(request) or why_not_encoding(request) or why_not_group(request.weight)
+    return why_not_empty(request) or _why_not_encoding(request) or why_not_group(request.weight)
+
+
+def _why_not_encoding(request: AnyRequest) -> str:
+    """Why an element, its scales or activations have no kernel: tables have some for linear layers and embeddings."""
+    weight, activation = request.weight, getattr(request, "activation", None)
+    tables = not weight.element.is_integer or isinstance(activation, (DynamicFP8, StaticFP8))
+    if not tables or not isinstance(request, (LinearRequest, EmbeddingRequest)):
+        return why_not_encoding(request)
+    if isinstance(activation, (DynamicInt8, StaticInt8)):
+        return f"{weight.dtype} weights have no kernel with int8 activations; use fp8 ones, or float ones (a16)."
+    return _why_not_element(weight)
+
+
+def _why_not_element(weight: Format) -> str:
+    if weight.element.is_integer and weight.dtype not in ("int4", "int8"):
+        return f"{weight.dtype} weights have no kernel here (only int4 and int8); torch ops run this layer."
+    try:
+        element_text(weight)
+    except FormatError as error:
+        return f"{first_line(error)} Torch ops run this layer."
+    return ""

@@ -25,5 +25,5 @@ class CudaEmbedding(PackedKernel):
         """Indices x, int32 or int64 of any shape, to ``(*x.shape, D)``."""
         del bias  # an embedding has none
         call = ops.embedding if runs_now(x) else ops.op_embedding
-        zero = packed.get("zero")
-        return call(x, packed["data"], packed["scale"], zero, self.n, self.k, self.bits, self.group, self.out_dtype)
+        parts = packed["data"], packed["scale"], packed.get("zero"), packed.get("factor")
+        return call(x, *parts, *self.sizes, self.element, self.out_dtype)

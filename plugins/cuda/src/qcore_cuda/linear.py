@@ -1,4 +1,4 @@
-"""The kernels of the contract ``linear``: ``cuda.w4a16``, ``cuda.w8a16``, ``cuda.w4a8``, ``cuda.w8a8``."""
+"""The kernels of the contract ``linear``: ``cuda.w4a16``, ``cuda.wfp8a16``, ``cuda.w8a8``, ``cuda.wfp8afp8``, ..."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore import LinearRequest, ZeroPoint
-from qcore.plugin_api import Packed, RowsKernel, runs_now
+from qcore import DynamicFP8, LinearRequest, StaticFP8, ZeroPoint
+from qcore.plugin_api import Packed, RowsKernel, given_numbers, runs_now
 from qcore_triton.codes import numbers_of
-from qcore_triton.packing import PackedKernel
+from qcore_triton.packing import PackedKernel, weight_of
 from qcore_triton.weights import Weight
 
 from . import ops
@@ -25,11 +25,14 @@ class _Linear(PackedKernel, RowsKernel):
     """
 
     def __init__(self, request: LinearRequest, kind: str, numbers: tuple[Any, ...], *, sums: bool = False) -> None:
-        super().__init__(f"cuda.w{request.weight.bits}{kind}", request.weight, request.n, request.k, sums=sums)
+        element = request.weight.element
+        name = f"cuda.w{element.bits if element.is_integer else element.name}{kind}"
+        super().__init__(name, request.weight, request.n, request.k, sums=sums)
         self.out_dtype = request.out_dtype
         self._constants = (*self.sizes, *numbers, request.out_dtype)
         zero = () if self.format.zero is ZeroPoint.NONE else ("zero",)
-        self._parts = itemgetter("data", "scale", *zero, *(("sums",) if sums else ()))
+        factor = ("factor",) if self.format.scale.has_global else ()
+        self._parts = itemgetter("data", "scale", *zero, *factor, *(("sums",) if sums else ()))
         self._replays = replays(self.name, self.format, *self._constants)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
@@ -54,11 +57,13 @@ class FloatLinear(_Linear):
 
     def __init__(self, request: LinearRequest) -> None:
         super().__init__(request, "a16", ())
+        self._arguments = (*self.sizes, self.element, request.out_dtype)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         del given  # float activations have no parameters
         call = ops.linear_a16 if runs_now(x) else ops.op_linear_a16
-        return call(x, packed["data"], packed["scale"], packed.get("zero"), bias, *self._constants)
+        parts = packed["data"], packed["scale"], packed.get("zero"), bias, packed.get("factor")
+        return call(x, *parts, *self._arguments)
 
     def tune(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> None:
         """Measure every configuration for this number of rows; the fastest is used from now on."""
@@ -66,10 +71,25 @@ class FloatLinear(_Linear):
         from .tuning import tune_float
 
         with ops.device_guard(x):
-            tune_float(x.reshape(-1, self.k), self._weight(packed), bias, self.out_dtype)
+            weight = weight_of(packed, self.format, self.n, self.k)
+            tune_float(x.reshape(-1, self.k), weight, bias, self.out_dtype)
 
-    def _weight(self, packed: Packed) -> Weight:
-        return Weight(packed["data"], packed["scale"], packed.get("zero"), *self.sizes)
+
+class FP8Linear(_Linear):
+    """Activations in e4m3, quantized at run time or by a given scale: float32 sums, rounded once to ``out_dtype``."""
+
+    def __init__(self, request: LinearRequest) -> None:
+        activation = request.activation
+        group = activation.group or 0 if isinstance(activation, DynamicFP8) else 0
+        numbers = (0 if group >= request.k else group, given_numbers(activation)[0])
+        super().__init__(request, "afp8", numbers)
+        self._arguments = (*self.sizes, self.element, *numbers, request.out_dtype)
+
+    def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
+        del given  # a scale is a number of the request
+        call = ops.linear_afp8 if runs_now(x) else ops.op_linear_afp8
+        parts = packed["data"], packed["scale"], packed.get("zero"), bias, packed.get("factor")
+        return call(x, *parts, *self._arguments)
 
 
 class Int8Linear(_Linear):
@@ -100,6 +120,8 @@ class Int8Linear(_Linear):
             tune_int8(x.reshape(-1, self.k), weight, self.out_dtype)
 
 
-def kernel(request: LinearRequest) -> FloatLinear | Int8Linear:
+def kernel(request: LinearRequest) -> FloatLinear | Int8Linear | FP8Linear:
     """The kernel for a request that `eligibility` accepts."""
+    if isinstance(request.activation, (DynamicFP8, StaticFP8)):
+        return FP8Linear(request)
     return FloatLinear(request) if request.activation is None else Int8Linear(request)

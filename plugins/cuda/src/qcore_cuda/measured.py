@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qcore_triton.weights import INTEGER
+
 from .costs import Cost, forms
 from .problem import GemmProblem
 from .runtime.device import Device
@@ -78,7 +80,9 @@ def version() -> str:
 def _key(device: Device, problem: GemmProblem) -> str:
     """The properties that the time of a product depends on most; problems of one key share a measurement."""
     p, sizes = problem, (problem.bits, problem.n, problem.k, problem.rows)
-    form = (p.grouped, p.step, p.x_zero) if p.codes else (p.split_rows, p.block, p.narrow, p.exact, p.whole)
+    form: tuple[Any, ...] = (p.grouped, p.step, p.x_zero) if p.codes else (p.split_rows, p.block, p.narrow, p.exact, p.whole)
+    if p.element != INTEGER:
+        form = (*form, p.element, str(p.scale))
     return f"{version()}|{tuple(device)}|{sizes}|{p.group}|{p.zero}|{form}"
 
 

@@ -65,6 +65,13 @@ def _int8() -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=1)
+def _fp8() -> Callable[..., Tensor]:
+    from .fp8 import product
+
+    return product
+
+
+@lru_cache(maxsize=1)
 def _gather() -> Callable[..., Tensor]:
     from .gather import rows
 
@@ -72,15 +79,36 @@ def _gather() -> Callable[..., Tensor]:
 
 
 def linear_a16(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None,
-    n: int, k: int, bits: int, group: int, out_dtype: torch.dtype,
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, factor: Tensor | None,
+    n: int, k: int, bits: int, group: int, element: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """``x @ W^T + bias``: x ``(M, K)`` float, of any strides, M at least 1, to ``(M, N)``; W as in `packing`."""
+    """``x @ W^T + bias``: x ``(M, K)`` float, of any strides, M at least 1, to ``(M, N)``; W as in `Weight`."""
     check_devices(x, data, {"bias": bias})
     if needs_guard(x):
         with device_guard(x):
-            return linear_a16(x, data, scale, zero, bias, n, k, bits, group, out_dtype)
-    return _weight_only()(x, Weight(data, scale, zero, n, k, bits, group), bias_of(bias, n), out_dtype)
+            return linear_a16(x, data, scale, zero, bias, factor, n, k, bits, group, element, out_dtype)
+    weight = Weight(data, scale, zero, n, k, bits, group, element, factor)
+    return _weight_only()(x, weight, bias_of(bias, n), out_dtype)
+
+
+def linear_afp8(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, factor: Tensor | None,
+    n: int, k: int, bits: int, group: int, element: str, x_group: int, static_scale: float | None,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """``A(x) @ W^T + bias`` with e4m3 A(x): x ``(M, K)`` float, of any strides, M at least 1, to ``(M, N)``.
+
+    Activations share a scale per token if ``x_group`` is 0, else in groups of so many columns; ``static_scale`` is
+    one for all, if given.
+    """
+    check_devices(x, data, {"bias": bias})
+    if needs_guard(x):
+        with device_guard(x):
+            return linear_afp8(
+                x, data, scale, zero, bias, factor, n, k, bits, group, element, x_group, static_scale, out_dtype
+            )
+    weight = Weight(data, scale, zero, n, k, bits, group, element, factor)
+    return _fp8()(x, weight, bias_of(bias, n), out_dtype, x_group, static_scale)
 
 
 def linear_a8(
@@ -110,15 +138,16 @@ def linear_a8(
 
 
 def embedding(
-    indices: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None,
-    v: int, d: int, bits: int, group: int, out_dtype: torch.dtype,
+    indices: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, factor: Tensor | None,
+    v: int, d: int, bits: int, group: int, element: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Rows of a table ``(v, d)``: int32 or int64 indices of any shape to ``(*indices.shape, d)``."""
     check_devices(indices, data, {})
     if needs_guard(indices):
         with device_guard(indices):
-            return embedding(indices, data, scale, zero, v, d, bits, group, out_dtype)
-    found = _gather()(indices.reshape(-1).contiguous(), Weight(data, scale, zero, v, d, bits, group), out_dtype)
+            return embedding(indices, data, scale, zero, factor, v, d, bits, group, element, out_dtype)
+    weight = Weight(data, scale, zero, v, d, bits, group, element, factor)
+    found = _gather()(indices.reshape(-1).contiguous(), weight, out_dtype)
     return found.view(*indices.shape, d)
 
 
@@ -126,14 +155,18 @@ def embedding(
 
 
 def _linear_a16(x: Tensor, *rest: Any) -> Tensor:
-    return replay_call(linear_a16, (x, *rest[:4]), rest[4:]) if x.shape[0] else _linear_a16_fake(x, *rest)
+    return replay_call(linear_a16, (x, *rest[:5]), rest[5:]) if x.shape[0] else _linear_a16_fake(x, *rest)
 
 
 def _linear_a16_fake(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None,
-    n: int, k: int, bits: int, group: int, out_dtype: torch.dtype,
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, factor: Tensor | None,
+    n: int, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    return x.new_empty((x.shape[0], n), dtype=out_dtype)
+    return x.new_empty((x.shape[0], n), dtype=rest[-1])
+
+
+def _linear_afp8(x: Tensor, *rest: Any) -> Tensor:
+    return replay_call(linear_afp8, (x, *rest[:5]), rest[5:]) if x.shape[0] else _linear_a16_fake(x, *rest)
 
 
 def _linear_a8(x: Tensor, *rest: Any) -> Tensor:
@@ -149,8 +182,8 @@ def _linear_a8_fake(
 
 
 def _embedding_fake(
-    indices: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None,
-    v: int, d: int, bits: int, group: int, out_dtype: torch.dtype,
+    indices: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, factor: Tensor | None,
+    v: int, d: int, bits: int, group: int, element: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     return indices.new_empty((*indices.shape, d), dtype=out_dtype)
 
@@ -159,8 +192,15 @@ _WEIGHT = "Tensor data, Tensor scale, Tensor? zero"
 _SIZES = "int n, int k, int bits, int group"
 
 op_linear_a16 = define(
-    f"linear_a16(Tensor x, {_WEIGHT}, Tensor? bias, {_SIZES}, ScalarType out_dtype) -> Tensor",
+    f"linear_a16(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? factor, {_SIZES}, str element, ScalarType out_dtype)"
+    f" -> Tensor",
     _linear_a16,
+    _linear_a16_fake,
+)
+op_linear_afp8 = define(
+    f"linear_afp8(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? factor, {_SIZES}, str element, int x_group, "
+    f"float? static_scale, ScalarType out_dtype) -> Tensor",
+    _linear_afp8,
     _linear_a16_fake,
 )
 op_linear_a8 = define(
@@ -171,7 +211,8 @@ op_linear_a8 = define(
     _linear_a8_fake,
 )
 op_embedding = define(
-    f"embedding(Tensor indices, {_WEIGHT}, int v, int d, int bits, int group, ScalarType out_dtype) -> Tensor",
+    f"embedding(Tensor indices, {_WEIGHT}, Tensor? factor, int v, int d, int bits, int group, str element, "
+    f"ScalarType out_dtype) -> Tensor",
     embedding,
     _embedding_fake,
 )

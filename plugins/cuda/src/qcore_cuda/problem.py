@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from qcore_triton.weights import FLOAT_ZERO, NO_ZERO, Weight
+from qcore_triton.weights import FLOAT_ZERO, INTEGER, NO_ZERO, Weight
 
 FLOAT, INT8 = "float", "int8"
 """The two kinds of activations, with separate kernels and tables."""
@@ -24,7 +24,11 @@ def bucket(m: int) -> int:
 
 
 class Form(NamedTuple):
-    """A packed weight without its values: ``packed``: the shape of its data; ``groups``; ``zero``: a dtype or None."""
+    """A packed weight without its values.
+
+    **Fields:** ``packed``: the shape of its data; ``groups``; ``zero``: a dtype or None; ``scale``: its dtype; the
+    others as in `Weight`; ``factor``: whether there is one.
+    """
 
     packed: tuple[int, ...]
     groups: int
@@ -33,19 +37,24 @@ class Form(NamedTuple):
     k: int
     bits: int
     group: int
+    element: str = INTEGER
+    scale: torch.dtype = torch.float32
+    factor: bool = False
 
     def weight(self) -> Weight:
         """A weight of this form, without memory."""
         data = torch.empty(self.packed, dtype=torch.uint8 if self.bits == 4 else torch.int8, device="meta")
-        scale = torch.empty((self.groups, self.n), device="meta")
+        scale = torch.empty((self.groups, self.n), dtype=self.scale, device="meta")
         zero = None if self.zero is None else torch.empty((self.groups, self.n), dtype=self.zero, device="meta")
-        return Weight(data, scale, zero, *self[3:])
+        factor = torch.empty(1, device="meta") if self.factor else None
+        return Weight(data, scale, zero, self.n, self.k, self.bits, self.group, self.element, factor)
 
 
 def form_of(weight: Weight) -> Form:
     """The form of a packed weight."""
-    data, scale, zero, *sizes = weight
-    return Form(data.shape, scale.shape[0], None if zero is None else zero.dtype, *sizes)
+    data, scale, zero, n, k, bits, group, element, factor = weight
+    kind = None if zero is None else zero.dtype
+    return Form(data.shape, scale.shape[0], kind, n, k, bits, group, element, scale.dtype, factor is not None)
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,8 @@ class GemmProblem:
     **Fields:** ``bits``, ``n``, ``k``: of the weight; ``rows``: `bucket` of M; ``block``: columns of a block of the
     packed weight; ``one_group``: one scale for all of K; ``group``: columns that share a scale; ``zero``: the weight's
     kind of zero point (`NO_ZERO`, `INT_ZERO` or `FLOAT_ZERO`); ``x_dtype``: of float activations; ``out_dtype``: of the
-    result; ``split_rows``: of float32 activations, `bucket` of 3 M, the rows of their `TERMS`, else 0.
+    result; ``split_rows``: of float32 activations, `bucket` of 3 M, the rows of their `TERMS`, else 0; ``element`` and
+    ``scale``: see `Weight`.
 
     Of int8 activations (``codes``): ``step``: columns per step along K; ``grouped``: sums of some steps are scaled;
     ``per``: steps whose sums are added in int32; ``x_zero``: activations have a zero point; ``out_by_token``: int8
@@ -63,7 +73,9 @@ class GemmProblem:
 
     Derived: ``activations``: `FLOAT` or `INT8`; ``narrow``: x is of 16-bit floats; ``exact``: a weight must not be
     rounded to x's dtype (float16, whose small numbers are coarse, or a result wider than x); ``whole``: scales may come
-    after the sum over all of K (one group, no float zero point), and the result has x's dtype.
+    after the sum over all of K (one group, no float zero point), and the result has x's dtype; ``halves``: a block has
+    two groups; ``lossless``: the products of codes and scales are exact in 16-bit floats; ``rounded``: so are not even
+    the numbers that codes stand for.
     """
 
     bits: int
@@ -84,11 +96,16 @@ class GemmProblem:
     x_zero: bool = False
     out_by_token: bool = False
     own_order: bool = False
+    element: str = INTEGER
+    scale: torch.dtype = torch.float32
 
     activations: str = field(init=False, compare=False)
     narrow: bool = field(init=False, compare=False)
     exact: bool = field(init=False, compare=False)
     whole: bool = field(init=False, compare=False)
+    halves: bool = field(init=False, compare=False)
+    lossless: bool = field(init=False, compare=False)
+    rounded: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         """Derive the properties that kernels read often."""
@@ -99,6 +116,9 @@ class GemmProblem:
             narrow=narrow,
             exact=self.x_dtype != torch.bfloat16 or self.out_dtype != self.x_dtype,
             whole=same and self.one_group and self.zero != FLOAT_ZERO,
+            halves=self.bits == 4 and not self.one_group and self.group < self.block,
+            lossless=self.element == "e2m1" and self.scale == torch.int8,
+            rounded=self.element.startswith("t"),
         )
 
 
@@ -107,7 +127,7 @@ def float_problem(form: Form, m: int, x_dtype: torch.dtype, out_dtype: torch.dty
     weight, split_rows = form.weight(), bucket(TERMS * m) if x_dtype == torch.float32 else 0
     return GemmProblem(
         form.bits, form.n, form.k, bucket(m), weight.block, form.groups == 1, form.group, weight.zero_kind, x_dtype,
-        out_dtype, split_rows,
+        out_dtype, split_rows, element=form.element, scale=form.scale,
     )  # fmt: skip
 
 

@@ -176,11 +176,22 @@ def dense(launch: Launch, weight: Weight, dtype: torch.dtype, **options: Any) ->
     blocks = -(-weight.k // block)
     launch(
         dequant.dequantize, (-(-weight.n // ROWS), blocks), weight.data, weight.scale,
-        weight.scale if weight.zero is None else weight.zero, out, weight.n, weight.k, stored,
+        weight.scale if weight.zero is None else weight.zero, _factor(weight), out, weight.n, weight.k, stored,
         weight.group if weight.scale.shape[0] > 1 else blocks * block,
-        BITS=weight.bits, P=block, ZERO=weight.zero_kind, BN=ROWS, **options,
+        BITS=weight.bits, P=block, ZERO=weight.zero_kind, BN=ROWS, **_decoding(weight), **options,
     )  # fmt: skip
     return out
+
+
+def _factor(weight: Weight) -> Tensor:
+    """The factor of a weight, or what stands in for it."""
+    return weight.scale if weight.factor is None else weight.factor
+
+
+def _decoding(weight: Weight) -> dict[str, Any]:
+    """Constexprs that say what codes and scales stand for."""
+    halves = weight.scale.shape[0] > 1 and weight.group < weight.block
+    return {"ELEMENT": weight.element, "FACTOR": weight.factor is not None, "HALVES": halves}
 
 
 def table_rows(
@@ -197,9 +208,9 @@ def table_rows(
         return out
     block = weight.order or block_size(weight.group if weight.group < d else None)
     blocks = -(-d // block)
-    table = (weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero)
+    table = (weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero, _factor(weight))
     sizes = (weight.n, d, weight.group, blocks, weight.data.stride(0))
-    meta = {"BITS": weight.bits, "P": block, "ZERO": weight.zero_kind, **options}
+    meta = {"BITS": weight.bits, "P": block, "ZERO": weight.zero_kind, **_decoding(weight), **options}
     if pieces:
         together = min(power_of_two(tokens * blocks), columns // block)
         grid = (-(-tokens * blocks // together),)

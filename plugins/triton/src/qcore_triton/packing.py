@@ -1,6 +1,7 @@
 """How weights are packed: one layout per element type, shared by GEMV, GEMM, row gathers and convolutions.
 
-`scale` and `zero` stay as they are in a PLAIN `qcore.QTensor`, ``(G, N)``. N is rounded up to 16.
+`scale` and `zero` stay as they are in a PLAIN `qcore.QTensor`, ``(G, N)``; scales in e4m3 are the same bytes as int8,
+which every device can read, and their global scale becomes a `Weight.factor`. N is rounded up to 16.
 
 **planar16** (int4): uint8 ``(N/16, K/P, 16, P/2)``, K rounded up to P. Byte i of a block of row n holds unsigned codes
 ``u = q + 8``: column i' of the block in the low nibble, column P/2 + i' in the high one, where, with V = P/32,
@@ -9,38 +10,79 @@ which thread t of four holds a row of A in the registers of ``mma.m16n8k16`` and
 its fragments of V products, and unpacking them moves no data between threads. 16 rows of a block are contiguous. P is
 the largest of 128, 64 and 32 that divides the group size: a block lies in one group, block b in ``b * P // group``.
 
-**rows16** (int8): int8 ``(N, K)``, K rounded up to 64; to 32 if there are several groups and their size is not
+**Tables** of four bits are stored the same way, with their own codes; codes of groups of 16 lie in blocks of 32, one
+group in the low nibbles and the next one in the high ones, and there is an even number of them.
+
+**rows16** (int8 and fp8): int8 ``(N, K)``, K rounded up to 64; to 32 if there are several groups and their size is not
 a multiple of 64. So here, too, no block of 64 or 32 columns lies in a group that does not exist.
 
-Padding is the code 0. Everything here uses torch ops and runs on any device, including meta.
+Padding is the code 0 of integers, of tables that of the value 0 or any other number. Everything here uses torch ops and runs on any device, including meta.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore import Format, Kernel, QTensor, ZeroPoint
+from qcore import Format, FormatError, Kernel, QTensor, ScaleType, ZeroPoint
 from qcore.plugin_api import Packed, check_weight
+
+from .weights import INTEGER, Weight
 
 ROWS = 16
 """Rows are packed this many at a time."""
+_PLANAR = 4
+"""Dimensions of planar16."""
 _BLOCKS = (128, 64, 32)
+_NIBBLE = 4
 _CHUNK = 1 << 25
 """Codes packed at a time: a large weight is never in memory as a whole in unpacked form."""
 
 
+HALF_BLOCK = 16
+"""Columns of a group of which a block has two."""
+_FLOATS = {"fp8": "e4m3", "fp8_e5m2": "e5m2", "fp4": "e2m1"}
+"""Elements that are decoded by arithmetic."""
+_SMALLEST, _LARGEST = 2.0**-14, 65504.0
+"""The normal numbers of float16."""
+
+
+def element_text(format: Format) -> str:
+    """What the codes of a format decode to, as kernels are told it.
+
+    `INTEGER`, the name of a floating-point element, or ``t`` and 16 float32 numbers in hexadecimal: everything that the
+    code of a kernel depends on. Raises `FormatError` for a table of more than four bits that is no such element.
+    """
+    element = format.element
+    if element.values is None:
+        return INTEGER
+    if format.dtype in _FLOATS:
+        return _FLOATS[format.dtype]
+    if element.bits > _NIBBLE:
+        raise FormatError(f"{format.dtype} weights are a table of {len(element.values)} values, which kernels lack.")
+    values = [value if math.isfinite(value) else 0.0 for value in element.values]
+    if any(value and not _SMALLEST <= abs(value) <= _LARGEST for value in values):
+        raise FormatError(f"{format.dtype} weights have values that float16 cannot hold.")
+    return "t" + struct.pack(">16f", *values, *[0.0] * (16 - len(values))).hex()
+
+
 def block_size(group_size: int | None) -> int:
     """P, the columns per block, for codes in groups of ``group_size`` (None: per channel); 0 if there is none."""
+    if group_size == HALF_BLOCK:
+        return 2 * HALF_BLOCK
     return _BLOCKS[0] if group_size is None else next((p for p in _BLOCKS if group_size % p == 0), 0)
 
 
 def why_not_group(format: Format) -> str:
     """Why a format's group size cannot be packed; empty if it can."""
-    if block_size(format.group_size):
+    if format.group_size == HALF_BLOCK and _scaled_exactly(format):
+        return ""
+    if format.group_size != HALF_BLOCK and block_size(format.group_size):
         return ""
     return (
         f"group size {format.group_size} is not a multiple of 32, which blocks of the packed weight need; "
@@ -48,19 +90,32 @@ def why_not_group(format: Format) -> str:
     )
 
 
+def _scaled_exactly(format: Format) -> bool:
+    """Whether the products of codes and scales are exact in bfloat16 and float16: 2 times 4 bits of mantissa."""
+    return format.dtype == "fp4" and format.scale.has_global
+
+
 def packing_name(format: Format, *, sums: bool = False) -> str:
     """The value of `qcore.Kernel.packing` for a weight packed here."""
-    return ("triton.planar16" if format.dtype == "int4" else "triton.rows16") + ("+sums" if sums else "")
+    name = "triton.planar16" if format.element.container_bits == _NIBBLE else "triton.rows16"
+    return name + ("" if format.element.is_integer else "+table") + ("+sums" if sums else "")
 
 
 def pack(weight: QTensor, *, sums: bool = False) -> dict[str, Tensor]:
-    """``data``, ``scale`` and, if the weight has one, ``zero``.
+    """``data``, ``scale`` and, if the weight has one, ``zero``; of a global scale ``factor`` and itself.
 
     ``sums``: also int32 ``(G, N)``, the sum over each group of ``q - zero`` (of q if the zero point is not an
     integer), which corrects for a zero point of activations.
     """
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
-    packed = {"data": _pack_data(weight), "scale": weight.scale.contiguous()}
+    kind, whole = weight.format.scale, weight.global_scale
+    scale = weight.scale.contiguous()
+    if weight.format.group_size == HALF_BLOCK and scale.shape[0] > 1:
+        scale = pad(scale.view(torch.uint8), (0, 0, 0, scale.shape[0] % 2)).view(scale.dtype)
+    packed = {"data": _pack_data(weight), "scale": scale.view(torch.int8) if kind.has_global else scale}
+    if whole is not None:
+        packed["global_scale"] = whole.contiguous()
+        packed["factor"] = (whole if kind is ScaleType.E4M3 else 1.0 / whole).reshape(1).contiguous()
     if zero is not None:
         packed["zero"] = zero.contiguous()
     if sums:
@@ -70,15 +125,31 @@ def pack(weight: QTensor, *, sums: bool = False) -> dict[str, Tensor]:
 
 def unpack(packed: Packed, format: Format, n: int, k: int) -> QTensor:
     """The inverse of `pack`, bit for bit: a weight of shape ``(n, k)`` in ``format``."""
-    decode, rows = (_planar_codes, ROWS) if format.dtype == "int4" else (_row_codes, 1)
-    step = _rows_per_chunk(k)
+    decode, rows = (_planar_codes, ROWS) if packed["data"].dim() == _PLANAR else (_row_codes, 1)
+    step, offset = _rows_per_chunk(k), 8 if format.dtype == "int4" else 0
     chunks = enumerate(torch.split(packed["data"], step // rows))
-    parts = [format.codec.encode(decode(chunk, k)[: n - i * step]) for i, chunk in chunks]
+    parts = [
+        format.codec.encode((decode(chunk, k)[: n - i * step] - offset).view(format.element.code_dtype))
+        for i, chunk in chunks
+    ]
     zero = packed.get("zero")
     if zero is not None and format.zero is ZeroPoint.INT:
         zero = format.codec.encode_zero(zero)
     data = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return QTensor(data, packed["scale"], zero, (n, k), format)
+    scale = packed["scale"][: format.groups(k)]
+    scale = scale.view(torch.float8_e4m3fn) if format.scale.has_global else scale
+    return QTensor(data, scale, zero, (n, k), format, global_scale=packed.get("global_scale"))
+
+
+def weight_of(packed: Packed, format: Format, n: int, k: int) -> Weight:
+    """The packed weight as kernels take it."""
+    parts = packed["data"], packed["scale"], packed.get("zero")
+    return Weight(*parts, *sizes_of(format, n, k), element_text(format), packed.get("factor"))
+
+
+def sizes_of(format: Format, n: int, k: int) -> tuple[int, int, int, int]:
+    """``n``, ``k``, bits of a stored code, and codes that share a scale."""
+    return n, k, format.element.container_bits, format.group_size or k
 
 
 def group_sums(weight: QTensor) -> Tensor:
@@ -103,7 +174,7 @@ def _rows_per_chunk(k: int) -> int:
 
 
 def _chunks_of_codes(weight: QTensor) -> Iterator[Tensor]:
-    """Signed codes, int8 ``(rows, K)``, in chunks of a multiple of 16 rows, except for the last."""
+    """Codes, int8 or uint8 ``(rows, K)``, in chunks of a multiple of 16 rows, except for the last."""
     for part in torch.split(weight.data, _rows_per_chunk(weight.shape[1])):
         yield weight.format.codec.decode(part, weight.shape[1])
 
@@ -114,18 +185,25 @@ def _row_multiple(format: Format, k: int) -> int:
 
 
 def _pack_data(weight: QTensor) -> Tensor:
-    if weight.format.dtype == "int4":
+    element = weight.format.element
+    if element.container_bits == _NIBBLE:
         block = block_size(weight.format.group_size)
-        parts = [_planar(codes, block) for codes in _chunks_of_codes(weight)]
+        offset, filling = (8, 8) if element.is_integer else (0, element.zero_code or _number(element.values or ()))
+        parts = [_planar(codes + offset, block, filling) for codes in _chunks_of_codes(weight)]
     else:
         columns = _row_multiple(weight.format, weight.shape[1])
-        parts = [_rows(codes, columns) for codes in _chunks_of_codes(weight)]
+        parts = [_rows(codes.view(torch.int8), columns) for codes in _chunks_of_codes(weight)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _planar(codes: Tensor, block: int) -> Tensor:
-    """Codes ``(rows, K)`` to ``(rows/16, K/P, 16, P/2)``, P = ``block``."""
-    filled = pad(codes + 8, (0, -codes.shape[1] % block, 0, -codes.shape[0] % ROWS), value=8).view(torch.uint8)
+def _number(values: tuple[float, ...]) -> int:
+    """The first code of a table that stands for a number."""
+    return next((code for code, value in enumerate(values) if math.isfinite(value)), 0)
+
+
+def _planar(codes: Tensor, block: int, filling: int) -> Tensor:
+    """Unsigned codes ``(rows, K)`` to ``(rows/16, K/P, 16, P/2)``, P = ``block``."""
+    filled = pad(codes, (0, -codes.shape[1] % block, 0, -codes.shape[0] % ROWS), value=filling).view(torch.uint8)
     halves = filled.view(filled.shape[0] // ROWS, ROWS, filled.shape[1] // block, 2, block // 2)
     stored = halves[..., 0, :] | (halves[..., 1, :] << 4)
     fragments = stored.view(*stored.shape[:3], block // 32, 2, 4, 2).movedim(-2, -4)
@@ -133,10 +211,10 @@ def _planar(codes: Tensor, block: int) -> Tensor:
 
 
 def _planar_codes(data: Tensor, k: int) -> Tensor:
-    """The inverse of `_planar`, including padding rows."""
+    """The inverse of `_planar`, as int8, including padding rows."""
     stored = data.view(*data.shape[:3], 4, data.shape[3] // 16, 2, 2).movedim(-4, -2).reshape(data.shape)
     nibbles = torch.stack((stored & 15, stored >> 4), dim=3).transpose(1, 2)
-    return nibbles.reshape(data.shape[0] * ROWS, -1)[:, :k].view(torch.int8) - 8
+    return nibbles.reshape(data.shape[0] * ROWS, -1)[:, :k].view(torch.int8)
 
 
 def _rows(codes: Tensor, columns: int) -> Tensor:
@@ -153,8 +231,9 @@ class PackedKernel(Kernel):
 
     def __init__(self, name: str, format: Format, n: int, k: int, *, sums: bool = False) -> None:
         self.name, self.format, self.n, self.k, self.sums = name, format, n, k, sums
-        self.bits, self.group = format.bits, format.group_size or k
-        self.sizes = (n, k, self.bits, self.group)
+        self.sizes = sizes_of(format, n, k)
+        _, _, self.bits, self.group = self.sizes
+        self.element = element_text(format)
 
     @property
     def packing(self) -> str:

@@ -14,6 +14,9 @@ from qcore.plugin_api import contiguous
 NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
 """Kinds of zero points, as in the kernels: w = q * s, (q - z) * s, q * s + z."""
 
+INTEGER = "int"
+"""The `Weight.element` of signed integers."""
+
 
 def check_devices(x: Tensor, data: Tensor, others: Mapping[str, Tensor | None]) -> None:
     """Raise `FormatError` unless x, a packed weight's ``data`` and the ``others`` of a call are on one device.
@@ -41,8 +44,10 @@ class Weight(NamedTuple):
     """A weight ``(n, k)`` packed as described in `packing`.
 
     **Fields:** ``data``; ``scale``: ``(G, n)``, float32, bfloat16 or float16; ``zero``: None, or ``(G, n)``: int8 is
-    subtracted from the codes, the scale's dtype is added to ``q * s``; ``bits``: 4 or 8; ``group``: codes along k that
-    share a scale, k per channel.
+    subtracted from the codes, the scale's dtype is added to ``q * s``; ``bits``: 4 or 8, of a stored code; ``group``:
+    codes along k that share a scale, k per channel; ``element``: what codes decode to, see `packing.element_text`;
+    ``factor``: float32 ``(1,)`` that all results are multiplied with, or None. A scale may also be uint8, which is
+    e8m0, or int8, the bits of e4m3.
     """
 
     data: Tensor
@@ -52,6 +57,8 @@ class Weight(NamedTuple):
     k: int
     bits: int
     group: int
+    element: str = INTEGER
+    factor: Tensor | None = None
 
     @property
     def zero_kind(self) -> int:

@@ -107,11 +107,14 @@ def copy_parameters(to, scale, zero, lane, first, live, rows, N, KB, each, R: tl
 @triton.jit
 def copy_stage(to, at, lane, first, live, tiles, step, scale, zero, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr,
                BYTES: tl.constexpr, NEXT: tl.constexpr, PAIRS: tl.constexpr, AFTER: tl.constexpr, RINGED: tl.constexpr,
-               ZERO: tl.constexpr):  # fmt: skip
-    """Begin to copy a stage's weights and, if RINGED, its scales and zero points, AFTER bytes behind them."""
+               ZERO: tl.constexpr, G: tl.constexpr = 1):  # fmt: skip
+    """Begin to copy a stage's weights and, if RINGED, its scales and zero points, AFTER bytes behind them.
+
+    G: groups in a block, if it has several.
+    """
     copy_weights(to, at, lane, first, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
     if RINGED:
-        copy_parameters(to + AFTER, scale, zero, lane, first, live, rows, N, KB, each, R, U, ZERO)
+        copy_parameters(to + AFTER, scale, zero, lane, first * G, live, rows, N, KB * G, each, R, U * G, ZERO)
 
 
 @triton.jit

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qcore_triton.kernels.elements import factor_of
 from qcore_triton.kernels.order import position_of
 
 from .parts import add_parts, part_at, put, zeros_like
-from .unpack import as_float, load_raw, unpack_bytes, unpack_nibbles
+from .unpack import as_float, load_raw, scale_of, unpack_bytes, unpack_nibbles
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
@@ -61,7 +62,7 @@ def _rows(BN: tl.constexpr, NW: tl.constexpr, U: tl.constexpr, FRAG: tl.constexp
 
 @triton.jit
 def _weight(b, zero, DT: tl.constexpr, BITS: tl.constexpr, BN: tl.constexpr, P: tl.constexpr, U: tl.constexpr,
-            NW: tl.constexpr, FRAG: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+            NW: tl.constexpr, FRAG: tl.constexpr, ASM: tl.constexpr, ELEMENT: tl.constexpr):  # fmt: skip
     """Bytes of the rows of `_rows` as codes (BN, U * P).
 
     FRAG: bytes are in the order of the tensor core's registers, see `packing`; int8, which is not, meets an x whose
@@ -72,7 +73,7 @@ def _weight(b, zero, DT: tl.constexpr, BITS: tl.constexpr, BN: tl.constexpr, P: 
     # j, h, t, e): column 16 j + 8 h + 2 t + e of a block, or of one half of it.
     G: tl.constexpr = BN // (16 * NW)
     if BITS == 4:
-        low, high = unpack_nibbles(b, zero, DT, ASM)
+        low, high = unpack_nibbles(b, zero, ELEMENT, DT, ASM)
         q = tl.join(low, high)
         if FRAG:
             q = tl.reshape(q, [G, 2, U, NW, 8, 4, P // 32, 2, 2, 2])
@@ -80,7 +81,7 @@ def _weight(b, zero, DT: tl.constexpr, BITS: tl.constexpr, BN: tl.constexpr, P: 
         else:
             q = tl.trans(q, 0, 2, 1)
     else:
-        q = unpack_bytes(b, DT, ASM)
+        q = unpack_bytes(b, ELEMENT, DT, ASM)
         if FRAG:
             q = tl.reshape(q, [G, 2, U, NW, 8, 4, P // 16, 2, 2])
             q = tl.trans(q, 0, 3, 1, 4, 2, 6, 7, 5, 8)
@@ -98,7 +99,7 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
          BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
          NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr, SCALES: tl.constexpr, EACH: tl.constexpr,
          TERMS: tl.constexpr, ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr,
-         PDL: tl.constexpr):  # fmt: skip
+         PDL: tl.constexpr, ELEMENT: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """The steps ``first`` to ``last`` of the tile at row n0 of W and row m0 of x; see `gemm`."""
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     BYTES: tl.constexpr = P // 2 if BITS == 4 else P
@@ -123,7 +124,7 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
     # The tensor cores truncate sums, which shows in long ones if the result is float32.
     APART: tl.constexpr = SCALES == 0 or TERMS > 1
     FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # subtracted when nibbles are unpacked, in their order
-    scales = (first * U + tl.arange(0, U))[None, :] * N + rn[:, None] if EACH else first // PER * N + rn
+    scales = (first * (U * G) + tl.arange(0, U * G))[None, :] * N + rn[:, None] if EACH else first // PER * N + rn
     zeros = (first * U + block if EACH else first // PER) * N + tl.minimum(row, N - 1) if FOLDED else scales
     sp = scale + scales
     zp = zero + zeros
@@ -144,7 +145,7 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
                 if ZERO == 2:
                     z = load_raw(zp, ASM)
             left -= 1
-            move = tl.where((left == 0) & (b + 1 < last), U * N if EACH else N, 0)
+            move = tl.where((left == 0) & (b + 1 < last), U * G * N if EACH else N, 0)
             left = tl.where(left == 0, PER, left)
             sp += move
             zp += move
@@ -155,17 +156,17 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
         for p in tl.static_range(TERMS):
             xt = xt + (tl.load(xp + p * plane).to(DT),)
         data = _settled(tl.load(wp), HOPPER and not APART)
-        q = _weight(data, z[:, None] if FOLDED else tl.zeros([1, 1], tl.int32), DT, BITS, BN, P, U, NW, FRAG, ASM)
+        q = _weight(data, z[:, None] if FOLDED else tl.zeros([1, 1], tl.int32), DT, BITS, BN, P, U, NW, FRAG, ASM, ELEMENT)
         # 5. Dequantize in registers. Codes less integer zero points are exact in 16-bit floats; multiplied by a scale
         #    (SCALES 1) they are rounded to x's dtype.
         wp += STEP
         xp += U * P
         if EACH:
-            q = tl.reshape(q, [BN, U, P])
+            q = tl.reshape(q, [BN, U * G, P // G])
         if ZERO == 1 and not FOLDED:  # at most 255: exact
             q -= _wide(as_float(z, Z, ASM).to(DT), EACH)
         if SCALES == 1:
-            q *= _wide(as_float(s, S, ASM).to(DT), EACH)
+            q *= _wide(scale_of(s, S, ASM).to(DT), EACH)
             if ZERO == 2:
                 q += _wide(as_float(z, Z, ASM).to(DT), EACH)
         if EACH:
@@ -175,7 +176,7 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
         for p in tl.static_range(TERMS):
             d = tl.dot(q, tl.trans(xt[p]), d)
         if SCALES == 0:
-            acc += d * as_float(s, S, ASM)[:, None]
+            acc += d * scale_of(s, S, ASM)[:, None]
         else:
             acc = acc + d if APART else d
         if ZERO == 2 and SCALES == 0:
@@ -189,22 +190,24 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
         s = s_next
         z = z_next
     if SCALES == 2:
-        acc *= as_float(s, S, ASM)[:, None]
+        acc *= scale_of(s, S, ASM)[:, None]
     return acc
 
 
 @triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "eighths", "pitch", "waves", "share"])
-def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, pitch, waves, share,
+def gemm(x, w, scale, zero, factor, bias, y, parts, counts, M, N, NP, KB, PER, eighths, pitch, waves, share,
          BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
          BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
          SCALES: tl.constexpr, EACH: tl.constexpr, TERMS: tl.constexpr, ALIGNED: tl.constexpr, GROUP_M: tl.constexpr,
-         ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+         ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+         ELEMENT: tl.constexpr, FACTOR: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``, in KB steps of U blocks of P columns.
 
     x: rows ``8 * eighths`` values apart (said so, because Triton then knows that they are aligned), zero from K to
     ``KB * U * P``. pitch: 32 times that many bytes are a row of rows16. PER: steps per group.
     SCALES: 0: applied to sums over a step; 1: to the weight, which is rounded to x's dtype; 2: to the whole sum (one
-    group, no float zero points). EACH: each block of a step has scales of its own. TERMS: x is the sum of so many
+    group, no float zero points). EACH: each block of a step has scales of its own, or each of G groups in it. ELEMENT,
+    FACTOR: see `Weight`. TERMS: x is the sum of so many
     matrices that follow each other; their products are added up in order. ALIGNED: N is a multiple of 8. WIDE:
     products of float32 numbers (Triton's interpreter multiplies no bfloat16).
 
@@ -245,7 +248,7 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
         m0 = (group * GROUP_M + inside % height) * BM
         acc = _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
                    BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, TERMS, ASM, HOPPER, WIDE,
-                   PDL)  # fmt: skip
+                   PDL, ELEMENT, G)  # fmt: skip
         complete = last - first == KB
         if not complete:
             # 4. Programs left..right share the tile. Each puts its part into the slot part + program, which no other
@@ -274,6 +277,8 @@ def gemm(x, w, scale, zero, bias, y, parts, counts, M, N, NP, KB, PER, eighths, 
             # 7. Whoever has the whole sum adds the bias, rounds once and stores.
             n = n0 + tl.arange(0, BN)
             m = m0 + tl.arange(0, BM)
+            if FACTOR:
+                acc *= factor_of(factor, FACTOR)
             if BIAS:
                 acc += tl.load(bias + tl.minimum(n, N - 1)).to(tl.float32)[:, None]
             out = y + m.to(tl.int64)[None, :] * N + n[:, None]

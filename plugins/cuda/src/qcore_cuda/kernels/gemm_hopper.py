@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qcore_triton.kernels.elements import scale_value
 from qcore_triton.kernels.int8_common import tile_order
 
 from .hopper import advance, my_steps, ring, summed
@@ -37,7 +38,9 @@ from .operands_hopper import (
     in_halves,
     load_words,
     pairs_layout,
+    quarter_numbers,
     row_numbers,
+    scales_of,
     words_layout,
     zero_point,
 )
@@ -123,13 +126,13 @@ def _numbers(stored, HALF: gl.constexpr, WG: gl.constexpr, LAYOUT: gl.constexpr,
 
 @gluon.jit
 def _first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, EACH: gl.constexpr,
-                SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+                SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
     """The first half of a block as operand A, and the input of the second half: words, scales, zero points.
 
     All that the slot holds is read here: it may be filled again when the block's first stage is released.
     """
     LAYOUT: gl.constexpr = words_layout() if BITS == 4 else pairs_layout()
-    raw = load_words(ws.index(2 * slot + WG), 128 // EACH) if BITS == 4 else ws.index(2 * at + WG).load(LAYOUT)
+    raw = load_words(ws.index(2 * slot + WG), 32 if EACH == 8 else 128 // EACH) if BITS == 4 else ws.index(2 * at + WG).load(LAYOUT)
     second = raw
     if BITS == 4 and EACH > 1:
         raw, second = in_halves(raw)
@@ -137,37 +140,44 @@ def _first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: 
     z = raw
     next_s = second
     next_z = second
-    if SCALED:
-        s = _numbers(ss.index(slot), 0, WG, LAYOUT, BITS, EACH).to(DT)
+    if EACH == 8:  # scales of low nibbles, and of high ones in the place of zero points
+        s, z = quarter_numbers(ss.index(slot), 0, WG)
+        next_s, next_z = quarter_numbers(ss.index(slot), 1, WG)
+        s = scales_of(s, DT)
+        z = scales_of(z, DT)
+        next_s = scales_of(next_s, DT)
+        next_z = scales_of(next_z, DT)
+    elif SCALED:
+        s = scales_of(_numbers(ss.index(slot), 0, WG, LAYOUT, BITS, EACH), DT)
         next_s = s
         if EACH > 1:
-            next_s = _numbers(ss.index(slot), 1, WG, LAYOUT, BITS, EACH).to(DT)
+            next_s = scales_of(_numbers(ss.index(slot), 1, WG, LAYOUT, BITS, EACH), DT)
     if ZERO:
         z = zero_point(_numbers(zs.index(slot), 0, WG, LAYOUT, BITS, EACH), DT, BITS, ZERO)
         next_z = z
         if EACH > 1:
             next_z = zero_point(_numbers(zs.index(slot), 1, WG, LAYOUT, BITS, EACH), DT, BITS, ZERO)
-    low = _operand(raw, s, z, DT, BITS, False, EACH, SCALED, ZERO, DOT)
+    low = _operand(raw, s, z, DT, BITS, False, EACH, SCALED, ZERO, DOT, ELEMENT)
     return low, second, next_s, next_z
 
 
 @gluon.jit
 def _operand(raw, s, z, DT: gl.constexpr, BITS: gl.constexpr, HIGH: gl.constexpr, EACH: gl.constexpr,
-             SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+             SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
     """64 columns of the weight as operand A."""
     if BITS == 8:
-        a = from_pairs(raw, s, z, DT, SCALED, ZERO, DOT)
+        a = from_pairs(raw, s, z, DT, SCALED, ZERO, DOT, ELEMENT)
     elif EACH > 1:
-        a = from_halves(raw, s, z, DT, 128 // EACH, SCALED, ZERO, DOT)
+        a = from_halves(raw, s, z, DT, 64 if EACH == 2 else 32, SCALED, ZERO, DOT, ELEMENT, EACH == 8)
     else:
-        a = from_words(raw, s, z, DT, HIGH, SCALED, ZERO, DOT)
+        a = from_words(raw, s, z, DT, HIGH, SCALED, ZERO, DOT, ELEMENT)
     return a
 
 
 @gluon.jit
 def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty,
             BITS: gl.constexpr, WG: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, EACH: gl.constexpr,
-            SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+            SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
     """U blocks, the first half of the first in ``low``; returns that of the next one. left: blocks to come, those too.
 
     No product is under way from one call to the next: in a loop, ptxas would make them wait for each other.
@@ -192,12 +202,12 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
         # 3. Unpack the second half while the tensor cores work on the first. int4 words are in registers already; int8
         #    codes come with the stage, which has to be awaited first.
         if BITS == 4:
-            high = _operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT)
+            high = _operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT, ELEMENT)
             mbarrier.wait(full.index(at), turn)
         else:
             mbarrier.wait(full.index(at), turn)
             raw = ws.index(2 * at + WG).load(pairs_layout())
-            high = _operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT)
+            high = _operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT, ELEMENT)
         acc = warpgroup_mma(high, xs.index(at).permute((1, 0)), acc, is_async=True)
         # 4. The first half has ended: release its stage, so that the copying warp is not held up by the second half.
         acc, low = warpgroup_mma_wait(1, deps=[acc, low])
@@ -208,7 +218,7 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
         # 5. Unpack the first half of the next block while the second half of this one is multiplied. Behind the
         #    program's last block there is nothing to wait for; what is read there is never used.
         mbarrier.wait(full.index(at), turn, pred=left > u + 1)
-        low, raw, s, z = _first_half(at, slot, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT)
+        low, raw, s, z = _first_half(at, slot, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT, ELEMENT)
     # 6. Drain: the last block's second half, and its stage.
     acc, high = warpgroup_mma_wait(0, deps=[acc, high])
     mbarrier.arrive(empty.index(done), count=1)
@@ -216,13 +226,16 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
 
 
 @gluon.jit
-def _leave(acc, y, scale, bias, ys, m0, n0, N, SCALED: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr):
+def _leave(acc, y, scale, factor, bias, ys, m0, n0, N, SCALED: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr,
+           PIECES: gl.constexpr):  # fmt: skip
     """A group's sums of a tile, scaled and rounded, on their way to y."""
     PIECE: gl.constexpr = acc.shape[1] // PIECES
     # acc has one row per output column. Rows behind N are clamped here; TMA does not store them.
     n = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout)), N - 1)
     if not SCALED:
-        acc *= gl.load(scale + n).to(gl.float32)[:, None]
+        acc *= scale_value(gl.load(scale + n), scale.dtype.element_ty)[:, None]
+    if FACTOR:
+        acc *= gl.load(factor)
     if BIAS:
         acc += gl.load(bias + n).to(gl.float32)[:, None]
     first = acc.to(y.dtype)
@@ -239,10 +252,11 @@ def _leave(acc, y, scale, bias, ys, m0, n0, N, SCALED: gl.constexpr, BIAS: gl.co
 
 
 @gluon.jit
-def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
+def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
              BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
              GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr,
-             PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr):  # fmt: skip
+             PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, ELEMENT: gl.constexpr,
+             FACTOR: gl.constexpr):  # fmt: skip
     """Group WG of two: 64 rows of each tile."""
     DT: gl.constexpr = xs.dtype
     BN: gl.constexpr = 2 * ROWS
@@ -257,7 +271,7 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
     slot = 0
     # 1. Prologue: unpack the first half of the first block, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
-    low, raw, s, z = _first_half(0, 0, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT)
+    low, raw, s, z = _first_half(0, 0, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT, ELEMENT)
     while step < steps:
         tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
         step += end - begin
@@ -268,41 +282,42 @@ def _consume(y, scale, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, 
         for _ in range((end - begin) // U):
             acc, low, raw, s, z, at, turn, slot = _blocks(
                 U, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
-                EACH, SCALED, ZERO, DOT)  # fmt: skip
+                EACH, SCALED, ZERO, DOT, ELEMENT)  # fmt: skip
             left -= U
         if U > 1:
             for _ in range((end - begin) % U):
                 acc, low, raw, s, z, at, turn, slot = _blocks(
                     1, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
-                    EACH, SCALED, ZERO, DOT)  # fmt: skip
+                    EACH, SCALED, ZERO, DOT, ELEMENT)  # fmt: skip
                 left -= 1
         # 3. Epilogue, while the copying warp fills stages for the next tile: add up a shared tile, scale, round, store.
         complete = True
         if SPREAD:
             acc, complete = summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
         if complete:
-            _leave(acc, y, scale, bias, ys, tile_m * BM, tile_n * BN + WG * ROWS, N, SCALED, BIAS, PIECES)
+            _leave(acc, y, scale, factor, bias, ys, tile_m * BM, tile_n * BN + WG * ROWS, N, SCALED, FACTOR, BIAS,
+                   PIECES)  # fmt: skip
     # 4. Shared memory must outlive the last store, which reads it.
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "waves", "share"])
 def gemm_hopper(
-    x, w, scale, zero, bias, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
+    x, w, scale, zero, factor, bias, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr,
     ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr,
-    PDL: gl.constexpr,
+    PDL: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr,
 ):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
 
     x, w, y: descriptors, of x with blocks (BM, 64), of int4 words ``(N / 16, KB * 256)`` with blocks (4, 256), of pairs
     of int8 with blocks (64, 32), of y with blocks (BM / PIECES, 64). KB: blocks of 128 columns; PER of them share a row
-    of scales and zero points, or each has EACH rows, 2 or 4 (groups of 64 or 32), if EACH is not 1. SCALED: these are
+    of scales and zero points, or each has EACH rows, 2, 4 or 8 (groups of 64, 32 or 16), if EACH is not 1. SCALED: these are
     multiplied with the weight and scale is a descriptor with blocks (EACH, 128); else there is one scale per row, for
     the sum over K. zero: likewise a descriptor, if there is one.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
-    U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the weight in the second-level cache.
+    ELEMENT, FACTOR: see `Weight`. U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the weight in the second-level cache.
     """
     # 1. Let the next kernel be scheduled early: it waits for this one's result by itself.
     if PDL:
@@ -329,10 +344,10 @@ def gemm_hopper(
     # 4. The first consumer runs on the launch's four warps, the second on four more, the copies on one; the copying
     #    warp keeps 24 registers per thread and leaves 240 to each thread of the second consumer.
     gl.warp_specialize([
-        (_consume, (y, scale, bias, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 0,
-                    BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD)),
-        (_consume, (y, scale, bias, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 1,
-                    BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD)),
+        (_consume, (y, scale, factor, bias, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 0,
+                    BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR)),
+        (_consume, (y, scale, factor, bias, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 1,
+                    BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR)),
         (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
                     SLOTS, GROUP, EACH, SCALED, ZERO, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

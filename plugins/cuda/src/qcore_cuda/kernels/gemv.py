@@ -20,9 +20,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qcore_triton.kernels.elements import factor_of, scale_value
+
 from . import smem_pipeline as pipeline
 from .blocks import copy_stage, group_of, over_warps, pair, places, turn, weights
-from .warp import codes8, mma, spread, taken_of
+from .warp import codes8, mma, spread, table4, table8, taken_of
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
@@ -102,11 +104,43 @@ def _tile4(words0, words8, taken0, taken8, x, d, NB: tl.constexpr, V: tl.constex
 
 
 @triton.jit
-def _tile8(words0, words8, x, d, NB: tl.constexpr, V: tl.constexpr, BF16: tl.constexpr):
-    """`_tile4` for int8."""
+def _planes(words, ELEMENT: tl.constexpr, V: tl.constexpr, BF16: tl.constexpr):
+    """Words of nibbles as numbers: for each, low nibbles and high nibbles."""
+    out = ()
     for j in tl.static_range(V):
-        p0, p2 = codes8(words0[j], BF16)
-        p1, p3 = codes8(words8[j], BF16)
+        out = out + (table4(words[j], ELEMENT, BF16),)
+    return out
+
+
+@triton.jit
+def _tile_plane(plain0, plain8, x, d, h: tl.constexpr, NB: tl.constexpr, V: tl.constexpr, BF16: tl.constexpr):
+    """`_tile4` for the low (h = 0) or high nibbles of `_planes` of rows r and r + 8."""
+    for j in tl.static_range(V):
+        out = ()
+        for n in tl.static_range(NB):
+            a = x[n]
+            c = d[n]
+            x0 = a[2 * (h * V + j)]
+            x1 = a[2 * (h * V + j) + 1]
+            p0 = plain0[j][2 * h]
+            p1 = plain8[j][2 * h]
+            p2 = plain0[j][2 * h + 1]
+            p3 = plain8[j][2 * h + 1]
+            out = out + (mma(p0, p1, p2, p3, x0, x1, c[0], c[1], c[2], c[3], BF16),)
+        d = out
+    return d
+
+
+@triton.jit
+def _tile8(words0, words8, x, d, NB: tl.constexpr, V: tl.constexpr, BF16: tl.constexpr, ELEMENT: tl.constexpr):
+    """`_tile4` for int8, or 8 bits of another element."""
+    for j in tl.static_range(V):
+        if ELEMENT == "int":
+            p0, p2 = codes8(words0[j], BF16)
+            p1, p3 = codes8(words8[j], BF16)
+        else:
+            p0, p2 = table8(words0[j], ELEMENT, BF16)
+            p1, p3 = table8(words8[j], ELEMENT, BF16)
         out = ()
         for n in tl.static_range(NB):
             a = x[n]
@@ -134,11 +168,20 @@ def _sums(x, zero, c, NB: tl.constexpr, P: tl.constexpr, BF16: tl.constexpr):
 
 @triton.jit
 def _loaded(pointer, row, group, N, i: tl.constexpr):
-    """Scales, in float32, or zero points, int8 as int32, of rows r and r + 8 of row block i, from memory."""
+    """Zero points, in float32, int8 as int32, of rows r and r + 8 of row block i, from memory."""
     DTYPE: tl.constexpr = tl.int32 if pointer.dtype.element_ty == tl.int8 else tl.float32
     at0 = group * N + tl.minimum(row + 16 * i, N - 1)
     at8 = group * N + tl.minimum(row + 16 * i + 8, N - 1)
     return tl.load(pointer + at0).to(DTYPE), tl.load(pointer + at8).to(DTYPE)
+
+
+@triton.jit
+def _scales(pointer, row, group, N, i: tl.constexpr):
+    """Scales in float32 of rows r and r + 8 of row block i, from memory."""
+    at0 = group * N + tl.minimum(row + 16 * i, N - 1)
+    at8 = group * N + tl.minimum(row + 16 * i + 8, N - 1)
+    S: tl.constexpr = pointer.dtype.element_ty
+    return scale_value(tl.load(pointer + at0), S), scale_value(tl.load(pointer + at8), S)
 
 
 @triton.jit
@@ -174,6 +217,14 @@ def _scaled(acc, d, s, scales, points, NB: tl.constexpr, ZERO: tl.constexpr):
 
 
 @triton.jit
+def _values(raw, SCALE: tl.constexpr):
+    """Two scales as `pair` reads them in float32."""
+    if SCALE.primitive_bitwidth == 8:
+        raw = (scale_value(raw[0], SCALE), scale_value(raw[1], SCALE))
+    return raw
+
+
+@triton.jit
 def _of_block(acc, i: tl.constexpr, NB: tl.constexpr):
     """The accumulators of row block i."""
     out = ()
@@ -183,7 +234,8 @@ def _of_block(acc, i: tl.constexpr, NB: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "stride", "pitch"])
-def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
+def gemv(x, w, scale, zero, factor, bias, y, M, N, NP, KB, PER, stride, pitch,
+         ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr,
          BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
          NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr,
          BF16: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
@@ -191,7 +243,8 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]`` for M <= XR <= 8 * NB.
 
     x: 16-bit floats, rows ``stride`` values apart, on 16 bytes, zero from K to ``KB * P``; w: planar16 or rows16 (rows
-    of ``32 * pitch`` bytes); KB: blocks of P codes along K; PER: blocks per scale group; ZERO: 0 none, 1 integer,
+    of ``32 * pitch`` bytes); KB: blocks of P codes along K; PER: blocks per scale group; HALVES: a block has two groups
+    instead, of 16 columns each, PER is 1, and there are no zero points; ELEMENT, FACTOR: see `Weight`; ZERO: 0 none, 1 integer,
     2 float zero points; XR: 1, or 8 * NB; ALIGNED: N is a multiple of 16. A program takes R * 16 rows of W; each of
     its NW warps takes U blocks of K at a time.
     """
@@ -201,6 +254,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     V: tl.constexpr = BYTES // 4
     PAIRS: tl.constexpr = BITS == 8 and P == 64 and U % 2 == 0
     RINGED: tl.constexpr = ALIGNED and not ONE_GROUP
+    G: tl.constexpr = 2 if HALVES else 1  # groups, or shares of groups, in a block
     FOLDED: tl.constexpr = BITS == 4 and ZERO == 1  # subtracted when nibbles become floats, else from sums
     AFTER: tl.constexpr = 0 if FOLDED else ZERO
     SCALE: tl.constexpr = scale.dtype.element_ty
@@ -208,7 +262,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     # A stage of a warp: U blocks of R * 16 rows of W, then x, then scales and zero points if groups have their own.
     W_BYTES: tl.constexpr = U * R * 64 * BYTES
     X_BYTES: tl.constexpr = XR * U * P * 2
-    S_BYTES: tl.constexpr = U * R * 2 * SCALE.primitive_bitwidth if RINGED else 0
+    S_BYTES: tl.constexpr = U * G * R * 2 * SCALE.primitive_bitwidth if RINGED else 0
     Z_BYTES: tl.constexpr = U * R * 2 * POINT.primitive_bitwidth if RINGED and ZERO else 0
     STAGE: tl.constexpr = W_BYTES + X_BYTES + S_BYTES + Z_BYTES
     thread = tl.arange(0, T)
@@ -239,7 +293,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
         ahead = first + s * (U * NW)
         copy_stage(
             to, at + s * (U * NW * NEXT), lane, ahead, s * (U * NW) < KB, tiles, step, scale, zero, rows, N, KB, each,
-            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO,
+            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO, G,
         )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -283,7 +337,7 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
         live = start + (STAGES - 1) * (U * NW) < KB
         copy_stage(
             to, at, lane, ahead, live, tiles, step, scale, zero, rows, N, KB, each,
-            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO,
+            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO, G,
         )  # fmt: skip
         _copy_x(to + W_BYTES, x, lane, ahead, live, M, KB, stride, XR, U, P)
         pipeline.commit(thread)
@@ -318,17 +372,36 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
                         points = pair(here + (W_BYTES + X_BYTES + S_BYTES), lane, u, i, R, POINT)
                     else:
                         points = _loaded(zero, row, group, N, i)
-                if BITS == 4:
+                if HALVES:
+                    # 6c. The low nibbles are one group, the high ones the next.
+                    plain0 = _planes(w0, ELEMENT, V, BF16)
+                    plain8 = _planes(w8, ELEMENT, V, BF16)
+                    d = before
+                    for h in tl.static_range(2):
+                        part = _tile_plane(plain0, plain8, words, empty, h, NB, V, BF16)
+                        if RINGED:
+                            raw = pair(here + (W_BYTES + X_BYTES), lane, 2 * u + h, i, R, SCALE)
+                            d = _scaled(d, part, sums, _values(raw, SCALE), points, NB, 0)
+                        else:
+                            at_group = group_of(2 * (first + u) + h, 2 * KB, each)
+                            d = _scaled(d, part, sums, _scales(scale, row, at_group, N, i), points, NB, 0)
+                elif BITS == 4 and ELEMENT != "int":
+                    plain0 = _planes(w0, ELEMENT, V, BF16)
+                    plain8 = _planes(w8, ELEMENT, V, BF16)
+                    d = before if ONE_GROUP else empty
+                    for h in tl.static_range(2):
+                        d = _tile_plane(plain0, plain8, words, d, h, NB, V, BF16)
+                elif BITS == 4:
                     taken0 = taken_of(points[0] if FOLDED else whole, BF16)
                     taken8 = taken_of(points[1] if FOLDED else whole, BF16)
                     d = _tile4(w0, w8, taken0, taken8, words, before if ONE_GROUP else empty, NB, V, BF16)
                 else:
-                    d = _tile8(w0, w8, words, before if ONE_GROUP else empty, NB, V, BF16)
-                if RINGED:
-                    scales = pair(here + (W_BYTES + X_BYTES), lane, u, i, R, SCALE)
+                    d = _tile8(w0, w8, words, before if ONE_GROUP else empty, NB, V, BF16, ELEMENT)
+                if RINGED and not HALVES:
+                    scales = _values(pair(here + (W_BYTES + X_BYTES), lane, u, i, R, SCALE), SCALE)
                     d = _scaled(before, d, sums, scales, points, NB, AFTER)
-                elif not ONE_GROUP:
-                    d = _scaled(before, d, sums, _loaded(scale, row, group, N, i), points, NB, AFTER)
+                elif not ONE_GROUP and not HALVES:
+                    d = _scaled(before, d, sums, _scales(scale, row, group, N, i), points, NB, AFTER)
                 now = now + d
             acc = now
             if ONE_GROUP:
@@ -338,13 +411,14 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
     if ONE_GROUP:
         now = ()
         for i in tl.static_range(R):
-            scales = _loaded(scale, row, 0, N, i)
+            scales = _scales(scale, row, 0, N, i)
             points = of_all[i] if ZERO else (whole, whole)
             now = now + _scaled(empty, _of_block(acc, i, NB), total, scales, points, NB, AFTER)
         acc = now
 
     if PDL and LATE:
         gdc_launch_dependents()
+    by = factor_of(factor, FACTOR)
     for i in tl.static_range(R):
         for n in tl.static_range(NB):
             a = acc[i * NB + n]
@@ -355,6 +429,8 @@ def gemv(x, w, scale, zero, bias, y, M, N, NP, KB, PER, stride, pitch,
             out_row = rows + 16 * i + e // 16 + 8 * ((e // 2) % 2)
             token = 8 * n + 2 * ((e // 4) % 4) + e % 2
             valid = (out_row < N) & (token < M)
+            if FACTOR:
+                part *= by
             if BIAS:
                 part += tl.load(bias + out_row, mask=valid, other=0.0).to(tl.float32)
             tl.store(y + token * tl.cast(N, tl.int64) + out_row, part.to(y.dtype.element_ty), mask=valid)

@@ -14,6 +14,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from qcore_triton.kernels.elements import scale_value
+
+from .tables import bytes_text, declared, nibbles_text, plane_text
+
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 ROWS = gl.constexpr(64)
@@ -73,9 +77,9 @@ def _stored(block):
 
 @gluon.constexpr_function
 def _by_row(rows):
-    """One number for each row, (1, 64), or two, (2, 64)."""
+    """One number for each row, (1, 64), or two, (2, 64), or four, (4, 64)."""
     lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
-    registers = [[1, 0], [0, 8]] if rows == 2 else [[0, 8]]
+    registers = {1: [[0, 8]], 2: [[1, 0], [0, 8]], 4: [[1, 0], [2, 0], [0, 8]]}[rows]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 16], [0, 32]], [], [rows, 64])
 
 
@@ -98,18 +102,74 @@ def _pair(register, source, order, kind, offset, scale, summand):
     """
     exponent = "0x64646464" if kind == "f16x2" else "0x43434343"
     text = f"prmt.b32 {register}, {source}, {exponent}, {order}; fma.rn.{kind} {register}, {register}, one, {offset}; "
-    if summand:
-        return text + f"fma.rn.{kind} {register}, {register}, {scale}, {summand}; "
-    return text + (f"mul.rn.{kind} {register}, {register}, {scale}; " if scale else "")
+    return text + _times_scale(register, kind, scale, summand)
 
 
 @gluon.constexpr_function
-def _unpack_words(high, half, scaled, zero):
+def _times_scale(register, kind, scale, summand):
+    """PTX: a pair of 16-bit floats times the scale, plus the summand, if there are any."""
+    if summand:
+        return f"fma.rn.{kind} {register}, {register}, {scale}, {summand}; "
+    return f"mul.rn.{kind} {register}, {register}, {scale}; " if scale else ""
+
+
+@gluon.constexpr_function
+def _table_of_words(element, high, half, scaled, zero):
+    """`_unpack_words` for tables, which have no INT zero points."""
+    kind, scale = "f16x2" if half else "bf16x2", "$6" if scaled or zero == 2 else ""
+    text = f"{{ {declared(element, half)}"
+    for word, outs in (("$4", ("$0", "$1")), ("$5", ("$2", "$3"))):
+        text += plane_text(word, outs, high, element, half)
+        for out in outs:
+            text += _times_scale(out, kind, scale, "$7" if zero == 2 else "")
+    return text + "}"
+
+
+@gluon.constexpr_function
+def _table_of_halves(element, half, scaled, zero, apart):
+    """`_unpack_halves` for tables; ``apart``: low and high nibbles have scales of their own, one operand after the other.
+
+    Such blocks have no zero points.
+    """
+    kind = "f16x2" if half else "bf16x2"
+    text = f"{{ .reg .b32 s, z; {declared(element, half)}"
+    for word, first, both in (("$8", 0, "0x1010"), ("$9", 4, "0x3232")):
+        outs = [f"${first + i}" for i in range(4)]
+        text += nibbles_text(word, outs, element, half)
+        if zero == 2:
+            text += f"prmt.b32 z, $11, $11, {both}; "
+        for high in (0, 1):
+            scale = ("$11" if apart and high else "$10") if scaled or zero == 2 else ""
+            if scale:
+                text += f"prmt.b32 s, {scale}, {scale}, {both}; "
+            for out in outs[2 * high : 2 * high + 2]:
+                text += _times_scale(out, kind, "s" if scale else "", "z" if zero == 2 else "")
+    return text + "}"
+
+
+@gluon.constexpr_function
+def _table_of_pairs(element, half, scaled, zero):
+    """`_unpack_pairs` for tables."""
+    kind = "f16x2" if half else "bf16x2"
+    text = f"{{ .reg .b32 p, q, s, w; {declared(element, half)}cvt.u32.u16 w, $2; "
+    text += bytes_text("w", ("p",), element, half)
+    if scaled or zero == 2:
+        text += "mov.b32 s, {$3, $3}; "
+        if zero == 2:
+            text += "mov.b32 q, {$4, $4}; "
+        text += _times_scale("p", kind, "s", "q" if zero == 2 else "")
+    return text + "mov.b32 {$0, $1}, p; }"
+
+
+@gluon.constexpr_function
+def _unpack_words(high, half, scaled, zero, element="int"):
     """PTX: two words $4, $5 of nibbles ``q + 8``, the low or the high nibbles of both, to four registers $0 to $3.
 
     Operands after the words: the summand that replaces -136 or -1032 (INT zero points); scale; the summand after
     scaling (FLOAT zero points).
     """
+    if element != "int":
+        return _table_of_words(element, high, half, scaled, zero)
     kind, one, offset = ("f16x2", "0x3C003C00", "0xE408E408") if half else ("bf16x2", "0x3F803F80", "0xC308C308")
     text = f"{{ .reg .b32 p, one, off; mov.b32 one, {one}; mov.b32 off, {'$6' if zero == 1 else offset}; "
     scale = ("$7" if zero == 1 else "$6") if scaled or zero == 2 else ""
@@ -121,11 +181,13 @@ def _unpack_words(high, half, scaled, zero):
 
 
 @gluon.constexpr_function
-def _unpack_halves(half, scaled, zero):
+def _unpack_halves(half, scaled, zero, element="int", apart=False):
     """PTX: two words $8, $9 of nibbles to registers $0 to $3 of the first one, low nibbles first, and $4 to $7.
 
     Operands after the words are those of `_unpack_words`, each a pair: of the first word and of the second.
     """
+    if element != "int":
+        return _table_of_halves(element, half, scaled, zero, apart)
     kind, one, offset = ("f16x2", "0x3C003C00", "0xE408E408") if half else ("bf16x2", "0x3F803F80", "0xC308C308")
     text = f"{{ .reg .b32 p, one, off, s, z; mov.b32 one, {one}; mov.b32 off, {offset}; "
     scale = ("$11" if zero == 1 else "$10") if scaled or zero == 2 else ""
@@ -144,12 +206,14 @@ def _unpack_halves(half, scaled, zero):
 
 
 @gluon.constexpr_function
-def _unpack_pairs(half, scaled, zero):
+def _unpack_pairs(half, scaled, zero, element="int"):
     """PTX: a pair $2 of int8 to two floats $0, $1, less $3 (INT zero points), scaled, plus the FLOAT zero point.
 
     bfloat16 holds 7 bits below the exponent of 128, so the sign's bit is cleared in the one that is subtracted from and
     alone in the other: there it makes 256 of 128.
     """
+    if element != "int":
+        return _table_of_pairs(element, half, scaled, zero)
     kind, rounding = ("f16x2", "") if half else ("bf16x2", ".rn")
     text = "{ .reg .b32 p, q, s; cvt.u32.u16 p, $2; "
     if half:
@@ -187,9 +251,9 @@ def _arguments(b, s, z, SCALED: gl.constexpr, ZERO: gl.constexpr):
 
 @gluon.jit
 def from_words(b, s, z, DT: gl.constexpr, HIGH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
-               DOT: gl.constexpr):  # fmt: skip
+               DOT: gl.constexpr, ELEMENT: gl.constexpr = "int"):  # fmt: skip
     """One half of a block of 128 columns, (64, 64), from words (64, 16) and parameters (64,), as operand A."""
-    ASM: gl.constexpr = _unpack_words(HIGH, gl.float16 == DT, SCALED, ZERO)
+    ASM: gl.constexpr = _unpack_words(HIGH, gl.float16 == DT, SCALED, ZERO, ELEMENT)
     if SCALED:
         s = s[:, None].broadcast_to(b.shape)
     if ZERO:
@@ -207,14 +271,18 @@ def from_words(b, s, z, DT: gl.constexpr, HIGH: gl.constexpr, SCALED: gl.constex
 
 @gluon.jit
 def from_halves(b, s, z, DT: gl.constexpr, P: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
-                DOT: gl.constexpr):  # fmt: skip
-    """64 columns in blocks of P = 32 or 64, (64, 64), from words and parameters (64, 4, 2), as operand A."""
-    ASM: gl.constexpr = _unpack_halves(gl.float16 == DT, SCALED, ZERO)
-    NUMBERS: gl.constexpr = (1 if SCALED or ZERO == 2 else 0) + (1 if ZERO else 0)
+                DOT: gl.constexpr, ELEMENT: gl.constexpr = "int", APART: gl.constexpr = False):  # fmt: skip
+    """64 columns in blocks of P = 32 or 64, (64, 64), from words and parameters (64, 4, 2), as operand A.
+
+    APART: s is for low nibbles, z for high ones; there are no zero points.
+    """
+    ASM: gl.constexpr = _unpack_halves(gl.float16 == DT, SCALED, ZERO, ELEMENT, APART)
+    NUMBERS: gl.constexpr = (1 if SCALED or ZERO == 2 else 0) + (1 if ZERO or APART else 0)
     # As in `from_words`; here two words are eight registers.
     a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-        ASM, _commas("r", 8, 2 + NUMBERS), _arguments(b, s, z, SCALED, ZERO), dtype=_times(DT, 8), is_pure=True, pack=2
-    )
+        ASM, _commas("r", 8, 2 + NUMBERS), _arguments(b, s, z, SCALED, 2 if APART else ZERO), dtype=_times(DT, 8),
+        is_pure=True, pack=2,
+    )  # fmt: skip
     first = gl.join(gl.join(a0, a1), gl.join(a2, a3))
     codes = gl.join(first, gl.join(gl.join(b0, b1), gl.join(b2, b3)))
     # From (row, t, e, h, nibble, word). A block of 32 has the columns of one word, low nibbles first; a block of 64 the
@@ -239,9 +307,10 @@ def from_one_word(b, z, DT: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr)
 
 
 @gluon.jit
-def from_pairs(b, s, z, DT: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr):
+def from_pairs(b, s, z, DT: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr,
+               ELEMENT: gl.constexpr = "int"):  # fmt: skip
     """Codes (64, 64) from pairs (64, 32) and parameters (64,), as operand A."""
-    ASM: gl.constexpr = _unpack_pairs(gl.float16 == DT, SCALED, ZERO)
+    ASM: gl.constexpr = _unpack_pairs(gl.float16 == DT, SCALED, ZERO, ELEMENT)
     if SCALED:
         s = s[:, None].broadcast_to(b.shape)
     if ZERO:
@@ -251,6 +320,25 @@ def from_pairs(b, s, z, DT: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constex
         ASM, _commas("h", 2, 1 + NUMBERS), _arguments(b, s, z, SCALED, ZERO), dtype=_times(DT, 2), is_pure=True, pack=1
     )
     return gl.convert_layout(gl.join(p, q).reshape([ROWS, 64]), DOT, assert_trivial=True)
+
+
+@gluon.jit
+def scales_of(raw, DT: gl.constexpr):
+    """Scales as the assembly takes them: uint8 is e8m0, int8 the bits of e4m3."""
+    if raw.dtype.primitive_bitwidth == 8:
+        raw = scale_value(raw, raw.dtype)
+    return raw.to(DT)
+
+
+@gluon.jit
+def quarter_numbers(numbers, HALF: gl.constexpr, WG: gl.constexpr):
+    """Numbers of one half of 128 columns in groups of 16, of (8, 128): for words (64, 4, 2), of low and high nibbles."""
+    LAYOUT: gl.constexpr = _halves()
+    mine = numbers.slice(4 * HALF, 4, dim=0).slice(WG * ROWS, ROWS, dim=1).load(_by_row(4))
+    low, high = mine.permute((1, 0)).reshape([ROWS, 2, 2]).split()
+    low = gl.convert_layout(low, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+    high = gl.convert_layout(high, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+    return low.broadcast_to([ROWS, 4, 2]), high.broadcast_to([ROWS, 4, 2])
 
 
 @gluon.jit

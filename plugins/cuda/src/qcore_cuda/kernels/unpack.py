@@ -5,6 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qcore_triton.kernels.elements import decoded, scale_value
+
+from .tables import bytes_asm, nibbles_asm
+
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 
@@ -49,12 +53,20 @@ def _unpack_fp16(b, taken):
 
 
 @triton.jit
-def unpack_nibbles(b, zero, DTYPE: tl.constexpr, ASM: tl.constexpr):
+def unpack_nibbles(b, zero, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Bytes of unsigned nibbles ``q + 8`` to (low, high) codes ``q - zero`` as DTYPE, order kept.
 
-    zero: an integer in -8..7, of rows or one for all.
+    zero: an integer in -8..7, of rows or one for all. Of other elements, the numbers that codes stand for.
     """
-    if ASM:
+    if ELEMENT != "int" and ASM:
+        TEXT: tl.constexpr = nibbles_asm(ELEMENT, tl.float16 == DTYPE)
+        low, high = tl.inline_asm_elementwise(
+            TEXT, "=&r,=&r,=&r,=&r,r", [b], dtype=(DTYPE, DTYPE), is_pure=True, pack=4
+        )
+    elif ELEMENT != "int":
+        low = decoded(b & 0xF, ELEMENT).to(DTYPE)
+        high = decoded(b >> 4, ELEMENT).to(DTYPE)
+    elif ASM:
         taken = tl.zeros(b.shape, tl.int32) + (zero.to(tl.int32) + 8) * 0x10001
         if tl.bfloat16 == DTYPE:
             low, high = _unpack_bf16(b, taken)
@@ -102,9 +114,14 @@ def _bytes_fp16(b):
 
 
 @triton.jit
-def unpack_bytes(b, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Signed bytes as DTYPE, order kept."""
-    if ASM and tl.bfloat16 == DTYPE:
+def unpack_bytes(b, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Signed bytes, or the numbers that bytes of another element stand for, as DTYPE, order kept."""
+    if ELEMENT != "int" and ASM:
+        TEXT: tl.constexpr = bytes_asm(ELEMENT, tl.float16 == DTYPE)
+        q = tl.inline_asm_elementwise(TEXT, "=&r,=&r,r", [b], dtype=DTYPE, is_pure=True, pack=4)
+    elif ELEMENT != "int":
+        q = decoded(b, ELEMENT).to(DTYPE)
+    elif ASM and tl.bfloat16 == DTYPE:
         q = _bytes_bf16(b)
     elif ASM and tl.float16 == DTYPE:
         q = _bytes_fp16(b)
@@ -147,4 +164,14 @@ def as_float(raw, DTYPE: tl.constexpr, ASM: tl.constexpr):
         value = raw.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         value = raw.to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def scale_of(raw, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """A scale of `load_raw`, loaded through a pointer to DTYPE, as float32."""
+    if tl.uint8 == DTYPE or tl.int8 == DTYPE:
+        value = scale_value(raw, DTYPE)
+    else:
+        value = as_float(raw, DTYPE, ASM)
     return value

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tables import bytes_asm, nibbles_asm
+
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 
@@ -119,6 +121,29 @@ def codes8(word, BF16: tl.constexpr):
             pack=1,
         )
     return low, high
+
+
+@triton.jit
+def table4(word, ELEMENT: tl.constexpr, BF16: tl.constexpr):
+    """Four bytes of nibbles to four words of two 16-bit floats: the low nibbles in order, then the high ones."""
+    TEXT: tl.constexpr = nibbles_asm(ELEMENT, not BF16)
+    return tl.inline_asm_elementwise(
+        TEXT,
+        "=&r,=&r,=&r,=&r,r",
+        [word],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def table8(word, ELEMENT: tl.constexpr, BF16: tl.constexpr):
+    """Four bytes to two words of two 16-bit floats, in order."""
+    TEXT: tl.constexpr = bytes_asm(ELEMENT, not BF16)
+    return tl.inline_asm_elementwise(
+        TEXT, "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+    )
 
 
 @triton.jit

@@ -50,6 +50,11 @@ class Product(ABC, Generic[C]):
         return Choice(self, config)
 
 
+def decoding(weight: Weight) -> dict[str, Any]:
+    """Constexprs of kernels for float activations: what codes stand for, and whether there is a factor."""
+    return {"ELEMENT": weight.element, "FACTOR": weight.factor is not None}
+
+
 class FloatProduct(Product[C]):
     """A product with float activations."""
 

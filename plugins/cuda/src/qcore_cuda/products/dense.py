@@ -1,4 +1,7 @@
-"""`DENSE`: the weight is dequantized, torch multiplies; for many rows if no kernel is faster."""
+"""`DENSE`: the weight is dequantized, torch multiplies; for many rows if no kernel is faster.
+
+Also for float32 activations and tables of numbers that have more digits than 16-bit floats.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,15 @@ class Dense(FloatProduct[Whole]):
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device
-        return problem.narrow and not problem.exact
+        return (problem.narrow and not problem.exact) or _alone(problem)
 
     def rule(self, device: Device, problem: GemmProblem) -> Whole | None:
         del device
-        return Whole() if problem.rows >= 1024 else None
+        return Whole() if problem.rows >= 1024 or _alone(problem) else None
 
     def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Whole]:
         del device
-        if problem.rows >= 64:
+        if problem.rows >= 64 or _alone(problem):
             yield Whole()
 
     def work(self, device: Device, problem: GemmProblem, config: Whole) -> Work:
@@ -56,9 +59,16 @@ class Dense(FloatProduct[Whole]):
     ) -> Tensor:
         del device, config
         w = dequantized(weight, x.dtype)
+        if x.dtype == torch.float32:
+            return F.linear(x, w, None if bias is None else bias.float()).to(problem.out_dtype)
         if bias is None or bias.dtype == x.dtype:
             return F.linear(x, w, bias)
         return (torch.mm(x, w.t(), out_dtype=torch.float32) + bias.float()).to(problem.out_dtype)
+
+
+def _alone(problem: GemmProblem) -> bool:
+    """Whether no other product has numbers as exact as float32 activations need."""
+    return not problem.narrow and problem.rounded
 
 
 DENSE = Dense()

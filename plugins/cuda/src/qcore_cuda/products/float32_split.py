@@ -23,7 +23,7 @@ from ..runtime.launch import launch, options
 from ..runtime.replay import empty
 from .aligned import columns_of
 from .base import Choice, FloatProduct
-from .gemm import Tile, multiply, reads_rows
+from .gemm import Tile, adapted, multiply, reads_rows
 from .skinny_gemm import ROWS
 
 _COLUMNS = 512
@@ -60,6 +60,8 @@ class SplitRows(FloatProduct[Any]):
         self.name, self.config = inner.name, inner.config  # type: ignore[misc]
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
+        if problem.rounded:  # to 16 bits, which float32 must not be
+            return False
         return 0 < problem.split_rows <= ROWS and self._inner.serves(device, _of_terms(problem))
 
     def rule(self, device: Device, problem: GemmProblem) -> Any:
@@ -102,15 +104,16 @@ class SplitTiles(FloatProduct[Tile]):
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device
-        return not problem.narrow
+        return not problem.narrow and not problem.rounded
 
     def adapted(self, problem: GemmProblem, config: Tile) -> Choice | None:
-        return None if config.scaled and problem.exact else Choice(self, config)
+        return adapted(self, problem, config._replace(scaled=config.scaled or problem.halves))
 
     def rule(self, device: Device, problem: GemmProblem) -> Tile:
         """The largest tile that occupies all multiprocessors; if none does, the smallest, with K split."""
         tiles = _HOPPER if device.arch == 90 else _ELSEWHERE
         config = next((tile for tile in tiles if 3 * _count(tile, problem) >= 2 * device.sms), tiles[-1])
+        config = config._replace(scaled=problem.halves)
         shared = min(8, 2 * device.sms // _count(config, problem), problem.k // 384)
         return config._replace(split=1 << max(0, shared.bit_length() - 1))
 

@@ -20,7 +20,7 @@ from ..runtime.launch import launch, options
 from ..runtime.replay import empty, tracked
 from ..schedule import spread
 from .aligned import aligned
-from .base import Choice, FloatProduct
+from .base import Choice, FloatProduct, decoding
 
 
 class Tile(NamedTuple):
@@ -68,16 +68,17 @@ class Gemm(FloatProduct[Tile]):
         return problem.narrow
 
     def adapted(self, problem: GemmProblem, config: Tile) -> Choice | None:
-        return None if config.scaled and problem.exact else Choice(self, config)
+        return adapted(self, problem, config)
 
     def rule(self, device: Device, problem: GemmProblem) -> Tile:
         m, n = problem.rows, problem.n
-        if m >= 256 and not problem.exact:
+        if m >= 256 and not (problem.exact and not problem.lossless):
             return Tile(128, 128, warps=8, stages=3, scaled=True)
         bm = min(64, max(16, m))
         tiles = math.ceil(n / 64) * math.ceil(m / bm)
         split = max(1, min(8, 2 * device.sms // max(1, tiles), problem.k // 512))
-        return Tile(64, bm, stages=4 if m <= 32 else 3, split=1 << (split.bit_length() - 1))
+        stages, split = 4 if m <= 32 else 3, 1 << (split.bit_length() - 1)
+        return Tile(64, bm, stages=stages, scaled=problem.halves, split=split)
 
     def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Tile]:
         m = problem.rows
@@ -109,6 +110,13 @@ def _ways(device: Device, problem: GemmProblem, tile: Tile) -> Iterator[Tile]:
         yield from (tile._replace(even=even) for even in (1, 2) if tiles % (even * device.sms))
 
 
+def adapted(product: FloatProduct[Tile], problem: GemmProblem, config: Tile) -> Choice | None:
+    """The choice for a tile: weights are scaled if that rounds nothing that must be exact, or if nothing else works."""
+    if config.scaled and problem.exact and not problem.lossless:
+        return None
+    return None if problem.halves and not config.scaled else Choice(product, config)
+
+
 def reads_rows(problem: GemmProblem) -> bool:
     """Whether x needs its columns in the order in which threads hold codes of rows16 as operands."""
     return problem.bits == 8 and problem.block == 64
@@ -128,8 +136,8 @@ def _arranged(x: Tensor, device: Device) -> Tensor:
 class _Steps(NamedTuple):
     """How a program goes along K.
 
-    **Fields:** ``unroll``: blocks of a step; ``each``: each of them has scales of its own; ``total``; ``per``: steps of
-    a group.
+    **Fields:** ``unroll``: blocks of a step; ``each``: each of them, or each of their groups, has scales of its own;
+    ``total``; ``per``: steps of a group.
     """
 
     unroll: int
@@ -142,9 +150,11 @@ def _steps(weight: Weight, device: Device, problem: GemmProblem, config: Tile) -
     """Blocks of a step are of one group, or each of another one if scales meet the weight."""
     block = problem.block
     blocks = -(-problem.k // block)
-    per = blocks if problem.one_group else weight.group // block
+    per = blocks if problem.one_group else max(1, weight.group // block)
     unroll, each = math.gcd(blocks, max(1, (64 if device.hip else 128) * config.unroll // block)), False
-    if per > 1 or unroll == 1 or not config.scaled:
+    if problem.halves:
+        each, per = True, unroll
+    elif per > 1 or unroll == 1 or not config.scaled:
         unroll = math.gcd(unroll, per)
     else:
         each, per = True, unroll
@@ -155,7 +165,7 @@ def multiply(
     x: Tensor, m: int, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tile
 ) -> Tensor:
     """``x @ W^T + bias``: x is one or more matrices of m rows, whose sum is multiplied, columns as the kernel wants."""
-    (data, scale, zero, *_), n, (bn, bm) = weight, problem.n, config[:2]
+    (data, scale, zero, *_, factor), n, (bn, bm) = weight, problem.n, config[:2]
     steps = _steps(weight, device, problem, config)
     tiles = -(-n // bn) * -(-m // bm)
     waves, share, programs = spread(tiles, steps.total, config.split, config.even, device.sms)
@@ -171,13 +181,15 @@ def multiply(
     scales = 2 if problem.one_group and problem.zero != FLOAT_ZERO else int(config.scaled)
     launch(
         gemm, (programs,),
-        x, data, scale, scale if zero is None else zero, scale if bias is None else bias, y, parts, counts,
+        x, data, scale, scale if zero is None else zero, scale if factor is None else factor,
+        scale if bias is None else bias, y, parts, counts,
         m, n, data.shape[0] * (16 if problem.bits == 4 else 1), steps.total, steps.per, x.stride(0) // 8,
         x.shape[1] // 32, waves, share,
         BITS=problem.bits, P=problem.block, U=steps.unroll, ZERO=problem.zero, BIAS=bias is not None, BN=bn, BM=bm,
         NW=min(config.warps, bn // 16), STAGES=config.stages, FRAG=problem.bits == 4 or problem.block == 64,
         SCALES=scales, EACH=steps.each, TERMS=x.shape[0] // m, ALIGNED=n % 8 == 0, GROUP_M=16,
-        ASM=device.asm, HOPPER=device.arch == 90, WIDE=device.interpreted,
+        ASM=device.asm, HOPPER=device.arch == 90, WIDE=device.interpreted, G=2 if problem.halves else 1,
+        **decoding(weight),
         num_stages=config.stages, **limit, **options(device, config.warps),
     )  # fmt: skip
     return y

@@ -20,7 +20,7 @@ from ..runtime.launch import launch, options
 from ..runtime.replay import empty, tracked
 from ..schedule import SPLITS, TILE_TIMES, best_split, tail_spread
 from .aligned import aligned
-from .base import FloatProduct
+from .base import FloatProduct, decoding
 
 _STAGES = {
     (4, 256): 5, (4, 128): 8, (4, 64): 14, (4, 32): 20, (8, 256): 4, (8, 128): 8, (8, 64): 12, (8, 32): 16,
@@ -111,11 +111,11 @@ class GemmHopper(FloatProduct[Tokens]):
             gemm_hopper, (programs,), descriptor(x, (bm, 64)), w,
             descriptor(scale, (each, 2 * rows), swizzled=False) if scaled else scale,
             scale if zero is None else descriptor(zero, (each, 2 * rows), swizzled=False),
-            scale if bias is None else bias, descriptor(y, (bm // pieces, rows)), parts,
+            scale if weight.factor is None else weight.factor, scale if bias is None else bias, descriptor(y, (bm // pieces, rows)), parts,
             tracked(counters, 2 * left, x.device) if left else y,
             m, n, blocks, blocks if problem.one_group else max(1, weight.group // 128), waves, share,
             BITS=bits, BM=bm, STAGES=_stages(weight, bm, pieces, each, scaled), GROUP=2048 // bm, EACH=each,
-            SCALED=scaled, ZERO=problem.zero, BIAS=bias is not None, PIECES=pieces,
+            SCALED=scaled, ZERO=problem.zero, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
             U=1 if bm > 128 and bits == 4 else 2, SPREAD=left > 0, **options(device, 4),
         )  # fmt: skip
         return y
@@ -130,11 +130,13 @@ def _stages(weight: Weight, bm: int, pieces: int, rows: int, scaled: bool) -> in
 
 
 def _parameter_rows(problem: GemmProblem) -> int:
-    """Rows of scales that 128 columns have, of which the kernel takes 1, 2 or 4; 0 if it can't take them."""
+    """Rows of scales that 128 columns have, of which the kernel takes 1, 2, 4 or 8; 0 if it can't take them."""
     if problem.bits == 8:
         return 1 if problem.one_group or problem.group % 128 == 0 else 2 if problem.group == 64 else 0
     if problem.block == 128:
         return 1
+    if problem.halves:
+        return 8
     # A single group of fewer columns than 128, as of a very small K, is packed in blocks of that size, too.
     return 128 // problem.block if problem.group == problem.block and not problem.one_group else 0
 

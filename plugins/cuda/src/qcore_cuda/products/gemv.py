@@ -18,7 +18,7 @@ from ..runtime.launch import launch, supports_dynamic_shared
 from ..runtime.replay import empty
 from . import skinny_gemm
 from .aligned import aligned
-from .base import FloatProduct
+from .base import FloatProduct, decoding
 from .skinny_gemm import WarpShape
 
 _SHAPES = {
@@ -72,9 +72,10 @@ class Gemv(FloatProduct[WarpShape]):
         made = skinny_gemm.program(device, config, supports_dynamic_shared(), m, bits, block, 2, of_row, 0)
         launch(
             gemv, (-(-n // made.rows),),
-            x, part.data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
+            x, part.data, scale, scale if zero is None else zero, scale if weight.factor is None else weight.factor,
+            scale if bias is None else bias, y,
             m, n, *part.sizes[:3], x.stride(0), part.sizes[3],
-            BITS=bits, P=block, ZERO=problem.zero, BIAS=bias is not None, ONE_GROUP=one_group,
+            **decoding(weight), HALVES=problem.halves, BITS=bits, P=block, ZERO=problem.zero, BIAS=bias is not None, ONE_GROUP=one_group,
             BF16=x.dtype == torch.bfloat16, ALIGNED=part.even, **made.meta,
         )  # fmt: skip
         return y

@@ -159,11 +159,11 @@ def layout(weight: Weight, problem: GemmProblem) -> Layout:
     if data.data_ptr() % 16:  # a view into another tensor
         data = data.clone()
     even = not (n % 16 or scale.data_ptr() % 16 or (zero is not None and zero.data_ptr() % 16))
-    of_row = scale.element_size() + (0 if zero is None else zero.element_size())
+    of_row = (scale.element_size() + (0 if zero is None else zero.element_size())) * (2 if problem.halves else 1)
     block, shape = problem.block, data.shape
     if problem.bits == 4:
         rows, blocks, pitch = shape[0] * 16, shape[1], 0
     else:
         rows, blocks, pitch = shape[0], shape[1] // block, shape[1] // 32
-    per = blocks if problem.one_group else weight.group // block
+    per = blocks if problem.one_group else max(1, weight.group // block)
     return Layout(data, even, of_row if even else 0, (rows, blocks, per, pitch))

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from qcore_triton.weights import Weight
+from qcore_triton.weights import INTEGER, Weight
 
 from ..costs import Work
 from ..kernels.slices import slices
@@ -36,7 +36,7 @@ class Slices(FloatProduct[Slice]):
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device
-        return problem.bits == 8 and problem.narrow
+        return problem.bits == 8 and problem.narrow and problem.element == INTEGER
 
     def rule(self, device: Device, problem: GemmProblem) -> Slice | None:
         if problem.rows > 16:

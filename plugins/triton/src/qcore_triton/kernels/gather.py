@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .elements import byte_value, factor_of, nibble_value, scale_value
 from .order import column_of
 
 
@@ -22,8 +23,9 @@ def _weights(codes, scale, zero, ZERO: tl.constexpr):
 
 @triton.jit
 def _blocks(
-    row, rows, line, block, here, inside, data, scale, zero, out, v, d, group, blocks, stride,
-    BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, NAN: tl.constexpr,
+    row, rows, line, block, here, inside, data, scale, zero, factor, out, v, d, group, blocks, stride,
+    BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, NAN: tl.constexpr, ELEMENT: tl.constexpr,
+    FACTOR: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Dequantize blocks of the table and store them in their rows of the result.
 
@@ -31,36 +33,47 @@ def _blocks(
     of the result's row, one for all or ``(NB, 1)``. ``NAN``: blocks that are not ``inside`` become NaN.
     """
     H: tl.constexpr = P // 2
+    SCALE: tl.constexpr = scale.dtype.element_ty
+    by = factor_of(factor, FACTOR)
     at = (block * P // group).to(tl.int64) * v + row
-    s = tl.load(scale + at, mask=here, other=0.0).to(tl.float32)[:, None]
+    s = (scale_value(tl.load(scale + at, mask=here, other=0), SCALE) * by)[:, None]
     if NAN:
         s = tl.where(inside[:, None], s, float("nan"))
+    # Of two groups in a block, the high nibbles are the second one, if there still is one.
+    after = s
+    if HALVES:
+        there = here & ((block * P + H) < d)
+        after = (scale_value(tl.load(scale + at + v, mask=there, other=0), SCALE) * by)[:, None]
+        if NAN:
+            after = tl.where(inside[:, None], after, float("nan"))
     z = s if ZERO == 0 else tl.load(zero + at, mask=here, other=0).to(tl.float32)[:, None]
     if BITS == 4:
         i = tl.arange(0, H)[None, :]
         start = (rows // 16) * (blocks * 16 * H) + (rows % 16) * H
         codes = tl.load(data + start + (block[:, None] * (16 * H) + i), mask=here[:, None], other=0)
-        low = (codes & 15).to(tl.float32) - 8.0
-        high = (codes >> 4).to(tl.float32) - 8.0
+        low = nibble_value(codes & 15, ELEMENT)
+        high = nibble_value(codes >> 4, ELEMENT)
         k = column_of(block[:, None] * P + i, P)
         tl.store(line + k, _weights(low, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
         k += H
-        tl.store(line + k, _weights(high, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
+        tl.store(line + k, _weights(high, after, z, ZERO).to(out.dtype.element_ty), mask=k < d)
     else:
         k = block[:, None] * P + tl.arange(0, P)[None, :]
-        codes = tl.load(data + rows * stride + k, mask=k < d, other=0).to(tl.float32)
+        codes = byte_value(tl.load(data + rows * stride + k, mask=k < d, other=0), ELEMENT)
         tl.store(line + k, _weights(codes, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
 
 
 @triton.jit
 def gather(
-    indices, data, scale, zero, out, v, d, group, blocks, stride,
-    BITS: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr,
+    indices, data, scale, zero, factor, out, v, d, group, blocks, stride,
+    BITS: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr, ELEMENT: tl.constexpr,
+    FACTOR: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Program (t, j): columns ``j*NB*P ..`` of token t.
 
     ``indices``: integers ``(T,)`` in 0..v-1; ``data``: planar16 (``BITS`` 4, blocks of P, ``blocks`` per row) or rows16
-    (8; rows are ``stride`` bytes apart); ``scale``, ``zero``: ``(G, v)``; ``out``: ``(T, d)``. Compiled with ``debug``,
+    (8; rows are ``stride`` bytes apart); ``scale``, ``zero``: ``(G, v)``; ``out``: ``(T, d)``. ``ELEMENT``, ``FACTOR``
+    and ``HALVES`` (two groups in a block): see `dequant`. Compiled with ``debug``,
     an index out of range triggers the same device-side assertion as in torch.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -71,15 +84,16 @@ def gather(
     block = tl.program_id(1) * NB + tl.arange(0, NB)
     line = out + token * d
     _blocks(
-        row, row, line, block, block < blocks, inside, data, scale, zero, out, v, d, group, blocks, stride, BITS, P,
-        ZERO, False,
+        row, row, line, block, block < blocks, inside, data, scale, zero, factor, out, v, d, group, blocks, stride,
+        BITS, P, ZERO, False, ELEMENT, FACTOR, HALVES,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pieces"])
 def gather_pieces(
-    indices, data, scale, zero, out, v, d, group, blocks, stride, pieces,
-    BITS: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr,
+    indices, data, scale, zero, factor, out, v, d, group, blocks, stride, pieces,
+    BITS: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, ZERO: tl.constexpr, ELEMENT: tl.constexpr,
+    FACTOR: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """`gather` for rows too short to fill a program: NB of the ``T * blocks`` blocks, of any tokens.
 
@@ -94,6 +108,6 @@ def gather_pieces(
     block = piece % blocks
     line = out + token[:, None] * d
     _blocks(
-        row, row[:, None], line, block, block < blocks, inside, data, scale, zero, out, v, d, group, blocks, stride,
-        BITS, P, ZERO, True,
+        row, row[:, None], line, block, block < blocks, inside, data, scale, zero, factor, out, v, d, group, blocks,
+        stride, BITS, P, ZERO, True, ELEMENT, FACTOR, HALVES,
     )  # fmt: skip

@@ -1,0 +1,125 @@
+"""Products with e4m3 activations: quantization, and one of three ways to multiply.
+
+On GPUs whose tensor cores take e4m3 (sm_89 and later), many rows are multiplied by torch's scaled product, with scales
+per row or per 128 columns. Few rows, and everything else, take the kernels for float activations: codes with one scale
+per row are exact in bfloat16, and their float32 sums are scaled afterwards; with scales per group of columns, the
+quantized activations are float32 numbers.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from qcore_triton.geometry import power_of_two
+from qcore_triton.weights import Weight
+
+from . import weight_only
+from .kernels import fp8
+from .problem import Form, form_of
+from .products.skinny_gemm import ROWS
+from .runtime.device import Device, device_of
+from .runtime.launch import launch, options
+from .runtime.replay import empty
+
+BLOCK = 128
+"""Columns that share a scale in torch's block-scaled product."""
+SCALED, BLOCKS, SUMS, NUMBERS = "scaled", "blocks", "sums", "numbers"
+"""The ways: torch's products with scales per row and per block; scaled float32 sums; float32 activations."""
+_COLUMNS = 2048
+
+
+def product(
+    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, group: int, static: float | None
+) -> Tensor:
+    """``A(x) @ W^T + bias``: x ``(M, K)`` of any strides, M >= 1, to ``(M, N)`` of ``out_dtype``.
+
+    ``group``: columns of x that share a scale, 0 for one scale per row; ``static``: the scale of all x, if given.
+    """
+    device = device_of(x.device)
+    way = way_of(device, form_of(weight), x.shape[0], group, out_dtype, None if bias is None else bias.dtype)
+    if way == NUMBERS:
+        values, _ = _by_group(x, x.shape[1], group, torch.float32, device)
+        return weight_only.linear(values, weight, bias, out_dtype)
+    if way == SUMS:
+        codes, scale = _by_row(x, x.shape[1], torch.bfloat16, static, device)
+        return _finish(weight_only.linear(codes, weight, None, torch.float32), scale, bias, out_dtype, device)
+    columns = weight.data.shape[1]
+    if way == SCALED:
+        codes, scale = _by_row(x, columns, torch.uint8, static, device)
+        scale = scale.view(-1, 1)
+    else:
+        codes, scale = _by_group(x, columns, group, torch.uint8, device)
+        scale = scale.t()
+    return scaled(codes, scale, weight, bias, out_dtype)
+
+
+def scaled(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """torch's scaled product of bytes ``(M, KQ)`` with scales ``(M, 1)`` or, of blocks, ``(M, KQ / 128)``."""
+    kind = torch.float8_e4m3fn
+    return torch._scaled_mm(  # noqa: SLF001 - the public name takes no scales of blocks in the versions supported
+        codes.view(kind), weight.data[: weight.n].view(kind).t(), scale, weight.scale.float(), bias,
+        out_dtype=out_dtype, use_fast_accum=False,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=8192)
+def way_of(
+    device: Device, form: Form, m: int, group: int, out_dtype: torch.dtype, bias: torch.dtype | None
+) -> str:
+    """How a product of m rows is computed."""
+    own = NUMBERS if group else SUMS
+    fits = form.element == "e4m3" and form.zero is None and form.scale.is_floating_point and form.n % 16 == 0
+    if not fits or m <= ROWS or out_dtype != torch.bfloat16 or bias not in (None, out_dtype):
+        return own
+    if device.hip or device.arch < 89:
+        return own
+    if group == 0 and form.groups == 1:
+        return SCALED
+    blocks = group == form.group == BLOCK and form.k % BLOCK == 0 and device.arch == 90 and bias is None
+    return BLOCKS if blocks and _has_blocks() else own
+
+
+@lru_cache(maxsize=1)
+def _has_blocks() -> bool:
+    """Whether cuBLAS has products with scales of 128 columns (CUDA 12.9)."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return version >= (12, 9)
+
+
+def _by_row(
+    x: Tensor, columns: int, dtype: torch.dtype, static: float | None, device: Device
+) -> tuple[Tensor, Tensor]:
+    """Codes ``(M, columns)``, bytes or numbers of ``dtype``, 0 behind K, and scales ``(M,)``."""
+    m, k = x.shape
+    codes, scale = empty((m, columns), dtype, x.device), empty((m,), torch.float32, x.device)
+    launch(
+        fp8.quantize_rows, (m,), x, codes, scale, 0.0 if static is None else static, m, k, columns, *x.stride(),
+        STATIC=static is not None, BLOCK=min(power_of_two(columns), _COLUMNS), **options(device, 4),
+    )  # fmt: skip
+    return codes, scale
+
+
+def _by_group(x: Tensor, columns: int, group: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, Tensor]:
+    """Bytes ``(M, columns)``, or numbers times their scales if ``dtype`` is float32, and scales ``(G, M)``."""
+    m, k = x.shape
+    groups, block = -(-k // group), power_of_two(group)
+    together = min(power_of_two(groups), max(1, _COLUMNS // block))
+    codes, scale = empty((m, columns), dtype, x.device), empty((groups, m), torch.float32, x.device)
+    launch(
+        fp8.quantize_groups, (m, -(-groups // together)), x, codes, scale, m, k, columns, groups, group, *x.stride(),
+        R=together, BLOCK=block, **options(device, 4),
+    )  # fmt: skip
+    return codes, scale
+
+
+def _finish(sums: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, device: Device) -> Tensor:
+    m, n = sums.shape
+    y = empty((m, n), out_dtype, sums.device)
+    launch(
+        fp8.finish, (m, -(-n // _COLUMNS)), sums, scale, scale if bias is None else bias, y, m, n,
+        BIAS=bias is not None, B=_COLUMNS, **options(device, 4),
+    )  # fmt: skip
+    return y

@@ -1,0 +1,124 @@
+"""Activations to e4m3 with a scale per token, per group of columns or for all, and the end of a product of their codes.
+
+Grids: ``quantize_rows``: one program per row, which is read twice; ``quantize_groups``: (rows, groups / R); ``finish``:
+tiles of the result. Floor: the bytes of x and of the codes at memory bandwidth.
+
+Arithmetic as in ``qcore.weights.activations``: float32, half to even, saturating at 448. A row or group that holds NaN
+or infinity gets such a scale, and with it results of NaN. Codes are rounded with integer arithmetic, on any device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+
+@triton.jit
+def _scale(largest):
+    """The scale of a row or group from the bits of its largest magnitude; 1 for zeros, never subnormal."""
+    largest = largest.to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+    scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
+    return tl.where(largest == 0.0, 1.0, scale)
+
+
+@triton.jit
+def _bits(v):
+    """The bits of magnitudes: an order in which NaN is above infinity."""
+    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _code(v, q):
+    """``e4m3(clamp(v))``: its byte if q points to bytes, else the number in float32."""
+    sign = v.to(tl.int32, bitcast=True) & -2147483648
+    bits = _bits(v)
+    nan = bits > 0x7F800000
+    bits = tl.minimum(bits, 0x43E00000)  # 448
+    size = bits.to(tl.float32, bitcast=True)
+    # Below 2**-6 numbers are multiples of 2**-9, as are float32 ones from 2**14 on; above they have 3 bits.
+    small = bits < 0x3C800000
+    low = (size + 16384.0) - 16384.0
+    rounded = (bits + (0x7FFFF + ((bits >> 20) & 1))) & -1048576
+    if q.dtype.element_ty == tl.uint8:
+        byte = tl.where(small, (low * 512.0).to(tl.int32), (rounded >> 20) - 960)
+        byte = tl.where(nan, 0x7F, byte)
+        value = (byte | ((sign >> 24) & 0x80)).to(tl.uint8)
+    else:
+        rounded = tl.where(small, low.to(tl.int32, bitcast=True), rounded)
+        rounded = tl.where(nan, 0x7FC00000, rounded)
+        value = (rounded | sign).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit(do_not_specialize=["given", "M"])
+def quantize_rows(x, q, scale, given, M, K, KQ, row_stride, column_stride, STATIC: tl.constexpr, BLOCK: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
+    """Codes ``(M, KQ)``, 0 from K on, as bytes or numbers, and scales ``(M,)``; STATIC: the scale is ``given``."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    o = tl.arange(0, BLOCK)
+    x += row.to(tl.int64) * row_stride
+    q += row.to(tl.int64) * KQ
+    if STATIC:
+        s = tl.full((), given, tl.float32)
+    else:
+        most = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, K, BLOCK):
+            at = start + o
+            v = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
+            most = tl.maximum(most, _bits(v))
+        s = _scale(tl.max(most, 0))
+    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
+    for start in range(0, KQ, BLOCK):
+        at = start + o
+        v = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
+        if STATIC:
+            v = tl.div_rn(v, tl.full((BLOCK,), given, tl.float32))
+        else:
+            v = v * inverse
+        tl.store(q + at, _code(v, q).to(q.dtype.element_ty), mask=at < KQ)
+    tl.store(scale + row, s)
+
+
+@triton.jit(do_not_specialize=["M"])
+def quantize_groups(x, q, scale, M, K, KQ, G, group, row_stride, column_stride, R: tl.constexpr, BLOCK: tl.constexpr,
+                    PDL: tl.constexpr):  # fmt: skip
+    """R of the G groups of a row: bytes ``(M, KQ)`` and scales ``(G, M)``, or numbers times their scales, float32."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    g = tl.program_id(1) * R + tl.arange(0, R)
+    inside = tl.arange(0, BLOCK)
+    at = g[:, None] * group + inside[None, :]
+    there = (inside < group)[None, :] & (at < K)
+    v = tl.load(x + row.to(tl.int64) * row_stride + at.to(tl.int64) * column_stride, mask=there, other=0.0)
+    v = v.to(tl.float32)
+    s = _scale(tl.max(_bits(v), 1))
+    inverse = tl.div_rn(tl.full((R,), 1.0, tl.float32), s)
+    c = _code(v * inverse[:, None], q)
+    if q.dtype.element_ty != tl.uint8:
+        c = c * s[:, None]
+    tl.store(q + row.to(tl.int64) * KQ + at, c, mask=(inside < group)[None, :] & (at < KQ))
+    tl.store(scale + g.to(tl.int64) * M + row, s, mask=g < G)
+
+
+@triton.jit(do_not_specialize=["M"])
+def finish(sums, scale, bias, y, M, N, BIAS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    """``y[m, n] = sums[m, n] * scale[m] + bias[n]``, rounded once."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    n = tl.program_id(1) * B + tl.arange(0, B)
+    at = row.to(tl.int64) * N + n
+    value = tl.load(sums + at, mask=n < N, other=0.0) * tl.load(scale + row)
+    if BIAS:
+        value += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=n < N)

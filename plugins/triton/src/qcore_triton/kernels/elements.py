@@ -1,0 +1,97 @@
+"""The numbers that codes and scales stand for, in plain Triton for any device.
+
+Floating-point elements of few bits are decoded by moving their bits to the place that they have in float32, whose
+exponent has another bias: a product with a power of two corrects that, exactly, also for subnormal numbers. Tables are
+a tree of selections. ``ELEMENT`` is the text of `packing.element_text`.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import triton
+import triton.language as tl
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+
+@triton.constexpr_function
+def table_value(element, i):
+    """Number i of a table's text."""
+    return struct.unpack(">16f", bytes.fromhex(element[1:]))[i]
+
+
+@triton.jit
+def decoded(codes, ELEMENT: tl.constexpr):
+    """Raw codes, integers of any type, as float32; the upper bits of nibbles are 0."""
+    c = codes.to(tl.int32)
+    if ELEMENT == "e4m3":
+        value = (((c & 0x80) << 24) | ((c & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    elif ELEMENT == "e5m2":
+        value = (((c & 0x80) << 24) | ((c & 0x7F) << 21)).to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2**112
+    elif ELEMENT == "e2m1":
+        value = (((c & 8) << 28) | ((c & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+    else:
+        value = _selected(c, ELEMENT)
+    return value
+
+
+@triton.jit
+def _selected(c, ELEMENT: tl.constexpr):
+    """Numbers of a table: the four bits of a code, from the lowest, halve what is left."""
+    left = ()
+    for i in tl.static_range(8):
+        low = tl.full(c.shape, table_value(ELEMENT, 2 * i), tl.float32)
+        left = left + (tl.where((c & 1) != 0, tl.full(c.shape, table_value(ELEMENT, 2 * i + 1), tl.float32), low),)
+    four = ()
+    for i in tl.static_range(4):
+        four = four + (tl.where((c & 2) != 0, left[2 * i + 1], left[2 * i]),)
+    low = tl.where((c & 4) != 0, four[1], four[0])
+    high = tl.where((c & 4) != 0, four[3], four[2])
+    return tl.where((c & 8) != 0, high, low)
+
+
+@triton.jit
+def nibble_value(codes, ELEMENT: tl.constexpr):
+    """Unsigned nibbles as float32: ``u - 8`` of integers."""
+    if ELEMENT == "int":
+        value = codes.to(tl.float32) - 8.0
+    else:
+        value = decoded(codes, ELEMENT)
+    return value
+
+
+@triton.jit
+def byte_value(codes, ELEMENT: tl.constexpr):
+    """Bytes, int8, as float32."""
+    if ELEMENT == "int":
+        value = codes.to(tl.float32)
+    else:
+        value = decoded(codes, ELEMENT)
+    return value
+
+
+@triton.jit
+def scale_value(raw, DTYPE: tl.constexpr):
+    """A scale loaded through a pointer to DTYPE as float32: uint8 is e8m0, int8 the bits of e4m3.
+
+    The bits of e8m0 are float32's exponent; but for 2**-127, a subnormal number.
+    """
+    if tl.uint8 == DTYPE:
+        bits = (raw.to(tl.int32) & 0xFF) << 23
+        value = tl.maximum(bits, 0x00400000).to(tl.float32, bitcast=True)
+    elif tl.int8 == DTYPE:
+        value = decoded(raw, "e4m3")
+    else:
+        value = raw.to(tl.float32)
+    return value
+
+
+@triton.jit
+def factor_of(factor, FACTOR: tl.constexpr):
+    """The number that all results are multiplied with; 1 if there is none."""
+    if FACTOR:
+        value = tl.load(factor)
+    else:
+        value = 1.0
+    return value
