@@ -268,15 +268,18 @@ def _weight(scheme: Any, n: int, k: int, dtype: Any) -> Any:
     """A weight without numbers; ``dtype``: of scales."""
     import torch
 
-    from qcore import QTensor, ZeroPoint
+    from qcore import QTensor, ScaleType, ZeroPoint
 
     form = scheme.weight
     groups = form.groups(k)
-    scale = torch.empty(groups, n, dtype=dtype, device="meta")
+    stored = form.scale.dtypes[0] if form.scale is not ScaleType.FLOAT else dtype
+    scale = torch.empty(groups, n, dtype=stored, device="meta")
     kinds = {ZeroPoint.NONE: None, ZeroPoint.INT: torch.int8, ZeroPoint.FLOAT: dtype}
     kind = kinds[form.zero]
     zero = None if kind is None else torch.empty(groups, n, dtype=kind, device="meta")
-    return QTensor.from_codes(torch.empty(n, k, dtype=torch.int8, device="meta"), scale, zero, form)
+    whole = torch.empty((), device="meta") if form.scale.has_global else None
+    codes = torch.empty(n, k, dtype=form.element.code_dtype, device="meta")
+    return QTensor.from_codes(codes, scale, zero, form, global_scale=whole)
 
 
 def main() -> None:

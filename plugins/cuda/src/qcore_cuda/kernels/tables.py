@@ -11,8 +11,6 @@ Each function gives text for registers that it is given; ``half``: float16 inste
 
 from __future__ import annotations
 
-import struct
-
 import triton
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -23,12 +21,14 @@ import triton
 @triton.constexpr_function
 def table_words(element, half):
     """The table's bytes as eight words: upper bytes of numbers 0 to 3, 4 to 7, ...; then lower bytes."""
-    values = struct.unpack(">16f", bytes.fromhex(element[1:]))
-    if half:
-        bits = [struct.unpack(">H", struct.pack(">e", value))[0] for value in values]
-    else:
-        words = [struct.unpack(">I", struct.pack(">f", value))[0] for value in values]
-        bits = [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]
+    words = [int(element[i : i + 8], 16) for i in range(1, 129, 8)]
+    bits = []
+    for word in words:
+        if half:  # the exponent has another bias; numbers are 0 or normal
+            size = max(0, (word & 0x7FFFFFFF) - (112 << 23))
+            bits.append((word >> 31 << 15) | (size + 0xFFF + (size >> 13 & 1)) >> 13)
+        else:
+            bits.append((word + 0x7FFF + (word >> 16 & 1)) >> 16)
     found = []
     for shift in (8, 0):
         parts = [bit >> shift & 0xFF for bit in bits]
@@ -91,29 +91,31 @@ def nibbles_text(word, outs, element, half):
 @triton.constexpr_function
 def plane_text(word, outs, high, element, half):
     """A word's low or ``high`` nibbles to two registers: of bytes 0, 1 and of 2, 3."""
-    text = f"shr.u32 tk, {word}, 4; and.b32 tk, tk, 0x0F0F0F0F; " if high else f"and.b32 tk, {word}, 0x0F0F0F0F; "
     if element[0] == "t":
+        text = f"shr.u32 tk, {word}, 4; and.b32 tk, tk, 0x0F0F0F0F; " if high else f"and.b32 tk, {word}, 0x0F0F0F0F; "
         # Together the four nibbles are a selector.
         text += "shr.u32 tt, tk, 4; or.b32 tk, tk, tt; prmt.b32 tk, tk, tk, 0x2020; "
         text += "and.b32 tt, tk, 0x7777; shl.b32 tf, tk, 4; prmt.b32 tm, tk, tf, 0x9D8C; "
         text += "prmt.b32 ta, th0, th1, tt; prmt.b32 tb, th2, th3, tt; lop3.b32 tu, ta, tb, tm, 0xD8; "
         text += "prmt.b32 ta, tl0, tl1, tt; prmt.b32 tb, tl2, tl3, tt; lop3.b32 tv, ta, tb, tm, 0xD8; "
         return text + f"prmt.b32 {outs[0]}, tv, tu, 0x5140; prmt.b32 {outs[1]}, tv, tu, 0x7362; "
+    text = f"and.b32 tk, {word}, {'0xF0F0F0F0' if high else '0x0F0F0F0F'}; "
     for out, order in zip(outs, ("0x4140", "0x4342"), strict=True):
-        text += placed("tk", order, out, half) + corrected(out, element, half)
+        text += placed("tk", order, out, high, half) + corrected(out, element, half)
     return text
 
 
 @triton.constexpr_function
-def placed(nibbles, order, out, half):
-    """Two nibbles of e2m1, which are bytes, at the place of a float's bits."""
+def placed(nibbles, order, out, high, half):
+    """Two nibbles of e2m1, the low or ``high`` ones of bytes, at the place of a float's bits."""
+    up = 4 if high else 0
     text = f"prmt.b32 tt, {nibbles}, tz, {order}; "
     if half:
         # The sign at bit 15, the other three from bit 9 on.
-        text += f"shl.b32 {out}, tt, 12; and.b32 {out}, {out}, 0x80008000; shl.b32 tt, tt, 9; "
+        text += f"shl.b32 {out}, tt, {12 - up}; and.b32 {out}, {out}, 0x80008000; shl.b32 tt, tt, {9 - up}; "
         return text + f"and.b32 tt, tt, 0x0E000E00; or.b32 {out}, {out}, tt; "
     # Two copies, 2**12 and 2**6 times: the sign to bit 15, the other three from bit 6 on.
-    return text + f"mul.lo.u32 tt, tt, 0x1040; and.b32 {out}, tt, 0x81C081C0; "
+    return text + f"mul.lo.u32 tt, tt, 0x{0x1040 >> up:X}; and.b32 {out}, tt, 0x81C081C0; "
 
 
 @triton.constexpr_function

@@ -7,8 +7,6 @@ a tree of selections. ``ELEMENT`` is the text of `packing.element_text`.
 
 from __future__ import annotations
 
-import struct
-
 import triton
 import triton.language as tl
 
@@ -18,7 +16,10 @@ import triton.language as tl
 @triton.constexpr_function
 def table_value(element, i):
     """Number i of a table's text."""
-    return struct.unpack(">16f", bytes.fromhex(element[1:]))[i]
+    bits = int(element[1 + 8 * i : 9 + 8 * i], 16)
+    exponent, size = bits >> 23 & 0xFF, 1.0 + (bits & 0x7FFFFF) / 8388608.0
+    value = size * 2.0 ** (exponent - 127) if exponent else 0.0  # text holds 0 and normal numbers
+    return -value if bits >> 31 else value
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def scale_value(raw, DTYPE: tl.constexpr):
         bits = (raw.to(tl.int32) & 0xFF) << 23
         value = tl.maximum(bits, 0x00400000).to(tl.float32, bitcast=True)
     elif tl.int8 == DTYPE:
-        value = decoded(raw, "e4m3")
+        value = ((raw.to(tl.int32) << 20) & -2014314496).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 0x87F00000
     else:
         value = raw.to(tl.float32)
     return value
