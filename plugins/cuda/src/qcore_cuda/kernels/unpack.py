@@ -53,16 +53,53 @@ def _unpack_fp16(b, taken):
 
 
 @triton.jit
+def _nibbles_bf16(b, ELEMENT: tl.constexpr):
+    """Nibbles of a table, low and high, as bf16."""
+    return tl.inline_asm_elementwise(
+        nibbles_asm(ELEMENT, False),
+        "=&r,=&r,=&r,=&r,r",
+        [b],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _nibbles_fp16(b, ELEMENT: tl.constexpr):
+    """Nibbles of a table, low and high, as fp16."""
+    return tl.inline_asm_elementwise(
+        nibbles_asm(ELEMENT, True),
+        "=&r,=&r,=&r,=&r,r",
+        [b],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _table_bf16(b, ELEMENT: tl.constexpr):
+    """Bytes of a table as bf16."""
+    return tl.inline_asm_elementwise(
+        bytes_asm(ELEMENT, False), "=&r,=&r,r", [b], dtype=tl.bfloat16, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _table_fp16(b, ELEMENT: tl.constexpr):
+    """Bytes of a table as fp16."""
+    return tl.inline_asm_elementwise(bytes_asm(ELEMENT, True), "=&r,=&r,r", [b], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
 def unpack_nibbles(b, zero, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Bytes of unsigned nibbles ``q + 8`` to (low, high) codes ``q - zero`` as DTYPE, order kept.
 
     zero: an integer in -8..7, of rows or one for all. Of other elements, the numbers that codes stand for.
     """
     if ELEMENT != "int" and ASM:
-        TEXT: tl.constexpr = nibbles_asm(ELEMENT, tl.float16 == DTYPE)
-        low, high = tl.inline_asm_elementwise(
-            TEXT, "=&r,=&r,=&r,=&r,r", [b], dtype=(DTYPE, DTYPE), is_pure=True, pack=4
-        )
+        low, high = _nibbles_bf16(b, ELEMENT) if tl.bfloat16 == DTYPE else _nibbles_fp16(b, ELEMENT)
     elif ELEMENT != "int":
         low = decoded(b & 0xF, ELEMENT).to(DTYPE)
         high = decoded(b >> 4, ELEMENT).to(DTYPE)
@@ -117,8 +154,7 @@ def _bytes_fp16(b):
 def unpack_bytes(b, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Signed bytes, or the numbers that bytes of another element stand for, as DTYPE, order kept."""
     if ELEMENT != "int" and ASM:
-        TEXT: tl.constexpr = bytes_asm(ELEMENT, tl.float16 == DTYPE)
-        q = tl.inline_asm_elementwise(TEXT, "=&r,=&r,r", [b], dtype=DTYPE, is_pure=True, pack=4)
+        q = _table_bf16(b, ELEMENT) if tl.bfloat16 == DTYPE else _table_fp16(b, ELEMENT)
     elif ELEMENT != "int":
         q = decoded(b, ELEMENT).to(DTYPE)
     elif ASM and tl.bfloat16 == DTYPE:
