@@ -1,8 +1,8 @@
 """What the formats of DESIGN section 11 cost on a CUDA device: a model quantized, table formats, experts, orders.
 
 Prints Markdown tables; ``--output FILE`` also writes them, ``--only PART`` makes one of ``model``, ``formats``,
-``experts`` and ``order``. Times of calls are medians of CUDA graph replays, those of experts, which read their offsets
-on the host, of eager calls. `quantizers.py --device cuda` times single weights.
+``tables``, ``experts`` and ``order``. Times of calls are medians of CUDA graph replays, those of experts, which read
+their offsets on the host, of eager calls. `quantizers.py --device cuda` times single weights.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import _cuda_table_cells
 import torch
 from _cuda_timing import Replay, in_turns
 from _table import header, markdown
@@ -79,6 +80,13 @@ def formats() -> Part:
     yield markdown(("scheme", "M", "kernel", "qcore", "bf16", "ratio"), rows)
 
 
+def tables() -> Part:
+    """Tables and e4m3 activations, over copies of a weight that exceed the L2 cache."""
+    yield "## Tables and e4m3 activations, bf16, microseconds of CUDA graph replays over rotating weights"
+    heads = ("K x N", "scheme", "M", "kernel", "qcore", "bf16", "ratio")
+    yield markdown(heads, [*_cuda_table_cells.fp8_cells(), *_cuda_table_cells.cells()])
+
+
 def offsets(rows: int) -> Tensor:
     """Ends of the rows of each expert, int32 (E,), where every row chose one at random."""
     chosen = torch.sort(torch.randint(0, EXPERTS, (rows,), device="cuda")).values
@@ -117,7 +125,7 @@ def order() -> Part:
     yield markdown(("M", "without", "with an order"), rows)
 
 
-PARTS = {part.__name__: part for part in (model, formats, experts, order)}
+PARTS = {part.__name__: part for part in (model, formats, tables, experts, order)}
 
 
 def main() -> None:

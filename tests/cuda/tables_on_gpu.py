@@ -1,17 +1,20 @@
 """Tables, their kinds of scales and e4m3 activations on a GPU, held against the contracts; a script, not collected.
 
-``python tests/cuda/tables_on_gpu.py [SCHEME ...]``
+``python tests/cuda/tables_on_gpu.py [--seconds N] [SCHEME ...]``
 
 Each scheme is computed by what the plugin chooses, for few and many rows and sizes that are no multiple of anything,
-and by every kernel that supports it in several configurations. Schemes run in processes of their own, which share the
-GPU, because compilation takes most of the time.
+and by every kernel that supports it in several configurations. Processes share the GPU, because compilation takes most
+of the time; what N seconds do not suffice for is counted as not checked.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
 import traceback
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,134 +22,139 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent / "helpers"))
 
 SCHEMES = (
-    "wfp8a16", "wfp8a16-g128", "wfp8_e5m2a16", "wfp8a16-g32-e8m0", "wfp8a16-g64-fzp", "wfp8afp8", "wfp8afp8-g128",
-    "wfp8afp8-static", "wfp4a16-g32-e8m0", "wfp4a16-g16-e4m3", "wfp4a16-g16-e4m3d", "wfp4a16", "wfp4a16-g64-fzp",
-    "wnf4a16-g64", "wnf4a16", "wnf4a16-g32-fzp", "wfp4_bnba16-g64", "w4afp8-g32-asym",
+    "wfp8a16", "wfp4a16-g32-e8m0", "wfp4a16-g16-e4m3", "wnf4a16-g64", "wfp8afp8", "wfp8afp8-g128", "wfp8a16-g128",
+    "wfp8a16-g32-e8m0", "wfp4a16-g16-e4m3d", "wfp8afp8-static", "wfp8_e5m2a16", "wfp4_bnba16-g64", "wfp4a16",
+    "wnf4a16", "wfp8a16-g64-fzp", "wfp4a16-g64-fzp", "wnf4a16-g32-fzp", "w4afp8-g32-asym",
 )  # fmt: skip
 SIZES = (
-    (1, 272, 576, "bfloat16"), (8, 272, 576, "bfloat16"), (16, 64, 1024, "bfloat16"), (64, 272, 576, "bfloat16"),
-    (300, 272, 1024, "bfloat16"), (3, 129, 300, "bfloat16"), (40, 37, 77, "bfloat16"), (1, 272, 576, "float16"),
-    (40, 272, 576, "float16"), (2, 48, 300, "float32"), (40, 129, 576, "float32"),
+    (1, 272, 576, "bfloat16"), (64, 272, 576, "bfloat16"), (300, 272, 1024, "bfloat16"), (40, 37, 77, "bfloat16"),
+    (8, 272, 576, "bfloat16"), (1, 272, 576, "float16"), (40, 272, 576, "float16"), (40, 129, 576, "float32"),
+    (2, 48, 300, "float32"), (16, 64, 1024, "bfloat16"), (3, 129, 300, "bfloat16"),
 )  # fmt: skip
+PRODUCTS = (
+    ("gemv", (1, 1, 4, 2), 1), ("gemm", (64, 32, 4, 3, 2, True, 2), 33), ("gemm_hopper", (128, 0), 130),
+    ("dense", (), 30), ("gemv", (2, 1, 4, 3, True), 5), ("gemm", (64, 32, 4, 3), 33), ("gemm_hopper", (256, 1), 260),
+    ("gemm", (128, 64, 8, 3, 1, True, 1, 1), 70), ("gemm_hopper", (32, 2), 32),
+)  # fmt: skip
+"""Kernels, fields of a configuration, and rows."""
 
 
-def configurations():
-    """Products with configurations that cover their constexprs."""
-    from qcore_cuda.products.dense import DENSE, Whole
-    from qcore_cuda.products.gemm import GEMM, Tile
-    from qcore_cuda.products.gemm_hopper import GEMM_HOPPER, Tokens
-    from qcore_cuda.products.gemv import GEMV
-    from qcore_cuda.products.skinny_gemm import WarpShape
-
-    yield GEMV, WarpShape(1, 1, 4, 2), 1
-    yield GEMV, WarpShape(2, 1, 4, 3, True), 5
-    yield GEMM, Tile(64, 32, stages=3), 33
-    yield GEMM, Tile(64, 32, stages=3, scaled=True, unroll=2, split=2), 33
-    yield GEMM, Tile(128, 64, 8, 3, scaled=True, even=1), 70
-    yield GEMM_HOPPER, Tokens(32, 2), 32
-    yield GEMM_HOPPER, Tokens(128, 0), 130
-    yield GEMM_HOPPER, Tokens(256), 260
-    yield DENSE, Whole(), 30
+def tasks(schemes):
+    """What is checked, the most important first: (function, scheme, what it takes)."""
+    for i in range(max(len(SIZES), len(PRODUCTS))):
+        for scheme in schemes:
+            if i < len(SIZES):
+                yield "linear", scheme, SIZES[i]
+            if i < len(PRODUCTS) and "a16" in scheme:
+                yield "product", scheme, PRODUCTS[i]
+            if i == 1 and "a16" in scheme:
+                yield "embedding", scheme, ()
 
 
-def linear_problem(scheme, m, n, k, dtype, bias):
-    from cuda_problems import linear_problem as made
-
-    return made(scheme, m, n, k, dtype, bias)
-
-
-def judged(name, case, call):
-    """A line that says how a result stands against its contract."""
-    from qcore.contracts import LINEAR
-
+def check(task):
+    """(right, line) of each result of a task."""
+    name, scheme, what = task
+    title = f"{name} {scheme} {what}"
     try:
-        verdict = LINEAR.judge(case, call().cpu())
-        return verdict.ok, f"{'ok   ' if verdict.ok else 'WRONG'} {verdict.worst:8.3g} {name} " + (
-            "" if verdict.ok else verdict.message
-        )
+        return [
+            (verdict is None or verdict.ok, f"{title} {more}" + (f": {verdict.message}" if verdict else ""), verdict)
+            for verdict, more in {"linear": linear, "product": product, "embedding": embedding}[name](scheme, *what)
+        ]
     except Exception as error:  # noqa: BLE001  all of them are wanted
-        traceback.print_exc()
-        return False, f"ERROR {name}: {type(error).__name__}: {str(error)[-300:]}"
+        traceback.print_exc(limit=-2)
+        return [(False, f"{title}: {type(error).__name__}: {str(error)[-300:]}", None)]
 
 
-def check(scheme):
-    """Every line of a scheme."""
+def made(scheme, m, n, k, dtype, bias):
+    """A problem, the plugin's kernel for it, and its tensors on the GPU."""
+    from cuda_problems import linear_problem
+
+    from qcore_cuda.linear import kernel
+
+    case = linear_problem(scheme, m, n, k, dtype, bias)
+    mine = kernel(case.request)
+    return case, mine, case.x.cuda(), mine.pack(case.weight.to("cuda")), None if bias == "none" else case.bias.cuda()
+
+
+def linear(scheme, m, n, k, name):
+    """What the plugin chooses."""
     import torch
 
-    from qcore.contracts import EMBEDDING
-    from qcore.plugin_api import LINEAR
-    from qcore.weights.schemes import Scheme
-    from qcore_cuda import ops
+    from qcore.contracts import LINEAR
     from qcore_cuda.eligibility import why_not
-    from qcore_cuda.embedding import CudaEmbedding
-    from qcore_cuda.linear import kernel
+
+    case, mine, x, packed, bias = made(scheme, m, n, k, getattr(torch, name), "same" if m % 3 else "none")
+    reason = why_not(replace(case.request, device=torch.device("cuda:0")))
+    assert not reason, reason
+    yield LINEAR.judge(case, mine.run(x, packed, bias).cpu()), ""
+
+
+def product(scheme, name, fields, m):
+    """One kernel and configuration, for a K of whole blocks and one that is none."""
+    import torch
+
+    from qcore.contracts import LINEAR
     from qcore_cuda.problem import float_problem, form_of
+    from qcore_cuda.products.catalog import FLOAT_PRODUCTS
     from qcore_cuda.runtime.device import device_of
     from qcore_triton.packing import weight_of
 
-    del LINEAR
-    lines = []
+    found = next(p for p in FLOAT_PRODUCTS if p.name == name)
+    for n, k in ((272, 1024), (400, 416)):
+        case, _, x, packed, bias = made(scheme, m, n, k, torch.bfloat16, "same")
+        weight, device = weight_of(packed, case.weight.format, n, k), device_of(x.device)
+        problem = float_problem(form_of(weight), m, torch.bfloat16, torch.bfloat16)
+        choice = found.adapted(problem, found.config(*fields)) if found.serves(device, problem) else None
+        if choice is None:
+            yield None, f"{n}x{k} not supported"
+        else:
+            y = choice.product.launch(x, weight, bias, device, problem, choice.config)
+            yield LINEAR.judge(case, y.cpu()), f"{n}x{k}"
+
+
+def embedding(scheme):
+    """Half of the contract's cases."""
+    import torch
+
+    from qcore.contracts import EMBEDDING
+    from qcore.weights.schemes import Scheme
+    from qcore_cuda.embedding import CudaEmbedding
+
     cuda = torch.device("cuda")
-    for m, n, k, name in SIZES:
-        dtype = getattr(torch, name)
-        case = linear_problem(scheme, m, n, k, dtype, "same" if m % 3 else "none")
-        reason = why_not(replace(case.request, device=torch.device("cuda:0")))
-        if reason:
-            lines.append((False, f"REFUSED {scheme}: {reason}"))
-            break
-        mine = kernel(case.request)
-        packed = mine.pack(case.weight.to("cuda"))
-        x, bias = case.x.to(cuda), None if case.bias is None else case.bias.to(cuda)
-        call = lambda mine=mine, x=x, packed=packed, bias=bias: mine.run(x, packed, bias)  # noqa: E731
-        lines.append(judged(f"{scheme} {m}x{n}x{k} {name}", case, call))
-    if "a16" in scheme:
-        for product, config, m in configurations():
-            for n, k in ((272, 1024), (400, 416)):
-                case = linear_problem(scheme, m, n, k, torch.bfloat16, "same")
-                mine = kernel(case.request)
-                weight = weight_of(mine.pack(case.weight.to("cuda")), case.weight.format, n, k)
-                x, bias, device = case.x.to(cuda), case.bias.to(cuda), device_of(cuda)
-                problem = float_problem(form_of(weight), m, torch.bfloat16, torch.bfloat16)
-                choice = product.adapted(problem, config) if product.serves(device, problem) else None
-                title = f"{scheme} {m}x{n}x{k} {product.name} {tuple(config)}"
-                if choice is None:
-                    lines.append((True, f"none           {title}"))
-                    continue
-                call = lambda c=choice, x=x, w=weight, b=bias, d=device, p=problem: c.product.launch(  # noqa: E731
-                    x, w, b, d, p, c.config
-                )
-                lines.append(judged(title, case, call))
-        parsed = Scheme.parse(scheme)
-        cases = list(EMBEDDING.cases([parsed], [torch.bfloat16, torch.float32]))
-        for case in cases[::2]:
-            problem = case.build(1, cuda).to(cuda)
-            mine = CudaEmbedding(problem.request)
-            try:
-                packed = mine.pack(problem.weight)
-                verdict = EMBEDDING.judge(
-                    case.build(1, cuda), mine(problem.x, packed, None)
-                )
-                lines.append((verdict.ok, f"{'ok   ' if verdict.ok else 'WRONG'} {verdict.worst:8.3g} {case.id} {'' if verdict.ok else verdict.message}"))
-            except Exception as error:  # noqa: BLE001
-                traceback.print_exc()
-                lines.append((False, f"ERROR {case.id}: {type(error).__name__}: {str(error)[-300:]}"))
-    del ops
-    return lines
+    for case in list(EMBEDDING.cases([Scheme.parse(scheme)], [torch.bfloat16, torch.float32]))[::2]:
+        here = case.build(1, cuda)
+        problem = here.to(cuda)
+        mine = CudaEmbedding(problem.request)
+        yield EMBEDDING.judge(here, mine(problem.x, mine.pack(problem.weight), None)), case.id
 
 
 def main():
-    chosen = sys.argv[1:] or SCHEMES
-    count = wrong = 0
-    with ProcessPoolExecutor(min(len(chosen), 14), get_context("spawn")) as pool:
-        for lines in pool.map(check, chosen):
-            for ok, line in lines:
-                count, wrong = count + 1, wrong + (not ok)
-                if not ok or "-v" in sys.argv or not line.startswith("ok"):
-                    print(line, flush=True)
-            worst = max((float(line.split()[1]) for ok, line in lines if line.startswith("ok")), default=0)
-            print(f"{sum(ok for ok, _ in lines)} of {len(lines)} right, worst {worst:.2f}", flush=True)
-    print(f"{count - wrong} of {count} right")
-    return wrong > 0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("schemes", nargs="*", default=SCHEMES)
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    counts, worst = Counter(), Counter()
+    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
+        open_tasks = {pool.submit(check, task): task for task in tasks(options.schemes)}
+        while open_tasks and time.monotonic() < end:
+            done, _ = wait(open_tasks, max(0.0, end - time.monotonic()), FIRST_COMPLETED)
+            for future in done:
+                name, scheme, _ = open_tasks.pop(future)
+                for right, line, verdict in future.result():
+                    counts["right" if right else "wrong"] += 1
+                    worst[name, scheme] = max(worst[name, scheme], verdict.worst if verdict else 0)
+                    if not right:
+                        print(f"WRONG {line}", flush=True)
+        for future in open_tasks:
+            future.cancel()
+        for process in pool._processes.values():
+            if open_tasks:
+                process.terminate()
+    print("worst error / allowed:", ", ".join(f"{' '.join(key)} {value:.2f}" for key, value in worst.items()))
+    print(f"{dict(counts)}, {len(open_tasks)} tasks not checked")
+    return counts["wrong"] > 0
 
 
 if __name__ == "__main__":

@@ -59,7 +59,17 @@ WIDE = [linear(s, m, scale="float32") for s in ("w8a16-g64-asym", "w8a16-g128-fz
 WIDE += [linear(s, m, scale="float32") for s in ("w4a8-g32-asym-aasym", "w4a8-g64-aasym") for m in (64, 512)]
 WIDE += [linear("w4a16-g64", 300, size={"n": 4096, "k": 64}), linear("w8a8-aasym", 512, scale="float32")]
 MORE = [linear(s, 2048) for s in ("w4a16-g32", "w8a16-g128", "w4a8-g32")] + [linear("w4a8-g64-asym-aasym", 512)]
-CALLS = [*MAIN, *OTHER, *ELSEWHERE, *WIDE, *MORE]
+# Tables and e4m3: each way to decode, each kind of scales, each kernel.
+TABLES = [linear(s, m) for s in ("mxfp4", "nvfp4", "nf4", "wfp8a16") for m in (1, 16, 64, 2048)]
+TABLES += [linear(s, m) for s in ("mxfp8", "wfp8_e5m2a16", "wnf4a16", "wfp4a16-g64-fzp") for m in (1, 512)]
+TABLES += [linear(s, m, dtype="float16") for s in ("mxfp4", "nvfp4", "nf4", "wfp8a16-g128") for m in (1, 64)]
+TABLES += [linear(s, m, dtype="float32") for s in ("mxfp4", "nvfp4", "nf4", "wfp8a16") for m in (1, 64)]
+TABLES += [linear(s, m) for s in ("wfp8afp8", "wfp8afp8-static", "wfp8afp8-g128") for m in (1, 64)]
+TABLES += [
+    linear(s, m, t) for s in ("nvfp4", "nf4", "wfp8a16", "wfp8afp8-g128") for m in (1, 64) for t in ("sm_80", "sm_89")
+]
+TABLES += [Call("embedding", {"scheme": s, "n": 1000, "k": 384}) for s in ("nvfp4", "nf4", "mxfp8")]
+CALLS = [*MAIN, *OTHER, *ELSEWHERE, *WIDE, *MORE, *TABLES]
 NAMES = {str(call): call for call in CALLS}
 assert len(NAMES) == len(CALLS)
 
@@ -78,6 +88,9 @@ BUDGETS = {
     str(linear("w8a16", 1)): 4.3,
     str(linear("w4a8-g128", 1)): 2.0,
     str(linear("w8a8", 1)): 1.5,
+    str(linear("mxfp4", 1)): 4.1,
+    str(linear("nf4", 1)): 4.8,
+    str(linear("wfp8a16", 1)): 6.6,
 }
 """SASS instructions of a lane per weight on sm_90. At full memory speed there is time for 3.8 per int4 weight, for 7.6
 per int8 weight."""
@@ -91,6 +104,8 @@ HOPPER = {
     str(linear("w4a16-g128", 2048)): "gemm_hopper",
     str(linear("w8a16", 2048)): "gemm_hopper",
     str(linear("w4a8-g128", 2048)): "w4a8_hopper",
+    str(linear("nvfp4", 64)): "gemm_hopper",
+    str(linear("nf4", 2048)): "gemm_hopper",
 }
 KEPT = [*BUDGETS, *HOPPER]
 OTHERS = sampled([name for name in NAMES if name not in KEPT], 27)

@@ -11,9 +11,9 @@ import torch
 
 import qcore
 from qcore.contracts import CONTRACTS
-from qcore.weights.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, TABLE_SCHEMES, Scheme
 from qcore_cuda import eligibility, plugin, probe
-from qcore_cuda.linear import FloatLinear, Int8Linear
+from qcore_cuda.linear import FloatLinear, FP8Linear, Int8Linear
 
 GPU = torch.device("cuda:0")
 
@@ -53,6 +53,47 @@ def test_every_scheme_is_served(scheme, dtype):
     assert offer.kernel.name == f"cuda.w{parsed.weight.bits}a{16 if parsed.activation is None else 8}"
     assert isinstance(offer.kernel, FloatLinear if parsed.activation is None else Int8Linear)
     assert offer.rank == qcore.NATIVE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", [*TABLE_SCHEMES, "wfp4a16", "wnf4a16-g128-fzp", "w4afp8-g32-asym", "wnf4afp8-g64"])
+def test_every_scheme_of_tables_is_served(scheme, dtype):
+    offer = plugin.qcore_linear(linear(scheme, dtype))
+    assert isinstance(offer, qcore.Offer)
+    assert offer.kernel.name == "cuda." + scheme.partition("-")[0]
+    assert isinstance(offer.kernel, FP8Linear if "afp8" in scheme else FloatLinear)
+    if "a16" in scheme:
+        assert isinstance(plugin.qcore_embedding(embedding(scheme)), qcore.Offer)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [("wfp4a16-g16", "group size 16 is not a multiple of 32"), ("wnf4a16-g16-e4m3", "group size 16 is not")],
+)
+def test_tables_without_a_kernel_are_refused(scheme, reason):
+    assert reason in plugin.qcore_linear(linear(scheme)).reason
+    request = linear("wnf4a16-g64", activation=qcore.DynamicInt8())
+    assert "nf4 weights have no kernel with int8 activations" in plugin.qcore_linear(request).reason
+
+
+def test_tables_of_plugins_are_served_if_four_bits_index_them(monkeypatch):
+    from qcore.formats import elements
+
+    tables = {
+        "three": (0.0, 1.0, 2.0, 3.0, -1.0, -2.0, -3.0, float("nan")),
+        "sixteen": tuple(i / 8 for i in range(16)),
+        "wide": tuple(float(i) for i in range(256)),
+        "steep": (0.0, *(2.0**-i for i in range(15))),
+    }
+    for name, values in tables.items():
+        monkeypatch.setitem(elements._ELEMENTS, name, qcore.Element.table(name, values))
+    served = {name: plugin.qcore_linear(linear(f"w{name}a16-g32")) for name in tables}
+    assert isinstance(served["three"], qcore.Offer)
+    assert isinstance(served["sixteen"], qcore.Offer)
+    assert "wide weights are a table of 256 values" in served["wide"].reason
+    assert isinstance(served["steep"], qcore.Offer)
+    monkeypatch.setitem(elements._ELEMENTS, "steep", qcore.Element.table("steep", (*(2.0**-i for i in range(16)),)))
+    assert "values that float16 cannot hold" in plugin.qcore_linear(linear("wsteepa16-g32")).reason
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a16-g128-asym", "w8a16-g32-fzp", "w8a16"])

@@ -89,7 +89,7 @@ def test_reads_the_table_that_a_linear_layer_packed():
 def test_fake_has_the_form_of_the_result():
     indices = torch.zeros(2, 5, dtype=torch.int32, device="meta")
     data, scale = torch.empty(2, 1, 16, 64, dtype=torch.uint8, device="meta"), torch.empty(1, 20, device="meta")
-    found = ops.op_embedding(indices, data, scale, None, 20, 77, 4, 77, torch.float16)
+    found = ops.op_embedding(indices, data, scale, None, None, 20, 77, 4, 77, "int", torch.float16)
     assert (found.shape, found.dtype, found.device.type) == ((2, 5, 77), torch.float16, "meta")
 
 
@@ -100,9 +100,9 @@ from triton.compiler import ASTSource
 from qcore_cuda.gather import _OPTIONS
 from qcore_triton.kernels.gather import gather
 
-types = {"indices": "*i64", "data": "*u8", "scale": "*bf16", "zero": "*bf16", "out": "*bf16", "v": "i32", "d": "i32"}
-types |= {"group": "i32", "blocks": "i32", "stride": "i32"}
-constants = {"BITS": 4, "P": 128, "NB": 32, "ZERO": 0}
+types = {"indices": "*i64", "data": "*u8", "scale": "*bf16", "zero": "*bf16", "factor": "*bf16", "out": "*bf16"}
+types |= {"v": "i32", "d": "i32", "group": "i32", "blocks": "i32", "stride": "i32"}
+constants = {"BITS": 4, "P": 128, "NB": 32, "ZERO": 0, "ELEMENT": "int", "FACTOR": False, "HALVES": False}
 signature = types | {name: "constexpr" for name in constants}
 for one in ((), ("blocks", "v")):  # Triton makes a constant of an argument that is 1
     ones = {name: 1 for name in one}

@@ -20,7 +20,7 @@ from qcore.resolving.verification import difference
 from qcore.testing.case_selection import PreparedCase
 from qcore.testing.laws import kernel as kernel_laws
 from qcore.testing.laws.base import Sample
-from qcore.weights.schemes import SCHEMES, Scheme
+from qcore.weights.schemes import SCHEMES, TABLE_SCHEMES, Scheme
 from qcore_cuda import conv_ops, ops
 from qcore_cuda.embedding import CudaEmbedding
 from qcore_cuda.linear import FloatLinear, kernel
@@ -50,6 +50,7 @@ def on_cpu():
     for name, function in (
         ("linear_a16", ops._linear_a16),
         ("linear_a8", ops._linear_a8),
+        ("linear_afp8", ops._linear_afp8),
         ("embedding", ops.embedding),
     ):
         library.impl(name, function, "CPU")
@@ -62,6 +63,7 @@ def products(monkeypatch):
     """Stand-ins for what runs in Triton."""
     monkeypatch.setattr(ops, "_weight_only", lambda: stand_ins.float_linear)
     monkeypatch.setattr(ops, "_int8", lambda: stand_ins.int8_product)
+    monkeypatch.setattr(ops, "_fp8", lambda: stand_ins.fp8_product)
     monkeypatch.setattr(ops, "_gather", lambda: stand_ins.gather)
 
 
@@ -70,7 +72,7 @@ def made_for(request):
 
 
 def cases():
-    every = LINEAR.cases(map(Scheme.parse, (*SCHEMES, *MORE)), DTYPES)
+    every = LINEAR.cases(map(Scheme.parse, (*SCHEMES, *MORE, *TABLE_SCHEMES)), DTYPES)
     found = [case for case in every if case.id.rstrip("]").endswith(tuple(f"-{name}" for name in SHAPES))]
     # Every scheme meets every shape, in one of the dtypes.
     return [case for i, case in enumerate(found) if i % 3 == i // (3 * len(SHAPES)) % 3]
@@ -101,7 +103,8 @@ def sample(contract, scheme, dtype=torch.bfloat16):
 FAMILIES = [
     ("linear", scheme) for scheme in ("w4a16-g32", "w8a16", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static-o8", *TOKENS)
 ]
-FAMILIES += [("embedding", "w4a16-g128-asym"), ("embedding", "w8a16")]
+FAMILIES += [("linear", scheme) for scheme in ("wfp4a16-g16-e4m3", "wfp8afp8-g128", "wnf4a16-g64")]
+FAMILIES += [("embedding", "w4a16-g128-asym"), ("embedding", "w8a16"), ("embedding", "wfp4a16-g16-e4m3d")]
 LAWS = {"fake": kernel_laws.fakes, "opcheck": kernel_laws.opcheck, "compile": kernel_laws.compiles}
 LAWS |= {"threads": kernel_laws.threads, "empty": kernel_laws.empty, "determinism": kernel_laws.deterministic}
 
@@ -269,8 +272,9 @@ def test_strided_biases_and_parameters_are_read_in_order(monkeypatch):
     seen = {}
     monkeypatch.setattr(ops, "_weight_only", lambda: lambda x, weight, bias, dtype: seen.update(bias=bias))
     ops.linear_a16(
-        torch.zeros(1, 4), torch.zeros(1), torch.zeros(1, 4), None, torch.arange(8.0)[::2], 4, 4, 8, 4, torch.float32
-    )
+        torch.zeros(1, 4), torch.zeros(1), torch.zeros(1, 4), None, torch.arange(8.0)[::2], None, 4, 4, 8, 4, "int",
+        torch.float32,
+    )  # fmt: skip
     assert seen["bias"].is_contiguous()
     assert seen["bias"].tolist() == [0.0, 2.0, 4.0, 6.0]
     pairs = torch.arange(8.0).view(4, 2)
@@ -296,7 +300,9 @@ class On:
 def test_tensors_on_another_device_are_named(x, bias, said):
     weight, rest = On("cuda:0"), (16, 64, 8, 64)
     with pytest.raises(FormatError, match=said):
-        ops.linear_a16(On(x), weight, weight, None, On(bias), *rest, torch.float32)
+        ops.linear_a16(On(x), weight, weight, None, On(bias), None, *rest, "int", torch.float32)
+    with pytest.raises(FormatError, match=said):
+        ops.linear_afp8(On(x), weight, weight, None, On(bias), None, *rest, "int", 0, None, torch.float32)
     with pytest.raises(FormatError, match=said):
         ops.linear_a8(
             On(x), weight, weight, None, None, On(bias), None, None, None, None, *rest, True, None, 0, None, 0, None
@@ -310,7 +316,7 @@ def test_tensors_on_another_device_are_named(x, bias, said):
         )
     if x != "cuda:0":
         with pytest.raises(FormatError, match=said):
-            ops.embedding(On(x), weight, weight, None, *rest, torch.float32)
+            ops.embedding(On(x), weight, weight, None, None, *rest, "int", torch.float32)
 
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w8a8"])

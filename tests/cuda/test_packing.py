@@ -13,7 +13,7 @@ import qcore
 from qcore.resolving.verification import difference, same_bits
 from qcore.testing.laws.plugin import formats
 from qcore_triton import packing
-from qcore_triton.packing import PackedKernel, block_size, group_sums, pack, packing_name, unpack
+from qcore_triton.packing import PackedKernel, block_size, group_sums, pack, packing_name, unpack, why_not_group
 
 INTEGERS = [fmt for fmt in formats("cuda") if fmt.dtype in ("int4", "int8")]
 SERVED = [fmt for fmt in INTEGERS if block_size(fmt.group_size)]
@@ -133,7 +133,19 @@ def test_sums_of_codes_less_zero_points(zero, group, k):
 
 
 def test_group_sizes_without_a_block():
-    assert not any(map(block_size, (1, 7, 16, 31, 33, 48, 100)))
+    assert not any(map(block_size, (1, 7, 31, 33, 48, 100)))
+
+
+def test_groups_of_16_share_a_block_where_no_rounding_comes_of_it():
+    for text in ("fp4-g16-e4m3", "fp4-g16-e4m3d"):
+        assert why_not_group(qcore.Format.parse(text)) == ""
+    for text in ("fp4-g16", "fp4-g16-e8m0", "nf4-g16-e4m3", "int4-g16", "fp8-g16-e8m0"):
+        assert "16 is not a multiple of 32" in why_not_group(qcore.Format.parse(text))
+    weight = qcore.quantize(torch.randn(20, 40), "fp4-g16-e4m3")  # three groups, of which the last is ragged
+    packed = pack(weight)
+    assert packed["scale"].shape == (4, 20)
+    assert packed["scale"].dtype == torch.int8
+    assert difference(unpack(packed, weight.format, 20, 40), weight) == ""
 
 
 def test_names_tell_what_can_be_shared():

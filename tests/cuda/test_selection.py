@@ -81,6 +81,11 @@ UNMEASURED = {
     "w8-g64": float_form(8, 64),
     "w8-g32": replace(float_form(8, 32), block=32),
     "w8-asym": float_form(8, 0, 1),
+    "mxfp4": float_form(group=32, element="e2m1", scale=torch.uint8),
+    "nvfp4": replace(float_form(group=32, element="e2m1", scale=torch.int8), group=16),
+    "nf4": float_form(group=64, element="t" + "3f800000" * 16),
+    "wfp8a16": float_form(8, 0, element="e4m3"),
+    "mxfp8": replace(float_form(8, 32, element="e4m3", scale=torch.uint8), block=32),
     "w4-g128 of float16": float_form(x_dtype=torch.float16, out_dtype=torch.float16),
 }
 SIDES = (1024, 1088, 1536, 2048, 2560, 3584, 4096, 5120, 6144, 7168, 9728, 11008, 14336, 18944, 28672, 32768)
@@ -190,6 +195,7 @@ def test_kernels_for_hopper_take_many_rows(gluon, name):
     ("name", "kernel", "refused"),
     [
         ("w4-g32", "gemm_hopper", [{"n": 4100}, {"x_dtype": torch.float32}, {"group": 96}]),
+        ("w4-g64", "gemm_hopper", [{"element": "e2m1", "scale": torch.uint8, "x_dtype": torch.float16}]),
         ("w8-g128", "gemm_hopper", [{"group": 192}, {"group": 32}, {"x_dtype": torch.float16}]),
         ("a8 w4-g128", "w4a8_hopper", [{"step": 32}, {"bits": 8}, {"zero": 2}, {"own_order": True}, {"rows": 32}]),
         ("a8 w4-g32", "w4a8_groups_hopper", [{"group": 96}, {"zero": 2}, {"own_order": True}, {"rows": 16}]),
@@ -206,6 +212,41 @@ def test_kernels_for_hopper_refuse_what_they_cannot_compute(gluon, name, kernel,
     if problem.codes:
         refused = [*refused, {"n": 4100}, {"out_dtype": torch.float32}, {"out_dtype": torch.int8, "out_by_token": True}]
     assert not any(product.serves(HOPPER, replace(problem, **change)) for change in refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "like"), [("mxfp4", "w4-g32"), ("nvfp4", "w4-g32"), ("nf4", "w4-g64"), ("wfp8a16", "w8")]
+)
+def test_tables_are_estimated_like_integers_until_they_are_measured(gluon, name, like):
+    from qcore_cuda.costs import forms
+    from qcore_cuda.selection import estimated
+
+    first = {"mxfp4": "we2m1-g32-e8m0", "nvfp4": "we2m1-g16-e4m3", "nf4": "wt4-g64", "wfp8a16": "we4m3"}[name]
+    assert next(forms(UNMEASURED[name])) == first
+    for n, k, rows in itertools.product((1024, 4096, 28672), (1024, 8192), ROWS):
+        mine, known = (
+            estimated(HOPPER, replace(form, n=n, k=k, rows=rows)) for form in (UNMEASURED[name], FORMS[like])
+        )
+        integers = [(us, choice) for us, choice in known if choice.product.name != "slices"]
+        fits = [(us, choice) for us, choice in integers if choice.product.adapted(UNMEASURED[name], choice.config)]
+        assert mine == fits
+
+
+@pytest.mark.parametrize("element", ["e2m1", "e4m3", "t" + "3f800000" * 16])
+def test_some_kernel_computes_any_table(gluon, element):
+    """On every kind of GPU, of every number of rows, of every dtype; none rounds what float32 must not lose."""
+    from qcore_cuda.selection import choose
+
+    bits = 8 if element == "e4m3" else 4
+    for arch, rows, n in itertools.product((0, 80, 89, 90, 100), (1, 16, 64, 512, 2048), (64, 4100)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            split = 3 * rows if dtype == torch.float32 else 0
+            problem = float_form(bits, 32, rows=rows, element=element, x_dtype=dtype, out_dtype=dtype, split_rows=split)
+            problem = replace(problem, n=n, block=32)
+            chosen = choose(Device(arch, not arch, 128), problem)
+            assert chosen.product.serves(Device(arch, not arch, 128), problem)
+            assert chosen.product.name != "slices"
+            assert (chosen.product.name == "dense") >= (dtype == torch.float32 and element[0] == "t")
 
 
 @pytest.mark.parametrize("arch", [0, 80, 89, 90, 100])
@@ -232,7 +273,7 @@ def test_codes_in_its_order_match_the_weights_of_its_threads(interpreter):
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-8, 8, (16, 256), dtype=torch.int8, generator=generator)
     x = torch.randn(3, 256, generator=generator)
-    words = _planar(codes, 128).view(2, 16, 4, 4, 4)  # block, row, thread t, word j of its four, byte b
+    words = _planar(codes + 8, 128, 8).view(2, 16, 4, 4, 4)  # block, row, thread t, word j of its four, byte b
     nibbles = torch.stack((words & 15, words >> 4)).to(torch.int32) - 8
     # Operand A as `kernels.w4a8_hopper` makes it: column 64 * (high nibble) + 16 j + 4 t + b of a block.
     operand = nibbles.permute(2, 1, 0, 4, 3, 5).reshape(16, 256)

@@ -23,12 +23,10 @@ def linear_problem(scheme, m, n, k, dtype=torch.bfloat16, bias="none", **kind):
 def packed_weight(problem, sums=False):
     """The plugin's `Weight` of a problem, and the sums of its codes, if wanted."""
     from qcore_triton import packing
-    from qcore_triton.weights import Weight
 
     form, parts = problem.weight.format, packing.pack(problem.weight, sums=sums)
     n, k = problem.request.n, problem.request.k
-    weight = Weight(parts["data"], parts["scale"], parts.get("zero"), n, k, form.bits, form.group_size or k)
-    return weight, parts.get("sums")
+    return packing.weight_of(parts, form, n, k), parts.get("sums")
 
 
 def float_product(case, weight, product, config, device=None):

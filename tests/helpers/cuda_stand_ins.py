@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
-from qcore.weights.activations import dynamic_parameters, quantize_int8
+from qcore import DynamicFP8, StaticFP8
+from qcore.formats import find_element
+from qcore.weights.activations import dynamic_parameters, fp8_scale, quantize_fp8, quantize_int8
 from qcore_triton import packing
 
+NAMES = {"e4m3": "fp8", "e5m2": "fp8_e5m2", "e2m1": "fp4"}
+"""Elements by their text in `Weight.element`."""
 
-def codes_of(weight):
-    """Signed codes ``(n, k)`` of a packed weight."""
+
+def values_of(weight):
+    """The numbers ``(n, k)`` that the codes of a packed weight stand for."""
     decode = packing._planar_codes if weight.bits == 4 else packing._row_codes
-    return decode(weight.data, weight.k)[: weight.n].double()
+    codes = decode(weight.data, weight.k)[: weight.n]
+    if weight.element == "int":
+        return codes.double() - (8 if weight.bits == 4 else 0)
+    if weight.element.startswith("t"):
+        table = torch.tensor(struct.unpack(">16f", bytes.fromhex(weight.element[1:])), dtype=torch.float64)
+    else:
+        table = torch.tensor(find_element(NAMES[weight.element]).values, dtype=torch.float64)
+    return table[codes.view(torch.uint8).long()]
+
+
+def scales_of(weight):
+    """The numbers ``(G, n)`` that packed scales stand for."""
+    if weight.scale.dtype == torch.uint8:
+        return torch.exp2(weight.scale.double() - 127)
+    scale = weight.scale.view(torch.float8_e4m3fn) if weight.scale.dtype == torch.int8 else weight.scale
+    return scale.double() if weight.factor is None else scale.double() * weight.factor.double()
 
 
 def spread(values, weight):
@@ -21,7 +43,7 @@ def spread(values, weight):
 
 
 def dense(weight):
-    codes, scale = codes_of(weight), spread(weight.scale, weight)
+    codes, scale = values_of(weight), spread(scales_of(weight), weight)
     if weight.zero is None:
         return codes * scale
     zero = spread(weight.zero, weight)
@@ -66,6 +88,13 @@ def int8_product(x, weight, sums, bias, out_dtype, symmetric=True, given=None, o
     if isinstance(scale, Tensor):
         scale, zero = scale[:, None], zero[:, None]
     return (torch.round(y / scale) + zero).clamp(-128, 127).to(out_dtype)
+
+
+def fp8_product(x, weight, bias, out_dtype, group, static):
+    """Quantizes as the contract says."""
+    scale = fp8_scale(DynamicFP8(group or None) if static is None else StaticFP8(static), x)
+    values = quantize_fp8(x, scale).double() * scale.double()
+    return float_linear(values, weight, bias, out_dtype)
 
 
 def gather(indices, weight, dtype):

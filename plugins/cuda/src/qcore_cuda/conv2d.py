@@ -27,8 +27,9 @@ class FloatConv2d(PackedConv2d):
         )
 
     def multiply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        parts = packed["data"], packed["scale"], packed.get("zero")
         return ops.op_linear_a16(  # type: ignore[no-any-return]
-            x, packed["data"], packed["scale"], packed.get("zero"), bias, *self.sizes, self.out_dtype
+            x, *parts, bias, None, *self.sizes, self.element, self.out_dtype
         )
 
 

@@ -29,6 +29,8 @@ BLOCK = 128
 SCALED, BLOCKS, SUMS, NUMBERS = "scaled", "blocks", "sums", "numbers"
 """The ways: torch's products with scales per row and per block; scaled float32 sums; float32 activations."""
 _COLUMNS = 2048
+_HARDWARE = 89
+"""The first architecture with e4m3."""
 
 
 def product(
@@ -57,7 +59,7 @@ def product(
 
 
 def scaled(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """torch's scaled product of bytes ``(M, KQ)`` with scales ``(M, 1)`` or, of blocks, ``(M, KQ / 128)``."""
+    """The scaled product of torch, of bytes ``(M, KQ)`` with scales ``(M, 1)`` or, of blocks, ``(M, KQ / 128)``."""
     kind = torch.float8_e4m3fn
     return torch._scaled_mm(  # noqa: SLF001 - the public name takes no scales of blocks in the versions supported
         codes.view(kind), weight.data[: weight.n].view(kind).t(), scale, weight.scale.float(), bias,
@@ -66,15 +68,13 @@ def scaled(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, ou
 
 
 @lru_cache(maxsize=8192)
-def way_of(
-    device: Device, form: Form, m: int, group: int, out_dtype: torch.dtype, bias: torch.dtype | None
-) -> str:
+def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtype, bias: torch.dtype | None) -> str:
     """How a product of m rows is computed."""
     own = NUMBERS if group else SUMS
     fits = form.element == "e4m3" and form.zero is None and form.scale.is_floating_point and form.n % 16 == 0
     if not fits or m <= ROWS or out_dtype != torch.bfloat16 or bias not in (None, out_dtype):
         return own
-    if device.hip or device.arch < 89:
+    if device.arch < _HARDWARE:
         return own
     if group == 0 and form.groups == 1:
         return SCALED
@@ -89,15 +89,15 @@ def _has_blocks() -> bool:
     return version >= (12, 9)
 
 
-def _by_row(
-    x: Tensor, columns: int, dtype: torch.dtype, static: float | None, device: Device
-) -> tuple[Tensor, Tensor]:
+def _by_row(x: Tensor, columns: int, dtype: torch.dtype, static: float | None, device: Device) -> tuple[Tensor, Tensor]:
     """Codes ``(M, columns)``, bytes or numbers of ``dtype``, 0 behind K, and scales ``(M,)``."""
     m, k = x.shape
     codes, scale = empty((m, columns), dtype, x.device), empty((m,), torch.float32, x.device)
+    block = min(power_of_two(columns), 4 * _COLUMNS)
     launch(
         fp8.quantize_rows, (m,), x, codes, scale, 0.0 if static is None else static, m, k, columns, *x.stride(),
-        STATIC=static is not None, BLOCK=min(power_of_two(columns), _COLUMNS), **options(device, 4),
+        STATIC=static is not None, BLOCK=block, LOOP=columns > block, HARDWARE=device.arch >= _HARDWARE,
+        **options(device, max(1, min(8, block // 512))),
     )  # fmt: skip
     return codes, scale
 
@@ -110,7 +110,7 @@ def _by_group(x: Tensor, columns: int, group: int, dtype: torch.dtype, device: D
     codes, scale = empty((m, columns), dtype, x.device), empty((groups, m), torch.float32, x.device)
     launch(
         fp8.quantize_groups, (m, -(-groups // together)), x, codes, scale, m, k, columns, groups, group, *x.stride(),
-        R=together, BLOCK=block, **options(device, 4),
+        R=together, BLOCK=block, HARDWARE=device.arch >= _HARDWARE, **options(device, 4),
     )  # fmt: skip
     return codes, scale
 

@@ -116,7 +116,7 @@ class GemmProblem:
             narrow=narrow,
             exact=self.x_dtype != torch.bfloat16 or self.out_dtype != self.x_dtype,
             whole=same and self.one_group and self.zero != FLOAT_ZERO,
-            halves=self.bits == 4 and not self.one_group and self.group < self.block,
+            halves=self.bits == 4 and not self.one_group and 0 < self.group < self.block,
             lossless=self.element == "e2m1" and self.scale == torch.int8,
             rounded=self.element.startswith("t"),
         )

@@ -16,7 +16,8 @@ group in the low nibbles and the next one in the high ones, and there is an even
 **rows16** (int8 and fp8): int8 ``(N, K)``, K rounded up to 64; to 32 if there are several groups and their size is not
 a multiple of 64. So here, too, no block of 64 or 32 columns lies in a group that does not exist.
 
-Padding is the code 0 of integers, of tables that of the value 0 or any other number. Everything here uses torch ops and runs on any device, including meta.
+Padding is the code 0 of integers, of tables that of the value 0 or any other number. Everything here uses torch ops
+and runs on any device, including meta.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Grids: ``quantize_rows``: one program per row, which is read twice; ``quantize_g
 tiles of the result. Floor: the bytes of x and of the codes at memory bandwidth.
 
 Arithmetic as in ``qcore.weights.activations``: float32, half to even, saturating at 448. A row or group that holds NaN
-or infinity gets such a scale, and with it results of NaN. Codes are rounded with integer arithmetic, on any device.
+or infinity gets such a scale, and with it results of NaN. HARDWARE: the device converts to e4m3, sm_89 and later do.
 """
 
 from __future__ import annotations
@@ -32,8 +32,19 @@ def _bits(v):
 
 
 @triton.jit
-def _code(v, q):
+def _code(v, q, HARDWARE: tl.constexpr):
     """``e4m3(clamp(v))``: its byte if q points to bytes, else the number in float32."""
+    if HARDWARE:  # saturates, and keeps NaN
+        code = v.to(tl.float8e4nv)
+        value = code.to(tl.uint8, bitcast=True) if q.dtype.element_ty == tl.uint8 else code.to(tl.float32)
+    else:
+        value = _rounded(v, q)
+    return value
+
+
+@triton.jit
+def _rounded(v, q):
+    """`_code` in integer arithmetic."""
     sign = v.to(tl.int32, bitcast=True) & -2147483648
     bits = _bits(v)
     nan = bits > 0x7F800000
@@ -54,10 +65,19 @@ def _code(v, q):
     return value
 
 
+@triton.jit
+def _divided(v, s, inverse, STATIC: tl.constexpr):
+    """Quotients; by the reciprocal unless a given scale may have none that is normal."""
+    return tl.div_rn(v, tl.zeros_like(v) + s) if STATIC else v * inverse
+
+
 @triton.jit(do_not_specialize=["given", "M"])
 def quantize_rows(x, q, scale, given, M, K, KQ, row_stride, column_stride, STATIC: tl.constexpr, BLOCK: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
-    """Codes ``(M, KQ)``, 0 from K on, as bytes or numbers, and scales ``(M,)``; STATIC: the scale is ``given``."""
+                  LOOP: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Codes ``(M, KQ)``, 0 from K on, as bytes or numbers, and scales ``(M,)``; STATIC: the scale is ``given``.
+
+    LOOP: KQ exceeds BLOCK, and x is read twice; else the row stays in registers.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -65,30 +85,31 @@ def quantize_rows(x, q, scale, given, M, K, KQ, row_stride, column_stride, STATI
     o = tl.arange(0, BLOCK)
     x += row.to(tl.int64) * row_stride
     q += row.to(tl.int64) * KQ
+    v = tl.load(x + o.to(tl.int64) * column_stride, mask=o < K, other=0.0).to(tl.float32)
     if STATIC:
         s = tl.full((), given, tl.float32)
     else:
-        most = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, K, BLOCK):
-            at = start + o
-            v = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
-            most = tl.maximum(most, _bits(v))
+        most = _bits(v)
+        if LOOP:
+            for start in range(BLOCK, K, BLOCK):
+                at = start + o
+                more = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
+                most = tl.maximum(most, _bits(more))
         s = _scale(tl.max(most, 0))
     inverse = tl.div_rn(tl.full((), 1.0, tl.float32), s)
-    for start in range(0, KQ, BLOCK):
-        at = start + o
-        v = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
-        if STATIC:
-            v = tl.div_rn(v, tl.full((BLOCK,), given, tl.float32))
-        else:
-            v = v * inverse
-        tl.store(q + at, _code(v, q).to(q.dtype.element_ty), mask=at < KQ)
+    tl.store(q + o, _code(_divided(v, s, inverse, STATIC), q, HARDWARE).to(q.dtype.element_ty), mask=o < KQ)
+    if LOOP:
+        for start in range(BLOCK, KQ, BLOCK):
+            at = start + o
+            v = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
+            c = _code(_divided(v, s, inverse, STATIC), q, HARDWARE)
+            tl.store(q + at, c.to(q.dtype.element_ty), mask=at < KQ)
     tl.store(scale + row, s)
 
 
 @triton.jit(do_not_specialize=["M"])
 def quantize_groups(x, q, scale, M, K, KQ, G, group, row_stride, column_stride, R: tl.constexpr, BLOCK: tl.constexpr,
-                    PDL: tl.constexpr):  # fmt: skip
+                    HARDWARE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """R of the G groups of a row: bytes ``(M, KQ)`` and scales ``(G, M)``, or numbers times their scales, float32."""
     if PDL:
         gdc_launch_dependents()
@@ -102,7 +123,7 @@ def quantize_groups(x, q, scale, M, K, KQ, G, group, row_stride, column_stride, 
     v = v.to(tl.float32)
     s = _scale(tl.max(_bits(v), 1))
     inverse = tl.div_rn(tl.full((R,), 1.0, tl.float32), s)
-    c = _code(v * inverse[:, None], q)
+    c = _code(v * inverse[:, None], q, HARDWARE)
     if q.dtype.element_ty != tl.uint8:
         c = c * s[:, None]
     tl.store(q + row.to(tl.int64) * KQ + at, c, mask=(inside < group)[None, :] & (at < KQ))

@@ -156,7 +156,9 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
         for p in tl.static_range(TERMS):
             xt = xt + (tl.load(xp + p * plane).to(DT),)
         data = _settled(tl.load(wp), HOPPER and not APART)
-        q = _weight(data, z[:, None] if FOLDED else tl.zeros([1, 1], tl.int32), DT, BITS, BN, P, U, NW, FRAG, ASM, ELEMENT)
+        q = _weight(
+            data, z[:, None] if FOLDED else tl.zeros([1, 1], tl.int32), DT, BITS, BN, P, U, NW, FRAG, ASM, ELEMENT
+        )
         # 5. Dequantize in registers. Codes less integer zero points are exact in 16-bit floats; multiplied by a scale
         #    (SCALES 1) they are rounded to x's dtype.
         wp += STEP

@@ -132,7 +132,11 @@ def _first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: 
     All that the slot holds is read here: it may be filled again when the block's first stage is released.
     """
     LAYOUT: gl.constexpr = words_layout() if BITS == 4 else pairs_layout()
-    raw = load_words(ws.index(2 * slot + WG), 32 if EACH == 8 else 128 // EACH) if BITS == 4 else ws.index(2 * at + WG).load(LAYOUT)
+    raw = (
+        load_words(ws.index(2 * slot + WG), 32 if EACH == 8 else 128 // EACH)
+        if BITS == 4
+        else ws.index(2 * at + WG).load(LAYOUT)
+    )
     second = raw
     if BITS == 4 and EACH > 1:
         raw, second = in_halves(raw)
@@ -312,12 +316,13 @@ def gemm_hopper(
 
     x, w, y: descriptors, of x with blocks (BM, 64), of int4 words ``(N / 16, KB * 256)`` with blocks (4, 256), of pairs
     of int8 with blocks (64, 32), of y with blocks (BM / PIECES, 64). KB: blocks of 128 columns; PER of them share a row
-    of scales and zero points, or each has EACH rows, 2, 4 or 8 (groups of 64, 32 or 16), if EACH is not 1. SCALED: these are
-    multiplied with the weight and scale is a descriptor with blocks (EACH, 128); else there is one scale per row, for
+    of scales and zero points, or each has EACH rows, 2, 4 or 8 (groups of 64, 32 or 16), if EACH is not 1. SCALED: these
+    are multiplied with the weight and scale is a descriptor with blocks (EACH, 128); else there is one scale per row, for
     the sum over K. zero: likewise a descriptor, if there is one.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
-    ELEMENT, FACTOR: see `Weight`. U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the weight in the second-level cache.
+    ELEMENT, FACTOR: see `Weight`. U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the
+    weight in the second-level cache.
     """
     # 1. Let the next kernel be scheduled early: it waits for this one's result by itself.
     if PDL:
@@ -344,10 +349,10 @@ def gemm_hopper(
     # 4. The first consumer runs on the launch's four warps, the second on four more, the copies on one; the copying
     #    warp keeps 24 registers per thread and leaves 240 to each thread of the second consumer.
     gl.warp_specialize([
-        (_consume, (y, scale, factor, bias, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 0,
-                    BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR)),
-        (_consume, (y, scale, factor, bias, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves, share, BITS, 1,
-                    BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR)),
+        (_consume, (y, scale, factor, bias, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
+                    BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR)),
+        (_consume, (y, scale, factor, bias, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
+                    BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR)),
         (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
                     SLOTS, GROUP, EACH, SCALED, ZERO, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

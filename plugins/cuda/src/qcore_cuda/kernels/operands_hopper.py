@@ -127,7 +127,7 @@ def _table_of_words(element, high, half, scaled, zero):
 
 @gluon.constexpr_function
 def _table_of_halves(element, half, scaled, zero, apart):
-    """`_unpack_halves` for tables; ``apart``: low and high nibbles have scales of their own, one operand after the other.
+    """`_unpack_halves` for tables; ``apart``: low and high nibbles have scales of their own, two operands.
 
     Such blocks have no zero points.
     """
@@ -332,7 +332,7 @@ def scales_of(raw, DT: gl.constexpr):
 
 @gluon.jit
 def quarter_numbers(numbers, HALF: gl.constexpr, WG: gl.constexpr):
-    """Numbers of one half of 128 columns in groups of 16, of (8, 128): for words (64, 4, 2), of low and high nibbles."""
+    """Numbers of one half of 128 columns in groups of 16, of (8, 128): of words (64, 4, 2), low and high nibbles."""
     LAYOUT: gl.constexpr = _halves()
     mine = numbers.slice(4 * HALF, 4, dim=0).slice(WG * ROWS, ROWS, dim=1).load(_by_row(4))
     low, high = mine.permute((1, 0)).reshape([ROWS, 2, 2]).split()

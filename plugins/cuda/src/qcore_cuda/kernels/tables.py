@@ -1,9 +1,9 @@
 """PTX that decodes tables and floating-point elements of 4 and 8 bits to pairs of 16-bit floats.
 
 A floating-point code's bits move to their place in the wider float, whose exponent has another bias; a product with a
-power of two corrects it, exactly, for subnormal numbers as well. Another table of 16 numbers is looked up with ``prmt``,
-which picks four bytes out of eight by four bits each: four codes are its selector as they are stored. Upper and lower
-bytes of a number are looked up apart, for codes below 8 and above; the code's upper bit, spread over a byte by another
+power of two corrects it, exactly, for subnormal numbers as well. Another table of 16 numbers is looked up with
+``prmt``, which picks four bytes out of eight by four bits each: four codes are its selector as they are
+stored. Upper and lower bytes of a number are looked up apart, for codes below 8 and above; the code's upper bit, spread over a byte by another
 ``prmt``, chooses. Numbers are rounded to the 16-bit dtype.
 
 Each function gives text for registers that it is given; ``half``: float16 instead of bfloat16.
@@ -15,7 +15,6 @@ import triton
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # The functions run while a kernel is compiled, so that its code depends on their source.
-
 
 
 @triton.constexpr_function

@@ -206,8 +206,4 @@ def as_float(raw, DTYPE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def scale_of(raw, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """A scale of `load_raw`, loaded through a pointer to DTYPE, as float32."""
-    if tl.uint8 == DTYPE or tl.int8 == DTYPE:
-        value = scale_value(raw, DTYPE)
-    else:
-        value = as_float(raw, DTYPE, ASM)
-    return value
+    return scale_value(raw, DTYPE) if DTYPE.primitive_bitwidth == 8 else as_float(raw, DTYPE, ASM)

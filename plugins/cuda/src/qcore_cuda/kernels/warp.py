@@ -141,9 +141,7 @@ def table4(word, ELEMENT: tl.constexpr, BF16: tl.constexpr):
 def table8(word, ELEMENT: tl.constexpr, BF16: tl.constexpr):
     """Four bytes to two words of two 16-bit floats, in order."""
     TEXT: tl.constexpr = bytes_asm(ELEMENT, not BF16)
-    return tl.inline_asm_elementwise(
-        TEXT, "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-    )
+    return tl.inline_asm_elementwise(TEXT, "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
 
 
 @triton.jit

@@ -75,7 +75,8 @@ class Gemv(FloatProduct[WarpShape]):
             x, part.data, scale, scale if zero is None else zero, scale if weight.factor is None else weight.factor,
             scale if bias is None else bias, y,
             m, n, *part.sizes[:3], x.stride(0), part.sizes[3],
-            **decoding(weight), HALVES=problem.halves, BITS=bits, P=block, ZERO=problem.zero, BIAS=bias is not None, ONE_GROUP=one_group,
+            **decoding(weight), HALVES=problem.halves,
+            BITS=bits, P=block, ZERO=problem.zero, BIAS=bias is not None, ONE_GROUP=one_group,
             BF16=x.dtype == torch.bfloat16, ALIGNED=part.even, **made.meta,
         )  # fmt: skip
         return y

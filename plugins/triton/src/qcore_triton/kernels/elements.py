@@ -55,21 +55,13 @@ def _selected(c, ELEMENT: tl.constexpr):
 @triton.jit
 def nibble_value(codes, ELEMENT: tl.constexpr):
     """Unsigned nibbles as float32: ``u - 8`` of integers."""
-    if ELEMENT == "int":
-        value = codes.to(tl.float32) - 8.0
-    else:
-        value = decoded(codes, ELEMENT)
-    return value
+    return codes.to(tl.float32) - 8.0 if ELEMENT == "int" else decoded(codes, ELEMENT)
 
 
 @triton.jit
 def byte_value(codes, ELEMENT: tl.constexpr):
     """Bytes, int8, as float32."""
-    if ELEMENT == "int":
-        value = codes.to(tl.float32)
-    else:
-        value = decoded(codes, ELEMENT)
-    return value
+    return codes.to(tl.float32) if ELEMENT == "int" else decoded(codes, ELEMENT)
 
 
 @triton.jit
@@ -82,7 +74,9 @@ def scale_value(raw, DTYPE: tl.constexpr):
         bits = (raw.to(tl.int32) & 0xFF) << 23
         value = tl.maximum(bits, 0x00400000).to(tl.float32, bitcast=True)
     elif tl.int8 == DTYPE:
-        value = ((raw.to(tl.int32) << 20) & -2014314496).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 0x87F00000
+        value = ((raw.to(tl.int32) << 20) & -2014314496).to(
+            tl.float32, bitcast=True
+        ) * 1.329227995784916e36  # 0x87F00000
     else:
         value = raw.to(tl.float32)
     return value
@@ -91,8 +85,4 @@ def scale_value(raw, DTYPE: tl.constexpr):
 @triton.jit
 def factor_of(factor, FACTOR: tl.constexpr):
     """The number that all results are multiplied with; 1 if there is none."""
-    if FACTOR:
-        value = tl.load(factor)
-    else:
-        value = 1.0
-    return value
+    return tl.load(factor) if FACTOR else 1.0

@@ -1,0 +1,217 @@
+"""Tables, their kinds of scales and e4m3 activations in Triton's interpreter, against the contracts and by the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from cuda_problems import assert_right, float_product, linear_problem, packed_weight
+from grids import sampled
+
+import qcore
+from qcore.contracts import EMBEDDING, LINEAR
+from qcore.weights.activations import fp8_scale, quantize_fp8
+from qcore.weights.schemes import TABLE_SCHEMES, Scheme
+
+pytest.importorskip("triton")
+
+A16 = [scheme for scheme in TABLE_SCHEMES if "a16" in scheme] + ["wnf4a16-g64-fzp", "wfp4a16", "wfp8a16-g64-fzp"]
+AFP8 = ["wfp8afp8", "wfp8afp8-g128", "wfp8afp8-static", "w4afp8-g32-asym", "wnf4afp8-g64", "wfp8afp8-g32"]
+SIZES = ((1, 20, 77), (17, 33, 168), (2, 129, 5), (40, 16, 64), (3, 16, 40))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize(("scheme", "m", "n", "k"), sampled([(s, *size) for s in (*A16, *AFP8) for size in SIZES], 24))
+def test_the_kernel_of_a_scheme_is_right(interpreter, scheme, m, n, k):
+    from qcore_cuda.linear import kernel
+
+    dtype = DTYPES[(m + n) % 3]
+    case = linear_problem(
+        scheme, m, n, k, dtype, "same" if m > 2 else "none", strides="columns" if n == 33 else "dense"
+    )
+    mine = kernel(case.request)
+    assert_right(case, mine.run(case.x, mine.pack(case.weight), case.bias))
+
+
+@pytest.mark.parametrize(("scheme", "name"), sampled([(s, k) for s in A16 for k in ("gemm", "scaled", "dense")], 12))
+def test_every_product_is_right(interpreter, scheme, name):
+    from qcore_cuda.products.dense import DENSE, Whole
+    from qcore_cuda.products.gemm import GEMM, Tile
+
+    case = linear_problem(scheme, 17, 40, 300, torch.bfloat16, "same")
+    weight = packed_weight(case)[0]
+    product, config = {
+        "gemm": (GEMM, Tile(64, 32, stages=2, scaled="g16" in scheme)),
+        "scaled": (GEMM, Tile(64, 16, stages=2, unroll=2, scaled=True, split=2)),
+        "dense": (DENSE, Whole()),
+    }[name]
+    assert_right(case, float_product(case, weight, product, config))
+
+
+CASES = [
+    case
+    for scheme in ("wfp8a16", "wfp8_e5m2a16", "mxfp4", "nvfp4", "wfp4a16-g16-e4m3d", "nf4", "mxfp8", "wfp4_bnba16-g64")
+    for case in EMBEDDING.cases([Scheme.parse(scheme)], [torch.bfloat16, torch.float32])
+]
+
+
+@pytest.mark.parametrize("case", sampled(CASES, 20), ids=lambda case: case.id)
+def test_embeddings_are_right(interpreter, case):
+    from qcore_cuda.embedding import CudaEmbedding
+
+    problem = case.build(seed=3)
+    if problem.x.numel() > 12:
+        problem = replace(problem, x=problem.x.flatten()[:12])
+    mine = CudaEmbedding(problem.request)
+    verdict = EMBEDDING.judge(problem, mine(problem.x, mine.pack(problem.weight), None))
+    assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize("text", ["fp8", "fp8_e5m2", "fp4-g32", "nf4-g32", "fp4_bnb-g32"])
+def test_every_code_is_its_number(interpreter, text):
+    from qcore_cuda.products.dense import dequantized
+    from qcore_triton.packing import pack, weight_of
+
+    form = qcore.Format.parse(text)
+    element = form.element
+    codes = [code for code, value in enumerate(element.values) if abs(value) < float("inf")]
+    codes = torch.tensor(codes, dtype=torch.uint8).repeat(16).view(16, -1)
+    weight = qcore.QTensor.from_codes(codes, torch.ones(form.groups(codes.shape[1]), 16), None, form)
+    found = dequantized(weight_of(pack(weight), form, *codes.shape), torch.float32)
+    assert torch.equal(found, element.decode(codes))
+    assert torch.equal(torch.signbit(found), torch.signbit(element.decode(codes)))
+
+
+@pytest.mark.parametrize("kind", ["e8m0", "e4m3"])
+def test_every_scale_is_its_number(interpreter, kind):
+    from qcore_cuda.products.dense import dequantized
+    from qcore_triton.packing import pack, weight_of
+
+    form = qcore.Format.parse(f"fp4-g32-{kind}")
+    bits = torch.arange(255 if kind == "e8m0" else 256, dtype=torch.uint8)
+    bits = bits[(bits & 0x7F) != 0x7F] if kind == "e4m3" else bits
+    scale = bits.view(1, -1) if kind == "e8m0" else bits.view(torch.float8_e4m3fn).view(1, -1)
+    codes = torch.full((bits.numel(), 32), 2, dtype=torch.uint8)  # 1.0
+    whole = None if kind == "e8m0" else torch.tensor(0.37)
+    weight = qcore.QTensor.from_codes(codes, scale, None, form, global_scale=whole)
+    found = dequantized(weight_of(pack(weight), form, *codes.shape), torch.float32)
+    assert torch.equal(found, weight.dequantize(torch.float32))
+
+
+SPECIAL = (0.0, -0.0, 1e-30, 448.0, 464.0, 465.0, -1e9, 2.0**-10, 3 * 2.0**-10, 2.0**-6, 0.0146484375, 17.0, 19.0)
+
+
+@pytest.mark.parametrize("static", [None, 1.0, 0.013])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations_are_quantized_as_the_contract_says(interpreter, static, dtype):
+    from qcore_cuda import fp8
+    from qcore_cuda.runtime.device import device_of
+
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(7, 300, generator=generator) * torch.logspace(-6, 6, 7)[:, None]).to(dtype)
+    x[2] = 0
+    x[3, : len(SPECIAL)] = torch.tensor(SPECIAL).to(dtype)
+    x[4, 5], x[5, 9] = float("nan"), float("inf")
+    activation = qcore.DynamicFP8() if static is None else qcore.StaticFP8(static)
+    scale = fp8_scale(activation, x).expand(7, 1)
+    expected = quantize_fp8(x, scale)
+    with np.errstate(invalid="ignore"):  # NaN, where it belongs
+        codes, mine = fp8._by_row(x, 320, torch.uint8, static, device_of(x.device))
+    torch.testing.assert_close(mine[:, None], scale, rtol=0, atol=0, equal_nan=True)
+    codes, rest = codes[:, :300].view(torch.float8_e4m3fn), codes[:, 300:]
+    assert not rest[scale[:, 0].isfinite()].any()
+    whole = scale.isfinite().expand(x.shape) & ~x.isnan()
+    # Quotients next to a tie may take either of two neighbours.
+    off = (codes.view(torch.uint8).int() - expected.view(torch.uint8).int())[whole].abs()
+    assert off.max() <= 1
+    assert off.float().mean() < 0.01
+    assert torch.equal((codes.float() * mine[:, None]).isnan(), (expected.float() * scale).isnan())
+
+
+@pytest.mark.parametrize("group", [32, 96, 128])
+def test_groups_of_activations_have_scales_of_their_own(interpreter, group):
+    from qcore_cuda import fp8
+    from qcore_cuda.runtime.device import device_of
+
+    x = torch.randn(3, 300, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 300)
+    scale = fp8_scale(qcore.DynamicFP8(group), x)
+    expected = quantize_fp8(x, scale).double() * scale.double()
+    numbers, found = fp8._by_group(x, 300, group, torch.float32, device_of(x.device))
+    assert torch.equal(found.t().repeat_interleave(group, 1)[:, :300], scale)
+    torch.testing.assert_close(numbers.double(), expected, rtol=2**-3, atol=0)
+    assert ((numbers.double() - expected).abs() > 2**-22 * expected.abs()).float().mean() < 0.01
+
+
+FORM = {
+    "element": "e4m3",
+    "packed": (4096, 4096),
+    "groups": 1,
+    "zero": None,
+    "n": 4096,
+    "k": 4096,
+    "bits": 8,
+    "group": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "change"),
+    [
+        ("scaled", {}), ("scaled", {"arch": 89}), ("scaled", {"m": 17}), ("sums", {"m": 16}), ("sums", {"arch": 80}),
+        ("sums", {"n": 4100}), ("sums", {"out": torch.float16}), ("sums", {"bias": torch.float32}),
+        ("sums", {"zero": torch.bfloat16}), ("sums", {"element": "e5m2"}), ("sums", {"scale": torch.uint8}),
+        ("sums", {"group": 128, "groups": 32}), ("sums", {"hip": True, "arch": 0}),
+        ("blocks", {"x": 128, "group": 128, "groups": 32}), ("numbers", {"x": 128}), ("numbers", {"x": 64}),
+        ("numbers", {"x": 128, "group": 128, "groups": 32, "k": 4032}),
+        ("numbers", {"x": 128, "group": 128, "groups": 32, "arch": 100}),
+        ("numbers", {"x": 128, "group": 128, "groups": 32, "bias": torch.bfloat16}),
+    ],
+)  # fmt: skip
+def test_the_way_depends_on_what_tensor_cores_take(monkeypatch, way, change):
+    from qcore_cuda import fp8
+    from qcore_cuda.problem import Form
+    from qcore_cuda.runtime.device import Device
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    fp8.way_of.cache_clear()
+    fp8._has_blocks.cache_clear()
+    form = Form(**{**FORM, **{name: value for name, value in change.items() if name in Form._fields}})
+    device = Device(change.get("arch", 90), change.get("hip", False), 132)
+    arguments = change.get("m", 2048), change.get("x", 0), change.get("out", torch.bfloat16), change.get("bias")
+    assert fp8.way_of(device, form, *arguments) == way
+    fp8.way_of.cache_clear()
+    fp8._has_blocks.cache_clear()
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_torchs_scaled_product_gets_what_it_needs(interpreter, monkeypatch, group):
+    """Its arguments, checked by what it would compute of them."""
+    from qcore_cuda import fp8
+    from qcore_cuda.linear import kernel
+
+    def scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum):
+        assert (a.dtype, b.dtype, a.stride(1), b.stride(0)) == (torch.float8_e4m3fn, torch.float8_e4m3fn, 1, 1)
+        assert (scale_a.dtype, scale_b.dtype, use_fast_accum) == (torch.float32, torch.float32, False)
+        if group:
+            assert scale_a.stride() == (1, a.shape[0])
+        by_a, by_b = (s.double().repeat_interleave(group or 1, d) for s, d in ((scale_a, 1), (scale_b, 0)))
+        y = (a.double() * by_a) @ (b.double() * by_b)
+        return (y if bias is None else y + bias.double()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(fp8, "way_of", lambda *_: fp8.BLOCKS if group else fp8.SCALED)
+    case = linear_problem("wfp8afp8-g128" if group else "wfp8afp8", 20, 48, 256, bias="none" if group else "same")
+    mine = kernel(case.request)
+    assert_right(case, mine.run(case.x, mine.pack(case.weight), case.bias))
+
+
+def test_float32_loses_nothing_to_a_rounded_table(interpreter):
+    from qcore_cuda.linear import kernel
+
+    for m in (1, 20):
+        case = linear_problem("wnf4a16-g32", m, 40, 96, torch.float32)
+        mine = kernel(case.request)
+        y = mine.run(case.x, mine.pack(case.weight), None)
+        assert LINEAR.judge(case, y).worst < 1
