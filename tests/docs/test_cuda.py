@@ -13,6 +13,8 @@ import torch
 from plugin_page import PluginPage, request
 
 import qcore
+from qcore.formats import register_element
+from qcore.weights.schemes import TABLE_SCHEMES
 
 pytest.importorskip("qcore_cuda")
 
@@ -26,10 +28,19 @@ def somewhere_with_a_gpu(monkeypatch):
     monkeypatch.setattr(eligibility, "triton_fault", lambda: "")
 
 
+for element in (
+    qcore.Element.table("table_of_256", [float(i) for i in range(256)]),
+    qcore.Element.table("table_of_tiny", [2.0**-i for i in range(16)]),
+):
+    register_element(element)
+
 on_gpu = partial(request, device=torch.device("cuda"))
 
 REFUSED = {
-    "a group size that is not a multiple of 32": on_gpu(scheme="w4a16-g48"),
+    "a group size that is not a multiple of 32, but for 16 of fp4 with e4m3 scales": on_gpu(scheme="w4a16-g48"),
+    "tables of more than four bits other than fp8 and fp8_e5m2": on_gpu(scheme="wtable_of_256a16"),
+    "tables with values that float16 cannot hold": on_gpu(scheme="wtable_of_tinya16"),
+    "convolutions with weights other than int4 and int8": on_gpu("conv2d", "wfp8a16"),
     "float64 activations or results": on_gpu(x_dtype=torch.float64, out_dtype=torch.float64),
     "an int8 result of float activations": on_gpu(output=qcore.OutputInt8(1.0, 0), out_dtype=torch.int8),
     "convolutions with int8 activations in more than 32 channel groups": replace(
@@ -62,6 +73,15 @@ class TestPage(PluginPage):
             for row in self.rows("Install")
             for cell in row
         )
+
+    def test_tables_stand_on_the_page_with_their_kernels(self):
+        rows = [
+            (pages.named(schemes), pages.named(kernels)) for schemes, kernels in self.rows("Tables and fp8 activations")
+        ]
+        found = {scheme: self.answer(on_gpu(scheme=scheme)).kernel.name for scheme in TABLE_SCHEMES}
+        assert set().union(*(schemes for schemes, _ in rows)) == set(TABLE_SCHEMES)
+        assert all({found[scheme] for scheme in schemes} == kernels for schemes, kernels in rows)
+        assert isinstance(self.answer(on_gpu("embedding", "nvfp4")), qcore.Offer)
 
     def test_kernels_named_by_rows_exist(self):
         files = (pages.ROOT / "plugins").glob("*/src/**/kernels/*.py")  # some are shared with other plugins

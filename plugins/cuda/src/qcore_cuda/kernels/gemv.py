@@ -245,8 +245,8 @@ def gemv(x, w, scale, zero, factor, bias, y, M, N, NP, KB, PER, stride, pitch,
     x: 16-bit floats, rows ``stride`` values apart, on 16 bytes, zero from K to ``KB * P``; w: planar16 or rows16 (rows
     of ``32 * pitch`` bytes); KB: blocks of P codes along K; PER: blocks per scale group; HALVES: a block has two groups
     instead, of 16 columns each, PER is 1, and there are no zero points; ELEMENT, FACTOR: see `Weight`; ZERO:
-    0 none, 1 integer, 2 float zero points; XR: 1, or 8 * NB; ALIGNED: N is a multiple of 16. A program takes R * 16 rows of W; each of
-    its NW warps takes U blocks of K at a time.
+    0 none, 1 integer, 2 float zero points; XR: 1, or 8 * NB; ALIGNED: N is a multiple of 16. A program takes R * 16
+    rows of W; each of its NW warps takes U blocks of K at a time.
     """
     T: tl.constexpr = 32 * NW
     BYTES: tl.constexpr = P // 8 if BITS == 4 else P // 4  # of a lane, row and block

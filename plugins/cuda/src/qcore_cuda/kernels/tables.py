@@ -3,8 +3,8 @@
 A floating-point code's bits move to their place in the wider float, whose exponent has another bias; a product with a
 power of two corrects it, exactly, for subnormal numbers as well. Another table of 16 numbers is looked up with
 ``prmt``, which picks four bytes out of eight by four bits each: four codes are its selector as they are
-stored. Upper and lower bytes of a number are looked up apart, for codes below 8 and above; the code's upper bit, spread over a byte by another
-``prmt``, chooses. Numbers are rounded to the 16-bit dtype.
+stored. Upper and lower bytes of a number are looked up apart, for codes below 8 and above; the code's upper bit, spread
+over a byte by another ``prmt``, chooses. Numbers are rounded to the 16-bit dtype.
 
 Each function gives text for registers that it is given; ``half``: float16 instead of bfloat16.
 """
