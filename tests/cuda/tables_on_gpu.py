@@ -39,8 +39,13 @@ PRODUCTS = (
 """Kernels, fields of a configuration, and rows."""
 
 
+TWO_LEVEL = ((64, 256, 256), (17, 48, 77), (130, 400, 640), (300, 272, 1024), (257, 1040, 384))
+"""M, N and K for the kernel with e4m3 operands, which has no configurations."""
+
+
 def tasks(schemes):
     """What is checked, the most important first: (function, scheme, what it takes)."""
+    yield from (("two_level", s, size) for s in schemes for size in TWO_LEVEL if s in ("wfp8afp8", "wfp8afp8-g128"))
     for i in range(max(len(SIZES), len(PRODUCTS))):
         for scheme in schemes:
             if i < len(SIZES):
@@ -58,7 +63,7 @@ def check(task):
     try:
         return [
             (verdict is None or verdict.ok, f"{title} {more}" + (f": {verdict.message}" if verdict else ""), verdict)
-            for verdict, more in {"linear": linear, "product": product, "embedding": embedding}[name](scheme, *what)
+            for verdict, more in CHECKS[name](scheme, *what)
         ]
     except Exception as error:  # noqa: BLE001  all of them are wanted
         traceback.print_exc(limit=-2)
@@ -126,6 +131,29 @@ def embedding(scheme):
         problem = here.to(cuda)
         mine = CudaEmbedding(problem.request)
         yield EMBEDDING.judge(here, mine(problem.x, mine.pack(problem.weight), None)), case.id
+
+
+def two_level(scheme, m, n, k):
+    """The kernel with e4m3 operands."""
+    import torch
+
+    from qcore.contracts import LINEAR
+    from qcore_cuda import fp8
+    from qcore_cuda.runtime.device import device_of
+    from qcore_triton.packing import weight_of
+
+    for dtype in (torch.bfloat16, torch.float16):
+        case, _, x, packed, bias = made(scheme, m, n, k, dtype, "same" if m % 2 else "none")
+        weight, device = weight_of(packed, case.weight.format, n, k), device_of(x.device)
+        columns = weight.data.shape[1]
+        if "g128" in scheme:
+            codes, scale = fp8._by_group(x, columns, 128, torch.uint8, device)  # noqa: SLF001
+        else:
+            codes, scale = fp8._by_row(x, columns, torch.uint8, None, device)  # noqa: SLF001
+        yield LINEAR.judge(case, fp8.two_level(codes, scale, weight, bias, dtype).cpu()), str(dtype)
+
+
+CHECKS = {"linear": linear, "product": product, "embedding": embedding, "two_level": two_level}
 
 
 def main():

@@ -67,6 +67,26 @@ def scaled(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, ou
     )  # fmt: skip
 
 
+def two_level(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """The product of bytes ``(M, KQ)`` by `kernels.fp8_hopper`; scales ``(M,)`` or, of blocks, ``(KQ / 128, M)``."""
+    from .kernels.fp8_hopper import fp8_hopper
+    from .runtime.hopper import ROOM, descriptor
+
+    (m, wide), n, device, rows = codes.shape, weight.n, device_of(codes.device), 128
+    blocks = scale.dim() == 2
+    bn = 128 if blocks else 256  # scales of blocks take registers, too
+    y = empty((m, n), out_dtype, codes.device)
+    stages = (ROOM - 4 * 64 * 64 * 2) // ((rows + bn) * 128)
+    tiles = -(-n // bn) * -(-m // rows)
+    launch(
+        fp8_hopper, (min(tiles, device.sms),), descriptor(codes.view(torch.float8_e4m3fn), (rows, 128)), scale,
+        descriptor(weight.data.view(torch.float8_e4m3fn), (bn, 128)), weight.scale,
+        weight.scale if bias is None else bias, y, descriptor(y, (64, 64)), m, n, -(-wide // 128),
+        BM=rows, BN=bn, STAGES=stages, GROUP_M=16, BLOCKS=blocks, HAS_BIAS=bias is not None, **options(device, 4),
+    )  # fmt: skip
+    return y
+
+
 @lru_cache(maxsize=8192)
 def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtype, bias: torch.dtype | None) -> str:
     """How a product of m rows is computed."""

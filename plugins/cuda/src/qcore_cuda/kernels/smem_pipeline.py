@@ -166,13 +166,15 @@ def fragments(at):
 
 @triton.jit
 def number(at, DTYPE: tl.constexpr):
-    """One number of 1 (signed), 2 or 4 bytes from shared memory, in float32; int8 as int32."""
+    """One number of 1, 2 or 4 bytes from shared memory, in float32; int8 and uint8 as int32."""
     if DTYPE.primitive_bitwidth == 32:
         bits = tl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [at], dtype=tl.int32, is_pure=False, pack=1)
         out = bits.to(DTYPE, bitcast=True).to(tl.float32)
     elif DTYPE.primitive_bitwidth == 16:
         bits = tl.inline_asm_elementwise("ld.shared.b16 $0, [$1];", "=h,r", [at], dtype=tl.int16, is_pure=False, pack=1)
         out = bits.to(DTYPE, bitcast=True).to(tl.float32)
+    elif tl.uint8 == DTYPE:
+        out = tl.inline_asm_elementwise("ld.shared.u8 $0, [$1];", "=r,r", [at], dtype=tl.int32, is_pure=False, pack=1)
     else:
         out = tl.inline_asm_elementwise("ld.shared.s8 $0, [$1];", "=r,r", [at], dtype=tl.int32, is_pure=False, pack=1)
     return out

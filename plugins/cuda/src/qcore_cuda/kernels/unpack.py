@@ -177,7 +177,9 @@ def load_raw(pointer, ASM: tl.constexpr):
     if ASM:
         WIDTH: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
         code: tl.constexpr = (
-            "ld.relaxed.cta.global.s8 $0, [$1];"
+            "ld.relaxed.cta.global.u8 $0, [$1];"
+            if pointer.dtype.element_ty == tl.uint8
+            else "ld.relaxed.cta.global.s8 $0, [$1];"
             if WIDTH == 8
             else "ld.relaxed.cta.global.u16 $0, [$1];"
             if WIDTH == 16

@@ -71,7 +71,7 @@ def scale_value(raw, DTYPE: tl.constexpr):
     The bits of e8m0 are float32's exponent; but for 2**-127, a subnormal number.
     """
     if tl.uint8 == DTYPE:
-        bits = (raw.to(tl.int32) & 0xFF) << 23
+        bits = raw.to(tl.int32) << 23
         value = tl.maximum(bits, 0x00400000).to(tl.float32, bitcast=True)
     elif tl.int8 == DTYPE:
         value = ((raw.to(tl.int32) << 20) & -2014314496).to(
