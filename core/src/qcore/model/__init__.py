@@ -1,6 +1,6 @@
 """Whole models: selecting layers, replacing them, calibrating activations, and reporting the kernel of each layer.
 
-May import: nn, functional, resolving and the floors below. Imported by: parallel, checkpoint, hf, cli,
+May import: nn, functional, resolving and the floors below. Imported by: parallel, checkpoint, hf, cli, plugin_api,
 `qcore`.
 """
 
