@@ -147,9 +147,9 @@ def two_level(scheme, m, n, k):
         weight, device = weight_of(packed, case.weight.format, n, k), device_of(x.device)
         columns = weight.data.shape[1]
         if "g128" in scheme:
-            codes, scale = fp8._by_group(x, columns, 128, torch.uint8, device)  # noqa: SLF001
+            codes, scale = fp8._by_group(x, columns, 128, torch.uint8, device)
         else:
-            codes, scale = fp8._by_row(x, columns, torch.uint8, None, device)  # noqa: SLF001
+            codes, scale = fp8._by_row(x, columns, torch.uint8, None, device)
         yield LINEAR.judge(case, fp8.two_level(codes, scale, weight, bias, dtype).cpu()), str(dtype)
 
 

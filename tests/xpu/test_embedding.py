@@ -104,9 +104,10 @@ from triton.compiler import ASTSource
 from qcore_xpu.gathering import _ASSERTING
 from qcore_triton.kernels.gather import gather_pieces
 
-types = {"indices": "*i64", "data": "*u8", "scale": "*bf16", "zero": "*bf16", "out": "*bf16", "v": "i32", "d": "i32"}
+types = {"indices": "*i64", "data": "*u8", "scale": "*bf16", "zero": "*bf16", "factor": "*bf16", "out": "*bf16"}
+types |= {"v": "i32", "d": "i32"}
 types |= {"group": "i32", "blocks": "i32", "stride": "i32", "pieces": "i32"}
-constants = {"BITS": 4, "P": 128, "NB": 16, "ZERO": 0}
+constants = {"BITS": 4, "P": 128, "NB": 16, "ZERO": 0, "ELEMENT": "int", "FACTOR": False, "HALVES": False}
 for one in ((), ("blocks", "v")):  # Triton makes a constant of an argument that is 1
     ones = {name: 1 for name in one}
     signature = types | {name: "constexpr" for name in (*constants, *one)}

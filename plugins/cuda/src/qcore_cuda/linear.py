@@ -57,7 +57,7 @@ class FloatLinear(_Linear):
 
     def __init__(self, request: LinearRequest) -> None:
         super().__init__(request, "a16", ())
-        self._arguments = (*self.sizes, self.element, request.out_dtype)
+        self._arguments: tuple[Any, ...] = (*self.sizes, self.element, request.out_dtype)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         del given  # float activations have no parameters
@@ -83,7 +83,7 @@ class FP8Linear(_Linear):
         group = activation.group or 0 if isinstance(activation, DynamicFP8) else 0
         numbers = (0 if group >= request.k else group, given_numbers(activation)[0])
         super().__init__(request, "afp8", numbers)
-        self._arguments = (*self.sizes, self.element, *numbers, request.out_dtype)
+        self._arguments: tuple[Any, ...] = (*self.sizes, self.element, *numbers, request.out_dtype)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         del given  # a scale is a number of the request

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
 
 @triton.constexpr_function
