@@ -159,49 +159,55 @@ FORM = {
 @pytest.mark.parametrize(
     ("way", "change"),
     [
-        ("scaled", {}), ("scaled", {"arch": 89}), ("scaled", {"m": 17}), ("sums", {"m": 16}), ("sums", {"arch": 80}),
-        ("sums", {"n": 4100}), ("sums", {"out": torch.float16}), ("sums", {"bias": torch.float32}),
+        ("fp8_hopper", {}), ("fp8_hopper", {"m": 17}), ("fp8_hopper", {"out": torch.float16, "bias": torch.float32}),
+        ("fp8_hopper", {"x": 128, "group": 128, "groups": 32}), ("fp8_hopper", {"k": 4032}),
+        ("scaled", {"arch": 89}), ("scaled", {"arch": 100, "bias": torch.bfloat16}),
+        ("sums", {"arch": 89, "out": torch.float16}), ("sums", {"arch": 89, "bias": torch.float32}),
+        ("sums", {"m": 16}), ("sums", {"arch": 80}), ("sums", {"n": 4100}), ("sums", {"out": torch.float32}),
         ("sums", {"zero": torch.bfloat16}), ("sums", {"element": "e5m2"}), ("sums", {"scale": torch.uint8}),
         ("sums", {"group": 128, "groups": 32}), ("sums", {"hip": True, "arch": 0}),
-        ("blocks", {"x": 128, "group": 128, "groups": 32}), ("numbers", {"x": 128}), ("numbers", {"x": 64}),
-        ("numbers", {"x": 128, "group": 128, "groups": 32, "k": 4032}),
+        ("numbers", {"x": 128}), ("numbers", {"x": 64, "group": 64, "groups": 64}),
         ("numbers", {"x": 128, "group": 128, "groups": 32, "arch": 100}),
-        ("numbers", {"x": 128, "group": 128, "groups": 32, "bias": torch.bfloat16}),
     ],
 )  # fmt: skip
 def test_the_way_depends_on_what_tensor_cores_take(monkeypatch, way, change):
     from qcore_cuda import fp8
     from qcore_cuda.problem import Form
+    from qcore_cuda.runtime import hopper
     from qcore_cuda.runtime.device import Device
 
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(hopper, "usable", lambda: True)
     fp8.way_of.cache_clear()
-    fp8._has_blocks.cache_clear()
     form = Form(**{**FORM, **{name: value for name, value in change.items() if name in Form._fields}})
     device = Device(change.get("arch", 90), change.get("hip", False), 132)
     arguments = change.get("m", 2048), change.get("x", 0), change.get("out", torch.bfloat16), change.get("bias")
     assert fp8.way_of(device, form, *arguments) == way
     fp8.way_of.cache_clear()
-    fp8._has_blocks.cache_clear()
 
 
 @pytest.mark.parametrize("group", [0, 128])
-def test_torchs_scaled_product_gets_what_it_needs(interpreter, monkeypatch, group):
-    """Its arguments, checked by what it would compute of them."""
+def test_products_of_bytes_get_what_they_need(interpreter, monkeypatch, group):
+    """Their arguments, checked by what they would compute of them."""
     from qcore_cuda import fp8
     from qcore_cuda.linear import kernel
+
+    def multiply(a, b, by_a, by_b, bias, out_dtype):
+        y = (a.view(torch.float8_e4m3fn).double() * by_a) @ (b.view(torch.float8_e4m3fn).double() * by_b).t()
+        return (y if bias is None else y + bias.double()).to(out_dtype)
 
     def scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum):
         assert (a.dtype, b.dtype, a.stride(1), b.stride(0)) == (torch.float8_e4m3fn, torch.float8_e4m3fn, 1, 1)
         assert (scale_a.dtype, scale_b.dtype, use_fast_accum) == (torch.float32, torch.float32, False)
-        if group:
-            assert scale_a.stride() == (1, a.shape[0])
-        by_a, by_b = (s.double().repeat_interleave(group or 1, d) for s, d in ((scale_a, 1), (scale_b, 0)))
-        y = (a.double() * by_a) @ (b.double() * by_b)
-        return (y if bias is None else y + bias.double()).to(out_dtype)
+        return multiply(a, b.t(), scale_a.double(), scale_b.double().t(), bias, out_dtype)
+
+    def two_level(codes, scale, weight, bias, out_dtype):
+        by_w = weight.scale.double().repeat_interleave(weight.group, 0)[: codes.shape[1]].t()
+        by_x = scale.double().repeat_interleave(128, 0)[: codes.shape[1]].t()
+        return multiply(codes, weight.data[: weight.n], by_x, by_w, bias, out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setattr(fp8, "way_of", lambda *_: fp8.BLOCKS if group else fp8.SCALED)
+    monkeypatch.setattr(fp8, "two_level", two_level)
+    monkeypatch.setattr(fp8, "way_of", lambda *_: fp8.TWO_LEVEL if group else fp8.SCALED)
     case = linear_problem("wfp8afp8-g128" if group else "wfp8afp8", 20, 48, 256, bias="none" if group else "same")
     mine = kernel(case.request)
     assert_right(case, mine.run(case.x, mine.pack(case.weight), case.bias))

@@ -1,9 +1,9 @@
-"""Products with e4m3 activations: quantization, and one of three ways to multiply.
+"""Products with e4m3 activations: quantization, and one of four ways to multiply.
 
-On GPUs whose tensor cores take e4m3 (sm_89 and later), many rows are multiplied by torch's scaled product, with scales
-per row or per 128 columns. Few rows, and everything else, take the kernels for float activations: codes with one scale
-per row are exact in bfloat16, and their float32 sums are scaled afterwards; with scales per group of columns, the
-quantized activations are float32 numbers.
+On GPUs whose tensor cores take e4m3, many rows are multiplied by `kernels.fp8_hopper` (sm_90), with scales per row or
+per 128 columns, or by torch's scaled product (sm_89 and later), with scales per row. Few rows, and everything else,
+take the kernels for float activations: codes with one scale per row are exact in bfloat16, and their float32 sums are
+scaled afterwards; with scales per group of columns, the quantized activations are float32 numbers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from . import weight_only
 from .kernels import fp8
 from .problem import Form, form_of
 from .products.skinny_gemm import ROWS
+from .runtime import hopper
 from .runtime.device import Device, device_of
 from .runtime.launch import launch, options
 from .runtime.replay import empty
 
 BLOCK = 128
-"""Columns that share a scale in torch's block-scaled product."""
-SCALED, BLOCKS, SUMS, NUMBERS = "scaled", "blocks", "sums", "numbers"
-"""The ways: torch's products with scales per row and per block; scaled float32 sums; float32 activations."""
+"""Columns that share a scale where e4m3 is multiplied by e4m3, if a row has several."""
+TWO_LEVEL, SCALED, SUMS, NUMBERS = "fp8_hopper", "scaled", "sums", "numbers"
+"""The ways: the kernel for Hopper; torch's product; scaled float32 sums; float32 activations."""
+NARROW = 2
+"""Bytes of a result that the kernel for Hopper stores."""
 _COLUMNS = 2048
 _HARDWARE = 89
 """The first architecture with e4m3."""
@@ -49,20 +52,19 @@ def product(
         codes, scale = _by_row(x, x.shape[1], torch.bfloat16, static, device)
         return _finish(weight_only.linear(codes, weight, None, torch.float32), scale, bias, out_dtype, device)
     columns = weight.data.shape[1]
-    if way == SCALED:
-        codes, scale = _by_row(x, columns, torch.uint8, static, device)
-        scale = scale.view(-1, 1)
-    else:
+    if group:
         codes, scale = _by_group(x, columns, group, torch.uint8, device)
-        scale = scale.t()
-    return scaled(codes, scale, weight, bias, out_dtype)
+    else:
+        codes, scale = _by_row(x, columns, torch.uint8, static, device)
+    multiply = two_level if way == TWO_LEVEL else scaled
+    return multiply(codes, scale, weight, bias, out_dtype)
 
 
 def scaled(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The scaled product of torch, of bytes ``(M, KQ)`` with scales ``(M, 1)`` or, of blocks, ``(M, KQ / 128)``."""
+    """The scaled product of torch, of bytes ``(M, KQ)`` with scales ``(M,)``."""
     kind = torch.float8_e4m3fn
-    return torch._scaled_mm(  # noqa: SLF001 - the public name takes no scales of blocks in the versions supported
-        codes.view(kind), weight.data[: weight.n].view(kind).t(), scale, weight.scale.float(), bias,
+    return torch._scaled_mm(  # noqa: SLF001 - the versions supported have no public name for it
+        codes.view(kind), weight.data[: weight.n].view(kind).t(), scale.view(-1, 1), weight.scale.float(), bias,
         out_dtype=out_dtype, use_fast_accum=False,
     )  # fmt: skip
 
@@ -70,18 +72,17 @@ def scaled(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, ou
 def two_level(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The product of bytes ``(M, KQ)`` by `kernels.fp8_hopper`; scales ``(M,)`` or, of blocks, ``(KQ / 128, M)``."""
     from .kernels.fp8_hopper import fp8_hopper
-    from .runtime.hopper import ROOM, descriptor
 
     (m, wide), n, device, rows = codes.shape, weight.n, device_of(codes.device), 128
     blocks = scale.dim() == 2
     bn = 128 if blocks else 256  # scales of blocks take registers, too
     y = empty((m, n), out_dtype, codes.device)
-    stages = (ROOM - 4 * 64 * 64 * 2) // ((rows + bn) * 128)
+    stages = (hopper.ROOM - 4 * 64 * 64 * 2) // ((rows + bn) * 128)
     tiles = -(-n // bn) * -(-m // rows)
     launch(
-        fp8_hopper, (min(tiles, device.sms),), descriptor(codes.view(torch.float8_e4m3fn), (rows, 128)), scale,
-        descriptor(weight.data.view(torch.float8_e4m3fn), (bn, 128)), weight.scale,
-        weight.scale if bias is None else bias, y, descriptor(y, (64, 64)), m, n, -(-wide // 128),
+        fp8_hopper, (min(tiles, device.sms),), hopper.descriptor(codes.view(torch.float8_e4m3fn), (rows, 128)), scale,
+        hopper.descriptor(weight.data.view(torch.float8_e4m3fn), (bn, 128)), weight.scale,
+        weight.scale if bias is None else bias, y, hopper.descriptor(y, (64, 64)), m, n, -(-wide // 128),
         BM=rows, BN=bn, STAGES=stages, GROUP_M=16, BLOCKS=blocks, HAS_BIAS=bias is not None, **options(device, 4),
     )  # fmt: skip
     return y
@@ -92,21 +93,13 @@ def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtyp
     """How a product of m rows is computed."""
     own = NUMBERS if group else SUMS
     fits = form.element == "e4m3" and form.zero is None and form.scale.is_floating_point and form.n % 16 == 0
-    if not fits or m <= ROWS or out_dtype != torch.bfloat16 or bias not in (None, out_dtype):
+    by_row = group == 0 and form.groups == 1
+    if not fits or not (by_row or group == form.group == BLOCK) or m <= ROWS or out_dtype.itemsize != NARROW:
         return own
-    if device.arch < _HARDWARE:
-        return own
-    if group == 0 and form.groups == 1:
-        return SCALED
-    blocks = group == form.group == BLOCK and form.k % BLOCK == 0 and device.arch == 90 and bias is None
-    return BLOCKS if blocks and _has_blocks() else own
-
-
-@lru_cache(maxsize=1)
-def _has_blocks() -> bool:
-    """Whether cuBLAS has products with scales of 128 columns (CUDA 12.9)."""
-    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    return version >= (12, 9)
+    if hopper.fits(device, form.n, BLOCK):
+        return TWO_LEVEL
+    torchs = device.arch >= _HARDWARE and out_dtype == torch.bfloat16 and bias in (None, out_dtype)
+    return SCALED if by_row and torchs else own
 
 
 def _by_row(x: Tensor, columns: int, dtype: torch.dtype, static: float | None, device: Device) -> tuple[Tensor, Tensor]:
