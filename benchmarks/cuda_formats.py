@@ -1,8 +1,8 @@
-"""What the formats of DESIGN section 11 cost on a CUDA device: a model quantized, table formats, experts, orders.
+"""What the formats of DESIGN section 11 cost on a CUDA device: a model quantized, table formats, orders.
 
 Prints Markdown tables; ``--output FILE`` also writes them, ``--only PART`` makes one of ``model``, ``formats``,
-``tables``, ``experts`` and ``order``. Times of calls are medians of CUDA graph replays, those of experts, which read
-their offsets on the host, of eager calls. `quantizers.py --device cuda` times single weights.
+``tables`` and ``order``. Times of calls are medians of CUDA graph replays. `cuda_experts.py` times experts,
+`quantizers.py --device cuda` single weights.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ import _cuda_table_cells
 import torch
 from _cuda_timing import Replay, in_turns
 from _table import header, markdown
-from torch import Tensor, nn
+from torch import nn
 
 import qcore
-from qcore.resolving.tuning import interleaved_medians
 
 LAYERS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 """K and N of the linear layers of one block of Llama-3-8B, q, k, v and gate, up joined."""
 BLOCKS = 32
 MODEL_SCHEMES = ("w4a16-g128@absmax", "w4a16-g128", "w4a16-g32-asym", "w4a16-g128@als", "mxfp4")
 TABLE_SCHEMES = ("mxfp4", "nvfp4", "nf4", "wfp8a16", "wfp8afp8")
-EXPERT_SCHEMES = ("w4a16-g32@absmax", "mxfp4@absmax", "wfp8a16")
-EXPERTS, N, K = 64, 1536, 2048
 BF16 = torch.bfloat16
 Part = Iterator[str]
 
@@ -87,30 +84,6 @@ def tables() -> Part:
     yield markdown(heads, [*_cuda_table_cells.fp8_cells(), *_cuda_table_cells.cells()])
 
 
-def offsets(rows: int) -> Tensor:
-    """Ends of the rows of each expert, int32 (E,), where every row chose one at random."""
-    chosen = torch.sort(torch.randint(0, EXPERTS, (rows,), device="cuda")).values
-    return torch.searchsorted(chosen, torch.arange(EXPERTS, device="cuda"), right=True).int()
-
-
-def experts() -> Part:
-    """`grouped_linear` beside torch's product of bf16 experts."""
-    rows = []
-    weight = torch.randn(EXPERTS, N, K, device="cuda", dtype=BF16)
-    for scheme in EXPERT_SCHEMES:
-        layer = qcore.nn.QuantizedGroupedLinear.from_float(weight, scheme)
-        for count in (8, 64, 1024, 8192):
-            x, ends = torch.randn(count, K, device="cuda", dtype=BF16), offsets(count)
-            calls = [
-                lambda x=x, ends=ends, layer=layer: layer(x, ends),  # type: ignore[misc]
-                lambda x=x, ends=ends: nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends),  # type: ignore[misc]
-            ]
-            mine, torchs = interleaved_medians(calls, torch.device("cuda"), seconds=0.3)
-            rows.append((scheme, str(count), f"{mine:.2f}", f"{torchs:.3f}", f"{torchs / mine:.3f}"))
-    yield f"## `grouped_linear`, {EXPERTS} experts of {N} x {K}, bf16, milliseconds of eager calls"
-    yield markdown(("scheme", "rows", "qcore", "bf16 grouped_mm", "ratio"), rows)
-
-
 def order() -> Part:
     """The gather that an order costs."""
     weight = qcore.quantize(torch.randn(4096, 4096, device="cuda", dtype=BF16), "int4-g128-asym", "minmax")
@@ -125,7 +98,7 @@ def order() -> Part:
     yield markdown(("M", "without", "with an order"), rows)
 
 
-PARTS = {part.__name__: part for part in (model, formats, tables, experts, order)}
+PARTS = {part.__name__: part for part in (model, formats, tables, order)}
 
 
 def main() -> None:

@@ -170,14 +170,17 @@ def dry_run(payload: dict[str, str]) -> list[str]:
 
 def _made(request: Any) -> Any:
     """The plugin's kernel for a request; None where it refuses."""
-    from qcore_cuda import conv2d, embedding, linear
+    from qcore_cuda import conv2d, embedding, grouped_linear, linear
     from qcore_cuda.eligibility import _why_not_weight, why_not_dtypes
 
     if _why_not_weight(request) or why_not_dtypes(request):  # there is no device to ask about
         return None
     if request.contract == "conv2d" and conv2d.why_not(request):
         return None
-    makers = {"linear": linear.kernel, "conv2d": conv2d.kernel, "embedding": embedding.CudaEmbedding}
+    makers = {
+        "linear": linear.kernel, "conv2d": conv2d.kernel, "embedding": embedding.CudaEmbedding,
+        "grouped_linear": grouped_linear.CudaGroupedLinear,
+    }  # fmt: skip
     return makers[request.contract](request)
 
 
@@ -254,7 +257,27 @@ def conv2d(
     made(x, made.pack(_weight(parsed, channels, channels * window**2, kind)), None)
 
 
-CALLS: dict[str, Callable[..., None]] = {"linear": linear, "embedding": embedding, "conv2d": conv2d}
+def grouped_linear(scheme: str, n: int, k: int, experts: int, rows: int, dtype: str = "bfloat16") -> None:
+    """``experts`` quantized linear layers for ``rows`` rows in all."""
+    from dataclasses import replace
+
+    import torch
+
+    from qcore import QTensor
+    from qcore.contracts import CONTRACTS
+    from qcore_cuda.grouped_linear import CudaGroupedLinear
+
+    parsed, kind = _scheme(scheme), getattr(torch, dtype)
+    request = CONTRACTS["grouped_linear"].request_for(parsed, torch.device("meta"), kind, n, k)
+    made = CudaGroupedLinear(replace(request, experts=experts))
+    weight = QTensor.stack([_weight(parsed, n, k, kind)] * experts)
+    offsets = torch.empty(experts, dtype=torch.int32, device="meta")
+    made.run(torch.empty(rows, k, dtype=kind, device="meta"), made.pack(weight), None, offsets)
+
+
+CALLS: dict[str, Callable[..., None]] = {
+    "linear": linear, "embedding": embedding, "conv2d": conv2d, "grouped_linear": grouped_linear,
+}  # fmt: skip
 
 
 def _scheme(text: str) -> Any:

@@ -26,6 +26,13 @@ import qcore
 
 SCHEMES = ("w4a16-g128", "w4a16-g32-asym", "w8a16", "w8a8", "w4a8-g128-aasym", "w8a8-static(0.03,5)")
 N, K = 1024, 2048
+DESCENDING = """
+import torch, qcore
+made = qcore.nn.QuantizedGroupedLinear.from_float(torch.randn(3, 64, 64), "w4a16-g32").to("cuda")
+x, ends = torch.randn(9, 64, device="cuda"), torch.tensor([2, 5, 9], device="cuda", dtype=torch.int32)
+made(x, ends); torch.cuda.synchronize()
+made(x, ends.flip(0)); torch.cuda.synchronize()
+"""
 OUT_OF_RANGE = """
 import torch, qcore
 layer = qcore.nn.QuantizedEmbedding.from_float(torch.nn.Embedding(20, 64), "w8a16").to("cuda")
@@ -103,6 +110,33 @@ def embedding_in_a_graph():
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(found, expected)
+
+
+def experts_in_a_graph():
+    for scheme in ("w4a16-g128", "w8a8", "w8a16-g32-asym"):
+        made = qcore.nn.QuantizedGroupedLinear.from_float(torch.randn(6, N, K, dtype=torch.bfloat16), scheme).to("cuda")
+        for rows in (5, 90, 700):
+            x, ends = inputs(rows), offsets(rows, 1)
+            assert made.decision.kernel.name.startswith("cuda.grouped"), str(made.decision)
+            with torch.no_grad():
+                made(x, ends)  # compiles
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    found = made(x, ends)
+                for seed in range(3):
+                    ends.copy_(offsets(rows, seed))
+                    graph.replay()
+                    torch.cuda.synchronize()
+                    assert torch.equal(found, made(x, ends.clone())), f"{scheme}, {rows} rows"
+                    with qcore.using("torch"):
+                        close(found, qcore.grouped_linear(x, made.weight, ends, activation=made.scheme.activation))
+
+
+def offsets(rows, seed):
+    """Ends of the rows of six experts."""
+    ends = torch.randint(0, rows + 1, (6,), generator=torch.Generator().manual_seed(seed)).sort().values
+    return ends.to("cuda", torch.int32)
 
 
 def streams():
@@ -247,6 +281,12 @@ def index_out_of_range():
     print("    " + next(line for line in (run.stdout + run.stderr).splitlines() if "out of range" in line)[:150])
 
 
+def offsets_that_descend():
+    run = subprocess.run([sys.executable, "-c", DESCENDING], capture_output=True, text=True, check=False)
+    assert run.returncode != 0, "nothing happened"
+    assert "offsets must ascend" in run.stdout + run.stderr, run.stderr[-2000:]
+
+
 def host_time():
     mine = qcore.nn.QuantizedLinear.from_float(torch.nn.Linear(4096, 4096, False, dtype=torch.bfloat16), "w4a16-g128")
     plain = torch.nn.Linear(4096, 4096, False, dtype=torch.bfloat16).cuda()
@@ -279,9 +319,11 @@ def _host(call, x, calls=500):
 
 
 CHECKS = (
-    probe, probing_leaves_cuda_alone, right_beside_the_fallback, graph_capture, embedding_in_a_graph, streams,
-    other_device, odd_layouts_of_everything, zeros_give_zeros, results_are_each_their_own, tensors_elsewhere_are_named,
-    autocast_changes_nothing, compiles, gradients, threads, index_out_of_range, host_time,
+    probe, probing_leaves_cuda_alone, right_beside_the_fallback, graph_capture, embedding_in_a_graph,
+    experts_in_a_graph, streams, other_device, odd_layouts_of_everything, zeros_give_zeros, results_are_each_their_own,
+    tensors_elsewhere_are_named,
+    autocast_changes_nothing, compiles, gradients, threads, index_out_of_range, offsets_that_descend,
+    host_time,
 )  # fmt: skip
 
 

@@ -69,11 +69,25 @@ TABLES += [
     linear(s, m, t) for s in ("nvfp4", "nf4", "wfp8a16", "wfp8afp8-g128") for m in (1, 64) for t in ("sm_80", "sm_89")
 ]
 TABLES += [Call("embedding", {"scheme": s, "n": 1000, "k": 384}) for s in ("nvfp4", "nf4", "mxfp8")]
-CALLS = [*MAIN, *OTHER, *ELSEWHERE, *WIDE, *MORE, *TABLES]
+
+
+def experts(scheme, rows, target="sm_90", number=8, **more):
+    return Call("grouped_linear", {"scheme": scheme, "experts": number, "rows": rows, **SMALL, **more}, target)
+
+
+# Few rows of each expert, some, many; and what only the kernel for every device takes.
+EXPERTS = [experts(s, rows) for s in ("w4a16-g128", "w4a16-g32-asym", "w8a16", "w8a8") for rows in (8, 256, 4096)]
+EXPERTS += [experts("w4a16-g128", rows, dtype="float32") for rows in (8, 4096)]
+EXPERTS += [experts("w4a8-g32-asym", 4096), experts("w4a16-g64-fzp", 512, dtype="float16")]
+EXPERTS += [experts("w4a16-g32", 300, number=200, n=72, k=2880)]
+EXPERTS += [experts(s, rows) for s in ("mxfp4", "nvfp4") for rows in (8, 4096)]
+EXPERTS += [experts(s, 1024, target) for s in ("w4a16-g128", "w8a8") for target in ("sm_80", "sm_120", "gfx942")]
+CALLS = [*MAIN, *OTHER, *ELSEWHERE, *WIDE, *MORE, *TABLES, *EXPERTS]
 NAMES = {str(call): call for call in CALLS}
 assert len(NAMES) == len(CALLS)
 
 WEIGHTS = {
+    "grouped:grouped_gemv": lambda c: 16 * c["R"] * c["U"] * c["NW"] * c["P"],
     "gemv:gemv": lambda c: 16 * c["R"] * c["U"] * c["NW"] * c["P"],
     "int8_gemv:int8_gemv": lambda c: 16 * c["R"] * c["U"] * c["NW"] * c["P"],
     "int8_slices:slices": lambda c: c["BN"] * c["S"] * c["P"],
@@ -88,6 +102,7 @@ BUDGETS = {
     str(linear("w8a16", 1)): 4.3,
     str(linear("w4a8-g128", 1)): 2.0,
     str(linear("w8a8", 1)): 1.5,
+    str(experts("w4a16-g128", 8)): 2.3,
     str(linear("mxfp4", 1)): 4.1,
     str(linear("nf4", 1)): 4.8,
     str(linear("wfp8a16", 1)): 6.6,
@@ -107,6 +122,7 @@ HOPPER = {
     str(linear("nvfp4", 64)): "gemm_hopper",
     str(linear("nf4", 2048)): "gemm_hopper",
 }
+HOPPER |= {str(experts("w4a16-g128", 4096)): "grouped_hopper", str(experts("w8a8", 4096)): "grouped_hopper"}
 KEPT = [*BUDGETS, *HOPPER]
 OTHERS = sampled([name for name in NAMES if name not in KEPT], 27)
 CASES = [*KEPT, *OTHERS]

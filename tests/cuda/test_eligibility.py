@@ -103,6 +103,24 @@ def test_every_table_is_served(scheme):
     assert offer.kernel.name == "cuda.embedding"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "scheme", ["w4a16-g32", "w4a16-asym", "w8a16-g64-fzp", "w8a8", "w4a8-g32-aasym", "w8a8-static"]
+)
+def test_experts_are_served(scheme, dtype):
+    plain = CONTRACTS["grouped_linear"].request_for(Scheme.parse(scheme), GPU, dtype, 24, 96)
+    offer = plugin.qcore_grouped_linear(plain)
+    assert isinstance(offer, qcore.Offer)
+    parsed = Scheme.parse(scheme)
+    assert offer.kernel.name == f"cuda.grouped_w{parsed.weight.bits}a{16 if parsed.activation is None else 8}"
+    for changes, why in (
+        ({"device": torch.device("cpu")}, "tensors are on cpu"),
+        ({"out_dtype": torch.float64}, "results of dtype float64"),
+        ({"weight": qcore.grouped_int4(20)}, "group size 20"),
+    ):
+        assert why in plugin.qcore_grouped_linear(replace(plain, **changes)).reason
+
+
 def test_other_combinations_that_are_served():
     for request in (
         linear(out_dtype=torch.float32),
@@ -200,6 +218,9 @@ def test_answers_are_plain_values(monkeypatch):
     from qcore_cuda import plugin
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    hooks = {contract: getattr(plugin, f"qcore_{contract}") for contract in ("linear", "conv2d", "embedding")}
+    hooks = {
+        contract: getattr(plugin, f"qcore_{contract}")
+        for contract in ("linear", "conv2d", "embedding", "grouped_linear")
+    }
     for device in ("cpu", "cuda:0"):
         assert not list(plugin_answers.faults(plugin, hooks.__getitem__, device))

@@ -15,6 +15,7 @@ from grids import sampled
 from workers import in_processes
 
 ASKED = (("sm_90", "linear"), ("sm_90", "conv2d"), ("sm_90", "embedding"), ("sm_80", "linear"), ("gfx942", "linear"))
+ASKED += (("sm_90", "grouped_linear"), ("gfx942", "grouped_linear"))
 
 LAUNCHES = Path(__file__).parent / "launches.py"
 

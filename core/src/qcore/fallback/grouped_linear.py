@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..contracts import GroupedLinearRequest, LinearRequest
-from ..contracts.grouped import check_offsets, expert_rows
+from ..contracts.grouped import check_ends, check_offsets, expert_rows
 from ..discovery.kernels import Kernel, Packed, check_weight
 from ..errors import FormatError
 from ..formats.bits import has_values
@@ -77,9 +77,10 @@ class PlainGroupedLinear(Kernel):
         return self.run(x, packed, bias, offsets)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, offsets: Tensor) -> Tensor:
-        """The products, for valid offsets."""
-        y = x.new_zeros(x.shape[0], self.n, dtype=self.out_dtype)
+        """The products; raises `FormatError` for ends that descend, which are read here anyway."""
         ends = offsets.tolist()
+        check_ends(ends, x.shape[0])
+        y = x.new_zeros(x.shape[0], self.n, dtype=self.out_dtype)
         if self.grouped_mm and x.shape[0]:
             return self._in_chunks(x.contiguous(), packed, bias, ends, y)
         for expert, rows in expert_rows(ends):

@@ -10,9 +10,9 @@ from qcore import DynamicFP8, FormatError, StaticFP8
 from qcore.plugin_api import (
     AnyRequest,
     DynamicInt8,
-    EmbeddingRequest,
+    Conv2dRequest,
     Format,
-    LinearRequest,
+    GroupedLinearRequest,
     StaticInt8,
     first_line,
     why_not_dtypes,
@@ -57,8 +57,10 @@ def _why_not_encoding(request: AnyRequest) -> str:
     """Why an element, its scales or activations have no kernel: tables have some for linear layers and embeddings."""
     weight, activation = request.weight, getattr(request, "activation", None)
     tables = not weight.element.is_integer or isinstance(activation, (DynamicFP8, StaticFP8))
-    if not tables or not isinstance(request, (LinearRequest, EmbeddingRequest)):
+    if not tables or isinstance(request, Conv2dRequest):
         return why_not_encoding(request)
+    if isinstance(request, GroupedLinearRequest) and (activation or request.x_dtype == torch.float32):
+        return "experts with tables have no kernel for float32, int8 or fp8 activations; use 16-bit floats (a16)."
     if isinstance(activation, (DynamicInt8, StaticInt8)):
         return f"{weight.dtype} weights have no kernel with int8 activations; use fp8 ones, or float ones (a16)."
     return _why_not_element(weight)

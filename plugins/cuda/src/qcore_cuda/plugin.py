@@ -6,6 +6,7 @@ qcore imports this module on every machine, also those without a GPU: Triton is 
 from __future__ import annotations
 
 import qcore
+from qcore.plugin_api import GroupedLinearRequest
 
 from . import eligibility, probe
 
@@ -50,3 +51,14 @@ def qcore_embedding(request: qcore.EmbeddingRequest) -> qcore.Offer | qcore.Refu
     from .embedding import CudaEmbedding
 
     return qcore.Offer(CudaEmbedding(request), qcore.NATIVE, "Triton; reads only the rows that are looked up")
+
+
+@qcore.hookimpl
+def qcore_grouped_linear(request: GroupedLinearRequest) -> qcore.Offer | qcore.Refusal:
+    """Experts with int4 and int8 weights and float or int8 activations."""
+    reason = eligibility.why_not(request)
+    if reason:
+        return qcore.Refusal(reason)
+    from .grouped_linear import CudaGroupedLinear
+
+    return qcore.Offer(CudaGroupedLinear(request), qcore.NATIVE, _NOTE)

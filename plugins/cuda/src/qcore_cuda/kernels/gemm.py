@@ -95,12 +95,15 @@ def _wide(v, EACH: tl.constexpr):
 
 
 @triton.jit
-def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
-         BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-         NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr, SCALES: tl.constexpr, EACH: tl.constexpr,
-         TERMS: tl.constexpr, ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr,
-         PDL: tl.constexpr, ELEMENT: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """The steps ``first`` to ``last`` of the tile at row n0 of W and row m0 of x; see `gemm`."""
+def tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch, plane,
+             BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr,
+             BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr, SCALES: tl.constexpr,
+             EACH: tl.constexpr, TERMS: tl.constexpr, ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr,
+             PDL: tl.constexpr, ELEMENT: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    """The steps ``first`` to ``last`` of the tile at row n0 of W and row m0 of x; see `gemm`.
+
+    plane: values from a matrix of x to the next.
+    """
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     BYTES: tl.constexpr = P // 2 if BITS == 4 else P
     STEP: tl.constexpr = U * 16 * BYTES if BITS == 4 else U * BYTES
@@ -116,7 +119,6 @@ def _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pit
     # Rows beyond M are other rows again: many that read the same one would queue up for it.
     rm = (m0 + tl.arange(0, BM)) % M
     xp = x + rm.to(tl.int64)[:, None] * (eighths * 8) + tl.arange(0, U * P)[None, :] + first * (U * P)
-    plane = M.to(tl.int64) * (eighths * 8)
     rn = tl.minimum(n0 + tl.arange(0, BN), N - 1)
     acc = tl.zeros([BN, BM], tl.float32)
     S: tl.constexpr = scale.dtype.element_ty
@@ -248,9 +250,9 @@ def gemm(x, w, scale, zero, factor, bias, y, parts, counts, M, N, NP, KB, PER, e
         inside = tile % (GROUP_M * tiles_n)
         n0 = inside // height * BN
         m0 = (group * GROUP_M + inside % height) * BM
-        acc = _sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
-                   BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, TERMS, ASM, HOPPER, WIDE,
-                   PDL, ELEMENT, G)  # fmt: skip
+        acc = tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
+                       M.to(tl.int64) * (eighths * 8), BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, TERMS,
+                       ASM, HOPPER, WIDE, PDL, ELEMENT, G)  # fmt: skip
         complete = last - first == KB
         if not complete:
             # 4. Programs left..right share the tile. Each puts its part into the slot part + program, which no other

@@ -125,7 +125,7 @@ def _numbers(stored, HALF: gl.constexpr, WG: gl.constexpr, LAYOUT: gl.constexpr,
 
 
 @gluon.jit
-def _first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, EACH: gl.constexpr,
+def first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, EACH: gl.constexpr,
                 SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
     """The first half of a block as operand A, and the input of the second half: words, scales, zero points.
 
@@ -179,7 +179,7 @@ def _operand(raw, s, z, DT: gl.constexpr, BITS: gl.constexpr, HIGH: gl.constexpr
 
 
 @gluon.jit
-def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty,
+def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty,
             BITS: gl.constexpr, WG: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, EACH: gl.constexpr,
             SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
     """U blocks, the first half of the first in ``low``; returns that of the next one. left: blocks to come, those too.
@@ -222,7 +222,7 @@ def _blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, 
         # 5. Unpack the first half of the next block while the second half of this one is multiplied. Behind the
         #    program's last block there is nothing to wait for; what is read there is never used.
         mbarrier.wait(full.index(at), turn, pred=left > u + 1)
-        low, raw, s, z = _first_half(at, slot, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT, ELEMENT)
+        low, raw, s, z = first_half(at, slot, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT, ELEMENT)
     # 6. Drain: the last block's second half, and its stage.
     acc, high = warpgroup_mma_wait(0, deps=[acc, high])
     mbarrier.arrive(empty.index(done), count=1)
@@ -275,7 +275,7 @@ def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, em
     slot = 0
     # 1. Prologue: unpack the first half of the first block, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
-    low, raw, s, z = _first_half(0, 0, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT, ELEMENT)
+    low, raw, s, z = first_half(0, 0, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT, ELEMENT)
     while step < steps:
         tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
         step += end - begin
@@ -284,13 +284,13 @@ def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, em
         # 2. U blocks per turn, then the remainder one at a time. The last one unpacks the next tile's first half, so
         #    that the tensor cores start at once after the epilogue.
         for _ in range((end - begin) // U):
-            acc, low, raw, s, z, at, turn, slot = _blocks(
+            acc, low, raw, s, z, at, turn, slot = blocks(
                 U, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
                 EACH, SCALED, ZERO, DOT, ELEMENT)  # fmt: skip
             left -= U
         if U > 1:
             for _ in range((end - begin) % U):
-                acc, low, raw, s, z, at, turn, slot = _blocks(
+                acc, low, raw, s, z, at, turn, slot = blocks(
                     1, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
                     EACH, SCALED, ZERO, DOT, ELEMENT)  # fmt: skip
                 left -= 1

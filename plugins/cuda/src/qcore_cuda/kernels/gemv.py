@@ -233,21 +233,14 @@ def _of_block(acc, i: tl.constexpr, NB: tl.constexpr):
     return out
 
 
-@triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "stride", "pitch"])
-def gemv(x, w, scale, zero, factor, bias, y, M, N, NP, KB, PER, stride, pitch,
-         ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr,
-         BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
-         NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr,
-         BF16: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
-         DYNAMIC: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]`` for M <= XR <= 8 * NB.
-
-    x: 16-bit floats, rows ``stride`` values apart, on 16 bytes, zero from K to ``KB * P``; w: planar16 or rows16 (rows
-    of ``32 * pitch`` bytes); KB: blocks of P codes along K; PER: blocks per scale group; HALVES: a block has two groups
-    instead, of 16 columns each, PER is 1, and there are no zero points; ELEMENT, FACTOR: see `Weight`; ZERO:
-    0 none, 1 integer, 2 float zero points; XR: 1, or 8 * NB; ALIGNED: N is a multiple of 16. A program takes R * 16
-    rows of W; each of its NW warps takes U blocks of K at a time.
-    """
+@triton.jit
+def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB, PER, stride, pitch,
+              ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr,
+              BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ROW_SCALES: tl.constexpr,
+              ONE_GROUP: tl.constexpr, NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr,
+              NW: tl.constexpr, STAGES: tl.constexpr, BF16: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
+              DYNAMIC: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """R * 16 rows of W from ``rows`` on, for `gemv`; row_scale: float32 (M,), multiplied with sums if ROW_SCALES."""
     T: tl.constexpr = 32 * NW
     BYTES: tl.constexpr = P // 8 if BITS == 4 else P // 4  # of a lane, row and block
     NEXT: tl.constexpr = 8 * P if BITS == 4 else P  # bytes from a block to the next
@@ -279,7 +272,6 @@ def gemv(x, w, scale, zero, factor, bias, y, M, N, NP, KB, PER, stride, pitch,
             pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
     # 2. Addresses. Lane 4 r + t works on rows r and r + 8 of each row block; ``at`` is the lane's address in block 0.
     each = 1.0 / PER
-    rows = tl.program_id(0) * (16 * R)
     row = rows + lane // 4
     at, tiles, step = places(w, lane, rows, NP, KB, pitch, BITS, P, R, PAIRS)
     first = warp * U
@@ -429,8 +421,30 @@ def gemv(x, w, scale, zero, factor, bias, y, M, N, NP, KB, PER, stride, pitch,
             out_row = rows + 16 * i + e // 16 + 8 * ((e // 2) % 2)
             token = 8 * n + 2 * ((e // 4) % 4) + e % 2
             valid = (out_row < N) & (token < M)
+            if ROW_SCALES:
+                part *= tl.load(row_scale + token, mask=valid, other=0.0)
             if FACTOR:
                 part *= by
             if BIAS:
                 part += tl.load(bias + out_row, mask=valid, other=0.0).to(tl.float32)
             tl.store(y + token * tl.cast(N, tl.int64) + out_row, part.to(y.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "stride", "pitch"])
+def gemv(x, w, scale, zero, factor, bias, y, M, N, NP, KB, PER, stride, pitch,
+         ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr,
+         BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
+         NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr,
+         BF16: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
+         DYNAMIC: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]`` for M <= XR <= 8 * NB.
+
+    x: 16-bit floats, rows ``stride`` values apart, on 16 bytes, zero from K to ``KB * P``; w: planar16 or rows16 (rows
+    of ``32 * pitch`` bytes); KB: blocks of P codes along K; PER: blocks per scale group; HALVES: a block has two groups
+    instead, of 16 columns each, PER is 1, and there are no zero points; ELEMENT, FACTOR: see `Weight`; ZERO: 0 none,
+    1 integer, 2 float zero points; XR: 1, or 8 * NB; ALIGNED: N is a multiple of 16. A program takes R * 16 rows of W; each of
+    its NW warps takes U blocks of K at a time.
+    """
+    some_rows(x, w, scale, zero, factor, bias, bias, y, tl.program_id(0) * (16 * R), M, N, NP, KB, PER, stride, pitch,
+              ELEMENT, FACTOR, HALVES, BITS, P, ZERO, BIAS, False, ONE_GROUP, NB, XR, R, U, NW, STAGES, BF16, ALIGNED, RING, DYNAMIC, LATE,
+              PDL)  # fmt: skip

@@ -96,7 +96,7 @@ class Gemm(FloatProduct[Tile]):
     ) -> Tensor:
         x = aligned(x, weight, problem)
         if reads_rows(problem):
-            x = _arranged(x, device)
+            x = arranged(x, device)
         return multiply(x, x.shape[0], weight, bias, device, problem, config)
 
 
@@ -122,7 +122,7 @@ def reads_rows(problem: GemmProblem) -> bool:
     return problem.bits == 8 and problem.block == 64
 
 
-def _arranged(x: Tensor, device: Device) -> Tensor:
+def arranged(x: Tensor, device: Device) -> Tensor:
     """X with its columns in the order in which the kernel meets them in rows16."""
     m, columns = x.shape
     out = empty((m, columns), x.dtype, x.device)
@@ -133,7 +133,7 @@ def _arranged(x: Tensor, device: Device) -> Tensor:
     return out
 
 
-class _Steps(NamedTuple):
+class Steps(NamedTuple):
     """How a program goes along K.
 
     **Fields:** ``unroll``: blocks of a step; ``each``: each of them, or each of their groups, has scales of its own;
@@ -146,7 +146,7 @@ class _Steps(NamedTuple):
     per: int
 
 
-def _steps(weight: Weight, device: Device, problem: GemmProblem, config: Tile) -> _Steps:
+def steps_of(weight: Weight, device: Device, problem: GemmProblem, config: Tile) -> Steps:
     """Blocks of a step are of one group, or each of another one if scales meet the weight."""
     block = problem.block
     blocks = -(-problem.k // block)
@@ -158,7 +158,7 @@ def _steps(weight: Weight, device: Device, problem: GemmProblem, config: Tile) -
         unroll = math.gcd(unroll, per)
     else:
         each, per = True, unroll
-    return _Steps(unroll, each, blocks // unroll, per // unroll)
+    return Steps(unroll, each, blocks // unroll, per // unroll)
 
 
 def multiply(
@@ -166,7 +166,7 @@ def multiply(
 ) -> Tensor:
     """``x @ W^T + bias``: x is one or more matrices of m rows, whose sum is multiplied, columns as the kernel wants."""
     (data, scale, zero, *_, factor), n, (bn, bm) = weight, problem.n, config[:2]
-    steps = _steps(weight, device, problem, config)
+    steps = steps_of(weight, device, problem, config)
     tiles = -(-n // bn) * -(-m // bm)
     waves, share, programs = spread(tiles, steps.total, config.split, config.even, device.sms)
     y = empty((m, n), problem.out_dtype, x.device)

@@ -75,7 +75,7 @@ class GemmHopper(FloatProduct[Tokens]):
         """Sizes fit descriptors; scales are applied to the weight and rounded with it, or to the sum over all of K."""
         if not problem.narrow or not hopper.fits(device, problem.n, 128):
             return False
-        return _parameter_rows(problem) > 0 and (problem.whole or not problem.exact)
+        return parameter_rows(problem) > 0 and (problem.whole or not problem.exact)
 
     def rule(self, device: Device, problem: GemmProblem) -> Tokens | None:
         """The tile for which programs have the least to do."""
@@ -99,7 +99,7 @@ class GemmHopper(FloatProduct[Tokens]):
         (m, columns), n, bits, rows = x.shape, problem.n, problem.bits, ROWS.value
         bm = next(size for size in (32, 64, 128, config.bm) if size >= min(m, config.bm))
         blocks = -(-columns // 128)
-        scaled, each = not problem.one_group or problem.zero == FLOAT_ZERO, _parameter_rows(problem)
+        scaled, each = not problem.one_group or problem.zero == FLOAT_ZERO, parameter_rows(problem)
         pieces = 2 if bm > 128 else 1  # whole tiles of results would take the place of a stage
         y = empty((m, n), x.dtype, x.device)
         w = int4_words(data) if bits == 4 else descriptor(data.view(torch.int16), (rows, 32))
@@ -115,14 +115,14 @@ class GemmHopper(FloatProduct[Tokens]):
             descriptor(y, (bm // pieces, rows)), parts,
             tracked(counters, 2 * left, x.device) if left else y,
             m, n, blocks, blocks if problem.one_group else max(1, weight.group // 128), waves, share,
-            BITS=bits, BM=bm, STAGES=_stages(weight, bm, pieces, each, scaled), GROUP=2048 // bm, EACH=each,
+            BITS=bits, BM=bm, STAGES=stages_of(weight, bm, pieces, each, scaled), GROUP=2048 // bm, EACH=each,
             SCALED=scaled, ZERO=problem.zero, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
             U=1 if bm > 128 and bits == 4 else 2, SPREAD=left > 0, **options(device, 4),
         )  # fmt: skip
         return y
 
 
-def _stages(weight: Weight, bm: int, pieces: int, rows: int, scaled: bool) -> int:
+def stages_of(weight: Weight, bm: int, pieces: int, rows: int, scaled: bool) -> int:
     """Stages of a ring that fits shared memory; ``rows``: of parameters of a block."""
     numbers = [weight.scale if scaled else None, weight.zero]
     slot = (8192 if weight.bits == 4 else 0) + 128 * rows * sum(t.element_size() for t in numbers if t is not None)
@@ -130,7 +130,7 @@ def _stages(weight: Weight, bm: int, pieces: int, rows: int, scaled: bool) -> in
     return room_for(stage, slot, 2 * bm // pieces * 128, _STAGES[weight.bits, bm])
 
 
-def _parameter_rows(problem: GemmProblem) -> int:
+def parameter_rows(problem: GemmProblem) -> int:
     """Rows of scales that 128 columns have, of which the kernel takes 1, 2, 4 or 8; 0 if it can't take them."""
     if problem.bits == 8:
         return 1 if problem.one_group or problem.group % 128 == 0 else 2 if problem.group == 64 else 0
