@@ -187,6 +187,17 @@ def matmul(src: Matrix, weights: Matrix, out: torch.dtype, attributes: Attribute
         return Result(y, _implementation(primitive))
 
 
+@cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this engine has a product of floats of this dtype on this processor."""
+    x = Matrix.of(torch.ones(1, 1, dtype=dtype))
+    try:
+        matmul(x, x, dtype, Attributes())
+    except Refused:
+        return False
+    return True
+
+
 def _described(stack: ExitStack, matrix: Matrix) -> c_void_p:
     made = c_void_p()
     dims, strides = _Dims(*matrix.dims), _Dims(*matrix.strides)

@@ -29,10 +29,10 @@ def int4_mm(x: Tensor, words: Tensor, group: int, scale: Tensor, zeros: Tensor) 
 def matmul(x: Tensor, weights: Matrix, attributes: Attributes) -> Tensor:
     """Float x with weights of whole numbers, in x's dtype.
 
-    The first difference: the engine computes in float16 on processors with AVX512-FP16 only. There x passes as float32,
-    which changes none of its values, and the result is rounded here.
+    The first difference: the engine multiplies float16 on processors with AVX512-FP16 only, and bfloat16 on those with
+    AVX-512. On others x passes as float32, which changes none of its values, and the result is rounded here.
     """
-    src = x.float() if x.dtype == torch.float16 else x
+    src = x if onednn.multiplies(x.dtype) else x.float()
     told = Attributes(attributes.scales, attributes.zeros, src.dtype)
     return onednn.matmul(Matrix.of(src.contiguous()), weights, src.dtype, told).y.to(x.dtype)
 

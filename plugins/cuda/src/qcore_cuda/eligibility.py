@@ -9,8 +9,8 @@ import torch
 from qcore import DynamicFP8, FormatError, StaticFP8
 from qcore.plugin_api import (
     AnyRequest,
-    DynamicInt8,
     Conv2dRequest,
+    DynamicInt8,
     Format,
     GroupedLinearRequest,
     StaticInt8,

@@ -28,8 +28,8 @@ def _product() -> Callable[..., Tensor]:
 
 def grouped_linear(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, factor: Tensor | None,
-    offsets: Tensor, n: int, k: int, bits: int, group: int, element: str, codes: bool, symmetric: bool, static_scale: float | None,
-    static_zero_point: int, out_dtype: torch.dtype,
+    offsets: Tensor, n: int, k: int, bits: int, group: int, element: str, codes: bool, symmetric: bool,
+    static_scale: float | None, static_zero_point: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Experts' products of x ``(T, K)``, T at least 1, to ``(T, N)``; ``offsets``: int32 ``(E,)``, ends of their rows.
 
@@ -64,8 +64,8 @@ def _fake(
 
 op_grouped_linear = define(
     "grouped_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, Tensor? factor, Tensor offsets, "
-    "int n, int k, int bits, int group, str element, bool codes, bool symmetric, float? static_scale, int static_zero_point, "
-    "ScalarType out_dtype) -> Tensor",
+    "int n, int k, int bits, int group, str element, bool codes, bool symmetric, "
+    "float? static_scale, int static_zero_point, ScalarType out_dtype) -> Tensor",
     _grouped_linear,
     _fake,
 )

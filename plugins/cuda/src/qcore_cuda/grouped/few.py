@@ -54,8 +54,9 @@ def multiply(
         scale if bias is None else bias, scale if row_scale is None else row_scale, offsets, y,
         e, t, n, data.shape[1] if gemm.bits == 4 else data.shape[1] // 16, blocks, per, scale.shape[1],
         x.stride(0) // 8, pitch,
-        **decoding(experts.first), HALVES=gemm.halves, SE=expert_slots(e), BITS=gemm.bits, P=gemm.block, ZERO=gemm.zero, BIAS=bias is not None,
-        ROW_SCALES=row_scale is not None, ONE_GROUP=one_group, BF16=x.dtype == torch.bfloat16, ALIGNED=part.even,
+        **decoding(experts.first), HALVES=gemm.halves, SE=expert_slots(e), BITS=gemm.bits, P=gemm.block,
+        ZERO=gemm.zero, BIAS=bias is not None, ROW_SCALES=row_scale is not None,
+        ONE_GROUP=one_group, BF16=x.dtype == torch.bfloat16, ALIGNED=part.even,
         debug=True, sanitize_overflow=False, **made.meta,
     )  # fmt: skip
     return y

@@ -74,6 +74,7 @@ def multiply(
         blocks if gemm.one_group else max(1, experts.group // 128), scale.shape[1],
         BITS=gemm.bits, BM=bm, STAGES=stages_of(experts.first, bm, pieces, each, scaled), GROUP=max(1, 2048 // bm),
         EACH=each, SCALED=scaled, ZERO=gemm.zero, BIAS=bias is not None, ROW_SCALES=row_scale is not None,
-        PIECES=pieces, **decoding(experts.first), U=1 if bm > 128 and gemm.bits == 4 else config.turn, **options(device, 4),
+        PIECES=pieces, **decoding(experts.first), U=1 if bm > 128 and gemm.bits == 4 else config.turn,
+        **options(device, 4),
     )  # fmt: skip
     return y

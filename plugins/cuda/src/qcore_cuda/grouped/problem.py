@@ -16,8 +16,8 @@ from ..problem import Form, GemmProblem, bucket, float_problem
 class Experts(NamedTuple):
     """The packed weights of several experts.
 
-    **Fields:** ``data``, ``scale``, ``zero``: of `Weight`, each with a first dimension E; ``factor``: float32 ``(E, 1)``
-    or None; the others: of each of them, as in `Weight`.
+    **Fields:** ``data``, ``scale``, ``zero``: of `Weight`, each with a first dimension E; ``factor``: float32
+    ``(E, 1)`` or None; the others: of each of them, as in `Weight`.
     """
 
     data: Tensor
@@ -38,10 +38,9 @@ class Experts(NamedTuple):
     @property
     def first(self) -> Weight:
         """The weight of the first expert: all of them have its form."""
-        data, scale, zero, *form, factor = self
-        return Weight(
-            data[0], scale[0], None if zero is None else zero[0], *form, None if factor is None else factor[0]
-        )
+        zero = None if self.zero is None else self.zero[0]
+        factor = None if self.factor is None else self.factor[0]
+        return Weight(self.data[0], self.scale[0], zero, self.n, self.k, self.bits, self.group, self.element, factor)
 
 
 class GroupedProblem(NamedTuple):

@@ -47,6 +47,7 @@ def multiply(
         ROW_SCALES=row_scale is not None, BN=config.bn, BM=config.bm, NW=min(config.warps, config.bn // 16),
         STAGES=config.stages, FRAG=gemm.bits == 4 or reads_rows(gemm), SCALES=scales, EACH=steps.each,
         TERMS=TERMS if x.shape[0] > t else 1, ALIGNED=n % 8 == 0, ASM=device.asm, HOPPER=device.arch == 90,
-        WIDE=device.interpreted, G=2 if gemm.halves else 1, **decoding(experts.first), num_stages=config.stages, **meta, **options(device, config.warps),
+        WIDE=device.interpreted, G=2 if gemm.halves else 1, **decoding(experts.first), num_stages=config.stages,
+        **meta, **options(device, config.warps),
     )  # fmt: skip
     return y

@@ -442,9 +442,9 @@ def gemv(x, w, scale, zero, factor, bias, y, M, N, NP, KB, PER, stride, pitch,
     x: 16-bit floats, rows ``stride`` values apart, on 16 bytes, zero from K to ``KB * P``; w: planar16 or rows16 (rows
     of ``32 * pitch`` bytes); KB: blocks of P codes along K; PER: blocks per scale group; HALVES: a block has two groups
     instead, of 16 columns each, PER is 1, and there are no zero points; ELEMENT, FACTOR: see `Weight`; ZERO: 0 none,
-    1 integer, 2 float zero points; XR: 1, or 8 * NB; ALIGNED: N is a multiple of 16. A program takes R * 16 rows of W; each of
-    its NW warps takes U blocks of K at a time.
+    1 integer, 2 float zero points; XR: 1, or 8 * NB; ALIGNED: N is a multiple of 16. A program takes R * 16 rows of
+    W; each of its NW warps takes U blocks of K at a time.
     """
     some_rows(x, w, scale, zero, factor, bias, bias, y, tl.program_id(0) * (16 * R), M, N, NP, KB, PER, stride, pitch,
-              ELEMENT, FACTOR, HALVES, BITS, P, ZERO, BIAS, False, ONE_GROUP, NB, XR, R, U, NW, STAGES, BF16, ALIGNED, RING, DYNAMIC, LATE,
-              PDL)  # fmt: skip
+              ELEMENT, FACTOR, HALVES, BITS, P, ZERO, BIAS, False, ONE_GROUP, NB, XR, R, U, NW, STAGES, BF16, ALIGNED,
+              RING, DYNAMIC, LATE, PDL)  # fmt: skip

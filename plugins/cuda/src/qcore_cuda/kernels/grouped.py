@@ -65,8 +65,8 @@ def _place(tile, upto, begins, ends, BN: tl.constexpr, BM: tl.constexpr, SE: tl.
 
 
 @triton.jit(do_not_specialize=["E", "T", "N", "planes", "KB", "PER", "groups", "eighths", "pitch"])
-def grouped_tiles(x, w, scale, zero, factor, bias, row_scale, offsets, y, E, T, N, planes, KB, PER, groups, eighths, pitch,
-                  SE: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr,
+def grouped_tiles(x, w, scale, zero, factor, bias, row_scale, offsets, y, E, T, N, planes, KB, PER, groups, eighths,
+                  pitch, SE: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr,
                   BIAS: tl.constexpr, ROW_SCALES: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr,
                   STAGES: tl.constexpr, FRAG: tl.constexpr, SCALES: tl.constexpr, EACH: tl.constexpr,
                   TERMS: tl.constexpr, ALIGNED: tl.constexpr, ASM: tl.constexpr, HOPPER: tl.constexpr,
@@ -121,7 +121,8 @@ def grouped_tiles(x, w, scale, zero, factor, bias, row_scale, offsets, y, E, T, 
 
 @triton.jit(do_not_specialize=["E", "T", "N", "planes", "KB", "PER", "groups", "eighths", "pitch"])
 def grouped_gemv(x, w, scale, zero, factor, bias, row_scale, offsets, y, E, T, N, planes, KB, PER, groups, eighths,
-                 pitch, ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr, SE: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
+                 pitch, ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr, SE: tl.constexpr,
+                 BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
                  ROW_SCALES: tl.constexpr, ONE_GROUP: tl.constexpr, NB: tl.constexpr, XR: tl.constexpr,
                  R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, BF16: tl.constexpr,
                  ALIGNED: tl.constexpr, RING: tl.constexpr, DYNAMIC: tl.constexpr, LATE: tl.constexpr,
@@ -141,6 +142,6 @@ def grouped_gemv(x, w, scale, zero, factor, bias, row_scale, offsets, y, E, T, N
         line = KB.to(tl.int64) * (P // 2) if BITS == 4 else pitch.to(tl.int64) * 32
         parameters = own * groups * N
         some_rows(x + first * (eighths * 8), w + own * planes * 16 * line, scale + parameters, zero + parameters,
-                  factor + own, bias + own * N, row_scale + first, y + first * N, n0, tl.minimum(count - m0, 8 * NB), N, planes * 16,
-                  KB, PER, eighths * 8, pitch, ELEMENT, FACTOR, HALVES, BITS, P, ZERO, BIAS, ROW_SCALES, ONE_GROUP, NB, XR, R, U, NW, STAGES,
-                  BF16, ALIGNED, RING, DYNAMIC, LATE, False)  # fmt: skip
+                  factor + own, bias + own * N, row_scale + first, y + first * N, n0, tl.minimum(count - m0, 8 * NB),
+                  N, planes * 16, KB, PER, eighths * 8, pitch, ELEMENT, FACTOR, HALVES, BITS, P, ZERO, BIAS, ROW_SCALES,
+                  ONE_GROUP, NB, XR, R, U, NW, STAGES, BF16, ALIGNED, RING, DYNAMIC, LATE, False)  # fmt: skip

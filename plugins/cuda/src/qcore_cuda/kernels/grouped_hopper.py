@@ -151,9 +151,9 @@ def _leave(acc, y, result, scale, factor, bias, row_scale, ys, expert, m0, end, 
 
 
 @gluon.jit
-def _consume(y, result, scale, factor, bias, row_scale, table, ys, xs, ws, ss, zs, full, empty, N, KB, BITS: gl.constexpr,
-             WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr,
-             EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr,
+def _consume(y, result, scale, factor, bias, row_scale, table, ys, xs, ws, ss, zs, full, empty, N, KB,
+             BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+             GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr,
              ROW_SCALES: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, ELEMENT: gl.constexpr,
              FACTOR: gl.constexpr):  # fmt: skip
     """Group WG of two: 64 rows of the weight of each tile, as in `gemm_hopper`."""
