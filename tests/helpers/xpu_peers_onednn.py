@@ -198,6 +198,14 @@ def multiplies(dtype: torch.dtype) -> bool:
     return True
 
 
+@cache
+def sums_exactly() -> bool:
+    """Whether this engine's products of int8 hold sums of two products that need more than 16 bits."""
+    x = Matrix.of(torch.full((8, 64), 127, dtype=torch.int8))
+    w = Matrix.of(torch.full((64, 8), 127, dtype=torch.int8))
+    return bool((matmul(x, w, torch.int32, Attributes()).y == 64 * 127 * 127).all())
+
+
 def _described(stack: ExitStack, matrix: Matrix) -> c_void_p:
     made = c_void_p()
     dims, strides = _Dims(*matrix.dims), _Dims(*matrix.strides)

@@ -1,7 +1,7 @@
 """Torch's ops for XPU as its sources describe them to oneDNN, computed by oneDNN on its CPU engine.
 
 What torch says is said here in the same words: dimensions, strides, data types, masks and groups of `WoQMatmul.cpp` and
-`QMatmul.cpp` (aten/src/ATen/native/mkldnn/xpu/detail, torch 2.13). Three things differ, because this engine has no such
+`QMatmul.cpp` (aten/src/ATen/native/mkldnn/xpu/detail, torch 2.13). Four things differ, because this engine has no such
 primitive otherwise; each is said where it is done. Arguments are those of `qcore_xpu.aten`.
 """
 
@@ -55,9 +55,16 @@ def int8_mm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def int_mm(x: Tensor, codes: Tensor) -> Tensor:
-    """`_int_mm`: ``codes`` is ``(K, N)`` in the strides that it has; every scale is a one."""
-    scales = {**_ones(), WEIGHTS: Factor(torch.ones(1), 0)}
-    return onednn.matmul(Matrix.of(x.contiguous()), Matrix.of(codes), torch.int32, Attributes(scales)).y
+    """`_int_mm`: ``codes`` is ``(K, N)`` in the strides that it has; every scale is a one.
+
+    The fourth difference: on processors without VNNI the engine saturates sums of two products at 16 bits. There the
+    codes pass as two terms of seven bits, whose sums stay below that.
+    """
+    attributes = Attributes({**_ones(), WEIGHTS: Factor(torch.ones(1), 0)})
+    half = codes >> 1
+    terms = (codes,) if onednn.sums_exactly() else (half, codes - half)
+    products = [onednn.matmul(Matrix.of(x.contiguous()), Matrix.of(w), torch.int32, attributes).y for w in terms]
+    return torch.stack(products).sum(0, dtype=torch.int32)
 
 
 def int8_rows(codes: Tensor, scale: Tensor, zero: Tensor | None, weights: Matrix, attributes: Attributes) -> Tensor:
