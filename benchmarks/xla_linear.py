@@ -45,7 +45,7 @@ SPREAD = 256 << 20
 
 def kernel_of(scheme: str, n: int, k: int, device: str) -> Any:
     """The plugin's kernel for bfloat16 activations."""
-    from qcore_xla.linear import XlaLinear
+    from qcore_xla.kernels.linear import XlaLinear
 
     return XlaLinear(LINEAR.request_for(qcore.Scheme.parse(scheme), torch.device(device), torch.bfloat16, n, k))
 

@@ -16,7 +16,7 @@ from qcore_xla import calls, ops
 from qcore_xla.bodies import linear as bodies
 from qcore_xla.bodies.form import Form
 from qcore_xla.engines import base
-from qcore_xla.linear import XlaLinear
+from qcore_xla.kernels.linear import XlaLinear
 from qcore_xla.packing import wants_rows
 
 jax = pytest.importorskip("jax")

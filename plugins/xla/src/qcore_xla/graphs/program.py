@@ -61,23 +61,27 @@ _states = States()
 
 
 class Program:
-    """See the module. Called with one tensor or number per input of the part, it returns the part's results."""
+    """See the module. Called with one tensor or number per input of the part, it returns the part's results.
 
-    def __init__(self, part: GraphPart) -> None:
-        self._platform = part.device.type
+    **Attributes:** ``jitted``: the function of states, of weights and other fixed arrays, and of fresh arguments;
+    ``layers``: by position of a weight among the inputs, how it is packed. ``platform`` is by default that of the part.
+    """
+
+    def __init__(self, part: GraphPart, platform: str | None = None) -> None:
+        self._platform = platform or part.device.type
         self._run = lowered(part, self._platform)
         roles = [one.role for one in part.inputs]
         self._states = [i for i, role in enumerate(roles) if role is Role.STATE]
         self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
         self._fresh = [i for i, role in enumerate(roles) if role is Role.FRESH]
         self._numbers = {i: one.example for i, one in enumerate(part.inputs) if one.role is Role.NUMBER}
-        self._layers = _layers(part, self._platform)
+        self.layers = _layers(part, self._platform)
         self._count = len(roles)
         self._updates = [part.updates[i] for i in self._states]
         self._returned = part.returned
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
         self._empty = [tuple(part.outputs[i].meta["val"].shape) for i in part.returned]
-        self._jitted: Callable[..., Any] = jax.jit(self._whole, donate_argnums=0)
+        self.jitted: Callable[..., Any] = jax.jit(self._whole, donate_argnums=0)
         self._compiled = False
         self._known: tuple[list[Any], list[Any]] | None = None
         self._lock = threading.Lock()
@@ -89,7 +93,7 @@ class Program:
                 values[i] = value
         for i, number in self._numbers.items():
             values[i] = number
-        for i, layers in self._layers.items():
+        for i, layers in self.layers.items():
             values[i] = dict(zip(layers, values[i], strict=True))
         # The rules rely on rank promotion; the user's program may forbid it.
         with jax.numpy_rank_promotion("allow"):
@@ -115,10 +119,10 @@ class Program:
         fixed = self._fixed_arrays(values)
         fresh = [self._argument(values[i]) for i in self._fresh]
         if self._compiled:
-            results, updates, bad = self._jitted(states, fixed, fresh)
+            results, updates, bad = self.jitted(states, fixed, fresh)
         else:
             with kept_on_disk():
-                results, updates, bad = self._jitted(states, fixed, fresh)
+                results, updates, bad = self.jitted(states, fixed, fresh)
             self._compiled = True
         jax.block_until_ready(updates)
         for i, state, array in zip(self._states, held, updates, strict=True):
@@ -139,7 +143,7 @@ class Program:
             if same:
                 return known[1]
         arrays = [
-            [_weights.get(tensor, layer) for layer in self._layers[i]] if i in self._layers else _statics.get(tensor)
+            [_weights.get(tensor, layer) for layer in self.layers[i]] if i in self.layers else _statics.get(tensor)
             for i, tensor in zip(self._fixed, tensors, strict=True)
         ]
         self._known = [(_ref(tensor), version(tensor)) for tensor in tensors], arrays

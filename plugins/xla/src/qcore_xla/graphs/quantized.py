@@ -35,7 +35,8 @@ class Layer:
     """How the weight of a quantized layer is packed and multiplied on a platform.
 
     **Fields:** ``kind``: the contract; ``n``, ``k``: of the weight; ``scheme``; ``heads``: channel groups of a
-    convolution; ``experts``: E of a grouped linear layer, 0 for others; ``platform``: a type of torch device.
+    convolution; ``experts``: E of a grouped linear layer, 0 for others; ``platform``: a type of torch device, or
+    "tpu"; ``straight``: whether x is multiplied as it is, whatever the scheme: linear in x, for its gradient.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Layer:
     heads: int
     experts: int
     platform: str
+    straight: bool = False
 
     @property
     def format(self) -> Format:
@@ -73,14 +75,16 @@ class Layer:
         return self.activation in {"asymmetric", "given"}
 
     def _call(self, out_dtype: torch.dtype) -> Any:
-        device, bits, group = torch.device(self.platform), self.format.bits, self.format.group_size or 0
+        # torch knows no device "tpu" unless torch_tpu is there; a layout differs on GPUs only.
+        device = torch.device("xla" if self.platform == "tpu" else self.platform)
+        bits, group = self.format.bits, self.format.group_size or 0
         requantize = self.scheme.output is not None
         return call_of(device, self.n, self.k, bits, group, self.heads, self.activation, requantize, out_dtype)
 
     def form(self, out_dtype: torch.dtype) -> Form:
         """The form of the body."""
         made: Form = form_of(self._call(out_dtype), self.platform)
-        return made
+        return replace(made, activation="float", requantize=False, pallas=False) if self.straight else made
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """The arrays' tensors, experts stacked along a first dimension."""
@@ -124,10 +128,10 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
         x = x.astype(jnp.float32)
     # Padding to 4 rows serves int8 products only; 1 row of floats takes two thirds of the time of 4.
     filled = _filled(x, plan, bucket(rows, 1 if plan.by_rows or of.activation == "float" else 4))
-    mask = None
-    if weight.get("sums") is not None and weight.get("zero") is not None and plan.columns != plan.k:
+    mask, sums = None, None if of.straight else weight.get("sums")
+    if sums is not None and weight.get("zero") is not None and plan.columns != plan.k:
         mask = _filled(jnp.ones((1, plan.k), jnp.int8), plan, 1)[0]
-    numbers = [*given_numbers(of.scheme.activation), *given_numbers(of.scheme.output)]
+    numbers = [*given_numbers(None if of.straight else of.scheme.activation), *given_numbers(of.scheme.output)]
     given = [None if one is None else jnp.full((1,), float(one), jnp.float32) for one in numbers]
     if numbers[0] is None:
         given[1] = None
@@ -135,7 +139,7 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
         given[3] = None
     padded = None if bias is None else _bias(bias, plan)
     body = grouped if plan.heads > 1 else linear
-    parts = (weight["data"], weight["scale"], weight.get("zero"), padded, weight.get("sums"), mask, *given)
+    parts = (weight["data"], weight["scale"], weight.get("zero"), padded, sums, mask, *given)
     y = body(filled, *parts, form=form)
     n = plan.n // plan.heads
     return y[..., :rows, :n]

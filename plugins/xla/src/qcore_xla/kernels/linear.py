@@ -7,8 +7,8 @@ from torch import Tensor
 from qcore import LinearRequest
 from qcore.plugin_api import Packed, RowsKernel, runs_now
 
-from . import ops
-from .packing import PackedKernel, wants_rows
+from .. import ops
+from ..packing import PackedKernel, wants_rows
 
 
 class XlaLinear(PackedKernel, RowsKernel):
