@@ -54,6 +54,8 @@ def test_gradients_of_linear(scheme):
     dx, db = jax.jit(jax.grad(loss, argnums=(0, 1)))(x.numpy(), np.zeros(20, np.float32))
     close(dx, dy @ weight.dequantize(torch.float32))
     close(db, dy.sum(0))
+    each = jax.vmap(jax.grad(lambda x, dy: jnp.sum(qcore_xla.linear(x, own) * dy)))(x.numpy(), dy.numpy())
+    close(each, dy @ weight.dequantize(torch.float32))
 
 
 def test_a_gradient_keeps_no_dequantized_weight():

@@ -107,15 +107,21 @@ def _run(call: _Call, x: Array, arrays: Arrays, bias: Any, ends: Any) -> Array:
 def _forward(call: _Call, x: Array, arrays: Arrays, bias: Any, ends: Any) -> Any:
     if call.layer.scheme.output is not None:
         raise FormatError(f"{call.layer.scheme}: int8 results have no gradient.")
-    like = jnp.zeros((0,), None if bias is None else bias.dtype)
-    return call(x, arrays, bias, ends), (arrays, ends, bias if bias is None else like, x.shape)
+    shape = jnp.zeros((*x.shape, 0))  # holds no values
+    like = None if bias is None else jnp.zeros((0,), bias.dtype)
+    return call(x, arrays, bias, ends), (arrays, ends, shape, like)
 
 
 def _backward(call: _Call, kept: Any, dy: Array) -> Any:
-    arrays, ends, bias, shape = kept
+    arrays, ends, shape, bias = kept
     floats = replace(call, layer=replace(call.layer, straight=True))
-    x = jax.ShapeDtypeStruct(tuple(map(int, shape)), call.dtype)
-    (dx,) = jax.linear_transpose(lambda x: floats(x, arrays, None, ends), x)(dy)
+    x = jax.ShapeDtypeStruct(shape.shape[:-1], call.dtype)
+
+    @jax.custom_batching.sequential_vmap  # JAX does not batch what `graphs.quantized` transposes by itself
+    def transposed(dy: Array, arrays: Arrays, ends: Any) -> Any:
+        return jax.linear_transpose(lambda x: floats(x, arrays, None, ends), x)(dy)[0]
+
+    dx = transposed(dy, arrays, ends)
     return dx, None, None if bias is None else _of_bias(call, dy, ends).astype(bias.dtype), None
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 from jax import Array, lax
@@ -22,6 +23,7 @@ from .. import ops, packing, tables
 from ..bodies.embedding import embedding
 from ..bodies.form import Form
 from ..bodies.linear import grouped, linear
+from ..bodies.transposed import grouped_transposed, transposed
 from ..calls import bucket, call_of, form_of
 from ..packing import Plan
 from ..tables import TablePlan
@@ -128,21 +130,38 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
         x = x.astype(jnp.float32)
     # Padding to 4 rows serves int8 products only; 1 row of floats takes two thirds of the time of 4.
     filled = _filled(x, plan, bucket(rows, 1 if plan.by_rows or of.activation == "float" else 4))
-    mask, sums = None, None if of.straight else weight.get("sums")
+    mask, sums = None, weight.get("sums")
     if sums is not None and weight.get("zero") is not None and plan.columns != plan.k:
         mask = _filled(jnp.ones((1, plan.k), jnp.int8), plan, 1)[0]
-    numbers = [*given_numbers(None if of.straight else of.scheme.activation), *given_numbers(of.scheme.output)]
+    numbers = [*given_numbers(of.scheme.activation), *given_numbers(of.scheme.output)]
     given = [None if one is None else jnp.full((1,), float(one), jnp.float32) for one in numbers]
     if numbers[0] is None:
         given[1] = None
     if numbers[2] is None:
         given[3] = None
     padded = None if bias is None else _bias(bias, plan)
+    if of.straight:
+        return _linear_in_x(filled, weight, form)[..., :rows, : plan.n // plan.heads]
     body = grouped if plan.heads > 1 else linear
     parts = (weight["data"], weight["scale"], weight.get("zero"), padded, sums, mask, *given)
     y = body(filled, *parts, form=form)
     n = plan.n // plan.heads
     return y[..., :rows, :n]
+
+
+def _linear_in_x(x: Array, weight: Arrays, form: Form) -> Array:
+    """The product of floats x, which `jax.linear_transpose` transposes without keeping a dequantized weight."""
+    body, back = (grouped, grouped_transposed) if x.ndim == 3 else (linear, transposed)
+
+    def product(parts: tuple[Any, ...], x: Array) -> Array:
+        return body(x, *parts, None, form=form)
+
+    def transpose(parts: tuple[Any, ...], dy: Array) -> Array:
+        return back(dy, *parts, form=form)[..., : x.shape[-1]].astype(x.dtype)
+
+    parts = (weight["data"], weight["scale"], weight.get("zero"))
+    y: Array = jax.custom_derivatives.linear_call(product, transpose, parts, x)
+    return y
 
 
 def _bias(bias: Array, plan: Plan) -> Array:
