@@ -13,9 +13,7 @@ from qcore_xla.graphs.ahead import compile_model
 
 CHIPS = ["v5e", "v6e"]
 SCHEMES = {"SmolLM2-135M": ["w4a16-g64", "w8a8"], "Llama-1.1B": ["w8a16", "w4a8-g128"], "Llama-8B": ["w4a16-g128"]}
-CASES = [
-    (name, scheme) for name, schemes in SCHEMES.items() for scheme in schemes
-]
+CASES = [(name, scheme) for name, schemes in SCHEMES.items() for scheme in schemes]
 LAYERS = {"SmolLM2-135M": 3, "Llama-1.1B": 2, "Llama-8B": 2}
 """All blocks compile to the same steps; `benchmarks/xla_aot_models.py` compiles whole models, a minute or two each."""
 PRODUCTS = 7

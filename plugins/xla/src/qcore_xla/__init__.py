@@ -5,7 +5,8 @@ qcore finds `qcore_xla.plugin` by its entry point. Importing this imports neithe
 not installed.
 
 For users of JAX, `load` reads a checkpoint into a pytree of packed arrays, and `linear`, `embedding`, `conv2d` and
-`grouped_linear` are pure functions of it; they import JAX when they are first looked up.
+`grouped_linear` are pure functions of it; they import JAX when they are first looked up. `shard_` spreads
+the programs of ``torch.compile(model, backend="qcore_xla")`` over several devices.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .quantized_matmul import XlaQuantizedLinear
 
 if TYPE_CHECKING:
     from .arrays import PackedWeight, conv2d, embedding, grouped_linear, linear, load, pack
+    from .graphs.meshes import shard_
 
 __version__ = "26.11.0"
 __all__ = [
@@ -29,13 +31,14 @@ __all__ = [
     "linear",
     "load",
     "pack",
+    "shard_",
 ]
 _OF_JAX = frozenset(__all__) - {"XlaQuantizedLinear"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _OF_JAX:
-        return getattr(import_module(".arrays", __name__), name)
+        return getattr(import_module(".graphs.meshes" if name == "shard_" else ".arrays", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -180,6 +180,17 @@ def core(generation: str) -> Any:
     return SingleDeviceSharding(description.devices[0])
 
 
+@cache
+def mesh(topology: str, axis: str = "model") -> Any:
+    """A mesh of all chips of a topology, such as ``"v5e:2x4"``, with one axis, for JAX's ahead-of-time compiler."""
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh
+
+    devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    return Mesh(np.array(devices), (axis,))
+
+
 def _temporary(memory: Any) -> int:
     return 0 if memory is None else int(memory.temp_size_in_bytes)
 

@@ -141,7 +141,9 @@ _run.defvjp(_forward, _backward)
 
 def _expect(weight: PackedWeight, *kinds: str) -> None:
     if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight is a {type(weight).__name__}; load gives a qcore_xla.PackedWeight for quantized weights.")
+        raise TypeError(
+            f"weight is a {type(weight).__name__}; load gives a qcore_xla.PackedWeight for quantized weights."
+        )
     if weight.layer.kind not in kinds:
         raise FormatError(
             f"a weight packed for {weight.layer.kind} cannot be used here, where {' or '.join(kinds)} is needed: "
@@ -151,7 +153,9 @@ def _expect(weight: PackedWeight, *kinds: str) -> None:
 
 def _check_columns(x: Any, weight: PackedWeight) -> None:
     if not x.ndim or x.shape[-1] != weight.layer.k:
-        raise FormatError(f"x has shape {tuple(x.shape)}; a weight of shape {weight.shape} needs (..., {weight.layer.k}).")
+        raise FormatError(
+            f"x has shape {tuple(x.shape)}; a weight of shape {weight.shape} needs (..., {weight.layer.k})."
+        )
 
 
 def _dtype(x: Any) -> Any:

@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+from jax.sharding import Mesh
 
 from qcore import FormatError
 from qcore.plugin_api import Archive, open_checkpoint
 
 from .weights import PackedWeight, array_of, pack
 
+T = TypeVar("T")
 TABLES = ("*embed*", "*wte*", "*wpe*", "*emb.weight", "*shared.weight")
 """Patterns of the names that embedding tables usually have."""
 
@@ -26,6 +28,9 @@ def load(
     tables: str | Iterable[str] = TABLES,
     groups: Mapping[str, int] | None = None,
     platform: str = "",
+    plan: Mapping[str, str] | None = None,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
 ) -> dict[str, PackedWeight | jax.Array]:
     """Read a checkpoint into arrays on JAX's first device: quantized weights packed, other tensors as they are.
 
@@ -36,7 +41,8 @@ def load(
     - ``only``: patterns (``"model.layers.0.*"``) of the tensors to read.
     - ``tables``: patterns of quantized weights that `qcore_xla.embedding` looks up; all others are packed for products.
     - ``groups``: patterns of convolutions with channel groups, and their number.
-    - ``platform``: see `qcore_xla.pack`.
+    - ``platform``, ``mesh``, ``axis``: see `qcore_xla.pack`.
+    - ``plan``: patterns of linear layers to ``"column"`` or ``"row"``: cut over the mesh.
 
     **Returns** a dictionary by the names in the checkpoint, which is a pytree: `PackedWeight` for quantized weights,
     `jax.Array` for the rest. A tied weight is packed once for lookups and once for products. 64-bit numbers get 32 bits.
@@ -48,19 +54,21 @@ def load(
     with open_checkpoint(Path(path)) as archive:
         found: dict[str, Any] = {}
         for name in _unique(archive.records, wanted):
-            found[name] = _packed(archive, name, table, groups or {}, platform)
+            cut = _first(name, plan or {}, "")
+            options = {"groups": _first(name, groups or {}, 1), "platform": platform, "mesh": mesh, "axis": axis}
+            found[name] = _packed(archive, name, table=_any(name, table), cut=cut, **options)
         for name in _unique(archive.plain_names(), wanted):
             found[name] = array_of(archive.read(name))
     return found
 
 
-def _packed(
-    archive: Archive, name: str, tables: tuple[str, ...], groups: Mapping[str, int], platform: str
-) -> PackedWeight:
-    count = next((count for pattern, count in groups.items() if fnmatchcase(name, pattern)), 1)
+def _first(name: str, rules: Mapping[str, T], default: T) -> T:
+    return next((value for pattern, value in rules.items() if fnmatchcase(name, pattern)), default)
+
+
+def _packed(archive: Archive, name: str, **options: Any) -> PackedWeight:
     try:
-        scheme = archive.scheme(name)
-        return pack(archive.quantized(name), scheme, table=_any(name, tables), groups=count, platform=platform)
+        return pack(archive.quantized(name), archive.scheme(name), **options)
     except FormatError as error:
         raise FormatError(f"{archive.path}: {name}: {error}") from error
 

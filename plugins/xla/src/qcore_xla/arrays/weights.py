@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import torch
+from jax.sharding import Mesh
 from torch import Tensor
 
 from qcore import FormatError, QTensor, Scheme
 
+from ..graphs.meshes import MeshCut, Placement, axis_of, placed
 from ..graphs.quantized import Layer, why_not_scheme
 
 _GPUS = {"gpu", "cuda", "rocm"}
@@ -48,8 +50,21 @@ class PackedWeight:
         """Bytes of all arrays."""
         return sum(int(array.size) * int(array.dtype.itemsize) for array in self.arrays.values())
 
+    @property
+    def part(self) -> PackedWeight:
+        """Inside `jax.shard_map`, of a weight that is cut, passed with ``PartitionSpec(axis)``: this device's weight.
+
+        ``linear(x, weight.part)`` gives this device's output features of a ``"column"`` cut; for a ``"row"`` cut it takes this
+        device's input features, and sums over the axis.
+        """
+        if self.layer.cut is None:
+            raise FormatError(f"a weight of shape {self.shape} that is whole has no parts: see qcore_xla.pack, cut.")
+        return PackedWeight(jax.tree.map(lambda parts: parts[0], self.arrays), self.layer.part)
+
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name} {tuple(array.shape)}" for name, array in self.arrays.items() if hasattr(array, "shape"))
+        sizes = ", ".join(
+            f"{name} {tuple(array.shape)}" for name, array in self.arrays.items() if hasattr(array, "shape")
+        )
         return f"PackedWeight({self.layer.kind} {self.shape}, {self.scheme}: {sizes})"
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
@@ -65,13 +80,20 @@ class PackedWeight:
 
 
 def pack(
-    weight: QTensor, scheme: str | Scheme | None = None, *, table: bool = False, groups: int = 1, platform: str = ""
-) -> PackedWeight:
+    weight: QTensor, scheme: str | Scheme | None = None, *, table: bool = False, groups: int = 1, platform: str = "",
+    cut: str = "", mesh: Mesh | None = None, axis: str | None = None,
+) -> PackedWeight:  # fmt: skip
     """Pack a `qcore.QTensor` for `qcore_xla.linear` and the other functions.
 
     **Arguments:** ``weight``: ``(N, K)`` or ``(E, N, K)``; ``scheme``: with the activation that x gets, by default
     weight-only; ``table``: for `qcore_xla.embedding`; ``groups``: channel groups of a convolution; ``platform``: ``"cpu"``,
-    ``"gpu"`` or ``"tpu"`` to run on, by default that of ``jax.devices()[0]``, to which the arrays go.
+    ``"gpu"`` or ``"tpu"`` to run on, by default that of ``jax.devices()[0]``, to which the arrays go; ``cut``: of a linear
+    layer over an axis of a ``mesh`` (`jax.sharding.Mesh`, axes of type Auto), ``"column"`` for its output features or ``"row"``
+    for its input features, along groups.
+
+    A weight that is cut has its parts along a first dimension of each array, sharded over ``axis``. `qcore_xla.linear`
+    takes and gives global shapes; results of ``"row"`` are summed over the devices. See `PackedWeight.part` for use inside
+    `jax.shard_map`.
 
     Raises `FormatError` for a scheme that is not supported, or that is not one of the weight's format.
     """
@@ -86,8 +108,20 @@ def pack(
     kind = "embedding" if table else "grouped_linear" if experts else "conv2d" if groups > 1 else "linear"
     n, k = weight.shape[-2:]
     target = _torch_device(platform or jax.devices()[0].platform)
-    layer = Layer(kind, n, k, chosen, groups, experts, target)
-    return PackedWeight({name: array_of(part) for name, part in layer.pack(weight).items()}, layer)
+    over = _cut(cut, mesh, axis, weight, kind) if cut else None
+    layer = Layer(kind, n, k, chosen, groups, experts, target, cut=over)
+    place = Placement({} if over is None else {None: over}).parts(over)
+    return PackedWeight({name: placed(array_of(part), place) for name, part in layer.pack(weight).items()}, layer)
+
+
+def _cut(kind: str, mesh: Mesh | None, axis: str | None, weight: QTensor, of: str) -> MeshCut:
+    """Raises `FormatError` with what stands in the way."""
+    if mesh is None or kind not in {"column", "row"} or of != "linear":
+        raise FormatError(f"cut={kind!r}: a linear layer is cut by 'column' or 'row', over a mesh.")
+    made = MeshCut(kind, *axis_of(mesh, axis))
+    if reason := made.why_not(*weight.shape, weight.format.group_size, order=weight.order is not None):
+        raise FormatError(f"a weight of shape {tuple(weight.shape)} cannot be cut by {kind}: {reason}.")
+    return made
 
 
 def _torch_device(platform: str) -> str:

@@ -5,12 +5,13 @@ A model on torch's meta device is enough: nothing is computed, and weights have 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qcore.plugin_api import Compiled, GraphPart, Role, torch_compile_backend, weight_of
 
@@ -23,7 +24,7 @@ from .rules import jax_dtype
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """A model compiled for one core of a TPU.
+    """A model compiled for one core of a TPU, or for the cores of a mesh: bytes are those of each core.
 
     **Fields:** ``program``: see `qcore_xla.aot.Program`; bytes of its arguments as they are packed for the device:
     ``weights`` of quantized layers, ``statics`` (float parameters and buffers) and ``states`` (KV caches);
@@ -62,6 +63,12 @@ class _Recorder(XlaGraphs):
 
     def __init__(self) -> None:
         self.parts: list[GraphPart] = []
+        self.host: list[str] = []
+
+    def why_not(self, node: fx.Node) -> str:
+        if reason := super().why_not(node):
+            self.host.append(f"{node.name}: {reason}")
+        return reason
 
     def why_not_device(self, device: torch.device) -> str:
         return "" if device.type in {"cpu", "meta"} else f"qcore_xla compiles ahead from cpu or meta, not from {device}"
@@ -79,6 +86,7 @@ _MANY = 1 << 10
 def compile_model(generation: str, model: nn.Module, *args: Any, **kwargs: Any) -> CompiledModel:
     """Compile the call ``model(*args, **kwargs)`` for one core of a TPU ``generation``, see `qcore_xla.aot`.
 
+    After ``qcore_xla.shard_(model, qcore_xla.aot.mesh("v5e:2x4"))`` it is compiled for all cores of that mesh.
     The model is not changed, its buffers aside, whose values after the call are arbitrary: pass one on the meta device.
     Raises `ValueError` with a reason if this process cannot compile for it, or if the model is not one program.
     """
@@ -90,8 +98,6 @@ def compile_model(generation: str, model: nn.Module, *args: Any, **kwargs: Any) 
 
 def _captured(model: nn.Module, args: Any, kwargs: Any) -> tuple[GraphPart, tuple[str, ...]]:
     """The one part of the model's graph, and the nodes outside of it."""
-    from qcore import graphs
-
     recorder = _Recorder()
     # A backend of its own for each call: Dynamo would reuse what it captured of another model of the same shape.
     compiled = torch.compile(model, backend=torch_compile_backend(recorder), dynamic=False)
@@ -99,15 +105,15 @@ def _captured(model: nn.Module, args: Any, kwargs: Any) -> tuple[GraphPart, tupl
         model(*args, **kwargs)  # layers on the meta device bind no kernel before their first call
         with torch._dynamo.config.patch(recompile_limit=_MANY):  # noqa: SLF001 - as torch documents it
             compiled(*args, **kwargs)
-    explanation = graphs.explain(compiled)
-    if len(recorder.parts) != 1 or explanation.refused:
-        raise ValueError(f"the model is not one program:\n{explanation}")
-    return recorder.parts[0], tuple(map(str, explanation.host))
+    if len(recorder.parts) != 1:
+        reasons = "\n".join(recorder.host) or "Dynamo breaks its graph; TORCH_LOGS=graph_breaks says where."
+        raise ValueError(f"the model is not one program, but {len(recorder.parts)}:\n{reasons}")
+    return recorder.parts[0], tuple(recorder.host)
 
 
 def _compiled(generation: str, part: GraphPart, host: tuple[str, ...]) -> CompiledModel:
     program = Program(part, "tpu")
-    states, fixed, fresh = _arguments(part, program, aot.core(generation))
+    states, fixed, fresh = _arguments(part, program, program.placement.whole or aot.core(generation))
     made = program.jitted.lower(states, fixed, fresh).compile()
     packed = [arrays for one in fixed if isinstance(one, list) for arrays in one]
     return CompiledModel(
@@ -121,15 +127,21 @@ def _compiled(generation: str, part: GraphPart, host: tuple[str, ...]) -> Compil
     )
 
 
-def _arguments(part: GraphPart, program: Program, sharding: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """What `Program.jitted` takes, as shapes and dtypes."""
+def _arguments(part: GraphPart, program: Program, whole: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """What `Program.jitted` takes, as shapes, dtypes and places; ``whole``: the place of what is not cut."""
 
-    def described(tensor: Tensor) -> Any:
-        return jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype), sharding=sharding)
+    def described(tensor: Tensor, place: Any = None) -> Any:
+        return jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype), sharding=place or whole)
 
     def packed(at: int) -> list[Arrays]:
-        weight = weight_of(part.inputs[at].value).to("meta")
-        return [{name: described(array) for name, array in layer.pack(weight).items()} for layer in program.layers[at]]
+        marker = part.inputs[at].value
+        assert marker is not None
+        weight = weight_of(marker).to("meta")
+        places = [program.placement.parts(layer.cut) for layer in program.layers[at]]
+        return [
+            {name: described(array, place) for name, array in layer.pack(weight).items()}
+            for layer, place in zip(program.layers[at], places, strict=True)
+        ]
 
     roles: dict[Role, list[int]] = {role: [] for role in Role}
     for at, one in enumerate(part.inputs):
@@ -137,11 +149,12 @@ def _arguments(part: GraphPart, program: Program, sharding: Any) -> tuple[list[A
     examples = [one.example for one in part.inputs]
     fixed = sorted(roles[Role.WEIGHT] + roles[Role.STATIC])
     return (
-        [described(examples[at]) for at in roles[Role.STATE]],
+        [described(examples[at], program.placement.state(tuple(examples[at].shape))) for at in roles[Role.STATE]],
         [packed(at) if at in program.layers else described(examples[at]) for at in fixed],
         [described(examples[at]) for at in roles[Role.FRESH]],
     )
 
 
 def _nbytes(array: Any) -> int:
-    return int(array.size) * int(array.dtype.itemsize)
+    """Bytes on each core."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * int(array.dtype.itemsize)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 from torch import Tensor
 
 from qcore import Format, QTensor, Scheme
@@ -27,6 +28,7 @@ from ..bodies.transposed import grouped_transposed, transposed
 from ..calls import bucket, call_of, form_of
 from ..packing import Plan
 from ..tables import TablePlan
+from .meshes import MeshCut
 
 Arrays = dict[str, Any]
 """A packed weight: ``data``, ``scale``, and ``zero`` and ``sums`` if there are any."""
@@ -38,7 +40,8 @@ class Layer:
 
     **Fields:** ``kind``: the contract; ``n``, ``k``: of the weight; ``scheme``; ``heads``: channel groups of a
     convolution; ``experts``: E of a grouped linear layer, 0 for others; ``platform``: a type of torch device, or
-    "tpu"; ``straight``: whether x is multiplied as it is, whatever the scheme: linear in x, for its gradient.
+    "tpu"; ``straight``: whether x is multiplied as it is, whatever the scheme: linear in x, for its gradient; ``cut``: over
+    a mesh, then arrays hold the parts along a first dimension; ``axis``: of a part of a weight that is cut along K.
     """
 
     kind: str
@@ -49,6 +52,8 @@ class Layer:
     experts: int
     platform: str
     straight: bool = False
+    cut: MeshCut | None = None
+    axis: str = ""
 
     @property
     def format(self) -> Format:
@@ -86,24 +91,43 @@ class Layer:
     def form(self, out_dtype: torch.dtype) -> Form:
         """The form of the body."""
         made: Form = form_of(self._call(out_dtype), self.platform)
+        made = replace(made, axis=self.axis)
         return replace(made, activation="float", requantize=False, pallas=False) if self.straight else made
+
+    @property
+    def part(self) -> Layer:
+        """One device's part of a layer that is cut."""
+        cut = self.cut
+        assert cut is not None
+        if cut.kind == "column":
+            return replace(self, n=self.n // cut.size, cut=None)
+        group = cut.group(self.k, self.format.group_size)
+        scheme = replace(self.scheme, weight=replace(self.format, group_size=group))
+        return replace(self, k=self.k // cut.size, scheme=scheme, cut=None, axis=cut.axis)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """The arrays' tensors, experts stacked along a first dimension."""
+        if self.cut is not None:
+            return _stacked([self.part.pack(part) for part in self.cut.parts(weight)])
         if self.kind == "embedding":
             return tables.pack_table(weight, replace(self.table, v=weight.shape[0]))
         if weight.order is not None:
             return {**self.pack(weight.derived(order=None)), "order": weight.order.to(torch.int32)}
         if not self.experts:
             return packing.pack(weight, self.plan, sums=self.sums)
-        parts = [packing.pack(weight[e], self.plan, sums=self.sums) for e in range(len(weight))]
-        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        return _stacked([packing.pack(weight[e], self.plan, sums=self.sums) for e in range(len(weight))])
+
+
+def _stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
 
 @lru_cache(maxsize=1024)
-def layer(kind: str, n: int, k: int, scheme: str, heads: int, experts: int, platform: str) -> Layer:
+def layer(
+    kind: str, n: int, k: int, scheme: str, heads: int, experts: int, platform: str, cut: MeshCut | None = None
+) -> Layer:
     """A `Layer` by the text of its scheme."""
-    return Layer(kind, n, k, Scheme.parse(scheme), heads, experts, platform)
+    return Layer(kind, n, k, Scheme.parse(scheme), heads, experts, platform, cut=cut)
 
 
 def _filled(x: Array, of: Plan, count: int) -> Array:
@@ -153,15 +177,17 @@ def _linear_in_x(x: Array, weight: Arrays, form: Form) -> Array:
     """The product of floats x, which `jax.linear_transpose` transposes without keeping a dequantized weight."""
     body, back = (grouped, grouped_transposed) if x.ndim == 3 else (linear, transposed)
 
+    alone = replace(form, axis="")  # JAX transposes the sum over a mesh, and what belongs to it
+
     def product(parts: tuple[Any, ...], x: Array) -> Array:
-        return body(x, *parts, None, form=form)
+        return body(x, *parts, None, form=alone)
 
     def transpose(parts: tuple[Any, ...], dy: Array) -> Array:
-        return back(dy, *parts, form=form)[..., : x.shape[-1]].astype(x.dtype)
+        return back(dy, *parts, form=alone)[..., : x.shape[-1]].astype(x.dtype)
 
     parts = (weight["data"], weight["scale"], weight.get("zero"))
     y: Array = jax.custom_derivatives.linear_call(product, transpose, parts, x)
-    return y
+    return lax.psum(y, form.axis) if form.axis else y
 
 
 def _bias(bias: Array, plan: Plan) -> Array:
@@ -172,8 +198,24 @@ def _bias(bias: Array, plan: Plan) -> Array:
 
 def dense_rows(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype) -> Array:
     """A linear layer: x ``(..., K)`` to ``(..., N)``."""
-    lead = x.shape[:-1]
-    return product(x.reshape(-1, of.k), weight, bias, of, out_dtype).reshape(*lead, of.n)
+    lead, flat = x.shape[:-1], x.reshape(-1, of.k)
+    multiply = product if of.cut is None else _by_parts
+    return multiply(flat, weight, bias, of, out_dtype).reshape(*lead, of.n)
+
+
+def _by_parts(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype) -> Array:
+    """`product` on every device of a mesh with its part of the weight."""
+    cut = of.cut
+    assert cut is not None
+
+    def one(x: Array, weight: Arrays, bias: Array | None) -> Array:
+        own = jax.tree.map(lambda parts: parts[0], weight)
+        return product(x, own, bias, of.part, out_dtype)
+
+    whole, parts, last = PartitionSpec(), PartitionSpec(cut.axis), PartitionSpec(None, cut.axis)
+    given, made = ((whole, parts, parts), last) if cut.kind == "column" else ((last, parts, whole), whole)
+    y: Array = jax.shard_map(one, mesh=cut.mesh, in_specs=given, out_specs=made, check_vma=False)(x, weight, bias)
+    return y
 
 
 def gathered(indices: Array, weight: Arrays, of: Layer, out_dtype: torch.dtype) -> Array:
