@@ -23,8 +23,8 @@ from qcore_xla.graphs.ahead import compile_model
 
 MIB = 1 << 20
 HEAD = (
-    "TPU", "model", "blocks", "scheme", "tokens", "weights MiB", "bf16 would be", "caches MiB", "in place", "temporary MiB",
-    "weights written", "int8 products", "float products", "kernels", "accessed MiB", "compiled in s",
+    "TPU", "model", "blocks", "scheme", "tokens", "weights MiB", "bf16 would be", "caches MiB", "in place",
+    "temporary MiB", "weights written", "int8 products", "float products", "kernels", "accessed MiB", "compiled in s",
 )  # fmt: skip
 
 

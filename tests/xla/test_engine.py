@@ -16,8 +16,8 @@ import qcore
 from qcore.contracts import EMBEDDING, LINEAR
 from qcore.weights.schemes import Scheme
 from qcore_xla import calls
-from qcore_xla.kernels.embedding import XlaEmbedding
 from qcore_xla.engines.jax import ENGINE, JaxEngine, _array
+from qcore_xla.kernels.embedding import XlaEmbedding
 from qcore_xla.kernels.linear import XlaLinear
 from qcore_xla.memo import Memo
 

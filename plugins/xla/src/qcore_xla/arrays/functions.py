@@ -57,10 +57,11 @@ def conv2d(
     _expect(weight, "linear", "conv2d")
     geometry = tuple(one if isinstance(one, tuple) else (one, one) for one in (kernel_size, stride, padding, dilation))
     columns = geometry[0][0] * geometry[0][1] * x.shape[1] // weight.layer.heads if x.ndim == 4 else -1
+    needed = weight.layer.k * weight.layer.heads
     if columns != weight.layer.k:
         raise FormatError(
             f"x has shape {x.shape} and the kernel {geometry[0]}; a weight of shape {weight.shape} in "
-            f"{weight.layer.heads} groups needs x (B, IC, H, W) with KH * KW * IC = {weight.layer.k * weight.layer.heads}."
+            f"{weight.layer.heads} groups needs x (B, IC, H, W) with KH * KW * IC = {needed}."
         )
     return _run(_Call("conv2d", weight.layer, _dtype(x), geometry), jnp.asarray(x), weight.arrays, bias, None)
 
@@ -117,21 +118,21 @@ def _backward(call: _Call, kept: Any, dy: Array) -> Any:
     floats = replace(call, layer=replace(call.layer, straight=True))
     x = jax.ShapeDtypeStruct(shape.shape[:-1], call.dtype)
 
-    @jax.custom_batching.sequential_vmap  # JAX does not batch what `graphs.quantized` transposes by itself
     def transposed(dy: Array, arrays: Arrays, ends: Any) -> Any:
         return jax.linear_transpose(lambda x: floats(x, arrays, None, ends), x)(dy)[0]
 
-    dx = transposed(dy, arrays, ends)
+    # JAX does not batch what `graphs.quantized` transposes by itself.
+    dx = jax.custom_batching.sequential_vmap(transposed)(dy, arrays, ends)
     return dx, None, None if bias is None else _of_bias(call, dy, ends).astype(bias.dtype), None
 
 
 def _of_bias(call: _Call, dy: Array, ends: Any) -> Array:
-    wide = dy.astype(jnp.float32)
+    wide: Array = dy.astype(jnp.float32)
     if call.kind == "grouped_linear":
         ends = jnp.asarray(ends)
         rows = jnp.arange(dy.shape[0])[None, :]
         starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-        return ((rows >= starts[:, None]) & (rows < ends[:, None])).astype(jnp.float32) @ wide
+        return ((rows >= starts[:, None]) & (rows < ends[:, None])).astype(jnp.float32).dot(wide)  # type: ignore[no-any-return]
     axes = (0, 2, 3) if call.kind == "conv2d" else tuple(range(dy.ndim - 1))
     return wide.sum(axes)
 

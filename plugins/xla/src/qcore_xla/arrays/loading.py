@@ -45,7 +45,7 @@ def load(
     - ``plan``: patterns of linear layers to ``"column"`` or ``"row"``: cut over the mesh.
 
     **Returns** a dictionary by the names in the checkpoint, which is a pytree: `PackedWeight` for quantized weights,
-    `jax.Array` for the rest. A tied weight is packed once for lookups and once for products. 64-bit numbers get 32 bits.
+    `jax.Array` for the rest. A tied weight is packed once for lookups and once for products. Numbers of 64 bits get 32.
 
     Raises `CheckpointError` for a file that cannot be read, `FormatError` with the name of a weight that has no
     lowering to XLA.

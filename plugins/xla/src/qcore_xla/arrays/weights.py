@@ -119,7 +119,9 @@ def _cut(kind: str, mesh: Mesh | None, axis: str | None, weight: QTensor, of: st
     if mesh is None or kind not in {"column", "row"} or of != "linear":
         raise FormatError(f"cut={kind!r}: a linear layer is cut by 'column' or 'row', over a mesh.")
     made = MeshCut(kind, *axis_of(mesh, axis))
-    if reason := made.why_not(*weight.shape, weight.format.group_size, order=weight.order is not None):
+    if reason := made.why_not(
+        weight.shape[0], weight.shape[1], weight.format.group_size, order=weight.order is not None
+    ):
         raise FormatError(f"a weight of shape {tuple(weight.shape)} cannot be cut by {kind}: {reason}.")
     return made
 

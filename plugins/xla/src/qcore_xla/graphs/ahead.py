@@ -157,4 +157,5 @@ def _arguments(part: GraphPart, program: Program, whole: Any) -> tuple[list[Any]
 
 def _nbytes(array: Any) -> int:
     """Bytes on each core."""
-    return math.prod(array.sharding.shard_shape(array.shape)) * int(array.dtype.itemsize)
+    shape: tuple[int, ...] = array.sharding.shard_shape(array.shape)
+    return math.prod(shape) * int(array.dtype.itemsize)

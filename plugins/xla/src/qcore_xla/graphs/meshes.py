@@ -96,7 +96,9 @@ def shard_(
         if kind not in {"column", "row"} or layer_contract(layer) != "linear":
             raise UnsupportedError(f"{name}: quantized linear layers are cut, by 'column' or 'row', not {kind!r}.")
         weight: QTensor = layer.weight  # type: ignore[assignment]
-        if why := cut.why_not(*weight.shape, weight.format.group_size, order=weight.order is not None):
+        if why := cut.why_not(
+            weight.shape[0], weight.shape[1], weight.format.group_size, order=weight.order is not None
+        ):
             warnings.warn(f"{name} stays whole on every device: {why}.", QcoreWarning, stacklevel=2)
             continue
         _cuts[layer] = cut
@@ -134,7 +136,8 @@ class Placement:
 
     def __init__(self, cuts: Mapping[Any, MeshCut]) -> None:
         first = next(iter(cuts.values()), None)
-        self._mesh, self._axis = (None, "") if first is None else (first.mesh, first.axis)
+        self._mesh: Mesh | None = None if first is None else first.mesh
+        self._axis = "" if first is None else first.axis
 
     @property
     def whole(self) -> NamedSharding | None:

@@ -82,7 +82,8 @@ def _state_array(tensor: Tensor, sharding: Any) -> Array:
 
 
 def _kept(y: Array, sharding: Any) -> Array:
-    return y if sharding is None else jax.lax.with_sharding_constraint(y, sharding)
+    kept: Array = y if sharding is None else jax.lax.with_sharding_constraint(y, sharding)
+    return kept
 
 
 class Program:
@@ -111,7 +112,7 @@ class Program:
         self._returned = part.returned
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
         self._empty = [tuple(part.outputs[i].meta["val"].shape) for i in part.returned]
-        self.jitted: Callable[..., Any] = jax.jit(self._whole, donate_argnums=0)
+        self.jitted: Any = jax.jit(self._whole, donate_argnums=0)
         self._compiled = False
         self._known: tuple[list[Any], list[Any]] | None = None
         self._lock = threading.Lock()

@@ -180,7 +180,8 @@ def _linear_in_x(x: Array, weight: Arrays, form: Form) -> Array:
     alone = replace(form, axis="")  # JAX transposes the sum over a mesh, and what belongs to it
 
     def product(parts: tuple[Any, ...], x: Array) -> Array:
-        return body(x, *parts, None, form=alone)
+        data, scale, zero = parts
+        return body(x, data, scale, zero, None, form=alone)
 
     def transpose(parts: tuple[Any, ...], dy: Array) -> Array:
         return back(dy, *parts, form=alone)[..., : x.shape[-1]].astype(x.dtype)
