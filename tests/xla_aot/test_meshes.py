@@ -1,4 +1,4 @@
-"""A block of a decoder compiled for the eight cores of a TPU v5e-8: what they tell each other, what each of them holds."""
+"""A decoder compiled for the eight cores of a TPU v5e-8: what they tell each other, what each of them holds."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ class PackedWeight:
     """A quantized weight, packed for products or, for a table, for lookups, on one kind of device.
 
     A pytree: its leaves are the arrays, everything else is static under `jax.jit`. So it can be an argument of jitted
-    functions, be donated, placed with `jax.device_put`, or be stacked with others of its shape and scheme for `jax.vmap`
-    or `jax.lax.scan`.
+    functions, be donated, placed with `jax.device_put`, or be stacked with others of its shape and scheme for
+    `jax.vmap` or `jax.lax.scan`.
 
     **Fields:** ``arrays``: by name (``data``: the codes, ``scale``, and ``zero``, ``sums`` and ``order`` if there are
     any); ``layer``: shape, scheme and layout.
@@ -54,8 +54,8 @@ class PackedWeight:
     def part(self) -> PackedWeight:
         """Inside `jax.shard_map`, of a weight that is cut, passed with ``PartitionSpec(axis)``: this device's weight.
 
-        ``linear(x, weight.part)`` gives this device's output features of a ``"column"`` cut; for a ``"row"`` cut it takes this
-        device's input features, and sums over the axis.
+        ``linear(x, weight.part)`` gives this device's output features of a ``"column"`` cut; for a ``"row"`` cut it
+        takes this device's input features, and sums over the axis.
         """
         if self.layer.cut is None:
             raise FormatError(f"a weight of shape {self.shape} that is whole has no parts: see qcore_xla.pack, cut.")
@@ -85,15 +85,19 @@ def pack(
 ) -> PackedWeight:  # fmt: skip
     """Pack a `qcore.QTensor` for `qcore_xla.linear` and the other functions.
 
-    **Arguments:** ``weight``: ``(N, K)`` or ``(E, N, K)``; ``scheme``: with the activation that x gets, by default
-    weight-only; ``table``: for `qcore_xla.embedding`; ``groups``: channel groups of a convolution; ``platform``: ``"cpu"``,
-    ``"gpu"`` or ``"tpu"`` to run on, by default that of ``jax.devices()[0]``, to which the arrays go; ``cut``: of a linear
-    layer over an axis of a ``mesh`` (`jax.sharding.Mesh`, axes of type Auto), ``"column"`` for its output features or ``"row"``
-    for its input features, along groups.
+    **Arguments:**
+
+    - ``weight``: ``(N, K)`` or ``(E, N, K)``.
+    - ``scheme``: with the activation that x gets, by default weight-only.
+    - ``table``: for `qcore_xla.embedding`; ``groups``: channel groups of a convolution.
+    - ``platform``: ``"cpu"``, ``"gpu"`` or ``"tpu"`` to run on, by default that of ``jax.devices()[0]``, to which the
+      arrays go.
+    - ``cut``: of a linear layer over an ``axis`` of a ``mesh`` (`jax.sharding.Mesh`, axes of type Auto): ``"column"``
+      for its output features, or ``"row"`` for its input features, along groups.
 
     A weight that is cut has its parts along a first dimension of each array, sharded over ``axis``. `qcore_xla.linear`
-    takes and gives global shapes; results of ``"row"`` are summed over the devices. See `PackedWeight.part` for use inside
-    `jax.shard_map`.
+    takes and gives global shapes; results of ``"row"`` are summed over the devices. See `PackedWeight.part` for use
+    inside `jax.shard_map`.
 
     Raises `FormatError` for a scheme that is not supported, or that is not one of the weight's format.
     """
@@ -119,9 +123,7 @@ def _cut(kind: str, mesh: Mesh | None, axis: str | None, weight: QTensor, of: st
     if mesh is None or kind not in {"column", "row"} or of != "linear":
         raise FormatError(f"cut={kind!r}: a linear layer is cut by 'column' or 'row', over a mesh.")
     made = MeshCut(kind, *axis_of(mesh, axis))
-    if reason := made.why_not(
-        weight.shape[0], weight.shape[1], weight.format.group_size, order=weight.order is not None
-    ):
+    if reason := made.why_not_weight(weight):
         raise FormatError(f"a weight of shape {tuple(weight.shape)} cannot be cut by {kind}: {reason}.")
     return made
 

@@ -1,4 +1,4 @@
-"""Whole models compiled for TPUs ahead of time, with libtpu and no TPU: what a program keeps in memory and what it does.
+"""Whole models compiled for TPUs ahead of time, with libtpu and no TPU: what programs keep in memory and what they do.
 
 A model on torch's meta device is enough: nothing is computed, and weights have shapes only.
 """

@@ -2,8 +2,8 @@
 
 A quantized layer is cut as `qcore.parallel` cuts it: its neutral weight by output features or, along groups, by input
 features. Every device packs its part for itself; the parts are stacked along a first dimension that is sharded over the
-mesh, and `jax.shard_map` multiplies each with its part. A layer that is cut by input features adds up the devices' results,
-which is the one all-reduce behind an attention block and the one behind an MLP. The rest of a program has global shapes.
+mesh, and `jax.shard_map` multiplies each with its part. A layer that is cut by input features adds up the devices'
+results: the one all-reduce behind attention, and the one behind an MLP. The rest of a program has global shapes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ class MeshCut:
             return f"its groups of {group} would become groups of {fine}"
         return ""
 
+    def why_not_weight(self, weight: QTensor) -> str:
+        """`why_not` of a weight ``(N, K)``."""
+        n, k = weight.shape
+        return self.why_not(n, k, weight.format.group_size, order=weight.order is not None)
+
     def group(self, k: int, group: int | None) -> int | None:
         """The size of groups after the cut: the largest that divides them and the shares."""
         return group if self.kind == "column" or group is None else math.gcd(group, k // self.size)
@@ -84,8 +89,9 @@ def shard_(
     - ``plan``: names of linear layers to ``"column"`` (output features) or ``"row"`` (input features, summed
       afterwards); by default what `qcore.parallel.plan_for` finds: attention by heads, MLPs by hidden features.
 
-    Returns the kind of cut by name of layer. Layers that cannot be cut evenly stay whole, on every device, with a warning;
-    key and value heads stay whole if they are fewer than the devices. Raises `UnsupportedError` if nothing can be cut.
+    Returns the kind of cut by name of layer. Layers that cannot be cut evenly stay whole, on every device, with a
+    warning; key and value heads stay whole if they are fewer than the devices. Raises `UnsupportedError` if nothing can
+    be cut.
     """
     mesh, axis = axis_of(mesh, axis)
     size = int(mesh.shape[axis])
@@ -96,9 +102,7 @@ def shard_(
         if kind not in {"column", "row"} or layer_contract(layer) != "linear":
             raise UnsupportedError(f"{name}: quantized linear layers are cut, by 'column' or 'row', not {kind!r}.")
         weight: QTensor = layer.weight  # type: ignore[assignment]
-        if why := cut.why_not(
-            weight.shape[0], weight.shape[1], weight.format.group_size, order=weight.order is not None
-        ):
+        if why := cut.why_not_weight(weight):
             warnings.warn(f"{name} stays whole on every device: {why}.", QcoreWarning, stacklevel=2)
             continue
         _cuts[layer] = cut

@@ -75,10 +75,10 @@ def _state_array(tensor: Tensor, sharding: Any) -> Array:
     if sharding is None:
         return jax.numpy.array(array_of(tensor), copy=True)
     known = _spread.peek(tensor)
-    if known is not None and not tensor.is_inference() and known.sharding == sharding and not known.is_deleted():
-        if _spread.get(tensor) is known:  # torch has not written to it since
-            return known
-    return placed(jax.numpy.array(array_of(tensor), copy=True), sharding)
+    usable = known is not None and not tensor.is_inference() and known.sharding == sharding and not known.is_deleted()
+    if known is not None and usable and _spread.get(tensor) is known:  # torch has not written to it since
+        return known
+    return placed(jax.numpy.array(array_of(tensor), copy=True), sharding)  # type: ignore[no-any-return]
 
 
 def _kept(y: Array, sharding: Any) -> Array:

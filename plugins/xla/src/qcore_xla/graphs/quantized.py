@@ -40,8 +40,9 @@ class Layer:
 
     **Fields:** ``kind``: the contract; ``n``, ``k``: of the weight; ``scheme``; ``heads``: channel groups of a
     convolution; ``experts``: E of a grouped linear layer, 0 for others; ``platform``: a type of torch device, or
-    "tpu"; ``straight``: whether x is multiplied as it is, whatever the scheme: linear in x, for its gradient; ``cut``: over
-    a mesh, then arrays hold the parts along a first dimension; ``axis``: of a part of a weight that is cut along K.
+    "tpu"; ``straight``: whether x is multiplied as it is, whatever the scheme: linear in x, for its gradient;
+    ``cut``: over a mesh, then arrays hold the parts along a first dimension; ``axis``: of a part of a weight that is
+    cut along K.
     """
 
     kind: str
