@@ -23,8 +23,8 @@ from qcore_xla.graphs.ahead import compile_model
 
 MIB = 1 << 20
 HEAD = (
-    "TPU", "model", "blocks", "scheme", "tokens", "weights MiB", "bf16 would be", "caches MiB", "in place",
-    "temporary MiB", "weights written", "int8 products", "float products", "kernels", "accessed MiB", "compiled in s",
+    "TPU", "model", "blocks", "scheme", "tokens", "weights MiB", "of bf16 MiB", "caches MiB", "in place",
+    "temporary MiB", "weights written", "int8 products", "float products", "kernels", "compiled in s",
 )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def row(chip: str, name: str, scheme: str, layers: int, count: int) -> str:
         chip, name, layers, scheme, count, f"{model.weights / MIB:.1f}", f"{bf16_bytes(name, layers) / MIB:.0f}",
         f"{model.states / MIB:.1f}", "all" if model.aliased == model.states else f"{model.aliased / MIB:.1f}",
         f"{program.temporary / MIB:.2f}", len(model.written_weights) if count == 1 else "-", int8,
-        len(program.factors) - int8, kernels, f"{program.bytes_accessed / MIB:.0f}", f"{seconds:.0f}",
+        len(program.factors) - int8, kernels, f"{seconds:.0f}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 
