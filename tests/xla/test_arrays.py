@@ -16,7 +16,15 @@ from torch.nn import functional as F
 import qcore
 import qcore_xla
 
-SCHEMES = ["w8a16", "w4a16-g32-asym", "w4a16-g32-fzp", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static(0.03,5)"]
+SCHEMES = [
+    "w8a16",
+    "w4a16-g32-asym",
+    "w4a16-g32-fzp",
+    "w8a8",
+    "w4a8-g32-asym-aasym",
+    "w8a8-static(0.03,5)",
+    "wfp8a16-g32",
+]
 
 
 def packed(scheme, n=20, k=77, **options):
@@ -89,7 +97,7 @@ def test_vmap_over_rows_and_over_weights():
     np.testing.assert_allclose(scanned[0], y[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32-asym"])
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32-asym", "wfp8_e5m2a16"])
 def test_embedding(scheme):
     weight, _, own = packed(scheme, 50, 96, table=True)
     indices = torch.randint(0, 50, (2, 3))
@@ -159,6 +167,8 @@ def test_wrong_calls():
         qcore_xla.linear(jnp.ones((2, 77)), jnp.ones((20, 77)))
     with pytest.raises(qcore.FormatError, match="the scheme w8a16"):
         qcore_xla.pack(weight, "w8a16")
+    with pytest.raises(qcore.FormatError, match="int4, int8 and fp8"):
+        qcore_xla.pack(qcore.quantize(torch.randn(4, 64), "nf4-g64"))
     with pytest.raises(qcore.FormatError, match="per token"):
         qcore_xla.pack(qcore.quantize(torch.randn(4, 8), "int8"), "w8a8-token")
 

@@ -30,6 +30,7 @@ from ..packing import Plan
 from ..tables import TablePlan
 from .meshes import MeshCut
 
+_FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 Arrays = dict[str, Any]
 """A packed weight: ``data``, ``scale``, and ``zero`` and ``sums`` if there are any."""
 
@@ -107,13 +108,19 @@ class Layer:
         return replace(self, k=self.k // cut.size, scheme=scheme, cut=None, axis=cut.axis)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """The arrays' tensors, experts stacked along a first dimension."""
+        """The arrays' tensors, experts stacked along a first dimension; floats of 8 bits as such, which XLA converts."""
+        packed, dtype = self.packed_bytes(weight), _FLOAT8.get(self.format.dtype)
+        return packed if dtype is None else {**packed, "data": packed["data"].view(dtype)}
+
+    def packed_bytes(self, weight: QTensor) -> dict[str, Tensor]:
+        """`pack`, with floats of 8 bits as bytes."""
         if self.cut is not None:
-            return _stacked([self.part.pack(part) for part in self.cut.parts(weight)])
+            return _stacked([self.part.packed_bytes(part) for part in self.cut.parts(weight)])
         if self.kind == "embedding":
             return tables.pack_table(weight, replace(self.table, v=weight.shape[0]))
         if weight.order is not None:
-            return {**self.pack(weight.derived(order=None)), "order": weight.order.to(torch.int32)}
+            plain = self.packed_bytes(weight.derived(order=None))
+            return {**plain, "order": weight.order.to(torch.int32)}
         if not self.experts:
             return packing.pack(weight, self.plan, sums=self.sums)
         return _stacked([packing.pack(weight[e], self.plan, sums=self.sums) for e in range(len(weight))])
@@ -305,8 +312,10 @@ def why_not_scheme(text: str) -> str:
     """Why the bodies do not run a scheme; empty if they do."""
     scheme = Scheme.parse(text)
     form = scheme.weight
-    if form.dtype not in {"int4", "int8"} or str(form.scale) not in {"ScaleType.FLOAT", "float"}:
-        return f"{text}: qcore-xla multiplies int4 and int8 weights"
+    if form.dtype in _FLOAT8 and scheme.activation is not None:
+        return f"{text}: qcore-xla multiplies 8-bit floats with float activations only; quantize to {form} alone"
+    if form.dtype not in {"int4", "int8", *_FLOAT8} or str(form.scale) not in {"ScaleType.FLOAT", "float"}:
+        return f"{text}: qcore-xla multiplies int4, int8 and fp8 weights with float scales"
     if scheme.activation is not None and type(scheme.activation).__name__ not in {"DynamicInt8", "StaticInt8"}:
         return f"{text}: qcore-xla takes float and int8 activations"
     return ""
