@@ -108,7 +108,7 @@ class Layer:
         return replace(self, k=self.k // cut.size, scheme=scheme, cut=None, axis=cut.axis)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """The arrays' tensors, experts stacked along a first dimension; floats of 8 bits as such, which XLA converts."""
+        """The arrays' tensors, experts stacked along a first dimension; 8-bit floats as such, which XLA converts."""
         packed, dtype = self.packed_bytes(weight), _FLOAT8.get(self.format.dtype)
         return packed if dtype is None else {**packed, "data": packed["data"].view(dtype)}
 
