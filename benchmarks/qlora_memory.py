@@ -1,6 +1,6 @@
 """Prints the memory of each rank that trains adapters over frozen quantized weights: whole on every rank, or sharded.
 
-A stack of linear layers in w4a16-g32 with LoRA of rank 8, in bfloat16, on gloo ranks of this machine. Per rank: bytes of
+A stack of linear layers in w4a16-g32 with LoRA of rank 8, bfloat16, on gloo ranks of this machine. Per rank: bytes of
 quantized weights held between steps, and how far the resident set of the process rises above that of the made model
 during three steps (Linux):
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import sys
 from pathlib import Path
@@ -41,6 +42,20 @@ def made(tmp_path_factory):
         return found[name]
 
     return make
+
+
+@pytest.fixture
+def log():
+    """The messages of qcore in vLLM's log. caplog gets none: vLLM's loggers do not pass records on."""
+    import vllm.logger  # noqa: F401 - configures logging, which drops handlers that were there before
+
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("vllm.qcore")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
 
 
 @pytest.fixture
