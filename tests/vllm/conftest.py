@@ -47,15 +47,16 @@ def made(tmp_path_factory):
 @pytest.fixture
 def log():
     """The messages of qcore in vLLM's log. caplog gets none: vLLM's loggers do not pass records on."""
-    import vllm.logger  # noqa: F401 - configures logging, which drops handlers that were there before
-
     messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
+
+    def note(record):
+        messages.append(record.getMessage())
+        return True
+
     logger = logging.getLogger("vllm.qcore")
-    logger.addHandler(handler)
+    logger.addFilter(note)  # vLLM configures its loggers when the first engine starts, which drops handlers
     yield messages
-    logger.removeHandler(handler)
+    logger.removeFilter(note)
 
 
 @pytest.fixture
