@@ -40,9 +40,10 @@ class Lora(nn.Module):
 
 def made(width: int, layers: int, mode: str) -> nn.Module:
     """The model; of the whole float weights one at a time is in memory."""
+    torch.manual_seed(0)
     stack = nn.Sequential()
     for i in range(layers):
-        dense = torch.randn(width, width, generator=torch.Generator().manual_seed(i)).mul_(width**-0.5).bfloat16()
+        dense = torch.randn(width, width, generator=torch.Generator().manual_seed(i)).mul_(0.1 * width**-0.5).bfloat16()
         weight = qcore.quantize(dense, "int4-g32", "absmax")
         one = nn.Sequential(QuantizedLinear.from_qtensor(weight, None, "w4a16-g32", dtype=torch.bfloat16))
         if mode == MODES[1]:
@@ -73,22 +74,28 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", "utf-8")
 
 
-def work(rank: int, ranks: int, args: argparse.Namespace, mode: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
-    torch.manual_seed(0)
-    model = made(args.width, args.layers, mode)
+def trained(model: nn.Module, width: int) -> list[float]:
+    """The losses of three steps."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     torch.manual_seed(1)
-    x, wanted, losses = torch.randn(16, args.width).bfloat16(), torch.randn(16, args.width).bfloat16(), []
-    before = resident("VmRSS")
-    reset_peak()
+    x, wanted, losses = torch.randn(16, width).bfloat16(), torch.randn(16, width).bfloat16(), []
     for _ in range(3):
         loss = nn.functional.mse_loss(model(x).float(), wanted.float())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    return losses
+
+
+def work(rank: int, ranks: int, args: argparse.Namespace, mode: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    trained(made(64, 1, mode), 64)  # modules that are imported at the first step are not memory of the model
+    model = made(args.width, args.layers, mode)
+    before = resident("VmRSS")
+    reset_peak()
+    losses = trained(model, args.width)
     torch.save((held(model), resident("VmHWM") - before, losses), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
