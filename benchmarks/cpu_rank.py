@@ -4,8 +4,8 @@ Prints a Markdown table of ratios, built-in time over qcore-cpu's: above 1 the p
 process and the least time of each counts. With ``--threads 1`` the clock is the process's CPU time, which other work on
 the machine hardly touches (pin it: ``taskset -c 1``); with more threads it is the wall clock. ``--output FILE`` also
 writes the table, and ``--table FILE`` adds the cells to a JSON file that the plugin reads its ranks from
-(``plugins/cpu/src/qcore_cpu/tables``), in place of earlier ones with as many threads. For a lower instruction set than the
-processor's best, restrict torch as well: ``QCORE_CPU_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2``.
+(``plugins/cpu/src/qcore_cpu/tables``), in place of earlier ones with as many threads. For a lower instruction set than
+the processor's best, restrict torch as well: ``QCORE_CPU_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _cells: list[dict[str, Any]] = []
 """Every measured layer, as `qcore_cpu.ranking.Cell` describes it."""
 
 
-def note(pair: tuple[nn.Module, nn.Module], x: str, scheme: str, size: tuple[int, int], ratios: dict[int, float]) -> None:
+def note(
+    pair: tuple[nn.Module, nn.Module], x: str, scheme: str, size: tuple[int, int], ratios: dict[int, float]
+) -> None:
     """Keep what was measured of a layer for ``--table``."""
     decision: Any = pair[1].decision
     about = {"contract": decision.request.contract, "x": x, "scheme": scheme, "n": size[0], "k": size[1]}

@@ -44,7 +44,9 @@ def test_the_nearest_scheme_decides(wanted, measured, chosen):
     assert (found.scheme if found else None) == chosen
 
 
-@pytest.mark.parametrize(("n", "k", "expected"), [(512, 512, 256), (8192, 8192, 4096), (4096, 64, 256), (256, 65536, 4096)])
+@pytest.mark.parametrize(
+    ("n", "k", "expected"), [(512, 512, 256), (8192, 8192, 4096), (4096, 64, 256), (256, 65536, 4096)]
+)
 def test_the_nearest_size_decides(n, k, expected):
     found = ranking.nearest(request(n=n, k=k), 1, [cell(n=256, k=1024), cell(n=4096, k=4096)])
     assert found.n == expected
@@ -60,11 +62,11 @@ def test_the_mean_over_rows_is_geometric():
     assert math.isclose(cell(ratios=(0.5, 2.0)).mean, 1.0)
 
 
-@pytest.mark.parametrize(("against", "low", "high"), [("torch.cpu.w4a16", 1000, 1010), ("torch.plain.linear", 990, 1000)])
-def test_slower_layers_rank_below_what_was_faster(monkeypatch, against, low, high):
+@pytest.mark.parametrize(("against", "above"), [("torch.cpu.w4a16", 1000), ("torch.plain.linear", 990)])
+def test_slower_layers_rank_below_what_was_faster(monkeypatch, against, above):
     monkeypatch.setattr(ranking, "cells", lambda _isa: (cell(ratios=(0.7, 0.9), against=against),))
     rank, why = ranking.rank(request(), "avx2", 1)
-    assert low < rank < high or rank == 995
+    assert above < rank < above + 10  # plain torch ops rank 1000, the other built-in kernels 1010 to 1020
     assert why == f"measured 0.79 times as fast as {against} with avx2"
     monkeypatch.setattr(ranking, "cells", lambda _isa: (cell(ratios=(0.9, 1.3), against=against),))
     assert ranking.rank(request(), "avx2", 1) == (qcore.NATIVE, "")

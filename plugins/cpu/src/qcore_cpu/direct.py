@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from . import native, ops
 from .kinds import Kind, Mode, kind_of, needs_sums
 
 # torch has no public query for a profiler, in which the op shall appear.
-_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # noqa: SLF001
+_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled  # noqa: SLF001
 
 
 class DirectLinear:
@@ -32,10 +31,10 @@ class DirectLinear:
         scale, zero = given_numbers(request.activation)
         out_scale, out_zero = given_numbers(request.output)
         self._form = ctypes.create_string_buffer(size)
+        weight, types = request.weight, (ops.TYPES[self.x_dtype], ops.TYPES[self.out_dtype])
         make(
-            self._form, self.n, self.k, group, kind_of(request.weight.element), Mode.of(request.activation),
-            ops.TYPES[self.x_dtype], ops.TYPES[self.out_dtype], request.weight.zero is ZeroPoint.FLOAT, scale or 1.0, zero,
-            out_scale or 1.0, out_zero,
+            self._form, self.n, self.k, group, kind_of(weight.element), Mode.of(request.activation), *types,
+            weight.zero is ZeroPoint.FLOAT, scale or 1.0, zero, out_scale or 1.0, out_zero,
         )  # fmt: skip
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:

@@ -2,8 +2,8 @@
 
 ``tables/ISA.json``, which ``benchmarks/cpu_rank.py --table`` writes, holds the time of the built-in kernel over that of
 the plugin's for some sizes, schemes and numbers of rows. The nearest measured layer decides, by the geometric mean over
-its rows: a layer is bound once, and serves one row and many. ``qcore tune`` measures the layers themselves, and its times
-come before every rank.
+its rows: a layer is bound once, and serves one row and many. ``qcore tune`` measures the layers themselves, and its
+times come before every rank.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _ONE_GROUP = 8.0
 class Cell:
     """One measured layer.
 
-    **Fields:** ``contract``; ``x``: dtype of x, of the result for an embedding; ``scheme``; ``n``, ``k``: of the weight;
-    ``threads``; ``against``: the built-in kernel; ``ratios``: its time over the plugin's, by number of rows.
+    **Fields:** ``contract``; ``x``: dtype of x, of the result for an embedding; ``scheme``; ``n``, ``k``: of the
+    weight; ``threads``; ``against``: the built-in kernel; ``ratios``: its time over the plugin's, by rows.
     """
 
     contract: str
