@@ -154,7 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     file = gguf()
-    with torch.inference_mode():
+    with torch.no_grad():  # as in `generate`; inference mode keeps fused layers from sharing a call
         found = {"dense bfloat16": of_transformers(dense(file)), "host": of_transformers(hollow(file))}
         found |= {name: of_transformers(quantized(file, name)) for name in args.schemes.split(",")}
         try:
