@@ -169,7 +169,7 @@ class Siblings:
         local = self._local
         if local.results is not None:
             self._wasted += 1
-        results = local.results = _Results(weakref.ref(x, self._dropped), key, list(self.split(whole)))
+        results = local.results = _Results(weakref.ref(x, self._dropped), key, [*self.split(whole)])
         return results.pop(index)
 
     def drop(self, x: weakref.ref[Tensor]) -> None:
@@ -181,8 +181,8 @@ class Siblings:
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """Each member's columns of ``(..., N)``; tensors of their own if gradients are recorded."""
-        parts: list[Tensor] = whole.split_with_sizes([member.out_features for member in self.members], -1)
-        return [part.contiguous() for part in parts] if whole.requires_grad else parts
+        parts = whole.split_with_sizes([member.out_features for member in self.members], -1)
+        return [part.contiguous() if whole.requires_grad else part for part in parts]
 
     @property
     def is_wasteful(self) -> bool:
