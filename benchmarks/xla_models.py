@@ -22,13 +22,15 @@ from torch import Tensor
 
 import qcore
 
+FLOAT = "float32"
+"""In the place of a scheme: the model itself, whose text is compared with torch's."""
 _PROMPT = "The water cycle describes how water moves"
 
 
 def main() -> None:
     """Measure, and print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schemes", nargs="+", default=["w8a16", "w4a16-g32", "w8a8"])
+    parser.add_argument("--schemes", nargs="+", default=[FLOAT, "w8a16", "w4a16-g32", "w8a8"])
     parser.add_argument("--tokens", type=int, default=32, help="decoded in each turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=Path("/tmp/qcore-models"), help="for the dequantized model")  # noqa: S108
@@ -55,8 +57,9 @@ def _row(model: Any, ids: Tensor, scheme: str, tokens: int, turns: int) -> str:
     from qcore_xla.graphs.backend import qcore_xla
 
     single = copy.deepcopy(model)
-    with qcore.using("xla"):
-        qcore.quantize_(single, f"{scheme}@absmax")
+    if scheme != FLOAT:
+        with qcore.using("xla"):
+            qcore.quantize_(single, f"{scheme}@absmax")
     torch._dynamo.reset()  # noqa: SLF001
     whole = torch.compile(single, backend=qcore_xla)
     start = time.perf_counter()
@@ -69,7 +72,7 @@ def _row(model: Any, ids: Tensor, scheme: str, tokens: int, turns: int) -> str:
         for name, call in calls.items():
             text, rate = _decode(call, model.config, ids, tokens)
             rates[name].append(rate)
-            if name != "float":
+            if name != "float" or scheme == FLOAT:
                 texts.append(text)
     best = {name: max(found) for name, found in rates.items()}
     middle = statistics.median(w / one for w, one in zip(rates["whole"], rates["layers"], strict=True))

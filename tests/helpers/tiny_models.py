@@ -73,18 +73,19 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Llama (``bias=True``: a Qwen2) with tied embeddings and KV caches in buffers; ids and positions to logits."""
+    """A Llama (``bias=True``: a Qwen2) with KV caches in buffers; ids and positions to logits of the last token."""
 
     def __init__(
         self, vocabulary: int = 96, width: int = 64, heads: int = 4, kv_heads: int = 2, inner: int = 96,
-        layers: int = 2, length: int = 32, bias: bool = False,
+        layers: int = 2, length: int = 32, bias: bool = False, tied: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.embed_tokens = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Block(width, heads, kv_heads, inner, length, bias) for _ in range(layers))
         self.norm = RMSNorm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
-        self.lm_head.weight = self.embed_tokens.weight
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
         size = width // heads
         inverse = 1.0 / 10000 ** (torch.arange(0, size, 2).float() / size)
         self.register_buffer("inverse", inverse, persistent=False)

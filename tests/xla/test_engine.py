@@ -16,9 +16,9 @@ import qcore
 from qcore.contracts import EMBEDDING, LINEAR
 from qcore.weights.schemes import Scheme
 from qcore_xla import calls
-from qcore_xla.embedding import XlaEmbedding
 from qcore_xla.engines.jax import ENGINE, JaxEngine, _array
-from qcore_xla.linear import XlaLinear
+from qcore_xla.kernels.embedding import XlaEmbedding
+from qcore_xla.kernels.linear import XlaLinear
 from qcore_xla.memo import Memo
 
 
@@ -126,7 +126,7 @@ FORK = """
 import os, sys, warnings, torch, qcore
 warnings.simplefilter("ignore")
 from qcore.contracts import LINEAR
-from qcore_xla.linear import XlaLinear
+from qcore_xla.kernels.linear import XlaLinear
 scheme = qcore.Scheme.parse("w8a16")
 kernel = XlaLinear(LINEAR.request_for(scheme, torch.device("cpu"), torch.float32, 64, 128))
 packed = kernel.pack(qcore.quantize(torch.randn(64, 128), scheme.weight, "absmax"))
@@ -156,7 +156,7 @@ jnp.ones(3).block_until_ready()
 child = os.fork()
 if child == 0:
     import torch, qcore
-    from qcore_xla.linear import XlaLinear
+    from qcore_xla.kernels.linear import XlaLinear
     from qcore.contracts import LINEAR
     scheme = qcore.Scheme.parse("w8a16")
     kernel = XlaLinear(LINEAR.request_for(scheme, torch.device("cpu"), torch.float32, 64, 128))

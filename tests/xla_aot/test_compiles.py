@@ -39,14 +39,15 @@ def test_channel_groups_of_a_convolution(chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("count", [1, 16])
 @pytest.mark.parametrize("dtype", [S8, S32], ids=["int8", "int4"])
-def test_embedding_never_unpacks_the_table(dtype, chip):
+def test_embedding_never_unpacks_the_table(dtype, count, chip):
     rows, width = 32768, 1024 if dtype == S8 else 128
 
     def call(indices, data, scale):
         return embedding(indices, data, scale, None, form=Form(out_dtype="bfloat16"))
 
-    program = compile_for(chip, call, ((16,), S32), ((rows, width), dtype), ((rows, 1), BF16))
+    program = compile_for(chip, call, ((count,), S32), ((rows, width), dtype), ((rows, 1), BF16))
     assert program.largest() < rows * 128
 
 

@@ -85,12 +85,14 @@ if TYPE_CHECKING:
         base_name,
         bucket,
         is_whole,
+        layers_of,
         scheme_of,
         torch_compile_backend,
         version,
         weight_of,
     )
     from .graphs import Part as GraphPart
+    from .parallel import plan_for
 
 __all__ = [
     "CONTRACTS",
@@ -176,10 +178,12 @@ __all__ = [
     "is_whole",
     "laid_out_like",
     "layer_contract",
+    "layers_of",
     "on_pci",
     "open_checkpoint",
     "output_size",
     "parts",
+    "plan_for",
     "quantize_int8",
     "read_record",
     "registry",
@@ -204,7 +208,7 @@ _OF_GRAPHS = {
     name: name.removeprefix("Graph") if name == "GraphPart" else name
     for name in (
         "Compiled", "GraphBackend", "GraphPart", "Input", "Resident", "Role", "base_name", "bucket", "is_whole",
-        "scheme_of", "torch_compile_backend", "version", "weight_of",
+        "layers_of", "scheme_of", "torch_compile_backend", "version", "weight_of",
     )
 }  # fmt: skip
 
@@ -215,4 +219,6 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f".checkpoint.{_OF_CHECKPOINTS[name]}", __package__), name)
     if name in _OF_GRAPHS:
         return getattr(import_module(".graphs", __package__), _OF_GRAPHS[name])
+    if name == "plan_for":
+        return getattr(import_module(".parallel", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

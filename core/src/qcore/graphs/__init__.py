@@ -26,6 +26,7 @@ Public: the names below; plugins import them from `qcore.plugin_api`. May import
 by: plugin_api, `qcore`.
 """
 
+from ..nn.graph_ops import owners as layers_of
 from ..nn.graph_ops import scheme_of, weight_of
 from .backends import Compiled, GraphBackend, Input, Part, Role
 from .capture import torch_compile_backend
@@ -49,6 +50,7 @@ __all__ = [
     "bucket",
     "explain",
     "is_whole",
+    "layers_of",
     "scheme_of",
     "synchronize",
     "torch_compile_backend",

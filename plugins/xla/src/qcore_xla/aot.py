@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +33,8 @@ TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6
 NO_INT8 = frozenset({"v4", "tpu7x"})
 """Generations whose matrix units do not support int8 (JAX's ``TpuInfo``): here, weight-only quantization pays off."""
 
-_PREFETCH = {"copy-start", "copy-done"}
+_PREFETCH = {"copy-start", "copy-done", "slice-start", "slice-done"}
+_JOINED = 'custom_call_target="ConcatBitcast"'  # slices that were prefetched one by one
 _VIEWS = {"bitcast", "get-tuple-element", "tuple", "parameter", "constant"}
 _BITS = {
     "pred": 8,
@@ -51,6 +53,10 @@ _ENTRY = re.compile(r"^ENTRY .*?^}", re.DOTALL | re.MULTILINE)
 _STEP = re.compile(r"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w\-]+)\((?P<rest>.*)$")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*)\[([0-9,]*)\]")
 _PRODUCT = re.compile(r"= ([a-z0-9]+)\[[^=]* (?:dot|convolution)\(")
+_FACTORS = re.compile(r" (?:dot|convolution)\(%([\w.\-]+), %([\w.\-]+)\)")
+_DEFINED = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = ([a-z0-9]+)\[", re.MULTILINE)
+_NAMED = re.compile(r" parameter\((\d+)\),.*metadata=\{op_name=\"([^\"]*)\"")
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
 def why_not(generation: str) -> str:
@@ -109,6 +115,31 @@ class Program:
         """How many steps are fusions or kernels of our own."""
         return sum(step.op in {"fusion", "custom-call"} for step in self.steps)
 
+    @property
+    def parameters(self) -> dict[int, str]:
+        """What the function calls its arguments, by number: ``"fixed[3][0]['data']"``."""
+        entry = _ENTRY.search(self.text)
+        found = _NAMED.findall(entry.group(0) if entry else "")
+        return {int(number): name.replace("\\'", "'") for number, name in found}
+
+    @property
+    def argument_bytes(self) -> dict[int, int]:
+        """Bytes of the arguments by number."""
+        entry = _ENTRY.search(self.text)
+        found = [line for line in map(_STEP.match, entry.group(0).splitlines() if entry else []) if line]
+        return {int(one["rest"].split(")")[0]): _nbytes(one["type"]) for one in found if one["op"] == "parameter"}
+
+    @property
+    def factors(self) -> tuple[tuple[str, str], ...]:
+        """The element types that each dot multiplies: ``("s8", "s8")`` on a matrix unit for int8."""
+        types = dict(_DEFINED.findall(self.text))
+        return tuple((types[x], types[w]) for x, w in _FACTORS.findall(self.text))
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """How many collectives of each kind there are: ``{"all-reduce": 2}``."""
+        return dict(Counter(_COLLECTIVE.findall(self.text)))
+
     def readers(self, parameter: int) -> list[Step]:
         """The steps that read a parameter from memory."""
         return [step for step in self.steps if parameter in step.reads]
@@ -127,8 +158,12 @@ def compile_for(generation: str, function: Callable[..., Any], *specs: tuple[Seq
         raise ValueError(reason)
     import jax
 
-    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=_core(generation)) for shape, dtype in specs]
-    compiled = jax.jit(function, keep_unused=True).lower(*arguments).compile()
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=core(generation)) for shape, dtype in specs]
+    return program_of(generation, jax.jit(function, keep_unused=True).lower(*arguments).compile())
+
+
+def program_of(generation: str, compiled: Any) -> Program:
+    """What a program compiled by JAX consists of."""
     text = str(compiled.as_text())
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     counted = int((cost or {}).get("bytes accessed", 0))
@@ -136,12 +171,24 @@ def compile_for(generation: str, function: Callable[..., Any], *specs: tuple[Seq
 
 
 @cache
-def _core(generation: str) -> Any:
+def core(generation: str) -> Any:
+    """The sharding of arrays on one core of a TPU generation, for JAX's ahead-of-time compiler."""
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
     description = topologies.get_topology_desc(topology_name=TOPOLOGIES[generation], platform="tpu")
     return SingleDeviceSharding(description.devices[0])
+
+
+@cache
+def mesh(topology: str, axis: str = "model") -> Any:
+    """A mesh of all chips of a topology, such as ``"v5e:2x4"``, with one axis, for JAX's ahead-of-time compiler."""
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh
+
+    devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    return Mesh(np.array(devices), (axis,))
 
 
 def _temporary(memory: Any) -> int:
@@ -172,7 +219,7 @@ def _steps(lines: list[str]) -> Iterator[Step]:
         of_steps = any(written.get(operand, False) for operand in operands)
         if op == "parameter":
             reads = frozenset({int(found["rest"].split(")")[0])})
-        if op in _VIEWS or op in _PREFETCH:
+        if op in _VIEWS or op in _PREFETCH or _JOINED in found["rest"]:
             sources[name], written[name] = reads, of_steps
             continue
         # A result without inputs (a table of shifts, zeros) counts as a constant.

@@ -8,7 +8,7 @@ number of rows, and its int8 product of fewer than 4 rows is 20 times slower.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from qcore.plugin_api import check_indices
 from . import biases, environment
 from .engines import base
 from .packing import Plan, plan, wants_rows
+from .scratch import SCRATCH
 from .tables import bare_columns, table_plan
 from .views import computed
 
@@ -57,6 +58,30 @@ class Call:
     requantize: bool
     out_dtype: torch.dtype
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.plan, self.activation, self.requantize, self.out_dtype))
+
+    # What a call on a CPU looks up, for which even a cache by equal arguments takes long.
+
+    @cached_property
+    def body(self) -> Any:
+        """The function of `bodies`."""
+        return _body("grouped" if self.plan.heads > 1 else "linear")
+
+    @cached_property
+    def form_on_cpu(self) -> Any:
+        """`form_of` on a CPU."""
+        return form_of(self, "cpu")
+
+    @cached_property
+    def no_bias_on_cpu(self) -> Tensor:
+        """Zeros in the place of a bias."""
+        return _no_bias(self.plan, torch.device("cpu"))
+
 
 @lru_cache(maxsize=4096)
 def call_of(
@@ -80,28 +105,35 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: C
         return x.new_empty((*x.shape[:-1], n), dtype=call.out_dtype)
     engine = base.find(x.device.type)
     assert engine is not None  # eligibility has checked this
-    y = engine.run(*prepared(x, weight, bias, given, call))
-    if y.shape[-2] != rows:
-        y = y.narrow(-2, 0, rows)
-    if y.shape[-1] != n:
-        y = y.narrow(-1, 0, n)
-    return y.to(call.out_dtype).contiguous()
+    y = engine.run(*prepared(x, weight, bias, given, call), (rows, n))
+    if y.shape[-2] != rows or y.shape[-1] != n:
+        y = y[..., :rows, :n]
+    if y.dtype != call.out_dtype:
+        y = y.to(call.out_dtype)
+    return y.contiguous()
 
 
 def prepared(
     x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: Call
-) -> tuple[Any, Any, tuple[Tensor | None, ...], tuple[int, ...]]:
-    """The arguments of `Engine.run`: function, form, tensors and the positions of those that change with each call."""
+) -> tuple[Any, Any, tuple[Any, ...], tuple[int, ...]]:
+    """The arguments of `Engine.run`: function, form, tensors and the positions of those that change with each call.
+
+    On a CPU x is a NumPy array that the next call may overwrite.
+    """
     of, rows = call.plan, x.shape[-2]
-    native = x.device.type != "cpu"
+    native = not x.is_cpu
     count = bucket(rows, 1 if of.by_rows else _FEWEST)
     fresh, parameters = _parameters(given, rows, count)
     padding = _mask(of, x.device) if weight.sums is not None and weight.zero is not None else None
-    added = _no_bias(of, x.device) if bias is None else biases.filled(bias, weight.data, of)
+    if bias is not None:
+        added = biases.filled(bias, weight.data, of)
+    else:
+        added = _no_bias(of, x.device) if native else call.no_bias_on_cpu
+    filled = _filled(x, of, count, native) if native or not of.dense else SCRATCH.filled(x, count, of.columns)
     tensors = (
-        _filled(x, of, count, native), weight.data, weight.scale, weight.zero, added, weight.sums, padding, *parameters,
+        filled, weight.data, weight.scale, weight.zero, added, weight.sums, padding, *parameters,
     )  # fmt: skip
-    return _body("grouped" if of.heads > 1 else "linear"), form_of(call, x.device.type), tensors, fresh
+    return call.body, form_of(call, x.device.type) if native else call.form_on_cpu, tensors, fresh
 
 
 def embedding(

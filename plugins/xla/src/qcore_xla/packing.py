@@ -23,8 +23,8 @@ group padded to a multiple of 8 codes; `scale` and `zero` are ``(V, G)``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -69,6 +69,13 @@ class Plan:
     heads: int
     rows: int
     by_rows: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash  # a key of every call: computed once
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(astuple(self))
 
     @property
     def slices(self) -> int:

@@ -24,7 +24,7 @@ def qcore_linear(request: qcore.LinearRequest) -> qcore.Offer | qcore.Refusal:
     reason = eligibility.why_not(request)
     if reason:
         return qcore.Refusal(reason)
-    from .linear import XlaLinear
+    from .kernels.linear import XlaLinear
 
     return qcore.Offer(XlaLinear(request), probe.rank(request.device.type), _NOTE)
 
@@ -35,7 +35,7 @@ def qcore_conv2d(request: qcore.Conv2dRequest) -> qcore.Offer | qcore.Refusal:
     reason = eligibility.why_not(request)
     if reason:
         return qcore.Refusal(reason)
-    from .conv2d import XlaConv2d
+    from .kernels.conv2d import XlaConv2d
 
     return qcore.Offer(XlaConv2d(request), probe.rank(request.device.type), _NOTE)
 
@@ -46,6 +46,6 @@ def qcore_embedding(request: qcore.EmbeddingRequest) -> qcore.Offer | qcore.Refu
     reason = eligibility.why_not(request)
     if reason:
         return qcore.Refusal(reason)
-    from .embedding import XlaEmbedding
+    from .kernels.embedding import XlaEmbedding
 
     return qcore.Offer(XlaEmbedding(request), probe.rank(request.device.type), "XLA; reads only the requested rows")

@@ -18,7 +18,8 @@ class Form:
     (CPUs), or all in one product (TPUs, which unpack in registers); ``rows``: data is ``(N, K)`` or ``(N, S, b)``
     (GPUs);
     ``pallas``: int4 weights are multiplied by `qcore_xla.pallas` if it has tiles for them (XLA would unpack the
-    weight to memory): on TPUs with int8 activations, on GPUs with 16-bit floats and few rows.
+    weight to memory): on TPUs with int8 activations, on GPUs with 16-bit floats and few rows;
+    ``axis``: of a mesh, if this is one device's part of a product that is cut along K: results are summed over it.
     """
 
     activation: Activation = "float"
@@ -27,3 +28,4 @@ class Form:
     scan: bool = False
     rows: bool = False
     pallas: bool = False
+    axis: str = ""

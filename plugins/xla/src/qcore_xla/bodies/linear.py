@@ -43,7 +43,7 @@ def linear(
     ``x_scale``, ``x_zero``, ``out_scale``, ``out_zero``: ``(M,)`` or ``(1,)``, if they are given. Columns of data
     beyond those of x are 0.
     """
-    codes, s_x, z_x = activations(x, form.activation, x_scale, x_zero)
+    codes, s_x, z_x = activations(x, form.activation, x_scale, x_zero, form.axis)
     if mask is not None:
         codes = codes * mask
     moved = None
@@ -56,7 +56,9 @@ def linear(
         if moved is not None:
             there = jnp.ones((1, x.shape[1]), jnp.int32) if mask is None else mask[None]
             total = total - moved.zero * _group_sums(_padded(there, columns.shape[1]), scale.shape[0])
-        y = y + _dot(total.astype(jnp.float32), _added(scale, zero))
+        y = y + _dot(total.astype(jnp.float32), added_by_zero(scale, zero))
+    if form.axis:
+        y = lax.psum(y, form.axis)
     if s_x is not None:
         y = y * s_x
     if bias is not None:
@@ -78,7 +80,7 @@ def grouped(
     return y
 
 
-def _added(scale: Array, zero: Array) -> Array:
+def added_by_zero(scale: Array, zero: Array) -> Array:
     """The term that a zero point adds to each weight of a group, ``(G, N)`` float32."""
     wide = zero.astype(jnp.float32)
     return -wide * scale.astype(jnp.float32) if zero.dtype == jnp.int8 else wide
@@ -148,7 +150,7 @@ def _per_channel(x: Array, data: Array, form: Form) -> Array:
             return jnp.sum(w[:, 0].astype(jnp.float32) * x.astype(jnp.float32), axis=-1)[None]
         if x.shape[0] >= _MANY_ROWS:
             w = lax.optimization_barrier(w)
-    return _contract(x.reshape(x.shape[0], *w.shape[1:]), w, (1, 2), (1, 2))
+    return contract(x.reshape(x.shape[0], *w.shape[1:]), w, (1, 2), (1, 2))
 
 
 def _by_rows(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None) -> Array:
@@ -156,7 +158,7 @@ def _by_rows(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None) -> Ar
     rows, slices = x.shape[0], data.shape[1]
     if cut is None and rows <= _FEW_ROWS:
         w = planes(data, 2, x.dtype)
-        products = _contract(x.reshape(rows, slices, *w.shape[2:]), w, (2, 3), (2, 3), batch=(1, 1))
+        products = contract(x.reshape(rows, slices, *w.shape[2:]), w, (2, 3), (2, 3), batch=(1, 1))
         return jnp.sum(products * scale[:, None, :], axis=0)
     if x.dtype != jnp.float16:
         return _in_own_dtype(x, data, scale, cut)
@@ -172,7 +174,7 @@ def _in_own_dtype(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None) 
 
         return product(x, data, scale, cut)
     w = planes(data, 2, jnp.dtype(jnp.float32)) * scale.T[:, :, None, None]
-    return _contract(x, w.astype(x.dtype).reshape(data.shape[0], -1), (1,), (1,))
+    return contract(x, w.astype(x.dtype).reshape(data.shape[0], -1), (1,), (1,))
 
 
 def _skinny_tiles(x: Array, data: Array, form: Form) -> SkinnyTiles | None:
@@ -188,7 +190,7 @@ def _at_once(x: Array, data: Array, scale: Array, moved: Moved | None) -> Array:
     """All slices of x ``(M, S, b)`` in one batched product."""
     w = planes(data, 1, x.dtype)
     parts = x.reshape(*x.shape[:2], *w.shape[1:3])
-    products = _contract(parts, w, (2, 3), (1, 2), batch=(1, 0))
+    products = contract(parts, w, (2, 3), (1, 2), batch=(1, 0))
     groups, each = scale.shape[0], data.shape[0] // scale.shape[0]
     if each > 1 and x.dtype == jnp.int8:  # slices of one group are added exactly
         products, each = products.reshape(groups, each, *products.shape[1:]).sum(1), 1
@@ -238,12 +240,13 @@ def _sum_of_slices(x: Array, data: Array) -> Array:
 
 def _slice_product(x: Array, data: Array) -> Array:
     w = planes(data, 0, x.dtype)
-    return _contract(x.reshape(x.shape[0], *w.shape[:2]), w, (1, 2), (0, 1))
+    return contract(x.reshape(x.shape[0], *w.shape[:2]), w, (1, 2), (0, 1))
 
 
-def _contract(
+def contract(
     x: Array, w: Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...], batch: tuple[int, int] | None = None
 ) -> Array:
+    """The sum of products over dimensions of x and w, int32 for codes, else float32."""
     batches = ((), ()) if batch is None else ((batch[0],), (batch[1],))
     wide = x.dtype == jnp.float32  # otherwise an accelerator would round float32 operands to fewer bits
     return lax.dot_general(
@@ -257,7 +260,7 @@ def _sum_dtype(x: Array) -> Any:
 
 
 def _dot(a: Array, b: Array) -> Array:
-    return _contract(a, b, (1,), (0,))
+    return contract(a, b, (1,), (0,))
 
 
 def _group_sums(x: Array, groups: int) -> Array:

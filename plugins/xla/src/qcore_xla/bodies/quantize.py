@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ _SMALLEST = 2.0**-126
 
 
 def activations(
-    x: Array, kind: Activation, scale: Array | None, zero: Array | None
+    x: Array, kind: Activation, scale: Array | None, zero: Array | None, axis: str = ""
 ) -> tuple[Array, Array | None, Array | None]:
     """Quantize x ``(M, K)``: int8 codes, scale ``(M, 1)`` and zero point ``(M, 1)``, float32; None if there is none.
 
     ``scale`` and ``zero`` ``(M,)`` or ``(1,)``: the parameters of the kind "given". An x of int8 holds codes already.
+    ``axis``: of the mesh over whose devices a token is spread.
     """
     if kind == "float":
         return x, None, None
@@ -28,13 +30,19 @@ def activations(
         s, z = _column(scale), _column(zero)
         return (x if x.dtype == jnp.int8 else _codes(x, s, z)), s, z
     if kind == "symmetric":
-        s = _usable(jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / 127)
+        largest = _over(lax.pmax, jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32), axis)
+        s = _usable(largest / 127)
         return _codes(x, s, None), s, None
     low = jnp.minimum(jnp.min(x, axis=-1, keepdims=True).astype(jnp.float32), 0)
     high = jnp.maximum(jnp.max(x, axis=-1, keepdims=True).astype(jnp.float32), 0)
+    low, high = _over(lax.pmin, low, axis), _over(lax.pmax, high, axis)
     s = _usable((high - low) / 255)
     z = jnp.where(high == low, 0.0, jnp.round(-128 - low / s))  # a token of zeros is zeros, whatever follows
     return _codes(x, s, z), s, z
+
+
+def _over(reduce: Callable[[Array, str], Array], x: Array, axis: str) -> Array:
+    return reduce(x, axis) if axis else x
 
 
 def requantized(y: Array, scale: Array | None, zero: Array | None) -> Array:

@@ -27,11 +27,18 @@ class Engine(Protocol):
         ...
 
     def run(
-        self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
+        self,
+        function: Callable[..., Any],
+        form: Any,
+        tensors: Sequence[Any],
+        fresh: Sequence[int],
+        size: tuple[int, int] | None = None,
     ) -> Tensor:
         """Call ``function(*tensors, form=form)``, a pure function of JAX arrays, and return its result as a tensor.
 
-        ``fresh``: the positions of tensors that change with each call; the others stay the same.
+        A tensor may be None; on a CPU, one that changes may be a NumPy array.
+        ``fresh``: the positions of tensors that change with each call; the others stay the same. ``size``: the last two
+        dimensions of the part of the result that is wanted; an engine may return all of it.
         """
         ...
 

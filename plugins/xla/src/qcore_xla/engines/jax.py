@@ -21,6 +21,7 @@ from qcore import PluginError
 from .. import environment
 from ..memo import Memo
 
+Size = tuple[int, int] | None
 _NUMPY = {torch.float32, torch.int8, torch.int32}
 
 
@@ -37,35 +38,49 @@ class JaxEngine:
         return environment.why_not(device.type)
 
     def run(
-        self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
+        self, function: Callable[..., Any], form: Any, tensors: Sequence[Any], fresh: Sequence[int], size: Size = None
     ) -> Tensor:
         if environment.forked:
             raise PluginError(
                 "this process was forked from one that had used JAX, and JAX does not work after a fork.\n"
                 "Start workers with the 'spawn' method: torch.multiprocessing.set_start_method('spawn')."
             )
+        if isinstance(tensors[0], np.ndarray):
+            return self._retried(function, form, tensors, fresh, size)
         with device_of(tensors):
-            try:
-                return self._run(function, form, tensors, fresh)
-            except Exception:  # noqa: BLE001 - a call that fails for another reason fails again in the retry
-                with _apart():
-                    return self._run(function, form, tensors, fresh)
+            return self._retried(function, form, tensors, fresh, size)
+
+    def _retried(
+        self, function: Callable[..., Any], form: Any, tensors: Sequence[Any], fresh: Sequence[int], size: Size
+    ) -> Tensor:
+        try:
+            return self._run(function, form, tensors, fresh, size)
+        except Exception:  # noqa: BLE001 - a call that fails for another reason fails again in the retry
+            with _apart():
+                return self._run(function, form, tensors, fresh, size)
 
     def _run(
-        self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
+        self, function: Callable[..., Any], form: Any, tensors: Sequence[Any], fresh: Sequence[int], size: Size
     ) -> Tensor:
         kept = self._arrays.get
         arrays = [
             None if tensor is None else _fresh(tensor) if i in fresh else kept(tensor)
             for i, tensor in enumerate(tensors)
         ]
-        y = compiled(function, form)(*arrays)
-        if tensors[0] is not None and tensors[0].is_cuda:
+        y = jitted(function, form)(*arrays)
+        if isinstance(tensors[0], Tensor) and tensors[0].is_cuda:
             return from_dlpack(y)  # makes torch's stream wait for it
-        return writable(np.asarray(y))  # waits for it
+        array = np.asarray(y)  # waits for it
+        if array.nbytes > _SMALL:
+            return writable(array)
+        return torch.from_numpy((array if size is None else array[..., : size[0], : size[1]]).copy())
 
 
-def device_of(tensors: Sequence[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
+_SMALL = 1 << 15
+"""Bytes of a result that is copied in less time than it takes to make its memory writable."""
+
+
+def device_of(tensors: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """The tensors' GPU as torch's current device: torch exports memory of the current device only."""
     first = next(tensor for tensor in tensors if tensor is not None)
     if not first.is_cuda:
@@ -114,8 +129,10 @@ def writable(array: Any) -> Tensor:
     return torch.from_numpy(np.asarray(_Memory(array)))
 
 
-def _fresh(tensor: Tensor) -> Any:
+def _fresh(tensor: Any) -> Any:
     """An array for one call: next to a committed weight, a NumPy array is enough, and takes 1 us instead of 30."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
     if tensor.dtype in _NUMPY and not tensor.is_cuda:
         return tensor.detach().numpy()
     return _array(tensor)
@@ -137,7 +154,25 @@ def _from_dlpack() -> Callable[[Tensor], Any]:
     return dlpack.from_dlpack
 
 
-@lru_cache(maxsize=4096)
+_jitted: dict[tuple[int, int], tuple[Any, Any, Callable[..., Any]]] = {}
+
+
+def jitted(function: Callable[..., Any], form: Any) -> Callable[..., Any]:
+    """`compiled`, found by the identity of a form: hashing one takes a few microseconds."""
+    found = _jitted.get((id(function), id(form)))
+    if found is not None and found[1] is form:
+        return found[2]
+    made = compiled(function, form)
+    if len(_jitted) >= _KEPT:
+        _jitted.clear()
+    _jitted[id(function), id(form)] = function, form, made
+    return made
+
+
+_KEPT = 4096
+
+
+@lru_cache(maxsize=_KEPT)
 def compiled(function: Callable[..., Any], form: Any) -> Callable[..., Any]:
     """``function`` jitted for one form: layers with the same form and shapes share the compiled program."""
     import jax

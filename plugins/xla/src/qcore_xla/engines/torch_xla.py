@@ -40,9 +40,8 @@ class TorchXlaEngine:
             f"set {environment.PLATFORMS}=cpu before the process starts."
         )
 
-    def run(self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Any) -> Tensor:
-        """Adds the function to the graph that torch_xla collects. ``fresh`` is ignored: nothing is converted."""
-        del fresh
+    def run(self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], *_: Any) -> Tensor:
+        """Adds the function to the graph that torch_xla collects. The rest is ignored: nothing is converted."""
         specs = tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         name, computation = _computation(function, form, specs, _platform())
         given = [tensor for tensor in tensors if tensor is not None]

@@ -32,11 +32,8 @@ class TpuEngine:
         """Checks torch_tpu's files, the environment and package metadata only."""
         return environment.why_not_jax() or _why_not_backend(device) or _why_not_platform()
 
-    def run(
-        self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], fresh: Sequence[int]
-    ) -> Tensor:
-        """Calls the op for this body and form. ``fresh`` is ignored: nothing is converted."""
-        del fresh
+    def run(self, function: Callable[..., Any], form: Any, tensors: Sequence[Tensor | None], *_: Any) -> Tensor:
+        """Calls the op for this body and form. The rest is ignored: nothing is converted."""
         given = tuple(tensor is not None for tensor in tensors)
         result: Tensor = op(function, form, given)([tensor for tensor in tensors if tensor is not None])
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from . import (
     products,  # noqa: F401 - registers rules
     quantized,
 )
+from .meshes import MeshCut
 from .overflow import overflow
 from .quantized import Layer
 from .rules import RULES, jax_dtype
@@ -48,7 +49,11 @@ def rule_name(target: Any) -> str:
     return f"qcore_graph.{name}" if is_whole(target) else name
 
 
-def layer_of(node: fx.Node, platform: str) -> Layer | None:
+Cuts = Mapping[fx.Node, MeshCut]
+"""By the placeholder of a weight."""
+
+
+def layer_of(node: fx.Node, platform: str, cuts: Cuts) -> Layer | None:
     """How the quantized layer of a node is packed; None for other nodes."""
     if not is_whole(node.target):
         return None
@@ -57,7 +62,8 @@ def layer_of(node: fx.Node, platform: str) -> Layer | None:
     if name == "embedding":
         return quantized.layer(name, 0, args[3], args[2], 1, 0, platform)  # type: ignore[arg-type]
     if name == "linear":
-        return quantized.layer(name, args[4], x.shape[-1], args[3], 1, 0, platform)  # type: ignore[union-attr, arg-type]
+        cut = cuts.get(args[1])  # type: ignore[arg-type]
+        return quantized.layer(name, args[4], x.shape[-1], args[3], 1, 0, platform, cut)  # type: ignore[union-attr, arg-type]
     if name == "grouped_linear":
         experts = args[1].meta["val"].shape[0]  # type: ignore[union-attr]
         return quantized.layer(name, args[5], x.shape[-1], args[4], 1, experts, platform)  # type: ignore[union-attr, arg-type]
@@ -68,7 +74,7 @@ def layer_of(node: fx.Node, platform: str) -> Layer | None:
     return None
 
 
-def lowered(part: GraphPart, platform: str) -> Callable[[Sequence[Any]], tuple[list[Any], Array | None]]:
+def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[[Sequence[Any]], tuple[list[Any], Array | None]]:
     """``part`` as a function of one value per input: its outputs, and `Flags.both`.
 
     A value is an array; for the weight of a quantized layer its arrays by `Layer`; a number stays a number.
@@ -90,17 +96,16 @@ def lowered(part: GraphPart, platform: str) -> Callable[[Sequence[Any]], tuple[l
             elif node.op == "call_function":
                 args = fx.node.map_arg(node.args, known.__getitem__)
                 kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
-                known[node] = _call(node, args, kwargs, platform, flags)
+                known[node] = _call(node, args, kwargs, layer_of(node, platform, cuts), flags)
         outputs = [known[node] for node in part.outputs]
         return outputs, flags.both()
 
     return run
 
 
-def _call(node: fx.Node, args: Any, kwargs: Any, platform: str, flags: Flags) -> Any:
+def _call(node: fx.Node, args: Any, kwargs: Any, layer: Layer | None, flags: Flags) -> Any:
     if node.target is operator.getitem:
         return args[0][args[1]]
-    layer = layer_of(node, platform)
     y = RULES[rule_name(node.target)](*args, **kwargs) if layer is None else _quantized(layer, args, flags)
     if layer is None:
         _check_indices(node, args, flags)

@@ -24,7 +24,8 @@ from .. import environment
 from ..engines.jax import device_of, writable
 from ..memo import Memo
 from .kept import kept_on_disk
-from .lowering import layer_of, lowered
+from .lowering import Cuts, layer_of, lowered
+from .meshes import Placement, cut_of, gathered_here, placed
 from .quantized import Arrays, Layer
 from .states import States
 
@@ -47,9 +48,9 @@ def array_of(tensor: Tensor) -> Array:
     return jax.dlpack.from_dlpack(dense)  # type: ignore[no-any-return]
 
 
-def _packed(tensor: Tensor, layer: Layer) -> tuple[Arrays, bool]:
+def _packed(tensor: Tensor, layer: Layer, sharding: Any) -> tuple[Arrays, bool]:
     weight = weight_of(tensor)
-    made = {name: array_of(part) for name, part in layer.pack(weight).items()}
+    made = {name: placed(array_of(part), sharding) for name, part in layer.pack(weight).items()}
     for array in made.values():
         array.block_until_ready()
     return made, False
@@ -58,26 +59,60 @@ def _packed(tensor: Tensor, layer: Layer) -> tuple[Arrays, bool]:
 _weights: Memo[Arrays] = Memo(_packed)
 _statics: Resident[Array] = Resident(array_of)
 _states = States()
+_spread: Resident[Array] = Resident(array_of)
+"""States on a mesh, beside torch's copy of them."""
+
+
+def _static(tensor: Tensor, sharding: Any) -> Array:
+    return _statics.get(tensor) if sharding is None else _on_mesh.get(tensor, sharding)
+
+
+_on_mesh: Memo[Array] = Memo(lambda tensor, sharding: (placed(array_of(tensor), sharding), False))
+
+
+def _state_array(tensor: Tensor, sharding: Any) -> Array:
+    """An array with the values of a state that may be donated."""
+    if sharding is None:
+        return jax.numpy.array(array_of(tensor), copy=True)
+    known = _spread.peek(tensor)
+    usable = known is not None and not tensor.is_inference() and known.sharding == sharding and not known.is_deleted()
+    if known is not None and usable and _spread.get(tensor) is known:  # torch has not written to it since
+        return known
+    return placed(jax.numpy.array(array_of(tensor), copy=True), sharding)  # type: ignore[no-any-return]
+
+
+def _kept(y: Array, sharding: Any) -> Array:
+    kept: Array = y if sharding is None else jax.lax.with_sharding_constraint(y, sharding)
+    return kept
 
 
 class Program:
-    """See the module. Called with one tensor or number per input of the part, it returns the part's results."""
+    """See the module. Called with one tensor or number per input of the part, it returns the part's results.
 
-    def __init__(self, part: GraphPart) -> None:
-        self._platform = part.device.type
-        self._run = lowered(part, self._platform)
+    **Attributes:** ``jitted``: the function of states, of weights and other fixed arrays, and of fresh arguments;
+    ``layers``: by position of a weight among the inputs, how it is packed. ``platform`` is by default that of the part.
+    """
+
+    def __init__(self, part: GraphPart, platform: str | None = None) -> None:
+        self._platform = platform or part.device.type
+        places = part.graph.graph.find_nodes(op="placeholder")
+        weights = [(at, one.value) for at, one in zip(places, part.inputs, strict=True) if one.role is Role.WEIGHT]
+        cuts = {at: cut for at, marker in weights if (cut := cut_of(marker))}
+        self.placement = Placement(cuts)
+        self._run = lowered(part, self._platform, cuts)
         roles = [one.role for one in part.inputs]
         self._states = [i for i, role in enumerate(roles) if role is Role.STATE]
         self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
         self._fresh = [i for i, role in enumerate(roles) if role is Role.FRESH]
         self._numbers = {i: one.example for i, one in enumerate(part.inputs) if one.role is Role.NUMBER}
-        self._layers = _layers(part, self._platform)
+        self.layers = _layers(part, self._platform, cuts)
+        self._state_places = [self.placement.state(tuple(part.inputs[i].example.shape)) for i in self._states]
         self._count = len(roles)
         self._updates = [part.updates[i] for i in self._states]
         self._returned = part.returned
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
         self._empty = [tuple(part.outputs[i].meta["val"].shape) for i in part.returned]
-        self._jitted: Callable[..., Any] = jax.jit(self._whole, donate_argnums=0)
+        self.jitted: Any = jax.jit(self._whole, donate_argnums=0)
         self._compiled = False
         self._known: tuple[list[Any], list[Any]] | None = None
         self._lock = threading.Lock()
@@ -89,12 +124,13 @@ class Program:
                 values[i] = value
         for i, number in self._numbers.items():
             values[i] = number
-        for i, layers in self._layers.items():
+        for i, layers in self.layers.items():
             values[i] = dict(zip(layers, values[i], strict=True))
         # The rules rely on rank promotion; the user's program may forbid it.
         with jax.numpy_rank_promotion("allow"):
             outputs, bad = self._run(values)
-        return [outputs[i] for i in self._returned], [outputs[i] for i in self._updates], bad
+        updates = [_kept(outputs[i], at) for i, at in zip(self._updates, self._state_places, strict=True)]
+        return [_kept(outputs[i], self.placement.whole) for i in self._returned], updates, bad
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Tensor]:
         """Run the program, and wait for it."""
@@ -107,23 +143,26 @@ class Program:
             return self._call(values)
 
     def _call(self, values: Sequence[Any]) -> Sequence[Tensor]:
-        held = [_states.get(values[i]) for i in self._states]
+        whole = self.placement.whole
+        held = [None if whole else _states.get(values[i]) for i in self._states]
         states = [
-            jax.numpy.array(array_of(values[i]), copy=True) if state is None else state.array
-            for i, state in zip(self._states, held, strict=True)
+            _state_array(values[i], at) if state is None else state.array
+            for i, state, at in zip(self._states, held, self._state_places, strict=True)
         ]
         fixed = self._fixed_arrays(values)
         fresh = [self._argument(values[i]) for i in self._fresh]
         if self._compiled:
-            results, updates, bad = self._jitted(states, fixed, fresh)
+            results, updates, bad = self.jitted(states, fixed, fresh)
         else:
             with kept_on_disk():
-                results, updates, bad = self._jitted(states, fixed, fresh)
+                results, updates, bad = self.jitted(states, fixed, fresh)
             self._compiled = True
         jax.block_until_ready(updates)
         for i, state, array in zip(self._states, held, updates, strict=True):
             if state is None:
-                values[i].copy_(from_dlpack(array))
+                values[i].copy_(from_dlpack(gathered_here(array, whole)))
+                if whole is not None:
+                    _spread.put(values[i], array)
             else:
                 state.replace(array, values[i])
         if bad is not None:
@@ -139,20 +178,25 @@ class Program:
             if same:
                 return known[1]
         arrays = [
-            [_weights.get(tensor, layer) for layer in self._layers[i]] if i in self._layers else _statics.get(tensor)
+            [_weights.get(tensor, layer, self.placement.parts(layer.cut)) for layer in self.layers[i]]
+            if i in self.layers
+            else _static(tensor, self.placement.whole)
             for i, tensor in zip(self._fixed, tensors, strict=True)
         ]
         self._known = [(_ref(tensor), version(tensor)) for tensor in tensors], arrays
         return arrays
 
     def _argument(self, tensor: Tensor) -> Any:
-        narrow = _narrowed(tensor.detach())
+        narrow, whole = _narrowed(tensor.detach()), self.placement.whole
+        if whole is not None:
+            return placed(array_of(narrow), whole)
         if narrow.is_cuda or narrow.dtype == torch.bfloat16:
             return jax.dlpack.from_dlpack(narrow.contiguous())
         array = narrow.numpy()
         return array if self._fixed or self._states else jax.device_put(array, jax.devices("cpu")[0])
 
     def _result(self, y: Array, dtype: torch.dtype) -> Tensor:
+        y = gathered_here(y, self.placement.whole)
         if self._platform == "cuda" or dtype == torch.bfloat16:
             y.block_until_ready()
             return from_dlpack(y)
@@ -176,12 +220,12 @@ def _ref(tensor: Tensor) -> Callable[[], Tensor | None]:
     return weakref.ref(tensor)
 
 
-def _layers(part: GraphPart, platform: str) -> dict[int, list[Layer]]:
+def _layers(part: GraphPart, platform: str, cuts: Cuts) -> dict[int, list[Layer]]:
     """How the weights among the inputs are packed, by position: a tied weight in one way for each kind of layer."""
     places = part.graph.graph.find_nodes(op="placeholder")
     found: dict[int, list[Layer]] = {}
     for node in part.nodes:
-        layer = layer_of(node, platform)
+        layer = layer_of(node, platform, cuts)
         if layer is not None:
             at = 2 if layer.kind == "grouped_linear" else 1
             known = found.setdefault(places.index(node.args[at]), [])

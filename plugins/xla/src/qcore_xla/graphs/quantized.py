@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 from torch import Tensor
 
 from qcore import Format, QTensor, Scheme
@@ -22,10 +24,13 @@ from .. import ops, packing, tables
 from ..bodies.embedding import embedding
 from ..bodies.form import Form
 from ..bodies.linear import grouped, linear
+from ..bodies.transposed import grouped_transposed, transposed
 from ..calls import bucket, call_of, form_of
 from ..packing import Plan
 from ..tables import TablePlan
+from .meshes import MeshCut
 
+_FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 Arrays = dict[str, Any]
 """A packed weight: ``data``, ``scale``, and ``zero`` and ``sums`` if there are any."""
 
@@ -35,7 +40,10 @@ class Layer:
     """How the weight of a quantized layer is packed and multiplied on a platform.
 
     **Fields:** ``kind``: the contract; ``n``, ``k``: of the weight; ``scheme``; ``heads``: channel groups of a
-    convolution; ``experts``: E of a grouped linear layer, 0 for others; ``platform``: a type of torch device.
+    convolution; ``experts``: E of a grouped linear layer, 0 for others; ``platform``: a type of torch device, or
+    "tpu"; ``straight``: whether x is multiplied as it is, whatever the scheme: linear in x, for its gradient;
+    ``cut``: over a mesh, then arrays hold the parts along a first dimension; ``axis``: of a part of a weight that is
+    cut along K.
     """
 
     kind: str
@@ -45,6 +53,9 @@ class Layer:
     heads: int
     experts: int
     platform: str
+    straight: bool = False
+    cut: MeshCut | None = None
+    axis: str = ""
 
     @property
     def format(self) -> Format:
@@ -73,31 +84,58 @@ class Layer:
         return self.activation in {"asymmetric", "given"}
 
     def _call(self, out_dtype: torch.dtype) -> Any:
-        device, bits, group = torch.device(self.platform), self.format.bits, self.format.group_size or 0
+        # torch knows no device "tpu" unless torch_tpu is there; a layout differs on GPUs only.
+        device = torch.device("xla" if self.platform == "tpu" else self.platform)
+        bits, group = self.format.bits, self.format.group_size or 0
         requantize = self.scheme.output is not None
         return call_of(device, self.n, self.k, bits, group, self.heads, self.activation, requantize, out_dtype)
 
     def form(self, out_dtype: torch.dtype) -> Form:
         """The form of the body."""
         made: Form = form_of(self._call(out_dtype), self.platform)
-        return made
+        made = replace(made, axis=self.axis)
+        return replace(made, activation="float", requantize=False, pallas=False) if self.straight else made
+
+    @property
+    def part(self) -> Layer:
+        """One device's part of a layer that is cut."""
+        cut = self.cut
+        assert cut is not None
+        if cut.kind == "column":
+            return replace(self, n=self.n // cut.size, cut=None)
+        group = cut.group(self.k, self.format.group_size)
+        scheme = replace(self.scheme, weight=replace(self.format, group_size=group))
+        return replace(self, k=self.k // cut.size, scheme=scheme, cut=None, axis=cut.axis)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """The arrays' tensors, experts stacked along a first dimension."""
+        """The arrays' tensors, experts stacked along a first dimension; 8-bit floats as such, which XLA converts."""
+        packed, dtype = self.packed_bytes(weight), _FLOAT8.get(self.format.dtype)
+        return packed if dtype is None else {**packed, "data": packed["data"].view(dtype)}
+
+    def packed_bytes(self, weight: QTensor) -> dict[str, Tensor]:
+        """`pack`, with floats of 8 bits as bytes."""
+        if self.cut is not None:
+            return _stacked([self.part.packed_bytes(part) for part in self.cut.parts(weight)])
         if self.kind == "embedding":
             return tables.pack_table(weight, replace(self.table, v=weight.shape[0]))
         if weight.order is not None:
-            return {**self.pack(weight.derived(order=None)), "order": weight.order.to(torch.int32)}
+            plain = self.packed_bytes(weight.derived(order=None))
+            return {**plain, "order": weight.order.to(torch.int32)}
         if not self.experts:
             return packing.pack(weight, self.plan, sums=self.sums)
-        parts = [packing.pack(weight[e], self.plan, sums=self.sums) for e in range(len(weight))]
-        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        return _stacked([packing.pack(weight[e], self.plan, sums=self.sums) for e in range(len(weight))])
+
+
+def _stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
 
 @lru_cache(maxsize=1024)
-def layer(kind: str, n: int, k: int, scheme: str, heads: int, experts: int, platform: str) -> Layer:
+def layer(
+    kind: str, n: int, k: int, scheme: str, heads: int, experts: int, platform: str, cut: MeshCut | None = None
+) -> Layer:
     """A `Layer` by the text of its scheme."""
-    return Layer(kind, n, k, Scheme.parse(scheme), heads, experts, platform)
+    return Layer(kind, n, k, Scheme.parse(scheme), heads, experts, platform, cut=cut)
 
 
 def _filled(x: Array, of: Plan, count: int) -> Array:
@@ -124,8 +162,8 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
         x = x.astype(jnp.float32)
     # Padding to 4 rows serves int8 products only; 1 row of floats takes two thirds of the time of 4.
     filled = _filled(x, plan, bucket(rows, 1 if plan.by_rows or of.activation == "float" else 4))
-    mask = None
-    if weight.get("sums") is not None and weight.get("zero") is not None and plan.columns != plan.k:
+    mask, sums = None, weight.get("sums")
+    if sums is not None and weight.get("zero") is not None and plan.columns != plan.k:
         mask = _filled(jnp.ones((1, plan.k), jnp.int8), plan, 1)[0]
     numbers = [*given_numbers(of.scheme.activation), *given_numbers(of.scheme.output)]
     given = [None if one is None else jnp.full((1,), float(one), jnp.float32) for one in numbers]
@@ -134,11 +172,31 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
     if numbers[2] is None:
         given[3] = None
     padded = None if bias is None else _bias(bias, plan)
+    if of.straight:
+        return _linear_in_x(filled, weight, form)[..., :rows, : plan.n // plan.heads]
     body = grouped if plan.heads > 1 else linear
-    parts = (weight["data"], weight["scale"], weight.get("zero"), padded, weight.get("sums"), mask, *given)
+    parts = (weight["data"], weight["scale"], weight.get("zero"), padded, sums, mask, *given)
     y = body(filled, *parts, form=form)
     n = plan.n // plan.heads
     return y[..., :rows, :n]
+
+
+def _linear_in_x(x: Array, weight: Arrays, form: Form) -> Array:
+    """The product of floats x, which `jax.linear_transpose` transposes without keeping a dequantized weight."""
+    body, back = (grouped, grouped_transposed) if x.ndim == 3 else (linear, transposed)
+
+    alone = replace(form, axis="")  # JAX transposes the sum over a mesh, and what belongs to it
+
+    def product(parts: tuple[Any, ...], x: Array) -> Array:
+        data, scale, zero = parts
+        return body(x, data, scale, zero, None, form=alone)
+
+    def transpose(parts: tuple[Any, ...], dy: Array) -> Array:
+        return back(dy, *parts, form=alone)[..., : x.shape[-1]].astype(x.dtype)
+
+    parts = (weight["data"], weight["scale"], weight.get("zero"))
+    y: Array = jax.custom_derivatives.linear_call(product, transpose, parts, x)
+    return lax.psum(y, form.axis) if form.axis else y
 
 
 def _bias(bias: Array, plan: Plan) -> Array:
@@ -149,8 +207,24 @@ def _bias(bias: Array, plan: Plan) -> Array:
 
 def dense_rows(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype) -> Array:
     """A linear layer: x ``(..., K)`` to ``(..., N)``."""
-    lead = x.shape[:-1]
-    return product(x.reshape(-1, of.k), weight, bias, of, out_dtype).reshape(*lead, of.n)
+    lead, flat = x.shape[:-1], x.reshape(-1, of.k)
+    multiply = product if of.cut is None else _by_parts
+    return multiply(flat, weight, bias, of, out_dtype).reshape(*lead, of.n)
+
+
+def _by_parts(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype) -> Array:
+    """`product` on every device of a mesh with its part of the weight."""
+    cut = of.cut
+    assert cut is not None
+
+    def one(x: Array, weight: Arrays, bias: Array | None) -> Array:
+        own = jax.tree.map(lambda parts: parts[0], weight)
+        return product(x, own, bias, of.part, out_dtype)
+
+    whole, parts, last = PartitionSpec(), PartitionSpec(cut.axis), PartitionSpec(None, cut.axis)
+    given, made = ((whole, parts, parts), last) if cut.kind == "column" else ((last, parts, whole), whole)
+    y: Array = jax.shard_map(one, mesh=cut.mesh, in_specs=given, out_specs=made, check_vma=False)(x, weight, bias)
+    return y
 
 
 def gathered(indices: Array, weight: Arrays, of: Layer, out_dtype: torch.dtype) -> Array:
@@ -238,8 +312,10 @@ def why_not_scheme(text: str) -> str:
     """Why the bodies do not run a scheme; empty if they do."""
     scheme = Scheme.parse(text)
     form = scheme.weight
-    if form.dtype not in {"int4", "int8"} or str(form.scale) not in {"ScaleType.FLOAT", "float"}:
-        return f"{text}: qcore-xla multiplies int4 and int8 weights"
+    if form.dtype in _FLOAT8 and scheme.activation is not None:
+        return f"{text}: qcore-xla multiplies 8-bit floats with float activations only; quantize to {form} alone"
+    if form.dtype not in {"int4", "int8", *_FLOAT8} or str(form.scale) not in {"ScaleType.FLOAT", "float"}:
+        return f"{text}: qcore-xla multiplies int4, int8 and fp8 weights with float scales"
     if scheme.activation is not None and type(scheme.activation).__name__ not in {"DynamicInt8", "StaticInt8"}:
         return f"{text}: qcore-xla takes float and int8 activations"
     return ""

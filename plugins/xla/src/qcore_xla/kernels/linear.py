@@ -7,8 +7,10 @@ from torch import Tensor
 from qcore import LinearRequest
 from qcore.plugin_api import Packed, RowsKernel, runs_now
 
-from . import ops
-from .packing import PackedKernel, wants_rows
+from .. import calls, ops
+from ..packing import PackedKernel, wants_rows
+
+_NO_NUMBERS = calls.Given()
 
 
 class XlaLinear(PackedKernel, RowsKernel):
@@ -21,9 +23,15 @@ class XlaLinear(PackedKernel, RowsKernel):
         super().__init__(name, r.weight, r.n, r.k, sums=quantization[0] in {"asymmetric", "given"}, rows=rows)
         self.out_dtype = r.out_dtype
         self._constants = (r.n, r.k, r.weight.bits, r.weight.group_size or 0, *quantization, r.out_dtype)
+        self._call = calls.Call(self.plan, quantization[0], quantization[3], r.out_dtype)
+        self._without_numbers = quantization[1] is None and quantization[4] is None
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
-        call = ops.linear if runs_now(x) else ops.op_linear
+        now = runs_now(x)
+        if now and self._without_numbers and not given:  # the shortest way
+            weight = calls.Weight(packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"))
+            return calls.linear(x, weight, bias, _NO_NUMBERS, self._call)
+        call = ops.linear if now else ops.op_linear
         return call(
             x, packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"), bias,
             given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),

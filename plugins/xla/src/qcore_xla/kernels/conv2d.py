@@ -9,8 +9,8 @@ from torch import Tensor
 from qcore import Conv2dRequest
 from qcore.plugin_api import Packed, check_image, runs_now
 
-from . import ops
-from .packing import PackedKernel, wants_rows
+from .. import ops
+from ..packing import PackedKernel, wants_rows
 
 
 class XlaConv2d(PackedKernel):

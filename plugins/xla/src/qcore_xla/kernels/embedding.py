@@ -9,10 +9,10 @@ from torch import Tensor
 from qcore import EmbeddingRequest, QTensor
 from qcore.plugin_api import Packed, check_weight, runs_now
 
-from . import calls, ops
-from .packing import PackedKernel
-from .tables import pack_table, table_plan, unpack_table
-from .views import pack_whole, unpack_whole
+from .. import calls, ops
+from ..packing import PackedKernel
+from ..tables import pack_table, table_plan, unpack_table
+from ..views import pack_whole, unpack_whole
 
 
 class XlaEmbedding(PackedKernel):

@@ -1,0 +1,173 @@
+"""The ops as pure functions of arrays and `PackedWeight`: under `jit`, `vmap`, `grad` with respect to x, `shard_map`.
+
+The gradient with respect to x is that of the product with the dequantized weight; quantized activations let it through
+unchanged. The weight is dequantized anew for it, slice by slice as in the product, not kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import Array
+
+from qcore import FormatError
+
+from ..graphs import quantized
+from ..graphs.quantized import Arrays, Layer
+from .weights import PackedWeight
+
+Pair = int | tuple[int, int]
+_FLOATS = {jnp.dtype(name): getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+
+
+def linear(x: Any, weight: PackedWeight, bias: Any = None) -> Array:
+    """``A(x) @ W^T + bias`` for x ``(..., K)`` float32, bfloat16 or float16, giving ``(..., N)`` in the dtype of x.
+
+    A scheme with int8 results gives int8. ``bias``: ``(N,)`` or None. Raises `FormatError` for wrong shapes or dtypes.
+    """
+    _expect(weight, "linear")
+    _check_columns(x, weight)
+    return _run(_Call("linear", weight.layer, _dtype(x)), jnp.asarray(x), weight.arrays, bias, None)
+
+
+def embedding(indices: Any, weight: PackedWeight, *, dtype: Any = jnp.float32) -> Array:
+    """Rows of a table ``(V, D)``: indices of any shape and integer dtype to ``(*indices.shape, D)`` of ``dtype``.
+
+    As everywhere in JAX, no error is raised for an index out of range: the last row is taken.
+    """
+    _expect(weight, "embedding")
+    rows = quantized.gathered(jnp.asarray(indices), weight.arrays, weight.layer, _torch_dtype(dtype))
+    return rows.astype(dtype)
+
+
+def conv2d(
+    x: Any, weight: PackedWeight, bias: Any = None, *, kernel_size: Pair, stride: Pair = 1, padding: Pair = 0,
+    dilation: Pair = 1,
+) -> Array:  # fmt: skip
+    """A convolution of x ``(B, IC, H, W)``, giving ``(B, OC, OH, OW)`` in the dtype of x.
+
+    ``weight``: ``(OC, KH * KW * IC / groups)``, columns in the order (KH, KW, IC), which is how qcore stores
+    convolutions; ``groups`` belong to the weight: see `qcore_xla.pack`. Raises `FormatError` for wrong shapes.
+    """
+    _expect(weight, "linear", "conv2d")
+    geometry = tuple(one if isinstance(one, tuple) else (one, one) for one in (kernel_size, stride, padding, dilation))
+    columns = geometry[0][0] * geometry[0][1] * x.shape[1] // weight.layer.heads if x.ndim == 4 else -1
+    needed = weight.layer.k * weight.layer.heads
+    if columns != weight.layer.k:
+        raise FormatError(
+            f"x has shape {x.shape} and the kernel {geometry[0]}; a weight of shape {weight.shape} in "
+            f"{weight.layer.heads} groups needs x (B, IC, H, W) with KH * KW * IC = {needed}."
+        )
+    return _run(_Call("conv2d", weight.layer, _dtype(x), geometry), jnp.asarray(x), weight.arrays, bias, None)
+
+
+def grouped_linear(x: Any, offsets: Any, weight: PackedWeight, bias: Any = None) -> Array:
+    """Rows of x ``(T, K)``, sorted by expert, each times its expert's weight of ``(E, N, K)``, giving ``(T, N)``.
+
+    ``offsets``: int32 ``(E,)``, the end of each expert's rows; rows after the last end give 0. ``bias``: ``(E, N)``.
+    """
+    _expect(weight, "grouped_linear")
+    _check_columns(x, weight)
+    return _run(_Call("grouped_linear", weight.layer, _dtype(x)), jnp.asarray(x), weight.arrays, bias, offsets)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static in a product."""
+
+    kind: str
+    layer: Layer
+    dtype: Any
+    geometry: tuple[tuple[int, int], ...] = ()
+
+    def __call__(self, x: Array, arrays: Arrays, bias: Any, ends: Any) -> Array:
+        # The bodies rely on rank promotion; the user's program may forbid it.
+        with jax.numpy_rank_promotion("allow"):
+            y = self._product(x, arrays, bias, ends)
+        return y if self.layer.scheme.output is not None else y.astype(self.dtype)
+
+    def _product(self, x: Array, arrays: Arrays, bias: Any, ends: Any) -> Array:
+        out = torch.int8 if self.layer.scheme.output is not None else _FLOATS[self.dtype]
+        if self.kind == "conv2d":
+            return quantized.convolved(x, arrays, bias, self.layer, out, *self.geometry)
+        if self.kind == "grouped_linear":
+            return quantized.by_experts(x, jnp.asarray(ends), arrays, bias, self.layer, out)
+        return quantized.dense_rows(x, arrays, bias, self.layer, out)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(call: _Call, x: Array, arrays: Arrays, bias: Any, ends: Any) -> Array:
+    return call(x, arrays, bias, ends)
+
+
+def _forward(call: _Call, x: Array, arrays: Arrays, bias: Any, ends: Any) -> Any:
+    if call.layer.scheme.output is not None:
+        raise FormatError(f"{call.layer.scheme}: int8 results have no gradient.")
+    shape = jnp.zeros((*x.shape, 0))  # holds no values
+    like = None if bias is None else jnp.zeros((0,), bias.dtype)
+    return call(x, arrays, bias, ends), (arrays, ends, shape, like)
+
+
+def _backward(call: _Call, kept: Any, dy: Array) -> Any:
+    arrays, ends, shape, bias = kept
+    floats = replace(call, layer=replace(call.layer, straight=True))
+    x = jax.ShapeDtypeStruct(shape.shape[:-1], call.dtype)
+
+    def transposed(dy: Array, arrays: Arrays, ends: Any) -> Any:
+        return jax.linear_transpose(lambda x: floats(x, arrays, None, ends), x)(dy)[0]
+
+    # JAX does not batch what `graphs.quantized` transposes by itself.
+    dx = jax.custom_batching.sequential_vmap(transposed)(dy, arrays, ends)
+    return dx, None, None if bias is None else _of_bias(call, dy, ends).astype(bias.dtype), None
+
+
+def _of_bias(call: _Call, dy: Array, ends: Any) -> Array:
+    wide: Array = dy.astype(jnp.float32)
+    if call.kind == "grouped_linear":
+        ends = jnp.asarray(ends)
+        rows = jnp.arange(dy.shape[0])[None, :]
+        starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+        return ((rows >= starts[:, None]) & (rows < ends[:, None])).astype(jnp.float32).dot(wide)  # type: ignore[no-any-return]
+    axes = (0, 2, 3) if call.kind == "conv2d" else tuple(range(dy.ndim - 1))
+    return wide.sum(axes)
+
+
+_run.defvjp(_forward, _backward)
+
+
+def _expect(weight: PackedWeight, *kinds: str) -> None:
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(
+            f"weight is a {type(weight).__name__}; load gives a qcore_xla.PackedWeight for quantized weights."
+        )
+    if weight.layer.kind not in kinds:
+        raise FormatError(
+            f"a weight packed for {weight.layer.kind} cannot be used here, where {' or '.join(kinds)} is needed: "
+            f"see the arguments tables and groups of qcore_xla.load, table and groups of qcore_xla.pack."
+        )
+
+
+def _check_columns(x: Any, weight: PackedWeight) -> None:
+    if not x.ndim or x.shape[-1] != weight.layer.k:
+        raise FormatError(
+            f"x has shape {tuple(x.shape)}; a weight of shape {weight.shape} needs (..., {weight.layer.k})."
+        )
+
+
+def _dtype(x: Any) -> Any:
+    dtype = jnp.dtype(x.dtype)
+    if dtype not in _FLOATS:
+        raise FormatError(f"x is {dtype}; it must be float32, bfloat16 or float16.")
+    return dtype
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    found: torch.dtype | None = _FLOATS.get(jnp.dtype(dtype))
+    if found is None:
+        raise FormatError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
+    return found

@@ -1,0 +1,169 @@
+"""Programs on several devices: layers cut over a mesh, everything else placed around them by XLA (GSPMD).
+
+A quantized layer is cut as `qcore.parallel` cuts it: its neutral weight by output features or, along groups, by input
+features. Every device packs its part for itself; the parts are stacked along a first dimension that is sharded over the
+mesh, and `jax.shard_map` multiplies each with its part. A layer that is cut by input features adds up the devices'
+results: the one all-reduce behind attention, and the one behind an MLP. The rest of a program has global shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch import Tensor, nn
+
+from qcore import QcoreWarning, QTensor, UnsupportedError
+from qcore.plugin_api import layer_contract, layers_of, plan_for
+
+_FINEST = 4
+"""The smallest group that a cut may make, as in `qcore.parallel`."""
+
+
+@dataclass(frozen=True)
+class MeshCut:
+    """How a linear layer is cut over an axis of a mesh: ``kind`` is ``"column"`` or ``"row"``."""
+
+    kind: str
+    mesh: Mesh
+    axis: str
+
+    @property
+    def size(self) -> int:
+        """Devices along the axis."""
+        return int(self.mesh.shape[self.axis])
+
+    def why_not(self, n: int, k: int, group: int | None, *, order: bool = False) -> str:
+        """Why a weight ``(n, k)`` stays whole, a clause; empty if it can be cut. ``order``: whether it has one."""
+        if (n if self.kind == "column" else k) % self.size:
+            return f"its {'output' if self.kind == 'column' else 'input'} features are no multiple of {self.size}"
+        if self.kind == "row" and order:
+            return "its columns have an order"
+        fine = self.group(k, group)
+        if fine is not None and fine < min(group or fine, _FINEST):
+            return f"its groups of {group} would become groups of {fine}"
+        return ""
+
+    def why_not_weight(self, weight: QTensor) -> str:
+        """`why_not` of a weight ``(N, K)``."""
+        n, k = weight.shape
+        return self.why_not(n, k, weight.format.group_size, order=weight.order is not None)
+
+    def group(self, k: int, group: int | None) -> int | None:
+        """The size of groups after the cut: the largest that divides them and the shares."""
+        return group if self.kind == "column" or group is None else math.gcd(group, k // self.size)
+
+    def parts(self, weight: QTensor) -> list[QTensor]:
+        """The parts of a weight ``(N, K)``, one per device."""
+        n, k = weight.shape
+        if self.kind == "column":
+            each = n // self.size
+            return [weight.narrow(-2, i * each, each) for i in range(self.size)]
+        fine, each = self.group(k, weight.format.group_size), k // self.size
+        finer = weight if fine == weight.format.group_size or fine is None else weight.regroup(fine)
+        return [finer.narrow(-1, i * each, each) for i in range(self.size)]
+
+
+_cuts: weakref.WeakKeyDictionary[nn.Module, MeshCut] = weakref.WeakKeyDictionary()
+"""By quantized layer."""
+
+
+def shard_(
+    model: nn.Module, mesh: Mesh, *, axis: str | None = None, plan: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Let programs that ``torch.compile(model, backend="qcore_xla")`` makes from now on run on a mesh of devices.
+
+    Called one by one, the layers go on as before. Compile the model after this call.
+
+    **Arguments:**
+
+    - ``model``: quantized.
+    - ``mesh``: a `jax.sharding.Mesh`, for instance ``jax.make_mesh((4,), ("model",))``.
+    - ``axis``: the axis to cut over; by default the only one.
+    - ``plan``: names of linear layers to ``"column"`` (output features) or ``"row"`` (input features, summed
+      afterwards); by default what `qcore.parallel.plan_for` finds: attention by heads, MLPs by hidden features.
+
+    Returns the kind of cut by name of layer. Layers that cannot be cut evenly stay whole, on every device, with a
+    warning; key and value heads stay whole if they are fewer than the devices. Raises `UnsupportedError` if nothing can
+    be cut.
+    """
+    mesh, axis = axis_of(mesh, axis)
+    size = int(mesh.shape[axis])
+    wanted = _planned(model, size) if plan is None else dict(plan)
+    found: dict[str, str] = {}
+    for name, kind in wanted.items():
+        layer, cut = model.get_submodule(name), MeshCut(kind, mesh, axis)
+        if kind not in {"column", "row"} or layer_contract(layer) != "linear":
+            raise UnsupportedError(f"{name}: quantized linear layers are cut, by 'column' or 'row', not {kind!r}.")
+        weight: QTensor = layer.weight  # type: ignore[assignment]
+        if why := cut.why_not_weight(weight):
+            warnings.warn(f"{name} stays whole on every device: {why}.", QcoreWarning, stacklevel=2)
+            continue
+        _cuts[layer] = cut
+        found[name] = kind
+    if not found:
+        raise UnsupportedError("no layer of the model can be cut over the mesh: quantize it first, or give a plan.")
+    return found
+
+
+def axis_of(mesh: Mesh, axis: str | None) -> tuple[Mesh, str]:
+    """The mesh with axes that XLA may use as it likes, and the axis to cut over: ``axis``, or the only one."""
+    names = [str(name) for name in mesh.axis_names]
+    if axis not in names and (axis is not None or len(names) != 1):
+        raise UnsupportedError(f"axis={axis!r}: say which axis of the mesh to cut over, one of {', '.join(names)}.")
+    return Mesh(mesh.devices, mesh.axis_names), axis or names[0]
+
+
+def _planned(model: nn.Module, size: int) -> dict[str, str]:
+    """The cuts that programs of global shapes can make: heads in whole numbers, one part of features per layer."""
+    return {
+        name: cut.kind
+        for name, cut in plan_for(model, size).items()
+        if cut.kind in {"column", "row"} and cut.parts == 1 and not cut.replicate
+        if layer_contract(model.get_submodule(name)) == "linear"
+    }
+
+
+def cut_of(marker: Tensor | None) -> MeshCut | None:
+    """The cut of the layer whose weight a tensor of a graph stands for; None if it is whole."""
+    return None if marker is None else next((cut for one in layers_of(marker) if (cut := _cuts.get(one))), None)
+
+
+class Placement:
+    """Where the arrays of a program are: on one device, or on a mesh."""
+
+    def __init__(self, cuts: Mapping[Any, MeshCut]) -> None:
+        first = next(iter(cuts.values()), None)
+        self._mesh: Mesh | None = None if first is None else first.mesh
+        self._axis = "" if first is None else first.axis
+
+    @property
+    def whole(self) -> NamedSharding | None:
+        """On every device; None without a mesh."""
+        return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+
+    def parts(self, cut: MeshCut | None) -> NamedSharding | None:
+        """Of the arrays of a packed weight."""
+        return self.whole if cut is None else NamedSharding(cut.mesh, PartitionSpec(cut.axis))
+
+    def state(self, shape: tuple[int, ...]) -> NamedSharding | None:
+        """Of a state: a KV cache ``(B, heads, length, head_dim)`` by heads, if they can be shared out."""
+        if self._mesh is None or len(shape) != 4 or shape[1] % self._mesh.shape[self._axis]:
+            return self.whole
+        return NamedSharding(self._mesh, PartitionSpec(None, self._axis))
+
+
+def placed(array: Any, sharding: NamedSharding | None) -> Any:
+    """The array where it belongs."""
+    return array if sharding is None else jax.device_put(array, sharding)
+
+
+def gathered_here(array: Any, sharding: NamedSharding | None) -> Any:
+    """The whole array on the first device of its mesh, for torch."""
+    return array if sharding is None else jax.device_put(array, sharding.mesh.devices.flat[0])

@@ -1,0 +1,57 @@
+"""Packed weights cut over a mesh of simulated devices, for users of JAX; run in a process of its own: ``DEVICES``."""
+
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+import qcore
+import qcore_xla
+
+
+def close(y, expected):
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-3)
+
+
+def main(devices):
+    torch.manual_seed(0)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    first, second = torch.randn(32 * devices, 64), torch.randn(24, 32 * devices)
+    for scheme in ("w4a16-g64-asym", "w8a8", "w8a8-aasym"):
+        weights = [qcore.quantize(dense, qcore.Scheme.parse(scheme).weight) for dense in (first, second)]
+        whole = [qcore_xla.pack(weight, scheme) for weight in weights]
+        cuts = [
+            qcore_xla.pack(w, scheme, cut=cut, mesh=mesh) for w, cut in zip(weights, ("column", "row"), strict=True)
+        ]
+        x, bias = jnp.asarray(torch.randn(3, 64).numpy()), jnp.asarray(torch.randn(24).numpy())
+
+        def mlp(weights, x):
+            return qcore_xla.linear(jax.nn.relu(qcore_xla.linear(x, weights[0])), weights[1], bias)  # noqa: B023
+
+        close(jax.jit(mlp)(cuts, x), mlp(whole, x))
+        if not scheme.startswith("w8a8"):  # rounded codes may be neighbours
+            loss = [jax.jit(jax.grad(lambda x, w=w: mlp(w, x).sum()))(x) for w in (cuts, whole)]
+            close(*loss)
+        assert cuts[0].arrays["data"].sharding.spec == PartitionSpec("x")
+
+        def inside(weights, x):
+            y = qcore_xla.linear(x, weights[0].part)
+            return qcore_xla.linear(jax.nn.relu(y), weights[1].part, bias)  # noqa: B023
+
+        specs = (PartitionSpec("x"), PartitionSpec())
+        own = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        close(jax.jit(own)(cuts, x), mlp(whole, x))
+        rows = jnp.tile(x, (devices, 1))
+        over_rows = jax.shard_map(mlp, mesh=mesh, in_specs=specs[::-1], out_specs=specs[0], check_vma=False)
+        everywhere = jax.device_put(whole, NamedSharding(mesh, PartitionSpec()))
+        close(over_rows(everywhere, rows), mlp(whole, rows))
+    print("equal", len(jax.devices()))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    main(int(sys.argv[1]))

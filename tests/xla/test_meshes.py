@@ -1,0 +1,88 @@
+"""Several devices, which XLA simulates on the CPU in processes of their own: the same results as on one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import torch
+from jax.sharding import Mesh
+from tiny_models import Decoder
+from torch import nn
+
+import qcore
+import qcore_xla
+from qcore_xla.graphs.meshes import MeshCut
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+
+def run(script, *arguments, devices):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(HELPERS / script), *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["equal", str(devices)]
+
+
+@pytest.mark.parametrize(("scheme", "devices"), [("w4a16-g32", 4), ("w8a8", 8)])
+def test_a_decoder_on_a_mesh(scheme, devices):
+    run("xla_mesh.py", scheme, devices, devices=devices)
+
+
+def test_arrays_on_a_mesh():
+    run("xla_mesh_arrays.py", 4, devices=4)
+
+
+def here():
+    return Mesh(jax.devices()[:1], ("model",))
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g64-asym"])
+def test_parts_have_the_values_of_the_whole(scheme, kind):
+    cut = MeshCut(kind, here(), "model")
+    object.__setattr__(cut, "mesh", type("Four", (), {"shape": {"model": 4}})())
+    weight = qcore.quantize(torch.randn(16, 192), scheme)
+    assert not cut.why_not(16, 192, weight.format.group_size)
+    parts = [part.dequantize(torch.float32) for part in cut.parts(weight)]
+    assert torch.equal(torch.cat(parts, 0 if kind == "column" else 1), weight.dequantize(torch.float32))
+
+
+def test_what_stays_whole():
+    model = nn.Sequential(nn.Linear(32, 6), nn.Linear(6, 32))
+    qcore.quantize_(model, "w8a16")
+    two = Mesh(jax.devices()[:1], ("model",))
+    with pytest.raises(qcore.UnsupportedError, match="no layer of the model"):
+        qcore_xla.shard_(model, two)
+    with pytest.raises(qcore.UnsupportedError, match="'column' or 'row', not 'vocab'"):
+        qcore_xla.shard_(model, two, plan={"0": "vocab"})
+    with pytest.raises(qcore.UnsupportedError, match="which axis"):
+        qcore_xla.shard_(model, two, axis="data")
+    assert qcore_xla.shard_(model, two, plan={"0": "column", "1": "row"}) == {"0": "column", "1": "row"}
+
+
+def test_heads_are_cut_by_the_plan_of_core():
+    model = Decoder(layers=1).eval()
+    qcore.quantize_(model, "w8a16")
+    found = qcore_xla.shard_(model, here())
+    kinds = {name.rpartition(".")[2]: kind for name, kind in found.items()}
+    assert kinds == {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "column"),
+        **dict.fromkeys(("o_proj", "down_proj"), "row"),
+    }
+
+
+def test_weights_that_cannot_be_cut():
+    weight = qcore.quantize(torch.randn(6, 64), "int8")
+    with pytest.raises(qcore.FormatError, match="over a mesh"):
+        qcore_xla.pack(weight, cut="row")
+    with pytest.raises(qcore.FormatError, match="has no parts"):
+        qcore_xla.pack(weight).part  # noqa: B018
+    cut = MeshCut("row", type("Four", (), {"shape": {"model": 4}})(), "model")
+    assert "no multiple of 4" in cut.why_not(6, 66, None)
+    assert "have an order" in cut.why_not(6, 64, 32, order=True)
+    assert "groups of 2" in cut.why_not(6, 72, 4)
