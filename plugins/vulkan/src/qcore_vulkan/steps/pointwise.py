@@ -1,0 +1,177 @@
+"""Functions of single elements of strided operands: one dispatch each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..builder import Builder, fold
+from .operand import MOST_DIMS, WORDS, Operand, merge, result
+from .prepare import LANES
+
+UNARY = {
+    "copy": 0, "neg": 1, "abs": 2, "sign": 3, "exp": 4, "exp2": 5, "expm1": 6, "log": 7, "log1p": 8, "log2": 9,
+    "sqrt": 10, "rsqrt": 11, "reciprocal": 12, "sin": 13, "cos": 14, "tan": 15, "asin": 16, "acos": 17, "atan": 18,
+    "sinh": 19, "cosh": 20, "tanh": 21, "sigmoid": 22, "erf": 23, "relu": 24, "gelu": 25, "gelu_tanh": 26, "silu": 27,
+    "mish": 28, "hardsigmoid": 29, "hardswish": 30, "floor": 31, "ceil": 32, "round": 33, "trunc": 34,
+    "leaky_relu": 35, "elu": 36, "softplus": 37, "clamp": 38, "bitwise_not": 39, "logical_not": 40, "isnan": 41,
+    "isinf": 42,
+}  # fmt: skip
+"""Functions of an element, and their numbers in the shader.
+
+``leaky_relu`` takes the slope p, ``elu`` the factor p, ``softplus`` beta p and the threshold q, ``clamp`` the bounds p
+and q. Of int32: copy, neg, abs, sign, relu, clamp, bitwise_not, logical_not; of bool: copy and the last two.
+"""
+
+BINARY = {
+    "add": 0, "sub": 1, "mul": 2, "div": 3, "maximum": 4, "minimum": 5, "pow": 6, "remainder": 7, "fmod": 8,
+    "floor_divide": 9, "silu_mul": 10, "gelu_mul": 11, "gelu_tanh_mul": 12, "eq": 13, "ne": 14, "lt": 15, "le": 16,
+    "gt": 17, "ge": 18, "logical_and": 19, "logical_or": 20, "logical_xor": 21, "bitwise_and": 22, "bitwise_or": 23,
+    "bitwise_xor": 24,
+}  # fmt: skip
+"""Functions of two elements, and their numbers in the shader; ``silu_mul`` is silu(x) * y."""
+
+_INT_UNARY = {"copy", "neg", "abs", "sign", "relu", "clamp", "bitwise_not", "logical_not"}
+_FLOAT_BINARY = {"div", "silu_mul", "gelu_mul", "gelu_tanh_mul"}
+_INT_BINARY = {"bitwise_and", "bitwise_or", "bitwise_xor"}
+_TO_BOOL = {
+    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isinf",
+}  # fmt: skip
+_CASTS = {torch.float32: 43, torch.int32: 44, torch.bool: 45}
+
+_STRIDED, _VECTORS, _NUMBER_P, _NUMBER_Q = range(4)
+Number = float | int
+
+
+def unary(b: Builder, name: str, x: Operand, out: Operand | None = None, p: float = 0.0, q: float = 0.0) -> Operand:
+    """A function of `UNARY` of each element. ``p``, ``q``: its parameters. isnan, isinf and logical_not give bools."""
+    if x.dtype != torch.float32 and name not in _INT_UNARY:
+        raise ValueError(f"{name} is a function of float32, not of {x.dtype}: convert the operand first")
+    y = result(b, x.shape, torch.bool if name in _TO_BOOL else x.dtype, out)
+    _launch(b, "unary", UNARY[name], WORDS[x.dtype], y, [x], (_number(p, x.dtype), _number(q, x.dtype)))
+    return y
+
+
+def convert(b: Builder, x: Operand, dtype: torch.dtype, out: Operand | None = None) -> Operand:
+    """The elements in another dtype, or a copy. Floats are truncated to int32; as bools they are whether x != 0."""
+    y = result(b, x.shape, dtype, out)
+    as_is = x.dtype == dtype or (x.dtype, dtype) == (torch.bool, torch.int32)
+    _launch(b, "unary", UNARY["copy"] if as_is else _CASTS[dtype], WORDS[x.dtype], y, [x], (0, 0))
+    return y
+
+
+def binary(b: Builder, name: str, x: Operand | Number, y: Operand | Number, out: Operand | None = None) -> Operand:
+    """A function of `BINARY` of each pair of elements, which are broadcast; operands have the same dtype."""
+    dtype = _common(x, y)
+    wrong = (name in _FLOAT_BINARY and dtype != torch.float32) or (name in _INT_BINARY and dtype == torch.float32)
+    if wrong:
+        raise ValueError(f"{name} is no function of {dtype}: convert the operands first")
+    z = result(b, _shape(x, y), torch.bool if name in _TO_BOOL else dtype, out)
+    values = (_value(x, dtype), _value(y, dtype))
+    _launch(b, "binary", BINARY[name], WORDS[dtype], z, [x, y], values)
+    return z
+
+
+def where(
+    b: Builder, condition: Operand, x: Operand | Number, y: Operand | Number, out: Operand | None = None
+) -> Operand:
+    """Elements of x where the bool ``condition`` is true, else of y; all three are broadcast."""
+    dtype = _common(x, y, default=torch.float32)
+    z = result(b, _shape(condition, x, y), dtype, out)
+    _launch(b, "where", 0, WORDS[dtype], z, [condition, x, y], (_value(x, dtype), _value(y, dtype)))
+    return z
+
+
+def fill(b: Builder, out: Operand, value: Number) -> Operand:
+    """Set every element of ``out``."""
+    _launch(b, "unary", UNARY["copy"], WORDS[out.dtype], out, [value], (0, _number(value, out.dtype)))
+    return out
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """How a shader walks its operands: sizes and strides innermost first, elements of a lane, and each one's mode."""
+
+    sizes: list[int]
+    strides: list[list[int]]
+    width: int
+    modes: list[int]
+
+
+def _launch(
+    b: Builder,
+    variant: str,
+    function: int,
+    kind: int,
+    out: Operand,
+    operands: Sequence[Operand | Number],
+    numbers: tuple[Number, Number],
+) -> None:
+    """``numbers``: those of the last two operands that are numbers, or the function's parameters."""
+    if out.numel == 0:
+        return
+    most = 5 if variant == "where" else MOST_DIMS
+    walk = _walk(out, operands, most)
+    lanes = math.prod(walk.sizes) // walk.width
+    sizes = [walk.sizes[0] // walk.width, *walk.sizes[1:]]
+    push: list[int | float] = [lanes, *_padded(sizes, most)]
+    for strides in walk.strides:
+        push += _padded(strides, most)
+    push += [out.offset, *(x.offset if isinstance(x, Operand) else 0 for x in operands), *numbers]
+    refs = [x.ref if isinstance(x, Operand) else out.ref for x in operands]  # a shader's bindings must all be set
+    constants = (LANES, len(walk.sizes), walk.width, function, kind, *walk.modes)
+    b.dispatch(variant, constants, fold(-(-lanes // LANES)), push, [*refs, *[None] * (7 - len(refs)), out.ref])
+
+
+def _walk(out: Operand, operands: Sequence[Operand | Number], most: int) -> _Walk:
+    views = [out, *(x.broadcast_to(out.shape) if isinstance(x, Operand) else x for x in operands)]
+    none = (0,) * len(out.shape)
+    sizes, strides = merge(out.shape, *(x.strides if isinstance(x, Operand) else none for x in views))
+    if len(sizes) > most:
+        raise ValueError(f"a view of {len(sizes)} dimensions that cannot be merged: copy it to contiguous memory first")
+    width = 4 if sizes[0] % 4 == 0 else 1
+    modes = []
+    for position, (x, own) in enumerate(zip(views, strides, strict=True)):
+        if isinstance(x, Operand):
+            modes.append(_VECTORS if width == 4 and _aligned(x.offset, own) else _STRIDED)
+        else:
+            modes.append(_NUMBER_Q if position == len(views) - 1 else _NUMBER_P)
+    return _Walk(sizes, strides, width, modes)
+
+
+def _aligned(offset: int, strides: Sequence[int]) -> bool:
+    """Whether fours along the innermost dimension are adjacent, and begin at multiples of four elements."""
+    return strides[0] == 1 and offset % 4 == 0 and all(stride % 4 == 0 for stride in strides[1:])
+
+
+def _padded(values: Sequence[int], count: int) -> list[int]:
+    return [*values, *[0] * (count - len(values))]
+
+
+def _common(*values: Operand | Number, default: torch.dtype | None = None) -> torch.dtype:
+    dtypes = {x.dtype for x in values if isinstance(x, Operand)}
+    if not dtypes and default is not None:
+        return default if any(isinstance(x, float) for x in values) else torch.int32
+    if len(dtypes) != 1:
+        raise ValueError(f"operands must have one dtype, and have {sorted(map(str, dtypes))}")
+    return dtypes.pop()
+
+
+def _shape(*values: Operand | Number) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*(x.shape for x in values if isinstance(x, Operand))))  # type: ignore[no-untyped-call]
+
+
+def _value(x: Operand | Number, dtype: torch.dtype) -> Number:
+    return 0 if isinstance(x, Operand) else _number(x, dtype)
+
+
+def _number(x: Number, dtype: torch.dtype) -> Number:
+    """A number as the shader reads a word of ``dtype``."""
+    if dtype == torch.float32:
+        return float(x)
+    if dtype == torch.bool:
+        return int(bool(x))
+    return int(min(max(x, -(2**31)), 2**31 - 1))
