@@ -6,6 +6,7 @@
 #define OPERANDS 3
 #define MOST_DIMS 6u
 #include "functions.glsl"
+#include "formats.glsl"
 #include "strided.glsl"
 
 float float_function(float x, float y) {

@@ -1,6 +1,6 @@
 // Functions of single elements over strided operands of 32-bit words. A lane computes WIDTH elements that are adjacent
 // along the innermost dimension; it finds their places once. Operand 0 is the result, the others lie at bindings 0, 1, 2.
-// Needs OPERANDS and MOST_DIMS.
+// Needs formats.glsl, OPERANDS and MOST_DIMS.
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 1) const uint DIMS = 1u;
@@ -11,6 +11,8 @@ layout(constant_id = 5) const uint MODE_OUT = 0u;  // how each operand is access
 layout(constant_id = 6) const uint MODE_X = 0u;
 layout(constant_id = 7) const uint MODE_Y = 0u;
 layout(constant_id = 8) const uint MODE_Z = 0u;
+
+layout(constant_id = 9) const uint HALF = 0u;      // F16 or BF16 if X is that: it is read as float32
 
 const uint FLOAT = 0u;
 const uint INT = 1u;
@@ -27,10 +29,14 @@ layout(push_constant) uniform Push {
     uint stride[OPERANDS * MOST_DIMS];
     uint offset[OPERANDS];
     uint p, q;              // numbers: parameters of the function, or operands
+#ifdef PUSH_MORE
+    PUSH_MORE
+#endif
 } push;
 
 layout(binding = 0) readonly buffer X { uint x_words[]; };
 layout(binding = 0) readonly buffer X4 { uvec4 x_vectors[]; };
+layout(binding = 0) readonly buffer X2 { uvec2 x_halves[]; };
 #if OPERANDS > 2
 layout(binding = 1) readonly buffer Y { uint y_words[]; };
 layout(binding = 1) readonly buffer Y4 { uvec4 y_vectors[]; };
@@ -72,7 +78,24 @@ void find(uint at, out uint place[OPERANDS]) {
         return value;                                                                   \
     }
 
-DEFINE_READ(read_x, x_words, x_vectors, MODE_X, 1u)
+DEFINE_READ(read_words_of_x, x_words, x_vectors, MODE_X, 1u)
+
+uvec4 read_x(uint place) {
+    if (HALF == 0u) return read_words_of_x(place);
+    vec4 value = vec4(0.0);
+    if (MODE_X == VECTORS) {
+        uvec2 words = x_halves[place / 4u];
+        value = vec4(unpack_pair(words.x, HALF), unpack_pair(words.y, HALF));
+    } else {
+        uint step = push.stride[MOST_DIMS];
+        for (uint e = 0u; e < WIDTH; ++e) {
+            uint at = place + e * step;
+            value[e] = unpack_pair(x_words[at / 2u], HALF)[at % 2u];
+        }
+    }
+    return floatBitsToUint(value);
+}
+
 #if OPERANDS > 2
 DEFINE_READ(read_y, y_words, y_vectors, MODE_Y, 2u)
 #endif

@@ -6,6 +6,7 @@
 #define OPERANDS 2
 #define MOST_DIMS 6u
 #include "functions.glsl"
+#include "formats.glsl"
 #include "strided.glsl"
 
 uint of_bool(bool b) {

@@ -5,6 +5,7 @@
 
 #define OPERANDS 4
 #define MOST_DIMS 5u
+#include "formats.glsl"
 #include "strided.glsl"
 
 void main() {

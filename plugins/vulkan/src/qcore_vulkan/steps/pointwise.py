@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from ..builder import Builder, fold
-from .operand import MOST_DIMS, WORDS, Operand, merge, result
+from ..builder import Builder, Ref, fold
+from .operand import MOST_DIMS, WORDS, Operand, result
 from .prepare import LANES
+from .walks import NUMBER_P, NUMBER_Q, walk
 
 UNARY = {
     "copy": 0, "neg": 1, "abs": 2, "sign": 3, "exp": 4, "exp2": 5, "expm1": 6, "log": 7, "log1p": 8, "log2": 9,
@@ -42,7 +41,6 @@ _TO_BOOL = {
 }  # fmt: skip
 _CASTS = {torch.float32: 43, torch.int32: 44, torch.bool: 45}
 
-_STRIDED, _VECTORS, _NUMBER_P, _NUMBER_Q = range(4)
 Number = float | int
 
 
@@ -85,20 +83,24 @@ def where(
     return z
 
 
+def checked(b: Builder, index: Operand, size: int, bad: Ref, wrap: bool) -> Operand:
+    """Contiguous int32 indices into 0 ... ``size - 1``, the nearest of those for one that is out of range.
+
+    ``bad``: a word of memory whose lowest bit is set if there is one; ``wrap``: negative indices count from the end.
+    """
+    if not index.is_contiguous:
+        index = convert(b, index, torch.int32)
+    y = result(b, index.shape, torch.int32, None)
+    push = [index.numel, size, int(wrap), index.offset]
+    refs = [index.ref, bad, *[None] * 5, y.ref]
+    b.dispatch("checked", (LANES,), fold(-(-index.numel // LANES)), push, refs)
+    return y
+
+
 def fill(b: Builder, out: Operand, value: Number) -> Operand:
     """Set every element of ``out``."""
     _launch(b, "unary", UNARY["copy"], WORDS[out.dtype], out, [value], (0, _number(value, out.dtype)))
     return out
-
-
-@dataclass(frozen=True)
-class _Walk:
-    """How a shader walks its operands: sizes and strides innermost first, elements of a lane, and each one's mode."""
-
-    sizes: list[int]
-    strides: list[list[int]]
-    width: int
-    modes: list[int]
 
 
 def _launch(
@@ -113,42 +115,19 @@ def _launch(
     """``numbers``: those of the last two operands that are numbers, or the function's parameters."""
     if out.numel == 0:
         return
-    most = 5 if variant == "where" else MOST_DIMS
-    walk = _walk(out, operands, most)
-    lanes = math.prod(walk.sizes) // walk.width
-    sizes = [walk.sizes[0] // walk.width, *walk.sizes[1:]]
-    push: list[int | float] = [lanes, *_padded(sizes, most)]
-    for strides in walk.strides:
-        push += _padded(strides, most)
-    push += [out.offset, *(x.offset if isinstance(x, Operand) else 0 for x in operands), *numbers]
-    refs = [x.ref if isinstance(x, Operand) else out.ref for x in operands]  # a shader's bindings must all be set
-    constants = (LANES, len(walk.sizes), walk.width, function, kind, *walk.modes)
-    b.dispatch(variant, constants, fold(-(-lanes // LANES)), push, [*refs, *[None] * (7 - len(refs)), out.ref])
-
-
-def _walk(out: Operand, operands: Sequence[Operand | Number], most: int) -> _Walk:
-    views = [out, *(x.broadcast_to(out.shape) if isinstance(x, Operand) else x for x in operands)]
+    views = [x.broadcast_to(out.shape) if isinstance(x, Operand) else None for x in operands]
     none = (0,) * len(out.shape)
-    sizes, strides = merge(out.shape, *(x.strides if isinstance(x, Operand) else none for x in views))
-    if len(sizes) > most:
-        raise ValueError(f"a view of {len(sizes)} dimensions that cannot be merged: copy it to contiguous memory first")
-    width = 4 if sizes[0] % 4 == 0 else 1
-    modes = []
-    for position, (x, own) in enumerate(zip(views, strides, strict=True)):
-        if isinstance(x, Operand):
-            modes.append(_VECTORS if width == 4 and _aligned(x.offset, own) else _STRIDED)
-        else:
-            modes.append(_NUMBER_Q if position == len(views) - 1 else _NUMBER_P)
-    return _Walk(sizes, strides, width, modes)
-
-
-def _aligned(offset: int, strides: Sequence[int]) -> bool:
-    """Whether fours along the innermost dimension are adjacent, and begin at multiples of four elements."""
-    return strides[0] == 1 and offset % 4 == 0 and all(stride % 4 == 0 for stride in strides[1:])
-
-
-def _padded(values: Sequence[int], count: int) -> list[int]:
-    return [*values, *[0] * (count - len(values))]
+    most = 5 if variant == "where" else MOST_DIMS
+    plan = walk(out.shape, out.strides, *(none if x is None else x.strides for x in views), most=most)
+    modes = [plan.mode(0, out.offset)]
+    for place, x in enumerate(views, 1):
+        number = NUMBER_Q if place == len(views) else NUMBER_P
+        modes.append(number if x is None else plan.mode(place, x.offset))
+    offsets = [out.offset, *(0 if x is None else x.offset for x in views)]
+    refs = [out.ref if x is None else x.ref for x in views]  # a shader's bindings must all be set
+    constants = (LANES, len(plan.sizes), plan.width, function, kind, *modes)
+    push = [*plan.push(most), *offsets, *numbers]
+    b.dispatch(variant, constants, fold(-(-plan.lanes // LANES)), push, [*refs, *[None] * (7 - len(refs)), out.ref])
 
 
 def _common(*values: Operand | Number, default: torch.dtype | None = None) -> torch.dtype:
