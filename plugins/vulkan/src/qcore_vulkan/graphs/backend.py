@@ -33,9 +33,12 @@ class VulkanGraphs(GraphBackend):
         return frozenset({"attention", "rms_norm", "rope"})
 
     def compile(self, part: GraphPart) -> Compiled:
+        from torch.utils._python_dispatch import _disable_current_modes
+
         from .program import Program
 
-        return Program(part)
+        with _disable_current_modes():  # torch calls this while it traces with tensors that have no values
+            return Program(part)
 
     def synchronize(self, tensors: Sequence[Tensor]) -> None:
         from .states import synchronize

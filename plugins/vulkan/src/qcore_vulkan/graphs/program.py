@@ -44,7 +44,7 @@ class Program:
         self._uploaded: tuple[Device, dict[fx.Node, Buffer | None]] | None = None
         self._copied: dict[int, State] = {}
         self._seen: list[_Seen] = []
-        self._given: list[Given] = []
+        self._given: list[Given] = [None] * len(roles)
         self._recorded: Programs[tuple[int, ...], Recorded] = Programs()
         self._lock = threading.Lock()
         self._first()
@@ -65,7 +65,7 @@ class Program:
     def _run(self, values: Sequence[object]) -> Sequence[Tensor]:
         device, given, held = self._placed(values)
         recorded = self._program(device, given)
-        inputs = [words_of(values[i]) for i in self._fresh]  # type: ignore[arg-type]
+        inputs = [words_of(states.current(values[i])) for i in self._fresh]  # type: ignore[arg-type]
         outputs = [torch.empty(like.shape, dtype=host_dtype(like.dtype)) for like in self._results]
         flag = [torch.zeros(1, dtype=torch.int32)] if recorded.checks else []
         recorded.program.run(inputs, [*outputs, *flag])
@@ -92,6 +92,8 @@ class Program:
     def _fixed_inputs(self, values: Sequence[object]) -> list[Given]:
         """Weights, parameters and buffers: those of the last call if the tensors are the same."""
         tensors: list[Tensor] = [values[i] for i in self._fixed]  # type: ignore[misc]
+        for tensor in tensors:
+            states.current(tensor)  # another graph may have written it
         same = len(self._seen) == len(tensors) and all(
             a is b() and version(a) == n for a, (b, n) in zip(tensors, self._seen, strict=True)
         )

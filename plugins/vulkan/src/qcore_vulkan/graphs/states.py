@@ -88,6 +88,14 @@ def peek(tensor: Tensor) -> State | None:
     return found[1] if found is not None and found[0]() is tensor else None
 
 
+def current(tensor: Tensor) -> Tensor:
+    """The tensor, with its values on a device written back if it is a state whose memory is behind."""
+    state = peek(tensor)
+    if state is not None and state.ahead and not state.device.lost:
+        state.write_back(tensor)
+    return tensor
+
+
 def _leave(state: State, tensor: Tensor) -> None:
     """Let go of the copy on another device, or on one that was lost."""
     _known.pop(id(tensor), None)

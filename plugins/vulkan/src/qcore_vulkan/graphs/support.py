@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import lru_cache
 
 from torch import Tensor, fx
@@ -57,8 +58,16 @@ def _tensors(node: fx.Node) -> list[Tensor]:
     if is_whole(node.target):
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr] # noqa: SLF001
         skipped = node.args[names.index("weight")] if "scheme" in names else None  # type: ignore[assignment]
-    values = [node.meta.get("val"), *(one.meta.get("val") for one in node.all_input_nodes if one is not skipped)]
+    values = [_read(node), *(one.meta.get("val") for one in node.all_input_nodes if one is not skipped)]
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _read(node: fx.Node) -> object:
+    """The value of a node; of a tuple what is read."""
+    value = node.meta.get("val")
+    if not isinstance(value, (tuple, list)):
+        return value
+    return [value[user.args[1]] for user in node.users if user.target is operator.getitem and user.users]  # type: ignore[index]
 
 
 @lru_cache(maxsize=1)

@@ -159,11 +159,9 @@ def computed(c: Lowering, name: str, x: Number, y: Number, dtype: torch.dtype) -
     return binary(c.b, name, x, y)
 
 
-def _arithmetic(name: str, turned: bool = False) -> Rule:
+def _arithmetic(name: str) -> Rule:
     def apply(c: Lowering, node: fx.Node, x: Number, y: Number, *, alpha: Any = 1, **_: Any) -> Operand:
         dtype = on_device(node.meta["val"].dtype)
-        if turned:
-            x, y = y, x
         if alpha != 1:
             y = computed(c, "mul", y, alpha, dtype) if isinstance(y, Operand) else y * alpha
         return same(c, computed(c, name, x, y, dtype), node)
@@ -180,7 +178,6 @@ def _why_not_arithmetic(node: fx.Node) -> str:
 
 for _name in ("add", "sub", "mul", "maximum", "minimum"):
     rule(_name, why_not=_why_not_arithmetic)(_arithmetic(_name))
-rule("rsub", why_not=_why_not_arithmetic)(_arithmetic("sub", turned=True))
 
 
 def _why_not_div(node: fx.Node) -> str:
@@ -210,7 +207,7 @@ def _pow(c: Lowering, node: fx.Node, x: Number, y: Number) -> Operand:
     return computed(c, "pow", x, y, torch.float32)
 
 
-for _name in ("remainder", "fmod", "floor_divide"):
+for _name in ("remainder", "fmod"):
     rule(_name, why_not=_why_not_arithmetic)(_arithmetic(_name))
 
 
@@ -265,10 +262,3 @@ def _where(c: Lowering, node: fx.Node, condition: Operand, x: Number, y: Number)
 @rule("masked_fill", why_not=_why_not_cast)
 def _masked_fill(c: Lowering, node: fx.Node, x: Operand, mask: Operand, value: Number) -> Operand:
     return _where(c, node, mask, value, x)  # type: ignore[no-any-return]
-
-
-@rule("addcmul", why_not=_why_not_integers)
-def _addcmul(c: Lowering, node: fx.Node, x: Operand, a: Operand, b: Operand, *, value: Any = 1) -> Operand:
-    product = computed(c, "mul", a, b, torch.float32)
-    product = product if value == 1 else computed(c, "mul", product, value, torch.float32)
-    return computed(c, "add", x, product, torch.float32)

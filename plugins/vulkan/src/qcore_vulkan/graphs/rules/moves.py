@@ -45,13 +45,6 @@ def _slice_scatter(
     return y
 
 
-@rule("select_scatter")
-def _select_scatter(c: Lowering, node: fx.Node, x: Operand, source: Operand, dim: int, index: int) -> Operand:
-    y, at = c.writable(node.args[0]), dim % len(x.shape)
-    convert(c.b, source, y.dtype, out=y.select(at, index % x.shape[at]))
-    return y
-
-
 @rule("repeat")
 def _repeat(c: Lowering, node: fx.Node, x: Operand, repeats: Sequence[int]) -> Operand:
     missing = len(repeats) - len(x.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,7 +157,7 @@ def _vector_norm(
 
 
 def _why_not_statistics(node: fx.Node) -> str:
-    read = [user.args[1] for user in node.users if user.op == "call_function" and len(user.args) > 1]
+    read = [user.args[1] for user in node.users if user.target is operator.getitem and user.users]
     return "mean and variance of a norm have no kernel in qcore_vulkan" if any(at != 0 for at in read) else ""
 
 

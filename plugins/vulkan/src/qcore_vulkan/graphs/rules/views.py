@@ -19,7 +19,7 @@ def _why_not_bits(node: fx.Node) -> str:
     return "the bits of numbers seen as another dtype have no kernel here" if bits else ""
 
 
-@rule("view", "_unsafe_view", "reshape", why_not=_why_not_bits)
+@rule("view", "_unsafe_view", why_not=_why_not_bits)
 def _view(c: Lowering, node: fx.Node, x: Operand, *_size: Any) -> Operand:
     return c.reshaped(x, node.meta["val"].shape)
 
@@ -37,16 +37,6 @@ def _expand(c: Lowering, node: fx.Node, x: Operand, size: Sequence[int], **_: An
 @rule("permute")
 def _permute(c: Lowering, node: fx.Node, x: Operand, dims: Sequence[int]) -> Operand:
     return x.permute([dim % len(x.shape) for dim in dims])
-
-
-@rule("transpose")
-def _transpose(c: Lowering, node: fx.Node, x: Operand, first: int, second: int) -> Operand:
-    return x.transpose(first % len(x.shape), second % len(x.shape)) if x.shape else x
-
-
-@rule("t")
-def _t(c: Lowering, node: fx.Node, x: Operand) -> Operand:
-    return x.transpose(0, 1) if len(x.shape) == 2 else x
 
 
 @rule("unsqueeze")
@@ -79,15 +69,3 @@ def _split(c: Lowering, node: fx.Node, x: Operand, sizes: Sequence[int], dim: in
     at = dim % len(x.shape)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(x.slice(at, start, size) for start, size in zip(starts, sizes, strict=True))
-
-
-@rule("split")
-def _split_evenly(c: Lowering, node: fx.Node, x: Operand, size: int, dim: int = 0) -> tuple[Operand, ...]:
-    whole = x.shape[dim % len(x.shape)]
-    return _split(c, node, x, [min(size, whole - at) for at in range(0, whole, size)], dim)  # type: ignore[no-any-return]
-
-
-@rule("unbind")
-def _unbind(c: Lowering, node: fx.Node, x: Operand, dim: int = 0) -> tuple[Operand, ...]:
-    at = dim % len(x.shape)
-    return tuple(x.select(at, index) for index in range(x.shape[at]))
