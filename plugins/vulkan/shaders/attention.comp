@@ -29,10 +29,12 @@ layout(constant_id = 6) const uint ALIGNED = 1u;  // whether these are whole and
 layout(constant_id = 7) const uint MASK = 0u;
 layout(constant_id = 8) const uint CAUSAL = 0u;
 layout(constant_id = 9) const uint SPLIT = 0u;    // whether partial results are written
+layout(constant_id = 10) const uint EACH_TEAM = 1u;  // keys of a team at once; KEYS is a multiple of what all teams take
 
 const uint FLOAT_MASK = 1u;  // added to the scores
 const uint BOOL_MASK = 2u;   // an int32, not 0 where a key takes part
 
+const uint TEAMS = LANES / TEAM;
 const uint WIDTH = LANES < V4 ? LANES : V4;             // lanes side by side in the values' columns
 const uint GROUPS = LANES / WIDTH;              // of lanes, which share the keys
 const uint EACH = (V4 + WIDTH - 1u) / WIDTH;    // fours of columns of a lane
@@ -102,29 +104,41 @@ float bias(uint row, uint key, uint end, uint batch, uint head) {
     return uintBitsToFloat(word) * 1.44269504;
 }
 
-// Step 1, for one key: `member` of its team.
-void score(uint c, uint key, uint end, uint member, uint first, uint batch, uint head) {
-    float hidden[ROWS];
-    float product[ROWS];
+// Step 1, for EACH_TEAM keys at once, TEAMS apart; `member` of its team. A query that is read meets all of them.
+void score(uint c, uint base, uint end, uint member, uint first, uint batch, uint head) {
+    float product[EACH_TEAM * ROWS];
     bool seen = false;
-    [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-        hidden[r] = bias(first + r, key, end, batch, head);
-        product[r] = 0.0;
-        seen = seen || hidden[r] != LOWEST;
+    [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) {
+        [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+            product[i * ROWS + r] = 0.0;
+            seen = seen || bias(first + r, base + c + i * TEAMS, end, batch, head) != LOWEST;
+        }
     }
     if (seen) {
-        uint at = push.k_offset + batch * push.k_stride[0] + head * push.k_stride[1] + key * push.k_stride[2];
+        uint at[EACH_TEAM];
+        uint start = push.k_offset + batch * push.k_stride[0] + head * push.k_stride[1];
+        [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) {
+            at[i] = start + min(base + c + i * TEAMS, end - 1u) * push.k_stride[2];
+        }
         for (uint e = member; e < Q4; e += TEAM) {
-            vec4 k = read_key(at, e);
-            [[unroll]] for (uint r = 0u; r < ROWS; ++r) product[r] += dot(k, query[r * Q4 + e]);
+            vec4 k[EACH_TEAM];
+            [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) k[i] = read_key(at[i], e);
+            [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+                vec4 q = query[r * Q4 + e];
+                [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) product[i * ROWS + r] += dot(k[i], q);
+            }
         }
     }
     [[unroll]] for (uint reach = 1u; reach < TEAM; reach *= 2u) {
-        [[unroll]] for (uint r = 0u; r < ROWS; ++r) product[r] += subgroupShuffleXor(product[r], reach);
+        [[unroll]] for (uint i = 0u; i < EACH_TEAM * ROWS; ++i) product[i] += subgroupShuffleXor(product[i], reach);
     }
     if (member != 0u) return;
-    [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-        weight[c * PITCH + r / 4u][r % 4u] = hidden[r] == LOWEST ? LOWEST : product[r] + hidden[r];
+    [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) {
+        uint own = c + i * TEAMS;
+        [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+            float hidden = bias(first + r, base + own, end, batch, head);
+            weight[own * PITCH + r / 4u][r % 4u] = hidden == LOWEST ? LOWEST : product[i * ROWS + r] + hidden;
+        }
     }
 }
 
@@ -231,8 +245,8 @@ void main() {
     barrier();
 
     for (uint base = begin; base < end; base += KEYS) {
-        for (uint c = lane / TEAM; c < KEYS; c += LANES / TEAM) {
-            score(c, base + c, end, lane % TEAM, first, batch, head);
+        for (uint c = lane / TEAM; c < KEYS; c += EACH_TEAM * TEAMS) {
+            score(c, base, end, lane % TEAM, first, batch, head);
         }
         barrier();
         for (uint r = gl_SubgroupID; r < ROWS; r += gl_NumSubgroups) weigh(r);

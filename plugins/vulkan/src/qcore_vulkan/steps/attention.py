@@ -23,12 +23,13 @@ _MASKS = {torch.float32: 1, torch.bool: 2}
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of a workgroup: its lanes, rows of queries, keys at a time, and lanes that multiply a key."""
+    """Of a workgroup: lanes, rows of queries, keys at a time; lanes of a team for ``each`` keys at once."""
 
     lanes: int
     rows: int
     keys: int
     team: int
+    each: int
 
 
 def attention(
@@ -96,6 +97,7 @@ def _launch(
     kind = 0 if view is None else _MASKS[view.dtype]
     constants = (
         shape.lanes, shape.rows, shape.keys, shape.team, *fours, int(aligned), kind, int(is_causal), int(splits > 1),
+        shape.each,
     )  # fmt: skip
     sums = b.scratch(16 * splits * pairs * rows * fours[1]) if splits > 1 else y.ref
     totals = b.scratch(8 * splits * pairs * rows) if splits > 1 else y.ref
@@ -111,10 +113,10 @@ def _launch(
 def _shape(device: Device, rows: int) -> _Shape:
     """For few rows, as of one token, or for many."""
     if device.profile == "cpu":
-        return _Shape(8, 4 if rows <= 4 else 8, 32, 1)
+        return _Shape(8, 4 if rows <= 4 else 8, 32, 1, 4)
     if rows <= 8:
-        return _Shape(128, 4 if rows <= 4 else 8, 64, min(8, device.description.subgroup.size))
-    return _Shape(128, 16, 64, min(2, device.description.subgroup.size))
+        return _Shape(128, 4 if rows <= 4 else 8, 64, min(8, device.description.subgroup.size), 2)
+    return _Shape(128, 16, 128, 2, 2)
 
 
 def _split(device: Device, workgroups: int, keys: int, shape: _Shape) -> int:
