@@ -218,3 +218,55 @@ def test_wrong_dtypes_are_refused(vulkan):  # noqa: F811
         binary(runner.b, "div", ints, ints)
     with pytest.raises(ValueError, match="cannot be broadcast"):
         unary(runner.b, "neg", floats, Operand(floats.ref, (2,), (1,), torch.float32).broadcast_to((2, 3)))
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.t(), lambda x: x[1:, 3:]])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_become_float32_and_integers(vulkan, dtype, view):  # noqa: F811
+    x = view((torch.randn(4, 8, generator=torch.Generator().manual_seed(7)) * 100).to(dtype))
+    assert torch.equal(run(vulkan, convert, x, torch.float32), x.float())
+    assert torch.equal(run(vulkan, convert, x, torch.int32), x.int())
+
+
+def flagged(device, step, *args) -> tuple[Tensor, int]:
+    """The result, and the word of the flag."""
+    runner = Runner(device)
+    flag = runner.b.output(4)
+    runner.b.fill(flag, 0)
+    operands = [runner.operand(x) if isinstance(x, Tensor) else x for x in args]
+    made, word = runner.read(step(runner.b, *operands, bad=flag), Operand(flag, (1,), (1,), torch.int32))
+    return made, int(word)
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "y"),
+    [
+        ("add", 2**31 - 5, 5), ("add", -(2**31) + 5, -6), ("sub", -(2**31), 1), ("sub", 2**31 - 1, -1),
+        ("mul", 2**16, 2**15), ("mul", -(2**31), -1), ("mul", 46341, 46341), ("mul", -65536, 32769),
+    ],
+)  # fmt: skip
+def test_overflow_sets_a_flag(vulkan, name, x, y):  # noqa: F811
+    many = torch.tensor([3, x, -3])
+    assert flagged(vulkan, binary, name, many, torch.tensor([y, y, y]))[1] == 2
+    assert flagged(vulkan, binary, name, many, y)[1] == 2
+    assert flagged(vulkan, binary, "maximum", many, y)[1] == 0
+
+
+def test_results_that_just_fit_set_no_flag(vulkan):  # noqa: F811
+    for name, x, y in (("add", 2**31 - 5, 4), ("sub", -(2**31), 0), ("mul", -(2**16), 2**15), ("mul", 46340, 46340)):
+        got, flag = flagged(vulkan, binary, name, torch.tensor([x]), torch.tensor([y]))
+        assert (got.item(), flag) == (getattr(torch, name)(torch.tensor(x), torch.tensor(y)).item(), 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "flag"), [(2.0**31, 2), (-(2.0**31), 0), (-3e9, 2), (math.nan, 2), (2147483520.0, 0)]
+)
+def test_floats_that_do_not_fit_set_a_flag(vulkan, value, flag):  # noqa: F811
+    got, said = flagged(vulkan, convert, torch.tensor([1.5, value]), torch.int32)
+    assert said == flag
+    assert flag or got.tolist() == [1, int(value)]
+
+
+def test_numbers_that_do_not_fit_are_refused(vulkan):  # noqa: F811
+    with pytest.raises(ValueError, match="does not fit int32"):
+        run(vulkan, binary, "add", INTS, 2**31)

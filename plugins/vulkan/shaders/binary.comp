@@ -9,6 +9,9 @@
 #include "formats.glsl"
 #include "strided.glsl"
 
+layout(constant_id = 10) const uint FLAGGED = 0u;  // whether a flag is set if a sum, difference or product overflows
+layout(binding = 6) buffer Bad { uint bad[]; };
+
 float float_function(float x, float y) {
     bool nan = is_nan(x) || is_nan(y);
     switch (FUNCTION) {
@@ -81,9 +84,21 @@ bool truth(uint x_word, uint y_word) {
     }
 }
 
+bool overflows(int x, int y) {
+    int high, low;
+    imulExtended(x, y, high, low);
+    switch (FUNCTION) {
+        case 0u: return ((x ^ (x + y)) & (y ^ (x + y))) < 0;
+        case 1u: return ((x ^ y) & (x ^ (x - y))) < 0;
+        case 2u: return high != low >> 31;
+        default: return false;
+    }
+}
+
 uint function(uint x, uint y) {
     if (FUNCTION >= 13u && FUNCTION <= 21u) return truth(x, y) ? 1u : 0u;
     if (TYPE == FLOAT) return floatBitsToUint(float_function(uintBitsToFloat(x), uintBitsToFloat(y)));
+    if (FLAGGED != 0u && overflows(int(x), int(y))) atomicOr(bad[0], 2u);
     int value = int_function(int(x), int(y));
     return TYPE == BOOL ? uint(min(value, 1)) : uint(value);  // a sum of bools is whether one is true
 }

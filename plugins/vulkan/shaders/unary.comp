@@ -9,6 +9,9 @@
 #include "formats.glsl"
 #include "strided.glsl"
 
+layout(constant_id = 10) const uint FLAGGED = 0u;  // whether a flag is set if an element does not fit int32
+layout(binding = 6) buffer Bad { uint bad[]; };
+
 uint of_bool(bool b) {
     return b ? 1u : 0u;
 }
@@ -79,7 +82,9 @@ uint function(uint word) {
         case 41u: return of_bool(is_nan(x));
         case 42u: return of_bool(is_inf(x));
         case 43u: return floatBitsToUint(float(int(word)));  // to float32
-        case 44u: return uint(int(clamp(x, -2147483648.0, 2147483520.0)));  // to int32
+        case 44u:  // to int32
+            if (FLAGGED != 0u && !(x >= -2147483648.0 && x < 2147483648.0)) atomicOr(bad[0], 2u);
+            return uint(int(is_nan(x) ? 0.0 : clamp(x, -2147483648.0, 2147483520.0)));
         case 45u: return TYPE == FLOAT ? of_bool(x != 0.0 || is_nan(x)) : of_bool(word != 0u);  // to bool
     }
     if (TYPE == BOOL && FUNCTION == 39u) return word ^ 1u;

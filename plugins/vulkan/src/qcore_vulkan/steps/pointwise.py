@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..builder import Builder, Ref, fold
-from .operand import MOST_DIMS, WORDS, Operand, result
+from .operand import HALVES, MOST_DIMS, WORDS, Operand, result
 from .prepare import LANES
 from .walks import NUMBER_P, NUMBER_Q, walk
 
@@ -53,23 +53,38 @@ def unary(b: Builder, name: str, x: Operand, out: Operand | None = None, p: floa
     return y
 
 
-def convert(b: Builder, x: Operand, dtype: torch.dtype, out: Operand | None = None) -> Operand:
-    """The elements in another dtype, or a copy. Floats are truncated to int32; as bools they are whether x != 0."""
+def convert(b: Builder, x: Operand, dtype: torch.dtype, out: Operand | None = None, bad: Ref | None = None) -> Operand:
+    """The elements in another dtype, or a copy. Floats are truncated to int32; as bools they are whether x != 0.
+
+    x may also be float16 or bfloat16, but not the result.
+    ``bad``: a word of memory whose bit 1 is set if a float does not fit int32. Without it, the nearest is taken.
+    """
     y = result(b, x.shape, dtype, out)
-    as_is = x.dtype == dtype or (x.dtype, dtype) == (torch.bool, torch.int32)
-    _launch(b, "unary", UNARY["copy"] if as_is else _CASTS[dtype], WORDS[x.dtype], y, [x], (0, 0))
+    source = torch.float32 if x.dtype in HALVES else x.dtype
+    as_is = source == dtype or (source, dtype) == (torch.bool, torch.int32)
+    _launch(b, "unary", UNARY["copy"] if as_is else _CASTS[dtype], WORDS[source], y, [x], (0, 0), bad)
     return y
 
 
-def binary(b: Builder, name: str, x: Operand | Number, y: Operand | Number, out: Operand | None = None) -> Operand:
-    """A function of `BINARY` of each pair of elements, which are broadcast; operands have the same dtype."""
+def binary(
+    b: Builder,
+    name: str,
+    x: Operand | Number,
+    y: Operand | Number,
+    out: Operand | None = None,
+    bad: Ref | None = None,
+) -> Operand:
+    """A function of `BINARY` of each pair of elements, which are broadcast; operands have the same dtype.
+
+    ``bad``: a word of memory whose bit 1 is set if a sum, difference or product of int32 overflows.
+    """
     dtype = _common(x, y)
     wrong = (name in _FLOAT_BINARY and dtype != torch.float32) or (name in _INT_BINARY and dtype == torch.float32)
     if wrong:
         raise ValueError(f"{name} is no function of {dtype}: convert the operands first")
     z = result(b, _shape(x, y), torch.bool if name in _TO_BOOL else dtype, out)
     values = (_value(x, dtype), _value(y, dtype))
-    _launch(b, "binary", BINARY[name], WORDS[dtype], z, [x, y], values)
+    _launch(b, "binary", BINARY[name], WORDS[dtype], z, [x, y], values, bad)
     return z
 
 
@@ -111,6 +126,7 @@ def _launch(
     out: Operand,
     operands: Sequence[Operand | Number],
     numbers: tuple[Number, Number],
+    bad: Ref | None = None,
 ) -> None:
     """``numbers``: those of the last two operands that are numbers, or the function's parameters."""
     if out.numel == 0:
@@ -125,9 +141,17 @@ def _launch(
         modes.append(number if x is None else plan.mode(place, x.offset))
     offsets = [out.offset, *(0 if x is None else x.offset for x in views)]
     refs = [out.ref if x is None else x.ref for x in views]  # a shader's bindings must all be set
-    constants = (LANES, len(plan.sizes), plan.width, function, kind, *modes)
+    half = 0 if views[0] is None else HALVES.get(views[0].dtype, 0)
+    modes += [0] * (4 - len(modes))
+    constants = (LANES, len(plan.sizes), plan.width, function, kind, *modes, half, int(bad is not None))
     push = [*plan.push(most), *offsets, *numbers]
-    b.dispatch(variant, constants, fold(-(-plan.lanes // LANES)), push, [*refs, *[None] * (7 - len(refs)), out.ref])
+    b.dispatch(
+        variant,
+        constants,
+        fold(-(-plan.lanes // LANES)),
+        push,
+        [*refs, *[None] * (6 - len(refs)), bad or out.ref, out.ref],
+    )
 
 
 def _common(*values: Operand | Number, default: torch.dtype | None = None) -> torch.dtype:
@@ -144,7 +168,11 @@ def _shape(*values: Operand | Number) -> tuple[int, ...]:
 
 
 def _value(x: Operand | Number, dtype: torch.dtype) -> Number:
-    return 0 if isinstance(x, Operand) else _number(x, dtype)
+    if isinstance(x, Operand):
+        return 0
+    if dtype == torch.int32 and not -(2**31) <= x < 2**31:
+        raise ValueError(f"{x} does not fit int32, which the operand beside it has on the device")
+    return _number(x, dtype)
 
 
 def _number(x: Number, dtype: torch.dtype) -> Number:
