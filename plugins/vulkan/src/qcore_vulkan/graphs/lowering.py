@@ -22,6 +22,9 @@ from .planner import Planner
 from .residents import Weight
 from .views import overlaps, reshaped
 
+OUT_OF_RANGE, OVERFLOW = 1, 2
+"""Flags: an index was out of range, or an integer of 64 bits in torch did not fit 32."""
+
 Given = Buffer | Weight | None
 """What an input of a part is on the device: None for one that the host writes at each call, and for a number."""
 
@@ -30,8 +33,8 @@ Given = Buffer | Weight | None
 class Recorded:
     """A part recorded for certain buffers.
 
-    **Fields:** ``program``: takes the part's fresh inputs, returns its results and, if ``checks``, one more word, which
-    is not 0 if an index was out of range; ``given``: kept alive, as the program names them.
+    **Fields:** ``program``: takes the part's fresh inputs, returns its results and, if ``checks``, one more word: 0, or
+    `OUT_OF_RANGE` and `OVERFLOW`; ``given``: kept alive, as the program names them.
     """
 
     program: Program
@@ -53,7 +56,7 @@ class Lowering:
         self._holders: dict[Hashable, set[fx.Node]] = {}
         self._states = {one for one, role in zip(given, _roles(part), strict=True) if role is Role.STATE}
         self._checked: dict[tuple[fx.Node, int, bool], Operand] = {}
-        self._bad: Ref | None = None
+        self._flags: Ref | None = None
 
     # For rules.
 
@@ -86,12 +89,17 @@ class Lowering:
         key = (node, size, wrap)
         found = self._checked.get(key)
         if found is None:
-            if self._bad is None:
-                self._bad = self.b.output(4)
-                self.b.fill(self._bad)
             value = self.cast(self._values[node], torch.int32)
-            found = self._checked[key] = checked(self.b, value, size, self._bad, wrap)
+            found = self._checked[key] = checked(self.b, value, size, self.flags, wrap)
         return found
+
+    @property
+    def flags(self) -> Ref:
+        """A word in which steps set `OUT_OF_RANGE` and `OVERFLOW`."""
+        if self._flags is None:
+            self._flags = self.b.output(4)
+            self.b.fill(self._flags)
+        return self._flags
 
     def writable(self, node: Any) -> Operand:
         """The value of ``node``, an argument of the present node, in memory that the present node may write.
@@ -121,10 +129,9 @@ class Lowering:
                 self._call(node)
         outputs = [self._output(self._values[node]) for node in _returned(self._part)]
         self._update()
-        checks = self._bad is not None
-        if self._bad is not None:
-            outputs.append(Place(self._bad, 1, 4, 4))
-        return Recorded(self.b.program(inputs, outputs), checks, tuple(self._given))
+        if self._flags is not None:
+            outputs.append(Place(self._flags, 1, 4, 4))
+        return Recorded(self.b.program(inputs, outputs), self._flags is not None, tuple(self._given))
 
     def _input(self, example: Any, role: Role, given: Given, inputs: list[Place]) -> Any:
         if role is Role.NUMBER or isinstance(given, Weight):

@@ -1,7 +1,8 @@
 """Numbers on the host and on the device, where every element of a value is one 32-bit word.
 
 Floats are float32, whatever their dtype in torch; integers are int32, booleans int32 of 0 and 1. Values are converted
-where they cross over. Integers that do not fit 32 bits are refused there; arithmetic on the device wraps around.
+where they cross over. Integers that do not fit 32 bits are an `OverflowError`, whether they cross over or are computed;
+arithmetic that could leave them unnoticed stays on the host. Torch's int32 wraps around on the device as in torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 INTEGERS = frozenset({torch.int64, torch.int32})
 SMALL = frozenset({torch.int8, torch.uint8, torch.int16})
 """Integers that only come from the host: arithmetic would wrap around elsewhere than in torch."""
+TOO_LARGE = "an integer does not fit the 32 bits in which qcore_vulkan computes integers."
 DTYPES = FLOATS | INTEGERS | SMALL | {torch.bool}
 
 
@@ -29,7 +31,7 @@ def words_of(tensor: Tensor) -> Tensor:
         return dense.to(torch.float32 if dense.dtype in FLOATS else torch.int32)
     narrow = dense.to(torch.int32)
     if dense.numel() and not torch.equal(narrow.to(torch.int64), dense):
-        raise OverflowError("an integer does not fit the 32 bits in which qcore_vulkan computes integers.")
+        raise OverflowError(TOO_LARGE)
     return narrow
 
 

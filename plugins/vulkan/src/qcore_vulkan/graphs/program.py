@@ -21,8 +21,8 @@ from ..programs import Programs
 from ..weights import known
 from . import residents, states
 from .constants import folded
-from .lowering import Given, Lowering, Recorded
-from .numbers import host_dtype, words_of
+from .lowering import OUT_OF_RANGE, OVERFLOW, Given, Lowering, Recorded
+from .numbers import TOO_LARGE, host_dtype, words_of
 from .states import State
 
 _Seen = tuple[Callable[[], Tensor | None], int]
@@ -73,8 +73,8 @@ class Program:
             if i in self._copied:
                 states.read_into(state.buffer, values[i])  # type: ignore[arg-type]
         states.advance(held)
-        if flag and flag[0].item():
-            raise IndexError("an index of an embedding, a cache or an indexing operation is out of range.")
+        if flag:
+            _check(int(flag[0].item()))
         return [y.to(like.dtype) for y, like in zip(outputs, self._results, strict=True)]
 
     def _placed(self, values: Sequence[object]) -> tuple[Device, list[Given], list[State]]:
@@ -141,3 +141,11 @@ class Program:
             }
             self._uploaded = device, made
         return self._uploaded[1]
+
+
+def _check(flags: int) -> None:
+    """Raise the error that a program has noted."""
+    if flags & OUT_OF_RANGE:
+        raise IndexError("an index of an embedding, a cache or an indexing operation is out of range.")
+    if flags & OVERFLOW:
+        raise OverflowError(TOO_LARGE)

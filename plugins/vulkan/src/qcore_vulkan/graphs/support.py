@@ -17,9 +17,12 @@ from .rules import REFUSALS, RULES, rule_name
 
 def why_not(node: fx.Node) -> str:
     """Why a node stays on the host, a sentence; empty if the device runs it."""
+    constant = is_constant(node)
+    if constant and not node.users:
+        return ""
     if found := _why_not_tensors(node):
         return found
-    if is_constant(node):
+    if constant:
         return ""
     name = rule_name(node.target)
     if name not in RULES:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ...steps.operand import Operand
-from ...steps.pointwise import binary, unary, where
+from ...steps.pointwise import binary, convert, unary, where
 from ..lowering import Lowering
 from ..numbers import INTEGERS, SMALL, on_device
 from .registry import Rule, rule
@@ -65,8 +65,21 @@ def _signed(name: str) -> Rule:
     return apply
 
 
-for _name in ("neg", "abs", "sign", "relu"):
+def _why_not_wide_abs(node: fx.Node) -> str:
+    wide = node.meta["val"].dtype == torch.int64
+    return "the absolute values of torch.int64 have no kernel in qcore_vulkan" if wide else _why_not_small(node)
+
+
+rule("abs", why_not=_why_not_wide_abs)(_signed("abs"))
+for _name in ("sign", "relu"):
     rule(_name, why_not=_why_not_small)(_signed(_name))
+
+
+@rule("neg", why_not=_why_not_small)
+def _neg(c: Lowering, node: fx.Node, x: Operand) -> Operand:
+    if node.meta["val"].dtype == torch.int64:
+        return binary(c.b, "sub", 0, same(c, x, node), bad=c.flags)
+    return unary(c.b, "neg", same(c, x, node))
 
 
 @rule("isnan", "isinf")
@@ -132,6 +145,8 @@ def _why_not_cast(node: fx.Node) -> str:
 
 @rule("_to_copy", why_not=_why_not_cast)
 def _to_copy(c: Lowering, node: fx.Node, x: Operand, **_: Any) -> Operand:
+    if x.dtype == torch.float32 and node.meta["val"].dtype == torch.int64:
+        return convert(c.b, x, torch.int32, bad=c.flags)
     return same(c, x, node)
 
 
@@ -153,20 +168,28 @@ def _promoted(node: fx.Node) -> torch.dtype:
     return on_device(torch.result_type(_value(node.args[0]), _value(node.args[1])))
 
 
-def computed(c: Lowering, name: str, x: Number, y: Number, dtype: torch.dtype) -> Operand:
-    """A binary op in a dtype of the device; bool is computed as int32."""
+def computed(c: Lowering, name: str, x: Number, y: Number, dtype: torch.dtype, *, wide: bool = False) -> Operand:
+    """A binary op in a dtype of the device; bool is computed as int32. ``wide``: integers must fit 32 bits."""
     x, y = _both(c, x, y, torch.int32 if dtype == torch.bool else dtype)
-    return binary(c.b, name, x, y)
+    return binary(c.b, name, x, y, bad=c.flags if wide else None)
 
 
 def _arithmetic(name: str) -> Rule:
     def apply(c: Lowering, node: fx.Node, x: Number, y: Number, *, alpha: Any = 1, **_: Any) -> Operand:
-        dtype = on_device(node.meta["val"].dtype)
+        dtype, wide = on_device(node.meta["val"].dtype), _is_wide(node) and name in _OVERFLOWING
         if alpha != 1:
-            y = computed(c, "mul", y, alpha, dtype) if isinstance(y, Operand) else y * alpha
-        return same(c, computed(c, name, x, y, dtype), node)
+            y = computed(c, "mul", y, alpha, dtype, wide=wide) if isinstance(y, Operand) else y * alpha
+        return same(c, computed(c, name, x, y, dtype, wide=wide), node)
 
     return apply
+
+
+_OVERFLOWING = frozenset({"add", "sub", "mul"})
+
+
+def _is_wide(node: fx.Node) -> bool:
+    """Whether torch computes the node in integers of 64 bits."""
+    return bool(node.meta["val"].dtype == torch.int64)
 
 
 def _why_not_arithmetic(node: fx.Node) -> str:
@@ -181,6 +204,9 @@ for _name in ("add", "sub", "mul", "maximum", "minimum"):
 
 
 def _why_not_div(node: fx.Node) -> str:
+    whole = not node.meta["val"].is_floating_point()
+    if whole and (isinstance(node.args[1], fx.Node) or node.args[1] in {0, -1}):
+        return "quotients of integers by a tensor, by 0 and by -1 have no kernel in qcore_vulkan"
     if node.kwargs.get("rounding_mode") == "trunc" and not node.meta["val"].is_floating_point():
         return "division of integers that truncates has no kernel in qcore_vulkan"
     return _why_not_arithmetic(node)
@@ -207,8 +233,14 @@ def _pow(c: Lowering, node: fx.Node, x: Number, y: Number) -> Operand:
     return computed(c, "pow", x, y, torch.float32)
 
 
+def _why_not_remainder(node: fx.Node) -> str:
+    if not node.meta["val"].is_floating_point() and (isinstance(node.args[1], fx.Node) or node.args[1] in {0, -1}):
+        return "remainders of integers by a tensor, by 0 and by -1 have no kernel in qcore_vulkan"
+    return _why_not_arithmetic(node)
+
+
 for _name in ("remainder", "fmod"):
-    rule(_name, why_not=_why_not_arithmetic)(_arithmetic(_name))
+    rule(_name, why_not=_why_not_remainder)(_arithmetic(_name))
 
 
 def _comparison(name: str) -> Rule:

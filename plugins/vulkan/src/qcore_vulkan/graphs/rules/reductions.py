@@ -47,8 +47,18 @@ def _reduction(name: str) -> Rule:
     return apply
 
 
-for _name in ("sum", "mean", "amax", "amin", "any", "prod"):
+def _why_not_wide(node: fx.Node) -> str:
+    """Sums of integers may leave 32 bits; those of booleans count, and a float's are floats."""
+    source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
+    if not result.is_floating_point and source != torch.bool:
+        return f"{rule_name(node.target)} of {source} may exceed the 32 bits in which qcore_vulkan computes integers"
+    return _why_not_small(node)
+
+
+for _name in ("mean", "amax", "amin", "any"):
     rule(_name, why_not=_why_not_small)(_reduction(_name))
+for _name in ("sum", "prod"):
+    rule(_name, why_not=_why_not_wide)(_reduction(_name))
 
 
 def _lasting(x: Operand, dim: int) -> tuple[Operand, list[int]]:
@@ -106,7 +116,7 @@ rule("max", why_not=_why_not_extreme)(_extreme("max"))
 rule("min", why_not=_why_not_extreme)(_extreme("min"))
 
 
-@rule("cumsum", why_not=_why_not_small)
+@rule("cumsum", why_not=_why_not_wide)
 def _cumsum(c: Lowering, node: fx.Node, x: Operand, dim: int, **_: Any) -> Operand:
     wide = same(c, x, node)
     return cumsum(c.b, wide, dim % len(x.shape)) if x.shape else wide
