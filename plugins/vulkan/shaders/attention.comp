@@ -17,6 +17,7 @@
 #extension GL_EXT_control_flow_attributes : require
 #extension GL_KHR_shader_subgroup_arithmetic : require
 #extension GL_KHR_shader_subgroup_shuffle : require
+#extension GL_KHR_shader_subgroup_vote : require
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 0) const uint LANES = 128u;
@@ -30,6 +31,9 @@ layout(constant_id = 7) const uint MASK = 0u;
 layout(constant_id = 8) const uint CAUSAL = 0u;
 layout(constant_id = 9) const uint SPLIT = 0u;    // whether partial results are written
 layout(constant_id = 10) const uint EACH_TEAM = 1u;  // keys of a team at once; KEYS is a multiple of what all teams take
+// Whether each lane reads one row's query and gets the others by shuffles: for subgroups of ROWS lanes and teams of one.
+// CPUs emulate subgroups by vectors and read shared memory lane by lane, so that reads are what takes time.
+layout(constant_id = 11) const uint SPREAD = 0u;
 
 const uint FLOAT_MASK = 1u;  // added to the scores
 const uint BOOL_MASK = 2u;   // an int32, not 0 where a key takes part
@@ -69,6 +73,8 @@ shared vec4 weight[KEYS * PITCH];  // [key][row]: scores, then their powers
 shared vec4 factor[FOURS];         // of what each row has added up so far
 shared float most[ROWS];           // of each row's scores so far
 shared float total[ROWS];          // of its weights
+shared uint sees[ROWS];            // the key before which its keys end
+shared uint mask_row[ROWS];        // where its mask begins
 shared vec4 part[WIDTH * EACH * GROUPS];
 
 
@@ -92,28 +98,36 @@ DEFINE_READ(read_key, k_words, k_vectors, push.q_columns)
 DEFINE_READ(read_value, v_words, v_vectors, push.v_columns)
 
 // What is added to the score of a key for a row.
-float bias(uint row, uint key, uint end, uint batch, uint head) {
-    if (key >= end || row >= push.rows) return LOWEST;
-    uint position = row / push.shared_by;
-    if (CAUSAL != 0u && key > position) return LOWEST;
+float bias(uint r, uint key) {
+    if (key >= sees[r]) return LOWEST;
     if (MASK == 0u) return 0.0;
-    uint query_head = head * push.shared_by + row % push.shared_by;
-    uint word = mask[push.m_offset + batch * push.m_stride[0] + query_head * push.m_stride[1] +
-                     position * push.m_stride[2] + key * push.m_stride[3]];
+    uint word = mask[mask_row[r] + key * push.m_stride[3]];
     if (MASK == BOOL_MASK) return word != 0u ? 0.0 : LOWEST;
     return uintBitsToFloat(word) * 1.44269504;
 }
 
+// What `bias` needs of a row. Found once: integer division is slow.
+void prepare_row(uint r, uint row, uint end, uint batch, uint head) {
+    uint position = row / push.shared_by;
+    uint query_head = head * push.shared_by + row - position * push.shared_by;
+    most[r] = LOWEST;
+    total[r] = 0.0;
+    sees[r] = row >= push.rows ? 0u : (CAUSAL != 0u ? min(end, position + 1u) : end);
+    mask_row[r] = push.m_offset + batch * push.m_stride[0] + query_head * push.m_stride[1] +
+                  min(position, push.queries - 1u) * push.m_stride[2];
+}
+
 // Step 1, for EACH_TEAM keys at once, TEAMS apart; `member` of its team. A query that is read meets all of them.
-void score(uint c, uint base, uint end, uint member, uint first, uint batch, uint head) {
+void score(uint c, uint base, uint end, uint member, uint batch, uint head) {
     float product[EACH_TEAM * ROWS];
     bool seen = false;
     [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) {
         [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
             product[i * ROWS + r] = 0.0;
-            seen = seen || bias(first + r, base + c + i * TEAMS, end, batch, head) != LOWEST;
+            seen = seen || bias(r, base + c + i * TEAMS) != LOWEST;
         }
     }
+    if (SPREAD != 0u) seen = subgroupAny(seen);  // shuffles want every lane
     if (seen) {
         uint at[EACH_TEAM];
         uint start = push.k_offset + batch * push.k_stride[0] + head * push.k_stride[1];
@@ -123,8 +137,9 @@ void score(uint c, uint base, uint end, uint member, uint first, uint batch, uin
         for (uint e = member; e < Q4; e += TEAM) {
             vec4 k[EACH_TEAM];
             [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) k[i] = read_key(at[i], e);
+            vec4 own = SPREAD != 0u ? query[gl_SubgroupInvocationID * Q4 + e] : vec4(0.0);
             [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-                vec4 q = query[r * Q4 + e];
+                vec4 q = SPREAD != 0u ? subgroupShuffle(own, r) : query[r * Q4 + e];
                 [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) product[i * ROWS + r] += dot(k[i], q);
             }
         }
@@ -136,7 +151,7 @@ void score(uint c, uint base, uint end, uint member, uint first, uint batch, uin
     [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) {
         uint own = c + i * TEAMS;
         [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-            float hidden = bias(first + r, base + own, end, batch, head);
+            float hidden = bias(r, base + own);
             weight[own * PITCH + r / 4u][r % 4u] = hidden == LOWEST ? LOWEST : product[i * ROWS + r] + hidden;
         }
     }
@@ -237,16 +252,13 @@ void main() {
                   row / push.shared_by * push.q_stride[2];
         query[i] = read_query(at, i % Q4) * push.scale;
     }
-    for (uint r = lane; r < ROWS; r += LANES) {
-        most[r] = LOWEST;
-        total[r] = 0.0;
-    }
+    for (uint r = lane; r < ROWS; r += LANES) prepare_row(r, first + r, end, batch, head);
     [[unroll]] for (uint i = 0u; i < ROWS * EACH; ++i) sums[i] = vec4(0.0);
     barrier();
 
     for (uint base = begin; base < end; base += KEYS) {
         for (uint c = lane / TEAM; c < KEYS; c += EACH_TEAM * TEAMS) {
-            score(c, base, end, lane % TEAM, first, batch, head);
+            score(c, base, end, lane % TEAM, batch, head);
         }
         barrier();
         for (uint r = gl_SubgroupID; r < ROWS; r += gl_NumSubgroups) weigh(r);

@@ -12,6 +12,7 @@ from ..device import Device
 from .operand import Operand, new
 from .pointwise import convert
 from .prepare import LANES
+from .walks import required_subgroup
 
 _WIDEST = 256
 """Columns of queries, keys and values that the shader has room for."""
@@ -97,12 +98,13 @@ def _launch(
     kind = 0 if view is None else _MASKS[view.dtype]
     constants = (
         shape.lanes, shape.rows, shape.keys, shape.team, *fours, int(aligned), kind, int(is_causal), int(splits > 1),
-        shape.each,
+        shape.each, int(shape.lanes == shape.rows == b.device.description.subgroup.size),
     )  # fmt: skip
     sums = b.scratch(16 * splits * pairs * rows * fours[1]) if splits > 1 else y.ref
     totals = b.scratch(8 * splits * pairs * rows) if splits > 1 else y.ref
     refs: list[Ref | None] = [q.ref, k.ref, v.ref, q.ref if view is None else view.ref, None, None, totals, sums]
-    b.dispatch("attention", constants, (tiles, pairs, splits), [*push, scale * _LOG2_E], refs)
+    groups, subgroup = (tiles, pairs, splits), required_subgroup(b.device)
+    b.dispatch("attention", constants, groups, [*push, scale * _LOG2_E], refs, subgroup=subgroup)
     if splits > 1:
         lanes = pairs * rows * fours[1]
         words = [pairs * rows, splits, fours[1], width, rows, shared_by, key_heads, *y.strides[:3], y.offset]

@@ -12,6 +12,7 @@ from ..builder import Builder, Ref, fold
 from ..device import Device
 from .operand import HALVES, Operand, merge, over, result
 from .pointwise import convert
+from .walks import required_subgroup
 
 _FEW = 8
 """Rows up to which a product is bound by reading the weight."""
@@ -85,6 +86,7 @@ class _Kernel:
     variant: str
     constants: tuple[int, ...]
     groups: tuple[int, int, int]
+    subgroup: int = 0
 
 
 def _append(b: Builder, a: Operand, w: Operand, bias: Operand | None, y: Operand, first: int) -> None:
@@ -102,7 +104,7 @@ def _append(b: Builder, a: Operand, w: Operand, bias: Operand | None, y: Operand
         push[-2] = first
     refs: list[Ref | None] = [a.ref, w.ref, a.ref if bias is None else bias.ref, *[None] * 4, y.ref]
     kernel = _choose(b.device, a, w, m, n, math.prod(sizes))
-    b.dispatch(kernel.variant, kernel.constants, kernel.groups, push, refs)
+    b.dispatch(kernel.variant, kernel.constants, kernel.groups, push, refs, subgroup=kernel.subgroup)
 
 
 def _choose(device: Device, a: Operand, w: Operand, m: int, n: int, batches: int) -> _Kernel:
@@ -112,16 +114,26 @@ def _choose(device: Device, a: Operand, w: Operand, m: int, n: int, batches: int
         rows = next(size for size in (1, 2, 4, 8) if size >= m)
         lanes = min(128, 1 << limits.max_invocations.bit_length() - 1)
         x, folds, _ = fold(-(-n * device.description.subgroup.size // lanes))
-        return _Kernel("product_rows", (lanes, rows, *vectors), (x, folds, batches))
+        return _Kernel("product_rows", (lanes, rows, *vectors), (x, folds, batches), required_subgroup(device))
     if device.profile == "gpu" and limits.max_invocations >= 256:
         bm, bn, tm, tn = _tile(device, m, n, batches)
         along = (int(a.strides[-1] != 1), int(w.strides[-1] != 1))
         constants = (bm // tm * (bn // tn), bm, bn, tm, tn, *vectors, *along)
         return _Kernel("product_shared", constants, (-(-m // bm), -(-n // bn), batches))
+    variant, lanes, tm, tn = _register_tile(device, m, n)
+    groups = (-(-n // (lanes * tn)), -(-m // tm), batches)
+    subgroup = required_subgroup(device) if variant == "product_tile_spread" else 0
+    return _Kernel(variant, (lanes, tm, tn, *vectors), groups, subgroup)
+
+
+def _register_tile(device: Device, m: int, n: int) -> tuple[str, int, int, int]:
+    """Variant, lanes, rows and columns of a lane; on CPUs as measured on lavapipe."""
     lanes = 8 if device.profile == "cpu" else 32
+    subgroup = device.description.subgroup
+    if device.profile == "cpu" and m > 4 and subgroup.size == lanes and "shuffle" in subgroup.operations:
+        return "product_tile_spread", lanes, lanes, 4 if n > lanes else 1
     tm, tn = (1, 4) if m == 1 else (4, 8 if n > 8 * lanes else 4)
-    tn = tn if n > lanes else 1
-    return _Kernel("product_tile", (lanes, tm, tn, *vectors), (-(-n // (lanes * tn)), -(-m // tm), batches))
+    return "product_tile", lanes, tm, tn if n > lanes else 1
 
 
 def _tile(device: Device, m: int, n: int, batches: int) -> tuple[int, int, int, int]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..device import Device
 from .operand import MOST_DIMS, merge
 
 STRIDED, VECTORS, NUMBER_P, NUMBER_Q = range(4)
@@ -49,3 +50,9 @@ def walk(shape: Sequence[int], *strides: Sequence[int], most: int = MOST_DIMS, s
     if len(sizes) > most:
         raise ValueError(f"a view of {len(sizes)} dimensions that cannot be merged: copy it to contiguous memory first")
     return Walk(sizes, kept, 4 if sizes[0] % 4 == 0 and not single else 1)
+
+
+def required_subgroup(device: Device) -> int:
+    """The size to require of subgroups where a kernel depends on it; 0 if the device has only one."""
+    subgroup = device.description.subgroup
+    return subgroup.size if subgroup.control and subgroup.min <= subgroup.size <= subgroup.max else 0
