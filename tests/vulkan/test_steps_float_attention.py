@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from vulkan_problems import vulkan  # noqa: F401
 
+from qcore.plugin_api import PluginError
 from qcore_vulkan.steps.attention import attention
 from qcore_vulkan.steps.rope import rope
 
@@ -163,3 +164,14 @@ def test_what_the_shader_does_not_take_is_refused(vulkan):  # noqa: F811
         attention(runner.b, q, k, k, None, False, None)
     with pytest.raises(ValueError, match="takes up to 256"):
         attention(runner.b, wide, wide, wide, None, False, None)
+
+
+def test_little_shared_memory_takes_smaller_tiles(any_gpu, monkeypatch):
+    q, k = drawn(1, 2, 20, 64), drawn(1, 2, 30, 64)
+    for nbytes in (16384, 8192):
+        limits = dataclasses.replace(any_gpu.description.limits, shared_memory=nbytes)
+        monkeypatch.setattr(any_gpu, "description", dataclasses.replace(any_gpu.description, limits=limits))
+        assert_right(any_gpu, q, k, k)
+    wide = drawn(1, 1, 20, 256)
+    with pytest.raises(PluginError, match="more shared memory than 8192 bytes"):
+        run(any_gpu, attention, wide, wide, wide, None, False, None)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from qcore.plugin_api import PluginError
+
 from ..builder import Builder, Ref, fold
 from ..device import Device
 from .operand import Operand, new
@@ -83,11 +85,11 @@ def _launch(
     batch, heads, queries, columns = q.shape
     key_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
     shared_by, rows = heads // key_heads, heads // key_heads * queries
-    shape = _shape(b.device, rows)
+    fours = (-(-columns // 4), -(-width // 4))
+    shape = _shape(b.device, rows, fours)
     tiles, pairs = -(-rows // shape.rows), key_heads * batch
     split = _split(b.device, tiles * pairs, keys, shape)
     splits = -(-keys // split)
-    fours = (-(-columns // 4), -(-width // 4))
     aligned = columns % 4 == 0 and width % 4 == 0 and all(map(_is_aligned, (q, k, v, y)))
     view = None if mask is None else mask.broadcast_to((batch, heads, queries, keys))
     push = [rows, queries, keys, shared_by, key_heads, columns, width, split]
@@ -112,13 +114,28 @@ def _launch(
         b.dispatch("attention_join", (LANES,), groups, words, [sums, totals, *[None] * 5, y.ref])
 
 
-def _shape(device: Device, rows: int) -> _Shape:
-    """For few rows, as of one token, or for many."""
+def _shape(device: Device, rows: int, fours: tuple[int, int]) -> _Shape:
+    """For few rows, as of one token, or for many; the first that the device's shared memory holds."""
+    team = min(8, device.description.subgroup.size)
+    few = 4 if rows <= 4 else 8
     if device.profile == "cpu":
-        return _Shape(8, 4 if rows <= 4 else 8, 32, 1, 4)
-    if rows <= 8:
-        return _Shape(128, 4 if rows <= 4 else 8, 64, min(8, device.description.subgroup.size), 2)
-    return _Shape(128, 16, 128, 2, 2)
+        shapes = [_Shape(8, few, 32, 1, 4)]
+    elif rows <= 8:
+        shapes = [_Shape(128, few, 64, team, 2), _Shape(128, 4, 32, team, 1)]
+    else:
+        shapes = [_Shape(128, 16, 128, 2, 2), _Shape(128, 8, 64, 2, 1), _Shape(128, 4, 64, 2, 1)]
+    most = device.description.limits.shared_memory
+    found = next((shape for shape in shapes if _shared_bytes(shape, fours) <= most), None)
+    if found is None:
+        raise PluginError(f"attention over heads of {4 * fours[0]} columns needs more shared memory than {most} bytes")
+    return found
+
+
+def _shared_bytes(shape: _Shape, fours: tuple[int, int]) -> int:
+    """Queries, weights, and the sums of groups of lanes; a few words for each row."""
+    width = min(shape.lanes, fours[1])
+    sums = shape.lanes // width * -(-fours[1] // width) * width
+    return 16 * (shape.rows * fours[0] + shape.keys * (shape.rows // 4 + 1) + sums) + 20 * shape.rows
 
 
 def _split(device: Device, workgroups: int, keys: int, shape: _Shape) -> int:
