@@ -241,10 +241,12 @@ def test_states(count, reason):
 
 
 def test_a_state_of_inference_mode_is_copied():
+    states._warn_of_inference.cache_clear()
     with torch.inference_mode():
         model = Counter(torch.zeros(3))
         compiled = torch.compile(model, backend=qcore_vulkan)
-        compiled(torch.ones(3))
+        with pytest.warns(qcore.QcoreWarning, match="copied to the device and back"):
+            compiled(torch.ones(3))
         assert torch.equal(model.count, torch.ones(3))
         model.count.zero_()  # is not counted
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))

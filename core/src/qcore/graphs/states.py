@@ -80,8 +80,8 @@ def version(tensor: Tensor) -> int:
 class TorchsWrites:
     """Lets version counters tell of writes by torch only, for a backend that defers its own.
 
-    AOT autograd counts what a graph will write to its inputs before it runs it. That is taken back in between: ``outer``
-    wraps what AOT autograd makes of the graph, ``inner`` what it calls. ``written``: positions of the inputs.
+    AOT autograd counts what a graph will write to its inputs before it runs it. That is taken back in between:
+    ``outer`` wraps what AOT autograd makes of the graph, ``inner`` what it calls. ``written``: positions of the inputs.
     """
 
     def __init__(self) -> None:

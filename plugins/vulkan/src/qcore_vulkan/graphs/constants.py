@@ -56,5 +56,6 @@ def _value(part: GraphPart, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         like = node.meta["val"]
         fill = {"zeros_like": 0, "ones_like": 1}.get(base_name(node.target))
         return torch.full(like.shape, node.args[1] if fill is None else fill, dtype=like.dtype)  # type: ignore[arg-type]
-    args, kwargs = (fx.node.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
+    args: Any = fx.node.map_arg(node.args, values.__getitem__)
+    kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__)
     return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,9 @@ from .numbers import on_device
 from .planner import Planner
 from .residents import Weight
 from .views import overlaps, reshaped
+
+Rule = Callable[..., Any]
+"""``rule(lowering, node, *args, **kwargs)``: the node's arguments with values in the place of nodes, to its value."""
 
 OUT_OF_RANGE, OVERFLOW = 1, 2
 """Flags: an index was out of range, or an integer of 64 bits in torch did not fit 32."""
@@ -46,9 +49,14 @@ class Lowering:
     """Records the nodes of a part one after the other; rules get this as their first argument."""
 
     def __init__(
-        self, part: GraphPart, device: Device, given: Sequence[Given], constants: Mapping[fx.Node, Buffer | None]
+        self,
+        part: GraphPart,
+        device: Device,
+        given: Sequence[Given],
+        constants: Mapping[fx.Node, Buffer | None],
+        rule_of: Callable[[Any], Rule],
     ) -> None:
-        self.b = Planner(device)
+        self.b, self._rule_of = Planner(device), rule_of
         self._part, self._given, self._constants = part, given, constants
         self._values: dict[fx.Node, Any] = {}
         self._last = _last_uses(part)
@@ -152,16 +160,15 @@ class Lowering:
             self._keep(node, _whole(buffer, node.meta["val"]))
 
     def _call(self, node: fx.Node) -> None:
-        from .rules import RULES, rule_name
-
         self._now = node
         if node.target is operator.getitem:
             source, at = node.args
             self._keep(node, self._values[source][at])  # type: ignore[index]
         else:
             mark = self.b.mark()
-            args, kwargs = (fx.node.map_arg(given, self._values.__getitem__) for given in (node.args, node.kwargs))
-            value = RULES[rule_name(node.target)](self, node, *args, **kwargs)
+            args: Any = fx.node.map_arg(node.args, self._values.__getitem__)
+            kwargs: Any = fx.node.map_arg(node.kwargs, self._values.__getitem__)
+            value = self._rule_of(node.target)(self, node, *args, **kwargs)
             self.b.settle(mark, (one.ref for one in (*_operands(value), *self._checked.values())))
             self._keep(node, value)
         for one in (node, *node.all_input_nodes):

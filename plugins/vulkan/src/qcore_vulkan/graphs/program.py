@@ -23,6 +23,7 @@ from . import residents, states
 from .constants import folded
 from .lowering import OUT_OF_RANGE, OVERFLOW, Given, Lowering, Recorded
 from .numbers import TOO_LARGE, host_dtype, words_of
+from .rules import rule_of
 from .states import State
 
 _Seen = tuple[Callable[[], Tensor | None], int]
@@ -129,7 +130,7 @@ class Program:
         key = tuple(id(one) for one in (device, *given))
 
         def record() -> Recorded:
-            return Lowering(self._part, device, given, self._constants_on(device)).recorded()
+            return Lowering(self._part, device, given, self._constants_on(device), rule_of).recorded()
 
         return self._recorded.get(key, record)
 

@@ -6,13 +6,15 @@ torch writes in between is noticed by the tensor's version counter, and uploaded
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from qcore import PluginError
+from qcore import PluginError, QcoreWarning
 from qcore.plugin_api import version
 
 from ..device import Buffer, Device
@@ -67,6 +69,18 @@ def why_not(tensor: Tensor) -> str:
 _known: dict[int, tuple[weakref.ref[Tensor], State]] = {}
 
 
+@lru_cache(maxsize=1)
+def _warn_of_inference() -> None:
+    """Say once why a cache is copied at each call."""
+    warnings.warn(
+        "qcore_vulkan: a tensor that the model writes, such as a KV cache, was made in torch.inference_mode(). Torch "
+        "does not count writes to it, so it is copied to the device and back at each call. Make it before, or use "
+        "torch.no_grad().",
+        QcoreWarning,
+        stacklevel=2,
+    )
+
+
 def get(device: Device, tensor: Tensor) -> State | None:
     """The state of a tensor, with what torch wrote last; None if it must be copied in and out at each call."""
     found = peek(tensor)
@@ -76,6 +90,8 @@ def get(device: Device, tensor: Tensor) -> State | None:
     if found is not None:
         _leave(found, tensor)
     if why_not(tensor):
+        if tensor.is_inference():
+            _warn_of_inference()
         return None
     key, state = id(tensor), State(device, tensor)
     _known[key] = (weakref.ref(tensor, lambda ref: _forget(key, ref)), state)

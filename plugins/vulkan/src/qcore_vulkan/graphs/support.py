@@ -27,7 +27,7 @@ def why_not(node: fx.Node) -> str:
     name = rule_name(node.target)
     if name not in RULES:
         return f"{name} has no kernel in qcore_vulkan"
-    return REFUSALS.get(name, lambda _: "")(node) or _why_not_numbers(node, name)
+    return (REFUSALS[name](node) if name in REFUSALS else "") or _why_not_numbers(node, name)
 
 
 def _why_not_tensors(node: fx.Node) -> str:

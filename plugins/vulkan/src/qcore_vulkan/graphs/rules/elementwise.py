@@ -10,9 +10,9 @@ from torch import fx
 
 from ...steps.operand import Operand
 from ...steps.pointwise import binary, convert, unary, where
-from ..lowering import Lowering
+from ..lowering import Lowering, Rule
 from ..numbers import INTEGERS, SMALL, on_device
-from .registry import Rule, rule
+from .registry import rule
 
 Number = Operand | float | int | bool
 
@@ -96,7 +96,7 @@ def _logical_not(c: Lowering, node: fx.Node, x: Operand) -> Operand:
 
 @rule("bitwise_not", why_not=_why_not_small)
 def _bitwise_not(c: Lowering, node: fx.Node, x: Operand) -> Operand:
-    return _logical_not(c, node, x) if x.dtype == torch.bool else unary(c.b, "bitwise_not", x)  # type: ignore[no-any-return]
+    return _logical_not(c, node, x) if x.dtype == torch.bool else unary(c.b, "bitwise_not", x)
 
 
 @rule("gelu")

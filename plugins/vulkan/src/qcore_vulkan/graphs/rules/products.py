@@ -41,7 +41,7 @@ def _addmm(
     product = _mm(c, node, x, y)
     product = product if alpha == 1 else binary(c.b, "mul", product, float(alpha))
     if beta == 0:
-        return product  # type: ignore[no-any-return]
+        return product
     return binary(c.b, "add", product, added if beta == 1 else binary(c.b, "mul", added, float(beta)))
 
 

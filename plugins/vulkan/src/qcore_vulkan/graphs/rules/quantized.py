@@ -42,16 +42,18 @@ def _why_not(node: fx.Node) -> str:
 
 def _request(node: fx.Node) -> Any:
     """The request that a node makes."""
-    name, args = base_name(node.target), node.args
-    x = args[0].meta["val"]  # type: ignore[union-attr]
+    name = base_name(node.target)
+    args: Any = node.args
+    x = args[0].meta["val"]
     if name == "embedding":
-        return EmbeddingRequest(_CPU, args[4], _ANY_TABLE, args[3], scheme_of(args[2]).weight)  # type: ignore[arg-type]
-    scheme = scheme_of(args[3])  # type: ignore[arg-type]
+        return EmbeddingRequest(_CPU, args[4], _ANY_TABLE, args[3], scheme_of(args[2]).weight)
+    scheme = scheme_of(args[3])
     form = (scheme.weight, scheme.activation, scheme.output, args[2] is not None, False)
     if name == "linear":
-        return LinearRequest(_CPU, x.dtype, args[5], args[4], x.shape[-1], None, *form)  # type: ignore[arg-type]
-    sizes = [tuple(pair) for pair in args[5:9]]  # type: ignore[arg-type]
-    return Conv2dRequest(_CPU, x.dtype, args[10], x.shape[1], args[4], *sizes, args[9], *form)  # type: ignore[arg-type]
+        return LinearRequest(_CPU, x.dtype, args[5], args[4], x.shape[-1], None, *form)
+    kernel, stride, padding, dilation = (tuple(pair) for pair in args[5:9])
+    sizes = (kernel, stride, padding, dilation, args[9])
+    return Conv2dRequest(_CPU, x.dtype, args[10], x.shape[1], args[4], *sizes, *form)
 
 
 def rows_of(c: Lowering, x: Operand) -> Rows:

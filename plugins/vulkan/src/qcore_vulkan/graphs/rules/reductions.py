@@ -14,11 +14,11 @@ from ...steps.norms import layer_norm, softmax
 from ...steps.operand import Operand
 from ...steps.pointwise import binary, unary
 from ...steps.reductions import argreduce, cumsum, reduce, topk
-from ..lowering import Lowering
+from ..lowering import Lowering, Rule
 from ..numbers import SMALL
 from .elementwise import same
 from .gathers import along
-from .registry import Rule, rule, rule_name
+from .registry import rule, rule_name
 
 
 def _why_not_small(node: fx.Node) -> str:

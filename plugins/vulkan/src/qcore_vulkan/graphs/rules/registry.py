@@ -9,8 +9,7 @@ from torch import fx
 
 from qcore.plugin_api import base_name, is_whole
 
-Rule = Callable[..., Any]
-"""``rule(lowering, node, *args, **kwargs)``: the node's arguments with values in the place of nodes, to its value."""
+from ..lowering import Rule
 
 RULES: dict[str, Rule] = {}
 """Rules by the name of the op; ops of ``torch.ops.qcore_graph`` begin with ``qcore_graph.``."""
@@ -35,3 +34,8 @@ def rule_name(target: Any) -> str:
     """The name of an op in `RULES`."""
     name = base_name(target)
     return f"qcore_graph.{name}" if is_whole(target) else name
+
+
+def rule_of(target: Any) -> Rule:
+    """The rule of an op that `qcore_vulkan.graphs.support` has not refused."""
+    return RULES[rule_name(target)]
