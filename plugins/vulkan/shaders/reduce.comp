@@ -3,6 +3,7 @@
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 0) const uint LANES = 64u;    // a power of two
@@ -79,13 +80,19 @@ uint place_of(uint index) {
     return place;
 }
 
-// The elements of one lane; sums of 16 are added to the total, so that rounding errors stay small.
+// The elements of one lane. Eight loads are in flight at a time; sums of 8 are added to the total, so that rounding errors
+// stay small.
 uvec2 reduce(uint start, uint lane) {
     uvec2 total = nothing();
-    for (uint first = lane; first < push.count; first += 16u * TEAM) {
+    for (uint first = lane; first < push.count; first += 8u * TEAM) {
+        uint words[8];
+        [[unroll]] for (uint e = 0u; e < 8u; ++e) {
+            words[e] = x_words[start + place_of(min(first + e * TEAM, push.count - 1u))];
+        }
         uvec2 part = nothing();
-        for (uint i = first; i < push.count && i - first < 16u * TEAM; i += TEAM) {
-            part = join(part, of_element(x_words[start + place_of(i)], i));
+        [[unroll]] for (uint e = 0u; e < 8u; ++e) {
+            uint i = first + e * TEAM;
+            if (i < push.count) part = join(part, of_element(words[e], i));
         }
         total = join(total, part);
     }

@@ -1,8 +1,9 @@
 // The largest or smallest elements of each row, in order: a workgroup per row. Each lane keeps the first of its own
-// elements; the first of all, found by a tree in shared memory, is written, and its lane looks for its next one.
+// elements; the first of all, found by a tree in shared memory, is written, and its lane gets its next one.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 0) const uint LANES = 64u;   // a power of two
@@ -25,15 +26,34 @@ layout(binding = 7) writeonly buffer Values { uint values[]; };    // (rows, k)
 
 shared uvec2 firsts[LANES];
 
-// The first of a lane's elements that comes after `last`; (0, 0xffffffff), which comes after all, if there is none.
-uvec2 next(uint start, uvec2 last, bool any) {
+// The first of the elements at `first`, `first + step`, ... that comes after `last`, or of all of them; if there is none
+// (0, 0xffffffff), which comes after all. Four loads are in flight at a time.
+uvec2 search(uint start, uint first, uint step, uvec2 last, bool all) {
     uvec2 best = uvec2(0u, 0xffffffffu);
-    for (uint i = gl_LocalInvocationIndex; i < push.count; i += LANES) {
-        uint word = x_words[start + i * push.x_step];
-        uvec2 own = uvec2(LARGEST != 0u ? ascending(word) : descending(word, false), i);
-        if ((any || comes_first(last, own)) && comes_first(own, best)) best = own;
+    for (uint i = first; i < push.count; i += 4u * step) {
+        uvec4 words;
+        [[unroll]] for (uint e = 0u; e < 4u; ++e) {
+            words[e] = x_words[start + min(i + e * step, push.count - 1u) * push.x_step];
+        }
+        [[unroll]] for (uint e = 0u; e < 4u; ++e) {
+            uvec2 own = uvec2(LARGEST != 0u ? ascending(words[e]) : descending(words[e], false), i + e * step);
+            bool counts = own.y < push.count && (all || comes_first(last, own));
+            if (counts && comes_first(own, best)) best = own;
+        }
     }
     return best;
+}
+
+// The first of what the lanes have, for all of them.
+uvec2 first_of_all(uint lane, uvec2 own) {
+    barrier();  // everybody has read the result of the call before
+    firsts[lane] = own;
+    for (uint reach = LANES / 2u; reach > 0u; reach /= 2u) {
+        barrier();
+        if (lane < reach && comes_first(firsts[lane + reach], firsts[lane])) firsts[lane] = firsts[lane + reach];
+    }
+    barrier();
+    return firsts[0];
 }
 
 void main() {
@@ -46,20 +66,16 @@ void main() {
         rest /= push.outer_size[d];
     }
     uint lane = gl_LocalInvocationIndex;
-    uvec2 own = next(start, uvec2(0u), true);
+    uvec2 own = search(start, lane, LANES, uvec2(0u), true);
     for (uint i = 0u; i < push.k; ++i) {
-        firsts[lane] = own;
-        for (uint reach = LANES / 2u; reach > 0u; reach /= 2u) {
-            barrier();
-            if (lane < reach && comes_first(firsts[lane + reach], firsts[lane])) firsts[lane] = firsts[lane + reach];
-        }
-        barrier();
-        uvec2 found = firsts[0];
-        barrier();  // everybody has read it
+        uvec2 found = first_of_all(lane, own);
         if (lane == 0u) {
             values[row * push.k + i] = x_words[start + found.y * push.x_step];
             indices[row * push.k + i] = found.y;
         }
-        if (found.y == own.y) own = next(start, own, false);
+        // All lanes search what belongs to the one that has just lost its first.
+        uint owner = found.y % LANES;
+        uvec2 next = first_of_all(lane, search(start, owner + lane * LANES, LANES * LANES, found, false));
+        if (lane == owner) own = next;
     }
 }
