@@ -5,7 +5,7 @@
 //
 // 1. Scores: a team of TEAM lanes per key multiplies it by all rows' queries, which lie in shared memory. Keys that the
 //    mask hides from every row are not read: static caches are mostly empty.
-// 2. Softmax: a subgroup per row finds the largest score so far, and turns scores into powers of two.
+// 2. Softmax: a subgroup for four rows finds the largest score so far, and turns scores into powers of two.
 // 3. Values: lanes side by side take fours of the values' columns, groups of lanes the keys in turn; each lane adds up
 //    its columns for all rows in registers. A value that has no weight is not read.
 //
@@ -34,6 +34,7 @@ layout(constant_id = 10) const uint EACH_TEAM = 1u;  // keys of a team at once; 
 // Whether each lane reads one row's query and gets the others by shuffles: for subgroups of ROWS lanes and teams of one.
 // CPUs emulate subgroups by vectors and read shared memory lane by lane, so that reads are what takes time.
 layout(constant_id = 11) const uint SPREAD = 0u;
+layout(constant_id = 12) const uint ALONE = 0u;  // whether the workgroup is one subgroup
 
 const uint FLOAT_MASK = 1u;  // added to the scores
 const uint BOOL_MASK = 2u;   // an int32, not 0 where a key takes part
@@ -71,8 +72,8 @@ layout(binding = 7) writeonly buffer Results { vec4 results[]; };
 shared vec4 query[ROWS * Q4];
 shared vec4 weight[KEYS * PITCH];  // [key][row]: scores, then their powers
 shared vec4 factor[FOURS];         // of what each row has added up so far
-shared float most[ROWS];           // of each row's scores so far
-shared float total[ROWS];          // of its weights
+shared vec4 most[FOURS];           // the largest of each row's scores so far
+shared vec4 total[FOURS];          // of its weights
 shared uint sees[ROWS];            // the key before which its keys end
 shared uint mask_row[ROWS];        // where its mask begins
 shared vec4 part[WIDTH * EACH * GROUPS];
@@ -81,6 +82,12 @@ shared vec4 part[WIDTH * EACH * GROUPS];
 #define LOWEST uintBitsToFloat(0xff800000u)
 
 vec4 sums[ROWS * EACH];
+
+// A barrier; CPUs save all registers at those of a workgroup.
+void wait() {
+    if (ALONE != 0u) subgroupBarrier();
+    else barrier();
+}
 
 // Four columns of a query, key or value whose first element is `at`.
 #define DEFINE_READ(name, words, vectors, columns)                                    \
@@ -110,8 +117,6 @@ float bias(uint r, uint key) {
 void prepare_row(uint r, uint row, uint end, uint batch, uint head) {
     uint position = row / push.shared_by;
     uint query_head = head * push.shared_by + row - position * push.shared_by;
-    most[r] = LOWEST;
-    total[r] = 0.0;
     sees[r] = row >= push.rows ? 0u : (CAUSAL != 0u ? min(end, position + 1u) : end);
     mask_row[r] = push.m_offset + batch * push.m_stride[0] + query_head * push.m_stride[1] +
                   min(position, push.queries - 1u) * push.m_stride[2];
@@ -150,34 +155,38 @@ void score(uint c, uint base, uint end, uint member, uint batch, uint head) {
     if (member != 0u) return;
     [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) {
         uint own = c + i * TEAMS;
-        [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-            float hidden = bias(r, base + own);
-            weight[own * PITCH + r / 4u][r % 4u] = hidden == LOWEST ? LOWEST : product[i * ROWS + r] + hidden;
+        [[unroll]] for (uint f = 0u; f < FOURS; ++f) {
+            vec4 scores;
+            [[unroll]] for (uint e = 0u; e < 4u; ++e) {
+                float hidden = bias(f * 4u + e, base + own);
+                scores[e] = hidden == LOWEST ? LOWEST : product[i * ROWS + f * 4u + e] + hidden;
+            }
+            weight[own * PITCH + f] = scores;
         }
     }
 }
 
-// Step 2, for one row.
-void weigh(uint r) {
-    float largest = LOWEST;
+// Step 2, for four rows.
+void weigh(uint f) {
+    vec4 largest = vec4(LOWEST);
     for (uint c = gl_SubgroupInvocationID; c < KEYS; c += gl_SubgroupSize) {
-        largest = max(largest, weight[c * PITCH + r / 4u][r % 4u]);
+        largest = max(largest, weight[c * PITCH + f]);
     }
-    float before = most[r];
+    vec4 before = most[f];
     largest = max(before, subgroupMax(largest));
-    float origin = largest == LOWEST ? 0.0 : largest;
-    float sum = 0.0;
+    vec4 origin = mix(largest, vec4(0.0), equal(largest, vec4(LOWEST)));
+    vec4 sum = vec4(0.0);
     for (uint c = gl_SubgroupInvocationID; c < KEYS; c += gl_SubgroupSize) {
-        float w = exp2(weight[c * PITCH + r / 4u][r % 4u] - origin);
-        weight[c * PITCH + r / 4u][r % 4u] = w;
+        vec4 w = exp2(weight[c * PITCH + f] - origin);
+        weight[c * PITCH + f] = w;
         sum += w;
     }
     sum = subgroupAdd(sum);
     if (!subgroupElect()) return;
-    float less = exp2(before - origin);
-    factor[r / 4u][r % 4u] = less;
-    total[r] = total[r] * less + sum;
-    most[r] = largest;
+    vec4 less = exp2(before - origin);
+    factor[f] = less;
+    total[f] = total[f] * less + sum;
+    most[f] = largest;
 }
 
 // Step 3, for one key.
@@ -219,7 +228,8 @@ void store(uint row, uint four, vec4 value, uint batch, uint head) {
 
 // The sums of a row over all groups of lanes, by the first group. A row that sees no key is 0.
 void finish_row(uint r, uint row, uint column, uint batch, uint head) {
-    float scale = SPLIT != 0u ? 1.0 : (total[r] == 0.0 ? 0.0 : 1.0 / total[r]);
+    float all_weight = total[r / 4u][r % 4u];
+    float scale = SPLIT != 0u ? 1.0 : (all_weight == 0.0 ? 0.0 : 1.0 / all_weight);
     [[unroll]] for (uint j = 0u; j < EACH; ++j) {
         uint four = column + j * WIDTH;
         if (V4 % WIDTH != 0u && four >= V4) continue;
@@ -229,7 +239,7 @@ void finish_row(uint r, uint row, uint column, uint batch, uint head) {
     }
     if (SPLIT != 0u && column == 0u) {
         uint place = (gl_WorkGroupID.z * gl_NumWorkGroups.y + gl_WorkGroupID.y) * push.rows + row;
-        totals[place] = vec2(most[r], total[r]);
+        totals[place] = vec2(most[r / 4u][r % 4u], all_weight);
     }
 }
 
@@ -253,31 +263,35 @@ void main() {
         query[i] = read_query(at, i % Q4) * push.scale;
     }
     for (uint r = lane; r < ROWS; r += LANES) prepare_row(r, first + r, end, batch, head);
+    for (uint f = lane; f < FOURS; f += LANES) {
+        most[f] = vec4(LOWEST);
+        total[f] = vec4(0.0);
+    }
     [[unroll]] for (uint i = 0u; i < ROWS * EACH; ++i) sums[i] = vec4(0.0);
-    barrier();
+    wait();
 
     for (uint base = begin; base < end; base += KEYS) {
         for (uint c = lane / TEAM; c < KEYS; c += EACH_TEAM * TEAMS) {
             score(c, base, end, lane % TEAM, batch, head);
         }
-        barrier();
-        for (uint r = gl_SubgroupID; r < ROWS; r += gl_NumSubgroups) weigh(r);
-        barrier();
+        wait();
+        for (uint f = gl_SubgroupID; f < FOURS; f += gl_NumSubgroups) weigh(f);
+        wait();
         [[unroll]] for (uint i = 0u; i < ROWS * EACH; ++i) sums[i] *= factor[i / EACH / 4u][i / EACH % 4u];
         if (group < GROUPS) {
             for (uint c = group; c < KEYS && base + c < end; c += GROUPS) add_value(c, base + c, column, batch, head);
         }
-        barrier();
+        wait();
     }
 
     // Results, row by row.
     [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
         if (GROUPS > 1u) {
-            barrier();
+            wait();
             if (group < GROUPS) {
                 [[unroll]] for (uint j = 0u; j < EACH; ++j) part[(group * EACH + j) * WIDTH + column] = sums[r * EACH + j];
             }
-            barrier();
+            wait();
         }
         if (group == 0u && first + r < push.rows) finish_row(r, first + r, column, batch, head);
     }

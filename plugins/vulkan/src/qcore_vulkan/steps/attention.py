@@ -92,21 +92,22 @@ def _launch(
     splits = -(-keys // split)
     aligned = columns % 4 == 0 and width % 4 == 0 and all(map(_is_aligned, (q, k, v, y)))
     view = None if mask is None else mask.broadcast_to((batch, heads, queries, keys))
-    push = [rows, queries, keys, shared_by, key_heads, columns, width, split]
+    push: list[int | float] = [rows, queries, keys, shared_by, key_heads, columns, width, split]
     for x in (q, k, v, y):
         push += x.strides[:3]
     push += [*((0,) * 4 if view is None else view.strides), q.offset, k.offset, v.offset]
     push += [0 if view is None else view.offset, y.offset]
-    kind = 0 if view is None else _MASKS[view.dtype]
+    kind, subgroup = 0 if view is None else _MASKS[view.dtype], b.device.description.subgroup
     constants = (
         shape.lanes, shape.rows, shape.keys, shape.team, *fours, int(aligned), kind, int(is_causal), int(splits > 1),
-        shape.each, int(shape.lanes == shape.rows == b.device.description.subgroup.size),
+        shape.each, int(shape.lanes == shape.rows == subgroup.size), int(shape.lanes == subgroup.size),
     )  # fmt: skip
     sums = b.scratch(16 * splits * pairs * rows * fours[1]) if splits > 1 else y.ref
     totals = b.scratch(8 * splits * pairs * rows) if splits > 1 else y.ref
     refs: list[Ref | None] = [q.ref, k.ref, v.ref, q.ref if view is None else view.ref, None, None, totals, sums]
-    groups, subgroup = (tiles, pairs, splits), required_subgroup(b.device)
-    b.dispatch("attention", constants, groups, [*push, scale * _LOG2_E], refs, subgroup=subgroup)
+    push.append(scale * _LOG2_E)
+    groups, size = (tiles, pairs, splits), required_subgroup(b.device)
+    b.dispatch("attention", constants, groups, push, refs, subgroup=size)
     if splits > 1:
         lanes = pairs * rows * fours[1]
         words = [pairs * rows, splits, fours[1], width, rows, shared_by, key_heads, *y.strides[:3], y.offset]
