@@ -8,6 +8,9 @@
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
+#ifdef LONG
+#extension GL_EXT_shader_explicit_arithmetic_types_int64 : require
+#endif
 #ifdef SPREAD
 #extension GL_KHR_shader_subgroup_shuffle : require
 #endif

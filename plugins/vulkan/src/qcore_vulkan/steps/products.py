@@ -128,12 +128,12 @@ def _choose(device: Device, a: Operand, w: Operand, m: int, n: int, batches: int
 
 def _register_tile(device: Device, m: int, n: int) -> tuple[str, int, int, int]:
     """Variant, lanes, rows and columns of a lane; on CPUs as measured on lavapipe."""
-    lanes = 8 if device.profile == "cpu" else 32
-    subgroup = device.description.subgroup
-    if device.profile == "cpu" and m > 4 and subgroup.size == lanes and "shuffle" in subgroup.operations:
+    cpu, subgroup = device.profile == "cpu", device.description.subgroup
+    lanes, long = 8 if cpu else 32, cpu and bool(device.description.features.get("int64"))
+    if long and m > 4 and subgroup.size == lanes and "shuffle" in subgroup.operations:
         return "product_tile_spread", lanes, lanes, 4 if n > lanes else 1
     tm, tn = (1, 4) if m == 1 else (4, 8 if n > 8 * lanes else 4)
-    return "product_tile", lanes, tm, tn if n > lanes else 1
+    return "product_tile_long" if long else "product_tile", lanes, tm, tn if n > lanes else 1
 
 
 def _tile(device: Device, m: int, n: int, batches: int) -> tuple[int, int, int, int]:
