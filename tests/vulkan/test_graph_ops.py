@@ -121,6 +121,15 @@ def test_numbers_that_do_not_fit_are_refused_at_the_call():
         Program(part)([tensors[0] + (1 << 40)])
 
 
+@pytest.mark.parametrize("function", [
+    lambda x: F.silu(x) * x.exp(), lambda x: x[:, :1] * F.gelu(x), lambda x: F.gelu(x, approximate="tanh") * F.silu(x),
+    lambda x: F.silu(x) * F.silu(x), lambda x: F.silu(x).mul(3), lambda x: F.silu(x[0]) * I,
+    lambda x: F.silu(x.bfloat16()) * x,
+])  # fmt: skip
+def test_gates_are_computed_in_products(function):
+    assert not check(function, (X,), 2e-2 if "bfloat16" in function.__code__.co_names else 2e-5)
+
+
 LARGE = torch.tensor([1 << 30, -(1 << 30), 3, -(1 << 31)])
 
 

@@ -321,6 +321,31 @@ def test_memory_is_freed_with_the_model(device):
 
 
 @torch.no_grad()
+def test_weights_that_change_take_no_more_memory(device):
+    layer, x = nn.Linear(32, 16), torch.randn(3, 32)
+    compiled = torch.compile(layer, backend=qcore_vulkan)
+    compiled(x)
+    before = device.stats()
+    for _ in range(3):
+        layer.weight.add_(1)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
+    assert (device.stats().bytes, device.stats().programs) == (before.bytes, before.programs)
+
+
+@torch.no_grad()
+def test_a_weight_that_is_replaced_is_freed(device):
+    layer, x = qcore.nn.QuantizedLinear.from_float(nn.Linear(64, 64, bias=False), "w8a16"), torch.randn(3, 64)
+    compiled = torch.compile(layer, backend=qcore_vulkan)
+    compiled(x)
+    before = device.stats().bytes
+    for _ in range(3):
+        layer.weight = qcore.quantize(torch.randn(64, 64), "int8")
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
+        gc.collect()
+    assert device.stats().bytes == before
+
+
+@torch.no_grad()
 def test_out_of_memory_is_an_error_that_names_what_was_wanted(device):
     from qcore_vulkan import native
     from qcore_vulkan.graphs import residents

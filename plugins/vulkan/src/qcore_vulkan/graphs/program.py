@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -45,6 +47,7 @@ class Program:
         self._uploaded: tuple[Device, dict[fx.Node, Buffer | None]] | None = None
         self._copied: dict[int, State] = {}
         self._seen: list[_Seen] = []
+        self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._given: list[Given] = [None] * len(roles)
         self._recorded: Programs[tuple[int, ...], Recorded] = Programs()
         self._lock = threading.Lock()
@@ -101,8 +104,15 @@ class Program:
         if not same or (self._fixed and self._device(self._given).lost):
             self._seen = []
             self._given = self._place(tensors, len(values))
-            self._seen = [(weakref.ref(one), version(one)) for one in tensors]
+            self._seen = [(self._watch(one), version(one)) for one in tensors]
         return [*self._given]
+
+    def _watch(self, tensor: Tensor) -> weakref.ref[Tensor]:
+        """A weak reference to a tensor, whose end is that of the programs: they hold its memory on the device."""
+        found = self._watched.get(id(tensor))
+        if found is None or found() is not tensor:
+            found = self._watched[id(tensor)] = weakref.ref(tensor, partial(_forget, weakref.ref(self), id(tensor)))
+        return found
 
     def _place(self, tensors: Sequence[Tensor], count: int) -> list[Given]:
         weights = [one for i, one in zip(self._fixed, tensors, strict=True) if i in self._weights]
@@ -150,3 +160,13 @@ def _check(flags: int) -> None:
         raise IndexError("an index of an embedding, a cache or an indexing operation is out of range.")
     if flags & OVERFLOW:
         raise OverflowError(TOO_LARGE)
+
+
+def _forget(program: weakref.ref[Program], key: int, _dead: Any) -> None:
+    """Drop what was recorded and placed for a tensor that has died."""
+    found = program()
+    if found is not None:
+        found._watched.pop(key, None)  # noqa: SLF001 - a method would keep the program alive
+        found._seen = []  # noqa: SLF001
+        found._given = [None] * len(found._given)  # noqa: SLF001
+        found._recorded.clear()  # noqa: SLF001

@@ -28,12 +28,21 @@ class Residents:
     """What one device holds of the tensors of graphs."""
 
     def __init__(self, device: Device) -> None:
-        self._statics: Resident[Buffer] = Resident(partial(static, device))
+        self._device = device
+        self._statics: Resident[Buffer] = Resident(self._uploaded)
         self._weights: Resident[Weight] = Resident(partial(_weight, device))
 
     def static(self, tensor: Tensor) -> Buffer:
         """The words of a parameter or buffer. Raises `OutOfMemory`, `OverflowError`."""
         return self._statics.get(tensor)
+
+    def _uploaded(self, tensor: Tensor) -> Buffer:
+        """A new buffer, or that of an earlier version of the tensor: recorded programs that name it stay valid."""
+        known = self._statics.peek(tensor)
+        if known is None or known.nbytes != 4 * tensor.numel():
+            return static(self._device, tensor)
+        known.write(words_of(tensor))
+        return known
 
     def weight(self, marker: Tensor) -> Weight:
         """The weight that ``marker`` stands for. Raises `OutOfMemory`."""

@@ -12,7 +12,7 @@ from ...steps.operand import Operand
 from ...steps.pointwise import binary, convert, unary, where
 from ..lowering import Lowering, Rule
 from ..numbers import INTEGERS, SMALL, on_device
-from .registry import rule
+from .registry import rule, rule_name
 
 Number = Operand | float | int | bool
 
@@ -42,16 +42,36 @@ _FLOAT_FUNCTIONS = (
 
 
 def _function(name: str) -> Rule:
-    def apply(c: Lowering, node: fx.Node, x: Operand) -> Operand:
+    def apply(c: Lowering, node: fx.Node, x: Operand) -> Any:
         if on_device(node.meta["val"].dtype) != torch.float32:  # rounding of integers
             return x
-        return unary(c.b, name, c.cast(x, torch.float32))
+        return _function_of(c, node, name, c.cast(x, torch.float32))
 
     return apply
 
 
 def _why_not_decimals(node: fx.Node) -> str:
     return "rounding to decimals has no kernel in qcore_vulkan" if node.kwargs.get("decimals") else ""
+
+
+_INTO_PRODUCTS = {"silu": "silu_mul", "gelu": "gelu_mul", "gelu_tanh": "gelu_tanh_mul"}
+"""Functions that are computed within the product that reads them: gated layers."""
+
+
+def _gates(node: fx.Node) -> bool:
+    """Whether the only reader of a function is a product by another value."""
+    user = next(iter(node.users), None)
+    if len(node.users) != 1 or user is None or user.op != "call_function" or rule_name(user.target) != "mul":
+        return False
+    others = [one for one in user.args if one is not node]
+    return len(others) == 1 and isinstance(others[0], fx.Node) and user.meta["val"].is_floating_point()
+
+
+def _function_of(c: Lowering, node: fx.Node, name: str, x: Operand) -> Any:
+    """The function of x, or its fused form and x: see `_gates`."""
+    if name in _INTO_PRODUCTS and _gates(node):
+        return _INTO_PRODUCTS[name], x
+    return unary(c.b, name, x)
 
 
 for _name in _FLOAT_FUNCTIONS:
@@ -84,8 +104,6 @@ def _neg(c: Lowering, node: fx.Node, x: Operand) -> Operand:
 
 @rule("isnan", "isinf")
 def _tested(c: Lowering, node: fx.Node, x: Operand) -> Operand:
-    from .registry import rule_name
-
     return unary(c.b, rule_name(node.target), c.cast(x, torch.float32))
 
 
@@ -100,8 +118,8 @@ def _bitwise_not(c: Lowering, node: fx.Node, x: Operand) -> Operand:
 
 
 @rule("gelu")
-def _gelu(c: Lowering, node: fx.Node, x: Operand, *, approximate: str = "none") -> Operand:
-    return unary(c.b, "gelu" if approximate == "none" else "gelu_tanh", x)
+def _gelu(c: Lowering, node: fx.Node, x: Operand, *, approximate: str = "none") -> Any:
+    return _function_of(c, node, "gelu" if approximate == "none" else "gelu_tanh", x)
 
 
 @rule("leaky_relu")
@@ -125,8 +143,6 @@ def _softplus(c: Lowering, node: fx.Node, x: Operand, beta: float = 1.0, thresho
 
 @rule("clamp", "hardtanh", why_not=_why_not_small)
 def _clamp(c: Lowering, node: fx.Node, x: Operand, least: Any = None, most: Any = None) -> Operand:
-    from .registry import rule_name
-
     if rule_name(node.target) == "hardtanh":
         least, most = -1.0 if least is None else least, 1.0 if most is None else most
     y = same(c, x, node)
@@ -176,12 +192,22 @@ def computed(c: Lowering, name: str, x: Number, y: Number, dtype: torch.dtype, *
 
 def _arithmetic(name: str) -> Rule:
     def apply(c: Lowering, node: fx.Node, x: Number, y: Number, *, alpha: Any = 1, **_: Any) -> Operand:
+        if name == "mul" and (isinstance(x, tuple) or isinstance(y, tuple)):
+            return _gated(c, x, y)
         dtype, wide = on_device(node.meta["val"].dtype), _is_wide(node) and name in _OVERFLOWING
         if alpha != 1:
             y = computed(c, "mul", y, alpha, dtype, wide=wide) if isinstance(y, Operand) else y * alpha
         return same(c, computed(c, name, x, y, dtype, wide=wide), node)
 
     return apply
+
+
+def _gated(c: Lowering, x: Any, y: Any) -> Operand:
+    """A product with a function that is computed in it, or two."""
+    (name, gate), other = (x, y) if isinstance(x, tuple) else (y, x)
+    if isinstance(other, tuple):
+        other = unary(c.b, other[0].removesuffix("_mul"), other[1])
+    return binary(c.b, name, gate, c.cast(other, torch.float32))
 
 
 _OVERFLOWING = frozenset({"add", "sub", "mul"})
