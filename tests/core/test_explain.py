@@ -58,8 +58,9 @@ def test_ten_plugins_are_explained_quickly(add_kernel, record_property):
     for index in range(10):
         add_kernel(f"p{index}", qcore.NATIVE + index)
     qcore.plugins()
-    start = time.perf_counter()
+    start = time.thread_time()  # other work on the machine is not what is tested
     decision = qcore.explain("w4a16-g128")
-    record_property("explain_ms", (time.perf_counter() - start) * 1e3)
+    seconds = time.thread_time() - start
+    record_property("explain_ms", seconds * 1e3)
     assert len({c.plugin for c in decision.candidates}) >= 11
-    assert time.perf_counter() - start < 2  # the figure to reach is 50 ms; benchmarks/overhead.py measures it
+    assert seconds < 2  # the figure to reach is 50 ms; benchmarks/overhead.py measures it

@@ -11,7 +11,7 @@ import pytest
 
 import qcore
 
-LAZY = {"convert", "load_", "save"}
+LAZY = {"convert", "graphs", "load_", "save"}
 
 
 def test_all_is_exactly_the_public_names():

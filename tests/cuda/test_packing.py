@@ -136,7 +136,7 @@ def test_group_sizes_without_a_block():
     assert not any(map(block_size, (1, 7, 31, 33, 48, 100)))
 
 
-def test_groups_of_16_share_a_block_where_no_rounding_comes_of_it():
+def test_groups_of_16_share_a_block_if_that_rounds_nothing():
     for text in ("fp4-g16-e4m3", "fp4-g16-e4m3d"):
         assert why_not_group(qcore.Format.parse(text)) == ""
     for text in ("fp4-g16", "fp4-g16-e8m0", "nf4-g16-e4m3", "int4-g16", "fp8-g16-e8m0"):

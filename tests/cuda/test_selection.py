@@ -134,13 +134,13 @@ def test_a_small_k_in_one_group_is_not_for_blocks_of_128(gluon):
 def test_stages_fit_shared_memory_whatever_the_parameters(bits, group, scale, zero):
     from types import SimpleNamespace
 
-    from qcore_cuda.products.gemm_hopper import _stages
+    from qcore_cuda.products.gemm_hopper import stages_of
     from qcore_cuda.runtime.hopper import ROOM
     from qcore_triton.weights import Weight
 
     sized = [None if size == 0 else SimpleNamespace(element_size=lambda size=size: size) for size in (scale, zero)]
     for bm in (32, 64, 128, 256):
-        stages = _stages(Weight(None, *sized, 0, 0, bits, group), bm, 2 if bm > 128 else 1, 128 // group, True)
+        stages = stages_of(Weight(None, *sized, 0, 0, bits, group), bm, 2 if bm > 128 else 1, 128 // group, True)
         slot = (8192 if bits == 4 else 0) + 128 * (128 // group) * (scale + zero)
         stage, result = bm * 128 + (8192 if bits == 8 else 0), 2 * bm * 128 // (2 if bm > 128 else 1)
         used = stages * stage + -(-stages // 2) * slot + result
@@ -217,7 +217,7 @@ def test_kernels_for_hopper_refuse_what_they_cannot_compute(gluon, name, kernel,
 @pytest.mark.parametrize(
     ("name", "like"), [("mxfp4", "w4-g32"), ("nvfp4", "w4-g32"), ("nf4", "w4-g64"), ("wfp8a16", "w8")]
 )
-def test_tables_are_estimated_like_integers_until_they_are_measured(gluon, name, like):
+def test_tables_are_estimated_like_integers_until_measured(gluon, name, like):
     from qcore_cuda.costs import forms
     from qcore_cuda.selection import estimated
 

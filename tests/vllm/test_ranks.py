@@ -9,7 +9,7 @@ QCORE = {"quantization": "qcore"}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_biases_groups_that_ranks_cut_and_kv_heads_that_they_share(ranks, made):
+def test_biases_cut_groups_and_shared_kv_heads(ranks, made):
     folder, expected = made("biases")
     found, log = in_own_process(folder, tensor_parallel_size=ranks, **QCORE)
     assert found == expected, log[-5000:]

@@ -100,7 +100,7 @@ def test_what_only_looks_like_a_pattern_is_left():
 
 
 @torch.no_grad()
-def test_what_is_refused_runs_in_torch_and_is_listed_with_its_line():
+def test_refused_nodes_run_in_torch_and_are_listed():
     torch.manual_seed(0)
     model, other = Decoder().eval(), TorchParts(refused=("silu", "cos"))
     expected = decoded(copy.deepcopy(model), (4,))

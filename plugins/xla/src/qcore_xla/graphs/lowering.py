@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,11 +19,27 @@ from . import (
     products,  # noqa: F401 - registers rules
     quantized,
 )
+from .overflow import overflow
 from .quantized import Layer
 from .rules import RULES, jax_dtype
 
-Flags = list[Array]
-"""Booleans of a program, true if an index is out of range."""
+
+@dataclass(frozen=True)
+class Flags:
+    """Booleans that a program collects.
+
+    **Fields:** ``outside``: an index is out of range; ``overflow``: an integer of torch's 64 bits does not fit 32.
+    """
+
+    outside: list[Array] = field(default_factory=list)
+    overflow: list[Array] = field(default_factory=list)
+
+    def both(self) -> Array | None:
+        """``(2,)``: whether any of either kind is true; None if there are none."""
+        if not (self.outside or self.overflow):
+            return None
+        kinds = (self.outside, self.overflow)
+        return jnp.stack([jnp.any(jnp.stack(flags)) if flags else jnp.zeros((), jnp.bool_) for flags in kinds])
 
 
 def rule_name(target: Any) -> str:
@@ -52,7 +69,7 @@ def layer_of(node: fx.Node, platform: str) -> Layer | None:
 
 
 def lowered(part: GraphPart, platform: str) -> Callable[[Sequence[Any]], tuple[list[Any], Array | None]]:
-    """``part`` as a function of one value per input: its outputs, and whether an index was out of range.
+    """``part`` as a function of one value per input: its outputs, and `Flags.both`.
 
     A value is an array; for the weight of a quantized layer its arrays by `Layer`; a number stays a number.
     """
@@ -62,7 +79,7 @@ def lowered(part: GraphPart, platform: str) -> Callable[[Sequence[Any]], tuple[l
     }
 
     def run(values: Sequence[Any]) -> tuple[list[Any], Array | None]:
-        flags: Flags = []
+        flags = Flags()
         known: dict[fx.Node, Any] = {}
         given = iter(values)
         for node in nodes:
@@ -75,8 +92,7 @@ def lowered(part: GraphPart, platform: str) -> Callable[[Sequence[Any]], tuple[l
                 kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
                 known[node] = _call(node, args, kwargs, platform, flags)
         outputs = [known[node] for node in part.outputs]
-        bad = None if not flags else jnp.any(jnp.stack(flags))
-        return outputs, bad
+        return outputs, flags.both()
 
     return run
 
@@ -88,13 +104,16 @@ def _call(node: fx.Node, args: Any, kwargs: Any, platform: str, flags: Flags) ->
     y = RULES[rule_name(node.target)](*args, **kwargs) if layer is None else _quantized(layer, args, flags)
     if layer is None:
         _check_indices(node, args, flags)
+        wrapped = overflow(rule_name(node.target), node, args)
+        if wrapped is not None:
+            flags.overflow.append(wrapped)
     return _as_torch(y, node.meta["val"])
 
 
 def _quantized(layer: Layer, args: Any, flags: Flags) -> Any:
     if layer.kind == "embedding":
         indices, weight, _, _, dtype = args
-        flags.append(_outside(indices, weight[layer]["data"].shape[0]))
+        flags.outside.append(_outside(indices, weight[layer]["data"].shape[0]))
         return quantized.gathered(indices, weight[layer], layer, dtype)
     if layer.kind == "grouped_linear":
         x, ends, weight, bias, _, _, dtype = args
@@ -110,13 +129,13 @@ def _check_indices(node: fx.Node, args: Any, flags: Flags) -> None:
     """Note indices out of range where torch would raise."""
     name = rule_name(node.target)
     if name == "embedding":
-        flags.append(_outside(args[1], args[0].shape[0]))
+        flags.outside.append(_outside(args[1], args[0].shape[0]))
     elif name in {"index_copy", "index_select"}:
-        flags.append(_outside(args[2], args[0].shape[args[1]]))
+        flags.outside.append(_outside(args[2], args[0].shape[args[1]]))
     elif name in {"index", "index_put"}:
         for dim, index in enumerate(args[1]):
             if index is not None and index.dtype != jnp.bool_:
-                flags.append(_outside(index, args[0].shape[dim], negative=True))
+                flags.outside.append(_outside(index, args[0].shape[dim], negative=True))
 
 
 def _outside(indices: Array, size: int, negative: bool = False) -> Array:

@@ -126,8 +126,8 @@ class Program:
                 values[i].copy_(from_dlpack(array))
             else:
                 state.replace(array, values[i])
-        if bad is not None and bool(bad):
-            raise IndexError("an index of an embedding, a cache or an indexing operation is out of range.")
+        if bad is not None:
+            _check(*np.asarray(bad))
         return [self._result(y, dtype) for y, dtype in zip(results, self._dtypes, strict=True)]
 
     def _fixed_arrays(self, values: Sequence[Any]) -> list[Any]:
@@ -157,6 +157,17 @@ class Program:
             y.block_until_ready()
             return from_dlpack(y)
         return writable(np.asarray(y)).to(dtype)
+
+
+def _check(outside: bool, overflow: bool) -> None:
+    """Raise for what a program has noted, see `lowering.Flags`."""
+    if outside:
+        raise IndexError("an index of an embedding, a cache or an indexing operation is out of range.")
+    if overflow:
+        raise OverflowError(
+            "an integer does not fit the 32 bits in which qcore_xla computes integers.\n"
+            "Compute large integers (hashes, products of ids) outside of the compiled model."
+        )
 
 
 def _ref(tensor: Tensor) -> Callable[[], Tensor | None]:

@@ -1,0 +1,47 @@
+"""Integers of 64 bits in programs, which compute them in 32: right, or an error."""
+
+import pytest
+import torch
+from graph_backends import part_of
+
+from qcore_xla.graphs.program import Program
+
+X, LARGE = torch.arange(1, 10), torch.full((4,), 1 << 30)
+ZEROS, PLACES = torch.zeros(3, dtype=torch.long), X % 3
+
+FIT = {
+    "mul": (lambda x: x * 200_011 % 97, X), "pow": (lambda x: x**5, X), "prod": (lambda x: x.prod(), X),
+    "cumsum": (lambda x: x.cumsum(0), X), "add": (lambda x: x + (x - 1), LARGE),
+    "back": (lambda x: x - x - x, -LARGE), "scaled": (lambda x: torch.add(x, x, alpha=-3), X),
+    "scatter_add": (lambda x: ZEROS.scatter_add(0, PLACES, x), X), "neg": (lambda x: -x - x, LARGE),
+    "to": (lambda x: (x.float() / 3).long(), LARGE), "nan": (lambda x: (x.float() / 0).isnan().long(), X),
+    "mm": (lambda x: x.view(3, 3) @ x.view(3, 3), X),
+    "index_put": (lambda x: ZEROS.index_put((PLACES,), x, accumulate=True), X),
+}  # fmt: skip
+DO_NOT_FIT = {
+    "mul": (lambda x: x * 2_000_000_011 % 97, X), "pow": (lambda x: x**15, X), "prod": (lambda x: (x + 20).prod(), X),
+    "cumsum": (lambda x: x.cumsum(0), LARGE), "sum": (lambda x: x.sum(), LARGE), "add": (lambda x: x + x, LARGE),
+    "sub": (lambda x: -x - x - x, LARGE), "scaled": (lambda x: torch.add(x, x, alpha=4), LARGE),
+    "scatter_add": (lambda x: ZEROS.scatter_add(0, PLACES[:4], x), LARGE), "neg": (lambda x: -(-x - x), LARGE),
+    "to": (lambda x: (x.float() * 3).long(), LARGE), "inf": (lambda x: (x.float() / 0).long(), X),
+    "mm": (lambda x: x.view(2, 2) @ x.view(2, 2), LARGE),
+    "index_put": (lambda x: ZEROS.index_put((PLACES[:4],), x, accumulate=True), LARGE),
+}  # fmt: skip
+
+
+def run(function, x):
+    (y,) = Program(part_of(function, x))([x])
+    return y
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_integers_that_fit(name):
+    function, x = FIT[name]
+    assert torch.equal(run(function, x), function(x))
+
+
+@pytest.mark.parametrize("name", DO_NOT_FIT)
+def test_integers_that_do_not_fit(name):
+    function, x = DO_NOT_FIT[name]
+    with pytest.raises(OverflowError, match="32 bits"):
+        run(function, x)
