@@ -30,8 +30,8 @@ layout(constant_id = 6) const uint ALIGNED = 1u;  // whether these are whole and
 layout(constant_id = 7) const uint MASK = 0u;
 layout(constant_id = 8) const uint CAUSAL = 0u;
 layout(constant_id = 9) const uint SPLIT = 0u;    // whether partial results are written
-layout(constant_id = 10) const uint EACH_TEAM = 1u;  // keys of a team at once; KEYS is a multiple of what all teams take
-// Whether each lane reads one row's query and gets the others by shuffles: for subgroups of ROWS lanes and teams of one.
+layout(constant_id = 10) const uint EACH_TEAM = 1u;  // keys of a team at once; KEYS is a multiple of all teams'
+// Whether each lane reads one row's query and gets the others by shuffles: for subgroups of ROWS lanes, teams of one.
 // CPUs emulate subgroups by vectors and read shared memory lane by lane, so that reads are what takes time.
 layout(constant_id = 11) const uint SPREAD = 0u;
 layout(constant_id = 12) const uint ALONE = 0u;  // whether the workgroup is one subgroup
@@ -289,7 +289,9 @@ void main() {
         if (GROUPS > 1u) {
             wait();
             if (group < GROUPS) {
-                [[unroll]] for (uint j = 0u; j < EACH; ++j) part[(group * EACH + j) * WIDTH + column] = sums[r * EACH + j];
+                [[unroll]] for (uint j = 0u; j < EACH; ++j) {
+                    part[(group * EACH + j) * WIDTH + column] = sums[r * EACH + j];
+                }
             }
             wait();
         }

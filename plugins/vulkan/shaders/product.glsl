@@ -25,8 +25,8 @@ uint batch_of(uint batch, uint strides[2]) {
     return batch % push.inner * strides[0] + batch / push.inner * strides[1];
 }
 
-// Four k of a row that begins at `row`; those past the last are 0. A_VECTORS, W_VECTORS: whether fours of k are adjacent
-// and aligned, and their number is whole; W_TYPE: F32, F16 or BF16.
+// Four k of a row that begins at `row`; those past the last are 0. A_VECTORS, W_VECTORS: whether fours of k are
+// adjacent and aligned, and their number is whole; W_TYPE: F32, F16 or BF16.
 vec4 read_a(uint row, uint k) {
     if (A_VECTORS != 0u) return uintBitsToFloat(words_of(a_vectors[(row + k) / 4u]));
     vec4 value = vec4(0.0);

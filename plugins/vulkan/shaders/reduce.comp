@@ -80,8 +80,8 @@ uint place_of(uint index) {
     return place;
 }
 
-// The elements of one lane. Eight loads are in flight at a time; sums of 8 are added to the total, so that rounding errors
-// stay small.
+// The elements of one lane. Eight loads are in flight at a time; sums of 8 are added to the total, so that rounding
+// errors stay small.
 uvec2 reduce(uint start, uint lane) {
     uvec2 total = nothing();
     for (uint first = lane; first < push.count; first += 8u * TEAM) {

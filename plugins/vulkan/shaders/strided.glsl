@@ -1,5 +1,5 @@
 // Functions of single elements over strided operands of 32-bit words. A lane computes WIDTH elements that are adjacent
-// along the innermost dimension; it finds their places once. Operand 0 is the result, the others lie at bindings 0, 1, 2.
+// along the innermost dimension; it finds their places once. Operand 0 is the result, others lie at bindings 0, 1, 2.
 // Needs formats.glsl, OPERANDS and MOST_DIMS.
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;

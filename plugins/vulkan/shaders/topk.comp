@@ -26,8 +26,8 @@ layout(binding = 7) writeonly buffer Values { uint values[]; };    // (rows, k)
 
 shared uvec2 firsts[LANES];
 
-// The first of the elements at `first`, `first + step`, ... that comes after `last`, or of all of them; if there is none
-// (0, 0xffffffff), which comes after all. Four loads are in flight at a time.
+// The first of the elements at `first`, `first + step`, ... that comes after `last`, or of all of them;
+// (0, 0xffffffff), which comes after all, if there is none. Four loads are in flight at a time.
 uvec2 search(uint start, uint first, uint step, uvec2 last, bool all) {
     uvec2 best = uvec2(0u, 0xffffffffu);
     for (uint i = first; i < push.count; i += 4u * step) {
