@@ -43,7 +43,8 @@ def test_torch_finds_it_by_name():
 
 @torch.no_grad()
 @pytest.mark.parametrize(("scheme", "bias", "dtype"), [
-    (None, False, torch.float32), ("w4a16-g32-asym", True, torch.float32), ("w8a8", False, torch.bfloat16),
+    (None, False, torch.float32), (None, True, torch.bfloat16), ("w4a16-g32-asym", True, torch.float32),
+    ("w8a8", False, torch.bfloat16),
 ])  # fmt: skip
 def test_a_decoder_is_one_submission_a_step(device, scheme, bias, dtype):
     torch.manual_seed(0)
@@ -318,6 +319,19 @@ def test_memory_is_freed_with_the_model(device):
     torch._dynamo.reset()
     gc.collect()
     assert (device.stats().buffers, device.stats().programs) == (before.buffers, before.programs)
+
+
+@torch.no_grad()
+def test_float_weights_of_16_bits_stay_so(device):
+    table, layer = nn.Embedding(33, 63).half(), nn.Linear(63, 65).half()
+    model = nn.Sequential(table, layer)
+    compiled, ids = torch.compile(model, backend=qcore_vulkan), torch.tensor([[3, 32], [0, 1]])
+    gc.collect()
+    before = device.stats().bytes
+    torch.testing.assert_close(compiled(ids), model(ids), rtol=4e-3, atol=4e-3)
+    assert device.stats().bytes - before < 2 * (33 * 63 + 63 * 65) + 4 * 65 + 64
+    layer.weight.mul_(2)
+    torch.testing.assert_close(compiled(ids), model(ids), rtol=4e-3, atol=4e-3)
 
 
 @torch.no_grad()

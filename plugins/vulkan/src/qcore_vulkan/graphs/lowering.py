@@ -59,7 +59,7 @@ class Lowering:
         self.b, self._rule_of = Planner(device), rule_of
         self._part, self._given, self._constants = part, given, constants
         self._values: dict[fx.Node, Any] = {}
-        self._last = _last_uses(part)
+        self._last, self._halves = _last_uses(part), halves(part)
         self._now: fx.Node | None = None
         self._holders: dict[Hashable, set[fx.Node]] = {}
         self._states = {one for one, role in zip(given, _roles(part), strict=True) if role is Role.STATE}
@@ -130,7 +130,7 @@ class Lowering:
         for node in self._part.graph.graph.nodes:
             if node.op == "placeholder":
                 one, given = next(places)
-                self._keep(node, self._input(one.example, one.role, given, inputs))
+                self._keep(node, self._input(one.name, one.example, one.role, given, inputs))
             elif node in self._constants:
                 self._constant(node, self._constants[node])
             elif node.op == "call_function":
@@ -141,11 +141,13 @@ class Lowering:
             outputs.append(Place(self._flags, 1, 4, 4))
         return Recorded(self.b.program(inputs, outputs), self._flags is not None, tuple(self._given))
 
-    def _input(self, example: Any, role: Role, given: Given, inputs: list[Place]) -> Any:
+    def _input(self, name: str, example: Any, role: Role, given: Given, inputs: list[Place]) -> Any:
         if role is Role.NUMBER or isinstance(given, Weight):
             return example if given is None else given
         if isinstance(given, Buffer):
-            return _whole(given, example)
+            whole = _whole(given, example)
+            half = Ref(given, 0, given.nbytes)
+            return replace(whole, ref=half, dtype=example.dtype) if name in self._halves else whole
         nbytes = 4 * example.numel()
         ref = self.b.input(nbytes)
         inputs.append(Place(ref, 1, nbytes, nbytes))
@@ -236,6 +238,25 @@ def _operands(value: Any) -> Iterable[Operand]:
 
 def _returned(part: GraphPart) -> list[fx.Node]:
     return [part.outputs[at] for at in part.returned]
+
+
+def halves(part: GraphPart) -> frozenset[str]:
+    """Names of the static inputs of 16-bit floats that only products and tables read: these take them as they are."""
+    places = {one.name for one in part.inputs if one.role is Role.STATIC and one.example.dtype in _HALVES}
+    nodes = part.graph.graph.find_nodes(op="placeholder")
+    return frozenset(
+        node.name for node in nodes if node.name in places and all(_is_weight(u, node) for u in node.users)
+    )
+
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+def _is_weight(user: fx.Node, node: fx.Node) -> bool:
+    dense = user.target is torch.ops.qcore_graph.dense.default
+    at = 1 if dense else 0
+    table = user.target is torch.ops.aten.embedding.default
+    return (dense or table) and [i for i, one in enumerate(user.args) if one is node] == [at]
 
 
 def _last_uses(part: GraphPart) -> dict[fx.Node, fx.Node]:

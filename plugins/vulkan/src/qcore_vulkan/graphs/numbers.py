@@ -1,8 +1,9 @@
 """Numbers on the host and on the device, where every element of a value is one 32-bit word.
 
-Floats are float32, whatever their dtype in torch; integers are int32, booleans int32 of 0 and 1. Values are converted
-where they cross over. Integers that do not fit 32 bits are an `OverflowError`, whether they cross over or are computed;
-arithmetic that could leave them unnoticed stays on the host. Torch's int32 wraps around on the device as in torch.
+Floats are float32, whatever their dtype in torch, but for weights of products and tables, which may have 16 bits;
+integers are int32, booleans int32 of 0 and 1. Values are converted where they cross over. Integers that do not fit 32
+bits are an `OverflowError`, whether they cross over or are computed; arithmetic that could leave them unnoticed stays on
+the host. Torch's int32 wraps around on the device as in torch.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ def words_of(tensor: Tensor) -> Tensor:
     if dense.numel() and not torch.equal(narrow.to(torch.int64), dense):
         raise OverflowError(TOO_LARGE)
     return narrow
+
+
+def halves_of(tensor: Tensor) -> Tensor:
+    """A tensor of 16-bit floats as the device takes it for a product or a table: as it is, in whole words."""
+    bits = tensor.detach().contiguous().view(torch.int16).reshape(-1)
+    return torch.nn.functional.pad(bits, (0, bits.numel() % 2))
 
 
 def host_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -23,7 +23,7 @@ from ..programs import Programs
 from ..weights import known
 from . import residents, states
 from .constants import folded
-from .lowering import OUT_OF_RANGE, OVERFLOW, Given, Lowering, Recorded
+from .lowering import OUT_OF_RANGE, OVERFLOW, Given, Lowering, Recorded, halves
 from .numbers import TOO_LARGE, host_dtype, words_of
 from .rules import rule_of
 from .states import State
@@ -42,6 +42,7 @@ class Program:
         self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
         self._fresh = [i for i, role in enumerate(roles) if role is Role.FRESH]
         self._weights = {i for i, role in enumerate(roles) if role is Role.WEIGHT}
+        self._halves = halves(part)
         self._results = [part.outputs[i].meta["val"] for i in part.returned]
         self._constants = folded(part)
         self._uploaded: tuple[Device, dict[fx.Node, Buffer | None]] | None = None
@@ -121,8 +122,13 @@ class Program:
         own = residents.on(device)
         given: list[Given] = [None] * count
         for i, tensor in zip(self._fixed, tensors, strict=True):
-            given[i] = own.weight(tensor) if i in self._weights else own.static(tensor)
+            given[i] = self._own(own, i, tensor)
         return given
+
+    def _own(self, own: residents.Residents, i: int, tensor: Tensor) -> Given:
+        if i in self._weights:
+            return own.weight(tensor)
+        return own.half(tensor) if self._part.inputs[i].name in self._halves else own.static(tensor)
 
     def _state(self, device: Device, i: int, tensor: Tensor) -> State:
         found = states.get(device, tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from ..device import Buffer, Device
 from ..layout import DeviceWeight, upload
 from ..native import OutOfMemory
 from ..weights import known
-from .numbers import words_of
+from .numbers import halves_of, words_of
 
 
 class Weight:
@@ -30,11 +31,16 @@ class Residents:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._statics: Resident[Buffer] = Resident(self._uploaded)
+        self._halves: Resident[Buffer] = Resident(partial(static, device, words=halves_of))
         self._weights: Resident[Weight] = Resident(partial(_weight, device))
 
     def static(self, tensor: Tensor) -> Buffer:
         """The words of a parameter or buffer. Raises `OutOfMemory`, `OverflowError`."""
         return self._statics.get(tensor)
+
+    def half(self, tensor: Tensor) -> Buffer:
+        """A parameter of 16-bit floats as it is. Raises `OutOfMemory`."""
+        return self._halves.get(tensor)
 
     def _uploaded(self, tensor: Tensor) -> Buffer:
         """A new buffer, or that of an earlier version of the tensor: recorded programs that name it stay valid."""
@@ -60,10 +66,10 @@ def on(device: Device) -> Residents:
     return found
 
 
-def static(device: Device, tensor: Tensor) -> Buffer:
+def static(device: Device, tensor: Tensor, words: Callable[[Tensor], Tensor] = words_of) -> Buffer:
     """A copy of a tensor on the device. Raises `OutOfMemory` with what was wanted."""
     try:
-        return device.upload(words_of(tensor))
+        return device.upload(words(tensor))
     except OutOfMemory as error:
         raise OutOfMemory(_wanted(device, f"{tensor.dtype} {tuple(tensor.shape)}", error)) from error
 

@@ -55,12 +55,19 @@ _POSITIONS = frozenset({"slice", "slice_scatter"})
 """Ops that read large numbers as "up to the end"."""
 
 
+_IN_PARTS = {"qcore_graph.dense": 1, "embedding": 0}
+"""Ops that read a weight in parts, and its position."""
+
+
 def _tensors(node: fx.Node) -> list[Tensor]:
-    """The fake tensors that a node takes and gives, but for those that stand for quantized weights."""
+    """The fake tensors that a node takes and gives, but for weights, which may be larger than shaders address."""
     skipped: fx.Node | None = None
     if is_whole(node.target):
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr] # noqa: SLF001
         skipped = node.args[names.index("weight")] if "scheme" in names else None  # type: ignore[assignment]
+    if skipped is None and rule_name(node.target) in _IN_PARTS:
+        weight = node.args[_IN_PARTS[rule_name(node.target)]]
+        skipped = weight if isinstance(weight, fx.Node) and weight.op == "placeholder" else None
     values = [_read(node), *(one.meta.get("val") for one in node.all_input_nodes if one is not skipped)]
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
