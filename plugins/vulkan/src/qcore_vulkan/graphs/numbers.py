@@ -2,8 +2,8 @@
 
 Floats are float32, whatever their dtype in torch, but for weights of products and tables, which may have 16 bits;
 integers are int32, booleans int32 of 0 and 1. Values are converted where they cross over. Integers that do not fit 32
-bits are an `OverflowError`, whether they cross over or are computed; arithmetic that could leave them unnoticed stays on
-the host. Torch's int32 wraps around on the device as in torch.
+bits are an `OverflowError`, whether they cross over or are computed; arithmetic that could leave them unnoticed stays
+on the host. Torch's int32 wraps around on the device as in torch.
 """
 
 from __future__ import annotations
