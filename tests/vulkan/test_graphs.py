@@ -153,9 +153,11 @@ def test_a_weight_that_lives_on_the_device_is_not_copied(device):
     with qcore.using("vulkan"):
         layer = qcore.nn.QuantizedLinear.from_float(nn.Linear(256, 512, bias=False), "w8a16")
         x = torch.randn(3, 256)
-        expected, before = layer(x), device.stats().bytes
+        expected = layer(x)
+        gc.collect()
+        before = device.stats().bytes
         torch.testing.assert_close(torch.compile(layer, backend=qcore_vulkan)(x), expected)
-    assert device.stats().bytes == before
+    assert device.stats().bytes <= before
 
 
 @torch.no_grad()
