@@ -341,6 +341,7 @@ def test_weights_that_change_take_no_more_memory(device):
     layer, x = nn.Linear(32, 16), torch.randn(3, 32)
     compiled = torch.compile(layer, backend=qcore_vulkan)
     compiled(x)
+    gc.collect()
     before = device.stats()
     for _ in range(3):
         layer.weight.add_(1)
@@ -353,6 +354,7 @@ def test_a_weight_that_is_replaced_is_freed(device):
     layer, x = qcore.nn.QuantizedLinear.from_float(nn.Linear(64, 64, bias=False), "w8a16"), torch.randn(3, 64)
     compiled = torch.compile(layer, backend=qcore_vulkan)
     compiled(x)
+    gc.collect()
     before = device.stats().bytes
     for _ in range(3):
         layer.weight = qcore.quantize(torch.randn(64, 64), "int8")
