@@ -203,8 +203,7 @@ def integrations(session: nox.Session) -> None:
 def vllm(session: nox.Session) -> None:
     """Test qcore inside vLLM for CPUs, on tiny models and one rank: 3.5 GB, 4 minutes to install, 5 to test.
 
-    `-- --nightly` adds several ranks, torch.compile and SmolLM2. With qcore-cpu, if it can be built here: two minutes
-    more the first time.
+    `-- --nightly` adds several ranks, torch.compile and SmolLM2. qcore-cpu takes two minutes more the first time.
     """
     chosen, nightly = _without(session, "--nightly")
     tree = ("-e", str(CORE), *(arg for path in INTEGRATIONS for arg in ("-e", str(path))))
@@ -433,22 +432,6 @@ def _build_tools(project: Path) -> list[str]:
     return tools
 
 
-def _make_portable(session: nox.Session) -> None:
-    """Tag qcore-cpu's wheel with the oldest glibc that its symbols need, and build the wheel for Arm beside it."""
-    arm = {
-        "CMAKE_ARGS": "-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 "
-        "-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++",
-        "_PYTHON_HOST_PLATFORM": "linux-aarch64",
-    }
-    if platform.machine() == "x86_64" and shutil.which("aarch64-linux-gnu-g++"):
-        command = ("build", "--no-isolation", "--wheel", "--config-setting=build-dir=build/aarch64")
-        session.run("python", "-m", *command, "--outdir", str(DIST), str(NATIVE), env=arm)
-    for wheel in DIST.glob("qcore_cpu-*-linux_*.whl"):
-        repair = ("repair", "--exclude", "libtorch_cpu.so", "--wheel-dir", str(DIST), str(wheel))
-        session.run("python", "-m", "auditwheel", *repair)
-        wheel.unlink()
-
-
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build every distribution into dist/ and install qcore from there as a user would; `-- EXTRA ...` adds extras."""
@@ -459,7 +442,7 @@ def wheels(session: nox.Session) -> None:
     for project in projects:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), str(project))
     if NATIVE in projects and sys.platform == "linux":
-        _make_portable(session)
+        session.run("python", "tools/portable_wheels.py", str(NATIVE), str(DIST))
     wanted = f"qcore[{','.join(session.posargs)}]" if session.posargs else "qcore"
     with _new_venv(session) as venv:
         _run_in(session, venv, "python", "-m", "pip", "install", "-qq", *PINNED, "--find-links", DIST, wanted)
