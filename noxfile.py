@@ -427,18 +427,15 @@ def site(session: nox.Session) -> None:
     session.log("to read it, search included: python3 -m http.server --directory site; while you write: mkdocs serve")
 
 
-def _build_tools(project: Path) -> list[str]:
-    tools: list[str] = nox.project.load_toml(project / "pyproject.toml")["build-system"]["requires"]
-    return tools
-
-
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build every distribution into dist/ and install qcore from there as a user would; `-- EXTRA ...` adds extras."""
     shutil.rmtree(DIST, ignore_errors=True)
     projects = (CORE, *_buildable(session), *INTEGRATIONS)
     # What they are built with is installed once, and not for each distribution anew.
-    session.install(*PINNED, *_group("build"), *sorted({tool for path in projects for tool in _build_tools(path)}))
+    systems = [nox.project.load_toml(path / "pyproject.toml")["build-system"] for path in projects]
+    tools = sorted({tool for system in systems for tool in system["requires"]})
+    session.install(*PINNED, *_group("build"), *tools)
     for project in projects:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), str(project))
     if NATIVE in projects and sys.platform == "linux":

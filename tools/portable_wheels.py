@@ -1,7 +1,7 @@
 """Make wheels of qcore-cpu portable: `python tools/portable_wheels.py PROJECT DIST`.
 
-Each wheel in DIST is tagged with the oldest glibc that its symbols need. On x86-64 with a compiler for Arm, the wheel for
-Arm is built beside it.
+Each wheel in DIST is tagged with the oldest glibc that its symbols need. On x86-64 with a compiler for Arm, the wheel
+for Arm is built beside it.
 """
 
 from __future__ import annotations
