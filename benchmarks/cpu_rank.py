@@ -3,20 +3,25 @@
 Prints a Markdown table of ratios, built-in time over qcore-cpu's: above 1 the plugin is faster. Both run in turn in one
 process and the least time of each counts. With ``--threads 1`` the clock is the process's CPU time, which other work on
 the machine hardly touches (pin it: ``taskset -c 1``); with more threads it is the wall clock. ``--output FILE`` also
-writes the table.
+writes the table, and ``--table FILE`` adds the cells to a JSON file that the plugin reads its ranks from
+(``plugins/cpu/src/qcore_cpu/tables``), in place of earlier ones with as many threads. For a lower instruction set than
+the processor's best, restrict torch as well: ``QCORE_CPU_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2``.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
-from _table import header, markdown
+from _table import header, machine, markdown
 from torch import nn
 
 import qcore
@@ -34,6 +39,33 @@ IMAGES = ((64, 56, 64, 3), (256, 14, 256, 3), (512, 7, 512, 3), (256, 14, 1024, 
 """(in channels, side, out channels, kernel)."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 REPEATS = 1000
+_cells: list[dict[str, Any]] = []
+"""Every measured layer, as `qcore_cpu.ranking.Cell` describes it."""
+
+
+def note(
+    pair: tuple[nn.Module, nn.Module], x: str, scheme: str, size: tuple[int, int], ratios: dict[int, float]
+) -> None:
+    """Keep what was measured of a layer for ``--table``."""
+    decision: Any = pair[1].decision
+    about = {"contract": decision.request.contract, "x": x, "scheme": scheme, "n": size[0], "k": size[1]}
+    rounded = {str(rows): round(value, 2) for rows, value in ratios.items()}
+    _cells.append({**about, "threads": torch.get_num_threads(), "against": decision.kernel.name, "ratios": rounded})
+
+
+def write_cells(path: Path) -> None:
+    """Add the cells to a table."""
+    from qcore_cpu import native
+
+    before = json.loads(path.read_text("utf-8")) if path.exists() else {"cells": [], "measured": []}
+    if path.stem != native.isa():
+        raise SystemExit(f"{path}: the instruction set in use is {native.isa()}; its table is {native.isa()}.json.")
+    kept = [cell for cell in before["cells"] if cell["threads"] != torch.get_num_threads()]
+    measured = [line for line in before["measured"] if line["threads"] != torch.get_num_threads()]
+    about = {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "machine": machine(), "torch": torch.__version__}
+    lines = ",\n  ".join(json.dumps(cell) for cell in (*kept, *_cells))
+    facts = json.dumps([*measured, {"threads": torch.get_num_threads(), **about}])
+    path.write_text(f'{{"measured": {facts},\n "cells": [\n  {lines}\n]}}\n', encoding="utf-8")
 
 
 def by_both(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module] | None:
@@ -80,6 +112,7 @@ def linear_rows(dtype: str, seconds: float) -> Iterator[list[str]]:
             if pair is None:
                 continue
             found = [ratio(pair, torch.randn(m, k).to(DTYPES[dtype]), seconds) for m in ROWS]
+            note(pair, dtype, scheme, (n, k), dict(zip(ROWS, found, strict=True)))
             yield [dtype, f"{n}x{k}", scheme, *(f"{value:.2f}" for value in found)]
 
 
@@ -92,7 +125,12 @@ def conv_rows(dtype: str, seconds: float) -> Iterator[list[str]]:
             sizes = {"in_channels": channels, "kernel_size": kernel, "padding": kernel // 2, "dtype": DTYPES[dtype]}
             pair = by_both(functools.partial(QuantizedConv2d.from_qtensor, weight, None, scheme, **sizes))
             x = torch.randn(1, channels, side, side).to(DTYPES[dtype]).to(memory_format=torch.channels_last)
-            found.append("refused" if pair is None else f"{ratio(pair, x, seconds):.2f}")
+            if pair is None:
+                found.append("refused")
+                continue
+            value = ratio(pair, x, seconds)
+            note(pair, dtype, scheme, (out, kernel * kernel * channels), {side * side: value})
+            found.append(f"{value:.2f}")
         yield [dtype, scheme, *found]
 
 
@@ -103,6 +141,7 @@ def embedding_rows(dtype: str, seconds: float) -> Iterator[list[str]]:
         pair = by_both(functools.partial(QuantizedEmbedding.from_qtensor, weight, dtype=DTYPES[dtype]))
         if pair is not None:
             found = [ratio(pair, torch.randint(0, 32000, (m,)), seconds) for m in ROWS]
+            note(pair, dtype, scheme, (32000, 2048), dict(zip(ROWS, found, strict=True)))
             yield [dtype, scheme, *(f"{value:.2f}" for value in found)]
 
 
@@ -113,6 +152,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bf16,fp32")
     parser.add_argument("--seconds", type=float, default=0.1, help="for each cell, at least")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", type=Path, help="JSON file named after the instruction set, to be added to")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     names = args.dtypes.split(",")
@@ -131,6 +171,8 @@ def main() -> None:
     print(text)
     if args.output:
         args.output.write_text(text, encoding="utf-8")
+    if args.table:
+        write_cells(args.table)
 
 
 if __name__ == "__main__":

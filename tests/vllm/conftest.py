@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import sys
 from pathlib import Path
@@ -41,6 +42,21 @@ def made(tmp_path_factory):
         return found[name]
 
     return make
+
+
+@pytest.fixture
+def log():
+    """The messages of qcore in vLLM's log. caplog gets none: vLLM's loggers do not pass records on."""
+    messages = []
+
+    def note(record):
+        messages.append(record.getMessage())
+        return True
+
+    logger = logging.getLogger("vllm.qcore")
+    logger.addFilter(note)  # vLLM configures its loggers when the first engine starts, which drops handlers
+    yield messages
+    logger.removeFilter(note)
 
 
 @pytest.fixture

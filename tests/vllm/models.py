@@ -138,6 +138,7 @@ MODELS = {
     "static": static,
     "experts": lambda folder: stored(mixtral(), folder, "w4a16-g32@absmax", exclude=NO_ROUTER),
     "experts-with-embedding": lambda folder: stored(mixtral(), folder, "w4a16-g32@absmax", exclude=["*.gate"]),
+    "embedding-of-experts": lambda folder: stored(mixtral(), folder, "w8a16", include=["embed_tokens"]),
     "experts-streamed": lambda folder: streamed(mixtral(), folder, scheme="w4a16-g32@absmax", exclude=NO_ROUTER),
     "experts-float": lambda folder: at_load(mixtral(), folder, "w4a16-g32@absmax", exclude=NO_ROUTER),
     "experts-excluded": lambda folder: stored(mixtral(), folder, "w4a16-g32@absmax", exclude=[*NO_ROUTER, "*.experts"]),

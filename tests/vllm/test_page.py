@@ -23,7 +23,7 @@ def tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0", eos_token="w1")
 
 
-def test_page(tmp_path, monkeypatch, caplog):
+def test_page(tmp_path, monkeypatch, log):
     monkeypatch.chdir(tmp_path)
     model = llama(attention_bias=False, mlp_bias=False)
     model.to(torch.bfloat16).save_pretrained("my-model")
@@ -41,5 +41,5 @@ def test_page(tmp_path, monkeypatch, caplog):
             names.pop("llm").llm_engine.engine_core.shutdown()
         exec(compile(block, PAGE.name, "exec"), names)
     names.pop("llm").llm_engine.engine_core.shutdown()
-    assert caplog.text.count("qcore serves this model") == 3
-    assert re.search(r"self_attn\.qkv_proj +QuantizedLinear +quantized +w4a16-g32", caplog.text)
+    assert [text.partition(":")[0] for text in log] == ["qcore serves this model"] * 3
+    assert all(re.search(r"self_attn\.qkv_proj +QuantizedLinear +quantized +w4a16-g32", text) for text in log)

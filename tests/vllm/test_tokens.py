@@ -78,9 +78,9 @@ def test_a_float_layer_is_vllms_own(made, engine):
     assert not hasattr(down, "qcore")
 
 
-def test_the_log_says_which_kernel_runs_which_layer(made, engine, caplog):
+def test_the_log_says_which_kernel_runs_which_layer(made, engine, log):
     engine(made("biases")[0], **QCORE)
-    lines = [line for line in caplog.text.splitlines() if "self_attn.qkv_proj" in line]
+    lines = [line for text in log for line in text.splitlines() if "self_attn.qkv_proj" in line]
     assert len(lines) == 1
     assert "3 x model.layers.*.self_attn.qkv_proj" in lines[0]
     assert "w4a16-g32-asym" in lines[0]
@@ -143,4 +143,4 @@ def test_strict_names_weights_that_vllm_takes_as_floats(made, engine):
     overrides = {"quantization_config": {"quant_method": "qcore", "strict": True}}
     options = {**QCORE, "hf_overrides": overrides}
     with pytest.raises(qcore.UnsupportedError, match="embed_tokens"):
-        engine(made("experts-with-embedding")[0], **options)
+        engine(made("embedding-of-experts")[0], **options)

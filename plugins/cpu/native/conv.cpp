@@ -77,6 +77,9 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
   int32_t* pixel_sums = reinterpret_cast<int32_t*>(sums.data);
   const float inverse = inverse_scale(in.scale);
   std::vector<char> spoiled(static_cast<size_t>(lines), 0);  // lines that hold NaN
+  const auto first_of = [&](int64_t b, int64_t h) {  // pixel of a line of x
+    return static_cast<const char*>(in.x) + ((b * image.height + h) * image.width * image.channels + group * own) * size;
+  };
   each(pool, lines, std::max<int64_t>(1, (1 << 14) / (width * own)), [&](int64_t line) {
     const int64_t b = line / height, h = line % height - image.ph;
     for (int64_t v = 0; v < width; v++) {
@@ -87,10 +90,15 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
         pixel_sums[line * width + v] = static_cast<int32_t>(own) * in.zero;
         continue;
       }
-      const char* x = static_cast<const char*>(in.x) + (((b * image.height + h) * image.width + at) * image.channels + group * own) * size;
+      const char* x = first_of(b, h) + at * image.channels * size;
       pixel_sums[line * width + v] = kernels.quantize_run(x, in.type, own, inverse, in.zero, true, to);
-      if (in.type != I8 && kernels.magnitude(x, in.type, own) > INFINITE) spoiled[static_cast<size_t>(line)] = 1;
     }
+    if (in.type == I8 || h < 0 || h >= image.height) return;
+    int32_t largest = 0;  // of the line; between the pixels of a channel group lie others
+    if (image.groups == 1) largest = kernels.magnitude(first_of(b, h), in.type, image.width * own);
+    else for (int64_t v = 0; v < image.width; v++)
+      largest = std::max(largest, kernels.magnitude(first_of(b, h) + v * image.channels * size, in.type, own));
+    if (largest > INFINITE) spoiled[static_cast<size_t>(line)] = 1;
   });
   for (char s : spoiled) if (s) return false;  // rare: the other way marks the rows
   std::vector<int64_t> offsets(static_cast<size_t>(taps));
@@ -151,11 +159,13 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
       const float scale = symmetric_scale(most), inverse = inverse_scale(scale);
       int32_t sum = 0;
       int8_t* to = q + v * step;
+      const bool inside = image.dw == 1 && image.groups == 1 && left >= 0 && left + image.kw <= image.width;
+      const int64_t taps = inside ? image.kw : 1;  // neighbours that lie side by side, in the image and among the codes
       for (int64_t i = 0; i < image.kh; i++) {
-        for (int64_t j = 0; j < image.kw; j++, to += own) {
+        for (int64_t j = 0; j < image.kw; j += taps, to += taps * own) {
           const int64_t pixel = at(i, j);
-          if (pixel < 0) std::memset(to, 0, static_cast<size_t>(own));
-          else sum += kernels.quantize_run(x + pixel * image.channels * size, in.type, own, inverse, 0, false, to);
+          if (pixel < 0) std::memset(to, 0, static_cast<size_t>(taps * own));
+          else sum += kernels.quantize_run(x + pixel * image.channels * size, in.type, taps * own, inverse, 0, false, to);
         }
       }
       scales[v] = scale, sums[v] = sum;
@@ -163,6 +173,72 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
     multiply_line(kernels, w, out, ow, line * ow, [&](int64_t v) {
       return Windows{q + v * step, step, &none, 1, w.at.k, sums + v, scales + v, 0};
     });
+  });
+  return std::find(failed.begin(), failed.end(), 1) == failed.end();
+}
+
+// Whether an image of floats can be multiplied where it lies, window by window.
+bool has_float_windows(const Kernels& kernels, const Weight& w, const Image& image, const Input& in) {
+  const bool four = w.element == INT4 || w.element == HALVES4 || w.element == FLOAT4;
+  const bool whole = w.at.packed() == w.at.k && image.channels / image.groups % (four ? 8 : 4) == 0;
+  return in.mode == DIGITS && kernels.float_windows && whole && in.rows >= kernels.float_panel.from;
+}
+
+// The image with its padding, of one channel group, as bfloat16 or float32; where it is so already, nothing is copied.
+struct FloatImage {
+  FloatImage(const Kernels& kernels, const Pool& pool, const Image& image, const Input& in, int64_t group, bool pairs)
+      : own(image.channels / image.groups), height(image.height + 2 * image.ph), width(image.width + 2 * image.pw),
+        size(pairs ? 2 : 4), ready(!image.ph && !image.pw && in.type == (pairs ? BF16 : F32)),
+        copy(ready ? 0 : image.batch * height * width * own * size) {
+    const int64_t from_size = type_size(in.type);
+    const char* x = static_cast<const char*>(in.x) + group * own * from_size;
+    pixel = (ready ? image.channels : own) * size;
+    data = ready ? x : copy.data;
+    if (ready || !copy.data) return;
+    each(pool, image.batch * height, std::max<int64_t>(1, (1 << 14) / (width * own)), [&](int64_t line) {
+      const int64_t b = line / height, h = line % height - image.ph;
+      char* to = copy.data + line * width * pixel;
+      for (int64_t v = -image.pw; v < image.width + image.pw; v++, to += pixel) {
+        const char* from = x + ((b * image.height + h) * image.width + v) * image.channels * from_size;
+        if (h < 0 || h >= image.height || v < 0 || v >= image.width) std::memset(to, 0, static_cast<size_t>(pixel));
+        else if (pairs) std::memcpy(to, from, static_cast<size_t>(pixel));
+        else kernels.widen(from, in.type, own, reinterpret_cast<float*>(to));
+      }
+    });
+  }
+  int64_t own, height, width, size;
+  bool ready;
+  Scratch copy;
+  int64_t pixel;     // bytes from pixel to pixel
+  const char* data;  // null if memory ran out
+};
+
+// Float x: numbers of a part of the codes meet the windows of some lines, where they lie.
+bool float_windows(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
+                   const Output& out, int64_t group) {
+  constexpr int64_t ROWS = 1024;  // windows that meet the same numbers: sums of 128 KiB
+  const bool pairs = in.type == BF16 && kernels.bf16_windows;
+  const FloatImage x(kernels, pool, image, in, group, pairs);
+  if (!x.data) return false;
+  const int64_t ow = image.out_width(), oh = image.out_height(), lines = image.batch * oh, taps = image.kh * image.kw;
+  std::vector<int64_t> starts(static_cast<size_t>(lines)), offsets(static_cast<size_t>(taps));
+  for (int64_t l = 0; l < lines; l++)
+    starts[static_cast<size_t>(l)] = (l / oh * x.height + l % oh * image.sh) * x.width * x.pixel;
+  for (int64_t t = 0; t < taps; t++)
+    offsets[static_cast<size_t>(t)] = (t / image.kw * image.dh * x.width + t % image.kw * image.dw) * x.pixel;
+  const int64_t columns = ceil_div(w.n, COLUMNS), wanted = pool.threads < 2 ? 1 : ceil_div(2 * pool.threads, columns);
+  const int64_t together = ceil_div(lines, std::min(lines, std::max(wanted, ceil_div(lines * ow, ROWS))));
+  const int64_t sets = ceil_div(lines, together);
+  std::vector<char> failed(static_cast<size_t>(sets * columns), 0);
+  each(pool, sets * columns, 1, [&](int64_t unit) {
+    const int64_t line = unit / columns * together, here = std::min(together, lines - line);
+    const Scratch own((FLOAT_WINDOW_WORDS + here * ow) * COLUMNS * 4);
+    if (!own.data) {
+      failed[static_cast<size_t>(unit)] = 1;
+      return;
+    }
+    const FloatWindows windows{x.data, starts.data() + line, here, ow, image.sw * x.pixel, line * ow, offsets.data(), taps, x.own};
+    (pairs ? kernels.bf16_windows : kernels.float_windows)(w, out, windows, unit % columns, own.data);
   });
   return std::find(failed.begin(), failed.end(), 1) == failed.end();
 }
@@ -183,6 +259,7 @@ bool convolve(const Kernels& kernels, const Pool& pool, const Weight& first, con
     out.bias = nth(out.bias, out.bias_type, w.n, g);
     const bool windows = has_windows(w, image, given);
     if (windows && given.mode == STATIC && static_windows(kernels, pool, w, image, given, out, g)) continue;
+    if (has_float_windows(kernels, w, image, in) && float_windows(kernels, pool, w, image, in, out, g)) continue;
     if (windows && given.mode == DYNAMIC && dynamic_windows(kernels, pool, w, image, given, out, g)) continue;
     if (!linear(kernels, pool, w, in, out)) return false;
   }

@@ -103,26 +103,74 @@ static inline void table_codes(const Table& t, const uint8_t* row, int64_t from,
 // One row of an embedding: codes of LOOKUP columns at a time, then group by group.
 constexpr int LOOKUP = 256;
 
-// Integer codes without zero points, in groups of whole vectors: the usual table.
-template <Type OUT, bool FOUR>
-static void lookup_plain(const Table& t, const Weight& scales, int64_t row, void* y) {
-  const uint8_t* codes = t.data + row * t.row_bytes;
+// Int8 codes without zero points, in groups of whole vectors: the usual table.
+template <Type OUT>
+static void lookup_bytes_of(const Table& t, const Weight& scales, int64_t row, void* y) {
+  const int8_t* codes = (const int8_t*)t.data + row * t.row_bytes;
   const int64_t groups = (t.k + t.group - 1) / t.group;
   for (int64_t g = 0; g < groups; g++) {
-    const F scale = set_f(one_scale(scales, row * groups + g));
+    const F scale = set_f(quiet(one_scale(scales, row * groups + g)));
     const int64_t end = (g + 1) * t.group < t.k ? (g + 1) * t.group : t.k;
-    if constexpr (FOUR) {
-      for (int64_t i = g * t.group; i < end; i += 2 * LANES) {
-        const I pairs = bytes_i(codes + i / 2);
-        const F even = mul_f(to_f(sra_i<28>(shl_i<28>(pairs))), scale);
-        const F odd = mul_f(to_f(sra_i<28>(shl_i<24>(pairs))), scale);
-        alignas(64) float both[2 * LANES];
-        store_pairs_f(OUT == F32 ? (float*)y + i : both, even, odd);
-        if (OUT != F32) store_result(y, i, OUT, load_f(both)), store_result(y, i + LANES, OUT, load_f(both + LANES));
+    const auto value = [&](int64_t i) { return mul_f(to_f(signed_bytes_i(codes + i)), scale); };
+    for (int64_t i = g * t.group; i < end; i += 2 * LANES) {
+#ifdef QCORE_UPPER_WORDS
+      if constexpr (OUT == BF16) {
+        store_upper_words((uint16_t*)y + i, rounded_bits(value(i)), rounded_bits(value(i + LANES)));
+        continue;
       }
-    } else {
-      for (int64_t i = g * t.group; i < end; i += LANES)
-        store_result(y, i, OUT, mul_f(to_f(signed_bytes_i((const int8_t*)codes + i)), scale));
+#endif
+      store_result(y, i, OUT, value(i));
+      store_result(y, i + LANES, OUT, value(i + LANES));
+    }
+  }
+}
+
+// 4-bit codes: the 16 results of a group are computed once, and looked up. Groups begin at whole bytes.
+template <Type OUT>
+static void lookup_nibbles(const Table& t, const Weight& scales, int64_t row, void* y) {
+  constexpr int SIZE = OUT == F32 ? 4 : 2;
+  const uint8_t* codes = t.data + row * t.row_bytes;
+  const int64_t groups = (t.k + t.group - 1) / t.group;
+  alignas(64) float numbers[16];
+  alignas(64) char results[16 * SIZE];
+  for (int i = 0; i < 16; i++) numbers[i] = t.element == INT4 ? (float)((i ^ 8) - 8) : t.table[i];
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t at = row * groups + g, end = (g + 1) * t.group < t.k ? (g + 1) * t.group : t.k;
+    const float scale = quiet(one_scale(scales, at));
+    float added = 0;
+    if (t.added) widen((const char*)t.added + at * type_size(t.scale_type), t.scale_type, 1, &added);
+    added = quiet(added);
+    const auto value = [&](int i) {
+      F v = load_f(numbers + i);
+      if (t.zero) v = sub_f(v, set_f((float)t.zero[at]));
+      v = mul_f(v, set_f(scale));
+      return t.added ? add_f(v, set_f(added)) : v;
+    };
+    int64_t i = g * t.group;
+#ifdef QCORE_UPPER_WORDS
+    if constexpr (OUT == BF16) {  // in registers
+      const Words sixteen = upper_words(rounded_bits(value(0)));
+      for (; i + 32 <= end; i += 32) store_words_of(sixteen, codes + i / 2, (uint16_t*)y + i);
+      if (i == end) continue;
+    }
+#endif
+    for (int j = 0; j < 16; j += LANES) store_result(results, j, OUT, value(j));
+    if constexpr (OUT == F32) {
+      const Numbers sixteen = numbers16((const float*)results);
+      for (; i + 2 * LANES <= end; i += 2 * LANES) {
+        const I pairs = bytes_i(codes + i / 2);
+        store_pairs_f((float*)y + i, pick(sixteen, pairs), pick(sixteen, shr_i<4>(pairs)));
+      }
+    }
+#ifdef QCORE_WORDS
+    if constexpr (OUT != F32) {
+      const Words sixteen = words16((const uint16_t*)results);
+      for (; i + 32 <= end; i += 32) store_words_of(sixteen, codes + i / 2, (uint16_t*)y + i);
+    }
+#endif
+    for (; i < end; i++) {
+      const int code = codes[i / 2] >> (i % 2 ? 4 : 0) & 15;
+      __builtin_memcpy((char*)y + i * SIZE, results + code * SIZE, SIZE);
     }
   }
 }
@@ -132,11 +180,14 @@ static void lookup(const Table& t, int64_t row, void* y) {
   const int64_t groups = (t.k + t.group - 1) / t.group;
   Weight scales{};
   scales.scale = t.scale, scales.scale_type = t.scale_type, scales.factor = t.factor, scales.divisor = t.divisor;
-  const bool four = t.element == INT4, whole = t.group % (2 * LANES) == 0 || groups == 1;
-  if ((four || t.element == INT8) && !t.zero && !t.added && whole && t.k % (2 * LANES) == 0) {
-    if (t.out == F32) return (four ? lookup_plain<F32, true> : lookup_plain<F32, false>)(t, scales, row, y);
-    if (t.out == BF16) return (four ? lookup_plain<BF16, true> : lookup_plain<BF16, false>)(t, scales, row, y);
-    return (four ? lookup_plain<F16, true> : lookup_plain<F16, false>)(t, scales, row, y);
+  if ((t.element == INT4 || t.element == FLOAT4) && (t.group % 2 == 0 || groups == 1)) {
+    if (t.out == F32) return lookup_nibbles<F32>(t, scales, row, y);
+    return (t.out == BF16 ? lookup_nibbles<BF16> : lookup_nibbles<F16>)(t, scales, row, y);
+  }
+  const bool whole = t.k % (2 * LANES) == 0 && (t.group % (2 * LANES) == 0 || groups == 1);
+  if (t.element == INT8 && !t.zero && !t.added && whole) {
+    if (t.out == F32) return lookup_bytes_of<F32>(t, scales, row, y);
+    return (t.out == BF16 ? lookup_bytes_of<BF16> : lookup_bytes_of<F16>)(t, scales, row, y);
   }
   const int size = type_size(t.out);
   alignas(64) int8_t part[LOOKUP + 2 * LANES];

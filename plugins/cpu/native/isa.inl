@@ -64,7 +64,15 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
       {0, 0, 0, 0, nullptr, nullptr},
 #endif
       {16, FLOAT_PANEL_FROM, 4, PANEL_PART * 128, panel_row<false>, panel_product<false>},
-      quantize_run, magnitude, window_product, widen, lookup,
+      quantize_run, magnitude, window_product,
+#if defined(QCORE_AMX)
+      nullptr, nullptr,
+#elif defined(QCORE_PAIRS)
+      float_windows<true>, float_windows<false>,
+#else
+      nullptr, float_windows<false>,
+#endif
+      widen, lookup,
   };
   return &kernels;
 }

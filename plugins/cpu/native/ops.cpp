@@ -1,6 +1,5 @@
 // torch.ops.qcore_cpu.*: the kernels as ops on torch's stable C interface (abi.h).
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 #include <string>
@@ -8,32 +7,13 @@
 #include "abi.h"
 #include "conv.h"
 #include "core.h"
+#include "host.h"
 
 namespace qcore_cpu {
 namespace {
 
 void check(bool right, const char* message) {
   if (!right) fail(message);
-}
-
-const Kernels& kernels() {
-  static const Kernels* const found = [] {
-    const char* asked = std::getenv("QCORE_CPU_ISA");
-    const Kernels* k = kernels_for(asked);
-    if (!k) fail(std::string("QCORE_CPU_ISA=") + asked + " is not one of: " + kernel_names());
-    return k;
-  }();
-  return *found;
-}
-
-void parallel(int64_t begin, int64_t end, int64_t grain, void (*task)(int64_t, int64_t, void*), void* context) {
-  ok(torch_parallel_for(begin, end, grain, task, context));
-}
-
-Pool pool() {
-  uint32_t threads = 1;
-  ok(torch_get_num_threads(&threads));
-  return {static_cast<int>(threads), parallel};
 }
 
 Type type_of(const Tensor& t) {
@@ -326,11 +306,3 @@ const bool registered = [] {
 
 }  // namespace
 }  // namespace qcore_cpu
-
-#define QCORE_EXPORT extern "C" __attribute__((visibility("default")))
-// For `qcore doctor` and tests, without torch's dispatcher.
-QCORE_EXPORT const char* qcore_cpu_isas() { return qcore_cpu::kernel_names(); }
-QCORE_EXPORT const char* qcore_cpu_isa() {
-  const qcore_cpu::Kernels* found = qcore_cpu::kernels_for(std::getenv("QCORE_CPU_ISA"));
-  return found ? found->name : nullptr;
-}

@@ -17,12 +17,24 @@ static inline F dot_word(F acc, F numbers, uint32_t x, bool pairs) {
 static inline F dot_word(F acc, F numbers, uint32_t x, bool) { return fma_f(numbers, from_bits(set_i((int32_t)x)), acc); }
 #endif
 
-// Two numbers of each column as a pair of bfloat16, `first` in the low half.
-static inline I bf16_pair(F first, F second) { return or_i(bf16_words(first), shl_i<16>(bf16_words(second))); }
+// Two numbers of each column as a pair of bfloat16, `first` in the low half: whole ones of up to 8 bits as they are, others
+// rounded half to even. A NaN among them has to be one that is_quiet.
+template <bool WHOLE>
+static inline I bf16_pair(F first, F second) {
+  const I upper = set_i((int32_t)0xffff0000);
+  if constexpr (WHOLE) return or_i(shr_i<16>(bits(first)), and_i(bits(second), upper));
+  return or_i(shr_i<16>(rounded_bits(first)), and_i(rounded_bits(second), upper));
+}
 
-// Codes of packed columns from..from + count of block nb as words: [count or count / 2][32 columns].
-template <bool PAIRS>
-static void panel_numbers(const Weight& w, int64_t nb, int64_t from, int64_t count, char* to) {
+// Whether the numbers of a panel are codes less their zero points, which bfloat16 holds exactly, and sums are scaled.
+static inline bool has_whole_numbers(const Weight& w) {
+  return w.at.groups == 1 && !w.added && (w.element == INT4 || w.element == INT8 || w.element == HALVES4);
+}
+
+// Codes of packed columns from..from + count of block nb as words: [count or count / 2][32 columns]. IN_ORDER: column by
+// column, else 4-bit codes in the order above.
+template <bool PAIRS, bool IN_ORDER, bool WHOLE>
+static void panel_words(const Weight& w, int64_t nb, int64_t from, int64_t count, char* to) {
   const bool four = w.element == INT4 || w.element == HALVES4 || w.element == FLOAT4;
   const bool integer = w.element == INT4 || w.element == INT8;
   const int64_t step = four ? 8 : 4, group = w.at.block * w.at.blocks;
@@ -43,18 +55,20 @@ static void panel_numbers(const Weight& w, int64_t nb, int64_t from, int64_t cou
       known = k / group;
       for (int h = 0; h < PANEL_VECTORS; h++) {
         const int64_t at = (nb * w.at.groups + known) * COLUMNS + h * LANES;
-        scale[h] = scales_f(w, at);
+        scale[h] = quiet(scales_f(w, at));
         shift[h] = w.zero ? to_f(bytes_i(w.zero + at)) : set_f(integer ? (float)w.offset : 0.0f);
-        added[h] = w.added ? widen_f(w.added, at, w.scale_type) : set_f(0);
+        added[h] = w.added ? quiet(widen_f(w.added, at, w.scale_type)) : set_f(0);
       }
     }
     for (int h = 0; h < PANEL_VECTORS; h++) {
       const I v = load_i(codes + LANES * 4 * h);
-      const auto finished = [&](F code) { return fma_f(sub_f(code, shift[h]), scale[h], added[h]); };
+      const auto finished = [&](F code) {
+        return WHOLE ? sub_f(code, shift[h]) : fma_f(sub_f(code, shift[h]), scale[h], added[h]);
+      };
       const auto put = [&](int64_t pair, F first, F second) {
         const int64_t word = (k - from) / 2 + pair;
         if constexpr (PAIRS) {
-          const I pairs = bf16_pair(first, second);
+          const I pairs = bf16_pair<WHOLE>(first, second);
           __builtin_memcpy(to + (word * PANEL_VECTORS + h) * LANES * 4, &pairs, LANES * 4);
         } else {
           float* here = (float*)to + (2 * word * PANEL_VECTORS + h) * LANES;
@@ -62,7 +76,12 @@ static void panel_numbers(const Weight& w, int64_t nb, int64_t from, int64_t cou
           store_f(here + COLUMNS, second);
         }
       };
-      if (four) {  // codes at bits 4 * pair and 4 * pair + 16
+      if (four && IN_ORDER) {  // codes 0 to 3 at bits 0, 8, 16 and 24; 4 to 7 at 4 bits above
+        put(0, finished(number_of(v)), finished(number_of(shr_i<8>(v))));
+        put(1, finished(number_of(shr_i<16>(v))), finished(number_of(shr_i<24>(v))));
+        put(2, finished(number_of(shr_i<4>(v))), finished(number_of(shr_i<12>(v))));
+        put(3, finished(number_of(shr_i<20>(v))), finished(number_of(shr_i<28>(v))));
+      } else if (four) {  // codes at bits 4 * pair and 4 * pair + 16
         put(0, finished(number_of(v)), finished(number_of(shr_i<16>(v))));
         put(1, finished(number_of(shr_i<4>(v))), finished(number_of(shr_i<20>(v))));
         put(2, finished(number_of(shr_i<8>(v))), finished(number_of(shr_i<24>(v))));
@@ -73,6 +92,12 @@ static void panel_numbers(const Weight& w, int64_t nb, int64_t from, int64_t cou
       }
     }
   }
+}
+
+template <bool PAIRS, bool IN_ORDER = false>
+static void panel_numbers(const Weight& w, int64_t nb, int64_t from, int64_t count, char* to) {
+  if (has_whole_numbers(w)) panel_words<PAIRS, IN_ORDER, true>(w, nb, from, count, to);
+  else panel_words<PAIRS, IN_ORDER, false>(w, nb, from, count, to);
 }
 
 // One row of x to packed columns, in the order above.
@@ -138,11 +163,17 @@ static PanelTile choose_panel(int count) {
   else return count == R ? panel_tile<PAIRS, R> : choose_panel<PAIRS, R + 1>(count);
 }
 
-// Sums of `rows` rows, [rows][32], finished and stored from row0 on.
+// Sums of `rows` rows, [rows][32], scaled if they need it, finished and stored from row0 on.
 static void finish_panel(const Weight& w, const Output& out, int64_t nb, int64_t rows, int64_t row0, float* sums) {
-  alignas(64) float bias[COLUMNS];
+  alignas(64) float bias[COLUMNS], scale[COLUMNS];
   read_bias(out, nb * COLUMNS, w.n, COLUMNS, bias);
-  for (int64_t r = 0; r < rows; r++) finish_row(out, row0 + r, nb * COLUMNS, w.n, COLUMNS, bias, sums + r * COLUMNS);
+  const bool scaled = has_whole_numbers(w);
+  for (int c = 0; scaled && c < COLUMNS; c += LANES) store_f(scale + c, scales_f(w, nb * COLUMNS + c));
+  for (int64_t r = 0; r < rows; r++) {
+    float* values = sums + r * COLUMNS;
+    for (int c = 0; scaled && c < COLUMNS; c += LANES) store_f(values + c, mul_f(load_f(values + c), load_f(scale + c)));
+    finish_row(out, row0 + r, nb * COLUMNS, w.n, COLUMNS, bias, values);
+  }
 }
 
 // All `rows` rows of x (row_step bytes apart) times block nb, finished and stored from row0 on. `scratch`: PANEL_PART * 128
@@ -167,4 +198,73 @@ static void panel_product(const Weight& w, const Output& out, const void* x, int
     }
   }
   finish_panel(w, out, nb, rows, row0, sums);
+}
+
+// R windows times the columns from vector `first` on, as `panel_tile`; `words` of each of `count` taps.
+template <bool PAIRS, int R>
+static void __attribute__((noinline))
+float_window_tile(const char* numbers, int64_t words, const char* x, int64_t step, const int64_t* taps, int64_t count,
+                  int first, float* sums) {
+  constexpr int H = TILE_COLUMNS / LANES;
+  F acc[R][H];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++) for (int h = 0; h < H; h++) acc[r][h] = set_f(0);
+  const float* column = (const float*)numbers + first * LANES;
+  for (int64_t t = 0; t < count; t++) {
+    const char* here = x + taps[t];
+    for (int64_t i = 0; i < words; i++, column += COLUMNS, here += 4) {
+      F n[H];
+      for (int h = 0; h < H; h++) n[h] = load_f(column + h * LANES);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+        uint32_t word;
+        __builtin_memcpy(&word, here + r * step, 4);
+        for (int h = 0; h < H; h++) acc[r][h] = dot_word(acc[r][h], n[h], word, PAIRS);
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < H; h++) {
+      float* here = sums + r * COLUMNS + (first + h) * LANES;
+      store_f(here, add_f(load_f(here), acc[r][h]));
+    }
+}
+
+using FloatWindowTile = void (*)(const char*, int64_t, const char*, int64_t, const int64_t*, int64_t, int, float*);
+
+template <bool PAIRS, int R>
+static FloatWindowTile choose_float_window(int count) {
+  if constexpr (R > PANEL_ROWS) return nullptr;
+  else return count == R ? float_window_tile<PAIRS, R> : choose_float_window<PAIRS, R + 1>(count);
+}
+
+// The windows of some lines of an image times block nb, finished and stored. `scratch`: FLOAT_WINDOW_WORDS words of all
+// columns, then a sum of each window and column.
+template <bool PAIRS>
+static void float_windows(const Weight& w, const Output& out, const FloatWindows& x, int64_t nb, char* scratch) {
+  constexpr int SIZE = PAIRS ? 2 : 4;
+  float* sums = (float*)(scratch + FLOAT_WINDOW_WORDS * COLUMNS * 4);
+  const int64_t words = x.run * SIZE / 4, rows = x.lines * x.width;
+  const int most = even_rows(x.width, PANEL_ROWS);
+  __builtin_memset(sums, 0, (size_t)rows * COLUMNS * 4);
+  // 1. Numbers of some whole taps, of as many as fit, or of a part of one.
+  const int64_t piece = words < FLOAT_WINDOW_WORDS ? words : FLOAT_WINDOW_WORDS, fit = FLOAT_WINDOW_WORDS / piece;
+  const int64_t together = ceil_div(x.count, ceil_div(x.count, fit));
+  for (int64_t tap = 0; tap < x.count; tap += together) {
+    const int64_t taps = x.count - tap < together ? x.count - tap : together;
+    for (int64_t from = 0; from < words; from += piece) {
+      const int64_t here = words - from < piece ? words - from : piece;
+      panel_numbers<PAIRS, true>(w, nb, tap * x.run + from * 4 / SIZE, taps * here * 4 / SIZE, scratch);
+      // 2. Every window meets them.
+      for (int64_t line = 0; line < x.lines; line++)
+        for (int64_t v = 0; v < x.width; v += most) {
+          const auto run = choose_float_window<PAIRS, 1>((int)(x.width - v < most ? x.width - v : most));
+          const char* window = x.x + x.starts[line] + v * x.step + from * 4;
+          for (int first = 0; first < PANEL_VECTORS; first += TILE_COLUMNS / LANES)
+            run(scratch, here, window, x.step, x.taps + tap, taps, first, sums + (line * x.width + v) * COLUMNS);
+        }
+    }
+  }
+  finish_panel(w, out, nb, rows, x.row0, sums);
 }

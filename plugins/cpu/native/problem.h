@@ -176,6 +176,9 @@ struct Kernels {
   int32_t (*magnitude)(const void* x, Type type, int64_t count);
   // A convolution's windows times 32 columns, where the weight has one scale per channel: see Windows.
   void (*window_product)(const Weight&, const Output&, const struct Windows&, int64_t nb, int count, int64_t row0);
+  // The same for float x: windows of bfloat16 where `bf16_panel` serves, of float32. Null: rows are gathered for the panels.
+  void (*bf16_windows)(const Weight&, const Output&, const struct FloatWindows&, int64_t nb, char* scratch);
+  void (*float_windows)(const Weight&, const Output&, const struct FloatWindows&, int64_t nb, char* scratch);
   // Convert `count` values to float32.
   void (*widen)(const void* from, Type type, int64_t count, float* to);
   // One row of an embedding: codes of `k` columns with scales per group.
@@ -191,6 +194,16 @@ struct Windows {
   const int32_t* sums;   // of the codes of each row
   const float* scales;   // of each row
   int32_t zero;          // zero point of all
+};
+
+// Windows of some lines of results in an image of floats: those of line l begin at x + starts[l] + v * step.
+constexpr int64_t FLOAT_WINDOW_WORDS = 384;  // numbers or pairs of them at a time for 32 columns: 48 KiB, in L2
+struct FloatWindows {
+  const char* x;
+  const int64_t* starts;  // offsets in bytes, as all here
+  int64_t lines, width, step, row0;
+  const int64_t* taps;
+  int64_t count, run;     // taps, elements of each: a multiple of 4, or of 8 for 4-bit weights
 };
 
 // A table (v, k) in the layout PLAIN: row by row, 4-bit codes in pairs, even column low; scale, zero: [v][groups].

@@ -15,6 +15,17 @@ static inline F scales_f(const Weight& w, int64_t i) {
   return s;
 }
 
+// v with the NaN of arithmetic in place of others: rounding as below keeps that one a NaN.
+static inline F quiet(F v) {
+  const I magnitude = min_i(and_i(bits(v), set_i(0x7fffffff)), set_i(0x7fc00000));
+  return from_bits(or_i(magnitude, and_i(bits(v), set_i((int32_t)0x80000000))));
+}
+static inline float quiet(float v) { return v == v ? v : __builtin_nanf(""); }
+// Its bits, of which the upper half is bfloat16, rounded half to even.
+static inline I rounded_bits(F v) {
+  return add_i(bits(v), add_i(and_i(shr_i<16>(bits(v)), set_i(1)), set_i(0x7fff)));
+}
+
 // bfloat16 in the low half of each lane, rounded half to even: vcvtneps2bf16 would flush denormals. NaN, quiet after any
 // arithmetic, is kept from running over into the sign.
 static inline I bf16_words(F v) {
@@ -76,7 +87,8 @@ static inline float one_scale(const Weight& w, int64_t i) {
   } else {
     widen((const uint16_t*)w.scale + i, F16, 1, &s);
   }
-  return s / w.divisor * w.factor;
+  if (w.divisor != 1.0f) s /= w.divisor;
+  return w.factor != 1.0f ? s * w.factor : s;
 }
 
 // Scales per channel, and float zero points times `total`, the sum of x, on `vectors` vectors of sums of one row. For
@@ -268,22 +280,29 @@ tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t
       for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
-          I c[D];
-          for (int d = 0; d < D; d++) {
-            c[d] = acc[r * D + d][h];
-            if (own_zeros) c[d] = sub_i(c[d], mul_i(zero[h], set_i(sums[r * D + d])));
-          }
           F v;
           if constexpr (D == 1) {
+            I c = acc[r][h];
+            if (own_zeros) c = sub_i(c, mul_i(zero[h], set_i(sums[r])));
             if (zeroed) {
               const int64_t at = (nb * w.folds() + f) * COLUMNS + (first + h) * LANES;
-              c[0] = sub_i(c[0], mul_i(load_i(w.sums + at), set_i(x.zero[r])));
+              c = sub_i(c, mul_i(load_i(w.sums + at), set_i(x.zero[r])));
             }
-            v = to_f(c[0]);
+            v = to_f(c);
             sum[r][h] = grouped ? fma_f(v, scale[h], sum[r][h]) : add_f(sum[r][h], v);
           } else {
-            v = to_f(add_i(c[0], shl_i<8>(c[1])));
-            if constexpr (D == 3) v = fma_f(to_f(c[2]), set_f(65536.0f), v);
+            // Two digits are one number modulo 2^32, and so are the sums that zero points multiply.
+            I c = add_i(acc[r * D][h], shl_i<8>(acc[r * D + 1][h]));
+            if (own_zeros) {
+              const int32_t both = (int32_t)((uint32_t)sums[r * D] + ((uint32_t)sums[r * D + 1] << 8));
+              c = sub_i(c, mul_i(zero[h], set_i(both)));
+            }
+            v = to_f(c);
+            if constexpr (D == 3) {
+              I third = acc[r * D + 2][h];
+              if (own_zeros) third = sub_i(third, mul_i(zero[h], set_i(sums[r * D + 2])));
+              v = fma_f(to_f(third), set_f(65536.0f), v);
+            }
             const F step = set_f(x.scale[f * rows + r]);
             sum[r][h] = fma_f(v, grouped ? mul_f(scale[h], step) : step, sum[r][h]);
           }

@@ -105,3 +105,22 @@ static inline void store_pairs_f(float* p, F even, F odd) {
   store_f(p, _mm256_permute2f128_ps(low, high, 0x20));
   store_f(p + 8, _mm256_permute2f128_ps(low, high, 0x31));
 }
+// 32 words of a table of 16 by the 4-bit codes of 16 bytes, low ones first.
+#define QCORE_WORDS
+struct Words { __m128i low, high; };
+static inline Words words16(const uint16_t* t) {
+  const __m128i a = _mm_loadu_si128((const __m128i*)t), b = _mm_loadu_si128((const __m128i*)(t + 8));
+  const __m128i byte = _mm_set1_epi16(255);
+  return {_mm_packus_epi16(_mm_and_si128(a, byte), _mm_and_si128(b, byte)),
+          _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8))};
+}
+static inline void store_words_of(const Words& words, const uint8_t* pairs, uint16_t* to) {
+  const __m128i v = _mm_loadu_si128((const __m128i*)pairs), nibble = _mm_set1_epi8(15);
+  const __m128i even = _mm_and_si128(v, nibble), odd = _mm_and_si128(_mm_srli_epi16(v, 4), nibble);
+  const __m128i codes[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
+  for (int i = 0; i < 2; i++) {
+    const __m128i low = _mm_shuffle_epi8(words.low, codes[i]), high = _mm_shuffle_epi8(words.high, codes[i]);
+    _mm_storeu_si128((__m128i*)(to + 16 * i), _mm_unpacklo_epi8(low, high));
+    _mm_storeu_si128((__m128i*)(to + 16 * i + 8), _mm_unpackhi_epi8(low, high));
+  }
+}

@@ -67,6 +67,23 @@ static inline void store_pairs_f(float* p, F even, F odd) {
   store_f(p, _mm512_permutex2var_ps(even, low, odd));
   store_f(p + 16, _mm512_permutex2var_ps(even, high, odd));
 }
+// 32 words of a table of 16 by the 4-bit codes of 16 bytes, low ones first.
+#define QCORE_WORDS
+struct Words { I twice; };
+static inline Words words16(const uint16_t* t) { return {_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)t))}; }
+static inline void store_words_of(const Words& words, const uint8_t* pairs, uint16_t* to) {
+  const I v = bytes_i(pairs);  // vpermw takes 5 bits of a word, of which the table ignores the highest
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(or_i(v, shl_i<12>(v)), words.twice));
+}
+// The upper halves of the lanes of a, then those of b; such a table.
+#define QCORE_UPPER_WORDS
+static inline I upper_halves(I a, I b) {
+  alignas(64) static const uint16_t upper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(a, _mm512_load_si512(upper), b);
+}
+static inline void store_upper_words(uint16_t* p, I a, I b) { _mm512_storeu_si512(p, upper_halves(a, b)); }
+static inline Words upper_words(I v) { return {upper_halves(v, v)}; }
 #define QCORE_PAIR_ORDER
 // The words of 8 columns as pairs (0, 2), (4, 6), (1, 3), (5, 7): k of the two 4-bit codes at 4 * j bits of a lane.
 static inline __m128i pair_order() { return _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); }

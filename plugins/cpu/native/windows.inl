@@ -78,16 +78,22 @@ static void window_tile(const Weight& w, const Output& out, const Windows& x, in
   window_sweep<E, R, H>(codes, x, w.offset - signed_offset, w.zero, acc);
   alignas(64) float bias[COLUMNS], values[COLUMNS];
   read_bias(out, column, w.n, TILE_COLUMNS, bias);
+  F scale[H], added[H];  // one for each channel
+  for (int h = 0; h < H; h++) {
+    scale[h] = scales_f(w, column + h * LANES);
+    added[h] = w.added ? widen_f(w.added, column + h * LANES, w.scale_type) : set_f(0);
+  }
   for (int r = 0; r < R; r++) {
+    const F total = set_f((float)(x.sums[r] - (int32_t)w.at.k * x.zero)), step = set_f(x.scales[r]);
     for (int h = 0; h < H; h++) {
-      const int64_t at = nb * COLUMNS + (first + h) * LANES;
+      const int64_t at = column + h * LANES;
       I c = acc[r][h];
       if (w.zero) c = sub_i(c, mul_i(sub_i(bytes_i(w.zero + at), set_i(signed_offset)), set_i(x.sums[r])));
       if (w.sums) c = sub_i(c, mul_i(load_i(w.sums + at), set_i(x.zero)));
-      store_f(values + h * LANES, to_f(c));
+      F v = mul_f(to_f(c), scale[h]);
+      if (w.added) v = fma_f(added[h], total, v);
+      store_f(values + h * LANES, mul_f(v, step));
     }
-    apply_channels(w, nb, first, H, (float)(x.sums[r] - (int32_t)w.at.k * x.zero), values);
-    for (int h = 0; h < H; h++) store_f(values + h * LANES, mul_f(load_f(values + h * LANES), set_f(x.scales[r])));
     finish_row(out, row0 + r, column, w.n, TILE_COLUMNS, bias, values);
   }
 }

@@ -30,29 +30,10 @@ layout(push_constant) uniform Push {
     uint has_sums;    // int8: activations have a zero point
 } push;
 
-// 16 bytes, and 8. With LONG as 64-bit words: CPUs, which load word by word, are a sixth faster then.
-#ifdef LONG
-#define VECTOR u64vec2
-#define HALF uint64_t
-uvec2 words_of(uint64_t w) {
-    return uvec2(uint(w), uint(w >> 32));
-}
-uvec4 words_of(u64vec2 w) {
-    return uvec4(words_of(w.x), words_of(w.y));
-}
-#else
-#define VECTOR uvec4
-#define HALF uvec2
-uvec2 words_of(uvec2 w) {
-    return w;
-}
-uvec4 words_of(uvec4 w) {
-    return w;
-}
-#endif
+#include "words.glsl"
 
 layout(binding = 0) readonly buffer Codes { VECTOR codes[]; };
-layout(binding = 0) readonly buffer HalfCodes { HALF half_codes[]; };
+layout(binding = 0) readonly buffer HalfCodes { HALF_VECTOR half_codes[]; };
 layout(binding = 1) readonly buffer Scale { float scale[]; };
 layout(binding = 2) readonly buffer Zero { uint zero_bits[]; };
 layout(binding = 6) readonly buffer Bias { float bias[]; };

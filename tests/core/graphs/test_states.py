@@ -43,6 +43,49 @@ def test_only_backends_that_defer_writes_are_asked_for_them():
     assert backend.asked == [5, 1, 2]
 
 
+class Deferring(TorchParts):
+    """Keeps states to itself, and notes the versions of their tensors at each call."""
+
+    name, defers_writes = "keeps_states", True
+
+    def compile(self, part):
+        self.versions, kept = [], {}
+
+        def run(values):
+            self.versions += [graphs.version(values[place]) for place in part.updates]
+            values = [kept.get(place, value) for place, value in enumerate(values)]
+            outputs = part.graph(*values)
+            kept.update({place: outputs[at] for place, at in part.updates.items()})
+            return [outputs[at] for at in part.returned]
+
+        return run
+
+
+def test_versions_count_writes_by_torch_only():
+    class Counter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3))
+
+        def forward(self, x):
+            self.count.add_(x)
+            return self.count * 2
+
+    backend, model = Deferring(), Counter()
+    try:
+        compiled = backend.compiled(model)
+        results = [compiled(torch.ones(3)) for _ in range(3)]
+        assert torch.equal(torch.stack(results), torch.tensor([[2.0], [4], [6]]).expand(3, 3))
+        assert backend.versions == [model.count._version] * 3
+        before = model.count._version
+        model.count.zero_()
+        compiled(torch.ones(3))
+        assert backend.versions[-1] == before + 1
+    finally:
+        del graphs.states.backends[backend.name]
+        torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(("length", "limits", "expected"), [
     (1, {}, 16), (16, {}, 16), (17, {}, 32), (100, {"most": 100}, 100), (3, {"least": 1}, 4), (60, {"most": 100}, 64),
 ])  # fmt: skip

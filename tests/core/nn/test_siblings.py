@@ -105,6 +105,19 @@ def test_a_changed_input_is_another_one(x):
 
 
 @torch.no_grad()
+def test_inference_tensors_change_unseen(x):
+    model = attention()
+    single = copy.deepcopy(model)
+    qcore.fuse_(model)
+    with torch.inference_mode():
+        y = x + 0
+        torch.testing.assert_close(model(y), single(y))
+        queries = model.q_proj(y)
+        y.mul_(2)
+        torch.testing.assert_close(model.k_proj(y), single.k_proj(y))
+        torch.testing.assert_close(queries * 2, model.q_proj(y))
+
+
 def test_the_packed_weight_is_held_once():
     model = attention()
     before = qcore.report(model).bytes_after
@@ -195,13 +208,13 @@ def test_results_do_not_outlive_their_input(x):
     qcore.fuse_(model)
     model.q_proj(x)
     group = model.q_proj._group
-    assert vars(group._local)["state"] is not None
+    assert group._local.results is not None
     del x
     gc.collect()
-    assert vars(group._local)["state"] is not None  # the fixture holds x
+    assert group._local.results is not None  # the fixture holds x
     model.q_proj(torch.randn(2, 128))
     gc.collect()
-    assert vars(group._local)["state"] is None
+    assert group._local.results is None
 
 
 def test_threads_do_not_take_each_other_s_results(x):

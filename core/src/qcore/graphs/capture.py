@@ -100,12 +100,16 @@ class Captured:
         from torch._functorch.aot_autograd import aot_module_simplified
         from torch._guards import tracing
 
+        counted = states.TorchsWrites()
+
         def compile_inference(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
             places = gm.graph.find_nodes(op="placeholder")
             # Fewer if AOT autograd has merged arguments that alias each other.
             whole = len(places) == len(self._roles)
             given = self._given(values) if whole else [programs.Given(Role.FRESH)] * len(places)
-            return make_boxed_func(programs.build(gm, given, self._backend, report).run)
+            program = programs.build(gm, given, self._backend, report)
+            counted.written = program.written if whole and self._backend.defers_writes else ()
+            return make_boxed_func(counted.inner(program.run))
 
         def refuse(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
             raise RuntimeError(GRADIENTS)
@@ -117,7 +121,7 @@ class Captured:
                 inference_compiler=compile_inference, decompositions=decompositions(),
                 keep_inference_input_mutations=True,
             )  # fmt: skip
-        return disable(run)  # type: ignore[no-any-return, no-untyped-call]
+        return disable(counted.outer(run))  # type: ignore[no-any-return, no-untyped-call]
 
 
 # ruff: noqa: ARG001 - compilers have torch's argument names

@@ -21,11 +21,13 @@ _COPY = torch.ops.aten.copy_.default
 class Program:
     """A functional graph cut into parts.
 
-    **Fields:** ``run``: takes the graph's arguments, returns its results; ``report``: see `explain`.
+    **Fields:** ``run``: takes the graph's arguments, returns its results; ``report``: see `explain`; ``written``:
+    positions of the arguments that it mutates.
     """
 
     run: Callable[..., Any]
     report: Report
+    written: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
     values = _returned(module)[len(_returned(module)) - len(written) :]
     writes = dict(zip((places[i] for i in written), values, strict=True))
     known = dict(zip(places, given, strict=True))
-    program = Program(module.forward, report)
+    program = Program(module.forward, report, written)
     in_place: set[fx.Node] = set()
     for node in list(module.graph.nodes):
         if node.op == "call_module" and str(node.target).startswith(cutting.PART):

@@ -18,8 +18,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -74,6 +75,42 @@ class Resident(Generic[T]):
 def version(tensor: Tensor) -> int:
     """How often torch has written to a tensor; 0 for inference tensors, whose writes are not counted."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+class TorchsWrites:
+    """Lets version counters tell of writes by torch only, for a backend that defers its own.
+
+    AOT autograd counts what a graph will write to its inputs before it runs it. That is taken back in between:
+    ``outer`` wraps what AOT autograd makes of the graph, ``inner`` what it calls. ``written``: positions of the inputs.
+    """
+
+    def __init__(self) -> None:
+        self.written: Sequence[int] = ()
+        self._before = threading.local()
+
+    def outer(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, which notes the counters first."""
+        if not self.written:
+            return run
+
+        def noting(*values: Any) -> Any:
+            states = [values[i] for i in self.written if not values[i].is_inference()]
+            self._before.counters = tuple(states), tuple(version(one) for one in states)
+            return run(*values)
+
+        return noting
+
+    def inner(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, which starts from the counters that were noted."""
+        if not self.written:
+            return run
+
+        def restoring(*values: Any) -> Any:
+            torch._C._autograd._unsafe_set_version_counter(*self._before.counters)
+            del self._before.counters
+            return run(*values)
+
+        return restoring
 
 
 def synchronize(tensors: torch.nn.Module | Iterable[Any] | Tensor) -> None:

@@ -21,7 +21,7 @@ from ..contracts import LinearRequest
 from ..errors import FormatError
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
-from .linear import QuantizedLinear
+from .linear import QuantizedLinear, _any_autocast
 from .offloading import HOOK
 
 _WASTED = 2
@@ -89,14 +89,47 @@ class RowsStore(WeightStore):
         RowsStore.__init__(self, **state)
 
 
+class _Results:
+    """What one call computed for an x: each member's result until it takes it.
+
+    ``x`` is a weak reference: results for an x that no longer exists are dropped with it. ``key``: what else they
+    depend on; ``left``: how many were not taken.
+    """
+
+    __slots__ = ("key", "left", "parts", "x")
+
+    def __init__(self, x: weakref.ref[Tensor], key: tuple[Any, ...], parts: list[Tensor | None]) -> None:
+        self.x, self.key, self.parts, self.left = x, key, parts, len(parts)
+
+    def pop(self, index: int) -> Tensor | None:
+        """The result of a member, once."""
+        part, self.parts[index] = self.parts[index], None
+        self.left -= part is not None
+        return part
+
+
+class _Local(threading.local):
+    """The results of a thread's last call that some members have not taken yet."""
+
+    results: _Results | None = None
+
+
 class Siblings:
     """The layers of a group, and the results that some of them have not taken yet."""
 
     def __init__(self, members: Sequence[SiblingLinear]) -> None:
         self.members = list(members)
-        self._local = threading.local()
+        self._local = _Local()
         self._biases: tuple[tuple[Any, ...], Tensor] | None = None
         self._wasted = 0
+        me = weakref.ref(self)
+
+        def dropped(x: weakref.ref[Tensor]) -> None:
+            group = me()
+            if group is not None:
+                group.drop(x)
+
+        self._dropped = dropped
 
     def bias(self) -> Tensor | None:
         """The biases of all members ``(N,)``, zeros for one that has none; None if none has."""
@@ -120,38 +153,35 @@ class Siblings:
             ]
         )
 
-    def take(self, member: SiblingLinear, key: tuple[Any, ...]) -> Tensor | None:
-        """The result of ``member`` for the x of ``key``, if a sibling has computed it on this thread."""
-        state = vars(self._local).get("state")
-        if state is None or any(a is not b and a != b for a, b in zip(state[0], key, strict=True)):
+    def take(self, index: int, x: Tensor, key: tuple[Any, ...]) -> Tensor | None:
+        """The result of a member for x and ``key``, if a sibling has computed it on this thread."""
+        results = self._local.results
+        if results is None or results.x() is not x or results.key != key:
             return None
-        result: Tensor | None = state[1].pop(id(member), None)
-        if not state[1]:
-            self._local.state = None
+        part = results.pop(index)
+        if not results.left:
+            self._local.results = None
             self._wasted = 0
-        return result
+        return part
 
-    def give(self, member: SiblingLinear, key: tuple[Any, ...], whole: Tensor) -> Tensor:
-        """The result of ``member``; those of its siblings are kept until they take them or x is gone."""
-        local, x = self._local, key[0]
-        if vars(local).get("state") is not None:
+    def give(self, index: int, x: Tensor, key: tuple[Any, ...], whole: Tensor) -> Tensor | None:
+        """The result of a member; those of its siblings are kept until they take them or x is gone."""
+        local = self._local
+        if local.results is not None:
             self._wasted += 1
-        parts = dict(zip(map(id, self.members), self.split(whole), strict=True))
-        own = parts.pop(id(member))
-        # The key holds x weakly: results for an x that no longer exists are dropped with it.
-        local.state = (_Weak(x, weakref.ref(self)), *key[1:]), parts
-        return own
+        results = local.results = _Results(weakref.ref(x, self._dropped), key, [*self.split(whole)])
+        return results.pop(index)
 
-    def drop(self, gone: _Weak) -> None:
+    def drop(self, x: weakref.ref[Tensor]) -> None:
         """Drop the results that were kept for an x that no longer exists."""
-        state = vars(self._local).get("state")
-        if state is not None and state[0][0] is gone:
-            self._local.state = None
+        results = self._local.results
+        if results is not None and results.x is x:
+            self._local.results = None
             self._wasted += 1
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """Each member's columns of ``(..., N)``; tensors of their own if gradients are recorded."""
-        parts = torch.split(whole, [member.out_features for member in self.members], -1)
+        parts = whole.split_with_sizes([member.out_features for member in self.members], -1)
         return [part.contiguous() if whole.requires_grad else part for part in parts]
 
     @property
@@ -163,30 +193,13 @@ class Siblings:
         """Give each member a weight of its own."""
         for member in self.members:
             member._leave()
-        self._local = threading.local()
+        self._local = _Local()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"members": self.members}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Siblings.__init__(self, state["members"])
-
-
-class _Weak:
-    """Equal to the tensor that it was made with, as long as that is alive; then the results kept for it are dropped."""
-
-    def __init__(self, tensor: Tensor, siblings: weakref.ref[Siblings]) -> None:
-        def dropped(_: Any) -> None:
-            group = siblings()
-            if group is not None:
-                group.drop(self)
-
-        self._ref = weakref.ref(tensor, dropped)
-
-    def __eq__(self, other: object) -> bool:
-        return self._ref() is other
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class SiblingLinear(QuantizedLinear):
@@ -219,15 +232,24 @@ class SiblingLinear(QuantizedLinear):
         if torch.compiler.is_compiling() or type(x) is not Tensor:
             # In a graph each sibling asks for the same product, which the compiler computes once.
             return group.split(self._run(x))[self._index]
-        key = (x, x._version, torch.is_grad_enabled(), self._dtype, self._fixed_out_dtype, _stream_of(x), _autocast(x))
-        found = group.take(self, key)
+        if x.is_inference():  # it may change unseen: it counts no writes
+            return group.split(self._whole(x, group))[self._index]
+        autocast = _autocast(x) if _any_autocast() else None
+        key = (x._version, torch.is_grad_enabled(), self._dtype, self._fixed_out_dtype, _stream_of(x), autocast)
+        found = group.take(self._index, x, key)
         if found is not None:
             return found
         if group.is_wasteful:
             group.separate()
             return self.forward(x)
+        own = group.give(self._index, x, key, self._whole(x, group))
+        assert own is not None  # nobody has taken it
+        return own
+
+    def _whole(self, x: Tensor, group: Siblings) -> Tensor:
+        """The results of all members side by side."""
         bound = self._fast_bound(x, None)
-        return group.give(self, key, self._run(x) if bound is None else bound.call(x, group.bias()))
+        return self._run(x) if bound is None else bound.call(x, group.bias())
 
     def _call_bias(self) -> Tensor | None:
         return super()._call_bias() if self._group is None else self._group.bias()

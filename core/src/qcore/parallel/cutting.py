@@ -78,8 +78,8 @@ def shares(total: int, size: int, unit: int = 1, *, replicate: bool = False, wha
     if units < size and replicate and size % units == 0 and total % unit == 0:
         return [Share(rank * units // size * unit, unit, total) for rank in range(size)]
     if units < size:
-        hint = "Use fewer ranks, or a smaller unit." if unit > 1 else "Use fewer ranks."
-        raise UnsupportedError(f"cannot cut {total} {what} into {size} shares of whole units of {unit}.\n{hint}")
+        whole, hint = (f" of whole units of {unit}", ", or a smaller unit") if unit > 1 else ("", "")
+        raise UnsupportedError(f"cannot cut {total} {what} into {size} shares{whole}.\nUse fewer ranks{hint}.")
     base, extra = divmod(units, size)
     starts = [(rank * base + min(rank, extra)) * unit for rank in range(size + 1)]
     stops = [min(start, total) for start in starts]
@@ -113,7 +113,7 @@ def cut_columns(weight: QTensor, share: Share) -> QTensor:
     assert weight.order is None
     fmt, k = weight.format, weight.shape[-1]
     check_columns(fmt, [share])
-    fine = _group_of(fmt, share)
+    fine = group_of(fmt, share)
     # The groups and bytes that the share touches, which are all that is read of a weight on disk.
     unit = fmt.group_size or 8
     start, stop = share.start // unit * unit, min(-(-share.stop // unit) * unit, k)
@@ -126,7 +126,7 @@ def check_columns(fmt: Format, every: Sequence[Share]) -> None:
     """Raise `UnsupportedError` if a share would have groups of fewer than four codes."""
     g = fmt.group_size
     for share in every:
-        fine = _group_of(fmt, share)
+        fine = group_of(fmt, share)
         if g is not None and fine is not None and fine < min(g, _FINEST):
             raise UnsupportedError(
                 f"cannot cut K={share.total} at {share.start}..{share.stop}: groups of {g} would become groups of "
@@ -134,7 +134,7 @@ def check_columns(fmt: Format, every: Sequence[Share]) -> None:
             )
 
 
-def _group_of(fmt: Format, share: Share) -> int | None:
+def group_of(fmt: Format, share: Share) -> int | None:
     """The group size of a share: the largest that divides the groups and both borders."""
     if fmt.group_size is None:
         return None

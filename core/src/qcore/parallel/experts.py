@@ -15,7 +15,7 @@ from ..nn.experts import QuantizedExperts
 from ..nn.grouped_linear import QuantizedGroupedLinear
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
-from .cutting import Share, cut_columns, cut_rows, owned, scheme_of_cut, shares
+from .cutting import Share, check_columns, cut_columns, cut_rows, owned, scheme_of_cut, shares
 from .ranks import AllReduce, Ranks
 
 _DOWN = "down_proj"
@@ -53,13 +53,12 @@ class ParallelExperts(QuantizedExperts):
         if isinstance(experts, cls) or by not in ("expert", "tensor"):
             raise UnsupportedError(f"experts are cut once, by 'expert' or 'tensor', not {by!r}.")
         ranks = ranks or Ranks(group, all_reduce)
-        up, down = (experts.projections()[name] for name in (experts._up, _DOWN))
+        share = shares_of(experts, by, ranks.size, unit)[ranks.rank]
+        up, down = _two(experts)
         if by == "expert":
-            share = shares(experts.num_experts, ranks.size, what="experts")[ranks.rank]
             cut = [_some_experts(layer, share) for layer in (up, down)]
         else:
-            share = shares(down.in_features, ranks.size, unit, what="hidden features")[ranks.rank]
-            cut = [_rows(up, _rows_of(experts, up, down, share)), _columns(down, share, first=not ranks.rank)]
+            cut = [_rows(up, _rows_of(experts, share)), _columns(down, share, first=not ranks.rank)]
         made = cls(experts.gate, experts._up, *cut)
         made.ranks, made.share, made.by_expert, made.sum_dtype = ranks, share, by == "expert", sum_dtype
         made.train(experts.training)
@@ -81,6 +80,25 @@ class ParallelExperts(QuantizedExperts):
         return f"rank={self.ranks.rank} of {self.ranks.size}, {kind}={self.share.start}..{self.share.stop}"
 
 
+def shares_of(experts: QuantizedExperts, by: str, size: int, unit: int = 1) -> list[Share]:
+    """The share of each rank: of the experts, or of their hidden features; reads no weight."""
+    down = _two(experts)[1]
+    if by == "expert":
+        return shares(experts.num_experts, size, what="experts")
+    if down._store.has_order:
+        raise UnsupportedError("experts whose columns have an order are cut by expert, not by tensor.")
+    every = shares(down.in_features, size, unit, what="hidden features")
+    check_columns(down.scheme.weight, every)
+    _rows_of(experts, every[0])
+    return every
+
+
+def _two(experts: QuantizedExperts) -> tuple[QuantizedGroupedLinear, QuantizedGroupedLinear]:
+    """The product before the gate, and that after it."""
+    found = experts.projections()
+    return found[experts._up], found[_DOWN]
+
+
 def _some_experts(layer: QuantizedGroupedLinear, share: Share) -> QuantizedGroupedLinear:
     weight = owned(layer._store.neutral().narrow(0, share.start, share.length))
     bias = None if layer.bias is None else layer.bias.detach()[share.start : share.stop].clone()
@@ -98,20 +116,16 @@ def _rows(layer: QuantizedGroupedLinear, rows: list[Share]) -> QuantizedGroupedL
 
 def _columns(layer: QuantizedGroupedLinear, share: Share, *, first: bool) -> QuantizedGroupedLinear:
     """The input features of every expert; the bias, which is added once, on the first rank."""
-    weight = layer._store.neutral()
-    if weight.order is not None:
-        raise UnsupportedError("experts whose columns have an order are cut by expert, not by tensor.")
-    weight = cut_columns(weight, share)
+    weight = cut_columns(layer._store.neutral(), share)
     bias = None if layer.bias is None else layer.bias.detach().clone()
     if bias is not None and not first:
         bias.zero_()
     return QuantizedGroupedLinear(WeightStore(weight), scheme_of_cut(layer.scheme, weight), bias, layer._dtype)
 
 
-def _rows_of(
-    experts: QuantizedExperts, up: QuantizedGroupedLinear, down: QuantizedGroupedLinear, share: Share
-) -> list[Share]:
+def _rows_of(experts: QuantizedExperts, share: Share) -> list[Share]:
     """The output features of the first product from which the share of the hidden features is computed."""
+    up, down = _two(experts)
     n, hidden = up.out_features, down.in_features
     if n == hidden:
         return [share]

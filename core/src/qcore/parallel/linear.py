@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,18 @@ from ..resolving.binding import Bound, WeightStore
 from ..weights.activations import DynamicFP8, DynamicInt8, StaticInt8, dynamic_parameters, quantize_int8
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
-from .cutting import Cut, Share, check_dims, cut_columns, cut_ordered, cut_rows, cut_values, scheme_of_cut, shares
+from .cutting import (
+    Cut,
+    Share,
+    check_dims,
+    cut_columns,
+    cut_ordered,
+    cut_rows,
+    cut_values,
+    group_of,
+    scheme_of_cut,
+    shares,
+)
 from .ranks import AllReduce, Ranks
 
 LOCAL, GLOBAL = "local", "global"
@@ -196,18 +207,16 @@ class RowParallelLinear(_Parallel):
         ranks: Ranks | None = None,
     ) -> Any:
         ranks = ranks or Ranks(group, all_reduce)
-        share = shares(weight.shape[1], ranks.size, unit, what="input features")[ranks.rank]
-        _check_sums(scheme, sum_dtype, scales)
+        every = shares(weight.shape[1], ranks.size, unit, what="input features")
+        check_sums(scheme, every, sum_dtype, scales)
+        share = every[ranks.rank]
         columns = None
         if weight.order is not None:
             part, columns = cut_ordered(weight, share)
         else:
             part = cut_columns(weight, share)
         facts: dict[str, Any] = {"ranks": ranks, "share": share, "sum_dtype": sum_dtype, "scales": scales}
-        cut = scheme_of_cut(scheme, part)
-        if scales == GLOBAL and cut.activation != scheme.activation:
-            raise UnsupportedError("global scales: activations in groups need cuts at whole groups.")
-        made = cls._made(WeightStore(part), cut, bias, dtype, **facts)
+        made = cls._made(WeightStore(part), scheme_of_cut(scheme, part), bias, dtype, **facts)
         made.register_buffer("columns", columns)
         return made
 
@@ -246,7 +255,7 @@ class RowParallelLinear(_Parallel):
         """Apply the part and sum. Raises `FormatError` if the last dimension of x is not this rank's share."""
         if self.columns is not None:
             check_last_dimension(x, self.share.length, "this rank's input features")
-            x = nn.functional.pad(x, (0, 1)).index_select(-1, self.columns)
+            x = nn.functional.pad(x, (0, 1), value=self._zero_of(x)).index_select(-1, self.columns)
         wanted = self._fixed_out_dtype or (self._dtype if x.dtype == torch.int8 else self._compute_dtype(x))
         y = self.ranks.sum(self._partial(x))
         if self.bias is not None:
@@ -256,6 +265,12 @@ class RowParallelLinear(_Parallel):
             assert output.scale is not None
             return quantize_int8(y, output.scale, output.zero_point)
         return y.to(wanted)
+
+    def _zero_of(self, x: Tensor) -> int:
+        """What stands for zero in x: of int8 codes it is their zero point."""
+        activation = self.scheme.activation
+        known = x.dtype == torch.int8 and isinstance(activation, StaticInt8)
+        return (activation.zero_point or 0) if known else 0  # type: ignore[union-attr]
 
     def _partial(self, x: Tensor) -> Tensor:
         if self._is_global:
@@ -309,12 +324,19 @@ def _check_whole(layer: Any) -> None:
         raise UnsupportedError("the layer shares its weight with another one (tied); untie it, or leave it whole.")
 
 
-def _check_sums(scheme: Scheme, sum_dtype: torch.dtype | None, scales: str) -> None:
+def check_sums(scheme: Scheme, every: Sequence[Share], sum_dtype: torch.dtype | None, scales: str) -> None:
+    """Raise `UnsupportedError` for settings of `RowParallelLinear` that this scheme cannot have."""
     if sum_dtype is not None and sum_dtype not in FLOATS:
         raise UnsupportedError(f"sum_dtype is {sum_dtype}; it must be float32, bfloat16, float16 or None.")
     if scales not in (LOCAL, GLOBAL):
         raise UnsupportedError(f"scales is {scales!r}; it must be 'local' or 'global'.")
-    if scales == GLOBAL and isinstance(scheme.activation, DynamicFP8) and scheme.activation.group is None:
+    activation = scheme.activation
+    if scales == LOCAL or not isinstance(activation, DynamicFP8):
+        return
+    if activation.group is not None:
+        if any(group_of(scheme.weight, share) != activation.group for share in every):
+            raise UnsupportedError("global scales: activations in groups need cuts at whole groups.")
+    else:
         raise UnsupportedError(
             f"scheme {str(scheme)!r}: fp8 scales per token cannot be given to a kernel, so they are local.\n"
             f"Use scales='local', or static activations."

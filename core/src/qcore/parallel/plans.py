@@ -1,5 +1,7 @@
 """`plan_for`: which layers of a model are cut, and how, by the names that models of transformers and others use."""
 
+# ruff: noqa: SLF001 - asks the stores of quantized layers
+
 from __future__ import annotations
 
 import math
@@ -9,10 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import UnsupportedError
+from ..formats import Format
 from ..nn.base import QuantizedModule
 from ..nn.experts import QuantizedExperts
 from ..nn.linear import QuantizedLinear
-from .cutting import Cut
+from .cutting import Cut, check_columns, shares
 
 ATTENTION: tuple[tuple[tuple[str, str, str], tuple[str, ...]], ...] = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense")),
@@ -53,7 +57,7 @@ class Attention:
     """An attention module that was recognized: full names of its layers, and its heads.
 
     **Fields:** ``owner``: the module that holds q and the numbers of heads; ``q``, ``k``, ``v``, ``o``; ``heads``,
-    ``kv_heads``, ``head_dim``.
+    ``kv_heads``, ``head_dim``; ``format``: that o is cut in, None if it can be cut anywhere.
     """
 
     owner: str
@@ -64,9 +68,10 @@ class Attention:
     heads: int
     kv_heads: int
     head_dim: int
+    format: Format | None
 
     def cuts(self, size: int) -> dict[str, Cut]:
-        """The cuts over ``size`` ranks; empty if whole heads cannot be shared out."""
+        """The cuts over ``size`` ranks; empty if whole heads cannot be shared out, or leave groups too fine."""
         group = self.heads // self.kv_heads * self.head_dim
         if self.kv_heads >= size:  # a key head and its queries stay on one rank
             wide, narrow, replicate = group, self.head_dim, False
@@ -74,23 +79,25 @@ class Attention:
             wide, narrow, replicate = self.head_dim, self.head_dim, True
         else:
             return {}
+        if not _fits(self.format, self.heads * self.head_dim, size, wide):
+            return {}
         kv = Cut("column", narrow, replicate)
         return {self.q: Cut("column", wide), self.k: kv, self.v: kv, self.o: Cut("row", wide)}
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """An MLP that was recognized: full names of its layers; ``hidden``: features between them."""
+    """An MLP that was recognized: full names of its layers; ``hidden``: features between them; ``format``: of after."""
 
     before: tuple[str, ...]
     after: str
     hidden: int
-    group: int | None
+    format: Format | None
 
     def cuts(self, size: int) -> dict[str, Cut]:
-        """The cuts over ``size`` ranks; empty if there are too few features."""
-        unit = _unit(self.hidden, self.group, size)
-        if -(-self.hidden // unit) < size:
+        """The cuts over ``size`` ranks; empty if there are too few features or groups."""
+        unit = _unit(self.hidden, None if self.format is None else self.format.group_size, size)
+        if not _fits(self.format, self.hidden, size, unit):
             return {}
         parts = 2 if self.before[0].endswith("gate_up_proj") else 1
         return {**dict.fromkeys(self.before, Cut("column", unit, parts=parts)), self.after: Cut("row", unit)}
@@ -101,15 +108,21 @@ def plan_for(model: nn.Module, size: int) -> dict[str, Cut]:
 
     Attention by whole heads (keys and values are replicated if there are fewer than ranks), MLPs by hidden features,
     fused experts by expert, or by tensor if they are fewer than the ranks. Other layers are left whole: embeddings,
-    ``lm_head``, and attention whose heads cannot be shared out or are normalized together.
+    ``lm_head``, attention whose heads cannot be shared out or are normalized together, and layers whose groups would
+    become too fine.
     """
     plan: dict[str, Cut] = {}
     for found in structures(model):
         plan.update(found.cuts(size))
     for name, module in model.named_modules():
         if isinstance(module, QuantizedExperts):
-            plan[name] = Cut("expert" if module.num_experts >= size else "tensor")
+            plan[name] = Cut("expert") if module.num_experts >= size else _by_tensor(module, size)
     return plan
+
+
+def _by_tensor(experts: QuantizedExperts, size: int) -> Cut:
+    down = experts.projections()["down_proj"]
+    return Cut("tensor", _unit(down.in_features, down.scheme.weight.group_size, size))
 
 
 def structures(model: nn.Module) -> Iterator[Attention | Mlp]:
@@ -158,7 +171,8 @@ def _attention(model: nn.Module, path: str, names: tuple[str, str, str], outputs
         return None
     counts = q.out_features // head_dim, k.out_features // head_dim
     full_q, full_k, full_v, full_o = (_join(path, name) for name in (*names, out))
-    return Attention(_join(path, inner), full_q, full_k, full_v, full_o, *counts, head_dim)
+    fmt = None if _has_order(o) else _format(o)
+    return Attention(_join(path, inner), full_q, full_k, full_v, full_o, *counts, head_dim, fmt)
 
 
 def _head_dim(owner: nn.Module, width: int) -> int:
@@ -188,18 +202,39 @@ def _mlp(path: str, parent: nn.Module, names: Sequence[str], after: str) -> Mlp 
     wide = 2 if names == ("gate_up_proj",) else 1
     if any(layer.out_features != wide * last.in_features for layer in before):
         return None
-    group = last.scheme.weight.group_size if isinstance(last, QuantizedLinear) else None
-    return Mlp(tuple(_join(path, name) for name in names), _join(path, after), last.in_features, group)
+    return Mlp(tuple(_join(path, name) for name in names), _join(path, after), last.in_features, _format(last))
+
+
+def _format(layer: nn.Module) -> Format | None:
+    return layer.scheme.weight if isinstance(layer, QuantizedLinear) else None
+
+
+def _has_order(layer: nn.Module) -> bool:
+    return isinstance(layer, QuantizedLinear) and layer._store.has_order
+
+
+def _fits(fmt: Format | None, features: int, size: int, unit: int) -> bool:
+    """Whether the input features of a weight can be cut over ``size`` ranks in multiples of ``unit``."""
+    try:
+        every = shares(features, size, unit)
+        if fmt is not None:
+            check_columns(fmt, every)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _unit(hidden: int, group: int | None, size: int) -> int:
-    """Features of an MLP that stay together: whole groups, or an even cut that leaves groups of 32 or more."""
+    """Features of an MLP that stay together: whole groups, an even cut that leaves groups of 32 or more, or less."""
     if group is None or group >= hidden:
         return 8 if hidden % (8 * size) == 0 else 1
     even = math.gcd(group, hidden // size) if hidden % size == 0 else 0
     if even == group or even >= _FINE:
         return even
-    return group if -(-hidden // group) >= size else max(even, 1)
+    if -(-hidden // group) >= size:
+        return group
+    # Fewer groups than ranks: the largest part of a group of which each rank gets one.
+    return next(part for part in range(group, 0, -1) if not group % part and (-(-hidden // part) >= size or part == 1))
 
 
 def _join(path: str, name: str) -> str:

@@ -23,9 +23,9 @@ from ..nn.siblings import SiblingLinear
 from .agreement import disagreements
 from .cutting import Cut, check_columns, shares
 from .embedding import VocabParallelEmbedding
-from .experts import ParallelExperts
+from .experts import ParallelExperts, shares_of
 from .floats import FloatColumnParallelLinear, FloatRowParallelLinear
-from .linear import LOCAL, ColumnParallelLinear, RowParallelLinear, column_arguments
+from .linear import LOCAL, ColumnParallelLinear, RowParallelLinear, check_sums, column_arguments
 from .order import fold_order_
 from .plans import HEAD_COUNTS, KV_COUNTS, WIDTHS, Attention, Mlp, plan_for, structures
 from .ranks import AllReduce, Ranks
@@ -36,7 +36,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class _Sums:
-    sum_dtype: torch.dtype | None
+    dtype: torch.dtype | None
     scales: str
 
 
@@ -67,17 +67,17 @@ def shard_(
     Returns the cut of each layer by name. Raises `UnsupportedError`, before anything is changed, for a layer that
     cannot be cut; warns if the ranks choose different kernels.
     """
-    ranks = Ranks(group, all_reduce)
+    ranks, sums = Ranks(group, all_reduce), _Sums(sum_dtype, scales)
     known = plan_for(model, ranks.size)
     chosen = known if plan is None else _chosen(model, _as_cuts(plan), known)
     for name, cut in chosen.items():
-        _check(name, model.get_submodule(name), cut, ranks)
+        _check(name, model.get_submodule(name), cut, ranks, sums)
     if plan is None and not chosen:
         raise UnsupportedError("no attention, MLP or experts were recognized in the model: give shard_ a plan.")
     found = list(structures(model))
     fused = _separate(model, chosen)
     _fold(model, found, chosen)
-    _replace(model, chosen, ranks, _Sums(sum_dtype, scales))
+    _replace(model, chosen, ranks, sums)
     for group_of_names in fused:
         _join_again(model, group_of_names)
     localize(model, found, chosen)
@@ -147,23 +147,24 @@ def _refined(cut: Cut, known: Cut | None) -> Cut:
     return replace(known, parts=max(known.parts, cut.parts))
 
 
-def _check(name: str, module: Any, cut: Cut, ranks: Ranks) -> None:
+def _check(name: str, module: Any, cut: Cut, ranks: Ranks, sums: _Sums) -> None:
     """Raise `UnsupportedError`, naming the layer, unless it can be cut."""
     try:
-        _check_one(module, cut, ranks.size)
+        _check_one(module, cut, ranks.size, sums)
     except UnsupportedError as error:
         raise UnsupportedError(f"{name}: {error}") from None
 
 
-def _check_one(module: Any, cut: Cut, size: int) -> None:
+def _check_one(module: Any, cut: Cut, size: int, sums: _Sums) -> None:
     if isinstance(module, QuantizedExperts):
         _check_kind(module, cut, ("expert", "tensor"))
+        shares_of(module, cut.kind, size, cut.unit or 1)
     elif isinstance(module, QuantizedEmbedding):
         _check_kind(module, cut, ("vocab",))
         shares(module.num_embeddings, size, cut.unit or 1, what="rows")
     elif isinstance(module, _LINEAR):
         _check_kind(module, cut, ("column", "row", "gather"))
-        _check_linear(module, cut, size)
+        _check_linear(module, cut, size, sums)
     else:
         raise UnsupportedError(f"a {type(module).__name__} cannot be cut.")
 
@@ -179,12 +180,14 @@ def _check_kind(module: nn.Module, cut: Cut, kinds: tuple[str, ...]) -> None:
         raise UnsupportedError("the layer shares its weight with another one (tied): leave both whole.")
 
 
-def _check_linear(module: Any, cut: Cut, size: int) -> None:
+def _check_linear(module: Any, cut: Cut, size: int, sums: _Sums) -> None:
     unit = cut.unit or 1
     if cut.kind == "row":
         every = shares(module.in_features, size, unit, what="input features")
-        if isinstance(module, QuantizedLinear) and not module._store.has_order:
-            check_columns(module.scheme.weight, every)
+        if isinstance(module, QuantizedLinear):
+            check_sums(module.scheme, every, sums.dtype, sums.scales)
+            if not module._store.has_order:
+                check_columns(module.scheme.weight, every)
         return
     if module.out_features % cut.parts:
         raise UnsupportedError(f"{module.out_features} output features are not {cut.parts} equal parts.")
@@ -232,16 +235,16 @@ def _replace(model: nn.Module, chosen: Mapping[str, Cut], ranks: Ranks, sums: _S
 def _cut(module: Any, cut: Cut, ranks: Ranks, sums: _Sums) -> nn.Module:
     unit = cut.unit or 1
     if isinstance(module, QuantizedExperts):
-        given = {"unit": unit, "sum_dtype": sums.sum_dtype, "ranks": ranks}
+        given = {"unit": unit, "sum_dtype": sums.dtype, "ranks": ranks}
         return ParallelExperts.from_experts(module, cut.kind, **given)  # type: ignore[arg-type]
     if isinstance(module, QuantizedEmbedding):
         return VocabParallelEmbedding.from_embedding(module, unit=unit, ranks=ranks)
     quantized = isinstance(module, QuantizedLinear)
     if cut.kind == "row":
         if not quantized:
-            return FloatRowParallelLinear(module, unit=unit, sum_dtype=sums.sum_dtype, ranks=ranks)
+            return FloatRowParallelLinear(module, unit=unit, sum_dtype=sums.dtype, ranks=ranks)
         made: nn.Module = RowParallelLinear.from_linear(
-            module, unit=unit, ranks=ranks, sum_dtype=sums.sum_dtype, scales=sums.scales
+            module, unit=unit, ranks=ranks, sum_dtype=sums.dtype, scales=sums.scales
         )
         return made
     if not quantized:

@@ -21,6 +21,8 @@ class QcoreLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
     def __init__(self, config: QcoreConfig, prefix: str) -> None:
         super().__init__()
         self.config, self.prefix = config, prefix
+        self.adds_bias = False
+        """Whether the kernel of this rank adds the layer's bias, before the result is rounded."""
 
     def create_weights(
         self,
@@ -45,16 +47,19 @@ class QcoreLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
         if weight.is_float:
             _serve_float(layer, weight)
             return
-        layer.qcore = self.config.bound(lambda: ServedLinear(weight.parts(), _own_bias(layer), weight.dtype), weight)
+        bias = _own_bias(layer)
+        self.adds_bias = bias is not None
+        layer.qcore = self.config.bound(lambda: ServedLinear(weight.parts(), bias, weight.dtype), weight)
         layer.weight = empty(weight)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ W^T + bias``; under row parallelism vLLM passes the bias on rank 0 and adds the ranks' results."""
         served: ServedLinear = layer.qcore
-        if _own_bias(layer) is None:
-            return served(x) if bias is None else served(x) + bias  # type: ignore[no-any-return]
+        if not self.adds_bias:
+            y = served.forward(x)
+            return y if bias is None else y + bias
         if bias is not None:
-            return served(x)  # type: ignore[no-any-return]
+            return served.forward(x)
         # The weight by itself: attention of latent vectors multiplies it with an identity.
         if not hasattr(layer, "qcore_unbiased"):
             layer.qcore_unbiased = served.without_bias()
@@ -62,7 +67,7 @@ class QcoreLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
 
 
 def _own_bias(layer: Any) -> Tensor | None:
-    """The bias that this rank adds in its kernel, before the result is rounded."""
+    """The bias that this rank adds in its kernel."""
     bias: Tensor | None = getattr(layer, "bias", None)
     first = not isinstance(layer, RowParallelLinear) or layer.tp_rank == 0
     return bias if first and not getattr(layer, "skip_bias_add", False) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +20,30 @@ class ServedLinear(nn.Module):
     Parts differ in format or scheme: a fused layer of vLLM may hold weights that were quantized differently.
     """
 
+    _only: nn.Module | None
+    """The layer, if there is one part."""
+
     def __init__(self, parts: Sequence[Part], bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(_layer(part, bias, dtype) for part in parts)
+        self._take([_layer(part, bias, dtype) for part in parts])
+
+    def _take(self, layers: list[nn.Module]) -> None:
+        self.parts = nn.ModuleList(layers)
+        # Beside the registered name, past torch's table: a lookup there costs as much as the rest of a call.
+        object.__setattr__(self, "_only", layers[0] if len(layers) == 1 else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``(..., K)``."""
-        if len(self.parts) == 1:
-            result: Tensor = self.parts[0](x)
+        only: Any = self._only
+        if only is not None:
+            result: Tensor = only(x)
             return result
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
     def without_bias(self) -> ServedLinear:
         """The same weights, shared, without a bias."""
         made = ServedLinear((), None, torch.float32)
-        made.parts = nn.ModuleList(_unbiased(layer) for layer in self.parts)
+        made._take([_unbiased(layer) for layer in self.parts])
         return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -57,7 +58,19 @@ def _handle() -> ctypes.CDLL:
     handle = ctypes.CDLL(str(found))
     for name in ("qcore_cpu_isas", "qcore_cpu_isa"):
         getattr(handle, name).restype = ctypes.c_char_p
+    pointer, size, code, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+    handle.qcore_cpu_form_size.restype = size
+    handle.qcore_cpu_form.restype = None
+    handle.qcore_cpu_form.argtypes = [pointer, size, size, size, *(code,) * 5, number, size, number, size]
+    codes, scale, bias = (pointer, size), (pointer, code), (pointer, code)
+    handle.qcore_cpu_linear.argtypes = [pointer, pointer, size, *codes, *scale, pointer, *bias, pointer]
     return handle
+
+
+def direct() -> tuple[Callable[..., int], Callable[..., None], int]:
+    """``qcore_cpu_linear``, ``qcore_cpu_form`` and the bytes of a form; see ``native/host.cpp``."""
+    handle = _handle()
+    return handle.qcore_cpu_linear, handle.qcore_cpu_form, handle.qcore_cpu_form_size()
 
 
 def isas() -> list[str]:

@@ -16,6 +16,9 @@ from .geometry import Geometry
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """The library's numbering of dtypes."""
 _DTYPES = list(TYPES)
+FLOAT_TYPES = {dtype: number for dtype, number in TYPES.items() if dtype.is_floating_point}
+SCALE_TYPES = {**FLOAT_TYPES, torch.uint8: 4}
+"""The same for what a bias or scales may have; uint8 holds exponents (e8m0)."""
 
 linear = torch.ops.qcore_cpu.linear.default
 grouped_linear = torch.ops.qcore_cpu.grouped_linear.default

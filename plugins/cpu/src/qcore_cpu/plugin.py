@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+
 import qcore
 from qcore.plugin_api import AnyRequest, GroupedLinearRequest, Kernel
 
-from . import eligibility, native, probe
+from . import eligibility, native, probe, ranking
 
 _NOTE = "int8 products of the digits of x and the weight's codes"
 
@@ -45,7 +47,8 @@ def qcore_grouped_linear(request: GroupedLinearRequest) -> qcore.Offer | qcore.R
 def _answer(request: AnyRequest) -> qcore.Offer | qcore.Refusal:
     if reason := native.fault() or eligibility.why_not(request):
         return qcore.Refusal(reason)
-    return qcore.Offer(_kernel(request), qcore.NATIVE, _NOTE)
+    rank, measured = ranking.rank(request, native.isa() or "", torch.get_num_threads())
+    return qcore.Offer(_kernel(request), rank, measured or _NOTE)
 
 
 @lru_cache(maxsize=1024)

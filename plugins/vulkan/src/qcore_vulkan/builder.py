@@ -67,8 +67,8 @@ class Builder:
 
     def scratch(self, nbytes: int) -> Ref:
         """Memory on the device until the end of the program, or until `rewind`."""
-        ref = Ref(native.ARENA, self._top, _words(nbytes))
-        self._top += _aligned(nbytes)
+        ref = Ref(native.ARENA, self._top, words(nbytes))
+        self._top += aligned(nbytes)
         self._used[native.ARENA] = max(self._used[native.ARENA], self._top)
         return ref
 
@@ -89,8 +89,8 @@ class Builder:
         return self._staged(native.OUTPUT, nbytes)
 
     def _staged(self, buffer: int, nbytes: int) -> Ref:
-        ref = Ref(buffer, self._used[buffer], _words(nbytes))
-        self._used[buffer] += _aligned(nbytes)
+        ref = Ref(buffer, self._used[buffer], words(nbytes))
+        self._used[buffer] += aligned(nbytes)
         return ref
 
     def dispatch(
@@ -144,7 +144,7 @@ class Builder:
         return step
 
     def _range(self, ref: Ref | Buffer) -> tuple[int, int, int]:
-        whole = Ref(ref, 0, _words(ref.nbytes)) if isinstance(ref, Buffer) else ref
+        whole = Ref(ref, 0, words(ref.nbytes)) if isinstance(ref, Buffer) else ref
         if isinstance(whole.buffer, int):
             return whole.buffer, whole.offset, whole.bytes
         if whole.buffer.device is not self.device:
@@ -248,10 +248,11 @@ def _word(value: SupportsIndex | SupportsFloat) -> int:
     return int.from_bytes(struct.pack("<f", value), "little")
 
 
-def _words(nbytes: int) -> int:
+def words(nbytes: int) -> int:
     """Bytes of whole 32-bit words, at least one: the unit of a binding."""
     return max(4, (nbytes + 3) // 4 * 4)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The bytes that a range of ``nbytes`` occupies."""
     return (max(nbytes, 1) + ALIGN - 1) // ALIGN * ALIGN

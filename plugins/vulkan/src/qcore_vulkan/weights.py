@@ -118,3 +118,11 @@ def find(tensor: Tensor) -> Resident:
             "another process.\nPack the weight again: qcore.save and qcore.load_, or kernel.pack(weight)."
         )
     return found.resident()
+
+
+def known(tensor: Tensor) -> Resident | None:
+    """The resident behind a tensor if it is a handle of this process, else None."""
+    if tensor.dtype != torch.int64 or tensor.shape != (1,) or not tensor.is_cpu:
+        return None
+    found = _alive.get(int(tensor.item()))
+    return None if found is None else found.resident()

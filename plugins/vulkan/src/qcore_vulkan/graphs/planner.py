@@ -1,0 +1,75 @@
+"""`Planner`: a builder that reuses scratch memory as soon as no value in it is needed any longer."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+
+from .. import native
+from ..builder import Builder, Ref, aligned, words
+from ..device import Device
+
+
+class Planner(Builder):
+    """A builder whose scratch memory has lifetimes: `free` gives a range back to later steps.
+
+    Steps wait for each other, so a range may be written by the step after the last one that reads it. The arena of the
+    program is as large as what lives at once, and what lies between.
+    """
+
+    def __init__(self, device: Device):
+        super().__init__(device)
+        self._holes: list[tuple[int, int]] = []  # free ranges below the top: offset, bytes; in order, none adjacent
+        self._made: dict[int, Ref] = {}  # living ranges by offset, in the order in which they were made
+
+    def scratch(self, nbytes: int) -> Ref:
+        """Memory on the device until `free`, `rewind` or `settle`."""
+        ref = super().scratch(nbytes) if (at := self._hole(aligned(nbytes))) is None else self._at(at, nbytes)
+        self._made[ref.offset] = ref
+        return ref
+
+    def _at(self, offset: int, nbytes: int) -> Ref:
+        return Ref(native.ARENA, offset, words(nbytes))
+
+    def _hole(self, nbytes: int) -> int | None:
+        """Take the smallest hole that fits; None if there is none."""
+        fitting = [(size, offset) for offset, size in self._holes if size >= nbytes]
+        if not fitting:
+            return None
+        size, offset = min(fitting)
+        self._holes.remove((offset, size))
+        if size > nbytes:
+            bisect.insort(self._holes, (offset + nbytes, size - nbytes))
+        return offset
+
+    def mark(self) -> int:
+        """How many ranges live: for `rewind`."""
+        return len(self._made)
+
+    def rewind(self, mark: int) -> None:
+        """Free what was allocated since `mark`."""
+        for ref in [*self._made.values()][mark:]:
+            self.free(ref)
+
+    def settle(self, mark: int, kept: Iterable[Ref]) -> None:
+        """Free what was allocated since `mark` but for the ranges ``kept``."""
+        offsets = {ref.offset for ref in kept if ref.buffer == native.ARENA}
+        for ref in [*self._made.values()][mark:]:
+            if ref.offset not in offsets:
+                self.free(ref)
+
+    def free(self, ref: Ref) -> None:
+        """Let later steps use a range that `scratch` has given; does nothing for other memory."""
+        if ref.buffer != native.ARENA or ref.offset not in self._made:
+            return
+        offset, size = ref.offset, aligned(self._made.pop(ref.offset).bytes)
+        at = bisect.bisect(self._holes, (offset, 0))
+        if at < len(self._holes) and self._holes[at][0] == offset + size:
+            size += self._holes.pop(at)[1]
+        if at and sum(self._holes[at - 1]) == offset:
+            offset, before = self._holes.pop(at - 1)
+            size += before
+        if offset + size == self._top:
+            self._top = offset
+        else:
+            bisect.insort(self._holes, (offset, size))

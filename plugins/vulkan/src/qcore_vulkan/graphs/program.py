@@ -1,0 +1,178 @@
+"""A part of a captured graph as one recorded program over buffers that stay on the device.
+
+Weights, parameters and states are in device memory; per call only fresh arguments and results cross over. A program is
+recorded for the buffers of its weights and states, as layers of one kind share a graph: the last few are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qcore.plugin_api import GraphPart, Role, version
+
+from .. import device as devices
+from ..device import Buffer, Device
+from ..programs import Programs
+from ..weights import known
+from . import residents, states
+from .constants import folded
+from .lowering import OUT_OF_RANGE, OVERFLOW, Given, Lowering, Recorded, halves
+from .numbers import TOO_LARGE, host_dtype, words_of
+from .rules import rule_of
+from .states import State
+
+_Seen = tuple[Callable[[], Tensor | None], int]
+"""A tensor, held weakly, and the version in which it was last seen."""
+
+
+class Program:
+    """See the module. Called with one tensor or number per input of the part, it returns the part's results."""
+
+    def __init__(self, part: GraphPart) -> None:
+        self._part = part
+        roles = [one.role for one in part.inputs]
+        self._states = [i for i, role in enumerate(roles) if role is Role.STATE]
+        self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
+        self._fresh = [i for i, role in enumerate(roles) if role is Role.FRESH]
+        self._weights = {i for i, role in enumerate(roles) if role is Role.WEIGHT}
+        self._halves = halves(part)
+        self._results = [part.outputs[i].meta["val"] for i in part.returned]
+        self._constants = folded(part)
+        self._uploaded: tuple[Device, dict[fx.Node, Buffer | None]] | None = None
+        self._copied: dict[int, State] = {}
+        self._seen: list[_Seen] = []
+        self._watched: dict[int, weakref.ref[Tensor]] = {}
+        self._given: list[Given] = [None] * len(roles)
+        self._recorded: Programs[tuple[int, ...], Recorded] = Programs()
+        self._lock = threading.Lock()
+        self._first()
+
+    def _first(self) -> None:
+        """Record the program for the tensors of the first call, so that an error leaves the whole graph to torch."""
+        values = [one.example if one.role is Role.NUMBER else one.value for one in self._part.inputs]
+        if all(values[i] is not None for i in (*self._states, *self._fixed)):
+            with self._lock:
+                device, given, _ = self._placed(values)
+                self._program(device, given)
+
+    def __call__(self, values: Sequence[object]) -> Sequence[Tensor]:
+        """Run the program, and wait for it."""
+        with self._lock:
+            return self._run(values)
+
+    def _run(self, values: Sequence[object]) -> Sequence[Tensor]:
+        device, given, held = self._placed(values)
+        recorded = self._program(device, given)
+        inputs = [words_of(states.current(values[i])) for i in self._fresh]  # type: ignore[arg-type]
+        outputs = [torch.empty(like.shape, dtype=host_dtype(like.dtype)) for like in self._results]
+        flag = [torch.zeros(1, dtype=torch.int32)] if recorded.checks else []
+        recorded.program.run(inputs, [*outputs, *flag])
+        for i, state in zip(self._states, held, strict=True):
+            if i in self._copied:
+                states.read_into(state.buffer, values[i])  # type: ignore[arg-type]
+        states.advance(held)
+        if flag:
+            _check(int(flag[0].item()))
+        return [y.to(like.dtype) for y, like in zip(outputs, self._results, strict=True)]
+
+    def _placed(self, values: Sequence[object]) -> tuple[Device, list[Given], list[State]]:
+        """The device, and what each input is on it."""
+        given = self._fixed_inputs(values)
+        device = self._device(given)
+        held = [self._state(device, i, values[i]) for i in self._states]  # type: ignore[arg-type]
+        for i, state in zip(self._states, held, strict=True):
+            given[i] = state.buffer
+        return device, given, held
+
+    def _device(self, given: Sequence[Given]) -> Device:
+        return next((given[i].device for i in self._fixed), None) or devices.get()  # type: ignore[union-attr]
+
+    def _fixed_inputs(self, values: Sequence[object]) -> list[Given]:
+        """Weights, parameters and buffers: those of the last call if the tensors are the same."""
+        tensors: list[Tensor] = [values[i] for i in self._fixed]  # type: ignore[misc]
+        for tensor in tensors:
+            states.current(tensor)  # another graph may have written it
+        same = len(self._seen) == len(tensors) and all(
+            a is b() and version(a) == n for a, (b, n) in zip(tensors, self._seen, strict=True)
+        )
+        if not same or (self._fixed and self._device(self._given).lost):
+            self._seen = []
+            self._given = self._place(tensors, len(values))
+            self._seen = [(self._watch(one), version(one)) for one in tensors]
+        return [*self._given]
+
+    def _watch(self, tensor: Tensor) -> weakref.ref[Tensor]:
+        """A weak reference to a tensor, whose end is that of the programs: they hold its memory on the device."""
+        found = self._watched.get(id(tensor))
+        if found is None or found() is not tensor:
+            found = self._watched[id(tensor)] = weakref.ref(tensor, partial(_forget, weakref.ref(self), id(tensor)))
+        return found
+
+    def _place(self, tensors: Sequence[Tensor], count: int) -> list[Given]:
+        weights = [one for i, one in zip(self._fixed, tensors, strict=True) if i in self._weights]
+        bound = next((found for one in weights if (found := known(one)) is not None), None)
+        device = devices.get() if bound is None else bound.device
+        own = residents.on(device)
+        given: list[Given] = [None] * count
+        for i, tensor in zip(self._fixed, tensors, strict=True):
+            given[i] = self._own(own, i, tensor)
+        return given
+
+    def _own(self, own: residents.Residents, i: int, tensor: Tensor) -> Given:
+        if i in self._weights:
+            return own.weight(tensor)
+        return own.half(tensor) if self._part.inputs[i].name in self._halves else own.static(tensor)
+
+    def _state(self, device: Device, i: int, tensor: Tensor) -> State:
+        found = states.get(device, tensor)
+        if found is not None:
+            self._copied.pop(i, None)
+            return found
+        kept = self._copied.get(i)
+        if kept is None or kept.device is not device or device.lost:
+            kept = self._copied[i] = State(device, tensor)
+        else:
+            kept.buffer.write(words_of(tensor))
+        return kept
+
+    def _program(self, device: Device, given: Sequence[Given]) -> Recorded:
+        key = tuple(id(one) for one in (device, *given))
+
+        def record() -> Recorded:
+            return Lowering(self._part, device, given, self._constants_on(device), rule_of).recorded()
+
+        return self._recorded.get(key, record)
+
+    def _constants_on(self, device: Device) -> dict[fx.Node, Buffer | None]:
+        if self._uploaded is None or self._uploaded[0] is not device:
+            made = {
+                node: None if value is None else residents.static(device, value)
+                for node, value in self._constants.items()
+            }
+            self._uploaded = device, made
+        return self._uploaded[1]
+
+
+def _check(flags: int) -> None:
+    """Raise the error that a program has noted."""
+    if flags & OUT_OF_RANGE:
+        raise IndexError("an index of an embedding, a cache or an indexing operation is out of range.")
+    if flags & OVERFLOW:
+        raise OverflowError(TOO_LARGE)
+
+
+def _forget(program: weakref.ref[Program], key: int, _dead: Any) -> None:
+    """Drop what was recorded and placed for a tensor that has died."""
+    found = program()
+    if found is not None:
+        found._watched.pop(key, None)  # noqa: SLF001 - a method would keep the program alive
+        found._seen = []  # noqa: SLF001
+        found._given = [None] * len(found._given)  # noqa: SLF001
+        found._recorded.clear()  # noqa: SLF001

@@ -1,0 +1,100 @@
+"""Tensors in device memory: parameters, buffers and quantized weights, uploaded once and kept while they live."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qcore.plugin_api import QTensor, Resident, weight_of
+
+from ..device import Buffer, Device
+from ..layout import DeviceWeight, upload
+from ..native import OutOfMemory
+from ..weights import known
+from .numbers import halves_of, words_of
+
+
+class Weight:
+    """A quantized weight on a device; ``order``: int32, where its columns are in x, None if they are in x's order."""
+
+    def __init__(self, device: Device, weight: DeviceWeight, order: Buffer | None = None) -> None:
+        self.device, self.weight, self.order = device, weight, order
+
+
+class Residents:
+    """What one device holds of the tensors of graphs."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._statics: Resident[Buffer] = Resident(self._uploaded)
+        self._halves: Resident[Buffer] = Resident(partial(static, device, words=halves_of))
+        self._weights: Resident[Weight] = Resident(partial(_weight, device))
+
+    def static(self, tensor: Tensor) -> Buffer:
+        """The words of a parameter or buffer. Raises `OutOfMemory`, `OverflowError`."""
+        return self._statics.get(tensor)
+
+    def half(self, tensor: Tensor) -> Buffer:
+        """A parameter of 16-bit floats as it is. Raises `OutOfMemory`."""
+        return self._halves.get(tensor)
+
+    def _uploaded(self, tensor: Tensor) -> Buffer:
+        """A new buffer, or that of an earlier version of the tensor: recorded programs that name it stay valid."""
+        known = self._statics.peek(tensor)
+        if known is None or known.nbytes != 4 * tensor.numel():
+            return static(self._device, tensor)
+        known.write(words_of(tensor))
+        return known
+
+    def weight(self, marker: Tensor) -> Weight:
+        """The weight that ``marker`` stands for. Raises `OutOfMemory`."""
+        return self._weights.get(marker)
+
+
+_residents: weakref.WeakKeyDictionary[Device, Residents] = weakref.WeakKeyDictionary()
+
+
+def on(device: Device) -> Residents:
+    """The residents of a device."""
+    found = _residents.get(device)
+    if found is None:
+        found = _residents.setdefault(device, Residents(device))
+    return found
+
+
+def static(device: Device, tensor: Tensor, words: Callable[[Tensor], Tensor] = words_of) -> Buffer:
+    """A copy of a tensor on the device. Raises `OutOfMemory` with what was wanted."""
+    try:
+        return device.upload(words(tensor))
+    except OutOfMemory as error:
+        raise OutOfMemory(_wanted(device, f"{tensor.dtype} {tuple(tensor.shape)}", error)) from error
+
+
+def _weight(device: Device, marker: Tensor) -> Weight:
+    """The weight itself if a layer is bound to this device's kernels, else a copy of it."""
+    resident = known(marker)
+    if resident is not None and resident.device is device:
+        return Weight(device, resident.weight)
+    weight = weight_of(marker)
+    order = weight.order
+    try:
+        placed = upload(device, weight if order is None else weight.derived(order=None))
+        return Weight(device, placed, None if order is None else device.upload(order.to(torch.int32)))
+    except OutOfMemory as error:
+        raise OutOfMemory(_wanted(device, _text(weight), error)) from error
+
+
+def _text(weight: QTensor) -> str:
+    return f"{weight.format} weight {tuple(weight.shape)}"
+
+
+def _wanted(device: Device, what: str, error: Exception) -> str:
+    stats = device.stats()
+    return (
+        f"no room for a {what} of a compiled model in the memory of {device.description.name}: {error}.\n"
+        f"{stats.bytes >> 20} MiB are in use. Free other models, quantize to fewer bits, or choose another device."
+    )

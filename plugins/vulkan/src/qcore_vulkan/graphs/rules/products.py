@@ -1,0 +1,74 @@
+"""Rules of products in floats, attention, norms and rotary embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...steps.attention import attention
+from ...steps.norms import layer_norm, rms_norm
+from ...steps.operand import Operand
+from ...steps.pointwise import binary
+from ...steps.products import dense, matmul
+from ...steps.rope import rope
+from ..lowering import Lowering
+from .registry import rule
+
+
+def _why_not_integers(node: fx.Node) -> str:
+    dtype = node.meta["val"].dtype
+    return "" if dtype.is_floating_point else f"products of {dtype} have no kernel in qcore_vulkan"
+
+
+@rule("qcore_graph.dense", why_not=_why_not_integers)
+def _dense(c: Lowering, node: fx.Node, x: Operand, weight: Operand, bias: Operand | None) -> Operand:
+    return dense(c.b, x, weight, bias)
+
+
+@rule("mm", "bmm", why_not=_why_not_integers)
+def _mm(c: Lowering, node: fx.Node, x: Operand, y: Operand) -> Operand:
+    if len(x.shape) == 3:
+        return matmul(c.b, x, y)
+    return matmul(c.b, x.unsqueeze(0), y.unsqueeze(0)).select(0, 0)
+
+
+@rule("addmm", why_not=_why_not_integers)
+def _addmm(
+    c: Lowering, node: fx.Node, added: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1
+) -> Operand:
+    product = _mm(c, node, x, y)
+    product = product if alpha == 1 else binary(c.b, "mul", product, float(alpha))
+    if beta == 0:
+        return product
+    return binary(c.b, "add", product, added if beta == 1 else binary(c.b, "mul", added, float(beta)))
+
+
+@rule("qcore_graph.attention")
+def _attention(
+    c: Lowering, node: fx.Node, q: Operand, k: Operand, v: Operand, mask: Operand | None, causal: bool, scale: Any
+) -> Operand:
+    if mask is not None and mask.dtype != torch.bool:
+        mask = c.cast(mask, torch.float32)
+    if mask is not None:
+        mask = mask.broadcast_to((*q.shape[:3], k.shape[2]))
+    return attention(c.b, q, k, v, mask, causal, scale)
+
+
+@rule("qcore_graph.rms_norm")
+def _rms_norm(c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, eps: float) -> Operand:
+    return rms_norm(c.b, x, weight, eps)
+
+
+@rule("qcore_graph.layer_norm")
+def _layer_norm(
+    c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, bias: Operand | None, eps: float
+) -> Operand:
+    return layer_norm(c.b, x, weight, bias, eps)
+
+
+@rule("qcore_graph.rope")
+def _rope(c: Lowering, node: fx.Node, x: Operand, cos: Operand, sin: Operand) -> Operand:
+    shape = tuple(node.meta["val"].shape)
+    return rope(c.b, x.broadcast_to(shape), cos.broadcast_to(shape), sin.broadcast_to(shape))

@@ -1,0 +1,147 @@
+"""Rules of quantized layers: the plugin's own steps, over matrices whose rows are padded to 16 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from qcore import Conv2dRequest, EmbeddingRequest, LinearRequest, StaticInt8
+from qcore.plugin_api import Scheme, base_name, scheme_of
+
+from ... import eligibility, steps
+from ...builder import Ref
+from ...calls import geometry
+from ...device import Buffer
+from ...steps import Image, Rows, rows_pitch
+from ...steps.gather import gather
+from ...steps.operand import Operand, contiguous_strides, over
+from ...steps.pointwise import binary, convert
+from ..lowering import Lowering
+from ..residents import Weight
+from ..views import reshaped
+from .registry import rule
+
+_CPU = torch.device("cpu")
+_ANY_TABLE = 1024
+"""Rows of a table whose size a node does not tell: no limit depends on it."""
+
+
+def _why_not(node: fx.Node) -> str:
+    request = _request(node)
+    if isinstance(request, EmbeddingRequest):
+        return eligibility.why_not(request)
+    if torch.int8 in {request.x_dtype, request.out_dtype}:
+        return "activations that are int8 between layers have no kernel in compiled models"
+    if isinstance(request.activation, StaticInt8) and request.activation.per_token:
+        return "scales per token that are passed with the call have no kernel in compiled models"
+    return eligibility.why_not(request)
+
+
+def _request(node: fx.Node) -> Any:
+    """The request that a node makes."""
+    name = base_name(node.target)
+    args: Any = node.args
+    x = args[0].meta["val"]
+    if name == "embedding":
+        return EmbeddingRequest(_CPU, args[4], _ANY_TABLE, args[3], scheme_of(args[2]).weight)
+    scheme = scheme_of(args[3])
+    form = (scheme.weight, scheme.activation, scheme.output, args[2] is not None, False)
+    if name == "linear":
+        return LinearRequest(_CPU, x.dtype, args[5], args[4], x.shape[-1], None, *form)
+    kernel, stride, padding, dilation = (tuple(pair) for pair in args[5:9])
+    sizes = (kernel, stride, padding, dilation, args[9])
+    return Conv2dRequest(_CPU, x.dtype, args[10], x.shape[1], args[4], *sizes, *form)
+
+
+def rows_of(c: Lowering, x: Operand) -> Rows:
+    """An operand ``(..., K)`` as a matrix whose rows are dense and aligned: copied if it is not."""
+    k = x.shape[-1]
+    matrix = reshaped(x, (x.numel // k, k))
+    found = None if matrix is None else _as_rows(c, matrix)
+    if found is not None:
+        return found
+    rows, pitch = x.numel // k, rows_pitch(k, torch.float32)
+    made = Rows(c.b.scratch(4 * rows * pitch), rows, k, pitch, torch.float32)
+    convert(c.b, x, torch.float32, out=operand_of(made, x.shape))
+    return made
+
+
+def _as_rows(c: Lowering, x: Operand) -> Rows | None:
+    """A matrix as rows if its memory allows it."""
+    rows, k = x.shape
+    pitch = x.strides[0] if rows > 1 else rows_pitch(k, torch.float32)
+    start, nbytes = 4 * x.offset, 4 * ((rows - 1) * pitch + rows_pitch(k, torch.float32))
+    dense = (k == 1 or x.strides[1] == 1) and pitch % 4 == 0 and pitch >= k
+    aligned = start % c.b.device.description.limits.storage_align == 0
+    if x.dtype != torch.float32 or not dense or not aligned or start + nbytes > x.ref.bytes:
+        return None
+    return Rows(x.ref if start == 0 else x.ref.part(start, nbytes), rows, k, pitch, torch.float32)
+
+
+def operand_of(rows: Rows, shape: Sequence[int]) -> Operand:
+    """A matrix as an operand ``(..., N)``."""
+    strides = contiguous_strides(shape[:-1])
+    return Operand(rows.ref, tuple(shape), (*(rows.pitch * stride for stride in strides), 1), torch.float32)
+
+
+def _bias(bias: Operand | None) -> tuple[Buffer | None, Operand | None]:
+    """A bias as the product takes it, and one that must be added afterwards: it is no buffer of its own."""
+    if bias is None:
+        return None, None
+    own = bias.dtype == torch.float32 and bias.is_contiguous and bias.offset == 0 and bias.ref.offset == 0
+    return (bias.ref.buffer, None) if own and isinstance(bias.ref.buffer, Buffer) else (None, bias)
+
+
+@rule("qcore_graph.linear", why_not=_why_not)
+def _linear(
+    c: Lowering, node: fx.Node, x: Operand, weight: Weight, bias: Operand | None, scheme: str, n: int, *_: Any
+) -> Operand:
+    of, (buffer, rest) = scheme_of(scheme), _bias(bias)
+    x = _ordered(c, x, weight)
+    y = steps.linear(c.b, rows_of(c, x), weight.weight, buffer, *_quantization(of))
+    return _biased(c, operand_of(y, node.meta["val"].shape), rest)
+
+
+def _ordered(c: Lowering, x: Operand, weight: Weight) -> Operand:
+    """The operand with its columns in the order of the weight's."""
+    if weight.order is None:
+        return x
+    k = x.shape[-1]
+    return gather(c.b, x, len(x.shape) - 1, over(Ref(weight.order, 0, 4 * k), (k,), torch.int32))
+
+
+def _quantization(scheme: Scheme) -> tuple[Any, None, torch.dtype]:
+    return scheme.activation, None, torch.float32
+
+
+def _biased(c: Lowering, y: Operand, bias: Operand | None) -> Operand:
+    return y if bias is None else binary(c.b, "add", y, c.cast(bias, torch.float32))
+
+
+@rule("qcore_graph.embedding", why_not=_why_not)
+def _embedding(c: Lowering, node: fx.Node, indices: Operand, weight: Weight, *_: Any) -> Operand:
+    table = weight.weight
+    checked = c.index(node.args[0], table.geometry.n)
+    y = steps.embedding(c.b, checked.ref, indices.numel, table, torch.float32)
+    return operand_of(y, node.meta["val"].shape)
+
+
+@rule("qcore_graph.conv2d", why_not=_why_not)
+def _conv2d(
+    c: Lowering, node: fx.Node, x: Operand, weight: Weight, bias: Operand | None, scheme: str, n: int, *sizes: Any
+) -> Operand:
+    batch, channels, height, width = x.shape
+    of, (buffer, rest) = scheme_of(scheme), _bias(bias)
+    kernel, stride, padding, dilation, groups, _ = sizes
+    pixels = rows_of(c, x.permute((0, 2, 3, 1)))
+    image = Image(pixels, batch, channels, height, width)
+    shape = geometry(kernel, stride, padding, dilation, groups)
+    y = steps.conv2d(c.b, image, weight.weight, buffer, shape, *_quantization(of))
+    result = operand_of(y.rows, (y.batch, y.height, y.width, n)).permute((0, 3, 1, 2))
+    assert result.shape == tuple(node.meta["val"].shape)
+    if rest is not None:
+        rest = c.reshaped(rest, (n, 1, 1))
+    return _biased(c, result, rest)

@@ -1,0 +1,145 @@
+"""States on the device: tensors that graphs mutate, above all KV caches; see `qcore.graphs.states` for the rule.
+
+A state's values are in device memory from its first use on, and torch's tensor is behind until `synchronize`. What
+torch writes in between is noticed by the tensor's version counter, and uploaded.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from qcore import PluginError, QcoreWarning
+from qcore.plugin_api import version
+
+from ..device import Buffer, Device
+from .numbers import host_dtype, words_of
+from .residents import static
+
+_FREE = 2
+"""References to a storage that nothing shares: the tensor's and the one that counts."""
+
+# ruff: noqa: SLF001 - torch has a tensor's storage and its count only under private names
+
+
+class State:
+    """The device's copy of a tensor; ``ahead``: whether the tensor's own memory is behind."""
+
+    def __init__(self, device: Device, tensor: Tensor) -> None:
+        self.device, self.buffer = device, static(device, tensor)
+        self.version, self.ahead = version(tensor), False
+
+    def refresh(self, tensor: Tensor) -> None:
+        """Take what torch has written to the tensor."""
+        if self.version != version(tensor):
+            self.buffer.write(words_of(tensor))
+            self.version, self.ahead = version(tensor), False
+
+    def write_back(self, tensor: Tensor) -> None:
+        """Bring the tensor up to date."""
+        if self.ahead and self.version == version(tensor):
+            read_into(self.buffer, tensor)
+            self.version, self.ahead = version(tensor), False
+
+
+def read_into(buffer: Buffer, tensor: Tensor) -> None:
+    """Write the values of a device buffer to a tensor."""
+    words = torch.from_numpy(buffer.read()).view(host_dtype(tensor.dtype))
+    with torch.no_grad():
+        tensor.copy_(words.view(tensor.shape))
+
+
+def why_not(tensor: Tensor) -> str:
+    """Why a tensor cannot stay on the device between calls, a sentence; empty if it can."""
+    storage = tensor.untyped_storage()
+    if tensor.is_inference():
+        return "torch does not count writes to a tensor made in inference mode"
+    if not tensor.is_contiguous() or storage.nbytes() != tensor.nbytes:
+        return "it does not own its memory"
+    if torch._C._storage_Use_Count(storage._cdata) > _FREE:
+        return "other tensors share its memory"
+    return ""
+
+
+_known: dict[int, tuple[weakref.ref[Tensor], State]] = {}
+
+
+@lru_cache(maxsize=1)
+def _warn_of_inference() -> None:
+    """Say once why a cache is copied at each call."""
+    warnings.warn(
+        "qcore_vulkan: a tensor that the model writes, such as a KV cache, was made in torch.inference_mode(). Torch "
+        "does not count writes to it, so it is copied to the device and back at each call. Make it before, or use "
+        "torch.no_grad().",
+        QcoreWarning,
+        stacklevel=2,
+    )
+
+
+def get(device: Device, tensor: Tensor) -> State | None:
+    """The state of a tensor, with what torch wrote last; None if it must be copied in and out at each call."""
+    found = peek(tensor)
+    if found is not None and found.device is device and not device.lost:
+        found.refresh(tensor)
+        return found
+    if found is not None:
+        _leave(found, tensor)
+    if why_not(tensor):
+        if tensor.is_inference():
+            _warn_of_inference()
+        return None
+    key, state = id(tensor), State(device, tensor)
+    _known[key] = (weakref.ref(tensor, lambda ref: _forget(key, ref)), state)
+    return state
+
+
+def peek(tensor: Tensor) -> State | None:
+    """The state of a tensor, if it has one."""
+    found = _known.get(id(tensor))
+    return found[1] if found is not None and found[0]() is tensor else None
+
+
+def current(tensor: Tensor) -> Tensor:
+    """The tensor, with its values on a device written back if it is a state whose memory is behind."""
+    state = peek(tensor)
+    if state is not None and state.ahead and not state.device.lost:
+        state.write_back(tensor)
+    return tensor
+
+
+def _leave(state: State, tensor: Tensor) -> None:
+    """Let go of the copy on another device, or on one that was lost."""
+    _known.pop(id(tensor), None)
+    if not state.device.lost:
+        state.write_back(tensor)
+    elif state.ahead and state.version == version(tensor):
+        raise PluginError(
+            f"the Vulkan device {state.device.description.name!r} was lost, and with it the values of a state "
+            f"{tuple(tensor.shape)}, such as a KV cache.\nIt has its values of the last qcore.graphs.synchronize "
+            f"again: reset it, or run the prompt once more."
+        )
+
+
+def _forget(key: int, ref: weakref.ref[Tensor]) -> None:
+    found = _known.get(key)
+    if found is not None and found[0] is ref:  # the id may belong to another tensor by now
+        del _known[key]
+
+
+def synchronize(tensors: Iterable[Tensor]) -> None:
+    """Write the values of states among ``tensors`` to the memory that torch sees."""
+    for tensor in tensors:
+        state = peek(tensor)
+        if state is not None and not state.device.lost:
+            state.write_back(tensor)
+
+
+def advance(states: Sequence[State]) -> None:
+    """Note that a program has written the states."""
+    for state in states:
+        state.ahead = True

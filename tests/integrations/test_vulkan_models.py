@@ -1,0 +1,85 @@
+"""Models of transformers on a Vulkan device: text with a static cache, greedy, is that of torch."""
+
+import copy
+
+import pytest
+import torch
+from smollm2 import FILE, dense_state, needs_file
+
+import qcore
+from qcore import graphs
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("qcore_vulkan")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def greedy(call, config, ids, count):
+    """The greedy text after ``ids`` with a static cache."""
+    cache = transformers.StaticCache(config=config, max_cache_len=96)
+    size = config.hidden_size // config.num_attention_heads
+    cache.early_initialization(1, config.num_key_value_heads, size, torch.float32, torch.device("cpu"))
+    place, text = torch.arange(ids.shape[1]), []
+    for _ in range(count):
+        logits = call(input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True).logits[:, -1]
+        ids, place = logits.argmax(-1, keepdim=True), place[-1:] + 1
+        text.append(int(ids))
+    return text
+
+
+def check_one_submission_a_step(model):
+    found = graphs.explain(model)
+    assert found.reports
+    assert not found.host, str(found)
+    assert all(len(report.parts) == 1 and report.states and not report.copied for report in found.reports), str(found)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])
+def test_tiny_decoders(kind):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    compiled, ids = torch.compile(copy.deepcopy(model), backend="qcore_vulkan"), torch.tensor([[3, 1, 4, 1, 5]])
+    assert greedy(compiled, config, ids, 24) == greedy(model, config, ids, 24)
+    check_one_submission_a_step(compiled)
+
+
+def test_a_tiny_encoder():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.BertModel(config).eval()
+    qcore.quantize_(model, "w8a16")
+    compiled = torch.compile(copy.deepcopy(model), backend="qcore_vulkan")
+    ids, mask = torch.randint(0, 128, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    with torch.no_grad():
+        y, expected = (m(input_ids=ids, attention_mask=mask).last_hidden_state for m in (compiled, model))
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_file
+@pytest.mark.grid  # minutes on lavapipe
+def test_smollm2_writes_the_same_64_tokens():
+    config = transformers.AutoConfig.from_pretrained(FILE.parent, gguf_file=FILE.name)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(dense_state(model), strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name)
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    compiled = torch.compile(model.eval(), backend="qcore_vulkan")
+    assert greedy(compiled, config, ids, 64) == greedy(model, config, ids, 64)
+    check_one_submission_a_step(compiled)

@@ -1,0 +1,402 @@
+"""Whole models as one program on a Vulkan device: ``torch.compile(model, backend="qcore_vulkan")``."""
+
+import copy
+import gc
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import Decoder, Encoder
+from torch import nn
+
+import qcore
+from qcore import graphs
+from qcore_vulkan.graphs import states
+from qcore_vulkan.graphs.backend import qcore_vulkan
+
+PYPROJECT = Path(__file__).parents[2] / "plugins/vulkan/pyproject.toml"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def decoded(model, lengths=(5, 1, 1)):
+    generator, start, results = torch.Generator().manual_seed(3), 0, []
+    for length in lengths:
+        ids = torch.randint(0, 96, (1, length), generator=generator)
+        results.append(model(ids, torch.arange(start, start + length)))
+        start += length
+    return torch.cat(results, 1)
+
+
+def test_torch_finds_it_by_name():
+    lines = PYPROJECT.read_text("utf-8").splitlines()
+    name, _, place = next(line.partition(" = ") for line in lines if line.startswith("qcore_vulkan = "))
+    module, _, function = place.strip('"').partition(":")
+    assert getattr(import_module(module), function).__name__ == name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("scheme", "bias", "dtype"), [
+    (None, False, torch.float32), (None, True, torch.bfloat16), ("w4a16-g32-asym", True, torch.float32),
+    ("w8a8", False, torch.bfloat16),
+])  # fmt: skip
+def test_a_decoder_is_one_submission_a_step(device, scheme, bias, dtype):
+    torch.manual_seed(0)
+    model = Decoder(bias=bias, layers=2).eval().to(dtype)
+    if scheme:
+        qcore.quantize_(model, scheme)
+    expected, compiled = copy.deepcopy(model), torch.compile(model, backend=qcore_vulkan)
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    wanted = decoded(expected)
+    assert (decoded(compiled) - wanted).norm() <= tolerance * wanted.norm()
+    found = graphs.explain(compiled)
+    assert not found.host
+    assert all(len(report.parts) == 1 and report.states == 4 and not report.copied for report in found.reports)
+    model.reset()  # writes of torch are seen
+    before = device.stats().submissions
+    assert (decoded(compiled) - wanted).norm() <= tolerance * wanted.norm()
+    assert device.stats().submissions == before + 3
+
+
+@torch.no_grad()
+def test_caches_stay_on_the_device_until_they_are_asked_for(device):
+    torch.manual_seed(0)
+    model = Decoder(layers=1).eval()
+    expected, compiled = copy.deepcopy(model), torch.compile(model, backend=qcore_vulkan)
+    decoded(expected)
+    decoded(compiled)
+    cache, wanted = model.layers[0].attention.keys, expected.layers[0].attention.keys
+    assert not cache.any()
+    graphs.synchronize(model)
+    torch.testing.assert_close(cache, wanted, rtol=1e-4, atol=1e-4)
+    submissions = device.stats().submissions
+    graphs.synchronize(model)  # nothing has changed
+    assert device.stats().submissions == submissions
+
+
+@torch.no_grad()
+def test_an_encoder():
+    torch.manual_seed(0)
+    model = Encoder(layers=1).eval()
+    qcore.quantize_(model, "w8a16")
+    compiled = torch.compile(copy.deepcopy(model), backend=qcore_vulkan)
+    ids, mask = torch.randint(0, 96, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    mask[1, 4:] = 0
+    torch.testing.assert_close(compiled(ids, mask), model(ids, mask), rtol=1e-4, atol=1e-5)
+    assert not graphs.explain(compiled).host
+    assert graphs.explain(compiled).submissions == 1
+
+
+@torch.no_grad()
+def test_greedy_text_is_the_same():
+    torch.manual_seed(0)
+    model = Decoder(layers=2, length=64).eval()
+    compiled = torch.compile(copy.deepcopy(model), backend=qcore_vulkan)
+
+    def text(run):
+        ids, found = torch.tensor([[3, 1, 4, 1, 5]]), []
+        positions = torch.arange(5)
+        for _ in range(24):
+            ids = run(ids, positions)[:, -1].argmax(-1, keepdim=True)
+            found.append(int(ids))
+            positions = positions[-1:] + 1
+        return found
+
+    assert text(compiled) == text(model)
+
+
+LINEAR = ["w8a16-g32", "w4a16", "w4a8-g32-asym-aasym", "w8a8-static(0.03,5)"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", LINEAR)
+@pytest.mark.parametrize(("k", "n"), [(77, 20), (64, 33)])
+def test_linear_layers(scheme, k, n):
+    torch.manual_seed(0)
+    layer = qcore.nn.QuantizedLinear.from_float(nn.Linear(k, n), scheme)
+    x = torch.randn(2, 3, k)
+    y, expected = torch.compile(layer, backend=qcore_vulkan)(x), layer(x)
+    assert y.dtype == expected.dtype
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    assert not graphs.explain(layer).host
+
+
+@torch.no_grad()
+def test_rows_that_are_views():
+    torch.manual_seed(0)
+    layer = qcore.nn.QuantizedLinear.from_float(nn.Linear(12, 7, bias=False), "w8a16")
+
+    def views(x):
+        return layer(x.mT) + layer(x.mT[1:3]).sum() + layer(x.mT[:, 1, :] * 2)[:, None] + layer(x[:1, :, 0])
+
+    x = torch.randn(4, 12, 12)
+    torch.testing.assert_close(torch.compile(views, backend=qcore_vulkan)(x), views(x), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_int8_between_layers_stays_on_the_host():
+    layer = qcore.nn.QuantizedLinear.from_float(nn.Linear(32, 8), "w8a8-static(0.03,5)-o8(0.05,-3)")
+    x = torch.randn(2, 32)
+    assert torch.equal(torch.compile(layer, backend=qcore_vulkan)(x), layer(x))
+    assert "int8 between layers" in graphs.explain(layer).host[0].reason
+
+
+@torch.no_grad()
+def test_a_weight_that_lives_on_the_device_is_not_copied(device):
+    torch.manual_seed(0)
+    with qcore.using("vulkan"):
+        layer = qcore.nn.QuantizedLinear.from_float(nn.Linear(256, 512, bias=False), "w8a16")
+        x = torch.randn(3, 256)
+        expected = layer(x)
+        gc.collect()
+        before = device.stats().bytes
+        torch.testing.assert_close(torch.compile(layer, backend=qcore_vulkan)(x), expected)
+    assert device.stats().bytes <= before
+
+
+@torch.no_grad()
+def test_a_weight_with_an_order_of_columns():
+    torch.manual_seed(0)
+    weight = qcore.quantize(torch.randn(12, 64), "int4-g32").derived(order=torch.randperm(64).to(torch.int32))
+    layer, x = qcore.nn.QuantizedLinear.from_qtensor(weight), torch.randn(3, 64)
+    torch.testing.assert_close(torch.compile(layer, backend=qcore_vulkan)(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("scheme", "groups"), [("w8a8", 1), ("w4a16-g32", 2)])
+def test_convolutions(scheme, groups):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 6, 3, stride=(2, 1), padding=(1, 2), groups=groups)
+    layer, x = qcore.nn.QuantizedConv2d.from_float(conv, scheme), torch.randn(2, 4, 7, 6)
+    torch.testing.assert_close(torch.compile(layer, backend=qcore_vulkan)(x), layer(x), rtol=1e-4, atol=1e-4)
+    assert not graphs.explain(layer).host
+
+
+@torch.no_grad()
+def test_an_index_out_of_range_is_an_error():
+    torch.manual_seed(0)
+    table = qcore.nn.QuantizedEmbedding.from_float(nn.Embedding(9, 32), "w8a16")
+    compiled = torch.compile(table, backend=qcore_vulkan)
+    torch.testing.assert_close(compiled(torch.tensor([8, 0])), table(torch.tensor([8, 0])))
+    for _ in range(2):
+        with pytest.raises(IndexError, match="out of range"):
+            compiled(torch.tensor([9, 0]))
+    with pytest.raises(OverflowError, match="32 bits"):
+        compiled(torch.tensor([1 << 40, 0]))
+    torch.testing.assert_close(compiled(torch.tensor([0, 8])), table(torch.tensor([0, 8])))
+
+
+@torch.no_grad()
+def test_another_weight_is_taken_at_the_next_call():
+    torch.manual_seed(0)
+    layer, x = qcore.nn.QuantizedLinear.from_float(nn.Linear(32, 16), "w8a16"), torch.randn(3, 32)
+    compiled = torch.compile(layer, backend=qcore_vulkan)
+    compiled(x)
+    layer.weight = qcore.quantize(torch.randn(16, 32), "int8")
+    layer.bias.add_(1)
+    torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_parts_between_nodes_of_the_host():
+    def model(x):
+        return torch.special.i0(x.exp().sin()).mul(2).cos()
+
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(torch.compile(model, backend=qcore_vulkan)(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+class Counter(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.register_buffer("count", count)
+
+    def forward(self, x):
+        self.count.add_(x)
+        return self.count * 2
+
+
+SHARED = torch.zeros(8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("count", "reason"), [
+    (torch.zeros(3), ""), (torch.zeros(3, dtype=torch.int64), ""), (torch.zeros(3, dtype=torch.bfloat16), ""),
+    (SHARED[2:5], "does not own"), (torch.zeros(2, 3).T, "does not own"),
+])  # fmt: skip
+def test_states(count, reason):
+    assert reason in states.why_not(count)
+    assert bool(reason) == bool(states.why_not(count))
+    model, step = Counter(count), torch.ones_like(count)
+    compiled = torch.compile(model, backend=qcore_vulkan)
+    for number in range(1, 4):
+        torch.testing.assert_close(compiled(step), torch.full_like(count, 2 * number))
+    graphs.synchronize(model)
+    torch.testing.assert_close(model.count, torch.full_like(count, 3))
+    model.count.zero_()
+    torch.testing.assert_close(compiled(step), torch.full_like(count, 2))
+
+
+def test_a_state_of_inference_mode_is_copied():
+    states._warn_of_inference.cache_clear()
+    with torch.inference_mode():
+        model = Counter(torch.zeros(3))
+        compiled = torch.compile(model, backend=qcore_vulkan)
+        with pytest.warns(qcore.QcoreWarning, match="copied to the device and back"):
+            compiled(torch.ones(3))
+        assert torch.equal(model.count, torch.ones(3))
+        model.count.zero_()  # is not counted
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+
+
+@torch.no_grad()
+def test_a_state_that_is_viewed_is_copied():
+    count = torch.zeros(3)
+    view = count[:2]
+    compiled = torch.compile(Counter(count), backend=qcore_vulkan)
+    compiled(torch.ones(3))
+    assert torch.equal(view, torch.ones(2))
+
+
+class Exchange(nn.Module):
+    """Two states that take each other's values, and the old one of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("a", torch.arange(4.0))
+        self.register_buffer("b", -torch.arange(4.0))
+
+    def forward(self, x):
+        old = self.a + 0
+        a, b = self.a + x, self.b * 1
+        self.a.copy_(b)
+        self.b.copy_(a)
+        return old, self.a[1:] * 1
+
+
+@torch.no_grad()
+def test_states_that_exchange_their_values():
+    model = Exchange()
+    other, compiled = copy.deepcopy(model), torch.compile(model, backend=qcore_vulkan)
+    for step in range(3):
+        for y, expected in zip(compiled(torch.tensor(step)), other(torch.tensor(step)), strict=True):
+            torch.testing.assert_close(y, expected)
+    graphs.synchronize(model)
+    torch.testing.assert_close((model.a, model.b), (other.a, other.b))
+
+
+@torch.no_grad()
+def test_old_values_that_are_still_needed_are_kept():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(2, 4))
+
+        def forward(self, x, at):
+            before = self.cache[:, 1:3]
+            self.cache.index_copy_(1, at, x)
+            return before * 2 + self.cache[:, :2]
+
+    model = Late()
+    other, compiled = copy.deepcopy(model), torch.compile(model, backend=qcore_vulkan)
+    for number in range(4):
+        x, at = torch.full((2, 1), float(number + 1)), torch.tensor([number])
+        torch.testing.assert_close(compiled(x, at), other(x, at))
+
+
+@torch.no_grad()
+def test_memory_is_freed_with_the_model(device):
+    gc.collect()
+    before = device.stats()
+    model = Counter(torch.zeros(3))
+    torch.compile(model, backend=qcore_vulkan)(torch.ones(3))
+    assert device.stats().buffers > before.buffers
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert (device.stats().buffers, device.stats().programs) == (before.buffers, before.programs)
+
+
+@torch.no_grad()
+def test_float_weights_of_16_bits_stay_so(device):
+    table, layer = nn.Embedding(33, 63).half(), nn.Linear(63, 65).half()
+    model = nn.Sequential(table, layer)
+    compiled, ids = torch.compile(model, backend=qcore_vulkan), torch.tensor([[3, 32], [0, 1]])
+    gc.collect()
+    before = device.stats().bytes
+    torch.testing.assert_close(compiled(ids), model(ids), rtol=4e-3, atol=4e-3)
+    assert device.stats().bytes - before < 2 * (33 * 63 + 63 * 65) + 4 * 65 + 64
+    layer.weight.mul_(2)
+    torch.testing.assert_close(compiled(ids), model(ids), rtol=4e-3, atol=4e-3)
+
+
+@torch.no_grad()
+def test_weights_that_change_take_no_more_memory(device):
+    layer, x = nn.Linear(32, 16), torch.randn(3, 32)
+    compiled = torch.compile(layer, backend=qcore_vulkan)
+    compiled(x)
+    gc.collect()
+    before = device.stats()
+    for _ in range(3):
+        layer.weight.add_(1)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
+    assert (device.stats().bytes, device.stats().programs) == (before.bytes, before.programs)
+
+
+@torch.no_grad()
+def test_a_weight_that_is_replaced_is_freed(device):
+    layer, x = qcore.nn.QuantizedLinear.from_float(nn.Linear(64, 64, bias=False), "w8a16"), torch.randn(3, 64)
+    compiled = torch.compile(layer, backend=qcore_vulkan)
+    compiled(x)
+    gc.collect()
+    before = device.stats().bytes
+    for _ in range(3):
+        layer.weight = qcore.quantize(torch.randn(64, 64), "int8")
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
+        gc.collect()
+    assert device.stats().bytes == before
+
+
+@torch.no_grad()
+def test_out_of_memory_is_an_error_that_names_what_was_wanted(device):
+    from qcore_vulkan import native
+    from qcore_vulkan.graphs import residents
+
+    layer, x = nn.Linear(40, 30), torch.randn(2, 40)
+    device.inject(native.INJECT_OUT_OF_MEMORY)
+    with pytest.raises(native.OutOfMemory, match=r"float32 \(30, 40\) of a compiled model"):
+        residents.static(device, layer.weight)
+    device.inject(native.INJECT_OUT_OF_MEMORY)
+    compiled = torch.compile(layer, backend=qcore_vulkan)
+    with pytest.warns(qcore.QcoreWarning, match="runs in torch: OutOfMemory: no room"):
+        y = compiled(x)
+    torch.testing.assert_close(y, layer(x))
+
+
+def test_needs_no_gradients():
+    layer = nn.Linear(4, 3)
+    with pytest.warns(qcore.QcoreWarning, match="inference only"):
+        torch.compile(layer, backend=qcore_vulkan)(torch.randn(2, 4)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+@torch.no_grad()
+def test_other_graphs_see_current_states():
+    class Two(Counter):
+        def look(self):
+            return self.count * 3
+
+    model = Two(torch.zeros(3))
+    count, look = torch.compile(model, backend=qcore_vulkan), torch.compile(model.look, backend=qcore_vulkan)
+    double = torch.compile(lambda x: x * 2, backend=qcore_vulkan)
+    for number in range(1, 4):
+        count(torch.ones(3))
+        torch.testing.assert_close(look(), torch.full((3,), 3.0 * number))
+        count(torch.zeros(3))
+        torch.testing.assert_close(double(model.count), torch.full((3,), 2.0 * number))
