@@ -98,7 +98,7 @@ def _kind(activation: Activation | None) -> tuple[Any, ...]:
     return type(activation), getattr(activation, "symmetric", None), getattr(activation, "per_token", None)
 
 
-def _distance(cell: Cell, request: AnyRequest, threads: int) -> tuple[float, float]:
+def _distance(cell: Cell, request: AnyRequest, threads: int) -> tuple[float, float, float]:
     """How far a measured layer is from a request: first by threads, then by groups and size, in factors of two."""
     weight, _ = _parsed(cell.scheme)
     group, wanted = weight.group(cell.k), request.weight.group(request.k)
@@ -107,7 +107,8 @@ def _distance(cell: Cell, request: AnyRequest, threads: int) -> tuple[float, flo
     else:
         groups = 0.0 if group >= cell.k else abs(math.log2(group / wanted))
     size = abs(math.log2(cell.n * cell.k / (request.n * request.k)))
-    return abs(math.log2(cell.threads / threads)), groups + size / 2
+    shape = abs(math.log2(cell.n / request.n))  # among equal sizes
+    return abs(math.log2(cell.threads / threads)), groups + size / 2, shape
 
 
 @lru_cache(maxsize=256)
