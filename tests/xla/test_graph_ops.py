@@ -25,7 +25,7 @@ def run(function, args, dtype=None):
     called = [node for node in part.nodes if node.target is not operator.getitem]
     assert not [why for node in called if (why := lowering.why_not(node))]
     values = [jax.numpy.asarray(t.float().numpy(), rules.jax_dtype(t.dtype)) for t in tensors]
-    (y,), _ = jax.jit(lowering.lowered(part, "cpu"))(values)
+    (y,), _ = jax.jit(lowering.lowered(part, "cpu", {}))(values)
     return y, whole(*tensors), part
 
 

@@ -1,7 +1,7 @@
 """Tensor parallel: quantized layers cut over the ranks of a process group of torch.distributed.
 
 Each rank holds a part of the neutral weight and packs it for its own device; one all_reduce follows a layer that is cut
-along its input features. May import: model, nn and the floors below. Imported by: hf. Users import it.
+along its input features. May import: model, nn and the floors below. Imported by: hf, plugin_api. Users import it.
 
 ```python
 import torch.distributed as dist

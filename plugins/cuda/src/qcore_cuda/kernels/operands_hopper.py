@@ -251,7 +251,7 @@ def _arguments(b, s, z, SCALED: gl.constexpr, ZERO: gl.constexpr):
 
 @gluon.jit
 def from_words(b, s, z, DT: gl.constexpr, HIGH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
-               DOT: gl.constexpr, ELEMENT: gl.constexpr = "int"):  # fmt: skip
+               DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
     """One half of a block of 128 columns, (64, 64), from words (64, 16) and parameters (64,), as operand A."""
     ASM: gl.constexpr = _unpack_words(HIGH, gl.float16 == DT, SCALED, ZERO, ELEMENT)
     if SCALED:
@@ -271,7 +271,7 @@ def from_words(b, s, z, DT: gl.constexpr, HIGH: gl.constexpr, SCALED: gl.constex
 
 @gluon.jit
 def from_halves(b, s, z, DT: gl.constexpr, P: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
-                DOT: gl.constexpr, ELEMENT: gl.constexpr = "int", APART: gl.constexpr = False):  # fmt: skip
+                DOT: gl.constexpr, ELEMENT: gl.constexpr, APART: gl.constexpr = False):  # fmt: skip
     """64 columns in blocks of P = 32 or 64, (64, 64), from words and parameters (64, 4, 2), as operand A.
 
     APART: s is for low nibbles, z for high ones; there are no zero points.
@@ -308,7 +308,7 @@ def from_one_word(b, z, DT: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr)
 
 @gluon.jit
 def from_pairs(b, s, z, DT: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr,
-               ELEMENT: gl.constexpr = "int"):  # fmt: skip
+               ELEMENT: gl.constexpr):  # fmt: skip
     """Codes (64, 64) from pairs (64, 32) and parameters (64,), as operand A."""
     ASM: gl.constexpr = _unpack_pairs(gl.float16 == DT, SCALED, ZERO, ELEMENT)
     if SCALED:
@@ -376,7 +376,9 @@ def block_operand(words, zeros, G: gl.constexpr, WG: gl.constexpr, DT: gl.conste
             z = z[:, None].broadcast_to(raw.shape)
         else:
             z = zero_point(half_numbers(zeros, G, WG, P), DT, 4, ZERO)
-    return from_one_word(raw, z, DT, ZERO, DOT) if P == 32 else from_halves(raw, raw, z, DT, P, False, ZERO, DOT)
+    if P == 32:
+        return from_one_word(raw, z, DT, ZERO, DOT)
+    return from_halves(raw, raw, z, DT, P, False, ZERO, DOT, "int")
 
 
 @gluon.jit
