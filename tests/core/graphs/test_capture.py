@@ -284,3 +284,23 @@ def test_explain_without_graphs():
     assert "call the compiled model first" in str(graphs.explain(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match="explain takes modules"):
         graphs.explain("model")
+
+
+def test_floats_that_differ_between_models_are_constants():
+    """Dynamo makes a float of a module dynamic once it has seen two of its values."""
+
+    class Shifted(nn.Module):
+        def __init__(self, eps):
+            super().__init__()
+            self.eps, self.weight = eps, nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return self.weight * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    backend, x = TorchParts(), torch.ones(3, 4) / 10
+    with torch.no_grad():
+        for eps in (0.5, 0.25, 0.125, 0.0625):
+            model = Shifted(eps)
+            found = backend.compiled(model)(x)
+            torch.testing.assert_close(found, model(x))
+            assert not graphs.explain(model).refused

@@ -22,7 +22,7 @@ from . import programs, states
 from .backends import GraphBackend, Role
 from .explaining import Record, Report, remember
 from .ops import QUANTIZED, decompositions, is_whole
-from .rewriting import keep_whole
+from .rewriting import keep_whole, scalars, with_scalars
 
 _log = logging.getLogger("qcore.graphs")
 
@@ -60,11 +60,12 @@ class Captured:
         self._record = Record([], [weakref.ref(t) for t in static if isinstance(t, Tensor)])
         remember(self._record)
         self._recorded = keep_whole(module)
+        self._scalars = scalars(self._recorded)
         self.__name__ = backend.name
 
     def __call__(self, *values: Any) -> Any:
         """Run the graph; compiles it first for sizes that it has not met."""
-        key = tuple([values[i] for i in self._numbers])
+        key = tuple([values[i] for i in self._numbers]), tuple([values[i].item() for i in self._scalars])
         program = self._programs.get(key)
         if program is None:
             with self._lock:
@@ -73,7 +74,7 @@ class Captured:
         return program(*values)
 
     def _compiled(self, key: tuple[Any, ...], values: Sequence[Any]) -> Callable[..., Any]:
-        report = Report(self._backend.name, tuple(int(number) for number in key))
+        report = Report(self._backend.name, tuple(int(number) for number in key[0]))
         self._record.reports.append(report)
         why = _why_not(values, self._backend)
         if why:
@@ -114,10 +115,11 @@ class Captured:
         def refuse(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
             raise RuntimeError(GRADIENTS)
 
+        known = {i: values[i].item() for i in self._scalars}
         # Outside of Dynamo's trace sizes are numbers.
         with tracing(None), torch.no_grad():
             run = aot_module_simplified(
-                self._recorded, list(values), fw_compiler=refuse, bw_compiler=refuse,
+                with_scalars(self._recorded, known), list(values), fw_compiler=refuse, bw_compiler=refuse,
                 inference_compiler=compile_inference, decompositions=decompositions(),
                 keep_inference_input_mutations=True,
             )  # fmt: skip

@@ -5,7 +5,7 @@ It runs on the graph that Dynamo has recorded, in which `torch.nn.functional` is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,35 @@ def keep_whole(module: fx.GraphModule) -> fx.GraphModule:
         if made is not None:
             node.target, node.args, node.kwargs = made[0], made[1], {}
     return fx.GraphModule(module, graph)
+
+
+def scalars(module: fx.GraphModule) -> list[int]:
+    """Positions of the placeholders that stand for Python floats.
+
+    Once a float of a module differs between two calls (the epsilon of a norm, in two models), Dynamo passes it as a
+    tensor, of which the graph asks `item`.
+    """
+    places = enumerate(module.graph.find_nodes(op="placeholder"))
+    return [i for i, place in places if place.users and all(map(_is_item, place.users))]
+
+
+def with_scalars(module: fx.GraphModule, values: Mapping[int, float]) -> fx.GraphModule:
+    """A copy of the graph with the values of its `scalars`, by position, as constants."""
+    if not values:
+        return module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    places = graph.find_nodes(op="placeholder")
+    for i, value in values.items():
+        for user in list(places[i].users):
+            with graph.inserting_before(user):
+                user.replace_all_uses_with(graph.call_function(float, (value,)))
+            graph.erase_node(user)
+    return fx.GraphModule(module, graph)
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "item"
 
 
 _Made = tuple[Any, tuple[Any, ...]] | None
