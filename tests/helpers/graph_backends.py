@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -59,3 +61,19 @@ def part_of(function, *args):
     given = tuple(Input(place.name, Role.FRESH, place.meta["val"]) for place in places)
     device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
     return Part(module, given, {}, device)
+
+
+def part_of_call(function, args, dtype=None):
+    """A call whose tensors become inputs of a part: the part, these tensors, its nodes but for `getitem`, the result.
+
+    ``dtype``: of the tensors of floats among ``args``.
+    """
+    args = tuple(a.to(dtype) if dtype and isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+    tensors = [a for a in args if isinstance(a, Tensor)]
+
+    def whole(*given):
+        left = iter(given)
+        return function(*(next(left) if isinstance(a, Tensor) else a for a in args))
+
+    part = part_of(whole, *tensors)
+    return part, tensors, [node for node in part.nodes if node.target is not operator.getitem], whole(*tensors)

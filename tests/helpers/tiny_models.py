@@ -148,3 +148,13 @@ class EncoderBlock(nn.Module):
         y = F.scaled_dot_product_attention(split(self.query(x)), split(self.key(x)), split(self.value(x)), mask)
         x = self.first_norm(x + self.dense(y.transpose(1, 2).reshape(batch, length, width)))
         return self.second_norm(x + self.output(F.gelu(self.intermediate(x))))
+
+
+def decoded(model, lengths=(5, 1, 1), batch=1):
+    """Results of a prompt and of steps behind it, one after the other: a decoder with a static cache."""
+    generator, start, results = torch.Generator().manual_seed(3), 0, []
+    for length in lengths:
+        ids = torch.randint(0, 96, (batch, length), generator=generator)
+        results.append(model(ids, torch.arange(start, start + length)))
+        start += length
+    return torch.cat(results, 1)

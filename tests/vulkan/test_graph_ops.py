@@ -1,10 +1,8 @@
 """Every rule of `qcore_vulkan.graphs` against torch: results, shapes and dtypes."""
 
-import operator
-
 import pytest
 import torch
-from graph_backends import part_of
+from graph_backends import part_of_call
 from graph_cases import CASES, IMAGE, MASKS, I, X
 from torch.nn import functional as F
 
@@ -26,16 +24,8 @@ HOST_CASES = 27
 
 def taken(function, args, dtype=None):
     """The part of a call, its tensors, why nodes of it stay on the host, and torch's result."""
-    args = tuple(a.to(dtype) if dtype and isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-
-    def whole(*given):
-        left = iter(given)
-        return function(*(next(left) if isinstance(a, torch.Tensor) else a for a in args))
-
-    part = part_of(whole, *tensors)
-    called = [node for node in part.nodes if node.target is not operator.getitem]
-    return part, tensors, [why for node in called if (why := support.why_not(node))], whole(*tensors)
+    part, tensors, called, expected = part_of_call(function, args, dtype)
+    return part, tensors, [why for node in called if (why := support.why_not(node))], expected
 
 
 def check(function, args, tolerance, dtype=None):

@@ -220,6 +220,16 @@ def test_load_says_which_file_is_missing(tmp_path):
         qcore_xla.load(tmp_path / "nothing")
 
 
+def test_integers_of_64_bits_fit_or_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"small": torch.tensor([-5, 1 << 30])}, tmp_path / "small.safetensors")
+    assert qcore_xla.load(tmp_path / "small.safetensors")["small"].tolist() == [-5, 1 << 30]
+    save_file({"large": torch.tensor([1 << 40])}, tmp_path / "large.safetensors")
+    with pytest.raises(OverflowError, match="32 bits"):
+        qcore_xla.load(tmp_path / "large.safetensors")
+
+
 LIGHT = """
 import sys, qcore_xla
 assert not {"jax", "safetensors"} & sys.modules.keys()

@@ -1,11 +1,9 @@
 """Every rule of `qcore_xla.graphs` against torch: results, shapes and dtypes."""
 
-import operator
-
 import jax
 import pytest
 import torch
-from graph_backends import part_of
+from graph_backends import part_of, part_of_call
 from graph_cases import CASES, IMAGE, MASKS, I, X
 from torch.nn import functional as F
 
@@ -14,19 +12,11 @@ from qcore_xla.graphs import lowering, rules
 
 def run(function, args, dtype=None):
     """Result of the lowered function, and of the function."""
-    args = tuple(a.to(dtype) if dtype and isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-
-    def whole(*given):
-        left = iter(given)
-        return function(*(next(left) if isinstance(a, torch.Tensor) else a for a in args))
-
-    part = part_of(whole, *tensors)
-    called = [node for node in part.nodes if node.target is not operator.getitem]
+    part, tensors, called, expected = part_of_call(function, args, dtype)
     assert not [why for node in called if (why := lowering.why_not(node))]
     values = [jax.numpy.asarray(t.float().numpy(), rules.jax_dtype(t.dtype)) for t in tensors]
     (y,), _ = jax.jit(lowering.lowered(part, "cpu", {}))(values)
-    return y, whole(*tensors), part
+    return y, expected, part
 
 
 def check(y, expected, tolerance):

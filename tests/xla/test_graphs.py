@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import Decoder, Encoder
+from tiny_models import Decoder, Encoder, decoded
 from torch import nn
 
 import qcore
@@ -26,15 +26,6 @@ def _fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def decoded(model, lengths=(5, 1, 1)):
-    generator, start, results = torch.Generator().manual_seed(3), 0, []
-    for length in lengths:
-        ids = torch.randint(0, 96, (1, length), generator=generator)
-        results.append(model(ids, torch.arange(start, start + length)))
-        start += length
-    return torch.cat(results, 1)
 
 
 def test_torch_finds_it_by_name():

@@ -90,6 +90,7 @@ if TYPE_CHECKING:
         torch_compile_backend,
         version,
         weight_of,
+        why_shared,
     )
     from .graphs import Part as GraphPart
     from .parallel import plan_for
@@ -195,6 +196,7 @@ __all__ = [
     "why_not_dtypes",
     "why_not_empty",
     "why_not_encoding",
+    "why_shared",
     "word",
     "write_record",
 ]
@@ -208,7 +210,7 @@ _OF_GRAPHS = {
     name: name.removeprefix("Graph") if name == "GraphPart" else name
     for name in (
         "Compiled", "GraphBackend", "GraphPart", "Input", "Resident", "Role", "base_name", "bucket", "is_whole",
-        "layers_of", "scheme_of", "torch_compile_backend", "version", "weight_of",
+        "layers_of", "scheme_of", "torch_compile_backend", "version", "weight_of", "why_shared",
     )
 }  # fmt: skip
 

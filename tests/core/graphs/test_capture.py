@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from graph_backends import TorchParts
-from tiny_models import Decoder, Encoder
+from tiny_models import Decoder, Encoder, decoded
 from torch import nn
 
 import qcore
@@ -24,15 +24,6 @@ def _fresh_compiler():
 
 def ops_of(part):
     return [base_name(node.target) for node in part.nodes]
-
-
-def decoded(model, lengths=(5, 1, 1), batch=1):
-    generator, start, results = torch.Generator().manual_seed(3), 0, []
-    for length in lengths:
-        ids = torch.randint(0, 96, (batch, length), generator=generator)
-        results.append(model(ids, torch.arange(start, start + length)))
-        start += length
-    return torch.cat(results, 1)
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@
 **Lengths.** Dynamo compiles the first shapes it sees as constants, and makes a dimension dynamic once it changes. A
 graph with dynamic sizes is decomposed and compiled anew for each set of sizes; a model that is called with many lengths
 should pad its inputs to a few (`bucket`), as decoders with a static cache do for prompts: only the model knows what
-padding means. Backends may keep programs on disk.
+padding means. Backends may keep programs on disk. A Python float that changes from call to call is a constant of its
+program, too: pass a tensor.
 
 **Inference only.** A call that needs gradients runs in torch, with a `QcoreWarning`; so does a graph that a backend
 fails to compile. `explain` has the reason.
@@ -33,7 +34,7 @@ from .capture import torch_compile_backend
 from .explaining import Explanation, HostNode, PartReport, Report, explain
 from .lengths import bucket
 from .ops import base_name, is_whole
-from .states import Resident, synchronize, version
+from .states import Resident, synchronize, version, why_shared
 
 __all__ = [
     "Compiled",
@@ -56,4 +57,5 @@ __all__ = [
     "torch_compile_backend",
     "version",
     "weight_of",
+    "why_shared",
 ]

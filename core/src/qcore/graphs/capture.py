@@ -101,7 +101,7 @@ class Captured:
         from torch._functorch.aot_autograd import aot_module_simplified
         from torch._guards import tracing
 
-        counted = states.TorchsWrites()
+        counted = states.TorchWrites()
 
         def compile_inference(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
             places = gm.graph.find_nodes(op="placeholder")

@@ -31,7 +31,10 @@ from .backends import GraphBackend
 
 T = TypeVar("T")
 
-# ruff: noqa: SLF001 - torch has a tensor's version counter only under a private name
+_FREE = 2
+"""References to a storage that nothing shares: the tensor's and the one that counts."""
+
+# ruff: noqa: SLF001 - torch has version counters, storages and their counts only under private names
 
 backends: dict[str, GraphBackend] = {}
 """Every backend of this process, by name."""
@@ -77,7 +80,17 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class TorchsWrites:
+def why_shared(tensor: Tensor) -> str:
+    """Why a tensor cannot stay on the device as a state: it does not own its memory; a sentence, empty if it does."""
+    storage = tensor.untyped_storage()
+    if not tensor.is_contiguous() or storage.nbytes() != tensor.nbytes:
+        return "it does not own its memory"
+    if torch._C._storage_Use_Count(storage._cdata) > _FREE:
+        return "other tensors share its memory"
+    return ""
+
+
+class TorchWrites:
     """Lets version counters tell of writes by torch only, for a backend that defers its own.
 
     AOT autograd counts what a graph will write to its inputs before it runs it. That is taken back in between:

@@ -15,16 +15,11 @@ import torch
 from torch import Tensor
 
 from qcore import PluginError, QcoreWarning
-from qcore.plugin_api import version
+from qcore.plugin_api import version, why_shared
 
 from ..device import Buffer, Device
 from .numbers import host_dtype, words_of
 from .residents import static
-
-_FREE = 2
-"""References to a storage that nothing shares: the tensor's and the one that counts."""
-
-# ruff: noqa: SLF001 - torch has a tensor's storage and its count only under private names
 
 
 class State:
@@ -56,14 +51,9 @@ def read_into(buffer: Buffer, tensor: Tensor) -> None:
 
 def why_not(tensor: Tensor) -> str:
     """Why a tensor cannot stay on the device between calls, a sentence; empty if it can."""
-    storage = tensor.untyped_storage()
     if tensor.is_inference():
         return "torch does not count writes to a tensor made in inference mode"
-    if not tensor.is_contiguous() or storage.nbytes() != tensor.nbytes:
-        return "it does not own its memory"
-    if torch._C._storage_Use_Count(storage._cdata) > _FREE:
-        return "other tensors share its memory"
-    return ""
+    return why_shared(tensor)
 
 
 _known: dict[int, tuple[weakref.ref[Tensor], State]] = {}

@@ -36,8 +36,8 @@ def load(
 
     **Arguments:**
 
-    - ``path``: a file or directory of qcore, transformers, GPTQ, AWQ, compressed-tensors, a GGUF file...: whatever
-      `qcore.load` reads. Files of float weights are read as well.
+    - ``path``: a file or directory of qcore, transformers, GPTQ, AWQ, compressed-tensors, a GGUF file...: of what
+      `qcore.load_` reads. Files of float weights are read as well.
     - ``only``: patterns (``"model.layers.0.*"``) of the tensors to read.
     - ``tables``: patterns of quantized weights that `qcore_xla.embedding` looks up; all others are packed for products.
     - ``groups``: patterns of convolutions with channel groups, and their number.
@@ -47,8 +47,8 @@ def load(
     **Returns** a dictionary by the names in the checkpoint, which is a pytree: `PackedWeight` for quantized weights,
     `jax.Array` for the rest. A tied weight is packed once for lookups and once for products. Numbers of 64 bits get 32.
 
-    Raises `CheckpointError` for a file that cannot be read, `FormatError` with the name of a weight that has no
-    lowering to XLA.
+    Raises `CheckpointError` for a file that cannot be read, `OverflowError` for an integer that does not fit 32 bits,
+    `FormatError` with the name of a weight that has no lowering to XLA.
     """
     wanted, table = _patterns(only), _patterns(tables)
     with open_checkpoint(Path(path)) as archive:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qcore import FormatError, QTensor, Scheme
 
+from ..graphs import program
 from ..graphs.meshes import MeshCut, Placement, axis_of, placed
 from ..graphs.quantized import Layer, why_not_scheme
 
@@ -134,8 +135,10 @@ def _torch_device(platform: str) -> str:
 
 
 def array_of(tensor: Tensor) -> jax.Array:
-    """The values of a tensor on JAX's first device; on CPUs in the tensor's own memory. 64-bit numbers get 32 bits."""
-    narrow = {torch.int64: torch.int32, torch.float64: torch.float32}.get(tensor.dtype, tensor.dtype)
-    here = jax.dlpack.from_dlpack(tensor.detach().to(narrow).contiguous())
-    made: jax.Array = jax.device_put(here, jax.devices()[0])
+    """The values of a tensor on JAX's first device; on CPUs in the tensor's own memory. 64-bit numbers get 32 bits.
+
+    Raises `OverflowError` for integers that do not fit.
+    """
+    narrow = tensor.detach().float() if tensor.dtype == torch.float64 else tensor
+    made: jax.Array = jax.device_put(program.array_of(narrow), jax.devices()[0])
     return made

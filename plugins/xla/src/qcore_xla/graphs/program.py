@@ -29,10 +29,8 @@ from .meshes import Placement, cut_of, gathered_here, placed
 from .quantized import Arrays, Layer
 from .states import States
 
-_INT32 = torch.iinfo(torch.int32)
 
-
-def _narrowed(tensor: Tensor) -> Tensor:
+def narrowed(tensor: Tensor) -> Tensor:
     """int64 as int32, in which programs compute integers. Raises `OverflowError` for values that do not fit."""
     if tensor.dtype != torch.int64:
         return tensor
@@ -44,7 +42,7 @@ def _narrowed(tensor: Tensor) -> Tensor:
 
 def array_of(tensor: Tensor) -> Array:
     """An array that shares the memory of a tensor if it can."""
-    dense = _narrowed(tensor.detach()).contiguous()
+    dense = narrowed(tensor.detach()).contiguous()
     return jax.dlpack.from_dlpack(dense)  # type: ignore[no-any-return]
 
 
@@ -111,7 +109,6 @@ class Program:
         self._updates = [part.updates[i] for i in self._states]
         self._returned = part.returned
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
-        self._empty = [tuple(part.outputs[i].meta["val"].shape) for i in part.returned]
         self.jitted: Any = jax.jit(self._whole, donate_argnums=0)
         self._compiled = False
         self._known: tuple[list[Any], list[Any]] | None = None
@@ -187,7 +184,7 @@ class Program:
         return arrays
 
     def _argument(self, tensor: Tensor) -> Any:
-        narrow, whole = _narrowed(tensor.detach()), self.placement.whole
+        narrow, whole = narrowed(tensor.detach()), self.placement.whole
         if whole is not None:
             return placed(array_of(narrow), whole)
         if narrow.is_cuda or narrow.dtype == torch.bfloat16:

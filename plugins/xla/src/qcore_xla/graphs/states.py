@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_FREE = 2
-"""References to a storage that nothing shares: the tensor's and the one that counts."""
+from qcore.plugin_api import why_shared
 
 
 class State:
@@ -37,16 +36,11 @@ class State:
 
 def why_not(tensor: Tensor) -> str:
     """Why a tensor cannot share an array's memory, a sentence; empty if it can."""
-    storage = tensor.untyped_storage()
     if tensor.dtype == torch.int64:
         return "integers of 64 bits are 32 bits wide in XLA"
     if tensor.is_cuda:
         return "on GPUs states are copied"
-    if not tensor.is_contiguous() or storage.nbytes() != tensor.nbytes:
-        return "it does not own its memory"
-    if torch._C._storage_Use_Count(storage._cdata) > _FREE:  # noqa: SLF001
-        return "other tensors share its memory"
-    return ""
+    return why_shared(tensor)
 
 
 def _numpy_or_array(tensor: Tensor) -> Any:
