@@ -376,9 +376,8 @@ def block_operand(words, zeros, G: gl.constexpr, WG: gl.constexpr, DT: gl.conste
             z = z[:, None].broadcast_to(raw.shape)
         else:
             z = zero_point(half_numbers(zeros, G, WG, P), DT, 4, ZERO)
-    if P == 32:
-        return from_one_word(raw, z, DT, ZERO, DOT)
-    return from_halves(raw, raw, z, DT, P, False, ZERO, DOT, "int")
+    # Triton goes on behind a return in a branch that it chose while compiling: one expression, not two statements.
+    return from_one_word(raw, z, DT, ZERO, DOT) if P == 32 else from_halves(raw, raw, z, DT, P, False, ZERO, DOT, "int")
 
 
 @gluon.jit
