@@ -1,0 +1,191 @@
+"""A Llama-shaped model of transformers compiled whole for a device, beside the same model layer by layer.
+
+    python benchmarks/whole_models.py --backend qcore_vulkan [--shape 1.1b] [--schemes w4a16-g128,w8a8] [--output FILE]
+    python benchmarks/whole_models.py --backend qcore_xla --device cuda --dtype bfloat16 --shape 8b --layers 8
+
+Weights are random: times are real, texts are not. Decode: a step of batch 1 over a static cache of 640 places, logits
+of all rows read back and the next token chosen; the median of ``--tokens`` steps. Prefill: one call for the whole
+prompt, the last row's logits, the median of five. The floor of a step is the bytes of the weights over the bandwidth.
+
+``--device cuda`` adds the dense bfloat16 model in eager torch. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _table import header, markdown
+from torch import Tensor, nn
+
+import qcore
+from qcore.nn import QuantizedEmbedding, QuantizedLinear
+
+SHAPES = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 256},
+    "1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+             "num_key_value_heads": 4, "vocab_size": 32000},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 128256},
+}  # fmt: skip
+DENSE = "dense"
+"""In the place of a scheme: the float model."""
+
+
+def main() -> None:
+    """Measure every scheme, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", required=True, help="qcore_vulkan or qcore_xla")
+    parser.add_argument("--shape", choices=list(SHAPES), default="1.1b")
+    parser.add_argument("--layers", type=int, help="blocks, if not all of the shape's")
+    parser.add_argument("--schemes", default="w4a16-g128,w8a8")
+    parser.add_argument("--table", default="w8a16", help="scheme of the embedding and the head; 'dense': as they are")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompts", default="512", help="lengths of prompts")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--places", type=int, default=640, help="of the static cache")
+    parser.add_argument("--no-layers", action="store_true", help="leave out layer by layer")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    columns = ["scheme", "how", "ms per token", "tokens/s", *(f"prefill {p}, ms" for p in _numbers(args.prompts))]
+    rows = []
+    for scheme in args.schemes.split(","):
+        with qcore.using(f"{args.backend.removeprefix('qcore_')},torch"):
+            for row in _rows(scheme, args):
+                print(row, flush=True)
+                rows.append(row)
+    text = f"{header(f'Whole models by {args.backend}, {args.shape}')}\n\n{markdown(columns, rows)}\n"
+    print(text)
+    if args.output:
+        args.output.write_text(text, encoding="utf-8")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def _rows(scheme: str, args: argparse.Namespace) -> Iterator[list[str]]:
+    """The rows of the table for a scheme: layer by layer, then compiled."""
+    model = _made(scheme, args)
+    if not args.no_layers:
+        yield _row(scheme, "layer by layer", model, model, args)
+    torch._dynamo.reset()  # noqa: SLF001
+    begun = time.perf_counter()
+    compiled = torch.compile(model, backend=args.backend)
+    yield _row(scheme, "one program", compiled, model, args)
+    found = qcore.graphs.explain(compiled)
+    parts = [len(report.parts) for report in found.reports]
+    print(f"  {len(found.reports)} programs of {parts} parts, {len(found.host)} nodes on the host; all in "
+          f"{time.perf_counter() - begun:.0f} s", flush=True)  # fmt: skip
+    if found.host:
+        print(found)
+
+
+def _row(scheme: str, how: str, call: Callable[..., Any], model: Any, args: argparse.Namespace) -> list[str]:
+    each = 1e3 * _decode(call, model, args)
+    prefill = [f"{1e3 * _prefill(call, model, length, args):.2f}" for length in _numbers(args.prompts)]
+    return [scheme, how, f"{each:.2f}", f"{1 / each * 1e3:.1f}", *prefill]
+
+
+def _made(scheme: str, args: argparse.Namespace) -> Any:
+    """The model with random weights, on the device; layers of one shape have the same values, each its own copy."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    config = LlamaConfig(**sizes, max_position_embeddings=4096)
+    dtype, device = getattr(torch, args.dtype), torch.device(args.device)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype).eval()
+    weights: dict[tuple[int, int, str], Any] = {}
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear | nn.Embedding):
+            wanted = args.table if name.endswith(("embed_tokens", "lm_head")) else scheme
+            _fill(model, name, layer, scheme if DENSE == scheme else wanted, weights, dtype, device)
+    for parameter_name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            owner, _, own = parameter_name.rpartition(".")
+            ones = nn.Parameter(torch.ones(parameter.shape, dtype=dtype, device=device))
+            setattr(model.get_submodule(owner), own, ones)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    return model
+
+
+def _fill(
+    model: nn.Module, name: str, layer: Any, scheme: str, weights: dict[Any, Any], dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Give a layer values, or put a quantized one in its place."""
+    owner, _, own = name.rpartition(".")
+    shape = tuple(layer.weight.shape)
+    key = (*shape, scheme)
+    if key not in weights:
+        generator = torch.Generator(device).manual_seed(1)
+        dense = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(shape[1] ** -0.5)
+        made = None if scheme == DENSE else qcore.Scheme.parse(scheme)
+        weights[key] = dense.to(dtype) if made is None else qcore.quantize(dense.to(dtype), made.weight, "absmax")
+    if scheme == DENSE:
+        layer.weight = nn.Parameter(weights[key].clone())
+        return
+    weight = weights[key]
+    if isinstance(layer, nn.Embedding):
+        made = QuantizedEmbedding.from_qtensor(weight, dtype=dtype)
+    else:
+        made = QuantizedLinear.from_qtensor(weight, None, scheme, dtype=dtype)
+    setattr(model.get_submodule(owner), own, made)
+
+
+def _cache(model: Any, args: argparse.Namespace) -> Any:
+    from transformers import StaticCache
+
+    config = model.config
+    cache = StaticCache(config=config, max_cache_len=args.places)
+    size = config.hidden_size // config.num_attention_heads
+    dtype, device = getattr(torch, args.dtype), torch.device(args.device)
+    cache.early_initialization(1, config.num_key_value_heads, size, dtype, device)
+    return cache
+
+
+@torch.no_grad()
+def _step(call: Callable[..., Any], ids: Tensor, place: Tensor, cache: Any) -> Tensor:
+    logits = call(input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def _decode(call: Callable[..., Any], model: Any, args: argparse.Namespace) -> float:
+    """Seconds of a step from ids to the next token, on the host."""
+    cache = _cache(model, args)
+    ids, place = torch.ones(1, 1, dtype=torch.int64, device=args.device), torch.zeros(1, dtype=torch.int64, device=args.device)
+    times = []
+    for _ in range(args.tokens + 4):
+        start = time.perf_counter()
+        ids = _step(call, ids, place, cache)
+        int(ids)  # waits for the device
+        times.append(time.perf_counter() - start)
+        place = place + 1
+    return statistics.median(times[4:])
+
+
+def _prefill(call: Callable[..., Any], model: Any, length: int, args: argparse.Namespace) -> float:
+    cache = _cache(model, args)
+    generator = torch.Generator(args.device).manual_seed(2)
+    ids = torch.randint(0, model.config.vocab_size, (1, length), generator=generator, device=args.device)
+    place = torch.arange(length, device=args.device)
+    times = []
+    for _ in range(7):
+        for layer in cache.layers:
+            layer.cumulative_length.zero_()  # not `reset`, which writes whole caches as well
+        start = time.perf_counter()
+        int(_step(call, ids, place, cache))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+if __name__ == "__main__":
+    main()
