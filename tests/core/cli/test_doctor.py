@@ -151,7 +151,10 @@ def test_a_process_that_never_starts_is_ended(monkeypatch):
 def test_ctrl_c_ends_the_probes_and_marks_nobody(install):
     folder = install("hangs", PROBE + "print('probing', flush=True); time.sleep(1000)\n")
     environment = {**os.environ, "QCORE_DISABLE": installed_plugins(), "PYTHONPATH": str(folder)}
-    command = [sys.executable, "-m", "qcore", "doctor", "--timeout", "100"]
+    # Jobs in the background of a shell ignore SIGINT, and so would what they start.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    start += "; from qcore_command import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "doctor", "--timeout", "100"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as doctor:
         # Other marks stand as well: of other plugins, and of the built-in one, which the command itself brings up.
         mark = crash_marks("hangs", "qcore-hangs", "1.0")[1]
