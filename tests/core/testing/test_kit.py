@@ -36,6 +36,22 @@ def test_processes_share_the_cases():
     assert [(r.id, r.outcome, r.worst) for r in together.cases] == [(r.id, r.outcome, r.worst) for r in alone.cases]
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_limit_of_time_keeps_what_was_found(jobs):
+    chosen = {"schemes": ["w8a16"], "contracts": ["embedding"], "jobs": jobs}
+    certificate = testing.run("torch", seconds=0.0, **chosen)
+    total = sum(r.reason == "not run within the limit of 0 seconds" for r in certificate.results)
+    assert total > len(certificate.cases)  # laws, too
+    (failed,) = certificate.failures
+    assert failed.id == "finished[plugin]"
+    assert failed.reason == f"{total} of {total} steps were not run within the limit of 0 seconds."
+    assert {r.outcome for r in certificate.cases} == {testing.Outcome.SKIPPED}
+    assert not certificate.ok
+    whole = testing.run("torch", seconds=1e4, **chosen)
+    assert whole.ok, str(whole)
+    assert [r.id for r in whole.cases] == [r.id for r in certificate.cases]
+
+
 def test_progress_is_told_before_each_step(add):
     seen = []
     testing.run(add(), progress=lambda done, total, name: seen.append((done, total, name)), **FEW)

@@ -33,6 +33,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gaps", type=Path, metavar="FILE", help=gaps)
     jobs = "parallel processes (default: 1)"
     parser.add_argument("--jobs", type=arguments.count, default=1, help=jobs)
+    limit = "begin no step after so many seconds; what was found is kept, and the exit code is 1"
+    parser.add_argument("--seconds", type=float, metavar="N", help=limit)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the certificate as an HTML page with a matrix")
 
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> CommandResult:
             select=args.select or None,
             gaps=args.gaps,
             jobs=args.jobs,
+            seconds=args.seconds,
             progress=progress,
         )
     if args.output:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import math
 import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -94,10 +96,10 @@ class Kit:
         return result
 
     def add_results(self, results: Iterable[Result]) -> None:
-        """Add the results of every case and law from other processes."""
+        """Add results of cases and laws from other processes; steps without one were not run."""
         by_id = {result.id: result for result in results}
-        self.results += [by_id[case.id] for case in self.cases]
-        self.law_results += [by_id[item.id] for item in self.laws]
+        self.results += [by_id[case.id] for case in self.cases if case.id in by_id]
+        self.law_results += [by_id[item.id] for item in self.laws if item.id in by_id]
         for result in by_id.values():
             if result.outcome is Outcome.GAP:
                 self.gaps.used(result.id)
@@ -126,6 +128,24 @@ class Kit:
         wrong = self.gaps.unneeded(ids, complete=self.complete)
         outcome = Outcome.FAILED if wrong else Outcome.PASSED
         return Result("gaps[plugin]", "gaps", "", "", outcome, "\n".join(wrong))
+
+    def finish(self, seconds: float | None) -> Certificate:
+        """Return the certificate of a run that may have been stopped by its limit of ``seconds``.
+
+        Steps that were not run are skipped, and one failed result says how many: such a certificate is not ok.
+        """
+        ran = {result.id for result in (*self.results, *self.law_results)}
+        why = f"not run within the limit of {seconds:g} seconds" if seconds is not None else ""
+        cases = [Result(c.id, "results", c.contract, c.scheme, Outcome.SKIPPED, why) for c in self.cases]
+        laws = [Result(i.id, i.law.name, i.contract, i.scheme, Outcome.SKIPPED, why) for i in self.laws]
+        missed = [result for result in (*cases, *laws) if result.id not in ran]
+        if missed:
+            self.results += [result for result in cases if result.id not in ran]
+            self.law_results += [result for result in laws if result.id not in ran]
+            text = f"{len(missed)} of {len(cases) + len(laws)} steps were {why}."
+            self.law_results.append(Result("finished[plugin]", "finished", "", "", Outcome.FAILED, text))
+            self.complete = False
+        return self.certificate()
 
     def shown_result(self) -> Result:
         """Return whether every law that applies was shown somewhere, as a result; needs the results of all laws."""
@@ -183,6 +203,7 @@ def run(
     select: str | Iterable[str] | None = None,
     gaps: str | Path | None = None,
     jobs: int = 1,
+    seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Certificate:
     """Run the conformance kit for one installed plugin.
@@ -197,6 +218,7 @@ def run(
     - ``select``: only cases and laws whose id matches one of these globs, or contains one of these words.
     - ``gaps``: the file of known gaps; default ``qcore_gaps.toml`` in the directory of the plugin's module.
     - ``jobs``: number of processes that share the cases and laws.
+    - ``seconds``: begin no step after so many; the certificate then holds what was found, and is not ok.
     - ``progress``: called with (steps done, total steps, id of the next step).
 
     Raises `ConformanceError` for an unknown plugin or contract, or an unreadable list of gaps. For a plugin that is
@@ -208,31 +230,39 @@ def run(
     if not kit.target.available:
         return kit.certificate()
     tell, total = progress or (lambda _done, _total, _name: None), len(kit.cases) + len(kit.laws)
+    deadline = time.time() + (math.inf if seconds is None else seconds)
     if jobs > 1:
         arguments = {"backend": backend, "device": str(kit.target.device), "seed": kit.seed, "gaps": gaps, **chosen}
-        kit.add_results(_run_in_processes(arguments, kit, jobs, lambda done: tell(done, total, "")))
-        return kit.certificate()
-    for done, case in enumerate(kit.cases):
-        tell(done, total, case.id)
-        kit.run_case(PreparedCase(case, kit.seed))
-    for done, item in enumerate(kit.laws, len(kit.cases)):
-        tell(done, total, item.id)
-        kit.run_law(item)
-    return kit.certificate()
+        kit.add_results(_run_in_processes(arguments, kit, jobs, deadline, lambda done: tell(done, total, "")))
+        return kit.finish(seconds)
+    steps = [*((case.id, partial(_run_case, kit, case)) for case in kit.cases)]
+    steps += [(item.id, partial(kit.run_law, item)) for item in kit.laws]
+    for done, (name, step) in enumerate(steps):
+        if time.time() > deadline:
+            break
+        tell(done, total, name)
+        step()
+    return kit.finish(seconds)
+
+
+def _run_case(kit: Kit, case: Case) -> Result:
+    return kit.run_case(PreparedCase(case, kit.seed))
 
 
 _BATCH = 8
 """Cases that a process runs at a time: neighbouring cases share compiled kernels."""
 
 
-def _run_in_processes(arguments: dict[str, Any], kit: Kit, jobs: int, tell: Callable[[int], None]) -> list[Result]:
+def _run_in_processes(
+    arguments: dict[str, Any], kit: Kit, jobs: int, deadline: float, tell: Callable[[int], None]
+) -> list[Result]:
     """Run cases and laws in several processes: new interpreters, because some devices' stacks do not survive a fork."""
     results: list[Result] = []
     parts = [range(start, start + _BATCH) for start in range(0, len(kit.cases), _BATCH)]
     samples: dict[tuple[str, str], list[int]] = {}  # the laws of one contract and scheme share a sample
     for index, item in enumerate(kit.laws):
         samples.setdefault((item.contract, item.scheme or item.id), []).append(index)
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (arguments,)) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (arguments, deadline)) as pool:
         try:
             done = [
                 pool.submit(_run_laws, indices) for indices in samples.values()
@@ -247,19 +277,19 @@ def _run_in_processes(arguments: dict[str, Any], kit: Kit, jobs: int, tell: Call
     return results
 
 
-_worker_kit: list[Kit] = []
-"""The kit of a worker process."""
+_worker: list[tuple[Kit, float]] = []
+"""The kit of a worker process, and the time (`time.time`) after which it begins no step."""
 
 
-def _start_worker(arguments: dict[str, Any]) -> None:
-    _worker_kit[:] = [Kit(**arguments)]
+def _start_worker(arguments: dict[str, Any], deadline: float) -> None:
+    _worker[:] = [(Kit(**arguments), deadline)]
 
 
 def _run_cases(part: range) -> list[Result]:
-    (kit,) = _worker_kit
-    return [kit.run_case(PreparedCase(case, kit.seed)) for case in kit.cases[part.start : part.stop]]
+    ((kit, deadline),) = _worker
+    return [_run_case(kit, case) for case in kit.cases[part.start : part.stop] if time.time() < deadline]
 
 
 def _run_laws(indices: list[int]) -> list[Result]:
-    (kit,) = _worker_kit
-    return [kit.run_law(kit.laws[index]) for index in indices]
+    ((kit, deadline),) = _worker
+    return [kit.run_law(kit.laws[index]) for index in indices if time.time() < deadline]
