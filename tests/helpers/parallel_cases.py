@@ -320,6 +320,21 @@ def own_reduction(rank: int, world: int) -> dict[str, Any]:
     return {"error": relative(model(x), want), "calls": calls}
 
 
+def overlapping(rank: int, world: int) -> dict[str, Any]:
+    """Many rows in halves, as on a GPU: the first half's sum travels while the second is multiplied."""
+    model, x = pair("w8a8"), torch.randn(3, 771, 96)  # 2313 rows: halves of 1280 and 1033
+    shard_(model, PAIR)
+    layer, rows = model.down, []
+    h = model.up(x).relu()
+    with torch.no_grad():
+        want = layer(h)
+        layer.overlaps_on, plain = "cpu", layer._partial
+        layer._partial = lambda part: (rows.append(len(part)), plain(part))[1]
+        found = layer(h)
+    layer(h)  # gradients are recorded: whole
+    return {"equal": torch.equal(found, want), "rows": rows}
+
+
 def disagreeing(rank: int, world: int) -> dict[str, Any]:
     """A rank whose settings differ chooses another kernel, which the others hear of."""
     model = pair("w8a16", k=64, hidden=64 * world)
@@ -452,6 +467,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "outputs": outputs,
     "token nan": token_nan,
     "own reduction": own_reduction,
+    "overlapping": overlapping,
     "disagreeing": disagreeing,
     "refusals": refusals,
     "making": making,

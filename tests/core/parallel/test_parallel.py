@@ -211,6 +211,12 @@ def test_sum_can_be_replaced(of, world, name):
     assert found["calls"] == [(3, 96)]
 
 
+@over("overlapping")
+def test_halves_of_many_rows_overlap(of, world, name):
+    found = equal_on_all(of(world, name))
+    assert found == {"equal": True, "rows": [1280, 1033, 3]}
+
+
 @over("disagreeing")
 def test_ranks_with_other_kernels_are_named(of, world, name):
     found = equal_on_all(of(world, name))

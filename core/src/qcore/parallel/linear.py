@@ -37,6 +37,8 @@ from .cutting import (
 from .ranks import AllReduce, Ranks
 
 LOCAL, GLOBAL = "local", "global"
+OVERLAPPED_ROWS = 2048
+"""Rows from which a sum over ranks is worth two products: below, halves take longer than the sum that they hide."""
 
 
 class _Parallel(QuantizedLinear):
@@ -189,6 +191,8 @@ class RowParallelLinear(_Parallel):
 
     sum_dtype: torch.dtype | None = None
     scales: str = LOCAL
+    overlaps_on = "cuda"
+    """The type of device on which sums travel beside products: elsewhere both want the same processor."""
     columns: Tensor | None
 
     @classmethod
@@ -257,7 +261,7 @@ class RowParallelLinear(_Parallel):
             check_last_dimension(x, self.share.length, "this rank's input features")
             x = nn.functional.pad(x, (0, 1), value=self._zero_of(x)).index_select(-1, self.columns)
         wanted = self._fixed_out_dtype or (self._dtype if x.dtype == torch.int8 else self._compute_dtype(x))
-        y = self.ranks.sum(self._partial(x))
+        y = self._summed(x)
         if self.bias is not None:
             y = y + self.bias
         output = self.scheme.output
@@ -265,6 +269,15 @@ class RowParallelLinear(_Parallel):
             assert output.scale is not None
             return quantize_int8(y, output.scale, output.zero_point)
         return y.to(wanted)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """The sum over the ranks; many rows on a GPU in halves: one is summed while the other is multiplied."""
+        rows = x.numel() // max(1, x.shape[-1])
+        if self._is_global or x.device.type != self.overlaps_on or rows < OVERLAPPED_ROWS or not self.ranks.may_overlap:
+            return self.ranks.sum(self._partial(x))
+        # Halves of a multiple of 128 rows, the largest tile of a kernel.
+        halves = torch.split(x.reshape(-1, x.shape[-1]), -(-rows // 256) * 128)
+        return torch.cat(self.ranks.overlapped(map(self._partial, halves))).view(*x.shape[:-1], -1)
 
     def _zero_of(self, x: Tensor) -> int:
         """What stands for zero in x: of int8 codes it is their zero point."""

@@ -8,7 +8,7 @@ gradient of a sum over ranks is passed on as it is, and the gradient of an x tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -61,6 +61,23 @@ class Ranks:
         # In place here; torch.compile traces it as a functional collective.
         dist.all_reduce(y, group=self.group)
         return y
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether `overlapped` can stand for `sum` here: without gradients, a compiler or another all_reduce."""
+        plain = self._all_reduce is None and not torch.is_grad_enabled()
+        return self.size > 1 and plain and not torch.compiler.is_compiling()
+
+    def overlapped(self, parts: Iterable[Tensor]) -> list[Tensor]:
+        """The sums of tensors over the ranks, in place; each is summed while ``parts`` computes the next one."""
+        found, works = [], []
+        for part in parts:
+            y = part.contiguous()
+            works.append(dist.all_reduce(y, group=self.group, async_op=True))
+            found.append(y)
+        for work in works:
+            work.wait()
+        return found
 
     def max(self, values: Tensor) -> Tensor:
         """The maximum over the ranks; a NaN becomes infinity, because a reduction may drop NaN."""
