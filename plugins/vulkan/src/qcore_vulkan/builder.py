@@ -18,6 +18,7 @@ from .device import Array, Buffer, Device, dense
 
 ALIGN = 256
 """Alignment of every range, in bytes: the largest that any device requires."""
+_KINDS = {native.DISPATCH: "dispatch", native.COPY: "copy", native.FILL: "fill"}
 _MOST_GROUPS = 65535
 """Workgroups along one axis that every device supports."""
 
@@ -35,6 +36,15 @@ class Ref:
         if offset + nbytes > self.bytes:
             raise ValueError(f"{nbytes} bytes at offset {offset} are out of range: there are {self.bytes}")
         return Ref(self.buffer, self.offset + offset, nbytes)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """A step of a program: the variant of its shader, "copy" or "fill", its workgroups, if it waits for the others."""
+
+    name: str
+    groups: tuple[int, ...]
+    barrier: bool
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ class Builder:
     def __init__(self, device: Device):
         self.device = device
         self._steps: list[native.Step] = []
+        self._names: list[str] = []
         self._buffers: dict[int, Buffer] = {}
         self._used = {native.ARENA: 0, native.INPUT: 0, native.OUTPUT: 0}
         self._top = 0
@@ -110,6 +121,7 @@ class Builder:
         it does not wait for the previous step.
         """
         self.launch(self.device.pipeline(variant, constants, subgroup), groups, push, refs, barrier=barrier)
+        self._names[-1] = variant
 
     def launch(
         self,
@@ -141,6 +153,7 @@ class Builder:
             if ref is not None:
                 place.buffer, place.offset, place.bytes = self._range(ref)
         self._steps.append(step)
+        self._names.append(_KINDS[kind])
         return step
 
     def _range(self, ref: Ref | Buffer) -> tuple[int, int, int]:
@@ -152,18 +165,30 @@ class Builder:
         self._buffers[whole.buffer.number] = whole.buffer
         return whole.buffer.number, whole.offset, whole.bytes
 
-    def program(self, inputs: Sequence[Place] = (), outputs: Sequence[Place] = (), *, timed: bool = False) -> Program:
-        """Record the steps. ``inputs`` and ``outputs``: the tensors that each run exchanges."""
-        return Program(self, inputs, outputs, timed)
+    def program(
+        self, inputs: Sequence[Place] = (), outputs: Sequence[Place] = (), *, timed: bool = False, each: bool = False
+    ) -> Program:
+        """Record the steps. ``inputs`` and ``outputs``: the tensors that each run exchanges.
 
-    def recorded(self, timed: bool) -> c_void_p:
+        ``timed``: runs return their time on the device; ``each``: also that of each step, see `Program.times`.
+        """
+        return Program(self, inputs, outputs, timed, each)
+
+    def recorded(self, timed: bool, each: bool) -> c_void_p:
         """The native program of the steps so far."""
         device, handle = self.device, c_void_p()
         steps = (native.Step * len(self._steps))(*self._steps)
-        flags = native.TIMESTAMPS if timed else 0
+        flags = native.STEP_TIMES if each else native.TIMESTAMPS if timed else 0
         sizes = (self._used[native.ARENA], self._used[native.INPUT], self._used[native.OUTPUT])
         device.check(device.library.qv_program(device.handle, steps, len(steps), *sizes, flags, byref(handle)))
         return handle
+
+    def described(self) -> list[StepInfo]:
+        """The steps so far."""
+        return [
+            StepInfo(name, tuple(step.groups), not step.flags & native.NO_BARRIER)
+            for name, step in zip(self._names, self._steps, strict=True)
+        ]
 
     def buffers(self) -> list[Buffer]:
         """The buffers that the steps use."""
@@ -177,15 +202,16 @@ _Field = tuple[native.Copy, int, int]
 class Program:
     """Recorded steps. Runs on one device are serialized, from any thread."""
 
-    def __init__(self, builder: Builder, inputs: Sequence[Place], outputs: Sequence[Place], timed: bool):
+    def __init__(self, builder: Builder, inputs: Sequence[Place], outputs: Sequence[Place], timed: bool, each: bool):
         self.device = builder.device
         self._free = self.device.library.qv_program_free
         self._run = self.device.library.qv_run
-        self._handle = builder.recorded(timed)
+        self._handle = builder.recorded(timed, each)
+        self.steps = builder.described()
         self._buffers = builder.buffers()  # kept while the program may run
         self._inputs, self._outputs = _copies(inputs), _copies(outputs)
         self._each_input, self._each_output = _fields(self._inputs), _fields(self._outputs)
-        self._elapsed = c_double() if timed else None
+        self._elapsed = c_double() if timed or each else None
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
@@ -210,6 +236,17 @@ class Program:
             if code:
                 self.device.check(code)
             return None if elapsed is None or elapsed.value < 0 else elapsed.value
+
+
+    def times(self) -> list[float]:
+        """Microseconds of each of `steps` in the last run, if the program was made with ``each``.
+
+        Raises `VulkanError` if it was not, or if the device does not measure time.
+        """
+        values = (c_double * len(self.steps))()
+        with self._lock:
+            self.device.check(self.device.library.qv_times(self._handle, values, len(values)))
+        return list(values)
 
 
 def _copies(places: Sequence[Place]) -> ctypes.Array[native.Copy]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,7 +140,8 @@ class Lowering:
         self._update()
         if self._flags is not None:
             outputs.append(Place(self._flags, 1, 4, 4))
-        return Recorded(self.b.program(inputs, outputs), self._flags is not None, tuple(self._given))
+        program = self.b.program(inputs, outputs, each=os.environ.get("QCORE_VULKAN_STEP_TIMES") == "1")
+        return Recorded(program, self._flags is not None, tuple(self._given))
 
     def _input(self, name: str, example: Any, role: Role, given: Given, inputs: list[Place]) -> Any:
         if role is Role.NUMBER or isinstance(given, Weight):
