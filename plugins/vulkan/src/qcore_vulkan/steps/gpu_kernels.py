@@ -287,7 +287,7 @@ Kernel = Digits | CoopGemv | SharedFloat | SharedInt | CoopInt8 | CoopF16
 
 @dataclass(frozen=True)
 class _Halves:
-    """The output of `coop_prep`: float16 rows, a scale for each, and the sums of each row's groups."""
+    """The output of `coop_prep`: float16 rows, a scale for each with room for plain rows, sums of each row's groups."""
 
     codes: Ref
     scales: Ref
@@ -389,7 +389,8 @@ def _halves(
     ref, sizes, dtype = _source(x, geometry)
     m = int(sizes[0])
     summed = geometry.zero_kind == FLOAT_ZERO
-    halves, scales = b.scratch(rows * columns * 2), b.scratch(4 * terms * m)
+    plain = 0 if dtype == NUMBERS[torch.float16] else 4 * m * columns
+    halves, scales = b.scratch(rows * columns * 2), b.scratch(16 * -(-terms * m // 4) + plain)
     sums = b.scratch(4 * terms * m * geometry.groups) if summed else None
     aligned = isinstance(x, FloatRows) or geometry.groups == 1 or geometry.group % 32 == 0
     push = [*sizes, columns, int(summed), geometry.blocks * 32, geometry.groups, tile]
