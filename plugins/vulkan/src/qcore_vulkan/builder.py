@@ -13,7 +13,7 @@ from typing import SupportsFloat, SupportsIndex
 
 import torch
 
-from . import native
+from . import access, native
 from .device import Array, Buffer, Device, dense
 
 ALIGN = 256
@@ -72,6 +72,7 @@ class Builder:
         self.device = device
         self._steps: list[native.Step] = []
         self._names: list[str] = []
+        self._hazards = access.Hazards()
         self._buffers: dict[int, Buffer] = {}
         self._used = {native.ARENA: 0, native.INPUT: 0, native.OUTPUT: 0}
         self._top = 0
@@ -88,7 +89,7 @@ class Builder:
         return self._top
 
     def rewind(self, mark: int) -> None:
-        """Let later scratch memory reuse that allocated since `mark`; steps wait for each other."""
+        """Let later scratch memory reuse that allocated since `mark`; steps that use it wait for those before."""
         self._top = mark
 
     def input(self, nbytes: int) -> Ref:
@@ -113,14 +114,15 @@ class Builder:
         refs: Sequence[Ref | Buffer | None],
         *,
         subgroup: int = 0,
-        barrier: bool = True,
     ) -> None:
         """Run a variant of a shader; raises `native.Unsupported` if the device cannot.
 
-        ``push``: words of its push constants, floats as float32. ``refs``: its storage buffers 0... Without ``barrier``
-        it does not wait for the previous step.
+        ``push``: words of its push constants, floats as float32. ``refs``: its storage buffers 0... It waits for the
+        steps before it if one writes what it uses, or reads what it writes.
         """
-        self.launch(self.device.pipeline(variant, constants, subgroup), groups, push, refs, barrier=barrier)
+        pipeline = self.device.pipeline(variant, constants, subgroup)
+        step = self._step(native.DISPATCH, refs, access.of_variant(variant), None)
+        _describe(step, pipeline, groups, push)
         self._names[-1] = variant
 
     def launch(
@@ -132,29 +134,41 @@ class Builder:
         *,
         barrier: bool = True,
     ) -> None:
-        """As `dispatch`, for a pipeline of `Device.compile`."""
-        step = self._step(native.DISPATCH, refs, barrier)
-        step.pipeline = pipeline
-        step.groups[:] = groups
-        step.push_bytes = 4 * len(push)
-        step.push[: len(push)] = [_word(value) for value in push]
+        """As `dispatch`, for a pipeline of `Device.compile`. Without ``barrier`` it does not wait."""
+        used = [access.READ | access.WRITE] * len(refs)
+        _describe(self._step(native.DISPATCH, refs, used, barrier), pipeline, groups, push)
 
-    def copy(self, source: Ref, target: Ref, *, barrier: bool = True) -> None:
+    def copy(self, source: Ref, target: Ref) -> None:
         """Copy bytes on the device."""
-        self._step(native.COPY, (source, target), barrier)
+        self._step(native.COPY, (source, target), (access.READ, access.WRITE), None)
 
-    def fill(self, target: Ref, word: int = 0, *, barrier: bool = True) -> None:
+    def fill(self, target: Ref, word: int = 0) -> None:
         """Set every 32-bit word."""
-        self._step(native.FILL, (target,), barrier).push[0] = word
+        self._step(native.FILL, (target,), (access.WRITE,), None).push[0] = word
 
-    def _step(self, kind: int, refs: Sequence[Ref | Buffer | None], barrier: bool) -> native.Step:
-        step = native.Step(kind=kind, flags=0 if barrier else native.NO_BARRIER, bindings=len(refs))
-        for place, ref in zip(step.ranges, refs, strict=False):
+    def _step(
+        self, kind: int, refs: Sequence[Ref | Buffer | None], used: Sequence[int], barrier: bool | None
+    ) -> native.Step:
+        """``used``: flags of each range; ``barrier``: whether to wait, None: if ranges require it."""
+        step = native.Step(kind=kind, bindings=len(refs))
+        spans: list[access.Span | None] = [None] * len(refs)
+        for i, (place, ref) in enumerate(zip(step.ranges, refs, strict=False)):
             if ref is not None:
                 place.buffer, place.offset, place.bytes = self._range(ref)
+                spans[i] = place.buffer, place.offset, place.offset + place.bytes
+        if barrier:
+            self._hazards.begin()
+        waits = self._hazards.waits(spans, used)
+        if waits if barrier is None else barrier:
+            self.waited()
+        else:
+            step.flags = native.NO_BARRIER
         self._steps.append(step)
         self._names.append(_KINDS[kind])
         return step
+
+    def waited(self) -> None:
+        """Called for each step that waits for all before it."""
 
     def _range(self, ref: Ref | Buffer) -> tuple[int, int, int]:
         whole = Ref(ref, 0, words(ref.nbytes)) if isinstance(ref, Buffer) else ref
@@ -276,6 +290,16 @@ def _rows(array: Array, rows: int) -> tuple[int, int]:
     if not isinstance(array, torch.Tensor) or array.ndim != 2 or len(array) != rows or array.stride(1) != 1:
         raise ValueError("a program takes contiguous arrays, or two-dimensional tensors with dense rows")
     return array.data_ptr(), array.stride(0) * array.itemsize
+
+
+def _describe(
+    step: native.Step, pipeline: int, groups: tuple[int, int, int], push: Sequence[int | float]
+) -> None:
+    """Fill in a dispatch."""
+    step.pipeline = pipeline
+    step.groups[:] = groups
+    step.push_bytes = 4 * len(push)
+    step.push[: len(push)] = [_word(value) for value in push]
 
 
 def _word(value: SupportsIndex | SupportsFloat) -> int:

@@ -13,13 +13,15 @@ from ..device import Device
 class Planner(Builder):
     """A builder whose scratch memory has lifetimes: `free` gives a range back to later steps.
 
-    Steps wait for each other, so a range may be written by the step after the last one that reads it. The arena of the
-    program is as large as what lives at once, and what lies between.
+    A range that is freed is given away only after the next step that waits: a step that wrote it earlier would have to
+    wait for those that read it, while it could run beside them. The arena of the program is as large as what lives at
+    once, what waits for that, and what lies between.
     """
 
     def __init__(self, device: Device):
         super().__init__(device)
         self._holes: list[tuple[int, int]] = []  # free ranges below the top: offset, bytes; in order, none adjacent
+        self._freed: list[tuple[int, int]] = []  # since the last step that waits
         self._made: dict[int, Ref] = {}  # living ranges by offset, in the order in which they were made
 
     def scratch(self, nbytes: int) -> Ref:
@@ -62,7 +64,15 @@ class Planner(Builder):
         """Let later steps use a range that `scratch` has given; does nothing for other memory."""
         if ref.buffer != native.ARENA or ref.offset not in self._made:
             return
-        offset, size = ref.offset, aligned(self._made.pop(ref.offset).bytes)
+        self._freed.append((ref.offset, aligned(self._made.pop(ref.offset).bytes)))
+
+    def waited(self) -> None:
+        for offset, size in self._freed:
+            self._release(offset, size)
+        self._freed.clear()
+
+    def _release(self, offset: int, size: int) -> None:
+        """Add a range to the holes, joined with its neighbours."""
         at = bisect.bisect(self._holes, (offset, 0))
         if at < len(self._holes) and self._holes[at][0] == offset + size:
             size += self._holes.pop(at)[1]
