@@ -6,10 +6,10 @@ import ctypes
 import operator
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from ctypes import byref, c_double, c_void_p
 from dataclasses import dataclass
-from typing import SupportsFloat, SupportsIndex
+from typing import SupportsFloat, SupportsIndex, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from .device import Array, Buffer, Device, dense
 ALIGN = 256
 """Alignment of every range, in bytes: the largest that any device requires."""
 _KINDS = {native.DISPATCH: "dispatch", native.COPY: "copy", native.FILL: "fill"}
+_T = TypeVar("_T")
 _MOST_GROUPS = 65535
 """Workgroups along one axis that every device supports."""
 
@@ -91,6 +92,14 @@ class Builder:
     def rewind(self, mark: int) -> None:
         """Let later scratch memory reuse that allocated since `mark`; steps that use it wait for those before."""
         self._top = mark
+
+    def prepared(self, source: Ref, key: Hashable, make: Callable[[], _T]) -> _T:
+        """The result of ``make``, which appends steps that derive something from the memory ``source``.
+
+        Builders that know how long memory lives append equal steps (of equal ``key``) once for several readers.
+        """
+        del source, key
+        return make()
 
     def input(self, nbytes: int) -> Ref:
         """Memory that the host writes before a run."""

@@ -58,14 +58,14 @@ def _attention(
 
 @rule("qcore_graph.rms_norm")
 def _rms_norm(c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, eps: float) -> Operand:
-    return rms_norm(c.b, x, weight, eps)
+    return c.ahead[node] if node in c.ahead else rms_norm(c.b, x, weight, eps)
 
 
 @rule("qcore_graph.layer_norm")
 def _layer_norm(
     c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, bias: Operand | None, eps: float
 ) -> Operand:
-    return layer_norm(c.b, x, weight, bias, eps)
+    return c.ahead[node] if node in c.ahead else layer_norm(c.b, x, weight, bias, eps)
 
 
 @rule("qcore_graph.rope")
