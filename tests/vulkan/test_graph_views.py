@@ -61,7 +61,7 @@ def test_bounds_of_a_slice(start, end):
 
 @pytest.fixture
 def planner():
-    return Planner(None)  # allocates without a device
+    return Planner(None, small=0)  # allocates without a device
 
 
 def freed(planner: Planner, *refs: Ref) -> None:
@@ -90,6 +90,14 @@ def test_memory_is_not_used_again_before_a_step_waits(planner):
     assert b.offset == 1024
     planner.waited()
     assert planner.scratch(1000).offset == a.offset
+
+
+def test_small_ranges_are_not_given_away():
+    planner = Planner(None, small=512)
+    a, b, last = (planner.scratch(size) for size in (512, 513, 1000))
+    freed(planner, a, b)
+    assert planner.scratch(300).offset == last.offset + 1024
+    assert planner.scratch(600).offset == b.offset
 
 
 def test_the_smallest_hole_is_taken(planner):
@@ -121,7 +129,7 @@ def test_a_step_gives_back_what_it_does_not_return(planner):
 
 
 def test_ranges_never_overlap_and_are_all_given_back():
-    generator, planner, living = torch.Generator().manual_seed(0), Planner(None), []
+    generator, planner, living = torch.Generator().manual_seed(0), Planner(None, small=0), []
     for _ in range(600):
         if living and torch.rand((), generator=generator) < 0.5:
             planner.free(living.pop(int(torch.randint(len(living), (), generator=generator))))

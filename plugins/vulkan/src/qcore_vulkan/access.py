@@ -1,4 +1,4 @@
-"""Which steps of a program must wait: what each reads and writes, found in the SPIR-V of its shader."""
+"""Which steps of a program must wait for which: what each reads and writes, found in the SPIR-V of its shader."""
 
 from __future__ import annotations
 
@@ -55,31 +55,63 @@ def of_module(module: bytes) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Use:
+class Use:
+    """Bytes that a step uses, and how."""
+
     span: Span
     flags: int
+
+
+def uses(spans: Sequence[Span | None], flags: Iterable[int]) -> list[Use]:
+    """What a step uses, given the bytes and the flags of its bindings; those without either are left out."""
+    return [Use(span, used) for span, used in zip(spans, flags, strict=False) if span is not None and used]
 
 
 class Hazards:
     """What steps have used since the last barrier."""
 
     def __init__(self) -> None:
-        self._uses: list[_Use] = []
+        self._uses: list[Use] = []
 
-    def waits(self, spans: Sequence[Span | None], flags: Iterable[int]) -> bool:
+    def waits(self, own: Sequence[Use]) -> bool:
         """Whether a step that uses these bytes must wait for the steps before it. Notes it as the next one."""
-        own = [_Use(span, used) for span, used in zip(spans, flags, strict=False) if span is not None and used]
         waits = any(_conflict(one, other) for one in own for other in self._uses)
         if waits:
             self._uses.clear()
         self._uses += own
         return waits
 
-    def begin(self) -> None:
-        """Note a barrier."""
-        self._uses.clear()
+
+def levels(steps: Iterable[Sequence[Use]]) -> list[int]:
+    """The earliest level at which each step can run: one above every earlier step with which it shares bytes.
+
+    Steps of a level do not conflict, so that one barrier between two levels is enough.
+    """
+    seen: dict[int, dict[tuple[int, int, int], int]] = defaultdict(dict)  # by buffer: bytes and flags, to the level
+    found = []
+    for own in steps:
+        level = 0
+        for use in own:
+            buffer, start, end = use.span
+            for (first, last, flags), other in seen[buffer].items():
+                if other >= level and start < last and first < end and (use.flags | flags) & WRITE:
+                    level = other + 1
+        for use in own:
+            _note(seen[use.span[0]], use, level)
+        found.append(level)
+    return found
 
 
-def _conflict(one: _Use, other: _Use) -> bool:
+def _note(seen: dict[tuple[int, int, int], int], use: Use, level: int) -> None:
+    """Add a use; a write hides what lies within it: whoever conflicts with that conflicts with the write."""
+    _, start, end = use.span
+    if use.flags & WRITE:
+        for key in [key for key, other in seen.items() if start <= key[0] and key[1] <= end and other < level]:
+            del seen[key]
+    key = (start, end, use.flags)
+    seen[key] = max(level, seen.get(key, 0))
+
+
+def _conflict(one: Use, other: Use) -> bool:
     (a, start, end), (b, first, last) = one.span, other.span
     return bool((one.flags | other.flags) & WRITE) and a == b and start < last and first < end

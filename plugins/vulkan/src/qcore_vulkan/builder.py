@@ -73,7 +73,9 @@ class Builder:
         self.device = device
         self._steps: list[native.Step] = []
         self._names: list[str] = []
+        self._uses: list[list[access.Use]] = []
         self._hazards = access.Hazards()
+        self._in_order = False
         self._buffers: dict[int, Buffer] = {}
         self._used = {native.ARENA: 0, native.INPUT: 0, native.OUTPUT: 0}
         self._top = 0
@@ -130,7 +132,7 @@ class Builder:
         steps before it if one writes what it uses, or reads what it writes.
         """
         pipeline = self.device.pipeline(variant, constants, subgroup)
-        step = self._step(native.DISPATCH, refs, access.of_variant(variant), None)
+        step = self._step(native.DISPATCH, refs, access.of_variant(variant))
         _describe(step, pipeline, groups, push)
         self._names[-1] = variant
 
@@ -143,32 +145,33 @@ class Builder:
         *,
         barrier: bool = True,
     ) -> None:
-        """As `dispatch`, for a pipeline of `Device.compile`. Without ``barrier`` it does not wait."""
-        used = [access.READ | access.WRITE] * len(refs)
-        _describe(self._step(native.DISPATCH, refs, used, barrier), pipeline, groups, push)
+        """As `dispatch`, for a pipeline of `Device.compile`. Without ``barrier`` it does not wait.
+
+        Steps of a program with such a step run in the order in which they were appended.
+        """
+        step = self._step(native.DISPATCH, refs, [access.READ | access.WRITE] * len(refs))
+        step.flags = 0 if barrier else native.NO_BARRIER
+        self._in_order = True
+        _describe(step, pipeline, groups, push)
 
     def copy(self, source: Ref, target: Ref) -> None:
         """Copy bytes on the device."""
-        self._step(native.COPY, (source, target), (access.READ, access.WRITE), None)
+        self._step(native.COPY, (source, target), (access.READ, access.WRITE))
 
     def fill(self, target: Ref, word: int = 0) -> None:
         """Set every 32-bit word."""
-        self._step(native.FILL, (target,), (access.WRITE,), None).push[0] = word
+        self._step(native.FILL, (target,), (access.WRITE,)).push[0] = word
 
-    def _step(
-        self, kind: int, refs: Sequence[Ref | Buffer | None], used: Sequence[int], barrier: bool | None
-    ) -> native.Step:
-        """``used``: flags of each range; ``barrier``: whether to wait, None: if ranges require it."""
+    def _step(self, kind: int, refs: Sequence[Ref | Buffer | None], used: Sequence[int]) -> native.Step:
+        """``used``: flags of each range."""
         step = native.Step(kind=kind, bindings=len(refs))
         spans: list[access.Span | None] = [None] * len(refs)
         for i, (place, ref) in enumerate(zip(step.ranges, refs, strict=False)):
             if ref is not None:
                 place.buffer, place.offset, place.bytes = self._range(ref)
                 spans[i] = place.buffer, place.offset, place.offset + place.bytes
-        if barrier:
-            self._hazards.begin()
-        waits = self._hazards.waits(spans, used)
-        if waits if barrier is None else barrier:
+        self._uses.append(access.uses(spans, used))
+        if self._hazards.waits(self._uses[-1]):
             self.waited()
         else:
             step.flags = native.NO_BARRIER
@@ -177,7 +180,7 @@ class Builder:
         return step
 
     def waited(self) -> None:
-        """Called for each step that waits for all before it."""
+        """Called for each step that would wait for those before it if steps ran in the order of their calls."""
 
     def _range(self, ref: Ref | Buffer) -> tuple[int, int, int]:
         whole = Ref(ref, 0, words(ref.nbytes)) if isinstance(ref, Buffer) else ref
@@ -199,12 +202,24 @@ class Builder:
 
     def recorded(self, timed: bool, each: bool) -> c_void_p:
         """The native program of the steps so far."""
+        self._schedule()
         device, handle = self.device, c_void_p()
         steps = (native.Step * len(self._steps))(*self._steps)
         flags = native.STEP_TIMES if each else native.TIMESTAMPS if timed else 0
         sizes = (self._used[native.ARENA], self._used[native.INPUT], self._used[native.OUTPUT])
         device.check(device.library.qv_program(device.handle, steps, len(steps), *sizes, flags, byref(handle)))
         return handle
+
+    def _schedule(self) -> None:
+        """Put each step as early as what it uses allows: those that need not wait for each other run side by side."""
+        if self._in_order:
+            return
+        levels = access.levels(self._uses)
+        order = sorted(range(len(levels)), key=levels.__getitem__)
+        for at, before in zip(order[1:], order, strict=False):
+            self._steps[at].flags = 0 if levels[at] > levels[before] else native.NO_BARRIER
+        for values in (self._steps, self._names, self._uses):
+            values[:] = [values[at] for at in order]  # type: ignore[call-overload, index]
 
     def described(self) -> list[StepInfo]:
         """The steps so far."""
@@ -260,7 +275,6 @@ class Program:
                 self.device.check(code)
             return None if elapsed is None or elapsed.value < 0 else elapsed.value
 
-
     def times(self) -> list[float]:
         """Microseconds of each of `steps` in the last run, if the program was made with ``each``.
 
@@ -301,9 +315,7 @@ def _rows(array: Array, rows: int) -> tuple[int, int]:
     return array.data_ptr(), array.stride(0) * array.itemsize
 
 
-def _describe(
-    step: native.Step, pipeline: int, groups: tuple[int, int, int], push: Sequence[int | float]
-) -> None:
+def _describe(step: native.Step, pipeline: int, groups: tuple[int, int, int], push: Sequence[int | float]) -> None:
     """Fill in a dispatch."""
     step.pipeline = pipeline
     step.groups[:] = groups

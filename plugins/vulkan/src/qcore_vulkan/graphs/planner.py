@@ -13,6 +13,7 @@ from ..device import Device
 
 
 _T = TypeVar("_T")
+_SMALL = 4096
 
 
 class Planner(Builder):
@@ -21,10 +22,14 @@ class Planner(Builder):
     A range that is freed is given away only after the next step that waits: a step that wrote it earlier would have to
     wait for those that read it, while it could run beside them. The arena of the program is as large as what lives at
     once, what waits for that, and what lies between.
+
+    ``small``: ranges of up to this many bytes are never given away, so that steps that compute positions and indices
+    of all layers run side by side at the beginning.
     """
 
-    def __init__(self, device: Device):
+    def __init__(self, device: Device, small: int = _SMALL):
         super().__init__(device)
+        self._small = small
         self._holes: list[tuple[int, int]] = []  # free ranges below the top: offset, bytes; in order, none adjacent
         self._freed: list[tuple[int, int]] = []  # since the last step that waits
         self._prepared: dict[int, dict[Hashable, Any]] = defaultdict(dict)  # by the offset of what they come from
@@ -33,7 +38,8 @@ class Planner(Builder):
 
     def scratch(self, nbytes: int) -> Ref:
         """Memory on the device until `free`, `rewind` or `settle`."""
-        ref = super().scratch(nbytes) if (at := self._hole(aligned(nbytes))) is None else self._at(at, nbytes)
+        at = None if nbytes <= self._small else self._hole(aligned(nbytes))
+        ref = super().scratch(nbytes) if at is None else self._at(at, nbytes)
         self._made[ref.offset] = ref
         return ref
 
@@ -91,7 +97,9 @@ class Planner(Builder):
         self._prepared.pop(ref.offset, None)
         for derived in self._derived.pop(ref.offset, ()):
             self.free(derived)
-        self._freed.append((ref.offset, aligned(self._made.pop(ref.offset).bytes)))
+        made = self._made.pop(ref.offset)
+        if made.bytes > self._small:
+            self._freed.append((made.offset, aligned(made.bytes)))
 
     def waited(self) -> None:
         for offset, size in self._freed:
