@@ -11,7 +11,6 @@ from .. import native
 from ..builder import Builder, Ref, aligned, words
 from ..device import Device
 
-
 _T = TypeVar("_T")
 _SMALL = 4096
 

@@ -119,6 +119,11 @@ def is_asymmetric(activation: Activation) -> bool:
     return mode in (ASYMMETRIC, PER_TOKEN) or zero != 0
 
 
+def is_symmetric(activation: Activation) -> bool:
+    """Whether each row gets its own scale and the zero point 0."""
+    return mode_of(activation)[0] == SYMMETRIC
+
+
 def mode_of(activation: Activation) -> tuple[int, float, int]:
     """How the shader quantizes, with the scale and zero point of the tensor if they are given."""
     if isinstance(activation, DynamicInt8):
