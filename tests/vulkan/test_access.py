@@ -78,7 +78,8 @@ def test_levels_are_those_of_a_search_over_all_pairs():
         for i, own in enumerate(steps):
             before = [
                 expected[j] + 1 for j in range(i) for a in own for b in steps[j]
-                if a.span[0] == b.span[0] and a.span[1] < b.span[2] and b.span[1] < a.span[2] and (a.flags | b.flags) & W
+                if (a.flags | b.flags) & W and a.span[0] == b.span[0]
+                and a.span[1] < b.span[2] and b.span[1] < a.span[2]
             ]  # fmt: skip
             expected.append(max(before, default=0))
         assert access.levels(steps) == expected

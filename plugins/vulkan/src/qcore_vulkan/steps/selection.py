@@ -1,8 +1,8 @@
 """Selection of the kernel for a product on a GPU: by the device's features, the rows of x, the sizes of the weight.
 
-One row of float32: `RowGemv`. Else float activations: `Digits` for a row or two (of float32: up to four), `CoopGemv` for a few rows, `CoopF16` beyond,
-`SharedFloat` without cooperative matrices. Int8 activations: `Digits`, then `CoopInt8`, else `SharedInt`.
-A kernel that the device's compiler refuses is skipped. Sizes were measured on an H200.
+One row of float32: `RowGemv`. Other float activations: `Digits` for a row or two (of float32: up to four), `CoopGemv`
+for a few rows, `CoopF16` beyond, `SharedFloat` without cooperative matrices. Int8 activations: `Digits`, then
+`CoopInt8`, else `SharedInt`. A kernel that the device's compiler refuses is skipped. Sizes were measured on an H200.
 """
 
 from __future__ import annotations
