@@ -421,4 +421,4 @@ def test_steps_of_a_block_run_side_by_side(device, monkeypatch, scheme, preparat
     # Queries, keys and values share one preparation and run together, as gates do; norms add the residuals.
     assert norms == 2
     assert preparations == (4 if preparation else 0)
-    assert waits == 10 + preparations
+    assert waits == 9 + preparations

@@ -218,8 +218,9 @@ class Builder:
         order = sorted(range(len(levels)), key=levels.__getitem__)
         for at, before in zip(order[1:], order, strict=False):
             self._steps[at].flags = 0 if levels[at] > levels[before] else native.NO_BARRIER
-        for values in (self._steps, self._names, self._uses):
-            values[:] = [values[at] for at in order]  # type: ignore[call-overload, index]
+        self._steps = [self._steps[at] for at in order]
+        self._names = [self._names[at] for at in order]
+        self._uses = [self._uses[at] for at in order]
 
     def described(self) -> list[StepInfo]:
         """The steps so far."""

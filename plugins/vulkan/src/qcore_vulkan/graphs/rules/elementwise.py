@@ -214,7 +214,10 @@ def _added_before_norm(c: Lowering, node: fx.Node, x: Number, y: Number) -> Oper
     ready = all(given[i] is not None or one is None for i, one in enumerate(norm.args[1:]))
     if not ready or x.shape != y.shape or {x.dtype, y.dtype} != {torch.float32}:
         return None
-    c.ahead[norm], total = _NORMS[norm.target](c.b, x, y, *given)
+    normed: Operand
+    total: Operand
+    normed, total = _NORMS[norm.target](c.b, x, y, *given)
+    c.ahead[norm] = normed
     return total
 
 
