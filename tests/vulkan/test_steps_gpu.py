@@ -10,15 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
-from vulkan_problems import assert_right, drawn, run_conv2d, run_linear, vulkan  # noqa: F401
+from vulkan_problems import assert_right, bring, drawn, place, run_conv2d, run_linear, vulkan  # noqa: F401
 
+import qcore
 from qcore import Format, QTensor
 from qcore.contracts import CONV2D, LINEAR
 from qcore.weights.schemes import Scheme
-from qcore_vulkan import layout, native
+from qcore_vulkan import layout, native, steps
 from qcore_vulkan.builder import Builder
 from qcore_vulkan.description import Matrix
-from qcore_vulkan.steps import product, rows, selection
+from qcore_vulkan.steps import Geometry2d, Image, product, rows, selection
 from qcore_vulkan.steps.gpu_kernels import CoopF16, CoopInt8, Digits, Kernel, SharedFloat, SharedInt, TileShape
 from qcore_vulkan.steps.row_kernel import RowGemv
 
@@ -252,6 +253,29 @@ def test_a_row_that_is_quantized_in_its_product(vulkan, monkeypatch, scheme):  #
     only(monkeypatch, vulkan, lambda problem: kernel)
     for n, k in ((33, 256), (64, 1024)):
         assert_right(vulkan, drawn(scheme, 1, n, k, bias="same"))
+
+
+def test_a_row_of_columns_of_a_convolution(vulkan, monkeypatch):  # noqa: F811
+    taken = []
+
+    def kernel(problem):
+        taken.append(problem)
+        return RowGemv("gemv_row_dot", False, 64, 1, 1, vulkan.description.subgroup.size)
+
+    only(monkeypatch, vulkan, kernel)
+    draw = torch.Generator().manual_seed(1)
+    pixels, dense = torch.randn(9, 32, generator=draw), torch.randn(16, 32, 3, 3, generator=draw)
+    weight = qcore.quantize(dense.movedim(1, -1).reshape(16, 288), Format.parse("int8"))
+    b = Builder(vulkan)
+    image = Image(bring(b, 9, 32, torch.float32), 1, 32, 3, 3)
+    one = Geometry2d((3, 3), (1, 1), (0, 0), (1, 1), 1)
+    out = b.output(rows.rows_bytes(1, 16, torch.float32))
+    y = steps.conv2d(b, image, layout.upload(vulkan, weight), None, one, None, None, torch.float32, out)
+    found = torch.empty(1, 16)
+    b.program([place(image.rows)], [place(y.rows)]).run([pixels], [found])
+    expected = pixels.reshape(1, 288).double() @ weight.dequantize().double().T
+    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert [problem.m for problem in taken] == [1]
 
 
 def test_rows_that_their_kernel_takes(rich):

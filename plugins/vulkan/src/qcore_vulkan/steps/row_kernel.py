@@ -14,7 +14,7 @@ from ..device import Buffer
 from ..layout import Geometry, Part
 from .gpu_kernels import Single
 from .problem import Activations, GemmProblem
-from .rows import NUMBERS, Rows, local
+from .rows import NUMBERS, Int8Rows, Rows, local
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class RowGemv(Single):
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
     ) -> None:
-        assert isinstance(x, Rows)
-        x, blocks = local(b, x), geometry.groups * geometry.blocks  # every workgroup reads it
+        assert not isinstance(x, Int8Rows)
+        x = local(b, x) if isinstance(x, Rows) else x  # every workgroup reads it
+        blocks = geometry.groups * geometry.blocks
         push = [part.n, part.padded_n, blocks, 1.0 / geometry.blocks]
         push += [out.pitch, NUMBERS[out.dtype], int(bias is not None), part.first]
         zero = part.scale if part.zero is None else part.zero
