@@ -108,7 +108,7 @@ def _made(scheme: str, args: argparse.Namespace) -> Any:
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear | nn.Embedding):
             wanted = args.table if name.endswith(("embed_tokens", "lm_head")) else scheme
-            _fill(model, name, layer, scheme if DENSE == scheme else wanted, weights, dtype, device)
+            _fill(model, name, layer, scheme if scheme == DENSE else wanted, weights, dtype, device)
     for parameter_name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             owner, _, own = parameter_name.rpartition(".")
