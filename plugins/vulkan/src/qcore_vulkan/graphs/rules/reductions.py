@@ -166,14 +166,15 @@ def _vector_norm(
     return reduced(c, "sum" if order == 1 else "amax", unary(c.b, "abs", x), dims, keepdim)
 
 
-def _why_not_statistics(node: fx.Node) -> str:
+def why_not_statistics(node: fx.Node) -> str:
+    """Why a norm stays on the host whose mean and variance are read; empty if nothing reads them."""
     read = [user.args[1] for user in node.users if user.target is operator.getitem and user.users]
     return "mean and variance of a norm have no kernel in qcore_vulkan" if any(at != 0 for at in read) else ""
 
 
 def _why_not_layer_norm(node: fx.Node) -> str:
     many = len(node.args[1]) != 1  # type: ignore[arg-type]
-    return "a layer norm over several dimensions has no kernel in qcore_vulkan" if many else _why_not_statistics(node)
+    return "a layer norm over several dimensions has no kernel in qcore_vulkan" if many else why_not_statistics(node)
 
 
 @rule("native_layer_norm", why_not=_why_not_layer_norm)
@@ -181,21 +182,3 @@ def _native_layer_norm(
     c: Lowering, node: fx.Node, x: Operand, shape: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[Operand, None, None]:
     return layer_norm(c.b, x, weight, bias, eps), None, None
-
-
-def _why_not_batch_norm(node: fx.Node) -> str:
-    training = rule_name(node.target) == "native_batch_norm" and node.args[5]
-    return "a batch norm in training has no kernel in qcore_vulkan" if training else _why_not_statistics(node)
-
-
-@rule("native_batch_norm", "_native_batch_norm_legit_no_training", why_not=_why_not_batch_norm)
-def _batch_norm(
-    c: Lowering, node: fx.Node, x: Operand, weight: Any, bias: Any, mean: Operand, variance: Operand, *rest: Any
-) -> tuple[Operand, None, None]:
-    ones = (1,) * (len(x.shape) - 2)
-    scale = unary(c.b, "rsqrt", binary(c.b, "add", variance, float(rest[-1])))
-    scale = scale if weight is None else binary(c.b, "mul", scale, weight)
-    centered = binary(c.b, "sub", x, c.reshaped(mean, (*mean.shape, *ones)))
-    y = binary(c.b, "mul", centered, c.reshaped(scale, (*scale.shape, *ones)))
-    y = y if bias is None else binary(c.b, "add", y, c.reshaped(bias, (*bias.shape, *ones)))
-    return y, None, None
