@@ -8,9 +8,11 @@ from . import (  # noqa: F401 - they register rules
     elementwise,
     gathers,
     moves,
+    ordering,
     products,
     quantized,
     reductions,
+    scatters,
     views,
 )
 from .registry import REFUSALS, RULES, rule_name, rule_of

@@ -21,7 +21,8 @@ from .gathers import along
 from .registry import rule, rule_name
 
 
-def _why_not_small(node: fx.Node) -> str:
+def why_not_small(node: fx.Node) -> str:
+    """Why a node over integers of 8 and 16 bits stays on the host; empty for others."""
     dtypes = [one.meta["val"].dtype for one in node.all_input_nodes]
     bad = next((dtype for dtype in dtypes if dtype in SMALL), None)
     return "" if bad is None else f"reductions of {bad} have no kernel in qcore_vulkan"
@@ -52,16 +53,16 @@ def _why_not_wide(node: fx.Node) -> str:
     source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
     if not result.is_floating_point and source != torch.bool:
         return f"{rule_name(node.target)} of {source} may exceed the 32 bits in which qcore_vulkan computes integers"
-    return _why_not_small(node)
+    return why_not_small(node)
 
 
 for _name in ("mean", "amax", "amin", "any"):
-    rule(_name, why_not=_why_not_small)(_reduction(_name))
+    rule(_name, why_not=why_not_small)(_reduction(_name))
 for _name in ("sum", "prod"):
     rule(_name, why_not=_why_not_wide)(_reduction(_name))
 
 
-def _lasting(x: Operand, dim: int) -> tuple[Operand, list[int]]:
+def lasting(x: Operand, dim: int) -> tuple[Operand, list[int]]:
     """The operand with a dimension moved to the end, and the order that moves it back."""
     at, ndim = dim % len(x.shape), len(x.shape)
     order = [i for i in range(ndim) if i != at] + [at]
@@ -74,7 +75,7 @@ def _softmax_rule(log: bool) -> Rule:
         if not wide.shape:
             wide = wide.unsqueeze(0)
             return softmax(c.b, wide, log=log).select(0, 0)
-        moved, back = _lasting(wide, dim)
+        moved, back = lasting(wide, dim)
         return softmax(c.b, moved, log=log).permute(back)
 
     return apply
@@ -84,7 +85,7 @@ rule("_softmax")(_softmax_rule(False))
 rule("_log_softmax")(_softmax_rule(True))
 
 
-@rule("argmax", "argmin", why_not=_why_not_small)
+@rule("argmax", "argmin", why_not=why_not_small)
 def _arg(c: Lowering, node: fx.Node, x: Operand, dim: int | None = None, keepdim: bool = False) -> Operand:
     name, shape = rule_name(node.target), node.meta["val"].shape
     wide = c.cast(x, torch.int32) if x.dtype == torch.bool else x
@@ -122,11 +123,11 @@ def _cumsum(c: Lowering, node: fx.Node, x: Operand, dim: int, **_: Any) -> Opera
     return cumsum(c.b, wide, dim % len(x.shape)) if x.shape else wide
 
 
-@rule("topk", why_not=_why_not_small)
+@rule("topk", why_not=why_not_small)
 def _topk(
     c: Lowering, node: fx.Node, x: Operand, k: int, dim: int = -1, largest: bool = True, *_: Any
 ) -> tuple[Operand, Operand]:
-    moved, back = _lasting(x, dim)
+    moved, back = lasting(x, dim)
     values, indices = topk(c.b, moved, k, largest)
     return values.permute(back), indices.permute(back)
 
