@@ -1,5 +1,6 @@
 """Convolutions, pooling and norms of images in compiled graphs, against torch in float64."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -58,7 +59,12 @@ def test_long_sums():
     check(lambda x, w: F.conv2d(x, w, padding=1), x, w)
 
 
-def test_large_images_and_many_channels():
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("cores", [1, 20, 1000])
+def test_large_images_and_many_channels(device, monkeypatch, profile, cores):
+    limits = dataclasses.replace(device.description.limits, cores=cores)
+    monkeypatch.setattr(device, "description", dataclasses.replace(device.description, limits=limits))
+    monkeypatch.setattr(device, "profile", profile)
     check(lambda x, w: F.conv2d(x, w, padding=1), drawn(2, 3, 40, 33), drawn(67, 3, 3, 3))
 
 

@@ -13,13 +13,14 @@ from qcore_vulkan.graphs.rules import RULES, rule_name
 HOST = {
     "abs": "absolute values", "cat": "without elements", "div": "integers that truncates", "empty": "without elements",
     "empty_permuted": "without elements", "linalg_vector_norm": "order 3", "mm": "torch.int32", "pow": "torch.int64",
-    "slice": "without elements", "sum": "may exceed", "view": "bits of numbers", "_to_copy": "casts to torch.int8",
+    "slice": "without elements", "view": "bits of numbers", "_to_copy": "casts to torch.int8",
 }  # fmt: skip
 """Cases of which at least one stays on the host, and why."""
-HOST_CASES = 14
+HOST_CASES = 13
 ELSEWHERE = (
     "qcore_graph.attention", "qcore_graph.linear", "qcore_graph.embedding", "qcore_graph.conv2d",
     "_adaptive_avg_pool2d", "adaptive_max_pool2d", "max_pool2d_with_indices", "scatter_reduce",
+    "as_strided",
 )  # fmt: skip
 """Rules that other tests call."""
 
@@ -140,9 +141,45 @@ def test_results_of_64_bits_that_do_not_fit_are_an_error(function):
                 Program(part)(tensors)
 
 
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("function", [
+    lambda x: x.sum(), lambda x: x.sum(1), lambda x: x.sum(0), lambda x: x.cumsum(0), lambda x: x.cumsum(1),
+])  # fmt: skip
+def test_sums_of_integers_are_exact_or_an_error(device, monkeypatch, profile, function):
+    monkeypatch.setattr(device, "profile", profile)
+    x = torch.randint(-(1 << 20), 1 << 20, (60, 70), generator=torch.Generator().manual_seed(0))
+    assert not check(function, (x,), 0)
+    assert not check(function, (x.int(),), 0)
+    x[7, 9:12] = 1 << 30
+    part, tensors, _, expected = taken(function, (x,))
+    if expected.abs().max() < 1 << 31:
+        assert torch.equal(Program(part)(tensors)[0], expected)
+    else:
+        with pytest.raises(OverflowError, match="32 bits"):
+            Program(part)(tensors)
+
+
+def test_sums_that_leave_32_bits_on_the_way():
+    large = torch.full((3, 4), (1 << 31) - 1)
+    x = torch.cat((large, -large, large[:1, :1].expand(1, 4)))
+    assert not check(lambda x: x.sum(0), (x,), 0)
+    part, tensors, _, _ = taken(lambda x: x.cumsum(0), (x,))
+    with pytest.raises(OverflowError, match="32 bits"):
+        Program(part)(tensors)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"), [((2, 12), (12, 1), 0), ((3, 2), (4, 8), 5), ((4, 3), (2, 1), 1)]
+)
+def test_views_by_strides(size, stride, offset):
+    assert not check(lambda x: torch.as_strided(x * 2, size, stride, offset), (X,), 0)
+    assert not check(lambda x: torch.as_strided(x.mT.contiguous(), size, stride, offset) + 1, (X,), 0)
+
+
 def test_32_bits_wrap_around_as_in_torch():
     x = LARGE.to(torch.int32)
     assert not check(lambda x: x + x - 5 * x, (x,), 0)
+    assert not check(lambda x: x.sum(0, dtype=torch.int32) + x.cumsum(0, dtype=torch.int32), (x,), 0)
 
 
 def test_results_own_their_memory():

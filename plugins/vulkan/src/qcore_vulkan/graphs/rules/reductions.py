@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...builder import Ref
 from ...steps.norms import layer_norm, softmax
 from ...steps.operand import Operand
 from ...steps.pointwise import binary, unary
@@ -35,31 +36,37 @@ def _dims(dim: Any, ndim: int) -> tuple[int, ...]:
     return tuple(sorted(one % max(ndim, 1) for one in ([dim] if isinstance(dim, int) else dim)))
 
 
-def reduced(c: Lowering, name: str, x: Operand, dims: Sequence[int], keepdim: bool) -> Operand:
+def reduced(c: Lowering, name: str, x: Operand, dims: Sequence[int], keepdim: bool, bad: Ref | None = None) -> Operand:
     """A reduction; x itself if it has no dimensions."""
-    return reduce(c.b, name, x, tuple(dims), keepdim) if x.shape else x
+    return reduce(c.b, name, x, tuple(dims), keepdim, bad=bad) if x.shape else x
+
+
+def _overflow(c: Lowering, node: fx.Node) -> Ref | None:
+    """Where a sum of integers says that it does not fit 32 bits, if torch computes it in 64."""
+    source: Any = node.args[0]
+    wide = node.meta["val"].dtype == torch.int64 and source.meta["val"].dtype != torch.bool
+    return c.flags if wide else None
 
 
 def _reduction(name: str) -> Rule:
     def apply(c: Lowering, node: fx.Node, x: Operand, dim: Any = None, keepdim: bool = False, **_: Any) -> Operand:
         wide = c.cast(x, torch.bool) if name == "any" else same(c, x, node)
-        return reduced(c, name, wide, _dims(dim, len(x.shape)), keepdim)
+        return reduced(c, name, wide, _dims(dim, len(x.shape)), keepdim, _overflow(c, node) if name == "sum" else None)
 
     return apply
 
 
 def _why_not_wide(node: fx.Node) -> str:
-    """Sums of integers may leave 32 bits; those of booleans count, and a float's are floats."""
+    """Products of integers may leave 32 bits unnoticed; those of floats are floats."""
     source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
     if not result.is_floating_point and source != torch.bool:
         return f"{rule_name(node.target)} of {source} may exceed the 32 bits in which qcore_vulkan computes integers"
     return why_not_small(node)
 
 
-for _name in ("mean", "amax", "amin", "any"):
+for _name in ("mean", "amax", "amin", "any", "sum"):
     rule(_name, why_not=why_not_small)(_reduction(_name))
-for _name in ("sum", "prod"):
-    rule(_name, why_not=_why_not_wide)(_reduction(_name))
+rule("prod", why_not=_why_not_wide)(_reduction("prod"))
 
 
 def lasting(x: Operand, dim: int) -> tuple[Operand, list[int]]:
@@ -117,10 +124,10 @@ rule("max", why_not=_why_not_extreme)(_extreme("max"))
 rule("min", why_not=_why_not_extreme)(_extreme("min"))
 
 
-@rule("cumsum", why_not=_why_not_wide)
+@rule("cumsum", why_not=why_not_small)
 def _cumsum(c: Lowering, node: fx.Node, x: Operand, dim: int, **_: Any) -> Operand:
     wide = same(c, x, node)
-    return cumsum(c.b, wide, dim % len(x.shape)) if x.shape else wide
+    return cumsum(c.b, wide, dim % len(x.shape), bad=_overflow(c, node)) if x.shape else wide
 
 
 @rule("topk", why_not=why_not_small)
