@@ -39,6 +39,19 @@ def test_convolutions(channels, columns, groups, kernel):
         check(lambda x, w, b, a=(stride, padding, dilation): F.conv2d(x, w, b, *a, groups), x, w, bias)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("kernel", [(1, 1), (2, 2), (3, 4)])
+def test_transposed_convolutions(groups, kernel):
+    x, w, bias = drawn(2, 6, 5, 4), drawn(6, 2, *kernel), drawn(2 * groups)
+    for stride, padding, dilation in itertools.product((1, 2, (3, 2)), (0, (1, 0)), (1, (1, 2))):
+        more = 0 if stride == 1 else (1, 0)
+        args = (stride, padding, more, groups, dilation)
+        if padding and kernel == (1, 1):
+            continue
+        check(lambda x, w, b, a=args: F.conv_transpose2d(x, w, b, *a), x, w, bias)
+    check(lambda x, w: F.conv_transpose1d(x[:, :, 0], w[:, :, 0], None, 2, 0, 1, groups), x, w)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_convolutions_of_sequences(bias, groups):
@@ -69,7 +82,7 @@ def test_large_images_and_many_channels(device, monkeypatch, profile, cores):
 
 
 @pytest.mark.parametrize(("function", "reason"), [
-    (lambda x: F.conv_transpose2d(x, x[:1, :2, :2, :2].repeat(4, 1, 1, 1)), "transposed"),
+    (lambda x: F.conv_transpose3d(x[None], x[:1, :1, :2, :2, None].repeat(2, 1, 1, 1, 1)), "3 dimensions"),
     (lambda x: F.conv3d(x[None], x[:1, :1, :2, :2, None].repeat(1, 2, 1, 1, 1)), "3 dimensions"),
     (lambda x: F.conv2d(x, x[:1, :, :2, :2], stride=70000), "70000"),
     (lambda x: F.avg_pool2d(x, 2, stride=70000), "70000"),
@@ -137,3 +150,14 @@ def test_batch_norms(affine, shape):
 def test_group_norms(affine, groups):
     x, p = drawn(3, 6, 4, 5), drawn(2, 6)
     check(lambda x, p: F.group_norm(x, groups, *((p[0], p[1]) if affine else ())), x, p)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_norms_with_statistics_of_their_own(affine):
+    x, p = drawn(3, 6, 4, 5), drawn(2, 6)
+    own = (lambda p: (p[0], p[1])) if affine else (lambda p: (None, None))
+    check(lambda x, p: F.instance_norm(x, None, None, *own(p)), x, p)
+    check(lambda x, p: F.batch_norm(F.conv2d(x, x[:, :, :2, :2].repeat(2, 1, 1, 1)), None, None, *own(p), True), x, p)
+    check(lambda x, p: torch.ops.aten._native_batch_norm_legit.no_stats(x, *own(p), True, 0.1, 1e-5)[0], x, p)
+    kept = part_of_call(lambda x, p: F.batch_norm(x, p[0], p[1], None, None, True), (x, p))[2]
+    assert any("keeps statistics" in support.why_not(node) for node in kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,10 @@ from ...steps.convolution import Geometry2d
 from ...steps.float_convolution import convolution
 from ...steps.norms import layer_norm
 from ...steps.operand import Operand
-from ...steps.pointwise import binary
+from ...steps.pointwise import binary, convert
 from ...steps.pooling import Windows, max_pool, mean_pool
 from ..lowering import Lowering
+from .ordering import flipped
 from .reductions import why_not_statistics
 from .registry import rule, rule_name
 
@@ -41,9 +43,7 @@ def _flat(values: Sequence[int], filled: int) -> Pair:
 
 
 def _why_not_convolution(node: fx.Node) -> str:
-    _, weight, _, stride, padding, dilation, transposed, *_ = node.args
-    if transposed:
-        return "a transposed convolution has no kernel in qcore_vulkan"
+    _, weight, _, stride, padding, dilation, *_ = node.args
     value = weight.meta["val"]  # type: ignore[union-attr]
     if value.dim() not in {3, 4}:
         return f"a convolution over {value.dim() - 2} dimensions has no kernel in qcore_vulkan"
@@ -60,7 +60,7 @@ def _why_not_steps(*numbers: int) -> str:
 @rule("convolution", why_not=_why_not_convolution)
 def _convolution(
     c: Lowering, node: fx.Node, x: Operand, weight: Operand, bias: Operand | None, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], _transposed: bool, _output_padding: Any, groups: int,
+    padding: Sequence[int], dilation: Sequence[int], transposed: bool, more: Sequence[int], groups: int,
 ) -> Any:  # fmt: skip
     sequence = len(weight.shape) == 3
     if sequence:
@@ -69,10 +69,39 @@ def _convolution(
     geometry = Geometry2d(kernel, _flat(stride, 1), _flat(padding, 0), _flat(dilation, 1), groups)
     x, weight = c.cast(x, torch.float32), c.cast(weight, torch.float32)
     bias = None if bias is None else c.cast(bias, torch.float32)
-    if not sequence and _is_normed(node):
+    if not sequence and not transposed and _is_normed(node):
         return Pending(x, weight, bias, geometry)
-    y = convolution(c.b, x, weight, bias, geometry)
+    y = (
+        _transposed(c, x, weight, bias, geometry, _flat(more, 0))
+        if transposed
+        else convolution(c.b, x, weight, bias, geometry)
+    )
     return y.select(2, 0) if sequence else y
+
+
+def _transposed(
+    c: Lowering, x: Operand, weight: Operand, bias: Operand | None, geometry: Geometry2d, more: Pair
+) -> Operand:
+    """A transposed convolution, ``weight`` ``(IC, OC/groups, KH, KW)``: one of the image with zeros between its pixels.
+
+    ``more``: rows and columns of the result beyond the last that a pixel takes part in.
+    """
+    groups, (kernel_height, kernel_width) = geometry.groups, geometry.kernel
+    reach = [dilation * (size - 1) for dilation, size in zip(geometry.dilation, geometry.kernel, strict=True)]
+    sizes = [(x.shape[2 + i] - 1) * geometry.stride[i] + 1 for i in range(2)]
+    spread = c.filled(0.0, torch.float32, (*x.shape[:2], *(sizes[i] + 2 * reach[i] + more[i] for i in range(2))))
+    inside = spread
+    for i in range(2):
+        inside = inside.slice(2 + i, reach[i], x.shape[2 + i], geometry.stride[i])
+    convert(c.b, x, torch.float32, out=inside)
+    channels, columns = weight.shape[0] // groups, weight.shape[1]
+    kernel = c.reshaped(weight, (groups, channels, columns, kernel_height, kernel_width)).permute((0, 2, 1, 3, 4))
+    kernel = c.reshaped(flipped(c, kernel, (3, 4)), (groups * columns, channels, kernel_height, kernel_width))
+    plain = replace(geometry, stride=(1, 1), padding=(0, 0))
+    y = convolution(c.b, spread, kernel, bias, plain)
+    for i in range(2):
+        y = y.slice(2 + i, geometry.padding[i], y.shape[2 + i] - 2 * geometry.padding[i])
+    return y
 
 
 class Pending(NamedTuple):
@@ -95,15 +124,23 @@ def _is_normed(node: fx.Node) -> bool:
 
 
 def _why_not_batch_norm(node: fx.Node) -> str:
-    training = rule_name(node.target) == "native_batch_norm" and node.args[5]
-    return "a batch norm in training has no kernel in qcore_vulkan" if training else why_not_statistics(node)
+    kept = _trains(node) and node.args[3] is not None
+    return "a batch norm that keeps statistics has no kernel in qcore_vulkan" if kept else why_not_statistics(node)
+
+
+def _trains(node: fx.Node) -> bool:
+    """Whether a batch norm takes the statistics of x."""
+    return bool(rule_name(node.target) == "native_batch_norm" and node.args[5])
 
 
 @rule(*_NORMS, why_not=_why_not_batch_norm)
 def _batch_norm(
-    c: Lowering, node: fx.Node, x: Operand | Pending, weight: Operand | None, bias: Operand | None, mean: Operand,
-    variance: Operand, *rest: Any,
+    c: Lowering, node: fx.Node, x: Any, weight: Operand | None, bias: Operand | None, mean: Any, variance: Any,
+    *rest: Any,
 ) -> tuple[Operand, None, None]:  # fmt: skip
+    if _trains(node):
+        x = convolution(c.b, *x) if isinstance(x, Pending) else x
+        return _own_statistics(c, x, weight, bias, float(rest[-1])), None, None
     weight, bias = (None if one is None else c.cast(one, torch.float32) for one in (weight, bias))
     norm = Norm(c.cast(mean, torch.float32), c.cast(variance, torch.float32), weight, bias, float(rest[-1]))
     y = convolution(c.b, *x, norm) if isinstance(x, Pending) else batch_norm(c.b, c.cast(x, torch.float32), norm)
@@ -112,16 +149,42 @@ def _batch_norm(
 
 @rule("native_group_norm", why_not=why_not_statistics)
 def _group_norm(
-    c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, bias: Operand | None, batch: int, channels: int,
+    c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, bias: Operand | None, batch: int, _channels: int,
     _pixels: int, groups: int, eps: float,
 ) -> tuple[Operand, None, None]:  # fmt: skip
-    shape, ones = x.shape, (1,) * (len(x.shape) - 2)
     rows = c.reshaped(c.cast(x, torch.float32), (batch, groups, x.numel // (batch * groups)))
-    y = c.reshaped(layer_norm(c.b, rows, None, None, eps), shape)
+    y = c.reshaped(layer_norm(c.b, rows, None, None, eps), x.shape)
+    return _scaled(c, y, weight, bias), None, None
+
+
+def _scaled(c: Lowering, y: Operand, weight: Operand | None, bias: Operand | None) -> Operand:
+    """``y * weight + bias``, by channel."""
     for name, parameter in (("mul", weight), ("add", bias)):
         if parameter is not None:
-            y = binary(c.b, name, y, c.reshaped(c.cast(parameter, torch.float32), (channels, *ones)))
-    return y, None, None
+            column = c.reshaped(c.cast(parameter, torch.float32), (y.shape[1], *[1] * (len(y.shape) - 2)))
+            y = binary(c.b, name, y, column)
+    return y
+
+
+def _why_not_own_statistics(node: fx.Node) -> str:
+    if len(node.args) != 6 or not node.args[3]:
+        return "a batch norm that keeps statistics has no kernel in qcore_vulkan"
+    return why_not_statistics(node)
+
+
+@rule("_native_batch_norm_legit", why_not=_why_not_own_statistics)
+def _norm_of_itself(
+    c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, bias: Operand | None, _training: bool,
+    _momentum: float, eps: float,
+) -> tuple[Operand, None, None]:  # fmt: skip
+    return _own_statistics(c, x, weight, bias, eps), None, None
+
+
+def _own_statistics(c: Lowering, x: Operand, weight: Operand | None, bias: Operand | None, eps: float) -> Operand:
+    moved = c.cast(x, torch.float32).transpose(0, 1)  # an instance norm is one over a batch of 1
+    rows = c.reshaped(moved, (x.shape[1], x.numel // x.shape[1]))
+    y = c.reshaped(layer_norm(c.b, rows, None, None, eps), moved.shape).transpose(0, 1)
+    return _scaled(c, y, weight, bias)
 
 
 # Pooling. Dimensions before the last two, or the last of sequences, are images and channels.

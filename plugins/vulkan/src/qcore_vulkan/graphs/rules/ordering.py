@@ -31,8 +31,13 @@ def _sort(
 
 @rule("flip")
 def _flip(c: Lowering, node: fx.Node, x: Operand, dims: Sequence[int]) -> Operand:
+    return flipped(c, x, [dim % len(x.shape) for dim in dims if x.shape])
+
+
+def flipped(c: Lowering, x: Operand, dims: Sequence[int]) -> Operand:
+    """A copy that has the last element along ``dims`` first."""
     strides, offset = list(x.strides), x.offset
-    for at in {dim % len(x.shape) for dim in dims if x.shape}:
+    for at in set(dims):
         offset += (x.shape[at] - 1) * strides[at]
         strides[at] = -strides[at]
     # Only this copy sees negative strides: shaders add them modulo 2^32.
