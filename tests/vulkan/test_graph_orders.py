@@ -161,3 +161,16 @@ def test_long_lines_on_any_profile(device, monkeypatch, profile):
     x, y, index = drawn(700), drawn(3000), places(700, 3000)
     check(lambda x, i, y: x.scatter_add(0, i, y), x, index, y, tolerance=1e-5)
     check(lambda y: tuple(y.sort()), y)
+
+
+def test_memory_that_is_not_set_holds_no_large_integers():
+    def places_of(order):
+        inverse = torch.empty(6, dtype=torch.long)
+        return inverse.index_put((order,), torch.arange(6))
+
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
+    torch.use_deterministic_algorithms(True)  # fills such memory with the largest integers
+    try:
+        check(places_of, order)
+    finally:
+        torch.use_deterministic_algorithms(False)
