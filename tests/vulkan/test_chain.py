@@ -319,9 +319,9 @@ def test_a_batch_of_one_that_is_too_large_runs_module_by_module(monkeypatch):
 def test_a_long_chain_needs_no_more_memory_than_a_short_one(monkeypatch):
     recorded, sizes = builder.Builder.recorded, []
 
-    def noted(made, timed):
+    def noted(made, *flags):
         sizes.append(made._used[native.ARENA])
-        return recorded(made, timed)
+        return recorded(made, *flags)
 
     monkeypatch.setattr(builder.Builder, "recorded", noted)
     for depth in (3, 30):

@@ -61,33 +61,54 @@ def test_bounds_of_a_slice(start, end):
 
 @pytest.fixture
 def planner():
-    return Planner(None)  # allocates without a device
+    return Planner(None, small=0)  # allocates without a device
+
+
+def freed(planner: Planner, *refs: Ref) -> None:
+    for ref in refs:
+        planner.free(ref)
+    planner.waited()
 
 
 def test_memory_is_used_again_once_it_is_free(planner):
     a, b, c = (planner.scratch(1000) for _ in range(3))
     assert [one.offset for one in (a, b, c)] == [0, 1024, 2048]
-    planner.free(b)
+    freed(planner, b)
     assert planner.scratch(1025).offset == 3072  # does not fit into the hole
     assert planner.scratch(200).offset == 1024
-    planner.free(c)
+    freed(planner, c)
     assert planner.scratch(1600).offset == 1280  # the rest of b's, and most of c's
-    planner.free(a)
+    freed(planner, a)
     assert planner.scratch(1024).offset == 0
     assert planner._used[native.ARENA] == 3072 + 1280
 
 
+def test_memory_is_not_used_again_before_a_step_waits(planner):
+    a = planner.scratch(1000)
+    planner.free(a)
+    b = planner.scratch(1000)
+    assert b.offset == 1024
+    planner.waited()
+    assert planner.scratch(1000).offset == a.offset
+
+
+def test_small_ranges_are_not_given_away():
+    planner = Planner(None, small=512)
+    a, b, last = (planner.scratch(size) for size in (512, 513, 1000))
+    freed(planner, a, b)
+    assert planner.scratch(300).offset == last.offset + 1024
+    assert planner.scratch(600).offset == b.offset
+
+
 def test_the_smallest_hole_is_taken(planner):
     a, _, c, _ = (planner.scratch(size) for size in (1024, 1, 512, 1))
-    planner.free(a)
-    planner.free(c)
+    freed(planner, a, c)
     assert planner.scratch(512).offset == c.offset
 
 
 def test_the_top_sinks(planner):
     refs = [planner.scratch(256) for _ in range(3)]
-    for ref in (refs[0], refs[2], refs[1]):
-        planner.free(ref)
+    freed(planner, refs[0], refs[2], refs[1])
     assert planner.scratch(4096).offset == 0
     assert planner._holes == []
 
@@ -100,6 +121,7 @@ def test_a_step_gives_back_what_it_does_not_return(planner):
     planner.scratch(5000)
     planner.rewind(inner)
     planner.settle(mark, [result])
+    planner.waited()
     assert list(planner._made) == [kept.offset, result.offset]
     assert planner.scratch(300).offset == other.offset
     planner.free(Ref(native.OUTPUT, kept.offset, 4))  # no scratch memory
@@ -107,14 +129,15 @@ def test_a_step_gives_back_what_it_does_not_return(planner):
 
 
 def test_ranges_never_overlap_and_are_all_given_back():
-    generator, planner, living = torch.Generator().manual_seed(0), Planner(None), []
+    generator, planner, living = torch.Generator().manual_seed(0), Planner(None, small=0), []
     for _ in range(600):
         if living and torch.rand((), generator=generator) < 0.5:
             planner.free(living.pop(int(torch.randint(len(living), (), generator=generator))))
+            if torch.rand((), generator=generator) < 0.5:
+                planner.waited()
         else:
             living.append(planner.scratch(int(torch.randint(1, 5000, (), generator=generator))))
         spans = sorted((ref.offset, ref.offset + ref.bytes) for ref in living)
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    for ref in living:
-        planner.free(ref)
+    freed(planner, *living)
     assert (planner._holes, planner._top, planner._made) == ([], 0, {})

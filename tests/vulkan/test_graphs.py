@@ -12,6 +12,7 @@ from torch import nn
 
 import qcore
 from qcore import graphs
+from qcore_vulkan import builder
 from qcore_vulkan.graphs import states
 from qcore_vulkan.graphs.backend import qcore_vulkan
 
@@ -424,3 +425,33 @@ def test_other_graphs_see_current_states():
         torch.testing.assert_close(look(), torch.full((3,), 3.0 * number))
         count(torch.zeros(3))
         torch.testing.assert_close(double(model.count), torch.full((3,), 2.0 * number))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("scheme", "preparation"), [("w8a8", "quantize"), ("w4a16-g32", None)])
+def test_steps_of_a_block_run_side_by_side(device, monkeypatch, scheme, preparation):
+    programs, plain = [], builder.Program
+
+    def noted(*args):
+        programs.append(plain(*args))
+        return programs[-1]
+
+    torch.manual_seed(0)
+    counts = {}
+    for layers in (1, 2):
+        torch._dynamo.reset()
+        model = Decoder(layers=layers).eval()
+        qcore.quantize_(model, scheme)
+        wanted = decoded(copy.deepcopy(model))
+        with monkeypatch.context() as patched:
+            patched.setattr(builder, "Program", noted)
+            found = decoded(torch.compile(model, backend=qcore_vulkan))
+        assert (found - wanted).norm() <= 1e-4 * wanted.norm()
+        steps = programs[-1].steps
+        names = [step.name for step in steps]
+        counts[layers] = sum(step.barrier for step in steps), names.count("rows"), names.count(preparation)
+    waits, norms, preparations = (b - a for a, b in zip(counts[1], counts[2], strict=True))
+    # Queries, keys and values share one preparation and run together, as gates do; norms add the residuals.
+    assert norms == 2
+    assert preparations == (4 if preparation else 0)
+    assert waits == 9 + preparations

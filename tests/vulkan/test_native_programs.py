@@ -56,6 +56,26 @@ def test_wrong_arrays_are_refused(device):
         program.run([x], [])
 
 
+def test_time_of_each_step(device):
+    b = Builder(device)
+    target = b.output(1 << 20)
+    b.fill(target, 7)
+    b.copy(b.scratch(64), b.scratch(64))
+    values = torch.empty(1, 1 << 18, dtype=torch.int32)
+    program = b.program((), [Place(target, 1, 1 << 20, 1 << 20)], each=True)
+    total = program.run([], [values])
+    if total is None:
+        pytest.skip("no queue of this device measures time")
+    assert [step.name for step in program.steps] == ["fill", "copy"]
+    times = program.times()
+    assert len(times) == 2
+    assert all(time >= 0 for time in times)
+    assert 0 < sum(times) <= total * 1.001 + 1
+    assert values.eq(7).all()
+    with pytest.raises(native.VulkanError, match="timestamps"):
+        chain(device, 7, 33, timed=True).times()
+
+
 def test_time_on_the_device(device):
     elapsed = chain(device, 100, 100, timed=True).run([torch.zeros(100, 100)], [torch.zeros(100, 100)])
     assert 0 < elapsed < 10e6

@@ -15,7 +15,8 @@ from vulkan_problems import vulkan  # noqa: F401
 
 from qcore.plugin_api import PluginError
 from qcore_vulkan.steps.attention import attention
-from qcore_vulkan.steps.rope import rope
+from qcore_vulkan.steps.gather import scatter_rows
+from qcore_vulkan.steps.rope import rope, rope_rows
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -54,6 +55,31 @@ def test_rotary_embedding_of_many_dimensions(vulkan):  # noqa: F811
     x = drawn(2, 3, 2, 5, 4, 8).permute(3, 0, 4, 1, 2, 5)
     cos, sin = drawn(2, 1, 3, 1, 8), drawn(5, 1, 4, 1, 1, 8)
     assert torch.allclose(run(vulkan, rope, x, cos, sin), rotated(x, cos, sin), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [64, 8, 6, 2])
+@pytest.mark.parametrize("strided", [False, True])
+def test_rotary_embedding_into_rows_of_a_cache(vulkan, size, strided):  # noqa: F811
+    x = drawn(2, 3, 4, size)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if strided else x
+    cos, sin, index = drawn(1, 1, 4, size), drawn(1, 1, 4, size, seed=1), torch.tensor([6, 0, 3, 8])
+    for cache in (drawn(2, 3, 9, size), drawn(2, 3, 9, size + 1)[..., :size]):
+        expected = cache.index_copy(2, index, rotated(x, cos, sin))
+        found = run(vulkan, into_rows, x, cos, sin, cache, 2, index)
+        assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rotary_embedding_into_one_row_of_a_cache(vulkan):  # noqa: F811
+    x, cos, sin, cache = drawn(1, 4, 1, 64), drawn(1, 1, 1, 64), drawn(1, 1, 1, 64, seed=1), drawn(1, 4, 9, 64)
+    expected = cache.index_copy(2, torch.tensor([5]), rotated(x, cos, sin))
+    found = run(vulkan, rope_rows, x, cos, sin, cache, 2, torch.tensor([5]))
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def into_rows(b, x, cos, sin, target, dim, index):
+    """Whatever strides there are, as the rule of index_copy does it."""
+    found = rope_rows(b, x, cos, sin, target, dim, index)
+    return scatter_rows(b, target, dim, index, rope(b, x, cos, sin)) if found is None else found
 
 
 def expected_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:

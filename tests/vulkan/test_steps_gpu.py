@@ -10,16 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
-from vulkan_problems import assert_right, drawn, run_conv2d, run_linear, vulkan  # noqa: F401
+from vulkan_problems import assert_right, bring, drawn, place, run_conv2d, run_linear, vulkan  # noqa: F401
 
+import qcore
 from qcore import Format, QTensor
 from qcore.contracts import CONV2D, LINEAR
 from qcore.weights.schemes import Scheme
-from qcore_vulkan import layout, native
+from qcore_vulkan import layout, native, steps
 from qcore_vulkan.builder import Builder
 from qcore_vulkan.description import Matrix
-from qcore_vulkan.steps import product, rows, selection
+from qcore_vulkan.steps import Geometry2d, Image, product, rows, selection
 from qcore_vulkan.steps.gpu_kernels import CoopF16, CoopInt8, Digits, Kernel, SharedFloat, SharedInt, TileShape
+from qcore_vulkan.steps.row_kernel import RowGemv
 
 FLOAT = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g48-asym", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
 INT = ("w8a8", "w8a8-aasym", "w8a8-asym", "w8a8-fzp-aasym", "w4a8-g32-asym-aasym", "w4a8-fzp", "w4a8-g48-asym-static")
@@ -234,3 +236,57 @@ def test_a_preferred_kernel_serves(vulkan, monkeypatch):  # noqa: F811
     assert selection.choose(vulkan, asked) is kernel
     selection.forget(vulkan, asked)
     assert selection.choose(vulkan, asked) != kernel
+
+
+@pytest.mark.parametrize("variant", ["gemv_row_dot", "gemv_row_plain"])
+@pytest.mark.parametrize("scheme", [*(one for one in FLOAT if one not in ("w4a16-g48-asym", "w8a16-g5-asym")), "w8a8"])
+def test_a_row_in_one_step(vulkan, monkeypatch, scheme, variant):  # noqa: F811
+    size, codes = vulkan.description.subgroup.size, scheme == "w8a8"
+    only(monkeypatch, vulkan, lambda problem: RowGemv(variant, codes, 64, 2, 2, size))
+    for n, k in ((33, 256), (8, 128), (20, 896), (64, 128)):
+        assert_right(vulkan, drawn(scheme, 1, n, k, bias="same"))
+
+
+@pytest.mark.parametrize("scheme", ["w4a8-g128", "w4a8-g32-asym", "w8a8-asym", "w8a8-fzp"])
+def test_a_row_that_is_quantized_in_its_product(vulkan, monkeypatch, scheme):  # noqa: F811
+    kernel = RowGemv("gemv_row_dot", True, 128, 1, 1, vulkan.description.subgroup.size)
+    only(monkeypatch, vulkan, lambda problem: kernel)
+    for n, k in ((33, 256), (64, 1024)):
+        assert_right(vulkan, drawn(scheme, 1, n, k, bias="same"))
+
+
+def test_a_row_of_columns_of_a_convolution(vulkan, monkeypatch):  # noqa: F811
+    taken = []
+
+    def kernel(problem):
+        taken.append(problem)
+        return RowGemv("gemv_row_dot", False, 64, 1, 1, vulkan.description.subgroup.size)
+
+    only(monkeypatch, vulkan, kernel)
+    draw = torch.Generator().manual_seed(1)
+    pixels, dense = torch.randn(9, 32, generator=draw), torch.randn(16, 32, 3, 3, generator=draw)
+    weight = qcore.quantize(dense.movedim(1, -1).reshape(16, 288), Format.parse("int8"))
+    b = Builder(vulkan)
+    image = Image(bring(b, 9, 32, torch.float32), 1, 32, 3, 3)
+    one = Geometry2d((3, 3), (1, 1), (0, 0), (1, 1), 1)
+    out = b.output(rows.rows_bytes(1, 16, torch.float32))
+    y = steps.conv2d(b, image, layout.upload(vulkan, weight), None, one, None, None, torch.float32, out)
+    found = torch.empty(1, 16)
+    b.program([place(image.rows)], [place(y.rows)]).run([pixels], [found])
+    expected = pixels.reshape(1, 288).double() @ weight.dequantize().double().T
+    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert [problem.m for problem in taken] == [1]
+
+
+def test_rows_that_their_kernel_takes(rich):
+    for op, fmt in (("gemm_float", "int4-g128"), ("gemm_int", "int8")):
+        one = replace(problem(op, 1, fmt, torch.float32), symmetric=op == "gemm_int")
+        assert next(selection.candidates(rich, one)).variant == "gemv_row_dot"
+        for other in (
+            replace(one, m=2), replace(one, x_dtype=torch.bfloat16),
+            replace(one, geometry=replace(one.geometry, k=4095)),
+        ):  # fmt: skip
+            assert next(selection.candidates(rich, other)).variant != "gemv_row_dot"
+    assert first(rich, "gemm_int", 1, "int8", torch.float32).variant == "gemv_digits_dot"
+    small = replace(rich, limits=replace(rich.limits, shared_memory=4096))
+    assert next(selection.candidates(small, one)).variant != "gemv_row_dot"

@@ -147,6 +147,10 @@ QV_EXPORT int qv_run(qv_recording* program, const qv_copy* in, uint32_t n_in, co
   });
 }
 
+QV_EXPORT int qv_times(qv_recording* program, double* us, uint32_t count) {
+  return with(program ? program->device : nullptr, [&](Device&) { program->body->times(us, count); });
+}
+
 QV_EXPORT int qv_program_free(qv_recording* program) {
   const int code = with(program ? program->device : nullptr, [&](Device& open) { open.remove(program->body); });
   delete program;  // what of it a closed or lost device had is freed with the device

@@ -21,10 +21,10 @@ Program::Program(Device& device, const qv_step* steps, uint32_t count, uint64_t 
   }
   try {
     commands_ = device_.queue.allocate();
-    if (flags & QV_TIMESTAMPS && device.context.physical->timestamp_bits()) {
+    if (flags & (QV_TIMESTAMPS | QV_STEP_TIMES) && device.context.physical->timestamp_bits()) {
       VkQueryPoolCreateInfo info{VK_STRUCTURE_TYPE_QUERY_POOL_CREATE_INFO};
       info.queryType = VK_QUERY_TYPE_TIMESTAMP;
-      info.queryCount = 2;
+      info.queryCount = queried_ = flags & QV_STEP_TIMES ? count + 1 : 2;
       check(vk_.vkCreateQueryPool(device.context.device, &info, nullptr, &queries_), "vkCreateQueryPool");
     }
     for (uint64_t region : kRegions) device_.region(region).ensure(sizes_[region]);
@@ -107,16 +107,17 @@ void Program::record() {
   VkCommandBufferBeginInfo begin{VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO};
   check(vk_.vkBeginCommandBuffer(commands_, &begin), "vkBeginCommandBuffer");
   if (queries_) {
-    vk_.vkCmdResetQueryPool(commands_, queries_, 0, 2);
+    vk_.vkCmdResetQueryPool(commands_, queries_, 0, queried_);
     vk_.vkCmdWriteTimestamp(commands_, VK_PIPELINE_STAGE_TOP_OF_PIPE_BIT, queries_, 0);
   }
-  bool first = true;
+  uint32_t done = 0;
   for (const qv_step& step : steps_) {
-    if (!first && !(step.flags & QV_NO_BARRIER)) barrier(vk_, commands_);
+    if (done && !(step.flags & QV_NO_BARRIER)) barrier(vk_, commands_);
     record_step(step);
-    first = false;
+    // A timestamp waits for the steps before it: with one after each, steps without barriers run one by one.
+    if (++done < queried_ && queried_ == steps_.size() + 1) write_timestamp(done);
   }
-  if (queries_) vk_.vkCmdWriteTimestamp(commands_, VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, queries_, 1);
+  if (queries_) write_timestamp(queried_ - 1);
   barrier(vk_, commands_, true);
   check(vk_.vkEndCommandBuffer(commands_), "vkEndCommandBuffer");
   for (uint64_t region : kRegions) moves_[region] = device_.region(region).moves();
@@ -193,14 +194,34 @@ double Program::run(const qv_copy* in, uint32_t n_in, const qv_copy* out, uint32
   return queries_ ? elapsed() : -1.0;
 }
 
-double Program::elapsed() const {
-  uint64_t ticks[2];
-  check(vk_.vkGetQueryPoolResults(device_.context.device, queries_, 0, 2, sizeof ticks, ticks, sizeof ticks[0],
+void Program::write_timestamp(uint32_t query) {
+  vk_.vkCmdWriteTimestamp(commands_, VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, queries_, query);
+}
+
+void Program::times(double* us, uint32_t count) const {
+  if (!queries_) refuse("a program without timestamps");
+  if (count + 1 != queried_) refuse("a program with another number of timestamps");
+  std::vector<uint64_t> ticks(queried_);
+  check(vk_.vkGetQueryPoolResults(device_.context.device, queries_, 0, queried_, 8 * ticks.size(), ticks.data(), 8,
                                   VK_QUERY_RESULT_64_BIT | VK_QUERY_RESULT_WAIT_BIT),
         "vkGetQueryPoolResults");
+  for (uint32_t i = 0; i < count; ++i) us[i] = microseconds(ticks[i], ticks[i + 1]);
+}
+
+double Program::elapsed() const {
+  uint64_t ticks[2];
+  for (uint32_t i : {0u, 1u}) {
+    check(vk_.vkGetQueryPoolResults(device_.context.device, queries_, i * (queried_ - 1), 1, 8, &ticks[i], 8,
+                                    VK_QUERY_RESULT_64_BIT | VK_QUERY_RESULT_WAIT_BIT),
+          "vkGetQueryPoolResults");
+  }
+  return microseconds(ticks[0], ticks[1]);
+}
+
+double Program::microseconds(uint64_t from, uint64_t to) const {
   const uint32_t bits = device_.context.physical->timestamp_bits();
   const uint64_t mask = bits >= 64 ? UINT64_MAX : (uint64_t{1} << bits) - 1;
-  return double((ticks[1] - ticks[0]) & mask) * device_.context.physical->limits().timestampPeriod * 1e-3;
+  return double((to - from) & mask) * device_.context.physical->limits().timestampPeriod * 1e-3;
 }
 
 }  // namespace qv

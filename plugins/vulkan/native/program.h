@@ -15,6 +15,8 @@ class Program {
 
   // Microseconds on the device; negative if the program has no timestamps.
   double run(const qv_copy* in, uint32_t n_in, const qv_copy* out, uint32_t n_out);
+  // Microseconds of each of `count` steps in the last run of a program with QV_STEP_TIMES.
+  void times(double* us, uint32_t count) const;
   uint64_t needs(uint64_t buffer) const { return sizes_[buffer]; }  // bytes of QV_ARENA, QV_INPUT, QV_OUTPUT
 
  private:
@@ -35,7 +37,9 @@ class Program {
   void record_step(const qv_step& step);
   void record_dispatch(const qv_step& step);
   Place place(const qv_range& range) const;
+  void write_timestamp(uint32_t query);
   double elapsed() const;
+  double microseconds(uint64_t from, uint64_t to) const;
   void release();
 
   Device& device_;
@@ -45,6 +49,7 @@ class Program {
   std::unordered_map<uint64_t, std::shared_ptr<Range>> held_;  // freed buffers stay until the program goes
   VkCommandBuffer commands_ = VK_NULL_HANDLE;
   VkQueryPool queries_ = VK_NULL_HANDLE;
+  uint32_t queried_ = 0;  // timestamps: before the first step, and after the last or after each
   VkPipeline bound_ = VK_NULL_HANDLE;  // while recording
   uint64_t moves_[4] = {};             // of the regions when the commands were recorded
 };

@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#define QV_ABI 2u  // raised whenever anything below changes its meaning
+#define QV_ABI 3u  // raised whenever anything below changes its meaning
 
 enum {
   QV_OK = 0,
@@ -30,7 +30,7 @@ enum { QV_NONE = 0, QV_ARENA = 1, QV_INPUT = 2, QV_OUTPUT = 3, QV_FIRST_BUFFER =
 enum { QV_VALIDATE = 1, QV_BLOCK = 2, QV_SPIN = 4 };     // flags of qv_open; QV_BLOCK and QV_SPIN: how qv_run waits
 enum { QV_DISPATCH = 0, QV_COPY = 1, QV_FILL = 2 };      // kinds of steps
 enum { QV_NO_BARRIER = 1 };                              // flags of a step
-enum { QV_TIMESTAMPS = 1 };                              // flags of a program
+enum { QV_TIMESTAMPS = 1, QV_STEP_TIMES = 2 };           // flags of a program: to measure the whole, or each step
 enum { QV_UNWRITTEN = 1 };                               // flags of qv_alloc
 enum { QV_INJECT_LOST = 1, QV_INJECT_OUT_OF_MEMORY = 2, QV_INJECT_IDLE = 4 };
 
@@ -92,6 +92,10 @@ int qv_program(qv_device* device, const qv_step* steps, uint32_t count, uint64_t
 
 // Copies in, runs, waits, copies out. `gpu_us`: time on the device, negative if it was not measured; may be NULL.
 int qv_run(qv_recording* program, const qv_copy* in, uint32_t n_in, const qv_copy* out, uint32_t n_out, double* gpu_us);
+
+// Microseconds of each of the `count` steps in the last run of a program with QV_STEP_TIMES; such steps do not overlap.
+// QV_INVALID if it has none, or no queue of the device measures time.
+int qv_times(qv_recording* program, double* us, uint32_t count);
 int qv_program_free(qv_recording* program);
 
 // buffers alive, their bytes, bytes taken from the driver, programs, pipelines, submissions, validation messages.

@@ -35,6 +35,7 @@ layout(constant_id = 10) const uint EACH_TEAM = 1u;  // keys of a team at once; 
 // CPUs emulate subgroups by vectors and read shared memory lane by lane, so that reads are what takes time.
 layout(constant_id = 11) const uint SPREAD = 0u;
 layout(constant_id = 12) const uint ALONE = 0u;  // whether the workgroup is one subgroup
+layout(constant_id = 13) const uint VALUES = 1u;  // keys whose values a lane reads before it uses the first
 
 const uint FLOAT_MASK = 1u;  // added to the scores
 const uint BOOL_MASK = 2u;   // an int32, not 0 where a key takes part
@@ -189,21 +190,30 @@ void weigh(uint f) {
     most[f] = largest;
 }
 
-// Step 3, for one key.
-void add_value(uint c, uint key, uint column, uint batch, uint head) {
-    vec4 w[FOURS];
-    bool weighs = false;
-    [[unroll]] for (uint f = 0u; f < FOURS; ++f) {
-        w[f] = weight[c * PITCH + f];
-        weighs = weighs || any(notEqual(w[f], vec4(0.0)));
+// Step 3, for VALUES keys, GROUPS apart, whose values are all on their way before the first is used.
+void add_values(uint c, uint base, uint end, uint column, uint batch, uint head) {
+    bool weighs[VALUES];
+    vec4 v[VALUES * EACH];
+    uint start = push.v_offset + batch * push.v_stride[0] + head * push.v_stride[1];
+    [[unroll]] for (uint i = 0u; i < VALUES; ++i) {
+        uint own = c + i * GROUPS;
+        weighs[i] = false;
+        if (own >= KEYS || base + own >= end) continue;
+        [[unroll]] for (uint f = 0u; f < FOURS; ++f)
+            weighs[i] = weighs[i] || any(notEqual(weight[own * PITCH + f], vec4(0.0)));
+        if (!weighs[i]) continue;
+        [[unroll]] for (uint j = 0u; j < EACH; ++j) {
+            uint four = column + j * WIDTH;
+            if (V4 % WIDTH == 0u || four < V4) v[i * EACH + j] = read_value(start + (base + own) * push.v_stride[2], four);
+        }
     }
-    if (!weighs) return;
-    uint at = push.v_offset + batch * push.v_stride[0] + head * push.v_stride[1] + key * push.v_stride[2];
-    [[unroll]] for (uint j = 0u; j < EACH; ++j) {
-        uint four = column + j * WIDTH;
-        if (V4 % WIDTH != 0u && four >= V4) continue;
-        vec4 v = read_value(at, four);
-        [[unroll]] for (uint r = 0u; r < ROWS; ++r) sums[r * EACH + j] += w[r / 4u][r % 4u] * v;
+    [[unroll]] for (uint i = 0u; i < VALUES; ++i) {
+        if (!weighs[i]) continue;
+        [[unroll]] for (uint j = 0u; j < EACH; ++j) {
+            if (V4 % WIDTH != 0u && column + j * WIDTH >= V4) continue;
+            [[unroll]] for (uint r = 0u; r < ROWS; ++r)
+                sums[r * EACH + j] += weight[(c + i * GROUPS) * PITCH + r / 4u][r % 4u] * v[i * EACH + j];
+        }
     }
 }
 
@@ -279,7 +289,8 @@ void main() {
         wait();
         [[unroll]] for (uint i = 0u; i < ROWS * EACH; ++i) sums[i] *= factor[i / EACH / 4u][i / EACH % 4u];
         if (group < GROUPS) {
-            for (uint c = group; c < KEYS && base + c < end; c += GROUPS) add_value(c, base + c, column, batch, head);
+            for (uint c = group; c < KEYS && base + c < end; c += GROUPS * VALUES)
+                add_values(c, base, end, column, batch, head);
         }
         wait();
     }

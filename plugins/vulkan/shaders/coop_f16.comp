@@ -54,9 +54,11 @@ layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };          // [M][b
 layout(set = 0, binding = 1) readonly buffer W { uvec2 w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
-layout(set = 0, binding = 4) readonly buffer XScale { float x_scale[]; };  // [M]
+layout(set = 0, binding = 4) readonly buffer XScale { float x_scale[]; };  // [M], see plain_rows.glsl
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer XSums { float x_sum[]; };  // [M][G]
+
+#include "plain_rows.glsl"
 
 const uint A_TILE = BUFFERS * BM * ROW;
 const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, in the memory of a_tile
@@ -153,7 +155,7 @@ void write_tile(uint row, uint col) {
         uint m_ = row + e / TN;
         uint n_ = col + e % TN;
         uint to = (gl_WorkGroupID.z * m + m_) * pitch + column + n_;
-        if (m_ < m && n_ < n) write_result(to, finish(m_, n_, result(at + e)), dtype);
+        if (m_ < m && n_ < n && x_scale[m_] >= 0.0) write_result(to, finish(m_, n_, result(at + e)), dtype);
     }
     subgroupMemoryBarrierShared();
     subgroupBarrier();
@@ -240,8 +242,25 @@ void main() {
         if (step + 1u < steps) store_tiles((step + 1u) % BUFFERS);
         barrier();
     }
-    // 7. Results, through a_tile, which the last barrier has freed. By literal numbers: a driver that does not unroll a
+    // 7. Whether there are plain rows, in the memory of b_tile, which the last barrier has freed.
+    if (gl_LocalInvocationIndex == 0u) b_tile[0].x = 0u;
+    barrier();
+    for (uint t = gl_LocalInvocationIndex; t < BM; t += LANES) {
+        if (x_scale[min(row0 + t, m - 1u)] < 0.0) b_tile[0].x = 1u;
+    }
+    // 8. Results, through a_tile, which is free as well. By literal numbers: a driver that does not unroll a
     //    loop here would keep the matrices in memory all along.
     EACH_TILE(0) EACH_TILE(1) EACH_TILE(2) EACH_TILE(3) EACH_TILE(4) EACH_TILE(5) EACH_TILE(6) EACH_TILE(7)
     EACH_TILE(8) EACH_TILE(9) EACH_TILE(10) EACH_TILE(11) EACH_TILE(12) EACH_TILE(13) EACH_TILE(14) EACH_TILE(15)
+    // 9. Plain rows, if there are any, a lane per result. The part z = 0 adds the bias, as there is none of several.
+    barrier();
+    if (b_tile[0].x == 0u) return;
+    for (uint t = gl_LocalInvocationIndex; t < BM * BN; t += LANES) {
+        uint m_ = row0 + t / BN;
+        uint n_ = col0 + t % BN;
+        if (m_ >= m || n_ >= n || x_scale[m_] >= 0.0) continue;
+        float value = plain_product(m_, blocks * 8u, n_, start * KB, steps * KB);
+        if (biased != 0u) value += bias[column + n_];
+        write_result((gl_WorkGroupID.z * m + m_) * pitch + column + n_, value, dtype);
+    }
 }

@@ -3,6 +3,9 @@
 // power of two into its range, where the eight bits of bfloat16 fit exactly and three terms hold all of float32: rows
 // m + row and 2 m + row follow, at 2^-11 and 2^-22 of the scale. Also sums of x per group.
 //
+// A row whose largest magnitude is so far above the others that its scale would make zeros of them is stored as it is,
+// behind the scales; its halves are zeros and its scale is negative: see plain_rows.glsl.
+//
 // A workgroup of LANES per row; a lane takes eight columns at a time, 16 bytes of the result. Rows that are scaled are
 // read from global memory twice, once for their largest magnitude; shared memory holds that reduction only.
 #version 450
@@ -26,9 +29,15 @@ layout(push_constant) uniform Push {
 
 layout(set = 0, binding = 1) writeonly buffer Halves { uvec4 halves[]; };  // [TERMS M][columns / 8], or [][][tile][2]
 layout(set = 0, binding = 2) writeonly buffer Scales { float scales[]; };  // [TERMS M]
+layout(set = 0, binding = 2) writeonly buffer Plain { vec4 plain[]; };     // the same, padded to fours; [M][columns / 4]
 layout(set = 0, binding = 3) writeonly buffer Sums { float sums[]; };      // [TERMS M][groups]
 
+// Octaves from the mean of a row to its largest magnitude that halves can hold. The terms of float32 reach 33 below the
+// largest, the one of bfloat16 reaches 32; what is left are at least the leading bits of the others.
+const uint REACH = TERMS > 1u ? 22u : 26u;
+
 shared uint largest[LANES];
+shared uvec2 octaves[LANES];  // the sum of the exponents of numbers other than 0, and their count
 
 float value[8];
 
@@ -47,20 +56,31 @@ void read_eight(uint row, uint first) {
 }
 
 // 2^15 (2^14 of several terms, since the first may round up) over the power of two at or below the largest magnitude
-// of the row; 1 for a row of zeros.
+// of the row; 1 for a row of zeros; 0 for one that halves cannot hold.
 float row_unit(uint row, uint lane) {
     uint most = 0u;
+    uvec2 all = uvec2(0u);
     for (uint c = lane * 8u; c < columns; c += LANES * 8u) {
         read_eight(row, c);
-        [[unroll]] for (uint i = 0u; i < 8u; ++i) most = max(most, floatBitsToUint(value[i]) & 0x7fffffffu);
+        [[unroll]] for (uint i = 0u; i < 8u; ++i) {
+            uint bits = floatBitsToUint(value[i]) & 0x7fffffffu;
+            most = max(most, bits);
+            all += bits < 0x00800000u ? uvec2(0u) : uvec2(bits >> 23, 1u);
+        }
     }
     // A tree over the lanes; bits of magnitudes have the order of the numbers. Every round ends with a barrier.
     largest[lane] = most;
+    octaves[lane] = all;
     barrier();
     for (uint reach = LANES / 2u; reach > 0u; reach /= 2u) {
-        if (lane < reach) largest[lane] = max(largest[lane], largest[lane + reach]);
+        if (lane < reach) {
+            largest[lane] = max(largest[lane], largest[lane + reach]);
+            octaves[lane] += octaves[lane + reach];
+        }
         barrier();
     }
+    uint mean = octaves[0].x / max(octaves[0].y, 1u);
+    if (largest[0] < 0x7f800000u && largest[0] >> 23 > mean + REACH) return 0.0;
     most = min(largest[0], 0x7f000000u);
     return most < 0x00800000u ? 1.0 : uintBitsToFloat(min((TERMS > 1u ? 268u : 269u) - (most >> 23), 230u) << 23);
 }
@@ -100,6 +120,11 @@ void main() {
     // 2. Scale, split into TERMS halves and store, eight columns at a time.
     for (uint c = lane * 8u; c < columns; c += LANES * 8u) {
         read_eight(row, c);
+        if (DTYPE != F16 && unit == 0.0) {
+            uint at = (TERMS * m + 3u + row * columns + c) / 4u;
+            plain[at] = vec4(value[0], value[1], value[2], value[3]);
+            plain[at + 1u] = vec4(value[4], value[5], value[6], value[7]);
+        }
         [[unroll]] for (uint i = 0u; i < 8u; ++i) value[i] *= unit;
         [[unroll]] for (uint t = 0u; t < TERMS; ++t) {
             uvec4 order = uvec4(pair(0u, 2u), pair(4u, 6u), pair(1u, 3u), pair(5u, 7u));
@@ -107,7 +132,8 @@ void main() {
         }
     }
     // 3. What a term of the result has to be multiplied by.
-    if (lane < TERMS) scales[lane * m + row] = 1.0 / unit / float(1u << (11u * lane));
+    if (lane < TERMS)
+        scales[lane * m + row] = unit > 0.0 ? 1.0 / unit / float(1u << (11u * lane)) : lane == 0u ? -1.0 : 1.0;
     // 4. Float zero points of weights multiply the sums of x; the terms' sums would be added up, so the first has it
     //    all.
     if (summed == 0u) return;

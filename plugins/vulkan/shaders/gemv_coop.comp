@@ -47,8 +47,10 @@ layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };             // [M
 layout(set = 0, binding = 1) readonly buffer W { uvec4 w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };     // [G][NP]
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };        // [G][NP]
-layout(set = 0, binding = 4) readonly buffer XScale { float x_scale[]; };  // [M]
+layout(set = 0, binding = 4) readonly buffer XScale { float x_scale[]; };  // [M], see plain_rows.glsl
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
+
+#include "plain_rows.glsl"
 
 #define MATRIX_B coopmat<float16_t, gl_ScopeSubgroup, 16, TN, gl_MatrixUseB>
 #define MATRIX_C coopmat<float, gl_ScopeSubgroup, 16, TN, gl_MatrixUseAccumulator>
@@ -169,8 +171,18 @@ void main() {
             float value = 0.0;                                                                                         \
             for (uint u = 0u; u < SUBGROUPS; ++u) value += result((u * 16u + t % 16u) * TN + t / 16u);                 \
             uint m_ = row0 + t / 16u;                                                                                  \
-            if (n_ < n && m_ < m) write_result(m_ * pitch + column + n_, finish(m_, n_, value), dtype);                \
+            if (n_ < n && m_ < m && x_scale[m_] >= 0.0)                                                                \
+                write_result(m_ * pitch + column + n_, finish(m_, n_, value), dtype);                                  \
         }                                                                                                              \
     }
     EACH_SIXTEEN(0) EACH_SIXTEEN(1) EACH_SIXTEEN(2) EACH_SIXTEEN(3)
+    // 6. Plain rows, which are rare, a lane per result.
+    for (uint t = gl_LocalInvocationIndex; t < R * 16u * TN; t += LANES) {
+        uint m_ = row0 + t / (R * 16u);
+        uint n_ = n0 + t % (R * 16u);
+        if (m_ >= m || n_ >= n || x_scale[m_] >= 0.0) continue;
+        float value = plain_product(m_, chunks * CHUNK * 8u, n_, 0u, blocks);
+        if (biased != 0u) value += bias[column + n_];
+        write_result(m_ * pitch + column + n_, value, dtype);
+    }
 }

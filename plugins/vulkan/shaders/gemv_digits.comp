@@ -148,11 +148,11 @@ void add_rest(uint block, uint r, uint m_, uint row_of_x, uint at, uint weight) 
         uvec4 codes = bytes(w[at], w[at + (P - 1u) * 8u], h);
         for (uint i = 0u; i < 4u; ++i) {
             vec4 left = rest[(row_of_x * blocks + block) * 8u + h * 4u + i];
-            sum += left * (code4(codes[i]) - z);
+            sum += left * ((code4(codes[i]) - z) * scale[parameter]);
             plain += left;
         }
     }
-    acc[r * MT + m_] += scale[parameter] * dot(sum, vec4(1.0));
+    acc[r * MT + m_] += dot(sum, vec4(1.0));
     if (ZERO == 2u) acc[r * MT + m_] += uintBitsToFloat(zero[parameter]) * dot(plain, vec4(1.0));
 }
 

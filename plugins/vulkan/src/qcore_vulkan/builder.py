@@ -6,18 +6,20 @@ import ctypes
 import operator
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from ctypes import byref, c_double, c_void_p
 from dataclasses import dataclass
-from typing import SupportsFloat, SupportsIndex
+from typing import SupportsFloat, SupportsIndex, TypeVar
 
 import torch
 
-from . import native
+from . import access, native
 from .device import Array, Buffer, Device, dense
 
 ALIGN = 256
 """Alignment of every range, in bytes: the largest that any device requires."""
+_KINDS = {native.DISPATCH: "dispatch", native.COPY: "copy", native.FILL: "fill"}
+_T = TypeVar("_T")
 _MOST_GROUPS = 65535
 """Workgroups along one axis that every device supports."""
 
@@ -35,6 +37,15 @@ class Ref:
         if offset + nbytes > self.bytes:
             raise ValueError(f"{nbytes} bytes at offset {offset} are out of range: there are {self.bytes}")
         return Ref(self.buffer, self.offset + offset, nbytes)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """A step of a program: the variant of its shader, "copy" or "fill", its workgroups, if it waits for the others."""
+
+    name: str
+    groups: tuple[int, ...]
+    barrier: bool
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,10 @@ class Builder:
     def __init__(self, device: Device):
         self.device = device
         self._steps: list[native.Step] = []
+        self._names: list[str] = []
+        self._uses: list[list[access.Use]] = []
+        self._hazards = access.Hazards()
+        self._in_order = False
         self._buffers: dict[int, Buffer] = {}
         self._used = {native.ARENA: 0, native.INPUT: 0, native.OUTPUT: 0}
         self._top = 0
@@ -77,8 +92,16 @@ class Builder:
         return self._top
 
     def rewind(self, mark: int) -> None:
-        """Let later scratch memory reuse that allocated since `mark`; steps wait for each other."""
+        """Let later scratch memory reuse that allocated since `mark`; steps that use it wait for those before."""
         self._top = mark
+
+    def prepared(self, source: Ref, key: Hashable, make: Callable[[], _T]) -> _T:
+        """The result of ``make``, which appends steps that derive something from the memory ``source``.
+
+        Builders that know how long memory lives append equal steps (of equal ``key``) once for several readers.
+        """
+        del source, key
+        return make()
 
     def input(self, nbytes: int) -> Ref:
         """Memory that the host writes before a run."""
@@ -102,14 +125,16 @@ class Builder:
         refs: Sequence[Ref | Buffer | None],
         *,
         subgroup: int = 0,
-        barrier: bool = True,
     ) -> None:
         """Run a variant of a shader; raises `native.Unsupported` if the device cannot.
 
-        ``push``: words of its push constants, floats as float32. ``refs``: its storage buffers 0... Without ``barrier``
-        it does not wait for the previous step.
+        ``push``: words of its push constants, floats as float32. ``refs``: its storage buffers 0... It waits for the
+        steps before it if one writes what it uses, or reads what it writes.
         """
-        self.launch(self.device.pipeline(variant, constants, subgroup), groups, push, refs, barrier=barrier)
+        pipeline = self.device.pipeline(variant, constants, subgroup)
+        step = self._step(native.DISPATCH, refs, access.of_variant(variant))
+        _describe(step, pipeline, groups, push)
+        self._names[-1] = variant
 
     def launch(
         self,
@@ -120,28 +145,42 @@ class Builder:
         *,
         barrier: bool = True,
     ) -> None:
-        """As `dispatch`, for a pipeline of `Device.compile`."""
-        step = self._step(native.DISPATCH, refs, barrier)
-        step.pipeline = pipeline
-        step.groups[:] = groups
-        step.push_bytes = 4 * len(push)
-        step.push[: len(push)] = [_word(value) for value in push]
+        """As `dispatch`, for a pipeline of `Device.compile`. Without ``barrier`` it does not wait.
 
-    def copy(self, source: Ref, target: Ref, *, barrier: bool = True) -> None:
+        Steps of a program with such a step run in the order in which they were appended.
+        """
+        step = self._step(native.DISPATCH, refs, [access.READ | access.WRITE] * len(refs))
+        step.flags = 0 if barrier else native.NO_BARRIER
+        self._in_order = True
+        _describe(step, pipeline, groups, push)
+
+    def copy(self, source: Ref, target: Ref) -> None:
         """Copy bytes on the device."""
-        self._step(native.COPY, (source, target), barrier)
+        self._step(native.COPY, (source, target), (access.READ, access.WRITE))
 
-    def fill(self, target: Ref, word: int = 0, *, barrier: bool = True) -> None:
+    def fill(self, target: Ref, word: int = 0) -> None:
         """Set every 32-bit word."""
-        self._step(native.FILL, (target,), barrier).push[0] = word
+        self._step(native.FILL, (target,), (access.WRITE,)).push[0] = word
 
-    def _step(self, kind: int, refs: Sequence[Ref | Buffer | None], barrier: bool) -> native.Step:
-        step = native.Step(kind=kind, flags=0 if barrier else native.NO_BARRIER, bindings=len(refs))
-        for place, ref in zip(step.ranges, refs, strict=False):
+    def _step(self, kind: int, refs: Sequence[Ref | Buffer | None], used: Sequence[int]) -> native.Step:
+        """``used``: flags of each range."""
+        step = native.Step(kind=kind, bindings=len(refs))
+        spans: list[access.Span | None] = [None] * len(refs)
+        for i, (place, ref) in enumerate(zip(step.ranges, refs, strict=False)):
             if ref is not None:
                 place.buffer, place.offset, place.bytes = self._range(ref)
+                spans[i] = place.buffer, place.offset, place.offset + place.bytes
+        self._uses.append(access.uses(spans, used))
+        if self._hazards.waits(self._uses[-1]):
+            self.waited()
+        else:
+            step.flags = native.NO_BARRIER
         self._steps.append(step)
+        self._names.append(_KINDS[kind])
         return step
+
+    def waited(self) -> None:
+        """Called for each step that would wait for those before it if steps ran in the order of their calls."""
 
     def _range(self, ref: Ref | Buffer) -> tuple[int, int, int]:
         whole = Ref(ref, 0, words(ref.nbytes)) if isinstance(ref, Buffer) else ref
@@ -152,18 +191,43 @@ class Builder:
         self._buffers[whole.buffer.number] = whole.buffer
         return whole.buffer.number, whole.offset, whole.bytes
 
-    def program(self, inputs: Sequence[Place] = (), outputs: Sequence[Place] = (), *, timed: bool = False) -> Program:
-        """Record the steps. ``inputs`` and ``outputs``: the tensors that each run exchanges."""
-        return Program(self, inputs, outputs, timed)
+    def program(
+        self, inputs: Sequence[Place] = (), outputs: Sequence[Place] = (), *, timed: bool = False, each: bool = False
+    ) -> Program:
+        """Record the steps. ``inputs`` and ``outputs``: the tensors that each run exchanges.
 
-    def recorded(self, timed: bool) -> c_void_p:
+        ``timed``: runs return their time on the device; ``each``: also that of each step, see `Program.times`.
+        """
+        return Program(self, inputs, outputs, timed, each)
+
+    def recorded(self, timed: bool, each: bool) -> c_void_p:
         """The native program of the steps so far."""
+        self._schedule()
         device, handle = self.device, c_void_p()
         steps = (native.Step * len(self._steps))(*self._steps)
-        flags = native.TIMESTAMPS if timed else 0
+        flags = native.STEP_TIMES if each else native.TIMESTAMPS if timed else 0
         sizes = (self._used[native.ARENA], self._used[native.INPUT], self._used[native.OUTPUT])
         device.check(device.library.qv_program(device.handle, steps, len(steps), *sizes, flags, byref(handle)))
         return handle
+
+    def _schedule(self) -> None:
+        """Put each step as early as what it uses allows: those that need not wait for each other run side by side."""
+        if self._in_order:
+            return
+        levels = access.levels(self._uses)
+        order = sorted(range(len(levels)), key=levels.__getitem__)
+        for at, before in zip(order[1:], order, strict=False):
+            self._steps[at].flags = 0 if levels[at] > levels[before] else native.NO_BARRIER
+        self._steps = [self._steps[at] for at in order]
+        self._names = [self._names[at] for at in order]
+        self._uses = [self._uses[at] for at in order]
+
+    def described(self) -> list[StepInfo]:
+        """The steps so far."""
+        return [
+            StepInfo(name, tuple(step.groups), not step.flags & native.NO_BARRIER)
+            for name, step in zip(self._names, self._steps, strict=True)
+        ]
 
     def buffers(self) -> list[Buffer]:
         """The buffers that the steps use."""
@@ -177,15 +241,16 @@ _Field = tuple[native.Copy, int, int]
 class Program:
     """Recorded steps. Runs on one device are serialized, from any thread."""
 
-    def __init__(self, builder: Builder, inputs: Sequence[Place], outputs: Sequence[Place], timed: bool):
+    def __init__(self, builder: Builder, inputs: Sequence[Place], outputs: Sequence[Place], timed: bool, each: bool):
         self.device = builder.device
         self._free = self.device.library.qv_program_free
         self._run = self.device.library.qv_run
-        self._handle = builder.recorded(timed)
+        self._handle = builder.recorded(timed, each)
+        self.steps = builder.described()
         self._buffers = builder.buffers()  # kept while the program may run
         self._inputs, self._outputs = _copies(inputs), _copies(outputs)
         self._each_input, self._each_output = _fields(self._inputs), _fields(self._outputs)
-        self._elapsed = c_double() if timed else None
+        self._elapsed = c_double() if timed or each else None
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
@@ -210,6 +275,16 @@ class Program:
             if code:
                 self.device.check(code)
             return None if elapsed is None or elapsed.value < 0 else elapsed.value
+
+    def times(self) -> list[float]:
+        """Microseconds of each of `steps` in the last run, if the program was made with ``each``.
+
+        Raises `VulkanError` if it was not, or if the device does not measure time.
+        """
+        values = (c_double * len(self.steps))()
+        with self._lock:
+            self.device.check(self.device.library.qv_times(self._handle, values, len(values)))
+        return list(values)
 
 
 def _copies(places: Sequence[Place]) -> ctypes.Array[native.Copy]:
@@ -239,6 +314,14 @@ def _rows(array: Array, rows: int) -> tuple[int, int]:
     if not isinstance(array, torch.Tensor) or array.ndim != 2 or len(array) != rows or array.stride(1) != 1:
         raise ValueError("a program takes contiguous arrays, or two-dimensional tensors with dense rows")
     return array.data_ptr(), array.stride(0) * array.itemsize
+
+
+def _describe(step: native.Step, pipeline: int, groups: tuple[int, int, int], push: Sequence[int | float]) -> None:
+    """Fill in a dispatch."""
+    step.pipeline = pipeline
+    step.groups[:] = groups
+    step.push_bytes = 4 * len(push)
+    step.push[: len(push)] = [_word(value) for value in push]
 
 
 def _word(value: SupportsIndex | SupportsFloat) -> int:

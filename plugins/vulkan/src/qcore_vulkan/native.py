@@ -12,7 +12,7 @@ from typing import Any
 
 from qcore.plugin_api import PluginError
 
-ABI = 2
+ABI = 3
 FILE = "libqcore_vulkan.so"
 
 VALIDATE, BLOCK, SPIN = 1, 2, 4
@@ -22,7 +22,7 @@ NONE, ARENA, INPUT, OUTPUT = 0, 1, 2, 3
 DISPATCH, COPY, FILL = 0, 1, 2
 """Kinds of steps."""
 NO_BARRIER = 1
-TIMESTAMPS = 1
+TIMESTAMPS, STEP_TIMES = 1, 2
 UNWRITTEN = 1
 INJECT_LOST, INJECT_OUT_OF_MEMORY, INJECT_IDLE = 1, 2, 4
 PUSH_WORDS, BINDINGS = 32, 8
@@ -108,6 +108,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         c_void_p, POINTER(Step), c_uint32, c_uint64, c_uint64, c_uint64, c_uint32, POINTER(c_void_p),
     ),
     "qv_run": (c_void_p, POINTER(Copy), c_uint32, POINTER(Copy), c_uint32, POINTER(c_double)),
+    "qv_times": (c_void_p, POINTER(c_double), c_uint32),
     "qv_program_free": (c_void_p,),
     "qv_stats": (c_void_p, POINTER(c_uint64), c_uint32),
     "qv_trim": (c_void_p,),
@@ -130,6 +131,9 @@ class Library:
 
     def __init__(self, path: Path):
         handle = ctypes.CDLL(str(path))  # releases the GIL during calls
+        handle.qv_abi.restype = c_uint32
+        if handle.qv_abi() != ABI:
+            raise NoDevice(f"not built: {path} belongs to a different version; reinstall qcore-vulkan")
         for name, arguments in _SIGNATURES.items():
             function = getattr(handle, name)
             function.argtypes = arguments
@@ -137,9 +141,6 @@ class Library:
             setattr(self, name, function)
         self._message: Callable[[], bytes] = handle.qv_message
         handle.qv_message.restype = c_char_p
-        handle.qv_abi.restype = c_uint32
-        if handle.qv_abi() != ABI:
-            raise NoDevice(f"not built: {path} belongs to a different version; reinstall qcore-vulkan")
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         raise AttributeError(name)  # here for type checkers: the functions are set by __init__

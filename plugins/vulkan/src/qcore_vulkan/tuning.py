@@ -12,7 +12,7 @@ from . import tuning_cache
 from .calls import Form, in_rows, per_token, record_linear
 from .layout import DeviceWeight, download, upload
 from .steps import selection
-from .steps.prepare import is_asymmetric
+from .steps.prepare import is_asymmetric, is_symmetric
 from .steps.problem import GemmProblem
 from .weights import Resident
 
@@ -35,6 +35,7 @@ def tune_linear(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, 
         x.dtype,
         out_dtype,
         form.activation is not None and is_asymmetric(form.activation),
+        form.activation is not None and is_symmetric(form.activation),
     )
     weights = _copies(resident)
     inputs = [in_rows(x), *(per_token(name, value, x.shape[0]) for name, value in given.items())]

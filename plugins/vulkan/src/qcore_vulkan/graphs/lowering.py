@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,8 +66,13 @@ class Lowering:
         self._states = {one for one, role in zip(given, _roles(part), strict=True) if role is Role.STATE}
         self._checked: dict[tuple[fx.Node, int, bool], Operand] = {}
         self._flags: Ref | None = None
+        self.ahead: dict[fx.Node, Operand] = {}
 
-    # For rules.
+    # For rules. They may leave results of later nodes in `ahead`, whose rules then take them.
+
+    def known(self, node: Any) -> Any:
+        """The value of an argument of any node, a node or not; None if it is not there yet."""
+        return self._values.get(node) if isinstance(node, fx.Node) else node
 
     def cast(self, x: Operand, dtype: torch.dtype) -> Operand:
         """The operand in a dtype of the device."""
@@ -119,7 +125,10 @@ class Lowering:
         owned = x.ref.buffer == native.ARENA or x.ref.buffer in self._states
         alone = all(self._last[one] is self._now for one in holders)
         pinned = any(x.ref == one.ref for one in self._checked.values())
-        return x if owned and alone and not pinned and not overlaps(x) else convert(self.b, x, x.dtype)
+        if not owned or not alone or pinned or overlaps(x):
+            return convert(self.b, x, x.dtype)
+        self.b.forget(x.ref)
+        return x
 
     # The part.
 
@@ -139,7 +148,8 @@ class Lowering:
         self._update()
         if self._flags is not None:
             outputs.append(Place(self._flags, 1, 4, 4))
-        return Recorded(self.b.program(inputs, outputs), self._flags is not None, tuple(self._given))
+        program = self.b.program(inputs, outputs, each=os.environ.get("QCORE_VULKAN_STEP_TIMES") == "1")
+        return Recorded(program, self._flags is not None, tuple(self._given))
 
     def _input(self, name: str, example: Any, role: Role, given: Given, inputs: list[Place]) -> Any:
         if role is Role.NUMBER or isinstance(given, Weight):
@@ -171,7 +181,9 @@ class Lowering:
             args: Any = fx.node.map_arg(node.args, self._values.__getitem__)
             kwargs: Any = fx.node.map_arg(node.kwargs, self._values.__getitem__)
             value = self._rule_of(node.target)(self, node, *args, **kwargs)
-            self.b.settle(mark, (one.ref for one in (*_operands(value), *self._checked.values())))
+            self.ahead.pop(node, None)
+            kept = (*_operands(value), *self._checked.values(), *self.ahead.values())
+            self.b.settle(mark, (one.ref for one in kept))
             self._keep(node, value)
         for one in (node, *node.all_input_nodes):
             if self._last[one] is node:

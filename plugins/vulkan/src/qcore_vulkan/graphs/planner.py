@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 from .. import native
 from ..builder import Builder, Ref, aligned, words
 from ..device import Device
 
+_T = TypeVar("_T")
+_SMALL = 4096
+
 
 class Planner(Builder):
     """A builder whose scratch memory has lifetimes: `free` gives a range back to later steps.
 
-    Steps wait for each other, so a range may be written by the step after the last one that reads it. The arena of the
-    program is as large as what lives at once, and what lies between.
+    A range that is freed is given away only after the next step that waits: a step that wrote it earlier would have to
+    wait for those that read it, while it could run beside them. The arena of the program is as large as what lives at
+    once, what waits for that, and what lies between.
+
+    ``small``: ranges of up to this many bytes are never given away, so that steps that compute positions and indices
+    of all layers run side by side at the beginning.
     """
 
-    def __init__(self, device: Device):
+    def __init__(self, device: Device, small: int = _SMALL):
         super().__init__(device)
+        self._small = small
         self._holes: list[tuple[int, int]] = []  # free ranges below the top: offset, bytes; in order, none adjacent
+        self._freed: list[tuple[int, int]] = []  # since the last step that waits
+        self._prepared: dict[int, dict[Hashable, Any]] = defaultdict(dict)  # by the offset of what they come from
+        self._derived: dict[int, list[Ref]] = {}  # by the same offset: memory that lives as long as this one
         self._made: dict[int, Ref] = {}  # living ranges by offset, in the order in which they were made
 
     def scratch(self, nbytes: int) -> Ref:
         """Memory on the device until `free`, `rewind` or `settle`."""
-        ref = super().scratch(nbytes) if (at := self._hole(aligned(nbytes))) is None else self._at(at, nbytes)
+        at = None if nbytes <= self._small else self._hole(aligned(nbytes))
+        ref = super().scratch(nbytes) if at is None else self._at(at, nbytes)
         self._made[ref.offset] = ref
         return ref
 
@@ -42,18 +56,35 @@ class Planner(Builder):
             bisect.insort(self._holes, (offset + nbytes, size - nbytes))
         return offset
 
+    def prepared(self, source: Ref, key: Hashable, make: Callable[[], _T]) -> _T:
+        """As `Builder.prepared`: equal steps once, whose memory lives until that of ``source`` is freed."""
+        if source.buffer != native.ARENA or source.offset not in self._made:
+            return make()
+        known, key = self._prepared[source.offset], (source.bytes, key)
+        if key not in known:
+            before = set(self._made)
+            known[key] = make()
+            self._derived.setdefault(source.offset, []).extend(r for at, r in self._made.items() if at not in before)
+        found: _T = known[key]
+        return found
+
+    def forget(self, ref: Ref) -> None:
+        """Note that a step writes into ``ref``: what was prepared from it is of no use to later steps."""
+        if ref.buffer == native.ARENA:
+            self._prepared.pop(ref.offset, None)
+
     def mark(self) -> int:
         """How many ranges live: for `rewind`."""
         return len(self._made)
 
     def rewind(self, mark: int) -> None:
         """Free what was allocated since `mark`."""
-        for ref in [*self._made.values()][mark:]:
-            self.free(ref)
+        self.settle(mark, ())
 
     def settle(self, mark: int, kept: Iterable[Ref]) -> None:
-        """Free what was allocated since `mark` but for the ranges ``kept``."""
+        """Free what was allocated since `mark` but for the ranges ``kept``, and what was `prepared`."""
         offsets = {ref.offset for ref in kept if ref.buffer == native.ARENA}
+        offsets |= {ref.offset for refs in self._derived.values() for ref in refs}
         for ref in [*self._made.values()][mark:]:
             if ref.offset not in offsets:
                 self.free(ref)
@@ -62,7 +93,20 @@ class Planner(Builder):
         """Let later steps use a range that `scratch` has given; does nothing for other memory."""
         if ref.buffer != native.ARENA or ref.offset not in self._made:
             return
-        offset, size = ref.offset, aligned(self._made.pop(ref.offset).bytes)
+        self._prepared.pop(ref.offset, None)
+        for derived in self._derived.pop(ref.offset, ()):
+            self.free(derived)
+        made = self._made.pop(ref.offset)
+        if made.bytes > self._small:
+            self._freed.append((made.offset, aligned(made.bytes)))
+
+    def waited(self) -> None:
+        for offset, size in self._freed:
+            self._release(offset, size)
+        self._freed.clear()
+
+    def _release(self, offset: int, size: int) -> None:
+        """Add a range to the holes, joined with its neighbours."""
         at = bisect.bisect(self._holes, (offset, 0))
         if at < len(self._holes) and self._holes[at][0] == offset + size:
             size += self._holes.pop(at)[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,8 @@ from .numbers import TOO_LARGE, host_dtype, words_of
 from .rules import rule_of
 from .states import State
 
-_Seen = tuple[Callable[[], Tensor | None], int]
-"""A tensor, held weakly, and the version in which it was last seen."""
+_Seen = tuple[list[int], list[int]]
+"""Identities and versions of tensors when they were last seen; their ends are watched."""
 
 
 class Program:
@@ -47,7 +47,8 @@ class Program:
         self._constants = folded(part)
         self._uploaded: tuple[Device, dict[fx.Node, Buffer | None]] | None = None
         self._copied: dict[int, State] = {}
-        self._seen: list[_Seen] = []
+        self._seen: _Seen = [], []
+        self._last: tuple[Device, list[Given], Recorded] | None = None
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._given: list[Given] = [None] * len(roles)
         self._recorded: Programs[tuple[int, ...], Recorded] = Programs()
@@ -97,23 +98,23 @@ class Program:
     def _fixed_inputs(self, values: Sequence[object]) -> list[Given]:
         """Weights, parameters and buffers: those of the last call if the tensors are the same."""
         tensors: list[Tensor] = [values[i] for i in self._fixed]  # type: ignore[misc]
-        for tensor in tensors:
-            states.current(tensor)  # another graph may have written it
-        same = len(self._seen) == len(tensors) and all(
-            a is b() and version(a) == n for a, (b, n) in zip(tensors, self._seen, strict=True)
-        )
-        if not same or (self._fixed and self._device(self._given).lost):
-            self._seen = []
+        known = [*map(id, tensors)]
+        if known != self._seen[0] or states.are_among(known):
+            for tensor in tensors:
+                states.current(tensor)  # another graph may have written it
+        if (known, _versions(tensors)) != self._seen or (self._fixed and self._device(self._given).lost):
+            self._seen = [], []
             self._given = self._place(tensors, len(values))
-            self._seen = [(self._watch(one), version(one)) for one in tensors]
+            for tensor in tensors:
+                self._watch(tensor)
+            self._seen = known, _versions(tensors)
         return [*self._given]
 
-    def _watch(self, tensor: Tensor) -> weakref.ref[Tensor]:
-        """A weak reference to a tensor, whose end is that of the programs: they hold its memory on the device."""
+    def _watch(self, tensor: Tensor) -> None:
+        """Let the end of a tensor be that of the programs: they hold its memory on the device."""
         found = self._watched.get(id(tensor))
         if found is None or found() is not tensor:
-            found = self._watched[id(tensor)] = weakref.ref(tensor, partial(_forget, weakref.ref(self), id(tensor)))
-        return found
+            self._watched[id(tensor)] = weakref.ref(tensor, partial(_forget, weakref.ref(self), id(tensor)))
 
     def _place(self, tensors: Sequence[Tensor], count: int) -> list[Given]:
         weights = [one for i, one in zip(self._fixed, tensors, strict=True) if i in self._weights]
@@ -142,7 +143,12 @@ class Program:
             kept.buffer.write(words_of(tensor))
         return kept
 
-    def _program(self, device: Device, given: Sequence[Given]) -> Recorded:
+    def _program(self, device: Device, given: list[Given]) -> Recorded:
+        if self._last is None or self._last[0] is not device or self._last[1] != given:
+            self._last = device, given, self._recorded_for(device, given)
+        return self._last[2]
+
+    def _recorded_for(self, device: Device, given: Sequence[Given]) -> Recorded:
         key = tuple(id(one) for one in (device, *given))
 
         def record() -> Recorded:
@@ -160,6 +166,13 @@ class Program:
         return self._uploaded[1]
 
 
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]  # noqa: SLF001 - at a third of the cost of `version`
+    except RuntimeError:  # torch does not count writes to a tensor of inference mode
+        return [version(tensor) for tensor in tensors]
+
+
 def _check(flags: int) -> None:
     """Raise the error that a program has noted."""
     if flags & OUT_OF_RANGE:
@@ -173,6 +186,7 @@ def _forget(program: weakref.ref[Program], key: int, _dead: Any) -> None:
     found = program()
     if found is not None:
         found._watched.pop(key, None)  # noqa: SLF001 - a method would keep the program alive
-        found._seen = []  # noqa: SLF001
+        found._seen = [], []  # noqa: SLF001
+        found._last = None  # noqa: SLF001
         found._given = [None] * len(found._given)  # noqa: SLF001
         found._recorded.clear()  # noqa: SLF001

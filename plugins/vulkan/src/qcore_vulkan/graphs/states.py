@@ -94,6 +94,11 @@ def peek(tensor: Tensor) -> State | None:
     return found[1] if found is not None and found[0]() is tensor else None
 
 
+def are_among(keys: Iterable[int]) -> bool:
+    """Whether one of the tensors with these identities is a state."""
+    return not _known.keys().isdisjoint(keys)
+
+
 def current(tensor: Tensor) -> Tensor:
     """The tensor, with its values on a device written back if it is a state whose memory is behind."""
     state = peek(tensor)

@@ -26,13 +26,17 @@ _MASKS = {torch.float32: 1, torch.bool: 2}
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of a workgroup: lanes, rows of queries, keys at a time; lanes of a team for ``each`` keys at once."""
+    """Of a workgroup: lanes, rows of queries, keys at a time; lanes of a team for ``each`` keys at once.
+
+    ``values``: of how many keys a lane reads the values before it uses the first.
+    """
 
     lanes: int
     rows: int
     keys: int
     team: int
     each: int
+    values: int = 1
 
 
 def attention(
@@ -101,6 +105,7 @@ def _launch(
     constants = (
         shape.lanes, shape.rows, shape.keys, shape.team, *fours, int(aligned), kind, int(is_causal), int(splits > 1),
         shape.each, int(shape.lanes == shape.rows == subgroup.size), int(shape.lanes == subgroup.size),
+        shape.values,
     )  # fmt: skip
     sums = b.scratch(16 * splits * pairs * rows * fours[1]) if splits > 1 else y.ref
     totals = b.scratch(8 * splits * pairs * rows) if splits > 1 else y.ref
@@ -122,7 +127,7 @@ def _shape(device: Device, rows: int, fours: tuple[int, int]) -> _Shape:
     if device.profile == "cpu":
         shapes = [_Shape(8, few, 32, 1, 4)]
     elif rows <= 8:
-        shapes = [_Shape(128, few, 64, team, 2), _Shape(128, 4, 32, team, 1)]
+        shapes = [_Shape(128, few, 64, team, 2, 4), _Shape(128, 4, 32, team, 1, 4)]
     else:
         shapes = [_Shape(128, 16, 128, 2, 2), _Shape(128, 8, 64, 2, 1), _Shape(128, 4, 64, 2, 1)]
     most = device.description.limits.shared_memory

@@ -96,12 +96,16 @@ class Digits:
         """Digits of float rows; scale and sums of each chunk; the remainder that digits do not hold."""
         ref, sizes, dtype = _source(x, geometry)
         rows, blocks, chunk = int(sizes[0]), geometry.groups * geometry.blocks, self.blocks(geometry)
-        codes, sums = b.scratch(rows * blocks * self.digits * 32), b.scratch(rows * blocks // chunk * 16)
-        rest = b.scratch(rows * blocks * 128)
         ((variant, constants, subgroup),) = self.helpers(geometry)
-        groups = fold(-(-rows * blocks * 8 // _SPLIT_LANES))
-        b.dispatch(variant, constants, groups, [*sizes, blocks, dtype], [ref, codes, sums, rest], subgroup=subgroup)
-        return codes, sums, rest
+        groups, push = fold(-(-rows * blocks * 8 // _SPLIT_LANES)), [*sizes, blocks, dtype]
+
+        def make() -> tuple[Ref, Ref, Ref]:
+            codes, sums = b.scratch(rows * blocks * self.digits * 32), b.scratch(rows * blocks // chunk * 16)
+            rest = b.scratch(rows * blocks * 128)
+            b.dispatch(variant, constants, groups, push, [ref, codes, sums, rest], subgroup=subgroup)
+            return codes, sums, rest
+
+        return b.prepared(ref, (variant, constants, *push), make)
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
@@ -287,7 +291,7 @@ Kernel = Digits | CoopGemv | SharedFloat | SharedInt | CoopInt8 | CoopF16
 
 @dataclass(frozen=True)
 class _Halves:
-    """The output of `coop_prep`: float16 rows, a scale for each, and the sums of each row's groups."""
+    """The output of `coop_prep`: float16 rows, a scale for each with room for plain rows, sums of each row's groups."""
 
     codes: Ref
     scales: Ref
@@ -389,14 +393,19 @@ def _halves(
     ref, sizes, dtype = _source(x, geometry)
     m = int(sizes[0])
     summed = geometry.zero_kind == FLOAT_ZERO
-    halves, scales = b.scratch(rows * columns * 2), b.scratch(4 * terms * m)
-    sums = b.scratch(4 * terms * m * geometry.groups) if summed else None
+    plain = 0 if dtype == NUMBERS[torch.float16] else 4 * m * columns
     aligned = isinstance(x, FloatRows) or geometry.groups == 1 or geometry.group % 32 == 0
     push = [*sizes, columns, int(summed), geometry.blocks * 32, geometry.groups, tile]
     lanes = min(1024 if columns > 4096 else 256, 1 << b.device.description.limits.max_invocations.bit_length() - 1)
     constants = (geometry.bits, lanes, dtype, int(aligned), terms)
-    b.dispatch("coop_prep", constants, fold(m), push, [ref, halves, scales, sums or scales])
-    return _Halves(halves, scales, sums)
+
+    def make() -> _Halves:
+        halves, scales = b.scratch(rows * columns * 2), b.scratch(16 * -(-terms * m // 4) + plain)
+        sums = b.scratch(4 * terms * m * geometry.groups) if summed else None
+        b.dispatch("coop_prep", constants, fold(m), push, [ref, halves, scales, sums or scales])
+        return _Halves(halves, scales, sums)
+
+    return b.prepared(ref, ("coop_prep", constants, rows, *push), make)
 
 
 def _row_sums(b: Builder, part: Part, geometry: Geometry, *, folded: bool) -> Ref:

@@ -71,7 +71,8 @@ def _launch(
     given = (weight is not None) + 2 * (bias is not None)
     push += [*steps, *(operand.offset for operand in operands), given, eps]
     constants = (lanes_of_row(b.device, columns), len(sizes), function, int(vectors), int(residual is not None))
-    refs = [x.ref, _vector(weight, x), _vector(bias, x), operands[2].ref, None, None, total.ref, y.ref]
+    written = y if residual is None else total  # a binding that is not used, but must be set
+    refs = [x.ref, _vector(weight, x), _vector(bias, x), operands[2].ref, None, None, written.ref, y.ref]
     b.dispatch("rows", constants, fold(rows), push, refs)
     return y, total
 

@@ -78,11 +78,16 @@ def prepare_float(b: Builder, source: Source, geometry: Geometry, dtype: torch.d
     as_they_are = x.dtype == dtype == torch.float32 and geometry.columns == geometry.k and is_local(b, x)
     if source.window is None and as_they_are:
         return FloatRows(x.ref, rows, x.pitch, dtype)
-    ref = b.scratch(rows * geometry.columns * dtype.itemsize)
     groups = fold(-(-rows * geometry.columns // (4 * LANES)))
     push = source.push(geometry, groups[0], NUMBERS[dtype])
-    b.dispatch("prepare", (LANES, *source.constants(geometry)), groups, push, [x.ref, *[None] * 6, ref])
-    return FloatRows(ref, rows, geometry.columns, dtype)
+    constants = LANES, *source.constants(geometry)
+
+    def make() -> FloatRows:
+        ref = b.scratch(rows * geometry.columns * dtype.itemsize)
+        b.dispatch("prepare", constants, groups, push, [x.ref, *[None] * 6, ref])
+        return FloatRows(ref, rows, geometry.columns, dtype)
+
+    return b.prepared(x.ref, ("prepare", constants, *push), make)
 
 
 def quantize(
@@ -94,19 +99,29 @@ def quantize(
     if not kept and mode in (SYMMETRIC, ASYMMETRIC) and source.x.ref.bytes > _SMALL:
         source = replace(source, x=local(b, source.x))  # read for its extent first
     x, rows, words = source.x, source.rows * source.heads, geometry.columns // 4
-    codes, params = b.scratch(4 * rows * words), b.scratch(4 * rows * (2 + geometry.groups))
     groups = fold(rows)
     tokens = [given["x_scale"], given["x_zero_point"]] if mode == PER_TOKEN else [x.ref, x.ref]
-    refs = [x.ref, *tokens, None, None, params, None, codes]
     push = source.push(geometry, groups[0], mode, scale, zero)
-    b.dispatch("quantize", (lanes, *source.constants(geometry), kept), groups, push, refs)
-    return Int8Rows(codes, params, rows, words, geometry.groups, is_asymmetric(activation))
+    constants = (lanes, *source.constants(geometry), kept)
+
+    def make() -> Int8Rows:
+        codes, params = b.scratch(4 * rows * words), b.scratch(4 * rows * (2 + geometry.groups))
+        refs = [x.ref, *tokens, None, None, params, None, codes]
+        b.dispatch("quantize", constants, groups, push, refs)
+        return Int8Rows(codes, params, rows, words, geometry.groups, is_asymmetric(activation))
+
+    return make() if mode == PER_TOKEN else b.prepared(x.ref, ("quantize", constants, *push), make)
 
 
 def is_asymmetric(activation: Activation) -> bool:
     """Whether zero points of rows may differ from 0."""
     mode, _, zero = mode_of(activation)
     return mode in (ASYMMETRIC, PER_TOKEN) or zero != 0
+
+
+def is_symmetric(activation: Activation) -> bool:
+    """Whether each row gets its own scale and the zero point 0."""
+    return mode_of(activation)[0] == SYMMETRIC
 
 
 def mode_of(activation: Activation) -> tuple[int, float, int]:

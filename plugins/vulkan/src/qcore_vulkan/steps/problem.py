@@ -19,7 +19,8 @@ Activations = Rows | FloatRows | Int8Rows
 class GemmProblem:
     """The problem that a kernel is selected for.
 
-    **Fields:** ``op``: which activations are multiplied; ``m``: rows; ``asymmetric``: as in `Int8Rows`.
+    **Fields:** ``op``: which activations are multiplied; ``m``: rows; ``asymmetric``: as in `Int8Rows`; ``symmetric``:
+    whether each row of x is quantized by its own symmetric scale.
     """
 
     op: Literal["gemm_float", "gemm_int"]
@@ -28,6 +29,7 @@ class GemmProblem:
     x_dtype: torch.dtype
     out_dtype: torch.dtype
     asymmetric: bool
+    symmetric: bool = False
 
 
 class GemmKernel(Protocol):

@@ -14,7 +14,7 @@ from ..builder import Builder, Ref
 from ..device import Buffer, Device
 from ..layout import DeviceWeight, Geometry, Part
 from ..variants import float_variant, int_variant
-from .prepare import Activation, Source, is_asymmetric, prepare_float, quantize
+from .prepare import Activation, Source, is_asymmetric, is_symmetric, prepare_float, quantize
 from .problem import Activations, GemmKernel, GemmProblem
 from .rows import NUMBERS, Int8Rows, Rows
 
@@ -109,7 +109,8 @@ def _choose(
         from . import selection
 
         asymmetric = activation is not None and is_asymmetric(activation)
-        problem = GemmProblem(op, source.rows, weight.geometry, source.x.dtype, out.dtype, asymmetric)
+        symmetric = activation is not None and is_symmetric(activation) and source.window is None
+        problem = GemmProblem(op, source.rows, weight.geometry, source.x.dtype, out.dtype, asymmetric, symmetric)
         found = selection.choose(device, problem)
         if found is not None:
             return found

@@ -1,14 +1,15 @@
 """Selection of the kernel for a product on a GPU: by the device's features, the rows of x, the sizes of the weight.
 
-Float activations: `Digits` for a row or two (of float32: up to four), `CoopGemv` for a few rows, `CoopF16` beyond,
-`SharedFloat` without cooperative matrices. Int8 activations: `Digits`, then `CoopInt8`, else `SharedInt`.
-A kernel that the device's compiler refuses is skipped. Sizes were measured on an H200.
+One row of float32: `RowGemv`. Other float activations: `Digits` for a row or two (of float32: up to four), `CoopGemv`
+for a few rows, `CoopF16` beyond, `SharedFloat` without cooperative matrices. Int8 activations: `Digits`, then
+`CoopInt8`, else `SharedInt`. A kernel that the device's compiler refuses is skipped. Sizes were measured on an H200.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -18,6 +19,7 @@ from ..device import Device
 from ..layout import FLOAT_ZERO, INT_ZERO, Geometry
 from .gpu_kernels import TERMS, CoopF16, CoopGemv, CoopInt8, Digits, Kernel, SharedFloat, SharedInt, TileShape
 from .problem import GemmKernel, GemmProblem
+from .row_kernel import RowGemv, row_kernels
 
 FEW = 8
 """Up to this many rows, kernels are bound by reading the weight, and read it once."""
@@ -32,7 +34,7 @@ _FEW_FLOAT32 = 4
 _CORES = 32
 """Assumed if the driver does not report a number."""
 
-_preferred: dict[tuple[int, GemmProblem], Kernel] = {}
+_preferred: dict[tuple[int, GemmProblem], Kernel | RowGemv] = {}
 
 
 def choose(device: Device, problem: GemmProblem) -> GemmKernel | None:
@@ -43,7 +45,7 @@ def choose(device: Device, problem: GemmProblem) -> GemmKernel | None:
     return preferred or tuning_cache.first(device.description, problem, usable(device, problem))
 
 
-def prefer(device: Device, problem: GemmProblem, kernel: Kernel) -> None:
+def prefer(device: Device, problem: GemmProblem, kernel: Kernel | RowGemv) -> None:
     """Select this kernel for a problem from now on."""
     _preferred[device.description.index, problem] = kernel
 
@@ -60,7 +62,7 @@ def scratch_row(device: Device, x_dtype: torch.dtype, geometry: Geometry) -> int
     return TERMS * max(4 * geometry.n, 2 * geometry.columns)  # sums of each term, and its float16 numbers
 
 
-def usable(device: Device, problem: GemmProblem) -> Iterator[Kernel]:
+def usable(device: Device, problem: GemmProblem) -> Iterator[Kernel | RowGemv]:
     """The kernels that support a problem on this device, presumably fastest first."""
     for kernel in candidates(device.description, problem):
         own = (kernel.variant, kernel.constants(problem.geometry), kernel.subgroup)
@@ -72,13 +74,14 @@ def usable(device: Device, problem: GemmProblem) -> Iterator[Kernel]:
         yield kernel
 
 
-def candidates(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
+def candidates(description: Description, problem: GemmProblem) -> Iterator[Kernel | RowGemv]:
     """Kernels for a problem by the features that a device reports."""
     kernels = _int(description, problem) if problem.op == "gemm_int" else _float(description, problem)
-    return (kernel for kernel in kernels if fits(kernel, problem, description))
+    alone = row_kernels(description, problem, description.limits.cores or _CORES)
+    return (kernel for kernel in chain(alone, kernels) if fits(kernel, problem, description))
 
 
-def fits(kernel: Kernel, problem: GemmProblem, description: Description) -> bool:
+def fits(kernel: Kernel | RowGemv, problem: GemmProblem, description: Description) -> bool:
     """Whether a workgroup's lanes and shared memory are within the device's limits."""
     lanes, shared = kernel.needs(problem.geometry)
     limits = description.limits

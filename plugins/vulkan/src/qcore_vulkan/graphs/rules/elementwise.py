@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...steps.norms import add_layer_norm, add_rms_norm
 from ...steps.operand import Operand
 from ...steps.pointwise import binary, convert, unary, where
 from ..lowering import Lowering, Rule
@@ -197,9 +198,33 @@ def _arithmetic(name: str) -> Rule:
         dtype, wide = on_device(node.meta["val"].dtype), _is_wide(node) and name in _OVERFLOWING
         if alpha != 1:
             y = computed(c, "mul", y, alpha, dtype, wide=wide) if isinstance(y, Operand) else y * alpha
+        if name == "add" and (total := _added_before_norm(c, node, x, y)) is not None:
+            return total
         return same(c, computed(c, name, x, y, dtype, wide=wide), node)
 
     return apply
+
+
+def _added_before_norm(c: Lowering, node: fx.Node, x: Number, y: Number) -> Operand | None:
+    """The sum of two floats of equal shape, together with a norm that reads it; None if there is none."""
+    norm = next((user for user in node.users if user.target in _NORMS and user.args[0] is node), None)
+    if norm is None or not isinstance(x, Operand) or not isinstance(y, Operand):
+        return None
+    given = [c.known(one) for one in norm.args[1:]]
+    ready = all(given[i] is not None or one is None for i, one in enumerate(norm.args[1:]))
+    if not ready or x.shape != y.shape or {x.dtype, y.dtype} != {torch.float32}:
+        return None
+    normed: Operand
+    total: Operand
+    normed, total = _NORMS[norm.target](c.b, x, y, *given)
+    c.ahead[norm] = normed
+    return total
+
+
+_NORMS: dict[Any, Any] = {
+    torch.ops.qcore_graph.rms_norm.default: add_rms_norm,
+    torch.ops.qcore_graph.layer_norm.default: add_layer_norm,
+}
 
 
 def _gated(c: Lowering, x: Any, y: Any) -> Operand:

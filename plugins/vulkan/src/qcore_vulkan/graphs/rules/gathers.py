@@ -11,6 +11,7 @@ from torch import fx
 from ...steps.gather import gather, scatter_rows, take_along
 from ...steps.operand import Operand
 from ...steps.pointwise import binary, convert, where
+from ...steps.rope import rope, rope_rows
 from ...steps.scattering import scatter
 from ..lowering import Lowering
 from ..views import expanded
@@ -140,8 +141,14 @@ def _index_put(c: Lowering, node: fx.Node, x: Operand, indices: Sequence[Any], v
 
 
 @rule("index_copy")
-def _index_copy(c: Lowering, node: fx.Node, x: Operand, dim: int, _index: Operand, source: Operand) -> Operand:
+def _index_copy(c: Lowering, node: fx.Node, x: Operand, dim: int, _index: Operand, source: Any) -> Operand:
     target, at = c.writable(node.args[0]), dim % len(x.shape)
     index = c.index(node.args[2], x.shape[at])
-    scatter_rows(c.b, target, at, c.reshaped(index, (index.numel,)), apart(c, same(c, source, node), target))
+    index = c.reshaped(index, (index.numel,))
+    if isinstance(source, tuple):  # x, cos and sin of a rotary embedding
+        rotated, cos, sin = source
+        if rope_rows(c.b, rotated, cos, sin, target, at, index) is not None:
+            return target
+        source = rope(c.b, rotated, cos, sin)
+    scatter_rows(c.b, target, at, index, apart(c, same(c, source, node), target))
     return target

@@ -1,0 +1,195 @@
+// GEMV for GPUs, y = x W^T for one row of float32 x, in a single step: x is used as it is (CODES = 0), or every workgroup
+// quantizes it for itself (CODES = 1), symmetrically, to the codes and the scale that quantize.comp finds.
+//
+// A lane owns one row of each of R row groups (8 rows) and every (LANES / 8)-th block of 32 columns, so that eight lanes
+// read 128 contiguous bytes of the weight. Grid: x, folded into y, tiles of 8 R rows of the weight.
+//
+// Memory: weights go from global memory to registers (`v`), UNROLL blocks in flight, the first of them before x is
+// quantized. Floats of x come from global memory, which every workgroup reads: they are in a cache. Its codes are in
+// shared memory, beside partial sums.
+#version 450
+#extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
+#extension GL_EXT_shader_16bit_storage : require
+#extension GL_KHR_shader_subgroup_basic : require
+#extension GL_KHR_shader_subgroup_shuffle : require
+#include "dot.glsl"
+#include "formats.glsl"
+#include "gpu_result.glsl"
+
+layout(constant_id = 0) const uint LANES = 512u;
+layout(constant_id = 1) const uint R = 4u;       // row groups of a workgroup
+layout(constant_id = 2) const uint BITS = 4u;    // of a weight's code
+layout(constant_id = 3) const uint ZERO = 0u;    // 0 none (int4: 8), 1 integer, 2 float
+layout(constant_id = 4) const uint UNROLL = 2u;  // blocks in flight
+layout(constant_id = 5) const uint SUBGROUP = 32u;
+layout(constant_id = 6) const uint CODES = 0u;
+layout(constant_id = 7) const uint SIXTEENS = 1u;  // of columns of x whose codes are in shared memory
+layout(local_size_x_id = 0) in;
+
+const uint P = BITS / 4u;
+const uint SUBGROUPS = LANES / SUBGROUP;
+
+layout(push_constant) uniform Push {
+    uint n, np, blocks;
+    float groups_per_block;
+    uint pitch, dtype, biased, column;
+};
+
+layout(set = 0, binding = 0) readonly buffer X { vec4 x[]; };  // [blocks][8]
+layout(set = 0, binding = 1) readonly buffer W { uvec4 w[]; };
+layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
+layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
+layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
+
+shared float partial[SUBGROUPS * R * 8u];
+shared uint largest[SUBGROUPS];
+shared uvec4 codes[SIXTEENS];  // of x
+
+uint lane() {
+    return gl_SubgroupID * SUBGROUP + gl_SubgroupInvocationID;
+}
+
+float acc[R];
+uvec4 v[UNROLL * R * P];  // weights on their way
+
+// Half a block of a row, 16 codes as bytes in the order of k: int8 as they are, int4 as 0..15.
+uvec4 bytes(uint from, uint h) {
+    if (BITS == 8u) return v[from + h];
+    uvec2 one = h == 0u ? v[from].xy : v[from].zw;
+    return uvec4(one.x & 0x0F0F0F0Fu, (one.x >> 4) & 0x0F0F0F0Fu, one.y & 0x0F0F0F0Fu, (one.y >> 4) & 0x0F0F0F0Fu);
+}
+
+// Four codes less z as floats: 2^23 + u is u below the bits of 2^23, which spares conversions of integers.
+vec4 floats(uint four, float z) {
+    uint u = BITS == 8u ? four ^ 0x80808080u : four;
+    float less = 8388608.0 + (BITS == 8u ? 128.0 : 0.0) + z;
+    uvec4 one = uvec4(u & 0xffu, (u >> 8) & 0xffu, (u >> 16) & 0xffu, u >> 24);
+    return uintBitsToFloat(one | 0x4B000000u) - less;
+}
+
+int dot16(uvec4 a, uvec4 b) {
+    return dot_bytes(a.x, b.x) + dot_bytes(a.y, b.y) + dot_bytes(a.z, b.z) + dot_bytes(a.w, b.w);
+}
+
+// Global memory to registers. Blocks and rows beyond the last read the last again: a load without a branch. Such blocks
+// are skipped later, such rows are not written.
+void load(uint tile, uint first) {
+    [[unroll]] for (uint c = 0u; c < UNROLL; ++c) {
+        uint block = min(first + c * (LANES / 8u), blocks - 1u);
+        [[unroll]] for (uint r = 0u; r < R; ++r) {
+            uint base = (min(tile * R + r, np / 8u - 1u) * blocks + block) * P * 8u + (lane() & 7u);
+            [[unroll]] for (uint p = 0u; p < P; ++p) v[(c * R + r) * P + p] = w[base + p * 8u];
+        }
+    }
+}
+
+// Adds the products of a block, whose weights are in slot c of `v`, to `acc`.
+void add_block(uint block, uint n0, uint c) {
+    // The 0.5 keeps the product away from whole numbers, where it could round.
+    uint group = uint((float(block) + 0.5) * groups_per_block);
+    float s[R];
+    float z[R];
+    [[unroll]] for (uint r = 0u; r < R; ++r) {
+        uint at = group * np + min(n0 + r * 8u, np - 1u);
+        s[r] = scale[at];
+        z[r] = ZERO == 0u ? 0.0 : (ZERO == 1u ? float(int(zero[at])) : uintBitsToFloat(zero[at]));
+    }
+    float middle = BITS == 4u ? 8.0 : 0.0;
+    if (CODES == 0u) {
+        float sums[R];
+        float plain = 0.0;
+        [[unroll]] for (uint r = 0u; r < R; ++r) sums[r] = 0.0;
+        [[unroll]] for (uint h = 0u; h < 2u; ++h) {
+            uvec4 from[R];
+            [[unroll]] for (uint r = 0u; r < R; ++r) from[r] = bytes((c * R + r) * P, h);
+            [[unroll]] for (uint i = 0u; i < 4u; ++i) {
+                vec4 own = x[block * 8u + h * 4u + i];
+                if (ZERO == 2u) plain += dot(own, vec4(1.0));
+                [[unroll]] for (uint r = 0u; r < R; ++r)
+                    sums[r] += dot(own, floats(from[r][i], ZERO == 1u ? z[r] : middle));
+            }
+        }
+        [[unroll]] for (uint r = 0u; r < R; ++r) {
+            acc[r] += s[r] * sums[r];
+            if (ZERO == 2u) acc[r] += z[r] * plain;
+        }
+    } else {
+        int sums[R];
+        int ones = 0;
+        [[unroll]] for (uint r = 0u; r < R; ++r) sums[r] = 0;
+        [[unroll]] for (uint h = 0u; h < 2u; ++h) {
+            uvec4 own = codes[block * 2u + h];
+            if (ZERO != 0u || BITS == 4u) ones += dot16(own, uvec4(0x01010101u));
+            [[unroll]] for (uint r = 0u; r < R; ++r) sums[r] += dot16(own, bytes((c * R + r) * P, h));
+        }
+        [[unroll]] for (uint r = 0u; r < R; ++r) {
+            int less = ZERO == 1u ? int(z[r]) : int(middle);
+            acc[r] += s[r] * float(sums[r] - less * ones);
+            if (ZERO == 2u) acc[r] += z[r] * float(ones);
+        }
+    }
+}
+
+// The scale of x: its largest magnitude over 127. The order of bits is that of magnitudes, with NaN above all. A row of
+// zeros has scale 1; one that is not finite has NaN, which its results keep.
+float row_scale() {
+    uint most = 0u;
+    for (uint t = lane(); t < blocks * 8u; t += LANES) {
+        uvec4 bits = floatBitsToUint(x[t]) & 0x7fffffffu;
+        most = max(most, max(max(bits.x, bits.y), max(bits.z, bits.w)));
+    }
+    for (uint o = 1u; o < SUBGROUP; o <<= 1) most = max(most, subgroupShuffleXor(most, o));
+    if (gl_SubgroupInvocationID == 0u) largest[gl_SubgroupID] = most;
+    barrier();
+    [[unroll]] for (uint i = 0u; i < SUBGROUPS; ++i) most = max(most, largest[i]);
+    if (most == 0u) return 1.0;
+    return most >= 0x7f800000u ? uintBitsToFloat(0x7fc00000u) : max(uintBitsToFloat(most) / 127.0, 1.17549435e-38);
+}
+
+uint four_codes(vec4 own, float s) {
+    return pack_bytes(ivec4(clamp(roundEven(own / s), vec4(-128.0), vec4(127.0))));
+}
+
+void main() {
+    uint tile = gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x;
+    if (tile * R * 8u >= n) return;  // the whole workgroup, so that no barrier waits for it
+    uint row = lane() & 7u;
+    uint n0 = tile * R * 8u + row;
+    uint stride = LANES / 8u;
+    [[unroll]] for (uint i = 0u; i < R; ++i) acc[i] = 0.0;
+    // 1. The first weights are on their way while x is quantized: its scale, which all lanes find together, its codes.
+    load(tile, lane() >> 3);
+    float factor = 1.0;
+    if (CODES != 0u) {
+        factor = row_scale();
+        for (uint t = lane(); t < blocks * 2u; t += LANES) {
+            codes[t] = uvec4(four_codes(x[t * 4u], factor), four_codes(x[t * 4u + 1u], factor),
+                             four_codes(x[t * 4u + 2u], factor), four_codes(x[t * 4u + 3u], factor));
+        }
+        barrier();
+    }
+    // 2. Products of UNROLL blocks, then loads of the next.
+    for (uint first = lane() >> 3; first < blocks; first += stride * UNROLL) {
+        if (first != lane() >> 3) load(tile, first);
+        [[unroll]] for (uint c = 0u; c < UNROLL; ++c) {
+            if (first + c * stride < blocks) add_block(first + c * stride, n0, c);
+        }
+    }
+    // 3. Lanes of a subgroup that share a row, 8 apart, add their blocks up by shuffles ...
+    [[unroll]] for (uint i = 0u; i < R; ++i) {
+        float value = acc[i];
+        for (uint o = 8u; o < SUBGROUP; o <<= 1) value += subgroupShuffleXor(value, o);
+        if (gl_SubgroupInvocationID < 8u) partial[(gl_SubgroupID * R + i) * 8u + row] = value;
+    }
+    // 4. ... and the subgroups in shared memory. It is written once, so one barrier suffices.
+    barrier();
+    for (uint t = lane(); t < R * 8u; t += LANES) {
+        uint n_ = tile * R * 8u + t;
+        float value = 0.0;
+        [[unroll]] for (uint s = 0u; s < SUBGROUPS; ++s) value += partial[s * R * 8u + t];
+        value *= factor;
+        if (biased != 0u && n_ < n) value += bias[column + n_];
+        if (n_ < n) write_result(column + n_, value, dtype);
+    }
+}
