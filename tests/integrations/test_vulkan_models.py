@@ -69,6 +69,42 @@ def test_a_tiny_encoder():
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
+class Sentences(torch.nn.Module):
+    """Ids and mask to unit vectors, as sentence-transformers pools MiniLM."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, ids, mask):
+        tokens = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        weights = mask[..., None].to(tokens.dtype)
+        return torch.nn.functional.normalize((tokens * weights).sum(1) / weights.sum(1).clamp(min=1e-9), dim=-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("scheme", "tolerance", "attention"), [
+    (None, 1e-5, "eager"), ("w8a16", 1e-5, "sdpa"), ("w8a8", 2e-2, "sdpa"),
+])  # fmt: skip
+def test_an_encoder_of_the_size_of_minilm(scheme, tolerance, attention):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=1000, hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12,
+        max_position_embeddings=128, attn_implementation=attention,
+    )  # fmt: skip
+    model = Sentences(transformers.BertModel(config, add_pooling_layer=False)).eval()
+    if scheme:
+        qcore.quantize_(model, scheme)
+    compiled = torch.compile(copy.deepcopy(model), backend="qcore_vulkan")
+    ids, mask = torch.randint(0, 1000, (3, 17)), torch.ones(3, 17, dtype=torch.long)
+    mask[1, 9:], mask[2, 3:] = 0, 0
+    y, expected = compiled(ids, mask), model(ids, mask)
+    assert (y - expected).norm() <= tolerance * expected.norm()
+    found = graphs.explain(compiled)
+    assert not found.host, str(found)
+    assert found.submissions == 1
+
+
 @needs_file
 @pytest.mark.grid  # minutes on lavapipe
 def test_smollm2_writes_the_same_64_tokens():

@@ -13,7 +13,10 @@ CODE = """
 import sys, torch
 from float_steps import run
 from qcore_vulkan import device
-from qcore_vulkan.steps import attention, gather, norms, pointwise, products, reductions, rope
+from qcore_vulkan.steps import attention, codes, float_convolution, gather, norms, pointwise, pooling, products
+from qcore_vulkan.steps import reductions, rope, sorting
+from qcore_vulkan.steps.convolution import Geometry2d
+import qcore
 
 opened = device.get()
 opened.profile = sys.argv[1]
@@ -28,11 +31,13 @@ for step, *args in (
     (attention.attention, q[:, :, :1], q, q, None, False, None), (products.dense, x, x[:, :70], x[0, :4]),
     (products.dense, torch.randn(20, 70), x.half(), None), (products.matmul, q, q.transpose(2, 3)),
     (reductions.reduce, "sum", x, [1]), (reductions.reduce, "amax", x, [0]), (reductions.argreduce, "argmin", x, 1),
-    (reductions.cumsum, x, 0), (reductions.topk, x, 3),
+    (reductions.cumsum, x, 0), (reductions.topk, x, 3), (sorting.sort, x), (sorting.sort, torch.randn(2, 5000), True),
+    (float_convolution.convolution, q, torch.ones(6, 2, 3, 3), x[0, :6], Geometry2d((3, 3), (2, 1), (1, 1), (1, 1), 2)),
+    (pooling.mean_pool, q, None, (5, 3)), (codes.encode, x, qcore.OutputInt8(0.1, 3)),
 ):
     run(opened, step, *args)
 stats = opened.stats()
-print(stats.submissions >= 20, stats.messages)
+print(stats.submissions >= 25, stats.messages)
 """
 
 

@@ -7,7 +7,8 @@
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 0) const uint LANES = 64u;
 layout(constant_id = 1) const uint OUTER = 1u;
-layout(constant_id = 2) const uint TYPE = 0u;  // of the operand; 0: float32, else int32
+layout(constant_id = 2) const uint TYPE = 0u;     // of the operand; 0: float32, else int32
+layout(constant_id = 3) const uint FLAGGED = 0u;  // whether a flag is set if a sum does not fit int32
 
 layout(push_constant) uniform Push {
     uint rows, count;
@@ -16,12 +17,16 @@ layout(push_constant) uniform Push {
 } push;
 
 layout(binding = 0) readonly buffer X { uint x_words[]; };
+layout(binding = 6) buffer Bad { uint bad[]; };
 layout(binding = 7) writeonly buffer Result { uint result[]; };
 
-shared uint sums[LANES];
+#include "wide.glsl"
 
-uint add(uint a, uint b) {
-    return TYPE == 0u ? floatBitsToUint(uintBitsToFloat(a) + uintBitsToFloat(b)) : a + b;
+shared uvec2 sums[LANES];
+
+uvec2 add(uvec2 a, uvec2 b) {
+    if (TYPE == 0u) return uvec2(floatBitsToUint(uintBitsToFloat(a.x) + uintBitsToFloat(b.x)), 0u);
+    return wide_sum(a, b);
 }
 
 void main() {
@@ -39,14 +44,15 @@ void main() {
     uint run = (push.count + LANES - 1u) / LANES;
     uint first = min(lane * run, push.count);
     uint end = min(first + run, push.count);
-    uint sum = 0u;
-    for (uint i = first; i < end; ++i) sum = add(sum, x_words[x_place + i * push.x_step]);
+    uvec2 sum = uvec2(0u);
+    for (uint i = first; i < end; ++i) sum = add(sum, wide(x_words[x_place + i * push.x_step]));
     sums[lane] = sum;
     barrier();
-    sum = 0u;
+    sum = uvec2(0u);
     for (uint l = 0u; l < lane; ++l) sum = add(sum, sums[l]);
     for (uint i = first; i < end; ++i) {
-        sum = add(sum, x_words[x_place + i * push.x_step]);
-        result[y_place + i * push.y_step] = sum;
+        sum = add(sum, wide(x_words[x_place + i * push.x_step]));
+        if (FLAGGED != 0u && !fits(sum)) atomicOr(bad[0], 2u);
+        result[y_place + i * push.y_step] = sum.x;
     }
 }

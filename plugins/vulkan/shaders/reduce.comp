@@ -12,6 +12,7 @@ layout(constant_id = 2) const uint OUTER = 1u;     // dimensions that stay
 layout(constant_id = 3) const uint INNER = 1u;     // dimensions that are reduced
 layout(constant_id = 4) const uint FUNCTION = 0u;  // as in `steps.reductions`
 layout(constant_id = 5) const uint TYPE = 0u;      // of the operand
+layout(constant_id = 6) const uint FLAGGED = 0u;   // whether a flag is set if a sum does not fit int32
 
 const uint SUM = 0u;
 const uint MEAN = 1u;
@@ -30,14 +31,17 @@ layout(push_constant) uniform Push {
 } push;
 
 layout(binding = 0) readonly buffer X { uint x_words[]; };
+layout(binding = 6) buffer Bad { uint bad[]; };
 layout(binding = 7) writeonly buffer Result { uint result[]; };
 
 #include "functions.glsl"
 #include "ordering.glsl"
+#include "wide.glsl"
 
 shared uvec2 parts[TEAM];
 
-// What a lane has found: in x the bits of a sum or product, or the key of an element; in y the element's index.
+// What a lane has found: in x the bits of a sum or product, or the key of an element; in y the element's index, or the
+// high word of a sum of integers.
 uvec2 nothing() {
     if (FUNCTION == PROD) return uvec2(TYPE == FLOAT ? floatBitsToUint(1.0) : 1u, 0u);
     return uvec2(0u, FUNCTION >= AMAX ? 0xffffffffu : 0u);
@@ -48,7 +52,7 @@ uvec2 join(uvec2 a, uvec2 b) {
     float y = uintBitsToFloat(b.x);
     switch (FUNCTION) {
         case SUM:
-        case MEAN: return uvec2(TYPE == FLOAT ? floatBitsToUint(x + y) : a.x + b.x, 0u);
+        case MEAN: return TYPE == FLOAT ? uvec2(floatBitsToUint(x + y), 0u) : wide_sum(a, b);
         case PROD: return uvec2(TYPE == FLOAT ? floatBitsToUint(x * y) : a.x * b.x, 0u);
         case ANY: return a | b;
         default: return comes_first(b, a) ? b : a;
@@ -63,6 +67,7 @@ uvec2 of_element(uint word, uint index) {
         case ARGMAX: return uvec2(ascending(word), index);
         case AMIN:
         case ARGMIN: return uvec2(descending(word, true), index);
+        case SUM: return TYPE == FLOAT ? uvec2(word, 0u) : wide(word);
         default: return uvec2(word, 0u);
     }
 }
@@ -104,6 +109,7 @@ void write(uint at, uint start, uvec2 found) {
     if (FUNCTION == MEAN) word = floatBitsToUint(divide(uintBitsToFloat(word), float(push.count)));
     if (FUNCTION == AMAX || FUNCTION == AMIN) word = x_words[start + place_of(found.y)];
     if (FUNCTION == ARGMAX || FUNCTION == ARGMIN) word = found.y;
+    if (FLAGGED != 0u && !fits(found)) atomicOr(bad[0], 2u);
     result[at] = word;
 }
 

@@ -295,3 +295,18 @@ def test_floats_that_differ_between_models_are_constants():
             found = backend.compiled(model)(x)
             torch.testing.assert_close(found, model(x))
             assert not graphs.explain(model).refused
+
+
+@torch.no_grad()
+def test_tensors_without_elements_are_not_joined():
+    def grown(x):
+        cache = torch.tensor([])
+        return torch.cat((cache, x, x[:, :0], x * 2), -1), torch.cat((x[:0], x.bfloat16()))
+
+    x, backend = torch.randn(3, 4), TorchParts()
+    for y, expected in zip(backend.compiled(grown)(x), grown(x), strict=True):
+        assert y.dtype == expected.dtype
+        assert torch.equal(y, expected)
+    joined = [node for node in backend.parts[0].nodes if base_name(node.target) == "cat"]
+    assert [len(node.args[0]) for node in joined] == [2, 2]  # the second has the dtype of its empty part
+    assert "lift_fresh_copy" not in ops_of(backend.parts[0])

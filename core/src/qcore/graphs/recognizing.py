@@ -22,7 +22,8 @@ _qcore: Any = torch.ops.qcore_graph
 
 
 def clean(module: fx.GraphModule) -> None:
-    """Remove slices, expansions, views and casts that change nothing, in place."""
+    """Remove slices, expansions, views and casts that change nothing, and empty parts of what is joined, in place."""
+    _drop_empty(module.graph)
     for node in list(module.graph.nodes):
         if node.op != "call_function" or base_name(node.target) not in _NOTHING:
             continue
@@ -34,6 +35,20 @@ def clean(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
     module.recompile()
+
+
+def _drop_empty(graph: fx.Graph) -> None:
+    """Join only tensors that have elements: a cache that grows begins as an empty one."""
+    changed = False
+    for node in graph.nodes:
+        if node.op != "call_function" or base_name(node.target) != "cat":
+            continue
+        kept = [one for one in node.args[0] if one.meta["val"].numel() != 0]
+        if len(kept) < len(node.args[0]) and any(one.meta["val"].dtype == node.meta["val"].dtype for one in kept):
+            node.args = (kept, *node.args[1:])
+            changed = True
+    if changed:
+        graph.eliminate_dead_code()
 
 
 _NOTHING = frozenset({"slice", "expand", "view", "reshape", "permute", "alias", "detach", "_to_copy", "clone"})

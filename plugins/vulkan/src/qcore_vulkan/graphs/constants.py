@@ -11,6 +11,8 @@ from qcore.plugin_api import GraphPart, base_name
 
 _LIKE = frozenset({"full_like", "zeros_like", "ones_like"})
 """Ops that read only shape and dtype of their tensor."""
+_EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided"})
+"""Ops that leave their memory as it was, which may hold integers that the device does not have: they give zeros."""
 _MOST = 1 << 26
 """Elements of a constant, beyond which it is not worth its memory."""
 
@@ -58,4 +60,5 @@ def _value(part: GraphPart, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         return torch.full(like.shape, node.args[1] if fill is None else fill, dtype=like.dtype)  # type: ignore[arg-type]
     args: Any = fx.node.map_arg(node.args, values.__getitem__)
     kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    value = node.target(*args, **kwargs)  # type: ignore[operator]
+    return value.zero_() if base_name(node.target) in _EMPTY else value

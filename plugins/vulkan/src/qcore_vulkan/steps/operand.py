@@ -111,15 +111,35 @@ def new(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> Operand:
     return over(b.scratch(4 * math.prod(shape)), shape, dtype)
 
 
+def new_like(b: Builder, x: Operand, dtype: torch.dtype) -> Operand:
+    """A new operand of x's shape: in memory as x is if x is an image whose channels are innermost, else contiguous.
+
+    Convolutions of quantized layers give such images, and take them as they are.
+    """
+    made = new(b, x.shape, dtype)
+    return replace(made, strides=x.strides) if _channels_last(x) else made
+
+
+def _channels_last(x: Operand) -> bool:
+    return len(x.shape) == 4 and not x.is_contiguous and x.permute((0, 2, 3, 1)).is_contiguous
+
+
 def over(ref: Ref, shape: Sequence[int], dtype: torch.dtype) -> Operand:
     """A contiguous operand at the beginning of ``ref``."""
     return Operand(ref, tuple(shape), contiguous_strides(shape), dtype)
 
 
-def result(b: Builder, shape: Sequence[int], dtype: torch.dtype, out: Operand | None) -> Operand:
-    """``out`` if it is given, which must have this shape and dtype, else a new operand."""
+def result(
+    b: Builder, shape: Sequence[int], dtype: torch.dtype, out: Operand | None, *like: Operand | float
+) -> Operand:
+    """``out`` if it is given, which must have this shape and dtype, else a new operand.
+
+    New ones are in memory as the first of ``like`` that has their shape and its channels innermost, else contiguous.
+    """
     if out is None:
-        return new(b, shape, dtype)
+        same = (x for x in like if isinstance(x, Operand) and x.shape == tuple(shape) and _channels_last(x))
+        first = next(same, None)
+        return new(b, shape, dtype) if first is None else new_like(b, first, dtype)
     if out.shape != tuple(shape) or out.dtype != dtype:
         raise ValueError(f"the result has shape {tuple(shape)} and {dtype}, and out has {out.shape} and {out.dtype}")
     return out

@@ -48,7 +48,7 @@ def unary(b: Builder, name: str, x: Operand, out: Operand | None = None, p: floa
     """A function of `UNARY` of each element. ``p``, ``q``: its parameters. isnan, isinf and logical_not give bools."""
     if x.dtype != torch.float32 and name not in _INT_UNARY:
         raise ValueError(f"{name} is a function of float32, not of {x.dtype}: convert the operand first")
-    y = result(b, x.shape, torch.bool if name in _TO_BOOL else x.dtype, out)
+    y = result(b, x.shape, torch.bool if name in _TO_BOOL else x.dtype, out, x)
     _launch(b, "unary", UNARY[name], WORDS[x.dtype], y, [x], (_number(p, x.dtype), _number(q, x.dtype)))
     return y
 
@@ -82,7 +82,7 @@ def binary(
     wrong = (name in _FLOAT_BINARY and dtype != torch.float32) or (name in _INT_BINARY and dtype == torch.float32)
     if wrong:
         raise ValueError(f"{name} is no function of {dtype}: convert the operands first")
-    z = result(b, _shape(x, y), torch.bool if name in _TO_BOOL else dtype, out)
+    z = result(b, _shape(x, y), torch.bool if name in _TO_BOOL else dtype, out, x, y)
     values = (_value(x, dtype), _value(y, dtype))
     _launch(b, "binary", BINARY[name], WORDS[dtype], z, [x, y], values, bad)
     return z

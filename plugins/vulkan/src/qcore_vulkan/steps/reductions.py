@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..builder import Builder, fold
+from ..builder import Builder, Ref, fold
 from ..device import Device
 from .norms import lanes_of_row
 from .operand import WORDS, Operand, merge, new, result
@@ -23,15 +23,22 @@ _SHORT = 32
 
 
 def reduce(
-    b: Builder, name: str, x: Operand, dims: Sequence[int], keepdim: bool = False, out: Operand | None = None
+    b: Builder,
+    name: str,
+    x: Operand,
+    dims: Sequence[int],
+    keepdim: bool = False,
+    out: Operand | None = None,
+    bad: Ref | None = None,
 ) -> Operand:
     """A function of the elements along ``dims``: sum, mean (float32), prod, amax, amin, or any, which gives bools.
 
     NaN is the largest and the smallest, as torch has it. There must be elements. Sums of int32 wrap around.
+    ``bad``: a word of memory whose bit 1 is set if a sum of int32 does not fit.
     """
     if name == "mean" and x.dtype != torch.float32:
         raise ValueError(f"mean is a function of float32, not of {x.dtype}: convert the operand first")
-    return _reduce(b, name, x, dims, keepdim, torch.bool if name == "any" else x.dtype, out)
+    return _reduce(b, name, x, dims, keepdim, torch.bool if name == "any" else x.dtype, out, bad)
 
 
 def argreduce(
@@ -42,7 +49,14 @@ def argreduce(
 
 
 def _reduce(
-    b: Builder, name: str, x: Operand, dims: Sequence[int], keepdim: bool, dtype: torch.dtype, out: Operand | None
+    b: Builder,
+    name: str,
+    x: Operand,
+    dims: Sequence[int],
+    keepdim: bool,
+    dtype: torch.dtype,
+    out: Operand | None,
+    bad: Ref | None = None,
 ) -> Operand:
     rank = len(x.shape)
     inner = sorted({dim % rank for dim in dims})
@@ -60,19 +74,19 @@ def _reduce(
     if len(sizes) > _MOST_OUTER or len(inner_sizes) > _MOST_INNER:
         if x.is_contiguous:
             raise ValueError(f"{name} over {len(inner_sizes)} and {len(sizes)} dimensions: reduce them in turn")
-        return _reduce(b, name, convert(b, x, x.dtype), dims, keepdim, dtype, out or y)
+        return _reduce(b, name, convert(b, x, x.dtype), dims, keepdim, dtype, out or y, bad)
     results, count = math.prod(sizes), math.prod(inner_sizes)
     lanes, team = _team(b.device, results, count, x_outer[0], x_inner[0])
     push = [results, count, *_padded(sizes, 4), *_padded(x_outer, 4), *_padded(y_outer, 4)]
     push += [*_padded(inner_sizes, 3), *_padded(x_inner, 3), x.offset, y.offset]
-    constants = (lanes, team, len(sizes), len(inner_sizes), REDUCTIONS[name], WORDS[x.dtype])
+    constants = (lanes, team, len(sizes), len(inner_sizes), REDUCTIONS[name], WORDS[x.dtype], int(bad is not None))
     groups = fold(results if team > 1 else -(-results // lanes))
-    b.dispatch("reduce", constants, groups, push, [x.ref, *[None] * 6, y.ref])
+    b.dispatch("reduce", constants, groups, push, [x.ref, *[None] * 5, bad or y.ref, y.ref])
     return y
 
 
-def cumsum(b: Builder, x: Operand, dim: int, out: Operand | None = None) -> Operand:
-    """Running sums along ``dim``, of float32 or int32."""
+def cumsum(b: Builder, x: Operand, dim: int, out: Operand | None = None, bad: Ref | None = None) -> Operand:
+    """Running sums along ``dim``, of float32 or int32. ``bad``: a word whose bit 1 is set if one does not fit int32."""
     y = result(b, x.shape, x.dtype, out)
     if y.numel == 0:
         return y
@@ -84,8 +98,8 @@ def cumsum(b: Builder, x: Operand, dim: int, out: Operand | None = None) -> Oper
     rows, count = math.prod(sizes), x.shape[dim]
     push = [rows, count, *_padded(sizes, 4), *_padded(strides[0], 4), *_padded(strides[1], 4)]
     push += [x.strides[dim], y.strides[dim], x.offset, y.offset]
-    constants = (lanes_of_row(b.device, count), len(sizes), WORDS[x.dtype])
-    b.dispatch("cumsum", constants, fold(rows), push, [x.ref, *[None] * 6, y.ref])
+    constants = (lanes_of_row(b.device, count), len(sizes), WORDS[x.dtype], int(bad is not None))
+    b.dispatch("cumsum", constants, fold(rows), push, [x.ref, *[None] * 5, bad or y.ref, y.ref])
     return y
 
 

@@ -10,12 +10,19 @@ from torch import fx
 
 from ...steps.gather import gather, scatter_rows, take_along
 from ...steps.operand import Operand
-from ...steps.pointwise import binary
+from ...steps.pointwise import binary, convert, where
 from ...steps.rope import rope, rope_rows
+from ...steps.scattering import scatter
 from ..lowering import Lowering
 from ..views import expanded
 from .elementwise import same
 from .registry import rule
+
+
+def apart(c: Lowering, source: Operand, target: Operand) -> Operand:
+    """The source of a step that writes ``target`` in place: copied if it is in the same memory."""
+    same_memory = (source.ref.buffer, source.ref.offset) == (target.ref.buffer, target.ref.offset)
+    return convert(c.b, source, source.dtype) if same_memory else source
 
 
 def along(c: Lowering, x: Operand, dim: int, index: Operand) -> Operand:
@@ -83,25 +90,53 @@ def _index(c: Lowering, node: fx.Node, x: Operand, _indices: Sequence[Any]) -> O
     return gather(c.b, _merged(c, x, dim, count), dim, index)
 
 
+def _mask(node: fx.Node) -> Any:
+    """The mask of an index_put that says for whole elements of x whether they become a value; None if there is none.
+
+    The value does not depend on how many are chosen.
+    """
+    indices: Any = node.args[1]
+    if len(indices) != 1 or indices[0] is None or indices[0].meta["val"].dtype not in (torch.bool, torch.uint8):
+        return None
+    x, mask, values = (one.meta["val"] for one in (node.args[0], indices[0], node.args[2]))  # type: ignore[union-attr]
+    return indices[0] if values.dim() <= x.dim() - mask.dim() or values.numel() == 1 else None
+
+
+def _accumulates(node: fx.Node) -> bool:
+    return bool(len(node.args) > 3 and node.args[3])
+
+
 def _why_not_index_put(node: fx.Node) -> str:
-    if len(node.args) > 3 and node.args[3]:
-        return "index_put that accumulates has no kernel in qcore_vulkan"
-    if why := _why_not_index(node):
-        return why
-    at = [i for i, one in enumerate(node.args[1]) if one is not None]  # type: ignore[arg-type]
-    shape = torch.broadcast_shapes(*(node.args[1][i].meta["val"].shape for i in at))  # type: ignore[index, union-attr, no-untyped-call]
-    return "" if len(shape) == 1 else "index_put by indices of several dimensions has no kernel in qcore_vulkan"
+    dtype = node.meta["val"].dtype
+    if _accumulates(node) and not dtype.is_floating_point:
+        return f"index_put of {dtype} that accumulates has no kernel in qcore_vulkan"
+    if _mask(node) is not None:
+        return "index_put by a mask that accumulates has no kernel in qcore_vulkan" if _accumulates(node) else ""
+    return _why_not_index(node)
 
 
 @rule("index_put", why_not=_why_not_index_put)
-def _index_put(c: Lowering, node: fx.Node, x: Operand, _indices: Sequence[Any], values: Operand, *_: Any) -> Operand:
+def _index_put(c: Lowering, node: fx.Node, x: Operand, indices: Sequence[Any], values: Operand, *_: Any) -> Operand:
+    if _mask(node) is not None:
+        values = same(c, values, node)
+        values = c.reshaped(values, ()) if values.numel == 1 else values
+        mask = c.cast(indices[0], torch.bool)
+        while len(mask.shape) < len(x.shape):
+            mask = mask.unsqueeze(len(mask.shape))
+        return where(c.b, mask, values, x)
     target = c.writable(node.args[0])
     dim, count, index = _flat(c, node, x, node.args[1])  # type: ignore[arg-type]
     if count > 1:
         target = c.contiguous(target)
     merged = _merged(c, target, dim, count)
-    shape = (*merged.shape[:dim], index.numel, *merged.shape[dim + 1 :])
-    scatter_rows(c.b, merged, dim, index, expanded(same(c, values, node), shape))
+    before, after = merged.shape[:dim], merged.shape[dim + 1 :]
+    source = expanded(apart(c, same(c, values, node), target), (*before, *index.shape, *after))
+    source, index = c.reshaped(source, (*before, index.numel, *after)), c.reshaped(index, (index.numel,))
+    if _accumulates(node):
+        spread = c.reshaped(index, tuple(index.numel if at == dim else 1 for at in range(len(merged.shape))))
+        scatter(c.b, "add", merged, dim, spread.broadcast_to(source.shape), source)
+    else:
+        scatter_rows(c.b, merged, dim, index, source)
     return target
 
 
@@ -115,5 +150,5 @@ def _index_copy(c: Lowering, node: fx.Node, x: Operand, dim: int, _index: Operan
         if rope_rows(c.b, rotated, cos, sin, target, at, index) is not None:
             return target
         source = rope(c.b, rotated, cos, sin)
-    scatter_rows(c.b, target, at, index, same(c, source, node))
+    scatter_rows(c.b, target, at, index, apart(c, same(c, source, node), target))
     return target

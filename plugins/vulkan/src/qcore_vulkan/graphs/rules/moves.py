@@ -12,6 +12,7 @@ from ...steps.pointwise import convert
 from ..lowering import Lowering
 from ..numbers import on_device
 from ..views import bounds
+from .gathers import apart
 from .registry import rule
 
 
@@ -41,7 +42,7 @@ def _slice_scatter(
     first, last = bounds(x.shape[at], start, end)
     part = y.slice(at, first, -(-(last - first) // step), step)
     if part.numel:
-        convert(c.b, source.broadcast_to(part.shape), y.dtype, out=part)
+        convert(c.b, apart(c, source, y).broadcast_to(part.shape), y.dtype, out=part)
     return y
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from qcore import Conv2dRequest, EmbeddingRequest, LinearRequest, StaticInt8
+from qcore import Conv2dRequest, EmbeddingRequest, LinearRequest, OutputInt8, StaticInt8
 from qcore.plugin_api import Scheme, base_name, scheme_of
 
 from ... import eligibility, steps
@@ -16,6 +16,7 @@ from ...builder import Ref
 from ...calls import geometry
 from ...device import Buffer
 from ...steps import Image, Rows, rows_pitch
+from ...steps.codes import decode, encode
 from ...steps.gather import gather
 from ...steps.operand import Operand, contiguous_strides, over
 from ...steps.pointwise import binary, convert
@@ -33,9 +34,8 @@ def _why_not(node: fx.Node) -> str:
     request = _request(node)
     if isinstance(request, EmbeddingRequest):
         return eligibility.why_not(request)
-    if torch.int8 in {request.x_dtype, request.out_dtype}:
-        return "activations that are int8 between layers have no kernel in compiled models"
-    if isinstance(request.activation, StaticInt8) and request.activation.per_token:
+    given = (request.activation, request.output)
+    if any(isinstance(one, (StaticInt8, OutputInt8)) and one.per_token for one in given):
         return "scales per token that are passed with the call have no kernel in compiled models"
     return eligibility.why_not(request)
 
@@ -100,9 +100,15 @@ def _linear(
     c: Lowering, node: fx.Node, x: Operand, weight: Weight, bias: Operand | None, scheme: str, n: int, *_: Any
 ) -> Operand:
     of, (buffer, rest) = scheme_of(scheme), _bias(bias)
-    x = _ordered(c, x, weight)
+    x = _ordered(c, _decoded(c, x, of), weight)
     y = steps.linear(c.b, rows_of(c, x), weight.weight, buffer, *_quantization(of))
-    return _biased(c, operand_of(y, node.meta["val"].shape), rest)
+    return _finished(c, operand_of(y, node.meta["val"].shape), rest, of)
+
+
+def _decoded(c: Lowering, x: Operand, scheme: Scheme) -> Operand:
+    """Floats of which the layer makes these codes again, if x holds codes of int8."""
+    given = isinstance(scheme.activation, StaticInt8) and x.dtype == torch.int32
+    return decode(c.b, x, scheme.activation) if given else x  # type: ignore[arg-type]
 
 
 def _ordered(c: Lowering, x: Operand, weight: Weight) -> Operand:
@@ -117,8 +123,10 @@ def _quantization(scheme: Scheme) -> tuple[Any, None, torch.dtype]:
     return scheme.activation, None, torch.float32
 
 
-def _biased(c: Lowering, y: Operand, bias: Operand | None) -> Operand:
-    return y if bias is None else binary(c.b, "add", y, c.cast(bias, torch.float32))
+def _finished(c: Lowering, y: Operand, bias: Operand | None, scheme: Scheme) -> Operand:
+    """A product with what is still to be added, as codes of int8 if the scheme's results are."""
+    y = y if bias is None else binary(c.b, "add", y, c.cast(bias, torch.float32))
+    return y if scheme.output is None else encode(c.b, y, scheme.output)
 
 
 @rule("qcore_graph.embedding", why_not=_why_not)
@@ -136,7 +144,7 @@ def _conv2d(
     batch, channels, height, width = x.shape
     of, (buffer, rest) = scheme_of(scheme), _bias(bias)
     kernel, stride, padding, dilation, groups, _ = sizes
-    pixels = rows_of(c, x.permute((0, 2, 3, 1)))
+    pixels = rows_of(c, _decoded(c, x, of).permute((0, 2, 3, 1)))
     image = Image(pixels, batch, channels, height, width)
     shape = geometry(kernel, stride, padding, dilation, groups)
     y = steps.conv2d(c.b, image, weight.weight, buffer, shape, *_quantization(of))
@@ -144,4 +152,4 @@ def _conv2d(
     assert result.shape == tuple(node.meta["val"].shape)
     if rest is not None:
         rest = c.reshaped(rest, (n, 1, 1))
-    return _biased(c, result, rest)
+    return _finished(c, result, rest, of)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...builder import Ref
 from ...steps.norms import layer_norm, softmax
 from ...steps.operand import Operand
 from ...steps.pointwise import binary, unary
@@ -21,7 +22,8 @@ from .gathers import along
 from .registry import rule, rule_name
 
 
-def _why_not_small(node: fx.Node) -> str:
+def why_not_small(node: fx.Node) -> str:
+    """Why a node over integers of 8 and 16 bits stays on the host; empty for others."""
     dtypes = [one.meta["val"].dtype for one in node.all_input_nodes]
     bad = next((dtype for dtype in dtypes if dtype in SMALL), None)
     return "" if bad is None else f"reductions of {bad} have no kernel in qcore_vulkan"
@@ -34,34 +36,40 @@ def _dims(dim: Any, ndim: int) -> tuple[int, ...]:
     return tuple(sorted(one % max(ndim, 1) for one in ([dim] if isinstance(dim, int) else dim)))
 
 
-def reduced(c: Lowering, name: str, x: Operand, dims: Sequence[int], keepdim: bool) -> Operand:
+def reduced(c: Lowering, name: str, x: Operand, dims: Sequence[int], keepdim: bool, bad: Ref | None = None) -> Operand:
     """A reduction; x itself if it has no dimensions."""
-    return reduce(c.b, name, x, tuple(dims), keepdim) if x.shape else x
+    return reduce(c.b, name, x, tuple(dims), keepdim, bad=bad) if x.shape else x
+
+
+def _overflow(c: Lowering, node: fx.Node) -> Ref | None:
+    """Where a sum of integers says that it does not fit 32 bits, if torch computes it in 64."""
+    source: Any = node.args[0]
+    wide = node.meta["val"].dtype == torch.int64 and source.meta["val"].dtype != torch.bool
+    return c.flags if wide else None
 
 
 def _reduction(name: str) -> Rule:
     def apply(c: Lowering, node: fx.Node, x: Operand, dim: Any = None, keepdim: bool = False, **_: Any) -> Operand:
         wide = c.cast(x, torch.bool) if name == "any" else same(c, x, node)
-        return reduced(c, name, wide, _dims(dim, len(x.shape)), keepdim)
+        return reduced(c, name, wide, _dims(dim, len(x.shape)), keepdim, _overflow(c, node) if name == "sum" else None)
 
     return apply
 
 
 def _why_not_wide(node: fx.Node) -> str:
-    """Sums of integers may leave 32 bits; those of booleans count, and a float's are floats."""
+    """Products of integers may leave 32 bits unnoticed; those of floats are floats."""
     source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
     if not result.is_floating_point and source != torch.bool:
         return f"{rule_name(node.target)} of {source} may exceed the 32 bits in which qcore_vulkan computes integers"
-    return _why_not_small(node)
+    return why_not_small(node)
 
 
-for _name in ("mean", "amax", "amin", "any"):
-    rule(_name, why_not=_why_not_small)(_reduction(_name))
-for _name in ("sum", "prod"):
-    rule(_name, why_not=_why_not_wide)(_reduction(_name))
+for _name in ("mean", "amax", "amin", "any", "sum"):
+    rule(_name, why_not=why_not_small)(_reduction(_name))
+rule("prod", why_not=_why_not_wide)(_reduction("prod"))
 
 
-def _lasting(x: Operand, dim: int) -> tuple[Operand, list[int]]:
+def lasting(x: Operand, dim: int) -> tuple[Operand, list[int]]:
     """The operand with a dimension moved to the end, and the order that moves it back."""
     at, ndim = dim % len(x.shape), len(x.shape)
     order = [i for i in range(ndim) if i != at] + [at]
@@ -74,7 +82,7 @@ def _softmax_rule(log: bool) -> Rule:
         if not wide.shape:
             wide = wide.unsqueeze(0)
             return softmax(c.b, wide, log=log).select(0, 0)
-        moved, back = _lasting(wide, dim)
+        moved, back = lasting(wide, dim)
         return softmax(c.b, moved, log=log).permute(back)
 
     return apply
@@ -84,7 +92,7 @@ rule("_softmax")(_softmax_rule(False))
 rule("_log_softmax")(_softmax_rule(True))
 
 
-@rule("argmax", "argmin", why_not=_why_not_small)
+@rule("argmax", "argmin", why_not=why_not_small)
 def _arg(c: Lowering, node: fx.Node, x: Operand, dim: int | None = None, keepdim: bool = False) -> Operand:
     name, shape = rule_name(node.target), node.meta["val"].shape
     wide = c.cast(x, torch.int32) if x.dtype == torch.bool else x
@@ -116,17 +124,17 @@ rule("max", why_not=_why_not_extreme)(_extreme("max"))
 rule("min", why_not=_why_not_extreme)(_extreme("min"))
 
 
-@rule("cumsum", why_not=_why_not_wide)
+@rule("cumsum", why_not=why_not_small)
 def _cumsum(c: Lowering, node: fx.Node, x: Operand, dim: int, **_: Any) -> Operand:
     wide = same(c, x, node)
-    return cumsum(c.b, wide, dim % len(x.shape)) if x.shape else wide
+    return cumsum(c.b, wide, dim % len(x.shape), bad=_overflow(c, node)) if x.shape else wide
 
 
-@rule("topk", why_not=_why_not_small)
+@rule("topk", why_not=why_not_small)
 def _topk(
     c: Lowering, node: fx.Node, x: Operand, k: int, dim: int = -1, largest: bool = True, *_: Any
 ) -> tuple[Operand, Operand]:
-    moved, back = _lasting(x, dim)
+    moved, back = lasting(x, dim)
     values, indices = topk(c.b, moved, k, largest)
     return values.permute(back), indices.permute(back)
 
@@ -166,14 +174,15 @@ def _vector_norm(
     return reduced(c, "sum" if order == 1 else "amax", unary(c.b, "abs", x), dims, keepdim)
 
 
-def _why_not_statistics(node: fx.Node) -> str:
+def why_not_statistics(node: fx.Node) -> str:
+    """Why a norm stays on the host whose mean and variance are read; empty if nothing reads them."""
     read = [user.args[1] for user in node.users if user.target is operator.getitem and user.users]
     return "mean and variance of a norm have no kernel in qcore_vulkan" if any(at != 0 for at in read) else ""
 
 
 def _why_not_layer_norm(node: fx.Node) -> str:
     many = len(node.args[1]) != 1  # type: ignore[arg-type]
-    return "a layer norm over several dimensions has no kernel in qcore_vulkan" if many else _why_not_statistics(node)
+    return "a layer norm over several dimensions has no kernel in qcore_vulkan" if many else why_not_statistics(node)
 
 
 @rule("native_layer_norm", why_not=_why_not_layer_norm)
@@ -181,21 +190,3 @@ def _native_layer_norm(
     c: Lowering, node: fx.Node, x: Operand, shape: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[Operand, None, None]:
     return layer_norm(c.b, x, weight, bias, eps), None, None
-
-
-def _why_not_batch_norm(node: fx.Node) -> str:
-    training = rule_name(node.target) == "native_batch_norm" and node.args[5]
-    return "a batch norm in training has no kernel in qcore_vulkan" if training else _why_not_statistics(node)
-
-
-@rule("native_batch_norm", "_native_batch_norm_legit_no_training", why_not=_why_not_batch_norm)
-def _batch_norm(
-    c: Lowering, node: fx.Node, x: Operand, weight: Any, bias: Any, mean: Operand, variance: Operand, *rest: Any
-) -> tuple[Operand, None, None]:
-    ones = (1,) * (len(x.shape) - 2)
-    scale = unary(c.b, "rsqrt", binary(c.b, "add", variance, float(rest[-1])))
-    scale = scale if weight is None else binary(c.b, "mul", scale, weight)
-    centered = binary(c.b, "sub", x, c.reshaped(mean, (*mean.shape, *ones)))
-    y = binary(c.b, "mul", centered, c.reshaped(scale, (*scale.shape, *ones)))
-    y = y if bias is None else binary(c.b, "add", y, c.reshaped(bias, (*bias.shape, *ones)))
-    return y, None, None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from ...steps.operand import Operand
+from ...steps.pointwise import convert
 from ..lowering import Lowering
 from ..views import bounds, expanded, squeezed
 from .registry import rule
@@ -69,3 +71,17 @@ def _split(c: Lowering, node: fx.Node, x: Operand, sizes: Sequence[int], dim: in
     at = dim % len(x.shape)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(x.slice(at, start, size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _why_not_strided(node: fx.Node) -> str:
+    x = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return "" if x.is_contiguous() and x.storage_offset() == 0 else "as_strided of a view has no kernel in qcore_vulkan"
+
+
+@rule("as_strided", why_not=_why_not_strided)
+def _as_strided(
+    c: Lowering, node: fx.Node, x: Operand, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Operand:
+    whole = c.contiguous(x)
+    y = replace(whole, shape=tuple(size), strides=tuple(stride), offset=whole.offset + (offset or 0))
+    return y if y.is_contiguous else convert(c.b, y, y.dtype)  # elements of other views may overlap
