@@ -165,7 +165,8 @@ SHARED = torch.zeros(8)
 
 @torch.no_grad()
 @pytest.mark.parametrize(("count", "reason"), [
-    (torch.zeros(3), ""), (torch.zeros(3, dtype=torch.int64), "64 bits"), (SHARED[2:5], "does not own"),
+    (torch.zeros(3), ""), (torch.zeros(3, dtype=torch.int64), ""), (torch.zeros((), dtype=torch.int64), ""),
+    (SHARED[2:5], "does not own"), (torch.zeros(6, dtype=torch.int64)[2:], "does not own"),
     (torch.zeros(2, 3).T, "does not own"),
 ])  # fmt: skip
 def test_states(count, reason):

@@ -74,8 +74,8 @@ def layer_of(node: fx.Node, platform: str, cuts: Cuts) -> Layer | None:
     return None
 
 
-def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[[Sequence[Any]], tuple[list[Any], Array | None]]:
-    """``part`` as a function of one value per input: its outputs, and `Flags.both`.
+def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[..., tuple[list[Any], Array | None]]:
+    """``part`` as a function of one value per input, and of `Flags.overflow` found in them: outputs, and `Flags.both`.
 
     A value is an array; for the weight of a quantized layer its arrays by `Layer`; a number stays a number.
     """
@@ -84,8 +84,8 @@ def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[[Sequence[An
         node: getattr(part.graph, str(node.target)).numpy(force=True) for node in nodes if node.op == "get_attr"
     }
 
-    def run(values: Sequence[Any]) -> tuple[list[Any], Array | None]:
-        flags = Flags()
+    def run(values: Sequence[Any], overflow: Sequence[Array] = ()) -> tuple[list[Any], Array | None]:
+        flags = Flags(overflow=list(overflow))
         known: dict[fx.Node, Any] = {}
         given = iter(values)
         for node in nodes:

@@ -23,27 +23,12 @@ from qcore.plugin_api import GraphPart, Resident, Role, version, weight_of
 from .. import environment
 from ..engines.jax import device_of, writable
 from ..memo import Memo
+from .crossing import array_of, array_of_bytes, in_pairs, joined, parted, wait_for_torch
 from .kept import kept_on_disk
 from .lowering import Cuts, layer_of, lowered
 from .meshes import Placement, cut_of, gathered_here, placed
 from .quantized import Arrays, Layer
 from .states import States
-
-
-def narrowed(tensor: Tensor) -> Tensor:
-    """int64 as int32, in which programs compute integers. Raises `OverflowError` for values that do not fit."""
-    if tensor.dtype != torch.int64:
-        return tensor
-    narrow = tensor.to(torch.int32)
-    if not torch.equal(narrow.to(torch.int64), tensor):
-        raise OverflowError("an integer does not fit the 32 bits in which qcore_xla computes integers.")
-    return narrow
-
-
-def array_of(tensor: Tensor) -> Array:
-    """An array that shares the memory of a tensor if it can."""
-    dense = narrowed(tensor.detach()).contiguous()
-    return jax.dlpack.from_dlpack(dense)  # type: ignore[no-any-return]
 
 
 def _packed(tensor: Tensor, layer: Layer, sharding: Any) -> tuple[Arrays, bool]:
@@ -71,7 +56,7 @@ _on_mesh: Memo[Array] = Memo(lambda tensor, sharding: (placed(array_of(tensor), 
 def _state_array(tensor: Tensor, sharding: Any) -> Array:
     """An array with the values of a state that may be donated."""
     if sharding is None:
-        return jax.numpy.array(array_of(tensor), copy=True)
+        return jax.numpy.array(array_of_bytes(tensor), copy=True)
     known = _spread.peek(tensor)
     usable = known is not None and not tensor.is_inference() and known.sharding == sharding and not known.is_deleted()
     if known is not None and usable and _spread.get(tensor) is known:  # torch has not written to it since
@@ -92,7 +77,7 @@ class Program:
     """
 
     def __init__(self, part: GraphPart, platform: str | None = None) -> None:
-        self._platform = platform or part.device.type
+        self._device, self._platform = part.device, platform or part.device.type
         places = part.graph.graph.find_nodes(op="placeholder")
         weights = [(at, one.value) for at, one in zip(places, part.inputs, strict=True) if one.role is Role.WEIGHT]
         cuts = {at: cut for at, marker in weights if (cut := cut_of(marker))}
@@ -105,8 +90,12 @@ class Program:
         self._numbers = {i: one.example for i, one in enumerate(part.inputs) if one.role is Role.NUMBER}
         self.layers = _layers(part, self._platform, cuts)
         self._state_places = [self.placement.state(tuple(part.inputs[i].example.shape)) for i in self._states]
+        # A mesh, and a compiler without a device, are given plain integers.
+        bytewise = self.placement.whole is None and self._platform in {"cpu", "cuda"}
+        wide = {i for i, one in enumerate(part.inputs) if getattr(one.example, "dtype", None) is torch.int64}
+        self._pairs = wide & {*self._states, *self._fresh} if bytewise else set()
         self._count = len(roles)
-        self._updates = [part.updates[i] for i in self._states]
+        self._updates = [(i, part.updates[i]) for i in self._states]
         self._returned = part.returned
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
         self.jitted: Any = jax.jit(self._whole, donate_argnums=0)
@@ -119,14 +108,19 @@ class Program:
         for places, group in ((self._states, states), (self._fixed, fixed), (self._fresh, fresh)):
             for i, value in zip(places, group, strict=True):
                 values[i] = value
+        beyond = []
+        for i in self._pairs:
+            values[i], outside = joined(values[i])
+            beyond.append(outside)
         for i, number in self._numbers.items():
             values[i] = number
         for i, layers in self.layers.items():
             values[i] = dict(zip(layers, values[i], strict=True))
         # The rules rely on rank promotion; the user's program may forbid it.
         with jax.numpy_rank_promotion("allow"):
-            outputs, bad = self._run(values)
-        updates = [_kept(outputs[i], at) for i, at in zip(self._updates, self._state_places, strict=True)]
+            outputs, bad = self._run(values, beyond)
+        states = [parted(outputs[to]) if i in self._pairs else outputs[to] for i, to in self._updates]
+        updates = [_kept(y, at) for y, at in zip(states, self._state_places, strict=True)]
         return [_kept(outputs[i], self.placement.whole) for i in self._returned], updates, bad
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Tensor]:
@@ -148,23 +142,35 @@ class Program:
         ]
         fixed = self._fixed_arrays(values)
         fresh = [self._argument(values[i]) for i in self._fresh]
+        if self._platform == "cuda" and not fresh:
+            wait_for_torch(self._device)
         if self._compiled:
             results, updates, bad = self.jitted(states, fixed, fresh)
         else:
             with kept_on_disk():
                 results, updates, bad = self.jitted(states, fixed, fresh)
             self._compiled = True
-        jax.block_until_ready(updates)
+        if self._platform != "cuda" or not results:
+            jax.block_until_ready(updates)
+        tensors = [self._result(y, dtype) for y, dtype in zip(results, self._dtypes, strict=True)]
         for i, state, array in zip(self._states, held, updates, strict=True):
             if state is None:
-                values[i].copy_(from_dlpack(gathered_here(array, whole)))
-                if whole is not None:
-                    _spread.put(values[i], array)
+                self._copy_back(values[i], array)
             else:
                 state.replace(array, values[i])
         if bad is not None:
             _check(*np.asarray(bad))
-        return [self._result(y, dtype) for y, dtype in zip(results, self._dtypes, strict=True)]
+        return tensors
+
+    def _copy_back(self, tensor: Tensor, array: Array) -> None:
+        """Write the new values of a state that does not share the memory of an array."""
+        whole = self.placement.whole
+        new = from_dlpack(gathered_here(array, whole))
+        if whole is None and tensor.dtype == torch.int64:
+            new = new.view(torch.int64).squeeze(-1)
+        tensor.copy_(new)
+        if whole is not None:
+            _spread.put(tensor, array)
 
     def _fixed_arrays(self, values: Sequence[Any]) -> list[Any]:
         """Arrays of weights, parameters and buffers: those of the last call if the tensors are the same."""
@@ -184,19 +190,21 @@ class Program:
         return arrays
 
     def _argument(self, tensor: Tensor) -> Any:
-        narrow, whole = narrowed(tensor.detach()), self.placement.whole
+        whole = self.placement.whole
         if whole is not None:
-            return placed(array_of(narrow), whole)
-        if narrow.is_cuda or narrow.dtype == torch.bfloat16:
-            return jax.dlpack.from_dlpack(narrow.contiguous())
-        array = narrow.numpy()
+            return placed(array_of(tensor), whole)
+        if tensor.is_cuda or tensor.dtype == torch.bfloat16:
+            return array_of_bytes(tensor)
+        array = in_pairs(tensor).numpy()
         return array if self._fixed or self._states else jax.device_put(array, jax.devices("cpu")[0])
 
     def _result(self, y: Array, dtype: torch.dtype) -> Tensor:
         y = gathered_here(y, self.placement.whole)
+        if self._platform == "cuda" and self.placement.whole is None:
+            return from_dlpack(y).to(dtype)  # makes torch's stream wait for the program
         if self._platform == "cuda" or dtype == torch.bfloat16:
             y.block_until_ready()
-            return from_dlpack(y)
+            return from_dlpack(y).to(dtype)
         return writable(np.asarray(y)).to(dtype)
 
 
