@@ -15,10 +15,8 @@ from torch import Tensor, fx
 
 from qcore.plugin_api import GraphPart, base_name, is_whole
 
-from . import (
-    products,  # noqa: F401 - registers rules
-    quantized,
-)
+from . import quantized
+from .attention import attention_on_gpu
 from .meshes import MeshCut
 from .overflow import overflow
 from .quantized import Layer
@@ -83,6 +81,7 @@ def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[..., tuple[l
     constants = {
         node: getattr(part.graph, str(node.target)).numpy(force=True) for node in nodes if node.op == "get_attr"
     }
+    special = _ON_GPU if platform == "cuda" else {}
 
     def run(values: Sequence[Any], overflow: Sequence[Array] = ()) -> tuple[list[Any], Array | None]:
         flags = Flags(overflow=list(overflow))
@@ -96,20 +95,29 @@ def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[..., tuple[l
             elif node.op == "call_function":
                 args = fx.node.map_arg(node.args, known.__getitem__)
                 kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
-                known[node] = _call(node, args, kwargs, layer_of(node, platform, cuts), flags)
+                known[node] = _call(node, args, kwargs, layer_of(node, platform, cuts), flags, special)
         outputs = [known[node] for node in part.outputs]
         return outputs, flags.both()
 
     return run
 
 
-def _call(node: fx.Node, args: Any, kwargs: Any, layer: Layer | None, flags: Flags) -> Any:
+_ON_GPU: Mapping[str, Callable[..., Any]] = {"qcore_graph.attention": attention_on_gpu}
+"""Rules in the place of those of `RULES`."""
+
+
+def _call(
+    node: fx.Node, args: Any, kwargs: Any, layer: Layer | None, flags: Flags, special: Mapping[str, Callable[..., Any]]
+) -> Any:
     if node.target is operator.getitem:
         return args[0][args[1]]
-    y = RULES[rule_name(node.target)](*args, **kwargs) if layer is None else _quantized(layer, args, flags)
-    if layer is None:
+    name = rule_name(node.target)
+    if layer is not None:
+        y = _quantized(layer, args, flags)
+    else:
+        y = (special.get(name) or RULES[name])(*args, **kwargs)
         _check_indices(node, args, flags)
-        wrapped = overflow(rule_name(node.target), node, args)
+        wrapped = overflow(name, node, args)
         if wrapped is not None:
             flags.overflow.append(wrapped)
     return _as_torch(y, node.meta["val"])
