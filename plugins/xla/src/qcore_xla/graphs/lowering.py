@@ -16,11 +16,11 @@ from torch import Tensor, fx
 from qcore.plugin_api import GraphPart, base_name, is_whole
 
 from . import quantized
-from .attention import attention_on_gpu
 from .meshes import MeshCut
 from .overflow import overflow
 from .quantized import Layer
 from .rules import RULES, jax_dtype
+from .special import SPECIAL
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[..., tuple[l
     constants = {
         node: getattr(part.graph, str(node.target)).numpy(force=True) for node in nodes if node.op == "get_attr"
     }
-    special = _ON_GPU if platform == "cuda" else {}
+    special = SPECIAL.get(platform, {})
 
     def run(values: Sequence[Any], overflow: Sequence[Array] = ()) -> tuple[list[Any], Array | None]:
         flags = Flags(overflow=list(overflow))
@@ -100,10 +100,6 @@ def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[..., tuple[l
         return outputs, flags.both()
 
     return run
-
-
-_ON_GPU: Mapping[str, Callable[..., Any]] = {"qcore_graph.attention": attention_on_gpu}
-"""Rules in the place of those of `RULES`."""
 
 
 def _call(
