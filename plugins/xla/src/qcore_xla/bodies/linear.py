@@ -121,7 +121,7 @@ def _product(x: Array, data: Array, scale: Array, moved: Moved | None, form: For
         if data.ndim == 3 or cut is not None:
             x = _padded(x, slices.shape[1] * length(slices, 2))
             narrow = alone and x.dtype == jnp.bfloat16 and form.out_dtype == "bfloat16"
-            return _by_rows(x, slices, s, cut, narrow), x
+            return _by_rows(x, slices, scale, cut, narrow), x
     if data.ndim == 2:
         x = _padded(x, length(data, 1))
         total = _per_channel(x, data, form)
@@ -165,9 +165,10 @@ def _by_rows(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None, narro
     if cut is None and rows <= _FEW_ROWS:
         w = planes(data, 2, x.dtype)
         products = contract(x.reshape(rows, slices, *w.shape[2:]), w, (2, 3), (2, 3), batch=(1, 1))
-        return jnp.sum(products * scale[:, None, :], axis=0)
+        return jnp.sum(products * scale.astype(jnp.float32)[:, None, :], axis=0)
     if x.dtype != jnp.float16:
         return _in_own_dtype(x, data, scale, cut, narrow)
+    scale = scale.astype(jnp.float32)
     largest = jnp.max(jnp.abs(scale), axis=0)  # small weights would lose bits in float16's subnormal numbers
     largest = jnp.where(largest == 0, 1.0, largest)
     return largest * _in_own_dtype(x, data, scale / largest, cut)
@@ -179,7 +180,7 @@ def _in_own_dtype(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None, 
         from ..pallas.skinny_gemm import product
 
         return product(x, data, scale, cut)
-    w = planes(data, 2, jnp.dtype(jnp.float32)) * scale.T[:, :, None, None]
+    w = planes(data, 2, jnp.dtype(jnp.float32)) * scale.astype(jnp.float32).T[:, :, None, None]
     w = w.astype(x.dtype).reshape(data.shape[0], -1)
     return contract(x, w, (1,), (1,), sums=x.dtype if narrow else None)
 
