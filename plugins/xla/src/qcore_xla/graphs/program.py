@@ -25,7 +25,8 @@ from ..engines.jax import device_of, writable
 from ..memo import Memo
 from .crossing import array_of, array_of_bytes, in_pairs, joined, parted, wait_for_torch
 from .kept import kept_on_disk
-from .lowering import Cuts, layer_of, lowered
+from .layers import Cuts, Made, Siblings, Together, joined_tensors, layer_of, siblings
+from .lowering import lowered
 from .meshes import Placement, cut_of, gathered_here, placed
 from .quantized import Arrays, Layer
 from .states import States
@@ -39,7 +40,17 @@ def _packed(tensor: Tensor, layer: Layer, sharding: Any) -> tuple[Arrays, bool]:
     return made, False
 
 
+def _packed_together(tensors: Sequence[Tensor], of: Siblings) -> Made:
+    weights = [weight_of(tensor) for tensor in tensors]
+    parts = [layer.pack(weight) for layer, weight in zip(of.layers, weights, strict=True)]
+    ordered = any(weight.order is not None for weight in weights)
+    joined = parts if ordered else [joined_tensors(parts, of.whole)]
+    made = jax.block_until_ready([{name: array_of(part) for name, part in one.items()} for one in joined])
+    return made if ordered else made[0]  # type: ignore[no-any-return]
+
+
 _weights: Memo[Arrays] = Memo(_packed)
+_together = Together(_packed_together)
 _statics: Resident[Array] = Resident(array_of)
 _states = States()
 _spread: Resident[Array] = Resident(array_of)
@@ -88,7 +99,9 @@ class Program:
         self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
         self._fresh = [i for i, role in enumerate(roles) if role is Role.FRESH]
         self._numbers = {i: one.example for i, one in enumerate(part.inputs) if one.role is Role.NUMBER}
-        self.layers = _layers(part, self._platform, cuts)
+        groups = siblings(part, self._platform, cuts)
+        self.layers = _layers(part, self._platform, cuts, groups)
+        self._siblings = {places.index(of.weights[0]): (of, [places.index(one) for one in of.weights]) for of in groups}
         self._state_places = [self.placement.state(tuple(part.inputs[i].example.shape)) for i in self._states]
         # A mesh, and a compiler without a device, are given plain integers.
         bytewise = self.placement.whole is None and self._platform in {"cpu", "cuda"}
@@ -180,14 +193,17 @@ class Program:
             same = all(a is b() and version(a) == n for a, (b, n) in zip(tensors, known[0], strict=True))
             if same:
                 return known[1]
-        arrays = [
-            [_weights.get(tensor, layer, self.placement.parts(layer.cut)) for layer in self.layers[i]]
-            if i in self.layers
-            else _static(tensor, self.placement.whole)
-            for i, tensor in zip(self._fixed, tensors, strict=True)
-        ]
+        arrays = [self._fixed_array(i, values) for i in self._fixed]
         self._known = [(_ref(tensor), version(tensor)) for tensor in tensors], arrays
         return arrays
+
+    def _fixed_array(self, i: int, values: Sequence[Any]) -> Any:
+        if i in self._siblings:
+            of, places = self._siblings[i]
+            return [_together.get([values[at] for at in places], of)]
+        if i in self.layers:
+            return [_weights.get(values[i], layer, self.placement.parts(layer.cut)) for layer in self.layers[i]]
+        return _static(values[i], self.placement.whole)
 
     def _argument(self, tensor: Tensor) -> Any:
         whole = self.placement.whole
@@ -225,12 +241,18 @@ def _ref(tensor: Tensor) -> Callable[[], Tensor | None]:
     return weakref.ref(tensor)
 
 
-def _layers(part: GraphPart, platform: str, cuts: Cuts) -> dict[int, list[Layer]]:
-    """How the weights among the inputs are packed, by position: a tied weight in one way for each kind of layer."""
+def _layers(part: GraphPart, platform: str, cuts: Cuts, groups: Sequence[Siblings]) -> dict[int, list[Layer]]:
+    """How the weights among the inputs are packed, by position: a tied weight in one way for each kind of layer.
+
+    Siblings' weights are packed at the position of the first of them.
+    """
     places = part.graph.graph.find_nodes(op="placeholder")
     found: dict[int, list[Layer]] = {}
+    for of in groups:
+        found |= {places.index(weight): [of.whole] if weight is of.weights[0] else [] for weight in of.weights}
+    joint = {node for of in groups for node in of.nodes}
     for node in part.nodes:
-        layer = layer_of(node, platform, cuts)
+        layer = None if node in joint else layer_of(node, platform, cuts)
         if layer is not None:
             at = 2 if layer.kind == "grouped_linear" else 1
             known = found.setdefault(places.index(node.args[at]), [])

@@ -64,7 +64,7 @@ class _MemoryOnGpu(_Memory):
     """The same on a GPU, where JAX may give the memory to others while torch's kernels still read it."""
 
     def __del__(self) -> None:
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
 
 
