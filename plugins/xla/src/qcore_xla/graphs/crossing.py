@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import torch
 from jax import Array, lax
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 _ALIGNED = 16
 """Bytes to which XLA's kernels for GPUs expect arguments to be aligned."""
@@ -48,9 +49,36 @@ def array_of_bytes(tensor: Tensor) -> Array:
 
 def _imported(tensor: Tensor) -> Array:
     dense = tensor.contiguous()
-    if dense.is_cuda and dense.data_ptr() % _ALIGNED:
+    if not dense.is_cuda:
+        return jax.dlpack.from_dlpack(dense)  # type: ignore[no-any-return]
+    if dense.data_ptr() % _ALIGNED:
         dense = dense.clone()
-    return jax.dlpack.from_dlpack(dense)  # type: ignore[no-any-return]
+    return jax.dlpack.from_dlpack(_OnGpu(dense))  # type: ignore[no-any-return]
+
+
+class _OnGpu:
+    """A CUDA tensor for `jax.dlpack.from_dlpack`: what `Tensor.__dlpack__` does, in a fraction of its time."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _ROCM if torch.version.hip else _CUDA, self._tensor.device.index
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        device = self._tensor.device
+        if stream in _NO_POINTERS:
+            wait_for_torch(device)
+        else:
+            jax_stream = torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
+            jax_stream.wait_stream(torch.cuda.current_stream(device))
+        return to_dlpack(self._tensor)
+
+
+_CUDA, _ROCM = 2, 10
+"""DLPack's numbers."""
+_NO_POINTERS = (None, -1, 0, 1, 2)
+"""What DLPack passes in the place of a stream's pointer."""
 
 
 def in_pairs(tensor: Tensor) -> Tensor:

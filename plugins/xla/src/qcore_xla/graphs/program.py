@@ -6,9 +6,11 @@ over, on CPUs without copies.
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -113,7 +115,7 @@ class Program:
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
         self.jitted: Any = jax.jit(self._whole, donate_argnums=0)
         self._compiled = False
-        self._known: tuple[list[Any], list[Any]] | None = None
+        self._known: _Known | None = None
         self._lock = threading.Lock()
 
     def _whole(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
@@ -155,7 +157,7 @@ class Program:
         ]
         fixed = self._fixed_arrays(values)
         fresh = [self._argument(values[i]) for i in self._fresh]
-        if self._platform == "cuda" and not fresh:
+        if self._platform == "cuda" and whole is None and not fresh:
             wait_for_torch(self._device)
         if self._compiled:
             results, updates, bad = self.jitted(states, fixed, fresh)
@@ -189,13 +191,15 @@ class Program:
         """Arrays of weights, parameters and buffers: those of the last call if the tensors are the same."""
         tensors = [values[i] for i in self._fixed]
         known = self._known
-        if known is not None:
-            same = all(a is b() and version(a) == n for a, (b, n) in zip(tensors, known[0], strict=True))
-            if same:
-                return known[1]
+        if known is not None and known.ids == list(map(id, tensors)) and known.versions == _versions(tensors):
+            return known.arrays
         arrays = [self._fixed_array(i, values) for i in self._fixed]
-        self._known = [(_ref(tensor), version(tensor)) for tensor in tensors], arrays
+        refs = [weakref.ref(tensor, self._forget) for tensor in tensors]
+        self._known = _Known(list(map(id, tensors)), _versions(tensors), arrays, refs)
         return arrays
+
+    def _forget(self, _ref: Any) -> None:
+        self._known = None  # from now on ids may belong to other tensors
 
     def _fixed_array(self, i: int, values: Sequence[Any]) -> Any:
         if i in self._siblings:
@@ -235,10 +239,23 @@ def _check(outside: bool, overflow: bool) -> None:
         )
 
 
-def _ref(tensor: Tensor) -> Callable[[], Tensor | None]:
-    import weakref
+class _Known(NamedTuple):
+    """The arrays of the last call's weights, parameters and buffers, and what tells that the tensors are the same."""
 
-    return weakref.ref(tensor)
+    ids: list[int]
+    versions: list[int]
+    arrays: list[Any]
+    refs: list[Any]
+
+
+_version = operator.attrgetter("_version")
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # inference tensors count no writes
+        return [version(tensor) for tensor in tensors]
 
 
 def _layers(part: GraphPart, platform: str, cuts: Cuts, groups: Sequence[Siblings]) -> dict[int, list[Layer]]:
