@@ -48,16 +48,19 @@ def rule_name(target: Any) -> str:
     return f"qcore_graph.{name}" if is_whole(target) else name
 
 
-def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[..., tuple[list[Any], Array | None]]:
+def lowered(
+    part: GraphPart, platform: str, cuts: Cuts, *, special: bool = True
+) -> Callable[..., tuple[list[Any], Array | None]]:
     """``part`` as a function of one value per input, and of `Flags.overflow` found in them: outputs, and `Flags.both`.
 
-    A value is an array; for the weight of a quantized layer its arrays by `Layer`; a number stays a number.
+    ``special``: by the rules for the platform. A value is an array; for the weight of a quantized layer its arrays by
+    `Layer`; a number stays a number.
     """
     nodes = list(part.graph.graph.nodes)
     constants = {
         node: getattr(part.graph, str(node.target)).numpy(force=True) for node in nodes if node.op == "get_attr"
     }
-    special = SPECIAL.get(platform, {})
+    rules: Mapping[str, Callable[..., Any]] = {**RULES, **SPECIAL.get(platform, {})} if special else RULES
     together = {node: of for of in siblings(part, platform, cuts) for node in of.nodes}
 
     def run(values: Sequence[Any], overflow: Sequence[Array] = ()) -> tuple[list[Any], Array | None]:
@@ -76,7 +79,7 @@ def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[..., tuple[l
                     continue
                 args = fx.node.map_arg(node.args, known.__getitem__)
                 kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
-                known[node] = _call(node, args, kwargs, layer_of(node, platform, cuts), flags, special)
+                known[node] = _call(node, args, kwargs, layer_of(node, platform, cuts), flags, rules)
         outputs = [known[node] for node in part.outputs]
         return outputs, flags.both()
 
@@ -84,7 +87,7 @@ def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[..., tuple[l
 
 
 def _call(
-    node: fx.Node, args: Any, kwargs: Any, layer: Layer | None, flags: Flags, special: Mapping[str, Callable[..., Any]]
+    node: fx.Node, args: Any, kwargs: Any, layer: Layer | None, flags: Flags, rules: Mapping[str, Callable[..., Any]]
 ) -> Any:
     if node.target is operator.getitem:
         return args[0][args[1]]
@@ -92,7 +95,7 @@ def _call(
     if layer is not None:
         y = _quantized(layer, args, flags)
     else:
-        y = (special.get(name) or RULES[name])(*args, **kwargs)
+        y = rules[name](*args, **kwargs)
         _check_indices(node, args, flags)
         wrapped = overflow(name, node, args)
         if wrapped is not None:

@@ -10,6 +10,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -96,6 +97,7 @@ class Program:
         cuts = {at: cut for at, marker in weights if (cut := cut_of(marker))}
         self.placement = Placement(cuts)
         self._run = lowered(part, self._platform, cuts)
+        self._plain = lowered(part, self._platform, cuts, special=False) if self._platform == "cuda" else None
         roles = [one.role for one in part.inputs]
         self._states = [i for i, role in enumerate(roles) if role is Role.STATE]
         self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
@@ -159,12 +161,8 @@ class Program:
         fresh = [self._argument(values[i]) for i in self._fresh]
         if self._platform == "cuda" and whole is None and not fresh:
             wait_for_torch(self._device)
-        if self._compiled:
-            results, updates, bad = self.jitted(states, fixed, fresh)
-        else:
-            with kept_on_disk():
-                results, updates, bad = self.jitted(states, fixed, fresh)
-            self._compiled = True
+        run = self.jitted if self._compiled else self._compile_and_run
+        results, updates, bad = run(states, fixed, fresh)
         if self._platform != "cuda" or not results:
             jax.block_until_ready(updates)
         tensors = [self._result(y, dtype) for y, dtype in zip(results, self._dtypes, strict=True)]
@@ -176,6 +174,20 @@ class Program:
         if bad is not None:
             _check(*np.asarray(bad))
         return tensors
+
+    def _compile_and_run(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
+        with kept_on_disk():
+            try:
+                found = self.jitted(states, fixed, fresh)
+            except jax.errors.JaxRuntimeError:
+                if self._plain is None:
+                    raise
+                self._run = self._plain  # a version of cuDNN, for example, may have no kernel for a shape after all
+                # JAX would find the trace of an equal function.
+                self.jitted = jax.jit(partial(self._whole), donate_argnums=0)
+                found = self.jitted(states, fixed, fresh)
+        self._compiled, self._plain = True, None
+        return found
 
     def _copy_back(self, tensor: Tensor, array: Array) -> None:
         """Write the new values of a state that does not share the memory of an array."""
