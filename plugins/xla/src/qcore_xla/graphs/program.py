@@ -83,6 +83,13 @@ def _kept(y: Array, sharding: Any) -> Array:
     return kept
 
 
+_ON_GPU = {"xla_gpu_graph_min_graph_size": 1 << 20}
+"""No CUDA graphs. Arguments lie elsewhere in each call, so XLA updates every kernel of a graph before it launches it: for
+a decode step of 263 kernels the host took 1.0 ms, and only then the device began its 1.4 ms (H100, jax 0.11.2). Launched
+one by one, kernels run while the host launches the next.
+"""
+
+
 class Program:
     """See the module. Called with one tensor or number per input of the part, it returns the part's results.
 
@@ -115,7 +122,8 @@ class Program:
         self._updates = [(i, part.updates[i]) for i in self._states]
         self._returned = part.returned
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
-        self.jitted: Any = jax.jit(self._whole, donate_argnums=0)
+        options = _ON_GPU if self._platform == "cuda" else None
+        self.jitted: Any = jax.jit(self._whole, donate_argnums=0, compiler_options=options)
         self._compiled = False
         self._known: _Known | None = None
         self._lock = threading.Lock()
@@ -172,7 +180,8 @@ class Program:
             else:
                 state.replace(array, values[i])
         if bad is not None:
-            _check(*np.asarray(bad))
+            # On GPUs through torch: JAX took 400 us for these two bytes.
+            _check(*(from_dlpack(bad).tolist() if self._platform == "cuda" and whole is None else np.asarray(bad)))
         return tensors
 
     def _compile_and_run(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
@@ -182,7 +191,8 @@ class Program:
             except jax.errors.JaxRuntimeError:
                 if self._plain is None:
                     raise
-                self._run = self._plain  # a version of cuDNN, for example, may have no kernel for a shape after all
+                # A version of cuDNN may have no kernel for a shape after all, or one of XLA no such options.
+                self._run = self._plain
                 # JAX would find the trace of an equal function.
                 self.jitted = jax.jit(partial(self._whole), donate_argnums=0)
                 found = self.jitted(states, fixed, fresh)
