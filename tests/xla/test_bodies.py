@@ -12,7 +12,7 @@ from grids import sampled
 from qcore import Conv2dRequest, Scheme
 from qcore.contracts import LINEAR
 from qcore.resolving.verification import difference
-from qcore_xla import calls, ops
+from qcore_xla import calls, ops, packing
 from qcore_xla.bodies import linear as bodies
 from qcore_xla.bodies.form import Form
 from qcore_xla.engines import base
@@ -85,6 +85,26 @@ def test_the_layout_of_gpus(problem, monkeypatch, gpu_layout, scheme, rows, k):
     monkeypatch.setattr(bodies, "_MANY_ROWS", 5)
     verdict = LINEAR.judge(here, kernel(here.x, packed, here.bias))
     assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize("bias", ["none", "yes"])
+def test_products_of_many_rows_are_rounded_once(problem, bias):
+    here = problem("w4a16-g32", rows=33, k=64)
+    packed = packing.pack(here.weight, packing.plan(20, 64, 4, 32, by_rows=True))
+    x, data, scale = (jax.numpy.asarray(t.numpy()) for t in (here.x, packed["data"], packed["scale"]))
+    added = None if bias == "none" else jax.numpy.ones((64,))
+    form = Form(out_dtype="bfloat16", rows=True)
+
+    def body(x):
+        return bodies.linear(x, data, scale, None, added, form=form)
+
+    y = body(x.astype("bfloat16"))
+    expected = LINEAR.reference(here).numpy() + (0 if added is None else 1)
+    assert y.dtype == "bfloat16"
+    np.testing.assert_allclose(np.asarray(y[:, :20], "float32"), expected, rtol=2e-2, atol=4e-2)
+    # Sums that are added to are float32 until then.
+    product = next(e for e in jax.make_jaxpr(body)(x.astype("bfloat16")).eqns if e.primitive.name == "dot_general")
+    assert product.outvars[0].aval.dtype == ("bfloat16" if added is None else "float32")
 
 
 def test_weights_by_rows_and_of_jax_int4(problem):

@@ -7,7 +7,7 @@ from graph_backends import part_of, part_of_call
 from graph_cases import CASES, IMAGE, MASKS, I, X
 from torch.nn import functional as F
 
-from qcore_xla.graphs import lowering, rules
+from qcore_xla.graphs import attention, lowering, products, rules
 
 
 def run(function, args, dtype=None):
@@ -62,6 +62,23 @@ def test_attention(mask, groups, scale):
 def test_causal_attention():
     q = torch.sin(torch.arange(4 * 5 * 6.0)).view(1, 4, 5, 6)
     check(*run(torch.ops.qcore_graph.attention, (q, q.flip(2), q, None, True, None))[:2], 1e-5)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_as_cudnn_is_asked_for_it(mask, causal):
+    q = torch.sin(torch.arange(2 * 4 * 3 * 8.0)).view(2, 4, 3, 8)
+    k = torch.cos(torch.arange(2 * 2 * 5 * 8.0)).view(2, 2, 5, 8)
+    given = [None if x is None else jax.numpy.asarray(x.numpy()) for x in (q, k, k * 2, MASKS[mask])]
+    whole = attention._whole_mask(given[3], causal, 3, 5)
+    found = attention.by_cudnn(*given[:3], whole, 0.3, implementation="xla")
+    check(found, torch.tensor(products.attention(*given, causal, 0.3).tolist()), 1e-5)
+
+
+def test_attention_without_cudnn():
+    q = jax.numpy.sin(jax.numpy.arange(2 * 64 * 8.0)).reshape(1, 2, 64, 8).astype("bfloat16")
+    found = attention.attention_on_gpu(q, q, q, None, True, None)
+    assert found.tolist() == products.attention(q, q, q, None, True, None).tolist()
 
 
 @pytest.mark.parametrize(("function", "args", "reason"), [

@@ -7,14 +7,16 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import jax
 import pytest
 import torch
+from graph_backends import part_of
 from tiny_models import Decoder, Encoder, decoded
 from torch import nn
 
 import qcore
 from qcore import graphs
-from qcore_xla.graphs import program, states
+from qcore_xla.graphs import lowering, program, special, states
 from qcore_xla.graphs.backend import qcore_xla
 
 HELPERS = str(Path(__file__).parents[1] / "helpers")
@@ -165,7 +167,8 @@ SHARED = torch.zeros(8)
 
 @torch.no_grad()
 @pytest.mark.parametrize(("count", "reason"), [
-    (torch.zeros(3), ""), (torch.zeros(3, dtype=torch.int64), "64 bits"), (SHARED[2:5], "does not own"),
+    (torch.zeros(3), ""), (torch.zeros(3, dtype=torch.int64), ""), (torch.zeros((), dtype=torch.int64), ""),
+    (SHARED[2:5], "does not own"), (torch.zeros(6, dtype=torch.int64)[2:], "does not own"),
     (torch.zeros(2, 3).T, "does not own"),
 ])  # fmt: skip
 def test_states(count, reason):
@@ -242,3 +245,19 @@ def test_a_second_start_compiles_nothing():
     (first_hits, first_misses), (hits, misses) = found
     assert first_hits == misses == "0"
     assert hits == first_misses == "2"  # the prompt, and one token
+
+
+@torch.no_grad()
+def test_a_program_that_a_special_rule_keeps_from_compiling(monkeypatch):
+    def refused(x, *_):
+        return jax.ffi.ffi_call("nobody_has_this", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    monkeypatch.setitem(special.SPECIAL, "cpu", {"exp": refused})
+    part, x = part_of(torch.exp, torch.ones(3)), torch.ones(3)
+    made = program.Program(part)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        made([x])
+    made = program.Program(part)
+    made._plain = lowering.lowered(part, "cpu", {}, special=False)
+    torch.testing.assert_close(made([x])[0], x.exp())
+    torch.testing.assert_close(made([x * 2])[0], (x * 2).exp())

@@ -33,16 +33,17 @@ WEIGHTS = {  # N, G, codes of a group
 
 
 def problem(name, m, dtype, seed=0):
-    """x, words, scales, the exact product, and the same of squares."""
+    """x, words, scales (of 16 bits next to bfloat16, else of 32), the exact product, and the same of squares."""
     n, groups, size = WEIGHTS[name]
     rng = np.random.default_rng(seed)
     codes = rng.integers(-8, 8, (n, groups, size))
     scale = (rng.uniform(0.2, 1.0, (groups, n)) * 10.0 ** rng.integers(-3, 1, (1, n))).astype(np.float32)
+    scale = jnp.asarray(scale, dtype if dtype == jnp.bfloat16 else jnp.float32)
     x = jnp.asarray(rng.normal(size=(m, groups * size)), dtype)
     words = words_of(torch.from_numpy(codes).to(torch.int8)).numpy()
-    w = (codes * scale.T[:, :, None].astype(np.float64)).reshape(n, -1)
+    w = (codes * np.asarray(scale, np.float64).T[:, :, None]).reshape(n, -1)
     wide = np.asarray(x, np.float64)
-    return x, jnp.asarray(words), jnp.asarray(scale), wide @ w.T, wide**2 @ (w.T**2)
+    return x, jnp.asarray(words), scale, wide @ w.T, wide**2 @ (w.T**2)
 
 
 PRODUCTS = [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qcore import FormatError, QTensor, Scheme
 
-from ..graphs import program
+from ..graphs import crossing
 from ..graphs.meshes import MeshCut, Placement, axis_of, placed
 from ..graphs.quantized import Layer, why_not_scheme
 
@@ -140,5 +140,5 @@ def array_of(tensor: Tensor) -> jax.Array:
     Raises `OverflowError` for integers that do not fit.
     """
     narrow = tensor.detach().float() if tensor.dtype == torch.float64 else tensor
-    made: jax.Array = jax.device_put(program.array_of(narrow), jax.devices()[0])
+    made: jax.Array = jax.device_put(crossing.array_of(narrow), jax.devices()[0])
     return made

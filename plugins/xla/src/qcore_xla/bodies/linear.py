@@ -50,7 +50,8 @@ def linear(
     if z_x is not None:
         assert sums is not None
         moved = Moved(z_x.astype(jnp.int32), sums)
-    y, columns = _product(codes, data, scale, moved, form)
+    alone = zero is None and bias is None and not form.axis
+    y, columns = _product(codes, data, scale, moved, form, alone)
     if zero is not None:
         total = _group_sums(columns, scale.shape[0])
         if moved is not None:
@@ -107,10 +108,11 @@ _EXACT = 1 << 16
 """Codes in a group whose products with differences of codes and zero points, 255 * 128 each, add up within int32."""
 
 
-def _product(x: Array, data: Array, scale: Array, moved: Moved | None, form: Form) -> tuple[Array, Array]:
-    """``sum over groups of scale * (x @ codes)`` float32 ``(M, N)``, and x padded to the columns of data.
+def _product(x: Array, data: Array, scale: Array, moved: Moved | None, form: Form, alone: bool) -> tuple[Array, Array]:
+    """``sum over groups of scale * (x @ codes)`` ``(M, N)``, and x padded to the columns of data.
 
-    ``moved``: a zero point of x, which is subtracted.
+    ``moved``: a zero point of x, which is subtracted. ``alone``: nothing is added to the product, which then may have
+    the dtype of the result instead of float32.
     """
     s = scale.astype(jnp.float32)
     if form.rows:
@@ -118,7 +120,8 @@ def _product(x: Array, data: Array, scale: Array, moved: Moved | None, form: For
         cut = _skinny_tiles(x, slices, form)
         if data.ndim == 3 or cut is not None:
             x = _padded(x, slices.shape[1] * length(slices, 2))
-            return _by_rows(x, slices, s, cut), x
+            narrow = alone and x.dtype == jnp.bfloat16 and form.out_dtype == "bfloat16"
+            return _by_rows(x, slices, scale, cut, narrow), x
     if data.ndim == 2:
         x = _padded(x, length(data, 1))
         total = _per_channel(x, data, form)
@@ -153,28 +156,33 @@ def _per_channel(x: Array, data: Array, form: Form) -> Array:
     return contract(x.reshape(x.shape[0], *w.shape[1:]), w, (1, 2), (1, 2))
 
 
-def _by_rows(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None) -> Array:
-    """Float x ``(M, K)`` times data ``(N, S, b)``, S groups; ``cut``: tiles for `pallas.skinny_gemm`, or None."""
+def _by_rows(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None, narrow: bool) -> Array:
+    """Float x ``(M, K)`` times data ``(N, S, b)``, S groups; ``cut``: tiles for `pallas.skinny_gemm`, or None.
+
+    ``narrow``: a product by matrix units is rounded once to the dtype of x, and not written as float32 before.
+    """
     rows, slices = x.shape[0], data.shape[1]
     if cut is None and rows <= _FEW_ROWS:
         w = planes(data, 2, x.dtype)
         products = contract(x.reshape(rows, slices, *w.shape[2:]), w, (2, 3), (2, 3), batch=(1, 1))
-        return jnp.sum(products * scale[:, None, :], axis=0)
+        return jnp.sum(products * scale.astype(jnp.float32)[:, None, :], axis=0)
     if x.dtype != jnp.float16:
-        return _in_own_dtype(x, data, scale, cut)
+        return _in_own_dtype(x, data, scale, cut, narrow)
+    scale = scale.astype(jnp.float32)
     largest = jnp.max(jnp.abs(scale), axis=0)  # small weights would lose bits in float16's subnormal numbers
     largest = jnp.where(largest == 0, 1.0, largest)
     return largest * _in_own_dtype(x, data, scale / largest, cut)
 
 
-def _in_own_dtype(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None) -> Array:
+def _in_own_dtype(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None, narrow: bool = False) -> Array:
     """The product with weights in the dtype of x: in registers, or in memory."""
     if cut is not None:
         from ..pallas.skinny_gemm import product
 
         return product(x, data, scale, cut)
-    w = planes(data, 2, jnp.dtype(jnp.float32)) * scale.T[:, :, None, None]
-    return contract(x, w.astype(x.dtype).reshape(data.shape[0], -1), (1,), (1,))
+    w = planes(data, 2, jnp.dtype(jnp.float32)) * scale.astype(jnp.float32).T[:, :, None, None]
+    w = w.astype(x.dtype).reshape(data.shape[0], -1)
+    return contract(x, w, (1,), (1,), sums=x.dtype if narrow else None)
 
 
 def _skinny_tiles(x: Array, data: Array, form: Form) -> SkinnyTiles | None:
@@ -244,14 +252,16 @@ def _slice_product(x: Array, data: Array) -> Array:
 
 
 def contract(
-    x: Array, w: Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...], batch: tuple[int, int] | None = None
-) -> Array:
-    """The sum of products over dimensions of x and w, int32 for codes, else float32."""
+    x: Array, w: Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...], batch: tuple[int, int] | None = None,
+    sums: Any = None,
+) -> Array:  # fmt: skip
+    """The sum of products over dimensions of x and w, of dtype ``sums``: by default int32 for codes, else float32."""
     batches = ((), ()) if batch is None else ((batch[0],), (batch[1],))
     wide = x.dtype == jnp.float32  # otherwise an accelerator would round float32 operands to fewer bits
     return lax.dot_general(
         x, w, ((x_dims, w_dims), batches),
-        precision=lax.Precision.HIGHEST if wide else None, preferred_element_type=_sum_dtype(x),
+        precision=lax.Precision.HIGHEST if wide else None,
+        preferred_element_type=_sum_dtype(x) if sums is None else sums,
     )  # fmt: skip
 
 

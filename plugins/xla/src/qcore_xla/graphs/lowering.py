@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +16,12 @@ from torch import Tensor, fx
 
 from qcore.plugin_api import GraphPart, base_name, is_whole
 
-from . import (
-    products,  # noqa: F401 - registers rules
-    quantized,
-)
-from .meshes import MeshCut
+from . import quantized
+from .layers import Cuts, Siblings, layer_of, siblings
 from .overflow import overflow
 from .quantized import Layer
 from .rules import RULES, jax_dtype
+from .special import SPECIAL
 
 
 @dataclass(frozen=True)
@@ -49,43 +48,23 @@ def rule_name(target: Any) -> str:
     return f"qcore_graph.{name}" if is_whole(target) else name
 
 
-Cuts = Mapping[fx.Node, MeshCut]
-"""By the placeholder of a weight."""
+def lowered(
+    part: GraphPart, platform: str, cuts: Cuts, *, special: bool = True
+) -> Callable[..., tuple[list[Any], Array | None]]:
+    """``part`` as a function of one value per input, and of `Flags.overflow` found in them: outputs, and `Flags.both`.
 
-
-def layer_of(node: fx.Node, platform: str, cuts: Cuts) -> Layer | None:
-    """How the quantized layer of a node is packed; None for other nodes."""
-    if not is_whole(node.target):
-        return None
-    name, args = base_name(node.target), node.args
-    x = args[0].meta["val"] if isinstance(args[0], fx.Node) else None
-    if name == "embedding":
-        return quantized.layer(name, 0, args[3], args[2], 1, 0, platform)  # type: ignore[arg-type]
-    if name == "linear":
-        cut = cuts.get(args[1])  # type: ignore[arg-type]
-        return quantized.layer(name, args[4], x.shape[-1], args[3], 1, 0, platform, cut)  # type: ignore[union-attr, arg-type]
-    if name == "grouped_linear":
-        experts = args[1].meta["val"].shape[0]  # type: ignore[union-attr]
-        return quantized.layer(name, args[5], x.shape[-1], args[4], 1, experts, platform)  # type: ignore[union-attr, arg-type]
-    if name == "conv2d":
-        kernel, groups = args[5], args[9]
-        k = kernel[0] * kernel[1] * x.shape[1] // groups  # type: ignore[index, operator, union-attr]
-        return quantized.layer(name, args[4], k, args[3], groups, 0, platform)  # type: ignore[arg-type]
-    return None
-
-
-def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[[Sequence[Any]], tuple[list[Any], Array | None]]:
-    """``part`` as a function of one value per input: its outputs, and `Flags.both`.
-
-    A value is an array; for the weight of a quantized layer its arrays by `Layer`; a number stays a number.
+    ``special``: by the rules for the platform. A value is an array; for the weight of a quantized layer its arrays by
+    `Layer`; a number stays a number.
     """
     nodes = list(part.graph.graph.nodes)
     constants = {
         node: getattr(part.graph, str(node.target)).numpy(force=True) for node in nodes if node.op == "get_attr"
     }
+    rules: Mapping[str, Callable[..., Any]] = {**RULES, **SPECIAL.get(platform, {})} if special else RULES
+    together = {node: of for of in siblings(part, platform, cuts) for node in of.nodes}
 
-    def run(values: Sequence[Any]) -> tuple[list[Any], Array | None]:
-        flags = Flags()
+    def run(values: Sequence[Any], overflow: Sequence[Array] = ()) -> tuple[list[Any], Array | None]:
+        flags = Flags(overflow=list(overflow))
         known: dict[fx.Node, Any] = {}
         given = iter(values)
         for node in nodes:
@@ -94,25 +73,47 @@ def lowered(part: GraphPart, platform: str, cuts: Cuts) -> Callable[[Sequence[An
             elif node.op == "get_attr":
                 known[node] = jnp.asarray(constants[node])
             elif node.op == "call_function":
+                if node in together:  # the first that is met computes them all
+                    if node not in known:
+                        known |= _joint_products(together[node], known)
+                    continue
                 args = fx.node.map_arg(node.args, known.__getitem__)
                 kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
-                known[node] = _call(node, args, kwargs, layer_of(node, platform, cuts), flags)
+                known[node] = _call(node, args, kwargs, layer_of(node, platform, cuts), flags, rules)
         outputs = [known[node] for node in part.outputs]
         return outputs, flags.both()
 
     return run
 
 
-def _call(node: fx.Node, args: Any, kwargs: Any, layer: Layer | None, flags: Flags) -> Any:
+def _call(
+    node: fx.Node, args: Any, kwargs: Any, layer: Layer | None, flags: Flags, rules: Mapping[str, Callable[..., Any]]
+) -> Any:
     if node.target is operator.getitem:
         return args[0][args[1]]
-    y = RULES[rule_name(node.target)](*args, **kwargs) if layer is None else _quantized(layer, args, flags)
-    if layer is None:
+    name = rule_name(node.target)
+    if layer is not None:
+        y = _quantized(layer, args, flags)
+    else:
+        y = rules[name](*args, **kwargs)
         _check_indices(node, args, flags)
-        wrapped = overflow(rule_name(node.target), node, args)
+        wrapped = overflow(name, node, args)
         if wrapped is not None:
             flags.overflow.append(wrapped)
     return _as_torch(y, node.meta["val"])
+
+
+def _joint_products(of: Siblings, known: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """The results of siblings."""
+    first = of.nodes[0]
+    x, dtype, weight = known[first.args[0]], first.args[5], known[of.weights[0]][of.whole]  # type: ignore[index]
+    if isinstance(weight, list):
+        ys = [quantized.dense_rows(x, own, None, layer, dtype) for own, layer in zip(weight, of.layers, strict=True)]  # type: ignore[arg-type]
+    else:
+        y = quantized.dense_rows(x, weight, None, of.whole, dtype)  # type: ignore[arg-type]
+        ends = list(itertools.accumulate(layer.n for layer in of.layers))
+        ys = jnp.split(y, ends[:-1], axis=-1)
+    return {node: _as_torch(y, node.meta["val"]) for node, y in zip(of.nodes, ys, strict=True)}
 
 
 def _quantized(layer: Layer, args: Any, flags: Flags) -> Any:

@@ -6,9 +6,12 @@ over, on CPUs without copies.
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,27 +26,13 @@ from qcore.plugin_api import GraphPart, Resident, Role, version, weight_of
 from .. import environment
 from ..engines.jax import device_of, writable
 from ..memo import Memo
+from .crossing import array_of, array_of_bytes, in_pairs, joined, parted, wait_for_torch
 from .kept import kept_on_disk
-from .lowering import Cuts, layer_of, lowered
+from .layers import Cuts, Made, Siblings, Together, joined_tensors, layer_of, siblings
+from .lowering import lowered
 from .meshes import Placement, cut_of, gathered_here, placed
 from .quantized import Arrays, Layer
 from .states import States
-
-
-def narrowed(tensor: Tensor) -> Tensor:
-    """int64 as int32, in which programs compute integers. Raises `OverflowError` for values that do not fit."""
-    if tensor.dtype != torch.int64:
-        return tensor
-    narrow = tensor.to(torch.int32)
-    if not torch.equal(narrow.to(torch.int64), tensor):
-        raise OverflowError("an integer does not fit the 32 bits in which qcore_xla computes integers.")
-    return narrow
-
-
-def array_of(tensor: Tensor) -> Array:
-    """An array that shares the memory of a tensor if it can."""
-    dense = narrowed(tensor.detach()).contiguous()
-    return jax.dlpack.from_dlpack(dense)  # type: ignore[no-any-return]
 
 
 def _packed(tensor: Tensor, layer: Layer, sharding: Any) -> tuple[Arrays, bool]:
@@ -54,7 +43,17 @@ def _packed(tensor: Tensor, layer: Layer, sharding: Any) -> tuple[Arrays, bool]:
     return made, False
 
 
+def _packed_together(tensors: Sequence[Tensor], of: Siblings) -> Made:
+    weights = [weight_of(tensor) for tensor in tensors]
+    parts = [layer.pack(weight) for layer, weight in zip(of.layers, weights, strict=True)]
+    ordered = any(weight.order is not None for weight in weights)
+    joined = parts if ordered else [joined_tensors(parts, of.whole)]
+    made = jax.block_until_ready([{name: array_of(part) for name, part in one.items()} for one in joined])
+    return made if ordered else made[0]  # type: ignore[no-any-return]
+
+
 _weights: Memo[Arrays] = Memo(_packed)
+_together = Together(_packed_together)
 _statics: Resident[Array] = Resident(array_of)
 _states = States()
 _spread: Resident[Array] = Resident(array_of)
@@ -71,7 +70,7 @@ _on_mesh: Memo[Array] = Memo(lambda tensor, sharding: (placed(array_of(tensor), 
 def _state_array(tensor: Tensor, sharding: Any) -> Array:
     """An array with the values of a state that may be donated."""
     if sharding is None:
-        return jax.numpy.array(array_of(tensor), copy=True)
+        return jax.numpy.array(array_of_bytes(tensor), copy=True)
     known = _spread.peek(tensor)
     usable = known is not None and not tensor.is_inference() and known.sharding == sharding and not known.is_deleted()
     if known is not None and usable and _spread.get(tensor) is known:  # torch has not written to it since
@@ -84,6 +83,13 @@ def _kept(y: Array, sharding: Any) -> Array:
     return kept
 
 
+_ON_GPU = {"xla_gpu_graph_min_graph_size": 1 << 20}
+"""No CUDA graphs. With them the host took 1.0 ms of a decode step of 263 kernels before the device began its 1.4 ms
+(H100, jax 0.11.2): arguments lie elsewhere in each call, for which XLA updates a graph. Launched one by one, kernels
+run while the host launches the next.
+"""
+
+
 class Program:
     """See the module. Called with one tensor or number per input of the part, it returns the part's results.
 
@@ -92,26 +98,34 @@ class Program:
     """
 
     def __init__(self, part: GraphPart, platform: str | None = None) -> None:
-        self._platform = platform or part.device.type
+        self._device, self._platform = part.device, platform or part.device.type
         places = part.graph.graph.find_nodes(op="placeholder")
         weights = [(at, one.value) for at, one in zip(places, part.inputs, strict=True) if one.role is Role.WEIGHT]
         cuts = {at: cut for at, marker in weights if (cut := cut_of(marker))}
         self.placement = Placement(cuts)
         self._run = lowered(part, self._platform, cuts)
+        self._plain = lowered(part, self._platform, cuts, special=False) if self._platform == "cuda" else None
         roles = [one.role for one in part.inputs]
         self._states = [i for i, role in enumerate(roles) if role is Role.STATE]
         self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
         self._fresh = [i for i, role in enumerate(roles) if role is Role.FRESH]
         self._numbers = {i: one.example for i, one in enumerate(part.inputs) if one.role is Role.NUMBER}
-        self.layers = _layers(part, self._platform, cuts)
+        groups = siblings(part, self._platform, cuts)
+        self.layers = _layers(part, self._platform, cuts, groups)
+        self._siblings = {places.index(of.weights[0]): (of, [places.index(one) for one in of.weights]) for of in groups}
         self._state_places = [self.placement.state(tuple(part.inputs[i].example.shape)) for i in self._states]
+        # A mesh, and a compiler without a device, are given plain integers.
+        bytewise = self.placement.whole is None and self._platform in {"cpu", "cuda"}
+        wide = {i for i, one in enumerate(part.inputs) if getattr(one.example, "dtype", None) is torch.int64}
+        self._pairs = wide & {*self._states, *self._fresh} if bytewise else set()
         self._count = len(roles)
-        self._updates = [part.updates[i] for i in self._states]
+        self._updates = [(i, part.updates[i]) for i in self._states]
         self._returned = part.returned
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
-        self.jitted: Any = jax.jit(self._whole, donate_argnums=0)
+        options = _ON_GPU if self._platform == "cuda" else None
+        self.jitted: Any = jax.jit(self._whole, donate_argnums=0, compiler_options=options)
         self._compiled = False
-        self._known: tuple[list[Any], list[Any]] | None = None
+        self._known: _Known | None = None
         self._lock = threading.Lock()
 
     def _whole(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
@@ -119,14 +133,19 @@ class Program:
         for places, group in ((self._states, states), (self._fixed, fixed), (self._fresh, fresh)):
             for i, value in zip(places, group, strict=True):
                 values[i] = value
+        beyond = []
+        for i in self._pairs:
+            values[i], outside = joined(values[i])
+            beyond.append(outside)
         for i, number in self._numbers.items():
             values[i] = number
         for i, layers in self.layers.items():
             values[i] = dict(zip(layers, values[i], strict=True))
         # The rules rely on rank promotion; the user's program may forbid it.
         with jax.numpy_rank_promotion("allow"):
-            outputs, bad = self._run(values)
-        updates = [_kept(outputs[i], at) for i, at in zip(self._updates, self._state_places, strict=True)]
+            outputs, bad = self._run(values, beyond)
+        states = [parted(outputs[to]) if i in self._pairs else outputs[to] for i, to in self._updates]
+        updates = [_kept(y, at) for y, at in zip(states, self._state_places, strict=True)]
         return [_kept(outputs[i], self.placement.whole) for i in self._returned], updates, bad
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Tensor]:
@@ -148,55 +167,86 @@ class Program:
         ]
         fixed = self._fixed_arrays(values)
         fresh = [self._argument(values[i]) for i in self._fresh]
-        if self._compiled:
-            results, updates, bad = self.jitted(states, fixed, fresh)
-        else:
-            with kept_on_disk():
-                results, updates, bad = self.jitted(states, fixed, fresh)
-            self._compiled = True
-        jax.block_until_ready(updates)
+        if self._platform == "cuda" and whole is None and not fresh:
+            wait_for_torch(self._device)
+        run = self.jitted if self._compiled else self._compile_and_run
+        results, updates, bad = run(states, fixed, fresh)
+        if self._platform != "cuda" or not results:
+            jax.block_until_ready(updates)
+        tensors = [self._result(y, dtype) for y, dtype in zip(results, self._dtypes, strict=True)]
         for i, state, array in zip(self._states, held, updates, strict=True):
             if state is None:
-                values[i].copy_(from_dlpack(gathered_here(array, whole)))
-                if whole is not None:
-                    _spread.put(values[i], array)
+                self._copy_back(values[i], array)
             else:
                 state.replace(array, values[i])
         if bad is not None:
-            _check(*np.asarray(bad))
-        return [self._result(y, dtype) for y, dtype in zip(results, self._dtypes, strict=True)]
+            # On GPUs through torch: JAX took 400 us for these two bytes.
+            _check(*(from_dlpack(bad).tolist() if self._platform == "cuda" and whole is None else np.asarray(bad)))
+        return tensors
+
+    def _compile_and_run(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
+        with kept_on_disk():
+            try:
+                found = self.jitted(states, fixed, fresh)
+            except jax.errors.JaxRuntimeError:
+                if self._plain is None:
+                    raise
+                # A version of cuDNN may have no kernel for a shape after all, or one of XLA no such options.
+                self._run = self._plain
+                # JAX would find the trace of an equal function.
+                self.jitted = jax.jit(partial(self._whole), donate_argnums=0)
+                found = self.jitted(states, fixed, fresh)
+        self._compiled, self._plain = True, None
+        return found
+
+    def _copy_back(self, tensor: Tensor, array: Array) -> None:
+        """Write the new values of a state that does not share the memory of an array."""
+        whole = self.placement.whole
+        new = from_dlpack(gathered_here(array, whole))
+        if whole is None and tensor.dtype == torch.int64:
+            new = new.view(torch.int64).squeeze(-1)
+        tensor.copy_(new)
+        if whole is not None:
+            _spread.put(tensor, array)
 
     def _fixed_arrays(self, values: Sequence[Any]) -> list[Any]:
         """Arrays of weights, parameters and buffers: those of the last call if the tensors are the same."""
         tensors = [values[i] for i in self._fixed]
         known = self._known
-        if known is not None:
-            same = all(a is b() and version(a) == n for a, (b, n) in zip(tensors, known[0], strict=True))
-            if same:
-                return known[1]
-        arrays = [
-            [_weights.get(tensor, layer, self.placement.parts(layer.cut)) for layer in self.layers[i]]
-            if i in self.layers
-            else _static(tensor, self.placement.whole)
-            for i, tensor in zip(self._fixed, tensors, strict=True)
-        ]
-        self._known = [(_ref(tensor), version(tensor)) for tensor in tensors], arrays
+        if known is not None and known.ids == list(map(id, tensors)) and known.versions == _versions(tensors):
+            return known.arrays
+        arrays = [self._fixed_array(i, values) for i in self._fixed]
+        refs = [weakref.ref(tensor, self._forget) for tensor in tensors]
+        self._known = _Known(list(map(id, tensors)), _versions(tensors), arrays, refs)
         return arrays
 
+    def _forget(self, _ref: Any) -> None:
+        self._known = None  # from now on ids may belong to other tensors
+
+    def _fixed_array(self, i: int, values: Sequence[Any]) -> Any:
+        if i in self._siblings:
+            of, places = self._siblings[i]
+            return [_together.get([values[at] for at in places], of)]
+        if i in self.layers:
+            return [_weights.get(values[i], layer, self.placement.parts(layer.cut)) for layer in self.layers[i]]
+        return _static(values[i], self.placement.whole)
+
     def _argument(self, tensor: Tensor) -> Any:
-        narrow, whole = narrowed(tensor.detach()), self.placement.whole
+        whole = self.placement.whole
         if whole is not None:
-            return placed(array_of(narrow), whole)
-        if narrow.is_cuda or narrow.dtype == torch.bfloat16:
-            return jax.dlpack.from_dlpack(narrow.contiguous())
-        array = narrow.numpy()
+            return placed(array_of(tensor), whole)
+        if tensor.is_cuda or tensor.dtype == torch.bfloat16:
+            return array_of_bytes(tensor)
+        array = in_pairs(tensor).numpy()
         return array if self._fixed or self._states else jax.device_put(array, jax.devices("cpu")[0])
 
     def _result(self, y: Array, dtype: torch.dtype) -> Tensor:
         y = gathered_here(y, self.placement.whole)
+        if self._platform == "cuda" and self.placement.whole is None:
+            return from_dlpack(y).to(dtype)  # makes torch's stream wait for the program
         if self._platform == "cuda" or dtype == torch.bfloat16:
             y.block_until_ready()
-            return from_dlpack(y)
+            return from_dlpack(y).to(dtype)
         return writable(np.asarray(y)).to(dtype)
 
 
@@ -211,18 +261,37 @@ def _check(outside: bool, overflow: bool) -> None:
         )
 
 
-def _ref(tensor: Tensor) -> Callable[[], Tensor | None]:
-    import weakref
+class _Known(NamedTuple):
+    """The arrays of the last call's weights, parameters and buffers, and what tells that the tensors are the same."""
 
-    return weakref.ref(tensor)
+    ids: list[int]
+    versions: list[int]
+    arrays: list[Any]
+    refs: list[Any]
 
 
-def _layers(part: GraphPart, platform: str, cuts: Cuts) -> dict[int, list[Layer]]:
-    """How the weights among the inputs are packed, by position: a tied weight in one way for each kind of layer."""
+_version = operator.attrgetter("_version")
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # inference tensors count no writes
+        return [version(tensor) for tensor in tensors]
+
+
+def _layers(part: GraphPart, platform: str, cuts: Cuts, groups: Sequence[Siblings]) -> dict[int, list[Layer]]:
+    """How the weights among the inputs are packed, by position: a tied weight in one way for each kind of layer.
+
+    Siblings' weights are packed at the position of the first of them.
+    """
     places = part.graph.graph.find_nodes(op="placeholder")
     found: dict[int, list[Layer]] = {}
+    for of in groups:
+        found |= {places.index(weight): [of.whole] if weight is of.weights[0] else [] for weight in of.weights}
+    joint = {node for of in groups for node in of.nodes}
     for node in part.nodes:
-        layer = layer_of(node, platform, cuts)
+        layer = None if node in joint else layer_of(node, platform, cuts)
         if layer is not None:
             at = 2 if layer.kind == "grouped_linear" else 1
             known = found.setdefault(places.index(node.args[at]), [])

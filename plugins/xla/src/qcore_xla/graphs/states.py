@@ -16,12 +16,14 @@ from torch import Tensor
 
 from qcore.plugin_api import why_shared
 
+from .crossing import in_pairs
+
 
 class State:
     """The array of one state, replaced by the program's result after each call."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.array = jax.device_put(_numpy_or_array(tensor), may_alias=False)
+        self.array = _copied(in_pairs(tensor))
         self.array.block_until_ready()
         self.pointer = self.array.unsafe_buffer_pointer()
         _adopt(tensor, self)
@@ -36,34 +38,44 @@ class State:
 
 def why_not(tensor: Tensor) -> str:
     """Why a tensor cannot share an array's memory, a sentence; empty if it can."""
-    if tensor.dtype == torch.int64:
-        return "integers of 64 bits are 32 bits wide in XLA"
-    if tensor.is_cuda:
-        return "on GPUs states are copied"
     return why_shared(tensor)
 
 
-def _numpy_or_array(tensor: Tensor) -> Any:
-    if tensor.dtype == torch.bfloat16:
-        return jax.dlpack.from_dlpack(tensor.detach())
-    return tensor.detach().numpy()
+def _copied(tensor: Tensor) -> Any:
+    if tensor.is_cuda:
+        return jax.numpy.array(jax.dlpack.from_dlpack(tensor), copy=True)
+    same = jax.dlpack.from_dlpack(tensor) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return jax.device_put(same, may_alias=False)
 
 
 class _Memory:
-    """The memory of a state for NumPy, which keeps the state's array alive as long as a tensor uses it."""
+    """The memory of a state for NumPy or torch, which keeps the state's array alive as long as a tensor uses it."""
 
     def __init__(self, state: State, tensor: Tensor) -> None:
         self.owner = state
-        self.__array_interface__ = {
-            "data": (state.pointer, False), "shape": (tensor.nbytes,), "typestr": "|u1", "version": 3,
-        }  # fmt: skip
+        interface = {"data": (state.pointer, False), "shape": (tensor.nbytes,), "typestr": "|u1", "version": 3}
+        if tensor.is_cuda:
+            self.__cuda_array_interface__ = interface
+        else:
+            self.__array_interface__ = interface
+
+
+class _MemoryOnGpu(_Memory):
+    """The same on a GPU, where JAX may give the memory to others while torch's kernels still read it."""
+
+    def __del__(self) -> None:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
 
 
 def _adopt(tensor: Tensor, state: State) -> None:
     """Give ``tensor`` the memory of ``state``."""
-    flat = torch.from_numpy(np.asarray(_Memory(state, tensor))).view(tensor.dtype).view(tensor.shape)
+    if tensor.is_cuda:
+        flat = torch.as_tensor(_MemoryOnGpu(state, tensor), device=tensor.device)
+    else:
+        flat = torch.from_numpy(np.asarray(_Memory(state, tensor)))
     with torch.no_grad():
-        tensor.set_(flat)  # type: ignore[call-overload]
+        tensor.set_(flat.view(tensor.dtype).view(tensor.shape))  # type: ignore[call-overload]
 
 
 class States:

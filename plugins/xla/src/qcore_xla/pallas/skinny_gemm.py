@@ -70,8 +70,9 @@ def tiles(m: int, n: int, groups: int, width: int) -> SkinnyTiles | None:
 def product(x: Array, data: Array, scale: Array, cut: SkinnyTiles, *, interpret: Any = False) -> Array:
     """``sum over groups of scale * (x @ codes)``, float32 ``(M, N)``.
 
-    ``x``: ``(M, K)`` of 16-bit floats; ``data``: int32 words ``(N, G, w)``; ``scale``: ``(G, N)``; ``cut``: `tiles` of
-    them. With more than one row, weights are rounded to the dtype of x, unless ``cut.words`` lie in one group.
+    ``x``: ``(M, K)`` of 16-bit floats; ``data``: int32 words ``(N, G, w)``; ``scale``: ``(G, N)`` of any floats, which
+    become float32 in registers: converting them before would be a kernel of its own; ``cut``: `tiles` of them.
+    With more than one row, weights are rounded to the dtype of x, unless ``cut.words`` lie in one group.
     """
     (m, _), (n, groups, width) = x.shape, data.shape
     filled = jnp.pad(x, ((0, cut.rows - m), (0, 0))) if cut.rows != m else x
@@ -90,7 +91,7 @@ def product(x: Array, data: Array, scale: Array, cut: SkinnyTiles, *, interpret:
         compiler_params=None if interpret else _compiler(),
         interpret=interpret,
         name="qcore_skinny_gemm",
-    )(planes, data.reshape(n, groups * width), scale.astype(jnp.float32))
+    )(planes, data.reshape(n, groups * width), scale)
     return (parts[0] if cut.splits == 1 else parts.sum(0))[:m]
 
 
@@ -157,7 +158,7 @@ def _codes(words: Array) -> list[Array]:
 def _scales(scale: Ref, at: Array, cut: SkinnyTiles, width: int) -> Any:
     """The scales of a step's words: ``(columns, 1)``, or ``(columns, words)`` of several groups."""
     if cut.words <= width:
-        return scale[at * cut.words // width, :][:, None]
+        return scale[at * cut.words // width, :].astype(jnp.float32)[:, None]
     groups = cut.words // width
-    s = scale[pl.ds(at * groups, groups), :].T
+    s = scale[pl.ds(at * groups, groups), :].astype(jnp.float32).T
     return jnp.broadcast_to(s[:, :, None], (cut.columns, groups, width)).reshape(cut.columns, cut.words)
