@@ -64,8 +64,8 @@ class Siblings:
 
 
 def siblings(part: GraphPart, platform: str, cuts: Cuts) -> list[Siblings]:
-    """Those of a part, for CPUs and GPUs; each layer belongs to one at most."""
-    if platform not in {"cpu", "cuda"}:
+    """Those of a part, for one CPU or GPU, not for a mesh; each layer belongs to one at most."""
+    if cuts or platform not in {"cpu", "cuda"}:
         return []
     found: dict[Any, list[tuple[fx.Node, Layer]]] = {}
     for node in part.nodes:
