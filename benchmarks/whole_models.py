@@ -83,6 +83,7 @@ def _rows(scheme: str, args: argparse.Namespace) -> Iterator[list[str]]:
     yield _row(scheme, "one program", compiled, model, args)
     found = qcore.graphs.explain(compiled)
     parts = [len(report.parts) for report in found.reports]
+    print(f"  logits of a prompt and of three tokens, relative difference: {_difference(compiled, model, args):.1e}")
     print(f"  {len(found.reports)} programs of {parts} parts, {len(found.host)} nodes on the host; all in "
           f"{time.perf_counter() - begun:.0f} s", flush=True)  # fmt: skip
     if found.host:
@@ -159,6 +160,23 @@ def _step(call: Callable[..., Any], ids: Tensor, place: Tensor, cache: Any) -> T
         input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True, logits_to_keep=1
     ).logits
     return logits[:, -1].argmax(-1, keepdim=True)
+
+
+@torch.no_grad()
+def _difference(call: Callable[..., Any], model: Any, args: argparse.Namespace) -> float:
+    """The largest relative difference of logits from those of ``model`` layer by layer: a prompt of 8, then tokens."""
+    caches, found, start = (_cache(model, args), _cache(model, args)), [], 0
+    for length in (8, 1, 1, 1):
+        generator = torch.Generator(args.device).manual_seed(length + start)
+        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=generator, device=args.device)
+        place = torch.arange(start, start + length, device=args.device)
+        y, whole = (
+            one(input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True).logits.double()
+            for one, cache in zip((model, call), caches, strict=True)
+        )
+        found.append(float((whole - y).norm() / y.norm()))
+        start += length
+    return max(found)
 
 
 def _decode(call: Callable[..., Any], model: Any, args: argparse.Namespace) -> float:

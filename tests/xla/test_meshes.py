@@ -33,6 +33,10 @@ def test_a_decoder_on_a_mesh(scheme, devices):
     run("xla_mesh.py", scheme, devices, devices=devices)
 
 
+def test_scales_of_each_devices_own_features():
+    run("xla_mesh.py", "w8a8", 4, "local", devices=4)
+
+
 def test_arrays_on_a_mesh():
     run("xla_mesh_arrays.py", 4, devices=4)
 
@@ -62,6 +66,8 @@ def test_what_stays_whole():
         qcore_xla.shard_(model, two, plan={"0": "vocab"})
     with pytest.raises(qcore.UnsupportedError, match="which axis"):
         qcore_xla.shard_(model, two, axis="data")
+    with pytest.raises(qcore.UnsupportedError, match="'global' or 'local'"):
+        qcore_xla.shard_(model, two, scales="mine")
     assert qcore_xla.shard_(model, two, plan={"0": "column", "1": "row"}) == {"0": "column", "1": "row"}
 
 

@@ -15,16 +15,18 @@ DEVICES, LAYERS = 8, 2
 
 
 @cache
-def compiled(scheme):
+def compiled(scheme, scales="global"):
     model = llama("Llama-8B", scheme, LAYERS)
-    assert len(qcore_xla.shard_(model, aot.mesh("v5e:2x4"))) == 7 * LAYERS
+    assert len(qcore_xla.shard_(model, aot.mesh("v5e:2x4"), scales=scales)) == 7 * LAYERS
     return compile_model("v5e", model, *tokens(1))
 
 
-@pytest.mark.parametrize(("scheme", "each"), [("w4a16-g128", 2), ("w8a8", 4)])
-def test_two_all_reduces_a_block(scheme, each):
-    """Int8 activations need the largest value of a whole token, too, before each of the two layers that are summed."""
-    assert compiled(scheme).program.collectives == {"all-reduce": each * LAYERS}
+@pytest.mark.parametrize(
+    ("scheme", "scales", "each"), [("w4a16-g128", "global", 2), ("w8a8", "local", 2), ("w8a8", "global", 4)]
+)
+def test_two_all_reduces_a_block(scheme, scales, each):
+    """Global scales need the largest value of a whole token, too, before each of the two layers that are summed."""
+    assert compiled(scheme, scales).program.collectives == {"all-reduce": each * LAYERS}
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g128", "w8a8"])

@@ -19,7 +19,8 @@ class Form:
     (GPUs);
     ``pallas``: int4 weights are multiplied by `qcore_xla.pallas` if it has tiles for them (XLA would unpack the
     weight to memory): on TPUs with int8 activations, on GPUs with 16-bit floats and few rows;
-    ``axis``: of a mesh, if this is one device's part of a product that is cut along K: results are summed over it.
+    ``axis``: of a mesh, if this is one device's part of a product that is cut along K: results are summed over it;
+    ``local``: then each device quantizes its own part of a token by scales of its own.
     """
 
     activation: Activation = "float"
@@ -29,3 +30,4 @@ class Form:
     rows: bool = False
     pallas: bool = False
     axis: str = ""
+    local: bool = False

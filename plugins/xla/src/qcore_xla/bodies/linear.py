@@ -43,7 +43,7 @@ def linear(
     ``x_scale``, ``x_zero``, ``out_scale``, ``out_zero``: ``(M,)`` or ``(1,)``, if they are given. Columns of data
     beyond those of x are 0.
     """
-    codes, s_x, z_x = activations(x, form.activation, x_scale, x_zero, form.axis)
+    codes, s_x, z_x = activations(x, form.activation, x_scale, x_zero, "" if form.local else form.axis)
     if mask is not None:
         codes = codes * mask
     moved = None
@@ -58,6 +58,8 @@ def linear(
             there = jnp.ones((1, x.shape[1]), jnp.int32) if mask is None else mask[None]
             total = total - moved.zero * _group_sums(_padded(there, columns.shape[1]), scale.shape[0])
         y = y + _dot(total.astype(jnp.float32), added_by_zero(scale, zero))
+    if s_x is not None and form.local:
+        y, s_x = y * s_x, None
     if form.axis:
         y = lax.psum(y, form.axis)
     if s_x is not None:

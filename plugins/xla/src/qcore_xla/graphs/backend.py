@@ -29,9 +29,9 @@ class XlaGraphs(GraphBackend):
         return frozenset({"attention"})  # keys of grouped heads are read once; XLA fuses the rest
 
     def compile(self, part: GraphPart) -> Compiled:
-        from .program import Program
+        from .by_cuts import ByCuts
 
-        return Program(part)
+        return ByCuts(part)
 
 
 qcore_xla = torch_compile_backend(XlaGraphs())

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -28,11 +28,15 @@ _FINEST = 4
 
 @dataclass(frozen=True)
 class MeshCut:
-    """How a linear layer is cut over an axis of a mesh: ``kind`` is ``"column"`` or ``"row"``."""
+    """How a linear layer is cut over an axis of a mesh.
+
+    **Fields:** ``kind``: ``"column"`` or ``"row"``; ``mesh``, ``axis``; ``scales``: see `shard_`.
+    """
 
     kind: str
     mesh: Mesh
     axis: str
+    scales: str = "global"
 
     @property
     def size(self) -> int:
@@ -75,7 +79,12 @@ _cuts: weakref.WeakKeyDictionary[nn.Module, MeshCut] = weakref.WeakKeyDictionary
 
 
 def shard_(
-    model: nn.Module, mesh: Mesh, *, axis: str | None = None, plan: Mapping[str, str] | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    axis: str | None = None,
+    plan: Mapping[str, str] | None = None,
+    scales: Literal["global", "local"] = "global",
 ) -> dict[str, str]:
     """Let programs that ``torch.compile(model, backend="qcore_xla")`` makes from now on run on a mesh of devices.
 
@@ -88,17 +97,22 @@ def shard_(
     - ``axis``: the axis to cut over; by default the only one.
     - ``plan``: names of linear layers to ``"column"`` (output features) or ``"row"`` (input features, summed
       afterwards); by default what `qcore.parallel.plan_for` finds: attention by heads, MLPs by hidden features.
+    - ``scales``: of activations that are quantized per token at run time, in layers that are summed. ``"global"``:
+      from all features, as on one device, by one more all-reduce of one number per token. ``"local"``: from each
+      device's own features, finer and without communication, so results depend on the number of devices.
 
     Returns the kind of cut by name of layer. Layers that cannot be cut evenly stay whole, on every device, with a
     warning; key and value heads stay whole if they are fewer than the devices. Raises `UnsupportedError` if nothing can
-    be cut.
+    be cut, and for other ``scales``.
     """
+    if scales not in {"global", "local"}:
+        raise UnsupportedError(f"scales is {scales!r}; it must be 'global' or 'local'.")
     mesh, axis = axis_of(mesh, axis)
     size = int(mesh.shape[axis])
     wanted = _planned(model, size) if plan is None else dict(plan)
     found: dict[str, str] = {}
     for name, kind in wanted.items():
-        layer, cut = model.get_submodule(name), MeshCut(kind, mesh, axis)
+        layer, cut = model.get_submodule(name), MeshCut(kind, mesh, axis, scales)
         if kind not in {"column", "row"} or layer_contract(layer) != "linear":
             raise UnsupportedError(f"{name}: quantized linear layers are cut, by 'column' or 'row', not {kind!r}.")
         weight: QTensor = layer.weight  # type: ignore[assignment]
@@ -130,9 +144,15 @@ def _planned(model: nn.Module, size: int) -> dict[str, str]:
     }
 
 
-def cut_of(marker: Tensor | None) -> MeshCut | None:
-    """The cut of the layer whose weight a tensor of a graph stands for; None if it is whole."""
-    return None if marker is None else next((cut for one in layers_of(marker) if (cut := _cuts.get(one))), None)
+def cuts_of(markers: Sequence[Tensor | None]) -> tuple[MeshCut | None, ...]:
+    """The cuts of the layers whose weights tensors of a graph stand for; None for one that is whole."""
+    if not _cuts:  # the usual case, in which a call should not wait for a search
+        return (None,) * len(markers)
+    return tuple(None if one is None else _cut_of(one) for one in markers)
+
+
+def _cut_of(marker: Tensor) -> MeshCut | None:
+    return next((cut for one in layers_of(marker) if (cut := _cuts.get(one))), None)
 
 
 class Placement:

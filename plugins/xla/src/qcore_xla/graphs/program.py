@@ -30,7 +30,7 @@ from .crossing import array_of, array_of_bytes, in_pairs, joined, parted, wait_f
 from .kept import kept_on_disk
 from .layers import Cuts, Made, Siblings, Together, joined_tensors, layer_of, siblings
 from .lowering import lowered
-from .meshes import Placement, cut_of, gathered_here, placed
+from .meshes import MeshCut, Placement, cuts_of, gathered_here, placed
 from .quantized import Arrays, Layer
 from .states import States
 
@@ -94,14 +94,18 @@ class Program:
     """See the module. Called with one tensor or number per input of the part, it returns the part's results.
 
     **Attributes:** ``jitted``: the function of states, of weights and other fixed arrays, and of fresh arguments;
-    ``layers``: by position of a weight among the inputs, how it is packed. ``platform`` is by default that of the part.
+    ``layers``: by position of a weight among the inputs, how it is packed. ``platform`` is by default that of the part;
+    ``given``: how each weight is cut over a mesh, by default as that which the part was made with.
     """
 
-    def __init__(self, part: GraphPart, platform: str | None = None) -> None:
+    def __init__(
+        self, part: GraphPart, platform: str | None = None, given: Sequence[MeshCut | None] | None = None
+    ) -> None:
         self._device, self._platform = part.device, platform or part.device.type
         places = part.graph.graph.find_nodes(op="placeholder")
-        weights = [(at, one.value) for at, one in zip(places, part.inputs, strict=True) if one.role is Role.WEIGHT]
-        cuts = {at: cut for at, marker in weights if (cut := cut_of(marker))}
+        weights = [at for at, one in zip(places, part.inputs, strict=True) if one.role is Role.WEIGHT]
+        known = cuts_of([one.value for one in part.inputs if one.role is Role.WEIGHT]) if given is None else given
+        cuts = {at: cut for at, cut in zip(weights, known, strict=True) if cut}
         self.placement = Placement(cuts)
         self._run = lowered(part, self._platform, cuts)
         self._plain = lowered(part, self._platform, cuts, special=False) if self._platform == "cuda" else None

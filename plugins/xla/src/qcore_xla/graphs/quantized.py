@@ -42,8 +42,8 @@ class Layer:
     **Fields:** ``kind``: the contract; ``n``, ``k``: of the weight; ``scheme``; ``heads``: channel groups of a
     convolution; ``experts``: E of a grouped linear layer, 0 for others; ``platform``: a type of torch device, or
     "tpu"; ``straight``: whether x is multiplied as it is, whatever the scheme: linear in x, for its gradient;
-    ``cut``: over a mesh, then arrays hold the parts along a first dimension; ``axis``: of a part of a weight that is
-    cut along K.
+    ``cut``: over a mesh, then arrays hold the parts along a first dimension; ``axis``, ``local``: of a
+    part of a weight that is cut along K, see `Form`.
     """
 
     kind: str
@@ -56,6 +56,7 @@ class Layer:
     straight: bool = False
     cut: MeshCut | None = None
     axis: str = ""
+    local: bool = False
 
     @property
     def format(self) -> Format:
@@ -93,7 +94,7 @@ class Layer:
     def form(self, out_dtype: torch.dtype) -> Form:
         """The form of the body."""
         made: Form = form_of(self._call(out_dtype), self.platform)
-        made = replace(made, axis=self.axis)
+        made = replace(made, axis=self.axis, local=self.local)
         return replace(made, activation="float", requantize=False, pallas=False) if self.straight else made
 
     @property
@@ -105,7 +106,7 @@ class Layer:
             return replace(self, n=self.n // cut.size, cut=None)
         group = cut.group(self.k, self.format.group_size)
         scheme = replace(self.scheme, weight=replace(self.format, group_size=group))
-        return replace(self, k=self.k // cut.size, scheme=scheme, cut=None, axis=cut.axis)
+        return replace(self, k=self.k // cut.size, scheme=scheme, cut=None, axis=cut.axis, local=cut.scales == "local")
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """The arrays' tensors, experts stacked along a first dimension; 8-bit floats as such, which XLA converts."""
