@@ -24,6 +24,9 @@ SCHEMES = [
     "w4a8-g32-asym-aasym",
     "w8a8-static(0.03,5)",
     "wfp8a16-g32",
+    "mxfp4",
+    "nvfp4",
+    "wnf4a16-g64",
 ]
 
 
@@ -97,7 +100,7 @@ def test_vmap_over_rows_and_over_weights():
     np.testing.assert_allclose(scanned[0], y[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32-asym", "wfp8_e5m2a16"])
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32-asym", "wfp8_e5m2a16", "nvfp4", "wnf4a16-g32"])
 def test_embedding(scheme):
     weight, _, own = packed(scheme, 50, 96, table=True)
     indices = torch.randint(0, 50, (2, 3))
@@ -106,7 +109,7 @@ def test_embedding(scheme):
     assert qcore_xla.embedding(indices.numpy(), own, dtype=jnp.bfloat16).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(("scheme", "groups"), [("w8a16", 1), ("w4a8-g16", 2)])
+@pytest.mark.parametrize(("scheme", "groups"), [("w8a16", 1), ("w4a8-g16", 2), ("wnf4a16-g16", 2)])
 def test_conv2d(scheme, groups):
     torch.manual_seed(0)
     conv = nn.Conv2d(4, 6, 3, stride=(2, 1), padding=1, groups=groups)
@@ -124,10 +127,10 @@ def test_conv2d(scheme, groups):
     close(jax.grad(lambda x: call(x).sum())(jnp.asarray(x.numpy())), probe.grad)
 
 
-@pytest.mark.parametrize("rows", [5, 30])
-def test_grouped_linear(rows):
+@pytest.mark.parametrize(("scheme", "rows"), [("w4a16-g32", 5), ("w4a16-g32", 30), ("mxfp4", 30)])
+def test_grouped_linear(scheme, rows):
     torch.manual_seed(0)
-    layer = qcore.nn.QuantizedGroupedLinear.from_float(torch.randn(3, 8, 40), "w4a16-g32", bias=torch.randn(3, 8))
+    layer = qcore.nn.QuantizedGroupedLinear.from_float(torch.randn(3, 8, 40), scheme, bias=torch.randn(3, 8))
     own, x = qcore_xla.pack(layer.weight), torch.randn(rows, 40)
     ends = torch.tensor([2, 2, rows - 1], dtype=torch.int32)
     y = jax.jit(qcore_xla.grouped_linear)(x.numpy(), ends.numpy(), own, layer.bias.detach().numpy())
@@ -167,8 +170,8 @@ def test_wrong_calls():
         qcore_xla.linear(jnp.ones((2, 77)), jnp.ones((20, 77)))
     with pytest.raises(qcore.FormatError, match="the scheme w8a16"):
         qcore_xla.pack(weight, "w8a16")
-    with pytest.raises(qcore.FormatError, match="int4, int8 and fp8"):
-        qcore_xla.pack(qcore.quantize(torch.randn(4, 64), "nf4-g64"))
+    with pytest.raises(qcore.FormatError, match="float activations only"):
+        qcore_xla.pack(qcore.quantize(torch.randn(4, 64), "fp8"), "wfp8afp8")
     with pytest.raises(qcore.FormatError, match="per token"):
         qcore_xla.pack(qcore.quantize(torch.randn(4, 8), "int8"), "w8a8-token")
 

@@ -82,6 +82,11 @@ LINEAR = [
     "w8a8-static(0.03,5)",
     "w8a8-static(0.03,5)-o8(0.05,-3)",
     "wfp8a16-g32",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "wnf4a16-g64",
+    "wfp4_bnba16-g16",
 ]
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore import Format, Kernel, QTensor, ZeroPoint
+from qcore import Format, Kernel, QTensor, ScaleType, ZeroPoint
 from qcore.plugin_api import Packed, check_weight
 
 from .views import pack_whole, unpack_whole
@@ -128,12 +128,17 @@ def pack(weight: QTensor, plan: Plan, *, sums: bool = False) -> dict[str, Tensor
     zero point of activations.
     """
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
-    packed = {"data": _pack_data(weight, plan), "scale": _filled(weight.scale, plan)}
+    packed = {"data": _pack_data(weight, plan), "scale": _filled(float_scale(weight), plan)}
     if zero is not None:
         packed["zero"] = _filled(zero, plan)
     if sums:
         packed["sums"] = _filled(_group_sums(weight, plan), plan)
     return packed
+
+
+def float_scale(weight: QTensor) -> Tensor:
+    """The scales ``(G, N)`` as floats: exponents and small floats become float32, which holds them exactly."""
+    return weight.scale if weight.format.scale is ScaleType.FLOAT else weight.scales()
 
 
 def unpack(packed: Packed, plan: Plan, format: Format) -> QTensor:

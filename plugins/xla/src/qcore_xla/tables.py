@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from qcore import Format, QTensor, ZeroPoint
 from qcore.plugin_api import Packed
 
-from .packing import NIBBLES, codes_of, up, words_of
+from .packing import NIBBLES, codes_of, float_scale, up, words_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,10 @@ def pack_table(weight: QTensor, plan: TablePlan) -> dict[str, Tensor]:
     codes = pad(weight.codes(), (0, plan.groups * plan.group - plan.d)).view(plan.v, plan.groups, plan.group)
     rows = pad(codes, (0, plan.width - plan.group)).flatten(1)
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
-    packed = {"data": words_of(rows) if plan.bits == 4 else rows.contiguous(), "scale": weight.scale.t().contiguous()}
+    packed = {
+        "data": words_of(rows) if plan.bits == 4 else rows.contiguous(),
+        "scale": float_scale(weight).t().contiguous(),
+    }
     return packed if zero is None else {**packed, "zero": zero.t().contiguous()}
 
 

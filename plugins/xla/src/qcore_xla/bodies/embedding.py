@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
-from ..codes import length, planes
+from ..codes import Coded, length, planes
 from .form import Form
 
 
@@ -16,7 +18,7 @@ def embedding(indices: Array, data: Array, scale: Array, zero: Array | None, *, 
     float is added to ``q * s``.
     """
     rows = planes(_taken(data, indices), 1, jnp.dtype(jnp.float32))
-    values = rows.reshape(indices.shape[0], scale.shape[1], length(data, 1) // scale.shape[1])
+    values: Array = rows.reshape(indices.shape[0], scale.shape[1], length(data, 1) // scale.shape[1])
     s = _taken(scale, indices).astype(jnp.float32)[:, :, None]
     if zero is not None:
         z = _taken(zero, indices).astype(jnp.float32)[:, :, None]
@@ -30,7 +32,9 @@ _LANES = 128
 """Bytes in a row of a TPU's registers: narrower or ragged tables have another layout, which is sliced in place."""
 
 
-def _taken(table: Array, indices: Array) -> Array:
+def _taken(table: Any, indices: Array) -> Any:
+    if isinstance(table, Coded):
+        return table.taken(indices)
     # For a single row TPU compilers slice, and give the whole table of bytes another layout first: 65 MB for one row of
     # (32000, 2048). From two rows on they gather.
     if indices.shape[0] == 1 and table.dtype.itemsize == 1 and table.shape[1] % _LANES == 0:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import Array, lax
 from jax.sharding import PartitionSpec
@@ -26,6 +27,7 @@ from ..bodies.form import Form
 from ..bodies.linear import grouped, linear
 from ..bodies.transposed import grouped_transposed, transposed
 from ..calls import bucket, call_of, form_of
+from ..codes import Coded
 from ..packing import Plan
 from ..tables import TablePlan
 from .meshes import MeshCut
@@ -80,6 +82,15 @@ class Layer:
         return tables.table_plan(0, self.k, self.format.bits, self.format.group_size)
 
     @property
+    def numbers(self) -> tuple[float, ...]:
+        """What codes of 4 bits stand for, if not for integers: 16 numbers; otherwise none."""
+        return _numbers(self.format)
+
+    def codes(self, weight: Arrays) -> Any:
+        """The codes of packed arrays, as bodies take them."""
+        return Coded(weight["data"], self.numbers) if self.numbers else weight["data"]
+
+    @property
     def sums(self) -> bool:
         """Whether sums of codes are packed: activations have zero points."""
         return self.activation in {"asymmetric", "given"}
@@ -94,7 +105,7 @@ class Layer:
     def form(self, out_dtype: torch.dtype) -> Form:
         """The form of the body."""
         made: Form = form_of(self._call(out_dtype), self.platform)
-        made = replace(made, axis=self.axis, local=self.local)
+        made = replace(made, axis=self.axis, local=self.local, pallas=made.pallas and not self.numbers)
         return replace(made, activation="float", requantize=False, pallas=False) if self.straight else made
 
     @property
@@ -125,6 +136,16 @@ class Layer:
         if not self.experts:
             return packing.pack(weight, self.plan, sums=self.sums)
         return _stacked([packing.pack(weight[e], self.plan, sums=self.sums) for e in range(len(weight))])
+
+
+def _numbers(format: Format) -> tuple[float, ...]:
+    return (format.element.values or ()) if format.bits == 4 else ()
+
+
+def _fits(numbers: tuple[float, ...], dtype: Any) -> bool:
+    """Whether a dtype holds the numbers exactly."""
+    exact = np.asarray(numbers, np.float32)
+    return bool((exact.astype(dtype).astype(np.float32) == exact).all())
 
 
 def _stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -161,6 +182,8 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
         x = jnp.take(x, weight["order"], axis=-1)
     if of.platform == "cpu" and x.dtype != jnp.int8:
         x = x.astype(jnp.float32)
+    if not _fits(of.numbers, x.dtype):  # NF4's numbers have more digits than 16-bit floats
+        x = x.astype(jnp.float32)
     # Padding to 4 rows serves int8 products only; 1 row of floats takes two thirds of the time of 4.
     filled = _filled(x, plan, bucket(rows, 1 if plan.by_rows or of.activation == "float" else 4))
     mask, sums = None, weight.get("sums")
@@ -174,9 +197,9 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
         given[3] = None
     padded = None if bias is None else _bias(bias, plan)
     if of.straight:
-        return _linear_in_x(filled, weight, form)[..., :rows, : plan.n // plan.heads]
+        return _linear_in_x(filled, {**weight, "data": of.codes(weight)}, form)[..., :rows, : plan.n // plan.heads]
     body = grouped if plan.heads > 1 else linear
-    parts = (weight["data"], weight["scale"], weight.get("zero"), padded, sums, mask, *given)
+    parts = (of.codes(weight), weight["scale"], weight.get("zero"), padded, sums, mask, *given)
     y = body(filled, *parts, form=form)
     n = plan.n // plan.heads
     return y[..., :rows, :n]
@@ -233,7 +256,7 @@ def gathered(indices: Array, weight: Arrays, of: Layer, out_dtype: torch.dtype) 
     table = of.table
     form = Form(out_dtype="float32" if of.platform == "cpu" else str(out_dtype).removeprefix("torch."))
     flat = indices.reshape(-1).astype(jnp.int32)
-    rows = embedding(flat, weight["data"], weight["scale"], weight.get("zero"), form=form)
+    rows = embedding(flat, of.codes(weight), weight["scale"], weight.get("zero"), form=form)
     if table.width != table.group and table.groups > 1:
         rows = rows.reshape(-1, table.groups, table.width)[:, :, : table.group].reshape(flat.shape[0], -1)
     return rows[:, : table.d].reshape(*indices.shape, table.d)
@@ -313,10 +336,13 @@ def why_not_scheme(text: str) -> str:
     """Why the bodies do not run a scheme; empty if they do."""
     scheme = Scheme.parse(text)
     form = scheme.weight
-    if form.dtype in _FLOAT8 and scheme.activation is not None:
-        return f"{text}: qcore-xla multiplies 8-bit floats with float activations only; quantize to {form} alone"
-    if form.dtype not in {"int4", "int8", *_FLOAT8} or str(form.scale) not in {"ScaleType.FLOAT", "float"}:
-        return f"{text}: qcore-xla multiplies int4, int8 and fp8 weights with float scales"
+    is_table = bool(_numbers(form))
+    if not (is_table or form.dtype in {"int4", "int8", *_FLOAT8}):
+        return f"{text}: qcore-xla multiplies weights of 4 bits, int8 and fp8"
+    if (is_table or form.dtype in _FLOAT8) and scheme.activation is not None:
+        return (
+            f"{text}: qcore-xla multiplies floats of 4 and 8 bits with float activations only; quantize to {form} alone"
+        )
     if scheme.activation is not None and type(scheme.activation).__name__ not in {"DynamicInt8", "StaticInt8"}:
         return f"{text}: qcore-xla takes float and int8 activations"
     return ""
