@@ -12,7 +12,11 @@ from torch import nn
 from qcore_xla.graphs.ahead import compile_model
 
 CHIPS = ["v5e", "v6e"]
-SCHEMES = {"SmolLM2-135M": ["w4a16-g64", "w8a8"], "Llama-1.1B": ["w8a16", "w4a8-g128"], "Llama-8B": ["w4a16-g128"]}
+SCHEMES = {
+    "SmolLM2-135M": ["w4a16-g64", "w8a8"],
+    "Llama-1.1B": ["w8a16", "w4a8-g128", "mxfp4"],
+    "Llama-8B": ["w4a16-g128"],
+}
 CASES = [(name, scheme) for name, schemes in SCHEMES.items() for scheme in schemes]
 LAYERS = {"SmolLM2-135M": 3, "Llama-1.1B": 2, "Llama-8B": 2}
 """All blocks compile to the same steps; `benchmarks/xla_aot_models.py` compiles whole models, a minute or two each."""
@@ -30,7 +34,7 @@ def compiled(name, scheme, chip, count=1):
 def test_a_decoder_is_one_program_with_packed_weights(name, scheme, chip):
     model = compiled(name, scheme, chip)
     assert not model.host
-    shape, bits = SHAPES[name], 4 if scheme.startswith("w4") else 8
+    shape, bits = SHAPES[name], 4 if scheme.startswith(("w4", "mxfp4")) else 8
     width, inner = shape["width"], shape["inner"]
     keys = width // shape["heads"] * shape["kv_heads"]
     codes = LAYERS[name] * width * (2 * width + 2 * keys + 3 * inner) + 2 * shape["vocabulary"] * width

@@ -137,8 +137,10 @@ def pack(weight: QTensor, plan: Plan, *, sums: bool = False) -> dict[str, Tensor
 
 
 def float_scale(weight: QTensor) -> Tensor:
-    """The scales ``(G, N)`` as floats: exponents and small floats become float32, which holds them exactly."""
-    return weight.scale if weight.format.scale is ScaleType.FLOAT else weight.scales()
+    """The scales ``(G, N)`` as floats: exponents as bfloat16, which holds them exactly, small floats as float32."""
+    if weight.format.scale is ScaleType.FLOAT:
+        return weight.scale
+    return weight.scales().to(torch.bfloat16 if weight.format.scale is ScaleType.E8M0 else torch.float32)
 
 
 def unpack(packed: Packed, plan: Plan, format: Format) -> QTensor:
