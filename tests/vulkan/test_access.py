@@ -117,3 +117,12 @@ def test_steps_run_as_early_as_they_can(vulkan):  # noqa: F811
     assert [step.name for step in b.described()] == ["fill", "fill", "binary", "unary", "binary", "binary"]
     assert [step.barrier for step in b.described()] == [False, False, True, False, True, True]
     assert result.eq(-6).all()
+
+
+def test_a_launch_without_a_barrier_hides_nothing(vulkan):
+    b = Builder(vulkan)
+    x, first, second, copied = (b.scratch(64) for _ in range(4))
+    b.launch(1, (1, 1, 1), [], [x, first], barrier=False)
+    b.launch(1, (1, 1, 1), [], [x, second], barrier=False)
+    b.copy(first, copied)
+    assert [step.barrier for step in b.described()] == [False, False, True]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from graph_backends import part_of_call
 
+import qcore
 from qcore_vulkan.graphs import support
 from qcore_vulkan.graphs.program import Program
 
@@ -174,3 +175,29 @@ def test_memory_that_is_not_set_holds_no_large_integers():
         check(places_of, order)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_an_index_without_dimensions():
+    check(lambda x, i, s: (x * 2).scatter(0, i, s), drawn(6), torch.tensor(2), torch.tensor(5.0))
+
+
+def test_rows_rotated_into_the_memory_they_come_from():
+    class Moving(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", drawn(1, 2, 1024, 64))
+
+        def forward(self, places, cos, sin):
+            x = self.cache[:, :, :512]
+            turned = torch.cat((-x[..., 32:], x[..., :32]), -1)
+            self.cache.index_copy_(2, places, x * cos + turned * sin)
+            return self.cache[:, :, :4].sum()
+
+    model, whole = Moving(), Moving()
+    args = (torch.arange(512).roll(-64), drawn(1, 1, 512, 64), drawn(1, 1, 512, 64).flip(2))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        model(*args)
+        torch.compile(whole, backend="qcore_vulkan")(*args)
+        qcore.graphs.synchronize(whole)
+    torch.testing.assert_close(whole.cache, model.cache, rtol=1e-6, atol=1e-6)

@@ -31,6 +31,11 @@ def test_rules(name, function, args):
     check(*run(function, args)[:2], 2e-5)
 
 
+@pytest.mark.parametrize("index", [torch.tensor(1), torch.tensor([1])])
+def test_a_number_is_one_element(index):
+    check(*run(lambda x, i: x.index_copy(0, i, x[2]), (torch.randn(5), index))[:2], 0.0)
+
+
 def test_every_rule_has_a_case():
     found = {"qcore_graph.attention"}  # below
     for _, function, args in CASES:

@@ -85,6 +85,7 @@ LINEAR = [
     "mxfp8",
     "mxfp4",
     "nvfp4",
+    "wnf4a16",
     "wnf4a16-g64",
     "wfp4_bnba16-g16",
 ]

@@ -73,9 +73,12 @@ class Hazards:
     def __init__(self) -> None:
         self._uses: list[Use] = []
 
-    def waits(self, own: Sequence[Use]) -> bool:
-        """Whether a step that uses these bytes must wait for the steps before it. Notes it as the next one."""
-        waits = any(_conflict(one, other) for one in own for other in self._uses)
+    def waits(self, own: Sequence[Use], wanted: bool | None = None) -> bool:
+        """Whether a step that uses these bytes waits for the steps before it. Notes it as the next one.
+
+        ``wanted``: by default it does if it must.
+        """
+        waits = any(_conflict(one, other) for one in own for other in self._uses) if wanted is None else wanted
         if waits:
             self._uses.clear()
         self._uses += own

@@ -149,8 +149,7 @@ class Builder:
 
         Steps of a program with such a step run in the order in which they were appended.
         """
-        step = self._step(native.DISPATCH, refs, [access.READ | access.WRITE] * len(refs))
-        step.flags = 0 if barrier else native.NO_BARRIER
+        step = self._step(native.DISPATCH, refs, [access.READ | access.WRITE] * len(refs), barrier=barrier)
         self._in_order = True
         _describe(step, pipeline, groups, push)
 
@@ -162,8 +161,10 @@ class Builder:
         """Set every 32-bit word."""
         self._step(native.FILL, (target,), (access.WRITE,)).push[0] = word
 
-    def _step(self, kind: int, refs: Sequence[Ref | Buffer | None], used: Sequence[int]) -> native.Step:
-        """``used``: flags of each range."""
+    def _step(
+        self, kind: int, refs: Sequence[Ref | Buffer | None], used: Sequence[int], *, barrier: bool | None = None
+    ) -> native.Step:
+        """``used``: flags of each range; ``barrier``: whether to wait, by default if it must."""
         step = native.Step(kind=kind, bindings=len(refs))
         spans: list[access.Span | None] = [None] * len(refs)
         for i, (place, ref) in enumerate(zip(step.ranges, refs, strict=False)):
@@ -171,7 +172,7 @@ class Builder:
                 place.buffer, place.offset, place.bytes = self._range(ref)
                 spans[i] = place.buffer, place.offset, place.offset + place.bytes
         self._uses.append(access.uses(spans, used))
-        if self._hazards.waits(self._uses[-1]):
+        if self._hazards.waits(self._uses[-1], barrier):
             self.waited()
         else:
             step.flags = native.NO_BARRIER

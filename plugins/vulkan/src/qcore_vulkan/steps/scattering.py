@@ -24,6 +24,8 @@ def scatter(b: Builder, name: str, target: Operand, dim: int, index: Operand, so
     the index at least, in the target's dtype. NaN is the largest and the smallest. Elements for one place are taken in
     the order of their indices: the last is ``set``.
     """
+    if not index.shape:  # as one of one dimension
+        index, source = index.unsqueeze(0), source.unsqueeze(0) if isinstance(source, Operand) else source
     shape = index.shape
     if index.numel == 0:
         return target

@@ -239,7 +239,7 @@ def _in_turn(x: Array, data: Array, scale: Array, moved: Moved | None) -> Array:
 def _sum_of_slices(x: Array, data: Array) -> Array:
     """Sum over S of x ``(S, M, b)`` times data ``(S, b, N)``: int32 for codes, else float32."""
     if data.shape[0] == 1:
-        return _slice_product(x[0], data[0])
+        return _slice_product(x[0], jax.tree.map(lambda codes: codes[0], data))
 
     def step(y: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
         return y + _slice_product(*part), None

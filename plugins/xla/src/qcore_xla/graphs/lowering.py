@@ -137,7 +137,7 @@ def _check_indices(node: fx.Node, args: Any, flags: Flags) -> None:
     if name == "embedding":
         flags.outside.append(_outside(args[1], args[0].shape[0]))
     elif name in {"index_copy", "index_select"}:
-        flags.outside.append(_outside(args[2], args[0].shape[args[1]]))
+        flags.outside.append(_outside(args[2], (args[0].shape or (1,))[args[1]]))
     elif name in {"index", "index_put"}:
         for dim, index in enumerate(args[1]):
             if index is not None and index.dtype != jnp.bool_:

@@ -192,8 +192,9 @@ class Program:
         with kept_on_disk():
             try:
                 found = self.jitted(states, fixed, fresh)
-            except jax.errors.JaxRuntimeError:
-                if self._plain is None:
+            except jax.errors.JaxRuntimeError as error:
+                began = any(array.is_deleted() for array in states)  # it was compiled, and has taken the states
+                if self._plain is None or began or "RESOURCE_EXHAUSTED" in str(error):
                     raise
                 # A version of cuDNN may have no kernel for a shape after all, or one of XLA no such options.
                 self._run = self._plain

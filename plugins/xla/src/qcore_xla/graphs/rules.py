@@ -273,14 +273,24 @@ def _gather(x: Any, dim: int, index: Any, **_: Any) -> Any:
 
 @rule("index_copy")
 def _index_copy(x: Any, dim: int, index: Any, source: Any) -> Any:
-    source = source.astype(x.dtype)
+    source = rows_of(x, dim, index, source)
+    if not x.ndim:
+        return source
     if index.size == 1:  # one row: a copy instead of a scatter
         starts: list[Any] = [0] * x.ndim
         starts[dim] = index.reshape(())
         return lax.dynamic_update_slice(x, source, [jnp.asarray(start, jnp.int32) for start in starts])
     place: list[Any] = [slice(None)] * x.ndim
-    place[dim] = index
+    place[dim] = index.reshape(-1)
     return x.at[tuple(place)].set(source)
+
+
+def rows_of(x: Any, dim: int, index: Any, source: Any) -> Any:
+    """What ``index_copy`` writes into x, with as many dimensions: torch takes a number for one element as well."""
+    shape = list(x.shape)
+    if shape:
+        shape[dim] = index.size
+    return source.astype(x.dtype).reshape(shape)
 
 
 @rule("scatter")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .attention import attention_on_gpu
-from .rules import RULES
+from .rules import RULES, rows_of
 
 
 def _index_copy_on_cpu(x: Any, dim: int, index: Any, source: Any) -> Any:
@@ -19,9 +19,9 @@ def _index_copy_on_cpu(x: Any, dim: int, index: Any, source: Any) -> Any:
     result. A loop is not fused, and updates what it carries in place. That it ends after one turn must not be known at
     compile time: XLA would take it apart.
     """
-    if index.size != 1:
+    if index.size != 1 or not x.ndim:
         return RULES["index_copy"](x, dim, index, source)
-    size, source = x.shape[dim], source.astype(x.dtype)
+    size, source = x.shape[dim], rows_of(x, dim, index, source)
 
     def write(turn: tuple[Any, Any]) -> tuple[Any, Any]:
         at, values = turn

@@ -146,7 +146,7 @@ def _index_copy(c: Lowering, node: fx.Node, x: Operand, dim: int, _index: Operan
     index = c.index(node.args[2], x.shape[at])
     index = c.reshaped(index, (index.numel,))
     if isinstance(source, tuple):  # x, cos and sin of a rotary embedding
-        rotated, cos, sin = source
+        rotated, cos, sin = (apart(c, one, target) for one in source)
         if rope_rows(c.b, rotated, cos, sin, target, at, index) is not None:
             return target
         source = rope(c.b, rotated, cos, sin)
