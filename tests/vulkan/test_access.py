@@ -119,7 +119,7 @@ def test_steps_run_as_early_as_they_can(vulkan):  # noqa: F811
     assert result.eq(-6).all()
 
 
-def test_a_launch_without_a_barrier_hides_nothing(vulkan):
+def test_a_launch_without_a_barrier_hides_nothing(vulkan):  # noqa: F811
     b = Builder(vulkan)
     x, first, second, copied = (b.scratch(64) for _ in range(4))
     b.launch(1, (1, 1, 1), [], [x, first], barrier=False)
