@@ -214,7 +214,8 @@ def test_sum_can_be_replaced(of, world, name):
 @over("overlapping")
 def test_halves_of_many_rows_overlap(of, world, name):
     found = equal_on_all(of(world, name))
-    assert found == {"equal": True, "rows": [1280, 1033, 3]}
+    assert found["error"] < 5e-7  # several ranks are summed in an order that depends on the place of a row
+    assert found["rows"] == [1280, 1033, 3]
 
 
 @over("disagreeing")
