@@ -3,11 +3,11 @@
     python benchmarks/whole_models.py --backend qcore_vulkan [--shape 1.1b] [--schemes w4a16-g128,w8a8] [--output FILE]
     python benchmarks/whole_models.py --backend qcore_xla --device cuda --dtype bfloat16 --shape 8b --layers 8
 
-Weights are random: times are real, texts are not. Decode: a step of batch 1 over a static cache of 640 places, logits
-of all rows read back and the next token chosen; the median of ``--tokens`` steps. Prefill: one call for the whole
-prompt, the last row's logits, the median of five. The floor of a step is the bytes of the weights over the bandwidth.
+Weights are random: times are real, texts are not. Decode: a step of batch 1 over a static cache of ``--places``, up to
+the next token on the host; the median of ``--tokens`` steps. Prefill: one call for the whole prompt, up to the next
+token; the median of five. The floor of a step is the bytes of the weights over the bandwidth.
 
-``--device cuda`` adds the dense bfloat16 model in eager torch. Needs transformers.
+The scheme ``dense`` is the float model. Needs transformers.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _made(scheme: str, args: argparse.Namespace) -> Any:
     weights: dict[tuple[int, int, str], Any] = {}
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear | nn.Embedding):
-            wanted = args.table if name.endswith(("embed_tokens", "lm_head")) else scheme
-            _fill(model, name, layer, scheme if scheme == DENSE else wanted, weights, dtype, device)
+            is_table = name.endswith(("embed_tokens", "lm_head")) and scheme != DENSE
+            _fill(model, name, layer, args.table if is_table else scheme, weights, dtype, device)
     for parameter_name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             owner, _, own = parameter_name.rpartition(".")
