@@ -89,6 +89,7 @@ if TYPE_CHECKING:
         scheme_of,
         torch_compile_backend,
         version,
+        versions,
         weight_of,
         why_shared,
     )
@@ -192,6 +193,7 @@ __all__ = [
     "scheme_of",
     "torch_compile_backend",
     "version",
+    "versions",
     "weight_of",
     "why_not_dtypes",
     "why_not_empty",
@@ -210,7 +212,8 @@ _OF_GRAPHS = {
     name: name.removeprefix("Graph") if name == "GraphPart" else name
     for name in (
         "Compiled", "GraphBackend", "GraphPart", "Input", "Resident", "Role", "base_name", "bucket", "is_whole",
-        "layers_of", "scheme_of", "torch_compile_backend", "version", "weight_of", "why_shared",
+        "layers_of", "scheme_of", "torch_compile_backend", "version", "versions", "weight_of",
+        "why_shared",
     )
 }  # fmt: skip
 

@@ -34,7 +34,7 @@ from .capture import torch_compile_backend
 from .explaining import Explanation, HostNode, PartReport, Report, explain
 from .lengths import bucket
 from .ops import base_name, is_whole
-from .states import Resident, synchronize, version, why_shared
+from .states import Resident, synchronize, version, versions, why_shared
 
 __all__ = [
     "Compiled",
@@ -56,6 +56,7 @@ __all__ = [
     "synchronize",
     "torch_compile_backend",
     "version",
+    "versions",
     "weight_of",
     "why_shared",
 ]

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -78,6 +79,17 @@ class Resident(Generic[T]):
 def version(tensor: Tensor) -> int:
     """How often torch has written to a tensor; 0 for inference tensors, whose writes are not counted."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """`version` of each tensor, at a third of its cost: what a call looks at for every weight of a model."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # there are inference tensors
+        return list(map(version, tensors))
+
+
+_version = operator.attrgetter("_version")
 
 
 def why_shared(tensor: Tensor) -> str:

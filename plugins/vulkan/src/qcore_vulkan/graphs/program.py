@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcore.plugin_api import GraphPart, Role, version
+from qcore.plugin_api import GraphPart, Role, versions
 
 from .. import device as devices
 from ..device import Buffer, Device
@@ -102,12 +102,12 @@ class Program:
         if known != self._seen[0] or states.are_among(known):
             for tensor in tensors:
                 states.current(tensor)  # another graph may have written it
-        if (known, _versions(tensors)) != self._seen or (self._fixed and self._device(self._given).lost):
+        if (known, versions(tensors)) != self._seen or (self._fixed and self._device(self._given).lost):
             self._seen = [], []
             self._given = self._place(tensors, len(values))
             for tensor in tensors:
                 self._watch(tensor)
-            self._seen = known, _versions(tensors)
+            self._seen = known, versions(tensors)
         return [*self._given]
 
     def _watch(self, tensor: Tensor) -> None:
@@ -164,13 +164,6 @@ class Program:
             }
             self._uploaded = device, made
         return self._uploaded[1]
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    try:
-        return [tensor._version for tensor in tensors]  # noqa: SLF001 - at a third of the cost of `version`
-    except RuntimeError:  # torch does not count writes to a tensor of inference mode
-        return [version(tensor) for tensor in tensors]
 
 
 def _check(flags: int) -> None:

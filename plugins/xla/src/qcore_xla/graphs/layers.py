@@ -70,7 +70,7 @@ def siblings(part: GraphPart, platform: str, cuts: Cuts) -> list[Siblings]:
     found: dict[Any, list[tuple[fx.Node, Layer]]] = {}
     for node in part.nodes:
         layer = layer_of(node, platform, cuts)
-        if layer is None or layer.kind != "linear" or layer.cut is not None or layer.n % _WHOLE_ROWS:
+        if layer is None or layer.kind != "linear" or layer.n % _WHOLE_ROWS:
             continue
         x, weight, bias, *_, dtype = node.args
         if bias is None and len(weight.users) == 1:  # type: ignore[union-attr]

@@ -6,7 +6,6 @@ over, on CPUs without copies.
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from qcore import PluginError
-from qcore.plugin_api import GraphPart, Resident, Role, version, weight_of
+from qcore.plugin_api import GraphPart, Resident, Role, versions, weight_of
 
 from .. import environment
 from ..engines.jax import device_of, writable
@@ -47,8 +46,8 @@ def _packed_together(tensors: Sequence[Tensor], of: Siblings) -> Made:
     weights = [weight_of(tensor) for tensor in tensors]
     parts = [layer.pack(weight) for layer, weight in zip(of.layers, weights, strict=True)]
     ordered = any(weight.order is not None for weight in weights)
-    joined = parts if ordered else [joined_tensors(parts, of.whole)]
-    made = jax.block_until_ready([{name: array_of(part) for name, part in one.items()} for one in joined])
+    packed = parts if ordered else [joined_tensors(parts, of.whole)]
+    made = jax.block_until_ready([{name: array_of(part) for name, part in one.items()} for one in packed])
     return made if ordered else made[0]  # type: ignore[no-any-return]
 
 
@@ -218,11 +217,11 @@ class Program:
         """Arrays of weights, parameters and buffers: those of the last call if the tensors are the same."""
         tensors = [values[i] for i in self._fixed]
         known = self._known
-        if known is not None and known.ids == list(map(id, tensors)) and known.versions == _versions(tensors):
+        if known is not None and known.ids == list(map(id, tensors)) and known.versions == versions(tensors):
             return known.arrays
         arrays = [self._fixed_array(i, values) for i in self._fixed]
         refs = [weakref.ref(tensor, self._forget) for tensor in tensors]
-        self._known = _Known(list(map(id, tensors)), _versions(tensors), arrays, refs)
+        self._known = _Known(list(map(id, tensors)), versions(tensors), arrays, refs)
         return arrays
 
     def _forget(self, _ref: Any) -> None:
@@ -273,16 +272,6 @@ class _Known(NamedTuple):
     versions: list[int]
     arrays: list[Any]
     refs: list[Any]
-
-
-_version = operator.attrgetter("_version")
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    try:
-        return list(map(_version, tensors))
-    except RuntimeError:  # inference tensors count no writes
-        return [version(tensor) for tensor in tensors]
 
 
 def _layers(part: GraphPart, platform: str, cuts: Cuts, groups: Sequence[Siblings]) -> dict[int, list[Layer]]:

@@ -194,10 +194,6 @@ def _image(x: Operand) -> Operand:
     return x if len(x.shape) == 4 else x.unsqueeze(0)
 
 
-def _shaped(c: Lowering, y: Operand, shape: Sequence[int]) -> Operand:
-    return c.reshaped(y, tuple(shape))
-
-
 def _first(node: fx.Node) -> torch.Tensor:
     """What a node gives, of a tuple the first."""
     value = node.meta["val"]
@@ -238,7 +234,7 @@ def _adaptive_max_pool(c: Lowering, node: fx.Node, x: Operand, _size: Any) -> tu
 def _largest(c: Lowering, node: fx.Node, x: Operand, windows: Windows | None) -> tuple[Operand, Operand | None]:
     image, shape = _image(c.cast(x, torch.float32)), _first(node).shape
     y, indices = max_pool(c.b, image, windows, _size(node), indexed=_is_read(node, 1))
-    return _shaped(c, y, shape), None if indices is None else _shaped(c, indices, shape)
+    return c.reshaped(y, shape), None if indices is None else c.reshaped(indices, shape)
 
 
 @rule("avg_pool2d", why_not=_why_not_pool)
@@ -249,10 +245,10 @@ def _avg_pool(
     windows = Windows(_pair(kernel), _pair(stride, _pair(kernel)), _pair(padding))
     image, divisor = _image(c.cast(x, torch.float32)), divisor_override or 0
     y = mean_pool(c.b, image, windows, _size(node), padded=count_include_pad, divisor=divisor)
-    return _shaped(c, y, node.meta["val"].shape)
+    return c.reshaped(y, node.meta["val"].shape)
 
 
 @rule("_adaptive_avg_pool2d", why_not=_why_not_pool)
 def _adaptive_avg_pool(c: Lowering, node: fx.Node, x: Operand, _output_size: Any) -> Operand:
     y = mean_pool(c.b, _image(c.cast(x, torch.float32)), None, _size(node))
-    return _shaped(c, y, node.meta["val"].shape)
+    return c.reshaped(y, node.meta["val"].shape)
