@@ -7,9 +7,11 @@
 // where codes arrive as float16. Matrices are loaded from there. Within eight columns the order of k is coop_prep's for
 // both operands, so sums are unaffected.
 //
-// Accuracy: codes less zero point are whole numbers that float16 holds exactly, x is float16 (see coop_prep). Products
-// are summed in float32 per group (if rows have one scale, per 256 columns: matrix units round long sums badly); each
-// sum is scaled afterwards by a matrix that repeats the scales in every row.
+// Accuracy: codes less zero point are whole numbers that float16 holds exactly, x is float16 or the sum of two float16
+// matrices, the second of which counts 2^-11 (see coop_prep): the weight is unpacked once, multiplied with the first,
+// divided by 2^11, which is exact, and multiplied with the second. Products are summed in float32 per group (if rows
+// have one scale, per 256 columns: matrix units round long sums badly); each sum is scaled afterwards by a matrix that
+// repeats the scales in every row.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -36,11 +38,13 @@ layout(constant_id = 10) const uint TN = 16u;
 layout(constant_id = 11) const uint TK = 16u;
 layout(constant_id = 12) const uint BUFFERS = 2u;  // of tiles in shared memory
 layout(constant_id = 13) const uint REPEAT = 1u;   // rows of scales in shared memory: TM, or 1 read with stride 0
+layout(constant_id = 14) const uint TERMS = 1u;    // float16 matrices whose sum is x, one or two
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
 const uint ROW = KB * 4u + 1u;  // uvec4 from one row of a tile to the next: 8 halves each, one spare against conflicts
-const uint A_LOADS = (BM * KB * 4u + LANES - 1u) / LANES;
+const uint AM = TERMS * BM;  // rows of the tile of x: those of the first term, those of the second
+const uint A_LOADS = (AM * KB * 4u + LANES - 1u) / LANES;
 const uint B_LOADS = (BN * KB * 2u * P + LANES - 1u) / LANES;  // of uvec2: 16 or 8 codes
 const uint SC = BN + 4u;
 
@@ -50,7 +54,7 @@ layout(push_constant) uniform Push {
     uint split;  // steps along K of a workgroup; those of grid z add to one result
 };
 
-layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };          // [M][blocks * 4]
+layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };          // [TERMS][M][blocks * 4]
 layout(set = 0, binding = 1) readonly buffer W { uvec2 w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
@@ -60,7 +64,7 @@ layout(set = 0, binding = 7) readonly buffer XSums { float x_sum[]; };  // [M][G
 
 #include "plain_rows.glsl"
 
-const uint A_TILE = BUFFERS * BM * ROW;
+const uint A_TILE = BUFFERS * AM * ROW;
 const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, in the memory of a_tile
 
 shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [buffer][row]; after the last step results
@@ -84,7 +88,8 @@ void b_place(uint i, out uint row, out uint block, out uint half_) {
 void load_tiles(uint row0, uint col0, uint step) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
-        uint row = min(row0 + t / (KB * 4u), m - 1u);
+        uint r = t / (KB * 4u);
+        uint row = min(row0 + r % BM, m - 1u) + (TERMS == 1u ? 0u : min(r / BM, TERMS - 1u) * m);
         a_next[i] = x[row * blocks * 4u + step * KB * 4u + t % (KB * 4u)];
     }
     [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
@@ -101,8 +106,8 @@ void load_tiles(uint row0, uint col0, uint step) {
 void store_tiles(uint buffer_) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
-        if (BM * KB * 4u % LANES == 0u || t < BM * KB * 4u)
-            a_tile[buffer_ * BM * ROW + t / (KB * 4u) * ROW + t % (KB * 4u)] = a_next[i];
+        if (AM * KB * 4u % LANES == 0u || t < AM * KB * 4u)
+            a_tile[buffer_ * AM * ROW + t / (KB * 4u) * ROW + t % (KB * 4u)] = a_next[i];
     }
     [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
@@ -209,12 +214,17 @@ void main() {
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
                 coopMatLoad(b[j], b_tile, now * BN * ROW + (sub_n + j * TN) * ROW + kk * TK / 8u, ROW,
                             gl_CooperativeMatrixLayoutColumnMajor);
-            [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
-                coopmat<float16_t, gl_ScopeSubgroup, TM, TK, gl_MatrixUseA> a;
-                coopMatLoad(a, a_tile, now * BM * ROW + (sub_m + i * TM) * ROW + kk * TK / 8u, ROW,
-                            gl_CooperativeMatrixLayoutRowMajor);
-                [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
-                    sum[i * TILES_N + j] = coopMatMulAdd(a, b[j], sum[i * TILES_N + j]);
+            [[unroll]] for (uint term = 0u; term < TERMS; ++term) {
+                if (term > 0u) {
+                    [[unroll]] for (uint j = 0u; j < TILES_N; ++j) b[j] = b[j] * float16_t(0.00048828125);
+                }
+                [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
+                    coopmat<float16_t, gl_ScopeSubgroup, TM, TK, gl_MatrixUseA> a;
+                    coopMatLoad(a, a_tile, (now * AM + term * BM + sub_m + i * TM) * ROW + kk * TK / 8u, ROW,
+                                gl_CooperativeMatrixLayoutRowMajor);
+                    [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
+                        sum[i * TILES_N + j] = coopMatMulAdd(a, b[j], sum[i * TILES_N + j]);
+                }
             }
         }
         if (--left == 0u || step + 1u == steps) {

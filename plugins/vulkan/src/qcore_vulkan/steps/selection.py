@@ -8,7 +8,6 @@ for a few rows, `CoopF16` beyond, `SharedFloat` without cooperative matrices. In
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -25,6 +24,7 @@ FEW = 8
 """Up to this many rows, kernels are bound by reading the weight, and read it once."""
 
 _COOP_F16 = (TileShape(128, 128, 64, 32, 2, 1), TileShape(64, 64, 32, 32, 2, 1), TileShape(32, 32, 16, 16, 4, 1))
+_COOP_F32 = (TileShape(64, 128, 32, 32, 2, 1), TileShape(32, 64, 16, 32, 2, 1), TileShape(32, 32, 16, 16, 2, 1))
 _COOP_INT8 = (TileShape(128, 128, 64, 32, 4, 1), TileShape(64, 64, 32, 32, 4, 1), TileShape(32, 32, 16, 16, 4, 1))
 _INT = (TileShape(128, 128, 8, 8), TileShape(128, 64, 8, 8, 2), TileShape(64, 64, 4, 8, 2), TileShape(32, 32, 4, 4, 2))
 _FLOAT = (TileShape(128, 128, 8, 8), TileShape(128, 64, 8, 8), TileShape(64, 64, 8, 8), TileShape(32, 64, 4, 8))
@@ -53,13 +53,6 @@ def prefer(device: Device, problem: GemmProblem, kernel: Kernel | RowGemv) -> No
 def forget(device: Device, problem: GemmProblem) -> None:
     """Undo `prefer`."""
     _preferred.pop((device.description.index, problem), None)
-
-
-def scratch_row(device: Device, x_dtype: torch.dtype, geometry: Geometry) -> int:
-    """Bytes for each row of x in the largest piece of scratch memory of a kernel, except for prepared activations."""
-    if device.profile != "gpu" or x_dtype != torch.float32 or _matrix(device.description, "f16", "f32") is None:
-        return 0
-    return TERMS * max(4 * geometry.n, 2 * geometry.columns)  # sums of each term, and its float16 numbers
 
 
 def usable(device: Device, problem: GemmProblem) -> Iterator[Kernel | RowGemv]:
@@ -114,7 +107,7 @@ def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
         yield from digits
     if tile is not None:
         terms = 1 if narrow else TERMS
-        for shape, splits in _coop_shapes(_COOP_F16, description, replace(problem, m=terms * problem.m)):
+        for shape, splits in _coop_shapes(_COOP_F16 if narrow else _COOP_F32, description, problem):
             yield CoopF16(shape, tile, description.subgroup.size, splits, terms)
     if not digits_first:
         yield from digits
