@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
+from torch import nn
 from vulkan_problems import assert_right, drawn, vulkan  # noqa: F401
 
+import qcore
 from qcore.contracts import LINEAR
 from qcore.weights.schemes import Scheme
 from qcore_vulkan.steps import selection
@@ -67,6 +69,29 @@ def test_float32_keeps_22_bits_beside_larger_values(vulkan, monkeypatch, matrix,
     x = asked.x.clone()
     x[:, ::7] *= 10.0**decades
     assert_right(vulkan, replace(asked, weight=weight, x=x))
+
+
+@torch.no_grad()
+def test_models_in_16_bits_multiply_one_term(vulkan, monkeypatch, matrix):  # noqa: F811
+    """Their values are float32 on the device, of which a product needs no more bits than their dtype has."""
+    asked = []
+
+    def make(problem):
+        asked.append(problem)
+        return replace(kernel(vulkan, matrix, problem.x_dtype), terms=1 if problem.coarse else TERMS)
+
+    only(monkeypatch, vulkan, make)
+    torch.manual_seed(0)
+    x = torch.randn(9, 64)
+    for dtype, tolerance in ((torch.bfloat16, 1e-2), (torch.float32, 1e-5)):
+        layer = nn.Sequential(nn.Linear(64, 24), nn.GELU()).to(dtype)
+        qcore.quantize_(layer, "w4a16-g32")
+        with qcore.using("torch"):
+            wanted = layer(x.to(dtype)).double()
+        torch._dynamo.reset()
+        found = torch.compile(layer, backend="qcore_vulkan")(x.to(dtype)).double()
+        assert (found - wanted).norm() <= tolerance * wanted.norm()
+        assert asked.pop().coarse == (dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

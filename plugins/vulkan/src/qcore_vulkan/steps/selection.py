@@ -110,9 +110,9 @@ def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
     if digits_first:
         yield from digits
     if tile is not None:
-        terms = 1 if narrow else TERMS
-        by = _coop_shapes if narrow or problem.m <= _LATENT else _coop_by_time
-        for shape, splits in by(_COOP_F16 if narrow else _COOP_F32, description, problem):
+        terms = 1 if narrow or problem.coarse else TERMS
+        by = _coop_shapes if terms == 1 or problem.m <= _LATENT else _coop_by_time
+        for shape, splits in by(_COOP_F16 if terms == 1 else _COOP_F32, description, problem):
             yield CoopF16(shape, tile, description.subgroup.size, splits, terms)
     if not digits_first:
         yield from digits
