@@ -78,7 +78,7 @@ shared vec4 total[FOURS];          // of its weights
 shared uint sees[ROWS];            // the key before which its keys end
 shared uint mask_row[ROWS];        // where its mask begins
 shared vec4 part[WIDTH * EACH * GROUPS];
-
+shared uint met[3];                // whether a row sees one of these keys; of those before and after them as well
 
 #define LOWEST uintBitsToFloat(0xff800000u)
 
@@ -124,7 +124,7 @@ void prepare_row(uint r, uint row, uint end, uint batch, uint head) {
 }
 
 // Step 1, for EACH_TEAM keys at once, TEAMS apart; `member` of its team. A query that is read meets all of them.
-void score(uint c, uint base, uint end, uint member, uint batch, uint head) {
+void score(uint c, uint base, uint end, uint member, uint batch, uint head, uint turn) {
     float product[EACH_TEAM * ROWS];
     bool seen = false;
     [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) {
@@ -135,6 +135,7 @@ void score(uint c, uint base, uint end, uint member, uint batch, uint head) {
     }
     if (SPREAD != 0u) seen = subgroupAny(seen);  // shuffles want every lane
     if (seen) {
+        met[turn] = 1u;
         uint at[EACH_TEAM];
         uint start = push.k_offset + batch * push.k_stride[0] + head * push.k_stride[1];
         [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) {
@@ -257,7 +258,7 @@ void main() {
     uint lane = gl_SubgroupID * gl_SubgroupSize + gl_SubgroupInvocationID;
     uint head = gl_WorkGroupID.y % push.heads;
     uint batch = gl_WorkGroupID.y / push.heads;
-    uint first = gl_WorkGroupID.x * ROWS;
+    uint first = (gl_NumWorkGroups.x - 1u - gl_WorkGroupID.x) * ROWS;  // the last rows first: they see the most keys
     uint begin = gl_WorkGroupID.z * push.split;
     uint end = min(begin + push.split, push.keys);
     if (CAUSAL != 0u) end = min(end, (min(first + ROWS, push.rows) - 1u) / push.shared_by + 1u);
@@ -278,13 +279,17 @@ void main() {
         total[f] = vec4(0.0);
     }
     [[unroll]] for (uint i = 0u; i < ROWS * EACH; ++i) sums[i] = vec4(0.0);
+    if (lane < 3u) met[lane] = 0u;
     wait();
 
-    for (uint base = begin; base < end; base += KEYS) {
+    for (uint base = begin, turn = 0u; base < end; base += KEYS, turn = (turn + 1u) % 3u) {
         for (uint c = lane / TEAM; c < KEYS; c += EACH_TEAM * TEAMS) {
-            score(c, base, end, lane % TEAM, batch, head);
+            score(c, base, end, lane % TEAM, batch, head, turn);
         }
         wait();
+        // Of three turns everybody has read the one before, and nobody writes it before the next barrier.
+        if (lane == 0u) met[(turn + 2u) % 3u] = 0u;
+        if (met[turn] == 0u) continue;
         for (uint f = gl_SubgroupID; f < FOURS; f += gl_NumSubgroups) weigh(f);
         wait();
         [[unroll]] for (uint i = 0u; i < ROWS * EACH; ++i) sums[i] *= factor[i / EACH / 4u][i / EACH % 4u];

@@ -7,9 +7,11 @@
 // where codes arrive as float16. Matrices are loaded from there. Within eight columns the order of k is coop_prep's for
 // both operands, so sums are unaffected.
 //
-// Accuracy: codes less zero point are whole numbers that float16 holds exactly, x is float16 (see coop_prep). Products
-// are summed in float32 per group (if rows have one scale, per 256 columns: matrix units round long sums badly); each
-// sum is scaled afterwards by a matrix that repeats the scales in every row.
+// Accuracy: codes less zero point are whole numbers that float16 holds exactly, x is float16 or the sum of two float16
+// matrices, the second of which counts 2^-11 (see coop_prep): the weight is unpacked once, multiplied with the first,
+// divided by 2^11, which is exact, and multiplied with the second. Products are summed in float32 per group (if rows
+// have one scale, per 256 columns: matrix units round long sums badly); each sum is scaled afterwards by a matrix that
+// repeats the scales in every row.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -36,13 +38,17 @@ layout(constant_id = 10) const uint TN = 16u;
 layout(constant_id = 11) const uint TK = 16u;
 layout(constant_id = 12) const uint BUFFERS = 2u;  // of tiles in shared memory
 layout(constant_id = 13) const uint REPEAT = 1u;   // rows of scales in shared memory: TM, or 1 read with stride 0
+layout(constant_id = 14) const uint TERMS = 1u;    // float16 matrices whose sum is x, one or two
+layout(constant_id = 15) const uint ONCE = 0u;     // whether weights are scaled, as float16, before they are multiplied
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
 const uint ROW = KB * 4u + 1u;  // uvec4 from one row of a tile to the next: 8 halves each, one spare against conflicts
-const uint A_LOADS = (BM * KB * 4u + LANES - 1u) / LANES;
+const uint AM = TERMS * BM;  // rows of the tile of x: those of the first term, those of the second
+const uint A_LOADS = (AM * KB * 4u + LANES - 1u) / LANES;
 const uint B_LOADS = (BN * KB * 2u * P + LANES - 1u) / LANES;  // of uvec2: 16 or 8 codes
 const uint SC = BN + 4u;
+const bool FOLDED = ONCE == 0u;  // whether sums of groups are scaled and added up
 
 layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
@@ -50,7 +56,7 @@ layout(push_constant) uniform Push {
     uint split;  // steps along K of a workgroup; those of grid z add to one result
 };
 
-layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };          // [M][blocks * 4]
+layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };          // [TERMS][M][blocks * 4]
 layout(set = 0, binding = 1) readonly buffer W { uvec2 w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
@@ -60,16 +66,17 @@ layout(set = 0, binding = 7) readonly buffer XSums { float x_sum[]; };  // [M][G
 
 #include "plain_rows.glsl"
 
-const uint A_TILE = BUFFERS * BM * ROW;
+const uint A_TILE = BUFFERS * AM * ROW;
 const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, in the memory of a_tile
 
 shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [buffer][row]; after the last step results
 shared uvec4 b_tile[BUFFERS * BN * ROW];                   // [buffer][column of the result]
-shared float scale_tile[GROUPED * 2u * REPEAT * SC + 1u];  // of two groups: one in use, one for the next
+shared float scale_tile[GROUPED * (1u - ONCE) * 2u * REPEAT * SC + 1u];  // of two groups: one in use, one for the next
 
 uvec4 a_next[A_LOADS];
 uvec2 b_next[B_LOADS];
 float zero_next[B_LOADS];
+float scale_next[B_LOADS];
 
 // Unit i of the weight's tile in the order of memory: (eight rows, block, vector, row, half of the vector), the half
 // innermost, so that lanes read contiguous words.
@@ -84,7 +91,8 @@ void b_place(uint i, out uint row, out uint block, out uint half_) {
 void load_tiles(uint row0, uint col0, uint step) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
-        uint row = min(row0 + t / (KB * 4u), m - 1u);
+        uint r = t / (KB * 4u);
+        uint row = min(row0 + r % BM, m - 1u) + (TERMS == 1u ? 0u : min(r / BM, TERMS - 1u) * m);
         a_next[i] = x[row * blocks * 4u + step * KB * 4u + t % (KB * 4u)];
     }
     [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
@@ -94,15 +102,23 @@ void load_tiles(uint row0, uint col0, uint step) {
         uint at = ((n_ >> 3) * blocks + step * KB + block) * P * 8u + (half_ >> 1) * 8u + (n_ & 7u);
         b_next[i] = w[at * 2u + (half_ & 1u)];
         if (ZERO == 1u) zero_next[i] = float(int(zero[step * KB / group_blocks * np + n_]));
+        if (GROUPED * ONCE != 0u) scale_next[i] = scale[step * KB / group_blocks * np + n_];
     }
+}
+
+uvec4 times(uvec4 v, float s) {
+    if (GROUPED * ONCE == 0u) return v;
+    f16vec2 by = f16vec2(float16_t(s));
+    return uvec4(packFloat2x16(unpackFloat2x16(v.x) * by), packFloat2x16(unpackFloat2x16(v.y) * by),
+                 packFloat2x16(unpackFloat2x16(v.z) * by), packFloat2x16(unpackFloat2x16(v.w) * by));
 }
 
 // Registers to shared memory: codes less their zero point as float16.
 void store_tiles(uint buffer_) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
-        if (BM * KB * 4u % LANES == 0u || t < BM * KB * 4u)
-            a_tile[buffer_ * BM * ROW + t / (KB * 4u) * ROW + t % (KB * 4u)] = a_next[i];
+        if (AM * KB * 4u % LANES == 0u || t < AM * KB * 4u)
+            a_tile[buffer_ * AM * ROW + t / (KB * 4u) * ROW + t % (KB * 4u)] = a_next[i];
     }
     [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
@@ -112,10 +128,10 @@ void store_tiles(uint buffer_) {
         uint at = buffer_ * BN * ROW + row * ROW + block * 4u;
         if (BN * KB * 2u * P % LANES == 0u || t < BN * KB * 2u * P) {
             if (BITS == 4u) {
-                b_tile[at + half_ * 2u] = halves_of_4(b_next[i].x, z);
-                b_tile[at + half_ * 2u + 1u] = halves_of_4(b_next[i].y, z);
+                b_tile[at + half_ * 2u] = times(halves_of_4(b_next[i].x, z), scale_next[i]);
+                b_tile[at + half_ * 2u + 1u] = times(halves_of_4(b_next[i].y, z), scale_next[i]);
             } else {
-                b_tile[at + half_] = uvec4(halves_of_8(b_next[i].x, z), halves_of_8(b_next[i].y, z));
+                b_tile[at + half_] = times(uvec4(halves_of_8(b_next[i].x, z), halves_of_8(b_next[i].y, z)), scale_next[i]);
             }
         }
     }
@@ -193,7 +209,7 @@ void main() {
     uint group = start * KB / group_blocks;
     load_tiles(row0, col0, start);
     store_tiles(start % BUFFERS);
-    if (GROUPED != 0u) store_scales(col0, group);
+    if (GROUPED != 0u && FOLDED) store_scales(col0, group);
     barrier();
     // Steps until sums are added to the total: those of a group, or of 256 columns.
     uint fold = (GROUPED != 0u ? group_blocks : 8u) / KB;
@@ -209,15 +225,22 @@ void main() {
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
                 coopMatLoad(b[j], b_tile, now * BN * ROW + (sub_n + j * TN) * ROW + kk * TK / 8u, ROW,
                             gl_CooperativeMatrixLayoutColumnMajor);
-            [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
-                coopmat<float16_t, gl_ScopeSubgroup, TM, TK, gl_MatrixUseA> a;
-                coopMatLoad(a, a_tile, now * BM * ROW + (sub_m + i * TM) * ROW + kk * TK / 8u, ROW,
-                            gl_CooperativeMatrixLayoutRowMajor);
-                [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
-                    sum[i * TILES_N + j] = coopMatMulAdd(a, b[j], sum[i * TILES_N + j]);
+            [[unroll]] for (uint term = 0u; term < TERMS; ++term) {
+                if (term > 0u) {
+                    [[unroll]] for (uint j = 0u; j < TILES_N; ++j) b[j] = b[j] * float16_t(0.00048828125);
+                }
+                [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
+                    coopmat<float16_t, gl_ScopeSubgroup, TM, TK, gl_MatrixUseA> a;
+                    coopMatLoad(a, a_tile, (now * AM + term * BM + sub_m + i * TM) * ROW + kk * TK / 8u, ROW,
+                                gl_CooperativeMatrixLayoutRowMajor);
+                    [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
+                        if (FOLDED) sum[i * TILES_N + j] = coopMatMulAdd(a, b[j], sum[i * TILES_N + j]);
+                        else total[i * TILES_N + j] = coopMatMulAdd(a, b[j], total[i * TILES_N + j]);
+                    }
+                }
             }
         }
-        if (--left == 0u || step + 1u == steps) {
+        if (FOLDED && (--left == 0u || step + 1u == steps)) {
             // 5. The group ends: its sums, times a matrix with a column's scale in every row, join the total.
             left = fold;
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {

@@ -1,7 +1,8 @@
 // Rows of floats as float16 for cooperative matrices, in the order in which unpacked weights leave their words:
 // ORDER 4: k = 0 2 4 6 1 3 5 7 of each eight, ORDER 8: 0 2 1 3 of each four. Rows that are not float16 are scaled by a
-// power of two into its range, where the eight bits of bfloat16 fit exactly and three terms hold all of float32: rows
-// m + row and 2 m + row follow, at 2^-11 and 2^-22 of the scale. Also sums of x per group.
+// power of two into its range, where the eight bits of bfloat16 fit exactly. A second term, row m + row, holds eleven
+// more bits at 2^-11 of the scale: 22 bits of a float32, which is what sums in float32 are worth. Also sums of x per
+// group.
 //
 // A row whose largest magnitude is so far above the others that its scale would make zeros of them is stored as it is,
 // behind the scales; its halves are zeros and its scale is negative: see plain_rows.glsl.
@@ -18,7 +19,7 @@ layout(constant_id = 0) const uint ORDER = 4u;
 layout(constant_id = 1) const uint LANES = 256u;
 layout(constant_id = 2) const uint DTYPE = 2u;    // of x
 layout(constant_id = 3) const uint ALIGNED = 1u;  // whether eights of columns lie side by side at multiples of 16 bytes
-layout(constant_id = 4) const uint TERMS = 1u;    // rows whose sum is x: the second holds what the first cannot, ...
+layout(constant_id = 4) const uint TERMS = 1u;    // rows whose sum is x, one or two: the second holds what the first cannot
 layout(local_size_x_id = 1) in;
 
 layout(push_constant) uniform Push {
@@ -28,12 +29,13 @@ layout(push_constant) uniform Push {
 };
 
 layout(set = 0, binding = 1) writeonly buffer Halves { uvec4 halves[]; };  // [TERMS M][columns / 8], or [][][tile][2]
-layout(set = 0, binding = 2) writeonly buffer Scales { float scales[]; };  // [TERMS M]
+layout(set = 0, binding = 2) writeonly buffer Scales { float scales[]; };  // [M]
 layout(set = 0, binding = 2) writeonly buffer Plain { vec4 plain[]; };     // the same, padded to fours; [M][columns / 4]
-layout(set = 0, binding = 3) writeonly buffer Sums { float sums[]; };      // [TERMS M][groups]
+layout(set = 0, binding = 3) writeonly buffer Sums { float sums[]; };      // [M][groups]
 
-// Octaves from the mean of a row to its largest magnitude that halves can hold. The terms of float32 reach 33 below the
-// largest, the one of bfloat16 reaches 32; what is left are at least the leading bits of the others.
+// Octaves from the mean of a row to its largest magnitude that halves can hold. Two terms hold all of their 22 bits up to
+// 28 octaves below the largest, the one of bfloat16 all of its 8 up to 32; what is left are at least the leading bits of
+// the others.
 const uint REACH = TERMS > 1u ? 22u : 26u;
 
 shared uint largest[LANES];
@@ -55,7 +57,7 @@ void read_eight(uint row, uint first) {
     }
 }
 
-// 2^15 (2^14 of several terms, since the first may round up) over the power of two at or below the largest magnitude
+// 2^15 (for float32 2^14, since rounding may carry into the next) over the power of two at or below the largest magnitude
 // of the row; 1 for a row of zeros; 0 for one that halves cannot hold.
 float row_unit(uint row, uint lane) {
     uint most = 0u;
@@ -82,7 +84,7 @@ float row_unit(uint row, uint lane) {
     uint mean = octaves[0].x / max(octaves[0].y, 1u);
     if (largest[0] < 0x7f800000u && largest[0] >> 23 > mean + REACH) return 0.0;
     most = min(largest[0], 0x7f000000u);
-    return most < 0x00800000u ? 1.0 : uintBitsToFloat(min((TERMS > 1u ? 268u : 269u) - (most >> 23), 230u) << 23);
+    return most < 0x00800000u ? 1.0 : uintBitsToFloat(min((DTYPE == F32 ? 268u : 269u) - (most >> 23), 230u) << 23);
 }
 
 // The value of float16's bits, whatever the device does with subnormal numbers.
@@ -92,7 +94,7 @@ float half_value(uint bits) {
 }
 
 // The value rounded to float16, as bits. The remainder is exact in float32 and so is its product with 2^11, which
-// brings it into the next term's range; of Inf and NaN nothing remains. Three terms hold 33 bits, float32 has 24.
+// brings it into the next term's range; of Inf and NaN nothing remains.
 uint take(uint i) {
     uint bits = half_bits(value[i]);
     if (TERMS > 1u) value[i] = (bits & 0x7c00u) == 0x7c00u ? 0.0 : (value[i] - half_value(bits)) * 2048.0;
@@ -121,7 +123,7 @@ void main() {
     for (uint c = lane * 8u; c < columns; c += LANES * 8u) {
         read_eight(row, c);
         if (DTYPE != F16 && unit == 0.0) {
-            uint at = (TERMS * m + 3u + row * columns + c) / 4u;
+            uint at = (m + 3u + row * columns + c) / 4u;
             plain[at] = vec4(value[0], value[1], value[2], value[3]);
             plain[at + 1u] = vec4(value[4], value[5], value[6], value[7]);
         }
@@ -131,16 +133,14 @@ void main() {
             halves[place(t * m + row, c)] = ORDER == 4u ? order : order.xzyw;
         }
     }
-    // 3. What a term of the result has to be multiplied by.
-    if (lane < TERMS)
-        scales[lane * m + row] = unit > 0.0 ? 1.0 / unit / float(1u << (11u * lane)) : lane == 0u ? -1.0 : 1.0;
-    // 4. Float zero points of weights multiply the sums of x; the terms' sums would be added up, so the first has it
-    //    all.
+    // 3. What a row of the result has to be multiplied by.
+    if (lane == 0u) scales[row] = unit > 0.0 ? 1.0 / unit : -1.0;
+    // 4. Float zero points of weights multiply the sums of x.
     if (summed == 0u) return;
     for (uint g = lane; g < groups; g += LANES) {
         float sum = 0.0;
         for (uint c = 0u; c < group_columns; ++c)
             sum += fetch_padded(row, g * group_columns + c, k, pitch, group, padded, DTYPE);
-        [[unroll]] for (uint t = 0u; t < TERMS; ++t) sums[(t * m + row) * groups + g] = t == 0u ? sum : 0.0;
+        sums[row * groups + g] = sum;
     }
 }

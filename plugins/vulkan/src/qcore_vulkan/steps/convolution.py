@@ -123,7 +123,7 @@ def conv2d(
     pixels = local(b, x.rows)
     channels = x.channels // geometry.groups
     sizes = (x.height, x.width, height, width, *geometry.words, 1 / channels, 1 / geometry.kernel[1])
-    for start, count in row_parts(b, y.rows, scratch_row(b.device, x.rows.dtype, weight, output) * geometry.groups):
+    for start, count in row_parts(b, y.rows, scratch_row(weight, output) * geometry.groups):
         window = Window(count, geometry.groups, channels, start, sizes)
         part = y.part(start, count)
         product = part if output is None else new_rows(b, count, y.columns, torch.float32)

@@ -17,8 +17,8 @@ Pipeline = tuple[str, tuple[int, ...], int]
 """A variant, its constants and the size of its subgroups."""
 
 _SPLIT_LANES = 64
-TERMS = 3
-"""Float16 numbers whose sum is a float32, for cooperative matrices."""
+TERMS = 2
+"""Float16 numbers that hold 22 bits of a float32, for cooperative matrices: as much as sums in float32 are worth."""
 
 
 class Single:
@@ -173,9 +173,9 @@ class TileShape:
         """Blocks at a time: a number that divides those of a group."""
         return next(c for c in (4, 2, 1) if c <= self.kb and geometry.blocks % c == 0)
 
-    def tile_bytes(self, geometry: Geometry, width: int) -> int:
-        """Bytes of both tiles of elements of ``width`` bytes, each row padded by 16."""
-        return self.buffers * (self.bm + self.bn) * (self.blocks(geometry) * 32 * width + 16)
+    def tile_bytes(self, geometry: Geometry, width: int, terms: int = 1) -> int:
+        """Bytes of both tiles, of ``terms`` of x, of elements of ``width`` bytes, each row padded by 16."""
+        return self.buffers * (terms * self.bm + self.bn) * (self.blocks(geometry) * 32 * width + 16)
 
     def groups(self, rows: int, columns: int) -> tuple[int, int, int]:
         """Workgroups for a result."""
@@ -268,22 +268,23 @@ class CoopF16(Single):
     subgroup: int
     splits: int = 1
     terms: int = 1
+    once: int = 0
     variant: str = "coop_f16"
     form: Literal["rows"] = "rows"
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
-        return _coop_constants(self.shape, self.tile, self.subgroup, geometry)
+        return *_coop_constants(self.shape, self.tile, self.subgroup, geometry), self.terms, self.once
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
-        return _coop_needs(self, geometry, 2)
+        return _coop_needs(self, geometry, 2, self.terms)
 
     def append(
         self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
     ) -> None:
-        halves = _halves(b, x, geometry, geometry.columns, self.terms * out.rows, terms=self.terms)
+        halves = _halves(b, x, geometry, geometry.columns, out.rows, terms=self.terms)
         refs = _refs(halves.codes, part, halves.scales, bias, out, halves.sums)
-        _append_coop(self, b, part, geometry, bias, out, refs, [], self.terms)
+        _append_coop(self, b, part, geometry, bias, out, refs, [])
 
 
 Kernel = Digits | CoopGemv | SharedFloat | SharedInt | CoopInt8 | CoopF16
@@ -316,37 +317,31 @@ def _append_coop(
     out: Rows,
     refs: list[Ref | Buffer | None],
     push: list[int | float],
-    terms: int = 1,
 ) -> None:
-    """The product; with several splits of K, each of whole groups, if one would leave cores idle.
-
-    ``terms``: of x, each of ``out.rows`` rows. Their products are summed like those of splits.
-    """
+    """The product; with several splits of K, each of whole groups, if one would leave cores idle."""
     g, kb = geometry, kernel.shape.blocks(geometry)
     whole, steps = (1 if g.groups == 1 else g.blocks // kb), g.groups * g.blocks // kb
     split = -(-steps // (kernel.splits * whole)) * whole
     count = -(-steps // split)
-    x_tiles, y_tiles, _ = kernel.shape.groups(terms * out.rows, part.n)
+    x_tiles, y_tiles, _ = kernel.shape.groups(out.rows, part.n)
     result = _result(out, bias, part)
-    if count * terms > 1:
-        refs[6] = b.scratch(4 * count * terms * out.rows * part.n)
+    if count > 1:
+        refs[6] = b.scratch(4 * count * out.rows * part.n)
         result = [part.n, NUMBERS[torch.float32], 0, 0]
-    words = [terms * out.rows, *_sizes(part, geometry, out)[1:], *result, geometry.groups, split, *push]
+    words = [*_sizes(part, geometry, out), *result, geometry.groups, split, *push]
     groups = (x_tiles, y_tiles, count)
     b.dispatch(kernel.variant, kernel.constants(geometry), groups, words, refs, subgroup=kernel.subgroup)
-    if count * terms > 1:
+    if count > 1:
         total = out.rows * part.n
         joined: list[Ref | Buffer | None] = [refs[6], None, None, None, None, bias or part.scale, out.ref]
-        b.dispatch(
-            "gemm_join", (), fold(-(-total // 64)), [out.rows, part.n, count * terms, *_result(out, bias, part)], joined
-        )
+        b.dispatch("gemm_join", (), fold(-(-total // 64)), [out.rows, part.n, count, *_result(out, bias, part)], joined)
 
 
-def _coop_needs(kernel: CoopInt8 | CoopF16, geometry: Geometry, width: int) -> tuple[int, int]:
+def _coop_needs(kernel: CoopInt8 | CoopF16, geometry: Geometry, width: int, terms: int = 1) -> tuple[int, int]:
     """Tiles, whose memory later holds the results of all subgroups, and scales of two groups."""
     s = kernel.shape
-    tiles = s.tile_bytes(geometry, width)
-    first = tiles * s.bm // (s.bm + s.bn)
+    tiles = s.tile_bytes(geometry, width, terms)
+    first = tiles * terms * s.bm // (terms * s.bm + s.bn)
     results = 4 * s.owners * kernel.tile[0] * kernel.tile[1]
     return s.owners * kernel.subgroup, tiles + max(0, results - first) + 8 * (s.bn + 4) + 4
 
@@ -386,7 +381,7 @@ def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float],
 def _halves(
     b: Builder, x: Activations, geometry: Geometry, columns: int, rows: int, *, tile: int = 0, terms: int = 1
 ) -> _Halves:
-    """Float16 rows in the order of unpacked codes; memory for ``rows``; those beyond x's are undefined.
+    """Float16 rows in the order of unpacked codes; memory for ``rows`` of each term; those beyond x's are undefined.
 
     ``tile``: rows of tiles of sixteen columns, each stored contiguously; 0: plain rows. ``terms``: see `CoopF16`.
     """
@@ -400,8 +395,8 @@ def _halves(
     constants = (geometry.bits, lanes, dtype, int(aligned), terms)
 
     def make() -> _Halves:
-        halves, scales = b.scratch(rows * columns * 2), b.scratch(16 * -(-terms * m // 4) + plain)
-        sums = b.scratch(4 * terms * m * geometry.groups) if summed else None
+        halves, scales = b.scratch(terms * rows * columns * 2), b.scratch(16 * -(-m // 4) + plain)
+        sums = b.scratch(4 * m * geometry.groups) if summed else None
         b.dispatch("coop_prep", constants, fold(m), push, [ref, halves, scales, sums or scales])
         return _Halves(halves, scales, sums)
 

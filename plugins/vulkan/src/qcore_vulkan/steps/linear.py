@@ -9,9 +9,8 @@ import torch
 from qcore import OutputInt8
 
 from ..builder import Builder, Ref
-from ..device import Buffer, Device
+from ..device import Buffer
 from ..layout import DeviceWeight
-from . import selection
 from .finish import finish
 from .prepare import Activation, Source
 from .product import multiply
@@ -37,7 +36,7 @@ def linear(
     ``out``: memory for the result, of `rows_bytes`; None: scratch memory.
     """
     y = new_rows(b, x.rows, weight.geometry.n, out_dtype, out)
-    for start, count in row_parts(b, x.rows, scratch_row(b.device, x.dtype, weight, output)):
+    for start, count in row_parts(b, x.rows, scratch_row(weight, output)):
         vectors = {name: ref.part(4 * start, 4 * count) for name, ref in given.items()}
         source, part = Source(x.part(start, count)), y.part(start, count)
         product = part if output is None else new_rows(b, count, y.columns, torch.float32)
@@ -47,7 +46,7 @@ def linear(
     return y
 
 
-def scratch_row(device: Device, x_dtype: torch.dtype, weight: DeviceWeight, output: OutputInt8 | None) -> int:
+def scratch_row(weight: DeviceWeight, output: OutputInt8 | None) -> int:
     """The most bytes per row of activations in the largest piece of scratch memory."""
     g = weight.geometry
-    return max(4 * g.columns, 4 * g.n if output else 0, selection.scratch_row(device, x_dtype, g))
+    return max(4 * g.columns, 4 * g.n if output else 0)

@@ -20,7 +20,7 @@ class GemmProblem:
     """The problem that a kernel is selected for.
 
     **Fields:** ``op``: which activations are multiplied; ``m``: rows; ``asymmetric``: as in `Int8Rows`; ``symmetric``:
-    whether each row of x is quantized by its own symmetric scale.
+    whether each row of x is quantized by its own symmetric scale; ``coarse``: as in `Rows`.
     """
 
     op: Literal["gemm_float", "gemm_int"]
@@ -30,6 +30,7 @@ class GemmProblem:
     out_dtype: torch.dtype
     asymmetric: bool
     symmetric: bool = False
+    coarse: bool = False
 
 
 class GemmKernel(Protocol):

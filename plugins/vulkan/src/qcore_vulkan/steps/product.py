@@ -110,7 +110,8 @@ def _choose(
 
         asymmetric = activation is not None and is_asymmetric(activation)
         symmetric = activation is not None and is_symmetric(activation) and source.window is None
-        problem = GemmProblem(op, source.rows, weight.geometry, source.x.dtype, out.dtype, asymmetric, symmetric)
+        form = (source.x.dtype, out.dtype, asymmetric, symmetric, activation is None and source.x.coarse)
+        problem = GemmProblem(op, source.rows, weight.geometry, *form)
         found = selection.choose(device, problem)
         if found is not None:
             return found

@@ -23,13 +23,18 @@ _MOST = 1 << 17
 
 @dataclass(frozen=True)
 class Rows:
-    """A matrix of activations. ``pitch``: elements from one row to the next, see `rows_pitch`."""
+    """A matrix of activations.
+
+    **Fields:** ``pitch``: elements from one row to the next, see `rows_pitch`; ``dtype`` in memory; ``coarse``: whether
+    a product may round float32 values to eleven bits, since their model computes in 16-bit floats.
+    """
 
     ref: Ref
     rows: int
     columns: int
     pitch: int
     dtype: torch.dtype
+    coarse: bool = False
 
     def part(self, start: int, count: int) -> Rows:
         """Rows ``start`` ... ``start + count - 1``; ``start`` is a multiple of `PART`."""

@@ -8,7 +8,6 @@ for a few rows, `CoopF16` beyond, `SharedFloat` without cooperative matrices. In
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from .. import native, tuning_cache
 from ..description import Description
 from ..device import Device
-from ..layout import FLOAT_ZERO, INT_ZERO, Geometry
+from ..layout import FLOAT_ZERO, INT_ZERO
 from .gpu_kernels import TERMS, CoopF16, CoopGemv, CoopInt8, Digits, Kernel, SharedFloat, SharedInt, TileShape
 from .problem import GemmKernel, GemmProblem
 from .row_kernel import RowGemv, row_kernels
@@ -25,12 +24,17 @@ FEW = 8
 """Up to this many rows, kernels are bound by reading the weight, and read it once."""
 
 _COOP_F16 = (TileShape(128, 128, 64, 32, 2, 1), TileShape(64, 64, 32, 32, 2, 1), TileShape(32, 32, 16, 16, 4, 1))
+_COOP_F32 = (TileShape(64, 128, 32, 32, 2, 1), TileShape(64, 64, 32, 32, 2, 1), TileShape(32, 32, 16, 16, 2, 1))
 _COOP_INT8 = (TileShape(128, 128, 64, 32, 4, 1), TileShape(64, 64, 32, 32, 4, 1), TileShape(32, 32, 16, 16, 4, 1))
 _INT = (TileShape(128, 128, 8, 8), TileShape(128, 64, 8, 8, 2), TileShape(64, 64, 4, 8, 2), TileShape(32, 32, 4, 4, 2))
 _FLOAT = (TileShape(128, 128, 8, 8), TileShape(128, 64, 8, 8), TileShape(64, 64, 8, 8), TileShape(32, 64, 4, 8))
 _FEW_FLOAT32 = 4
 """Rows of float32 up to which digits are faster than matrices: 10.0 us to 13.3 for 4 rows of 1024 x 1024; 8 rows of
 14336 x 4096 take 90 to 72."""
+_LATENT = 64
+"""Rows up to which reading the weight takes the time, and as many workgroups as possible read."""
+_PRODUCT, _PARTIAL, _JOIN = 1.2e-6, 4e-6, 5.0
+"""Microseconds of a product of two terms in a core, of a partial result in memory, and of the step that adds these."""
 _CORES = 32
 """Assumed if the driver does not report a number."""
 
@@ -53,13 +57,6 @@ def prefer(device: Device, problem: GemmProblem, kernel: Kernel | RowGemv) -> No
 def forget(device: Device, problem: GemmProblem) -> None:
     """Undo `prefer`."""
     _preferred.pop((device.description.index, problem), None)
-
-
-def scratch_row(device: Device, x_dtype: torch.dtype, geometry: Geometry) -> int:
-    """Bytes for each row of x in the largest piece of scratch memory of a kernel, except for prepared activations."""
-    if device.profile != "gpu" or x_dtype != torch.float32 or _matrix(device.description, "f16", "f32") is None:
-        return 0
-    return TERMS * max(4 * geometry.n, 2 * geometry.columns)  # sums of each term, and its float16 numbers
 
 
 def usable(device: Device, problem: GemmProblem) -> Iterator[Kernel | RowGemv]:
@@ -113,8 +110,9 @@ def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
     if digits_first:
         yield from digits
     if tile is not None:
-        terms = 1 if narrow else TERMS
-        for shape, splits in _coop_shapes(_COOP_F16, description, replace(problem, m=terms * problem.m)):
+        terms = 1 if narrow or problem.coarse else TERMS
+        by = _coop_shapes if terms == 1 or problem.m <= _LATENT else _coop_by_time
+        for shape, splits in by(_COOP_F16 if terms == 1 else _COOP_F32, description, problem):
             yield CoopF16(shape, tile, description.subgroup.size, splits, terms)
     if not digits_first:
         yield from digits
@@ -165,6 +163,27 @@ def _coop_shapes(
         x, y, _ = shape.groups(m, n)
         room = cores * (128 // shape.bm) // (x * y)  # a core runs several small tiles at once
         yield shape, next((splits for splits in (8, 4, 2) if splits <= room), 1)
+
+
+def _coop_by_time(
+    shapes: tuple[TileShape, ...], description: Description, problem: GemmProblem
+) -> Iterator[tuple[TileShape, int]]:
+    """Shapes with splits of K, in ascending order of the time that they should take."""
+    cores, m, g = description.limits.cores or _CORES, problem.m, problem.geometry
+
+    def time(one: tuple[TileShape, int]) -> float:
+        shape, splits = one
+        x, y, _ = shape.groups(m, g.n)
+        columns = g.columns / splits + 256  # the first tiles and the results overlap with nothing
+        tiles = -(-x * y * splits // cores) * shape.bm * shape.bn * columns * (1 + 32 / shape.bm + 32 / shape.bn)
+        return tiles * _PRODUCT + (0.0 if splits == 1 else _JOIN + splits * m * g.n * _PARTIAL)
+
+    found = sorted(((shape, splits) for shape in shapes for splits in (1, 2, 4, 8)), key=time)
+    seen: set[TileShape] = set()
+    for shape, splits in found:
+        if shape not in seen:
+            seen.add(shape)
+            yield shape, splits
 
 
 def _by_time(shapes: tuple[TileShape, ...], description: Description, problem: GemmProblem) -> list[TileShape]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ...device import Buffer
 from ...steps import Image, Rows, rows_pitch
 from ...steps.codes import decode, encode
 from ...steps.gather import gather
-from ...steps.operand import Operand, contiguous_strides, over
+from ...steps.operand import HALVES, Operand, contiguous_strides, over
 from ...steps.pointwise import binary, convert
 from ..lowering import Lowering
 from ..residents import Weight
@@ -101,8 +102,15 @@ def _linear(
 ) -> Operand:
     of, (buffer, rest) = scheme_of(scheme), _bias(bias)
     x = _ordered(c, _decoded(c, x, of), weight)
-    y = steps.linear(c.b, rows_of(c, x), weight.weight, buffer, *_quantization(of))
+    rows = replace(rows_of(c, x), coarse=_value(node).dtype in HALVES)
+    y = steps.linear(c.b, rows, weight.weight, buffer, *_quantization(of))
     return _finished(c, operand_of(y, node.meta["val"].shape), rest, of)
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    """What a node takes first, as torch sees it."""
+    value: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return value
 
 
 def _decoded(c: Lowering, x: Operand, scheme: Scheme) -> Operand:

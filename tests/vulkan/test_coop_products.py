@@ -1,0 +1,102 @@
+"""Products with cooperative matrices against the contract, on devices that have them: GPUs, and lavapipe of Mesa 26."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from contract_problems import one_thread  # noqa: F401
+from torch import nn
+from vulkan_problems import assert_right, drawn, vulkan  # noqa: F401
+
+import qcore
+from qcore.contracts import LINEAR
+from qcore.weights.schemes import Scheme
+from qcore_vulkan.steps import selection
+from qcore_vulkan.steps.gpu_kernels import TERMS, CoopF16, TileShape
+
+SCHEMES = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
+SIZES = ((5, 33, 200), (19, 40, 608), (33, 24, 2080))
+
+
+@pytest.fixture
+def matrix(vulkan) -> tuple[int, int, int]:  # noqa: F811
+    """A shape of the device's cooperative matrices of float16, summed in float32."""
+    found = [x for x in vulkan.description.cooperative_matrix if (x.a, x.c, x.scope) == ("f16", "f32", "subgroup")]
+    if not found:
+        pytest.skip("this device has no cooperative matrices")
+    return found[0].m, found[0].n, found[0].k
+
+
+def only(monkeypatch, device, make) -> None:
+    monkeypatch.setattr(device, "profile", "gpu")
+    monkeypatch.setattr(selection, "choose", lambda _device, problem: make(problem))
+
+
+def kernel(device, matrix, x_dtype, kb=1, splits=1, buffers=1) -> CoopF16:
+    """Two by two subgroups of two by two matrices each."""
+    m, n, _ = matrix
+    shape = TileShape(4 * m, 4 * n, 2 * m, 2 * n, kb, buffers)
+    terms = TERMS if x_dtype == torch.float32 else 1
+    return CoopF16(shape, matrix, device.description.subgroup.size, splits, terms)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_products_are_right(vulkan, monkeypatch, matrix, scheme, dtype):  # noqa: F811
+    for (m, n, k), kb, splits in zip(SIZES, (1, 2, 1), (1, 1, 3), strict=True):
+        only(monkeypatch, vulkan, lambda p, kb=kb, s=splits: kernel(vulkan, matrix, p.x_dtype, kb, s, kb))
+        assert_right(vulkan, drawn(scheme, m, n, k, dtype, bias="same"))
+
+
+def test_what_floats_can_be(vulkan, monkeypatch, matrix):  # noqa: F811
+    only(monkeypatch, vulkan, lambda p: kernel(vulkan, matrix, p.x_dtype))
+    for scheme in ("w4a16-g32", "w8a16"):
+        for case in LINEAR.cases([Scheme.parse(scheme)], [torch.float32, torch.bfloat16]):
+            if any(part in case.id for part in ("large-x", "zero-", "outliers", "tiny", "extreme", "spike", "deep")):
+                assert_right(vulkan, case.build(3))
+
+
+@pytest.mark.parametrize("decades", [0, 3, 5])
+def test_float32_keeps_22_bits_beside_larger_values(vulkan, monkeypatch, matrix, decades):  # noqa: F811
+    """Columns whose weight is 0 add nothing to the tolerance; the others must stay within theirs."""
+    only(monkeypatch, vulkan, lambda p: kernel(vulkan, matrix, p.x_dtype))
+    asked = drawn("w8a16", 9, 16, 256, torch.float32)
+    codes = asked.weight.codes().clone()
+    codes[:, ::7] = 0
+    weight = type(asked.weight).from_codes(codes, asked.weight.scale, asked.weight.zero, asked.weight.format)
+    x = asked.x.clone()
+    x[:, ::7] *= 10.0**decades
+    assert_right(vulkan, replace(asked, weight=weight, x=x))
+
+
+@torch.no_grad()
+def test_models_in_16_bits_multiply_one_term(vulkan, monkeypatch, matrix):  # noqa: F811
+    """Their values are float32 on the device, of which a product needs no more bits than their dtype has."""
+    asked = []
+
+    def make(problem):
+        asked.append(problem)
+        return replace(kernel(vulkan, matrix, problem.x_dtype), terms=1 if problem.coarse else TERMS)
+
+    only(monkeypatch, vulkan, make)
+    torch.manual_seed(0)
+    x = torch.randn(9, 64)
+    for dtype, tolerance in ((torch.bfloat16, 1e-2), (torch.float32, 1e-5)):
+        layer = nn.Sequential(nn.Linear(64, 24), nn.GELU()).to(dtype)
+        qcore.quantize_(layer, "w4a16-g32")
+        with qcore.using("torch"):
+            wanted = layer(x.to(dtype)).double()
+        torch._dynamo.reset()
+        found = torch.compile(layer, backend="qcore_vulkan")(x.to(dtype)).double()
+        assert (found - wanted).norm() <= tolerance * wanted.norm()
+        assert asked.pop().coarse == (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_in_its_row(vulkan, monkeypatch, matrix, value):  # noqa: F811
+    only(monkeypatch, vulkan, lambda p: kernel(vulkan, matrix, p.x_dtype))
+    asked = drawn("w4a16-g32", 9, 16, 64, torch.float32, bias="same")
+    asked.x[3, 17] = value
+    assert_right(vulkan, asked)
