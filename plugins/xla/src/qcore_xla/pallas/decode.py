@@ -1,0 +1,195 @@
+"""Attention of one token over a KV cache, for GPUs, through Pallas's Triton: rotation and the write included.
+
+XLA makes eight kernels of it. Here a first kernel adds up the splits of the product that gave queries, key and value
+(`skinny_gemm.partial_sums`), rotates them, writes the token's key and value into the caches, and attends, each program
+to some places of one head of keys. A second one joins their results.
+
+The place of the new token belongs to one program, which takes key and value from its registers: no program reads what
+another writes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from . import compiler_parameters
+
+_PROGRAMS = 128
+"""About as many as a large GPU has multiprocessors."""
+_LEAST = 16
+"""The smallest size of each dimension of Triton's matrix products."""
+_MOST_ROWS = 32
+_BLOCKS = (64, 32, 16)
+Ref = Any
+
+
+class Cut(NamedTuple):
+    """``block``: places that a program reads at once; ``each``: blocks of a program; ``splits``: programs of a head."""
+
+    block: int
+    each: int
+    splits: int
+
+
+def cut_of(heads: int, cache: tuple[int, ...], dtype: Any) -> Cut | None:
+    """The programs for ``heads`` heads of queries and caches ``(Hk, S, E)``; None if XLA should attend."""
+    groups, places, size = cache
+    block = next((block for block in _BLOCKS if places % block == 0), 0)
+    fits = size in (64, 128, 256) and heads % groups == 0 and heads // groups <= _MOST_ROWS
+    if not (block and fits and dtype in (jnp.bfloat16, jnp.float16)):
+        return None
+    blocks = places // block
+    each = max(1, blocks * groups // _PROGRAMS)
+    splits = 1 << (-(-blocks // each) - 1).bit_length()
+    return Cut(block, each, splits)
+
+
+def attention(
+    parts: Array, cos: Array, sin: Array, keys: Array, values: Array, place: Array, bias: Array, heads: int,
+    scale: float, cut: Cut, *, interpret: Any = False,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Attend, and give ``(heads, E)`` and the new caches, which take the memory of those given.
+
+    ``parts``: float32 ``(P, (heads + 2 Hk) * E)``, whose sums, rounded to the dtype of the caches, are queries, key and
+    value, head by head; ``cos``, ``sin``: ``(E,)``; ``keys``, ``values``: ``(Hk, S, E)``; ``place``: int32 ``(1,)``, of
+    the new token; ``bias``: float32 ``(S,)``, added to scores.
+    """
+    groups, _, size = keys.shape
+    spread = heads // groups
+    shapes = (
+        jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+        jax.ShapeDtypeStruct(values.shape, values.dtype),
+        jax.ShapeDtypeStruct((groups, cut.splits, spread, size), jnp.float32),
+        jax.ShapeDtypeStruct((groups, cut.splits, spread), jnp.float32),
+        jax.ShapeDtypeStruct((groups, cut.splits, spread), jnp.float32),
+    )
+
+    def whole(one: Any) -> pl.BlockSpec:
+        return pl.BlockSpec(one.shape, lambda *_, rank=len(one.shape): (0,) * rank)
+
+    given = (parts, cos, sin, place, bias, keys, values)
+    keys, values, mixed, top, total = pl.pallas_call(
+        partial(_part, heads=heads, scale=scale, cut=cut),
+        out_shape=shapes,
+        grid=(groups, cut.splits),
+        in_specs=[whole(one) for one in given],
+        out_specs=tuple(whole(one) for one in shapes),
+        input_output_aliases={5: 0, 6: 1},
+        compiler_params=_compiler(interpret, 4),
+        interpret=interpret,
+        name="qcore_decode_attention",
+    )(*given)
+    row = jax.ShapeDtypeStruct((heads, size), keys.dtype)
+    y = pl.pallas_call(
+        partial(_join, spread=spread),
+        out_shape=row,
+        grid=(heads,),
+        in_specs=[whole(one) for one in (mixed, top, total)],
+        out_specs=whole(row),
+        compiler_params=_compiler(interpret, 2),
+        interpret=interpret,
+        name="qcore_decode_join",
+    )(mixed, top, total)
+    return y, keys, values
+
+
+def _compiler(interpret: Any, warps: int) -> Any:
+    return None if interpret else compiler_parameters(triton, "TritonCompilerParams", num_warps=warps, num_stages=2)
+
+
+def _rotated(halves: tuple[Array, Array], cos: Ref, sin: Ref, dtype: Any) -> tuple[Array, Array]:
+    """The halves of heads, rotated; every step is rounded, as torch rounds it."""
+    half = halves[0].shape[-1]
+
+    def rounded(x: Array) -> Array:
+        return x.astype(dtype).astype(jnp.float32)
+
+    def angles(of: Ref, start: int) -> Array:
+        return of[pl.ds(start, half)].astype(jnp.float32)
+
+    a, b = halves
+    first = rounded(a * angles(cos, 0)) + rounded(-b * angles(sin, 0))
+    second = rounded(b * angles(cos, half)) + rounded(a * angles(sin, half))
+    return first.astype(dtype), second.astype(dtype)
+
+
+def _part(
+    parts: Ref, cos: Ref, sin: Ref, place: Ref, bias: Ref, old_keys: Ref, old_values: Ref,
+    keys: Ref, values: Ref, mixed: Ref, top: Ref, total: Ref, *, heads: int, scale: float, cut: Cut,
+) -> None:  # fmt: skip
+    """One split of one head of keys; the heads of queries that share it are the rows of its products."""
+    group, split = pl.program_id(0), pl.program_id(1)
+    groups, _, size = keys.shape
+    dtype, half, spread = keys.dtype, size // 2, heads // groups
+    rows = max(_LEAST, 1 << (spread - 1).bit_length())
+    row = jnp.minimum(lax.iota(jnp.int32, rows), spread - 1)  # rows to spare do the same as the last
+    lanes, place_now = lax.iota(jnp.int32, half), jnp.clip(place[0], 0, keys.shape[1] - 1)
+
+    def summed(index: Any) -> Array:
+        """The sum of the splits, rounded as the product's result is."""
+        found = sum(parts[p, index] for p in range(1, parts.shape[0])) + parts[0, index]
+        return found.astype(dtype).astype(jnp.float32)
+
+    def both(start: Array) -> tuple[Array, Array]:
+        return summed(start + lanes), summed(start + half + lanes)
+
+    first = ((group * spread + row) * size)[:, None]
+    q1, q2 = _rotated((summed(first + lanes[None, :]), summed(first + half + lanes[None, :])), cos, sin, dtype)
+    k1, k2 = _rotated(both((heads + group) * size), cos, sin, dtype)
+    v1, v2 = (half_of.astype(dtype) for half_of in both((heads + groups + group) * size))
+
+    def step(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        y1, y2, highest, shares = state
+        start = (split * cut.each + i) * cut.block
+        at = pl.ds(start, cut.block)
+        new = (start + lax.iota(jnp.int32, cut.block) == place_now)[:, None]
+        left, right = pl.ds(0, half), pl.ds(half, half)
+        scores = _dot(q1, jnp.where(new, k1[None, :], old_keys[group, at, left]).T)
+        scores += _dot(q2, jnp.where(new, k2[None, :], old_keys[group, at, right]).T)
+        scores = scores * scale + bias[at][None, :]
+        highest_now = jnp.maximum(highest, jnp.max(scores, axis=1))
+        base = jnp.where(highest_now == -jnp.inf, 0.0, highest_now)  # of a row that has seen nothing so far
+        shrunk = jnp.exp(highest - base)
+        weights = jnp.exp(scores - base[:, None])
+        narrow = weights.astype(dtype)
+        y1 = y1 * shrunk[:, None] + _dot(narrow, jnp.where(new, v1[None, :], old_values[group, at, left]))
+        y2 = y2 * shrunk[:, None] + _dot(narrow, jnp.where(new, v2[None, :], old_values[group, at, right]))
+        return y1, y2, highest_now, shares * shrunk + jnp.sum(weights, axis=1)
+
+    none = jnp.zeros((rows, half), jnp.float32)
+    start = none, none, jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    blocks = keys.shape[1] // cut.block
+    count = jnp.clip(blocks - split * cut.each, 0, cut.each)
+    y1, y2, highest, shares = lax.fori_loop(0, count, step, start)
+    mixed[group, split, row[:, None], lanes[None, :]] = y1
+    mixed[group, split, row[:, None], half + lanes[None, :]] = y2
+    top[group, split, row] = highest
+    total[group, split, row] = shares
+
+    @pl.when(place_now // (cut.block * cut.each) == split)
+    def _write() -> None:
+        for half_of, at, ref in ((k1, 0, keys), (k2, half, keys), (v1, 0, values), (v2, half, values)):
+            ref[group, place_now, pl.ds(at, half)] = half_of
+
+
+def _join(mixed: Ref, top: Ref, total: Ref, y: Ref, *, spread: int) -> None:
+    """One head of queries: its splits' results, each of which is relative to a maximum of its own."""
+    head = pl.program_id(0)
+    group, row = head // spread, head % spread
+    highest = top[group, :, row]
+    base = jnp.max(highest)
+    weights = jnp.exp(highest - jnp.where(base == -jnp.inf, 0.0, base))
+    shares = jnp.sum(weights * total[group, :, row])
+    found = jnp.sum(weights[:, None] * mixed[group, :, row, :], axis=0)
+    y[head, :] = (found / jnp.where(shares == 0, 1.0, shares)).astype(y.dtype)  # a row that sees nothing gives zeros
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
