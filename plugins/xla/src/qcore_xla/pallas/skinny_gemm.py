@@ -121,7 +121,8 @@ def _columns(at: Array, words: int, width: int) -> Array:
     A single row is read where it lies: putting it into the order of `_planes` would be a kernel of its own.
     """
     word = at * words + lax.iota(jnp.int32, words)
-    return word // width * (NIBBLES * width) + word % width
+    size = jnp.int32(width)  # not `//` and `%`, whose care for signs would hide from Triton that columns are adjacent
+    return lax.div(word, size) * (NIBBLES * width) + lax.rem(word, size)
 
 
 def _compiler() -> Any:
