@@ -4,8 +4,8 @@ XLA makes eight kernels of it. Here a first kernel adds up the splits of the pro
 (`skinny_gemm.partial_sums`), rotates them, writes the token's key and value into the caches, and attends, each program
 to some places of one head of keys. A second one joins their results.
 
-The place of the new token belongs to one program, which takes key and value from its registers: no program reads what
-another writes.
+The first split of each head takes the new token's key and value from its registers, and one split writes them; what all
+of them read at that place counts for nothing.
 """
 
 from __future__ import annotations
@@ -149,22 +149,24 @@ def _part(
         y1, y2, highest, shares = state
         start = (split * cut.each + i) * cut.block
         at = pl.ds(start, cut.block)
-        new = (start + lax.iota(jnp.int32, cut.block) == place_now)[:, None]
+        new = start + lax.iota(jnp.int32, cut.block) == place_now  # in memory it is old, or new: another may write it
         left, right = pl.ds(0, half), pl.ds(half, half)
-        scores = _dot(q1, jnp.where(new, k1[None, :], old_keys[group, at, left]).T)
-        scores += _dot(q2, jnp.where(new, k2[None, :], old_keys[group, at, right]).T)
-        scores = scores * scale + bias[at][None, :]
+        scores = _dot(q1, old_keys[group, at, left].T) + _dot(q2, old_keys[group, at, right].T)
+        scores = jnp.where(new[None, :], -jnp.inf, scores * scale + bias[at][None, :])
         highest_now = jnp.maximum(highest, jnp.max(scores, axis=1))
-        base = jnp.where(highest_now == -jnp.inf, 0.0, highest_now)  # of a row that has seen nothing so far
+        base = _finite(highest_now)
         shrunk = jnp.exp(highest - base)
         weights = jnp.exp(scores - base[:, None])
-        narrow = weights.astype(dtype)
-        y1 = y1 * shrunk[:, None] + _dot(narrow, jnp.where(new, v1[None, :], old_values[group, at, left]))
-        y2 = y2 * shrunk[:, None] + _dot(narrow, jnp.where(new, v2[None, :], old_values[group, at, right]))
+        narrow, nothing = weights.astype(dtype), jnp.zeros((), dtype)
+        y1 = y1 * shrunk[:, None] + _dot(narrow, jnp.where(new[:, None], nothing, old_values[group, at, left]))
+        y2 = y2 * shrunk[:, None] + _dot(narrow, jnp.where(new[:, None], nothing, old_values[group, at, right]))
         return y1, y2, highest_now, shares * shrunk + jnp.sum(weights, axis=1)
 
-    none = jnp.zeros((rows, half), jnp.float32)
-    start = none, none, jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    # The first split begins with the new token, the others with nothing.
+    score = jnp.sum(_wide(q1) * _wide(k1)[None, :] + _wide(q2) * _wide(k2)[None, :], axis=1) * scale
+    score = jnp.where(split == 0, score + bias[place_now], -jnp.inf)
+    weight = jnp.exp(score - _finite(score))
+    start = weight[:, None] * _wide(v1)[None, :], weight[:, None] * _wide(v2)[None, :], score, weight
     blocks = keys.shape[1] // cut.block
     count = jnp.clip(blocks - split * cut.each, 0, cut.each)
     y1, y2, highest, shares = lax.fori_loop(0, count, step, start)
@@ -184,11 +186,19 @@ def _join(mixed: Ref, top: Ref, total: Ref, y: Ref, *, spread: int) -> None:
     head = pl.program_id(0)
     group, row = head // spread, head % spread
     highest = top[group, :, row]
-    base = jnp.max(highest)
-    weights = jnp.exp(highest - jnp.where(base == -jnp.inf, 0.0, base))
+    weights = jnp.exp(highest - _finite(jnp.max(highest)))
     shares = jnp.sum(weights * total[group, :, row])
     found = jnp.sum(weights[:, None] * mixed[group, :, row, :], axis=0)
     y[head, :] = (found / jnp.where(shares == 0, 1.0, shares)).astype(y.dtype)  # a row that sees nothing gives zeros
+
+
+def _finite(highest: Array) -> Array:
+    """What scores are relative to, also if nothing is seen."""
+    return jnp.where(highest == -jnp.inf, 0.0, highest)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.float32)
 
 
 def _dot(a: Array, b: Array) -> Array:
