@@ -46,15 +46,14 @@ def serves(platform: str) -> bool:
 class OneRow:
     """What is known, while a program is traced, of products of one row whose splits are not added up yet."""
 
-    def __init__(self, *, interpret: bool = False) -> None:
-        self._interpret = interpret
+    def __init__(self) -> None:
         self._products: dict[fx.Node, _Product] = {}
         self._sums: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
 
     def product(self, node: fx.Node, layer: Layer, known: Mapping[fx.Node, Any]) -> Any:
         """The result of a quantized linear layer of one row; None if it is not for here."""
         x, weight, bias, *_, dtype = node.args
-        parts = _parts(known[x], known[weight][layer], layer, dtype, self._interpret) if bias is None else None  # type: ignore[index]
+        parts = _parts(known[x], known[weight][layer], layer, dtype) if bias is None else None  # type: ignore[index]
         if parts is None:
             return None
         self._products[node] = _Product(parts, 0, layer.n)
@@ -63,7 +62,7 @@ class OneRow:
     def siblings(self, of: Siblings, known: Mapping[fx.Node, Any]) -> list[Any] | None:
         """The results of siblings, see `product`."""
         x, weight, dtype = of.nodes[0].args[0], known[of.weights[0]][of.whole], of.nodes[0].args[5]
-        parts = None if isinstance(weight, list) else _parts(known[x], weight, of.whole, dtype, self._interpret)  # type: ignore[index]
+        parts = None if isinstance(weight, list) else _parts(known[x], weight, of.whole, dtype)  # type: ignore[index]
         if parts is None:
             return None
         y = _added(parts, known[x])  # type: ignore[index]
@@ -102,7 +101,7 @@ class OneRow:
         if of in self._sums:
             before, product = self._sums[of]  # type: ignore[index]
             residual, parts = known[before], self._products[product].parts
-        h, y = norm.rms_norm(residual.reshape(n), parts, w, eps, interpret=self._interpret)  # type: ignore[arg-type]
+        h, y = norm.rms_norm(residual.reshape(n), parts, w, eps)  # type: ignore[arg-type]
         if parts is not None:
             known[of] = h.reshape(x.shape)  # type: ignore[index]
         return y.reshape(x.shape)
@@ -131,13 +130,13 @@ class OneRow:
         y, keys, values = decode.attention(
             ours[0].parts, known[cos].reshape(-1), known[sin].reshape(-1), keys[0], values[0],
             known[place].astype(jnp.int32).reshape(1), bias.reshape(-1), heads,
-            size**-0.5 if scale is None else scale, cut, interpret=self._interpret,  # type: ignore[operator, arg-type]
+            size**-0.5 if scale is None else scale, cut,  # type: ignore[operator, arg-type]
         )  # fmt: skip
         known[k], known[v] = keys[None], values[None]  # type: ignore[index]
         return y.reshape(known[q].shape)  # type: ignore[index]
 
 
-def _parts(x: Array, weight: Arrays, of: Layer, dtype: Any, interpret: bool) -> Array | None:
+def _parts(x: Array, weight: Arrays, of: Layer, dtype: Any) -> Array | None:
     """The splits of the product of one row with a weight ``(N, K)``, ``(S, N)``; None if another kernel serves it."""
     form, data = of.form(dtype), weight["data"]
     row = x.size == of.k and x.dtype == jnp.bfloat16 and form.out_dtype == "bfloat16" and not form.requantize
@@ -151,7 +150,7 @@ def _parts(x: Array, weight: Arrays, of: Layer, dtype: Any, interpret: bool) -> 
     cut = skinny_gemm.tiles(1, *slices.shape)
     if cut is None:
         return None
-    return skinny_gemm.partial_sums(x.reshape(1, of.k), slices, weight["scale"], cut, interpret=interpret)[:, 0]
+    return skinny_gemm.partial_sums(x.reshape(1, of.k), slices, weight["scale"], cut)[:, 0]
 
 
 def _added(parts: Array, x: Array) -> Array:

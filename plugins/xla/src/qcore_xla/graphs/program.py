@@ -193,11 +193,12 @@ class Program:
         with kept_on_disk():
             try:
                 found = self.jitted(states, fixed, fresh)
-            except jax.errors.JaxRuntimeError as error:
+            except Exception as error:
                 began = any(array.is_deleted() for array in states)  # it was compiled, and has taken the states
                 if self._plain is None or began or "RESOURCE_EXHAUSTED" in str(error):
                     raise
-                # A version of cuDNN may have no kernel for a shape after all, or one of XLA no such options.
+                # A version of cuDNN may have no kernel for a shape after all, one of XLA no such options, one of JAX's
+                # Pallas or of Triton no lowering of a kernel.
                 self._run = self._plain
                 # JAX would find the trace of an equal function.
                 self.jitted = jax.jit(partial(self._whole), donate_argnums=0)
