@@ -36,6 +36,6 @@ class Inbox:
                 return None
             self._places = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
             self._arrays = [array_of_bytes(place) for place in self._places]
-        torch._foreach_copy_(self._places, [tensor.detach() for tensor in tensors])  # noqa: SLF001 - torch has no other name for it
+        torch._foreach_copy_(self._places, [tensor.detach() for tensor in tensors])
         wait_for_torch(tensors[0].device)
         return self._arrays

@@ -72,7 +72,8 @@ def attention(
     )
 
     def whole(one: Any) -> pl.BlockSpec:
-        return pl.BlockSpec(one.shape, lambda *_, rank=len(one.shape): (0,) * rank)
+        nowhere = (0,) * len(one.shape)  # blocks are views of global memory, loaded by the kernels
+        return pl.BlockSpec(one.shape, lambda *_: nowhere)
 
     given = (parts, cos, sin, place, bias, keys, values)
     keys, values, mixed, top, total = pl.pallas_call(
@@ -126,59 +127,63 @@ def _part(
 ) -> None:  # fmt: skip
     """One split of one head of keys; the heads of queries that share it are the rows of its products."""
     group, split = pl.program_id(0), pl.program_id(1)
-    groups, _, size = keys.shape
+    groups, places, size = keys.shape
     dtype, half, spread = keys.dtype, size // 2, heads // groups
     rows = max(_LEAST, 1 << (spread - 1).bit_length())
     row = jnp.minimum(lax.iota(jnp.int32, rows), spread - 1)  # rows to spare do the same as the last
-    lanes, place_now = lax.iota(jnp.int32, half), jnp.clip(place[0], 0, keys.shape[1] - 1)
+    lanes, now = lax.iota(jnp.int32, half), jnp.clip(place[0], 0, places - 1)
 
-    def summed(index: Any) -> Array:
-        """The sum of the splits, rounded as the product's result is."""
-        found = sum(parts[p, index] for p in range(1, parts.shape[0])) + parts[0, index]
-        return found.astype(dtype).astype(jnp.float32)
+    def halves(start: Array) -> tuple[Array, Array]:
+        """The sums of the product's splits, rounded as its result is."""
+        found = []
+        for at in (start + lanes, start + half + lanes):
+            total = sum(parts[p, at] for p in range(1, parts.shape[0])) + parts[0, at]
+            found.append(_wide(total.astype(dtype)))
+        return found[0], found[1]
 
-    def both(start: Array) -> tuple[Array, Array]:
-        return summed(start + lanes), summed(start + half + lanes)
-
-    first = ((group * spread + row) * size)[:, None]
-    q1, q2 = _rotated((summed(first + lanes[None, :]), summed(first + half + lanes[None, :])), cos, sin, dtype)
-    k1, k2 = _rotated(both((heads + group) * size), cos, sin, dtype)
-    v1, v2 = (half_of.astype(dtype) for half_of in both((heads + groups + group) * size))
-
-    def step(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        y1, y2, highest, shares = state
-        start = (split * cut.each + i) * cut.block
-        at = pl.ds(start, cut.block)
-        new = start + lax.iota(jnp.int32, cut.block) == place_now  # in memory it is old, or new: another may write it
-        left, right = pl.ds(0, half), pl.ds(half, half)
-        scores = _dot(q1, old_keys[group, at, left].T) + _dot(q2, old_keys[group, at, right].T)
-        scores = jnp.where(new[None, :], -jnp.inf, scores * scale + bias[at][None, :])
-        highest_now = jnp.maximum(highest, jnp.max(scores, axis=1))
-        base = _finite(highest_now)
-        shrunk = jnp.exp(highest - base)
-        weights = jnp.exp(scores - base[:, None])
-        narrow, nothing = weights.astype(dtype), jnp.zeros((), dtype)
-        y1 = y1 * shrunk[:, None] + _dot(narrow, jnp.where(new[:, None], nothing, old_values[group, at, left]))
-        y2 = y2 * shrunk[:, None] + _dot(narrow, jnp.where(new[:, None], nothing, old_values[group, at, right]))
-        return y1, y2, highest_now, shares * shrunk + jnp.sum(weights, axis=1)
-
+    q = _rotated(halves(((group * spread + row) * size)[:, None]), cos, sin, dtype)
+    k = _rotated(halves((heads + group) * size), cos, sin, dtype)
+    v = [one.astype(dtype) for one in halves((heads + groups + group) * size)]
+    step = partial(
+        _step, q=q, keys=old_keys, values=old_values, bias=bias, group=group, first=split * cut.each, now=now,
+        scale=scale, block=cut.block,
+    )  # fmt: skip
     # The first split begins with the new token, the others with nothing.
-    score = jnp.sum(_wide(q1) * _wide(k1)[None, :] + _wide(q2) * _wide(k2)[None, :], axis=1) * scale
-    score = jnp.where(split == 0, score + bias[place_now], -jnp.inf)
+    score = jnp.sum(_wide(q[0]) * _wide(k[0])[None, :] + _wide(q[1]) * _wide(k[1])[None, :], axis=1) * scale
+    score = jnp.where(split == 0, score + bias[now], -jnp.inf)
     weight = jnp.exp(score - _finite(score))
-    start = weight[:, None] * _wide(v1)[None, :], weight[:, None] * _wide(v2)[None, :], score, weight
-    blocks = keys.shape[1] // cut.block
-    count = jnp.clip(blocks - split * cut.each, 0, cut.each)
-    y1, y2, highest, shares = lax.fori_loop(0, count, step, start)
-    mixed[group, split, row[:, None], lanes[None, :]] = y1
-    mixed[group, split, row[:, None], half + lanes[None, :]] = y2
-    top[group, split, row] = highest
-    total[group, split, row] = shares
+    start = weight[:, None] * _wide(v[0])[None, :], weight[:, None] * _wide(v[1])[None, :], score, weight
+    count = jnp.clip(places // cut.block - split * cut.each, 0, cut.each)
+    left, right, top[group, split, row], total[group, split, row] = lax.fori_loop(0, count, step, start)
+    mixed[group, split, row[:, None], lanes[None, :]] = left
+    mixed[group, split, row[:, None], half + lanes[None, :]] = right
 
-    @pl.when(place_now // (cut.block * cut.each) == split)
+    @pl.when(now // (cut.block * cut.each) == split)
     def _write() -> None:
-        for half_of, at, ref in ((k1, 0, keys), (k2, half, keys), (v1, 0, values), (v2, half, values)):
-            ref[group, place_now, pl.ds(at, half)] = half_of
+        for values_of, ref in ((k, keys), (v, values)):
+            ref[group, now, pl.ds(0, half)] = values_of[0]
+            ref[group, now, pl.ds(half, half)] = values_of[1]
+
+
+def _step(
+    i: Array, state: tuple[Array, ...], *, q: tuple[Array, Array], keys: Ref, values: Ref, bias: Ref, group: Array,
+    first: Array, now: Array, scale: float, block: int,
+) -> tuple[Array, ...]:  # fmt: skip
+    """A block of places: halves of the mixed values, the highest scores, and the sums of weights so far."""
+    y1, y2, highest, shares = state
+    dtype, half, start = keys.dtype, q[0].shape[-1], (first + i) * block
+    at, left, right = pl.ds(start, block), pl.ds(0, half), pl.ds(half, half)
+    new = start + lax.iota(jnp.int32, block) == now  # in memory it is old, or new: another program may write it
+    scores = _dot(q[0], keys[group, at, left].T) + _dot(q[1], keys[group, at, right].T)
+    scores = jnp.where(new[None, :], -jnp.inf, scores * scale + bias[at][None, :])
+    highest_now = jnp.maximum(highest, jnp.max(scores, axis=1))
+    base = _finite(highest_now)
+    shrunk = jnp.exp(highest - base)
+    weights = jnp.exp(scores - base[:, None])
+    narrow, nothing = weights.astype(dtype), jnp.zeros((), dtype)
+    y1 = y1 * shrunk[:, None] + _dot(narrow, jnp.where(new[:, None], nothing, values[group, at, left]))
+    y2 = y2 * shrunk[:, None] + _dot(narrow, jnp.where(new[:, None], nothing, values[group, at, right]))
+    return y1, y2, highest_now, shares * shrunk + jnp.sum(weights, axis=1)
 
 
 def _join(mixed: Ref, top: Ref, total: Ref, y: Ref, *, spread: int) -> None:

@@ -77,4 +77,4 @@ def _kernel(*refs: Ref, eps: float, summed: bool, scaled: bool) -> None:
     for i, wide in enumerate(chunks):
         at = pl.ds(i * size, size)
         normed = (wide * scale).astype(dtype)
-        y[at] = normed if weight is None else (weight[at].astype(jnp.float32) * normed.astype(jnp.float32)).astype(dtype)
+        y[at] = normed if weight is None else weight[at] * normed
