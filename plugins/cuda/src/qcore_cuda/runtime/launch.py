@@ -143,7 +143,8 @@ def _with_maps(launcher: Any, tensors: tuple[Any, ...]) -> tuple[Any, Mapping[in
     cells = getattr(launcher, "__closure__", None) or ()
     inner = dict(zip(launcher.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if cells else {}
     metas = inner.get("tensordesc_meta") or ()
-    if not described or "launcher" not in inner or len(metas) != len(described) or None in metas:
+    plain = all(meta is not None and not meta["fp4_padded"] for meta in metas)
+    if not described or "launcher" not in inner or len(metas) != len(described) or not plain:
         return launcher, {}
     made = zip(described, metas, strict=True)
     return inner["launcher"], {i: TensorMaps(tensors[i], meta) for i, meta in made}
