@@ -5,10 +5,10 @@
     python benchmarks/cuda_tables.py --fit RAW [RAW ...] [--output FILE]
 
 Configurations are compiled first, in as many processes as there are cores, and checked on a small problem; those that
-fail are left out. ``--known``: of all kernels but these only the configurations that the shipped table has are measured,
-which takes a fifth of the time. ``--raw`` gets a line per form, size and number of rows, with the time of each configuration; later
-files of ``--fit``, which needs no GPU, replace what earlier ones say of a configuration. The fit prints by how much the
-choice for a size exceeds the best time if that size is left out.
+fail are left out. ``--known``: of all kernels but these only the configurations of the shipped table are measured,
+which takes a fifth of the time. ``--raw`` gets a line per form, size and number of rows, with the time of each
+configuration; later files of ``--fit``, which needs no GPU, replace what earlier ones say of a configuration. The fit
+prints by how much the choice for a size exceeds the best time if that size is left out.
 """
 
 from __future__ import annotations

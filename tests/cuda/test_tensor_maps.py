@@ -106,7 +106,9 @@ def test_maps_of_old_addresses_are_dropped(kernel, wrapped, monkeypatch):
 def test_what_triton_encodes_otherwise_is_left_to_it(kernel, wrapped, monkeypatch, metas):
     wrapped.metas = metas
     asked = []
-    monkeypatch.setattr(triton_driver, "make_tensordesc_arg", lambda arg, _meta: asked.append(arg) or [("map", arg.address), 2, 4, 4, 1])
+    monkeypatch.setattr(
+        triton_driver, "make_tensordesc_arg", lambda arg, _meta: asked.append(arg) or [("map", arg.address), 2, 4, 4, 1]
+    )
     call, x = call_of(kernel), numbers()
     for _ in range(3):
         assert torch.equal(call(x), x + 5)

@@ -20,7 +20,7 @@ from ..runtime.launch import launch, options
 from ..runtime.replay import empty, tracked
 from ..schedule import tail_spread
 from .aligned import aligned
-from .base import Choice, FloatProduct, decoding
+from .base import FloatProduct, decoding
 from .gemm_hopper import Tokens, parameter_rows, stages_of, tail_work, tile_choices, tiles_of
 
 _ROWS = 256
@@ -36,14 +36,10 @@ class GemmWideHopper(FloatProduct[Tokens]):
     config = Tokens
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
-        """What `gemm_hopper` serves, but for parameters of two or more rows of four bytes: registers would not do."""
+        """What `gemm_hopper` serves."""
         if not problem.narrow or not hopper.fits(device, problem.n, 128):
             return False
         return parameter_rows(problem) > 0 and (problem.whole or not problem.exact)
-
-    def adapted(self, problem: GemmProblem, config: Tokens) -> Choice:
-        """No tile has more tokens than registers have room for, whatever was measured."""
-        return Choice(self, config._replace(bm=min(config.bm, max(_SIZES))))
 
     def rule(self, device: Device, problem: GemmProblem) -> None:
         """`gemm_hopper` is better without a measurement."""
@@ -65,7 +61,7 @@ class GemmWideHopper(FloatProduct[Tokens]):
 
         x, (data, scale, zero, *_) = aligned(x, weight, problem), weight
         (m, columns), n, bits, rows = x.shape, problem.n, problem.bits, ROWS.value
-        bm = 64 if m <= 64 else config.bm
+        bm = 64 if m <= 64 else min(config.bm, max(_SIZES))
         blocks = -(-columns // 128)
         scaled, each = not problem.one_group or problem.zero == FLOAT_ZERO, parameter_rows(problem)
         y = empty((m, n), x.dtype, x.device)

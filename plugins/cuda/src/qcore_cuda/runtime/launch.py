@@ -141,7 +141,9 @@ def _with_maps(launcher: Any, tensors: tuple[Any, ...]) -> tuple[Any, Mapping[in
     """
     described = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, Tensor)]
     cells = getattr(launcher, "__closure__", None) or ()
-    inner = dict(zip(launcher.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if cells else {}
+    inner = (
+        dict(zip(launcher.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if cells else {}
+    )
     metas = inner.get("tensordesc_meta") or ()
     plain = all(meta is not None and not meta["fp4_padded"] for meta in metas)
     if not described or "launcher" not in inner or len(metas) != len(described) or not plain:
