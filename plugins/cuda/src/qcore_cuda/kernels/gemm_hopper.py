@@ -41,12 +41,16 @@ from .operands_hopper import (
     quarter_numbers,
     row_numbers,
     scales_of,
+    word_numbers,
     words_layout,
     zero_point,
 )
 from .parts import segment
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+UNITS = gl.constexpr(3)
+"""A kind of zero points beside those of `Weight`: factors that the scales of a row are multiplied by, instead of any."""
 
 
 @gluon.jit
@@ -63,7 +67,7 @@ def produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves
     # bytes that come with the first stage of a block only.
     STAGE: gl.constexpr = BM * 128 + (BN * 64 if BITS == 8 else 0)
     SCALES: gl.constexpr = EACH * BN * scale.dtype.primitive_bitwidth // 8 if SCALED else 0
-    ZEROS: gl.constexpr = EACH * BN * zero.dtype.primitive_bitwidth // 8 if ZERO else 0
+    ZEROS: gl.constexpr = (1 if ZERO == UNITS else EACH) * BN * zero.dtype.primitive_bitwidth // 8 if ZERO else 0
     BLOCK: gl.constexpr = (BN * 64 if BITS == 4 else 0) + SCALES + ZEROS
     tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB, BN)
     step = steps * 0
@@ -104,7 +108,7 @@ def produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves
                 if SCALED and half == 0:
                     tma.async_copy_global_to_shared(scale, [row, n0], here, ss.index(slot))
                 if ZERO and half == 0:
-                    tma.async_copy_global_to_shared(zero, [row, n0], here, zs.index(slot))
+                    tma.async_copy_global_to_shared(zero, [0 if ZERO == UNITS else row, n0], here, zs.index(slot))
                 tma.async_copy_global_to_shared(x, [m0, b * 128 + half * 64], here, xs.index(at))
                 at, turn = advance(at, turn, STAGES)
             slot = advance(slot, 0, SLOTS)[0]
@@ -154,11 +158,18 @@ def first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: g
         next_s = scales_of(next_s, DT)
         next_z = scales_of(next_z, DT)
     elif SCALED:
-        s = scales_of(_numbers(ss.index(slot), 0, WG, LAYOUT, BITS, EACH), DT)
+        s = _numbers(ss.index(slot), 0, WG, LAYOUT, BITS, EACH)
         next_s = s
         if EACH > 1:
-            next_s = scales_of(_numbers(ss.index(slot), 1, WG, LAYOUT, BITS, EACH), DT)
-    if ZERO:
+            next_s = _numbers(ss.index(slot), 1, WG, LAYOUT, BITS, EACH)
+        if ZERO == UNITS:
+            unit = word_numbers(zs.index(slot), WG)
+            s = (s.to(gl.float32) * unit).to(DT)
+            next_s = (next_s.to(gl.float32) * unit).to(DT)
+        else:
+            s = scales_of(s, DT)
+            next_s = scales_of(next_s, DT)
+    if ZERO == 1 or ZERO == 2:
         z = zero_point(_numbers(zs.index(slot), 0, WG, LAYOUT, BITS, EACH), DT, BITS, ZERO)
         next_z = z
         if EACH > 1:
@@ -169,8 +180,9 @@ def first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: g
 
 @gluon.jit
 def operand(raw, s, z, DT: gl.constexpr, BITS: gl.constexpr, HIGH: gl.constexpr, EACH: gl.constexpr,
-             SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
+             SCALED: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
     """64 columns of the weight as operand A."""
+    ZERO: gl.constexpr = 0 if KIND == UNITS else KIND
     if BITS == 8:
         a = from_pairs(raw, s, z, DT, SCALED, ZERO, DOT, ELEMENT)
     elif EACH > 1:
@@ -232,14 +244,19 @@ def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, s
 
 
 @gluon.jit
-def leave_tile(acc, y, scale, factor, bias, ys, m0, n0, N, SCALED: gl.constexpr, FACTOR: gl.constexpr,
-               BIAS: gl.constexpr, PIECES: gl.constexpr):  # fmt: skip
+def leave_tile(acc, y, scale, factor, bias, tokens, ys, m0, n0, M, N, SCALED: gl.constexpr, FACTOR: gl.constexpr,
+               BIAS: gl.constexpr, PIECES: gl.constexpr, ZERO: gl.constexpr):  # fmt: skip
     """A group's sums of a tile, scaled and rounded, on their way to y."""
     PIECE: gl.constexpr = acc.shape[1] // PIECES
     # acc has one row per output column. Rows behind N are clamped here; TMA does not store them.
     n = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout)), N - 1)
     if not SCALED:
         acc *= scale_value(gl.load(scale + n), scale.dtype.element_ty)[:, None]
+    if ZERO == UNITS:
+        m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        # The inverse of a power of two: its exponent is 254 less the other one.
+        unit = (254 << 23) - gl.load(factor + n).to(gl.int32, bitcast=True)
+        acc = acc * unit.to(gl.float32, bitcast=True)[:, None] * gl.load(tokens + m, mask=m < M, other=0.0)[None, :]
     if FACTOR:
         acc *= gl.load(factor)
     if BIAS:
@@ -258,11 +275,11 @@ def leave_tile(acc, y, scale, factor, bias, ys, m0, n0, N, SCALED: gl.constexpr,
 
 
 @gluon.jit
-def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
+def _consume(y, scale, factor, bias, tokens, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
              BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
              GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr,
-             PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, ELEMENT: gl.constexpr,
-             FACTOR: gl.constexpr):  # fmt: skip
+             PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr,
+             PDL: gl.constexpr):  # fmt: skip
     """Group WG of two: 64 rows of each tile."""
     DT: gl.constexpr = xs.dtype
     BN: gl.constexpr = 2 * ROWS
@@ -275,6 +292,8 @@ def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, em
     at = 0
     turn = 0
     slot = 0
+    if PDL and ZERO == UNITS:  # the previous kernel computes what the epilogue scales tokens by
+        gdc_wait()
     # 1. Prologue: unpack the first half of the first block, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
     low, raw, s, z = first_half(0, 0, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT, ELEMENT)
@@ -301,15 +320,15 @@ def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, em
         if SPREAD:
             acc, complete = summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
         if complete:
-            leave_tile(acc, y, scale, factor, bias, ys, tile_m * BM, tile_n * BN + WG * ROWS, N, SCALED, FACTOR, BIAS,
-                   PIECES)  # fmt: skip
+            leave_tile(acc, y, scale, factor, bias, tokens, ys, tile_m * BM, tile_n * BN + WG * ROWS, M, N, SCALED,
+                       FACTOR, BIAS, PIECES, ZERO)  # fmt: skip
     # 4. Shared memory must outlive the last store, which reads it.
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "waves", "share"])
 def gemm_hopper(
-    x, w, scale, zero, factor, bias, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
+    x, w, scale, zero, factor, bias, tokens, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr,
     ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr,
     PDL: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr,
@@ -320,7 +339,9 @@ def gemm_hopper(
     of int8 with blocks (64, 32), of y with blocks (BM / PIECES, 64). KB: blocks of 128 columns; PER of them share a row
     of scales and zero points, or each has EACH rows, 2, 4 or 8 (groups of 64, 32 or 16), if EACH is not 1. SCALED:
     these are multiplied with the weight and scale is a descriptor with blocks (EACH, 128); else there is one scale per
-    row, for the sum over K. zero: likewise a descriptor, if there is one.
+    row, for the sum over K. zero: likewise a descriptor, if there is one; if ZERO is `UNITS`, of float32 ``(1, N)``,
+    powers of two that the scales of a row are multiplied by, and the sum divided by: x are codes then, scaled by
+    tokens ``(M,)``, and factor holds the same powers.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     ELEMENT, FACTOR: see `Weight`. U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the
@@ -340,7 +361,7 @@ def gemm_hopper(
     if SCALED:
         ss = gl.allocate_shared_memory(scale.dtype, [SLOTS, EACH, 2 * ROWS], scale.layout)
     if ZERO:
-        zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, EACH, 2 * ROWS], zero.layout)
+        zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, 1 if ZERO == UNITS else EACH, 2 * ROWS], zero.layout)
     # A result buffer for each group: neither waits until the other's store has read its buffer.
     y0 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
     y1 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
@@ -351,10 +372,12 @@ def gemm_hopper(
     # 4. The first consumer runs on the launch's four warps, the second on four more, the copies on one; the copying
     #    warp keeps 24 registers per thread and leaves 240 to each thread of the second consumer.
     gl.warp_specialize([
-        (_consume, (y, scale, factor, bias, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
-                    BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR)),
-        (_consume, (y, scale, factor, bias, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
-                    BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR)),
+        (_consume, (y, scale, factor, bias, tokens, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves,
+                    share, BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT,
+                    FACTOR, PDL)),
+        (_consume, (y, scale, factor, bias, tokens, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves,
+                    share, BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT,
+                    FACTOR, PDL)),
         (produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
                     SLOTS, GROUP, EACH, SCALED, ZERO, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

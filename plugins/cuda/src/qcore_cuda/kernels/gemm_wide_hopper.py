@@ -21,11 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qcore_triton.kernels.int8_common import tile_order
 
-from .gemm_hopper import first_half, leave_tile, operand, produce
+from .gemm_hopper import UNITS, first_half, leave_tile, operand, produce
 from .hopper import advance, my_steps, ring, summed
 from .operands_hopper import ROWS, pairs_layout
 from .parts import segment
@@ -92,10 +92,10 @@ def _block(left, upper, lower, a, raw, s, z, at, turn, slot, xs, ws, ss, zs, ful
 
 
 @gluon.jit
-def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
+def _consume(y, scale, factor, bias, tokens, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
              BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
              BAND: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr,
-             SPREAD: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr):  # fmt: skip
+             SPREAD: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Warpgroup WG of two: 128 rows of each tile."""
     DT: gl.constexpr = xs.dtype
     BN: gl.constexpr = GROUPS * ROWS
@@ -107,6 +107,8 @@ def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, em
     at = 0
     turn = 0
     slot = 0
+    if PDL and ZERO == UNITS:  # the previous kernel computes what the epilogue scales tokens by
+        gdc_wait()
     # 1. Prologue: the first half of the first block's upper rows, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
     a, raw, s, z = first_half(0, 0, ws, ss, zs, DT, BITS, 2 * WG, EACH, SCALED, ZERO, DOT, ELEMENT, GROUPS)
@@ -130,14 +132,15 @@ def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, em
                 acc, complete = summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB,
                                        2 * WG + i, GROUPS)  # fmt: skip
             if complete:
-                leave_tile(acc, y, scale, factor, bias, ys, tile_m * BM, n0 + i * ROWS, N, SCALED, FACTOR, BIAS, 1)
+                leave_tile(acc, y, scale, factor, bias, tokens, ys, tile_m * BM, n0 + i * ROWS, M, N, SCALED, FACTOR,
+                           BIAS, 1, ZERO)  # fmt: skip
     # 3. Shared memory must outlive the last store, which reads it.
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "waves", "share"])
 def gemm_wide_hopper(
-    x, w, scale, zero, factor, bias, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
+    x, w, scale, zero, factor, bias, tokens, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr,
     ZERO: gl.constexpr, BIAS: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr, ELEMENT: gl.constexpr,
     FACTOR: gl.constexpr,
@@ -161,7 +164,7 @@ def gemm_wide_hopper(
     if SCALED:
         ss = gl.allocate_shared_memory(scale.dtype, [SLOTS, EACH, GROUPS * ROWS], scale.layout)
     if ZERO:
-        zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, EACH, GROUPS * ROWS], zero.layout)
+        zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, 1 if ZERO == UNITS else EACH, GROUPS * ROWS], zero.layout)
     y0 = gl.allocate_shared_memory(y.dtype, [BM, ROWS], y.layout)
     y1 = gl.allocate_shared_memory(y.dtype, [BM, ROWS], y.layout)
     # 3. Each of the two consumers reads every stage.
@@ -170,10 +173,10 @@ def gemm_wide_hopper(
     fence_async_shared()
     # 4. Two consumers and a copying warp; warps and registers as in `gemm_hopper`.
     gl.warp_specialize([
-        (_consume, (y, scale, factor, bias, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
-                    BITS, 0, BM, STAGES, SLOTS, BAND, EACH, SCALED, ZERO, BIAS, SPREAD, ELEMENT, FACTOR)),
-        (_consume, (y, scale, factor, bias, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
-                    BITS, 1, BM, STAGES, SLOTS, BAND, EACH, SCALED, ZERO, BIAS, SPREAD, ELEMENT, FACTOR)),
+        (_consume, (y, scale, factor, bias, tokens, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves,
+                    share, BITS, 0, BM, STAGES, SLOTS, BAND, EACH, SCALED, ZERO, BIAS, SPREAD, ELEMENT, FACTOR, PDL)),
+        (_consume, (y, scale, factor, bias, tokens, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves,
+                    share, BITS, 1, BM, STAGES, SLOTS, BAND, EACH, SCALED, ZERO, BIAS, SPREAD, ELEMENT, FACTOR, PDL)),
         (produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
                    SLOTS, BAND, EACH, SCALED, ZERO, PDL, GROUPS)),
     ], [4, 1], [240, 24])  # fmt: skip
