@@ -50,7 +50,7 @@ from .parts import segment
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 UNITS = gl.constexpr(3)
-"""A kind of zero points beside those of `Weight`: factors that the scales of a row are multiplied by, instead of any."""
+"""A kind of zero points beside those of `Weight`: instead of any, factors that scales of a row are multiplied by."""
 
 
 @gluon.jit
