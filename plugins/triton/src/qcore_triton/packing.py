@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from qcore import Format, FormatError, Kernel, QTensor, ScaleType, ZeroPoint
 from qcore.plugin_api import Packed, check_weight
 
-from .weights import INTEGER, Weight
+from .weights import INTEGER, Weight, units_in
 
 ROWS = 16
 """Rows are packed this many at a time."""
@@ -152,7 +152,8 @@ def unpack(packed: Packed, format: Format, n: int, k: int) -> QTensor:
 def weight_of(packed: Packed, format: Format, n: int, k: int) -> Weight:
     """The packed weight as kernels take it."""
     parts = packed["data"], packed["scale"], packed.get("zero")
-    return Weight(*parts, *sizes_of(format, n, k), element_text(format), packed.get("factor"))
+    named = element_text(format), packed.get("factor"), units_in(packed.get("units"))
+    return Weight(*parts, *sizes_of(format, n, k), *named)
 
 
 def sizes_of(format: Format, n: int, k: int) -> tuple[int, int, int, int]:
@@ -188,19 +189,19 @@ def units_of(scale: Tensor) -> Tensor:
 
     A bfloat16 scale has 8 significant bits, a code but 3: the product is a float16 number if its exponent is one. The
     largest scale of a row becomes one of [2**11, 2**12). Empty if the scales are no bfloat16 numbers, or those of a row
-    have too different exponents, or some is not finite or negative: kernels then scale sums.
+    have too different exponents, or some is not finite: kernels then scale sums.
     """
     none = scale.new_empty(0, dtype=torch.float32)
     if scale.dtype != torch.bfloat16:
         return none
     if scale.is_meta:
         return scale.new_empty(scale.shape[1], dtype=torch.float32)
-    wide = scale.float()
+    wide = scale.float().abs()
     largest = wide.amax(0)
     exponent = torch.frexp(largest).exponent.clamp(min=-114)
     units = torch.ldexp(torch.ones_like(largest), 12 - exponent)
     small = (wide != 0) & (wide * units < _SMALLEST_SCALE)
-    exact = torch.isfinite(wide).all() & (wide >= 0).all() & ~small.any()
+    exact = torch.isfinite(wide).all() & ~small.any()
     return units if bool(exact) else none
 
 

@@ -31,6 +31,11 @@ def check_devices(x: Tensor, data: Tensor, others: Mapping[str, Tensor | None]) 
             raise FormatError(f"{name} is on {tensor.device}, the weight on {data.device}; move both to one device.")
 
 
+def units_in(packed: Tensor | None) -> Tensor | None:
+    """The units of a packed weight, see `packing.units_of`; None if it has none."""
+    return packed if packed is not None and packed.shape[0] else None
+
+
 def bias_of(bias: Tensor | None, n: int) -> Tensor | None:
     """A contiguous bias, as kernels read it. Raises `FormatError` unless its shape is ``(n,)``."""
     if bias is None:
