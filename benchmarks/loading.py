@@ -39,7 +39,7 @@ def _random(config: LlamaConfig, device: str) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(-0.02, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
-    model.model.rotary_emb.__init__(config, device=device)  # its buffers are computed, not loaded
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers are computed, not loaded
     return model
 
 
@@ -86,7 +86,9 @@ def main() -> None:
     config, device = _config(options.layers), options.device
     directory = Path(tempfile.mkdtemp(dir=options.directory))
     ids = torch.ones(1, 64, dtype=torch.int64, device=device)
-    print("| scheme | GB | save, s | GB/s | write GB/s | load, s | GB/s | read GB/s | to device GB/s | first step, s | second |")
+    print(
+        "| scheme | GB | save, s | GB/s | write GB/s | load, s | GB/s | read GB/s | to device GB/s | first step, s | second |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     try:
         for scheme in options.schemes.split(","):

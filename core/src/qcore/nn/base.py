@@ -29,7 +29,7 @@ from ..weights.activations import Activation, OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
 from .bind_settings import BindSettings
-from .graph_ops import captures_layers, emit, layers
+from .graph_ops import Node, captures_layers, emit, layers, node_of
 from .offloading import HOOK, attach, moved_to
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,6 +75,7 @@ class QuantizedModule(nn.Module):
         self._bounds: dict[tuple[torch.dtype, bool], Bound] = {}
         self._primary: Bound | None = None
         self._shown: dict[str, Tensor] = {}
+        self._node: Node | None = None
         store.users.add(self)
         layers.add(self)
         self._bind_primary()
@@ -142,6 +143,7 @@ class QuantizedModule(nn.Module):
             self._primary = self._bound_for(self._dtype, False)
             # Drop packed weights for dtypes that are no longer used.
             self._store.keep_only({b.packing for user in self._store.users for b in user._bounds.values()})
+        self._node = None if self._primary is None else node_of(self._primary.request, self.scheme)
         self._expose_packed()
 
     def _bind_all(self) -> None:
@@ -211,7 +213,8 @@ class QuantizedModule(nn.Module):
         self._follow()
         device = self._store.device
         check_dense("x", x, device)
-        check_x_dtype(x, self.scheme.activation)
+        if x.dtype not in FLOATS:  # a trace guards on all that it reads; activations are often shared by many layers
+            check_x_dtype(x, self.scheme.activation)
         self._check_shape(x)
         check_bias(self.bias, self._bias_shape[0], device)
 
@@ -250,12 +253,12 @@ class QuantizedModule(nn.Module):
 
     def _run_traced(self, x: Tensor, **params: Tensor) -> Tensor:
         dtype = self._compute_dtype(x)
+        if captures_layers() and self._node is not None and not self._needs_grad(x):
+            return self._emitted(x.to(dtype) if x.is_floating_point() else x, self._out_dtype(dtype), params)
         # A trace cannot pack weights, so a dtype without a bound kernel is computed in the layer's own dtype.
         bound = self._bounds.get((dtype, False)) or self._primary
         if bound is None:
             raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
-        if captures_layers() and not self._needs_grad(x):
-            return self._emitted(x.to(dtype) if x.is_floating_point() else x, self._out_dtype(dtype), bound, params)
         packed: Any = {key: self._traced(_buffer_name(bound, key), own) for key, own in bound.packed.items()}
         result = self._call(bound, packed, x.to(self._trace_dtype(bound, x)), self._needs_grad(x), params)
         return result.to(self._out_dtype(dtype)) if result.is_floating_point() else result
@@ -265,11 +268,12 @@ class QuantizedModule(nn.Module):
         dtype: torch.dtype = getattr(bound.request, "x_dtype", x.dtype)
         return dtype
 
-    def _emitted(self, x: Tensor, out_dtype: torch.dtype, bound: Bound, params: dict[str, Tensor]) -> Tensor:
+    def _emitted(self, x: Tensor, out_dtype: torch.dtype, params: dict[str, Tensor]) -> Tensor:
         """The layer as one node of a graph that a graph backend captures."""
-        weight = self._buffers[next(iter(self._shown))]
+        weight, node = self._buffers[next(iter(self._shown))], self._node
         assert weight is not None
-        return emit(bound.request, str(self.scheme), x, weight, self._call_bias(), out_dtype, params)
+        assert node is not None
+        return emit(node, x, weight, self._call_bias(), out_dtype, params)
 
     def _traced(self, name: str, own: Tensor) -> Tensor:
         """Return the buffer of a packed tensor; the tensor itself if a tool has replaced the buffer by another one.
@@ -357,7 +361,7 @@ class QuantizedModule(nn.Module):
         self._follow()
         shown = {name: value for name, value in self._buffers.items() if not name.startswith(_PREFIX)}
         kept = {name for name in self._non_persistent_buffers_set if not name.startswith(_PREFIX)}
-        unbound: dict[str, Any] = {"_bounds": {}, "_primary": None, "_shown": {}}
+        unbound: dict[str, Any] = {"_bounds": {}, "_primary": None, "_shown": {}, "_node": None}
         changed = {"_buffers": shown, "_non_persistent_buffers_set": kept, **unbound}
         return {**self.__dict__, **changed}
 

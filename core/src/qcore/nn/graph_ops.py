@@ -57,19 +57,44 @@ def captures_layers() -> bool:
 captures_layers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def emit(
-    request: Any, scheme: str, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, params: Any
-) -> Tensor:
-    """Call the op for a layer bound for ``request``; ``weight``: see `marker_of`."""
-    ops: Any = torch.ops.qcore_graph
+Node = tuple[Any, ...]
+"""What a layer's node says besides its tensors: contract, scheme, and the sizes that its op takes."""
+
+
+def node_of(request: Any, scheme: Scheme) -> Node:
+    """The node of a layer bound for ``request``.
+
+    The layer keeps it, in numbers and texts only. Dynamo guards on everything that a trace reads, at each call of the
+    compiled model: on the fields of requests and schemes one by one, and, by Python code, on which layers share them.
+    """
     if request.contract == EMBEDDING.name:
-        return ops.embedding.default(x, weight, scheme, request.k, out_dtype)  # type: ignore[no-any-return]
-    if request.contract == GROUPED_LINEAR.name:
-        return ops.grouped_linear.default(x, params["offsets"], weight, bias, scheme, request.n, out_dtype)  # type: ignore[no-any-return]
-    if request.contract == CONV2D.name:
+        sizes: Node = (request.k,)
+    elif request.contract == CONV2D.name:
         geometry = (request.kernel_size, request.stride, request.padding, request.dilation, request.groups)
-        return ops.conv2d.default(x, weight, bias, scheme, request.n, *geometry, out_dtype)  # type: ignore[no-any-return]
-    return ops.linear.default(x, weight, bias, scheme, request.n, out_dtype)  # type: ignore[no-any-return]
+        sizes = (request.n, *map(_plain, geometry))
+    else:
+        sizes = (request.n,)
+    return (request.contract, str(scheme), *sizes)
+
+
+def _plain(size: Any) -> Any:
+    """A copy of a tuple: layers that share none need no guard that they do."""
+    return (*size,) if isinstance(size, tuple) else size
+
+
+def emit(
+    node: Node, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, params: dict[str, Tensor]
+) -> Tensor:
+    """Call the op of a layer; ``weight``: see `marker_of`."""
+    ops: Any = torch.ops.qcore_graph
+    contract, scheme, *sizes = node
+    if contract == EMBEDDING.name:
+        return ops.embedding.default(x, weight, scheme, *sizes, out_dtype)  # type: ignore[no-any-return]
+    if contract == GROUPED_LINEAR.name:
+        return ops.grouped_linear.default(x, params["offsets"], weight, bias, scheme, *sizes, out_dtype)  # type: ignore[no-any-return]
+    if contract == CONV2D.name:
+        return ops.conv2d.default(x, weight, bias, scheme, *sizes, out_dtype)  # type: ignore[no-any-return]
+    return ops.linear.default(x, weight, bias, scheme, *sizes, out_dtype)  # type: ignore[no-any-return]
 
 
 def marker_of(layer: QuantizedModule) -> Tensor:
