@@ -47,6 +47,7 @@ class Program:
         self._constants = folded(part)
         self._uploaded: tuple[Device, dict[fx.Node, Buffer | None]] | None = None
         self._copied: dict[int, State] = {}
+        self._refresh = states.Refresher()
         self._seen: _Seen = [], []
         self._last: tuple[Device, list[Given], Recorded] | None = None
         self._watched: dict[int, weakref.ref[Tensor]] = {}
@@ -87,6 +88,7 @@ class Program:
         """The device, and what each input is on it."""
         given = self._fixed_inputs(values)
         device = self._device(given)
+        self._refresh(device, (values[i] for i in self._states))  # type: ignore[misc]
         held = [self._state(device, i, values[i]) for i in self._states]  # type: ignore[arg-type]
         for i, state in zip(self._states, held, strict=True):
             given[i] = state.buffer
@@ -183,3 +185,4 @@ def _forget(program: weakref.ref[Program], key: int, _dead: Any) -> None:
         found._last = None  # noqa: SLF001
         found._given = [None] * len(found._given)  # noqa: SLF001
         found._recorded.clear()  # noqa: SLF001
+        found._refresh.clear()  # noqa: SLF001

@@ -17,9 +17,13 @@ from torch import Tensor
 from qcore import PluginError, QcoreWarning
 from qcore.plugin_api import version, why_shared
 
+from ..builder import Builder, Place, Program, Ref
 from ..device import Buffer, Device
 from .numbers import host_dtype, words_of
 from .residents import static
+
+_SMALL = 4096
+"""Bytes up to which states are uploaded together."""
 
 
 class State:
@@ -29,11 +33,19 @@ class State:
         self.device, self.buffer = device, static(device, tensor)
         self.version, self.ahead = version(tensor), False
 
+    def is_stale(self, tensor: Tensor) -> bool:
+        """Whether torch has written to the tensor."""
+        return self.version != version(tensor)
+
     def refresh(self, tensor: Tensor) -> None:
         """Take what torch has written to the tensor."""
-        if self.version != version(tensor):
+        if self.is_stale(tensor):
             self.buffer.write(words_of(tensor))
-            self.version, self.ahead = version(tensor), False
+            self.refreshed(tensor)
+
+    def refreshed(self, tensor: Tensor) -> None:
+        """Note that the device has the tensor's values."""
+        self.version, self.ahead = version(tensor), False
 
     def write_back(self, tensor: Tensor) -> None:
         """Bring the tensor up to date."""
@@ -86,6 +98,49 @@ def get(device: Device, tensor: Tensor) -> State | None:
     key, state = id(tensor), State(device, tensor)
     _known[key] = (weakref.ref(tensor, lambda ref: _forget(key, ref)), state)
     return state
+
+
+class Refresher:
+    """Uploads small states together, unless the host writes the device's memory itself: submissions take long."""
+
+    def __init__(self) -> None:
+        self._last: tuple[list[int], Program] | None = None
+
+    def __call__(self, device: Device, tensors: Iterable[Tensor]) -> None:
+        """Take what torch has written to those of ``tensors`` that are small states of the device, if several are."""
+        stale: list[tuple[State, Tensor]] = []
+        for tensor in tensors:
+            state = peek(tensor)
+            if (
+                state is not None
+                and state.device is device
+                and state.buffer.nbytes <= _SMALL
+                and state.is_stale(tensor)
+            ):
+                stale.append((state, tensor))
+        if len(stale) < 2 or device.lost or device.description.local_input:
+            return
+        buffers = [state.buffer for state, _ in stale]
+        numbers = [buffer.number for buffer in buffers]
+        if self._last is None or self._last[0] != numbers:
+            self._last = numbers, _uploads(device, buffers)
+        self._last[1].run([words_of(tensor) for _, tensor in stale])
+        for state, tensor in stale:
+            state.refreshed(tensor)
+
+    def clear(self) -> None:
+        """Let go of the states."""
+        self._last = None
+
+
+def _uploads(device: Device, buffers: Sequence[Buffer]) -> Program:
+    """A program that takes the words of each buffer."""
+    b, places = Builder(device), []
+    for buffer in buffers:
+        ref = b.input(buffer.nbytes)
+        b.copy(ref, Ref(buffer, 0, buffer.nbytes))
+        places.append(Place(ref, 1, buffer.nbytes, buffer.nbytes))
+    return b.program(places)
 
 
 def peek(tensor: Tensor) -> State | None:
