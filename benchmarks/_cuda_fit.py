@@ -21,6 +21,9 @@ OCCUPANCIES = (1, 2, 4, 0)
 CLOSE = 1.02
 """A configuration is also kept if it is this close to the best one at a measured size, or the best portable one."""
 
+PARTIAL = {"w4a8_units_hopper"}
+"""Kernels that take only some of a form's weights."""
+
 Config = tuple[str, tuple[tuple[str, Any], ...]]
 """A kernel's name and the fields of its configuration."""
 Times = dict[tuple[int, int], float]
@@ -36,6 +39,14 @@ class Fitted(NamedTuple):
 
 def kept(device: Device, problem: GemmProblem, times: dict[Config, Times]) -> dict[Config, Fitted]:
     """The configurations of a form and number of rows that are worth a line of the table."""
+    narrow = {config for config in times if config[0] in PARTIAL}
+    if narrow:  # what other weights of the form are computed by is chosen without these kernels
+        others = kept(device, problem, {config: times[config] for config in times if config not in narrow})
+        return others | _kept(device, problem, times)
+    return _kept(device, problem, times)
+
+
+def _kept(device: Device, problem: GemmProblem, times: dict[Config, Times]) -> dict[Config, Fitted]:
     usable = {config: measured for config, measured in times.items() if len(measured) >= 5}
     fitted = {config: fit(device, problem, config, measured) for config, measured in usable.items()}
     chosen: set[Config] = set()

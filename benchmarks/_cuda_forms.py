@@ -17,6 +17,7 @@ from qcore_cuda.runtime.device import Device, device_of
 from qcore_cuda.runtime.launch import launch
 from qcore_triton import host
 from qcore_triton.codes import mode_of
+from qcore_triton.packing import units_of
 from qcore_triton.weights import NO_ZERO, Weight
 
 DTYPE = torch.bfloat16
@@ -45,6 +46,11 @@ class Form(NamedTuple):
         """The part of the table file."""
         return "int8" if self.codes else "float"
 
+    @property
+    def units(self) -> bool:
+        """Whether weights of this form have units, see `qcore_triton.packing.units_of`."""
+        return self.codes and self.bits == 4 and self.group in {32, 64} and not self.zero
+
 
 FORMS = (
     Form(False, 4, 128), Form(False, 8, 0), Form(False, 4, 32, 1), Form(False, 4, 32), Form(False, 8, 128),
@@ -61,7 +67,7 @@ def problem_of(form: Form, m: int, n: int, k: int) -> GemmProblem:
     return GemmProblem(
         form.bits, n, k, m, block if form.bits == 4 else 64, not form.group, form.group or k, form.zero,
         codes=form.codes, step=step if form.codes else 128, grouped=form.codes and bool(form.group),
-        x_zero=form.x_zero,
+        x_zero=form.x_zero, units=form.units,
     )  # fmt: skip
 
 
@@ -95,7 +101,8 @@ def _weight(form: Form, n: int, k: int) -> Weight:
         data = torch.randint(0, 256, (n // 16, k // block, 16, block // 2), dtype=torch.uint8, device="cuda")
     scale = (torch.rand(groups, n, device="cuda").to(DTYPE) + 0.5) * (1e-2 if form.bits == 4 else 1e-3)
     zero = torch.randint(-8, 8, (groups, n), dtype=torch.int8, device="cuda") if form.zero else None
-    return Weight(data, scale, zero, n, k, form.bits, form.group or k)
+    units = units_of(scale) if form.units else None
+    return Weight(data, scale, zero, n, k, form.bits, form.group or k, units=units)
 
 
 def _sums(weight: Weight) -> Tensor:

@@ -224,6 +224,24 @@ def linear(scheme: str, n: int, k: int, m: int, dtype: str = "bfloat16", bias: b
     made.run(x, made.pack(weight), torch.empty(n, dtype=kind, device="meta") if bias else None)
 
 
+def product(kernel: str, fields: list[Any], scheme: str, n: int, k: int, m: int, **more: Any) -> None:
+    """`linear` by a given kernel and configuration, whatever would be chosen."""
+    from qcore_cuda import int8, weight_only
+    from qcore_cuda.products.base import Choice
+    from qcore_cuda.products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
+
+    found = next(p for p in (*FLOAT_PRODUCTS, *INT8_PRODUCTS) if p.name == kernel)
+    chosen, modules = Choice(found, found.config(*fields)), (int8, weight_only)
+    kept = [module.choose for module in modules]
+    try:
+        for module in modules:
+            module.choose = lambda _device, problem: found.serves(_device, problem) and chosen  # type: ignore[attr-defined]
+        linear(scheme, n, k, m, **more)
+    finally:
+        for module, choose in zip(modules, kept, strict=True):
+            module.choose = choose  # type: ignore[attr-defined]
+
+
 def embedding(scheme: str, n: int, k: int, m: int = 7) -> None:
     """Rows of a table ``(n, k)``."""
     import torch
@@ -276,7 +294,7 @@ def grouped_linear(scheme: str, n: int, k: int, experts: int, rows: int, dtype: 
 
 
 CALLS: dict[str, Callable[..., None]] = {
-    "linear": linear, "embedding": embedding, "conv2d": conv2d, "grouped_linear": grouped_linear,
+    "linear": linear, "product": product, "embedding": embedding, "conv2d": conv2d, "grouped_linear": grouped_linear,
 }  # fmt: skip
 
 

@@ -161,3 +161,23 @@ def test_the_report_holds_tables_and_figures(bench, tmp_path, monkeypatch):
     assert "About it.\n\n| call | us |" in text
     assert text.count("humming: broken") == 1
     assert len(json.loads((tmp_path / "r.json").read_text())["cells"]) == 4
+
+
+def test_the_sweep_counts_and_names_slow_cells(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    result = importlib.import_module("cuda_sweep").Result([1, 64, 256])
+    result.times["64x32", "w8a8", 1] = 3.0, 1.5  # within 2 us
+    result.times["64x32", "w8a8", 64] = 104.0, 100.0  # within 5 %
+    result.times["64x32", "w8a8", 256] = 106.0, 100.0
+    result.times["64x32", "w4a16", 64] = 40.0, 20.0
+    assert result.line("64x32", "w8a8") == "| 64x32 w8a8 | 0.50 | 0.96 | 0.94 |"
+    assert result.line("64x32", "w4a16") == "| 64x32 w4a16 |  | 0.50 |  |"
+    first, schemes, *worst = result.summary().splitlines()
+    assert first.startswith("2 of 4 cells are slower")
+    assert schemes == "By scheme: w4a16 1, w8a8 1."
+    assert worst == [
+        "Worst: 0.50 64x32 w4a16 M=64: 40.0 us, bfloat16 20.0 us",
+        "Worst: 0.94 64x32 w8a8 M=256: 106.0 us, bfloat16 100.0 us",
+    ]
+    assert result.summary() in result.text()

@@ -305,8 +305,9 @@ def test_tensors_on_another_device_are_named(x, bias, said):
         ops.linear_afp8(On(x), weight, weight, None, On(bias), None, *rest, "int", 0, None, torch.float32)
     with pytest.raises(FormatError, match=said):
         ops.linear_a8(
-            On(x), weight, weight, None, None, On(bias), None, None, None, None, *rest, True, None, 0, None, 0, None
-        )
+            On(x), weight, weight, None, None, None, On(bias), None, None, None, None,
+            *rest, True, None, 0, None, 0, None,
+        )  # fmt: skip
     window = ([1, 1], [1, 1], [0, 0], [1, 1], 1)
     with pytest.raises(FormatError, match=said):
         conv_ops.conv2d_a16(On(x), weight, weight, None, On(bias), *rest, *window, torch.float32)

@@ -13,7 +13,16 @@ import qcore
 from qcore.resolving.verification import difference, same_bits
 from qcore.testing.laws.plugin import formats
 from qcore_triton import packing
-from qcore_triton.packing import PackedKernel, block_size, group_sums, pack, packing_name, unpack, why_not_group
+from qcore_triton.packing import (
+    PackedKernel,
+    block_size,
+    group_sums,
+    pack,
+    packing_name,
+    units_of,
+    unpack,
+    why_not_group,
+)
 
 INTEGERS = [fmt for fmt in formats("cuda") if fmt.dtype in ("int4", "int8")]
 SERVED = [fmt for fmt in INTEGERS if block_size(fmt.group_size)]
@@ -181,3 +190,41 @@ def test_a_weight_that_is_not_contiguous():
     packed = pack(strided)
     assert all(tensor.is_contiguous() for tensor in packed.values())
     assert difference(unpack(packed, weight.format, 8, 64), weight) == ""
+
+
+def spread_scales(low, high, groups=8, n=16):
+    exponents = torch.randint(low, high, (groups, n)).float()
+    return (torch.exp2(exponents) * (1 + torch.rand(groups, n))).bfloat16() * torch.randint(0, 2, (groups, n)).mul(
+        2
+    ).sub(1)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-12, 0), (-130, -104), (100, 120), (-27, 0)])
+def test_float16_holds_codes_times_scales_in_units(low, high):
+    torch.manual_seed(low)
+    scale = spread_scales(low, high)
+    units = units_of(scale)
+    assert units.shape == (16,)
+    assert (torch.frexp(units).mantissa == 0.5).all(), "powers of two"
+    inverse = ((254 << 23) - units.view(torch.int32)).view(torch.float32)
+    assert (inverse.double() * units.double() == 1).all(), "the kernel's way to invert them"
+    for code in range(-8, 8):
+        in_half = (scale.float() * units).half() * torch.tensor(code, dtype=torch.float16)
+        assert torch.equal(in_half.double(), code * scale.double() * units.double())
+
+
+@pytest.mark.parametrize("case", ["too small", "float32", "not finite"])
+def test_scales_without_units(case):
+    scale = spread_scales(-10, 0)
+    assert units_of(scale).numel()
+    if case == "float32":
+        scale = scale.float()
+    else:
+        scale[0, 0], scale[1, 0] = (2.0**-31, 2.0) if case == "too small" else (float("inf"), 1.0)
+    assert units_of(scale).numel() == 0
+
+
+def test_a_zero_scale_and_a_zero_row_have_units():
+    scale = spread_scales(-10, 0)
+    scale[:, 0], scale[3, 1] = 0, 0
+    assert units_of(scale).numel() == 16

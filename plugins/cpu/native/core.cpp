@@ -297,46 +297,76 @@ bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Inp
 
 namespace {
 
-// Packed column to column of the weight, or -1 where there is none.
-int64_t column_of(const Geometry& at, int64_t packed) {
-  const int64_t wide = at.blocks * at.block, group = packed / wide, inside = packed % wide;
-  const int64_t k = group * at.group + inside;
-  return inside < at.group && k < at.k ? k : -1;
+// Eight bytes at once: stored ones from codes (or back, with the negative offset), each modulo 256, or 16 if bits is 4.
+struct Shift {
+  uint64_t low, high, mask;
+  Shift(int bits, int offset) : mask(bits == 4 ? 0x0f0f0f0f0f0f0f0full : ~0ull) {
+    const uint64_t each = static_cast<uint8_t>(offset) * 0x0101010101010101ull;
+    low = each & 0x7f7f7f7f7f7f7f7full;
+    high = each & 0x8080808080808080ull;
+  }
+  // The top bits are added apart, without a carry into the next byte.
+  uint64_t operator()(uint64_t codes) const {
+    return (((codes & 0x7f7f7f7f7f7f7f7full) + low) ^ ((codes & 0x8080808080808080ull) ^ high)) & mask;
+  }
+};
+
+// Calls run(column, packed column, how many) for every eight packed columns of a row, fewer where a group ends.
+template <class Run>
+void eights(const Geometry& at, const Run& run) {
+  const int64_t wide = at.blocks * at.block;
+  for (int64_t group = 0; group < at.groups; group++) {
+    const int64_t first = group * at.group, size = std::min(at.group, at.k - first);
+    for (int64_t inside = 0; inside < wide; inside += 8) {
+      run(first + inside, group * wide + inside, std::max<int64_t>(0, std::min<int64_t>(8, size - inside)));
+    }
+  }
 }
+
+void copy(void* to, const void* from, int64_t count) {
+  if (count == 8) std::memcpy(to, from, 8);  // an instruction, not a call
+  else std::memcpy(to, from, static_cast<size_t>(count));
+}
+
+int64_t grain(const Geometry& at) { return std::max<int64_t>(1, (1 << 15) / (at.packed() * COLUMNS)); }
 
 }  // namespace
 
+// One row of 32 after the other: eight codes are one word of four bytes of a step (4 bits), or of two steps (8 bits).
 void pack(const Pool& pool, const uint8_t* codes, uint8_t* data, int64_t n, const Geometry& at, int bits, int offset) {
-  const int64_t step = bits == 4 ? 8 : 4, steps = at.packed() / step;
-  std::vector<int64_t> columns(static_cast<size_t>(at.packed()));
-  for (int64_t k = 0; k < at.packed(); k++) columns[static_cast<size_t>(k)] = column_of(at, k);
-  each(pool, ceil_div(n, COLUMNS), std::max<int64_t>(1, (1 << 15) / (at.packed() * COLUMNS)), [&](int64_t nb) {
-    uint8_t* to = data + nb * steps * 128;
-    const auto code = [&](int64_t row, int64_t k) -> int {
-      const int64_t column = columns[static_cast<size_t>(k)];
-      return row < n && column >= 0 ? codes[row * at.k + column] + offset : offset;
-    };
-    for (int64_t i = 0; i < steps; i++) {
-      for (int j = 0; j < 128; j++) {
-        const int64_t row = nb * COLUMNS + j / 4, k = i * step + j % 4;
-        to[i * 128 + j] = static_cast<uint8_t>(bits == 4 ? (code(row, k) & 15) | (code(row, k + 4) & 15) << 4 : code(row, k));
-      }
+  const int64_t bytes = at.packed() * COLUMNS * bits / 8;
+  const Shift shift(bits, offset);
+  each(pool, ceil_div(n, COLUMNS), grain(at), [&](int64_t nb) {
+    for (int64_t column = 0; column < COLUMNS; column++) {
+      const int64_t row = nb * COLUMNS + column;
+      uint8_t* to = data + nb * bytes + column * 4;
+      eights(at, [&](int64_t k, int64_t packed, int64_t count) {
+        uint64_t word = 0;
+        if (row < n) copy(&word, codes + row * at.k + k, count);
+        word = shift(word);
+        if (bits == 4) word |= word >> 28;
+        uint8_t* step = to + packed * bits * 4;
+        std::memcpy(step, &word, 4);
+        if (bits == 8) std::memcpy(step + 128, reinterpret_cast<const char*>(&word) + 4, 4);
+      });
     }
   });
 }
 
 void unpack(const Pool& pool, const uint8_t* data, uint8_t* codes, int64_t n, const Geometry& at, int bits, int offset) {
-  const int64_t step = bits == 4 ? 8 : 4, steps = at.packed() / step;
-  each(pool, ceil_div(n, COLUMNS), std::max<int64_t>(1, (1 << 15) / (at.packed() * COLUMNS)), [&](int64_t nb) {
-    const uint8_t* from = data + nb * steps * 128;
-    for (int64_t k = 0; k < at.packed(); k++) {
-      const int64_t column = column_of(at, k);
-      if (column < 0) continue;
-      for (int64_t row = nb * COLUMNS; row < std::min(n, (nb + 1) * COLUMNS); row++) {
-        const uint8_t byte = from[k / step * 128 + (row % COLUMNS) * 4 + k % 4];
-        const int stored = bits == 8 ? byte : k % 8 < 4 ? byte & 15 : byte >> 4;
-        codes[row * at.k + column] = static_cast<uint8_t>(bits == 8 ? stored - offset : (stored - offset) & 15);
-      }
+  const int64_t bytes = at.packed() * COLUMNS * bits / 8;
+  const Shift shift(bits, -offset);
+  each(pool, ceil_div(n, COLUMNS), grain(at), [&](int64_t nb) {
+    for (int64_t row = nb * COLUMNS; row < std::min(n, (nb + 1) * COLUMNS); row++) {
+      const uint8_t* from = data + nb * bytes + row % COLUMNS * 4;
+      eights(at, [&](int64_t k, int64_t packed, int64_t count) {
+        const uint8_t* step = from + packed * bits * 4;
+        uint64_t word = 0;
+        std::memcpy(&word, step, 4);
+        if (bits == 8) std::memcpy(reinterpret_cast<char*>(&word) + 4, step + 128, 4);
+        word = shift(bits == 4 ? word | word << 28 : word);
+        copy(codes + row * at.k + k, &word, count);
+      });
     }
   });
 }

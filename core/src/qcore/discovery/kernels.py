@@ -31,7 +31,8 @@ def runs_now(x: Tensor) -> bool:
     An x with the negative bit (``c.conj().imag``) needs the op, too: memory holds ``-x``, the dispatcher negates it.
     """
     compiling = torch.compiler.is_compiling()
-    return not (compiling or type(x) is not Tensor or x.is_neg() or _modes() or is_traced())
+    eager = not (compiling or type(x) is not Tensor or x.is_neg() or _modes())
+    return eager and _transforms() is None and not _traced()  # `is_traced`, spelled out: this runs at every call
 
 
 def is_traced() -> bool:

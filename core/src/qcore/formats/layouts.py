@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, did_you_mean, dtype_name, message_of, quoted
-from .bits import has_values, interleave, pack_nibbles, pad_columns, unpack_nibbles, unpack_unsigned_nibbles
+from .bits import has_values, pack_columns, pad_columns, unpack_columns
 from .elements import Element, find_element, registered_elements
 
 
@@ -113,17 +113,16 @@ class _PlainNibbles(Layout):
 
     def __init__(self, element: Element) -> None:
         self.dtypes = (element.name,)
-        self.unpack = unpack_nibbles if element.is_integer else unpack_unsigned_nibbles
+        self.signed = element.is_integer
 
     def for_dtype(self, dtype: str) -> Layout:
         return self if dtype in self.dtypes else PLAIN.for_dtype(dtype)
 
     def encode(self, codes: Tensor) -> Tensor:
-        codes = pad_columns(codes, 2)
-        return pack_nibbles(codes[:, 0::2], codes[:, 1::2])
+        return pack_columns(pad_columns(codes, 2))
 
     def decode(self, data: Tensor, k: int) -> Tensor:
-        return interleave(*self.unpack(data))[:, :k]
+        return unpack_columns(data, signed=self.signed)[:, :k]
 
     def check(self, data: Tensor, n: int, k: int) -> None:
         _expect(data, torch.uint8, (n, (k + 1) // 2), self.name)
@@ -180,11 +179,11 @@ class _PlainInt32(Layout):
         if not codes.shape[1]:
             return unsigned.to(torch.int32)
         # Little-endian: four bytes of two nibbles each are, bit for bit, one word with the lowest k lowest.
-        return pack_nibbles(unsigned[:, 0::2], unsigned[:, 1::2]).contiguous().view(torch.int32)
+        return pack_columns(unsigned).contiguous().view(torch.int32)
 
     def decode(self, data: Tensor, k: int) -> Tensor:
         # Flipping the top bit of each nibble turns offset binary (q + 8) into two's complement.
-        return interleave(*unpack_nibbles(data.contiguous().view(torch.uint8) ^ 0x88))[:, :k]
+        return unpack_columns(data.contiguous().view(torch.uint8) ^ 0x88, signed=True)[:, :k]
 
     def check(self, data: Tensor, n: int, k: int) -> None:
         _expect(data, torch.int32, (n, (k + 7) // 8), self.name)

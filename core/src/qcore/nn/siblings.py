@@ -24,6 +24,11 @@ from ..weights.qtensor import QTensor
 from .linear import QuantizedLinear, _any_autocast
 from .offloading import HOOK
 
+# The public function makes an object at every call, which takes longer than all else that a sibling does.
+_current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+
 _WASTED = 2
 """After so many calls in a row the results of which another sibling did not take, the layers are separated."""
 
@@ -308,7 +313,7 @@ def _fits(weight: Any, store: WeightStore) -> bool:
 
 def _stream_of(x: Tensor) -> int:
     """The stream that x's kernels run on: results of another stream may not be complete."""
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    return _current_stream(x.get_device()) if x.is_cuda else 0
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:

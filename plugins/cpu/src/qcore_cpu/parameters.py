@@ -13,10 +13,10 @@ from .kinds import Kind
 
 
 def signed_codes(raw: Tensor, element: Element) -> Tensor:
-    """Codes of an element from their bits, uint8: those of integers become int8."""
+    """Codes of an element from their bits, uint8, in the same memory: those of integers become int8."""
     if not element.is_integer:
         return raw
-    return (raw ^ 8).view(torch.int8) - 8 if element.container_bits == 4 else raw.view(torch.int8)
+    return raw.bitwise_xor_(8).view(torch.int8).sub_(8) if element.container_bits == 4 else raw.view(torch.int8)
 
 
 def readable_scale(scale: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class Int8Conv2d(PackedConv2d):
     def multiply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         weight = (packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"))
         return ops.op_linear_a8(  # type: ignore[no-any-return]
-            x, *weight, bias, None, None, None, None, *self.sizes, *self._constants
+            x, *weight, None, bias, None, None, None, None, *self.sizes, *self._constants
         )
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from qcore import DynamicFP8, LinearRequest, StaticFP8, ZeroPoint
 from qcore.plugin_api import Packed, RowsKernel, given_numbers, runs_now
 from qcore_triton.codes import numbers_of
-from qcore_triton.packing import PackedKernel, weight_of
-from qcore_triton.weights import Weight
+from qcore_triton.packing import PackedKernel, has_units, weight_of
 
 from . import ops
 from .runtime.replay import replays
@@ -24,15 +23,18 @@ class _Linear(PackedKernel, RowsKernel):
     ``numbers``: further values that results depend on, apart from the weight's format and sizes.
     """
 
-    def __init__(self, request: LinearRequest, kind: str, numbers: tuple[Any, ...], *, sums: bool = False) -> None:
+    def __init__(
+        self, request: LinearRequest, kind: str, numbers: tuple[Any, ...], *, sums: bool = False, units: bool = False
+    ) -> None:
         element = request.weight.element
         name = f"cuda.w{element.bits if element.is_integer else element.name}{kind}"
-        super().__init__(name, request.weight, request.n, request.k, sums=sums)
+        super().__init__(name, request.weight, request.n, request.k, sums=sums, units=units)
         self.out_dtype = request.out_dtype
         self._constants = (*self.sizes, *numbers, request.out_dtype)
         zero = () if self.format.zero is ZeroPoint.NONE else ("zero",)
         factor = ("factor",) if self.format.scale.has_global else ()
-        self._parts = itemgetter("data", "scale", *zero, *factor, *(("sums",) if sums else ()))
+        more = (*zero, *factor, *(("sums",) if sums else ()), *(("units",) if units else ()))
+        self._parts = itemgetter("data", "scale", *more)
         self._replays = replays(self.name, self.format, *self._constants)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
@@ -43,6 +45,8 @@ class _Linear(PackedKernel, RowsKernel):
         # Everything that a recorded call assumes, the devices of all tensors and the shape of a bias included.
         key: Any = (x.shape, x.stride(), x.dtype, x.get_device(), parts[0].get_device(), parts[1].dtype)
         tensors: tuple[Tensor, ...] = (x, *parts)
+        if self.units:
+            key = (*key, parts[-1].shape)
         if bias is not None:
             form = (bias.dtype, bias.shape, bias.stride(), bias.get_device(), bias.is_neg())
             key, tensors = (*key, *form), (*tensors, bias)
@@ -98,12 +102,12 @@ class Int8Linear(_Linear):
     def __init__(self, request: LinearRequest) -> None:
         quantization = numbers_of(request.activation, request.output)
         # Only a zero point of activations is multiplied by the sums of codes.
-        super().__init__(request, "a8", quantization, sums=not quantization[0])
+        super().__init__(request, "a8", quantization, sums=not quantization[0], units=has_units(request.weight))
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         call = ops.linear_a8 if runs_now(x) else ops.op_linear_a8
         return call(
-            x, packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"), bias,
+            x, packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"), packed.get("units"), bias,
             given.get("x_scale"), given.get("x_zero_point"), given.get("out_scale"), given.get("out_zero_point"),
             *self._constants,
         )  # fmt: skip
@@ -115,7 +119,7 @@ class Int8Linear(_Linear):
 
         if x.dtype == torch.int8:
             return  # parameters per token come with each call; its products are measured as those of the dynamic form
-        weight = Weight(packed["data"], packed["scale"], packed.get("zero"), *self.sizes)
+        weight = weight_of(packed, self.format, self.n, self.k)
         with ops.device_guard(x):
             tune_int8(x.reshape(-1, self.k), weight, self.out_dtype)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qcore.plugin_api import GIVEN_NAMES, define_op
 from qcore_triton.codes import given_of
-from qcore_triton.weights import Weight, bias_of, check_devices
+from qcore_triton.weights import Weight, bias_of, check_devices, units_in
 
 from .runtime.replay import replay_call
 
@@ -112,8 +112,9 @@ def linear_afp8(
 
 
 def linear_a8(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, bias: Tensor | None,
-    x_scale: Tensor | None, x_zero_point: Tensor | None, out_scale: Tensor | None, out_zero_point: Tensor | None,
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, units: Tensor | None,
+    bias: Tensor | None, x_scale: Tensor | None, x_zero_point: Tensor | None, out_scale: Tensor | None,
+    out_zero_point: Tensor | None,
     n: int, k: int, bits: int, group: int, symmetric: bool, static_scale: float | None, static_zero_point: int,
     output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
@@ -121,19 +122,19 @@ def linear_a8(
 
     Activations: ``x_scale`` and ``x_zero_point`` ``(M,)`` if given, else ``static_scale`` and ``static_zero_point``
     if given, else per token, ``symmetric`` or not. Results: int8 by ``out_scale`` and ``out_zero_point`` ``(M,)``,
-    or by ``output_scale`` and ``output_zero_point``, else of ``out_dtype``. ``sums``: see `packing.pack`.
+    or by ``output_scale`` and ``output_zero_point``, else of ``out_dtype``. ``sums``, ``units``: see `packing.pack`.
     """
     given = zip(GIVEN_NAMES, (x_scale, x_zero_point, out_scale, out_zero_point), strict=True)
     check_devices(x, data, {"bias": bias, **dict(given)})
     if needs_guard(x):
         with device_guard(x):
             return linear_a8(
-                x, data, scale, zero, sums, bias, x_scale, x_zero_point, out_scale, out_zero_point, n, k, bits, group,
-                symmetric, static_scale, static_zero_point, output_scale, output_zero_point, out_dtype,
+                x, data, scale, zero, sums, units, bias, x_scale, x_zero_point, out_scale, out_zero_point, n, k, bits,
+                group, symmetric, static_scale, static_zero_point, output_scale, output_zero_point, out_dtype,
             )  # fmt: skip
     of_x = given_of(x_scale, x_zero_point, static_scale, static_zero_point)
     of_y = given_of(out_scale, out_zero_point, output_scale, output_zero_point)
-    weight = Weight(data, scale, zero, n, k, bits, group)
+    weight = Weight(data, scale, zero, n, k, bits, group, units=units_in(units))
     return _int8()(x, weight, sums, bias_of(bias, n), out_dtype, symmetric, of_x, of_y)
 
 
@@ -170,12 +171,13 @@ def _linear_afp8(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _linear_a8(x: Tensor, *rest: Any) -> Tensor:
-    return replay_call(linear_a8, (x, *rest[:9]), rest[9:]) if x.shape[0] else _linear_a8_fake(x, *rest)
+    return replay_call(linear_a8, (x, *rest[:10]), rest[10:]) if x.shape[0] else _linear_a8_fake(x, *rest)
 
 
 def _linear_a8_fake(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, bias: Tensor | None,
-    x_scale: Tensor | None, x_zero_point: Tensor | None, out_scale: Tensor | None, out_zero_point: Tensor | None,
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, units: Tensor | None,
+    bias: Tensor | None, x_scale: Tensor | None, x_zero_point: Tensor | None, out_scale: Tensor | None,
+    out_zero_point: Tensor | None,
     n: int, *rest: Any,
 ) -> Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], n), dtype=rest[-1])
@@ -204,7 +206,7 @@ op_linear_afp8 = define(
     _linear_a16_fake,
 )
 op_linear_a8 = define(
-    f"linear_a8(Tensor x, {_WEIGHT}, Tensor? sums, Tensor? bias, Tensor? x_scale, Tensor? x_zero_point, "
+    f"linear_a8(Tensor x, {_WEIGHT}, Tensor? sums, Tensor? units, Tensor? bias, Tensor? x_scale, Tensor? x_zero_point, "
     f"Tensor? out_scale, Tensor? out_zero_point, {_SIZES}, bool symmetric, float? static_scale, int static_zero_point, "
     f"float? output_scale, int output_zero_point, ScalarType out_dtype) -> Tensor",
     _linear_a8,

@@ -27,7 +27,7 @@ class Form(NamedTuple):
     """A packed weight without its values.
 
     **Fields:** ``packed``: the shape of its data; ``groups``; ``zero``: a dtype or None; ``scale``: its dtype; the
-    others as in `Weight`; ``factor``: whether there is one.
+    others as in `Weight`; ``factor``, ``units``: whether there are any.
     """
 
     packed: tuple[int, ...]
@@ -40,6 +40,7 @@ class Form(NamedTuple):
     element: str = INTEGER
     scale: torch.dtype = torch.float32
     factor: bool = False
+    units: bool = False
 
     def weight(self) -> Weight:
         """A weight of this form, without memory."""
@@ -47,14 +48,16 @@ class Form(NamedTuple):
         scale = torch.empty((self.groups, self.n), dtype=self.scale, device="meta")
         zero = None if self.zero is None else torch.empty((self.groups, self.n), dtype=self.zero, device="meta")
         factor = torch.empty(1, device="meta") if self.factor else None
-        return Weight(data, scale, zero, self.n, self.k, self.bits, self.group, self.element, factor)
+        units = torch.empty(self.n, device="meta") if self.units else None
+        return Weight(data, scale, zero, self.n, self.k, self.bits, self.group, self.element, factor, units)
 
 
 def form_of(weight: Weight) -> Form:
     """The form of a packed weight."""
-    data, scale, zero, n, k, bits, group, element, factor = weight
+    data, scale, zero, n, k, bits, group, element, factor, units = weight
     kind = None if zero is None else zero.dtype
-    return Form(data.shape, scale.shape[0], kind, n, k, bits, group, element, scale.dtype, factor is not None)
+    has = factor is not None, units is not None
+    return Form(data.shape, scale.shape[0], kind, n, k, bits, group, element, scale.dtype, *has)
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class GemmProblem:
 
     Of int8 activations (``codes``): ``step``: columns per step along K; ``grouped``: sums of some steps are scaled;
     ``per``: steps whose sums are added in int32; ``x_zero``: activations have a zero point; ``out_by_token``: int8
-    results are scaled by parameters of each token; ``own_order``: codes have come in the weight's own order of columns.
+    results are scaled by parameters of each token; ``own_order``: codes have come in the weight's own order of columns;
+    ``units``: the weight has some, see `packing.units_of`.
 
     Derived: ``activations``: `FLOAT` or `INT8`; ``narrow``: x is of 16-bit floats; ``exact``: a weight must not be
     rounded to x's dtype (float16, whose small numbers are coarse, or a result wider than x); ``whole``: scales may come
@@ -96,6 +100,7 @@ class GemmProblem:
     x_zero: bool = False
     out_by_token: bool = False
     own_order: bool = False
+    units: bool = False
     element: str = INTEGER
     scale: torch.dtype = torch.float32
 
@@ -140,5 +145,5 @@ def int8_problem(
     return GemmProblem(
         form.bits, form.n, form.k, bucket(m), weight.block, form.groups == 1, form.group, weight.zero_kind,
         out_dtype=out_dtype, codes=True, step=step, grouped=grouped, per=per,
-        x_zero=x_zero, out_by_token=out_by_token, own_order=own_order,
+        x_zero=x_zero, out_by_token=out_by_token, own_order=own_order, units=form.units,
     )  # fmt: skip

@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from qcore import Format, FormatError, Kernel, QTensor, ScaleType, ZeroPoint
 from qcore.plugin_api import Packed, check_weight
 
-from .weights import INTEGER, Weight
+from .weights import INTEGER, Weight, units_in
 
 ROWS = 16
 """Rows are packed this many at a time."""
@@ -51,6 +51,9 @@ _FLOATS = {"fp8": "e4m3", "fp8_e5m2": "e5m2", "fp4": "e2m1"}
 """Elements that are decoded by arithmetic."""
 _SMALLEST, _LARGEST = 2.0**-14, 65504.0
 """The normal numbers of float16."""
+_UNIT_GROUPS = (32, 64)
+_SMALLEST_SCALE = 2.0**-17
+"""float16 numbers are multiples of 2**-24, and bfloat16 scales from here on, too."""
 
 
 def element_text(format: Format) -> str:
@@ -96,17 +99,19 @@ def _scaled_exactly(format: Format) -> bool:
     return format.dtype == "fp4" and format.scale.has_global
 
 
-def packing_name(format: Format, *, sums: bool = False) -> str:
+def packing_name(format: Format, *, sums: bool = False, units: bool = False) -> str:
     """The value of `qcore.Kernel.packing` for a weight packed here."""
     name = "triton.planar16" if format.element.container_bits == _NIBBLE else "triton.rows16"
-    return name + ("" if format.element.is_integer else "+table") + ("+sums" if sums else "")
+    return (
+        name + ("" if format.element.is_integer else "+table") + ("+sums" if sums else "") + ("+units" if units else "")
+    )
 
 
-def pack(weight: QTensor, *, sums: bool = False) -> dict[str, Tensor]:
+def pack(weight: QTensor, *, sums: bool = False, units: bool = False) -> dict[str, Tensor]:
     """``data``, ``scale`` and, if the weight has one, ``zero``; of a global scale ``factor`` and itself.
 
     ``sums``: also int32 ``(G, N)``, the sum over each group of ``q - zero`` (of q if the zero point is not an
-    integer), which corrects for a zero point of activations.
+    integer), which corrects for a zero point of activations; ``units``: also `units_of` the scales.
     """
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
     kind, whole = weight.format.scale, weight.global_scale
@@ -121,6 +126,8 @@ def pack(weight: QTensor, *, sums: bool = False) -> dict[str, Tensor]:
         packed["zero"] = zero.contiguous()
     if sums:
         packed["sums"] = group_sums(weight)
+    if units:
+        packed["units"] = units_of(packed["scale"])
     return packed
 
 
@@ -145,7 +152,8 @@ def unpack(packed: Packed, format: Format, n: int, k: int) -> QTensor:
 def weight_of(packed: Packed, format: Format, n: int, k: int) -> Weight:
     """The packed weight as kernels take it."""
     parts = packed["data"], packed["scale"], packed.get("zero")
-    return Weight(*parts, *sizes_of(format, n, k), element_text(format), packed.get("factor"))
+    named = element_text(format), packed.get("factor"), units_in(packed.get("units"))
+    return Weight(*parts, *sizes_of(format, n, k), *named)
 
 
 def sizes_of(format: Format, n: int, k: int) -> tuple[int, int, int, int]:
@@ -168,6 +176,33 @@ def group_sums(weight: QTensor) -> Tensor:
     lengths = torch.full((groups, 1), group, dtype=torch.int32, device=sums.device)
     lengths[-1] = k - (groups - 1) * group
     return sums - zero * lengths
+
+
+def has_units(format: Format) -> bool:
+    """Whether weights of a format are packed with `units_of`: symmetric int4 in groups of 32 or 64."""
+    small = format.group_size in _UNIT_GROUPS and format.element.container_bits == _NIBBLE
+    return small and format.element.is_integer and format.zero is ZeroPoint.NONE and format.scale is ScaleType.FLOAT
+
+
+def units_of(scale: Tensor) -> Tensor:
+    """Powers of two ``(N,)`` in float32 that bring the products of int4 codes and scales ``(G, N)`` into float16.
+
+    A bfloat16 scale has 8 significant bits, a code but 3: the product is a float16 number if its exponent is one. The
+    largest scale of a row becomes one of [2**11, 2**12). Empty if the scales are no bfloat16 numbers, or those of a row
+    have too different exponents, or some is not finite: kernels then scale sums.
+    """
+    none = scale.new_empty(0, dtype=torch.float32)
+    if scale.dtype != torch.bfloat16:
+        return none
+    if scale.is_meta:
+        return scale.new_empty(scale.shape[1], dtype=torch.float32)
+    wide = scale.float().abs()
+    largest = wide.amax(0)
+    exponent = torch.frexp(largest).exponent.clamp(min=-114)
+    units = torch.ldexp(torch.ones_like(largest), 12 - exponent)
+    small = (wide != 0) & (wide * units < _SMALLEST_SCALE)
+    exact = torch.isfinite(wide).all() & ~small.any()
+    return units if bool(exact) else none
 
 
 def _rows_per_chunk(k: int) -> int:
@@ -228,22 +263,25 @@ def _row_codes(data: Tensor, k: int) -> Tensor:
 
 
 class PackedKernel(Kernel):
-    """A kernel on weights packed as above: made for one `Format` and shape ``(n, k)``, ``sums`` if it needs them."""
+    """A kernel on weights packed as above: made for one `Format` and shape ``(n, k)``.
 
-    def __init__(self, name: str, format: Format, n: int, k: int, *, sums: bool = False) -> None:
-        self.name, self.format, self.n, self.k, self.sums = name, format, n, k, sums
+    ``sums``, ``units``: whether it needs them, see `pack`.
+    """
+
+    def __init__(self, name: str, format: Format, n: int, k: int, *, sums: bool = False, units: bool = False) -> None:
+        self.name, self.format, self.n, self.k, self.sums, self.units = name, format, n, k, sums, units
         self.sizes = sizes_of(format, n, k)
         _, _, self.bits, self.group = self.sizes
         self.element = element_text(format)
 
     @property
     def packing(self) -> str:
-        return packing_name(self.format, sums=self.sums)
+        return packing_name(self.format, sums=self.sums, units=self.units)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
-        return pack(weight, sums=self.sums)
+        return pack(weight, sums=self.sums, units=self.units)
 
     def unpack(self, packed: Packed) -> QTensor:
         return unpack(packed, self.format, self.n, self.k)

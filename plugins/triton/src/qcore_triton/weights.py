@@ -31,6 +31,11 @@ def check_devices(x: Tensor, data: Tensor, others: Mapping[str, Tensor | None]) 
             raise FormatError(f"{name} is on {tensor.device}, the weight on {data.device}; move both to one device.")
 
 
+def units_in(packed: Tensor | None) -> Tensor | None:
+    """The units of a packed weight, see `packing.units_of`; None if it has none."""
+    return packed if packed is not None and packed.shape[0] else None
+
+
 def bias_of(bias: Tensor | None, n: int) -> Tensor | None:
     """A contiguous bias, as kernels read it. Raises `FormatError` unless its shape is ``(n,)``."""
     if bias is None:
@@ -46,8 +51,8 @@ class Weight(NamedTuple):
     **Fields:** ``data``; ``scale``: ``(G, n)``, float32, bfloat16 or float16; ``zero``: None, or ``(G, n)``: int8 is
     subtracted from the codes, the scale's dtype is added to ``q * s``; ``bits``: 4 or 8, of a stored code; ``group``:
     codes along k that share a scale, k per channel; ``element``: what codes decode to, see `packing.element_text`;
-    ``factor``: float32 ``(1,)`` that all results are multiplied with, or None. A scale may also be uint8, which is
-    e8m0, or int8, the bits of e4m3.
+    ``factor``: float32 ``(1,)`` that all results are multiplied with, or None; ``units``: see `packing.units_of`, or
+    None. A scale may also be uint8, which is e8m0, or int8, the bits of e4m3.
     """
 
     data: Tensor
@@ -59,6 +64,7 @@ class Weight(NamedTuple):
     group: int
     element: str = INTEGER
     factor: Tensor | None = None
+    units: Tensor | None = None
 
     @property
     def zero_kind(self) -> int:

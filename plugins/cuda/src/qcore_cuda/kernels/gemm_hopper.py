@@ -41,6 +41,7 @@ from .operands_hopper import (
     quarter_numbers,
     row_numbers,
     scales_of,
+    word_numbers,
     words_layout,
     zero_point,
 )
@@ -48,24 +49,27 @@ from .parts import segment
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
+UNITS = gl.constexpr(3)
+"""A kind of zero points beside those of `Weight`: instead of any, factors that scales of a row are multiplied by."""
+
 
 @gluon.jit
-def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS: gl.constexpr,
-             BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr,
-             SCALED: gl.constexpr, ZERO: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Fill stages, in the order of their use.
+def produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS: gl.constexpr,
+            BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr,
+            SCALED: gl.constexpr, ZERO: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr = 2):  # fmt: skip
+    """Fill stages, in the order of their use. A tile has GROUPS groups of 64 rows of the weight.
 
     A stage is 64 columns of x, and of an int8 weight. Data of a whole block of 128 columns - int4 words, scales,
     zero points - has slots of its own and arrives with the block's first stage.
     """
-    BN: gl.constexpr = 2 * ROWS
-    # Bytes that the full barrier of a stage expects: BM rows of 64 16-bit values, and 128 rows of 64 int8 codes. BLOCK:
+    BN: gl.constexpr = GROUPS * ROWS
+    # Bytes that the full barrier of a stage expects: BM rows of 64 16-bit values, and BN rows of 64 int8 codes. BLOCK:
     # bytes that come with the first stage of a block only.
     STAGE: gl.constexpr = BM * 128 + (BN * 64 if BITS == 8 else 0)
     SCALES: gl.constexpr = EACH * BN * scale.dtype.primitive_bitwidth // 8 if SCALED else 0
-    ZEROS: gl.constexpr = EACH * BN * zero.dtype.primitive_bitwidth // 8 if ZERO else 0
+    ZEROS: gl.constexpr = (1 if ZERO == UNITS else EACH) * BN * zero.dtype.primitive_bitwidth // 8 if ZERO else 0
     BLOCK: gl.constexpr = (BN * 64 if BITS == 4 else 0) + SCALES + ZEROS
-    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB)
+    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB, BN)
     step = steps * 0
     # 1. x may be the previous kernel's result: no copy begins before that kernel has ended. (To copy the first weights
     #    before that gained nothing.)
@@ -92,19 +96,19 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
                 here = full.index(at)
                 mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0))
                 # 4. Begin the copies: w, with a block's first stage its scales and zero points, and x.
-                for g in gl.static_range(2):
+                for g in gl.static_range(GROUPS):
                     n = n0 + g * ROWS
                     # Each group has its own 64 rows of w: int16 pairs (64, 32) per stage, int4 words (4, 256) per
                     # block.
                     if BITS == 8:
-                        tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(2 * at + g))
+                        tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(GROUPS * at + g))
                     elif half == 0:
-                        tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(2 * slot + g))
+                        tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(GROUPS * slot + g))
                 row = b * EACH if EACH > 1 else b // PER
                 if SCALED and half == 0:
                     tma.async_copy_global_to_shared(scale, [row, n0], here, ss.index(slot))
                 if ZERO and half == 0:
-                    tma.async_copy_global_to_shared(zero, [row, n0], here, zs.index(slot))
+                    tma.async_copy_global_to_shared(zero, [0 if ZERO == UNITS else row, n0], here, zs.index(slot))
                 tma.async_copy_global_to_shared(x, [m0, b * 128 + half * 64], here, xs.index(at))
                 at, turn = advance(at, turn, STAGES)
             slot = advance(slot, 0, SLOTS)[0]
@@ -126,16 +130,18 @@ def _numbers(stored, HALF: gl.constexpr, WG: gl.constexpr, LAYOUT: gl.constexpr,
 
 @gluon.jit
 def first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, EACH: gl.constexpr,
-                SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
+               SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr,
+               GROUPS: gl.constexpr = 2):  # fmt: skip
     """The first half of a block as operand A, and the input of the second half: words, scales, zero points.
 
+    Of group WG of the GROUPS groups of rows of a tile.
     All that the slot holds is read here: it may be filled again when the block's first stage is released.
     """
     LAYOUT: gl.constexpr = words_layout() if BITS == 4 else pairs_layout()
     raw = (
-        load_words(ws.index(2 * slot + WG), 32 if EACH == 8 else 128 // EACH)
+        load_words(ws.index(GROUPS * slot + WG), 32 if EACH == 8 else 128 // EACH)
         if BITS == 4
-        else ws.index(2 * at + WG).load(LAYOUT)
+        else ws.index(GROUPS * at + WG).load(LAYOUT)
     )
     second = raw
     if BITS == 4 and EACH > 1:
@@ -152,23 +158,31 @@ def first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: g
         next_s = scales_of(next_s, DT)
         next_z = scales_of(next_z, DT)
     elif SCALED:
-        s = scales_of(_numbers(ss.index(slot), 0, WG, LAYOUT, BITS, EACH), DT)
+        s = _numbers(ss.index(slot), 0, WG, LAYOUT, BITS, EACH)
         next_s = s
         if EACH > 1:
-            next_s = scales_of(_numbers(ss.index(slot), 1, WG, LAYOUT, BITS, EACH), DT)
-    if ZERO:
+            next_s = _numbers(ss.index(slot), 1, WG, LAYOUT, BITS, EACH)
+        if ZERO == UNITS:
+            unit = word_numbers(zs.index(slot), WG)
+            s = (s.to(gl.float32) * unit).to(DT)
+            next_s = (next_s.to(gl.float32) * unit).to(DT)
+        else:
+            s = scales_of(s, DT)
+            next_s = scales_of(next_s, DT)
+    if ZERO == 1 or ZERO == 2:
         z = zero_point(_numbers(zs.index(slot), 0, WG, LAYOUT, BITS, EACH), DT, BITS, ZERO)
         next_z = z
         if EACH > 1:
             next_z = zero_point(_numbers(zs.index(slot), 1, WG, LAYOUT, BITS, EACH), DT, BITS, ZERO)
-    low = _operand(raw, s, z, DT, BITS, False, EACH, SCALED, ZERO, DOT, ELEMENT)
+    low = operand(raw, s, z, DT, BITS, False, EACH, SCALED, ZERO, DOT, ELEMENT)
     return low, second, next_s, next_z
 
 
 @gluon.jit
-def _operand(raw, s, z, DT: gl.constexpr, BITS: gl.constexpr, HIGH: gl.constexpr, EACH: gl.constexpr,
-             SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
+def operand(raw, s, z, DT: gl.constexpr, BITS: gl.constexpr, HIGH: gl.constexpr, EACH: gl.constexpr,
+             SCALED: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
     """64 columns of the weight as operand A."""
+    ZERO: gl.constexpr = 0 if KIND == UNITS else KIND
     if BITS == 8:
         a = from_pairs(raw, s, z, DT, SCALED, ZERO, DOT, ELEMENT)
     elif EACH > 1:
@@ -206,12 +220,12 @@ def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, s
         # 3. Unpack the second half while the tensor cores work on the first. int4 words are in registers already; int8
         #    codes come with the stage, which has to be awaited first.
         if BITS == 4:
-            high = _operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT, ELEMENT)
+            high = operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT, ELEMENT)
             mbarrier.wait(full.index(at), turn)
         else:
             mbarrier.wait(full.index(at), turn)
             raw = ws.index(2 * at + WG).load(pairs_layout())
-            high = _operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT, ELEMENT)
+            high = operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT, ELEMENT)
         acc = warpgroup_mma(high, xs.index(at).permute((1, 0)), acc, is_async=True)
         # 4. The first half has ended: release its stage, so that the copying warp is not held up by the second half.
         acc, low = warpgroup_mma_wait(1, deps=[acc, low])
@@ -230,14 +244,19 @@ def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, s
 
 
 @gluon.jit
-def _leave(acc, y, scale, factor, bias, ys, m0, n0, N, SCALED: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr,
-           PIECES: gl.constexpr):  # fmt: skip
+def leave_tile(acc, y, scale, factor, bias, tokens, ys, m0, n0, M, N, SCALED: gl.constexpr, FACTOR: gl.constexpr,
+               BIAS: gl.constexpr, PIECES: gl.constexpr, ZERO: gl.constexpr):  # fmt: skip
     """A group's sums of a tile, scaled and rounded, on their way to y."""
     PIECE: gl.constexpr = acc.shape[1] // PIECES
     # acc has one row per output column. Rows behind N are clamped here; TMA does not store them.
     n = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout)), N - 1)
     if not SCALED:
         acc *= scale_value(gl.load(scale + n), scale.dtype.element_ty)[:, None]
+    if ZERO == UNITS:
+        m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        # The inverse of a power of two: its exponent is 254 less the other one.
+        unit = (254 << 23) - gl.load(factor + n).to(gl.int32, bitcast=True)
+        acc = acc * unit.to(gl.float32, bitcast=True)[:, None] * gl.load(tokens + m, mask=m < M, other=0.0)[None, :]
     if FACTOR:
         acc *= gl.load(factor)
     if BIAS:
@@ -256,11 +275,11 @@ def _leave(acc, y, scale, factor, bias, ys, m0, n0, N, SCALED: gl.constexpr, FAC
 
 
 @gluon.jit
-def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
+def _consume(y, scale, factor, bias, tokens, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
              BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
              GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr,
-             PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, ELEMENT: gl.constexpr,
-             FACTOR: gl.constexpr):  # fmt: skip
+             PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr,
+             PDL: gl.constexpr):  # fmt: skip
     """Group WG of two: 64 rows of each tile."""
     DT: gl.constexpr = xs.dtype
     BN: gl.constexpr = 2 * ROWS
@@ -273,6 +292,8 @@ def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, em
     at = 0
     turn = 0
     slot = 0
+    if PDL and ZERO == UNITS:  # the previous kernel computes what the epilogue scales tokens by
+        gdc_wait()
     # 1. Prologue: unpack the first half of the first block, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
     low, raw, s, z = first_half(0, 0, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT, ELEMENT)
@@ -299,15 +320,15 @@ def _consume(y, scale, factor, bias, parts, counts, ys, xs, ws, ss, zs, full, em
         if SPREAD:
             acc, complete = summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
         if complete:
-            _leave(acc, y, scale, factor, bias, ys, tile_m * BM, tile_n * BN + WG * ROWS, N, SCALED, FACTOR, BIAS,
-                   PIECES)  # fmt: skip
+            leave_tile(acc, y, scale, factor, bias, tokens, ys, tile_m * BM, tile_n * BN + WG * ROWS, M, N, SCALED,
+                       FACTOR, BIAS, PIECES, ZERO)  # fmt: skip
     # 4. Shared memory must outlive the last store, which reads it.
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "waves", "share"])
 def gemm_hopper(
-    x, w, scale, zero, factor, bias, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
+    x, w, scale, zero, factor, bias, tokens, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr,
     ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr,
     PDL: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr,
@@ -318,7 +339,9 @@ def gemm_hopper(
     of int8 with blocks (64, 32), of y with blocks (BM / PIECES, 64). KB: blocks of 128 columns; PER of them share a row
     of scales and zero points, or each has EACH rows, 2, 4 or 8 (groups of 64, 32 or 16), if EACH is not 1. SCALED:
     these are multiplied with the weight and scale is a descriptor with blocks (EACH, 128); else there is one scale per
-    row, for the sum over K. zero: likewise a descriptor, if there is one.
+    row, for the sum over K. zero: likewise a descriptor, if there is one; if ZERO is `UNITS`, of float32 ``(1, N)``,
+    powers of two that the scales of a row are multiplied by, and the sum divided by: x are codes then, scaled by
+    tokens ``(M,)``, and factor holds the same powers.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     ELEMENT, FACTOR: see `Weight`. U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the
@@ -338,7 +361,7 @@ def gemm_hopper(
     if SCALED:
         ss = gl.allocate_shared_memory(scale.dtype, [SLOTS, EACH, 2 * ROWS], scale.layout)
     if ZERO:
-        zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, EACH, 2 * ROWS], zero.layout)
+        zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, 1 if ZERO == UNITS else EACH, 2 * ROWS], zero.layout)
     # A result buffer for each group: neither waits until the other's store has read its buffer.
     y0 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
     y1 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
@@ -349,10 +372,12 @@ def gemm_hopper(
     # 4. The first consumer runs on the launch's four warps, the second on four more, the copies on one; the copying
     #    warp keeps 24 registers per thread and leaves 240 to each thread of the second consumer.
     gl.warp_specialize([
-        (_consume, (y, scale, factor, bias, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
-                    BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR)),
-        (_consume, (y, scale, factor, bias, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
-                    BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR)),
-        (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
+        (_consume, (y, scale, factor, bias, tokens, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves,
+                    share, BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT,
+                    FACTOR, PDL)),
+        (_consume, (y, scale, factor, bias, tokens, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves,
+                    share, BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT,
+                    FACTOR, PDL)),
+        (produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
                     SLOTS, GROUP, EACH, SCALED, ZERO, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

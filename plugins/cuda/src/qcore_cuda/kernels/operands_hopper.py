@@ -407,3 +407,11 @@ def half_numbers(numbers, HALF: gl.constexpr, WG: gl.constexpr, P: gl.constexpr)
         mine = row_numbers(numbers.slice(HALF, 1, dim=0), WG, gl.SliceLayout(2, LAYOUT))
         mine = mine[:, None].broadcast_to([ROWS, 4]).expand_dims(2)
     return mine.broadcast_to([ROWS, 4, 2])
+
+
+@gluon.jit
+def word_numbers(numbers, WG: gl.constexpr):
+    """A group's numbers of (1, 128) in shared memory, one per row, for each word (64, 4, 2)."""
+    LAYOUT: gl.constexpr = _halves()
+    mine = row_numbers(numbers, WG, gl.SliceLayout(2, LAYOUT))
+    return mine[:, None].broadcast_to([ROWS, 4]).expand_dims(2).broadcast_to([ROWS, 4, 2])

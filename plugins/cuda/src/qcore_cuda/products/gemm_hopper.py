@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,11 +35,13 @@ class Tokens(NamedTuple):
     split: int = 1
 
 
-def tile_choices(problem: GemmProblem, sizes: Collection[int], columns: int, sms: int) -> Iterator[Tokens]:
-    """Tiles for which programs have enough to do, with the ways to compute the last wave that differ."""
+def tile_choices(
+    problem: GemmProblem, sizes: Collection[int], columns: int, sms: int, rows: int = 128
+) -> Iterator[Tokens]:
+    """Tiles of ``rows`` for which programs have enough to do, with the ways to compute the last wave that differ."""
     for bm in sizes:
         if problem.rows * 2 >= bm and (problem.rows <= 16 * bm or bm == max(sizes)):
-            tiles, blocks = tiles_of(problem.n, problem.rows, bm), -(-problem.k // columns)
+            tiles, blocks = tiles_of(problem.n, problem.rows, bm, rows), -(-problem.k // columns)
             spreads = {tail_spread(tiles, blocks, split, sms): split for split in reversed(SPLITS)}
             yield from (Tokens(bm, split) for split in sorted(spreads.values()))
 
@@ -52,17 +54,17 @@ def best_tile(problem: GemmProblem, sizes: Collection[int], columns: int, sms: i
     return Tokens(bm, split)
 
 
-def tail_work(device: Device, problem: GemmProblem, config: Tokens, columns: int) -> Work:
+def tail_work(device: Device, problem: GemmProblem, config: Tokens, columns: int, rows: int = 128) -> Work:
     """The work of a launch with `tail_spread`; a step is a block of ``columns``."""
     blocks = -(-problem.k // columns)
-    waves, share, _ = tail_spread(tiles_of(problem.n, problem.rows, config.bm), blocks, config.split, device.sms)
+    waves, share, _ = tail_spread(tiles_of(problem.n, problem.rows, config.bm, rows), blocks, config.split, device.sms)
     rounds = waves + (share > 0)
     return Work(rounds * device.sms, (waves * blocks + share) / rounds)
 
 
-def tiles_of(n: int, m: int, bm: int) -> int:
-    """The number of tiles of 128 rows of the weight and ``bm`` tokens."""
-    return -(-n // 128) * -(-m // bm)
+def tiles_of(n: int, m: int, bm: int, rows: int = 128) -> int:
+    """The number of tiles of so many rows of the weight and ``bm`` tokens."""
+    return -(-n // rows) * -(-m // bm)
 
 
 class GemmHopper(FloatProduct[Tokens]):
@@ -91,42 +93,66 @@ class GemmHopper(FloatProduct[Tokens]):
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tokens
     ) -> Tensor:
-        """Tiles have ``config.bm`` tokens, or fewer if fewer hold them all."""
-        from ..kernels.gemm_hopper import gemm_hopper
+        return self.multiply(aligned(x, weight, problem), weight, bias, device, problem, config)
+
+    def multiply(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        device: Device,
+        problem: GemmProblem,
+        config: Tokens,
+        tokens: Tensor | None = None,
+    ) -> Tensor:
+        """X ``(M, columns)`` times the weight, which has as many columns when packed.
+
+        ``tokens``: scales ``(M,)`` of x, if it holds codes in float16; the weight has units. Tiles have ``config.bm``
+        tokens, or fewer if fewer hold them all.
+        """
+        from ..kernels.gemm_hopper import UNITS, gemm_hopper
         from ..kernels.operands_hopper import ROWS
 
-        x, (data, scale, zero, *_) = aligned(x, weight, problem), weight
+        data, scale, zero, *_ = weight
         (m, columns), n, bits, rows = x.shape, problem.n, problem.bits, ROWS.value
         bm = next(size for size in (32, 64, 128, config.bm) if size >= min(m, config.bm))
         blocks = -(-columns // 128)
         scaled, each = not problem.one_group or problem.zero == FLOAT_ZERO, parameter_rows(problem)
         pieces = 2 if bm > 128 else 1  # whole tiles of results would take the place of a stage
-        y = empty((m, n), x.dtype, x.device)
+        y = empty((m, n), problem.out_dtype, x.device)
         w = int4_words(data) if bits == 4 else descriptor(data.view(torch.int16), (rows, 32))
         tiles = tiles_of(n, m, bm)
         waves, share, programs = tail_spread(tiles, blocks, config.split, device.sms)
         left = tiles - waves * programs if share else 0
         parts = empty(((programs + left) * 2 * rows * bm,), torch.float32, x.device) if left else y
+        numbers: Any = scale if zero is None else descriptor(zero, (each, 2 * rows), swizzled=False)
+        factor, kind = weight.factor, problem.zero
+        if tokens is not None:
+            assert weight.units is not None
+            factor, kind = weight.units, UNITS.value
+            numbers = descriptor(weight.units.view(1, -1), (1, 2 * rows), swizzled=False)
         launch(
             gemm_hopper, (programs,), descriptor(x, (bm, 64)), w,
             descriptor(scale, (each, 2 * rows), swizzled=False) if scaled else scale,
-            scale if zero is None else descriptor(zero, (each, 2 * rows), swizzled=False),
-            scale if weight.factor is None else weight.factor, scale if bias is None else bias,
+            numbers, scale if factor is None else factor, scale if bias is None else bias,
+            scale if tokens is None else tokens,
             descriptor(y, (bm // pieces, rows)), parts,
             tracked(counters, 2 * left, x.device) if left else y,
             m, n, blocks, blocks if problem.one_group else max(1, weight.group // 128), waves, share,
             BITS=bits, BM=bm, STAGES=stages_of(weight, bm, pieces, each, scaled), GROUP=2048 // bm, EACH=each,
-            SCALED=scaled, ZERO=problem.zero, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
+            SCALED=scaled, ZERO=kind, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
             U=1 if bm > 128 and bits == 4 else 2, SPREAD=left > 0, **options(device, 4),
         )  # fmt: skip
         return y
 
 
-def stages_of(weight: Weight, bm: int, pieces: int, rows: int, scaled: bool) -> int:
-    """Stages of a ring that fits shared memory; ``rows``: of parameters of a block."""
+def stages_of(weight: Weight, bm: int, pieces: int, each: int, scaled: bool, rows: int = 128) -> int:
+    """Stages of a ring that fits shared memory; ``each``: rows of parameters of a block; ``rows``: of a tile."""
     numbers = [weight.scale if scaled else None, weight.zero]
-    slot = (8192 if weight.bits == 4 else 0) + 128 * rows * sum(t.element_size() for t in numbers if t is not None)
-    stage = bm * 128 + (8192 if weight.bits == 8 else 0)
+    codes, parameters = rows * 64, rows * each * sum(t.element_size() for t in numbers if t is not None)
+    parameters += 0 if weight.units is None else rows * 4
+    slot = (codes if weight.bits == 4 else 0) + parameters
+    stage = bm * 128 + (codes if weight.bits == 8 else 0)
     return room_for(stage, slot, 2 * bm // pieces * 128, _STAGES[weight.bits, bm])
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .device import Device
-from .replay import Launch, recording
+from .replay import Launch, TensorMaps, recording
 
 _TESTED = ("3.6.",)
 
@@ -129,7 +129,27 @@ def _relaunch(compiled: Any, constants: tuple[Any, ...], grid: tuple[int, ...], 
     tensors, numbers = args[:count], args[count:]
     x, y, z = (*grid, 1, 1)[:3]
     options = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
-    return Launch(run.launch, (x, y, z), (compiled.function, *options), tensors, (*numbers, *constants))
+    launcher, maps = _with_maps(run.launch, tensors)
+    return Launch(launcher, (x, y, z), (compiled.function, *options), tensors, (*numbers, *constants), maps)
+
+
+def _with_maps(launcher: Any, tensors: tuple[Any, ...]) -> tuple[Any, Mapping[int, TensorMaps]]:
+    """The launcher that takes tensor maps in place of descriptors, and the maps of each descriptor by its position.
+
+    Triton encodes every descriptor at every launch, in Python: that takes longer than everything else. If its launcher
+    is not built as in the versions that this was tested with, it gets descriptors.
+    """
+    described = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, Tensor)]
+    cells = getattr(launcher, "__closure__", None) or ()
+    inner = (
+        dict(zip(launcher.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if cells else {}
+    )
+    metas = inner.get("tensordesc_meta") or ()
+    plain = all(meta is not None and not meta["fp4_padded"] for meta in metas)
+    if not described or "launcher" not in inner or len(metas) != len(described) or not plain:
+        return launcher, {}
+    made = zip(described, metas, strict=True)
+    return inner["launcher"], {i: TensorMaps(tensors[i], meta) for i, meta in made}
 
 
 @lru_cache(maxsize=512)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial, reduce
 from itertools import accumulate
 from operator import or_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ _FORMS = 1024
 _ALIGNED = 16
 _SCRATCH = 256
 """Alignment of tensors in scratch memory, in bytes."""
+_MAPS = 1024
+"""The most tensor maps kept for one descriptor of a replay: weights of as many layers, or places of x."""
 
 
 Replay = Callable[[Sequence[Tensor]], Tensor | None]
@@ -43,7 +46,8 @@ class Launch(NamedTuple):
     """One launch of a compiled kernel.
 
     **Fields:** ``run``: Triton's launcher; ``grid``; ``flags``: the launcher's parameters between stream and arguments;
-    ``tensors``: the first arguments, tensors or their descriptors; ``numbers``: the others.
+    ``tensors``: the first arguments, tensors or their descriptors; ``numbers``: the others; ``maps``: if ``run`` takes
+    tensor maps in place of descriptors, those of each descriptor, by its position.
     """
 
     run: Callable[..., object]
@@ -51,6 +55,7 @@ class Launch(NamedTuple):
     flags: tuple[Any, ...]
     tensors: tuple[Any, ...]
     numbers: tuple[Any, ...]
+    maps: Mapping[int, TensorMaps] = MappingProxyType({})
 
 
 class Descriptor(NamedTuple):
@@ -69,6 +74,28 @@ class Descriptor(NamedTuple):
     def data_ptr(self) -> int:
         """The address."""
         return self.address
+
+
+class TensorMaps(dict[int, Any]):
+    """The tensor maps (TMA) of one descriptor of a replay, by address: all else that they encode is the same.
+
+    ``sizes``: the numbers that follow a map among the launcher's arguments.
+    """
+
+    def __init__(self, descriptor: Any, meta: Any) -> None:
+        super().__init__()
+        self._fields = tuple(descriptor.shape), tuple(descriptor.strides), descriptor.padding
+        self._meta = meta
+        self.sizes = (*descriptor.shape, *descriptor.strides)
+
+    def __missing__(self, address: int) -> Any:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        if len(self) >= _MAPS:
+            self.clear()
+        made, *_ = make_tensordesc_arg(Descriptor(address, *self._fields), self._meta)
+        self[address] = made
+        return made
 
 
 class Recording:
@@ -167,8 +194,11 @@ def _line(i: int, launch: Launch, addresses: list[str], known: dict[str, Any]) -
     flags = {f"f{i}_{j}": flag for j, flag in enumerate(launch.flags)}
     described = {j: t for j, t in enumerate(launch.tensors) if not isinstance(t, Tensor)}
     fields = {f"d{i}_{j}": (tuple(t.shape), tuple(t.strides), t.padding) for j, t in described.items()}
-    known |= {**flags, **fields}
+    maps = {f"m{i}_{j}": found for j, found in launch.maps.items()}
+    known |= {**flags, **fields, **maps}
     tensors = [f"Descriptor({a}, *d{i}_{j})" if j in described else a for j, a in enumerate(addresses)]
+    for j, found in launch.maps.items():
+        tensors[j] = ", ".join([f"m{i}_{j}[{addresses[j]}]", *map(str, found.sizes)])
     return f"run{i}(*(grid{i} + ({', '.join(['stream', *flags, *tensors])}) + numbers{i}))"
 
 

@@ -182,6 +182,8 @@ def _in_own_dtype(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None, 
         from ..pallas.skinny_gemm import product
 
         return product(x, data, scale, cut)
+    # Otherwise XLA would dequantize the weights of all layers in one kernel, before the first is used.
+    x, data = lax.optimization_barrier((x, data))
     w = planes(data, 2, jnp.dtype(jnp.float32)) * scale.astype(jnp.float32).T[:, :, None, None]
     w = w.astype(x.dtype).reshape(data.shape[0], -1)
     return contract(x, w, (1,), (1,), sums=x.dtype if narrow else None)

@@ -26,7 +26,8 @@ class XlaGraphs(GraphBackend):
         return lowering.why_not(node)
 
     def recognizes(self) -> frozenset[str]:
-        return frozenset({"attention"})  # keys of grouped heads are read once; XLA fuses the rest
+        # Keys of grouped heads are read once; norms and rotations have kernels for one token; XLA fuses the rest.
+        return frozenset({"attention", "rms_norm", "rope"})
 
     def compile(self, part: GraphPart) -> Compiled:
         from .by_cuts import ByCuts

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from qcore.plugin_api import GraphPart, base_name, is_whole
 
-from . import quantized
+from . import decoding, quantized
 from .layers import Cuts, Siblings, layer_of, siblings
 from .overflow import overflow
 from .quantized import Layer
@@ -67,6 +67,7 @@ def lowered(
         flags = Flags(overflow=list(overflow))
         known: dict[fx.Node, Any] = {}
         given = iter(values)
+        row = decoding.OneRow() if special and not cuts and decoding.serves(platform) else None
         for node in nodes:
             if node.op == "placeholder":
                 known[node] = next(given)
@@ -75,11 +76,16 @@ def lowered(
             elif node.op == "call_function":
                 if node in together:  # the first that is met computes them all
                     if node not in known:
-                        known |= _joint_products(together[node], known)
+                        known |= _joint_products(together[node], known, row)
+                    continue
+                layer = layer_of(node, platform, cuts)
+                done = None if row is None else _in_one_row(node, layer, known, row)
+                if done is not None:
+                    known[node] = _as_torch(done, node.meta["val"])
                     continue
                 args = fx.node.map_arg(node.args, known.__getitem__)
                 kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
-                known[node] = _call(node, args, kwargs, layer_of(node, platform, cuts), flags, rules)
+                known[node] = _call(node, args, kwargs, layer, flags, rules)
         outputs = [known[node] for node in part.outputs]
         return outputs, flags.both()
 
@@ -103,9 +109,21 @@ def _call(
     return _as_torch(y, node.meta["val"])
 
 
-def _joint_products(of: Siblings, known: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+def _in_one_row(node: fx.Node, layer: Layer | None, known: dict[fx.Node, Any], row: decoding.OneRow) -> Any:
+    """The result by the kernels for steps of one token; None if they do not compute it."""
+    if layer is None:
+        return row.other(node, known)
+    return row.product(node, layer, known) if layer.kind == "linear" else None
+
+
+def _joint_products(
+    of: Siblings, known: Mapping[fx.Node, Any], row: decoding.OneRow | None = None
+) -> dict[fx.Node, Any]:
     """The results of siblings."""
     first = of.nodes[0]
+    found = None if row is None else row.siblings(of, known)
+    if found is not None:
+        return {node: _as_torch(y, node.meta["val"]) for node, y in zip(of.nodes, found, strict=True)}
     x, dtype, weight = known[first.args[0]], first.args[5], known[of.weights[0]][of.whole]  # type: ignore[index]
     if isinstance(weight, list):
         ys = [quantized.dense_rows(x, own, None, layer, dtype) for own, layer in zip(weight, of.layers, strict=True)]  # type: ignore[arg-type]

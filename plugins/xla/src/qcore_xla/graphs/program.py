@@ -26,6 +26,7 @@ from .. import environment
 from ..engines.jax import device_of, writable
 from ..memo import Memo
 from .crossing import array_of, array_of_bytes, in_pairs, joined, parted, wait_for_torch
+from .inbox import Inbox
 from .kept import kept_on_disk
 from .layers import Cuts, Made, Siblings, Together, joined_tensors, layer_of, siblings
 from .lowering import lowered
@@ -129,6 +130,8 @@ class Program:
         self.jitted: Any = jax.jit(self._whole, donate_argnums=0, compiler_options=options)
         self._compiled = False
         self._known: _Known | None = None
+        self._inbox = Inbox()
+        self._waits = False  # whether a call ends by waiting for the program
         self._lock = threading.Lock()
 
     def _whole(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
@@ -169,9 +172,7 @@ class Program:
             for i, state, at in zip(self._states, held, self._state_places, strict=True)
         ]
         fixed = self._fixed_arrays(values)
-        fresh = [self._argument(values[i]) for i in self._fresh]
-        if self._platform == "cuda" and whole is None and not fresh:
-            wait_for_torch(self._device)
+        fresh = self._fresh_arrays([values[i] for i in self._fresh])
         run = self.jitted if self._compiled else self._compile_and_run
         results, updates, bad = run(states, fixed, fresh)
         if self._platform != "cuda" or not results:
@@ -182,6 +183,7 @@ class Program:
                 self._copy_back(values[i], array)
             else:
                 state.replace(array, values[i])
+        self._waits = bad is not None
         if bad is not None:
             # On GPUs through torch: JAX took 400 us for these two bytes.
             _check(*(from_dlpack(bad).tolist() if self._platform == "cuda" and whole is None else np.asarray(bad)))
@@ -191,11 +193,12 @@ class Program:
         with kept_on_disk():
             try:
                 found = self.jitted(states, fixed, fresh)
-            except jax.errors.JaxRuntimeError as error:
+            except Exception as error:
                 began = any(array.is_deleted() for array in states)  # it was compiled, and has taken the states
                 if self._plain is None or began or "RESOURCE_EXHAUSTED" in str(error):
                     raise
-                # A version of cuDNN may have no kernel for a shape after all, or one of XLA no such options.
+                # A version of cuDNN may have no kernel for a shape after all, one of XLA no such options, one of JAX's
+                # Pallas or of Triton no lowering of a kernel.
                 self._run = self._plain
                 # JAX would find the trace of an equal function.
                 self.jitted = jax.jit(partial(self._whole), donate_argnums=0)
@@ -234,6 +237,17 @@ class Program:
         if i in self.layers:
             return [_weights.get(values[i], layer, self.placement.parts(layer.cut)) for layer in self.layers[i]]
         return _static(values[i], self.placement.whole)
+
+    def _fresh_arrays(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Arrays of the arguments that are new in each call; on a GPU the program then sees what torch has written."""
+        if self._platform == "cuda" and self.placement.whole is None:
+            if not tensors:
+                wait_for_torch(self._device)
+            elif self._waits and all(tensor.is_cuda for tensor in tensors):
+                found = self._inbox.arrays(tensors)
+                if found is not None:
+                    return found
+        return [self._argument(tensor) for tensor in tensors]
 
     def _argument(self, tensor: Tensor) -> Any:
         whole = self.placement.whole

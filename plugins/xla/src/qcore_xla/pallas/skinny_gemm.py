@@ -74,16 +74,26 @@ def product(x: Array, data: Array, scale: Array, cut: SkinnyTiles, *, interpret:
     become float32 in registers: converting them before would be a kernel of its own; ``cut``: `tiles` of them.
     With more than one row, weights are rounded to the dtype of x, unless ``cut.words`` lie in one group.
     """
+    parts = partial_sums(x, data, scale, cut, interpret=interpret)
+    return (parts[0] if cut.splits == 1 else parts.sum(0))[: x.shape[0]]
+
+
+def partial_sums(x: Array, data: Array, scale: Array, cut: SkinnyTiles, *, interpret: Any = False) -> Array:
+    """`product` before its splits are added up, float32 ``(splits, rows, N)``: who reads it may add them."""
     (m, _), (n, groups, width) = x.shape, data.shape
-    filled = jnp.pad(x, ((0, cut.rows - m), (0, 0))) if cut.rows != m else x
-    planes = _planes(filled, groups, width, cut.words)
+    if cut.rows == 1:
+        order, block = x[0], pl.BlockSpec(x.shape[1:], lambda _j, _p: (0,))
+    else:
+        filled = jnp.pad(x, ((0, cut.rows - m), (0, 0))) if cut.rows != m else x
+        order = _planes(filled, groups, width, cut.words)
+        block = pl.BlockSpec(order.shape, lambda _j, _p: (0, 0, 0, 0))
     parts: Array = pl.pallas_call(
         partial(_kernel, cut=cut, width=width),
         out_shape=jax.ShapeDtypeStruct((cut.splits, cut.rows, n), jnp.float32),
         grid=(n // cut.columns, cut.splits),
         # Blocks are views of global memory, loaded by the kernel: all of x, the columns' words, and their scales.
         in_specs=[
-            pl.BlockSpec(planes.shape, lambda _j, _p: (0, 0, 0, 0)),
+            block,
             pl.BlockSpec((cut.columns, groups * width), lambda j, _p: (j, 0)),
             pl.BlockSpec((groups, cut.columns), lambda j, _p: (0, j)),
         ],
@@ -91,8 +101,8 @@ def product(x: Array, data: Array, scale: Array, cut: SkinnyTiles, *, interpret:
         compiler_params=None if interpret else _compiler(),
         interpret=interpret,
         name="qcore_skinny_gemm",
-    )(planes, data.reshape(n, groups * width), scale)
-    return (parts[0] if cut.splits == 1 else parts.sum(0))[:m]
+    )(order, data.reshape(n, groups * width), scale)
+    return parts
 
 
 def _planes(x: Array, groups: int, width: int, words: int) -> Array:
@@ -105,13 +115,23 @@ def _planes(x: Array, groups: int, width: int, words: int) -> Array:
     return lax.transpose(x.reshape(shape), (1, 4, 3, 0, 2, 5)).reshape(-1, NIBBLES, x.shape[0], words)
 
 
+def _columns(at: Array, words: int, width: int) -> Array:
+    """Where the columns of x lie that multiply nibble 0 of a step's words; those of nibble j lie ``j * width`` on.
+
+    A single row is read where it lies: putting it into the order of `_planes` would be a kernel of its own.
+    """
+    word = at * words + lax.iota(jnp.int32, words)
+    size = jnp.int32(width)  # not `//` and `%`, whose care for signs would hide from Triton that columns are adjacent
+    return lax.div(word, size) * (NIBBLES * width) + lax.rem(word, size)
+
+
 def _compiler() -> Any:
     return compiler_parameters(triton, "TritonCompilerParams", num_warps=WARPS, num_stages=STAGES)
 
 
 def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: SkinnyTiles, width: int) -> None:
     """Compute a tile ``(columns, rows)`` of the transposed result from this program's split of K."""
-    one, steps = cut.rows == 1, x.shape[0]
+    one, steps = cut.rows == 1, data.shape[1] // cut.words
     # Steps of this split; the last ones have fewer, or none, if the splits do not divide them.
     each = pl.cdiv(steps, cut.splits)
     start = pl.program_id(1) * each
@@ -123,7 +143,9 @@ def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: SkinnyTiles, width: i
         codes = _codes(data[:, pl.ds(at * cut.words, cut.words)])
         s = _scales(scale, at, cut, width)
         if one:  # elementwise, in float32: the sum over words follows after the loop
-            return total + s * sum(code * x[at, j, 0][None, :].astype(jnp.float32) for j, code in enumerate(codes))
+            first = _columns(at, cut.words, width)
+            planes = [x[first + j * width].astype(jnp.float32)[None, :] for j in range(NIBBLES)]
+            return total + s * sum(code * plane for code, plane in zip(codes, planes, strict=True))
         if cut.words <= width:  # one group: codes are exact in 16 bits, sums in float32 are scaled afterwards
             return total + s * sum(_dot(code.astype(x.dtype), x[at, j]) for j, code in enumerate(codes))
         # Several groups: weights are scaled, and rounded to the dtype of x, before they are multiplied.
