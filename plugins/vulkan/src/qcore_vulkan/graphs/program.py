@@ -88,8 +88,10 @@ class Program:
         """The device, and what each input is on it."""
         given = self._fixed_inputs(values)
         device = self._device(given)
-        self._refresh(device, (values[i] for i in self._states))  # type: ignore[misc]
-        held = [self._state(device, i, values[i]) for i in self._states]  # type: ignore[arg-type]
+        stale: list[states.Stale] = []
+        held = [self._state(device, i, values[i], stale) for i in self._states]  # type: ignore[arg-type]
+        if stale:
+            self._refresh(device, stale)
         for i, state in zip(self._states, held, strict=True):
             given[i] = state.buffer
         return device, given, held
@@ -133,8 +135,8 @@ class Program:
             return own.weight(tensor)
         return own.half(tensor) if self._part.inputs[i].name in self._halves else own.static(tensor)
 
-    def _state(self, device: Device, i: int, tensor: Tensor) -> State:
-        found = states.get(device, tensor)
+    def _state(self, device: Device, i: int, tensor: Tensor, stale: list[states.Stale]) -> State:
+        found = states.get(device, tensor, stale)
         if found is not None:
             self._copied.pop(i, None)
             return found

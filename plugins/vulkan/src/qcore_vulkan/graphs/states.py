@@ -37,12 +37,6 @@ class State:
         """Whether torch has written to the tensor."""
         return self.version != version(tensor)
 
-    def refresh(self, tensor: Tensor) -> None:
-        """Take what torch has written to the tensor."""
-        if self.is_stale(tensor):
-            self.buffer.write(words_of(tensor))
-            self.refreshed(tensor)
-
     def refreshed(self, tensor: Tensor) -> None:
         """Note that the device has the tensor's values."""
         self.version, self.ahead = version(tensor), False
@@ -52,6 +46,10 @@ class State:
         if self.ahead and self.version == version(tensor):
             read_into(self.buffer, tensor)
             self.version, self.ahead = version(tensor), False
+
+
+Stale = tuple[State, Tensor]
+"""A state, and the tensor that torch has written to."""
 
 
 def read_into(buffer: Buffer, tensor: Tensor) -> None:
@@ -83,11 +81,15 @@ def _warn_of_inference() -> None:
     )
 
 
-def get(device: Device, tensor: Tensor) -> State | None:
-    """The state of a tensor, with what torch wrote last; None if it must be copied in and out at each call."""
+def get(device: Device, tensor: Tensor, stale: list[Stale]) -> State | None:
+    """The state of a tensor; None if it must be copied in and out at each call.
+
+    ``stale`` gets it if torch has written to the tensor since: for a `Refresher`.
+    """
     found = peek(tensor)
     if found is not None and found.device is device and not device.lost:
-        found.refresh(tensor)
+        if found.is_stale(tensor):
+            stale.append((found, tensor))
         return found
     if found is not None:
         _leave(found, tensor)
@@ -101,32 +103,28 @@ def get(device: Device, tensor: Tensor) -> State | None:
 
 
 class Refresher:
-    """Uploads small states together, unless the host writes the device's memory itself: submissions take long."""
+    """Uploads what torch has written to states: small ones together, as each submission takes long."""
 
     def __init__(self) -> None:
         self._last: tuple[list[int], Program] | None = None
 
-    def __call__(self, device: Device, tensors: Iterable[Tensor]) -> None:
-        """Take what torch has written to those of ``tensors`` that are small states of the device, if several are."""
-        stale: list[tuple[State, Tensor]] = []
-        for tensor in tensors:
-            state = peek(tensor)
-            if (
-                state is not None
-                and state.device is device
-                and state.buffer.nbytes <= _SMALL
-                and state.is_stale(tensor)
-            ):
-                stale.append((state, tensor))
-        if len(stale) < 2 or device.lost or device.description.local_input:
-            return
+    def __call__(self, device: Device, stale: Sequence[Stale]) -> None:
+        """Take what torch has written to states of the device."""
+        small = [one for one in stale if one[0].buffer.nbytes <= _SMALL]
+        together = len(small) > 1 and not device.description.local_input  # else the host writes the memory itself
+        if together:
+            self._upload(device, small)
+        for state, tensor in stale:
+            if not (together and state.buffer.nbytes <= _SMALL):
+                state.buffer.write(words_of(tensor))
+            state.refreshed(tensor)
+
+    def _upload(self, device: Device, stale: Sequence[Stale]) -> None:
         buffers = [state.buffer for state, _ in stale]
         numbers = [buffer.number for buffer in buffers]
         if self._last is None or self._last[0] != numbers:
             self._last = numbers, _uploads(device, buffers)
         self._last[1].run([words_of(tensor) for _, tensor in stale])
-        for state, tensor in stale:
-            state.refreshed(tensor)
 
     def clear(self) -> None:
         """Let go of the states."""
