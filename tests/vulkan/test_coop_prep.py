@@ -62,6 +62,14 @@ def test_the_sum_is_x(vulkan, fmt):  # noqa: F811
     assert terms[1].abs().sum() > 0
 
 
+def test_one_term_of_float32_has_eleven_bits(vulkan):  # noqa: F811
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(9))
+    x[1, 5], x[2, 5], x[3] = 2.0 - 2.0**-23, 3.4e38, 0.0  # the first two round up
+    terms, scales, _ = terms_of(vulkan, x, "int8", 1)
+    assert terms.isfinite().all()
+    assert ((total(terms, scales) - x.double()).abs()[[0, 1, 3]] <= 2.0**-11 * x.double().abs()[[0, 1, 3]]).all()
+
+
 def test_what_is_not_finite_leaves_nothing_over(vulkan):  # noqa: F811
     x = torch.ones(4, 64)
     x[1, 3], x[2, 9], x[3, 63] = torch.inf, -torch.inf, torch.nan

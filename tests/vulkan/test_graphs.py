@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -54,6 +55,33 @@ def test_a_decoder_is_one_submission_a_step(device, scheme, bias, dtype):
     before = device.stats().submissions
     assert (decoded(compiled) - wanted).norm() <= tolerance * wanted.norm()
     assert device.stats().submissions == before + 3
+
+
+@torch.no_grad()
+def test_small_states_are_uploaded_together(device, monkeypatch):
+    class Counters(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in "abc":
+                self.register_buffer(name, torch.zeros(3))
+
+        def forward(self, x):
+            for one in (self.a, self.b, self.c):
+                one.add_(x)
+            return self.a + 2 * self.b + 4 * self.c
+
+    model, x = Counters(), torch.tensor([1.0, 2.0, 3.0])
+    monkeypatch.setattr(device, "description", replace(device.description, local_input=False))
+    compiled = torch.compile(model, backend=qcore_vulkan)
+    assert torch.equal(compiled(x), 7 * x)
+    for changed, submissions in (("", 1), ("b", 1), ("ac", 2), ("abc", 2), ("ac", 2)):
+        for name in changed:
+            getattr(model, name).fill_(ord(name))
+        graphs.synchronize(model)
+        wanted = sum((1 << at) * (getattr(model, name) + x) for at, name in enumerate("abc"))
+        before = device.stats().submissions
+        assert torch.equal(compiled(x), wanted)
+        assert device.stats().submissions == before + submissions
 
 
 @torch.no_grad()

@@ -39,7 +39,6 @@ layout(constant_id = 11) const uint TK = 16u;
 layout(constant_id = 12) const uint BUFFERS = 2u;  // of tiles in shared memory
 layout(constant_id = 13) const uint REPEAT = 1u;   // rows of scales in shared memory: TM, or 1 read with stride 0
 layout(constant_id = 14) const uint TERMS = 1u;    // float16 matrices whose sum is x, one or two
-layout(constant_id = 15) const uint ONCE = 0u;     // whether weights are scaled, as float16, before they are multiplied
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
@@ -48,7 +47,6 @@ const uint AM = TERMS * BM;  // rows of the tile of x: those of the first term, 
 const uint A_LOADS = (AM * KB * 4u + LANES - 1u) / LANES;
 const uint B_LOADS = (BN * KB * 2u * P + LANES - 1u) / LANES;  // of uvec2: 16 or 8 codes
 const uint SC = BN + 4u;
-const bool FOLDED = ONCE == 0u;  // whether sums of groups are scaled and added up
 
 layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
@@ -71,12 +69,11 @@ const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subg
 
 shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [buffer][row]; after the last step results
 shared uvec4 b_tile[BUFFERS * BN * ROW];                   // [buffer][column of the result]
-shared float scale_tile[GROUPED * (1u - ONCE) * 2u * REPEAT * SC + 1u];  // of two groups: one in use, one for the next
+shared float scale_tile[GROUPED * 2u * REPEAT * SC + 1u];  // of two groups: one in use, one for the next
 
 uvec4 a_next[A_LOADS];
 uvec2 b_next[B_LOADS];
 float zero_next[B_LOADS];
-float scale_next[B_LOADS];
 
 // Unit i of the weight's tile in the order of memory: (eight rows, block, vector, row, half of the vector), the half
 // innermost, so that lanes read contiguous words.
@@ -102,15 +99,7 @@ void load_tiles(uint row0, uint col0, uint step) {
         uint at = ((n_ >> 3) * blocks + step * KB + block) * P * 8u + (half_ >> 1) * 8u + (n_ & 7u);
         b_next[i] = w[at * 2u + (half_ & 1u)];
         if (ZERO == 1u) zero_next[i] = float(int(zero[step * KB / group_blocks * np + n_]));
-        if (GROUPED * ONCE != 0u) scale_next[i] = scale[step * KB / group_blocks * np + n_];
     }
-}
-
-uvec4 times(uvec4 v, float s) {
-    if (GROUPED * ONCE == 0u) return v;
-    f16vec2 by = f16vec2(float16_t(s));
-    return uvec4(packFloat2x16(unpackFloat2x16(v.x) * by), packFloat2x16(unpackFloat2x16(v.y) * by),
-                 packFloat2x16(unpackFloat2x16(v.z) * by), packFloat2x16(unpackFloat2x16(v.w) * by));
 }
 
 // Registers to shared memory: codes less their zero point as float16.
@@ -128,10 +117,10 @@ void store_tiles(uint buffer_) {
         uint at = buffer_ * BN * ROW + row * ROW + block * 4u;
         if (BN * KB * 2u * P % LANES == 0u || t < BN * KB * 2u * P) {
             if (BITS == 4u) {
-                b_tile[at + half_ * 2u] = times(halves_of_4(b_next[i].x, z), scale_next[i]);
-                b_tile[at + half_ * 2u + 1u] = times(halves_of_4(b_next[i].y, z), scale_next[i]);
+                b_tile[at + half_ * 2u] = halves_of_4(b_next[i].x, z);
+                b_tile[at + half_ * 2u + 1u] = halves_of_4(b_next[i].y, z);
             } else {
-                b_tile[at + half_] = times(uvec4(halves_of_8(b_next[i].x, z), halves_of_8(b_next[i].y, z)), scale_next[i]);
+                b_tile[at + half_] = uvec4(halves_of_8(b_next[i].x, z), halves_of_8(b_next[i].y, z));
             }
         }
     }
@@ -209,7 +198,7 @@ void main() {
     uint group = start * KB / group_blocks;
     load_tiles(row0, col0, start);
     store_tiles(start % BUFFERS);
-    if (GROUPED != 0u && FOLDED) store_scales(col0, group);
+    if (GROUPED != 0u) store_scales(col0, group);
     barrier();
     // Steps until sums are added to the total: those of a group, or of 256 columns.
     uint fold = (GROUPED != 0u ? group_blocks : 8u) / KB;
@@ -233,14 +222,12 @@ void main() {
                     coopmat<float16_t, gl_ScopeSubgroup, TM, TK, gl_MatrixUseA> a;
                     coopMatLoad(a, a_tile, (now * AM + term * BM + sub_m + i * TM) * ROW + kk * TK / 8u, ROW,
                                 gl_CooperativeMatrixLayoutRowMajor);
-                    [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
-                        if (FOLDED) sum[i * TILES_N + j] = coopMatMulAdd(a, b[j], sum[i * TILES_N + j]);
-                        else total[i * TILES_N + j] = coopMatMulAdd(a, b[j], total[i * TILES_N + j]);
-                    }
+                    [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
+                        sum[i * TILES_N + j] = coopMatMulAdd(a, b[j], sum[i * TILES_N + j]);
                 }
             }
         }
-        if (FOLDED && (--left == 0u || step + 1u == steps)) {
+        if (--left == 0u || step + 1u == steps) {
             // 5. The group ends: its sums, times a matrix with a column's scale in every row, join the total.
             left = fold;
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {

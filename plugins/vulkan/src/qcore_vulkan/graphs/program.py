@@ -47,6 +47,7 @@ class Program:
         self._constants = folded(part)
         self._uploaded: tuple[Device, dict[fx.Node, Buffer | None]] | None = None
         self._copied: dict[int, State] = {}
+        self._refresh = states.Refresher()
         self._seen: _Seen = [], []
         self._last: tuple[Device, list[Given], Recorded] | None = None
         self._watched: dict[int, weakref.ref[Tensor]] = {}
@@ -87,7 +88,10 @@ class Program:
         """The device, and what each input is on it."""
         given = self._fixed_inputs(values)
         device = self._device(given)
-        held = [self._state(device, i, values[i]) for i in self._states]  # type: ignore[arg-type]
+        stale: list[states.Stale] = []
+        held = [self._state(device, i, values[i], stale) for i in self._states]  # type: ignore[arg-type]
+        if stale:
+            self._refresh(device, stale)
         for i, state in zip(self._states, held, strict=True):
             given[i] = state.buffer
         return device, given, held
@@ -131,8 +135,8 @@ class Program:
             return own.weight(tensor)
         return own.half(tensor) if self._part.inputs[i].name in self._halves else own.static(tensor)
 
-    def _state(self, device: Device, i: int, tensor: Tensor) -> State:
-        found = states.get(device, tensor)
+    def _state(self, device: Device, i: int, tensor: Tensor, stale: list[states.Stale]) -> State:
+        found = states.get(device, tensor, stale)
         if found is not None:
             self._copied.pop(i, None)
             return found
@@ -183,3 +187,4 @@ def _forget(program: weakref.ref[Program], key: int, _dead: Any) -> None:
         found._last = None  # noqa: SLF001
         found._given = [None] * len(found._given)  # noqa: SLF001
         found._recorded.clear()  # noqa: SLF001
+        found._refresh.clear()  # noqa: SLF001

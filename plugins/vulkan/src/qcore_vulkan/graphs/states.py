@@ -17,9 +17,13 @@ from torch import Tensor
 from qcore import PluginError, QcoreWarning
 from qcore.plugin_api import version, why_shared
 
+from ..builder import Builder, Place, Program, Ref
 from ..device import Buffer, Device
 from .numbers import host_dtype, words_of
 from .residents import static
+
+_SMALL = 4096
+"""Bytes up to which states are uploaded together."""
 
 
 class State:
@@ -29,17 +33,23 @@ class State:
         self.device, self.buffer = device, static(device, tensor)
         self.version, self.ahead = version(tensor), False
 
-    def refresh(self, tensor: Tensor) -> None:
-        """Take what torch has written to the tensor."""
-        if self.version != version(tensor):
-            self.buffer.write(words_of(tensor))
-            self.version, self.ahead = version(tensor), False
+    def is_stale(self, tensor: Tensor) -> bool:
+        """Whether torch has written to the tensor."""
+        return self.version != version(tensor)
+
+    def refreshed(self, tensor: Tensor) -> None:
+        """Note that the device has the tensor's values."""
+        self.version, self.ahead = version(tensor), False
 
     def write_back(self, tensor: Tensor) -> None:
         """Bring the tensor up to date."""
         if self.ahead and self.version == version(tensor):
             read_into(self.buffer, tensor)
             self.version, self.ahead = version(tensor), False
+
+
+Stale = tuple[State, Tensor]
+"""A state, and the tensor that torch has written to."""
 
 
 def read_into(buffer: Buffer, tensor: Tensor) -> None:
@@ -71,11 +81,15 @@ def _warn_of_inference() -> None:
     )
 
 
-def get(device: Device, tensor: Tensor) -> State | None:
-    """The state of a tensor, with what torch wrote last; None if it must be copied in and out at each call."""
+def get(device: Device, tensor: Tensor, stale: list[Stale]) -> State | None:
+    """The state of a tensor; None if it must be copied in and out at each call.
+
+    ``stale`` gets it if torch has written to the tensor since: for a `Refresher`.
+    """
     found = peek(tensor)
     if found is not None and found.device is device and not device.lost:
-        found.refresh(tensor)
+        if found.is_stale(tensor):
+            stale.append((found, tensor))
         return found
     if found is not None:
         _leave(found, tensor)
@@ -86,6 +100,45 @@ def get(device: Device, tensor: Tensor) -> State | None:
     key, state = id(tensor), State(device, tensor)
     _known[key] = (weakref.ref(tensor, lambda ref: _forget(key, ref)), state)
     return state
+
+
+class Refresher:
+    """Uploads what torch has written to states: small ones together, as each submission takes long."""
+
+    def __init__(self) -> None:
+        self._last: tuple[list[int], Program] | None = None
+
+    def __call__(self, device: Device, stale: Sequence[Stale]) -> None:
+        """Take what torch has written to states of the device."""
+        small = [one for one in stale if one[0].buffer.nbytes <= _SMALL]
+        together = len(small) > 1 and not device.description.local_input  # else the host writes the memory itself
+        if together:
+            self._upload(device, small)
+        for state, tensor in stale:
+            if not (together and state.buffer.nbytes <= _SMALL):
+                state.buffer.write(words_of(tensor))
+            state.refreshed(tensor)
+
+    def _upload(self, device: Device, stale: Sequence[Stale]) -> None:
+        buffers = [state.buffer for state, _ in stale]
+        numbers = [buffer.number for buffer in buffers]
+        if self._last is None or self._last[0] != numbers:
+            self._last = numbers, _uploads(device, buffers)
+        self._last[1].run([words_of(tensor) for _, tensor in stale])
+
+    def clear(self) -> None:
+        """Let go of the states."""
+        self._last = None
+
+
+def _uploads(device: Device, buffers: Sequence[Buffer]) -> Program:
+    """A program that takes the words of each buffer."""
+    b, places = Builder(device), []
+    for buffer in buffers:
+        ref = b.input(buffer.nbytes)
+        b.copy(ref, Ref(buffer, 0, buffer.nbytes))
+        places.append(Place(ref, 1, buffer.nbytes, buffer.nbytes))
+    return b.program(places)
 
 
 def peek(tensor: Tensor) -> State | None:

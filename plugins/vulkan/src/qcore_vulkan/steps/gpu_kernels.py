@@ -268,12 +268,11 @@ class CoopF16(Single):
     subgroup: int
     splits: int = 1
     terms: int = 1
-    once: int = 0
     variant: str = "coop_f16"
     form: Literal["rows"] = "rows"
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
-        return *_coop_constants(self.shape, self.tile, self.subgroup, geometry), self.terms, self.once
+        return *_coop_constants(self.shape, self.tile, self.subgroup, geometry), self.terms
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
