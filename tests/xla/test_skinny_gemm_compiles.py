@@ -80,4 +80,5 @@ def test_it_fits(tmp_path, name, dtype, target):
     facts = facts_of(made, nvidia=True)
     assert facts["shared"] <= SHARED[target] * 1024
     assert facts["spills"] == facts["stack"] == 0
-    assert bool("MMA" in facts["assembly"]) == (name != "one-row")
+    # Not HFMA2.MMA, by which compilers also set registers to zero.
+    assert any(unit in facts["assembly"] for unit in ("HMMA", "GMMA")) == (name != "one-row")
