@@ -21,6 +21,8 @@ from jax.experimental.pallas import triton
 
 from . import compiler_parameters
 
+WARPS, STAGES = (4, 2), 2
+"""Warps of a program of each kernel; steps of a loop that Triton keeps in flight."""
 _PROGRAMS = 128
 """About as many as a large GPU has multiprocessors."""
 _LEAST = 16
@@ -83,7 +85,7 @@ def attention(
         in_specs=[whole(one) for one in given],
         out_specs=tuple(whole(one) for one in shapes),
         input_output_aliases={5: 0, 6: 1},
-        compiler_params=_compiler(interpret, 4),
+        compiler_params=_compiler(interpret, WARPS[0]),
         interpret=interpret,
         name="qcore_decode_attention",
     )(*given)
@@ -94,7 +96,7 @@ def attention(
         grid=(heads,),
         in_specs=[whole(one) for one in (mixed, top, total)],
         out_specs=whole(row),
-        compiler_params=_compiler(interpret, 2),
+        compiler_params=_compiler(interpret, WARPS[1]),
         interpret=interpret,
         name="qcore_decode_join",
     )(mixed, top, total)
@@ -102,7 +104,9 @@ def attention(
 
 
 def _compiler(interpret: Any, warps: int) -> Any:
-    return None if interpret else compiler_parameters(triton, "TritonCompilerParams", num_warps=warps, num_stages=2)
+    return (
+        None if interpret else compiler_parameters(triton, "TritonCompilerParams", num_warps=warps, num_stages=STAGES)
+    )
 
 
 def _rotated(halves: tuple[Array, Array], cos: Ref, sin: Ref, dtype: Any) -> tuple[Array, Array]:
