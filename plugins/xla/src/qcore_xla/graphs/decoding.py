@@ -130,7 +130,7 @@ class OneRow:
         y, keys, values = decode.attention(
             ours[0].parts, known[cos].reshape(-1), known[sin].reshape(-1), keys[0], values[0],
             known[place].astype(jnp.int32).reshape(1), bias.reshape(-1), heads,
-            size**-0.5 if scale is None else scale, cut,  # type: ignore[operator, arg-type]
+            size**-0.5 if scale is None else scale, cut,  # type: ignore[arg-type]
         )  # fmt: skip
         known[k], known[v] = keys[None], values[None]  # type: ignore[index]
         return y.reshape(known[q].shape)  # type: ignore[index]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -107,14 +107,14 @@ class Program:
         known = cuts_of([one.value for one in part.inputs if one.role is Role.WEIGHT]) if given is None else given
         cuts = {at: cut for at, cut in zip(weights, known, strict=True) if cut}
         self.placement = Placement(cuts)
-        self._run = lowered(part, self._platform, cuts)
-        self._plain = lowered(part, self._platform, cuts, special=False) if self._platform == "cuda" else None
+        groups = siblings(part, self._platform, cuts)
+        self._run = lowered(part, self._platform, cuts, groups)
+        self._plain = lowered(part, self._platform, cuts, groups, special=False) if self._platform == "cuda" else None
         roles = [one.role for one in part.inputs]
         self._states = [i for i, role in enumerate(roles) if role is Role.STATE]
         self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
         self._fresh = [i for i, role in enumerate(roles) if role is Role.FRESH]
         self._numbers = {i: one.example for i, one in enumerate(part.inputs) if one.role is Role.NUMBER}
-        groups = siblings(part, self._platform, cuts)
         self.layers = _layers(part, self._platform, cuts, groups)
         self._siblings = {places.index(of.weights[0]): (of, [places.index(one) for one in of.weights]) for of in groups}
         self._state_places = [self.placement.state(tuple(part.inputs[i].example.shape)) for i in self._states]
@@ -126,13 +126,16 @@ class Program:
         self._updates = [(i, part.updates[i]) for i in self._states]
         self._returned = part.returned
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
-        options = _ON_GPU if self._platform == "cuda" else None
-        self.jitted: Any = jax.jit(self._whole, donate_argnums=0, compiler_options=options)
+        self.jitted = self._jitted(self._whole)
         self._compiled = False
         self._known: _Known | None = None
         self._inbox = Inbox()
         self._waits = False  # whether a call ends by waiting for the program
         self._lock = threading.Lock()
+
+    def _jitted(self, function: Callable[..., Any]) -> Any:
+        options = _ON_GPU if self._platform == "cuda" else None
+        return jax.jit(function, donate_argnums=0, compiler_options=options)
 
     def _whole(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
         values: list[Any] = [None] * self._count

@@ -90,7 +90,7 @@ def attention(
         name="qcore_decode_attention",
     )(*given)
     row = jax.ShapeDtypeStruct((heads, size), keys.dtype)
-    y = pl.pallas_call(
+    y: Array = pl.pallas_call(
         partial(_join, spread=spread),
         out_shape=row,
         grid=(heads,),
@@ -104,9 +104,9 @@ def attention(
 
 
 def _compiler(interpret: Any, warps: int) -> Any:
-    return (
-        None if interpret else compiler_parameters(triton, "TritonCompilerParams", num_warps=warps, num_stages=STAGES)
-    )
+    if interpret:
+        return None
+    return compiler_parameters(triton, "TritonCompilerParams", num_warps=warps, num_stages=STAGES)
 
 
 def _rotated(halves: tuple[Array, Array], cos: Ref, sin: Ref, dtype: Any) -> tuple[Array, Array]:
@@ -114,10 +114,10 @@ def _rotated(halves: tuple[Array, Array], cos: Ref, sin: Ref, dtype: Any) -> tup
     half = halves[0].shape[-1]
 
     def rounded(x: Array) -> Array:
-        return x.astype(dtype).astype(jnp.float32)
+        return _wide(x.astype(dtype))
 
     def angles(of: Ref, start: int) -> Array:
-        return of[pl.ds(start, half)].astype(jnp.float32)
+        return _wide(of[pl.ds(start, half)])
 
     a, b = halves
     first = rounded(a * angles(cos, 0)) + rounded(-b * angles(sin, 0))
@@ -207,7 +207,8 @@ def _finite(highest: Array) -> Array:
 
 
 def _wide(x: Array) -> Array:
-    return x.astype(jnp.float32)
+    y: Array = x.astype(jnp.float32)
+    return y
 
 
 def _dot(a: Array, b: Array) -> Array:
