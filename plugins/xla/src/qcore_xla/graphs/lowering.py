@@ -68,7 +68,7 @@ def lowered(
         flags = Flags(overflow=list(overflow))
         known: dict[fx.Node, Any] = {}
         given = iter(values)
-        row = decoding.OneRow() if special and not cuts and decoding.serves(platform) else None
+        row = decoding.OneRow(nodes) if special and not cuts and decoding.serves(platform) else None
         for node in nodes:
             if node.op == "placeholder":
                 known[node] = next(given)

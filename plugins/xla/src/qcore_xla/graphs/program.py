@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array
@@ -83,6 +84,8 @@ def _kept(y: Array, sharding: Any) -> Array:
     return kept
 
 
+_PAIR = 2
+"""Elements of an integer of 64 bits."""
 _ON_GPU = {"xla_gpu_graph_min_graph_size": 1 << 20}
 """No CUDA graphs. With them the host took 1.0 ms of a decode step of 263 kernels before the device began its 1.4 ms
 (H100, jax 0.11.2): arguments lie elsewhere in each call, for which XLA updates a graph. Launched one by one, kernels
@@ -143,6 +146,12 @@ class Program:
             for i, value in zip(places, group, strict=True):
                 values[i] = value
         beyond = []
+        counters = [i for i in self._states if i in self._pairs and values[i].size == _PAIR]
+        if len(counters) > 1:
+            # Read at once, and only then written: XLA would copy each before it writes it.
+            read = jax.lax.optimization_barrier(jnp.stack([values[i].reshape(_PAIR) for i in counters]))
+            for i, pair in zip(counters, read, strict=True):
+                values[i] = pair.reshape(values[i].shape)
         for i in self._pairs:
             values[i], outside = joined(values[i])
             beyond.append(outside)

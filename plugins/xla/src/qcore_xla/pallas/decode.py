@@ -54,14 +54,15 @@ def cut_of(heads: int, cache: tuple[int, ...], dtype: Any) -> Cut | None:
 
 
 def attention(
-    parts: Array, cos: Array, sin: Array, keys: Array, values: Array, place: Array, bias: Array, heads: int,
-    scale: float, cut: Cut, *, interpret: Any = False,
+    parts: Array, cos: Array, sin: Array, keys: Array, values: Array, places: Array, bias: Array, heads: int,
+    scale: float, cut: Cut, layer: int = 0, *, interpret: Any = False,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Attend, and give ``(heads, E)`` and the new caches, which take the memory of those given.
 
     ``parts``: float32 ``(P, (heads + 2 Hk) * E)``, whose sums, rounded to the dtype of the caches, are queries, key and
-    value, head by head; ``cos``, ``sin``: ``(E,)``; ``keys``, ``values``: ``(Hk, S, E)``; ``place``: int32 ``(1,)``, of
-    the new token; ``bias``: float32 ``(S,)``, added to scores.
+    value, head by head; ``cos``, ``sin``: ``(E,)``; ``keys``, ``values``: ``(Hk, S, E)``; ``places``: int32 ``(L,)``,
+    of the new token in the caches of L layers, of which this is number ``layer``; ``bias``: float32 ``(S,)``, added to
+    scores.
     """
     groups, _, size = keys.shape
     spread = heads // groups
@@ -77,9 +78,9 @@ def attention(
         nowhere = (0,) * len(one.shape)  # blocks are views of global memory, loaded by the kernels
         return pl.BlockSpec(one.shape, lambda *_: nowhere)
 
-    given = (parts, cos, sin, place, bias, keys, values)
+    given = (parts, cos, sin, places, bias, keys, values)
     keys, values, mixed, top, total = pl.pallas_call(
-        partial(_part, heads=heads, scale=scale, cut=cut),
+        partial(_part, heads=heads, scale=scale, cut=cut, layer=layer),
         out_shape=shapes,
         grid=(groups, cut.splits),
         in_specs=[whole(one) for one in given],
@@ -126,8 +127,9 @@ def _rotated(halves: tuple[Array, Array], cos: Ref, sin: Ref, dtype: Any) -> tup
 
 
 def _part(
-    parts: Ref, cos: Ref, sin: Ref, place: Ref, bias: Ref, old_keys: Ref, old_values: Ref,
+    parts: Ref, cos: Ref, sin: Ref, where: Ref, bias: Ref, old_keys: Ref, old_values: Ref,
     keys: Ref, values: Ref, mixed: Ref, top: Ref, total: Ref, *, heads: int, scale: float, cut: Cut,
+    layer: int,
 ) -> None:  # fmt: skip
     """One split of one head of keys; the heads of queries that share it are the rows of its products."""
     group, split = pl.program_id(0), pl.program_id(1)
@@ -135,7 +137,7 @@ def _part(
     dtype, half, spread = keys.dtype, size // 2, heads // groups
     rows = max(_LEAST, 1 << (spread - 1).bit_length())
     row = jnp.minimum(lax.iota(jnp.int32, rows), spread - 1)  # rows to spare do the same as the last
-    lanes, now = lax.iota(jnp.int32, half), jnp.clip(place[0], 0, places - 1)
+    lanes, now = lax.iota(jnp.int32, half), jnp.clip(where[layer], 0, places - 1)
 
     def halves(start: Array) -> tuple[Array, Array]:
         """The sums of the product's splits, rounded as its result is."""
