@@ -133,7 +133,7 @@ class Program:
         self._compiled = False
         self._known: _Known | None = None
         self._inbox = Inbox()
-        self._waits = False  # whether a call ends by waiting for the program
+        self._waited = False  # whether the last call has waited for the program
         self._lock = threading.Lock()
 
     def _jitted(self, function: Callable[..., Any]) -> Any:
@@ -185,7 +185,7 @@ class Program:
         ]
         fixed = self._fixed_arrays(values)
         fresh = self._fresh_arrays([values[i] for i in self._fresh])
-        run = self.jitted if self._compiled else self._compile_and_run
+        run, self._waited = self.jitted if self._compiled else self._compile_and_run, False
         results, updates, bad = run(states, fixed, fresh)
         if self._platform != "cuda" or not results:
             jax.block_until_ready(updates)
@@ -195,10 +195,11 @@ class Program:
                 self._copy_back(values[i], array)
             else:
                 state.replace(array, values[i])
-        self._waits = bad is not None
         if bad is not None:
             # On GPUs through torch: JAX took 400 us for these two bytes.
-            _check(*(from_dlpack(bad).tolist() if self._platform == "cuda" and whole is None else np.asarray(bad)))
+            noted = from_dlpack(bad).tolist() if self._platform == "cuda" and whole is None else np.asarray(bad)
+            self._waited = True
+            _check(*noted)
         return tensors
 
     def _compile_and_run(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
@@ -255,7 +256,7 @@ class Program:
         if self._platform == "cuda" and self.placement.whole is None:
             if not tensors:
                 wait_for_torch(self._device)
-            elif self._waits and all(tensor.is_cuda for tensor in tensors):
+            elif self._waited and all(tensor.is_cuda for tensor in tensors):
                 found = self._inbox.arrays(tensors)
                 if found is not None:
                     return found
