@@ -72,7 +72,8 @@ def test_attention(heads, groups, places, size, splits, place, dtype):
     cos, sin = jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
     bias = jnp.where(jnp.arange(places) <= place, 0.0, -jnp.inf)
     cut = decode.cut_of(heads, keys.shape, keys.dtype)
-    given = (parts, cos, sin, keys, values, jnp.asarray([place], jnp.int32), bias, heads, size**-0.5, cut)
+    layers = jnp.asarray([0, place, 0], jnp.int32)
+    given = (parts, cos, sin, keys, values, layers, bias, heads, size**-0.5, cut, 1)
     y, new_keys, new_values = decode.attention(*given, interpret=True)
 
     token = rounded(wide(parts).sum(0), dtype).reshape(-1, size)

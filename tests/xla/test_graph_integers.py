@@ -3,7 +3,9 @@
 import pytest
 import torch
 from graph_backends import part_of
+from torch import nn
 
+from qcore_xla.graphs.backend import qcore_xla
 from qcore_xla.graphs.program import Program
 
 X, LARGE = torch.arange(1, 10), torch.full((4,), 1 << 30)
@@ -45,3 +47,32 @@ def test_integers_that_do_not_fit(name):
     function, x = DO_NOT_FIT[name]
     with pytest.raises(OverflowError, match="32 bits"):
         run(function, x)
+
+
+class Counters(nn.Module):
+    """As the layers of transformers' static caches have them."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "abc":
+            self.register_buffer(name, torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        places = torch.stack([torch.arange(x.shape[0]) + count for count in (self.a, self.b, self.c)])
+        for step, count in enumerate((self.a, self.b, self.c)):
+            count.add_(x.shape[0] + step)
+        return places + x.to(torch.int64)
+
+
+@torch.no_grad()
+def test_counters():
+    model, x = Counters(), torch.zeros(2)
+    compiled = torch.compile(model, backend=qcore_xla)
+    model.c.sub_(1)
+    for turn in range(3):
+        firsts = [turn * 2, turn * 3, turn * 4 - 1]
+        assert compiled(x).tolist() == [[first, first + 1] for first in firsts]
+    assert [int(one) for one in (model.a, model.b, model.c)] == [6, 9, 11]
+    model.b.fill_(1 << 40)
+    with pytest.raises(OverflowError, match="32 bits"):
+        compiled(x)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import qcore
 import qcore_xla
+from qcore_xla.graphs import meshes
 from qcore_xla.graphs.meshes import MeshCut
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -92,3 +94,11 @@ def test_weights_that_cannot_be_cut():
     assert "no multiple of 4" in cut.why_not(6, 66, None)
     assert "have an order" in cut.why_not(6, 64, 32, order=True)
     assert "groups of 2" in cut.why_not(6, 72, 4)
+
+
+def test_results_go_to_the_device_of_torch():
+    devices = [SimpleNamespace(local_hardware_id=number) for number in (1, 0)]
+    assert meshes._of_torch(devices, torch.device("cuda", 0)) is devices[1]
+    assert meshes._of_torch(devices, torch.device("cuda", 1)) is devices[0]
+    assert meshes._of_torch(devices, torch.device("cuda", 2)) is devices[0]
+    assert meshes._of_torch(devices, torch.device("cpu")) is devices[0]

@@ -101,8 +101,10 @@ def joined(pairs: Any) -> tuple[Array, Array]:
 
 def parted(values: Array) -> Array:
     """The inverse of `joined`, for values that fit."""
-    high = lax.shift_right_arithmetic(values, jnp.full_like(values, 31))
-    return jnp.stack([values, high] if _LOW == 0 else [high, values], axis=-1)
+    # Not by joining both, which XLA makes a kernel of for each array; selections of many arrays become one.
+    pair = jnp.broadcast_to(values[..., None], (*values.shape, 2))
+    high = lax.shift_right_arithmetic(pair, jnp.full_like(pair, 31))
+    return jnp.where(lax.broadcasted_iota(jnp.int32, pair.shape, values.ndim) == _LOW, pair, high)
 
 
 def wait_for_torch(device: torch.device) -> None:

@@ -13,7 +13,7 @@ Everything else is traced as ever; what a kernel has taken over is then used by 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,12 @@ def serves(platform: str) -> bool:
 class OneRow:
     """What is known, while a program is traced, of products of one row whose splits are not added up yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Sequence[fx.Node] = ()) -> None:
+        """``nodes``: of the program; the places of all its caches are read at once, if they are plain counters."""
+        steps = [_decoding(*node.args[:3]) for node in nodes if _called(node, "attention")]
+        counters = [_counter(step.place) for step in steps if step is not None]
+        self._counters = [one for one in dict.fromkeys(counters) if one is not None]
+        self._places: Array | None = None
         self._products: dict[fx.Node, _Product] = {}
         self._sums: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
 
@@ -126,14 +131,23 @@ class OneRow:
         )  # fmt: skip
         if not fits or ours[0] is None or cut is None:
             return None
+        places, layer = self._places_of(place, known)
         bias = jnp.where(seen, 0.0, -jnp.inf) if seen.dtype == jnp.bool_ else seen.astype(jnp.float32)
         y, keys, values = decode.attention(
             ours[0].parts, known[cos].reshape(-1), known[sin].reshape(-1), keys[0], values[0],
-            known[place].astype(jnp.int32).reshape(1), bias.reshape(-1), heads,
-            size**-0.5 if scale is None else scale, cut,  # type: ignore[operator, arg-type]
+            places, bias.reshape(-1), heads, size**-0.5 if scale is None else scale, cut, layer,  # type: ignore[arg-type]
         )  # fmt: skip
         known[k], known[v] = keys[None], values[None]  # type: ignore[index]
         return y.reshape(known[q].shape)  # type: ignore[index]
+
+    def _places_of(self, place: fx.Node, known: Mapping[fx.Node, Any]) -> tuple[Array, int]:
+        """Places in one array, and which of them is ``place``."""
+        counter = _counter(place)
+        if counter is None:
+            return known[place].astype(jnp.int32).reshape(1), 0
+        if self._places is None:
+            self._places = jnp.stack([known[one].astype(jnp.int32).reshape(()) for one in self._counters])
+        return self._places, self._counters.index(counter)
 
 
 def _parts(x: Array, weight: Arrays, of: Layer, dtype: Any) -> Array | None:
@@ -188,6 +202,18 @@ def _decoding(q: Any, k: Any, v: Any) -> _Decoding | None:
     if not ready or any(one is None for one in sources):
         return None
     return _Decoding(tuple(sources), tuple(turned_q[1:]), place, (keys, values))  # type: ignore[arg-type]
+
+
+def _counter(place: fx.Node) -> fx.Node | None:
+    """The input of the graph that ``place`` is: ``arange(0, 1) + counter``, as transformers' static caches have it."""
+    added = _called(place, "add")
+    if added is None or len(added) != 2:
+        return None
+    for start, counter in (added, added[::-1]):
+        plain = isinstance(counter, fx.Node) and counter.op == "placeholder" and counter.meta["val"].dim() == 0
+        if plain and isinstance(start, fx.Node) and base_name(start.target) == "arange" and tuple(start.args) == (0, 1):
+            return counter  # type: ignore[no-any-return]
+    return None
 
 
 def _called(node: Any, name: str) -> tuple[Any, ...] | None:

@@ -34,7 +34,8 @@ class Inbox:
         if not self._arrays:
             if any(tensor.nbytes > LARGEST for tensor in tensors):
                 return None
-            self._places = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+            with torch.inference_mode(False):  # later calls may write to them outside of it
+                self._places = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in tensors]
             self._arrays = [array_of_bytes(place) for place in self._places]
         torch._foreach_copy_(self._places, [tensor.detach() for tensor in tensors])
         wait_for_torch(tensors[0].device)

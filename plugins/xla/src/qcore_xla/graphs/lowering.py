@@ -49,25 +49,26 @@ def rule_name(target: Any) -> str:
 
 
 def lowered(
-    part: GraphPart, platform: str, cuts: Cuts, *, special: bool = True
+    part: GraphPart, platform: str, cuts: Cuts, groups: Sequence[Siblings] | None = None, *, special: bool = True
 ) -> Callable[..., tuple[list[Any], Array | None]]:
     """``part`` as a function of one value per input, and of `Flags.overflow` found in them: outputs, and `Flags.both`.
 
-    ``special``: by the rules for the platform. A value is an array; for the weight of a quantized layer its arrays by
-    `Layer`; a number stays a number.
+    ``groups``: `siblings` of the part, if the caller knows them; ``special``: by the rules for the platform. A value is
+    an array; for the weight of a quantized layer its arrays by `Layer`; a number stays a number.
     """
     nodes = list(part.graph.graph.nodes)
     constants = {
         node: getattr(part.graph, str(node.target)).numpy(force=True) for node in nodes if node.op == "get_attr"
     }
     rules: Mapping[str, Callable[..., Any]] = {**RULES, **SPECIAL.get(platform, {})} if special else RULES
-    together = {node: of for of in siblings(part, platform, cuts) for node in of.nodes}
+    joint = siblings(part, platform, cuts) if groups is None else groups
+    together = {node: of for of in joint for node in of.nodes}
 
     def run(values: Sequence[Any], overflow: Sequence[Array] = ()) -> tuple[list[Any], Array | None]:
         flags = Flags(overflow=list(overflow))
         known: dict[fx.Node, Any] = {}
         given = iter(values)
-        row = decoding.OneRow() if special and not cuts and decoding.serves(platform) else None
+        row = decoding.OneRow(nodes) if special and not cuts and decoding.serves(platform) else None
         for node in nodes:
             if node.op == "placeholder":
                 known[node] = next(given)

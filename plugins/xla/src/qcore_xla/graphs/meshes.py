@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import Tensor, nn
 
@@ -184,6 +185,12 @@ def placed(array: Any, sharding: NamedSharding | None) -> Any:
     return array if sharding is None else jax.device_put(array, sharding)
 
 
-def gathered_here(array: Any, sharding: NamedSharding | None) -> Any:
-    """The whole array on the first device of its mesh, for torch."""
-    return array if sharding is None else jax.device_put(array, sharding.mesh.devices.flat[0])
+def gathered_here(array: Any, sharding: NamedSharding | None, device: torch.device) -> Any:
+    """The whole array for torch: on its own device if that is one of the mesh, otherwise on the first."""
+    return array if sharding is None else jax.device_put(array, _of_torch(list(sharding.mesh.devices.flat), device))
+
+
+def _of_torch(devices: Sequence[Any], device: torch.device) -> Any:
+    """Which of a mesh's devices is torch's: `jax.make_mesh` may put another first."""
+    number = device.index if device.type == "cuda" else None
+    return next((one for one in devices if number is not None and one.local_hardware_id == number), devices[0])

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array
@@ -83,10 +84,12 @@ def _kept(y: Array, sharding: Any) -> Array:
     return kept
 
 
+_PAIR = 2
+"""Elements of an integer of 64 bits."""
 _ON_GPU = {"xla_gpu_graph_min_graph_size": 1 << 20}
-"""No CUDA graphs. With them the host took 1.0 ms of a decode step of 263 kernels before the device began its 1.4 ms
-(H100, jax 0.11.2): arguments lie elsewhere in each call, for which XLA updates a graph. Launched one by one, kernels
-run while the host launches the next.
+"""No CUDA graphs: a decode step of 100 kernels took 2.64 ms with them and 2.68 without, though arguments, states and
+results lay where they had lain, and no graph had to be updated (H100, jax 0.11.2, a busy host). Launched one by one,
+kernels run while the host launches the next; a graph begins when the host is done.
 """
 
 
@@ -107,14 +110,14 @@ class Program:
         known = cuts_of([one.value for one in part.inputs if one.role is Role.WEIGHT]) if given is None else given
         cuts = {at: cut for at, cut in zip(weights, known, strict=True) if cut}
         self.placement = Placement(cuts)
-        self._run = lowered(part, self._platform, cuts)
-        self._plain = lowered(part, self._platform, cuts, special=False) if self._platform == "cuda" else None
+        groups = siblings(part, self._platform, cuts)
+        self._run = lowered(part, self._platform, cuts, groups)
+        self._plain = lowered(part, self._platform, cuts, groups, special=False) if self._platform == "cuda" else None
         roles = [one.role for one in part.inputs]
         self._states = [i for i, role in enumerate(roles) if role is Role.STATE]
         self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
         self._fresh = [i for i, role in enumerate(roles) if role is Role.FRESH]
         self._numbers = {i: one.example for i, one in enumerate(part.inputs) if one.role is Role.NUMBER}
-        groups = siblings(part, self._platform, cuts)
         self.layers = _layers(part, self._platform, cuts, groups)
         self._siblings = {places.index(of.weights[0]): (of, [places.index(one) for one in of.weights]) for of in groups}
         self._state_places = [self.placement.state(tuple(part.inputs[i].example.shape)) for i in self._states]
@@ -126,13 +129,16 @@ class Program:
         self._updates = [(i, part.updates[i]) for i in self._states]
         self._returned = part.returned
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
-        options = _ON_GPU if self._platform == "cuda" else None
-        self.jitted: Any = jax.jit(self._whole, donate_argnums=0, compiler_options=options)
+        self.jitted = self._jitted(self._whole)
         self._compiled = False
         self._known: _Known | None = None
         self._inbox = Inbox()
-        self._waits = False  # whether a call ends by waiting for the program
+        self._waited = False  # whether the last call has waited for the program
         self._lock = threading.Lock()
+
+    def _jitted(self, function: Callable[..., Any]) -> Any:
+        options = _ON_GPU if self._platform == "cuda" else None
+        return jax.jit(function, donate_argnums=0, compiler_options=options)
 
     def _whole(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
         values: list[Any] = [None] * self._count
@@ -140,6 +146,12 @@ class Program:
             for i, value in zip(places, group, strict=True):
                 values[i] = value
         beyond = []
+        counters = [i for i in self._states if i in self._pairs and values[i].size == _PAIR]
+        if len(counters) > 1:
+            # Read at once, and only then written: XLA would copy each before it writes it.
+            read = jax.lax.optimization_barrier(jnp.stack([values[i].reshape(_PAIR) for i in counters]))
+            for i, pair in zip(counters, read, strict=True):
+                values[i] = pair.reshape(values[i].shape)
         for i in self._pairs:
             values[i], outside = joined(values[i])
             beyond.append(outside)
@@ -173,7 +185,7 @@ class Program:
         ]
         fixed = self._fixed_arrays(values)
         fresh = self._fresh_arrays([values[i] for i in self._fresh])
-        run = self.jitted if self._compiled else self._compile_and_run
+        run, self._waited = self.jitted if self._compiled else self._compile_and_run, False
         results, updates, bad = run(states, fixed, fresh)
         if self._platform != "cuda" or not results:
             jax.block_until_ready(updates)
@@ -183,10 +195,11 @@ class Program:
                 self._copy_back(values[i], array)
             else:
                 state.replace(array, values[i])
-        self._waits = bad is not None
         if bad is not None:
             # On GPUs through torch: JAX took 400 us for these two bytes.
-            _check(*(from_dlpack(bad).tolist() if self._platform == "cuda" and whole is None else np.asarray(bad)))
+            noted = from_dlpack(bad).tolist() if self._platform == "cuda" and whole is None else np.asarray(bad)
+            self._waited = True
+            _check(*noted)
         return tensors
 
     def _compile_and_run(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
@@ -209,7 +222,7 @@ class Program:
     def _copy_back(self, tensor: Tensor, array: Array) -> None:
         """Write the new values of a state that does not share the memory of an array."""
         whole = self.placement.whole
-        new = from_dlpack(gathered_here(array, whole))
+        new = from_dlpack(gathered_here(array, whole, self._device))
         if whole is None and tensor.dtype == torch.int64:
             new = new.view(torch.int64).squeeze(-1)
         tensor.copy_(new)
@@ -243,7 +256,7 @@ class Program:
         if self._platform == "cuda" and self.placement.whole is None:
             if not tensors:
                 wait_for_torch(self._device)
-            elif self._waits and all(tensor.is_cuda for tensor in tensors):
+            elif self._waited and all(tensor.is_cuda for tensor in tensors):
                 found = self._inbox.arrays(tensors)
                 if found is not None:
                     return found
@@ -259,7 +272,7 @@ class Program:
         return array if self._fixed or self._states else jax.device_put(array, jax.devices("cpu")[0])
 
     def _result(self, y: Array, dtype: torch.dtype) -> Tensor:
-        y = gathered_here(y, self.placement.whole)
+        y = gathered_here(y, self.placement.whole, self._device)
         if self._platform == "cuda" and self.placement.whole is None:
             return from_dlpack(y).to(dtype)  # makes torch's stream wait for the program
         if self._platform == "cuda" or dtype == torch.bfloat16:

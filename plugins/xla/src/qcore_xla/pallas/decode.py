@@ -21,6 +21,8 @@ from jax.experimental.pallas import triton
 
 from . import compiler_parameters
 
+WARPS, STAGES = (4, 2), 2
+"""Warps of a program of each kernel; steps of a loop that Triton keeps in flight."""
 _PROGRAMS = 128
 """About as many as a large GPU has multiprocessors."""
 _LEAST = 16
@@ -52,14 +54,15 @@ def cut_of(heads: int, cache: tuple[int, ...], dtype: Any) -> Cut | None:
 
 
 def attention(
-    parts: Array, cos: Array, sin: Array, keys: Array, values: Array, place: Array, bias: Array, heads: int,
-    scale: float, cut: Cut, *, interpret: Any = False,
+    parts: Array, cos: Array, sin: Array, keys: Array, values: Array, places: Array, bias: Array, heads: int,
+    scale: float, cut: Cut, layer: int = 0, *, interpret: Any = False,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Attend, and give ``(heads, E)`` and the new caches, which take the memory of those given.
 
     ``parts``: float32 ``(P, (heads + 2 Hk) * E)``, whose sums, rounded to the dtype of the caches, are queries, key and
-    value, head by head; ``cos``, ``sin``: ``(E,)``; ``keys``, ``values``: ``(Hk, S, E)``; ``place``: int32 ``(1,)``, of
-    the new token; ``bias``: float32 ``(S,)``, added to scores.
+    value, head by head; ``cos``, ``sin``: ``(E,)``; ``keys``, ``values``: ``(Hk, S, E)``; ``places``: int32 ``(L,)``,
+    of the new token in the caches of L layers, of which this is number ``layer``; ``bias``: float32 ``(S,)``, added to
+    scores.
     """
     groups, _, size = keys.shape
     spread = heads // groups
@@ -75,26 +78,26 @@ def attention(
         nowhere = (0,) * len(one.shape)  # blocks are views of global memory, loaded by the kernels
         return pl.BlockSpec(one.shape, lambda *_: nowhere)
 
-    given = (parts, cos, sin, place, bias, keys, values)
+    given = (parts, cos, sin, places, bias, keys, values)
     keys, values, mixed, top, total = pl.pallas_call(
-        partial(_part, heads=heads, scale=scale, cut=cut),
+        partial(_part, heads=heads, scale=scale, cut=cut, layer=layer),
         out_shape=shapes,
         grid=(groups, cut.splits),
         in_specs=[whole(one) for one in given],
         out_specs=tuple(whole(one) for one in shapes),
         input_output_aliases={5: 0, 6: 1},
-        compiler_params=_compiler(interpret, 4),
+        compiler_params=_compiler(interpret, WARPS[0]),
         interpret=interpret,
         name="qcore_decode_attention",
     )(*given)
     row = jax.ShapeDtypeStruct((heads, size), keys.dtype)
-    y = pl.pallas_call(
+    y: Array = pl.pallas_call(
         partial(_join, spread=spread),
         out_shape=row,
         grid=(heads,),
         in_specs=[whole(one) for one in (mixed, top, total)],
         out_specs=whole(row),
-        compiler_params=_compiler(interpret, 2),
+        compiler_params=_compiler(interpret, WARPS[1]),
         interpret=interpret,
         name="qcore_decode_join",
     )(mixed, top, total)
@@ -102,7 +105,9 @@ def attention(
 
 
 def _compiler(interpret: Any, warps: int) -> Any:
-    return None if interpret else compiler_parameters(triton, "TritonCompilerParams", num_warps=warps, num_stages=2)
+    if interpret:
+        return None
+    return compiler_parameters(triton, "TritonCompilerParams", num_warps=warps, num_stages=STAGES)
 
 
 def _rotated(halves: tuple[Array, Array], cos: Ref, sin: Ref, dtype: Any) -> tuple[Array, Array]:
@@ -110,10 +115,10 @@ def _rotated(halves: tuple[Array, Array], cos: Ref, sin: Ref, dtype: Any) -> tup
     half = halves[0].shape[-1]
 
     def rounded(x: Array) -> Array:
-        return x.astype(dtype).astype(jnp.float32)
+        return _wide(x.astype(dtype))
 
     def angles(of: Ref, start: int) -> Array:
-        return of[pl.ds(start, half)].astype(jnp.float32)
+        return _wide(of[pl.ds(start, half)])
 
     a, b = halves
     first = rounded(a * angles(cos, 0)) + rounded(-b * angles(sin, 0))
@@ -122,8 +127,9 @@ def _rotated(halves: tuple[Array, Array], cos: Ref, sin: Ref, dtype: Any) -> tup
 
 
 def _part(
-    parts: Ref, cos: Ref, sin: Ref, place: Ref, bias: Ref, old_keys: Ref, old_values: Ref,
+    parts: Ref, cos: Ref, sin: Ref, where: Ref, bias: Ref, old_keys: Ref, old_values: Ref,
     keys: Ref, values: Ref, mixed: Ref, top: Ref, total: Ref, *, heads: int, scale: float, cut: Cut,
+    layer: int,
 ) -> None:  # fmt: skip
     """One split of one head of keys; the heads of queries that share it are the rows of its products."""
     group, split = pl.program_id(0), pl.program_id(1)
@@ -131,7 +137,7 @@ def _part(
     dtype, half, spread = keys.dtype, size // 2, heads // groups
     rows = max(_LEAST, 1 << (spread - 1).bit_length())
     row = jnp.minimum(lax.iota(jnp.int32, rows), spread - 1)  # rows to spare do the same as the last
-    lanes, now = lax.iota(jnp.int32, half), jnp.clip(place[0], 0, places - 1)
+    lanes, now = lax.iota(jnp.int32, half), jnp.clip(where[layer], 0, places - 1)
 
     def halves(start: Array) -> tuple[Array, Array]:
         """The sums of the product's splits, rounded as its result is."""
@@ -203,7 +209,8 @@ def _finite(highest: Array) -> Array:
 
 
 def _wide(x: Array) -> Array:
-    return x.astype(jnp.float32)
+    y: Array = x.astype(jnp.float32)
+    return y
 
 
 def _dot(a: Array, b: Array) -> Array:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 
 from . import compiler_parameters
 
-_WARPS = 16
+WARPS = 16
 _MOST_CHUNKS = 16
 """A row is held in registers in chunks of a power of two elements, as Triton wants them."""
 _LONGEST = 16384
@@ -49,7 +49,7 @@ def rms_norm(
         out_specs=(pl.BlockSpec(x.shape, lambda _i: (0,)),) * 2,
         compiler_params=None
         if interpret
-        else compiler_parameters(triton, "TritonCompilerParams", num_warps=_WARPS, num_stages=1),
+        else compiler_parameters(triton, "TritonCompilerParams", num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="qcore_rms_norm",
     )(*given)

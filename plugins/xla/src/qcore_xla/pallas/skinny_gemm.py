@@ -34,6 +34,8 @@ _LEAST = 16
 """The smallest size of each dimension of Triton's matrix products."""
 _EXPONENT = 0x4B000000
 """Bits of the float32 2^23, whose last bit counts ones."""
+_OTHERS = tuple(_EXPONENT ^ (8 << 4 * j) for j in range(4))
+"""What gives it nibble j plus 8 for its fraction."""
 Ref = Any
 
 
@@ -96,12 +98,13 @@ def partial_sums(x: Array, data: Array, scale: Array, cut: SkinnyTiles, *, inter
             block,
             pl.BlockSpec((cut.columns, groups * width), lambda j, _p: (j, 0)),
             pl.BlockSpec((groups, cut.columns), lambda j, _p: (0, j)),
+            pl.BlockSpec((4,), lambda _j, _p: (0,)),
         ],
         out_specs=pl.BlockSpec((1, cut.rows, cut.columns), lambda j, p: (p, 0, j)),
         compiler_params=None if interpret else _compiler(),
         interpret=interpret,
         name="qcore_skinny_gemm",
-    )(order, data.reshape(n, groups * width), scale)
+    )(order, data.reshape(n, groups * width), scale, jnp.asarray(_OTHERS, jnp.int32))
     return parts
 
 
@@ -129,7 +132,7 @@ def _compiler() -> Any:
     return compiler_parameters(triton, "TritonCompilerParams", num_warps=WARPS, num_stages=STAGES)
 
 
-def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: SkinnyTiles, width: int) -> None:
+def _kernel(x: Ref, data: Ref, scale: Ref, table: Ref, y: Ref, *, cut: SkinnyTiles, width: int) -> None:
     """Compute a tile ``(columns, rows)`` of the transposed result from this program's split of K."""
     one, steps = cut.rows == 1, data.shape[1] // cut.words
     # Steps of this split; the last ones have fewer, or none, if the splits do not divide them.
@@ -137,10 +140,12 @@ def _kernel(x: Ref, data: Ref, scale: Ref, y: Ref, *, cut: SkinnyTiles, width: i
     start = pl.program_id(1) * each
     count = each if steps % cut.splits == 0 else jnp.minimum(each, steps - start)
 
+    others = [table[j] for j in range(4)]
+
     def step(i: Array, total: Array) -> Any:
         # Words go from global memory to registers once, and become eight planes of codes there.
         at = start + i
-        codes = _codes(data[:, pl.ds(at * cut.words, cut.words)])
+        codes = _codes(data[:, pl.ds(at * cut.words, cut.words)], others)
         s = _scales(scale, at, cut, width)
         if one:  # elementwise, in float32: the sum over words follows after the loop
             first = _columns(at, cut.words, width)
@@ -162,17 +167,17 @@ def _dot(w: Array, x: Array) -> Array:
     return lax.dot_general(w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _codes(words: Array) -> list[Array]:
+def _codes(words: Array, others: list[Array]) -> list[Array]:
     """The eight codes of each word, float32, without conversions of integers.
 
     Four nibbles lie within the 23 bits of a fraction. The bits of nibble j below the exponent of 2^23 are the number
-    ``2^23 + u 16^j`` with u the code plus 8: one AND and one OR. Scaling by ``16^-j`` and the subtraction are exact.
+    ``2^23 + u 16^j`` with u the code plus 8: ``(word & mask) ^ other``, which is one operation of a GPU if only one of
+    the two is a constant. So ``others`` come from memory. Scaling by ``16^-j`` and the subtraction are exact.
     """
-    biased = words ^ jnp.int32(-0x77777778)  # each code plus 8
     found = []
-    for half in (biased, lax.shift_right_logical(biased, jnp.int32(16))):
+    for half in (words, lax.shift_right_logical(words, jnp.int32(16))):
         for j in range(4):
-            number = lax.bitcast_convert_type((half & (15 << 4 * j)) | _EXPONENT, jnp.float32)
+            number = lax.bitcast_convert_type((half & (15 << 4 * j)) ^ others[j], jnp.float32)
             found.append(number * 16.0**-j - (2.0**23 * 16.0**-j + 8))
     return found
 
