@@ -88,12 +88,9 @@ def product(kernel, fields, scheme, **more):
     return Call("product", {"kernel": kernel, "fields": fields, "scheme": scheme, "m": 512, **SMALL, **more})
 
 
-# Tiles that were the fastest for some size, with sums of their own and shared ones.
-SCHEMES = ("w4a16-g128", "w8a16", "w4a16-g32-asym", "w8a16-g128", "nf4", "nvfp4", "w4a16-g64-fzp", "w8a16-g64-asym")
-TILES = [product("gemm_wide_hopper", [bm, split], s) for s in SCHEMES for bm, split in ((128, 0), (64, 1))]
-TILES += [product("gemm_wide_hopper", [128, 0], s, scale="float32") for s in ("w8a16-g64-asym", "w4a16-g32-fzp")]
-UNITS = ((256, 1, 128), (128, 0, 128), (32, 2, 128), (64, 0, 256), (64, 1, 256))
-TILES += [product("w4a8_units_hopper", list(f), s) for s in ("w4a8-g32", "w4a8-g64") for f in UNITS]
+# Tiles with sums of their own and shared ones.
+UNITS = ((256, 0), (256, 1), (128, 0), (64, 1), (32, 2))
+TILES = [product("w4a8_units_hopper", list(f), s) for s in ("w4a8-g32", "w4a8-g64") for f in UNITS]
 CALLS = [*TILES, *MAIN, *OTHER, *ELSEWHERE, *WIDE, *MORE, *TABLES, *EXPERTS]
 NAMES = {str(call): call for call in CALLS}
 assert len(NAMES) == len(CALLS)
