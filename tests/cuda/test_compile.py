@@ -58,7 +58,8 @@ ELSEWHERE = [call for target in SHARED if target != "sm_90" for call in main_cal
 WIDE = [linear(s, m, scale="float32") for s in ("w8a16-g64-asym", "w8a16-g128-fzp", "w4a16-g32-fzp") for m in (64, 256)]
 WIDE += [linear(s, m, scale="float32") for s in ("w4a8-g32-asym-aasym", "w4a8-g64-aasym") for m in (64, 512)]
 WIDE += [linear("w4a16-g64", 300, size={"n": 4096, "k": 64}), linear("w8a8-aasym", 512, scale="float32")]
-MORE = [linear(s, 2048) for s in ("w4a16-g32", "w8a16-g128", "w4a8-g32")] + [linear("w4a8-g64-asym-aasym", 512)]
+MORE = [linear(s, 2048) for s in ("w4a16-g32", "w8a16-g128", "w4a8-g32", "w4a8-g32-asym")]
+MORE += [linear("w4a8-g64-asym-aasym", 512)]
 # Tables and e4m3: each way to decode, each kind of scales, each kernel.
 TABLES = [linear(s, m) for s in ("mxfp4", "nvfp4", "nf4", "wfp8a16") for m in (1, 16, 64, 2048)]
 TABLES += [linear(s, m) for s in ("mxfp8", "wfp8_e5m2a16", "wnf4a16", "wfp4a16-g64-fzp") for m in (1, 512)]
@@ -88,12 +89,9 @@ def product(kernel, fields, scheme, **more):
     return Call("product", {"kernel": kernel, "fields": fields, "scheme": scheme, "m": 512, **SMALL, **more})
 
 
-# Tiles that were the fastest for some size, with sums of their own and shared ones.
-SCHEMES = ("w4a16-g128", "w8a16", "w4a16-g32-asym", "w8a16-g128", "nf4", "nvfp4", "w4a16-g64-fzp", "w8a16-g64-asym")
-TILES = [product("gemm_wide_hopper", [bm, split], s) for s in SCHEMES for bm, split in ((128, 0), (64, 1))]
-TILES += [product("gemm_wide_hopper", [128, 0], s, scale="float32") for s in ("w8a16-g64-asym", "w4a16-g32-fzp")]
-UNITS = ((256, 1, 128), (128, 0, 128), (32, 2, 128), (64, 0, 256), (64, 1, 256))
-TILES += [product("w4a8_units_hopper", list(f), s) for s in ("w4a8-g32", "w4a8-g64") for f in UNITS]
+# Tiles with sums of their own and shared ones.
+UNITS = ((256, 0), (256, 1), (128, 0), (64, 1), (32, 2))
+TILES = [product("w4a8_units_hopper", list(f), s) for s in ("w4a8-g32", "w4a8-g64") for f in UNITS]
 CALLS = [*TILES, *MAIN, *OTHER, *ELSEWHERE, *WIDE, *MORE, *TABLES, *EXPERTS]
 NAMES = {str(call): call for call in CALLS}
 assert len(NAMES) == len(CALLS)
@@ -125,7 +123,8 @@ per int8 weight."""
 HOPPER = {
     str(linear("w4a16-g32", 2048)): "gemm_hopper",
     str(linear("w8a16-g128", 2048)): "gemm_hopper",
-    str(linear("w4a8-g32", 2048)): "w4a8_groups_hopper",
+    str(linear("w4a8-g32", 2048)): "gemm_hopper",
+    str(linear("w4a8-g32-asym", 2048)): "w4a8_groups_hopper",
     str(linear("w4a8-g64-asym-aasym", 512)): "w4a8_groups_hopper",
     str(linear("w8a8-aasym", 2048)): "int8_hopper",
     str(linear("w4a16-g128", 2048)): "gemm_hopper",

@@ -305,3 +305,16 @@ def test_tiles_are_split_spread_or_left_whole():
     assert found == {(32, 112): (0, 28, 128), (224, 64): (1, 45, 132), (128, 64): (1, 0, 128)}
     assert tail_spread(96, 32, 0, HOPPER.sms) == (0, 24, 128)
     assert tail_spread(96, 32, 4, HOPPER.sms) == tail_spread(96, 32, 1, HOPPER.sms) == (1, 0, 96)
+
+
+@pytest.mark.parametrize("rows", [128, 256, 512, 1024, 2048])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (1024, 8192), (28672, 4096)])
+def test_weights_with_units_are_multiplied_in_float16(gluon, n, k, rows):
+    from qcore_cuda.selection import choose
+
+    form = replace(int8_form(4, 32, rows=rows), n=n, k=k, group=32)
+    assert choose(HOPPER, replace(form, units=True)).product.name == "w4a8_units_hopper"
+    for other in (form, replace(form, units=True, x_zero=True), replace(form, units=True, out_dtype=torch.float32)):
+        assert choose(HOPPER, other).product.name != "w4a8_units_hopper"
+    if rows >= 256:
+        assert choose(HOPPER, form).product.name == "w4a8_groups_hopper", "it keeps the kernel that it had"

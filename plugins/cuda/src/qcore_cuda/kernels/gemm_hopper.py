@@ -54,22 +54,22 @@ UNITS = gl.constexpr(3)
 
 
 @gluon.jit
-def produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS: gl.constexpr,
-            BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr,
-            SCALED: gl.constexpr, ZERO: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr = 2):  # fmt: skip
-    """Fill stages, in the order of their use. A tile has GROUPS groups of 64 rows of the weight.
+def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS: gl.constexpr,
+             BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr,
+             SCALED: gl.constexpr, ZERO: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """Fill stages, in the order of their use.
 
     A stage is 64 columns of x, and of an int8 weight. Data of a whole block of 128 columns - int4 words, scales,
     zero points - has slots of its own and arrives with the block's first stage.
     """
-    BN: gl.constexpr = GROUPS * ROWS
-    # Bytes that the full barrier of a stage expects: BM rows of 64 16-bit values, and BN rows of 64 int8 codes. BLOCK:
+    BN: gl.constexpr = 2 * ROWS
+    # Bytes that the full barrier of a stage expects: BM rows of 64 16-bit values, and 128 rows of 64 int8 codes. BLOCK:
     # bytes that come with the first stage of a block only.
     STAGE: gl.constexpr = BM * 128 + (BN * 64 if BITS == 8 else 0)
     SCALES: gl.constexpr = EACH * BN * scale.dtype.primitive_bitwidth // 8 if SCALED else 0
     ZEROS: gl.constexpr = (1 if ZERO == UNITS else EACH) * BN * zero.dtype.primitive_bitwidth // 8 if ZERO else 0
     BLOCK: gl.constexpr = (BN * 64 if BITS == 4 else 0) + SCALES + ZEROS
-    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB, BN)
+    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB)
     step = steps * 0
     # 1. x may be the previous kernel's result: no copy begins before that kernel has ended. (To copy the first weights
     #    before that gained nothing.)
@@ -96,14 +96,14 @@ def produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves
                 here = full.index(at)
                 mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0))
                 # 4. Begin the copies: w, with a block's first stage its scales and zero points, and x.
-                for g in gl.static_range(GROUPS):
+                for g in gl.static_range(2):
                     n = n0 + g * ROWS
                     # Each group has its own 64 rows of w: int16 pairs (64, 32) per stage, int4 words (4, 256) per
                     # block.
                     if BITS == 8:
-                        tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(GROUPS * at + g))
+                        tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(2 * at + g))
                     elif half == 0:
-                        tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(GROUPS * slot + g))
+                        tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(2 * slot + g))
                 row = b * EACH if EACH > 1 else b // PER
                 if SCALED and half == 0:
                     tma.async_copy_global_to_shared(scale, [row, n0], here, ss.index(slot))
@@ -130,18 +130,16 @@ def _numbers(stored, HALF: gl.constexpr, WG: gl.constexpr, LAYOUT: gl.constexpr,
 
 @gluon.jit
 def first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, EACH: gl.constexpr,
-               SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr,
-               GROUPS: gl.constexpr = 2):  # fmt: skip
+               SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
     """The first half of a block as operand A, and the input of the second half: words, scales, zero points.
 
-    Of group WG of the GROUPS groups of rows of a tile.
     All that the slot holds is read here: it may be filled again when the block's first stage is released.
     """
     LAYOUT: gl.constexpr = words_layout() if BITS == 4 else pairs_layout()
     raw = (
-        load_words(ws.index(GROUPS * slot + WG), 32 if EACH == 8 else 128 // EACH)
+        load_words(ws.index(2 * slot + WG), 32 if EACH == 8 else 128 // EACH)
         if BITS == 4
-        else ws.index(GROUPS * at + WG).load(LAYOUT)
+        else ws.index(2 * at + WG).load(LAYOUT)
     )
     second = raw
     if BITS == 4 and EACH > 1:
@@ -174,12 +172,12 @@ def first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: g
         next_z = z
         if EACH > 1:
             next_z = zero_point(_numbers(zs.index(slot), 1, WG, LAYOUT, BITS, EACH), DT, BITS, ZERO)
-    low = operand(raw, s, z, DT, BITS, False, EACH, SCALED, ZERO, DOT, ELEMENT)
+    low = _operand(raw, s, z, DT, BITS, False, EACH, SCALED, ZERO, DOT, ELEMENT)
     return low, second, next_s, next_z
 
 
 @gluon.jit
-def operand(raw, s, z, DT: gl.constexpr, BITS: gl.constexpr, HIGH: gl.constexpr, EACH: gl.constexpr,
+def _operand(raw, s, z, DT: gl.constexpr, BITS: gl.constexpr, HIGH: gl.constexpr, EACH: gl.constexpr,
              SCALED: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
     """64 columns of the weight as operand A."""
     ZERO: gl.constexpr = 0 if KIND == UNITS else KIND
@@ -220,12 +218,12 @@ def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, s
         # 3. Unpack the second half while the tensor cores work on the first. int4 words are in registers already; int8
         #    codes come with the stage, which has to be awaited first.
         if BITS == 4:
-            high = operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT, ELEMENT)
+            high = _operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT, ELEMENT)
             mbarrier.wait(full.index(at), turn)
         else:
             mbarrier.wait(full.index(at), turn)
             raw = ws.index(2 * at + WG).load(pairs_layout())
-            high = operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT, ELEMENT)
+            high = _operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT, ELEMENT)
         acc = warpgroup_mma(high, xs.index(at).permute((1, 0)), acc, is_async=True)
         # 4. The first half has ended: release its stage, so that the copying warp is not held up by the second half.
         acc, low = warpgroup_mma_wait(1, deps=[acc, low])
@@ -244,8 +242,8 @@ def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, s
 
 
 @gluon.jit
-def leave_tile(acc, y, scale, factor, bias, tokens, ys, m0, n0, M, N, SCALED: gl.constexpr, FACTOR: gl.constexpr,
-               BIAS: gl.constexpr, PIECES: gl.constexpr, ZERO: gl.constexpr):  # fmt: skip
+def _leave(acc, y, scale, factor, bias, tokens, ys, m0, n0, M, N, SCALED: gl.constexpr, FACTOR: gl.constexpr,
+           BIAS: gl.constexpr, PIECES: gl.constexpr, ZERO: gl.constexpr):  # fmt: skip
     """A group's sums of a tile, scaled and rounded, on their way to y."""
     PIECE: gl.constexpr = acc.shape[1] // PIECES
     # acc has one row per output column. Rows behind N are clamped here; TMA does not store them.
@@ -320,8 +318,8 @@ def _consume(y, scale, factor, bias, tokens, parts, counts, ys, xs, ws, ss, zs, 
         if SPREAD:
             acc, complete = summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
         if complete:
-            leave_tile(acc, y, scale, factor, bias, tokens, ys, tile_m * BM, tile_n * BN + WG * ROWS, M, N, SCALED,
-                       FACTOR, BIAS, PIECES, ZERO)  # fmt: skip
+            _leave(acc, y, scale, factor, bias, tokens, ys, tile_m * BM, tile_n * BN + WG * ROWS, M, N, SCALED, FACTOR,
+                   BIAS, PIECES, ZERO)  # fmt: skip
     # 4. Shared memory must outlive the last store, which reads it.
     tma.store_wait(0)
 
@@ -378,6 +376,6 @@ def gemm_hopper(
         (_consume, (y, scale, factor, bias, tokens, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves,
                     share, BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT,
                     FACTOR, PDL)),
-        (produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
+        (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
                     SLOTS, GROUP, EACH, SCALED, ZERO, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -42,10 +42,10 @@ def advance(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def my_steps(N, M, BM: gl.constexpr, waves, share, KB, BN: gl.constexpr = 128):
-    """Tiles of BM tokens and of BN rows of the weight, this program, all programs, and the steps of this one."""
+def my_steps(N, M, BM: gl.constexpr, waves, share, KB):
+    """Tiles of BM tokens and of 128 rows of the weight, this program, all programs, and the steps of this one."""
     tiles_m = gl.cdiv(M, BM)
-    tiles_n = gl.cdiv(N, BN)
+    tiles_n = gl.cdiv(N, 128)
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     return tiles_m, tiles_n, program, programs, steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
@@ -85,17 +85,16 @@ def leave(c, tiles, at, buffers, PIECE: gl.constexpr, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, G: gl.constexpr,
-           GROUPS: gl.constexpr = 2):  # fmt: skip
+def summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG: gl.constexpr):
     """Leave a warpgroup's part of a tile's sums for other programs; the last one to come adds up all parts.
 
-    acc is the G-th of GROUPS groups of a tile's rows. Returns the sum, and whether it is complete. See `parts`.
+    Of two warpgroups, acc has half of a tile's rows. Returns the sum, and whether it is complete. See `parts`.
     """
-    ROWS: gl.constexpr = acc.shape[0]
+    HALF: gl.constexpr = acc.shape[0]
     BM: gl.constexpr = acc.shape[1]
-    i = G * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
+    i = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(1, acc.type.layout))
     j = gl.arange(0, BM, gl.SliceLayout(0, acc.type.layout))
-    SIZE: gl.constexpr = GROUPS * ROWS * BM
+    SIZE: gl.constexpr = 2 * HALF * BM
     complete = end - begin == KB
     if not complete:
         # 1. Tiles behind the whole waves are numbered from 0; programs left..right have steps of this one.
@@ -104,18 +103,18 @@ def summed(acc, parts, counts, tile, begin, end, program, programs, waves, share
         right = (part * KB + KB - 1) // share
         # 2. Leave the part. Along the line of steps the part or the program grows at each boundary, so part + program
         #    is a slot of its own.
-        put(value_at(parts, part + program, i, j, GROUPS * ROWS, BM), acc, True)
+        put(value_at(parts, part + program, i, j, 2 * HALF, BM), acc, True)
         # 3. Count. All threads of the group have stored before one of them counts; acq_rel makes the stores visible to
         #    the group that counts last. Each group has its own counter: groups never wait for each other.
         gl.thread_barrier()
-        count = counts + GROUPS * part + G
+        count = counts + 2 * part + WG
         complete = gl.atomic_add(count, 1, sem="acq_rel") == right - left
         if complete:
             # 4. The last one sums the slots in their order, this group's own part included: the result does not depend
             #    on who came last.
             acc = zeros_like(acc, True)
             for p in range(left, right + 1, 4):
-                acc = add_at(acc, value_at(parts, part + p, i, j, GROUPS * ROWS, BM), right - p, SIZE, True)
+                acc = add_at(acc, value_at(parts, part + p, i, j, 2 * HALF, BM), right - p, SIZE, True)
             # 5. Ready for the next launch.
             gl.store(count, 0)
     return acc, complete

@@ -35,13 +35,11 @@ class Tokens(NamedTuple):
     split: int = 1
 
 
-def tile_choices(
-    problem: GemmProblem, sizes: Collection[int], columns: int, sms: int, rows: int = 128
-) -> Iterator[Tokens]:
-    """Tiles of ``rows`` for which programs have enough to do, with the ways to compute the last wave that differ."""
+def tile_choices(problem: GemmProblem, sizes: Collection[int], columns: int, sms: int) -> Iterator[Tokens]:
+    """Tiles for which programs have enough to do, with the ways to compute the last wave that differ."""
     for bm in sizes:
         if problem.rows * 2 >= bm and (problem.rows <= 16 * bm or bm == max(sizes)):
-            tiles, blocks = tiles_of(problem.n, problem.rows, bm, rows), -(-problem.k // columns)
+            tiles, blocks = tiles_of(problem.n, problem.rows, bm), -(-problem.k // columns)
             spreads = {tail_spread(tiles, blocks, split, sms): split for split in reversed(SPLITS)}
             yield from (Tokens(bm, split) for split in sorted(spreads.values()))
 
@@ -54,17 +52,17 @@ def best_tile(problem: GemmProblem, sizes: Collection[int], columns: int, sms: i
     return Tokens(bm, split)
 
 
-def tail_work(device: Device, problem: GemmProblem, config: Tokens, columns: int, rows: int = 128) -> Work:
+def tail_work(device: Device, problem: GemmProblem, config: Tokens, columns: int) -> Work:
     """The work of a launch with `tail_spread`; a step is a block of ``columns``."""
     blocks = -(-problem.k // columns)
-    waves, share, _ = tail_spread(tiles_of(problem.n, problem.rows, config.bm, rows), blocks, config.split, device.sms)
+    waves, share, _ = tail_spread(tiles_of(problem.n, problem.rows, config.bm), blocks, config.split, device.sms)
     rounds = waves + (share > 0)
     return Work(rounds * device.sms, (waves * blocks + share) / rounds)
 
 
-def tiles_of(n: int, m: int, bm: int, rows: int = 128) -> int:
-    """The number of tiles of so many rows of the weight and ``bm`` tokens."""
-    return -(-n // rows) * -(-m // bm)
+def tiles_of(n: int, m: int, bm: int) -> int:
+    """The number of tiles of 128 rows of the weight and ``bm`` tokens."""
+    return -(-n // 128) * -(-m // bm)
 
 
 class GemmHopper(FloatProduct[Tokens]):
@@ -146,13 +144,13 @@ class GemmHopper(FloatProduct[Tokens]):
         return y
 
 
-def stages_of(weight: Weight, bm: int, pieces: int, each: int, scaled: bool, rows: int = 128) -> int:
-    """Stages of a ring that fits shared memory; ``each``: rows of parameters of a block; ``rows``: of a tile."""
+def stages_of(weight: Weight, bm: int, pieces: int, each: int, scaled: bool) -> int:
+    """Stages of a ring that fits shared memory; ``each``: rows of parameters of a block."""
     numbers = [weight.scale if scaled else None, weight.zero]
-    codes, parameters = rows * 64, rows * each * sum(t.element_size() for t in numbers if t is not None)
-    parameters += 0 if weight.units is None else rows * 4
-    slot = (codes if weight.bits == 4 else 0) + parameters
-    stage = bm * 128 + (codes if weight.bits == 8 else 0)
+    parameters = 128 * each * sum(t.element_size() for t in numbers if t is not None)
+    parameters += 0 if weight.units is None else 512
+    slot = (8192 if weight.bits == 4 else 0) + parameters
+    stage = bm * 128 + (8192 if weight.bits == 8 else 0)
     return room_for(stage, slot, 2 * bm // pieces * 128, _STAGES[weight.bits, bm])
 
 
